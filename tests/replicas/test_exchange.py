@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -130,6 +131,26 @@ def test_v12_x7_a_guard_that_is_kept_lets_every_replica_unload_the_version_befor
     until(lambda: unloaded() == set(NAMES))
     assert kinds(server)[-2:] == ["load", "guard"]
     assert versions(server) == dict.fromkeys(NAMES, "v1")
+
+
+def test_v13_x7_a_replica_that_cannot_start_with_what_it_serves_starts_with_another_version(
+    server: Server, pair: Pair, tmp_path: Path
+) -> None:
+    """Its export is gone. Those that watch are told what to do, and loading another version is no conflict."""
+    gone = tmp_path / "gone"
+    shutil.copytree(pair.v2, gone)
+    assert admin(server, "load", slot="prod", path=str(gone)).status == 200
+    shutil.rmtree(gone)
+    os.kill(told(server)[1]["pid"], signal.SIGKILL)
+    until(lambda: "remedy" in told(server)[1])
+    shown = told(server)[1]
+    assert str(gone) in shown["last_error"]
+    assert "POST /admin/load" in shown["remedy"]
+    assert admin(server, "load", slot="prod", path=str(pair.v3)).status == 200
+    until(lambda: states(server) == ["ready", "ready"])
+    assert "remedy" not in told(server)[1]
+    assert versions(server) == dict.fromkeys(NAMES, "v3")
+    assert admin(server, "load", slot="prod", path=str(pair.v1)).status == 200
 
 
 def test_x7_a_name_that_is_no_unicode_is_refused(server: Server) -> None:

@@ -33,23 +33,26 @@ class EventLoopThread:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._id = threading.get_native_id() if _may_change() else 0
+        self._id = threading.get_native_id()
+        self._may: bool | None = None  # asked when it first matters: while a process starts it may have another policy
         self._free_since = -inf
         self._calm = False
 
     def started(self) -> None:
         """The calling thread is to run batches. One that replaces a lost one is started by the loop while that is calm,
         and has inherited it."""
-        if self._id and os.sched_getscheduler(0) == os.SCHED_BATCH:
+        if self._may and os.sched_getscheduler(0) == os.SCHED_BATCH:
             self._set(0, "SCHED_OTHER")
 
     def begin(self, batch: Batch) -> bool:
         """A batch is about to run on the calling thread. Returns whether the loop does not interrupt it."""
-        if not self._id or batch.expected < LONG or threading.get_native_id() == self._id:
+        if self._may is False or batch.expected < LONG or threading.get_native_id() == self._id:
             return False
         if sum(ticket.arrived < self._free_since for ticket in batch.admitted) < MANY:
             return False
-        self._calm = self._set(self._id, "SCHED_BATCH")
+        if self._may is None:
+            self._may = _may_change(self._id)
+        self._calm = self._may and self._set(self._id, "SCHED_BATCH")
         return self._calm
 
     def end(self) -> None:
@@ -63,8 +66,8 @@ class EventLoopThread:
         try:  # threads that it starts meanwhile, such as for decoding, inherit this: they need not interrupt either
             os.sched_setscheduler(thread, getattr(os, policy), os.sched_param(0))
         except OSError:  # forbidden in this container
-            self._id = 0
-        return self._id != 0
+            self._may = False
+        return self._may is not False
 
 
 class Uninterrupted(Generic[V]):
@@ -97,8 +100,8 @@ class Uninterrupted(Generic[V]):
         self._inner.stop()
 
 
-def _may_change() -> bool:
+def _may_change(thread: int) -> bool:
     try:
-        return os.sched_getscheduler(0) == os.SCHED_OTHER
+        return os.sched_getscheduler(thread) == os.SCHED_OTHER
     except (AttributeError, OSError):  # not on this system
         return False

@@ -87,7 +87,7 @@ class RuntimeClient:
     change of `state`. What these raise is logged.
 
     capabilities, info: of the process that was ready last. restarts: starts after the first. last_error: why the last
-    process was lost or did not start.
+    process was lost or did not start. start_failed: the latest start did, and none has succeeded since.
     """
 
     def __init__(
@@ -108,6 +108,8 @@ class RuntimeClient:
         self.info: Info | None = None
         self.restarts = 0
         self.last_error = ""
+        self.start_failed = False
+        self._hurry = asyncio.Event()
         self._open, self._prepare = open, prepare
         given = self.config
         self._restarts = Restarts(
@@ -159,6 +161,10 @@ class RuntimeClient:
             self._become("stopped")
             self._closing = asyncio.create_task(self._close(served, timeout, drain), name=f"{self.name}-closes")
         await asyncio.shield(self._closing)
+
+    def retry(self) -> None:
+        """What kept the process from starting may be gone: begin the next start now, or right after the present one."""
+        self._hurry.set()
 
     # -- sending -------------------------------------------------------------------------------------------------------
 
@@ -276,6 +282,7 @@ class RuntimeClient:
                     self.last_error = str(error) or type(error).__name__
                     if not first.done():
                         raise
+                    self.start_failed = True
                     log.warning("%s could not be started again: %s", self.name, self.last_error)
                     self._restarts.failed()
                 else:
@@ -334,6 +341,7 @@ class RuntimeClient:
     async def _until_lost(self, link: Link) -> bool:
         """Ready until the connection has ended. Returns whether it was ended here because the process hangs."""
         self._since = asyncio.get_running_loop().time()
+        self.start_failed = False
         log.info("%s is ready, process %s", self.name, self.pid)
         self._become("ready")
         pulse = Pulse(self.config.heartbeat_s, self.config.hung_after_s)
@@ -369,7 +377,10 @@ class RuntimeClient:
             log.error("%s ended too often: it is started again every %g s", self.name, self.config.cooldown_s)
         self._become("open" if self._restarts.open else "restarting")
         self._next_start = asyncio.get_running_loop().time() + wait
-        await asyncio.sleep(wait)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(wait):
+                await self._hurry.wait()
+        self._hurry.clear()
         self._next_start = math.nan
         self._become("restarting")
         self.restarts += 1

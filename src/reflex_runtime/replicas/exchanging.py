@@ -33,18 +33,19 @@ class ReplicaExchanges:
         """Put the policy of a source into the slot of every replica. Returns what is now in the slot.
 
         load: has every live replica load it beside, and returns their answers. Raises the error of a replica, and
-        Conflict if one is not ready or was lost meanwhile; then no replica has switched.
+        Conflict if one is not ready or was lost meanwhile; then no replica has switched. A replica that cannot be
+        started with what it had is started with the new policy.
         """
         self._served.rollout.may_exchange()
-        waiting = [replica.name for replica in self._replicas if not replica.live]
+        waiting = [replica.name for replica in self._replicas if not (replica.live or replica.client.start_failed)]
         if waiting:
             raise Conflict(f"{', '.join(waiting)}: not ready, and every replica must load the policy; try again later")
-        lives = [replica.client.pid for replica in self._replicas]
+        lives = self._lives()
         try:
             found = await load()
-            told = self._loaded(found)
+            told = self._loaded([name for name, pid in lives.items() if pid is not None], found)
             spec = await in_thread(lambda: read_source(source))
-            if lives != [replica.client.pid if replica.live else None for replica in self._replicas]:
+            if lives != self._lives():
                 raise Conflict("a replica was lost while the policy was loaded; no replica has switched")
         except BaseException:
             self._tell(DROP, slot)
@@ -57,9 +58,14 @@ class ReplicaExchanges:
         self.kept.exchanged(slot, told["model_version"], source)
         return told
 
-    def _loaded(self, found: Mapping[str, ReplicaAnswer]) -> dict[str, Any]:
-        """What all replicas have loaded. Raises if one has not, or they differ."""
-        missing = [replica.name for replica in self._replicas if replica.name not in found]
+    def _lives(self) -> dict[str, int | None]:
+        """The process of each live replica, None for the others."""
+        return {replica.name: replica.client.pid if replica.live else None for replica in self._replicas}
+
+    @staticmethod
+    def _loaded(names: Sequence[str], found: Mapping[str, ReplicaAnswer]) -> dict[str, Any]:
+        """What these replicas have loaded. Raises if one has not, or they differ."""
+        missing = [name for name in names if name not in found]
         if missing:
             raise Conflict(f"{', '.join(missing)}: lost while the policy was loaded; no replica has switched")
         bodies = {name: msgspec.json.decode(answer.body) for name, answer in found.items()}
@@ -78,6 +84,8 @@ class ReplicaExchanges:
         self._served.rollout.exchanged(slot, time.monotonic())
         for replica in self._replicas:
             replica.serves(self._served.name, sources={slot: spec.source})
+            if replica.client.start_failed:
+                replica.client.retry()
 
     def _go_back(self, slot: str) -> str | None:
         """Replicas that have the version before go back to it, others start again with it."""

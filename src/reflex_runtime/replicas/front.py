@@ -32,6 +32,7 @@ from reflex_runtime.replicas.arriving import ArrivingConnection
 from reflex_runtime.replicas.exchanging import ReplicaExchanges
 from reflex_runtime.replicas.messages import Forget, Members, MovedEpisodes, Noted, ReplicaReport
 from reflex_runtime.replicas.placing_table import ReplicaTable
+from reflex_runtime.replicas.quiet_start import may_leave_idle
 from reflex_runtime.replicas.replica import Replica, ReplicaPlan, closed, started
 from reflex_runtime.telemetry.journal_writer import JournalWriter
 from reflex_runtime.telemetry.lines import LineTarget
@@ -105,6 +106,7 @@ class FrontRuntime(PolicyRuntime):
             self.error = str(error)
             log.error("a replica could not be started: %s", self.error)
             return
+        await in_thread(may_leave_idle)
         self._started = True
         self.state = "ready"
         self.table.began_with([replica.name for replica in self.live])

@@ -19,6 +19,7 @@ from reflex_runtime.ipc.frames import Codec, Notification, Reader
 from reflex_runtime.ipc.peer import Handler
 from reflex_runtime.ipc.spawn import Link, StartFailed, spawned
 from reflex_runtime.replicas.messages import ASK, PART, SERVE, UNWATCH, AnswerPart, AskReplica, ReplicaAnswer, Serve
+from reflex_runtime.replicas.quiet_start import LONGEST, QuietStart
 from reflex_runtime.web.handover import HandedOver, HandoverChannel
 
 log = logging.getLogger("reflex.server")
@@ -28,6 +29,10 @@ LIMITS = ClientConfig(
     start_timeout_s=86_400.0, heartbeat_s=0.5, backoff_s=0.1, backoff_max_s=10.0, steady_s=60.0, most_failures=8,
     cooldown_s=60.0,
 )  # fmt: skip
+REMEDY = (
+    "it cannot be started again with what it serves: put that right and wait for the next try, or load another version "
+    "(POST /admin/load), with which it is started at once"
+)
 _PART = Reader(AnswerPart)
 
 
@@ -69,6 +74,7 @@ class Replica:
         self._channel: HandoverChannel | None = None
         self._watching: dict[int, Callable[[bytes], None]] = {}
         self._number = 0
+        self._quiet: QuietStart | None = None  # while it starts beside others
 
     @property
     def live(self) -> bool:
@@ -120,7 +126,11 @@ class Replica:
             "name": self.name, "device": self.device, "state": state,
             "pid": client.pid, "restarts": client.restarts, "connections_given": self.given,
         }  # fmt: skip
-        return found | ({"last_error": client.last_error} if client.last_error else {})
+        if client.last_error:
+            found["last_error"] = client.last_error
+        if client.start_failed:
+            found["remedy"] = REMEDY
+        return found
 
     # -- its life ------------------------------------------------------------------------------------------------------
 
@@ -131,13 +141,26 @@ class Replica:
         with theirs:
             self._channel = HandoverChannel(ours, self._taken, self._takes_no_more)
             command = [*PROGRAM, str(theirs.fileno()), str(os.getpid())]
-            return await spawned(command, self.plan.env, (theirs.fileno(),))(handler)
+            link = await spawned(command, self.plan.env, (theirs.fileno(),))(handler)
+        if self.client.restarts and link.process is not None:
+            self._quiet = QuietStart(link.process.pid)
+        return link
 
     async def _prepare(self, client: RuntimeClient) -> None:
         serve = self._serve
-        await client.request(SERVE, serve)
+        limit = asyncio.get_running_loop().call_later(LONGEST, self._no_longer_quiet)
+        try:
+            await client.request(SERVE, serve)
+        finally:
+            limit.cancel()
+            self._no_longer_quiet()
         if self._serve is not serve:
             raise StartFailed(f"{self.name}: what it serves was changed while it started")
+
+    def _no_longer_quiet(self) -> None:
+        if self._quiet is not None:
+            self._quiet.end()
+            self._quiet = None
 
     def _state_changed(self, state: str) -> None:
         if state != "ready":

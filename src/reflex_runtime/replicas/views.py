@@ -35,6 +35,7 @@ from reflex_runtime.web.watchers import Watchers
 
 WITHIN: Final = 2.0  # seconds for a replica to answer; one that takes longer is left out
 LOADED_WITHIN: Final = 86_400.0  # the same for loading a policy, which takes what it takes
+REPAIR: Final = "put this right, or load another version (POST /admin/load)"
 HEALTH_WITHIN: Final = 0.5  # the same for /health: those who probe it wait a second
 Handler = Callable[[Exchange, bytes], None]
 
@@ -280,5 +281,6 @@ def _processes(front: FrontRuntime) -> list[LiveProcess]:
     found = [own_process(front.health, front.lives, None, None, front.error)]
     for replica in front.replicas:
         state, client = replica.told()["state"], replica.client
-        found.append(live_process(replica.name, client.pid, state, client.restarts, None, None, client.last_error))
+        why = f"{REPAIR}: {client.last_error}" if client.start_failed else client.last_error
+        found.append(live_process(replica.name, client.pid, state, client.restarts, None, None, why))
     return found

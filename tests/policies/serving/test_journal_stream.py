@@ -134,6 +134,42 @@ def test_x4_a_server_that_drains_ends_the_journal_with_its_footer(tiny: Path, tm
         assert server.process.wait(PATIENCE) == 0
 
 
+@pytest.mark.parametrize("stops", ["before the drain", "in the drain"])
+def test_x4_a_drain_does_not_wait_for_one_that_has_stopped_reading(
+    tiny: Path, stops: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journal_stream, "LAST", 600.0 if stops == "before the drain" else 0.0)
+
+    async def check(app: App, runtime: PolicyRuntime) -> None:
+        connection, wire = connected(app)
+        cut, write = asyncio.Event(), wire.write
+
+        def written(data: bytes) -> None:
+            write(data)
+            if app.closing and not cut.is_set():
+                connection.pause_writing()
+
+        def abort() -> None:
+            cut.set()
+            connection.connection_lost(None)
+
+        monkeypatch.setattr(wire, "write", written)
+        monkeypatch.setattr(wire, "abort", abort)
+        others = asyncio.all_tasks()
+        connection.data_received(b"GET /diagnostics/journal?seconds=600 HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        app.read()
+        (sending,) = asyncio.all_tasks() - others
+        await wire.written.get()
+        if stops == "before the drain":
+            connection.pause_writing()
+        app.close()
+        runtime.drain()
+        await cut.wait()
+        await sending
+
+    with_app(tiny, check)
+
+
 def test_x4_the_journal_waits_for_its_reader() -> None:
     """One that does not read holds the writer, whose queue is bounded, and no memory."""
 

@@ -22,13 +22,15 @@ LEAST: Final = 1.0
 MOST: Final = 600.0
 BEAT: Final = 1.0  # seconds between two blank lines
 READERS: Final = 4  # at a time; each has a thread that writes for it
+LAST: Final = 0.5  # seconds that a caller has in a drain to take what is left for it
 
 
 class JournalStreams:
     """The journals that are being sent. Everything happens on the loop but the writing.
 
     A journal ends with its footer after the seconds that were asked for, or in a drain. A caller that reads slowly
-    makes its writer wait; what finds its queue full then is left out, and counted in the footer.
+    makes its writer wait; what finds its queue full then is left out, and counted in the footer. One that does not read
+    when a drain begins is cut off: the server does not wait for it.
     """
 
     def __init__(self, runtime: PolicyRuntime) -> None:
@@ -69,8 +71,18 @@ class JournalStreams:
             exchange.app.entered(exchange)
             await _beating(exchange, end, 0.0 if exchange.method == "HEAD" else seconds)
         finally:
+            limit = _cut_off(exchange) if exchange.app.closing else None
             runtime.forget_journal(writer)
             await in_thread(writer.close)
+            if limit is not None:
+                limit.cancel()
+
+
+def _cut_off(exchange: Exchange) -> asyncio.TimerHandle:
+    """At once if its caller has stopped reading, else after a while unless that is cancelled."""
+    if not exchange.writable:
+        exchange.carrier.abort()
+    return asyncio.get_running_loop().call_later(LAST, exchange.carrier.abort)
 
 
 async def _beating(exchange: Exchange, end: asyncio.Event, seconds: float) -> None:
