@@ -23,6 +23,7 @@ from functools import cache
 from pathlib import Path
 from typing import IO, Final
 
+PATIENCE: Final = 60.0  # seconds until a test gives up
 _SIZE: Final = 64  # bytes of a message in either direction
 
 # Each request is five descriptors: the program, where to tell pid and status, and the three standard ones.
@@ -36,6 +37,8 @@ import reflex_runtime.cli.feeds_output, reflex_runtime.feeds.spec
 import reflex_runtime.demo.markers, reflex_runtime.demo.shapes, reflex_runtime.drivers.coordinator
 import reflex_runtime.feeds.onnx, reflex_runtime.feeds.runtime, reflex_runtime.feeds.series
 import reflex_runtime.feeds.status, reflex_runtime.feeds.video
+import encodings.idna, shlex, PIL.ImageFile
+import reflex_runtime.policies.models.onnx_models, reflex_runtime.policies.serving.app
 from reflex_runtime.cli import VERBS, build_parser
 for words in [[verb] for verb in VERBS] + [["serve", "scribe"]]:
     build_parser(words)
@@ -156,6 +159,28 @@ class Forked:
         with open(text, "w", encoding="utf-8") as file:
             json.dump({"env": dict(env), "cwd": str(cwd or Path.cwd()), "code": code}, file)
 
+    def communicate(self, timeout: float | None = None) -> tuple[bytes, bytes]:
+        """What it writes until it ends, on both; it is ended and TimeoutExpired raised if that takes too long."""
+        read: list[bytes] = [b"", b""]
+
+        def drain(number: int, stream: IO[bytes] | None) -> None:
+            if stream is not None:
+                with stream:
+                    read[number] = stream.read()
+
+        drains = [threading.Thread(target=drain, args=pair) for pair in enumerate((self.stdout, self.stderr))]
+        for thread in drains:
+            thread.start()
+        try:
+            self.wait(timeout)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            raise
+        finally:
+            for thread in drains:
+                thread.join()
+        return read[0], read[1]
+
     def poll(self) -> int | None:
         """Its exit status, negative for a signal; None while it runs."""
         if self._waiting.locked():  # another thread waits, so there is something to wait for
@@ -184,3 +209,17 @@ class Forked:
 
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
+
+
+def reflex(
+    *arguments: object, env: Mapping[str, str] | None = None, cwd: Path | None = None, before: str = ""
+) -> subprocess.CompletedProcess[str]:
+    """`reflex ARGUMENTS`, to its end. env: beside that of the tests, of which no REFLEX_ variable counts. before:
+    Python to run in its process first."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("REFLEX_")} | dict(env or {})
+    words = ["reflex", *map(str, arguments)]
+    code = f"{before}\nimport sys; from reflex_runtime.cli import main; sys.argv = {words!r}; sys.exit(main())"
+    process = Forked(code, env=clean, cwd=cwd, stdout=subprocess.PIPE)
+    out, err = process.communicate(PATIENCE)
+    assert process.returncode is not None
+    return subprocess.CompletedProcess(words, process.returncode, out.decode(), err.decode())

@@ -10,6 +10,7 @@ import logging
 import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import MISSING, Field, field, fields
+from functools import cache
 from math import inf
 from typing import TYPE_CHECKING, Any, get_type_hints
 
@@ -23,6 +24,12 @@ log = logging.getLogger("reflex.config")
 LONGEST_WORD = 64  # characters; nothing is near a longer one, and the search would take long
 
 Places = Mapping[str, str]  # where each setting was given: --split, REFLEX_SPLIT, or reflex.toml: [serve] split
+
+
+@cache
+def hints_of(kind: type[Any]) -> Mapping[str, Any]:
+    """The types of a class of settings, by name. They stand there as text, which takes milliseconds to evaluate."""
+    return get_type_hints(kind)
 
 
 def option(
@@ -191,7 +198,7 @@ def add_options(parser: argparse.ArgumentParser, kind: type[Any], without: Colle
 
     without: fields that have no flag here.
     """
-    hints = get_type_hints(kind)
+    hints = hints_of(kind)
     for heading, options in headed(kind).items():
         group = parser.add_argument_group(heading) if heading else parser
         for f in options:

@@ -9,11 +9,11 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, TypeVar
 
 from reflex_runtime.config import OWN_SETTINGS, FeedsConfig, LLMServeConfig, OwnSettings, RayConfig, ServeConfig
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.options import Places, check_needs, convert, did_you_mean, flag, one_line
+from reflex_runtime.options import Places, check_needs, convert, did_you_mean, flag, hints_of, one_line
 
 log = logging.getLogger("reflex.config")
 
@@ -48,7 +48,7 @@ def read(
     beside: tuple[str, ...] = (),
 ) -> tuple[C, Places]:
     """`load` for a command that knows facts which settings need: it calls `check_needs` itself, with the places."""
-    hints = get_type_hints(kind)
+    hints = hints_of(kind)
     metas = {f.name: f.metadata for f in fields(kind)}  # type: ignore[arg-type]
     names = metas.keys()
     values: dict[str, Any] = {}
@@ -79,7 +79,7 @@ def own_settings(file: Path | None, name: str, table: Mapping[str, Any], config:
     values: dict[str, dict[str, Any]] = {"own": {}, "settings": {}}
     places: dict[str, str] = {}
     own = {f.name for f in fields(OwnSettings)}
-    hints = get_type_hints(type(config)) | get_type_hints(OwnSettings)
+    hints = {**hints_of(type(config)), **hints_of(OwnSettings)}
     where = f"{file}: [policies.{name}]"
     for key, value in table.items():
         setting = key.replace("-", "_")

@@ -27,7 +27,7 @@ from typing import Any, Self
 
 import psutil
 
-from forked import Forked
+from forked import Forked, reflex
 from reflex_runtime.cli.serving import names_model
 
 PATIENCE = 60.0  # seconds until a test gives up; nothing waits this long unless it is broken
@@ -440,13 +440,9 @@ class Metrics:
 
 def refusal(export: Path | str, *options: str, env: Mapping[str, str] | None = None) -> str:
     """The one line with which `reflex serve` refuses to start, on any port. Asserts exit status 2 and one line."""
-    clean = {name: value for name, value in os.environ.items() if not name.startswith("REFLEX_")}
-    done = subprocess.run(
-        [sys.executable, "-m", "reflex_runtime", "serve", str(export), *options],
-        capture_output=True, env=clean | {"REFLEX_PORT": "0"} | dict(env or {}), timeout=PATIENCE, check=False,
-    )
-    lines = done.stderr.decode().splitlines()
+    done = reflex("serve", export, *options, env={"REFLEX_PORT": "0"} | dict(env or {}))
+    lines = done.stderr.splitlines()
     assert done.returncode == 2, done
     assert len(lines) == 1, lines
-    assert done.stdout == b""
+    assert done.stdout == ""
     return lines[0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from typing import Any
@@ -35,13 +36,10 @@ def show_settings(config: Any, name: str, more: Iterable[tuple[str, str]] = ()) 
     if config.log_format == "json":
         logging.info("reflex serve %s", name, extra={"settings": told})
         return
-    from rich.console import Console
-    from rich.table import Table
-
-    shown = Table(title=f"reflex serve {name}", title_justify="left", show_header=False, box=None)
-    for setting, value in told.items():
-        shown.add_row(setting, value)
-    Console(stderr=True, highlight=False, soft_wrap=True).print(shown)
+    width = max(map(len, told))
+    shown = {setting: value if value.isprintable() else repr(value) for setting, value in told.items()}
+    rows = [f" {setting:<{width}}  {value}" for setting, value in shown.items()]
+    print(f"reflex serve {name}", *rows, sep="\n", file=sys.stderr, flush=True)
 
 
 def warn_if_open(config: Any, address: Any) -> None:

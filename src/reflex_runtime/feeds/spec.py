@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 from reflex_runtime.config import FeedsConfig
 from reflex_runtime.core.errors import ConfigError
@@ -17,7 +17,7 @@ from reflex_runtime.feeds.opening import SourceMaker, source_of
 from reflex_runtime.feeds.source import Source
 from reflex_runtime.feeds.video import without_secrets
 from reflex_runtime.feeds.words import in_one_line
-from reflex_runtime.options import convert, one_line
+from reflex_runtime.options import convert, hints_of, one_line
 from reflex_runtime.sources import read_toml
 
 PER_FEED = ("realtime", "loop", "max_age_ms", "restarts", "read_timeout_s")
@@ -81,7 +81,7 @@ def _of_file(file: Path, config: FeedsConfig) -> Iterator[FeedSpec]:
 
 def _with(config: FeedsConfig, own: Mapping[str, Any], where: str) -> FeedsConfig:
     """The settings with a feed's own in place of the general ones."""
-    hints = get_type_hints(FeedsConfig)
+    hints = hints_of(FeedsConfig)
     values = {f.name: getattr(config, f.name) for f in fields(config)}
     for name, value in own.items():
         if name not in PER_FEED:

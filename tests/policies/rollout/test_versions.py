@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,13 +13,14 @@ import pytest
 
 import reflex_runtime.policies.export.directory as export_module
 import reflex_runtime.policies.export.memory as memory
+from forked import reflex
 from policies.tiny import write_export
 from reflex_runtime.cli import main
 from reflex_runtime.policies import load_policy
 from reflex_runtime.policies.rollout.router import bucket
 from reflex_runtime.web import listen
 from serving.exports import write_tiny
-from serving.harness import PATIENCE, STATE, Server
+from serving.harness import STATE, Server
 from serving.pair import Pair, admin, episodes, rollout, two, version_of
 from serving.requests import busy, grey, numbered, queued
 
@@ -158,16 +157,10 @@ def test_v8_a_real_process_refuses_by_the_memory_of_the_machine(pair: Pair, tmp_
     export = write_tiny(tmp_path / "huge")
     with open(export / "model.onnx.data", "wb") as file:
         file.truncate(64 << 20)
-    run = (
-        "import reflex_runtime.policies.export.memory as m; m.host_memory = lambda: 180 << 20\n"
-        "import sys; from reflex_runtime.cli import main; sys.exit(main(sys.argv[1:]))"
-    )
-    clean = {name: value for name, value in os.environ.items() if not name.startswith("REFLEX_")}
-    options = ["serve", "--policy-a", str(pair.v1), "--policy-b", str(export), "--no-rtc", "--port", "0"]
-    done = subprocess.run(
-        [sys.executable, "-c", run, *options], capture_output=True, env=clean, timeout=PATIENCE, check=False
-    )
-    (line,) = done.stderr.decode().splitlines()
+    small = "import reflex_runtime.policies.export.memory as m; m.host_memory = lambda: 180 << 20"
+    options = ("--policy-a", pair.v1, "--policy-b", export, "--no-rtc", "--port", "0")
+    done = reflex("serve", *options, before=small)
+    (line,) = done.stderr.splitlines()
     assert done.returncode == 2
     assert f"{export}: 2-policy mode requires 0.125 GB" in line
     assert "0.123 GB" in line

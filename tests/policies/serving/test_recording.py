@@ -10,8 +10,6 @@ import io
 import json
 import re
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -26,6 +24,7 @@ import PIL.Image
 import pyarrow.parquet
 import pytest
 
+from forked import reflex
 from policies.tiny import EMBODIMENT, picture, write_export
 from reflex_runtime.cli import main
 from reflex_runtime.policies import Export, seed_of
@@ -156,11 +155,6 @@ def robots(server: Server, bodies: Sequence[Sequence[dict[str, Any]]]) -> list[A
         thread.join()
     assert len(found) == sum(map(len, bodies))
     return found
-
-
-def reflex(*arguments: Any) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "reflex_runtime", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 
 
 # -- T1 ----------------------------------------------------------------------------------------------------------------

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import socket
-import subprocess
-import sys
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from forked import reflex
 from reflex_runtime.cli import main
 from reflex_runtime.config import ServeConfig
 from reflex_runtime.core.errors import ConfigError
@@ -211,13 +210,7 @@ def test_h9_an_objective_is_a_percentile_and_a_limit() -> None:
 
 def test_a_graph_that_does_not_fit_its_export_leaves_with_2_and_one_line(tmp_path: Path) -> None:
     export = write_tiny(tmp_path / "broken", inputs={"state": "no_such_input", "noise": "x"})
-    done = subprocess.run(
-        [sys.executable, "-m", "reflex_runtime", "serve", str(export), "--port", "0"],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    done = reflex("serve", export, "--port", "0")
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
     assert [line for line in done.stderr.splitlines() if "no_such_input" in line and "model.onnx" in line]

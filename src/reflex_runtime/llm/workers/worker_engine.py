@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 from prometheus_client import CollectorRegistry, generate_latest
 
@@ -22,7 +22,7 @@ from reflex_runtime.llm.serving.generation import GenerationRuntime, GenerationS
 from reflex_runtime.llm.serving.local_model import LocalModel, opened
 from reflex_runtime.llm.serving.texts import Texts
 from reflex_runtime.llm.tokenizer import Conversation, Tokenizer
-from reflex_runtime.options import convert
+from reflex_runtime.options import convert, hints_of
 from reflex_runtime.telemetry.trace_context import parent_of
 from reflex_runtime.telemetry.tracing import Spans, StepSpans, spans_of
 
@@ -163,7 +163,7 @@ def loading(make: Make, lost: Callable[[], None], tokenizer: Callable[[Path], To
 
 
 def _config(options: dict[str, Any]) -> LLMServeConfig:
-    hints = get_type_hints(LLMServeConfig)
+    hints = hints_of(LLMServeConfig)
     unknown = next((name for name in options if name not in hints), None)
     if unknown is not None:
         raise ConfigError(f"load_model: options.{unknown[:100]}: no such setting")

@@ -1,0 +1,45 @@
+"""A fork that has the command's imports behind it ends as the command does, and has all of them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from forked import reflex
+from reflex_runtime.version import __version__
+from serving.exports import write_tiny
+from serving.harness import Server
+
+# Run in the process: when it ends it tells what it has imported that the fork did not have.
+LATER = """
+import atexit, json, sys
+had = set(sys.modules)
+atexit.register(lambda: print("later:", json.dumps(sorted(sys.modules.keys() - had)), file=sys.stderr))
+"""
+FEW = 5  # modules; each that is missing in the fork, every server of a test imports again
+
+
+def later(line: str) -> list[str]:
+    found: list[str] = json.loads(line.removeprefix("later: "))
+    return found
+
+
+def test_it_is_given_words_and_surroundings_and_answers_with_both_streams_and_a_status(tmp_path: Path) -> None:
+    done = reflex("--version", env={"SAID": "yes"}, before="import os, sys; print(os.environ['SAID'], file=sys.stderr)")
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"reflex {__version__}\n", "yes\n")
+    done = reflex("trace", "nothing.jsonl", cwd=tmp_path)
+    assert done.returncode == 1
+    assert done.stderr.startswith("reflex trace: nothing.jsonl: ")
+
+
+def test_a_server_of_a_policy_imports_little_more(tmp_path: Path) -> None:
+    with Server(write_tiny(tmp_path / "tiny"), before=LATER) as server:
+        assert server.act().status == 200
+        server.process.terminate()
+        assert len(later(server.wait_log("later: "))) <= FEW, server.log
+
+
+def test_feeds_import_little_more(tmp_path: Path) -> None:
+    done = reflex("feeds", "a=shapes:seed=1", "--onnx", "shapes", "--duration-s", "0.1", cwd=tmp_path, before=LATER)
+    (line,) = (line for line in done.stderr.splitlines() if line.startswith("later: "))
+    assert len(later(line)) <= FEW, line
