@@ -10,7 +10,6 @@ import logging
 import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import MISSING, Field, field, fields
-from functools import cache
 from math import inf
 from typing import TYPE_CHECKING, Any, get_type_hints
 
@@ -26,10 +25,14 @@ LONGEST_WORD = 64  # characters; nothing is near a longer one, and the search wo
 Places = Mapping[str, str]  # where each setting was given: --split, REFLEX_SPLIT, or reflex.toml: [serve] split
 
 
-@cache
+_HINTS: dict[Any, dict[str, Any]] = {}
+
+
 def hints_of(kind: type[Any]) -> Mapping[str, Any]:
     """The types of a class of settings, by name. They stand there as text, which takes milliseconds to evaluate."""
-    return get_type_hints(kind)
+    if kind not in _HINTS:
+        _HINTS[kind] = get_type_hints(kind)
+    return _HINTS[kind]
 
 
 def option(
