@@ -5,11 +5,27 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from feeds.fakes import END, PATIENCE, Camera, Clock, Collector, Endless, Log, Pauses, Point, balanced, ended, frame
+from feeds.fakes import (
+    END,
+    PATIENCE,
+    Camera,
+    Clock,
+    Collector,
+    Endless,
+    Log,
+    Pauses,
+    Point,
+    balanced,
+    ended,
+    frame,
+    number_in,
+    picture,
+)
 from reflex_runtime.core.errors import (
     Closed,
     ConfigError,
@@ -24,6 +40,7 @@ from reflex_runtime.core.errors import (
 from reflex_runtime.feeds.capture import Backoff
 from reflex_runtime.feeds.chaos import ChaosSource
 from reflex_runtime.feeds.feed import Feed, FeedConfig
+from reflex_runtime.feeds.frame import Frame
 from reflex_runtime.feeds.pipeline import Pipeline
 from reflex_runtime.feeds.snapshot import DROPS
 from reflex_runtime.feeds.source import Source, SourceError
@@ -127,6 +144,50 @@ def test_a_wrong_option_is_named(field: str, value: Any) -> None:
 def test_a_wrong_name_is_refused(name: Any) -> None:
     with pytest.raises(ConfigError, match=r"Feed\.name="):
         Feed(name, Camera())
+
+# -- work ahead of the batch point -------------------------------------------------------------------------------------
+
+
+class _Preparing(Point):
+    """A batch point whose processor prepares frames. threads: where it did."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.threads: list[str] = []
+        self.fault: Exception | None = None
+
+    def prepare(self, image: Any) -> str:
+        self.threads.append(threading.current_thread().name.rpartition("-")[2])
+        if self.fault is not None:
+            raise self.fault
+        return f"prepared {number_in(image)}"
+
+
+@pytest.mark.parametrize(("live", "where"), [(False, "capture"), (True, "pipeline")])
+def test_the_processors_preparation_runs_on_the_feeds_own_threads(live: bool, where: str) -> None:
+    point = _Preparing()
+    Made(Camera(5, END, live=live), pipeline=Pipeline(batch=point)).run()
+    assert (point.views, point.threads) == (["prepared 5"], [where])
+
+
+def test_what_a_stage_made_is_prepared_and_a_feeds_own_view_goes_before() -> None:
+    point = _Preparing()
+
+    def other(frame: Frame) -> Frame:
+        return replace(frame, image=picture(frame.sequence + 90)[0])
+
+    Made(Camera(1, END, live=False), pipeline=Pipeline([other], point)).run()
+    assert (point.views, point.threads) == (["prepared 90"], ["pipeline"])
+    Made(Camera(1, END, live=False), pipeline=Pipeline(batch=point, view=lambda frame: "own")).run()
+    assert (point.views[1:], point.threads[1:]) == (["own"], [])
+
+
+def test_a_preparation_that_raises_costs_its_frame_only() -> None:
+    point = _Preparing()
+    point.fault = ValueError("no picture")
+    made = Made(Camera(1, 2, END, live=False), pipeline=Pipeline(batch=point)).run()
+    assert (made.drops, point.views) == ({"failed": 2}, [])
+    assert made.feed.snapshot().state == "ended"
 
 
 # -- live: newest wins -------------------------------------------------------------------------------------------------

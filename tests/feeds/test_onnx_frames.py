@@ -17,6 +17,7 @@ from feeds.fakes import PATIENCE
 from reflex_runtime.core.errors import ConfigError, ProcessorError
 from reflex_runtime.drivers.batch_processor import BatchConfig, BatchEntry
 from reflex_runtime.drivers.coordinator import BatchCoordinator
+from reflex_runtime.feeds.detectors import fitting
 from reflex_runtime.feeds.onnx import OnnxFrames
 from reflex_runtime.processors.onnx import OnnxSession
 
@@ -287,3 +288,30 @@ def test_it_serves_behind_a_coordinator(tmp_path: Path) -> None:
         assert [f.result(PATIENCE)["mean"][0] for f in futures] == [0, 1, 2, 3]
         with pytest.raises(ProcessorError, match="NoneType"):
             handle.submit_and_wait("cam0", None)
+
+
+@pytest.mark.parametrize("dims", [LAST, FIRST])
+def test_a_frame_prepared_ahead_is_not_brought_to_size_again(tmp_path: Path, dims: Sequence[Dim]) -> None:
+    processor = OnnxFrames(mean_model(tmp_path, dims))
+    assert processor.prepare(plain(1)) is None, "not started"
+    processor.on_start()
+    ahead, other = processor.prepare(plain(7, 20, 30)), plain(9)
+    (result,) = processor.process([BatchEntry("cam", other, ahead, 0, None, 0.0)])
+    assert result["mean"].tolist() == [7, 7, 7], "what was prepared is what the graph gets"
+    assert [processor.prepare(wrong) for wrong in (None, plain(1)[..., :2], plain(1).astype(np.float32))] == [None] * 3
+
+
+def test_what_another_graph_prepared_is_not_taken(tmp_path: Path) -> None:
+    processor, wider = started(mean_model(tmp_path)), started(mean_model(tmp_path, ("n", 6, 10, 3)))
+    cropping = started(mean_model(tmp_path), resize="crop")
+    for ahead in (wider.prepare(plain(7)), cropping.prepare(plain(7)), "a view of the feed's own"):
+        (result,) = processor.process([BatchEntry("cam", plain(9), ahead, 0, None, 0.0)])
+        assert result["mean"].tolist() == [9, 9, 9]
+
+
+def test_channels_are_taken_apart_alike_with_and_without_opencv(monkeypatch: pytest.MonkeyPatch) -> None:
+    picture = np.arange(5 * 7 * 3, dtype=np.uint8).reshape(5, 7, 3)
+    with_opencv = fitting.planes_of(picture)
+    monkeypatch.setattr(fitting, "_opencv", lambda: None)
+    assert (fitting.planes_of(picture) == with_opencv).all()
+    assert (with_opencv == picture.transpose(2, 0, 1)).all()

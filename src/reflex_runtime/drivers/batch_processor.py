@@ -94,7 +94,9 @@ class BatchProcessor(Protocol):
 
     id: names it in metrics and events. A class may set `repeatable = False`: then a call that raised is not repeated
     with fewer entries to find the bad one, and the whole batch fails. It may have `batch_size`, known after `on_start`:
-    how many entries a call computes, whatever it is given; batches are then no larger. None: any number.
+    how many entries a call computes, whatever it is given; batches are then no larger. None: any number. It may have
+    `prepare(frame)`, which feeds call on their own threads, several at once: what it returns is the entry's `view`,
+    unless a feed makes its own. So work on one frame needs no time of the thread that runs `process`.
     """
 
     id: str

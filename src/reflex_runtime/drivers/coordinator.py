@@ -93,6 +93,12 @@ class BatchHandle:
         """Why the coordinator's thread died, if it did; then no more frames are answered."""
         return self._coordinator.lost
 
+    @property
+    def prepare(self) -> Callable[[Any], Any] | None:
+        """The processor's own `prepare`, if it has one: see `BatchProcessor`."""
+        prepare: Callable[[Any], Any] | None = getattr(self._coordinator.processor, "prepare", None)
+        return prepare
+
     def submit(
         self,
         feed_id: str,
@@ -167,7 +173,7 @@ class BatchCoordinator:
     sinks: called with every event of its scheduler, in order and one at a time, on whichever thread; must be quick. A
         sink with an attribute `events` (a set of event types) gets those only. One that raises is logged.
     lost: why its thread died, if it did. detached: the name of a thread that did not end in time, else None.
-    stop_error: what `on_stop` raised, else None.
+    stop_error: what `on_stop` raised, else None. processor: the one it owns; only its thread may call it.
 
     A batch beyond the watchdog is answered with `ProcessorHung`. Only one thread may call the processor, so the
     coordinator waits for it and goes on when it comes back. A thread that dies ends the coordinator, and every frame is
@@ -188,7 +194,7 @@ class BatchCoordinator:
         self.patience = config.max_latency + config.response_timeout
         self.handle = BatchHandle(self)
         self.detached: str | None = None
-        self._processor = processor
+        self.processor = processor
         self._owned = Owned(processor)
         self._scheduler = Scheduler([config.group(self.id, processor)])
         self._clock = clock
@@ -275,8 +281,8 @@ class BatchCoordinator:
         self._over = True
         self._bell.set()
         self.detached = self._device.name if self._device.alive else None
-        if self.detached is None and _owners.get(id(self._processor)) is self:  # the entry of its next owner must stay
-            del _owners[id(self._processor)]
+        if self.detached is None and _owners.get(id(self.processor)) is self:  # the entry of its next owner must stay
+            del _owners[id(self.processor)]
         return self.detached is None
 
     def stop(self, timeout: float = 5.0) -> bool:
@@ -415,7 +421,7 @@ class BatchCoordinator:
     def _prepare(self, ready: Future[None]) -> None:
         """Run `on_start` on the thread that will run everything else."""
         try:
-            self._processor.on_start()
+            self.processor.on_start()
             self._owned.started = True
         except BaseException as error:
             self.signal()  # frames may wait already, and none may run on a processor that did not start

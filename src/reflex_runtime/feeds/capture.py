@@ -7,6 +7,10 @@ import random
 import threading
 from collections.abc import Callable
 from itertools import count
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from reflex_runtime.drivers.device import Clock
 from reflex_runtime.feeds.frame import Frame
@@ -45,6 +49,7 @@ class Capture:
     """Opens, reads and closes a source on one thread, and puts its frames into the feed's queue.
 
     restarts: how often the source is opened again, in all; inf for without end. emit: gets feed events.
+    prepare: made of each picture here, while the frame before it is computed; None: by the thread that submits it.
     state: connecting, running, reconnecting. total: frames the source says it has.
     """
 
@@ -58,6 +63,7 @@ class Capture:
         emit: Callable[[HealthEvent], None],
         *,
         restarts: float,
+        prepare: Callable[[NDArray[np.uint8]], Any] | None = None,
         clock: Clock,
         pause: Pause,
         chance: random.Random,
@@ -69,6 +75,7 @@ class Capture:
         self._stop = stop
         self._emit = emit
         self._most = restarts
+        self._prepare = prepare
         self._clock = clock
         self._pause = pause
         self._backoff = Backoff(chance)
@@ -106,7 +113,7 @@ class Capture:
         self._emit(FeedConnected(self._clock(), self._name))
         while (picture := self._source.read()) is not None:
             image, pts = picture
-            frame = Frame(image, self._ledger.read_so_far, pts, self._clock())
+            frame = Frame(image, self._ledger.read_so_far, pts, self._clock(), self._prepared(image))
             self._ledger.read(frame)
             self._backoff.reset()
             left_out = self._queue.put(frame)
@@ -114,6 +121,13 @@ class Capture:
                 self._ledger.drop("stopped" if left_out is frame else "overrun")
             if self._stop.is_set():
                 return
+
+    def _prepared(self, image: NDArray[np.uint8]) -> Any:
+        """None if it fails: then the thread that submits the frame does it again, and counts it as failed."""
+        try:
+            return None if self._prepare is None else self._prepare(image)
+        except Exception:
+            return None
 
     def _again(self, lost: Exception) -> bool:
         """Wait before the next attempt; False if there is none."""

@@ -158,7 +158,7 @@ class Consumer:
             if stepped is None:
                 raise _Out("skipped")
             prepared = stepped
-        view = None if self._pipeline.view is None else self._pipeline.view(prepared)
+        view = self._pipeline.view_of(prepared)
         value = None if self._handle is None else self._ask(self._handle, frame, prepared, view)
         if self.abandoned:
             raise _Out("stopped")

@@ -123,6 +123,8 @@ class Feed:
             source,
             *common,
             restarts=config.restarts if config.restarts is not None else (inf if live else 0),
+            # Of a camera's pictures many may be dropped: those that are not are prepared when they are taken.
+            prepare=None if live or self.pipeline.before or self.pipeline.view else self.pipeline.prepared,
             clock=clock,
             pause=pause,
             chance=random.Random(name if seed is None else seed),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,12 +17,14 @@ class Frame:
     sequence: counts the feed's frames from 0; a reconnect goes on counting and repeats no number.
     pts: seconds in the stream's own time, None when it gave none. It may jump, and after a reconnect it may start over.
     captured: when the picture was read, in seconds of the monotonic clock. Ages and latencies count from here.
+    prepared: what the processor's `prepare` made of the image, if that was done when it was read.
     """
 
     image: NDArray[np.uint8]
     sequence: int
     pts: float | None
     captured: float
+    prepared: Any = None
 
     @property
     def size(self) -> tuple[int, int]:

@@ -18,7 +18,7 @@ from reflex_runtime.feeds.detectors.fitting import FITTINGS, Picture, check_fitt
 from reflex_runtime.feeds.detectors.found import STRETCH, DetectionLimits, Dialect
 from reflex_runtime.feeds.detectors.recognise import Trial, dialect_of
 from reflex_runtime.feeds.detectors.results import result_of
-from reflex_runtime.feeds.picture_input import PictureInput, PixelScale, picture_input
+from reflex_runtime.feeds.picture_input import FittedPicture, PictureInput, PixelScale, picture_input
 from reflex_runtime.options import did_you_mean, one_line, one_of
 from reflex_runtime.processors.onnx import PROVIDERS, OnnxSession
 
@@ -72,14 +72,19 @@ class _Loaded:
         size = f"{self.resize} {self.input.size[0]} × {self.input.size[1]}"
         return f"{what}, {size}" + (f", batches of {at_once}" if at_once else "")
 
-    def run(self, frames: Sequence[Picture]) -> list[dict[str, Any]]:
-        rows, fits = self.input.tensors(frames, FITTINGS[self.resize], self.scale)
-        outputs = self.session.run(rows)
+    def fitted(self, frame: Picture, ahead: Any = None) -> FittedPicture:
+        """What the graph gets of a frame. ahead: what was made of it before, used if this graph can take it."""
+        if isinstance(ahead, FittedPicture) and self.input.takes(ahead, self.resize):
+            return ahead
+        return self.input.fitted(frame, self.resize)
+
+    def run(self, pictures: Sequence[FittedPicture]) -> list[dict[str, Any]]:
+        outputs = self.session.run(self.input.tensors(pictures, self.scale))
         if self.dialect is None:
-            return [{name: array[i] for name, array in outputs.items()} for i in range(len(frames))]
+            return [{name: array[i] for name, array in outputs.items()} for i in range(len(pictures))]
         found = self.dialect.found(outputs, self.limits)
-        together = zip(found, fits, strict=True)
-        return [result_of(one, fit, self.facts.names, self.input.size) for one, fit in together]
+        together = zip(found, pictures, strict=True)
+        return [result_of(one, picture.fit, self.facts.names, self.input.size) for one, picture in together]
 
 
 class OnnxFrames:
@@ -147,15 +152,23 @@ class OnnxFrames:
         log.info("%s: %s", self.path.name, loaded)
         width, height = loaded.input.size
         for n in self._warm_up:
-            loaded.run([np.zeros((height, width, 3), np.uint8)] * n)
+            loaded.run([loaded.fitted(np.zeros((height, width, 3), np.uint8))] * n)
+
+    def prepare(self, frame: Any) -> FittedPicture | None:
+        """The frame in the size of the graph's input, as `process` takes it for an entry's `view`: on any thread, while
+        the graph runs. None before the start, and for what is no picture."""
+        loaded = self._loaded
+        return None if loaded is None or _fault(frame) is not None else loaded.fitted(frame)
 
     def process(self, entries: Sequence[BatchEntry]) -> list[Any]:
         """One result per entry, or a ProcessorError in its place."""
-        if self._loaded is None:
+        loaded = self._loaded
+        if loaded is None:
             raise ProcessorError(f"{self.path}: not started")
         results: list[Any] = [_fault(entry.frame) for entry in entries]
-        fine = [entry.frame for entry, fault in zip(entries, results, strict=True) if fault is None]
-        answers = iter(self._loaded.run(fine) if fine else ())
+        together = zip(entries, results, strict=True)
+        fine = [loaded.fitted(entry.frame, entry.view) for entry, fault in together if fault is None]
+        answers = iter(loaded.run(fine) if fine else ())
         return [next(answers) if fault is None else fault for fault in results]
 
     def on_stop(self) -> None:
@@ -198,9 +211,9 @@ class OnnxFrames:
     def _recognised(self, session: OnnxSession, taken: PictureInput, facts: GraphFacts) -> Dialect | None:
         """By what it returns for one blank picture."""
         width, height = taken.size
-        rows, _ = taken.tensors([np.zeros((height, width, 3), np.uint8)], FITTINGS[STRETCH], PixelScale())
+        blank = taken.fitted(np.zeros((height, width, 3), np.uint8), STRETCH)
         try:
-            return dialect_of(Trial(session.run(rows), facts, taken.size))
+            return dialect_of(Trial(session.run(taken.tensors([blank], PixelScale())), facts, taken.size))
         except ConfigError as error:
             raise ConfigError(f"{self.path}: {error.message}") from None
 

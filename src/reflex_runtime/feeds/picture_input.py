@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.feeds.detectors.fitting import Fit, Picture
+from reflex_runtime.feeds.detectors.fitting import FITTINGS, Fit, Picture, planes_of
 from reflex_runtime.processors.onnx import OnnxSession, Port, shown
 
 SIZES_NAME: Final = "orig_target_sizes"  # of a second input [n, 2] that gets the width and height of the first
@@ -30,6 +30,16 @@ class PixelScale:
         return not any(self.mean) and set(self.std) == {1.0}
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class FittedPicture:
+    """A frame brought to the size of an input. pixels: uint8, in the order of the input's axes. fit: where the frame
+    lies in it. resize: the way it was done, of `FITTINGS`."""
+
+    pixels: NDArray[np.uint8]
+    fit: Fit
+    resize: str
+
+
 @dataclass(frozen=True, slots=True)
 class PictureInput:
     """name: of the input. last: whether its channels are the last axis. size: width and height. sizes: whether there is
@@ -41,30 +51,41 @@ class PictureInput:
     size: tuple[int, int]
     sizes: bool
 
-    def tensors(
-        self, frames: Sequence[Picture], fitting: Callable[[Picture, Picture], Fit], scale: PixelScale
-    ) -> tuple[dict[str, NDArray[Any]], list[Fit]]:
-        """The graph's inputs for these frames, and where each frame lies in its own."""
+    def fitted(self, frame: Picture, resize: str) -> FittedPicture:
+        """A frame brought to this input's size."""
         width, height = self.size
-        pixels = np.empty((len(frames), height, width, 3), np.uint8)
-        fits = [fitting(frame, place) for frame, place in zip(frames, pixels, strict=True)]
-        rows = {self.name: self._scaled(pixels, scale)}
-        if self.sizes:
-            rows[SIZES_NAME] = np.tile(np.array([self.size], np.int64), (len(frames), 1))
-        return rows, fits
+        place = np.empty((height, width, 3), np.uint8)
+        fit = FITTINGS[resize](frame, place)
+        return FittedPicture(place if self.last else planes_of(place), fit, resize)
 
-    def _scaled(self, pixels: NDArray[np.uint8], scale: PixelScale) -> NDArray[Any]:
-        """In the graph's order of axes and its type."""
-        ordered = pixels if self.last else pixels.transpose(0, 3, 1, 2)
+    def takes(self, picture: FittedPicture, resize: str) -> bool:
+        """Whether `fitted` makes pictures of this form."""
+        return picture.resize == resize and picture.pixels.shape == self._shape
+
+    def tensors(self, pictures: Sequence[FittedPicture], scale: PixelScale) -> dict[str, NDArray[Any]]:
+        """The graph's inputs for these pictures."""
         if self.dtype == np.uint8:
-            return np.ascontiguousarray(ordered)
-        result = np.empty(ordered.shape, np.float32)
-        np.divide(ordered, np.float32(255.0), out=result)
+            pixels: NDArray[Any] = np.stack([picture.pixels for picture in pictures])
+        else:
+            pixels = np.empty((len(pictures), *self._shape), np.float32)
+            for picture, row in zip(pictures, pixels, strict=True):
+                self._scale(picture.pixels, row, scale)
+        rows = {self.name: pixels.astype(self.dtype, copy=False)}
+        if self.sizes:
+            rows[SIZES_NAME] = np.tile(np.array([self.size], np.int64), (len(pictures), 1))
+        return rows
+
+    def _scale(self, pixels: NDArray[np.uint8], row: NDArray[np.float32], scale: PixelScale) -> None:
+        np.divide(pixels, np.float32(255.0), out=row)
         if not scale.plain:
             channels = (3,) if self.last else (3, 1, 1)
-            result -= np.asarray(scale.mean, np.float32).reshape(channels)
-            result /= np.asarray(scale.std, np.float32).reshape(channels)
-        return result.astype(self.dtype, copy=False)
+            row -= np.asarray(scale.mean, np.float32).reshape(channels)
+            row /= np.asarray(scale.std, np.float32).reshape(channels)
+
+    @property
+    def _shape(self) -> tuple[int, int, int]:
+        width, height = self.size
+        return (height, width, 3) if self.last else (3, height, width)
 
 
 def picture_input(

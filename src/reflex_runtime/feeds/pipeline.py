@@ -34,6 +34,10 @@ class SubmitHandle(Protocol):
     def lost(self) -> ProcessorError | None:
         """Why the coordinator died, if it did."""
 
+    @property
+    def prepare(self) -> Callable[[Any], Any] | None:
+        """What the processor does with a frame ahead of its call, on the feed's thread."""
+
     def submit_and_wait(
         self,
         feed_id: str,
@@ -65,6 +69,7 @@ class Pipeline:
     before: each gets a frame and returns it, or another one made of it (`dataclasses.replace`); None skips the frame.
     batch: a coordinator; it gets the picture of the frame. None: nothing is asked, and results have the value None.
     view: makes what goes with the picture to the processor, as the entry's `view`; called after the stages before.
+        None: the processor's own `prepare` makes it, if it has one.
     after: each gets a result and returns it or another one; None keeps it from the sinks.
 
     A stage that raises loses that frame only. Stages may keep state, so a pipeline belongs to one feed, unless all its
@@ -89,6 +94,17 @@ class Pipeline:
             raise ConfigError(f"Pipeline.view: {self.view!r} cannot be called")
         if self.batch is not None and not hasattr(getattr(self.batch, "handle", None), "submit_and_wait"):
             raise ConfigError(f"Pipeline.batch: {self.batch!r} is no coordinator")
+
+    def view_of(self, frame: Frame) -> Any:
+        """What goes with a frame to the processor."""
+        if self.view is not None:
+            return self.view(frame)
+        return frame.prepared if frame.prepared is not None else self.prepared(frame.image)
+
+    def prepared(self, image: Any) -> Any:
+        """What the processor makes of a picture ahead of its call; None if nothing."""
+        prepare = None if self.batch is None else getattr(self.batch.handle, "prepare", None)
+        return None if prepare is None else prepare(image)
 
     @property
     def shareable(self) -> bool:
