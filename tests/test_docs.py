@@ -10,6 +10,7 @@ from prometheus_client import CollectorRegistry
 
 from reflex_runtime.config import FeedsConfig, LLMServeConfig, ServeConfig
 from reflex_runtime.core.errors import ReflexError
+from reflex_runtime.feeds.outputs.outbox import OUTPUT_DROPS
 from reflex_runtime.feeds.series import FeedSeries
 from reflex_runtime.feeds.snapshot import DROPS, RuntimeSnapshot
 from reflex_runtime.llm import LLMProcessor
@@ -87,6 +88,11 @@ def test_language_models_md_has_every_setting_as_it_is() -> None:
 def test_feeds_md_has_every_reason_for_which_a_frame_is_dropped() -> None:
     rows = dict(re.findall(r"^\| `(\w+)` \| (.+) \|$", page("feeds.md"), re.MULTILINE))
     assert {reason: rows.get(reason) for reason in DROPS} == DROPS
+
+
+def test_feeds_results_md_has_every_reason_for_which_a_result_is_dropped() -> None:
+    rows = dict(re.findall(r"^\| `(\w+)` \| (.+) \|$", page("feeds-results.md"), re.MULTILINE))
+    assert {reason: rows.get(reason) for reason in OUTPUT_DROPS} == OUTPUT_DROPS
 
 
 # -- metrics.md --------------------------------------------------------------------------------------------------------

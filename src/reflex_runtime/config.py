@@ -527,6 +527,24 @@ class FeedsConfig:
     )
     annotate: str = option("", "write each feed to DIR as a video with the results drawn on it", metavar="DIR")
     trace: str = option("", "write every batch to FILE as a JSON line; read it with reflex trace", metavar="FILE")
+    publish: str = option(
+        "", "publish every result to this MQTT broker, under TOPIC/feeds/NAME; mqtts is over TLS. While the broker is "
+        "away the newest results wait",
+        metavar="mqtt://HOST/TOPIC", secret=True, group="receivers",
+    )
+    publish_qos: int = option(
+        0, "MQTT quality of service: 0 at most once, 1 at least once, 2 exactly once", low=0, high=2, needs="publish"
+    )
+    publish_user: str = option("", "user at the broker, unless it stands in --publish", metavar="NAME", needs="publish")
+    publish_password: str = option(
+        "", "password at the broker, unless it stands in --publish; better set as REFLEX_PUBLISH_PASSWORD",
+        secret=True, needs="publish_user",
+    )
+    webhook: str = option(
+        "", "POST every result to this URL, as JSON lines, several in a request where they come fast; tried again when "
+        "the server is away, and the newest results wait",
+        metavar="URL", secret=True,
+    )
     table: bool | None = option(
         None,
         "a live table on standard error, by default if that is a terminal; otherwise a line per feed every 5 s",

@@ -14,6 +14,7 @@ from drivers.helpers import PATIENCE
 from reflex_runtime.core.batch import Done
 from reflex_runtime.drivers.batch_processor import BatchConfig
 from reflex_runtime.drivers.coordinator import BatchCoordinator
+from reflex_runtime.feeds.outputs.outbox import OutputSnapshot
 from reflex_runtime.feeds.series import SIZES, FeedSeries
 from reflex_runtime.feeds.snapshot import FeedSnapshot, RuntimeSnapshot
 from reflex_runtime.telemetry.batch_metrics import BOUNDS, BatchMetrics, Durations, Times
@@ -38,6 +39,12 @@ SERIES = {
     "reflex_feed_timeouts_total": "counter",
     "reflex_feed_pending": "gauge",
     "reflex_feed_answer_seconds": "histogram",
+    "reflex_feed_output_up": "gauge",
+    "reflex_feed_output_results_total": "counter",
+    "reflex_feed_output_sent_total": "counter",
+    "reflex_feed_output_drops_total": "counter",
+    "reflex_feed_output_waiting": "gauge",
+    "reflex_feed_output_retries_total": "counter",
     "reflex_feed_batch_submissions_total": "counter",
     "reflex_feed_batch_items_total": "counter",
     "reflex_feed_batch_timeouts_total": "counter",
@@ -77,6 +84,8 @@ class Expected:
             self.feed(name, feed)
         for name, figures in snapshot.coordinators.items():
             self.coordinator(name, figures)
+        for name, output in snapshot.outputs.items():
+            self.output(name, output)
 
     def say(self, series: str, value: float | None, **labels: str) -> None:
         if value is not None:
@@ -103,6 +112,15 @@ class Expected:
         self.say("reflex_feed_restarts_total", feed.restarts, feed=name)
         self.say("reflex_feed_sink_errors_total", feed.sink_errors, feed=name)
         self.say("reflex_feed_corrupt_total", feed.corrupt, feed=name)
+
+    def output(self, name: str, output: OutputSnapshot) -> None:
+        self.say("reflex_feed_output_up", output.state == "connected", output=name)
+        self.say("reflex_feed_output_results_total", output.taken, output=name)
+        self.say("reflex_feed_output_sent_total", output.sent, output=name)
+        for reason, count in output.drops.items():
+            self.say("reflex_feed_output_drops_total", count, output=name, reason=reason)
+        self.say("reflex_feed_output_waiting", output.waiting, output=name)
+        self.say("reflex_feed_output_retries_total", output.retries, output=name)
 
     def coordinator(self, name: str, m: BatchMetrics) -> None:
         admitted = m.processed + m.failed + m.dropped + m.pending
@@ -172,8 +190,11 @@ def feed(name: str, seed: int, **figures: Any) -> FeedSnapshot:
 
 def busy() -> RuntimeSnapshot:
     feeds = {"cam1": feed("cam1", 1), 'the "yard"\n\\': feed("yard", 2), "gone": feed("gone", 3, fps=0.0, age=9.0)}
+    figures: dict[str, Any] = {"taken": 9, "sent": 5, "waiting": 1, "drops": {"overrun": 3}, "retries": 2}
+    output = OutputSnapshot(name="mqtt", where="mqtt://h/t", state="connected", **figures)
+    coordinators = {"detector": played(1), "reader": played(2)}
     return RuntimeSnapshot(
-        state="running", uptime=9.0, feeds=feeds, coordinators={"detector": played(1), "reader": played(2)}
+        state="running", uptime=9.0, feeds=feeds, coordinators=coordinators, outputs={"mqtt": output}
     )
 
 

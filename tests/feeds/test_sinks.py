@@ -23,7 +23,8 @@ from reflex_runtime.feeds import sinks
 from reflex_runtime.feeds.draw import annotated
 from reflex_runtime.feeds.frame import Frame
 from reflex_runtime.feeds.pipeline import Result
-from reflex_runtime.feeds.sinks import AnnotatedVideo, JsonLines, SinkError, json_safe
+from reflex_runtime.feeds.record import json_safe
+from reflex_runtime.feeds.sinks import AnnotatedVideo, JsonLines, SinkError
 
 
 def result(sequence: int = 0, value: Any = None, feed: str = "cam") -> Result:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from reflex_runtime.cli.feeds_output import Board
     from reflex_runtime.drivers.batch_processor import BatchConfig, BatchProcessor
     from reflex_runtime.drivers.coordinator import BatchCoordinator
+    from reflex_runtime.feeds.outputs.output import AnyOutput
     from reflex_runtime.feeds.pictures import FeedPictures
     from reflex_runtime.feeds.runtime import Runtime, StopReport
     from reflex_runtime.feeds.sinks import JsonLines
@@ -92,6 +93,7 @@ def run(args: argparse.Namespace) -> int:
     from reflex_runtime.cli.feeds_output import check_outputs
     from reflex_runtime.demo.markers import markers_source
     from reflex_runtime.demo.shapes import shapes_source
+    from reflex_runtime.feeds.outputs.opening import outputs_of
     from reflex_runtime.feeds.spec import source_of_spec, specs_of
 
     config, places = read(FeedsConfig, "feeds", args.config, environment(), vars(args), ("feed",))
@@ -100,6 +102,7 @@ def run(args: argparse.Namespace) -> int:
     sources = {spec.name: source_of_spec(spec, schemes) for spec in specs}
     check_needs(config, places, _missing(specs, sources))
     check_outputs(config, specs, args.config)
+    outputs = outputs_of(config)
     if config.otel:
         from reflex_runtime.telemetry.tracing import check_otel
 
@@ -108,7 +111,7 @@ def run(args: argparse.Namespace) -> int:
     if config.table and config.results == "-" and output.isatty() and sys.stderr.isatty():
         raise ConfigError("--table with --results=-: both would write to this terminal; send one of them to a file")
     with redirect_stdout(sys.stderr if config.results == "-" else output):  # what a processor prints is no result
-        return _Session(config, specs, sources, _processor(config), output).run()
+        return _Session(config, specs, sources, _processor(config), output, outputs).run()
 
 
 class _Session:
@@ -121,6 +124,7 @@ class _Session:
         sources: Mapping[str, Source],
         processor: BatchProcessor,
         output: Any,
+        outputs: Sequence[AnyOutput] = (),
     ) -> None:
         from reflex_runtime.cli.feeds_output import Board
         from reflex_runtime.feeds.runtime import Runtime
@@ -132,6 +136,7 @@ class _Session:
         self._output = output
         self._batching = _batching(config, len(specs))
         self._runtime: Runtime = Runtime()
+        self._outputs = [self._runtime.output(each) for each in outputs]
         on_screen = config.results == "-" and output.isatty()  # then there is no room for a table
         self._board: Board = Board(self._runtime, False if on_screen and config.table is None else config.table)
         self._results: JsonLines | None = None
@@ -232,6 +237,7 @@ class _Session:
         lines = self._results = self._lines()
         for spec in self._specs:
             sinks: list[Callable[[Any], None]] = [] if lines is None else [lines]
+            sinks += [each.take for each in self._outputs]
             if pictures is not None:
                 sinks.append(pictures.take)
             if config.annotate:
@@ -366,6 +372,11 @@ class _Session:
                 logging.error("%s: the file is damaged: %s", name, undecoded(feed.corrupt))
                 complete = False
             complete = complete and feed.state != "failed" and not feed.sink_errors
+        for name, output in self._runtime.snapshot().outputs.items():
+            if output.taken and not output.sent:
+                why = f": {output.error}" if output.error else ""
+                logging.error("%s: none of %d results arrived at %s%s", name, output.taken, output.where, why)
+                complete = False
         if self._results is not None and self._results.lost:
             logging.error("--results=%s: %d results are not in it", self._config.results, self._results.lost)
             self._results = None

@@ -30,6 +30,7 @@ from reflex_runtime.feeds.words import (
     in_one_line,
     line_of,
     line_of_all,
+    line_of_output,
     progress,
     seconds,
     state,
@@ -220,6 +221,7 @@ class LiveTable:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         feeds = list(self._snapshot.feeds.values())
         batches = [_batches(name, metrics) for name, metrics in self._snapshot.coordinators.items()]
+        batches += map(line_of_output, self._snapshot.outputs.values())
         room = max(LEAST_ROWS, options.size.height - 3 - len(batches))  # two lines of heads, and one for the cursor
         shown, rest = feeds, ""
         if len(feeds) > room:
@@ -275,8 +277,9 @@ def summary(snapshot: RuntimeSnapshot) -> RenderableType:
         read, answered = sum(f.frames for f in feeds), sum(f.processed for f in feeds)
         lost = sum(sum(f.drops.values()) for f in feeds)
         table.add_row("together", "", str(read), str(answered), "", "", str(lost) if lost else "", style="bold")
-    batches = (Text(_batches(name, c), style="dim") for name, c in snapshot.coordinators.items())
-    return Group(table, *batches)
+    lines = [_batches(name, c) for name, c in snapshot.coordinators.items()]
+    lines += map(line_of_output, snapshot.outputs.values())
+    return Group(table, *(Text(line, style="dim") for line in lines))
 
 
 def _batches(name: str, metrics: BatchMetrics) -> str:

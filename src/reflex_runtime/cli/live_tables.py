@@ -19,7 +19,7 @@ from reflex_runtime.telemetry.live import LiveGroup, LiveSnapshot
 STREAM = "/dashboard/stream"
 LEAST = 18  # columns of a `why` that is cut
 ROWS = 20  # of a table of clients or feeds
-GOOD = {"ready": "green", "ok": "green", "running": "green", "ended": "green", "stopped": "green"}
+GOOD = {"ready": "green", "ok": "green", "running": "green", "ended": "green", "stopped": "green", "connected": "green"}
 _WARNS = {"starting": "yellow", "restarting": "bold yellow", "connecting": "yellow", "reconnecting": "bold yellow"}
 _SNAPSHOT = msgspec.json.Decoder(LiveSnapshot)
 
@@ -132,6 +132,17 @@ def processes_table(processes: Sequence[Mapping[str, Any]], width: int) -> Table
     return fitting(columns, rows, width, {"process", "state", "why"}, ("why", "pid", "restarts", "memory"))
 
 
+def outputs_table(outputs: Mapping[str, Any], width: int) -> Table:
+    """What became of the results of feeds that were sent elsewhere."""
+    rows: list[list[str | Text]] = []
+    for name, told in outputs.items():
+        drops = ", ".join(f"{count} {reason}" for reason, count in told["drops"].items() if count)
+        figures = str(told["sent"]), str(told["waiting"]), drops
+        rows.append([name, state_text(told["state"]), *figures, told["where"], told["error"] or ""])
+    columns = "output", "state", "sent", "waiting", "dropped", "receiver", "why"
+    return fitting(columns, rows, width, {"output", "state", "dropped", "receiver", "why"}, ("why", "receiver"))
+
+
 def fitting(
     columns: Sequence[str], rows: Sequence[Sequence[str | Text]], width: int, texts: set[str], spared: Iterable[str]
 ) -> Table:
@@ -158,10 +169,13 @@ def fitting(
 
 
 def own_tables(server: Mapping[str, Any], width: int) -> Iterator[RenderableType]:
-    """What a server tells of itself: its policies and its processes."""
+    """What a server tells of itself: its policies, its outputs and its processes."""
     if server.get("policies"):
         yield ""
         yield policies_table(server["policies"], width)
+    if server.get("outputs"):
+        yield ""
+        yield outputs_table(server["outputs"], width)
     if server.get("processes"):
         yield ""
         yield processes_table(server["processes"], width)

@@ -23,7 +23,7 @@ ABREAST = 4  # processes beside each other
 PARTITIONS = 20  # shown; --json has all
 MOST = 16 * 2**20  # bytes of a snapshot
 _HEAD = frozenset({"status", "state", "model", "running", "waiting", "error", "policies"})  # told elsewhere
-_TABLES = frozenset({"feeds", "coordinators", "slots", "verdict", "restarts"})  # in the tables of a snapshot
+_TABLES = frozenset({"feeds", "coordinators", "outputs", "slots", "verdict", "restarts"})  # in the tables of a snapshot
 _STATES = {"open": "given up for a while"}
 _STYLES = {"ready": "green", "ok": "green", "starting": "yellow", "restarting": "bold yellow"}
 

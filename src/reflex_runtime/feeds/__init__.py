@@ -3,6 +3,10 @@
 from reflex_runtime.feeds.feed import Feed, FeedConfig
 from reflex_runtime.feeds.frame import Frame
 from reflex_runtime.feeds.opening import processor_of, source_of
+from reflex_runtime.feeds.outputs.address import mqtt_address, webhook_address
+from reflex_runtime.feeds.outputs.mqtt import MqttPublisher
+from reflex_runtime.feeds.outputs.output import ResultOutput
+from reflex_runtime.feeds.outputs.webhook import Webhook
 from reflex_runtime.feeds.pipeline import Pipeline, Result
 from reflex_runtime.feeds.runtime import Runtime, StopReport
 from reflex_runtime.feeds.sinks import AnnotatedVideo, JsonLines, SinkError
@@ -16,15 +20,20 @@ __all__ = [
     "FeedSpec",
     "Frame",
     "JsonLines",
+    "MqttPublisher",
     "Pipeline",
     "Result",
+    "ResultOutput",
     "Runtime",
     "SinkError",
     "Source",
     "SourceError",
     "StopReport",
+    "Webhook",
+    "mqtt_address",
     "processor_of",
     "source_of",
     "source_of_spec",
     "specs_of",
+    "webhook_address",
 ]

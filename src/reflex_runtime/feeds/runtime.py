@@ -24,6 +24,8 @@ from reflex_runtime.drivers.batch_processor import BatchConfig, BatchProcessor
 from reflex_runtime.drivers.coordinator import BatchCoordinator
 from reflex_runtime.feeds.consume import Sink
 from reflex_runtime.feeds.feed import FILE, Feed, FeedConfig, close_sink
+from reflex_runtime.feeds.outputs.outbox import OutputSnapshot
+from reflex_runtime.feeds.outputs.output import AnyOutput
 from reflex_runtime.feeds.pipeline import Pipeline
 from reflex_runtime.feeds.snapshot import FeedSnapshot, RuntimeSnapshot
 from reflex_runtime.feeds.source import Source
@@ -35,12 +37,13 @@ log = logging.getLogger("reflex.feeds")
 NEW, STARTING, RUNNING, STOPPING, STOPPED = "new", "starting", "running", "stopping", "stopped"
 FEEDS_SHARE = 0.8  # of the time that a stop has, before the coordinators are waited for
 LAST_CALL_S = 0.2  # for feeds which a coordinator's end released
+OUTPUTS_S = 2.0  # for what waits in outputs, once no more results come
 
 
 @dataclass(frozen=True, slots=True)
 class StopReport:
-    """How a stop went. seconds: what it took. detached: names of threads that did not end. errors: by coordinator, what
-    its `on_stop` raised."""
+    """How a stop went. seconds: what it took. detached: threads and outputs that did not end. errors: by coordinator,
+    what its `on_stop` raised."""
 
     seconds: float
     detached: tuple[str, ...] = ()
@@ -53,7 +56,7 @@ class StopReport:
 
 
 class Runtime:
-    """Owns feeds and coordinators. Any thread may call it; it is started once and stopped once.
+    """Owns feeds, coordinators and outputs. Any thread may call it; it is started once and stopped once.
 
     Feeds and coordinators may be added before `start` (then they are checked, and started by it) and while it runs.
     """
@@ -65,6 +68,7 @@ class Runtime:
         self._stopping = threading.Lock()  # one stop at a time
         self._feeds: dict[str, Feed] = {}
         self._coordinators: dict[str, tuple[BatchCoordinator, Health]] = {}
+        self._outputs: dict[str, AnyOutput] = {}
         self._sinks: dict[int, int] = {}  # feeds that use a sink, by its identity
         self._pipelines: set[int] = set()  # those that a feed of ours uses
         self._readers: tuple[Events, ...] = ()
@@ -96,6 +100,20 @@ class Runtime:
         if running:
             self._start_late(coordinator)
         return coordinator
+
+    def output(self, output: AnyOutput) -> AnyOutput:
+        """Own an output: it is started now or by `start`, and drained by `stop`. Its `take` is the sink for feeds.
+
+        Raises ConfigError if its name is taken.
+        """
+        with self._lock:
+            self._check_open()
+            if output.name in self._outputs:
+                raise ConfigError(f"Runtime.output: the name {output.name!r} is used already")
+            self._outputs[output.name] = output
+            if self._state == RUNNING:
+                output.start()
+        return output
 
     def _start_late(self, coordinator: BatchCoordinator) -> None:
         """Start one while others run."""
@@ -204,6 +222,8 @@ class Runtime:
                 waiting = [c for c, _ in self._coordinators.values() if c.id not in started]
                 if not waiting:  # also none was added meanwhile
                     self._state = RUNNING
+                    for output in self._outputs.values():
+                        output.start()
                     for feed in self._feeds.values():
                         feed.start()
                     return
@@ -212,7 +232,8 @@ class Runtime:
                 started.add(coordinator.id)
 
     def stop(self, timeout: float = 5.0) -> StopReport:
-        """Stop everything and say how it went. Takes at most about `timeout` seconds; again, it returns the same."""
+        """Stop everything and say how it went. Takes at most about `timeout` seconds, and `OUTPUTS_S` where results
+        wait in outputs; again, it returns the same."""
         with self._stopping:
             if self._report is None:
                 self._report = self._stop(timeout)
@@ -223,6 +244,7 @@ class Runtime:
         with self._lock:
             self._state = STOPPING
             feeds, coordinators = list(self._feeds.values()), list(self._coordinators.values())
+            outputs = list(self._outputs.values())
         for feed in feeds:
             feed.signal()
         for coordinator, _ in coordinators:
@@ -240,7 +262,10 @@ class Runtime:
         for feed in feeds:
             if not feed.join(max(0.0, last_call - time.monotonic())):
                 self._leave_behind(feed)
+        for output in outputs:
+            output.signal(OUTPUTS_S)
         detached = [name for feed in feeds for name in feed.detached]
+        detached += [output.name for output in outputs if not output.join()]
         for coordinator, _ in coordinators:
             if coordinator.detached is not None:
                 self._emit(ThreadDetached(time.monotonic(), coordinator.id, coordinator.detached))
@@ -306,6 +331,7 @@ class Runtime:
             uptime=time.monotonic() - since if since else 0.0,
             feeds={name: feed.snapshot() for name, feed in feeds.items()},
             coordinators={name: coordinator.metrics() for name, (coordinator, _) in coordinators.items()},
+            outputs=self.output_snapshots(),
         )
 
     def feed_snapshots(self) -> dict[str, FeedSnapshot]:
@@ -313,6 +339,12 @@ class Runtime:
         with self._lock:
             feeds = dict(self._feeds)
         return {name: feed.snapshot() for name, feed in feeds.items()}
+
+    def output_snapshots(self) -> dict[str, OutputSnapshot]:
+        """The outputs of a snapshot alone."""
+        with self._lock:
+            outputs = dict(self._outputs)
+        return {name: output.snapshot() for name, output in outputs.items()}
 
     # -- within --------------------------------------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import Metric
 
+from reflex_runtime.feeds.outputs.outbox import OutputSnapshot
 from reflex_runtime.feeds.snapshot import FeedSnapshot, RuntimeSnapshot
 from reflex_runtime.telemetry.batch_metrics import BOUNDS, BatchMetrics, Durations
 from reflex_runtime.telemetry.series import SeriesRow
@@ -35,20 +36,25 @@ class FeedSeries:
 
     def describe(self) -> Iterable[Metric]:
         """Every series by name, type and help, without samples and without a snapshot."""
-        return _series({}, {})
+        return _series({}, {}, {})
 
     def collect(self) -> Iterable[Metric]:
         """Every series as it is now."""
         snapshot = self._snapshot()
-        return _series(snapshot.feeds, snapshot.coordinators)
+        return _series(snapshot.feeds, snapshot.coordinators, snapshot.outputs)
 
 
-def _series(feeds: Mapping[str, FeedSnapshot], coordinators: Mapping[str, BatchMetrics]) -> Iterator[Metric]:
+def _series(
+    feeds: Mapping[str, FeedSnapshot],
+    coordinators: Mapping[str, BatchMetrics],
+    outputs: Mapping[str, OutputSnapshot],
+) -> Iterator[Metric]:
     both = {(c, name): share for c, figures in coordinators.items() for name, share in figures.feeds.items()}
     yield from (row.collect(("feed",), {(name,): feed for name, feed in feeds.items()}) for row in _OF_FEEDS)
     by_name = {(name,): figures for name, figures in coordinators.items()}
     yield from (row.collect(("coordinator",), by_name) for row in _OF_COORDINATORS)
     yield from (row.collect(("coordinator", "feed"), both) for row in _OF_BOTH)
+    yield from (row.collect(("output",), {(name,): output for name, output in outputs.items()}) for row in _OF_OUTPUTS)
 
 
 def _timing(name: str, help: str, value: Callable[[Any], Durations]) -> SeriesRow:
@@ -104,6 +110,14 @@ _OF_COORDINATORS = (
         lambda m: m.consecutive_errors,
     ),
 )  # fmt: skip
+_OF_OUTPUTS = (
+    SeriesRow("reflex_feed_output_up", "1 while the receiver takes results", lambda o: o.state == "connected"),
+    SeriesRow("reflex_feed_output_results_total", "Results that were given to the output", lambda o: o.taken),
+    SeriesRow("reflex_feed_output_sent_total", "Results that arrived at the receiver", lambda o: o.sent),
+    SeriesRow("reflex_feed_output_drops_total", "Results that did not arrive, by reason", lambda o: o.drops, "reason"),
+    SeriesRow("reflex_feed_output_waiting", "Results that wait to be sent, now", lambda o: o.waiting),
+    SeriesRow("reflex_feed_output_retries_total", "Times that the output tried again", lambda o: o.retries),
+)
 _OF_BOTH = (  # of each feed at each coordinator
     SeriesRow("reflex_feed_submissions_total", "Submissions by how they ended", _of((*REFUSALS, *ENDS)), "outcome"),
     SeriesRow("reflex_feed_timeouts_total", "Times the feed stopped waiting", lambda s: s.timed_out),

@@ -6,17 +6,13 @@ that fails for good raises once (its feed reports the exception) and ignores lat
 
 from __future__ import annotations
 
-import json
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, is_dataclass
-from enum import Enum
 from fractions import Fraction
 from io import FileIO
-from math import isfinite
 from pathlib import Path
 from typing import IO, Any
 
@@ -27,6 +23,7 @@ from reflex_runtime.core.errors import ConfigError, ReflexError
 from reflex_runtime.drivers.device import Clock
 from reflex_runtime.feeds.draw import annotated
 from reflex_runtime.feeds.pipeline import Result
+from reflex_runtime.feeds.record import record_of
 from reflex_runtime.telemetry import files
 
 _FRAGMENTED = (".mp4", ".m4v", ".mov")
@@ -36,29 +33,6 @@ class SinkError(ReflexError):
     """A sink failed for good: its disk is full, or its reader has left."""
 
     code = "sink_failed"
-
-
-def json_safe(value: Any) -> Any:
-    """The same as JSON can hold it: arrays become lists, numbers that are not finite null, and anything unknown its
-    text."""
-    if value is None or isinstance(value, (str, bool, int)):
-        return value
-    if isinstance(value, float):
-        return value if isfinite(value) else None
-    if isinstance(value, np.ndarray):
-        plain = value.dtype.kind in "biu" or (value.dtype.kind == "f" and bool(np.isfinite(value).all()))
-        return value.tolist() if plain else json_safe(value.tolist())
-    if isinstance(value, np.generic):
-        return json_safe(value.item())
-    if isinstance(value, Enum):
-        return json_safe(value.value)
-    if isinstance(value, Mapping):
-        return {str(key): json_safe(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple, set, frozenset)):
-        return [json_safe(item) for item in value]
-    if is_dataclass(value) and not isinstance(value, type):
-        return json_safe(asdict(value))
-    return str(value)
 
 
 class JsonLines:
@@ -87,15 +61,7 @@ class JsonLines:
 
     def __call__(self, result: Result) -> None:
         """Write a result. Raises SinkError the first time that it cannot."""
-        frame = result.frame
-        line = {
-            "feed": result.feed,
-            "sequence": frame.sequence,
-            "pts": json_safe(frame.pts),
-            "latency_ms": round(1e3 * result.latency, 3),
-            "value": json_safe(result.value),
-        }
-        text = json.dumps(line, ensure_ascii=False, separators=(",", ":"), allow_nan=False) + "\n"
+        text = record_of(result).as_json() + "\n"
         with self._lock:
             if self._failed:
                 self.lost += 1

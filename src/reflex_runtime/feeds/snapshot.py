@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from reflex_runtime.feeds.frame import Frame
+from reflex_runtime.feeds.outputs.outbox import OutputSnapshot
 from reflex_runtime.telemetry.batch_metrics import BatchMetrics, Durations, Times
 
 DROPS = {
@@ -82,6 +83,7 @@ class RuntimeSnapshot:
     uptime: float
     feeds: Mapping[str, FeedSnapshot]
     coordinators: Mapping[str, BatchMetrics]
+    outputs: Mapping[str, OutputSnapshot] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -89,6 +91,7 @@ class RuntimeSnapshot:
             "uptime": self.uptime,
             "feeds": {name: feed.as_dict() for name, feed in self.feeds.items()},
             "coordinators": {name: metrics.as_dict() for name, metrics in self.coordinators.items()},
+            "outputs": {name: output.as_dict() for name, output in self.outputs.items()},
         }
 
 

@@ -10,11 +10,13 @@ from reflex_runtime.drivers.coordinator import BatchCoordinator
 from reflex_runtime.feeds.pictures import FeedPictures
 from reflex_runtime.feeds.runtime import Runtime
 from reflex_runtime.feeds.snapshot import FeedSnapshot
-from reflex_runtime.feeds.status import WELL, answers
+from reflex_runtime.feeds.status import WELL, answers, health_of
 from reflex_runtime.telemetry.live import Live, LiveSnapshot
 from reflex_runtime.telemetry.processes import own_process
 from reflex_runtime.version import __version__
 from reflex_runtime.web.dashboard import dashboard_routes, grid_route
+from reflex_runtime.web.exchange import Exchange, Route
+from reflex_runtime.web.json import encode
 from reflex_runtime.web.watchers import Watchers
 
 MOST: Final = 256  # feeds in a snapshot: by name
@@ -40,7 +42,8 @@ class FeedPages:
         fold = partial(FeedsLive, coordinator)
         self._watchers = Watchers(fold, coordinator.add_sink, coordinator.remove_sink, told)
         self._pictures = pictures
-        pages = [*dashboard_routes(self._watchers), grid_route()]
+        status = Route("/status", partial(_status, runtime, coordinator))
+        pages = [*dashboard_routes(self._watchers), grid_route(), status]
         self.routes = {route.path: route for route in pages} | pictures.routes
         self.find = pictures.find
 
@@ -48,6 +51,13 @@ class FeedPages:
         """End every answer."""
         self._watchers.close()
         self._pictures.close()
+
+
+def _status(runtime: Runtime, coordinator: BatchCoordinator, exchange: Exchange, _: bytes) -> None:
+    """Every figure of a `RuntimeSnapshot`, and what /health says of them."""
+    snapshot = runtime.snapshot()
+    told = health_of(snapshot, {coordinator.id: coordinator.lost})
+    exchange.answer(200, encode(told | snapshot.as_dict()))
 
 
 def _server(runtime: Runtime, coordinator: BatchCoordinator) -> dict[str, Any]:
@@ -68,6 +78,7 @@ def _server(runtime: Runtime, coordinator: BatchCoordinator) -> dict[str, Any]:
         "processes": [own_process("running", None, running, waiting)],
         "feeds": {name: _feed(feed) for name, feed in sorted(feeds.items())[:MOST]},
         "feeds_known": len(feeds),
+        "outputs": {name: output.as_dict() for name, output in runtime.output_snapshots().items()},
     }
 
 

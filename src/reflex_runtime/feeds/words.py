@@ -9,6 +9,7 @@ import traceback
 from collections.abc import Mapping
 from pathlib import Path
 
+from reflex_runtime.feeds.outputs.outbox import OutputSnapshot
 from reflex_runtime.feeds.snapshot import FeedSnapshot
 from reflex_runtime.telemetry.health import (
     BatchError,
@@ -144,6 +145,13 @@ def seconds(value: float | None) -> str:
     if value < 0.0095:
         return f"{1e3 * value:.1f} ms"
     return f"{1e3 * value:.0f} ms" if value < 1.0 else f"{value:.1f} s" if value < 99.95 else f"{value:.0f} s"
+
+
+def line_of_output(output: OutputSnapshot) -> str:
+    """What became of the results that an output got, in a line."""
+    waiting = f", {output.waiting} waiting" if output.waiting else ""
+    why = f" ({output.error})" if output.error and any(output.drops.values()) else ""
+    return f"{output.name}: {output.sent} results to {output.where}{waiting}{_dropped(_drops(output.drops))}{why}"
 
 
 def clock(value: float) -> str:

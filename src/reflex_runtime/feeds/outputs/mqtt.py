@@ -1,0 +1,153 @@
+"""Results to an MQTT broker, one message each.
+
+    TOPIC/feeds/NAME   a feed's results, each the line that --results writes
+    TOPIC/status       online or offline, retained; the broker itself says offline when this process is gone
+"""
+
+from __future__ import annotations
+
+import ssl
+import threading
+from typing import Any, Final
+from uuid import uuid4
+
+from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.feeds.outputs.address import ReceiverAddress
+from reflex_runtime.feeds.outputs.output import ResultOutput
+from reflex_runtime.feeds.pipeline import Result
+from reflex_runtime.feeds.record import ResultRecord, record_of
+
+WINDOW: Final = 20  # messages that are sent and not yet written to the socket, or acknowledged (QoS 1 and 2)
+KEEPALIVE_S: Final = 30
+RECONNECT_S: Final = (1, 30)  # the first and the longest pause
+CONNECT_S: Final = 5.0  # that a connection may take
+FAREWELL_S: Final = 0.5  # for the last status and the disconnect
+
+
+class MqttPublisher(ResultOutput[ResultRecord]):
+    """Publishes every result to TOPIC/feeds/NAME.
+
+    qos: 0 may lose what is on its way when the connection breaks (counted as lost); 1 sends it again, so that it may
+    arrive twice; 2 sends it again and it arrives once.
+
+    While the broker is away, the newest results wait. At the end what waits is sent, unless the broker is away then.
+    Raises ConfigError if paho-mqtt is missing.
+    """
+
+    kind = "mqtt"
+
+    def __init__(self, address: ReceiverAddress, qos: int = 0, name: str = "") -> None:
+        super().__init__(address.shown, name=name)
+        self._topic = address.path[1:]
+        self._qos = qos
+        self._connected = False
+        self._on_way: set[int] = set()  # message numbers
+        self._early: set[int] = set()  # acknowledged before `publish` told their number
+        self._status = -1  # the number of the status message
+        self._client = self._made(address)
+
+    def _made(self, address: ReceiverAddress) -> Any:
+        mqtt = _paho()
+        client = mqtt.Client(mqtt.CallbackAPIVersion.VERSION2, client_id=f"reflex-{uuid4().hex[:12]}")
+        if address.user is not None or address.password is not None:
+            client.username_pw_set(address.user or "", address.password)
+        if address.secure:
+            client.tls_set_context(ssl.create_default_context())
+        client.will_set(f"{self._topic}/status", "offline", qos=1, retain=True)
+        client.max_inflight_messages_set(WINDOW)
+        client.reconnect_delay_set(*RECONNECT_S)
+        client.connect_timeout = CONNECT_S
+        client.on_connect, client.on_connect_fail = self._on_connect, self._on_connect_fail
+        client.on_disconnect, client.on_publish = self._on_disconnect, self._on_publish
+        client.connect_async(address.host, address.port, KEEPALIVE_S)
+        return client
+
+    def _item(self, result: Result) -> ResultRecord:
+        return record_of(result)
+
+    # -- on the output's thread ----------------------------------------------------------------------------------------
+
+    def _send_all(self) -> None:
+        self._client.loop_start()
+        try:
+            while records := self.box.take(1, self._ready):
+                self._publish(records[0])
+            with self.box.news:
+                self.box.news.wait_for(lambda: not self._on_way or not self._connected, self.box.time_left)
+        finally:
+            self._leave()
+
+    def _ready(self) -> bool:
+        if self._state == "away" and self.box.time_left is not None:
+            self.box.close(0.0)  # it will not come back in time
+        return self._connected and len(self._on_way) < WINDOW
+
+    def _publish(self, record: ResultRecord) -> None:
+        """Hand a message to the client. The lock is not held: the client calls back with locks of its own."""
+        topic = f"{self._topic}/feeds/{record.feed}"
+        told = self._client.publish(topic, record.as_json(), qos=self._qos)
+        with self.box.news:
+            if self._qos == 0 and told.rc != 0:  # the connection was lost just now
+                self.box.back([record])
+            elif told.mid in self._early:
+                self._early.discard(told.mid)
+                self.box.sent()
+            else:
+                self._on_way.add(told.mid)
+
+    def _leave(self) -> None:
+        """Say goodbye, if there is somebody to hear it, in a bounded time."""
+        if self._connected:
+            self._client.publish(f"{self._topic}/status", "offline", qos=1, retain=True).wait_for_publish(FAREWELL_S)
+        self._client.disconnect()
+        ending = threading.Thread(target=self._client.loop_stop, name="reflex-mqtt-end", daemon=True)
+        ending.start()
+        ending.join(FAREWELL_S)
+
+    # -- on the client's thread ----------------------------------------------------------------------------------------
+
+    def _on_connect(self, client: Any, _: Any, __: Any, reason: Any, ___: Any) -> None:
+        if reason.is_failure:
+            self._unwell(f"the broker refuses the connection: {reason}")
+            return
+        self._status = client.publish(f"{self._topic}/status", "online", qos=1, retain=True).mid
+        with self.box.news:
+            if self._qos == 0 and self._on_way:  # the client forgets these
+                self.box.drop("lost", len(self._on_way))
+                self._on_way.clear()
+            self._early.clear()
+            self._connected = True
+            self._well()
+            self.box.news.notify_all()
+
+    def _on_connect_fail(self, _: Any, __: Any) -> None:
+        self._lost("nothing answers there as an MQTT broker")
+
+    def _on_disconnect(self, _: Any, __: Any, ___: Any, reason: Any, ____: Any) -> None:
+        if self.box.time_left is None:
+            self._lost(f"the connection was lost ({reason})")
+        else:
+            self._lost(None)
+
+    def _lost(self, why: str | None) -> None:
+        with self.box.news:
+            self._connected = False
+            if why is not None:
+                self._unwell(why)
+            self.box.news.notify_all()
+
+    def _on_publish(self, _: Any, __: Any, number: int, ___: Any, ____: Any) -> None:
+        with self.box.news:
+            if number in self._on_way:
+                self._on_way.discard(number)
+                self.box.sent()
+            elif number != self._status:
+                self._early.add(number)
+
+
+def _paho() -> Any:
+    try:
+        from paho.mqtt import client
+    except ImportError:
+        raise ConfigError("MQTT needs paho-mqtt: in a clone, pip install '.[mqtt]'") from None
+    return client

@@ -1,0 +1,179 @@
+"""Results to an HTTP server: POST with lines of JSON, many in a request where they come faster than it answers."""
+
+from __future__ import annotations
+
+import base64
+import random
+import socket
+import ssl
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
+from typing import Final
+
+from reflex_runtime.feeds.outputs.address import ReceiverAddress
+from reflex_runtime.feeds.outputs.output import ResultOutput
+from reflex_runtime.feeds.pipeline import Result
+from reflex_runtime.feeds.record import ResultRecord, record_of
+from reflex_runtime.pacing import doubled
+from reflex_runtime.version import __version__
+
+GROUP: Final = 100  # results in a request
+GROUP_BYTES: Final = 1_000_000  # after which no further one is added
+TIMEOUT_S: Final = 10.0  # to connect, and between two parts of an answer
+FIRST_S: Final = 0.5  # pause before the second attempt; it doubles, and is shortened by up to half at random
+LONGEST_S: Final = 30.0
+ATTEMPTS: Final = 8  # that a group gets, over about a minute
+ANSWER_BYTES: Final = 65_536  # read of an answer, so that the connection can be used again
+_AGAIN: Final = frozenset({408, 425, 429, 500, 502, 503, 504})
+
+
+class _Refused(Exception):
+    """The server will not take the group."""
+
+
+class _Away(Exception):
+    """The server may take the group later. wait: seconds that it asks for."""
+
+    def __init__(self, why: str, wait: float = 0.0) -> None:
+        super().__init__(why)
+        self.wait = wait
+
+
+class Webhook(ResultOutput[ResultRecord]):
+    """Posts groups of results as application/x-ndjson, one line each, as --results writes them.
+
+    A status of 200 to 299 is success. 408, 425, 429, 500, 502, 503, 504 and a lost connection are tried again, after
+    0.5 s, then 1, 2 … 30 s, and not before what Retry-After says (at most 30 s); a group that was sent before an answer
+    was lost arrives twice. Any other status refuses the group. Redirects are not followed.
+    """
+
+    kind = "webhook"
+
+    def __init__(self, address: ReceiverAddress, name: str = "") -> None:
+        super().__init__(address.shown.partition("?")[0], name=name)
+        self._address = address
+        self._headers = {"Content-Type": "application/x-ndjson", "User-Agent": f"reflex/{__version__}"}
+        if address.user is not None:
+            words = f"{address.user}:{address.password or ''}".encode()
+            self._headers["Authorization"] = "Basic " + base64.b64encode(words).decode()
+        self._connection: HTTPConnection | None = None
+        self._failures = 0  # in a row
+        self._chance = random.Random()
+
+    def _item(self, result: Result) -> ResultRecord:
+        return record_of(result)
+
+    def join(self) -> bool:
+        """See `ResultOutput`. A request that hangs is cut off when the time is over."""
+        left = max(0.0, self.box.time_left or 0.0)
+        cut = threading.Timer(left, self._cut)
+        cut.daemon = True
+        cut.start()
+        try:
+            return super().join()
+        finally:
+            cut.cancel()
+
+    # -- on the output's thread ----------------------------------------------------------------------------------------
+
+    def _send_all(self) -> None:
+        while records := self.box.take(GROUP):
+            self._send(records)
+        self._close()
+
+    def _send(self, records: Sequence[ResultRecord]) -> None:
+        body, count = _body(records)
+        self.box.back(records[count:])
+        records = records[:count]
+        try:
+            self._post(body)
+        except _Refused as error:
+            self._failures = 0
+            self._unwell(error, again=False)
+            self.box.drop("refused", count)
+        except _Away as error:
+            self._again(records, error)
+        else:
+            self._failures = 0
+            self.box.sent(count)
+            self._well()
+
+    def _again(self, records: Sequence[ResultRecord], error: _Away) -> None:
+        """Put a group back and wait, or give it up."""
+        self._failures += 1
+        self._unwell(error)
+        if self._failures % ATTEMPTS:
+            self.box.back(records)
+        else:
+            self.box.drop("lost", len(records))
+        if self.box.time_left is not None:
+            self.box.close(0.0)  # it will not come back in time
+            return
+        pause = doubled(FIRST_S, LONGEST_S, self._failures - 1) * (1 - self._chance.random() / 2)
+        self.box.pause(min(LONGEST_S, max(pause, error.wait)))
+
+    def _post(self, body: bytes) -> None:
+        fresh = self._connection is None
+        try:
+            answer = self._asked(body)
+        except (OSError, HTTPException) as error:
+            self._close()
+            if fresh:
+                raise _Away(f"cannot be reached: {_words(error)}") from None
+            return self._post(body)  # the server closed an idle connection
+        if 200 <= answer.status < 300:
+            return None
+        if answer.status in _AGAIN:
+            raise _Away(f"answers {answer.status}", _seconds(answer.getheader("Retry-After")))
+        more = "; redirects are not followed" if 300 <= answer.status < 400 else ""
+        raise _Refused(f"answers {answer.status}{more}; the results are dropped")
+
+    def _asked(self, body: bytes) -> HTTPResponse:
+        if self._connection is None:
+            self._connection = self._connect()
+        self._connection.request("POST", self._address.path, body, self._headers)
+        answer = self._connection.getresponse()
+        answer.read(ANSWER_BYTES)
+        if not answer.isclosed():  # more than anybody needs
+            self._close()
+        return answer
+
+    def _connect(self) -> HTTPConnection:
+        address = self._address
+        if not address.secure:
+            return HTTPConnection(address.host, address.port, timeout=TIMEOUT_S)
+        return HTTPSConnection(address.host, address.port, timeout=TIMEOUT_S, context=ssl.create_default_context())
+
+    def _close(self) -> None:
+        self._connection, connection = None, self._connection
+        if connection is not None:
+            connection.close()
+
+    def _cut(self) -> None:
+        """On another thread: end the request in progress."""
+        connection = self._connection
+        if connection is not None and connection.sock is not None:
+            with suppress(OSError):
+                connection.sock.shutdown(socket.SHUT_RDWR)
+
+
+def _body(records: Sequence[ResultRecord]) -> tuple[bytes, int]:
+    """The lines of as many results as a request may have, at least one, and how many those are."""
+    lines: list[bytes] = []
+    size = 0
+    for record in records:
+        lines.append(record.as_json().encode("utf-8", "replace") + b"\n")
+        size += len(lines[-1])
+        if size >= GROUP_BYTES:
+            break
+    return b"".join(lines), len(lines)
+
+
+def _seconds(retry_after: str | None) -> float:
+    return float(retry_after) if retry_after and retry_after.isdecimal() and len(retry_after) < 9 else 0.0
+
+
+def _words(error: Exception) -> str:
+    return (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__

@@ -1,0 +1,365 @@
+"""Results sent elsewhere: to a real MQTT broker and a real HTTP server, which are slow, away, or refuse."""
+
+from __future__ import annotations
+
+import gc
+import json
+import random
+import signal
+import threading
+from collections.abc import Iterator
+from http.client import HTTPConnection
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from feeds.broker import Broker, Receiver, Subscriber, free_port, needs_mosquitto
+from feeds.commands import PATIENCE, Feeds, by_feed, ran, refusal, results
+from feeds.fakes import frame
+from feeds.videos import clip
+from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.feeds.outputs.address import mqtt_address, webhook_address
+from reflex_runtime.feeds.outputs.mqtt import MqttPublisher
+from reflex_runtime.feeds.outputs.outbox import Outbox
+from reflex_runtime.feeds.outputs.output import WAITING, ResultOutput
+from reflex_runtime.feeds.outputs.webhook import Webhook
+from reflex_runtime.feeds.pipeline import Result
+from reflex_runtime.feeds.record import record_of
+from reflex_runtime.feeds.runtime import Runtime
+
+SHAPES = ("--onnx", "shapes")
+USER = ("cam", "s3cr:et")
+
+
+@pytest.fixture(scope="module")
+def broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Broker]:
+    with Broker(tmp_path_factory.mktemp("broker"), USER) as running:
+        yield running
+
+
+def result(number: int, feed: str = "a") -> Result:
+    return Result(frame(number), feed, {"text": str(number)}, 0.01)
+
+
+def balanced(output: ResultOutput[Any]) -> bool:
+    s = output.snapshot()
+    return s.taken == s.sent + sum(s.drops.values()) + s.waiting
+
+
+# -- the queue ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_f14_an_output_keeps_the_newest_and_counts_every_result_once(seed: int) -> None:
+    rng, box, now = random.Random(seed), Outbox[int](5, lambda: 0.0), 0
+    hand: list[int] = []
+    arrived: list[int] = []
+    for _ in range(300):
+        match rng.randrange(5):
+            case 0 | 1:
+                box.put(now)
+                now += 1
+            case 2 if box.figures()["waiting"] > len(hand):
+                hand += box.take(rng.randrange(1, 4))
+            case 3 if hand:
+                box.sent(len(hand))
+                arrived, hand = arrived + hand, []
+            case 4 if hand:
+                if rng.random() < 0.5:
+                    box.back(hand)
+                else:
+                    box.drop("lost", len(hand))
+                hand = []
+        told = box.figures()
+        assert told["taken"] == now == told["sent"] + sum(told["drops"].values()) + told["waiting"]
+        assert told["waiting"] <= 5 + len(hand)
+        assert arrived == sorted(set(arrived))
+    box.drop("lost", len(hand))
+    waits = box.figures()["waiting"]
+    assert (box.take(9) if waits else []) == list(range(now - waits, now)), "the newest, in order"
+
+
+def test_f14_what_comes_after_the_close_is_unsent() -> None:
+    box = Outbox[int](5)
+    box.put(1)
+    box.close(0.0)
+    box.put(2)
+    assert box.take(1) == []
+    assert box.end() == 1
+    box.sent()  # of a thread that hung until now
+    assert box.figures()["drops"]["unsent"] == 2
+    assert box.figures()["sent"] == 0
+
+
+# -- MQTT --------------------------------------------------------------------------------------------------------------
+
+
+@needs_mosquitto
+def test_f14_publish_and_webhook_get_the_lines_of_results_and_show_no_secret(broker: Broker, tmp_path: Path) -> None:
+    publish = f"mqtt://cam:s3cr%3Aet@127.0.0.1:{broker.port}/site/cams"
+    with Receiver() as receiver, Subscriber(broker.port, "site", USER) as told:
+        webhook = receiver.url.replace("//", "//joe:s3cret@") + "?token=t0ken"
+        arguments = (f"a={clip(20)}", f"b={clip(10)}", *SHAPES, "--results", "r.jsonl", "--webhook", webhook)
+        feeds = ran(*arguments, "--publish", publish, "--publish-qos", "1", cwd=tmp_path)
+        heard = told.until("site/cams/status", "offline")
+    lines = results(tmp_path / "r.jsonl")
+    assert heard[0] == ("site/cams/status", "online", 1)
+    published: dict[str, list[Any]] = {}
+    for topic, text, qos in heard[1:-1]:
+        assert qos == 1
+        published.setdefault(topic.removeprefix("site/cams/feeds/"), []).append(json.loads(text))
+    assert published == by_feed(lines)
+    assert by_feed(line for body in receiver.bodies for line in body) == by_feed(lines)
+    assert receiver.headers[0]["Content-Type"] == "application/x-ndjson"
+    assert receiver.headers[0]["Authorization"] == "Basic am9lOnMzY3JldA=="
+    assert receiver.paths[0] == "/in?token=t0ken"
+    assert any(f"mqtt: 30 results to mqtt://127.0.0.1:{broker.port}/site/cams" in line for line in feeds.log)
+    assert any(f"webhook: 30 results to {receiver.url}" in line for line in feeds.log)
+    assert not any(word in str(feeds) for word in ("s3cr", "t0ken"))
+
+
+@needs_mosquitto
+def test_f14_user_and_password_may_stand_beside_the_address_and_the_will_is_heard(
+    broker: Broker, tmp_path: Path
+) -> None:
+    user = ("--publish-user", USER[0], "--publish-password", USER[1])
+    where = f"mqtt://127.0.0.1:{broker.port}/will"
+    with Subscriber(broker.port, "will", USER) as told:
+        with Feeds("a=shapes:seed=1", *SHAPES, "--publish", where, *user, "--port", "0", cwd=tmp_path) as feeds:
+            assert told.get() == ("will/status", "online", 1)
+            assert [told.get()[0::2] for _ in range(3)] == [("will/feeds/a", 0)] * 3
+            connection = HTTPConnection("127.0.0.1", feeds.port, timeout=PATIENCE)
+            connection.request("GET", "/status")
+            status = json.loads(connection.getresponse().read())
+            connection.request("GET", "/metrics")
+            metrics = connection.getresponse().read().decode()
+            connection.close()
+            feeds.process.send_signal(signal.SIGKILL)
+            told.until("will/status", "offline")
+            feeds.process.wait()
+            feeds.process.poll = lambda: None  # type: ignore[method-assign]  # it was killed on purpose
+    mqtt = status["outputs"]["mqtt"]
+    assert (mqtt["state"], mqtt["where"], mqtt["drops"]["overrun"]) == ("connected", where, 0)
+    assert mqtt["sent"] > 0
+    assert status["status"] == "ok"
+    assert 'reflex_feed_output_up{output="mqtt"} 1.0' in metrics
+    assert "s3cr" not in json.dumps(status) + metrics + str(feeds)
+
+
+def published(url: str, count: int = 3) -> MqttPublisher:
+    """So many results given at once, then the end."""
+    output = MqttPublisher(mqtt_address(url))
+    for number in range(count):
+        output.take(result(number))
+    output.start()
+    output.signal(PATIENCE)
+    assert output.join()
+    assert balanced(output)
+    return output
+
+
+@needs_mosquitto
+def test_f14_a_broker_that_refuses_the_password_does_not_delay_the_end(
+    broker: Broker, caplog: pytest.LogCaptureFixture
+) -> None:
+    output = published(f"mqtt://cam:wr0ng@127.0.0.1:{broker.port}/x")
+    assert output.snapshot().error == "the broker refuses the connection: Not authorized"
+    assert output.snapshot().drops["unsent"] == 3
+    assert "wr0ng" not in caplog.text + repr(output.snapshot())
+
+
+@needs_mosquitto
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # paho-mqtt leaves the refused socket
+def test_f14_mqtts_checks_the_certificate_of_the_broker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Broker(tmp_path, tls=True) as broker, Subscriber(broker.port, "tls", ca=broker.ca) as told:
+        url = f"mqtts://localhost:{broker.port}/tls"
+        monkeypatch.setattr("reflex_runtime.feeds.outputs.mqtt.RECONNECT_S", (0.05, 0.1))
+        assert published(url).snapshot().drops["unsent"] == 3
+        gc.collect()
+        monkeypatch.setenv("SSL_CERT_FILE", str(broker.ca))
+        assert published(url).snapshot().sent == 3
+        assert len(told.until("tls/status", "offline")) == 5
+
+
+@needs_mosquitto
+def test_f14_while_the_broker_is_away_the_newest_results_wait_and_the_rest_is_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("reflex_runtime.feeds.outputs.mqtt.RECONNECT_S", (0.05, 0.1))
+    broker = Broker(tmp_path)
+    output = MqttPublisher(mqtt_address(f"mqtt://127.0.0.1:{broker.port}/away"), qos=1)
+    output.start()
+    for number in range(WAITING + 500):
+        output.take(result(number))
+    assert balanced(output)
+    assert output.snapshot().drops["overrun"] == 500
+    with broker, Subscriber(broker.port, "away") as told:
+        heard = [told.get() for _ in range(WAITING + 1)]
+        assert heard[0][:2] == ("away/status", "online")
+        assert [json.loads(text)["sequence"] for _, text, _ in heard[1:]] == list(range(500, WAITING + 500))
+        output.take(result(9999))
+        assert json.loads(told.get()[1])["sequence"] == 9999
+        broker.stop()
+        broker.start()
+        with Subscriber(broker.port, "away") as again:
+            output.take(result(10_000))
+            assert again.until("away/feeds/a", record_of(result(10_000)).as_json())
+            output.signal(5.0)
+            assert output.join()
+    snapshot = output.snapshot()
+    assert (snapshot.sent, snapshot.waiting, snapshot.state) == (WAITING + 2, 0, "closed")
+    assert snapshot.retries >= 1
+    assert balanced(output)
+
+
+# -- webhooks ----------------------------------------------------------------------------------------------------------
+
+
+def posted(receiver: Receiver, count: int, timeout: float = PATIENCE) -> Webhook:
+    """So many results given at once, then the end."""
+    output = Webhook(webhook_address(receiver.url))
+    for number in range(count):
+        output.take(result(number))
+    output.start()
+    output.signal(timeout)
+    output.join()
+    assert balanced(output)
+    return output
+
+
+def test_f14_a_webhook_that_is_slow_gets_more_in_a_request_and_never_too_many() -> None:
+    with Receiver() as receiver:
+        output = posted(receiver, 250)
+    assert [len(body) for body in receiver.bodies] == [100, 100, 50]
+    assert [line["sequence"] for body in receiver.bodies for line in body] == list(range(250))
+    assert output.snapshot().sent == 250
+
+
+def test_f14_a_webhook_is_asked_again_after_a_pause_that_grows_and_not_before_it_says(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pauses: list[float] = []
+    monkeypatch.setattr(Outbox, "pause", lambda _, seconds: pauses.append(seconds))
+    answers = {0: (503, {}), 1: (429, {"Retry-After": "7"}), 2: (500, {}), 3: (503, {"Retry-After": "999999"})}
+    with Receiver(lambda n: answers.get(n, (204, {}))) as receiver:
+        output = Webhook(webhook_address(receiver.url))
+        output.take(result(0))
+        output.start()
+        receiver.wait(5)
+        output.signal(PATIENCE)
+        assert output.join()
+    assert receiver.bodies == receiver.bodies[:1] * 5
+    assert 0.25 < pauses[0] <= 0.5
+    assert (pauses[1], pauses[3]) == (7.0, 30.0)
+    assert 1.0 < pauses[2] <= 2.0
+    assert (output.snapshot().sent, output.snapshot().retries) == (1, 4)
+
+
+def test_f14_a_webhook_that_always_fails_gives_a_group_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Outbox, "pause", lambda *_: None)
+    with Receiver(lambda n: (500, {}) if n < 8 else (200, {})) as receiver:
+        output = Webhook(webhook_address(receiver.url))
+        output.take(result(0))
+        output.start()
+        receiver.wait(8)
+        output.take(result(1))
+        receiver.wait(9)
+        output.signal(PATIENCE)
+        assert output.join()
+    told = output.snapshot()
+    assert (told.sent, told.drops["lost"]) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("status", "headers", "says"),
+    [
+        (400, {}, "answers 400; the results are dropped"),
+        (302, {"Location": "http://127.0.0.1:1/"}, "answers 302; redirects are not followed; the results are dropped"),
+    ],
+)
+def test_f14_what_a_webhook_refuses_is_dropped_and_not_sent_elsewhere(
+    status: int, headers: dict[str, str], says: str
+) -> None:
+    with Receiver(lambda _: (status, headers)) as receiver:
+        output = posted(receiver, 3)
+    told = output.snapshot()
+    assert (told.drops["refused"], told.retries, told.error) == (3, 0, says)
+    assert len(receiver.bodies) == 1
+
+
+def test_f14_a_webhook_that_hangs_delays_the_end_by_a_bounded_time() -> None:
+    hangs = threading.Event()
+    with Receiver(lambda _: (200, {}) if hangs.wait(PATIENCE) else (500, {})) as receiver:
+        output = Webhook(webhook_address(receiver.url))
+        output.take(result(0))
+        output.start()
+        receiver.wait(1)
+        output.take(result(1))
+        output.signal(0.1)
+        assert output.join(), "the request was cut off"
+        hangs.set()
+    assert output.snapshot().drops["unsent"] == 2
+    assert balanced(output)
+
+
+def test_f14_a_connection_that_the_server_closed_is_made_again_at_once() -> None:
+    with Receiver(lambda _: (200, {"Connection": "close"})) as receiver:
+        output = Webhook(webhook_address(receiver.url))
+        output.start()
+        for number in range(3):
+            output.take(result(number))
+            receiver.wait(number + 1)
+        output.signal(PATIENCE)
+        assert output.join()
+    assert (output.snapshot().sent, output.snapshot().retries) == (3, 0)
+
+
+# -- both --------------------------------------------------------------------------------------------------------------
+
+
+def test_f14_receivers_that_are_away_cost_no_frame_and_the_end_does_not_wait_for_them(tmp_path: Path) -> None:
+    away = free_port()
+    arguments = (f"a={clip(30)}", *SHAPES, "--results")
+    outputs = ("--publish", f"mqtt://127.0.0.1:{away}/x", "--webhook", f"http://127.0.0.1:{away}/")
+    feeds = ran(*arguments, "r.jsonl", *outputs, cwd=tmp_path, status=1)
+    assert len(results(tmp_path / "r.jsonl")) == 30
+    for line in ("mqtt: 0 results", "webhook: 0 results"):
+        assert any(line in told and "dropped: 30 unsent" in told for told in feeds.log), feeds
+
+
+def test_f14_an_output_of_a_runtime_has_a_name_of_its_own() -> None:
+    runtime = Runtime()
+    address = webhook_address("http://127.0.0.1:1/")
+    runtime.output(Webhook(address))
+    runtime.output(Webhook(address, name="second"))
+    with pytest.raises(ConfigError, match=r"Runtime\.output: the name 'webhook' is used already"):
+        runtime.output(Webhook(address))
+    runtime.stop()
+    assert {name: o.state for name, o in runtime.snapshot().outputs.items()} == {
+        "webhook": "closed", "second": "closed",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ("--publish amqp://u:secret@h/t", "--publish=amqp://h/t: must be mqtt://HOST/TOPIC"),
+        ("--publish mqtt://u:secret@h", "--publish=mqtt://h: the path must be a topic of 1 to 200 characters"),
+        ("--publish mqtt://h/a/%23", "--publish=mqtt://h/a/%23: the path must be a topic"),
+        ("--publish mqtt://h:99999/t", "--publish=mqtt://h:99999/t: must be mqtt://HOST/TOPIC"),
+        ("--publish mqtt://u:secret@h/t --publish-user v", "has a user of its own; leave out --publish-user"),
+        ("--publish-qos 1", "--publish-qos needs --publish"),
+        ("--publish mqtt://h/t --publish-qos 3", "--publish-qos=3: must be in [0, 2]"),
+        ("--publish mqtt://h/t --publish-password secret", "--publish-password needs --publish-user"),
+        ("--webhook ftp://u:secret@h/", "--webhook=ftp://h/: must be http://HOST/PATH or https://HOST/PATH"),
+        ("--webhook http:///x", "--webhook=http:///x: must be http://HOST/PATH"),
+    ],
+)
+def test_f14_an_address_that_is_none_is_refused_without_its_secrets(
+    arguments: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    said = refusal(capsys, f"a={clip(3)}", *SHAPES, *arguments.split())
+    assert says in said
+    assert "secret" not in said
