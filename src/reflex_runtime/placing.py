@@ -38,6 +38,11 @@ class Begun:
     enough: bool = True
     until: int = 0
 
+    @property
+    def robot(self) -> str | None:
+        """The robot that is named."""
+        return self.identity.removeprefix("robot:") if self.identity.startswith("robot:") else None
+
 
 def identity_of(robot_id: str | None, episode_id: str | None) -> str:
     """The name under which a caller is placed: what a scheduler counts as one client. "" if there is neither."""

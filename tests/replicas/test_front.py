@@ -3,32 +3,52 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
-from unittest.mock import Mock
+from unittest.mock import MagicMock, Mock
 
+import msgspec
 import pytest
 
 from reflex_runtime.config import ServeConfig
 from reflex_runtime.ipc.client import RuntimeClient
+from reflex_runtime.ipc.frames import Codec, Notification
 from reflex_runtime.ipc.spawn import StartFailed
 from reflex_runtime.placing import Begun, begun
 from reflex_runtime.policies.rollout.breaker import Breaker
 from reflex_runtime.policies.rollout.following import FollowingRollout
 from reflex_runtime.policies.rollout.rollout import EPISODES
+from reflex_runtime.policies.serving.runtime import PolicyRuntime
 from reflex_runtime.replicas import arriving
 from reflex_runtime.replicas import replica as replica_module
 from reflex_runtime.replicas.arriving import ArrivingConnection
+from reflex_runtime.replicas.fair_table import Caller
 from reflex_runtime.replicas.front import FrontRuntime
 from reflex_runtime.replicas.inside import ReplicaProcess, settings_of
-from reflex_runtime.replicas.messages import BACK, DROP, SETTLE, SWITCH, AskReplica, ReplicaAnswer, Serve, SlotOf
+from reflex_runtime.replicas.messages import (
+    BACK,
+    DROP,
+    PLACED,
+    SETTLE,
+    SWITCH,
+    AskReplica,
+    ReplicaAnswer,
+    ReplicaReport,
+    Serve,
+    SlotOf,
+)
 from reflex_runtime.replicas.placing_table import ReplicaTable
 from reflex_runtime.replicas.replica import Replica, ReplicaPlan, answers
 from reflex_runtime.replicas.views import recorded
 from reflex_runtime.replicas.watching import MergedLive
+from reflex_runtime.web.app import App
 from reflex_runtime.web.connection import HttpConnection
 from reflex_runtime.web.handover import HandedOver, HandoverChannel, hand_on
+from serving.harness import STATE
+from serving.in_process import connected, with_app
 
 
 def made(changed: Any = lambda replica: None) -> Replica:
@@ -249,17 +269,47 @@ def test_x7_a_connection_that_is_given_tells_whether_its_episode_was_moved() -> 
     table = ReplicaTable()
     table.began_with(["r0", "r1"])
     for episode in ("e", "f"):
-        table.runs(episode, "r0")
+        table.runs(episode, "r0", Caller("h", "n"))
     given: list[HandedOver] = []
     replicas = [SimpleNamespace(name=name, give=lambda file, said: given.append(said)) for name in ("r0", "r1")]
     slots = {"p": "b"}
     front = cast(Any, SimpleNamespace(table=table, _started=True, replicas=replicas, _slots_of=lambda episode: slots))
-    assert FrontRuntime.give(front, Begun(True, "episode:e", "e"), "", 0, b"")
+    assert FrontRuntime.give(front, Begun(True, "episode:e", "e"), None, 0, b"")
     table.leave("r0")
     for _ in range(2):
-        assert FrontRuntime.give(front, Begun(True, "episode:e", "e"), "", 0, b"")
+        assert FrontRuntime.give(front, Begun(True, "episode:e", "e"), None, 0, b"")
     assert [said.moved for said in given] == [False, True, False]
     assert given[1].slots == slots
+
+
+def test_x7_the_front_learns_whose_an_episode_is_that_begins_on_a_kept_connection(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its table of episodes is shared between callers, wherever it hears of them."""
+    said: list[tuple[str, ReplicaReport]] = []
+
+    async def check(app: App, runtime: PolicyRuntime) -> None:
+        process = ReplicaProcess(Mock())
+        monkeypatch.setattr(process, "_say", lambda method, report: said.append((method, report)))
+        rollout = FollowingRollout(process, "default", ("prod",), Breaker(("prod",), 5, 1.0))
+        monkeypatch.setattr(runtime.first.rollout, "place", rollout.place)
+        connection, wire = connected(app)
+        for fields in ({"episode_id": "e", "robot_id": "arm"}, {"episode_id": "f"}):
+            body = json.dumps(fields | {"state": STATE}).encode()
+            head = b"POST /act HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(body)
+            connection.data_received(head + body)
+            app.read()
+            await wire.written.get()
+
+    with_app(tiny, check)
+    table = ReplicaTable()
+    table.began_with(["r0"])
+    front = cast(Any, SimpleNamespace(table=table, _reports=dict.fromkeys((PLACED,), Mock()), policies=MagicMock()))
+    for method, report in said:
+        note = Notification(method, msgspec.Raw(msgspec.msgpack.encode(report)))
+        FrontRuntime._noted(front, cast(Any, SimpleNamespace(name="r0")), note, Codec.MSGPACK)
+    whose = {episode: caller for episode, (_, caller) in table._runs._values.items()}
+    assert whose == {"e": Caller("127.0.0.1", "robot:arm"), "f": Caller("127.0.0.1", "1")}
 
 
 @pytest.mark.parametrize("slots", [("prod",), ("a", "b")])

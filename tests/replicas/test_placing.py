@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from random import Random
 from typing import Any
 
 import msgspec
@@ -12,8 +13,11 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from reflex_runtime.placing import MAX_HEAD, SCANNED, Begun, begun, identity_of
 from reflex_runtime.rendezvous import owner
+from reflex_runtime.replicas.fair_table import Caller, FairTable
 from reflex_runtime.replicas.merging import PageSum
 from reflex_runtime.replicas.placing_table import EPISODES, LONGEST, SETTLED, ReplicaTable
+
+ARM = Caller("10.0.0.1", "robot:arm")
 
 
 def request(path: str, body: bytes = b"", headers: str = "", method: str = "POST") -> bytes:
@@ -84,7 +88,7 @@ def test_x7_an_episode_stays_where_it_began_and_only_a_lost_replicas_move() -> N
     episodes = [f"e{i}" for i in range(300)]
 
     def places() -> dict[str, str | None]:
-        return {episode: table.place(identity_of(None, episode), episode) for episode in episodes}
+        return {episode: table.place(identity_of(None, episode), episode, ARM) for episode in episodes}
 
     first = places()
     assert min(Counter(first.values()).values()) > 60
@@ -96,7 +100,7 @@ def test_x7_an_episode_stays_where_it_began_and_only_a_lost_replicas_move() -> N
     assert table.settled(0.0)
     table.join("r1", 10.0)
     assert places() == second  # what runs stays
-    new = {f"n{i}": table.place(f"episode:n{i}", f"n{i}") for i in range(60)}
+    new = {f"n{i}": table.place(f"episode:n{i}", f"n{i}", ARM) for i in range(60)}
     assert new == {name: owner(f"episode:{name}", names) for name in new}
     assert not table.settled(10.0 + SETTLED)
     assert table.settled(10.1 + SETTLED)
@@ -118,21 +122,75 @@ def test_x7_an_episode_that_is_longer_than_any_is_not_remembered() -> None:
     table = ReplicaTable()
     table.began_with(["r0"])
     for length in (LONGEST, LONGEST + 1):
-        assert table.place("episode:e", "e" * length) == "r0"
-    assert list(table._runs) == ["e" * LONGEST]
+        assert table.place("episode:e", "e" * length, ARM) == "r0"
+    assert [episode for episode, _ in table._runs.items()] == ["e" * LONGEST]
+
+
+@pytest.mark.parametrize("names", ["one connection", "many robots", "many connections"])
+def test_x7_a_caller_that_begins_episodes_without_end_pushes_out_none_of_another_host(names: str) -> None:
+    """Whatever it calls itself, and though it needs no key."""
+    table = ReplicaTable()
+    table.began_with(["r0", "r1"])
+    arms = [Caller.of((f"10.0.0.{i}", 5000), f"arm-{i}") for i in range(4)]
+    episodes = {f"{arm.host}/{n}": arm for n in range(500) for arm in arms}
+    for episode, arm in episodes.items():
+        table.runs(episode, "r0", arm)
+    for i in range(2 * EPISODES):
+        client, robot = ("10.6.6.6", i if names == "many connections" else 1), f"r{i}" if "robots" in names else None
+        assert table.place(f"episode:new-{i}", f"new-{i}", Caller.of(client, robot)) is not None
+    assert len(table._runs) == EPISODES
+    assert table.leave("r1") != []  # of the flood
+    assert all(table._runs.get(episode) == "r0" for episode in episodes)
+
+
+def test_x7_among_the_callers_of_one_host_the_one_with_most_loses_its_oldest() -> None:
+    table, one, two = FairTable(5), Caller("h", "a"), Caller("h", "b")
+    for key, caller in (("a1", one), ("b1", two), ("b2", two), ("b3", two), ("a2", one)):
+        table.put(key, "v", caller)
+    table.put("a3", "w", one)  # 3 and 3: of the one that came to so many first
+    assert sorted(key for key, _ in table.items()) == ["a1", "a2", "a3", "b2", "b3"]
+    table.put("b2", "v", one)  # it is another's now, and its newest
+    table.put("a4", "v", one)
+    assert sorted(key for key, _ in table.items()) == ["a2", "a3", "a4", "b2", "b3"]
+    assert (table.get("a3"), table.get("a1"), len(table)) == ("w", None, 5)
+    for key, _ in list(table.items()):
+        table.drop(key)
+    table.drop("a2")
+    assert len(table) == 0
+    assert not table._keys
+    assert not table._names
+
+
+def test_x7_a_table_counts_right_whatever_is_put_and_dropped() -> None:
+    rng, table = Random(7), FairTable(40)
+    for _ in range(4000):
+        caller = Caller(f"h{rng.randrange(3)}", f"n{rng.randrange(4)}")
+        key = f"k{rng.randrange(80)}"
+        if rng.random() < 0.3:
+            table.drop(key)
+        else:
+            table.put(key, "v", caller)
+            assert table.get(key) == "v"
+        assert len(table) <= 40
+        whose = [whose for _, whose in table._values.values()]
+        assert sorted(table._hosts._of.items()) == sorted(Counter(one.host for one in whose).items())
+        assert table._hosts._most == max(Counter(one.host for one in whose).values(), default=0)
+        for host, counts in table._names.items():
+            mine = Counter(one.name for one in whose if one.host == host)
+            assert (dict(counts._of), counts._most) == (dict(mine), max(mine.values()))
 
 
 def test_x7_the_table_is_bounded_and_may_be_empty() -> None:
     table = ReplicaTable()
-    assert table.place("robot:r", "e") is None
+    assert table.place("robot:r", "e", ARM) is None
     table.began_with(["r0"])
     for i in range(EPISODES + 5):
-        table.runs(f"e{i}", "r0")
-    table.runs("other", "no such replica")
+        table.runs(f"e{i}", "r0", ARM)
+    table.runs("other", "no such replica", ARM)
     assert len(table._runs) == EPISODES
     assert len(table.leave("r0")) == EPISODES
     table.began_with(["r1"])
-    table.runs("more", "r1")
+    table.runs("more", "r1", ARM)
     table.leave("r1")
     assert len(table.moved) == EPISODES
     assert "more" in table.moved

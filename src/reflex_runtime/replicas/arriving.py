@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable
-from typing import cast
+from typing import Any, cast
 
 from reflex_runtime.core.errors import ReflexError
 from reflex_runtime.placing import Begun, begun
@@ -15,7 +15,7 @@ from reflex_runtime.web.connection import HttpConnection
 from reflex_runtime.web.connections import ANSWERED, BODY, HEAD
 from reflex_runtime.web.errors import Overloaded
 
-Give = Callable[[Begun, str, int, bytes], bool]
+Give = Callable[[Begun, Any, int, bytes], bool]
 
 
 class ArrivingConnection(asyncio.Protocol):
@@ -87,7 +87,7 @@ class ArrivingConnection(asyncio.Protocol):
             return
         peer = self.transport.get_extra_info("peername")
         file = os.dup(file_of(self.transport))
-        if self._give(known, repr(peer), file, self._data):
+        if self._give(known, peer, file, self._data):
             self.app.connections.leave(self)
             self.transport.set_protocol(asyncio.Protocol())
             self.transport.abort()

@@ -30,6 +30,7 @@ from reflex_runtime.policies.serving.served import PolicyPlan
 from reflex_runtime.replicas import messages as say
 from reflex_runtime.replicas.arriving import ArrivingConnection
 from reflex_runtime.replicas.exchanging import ReplicaExchanges
+from reflex_runtime.replicas.fair_table import Caller
 from reflex_runtime.replicas.messages import Forget, Members, MovedEpisodes, Noted, ReplicaReport
 from reflex_runtime.replicas.placing_table import ReplicaTable
 from reflex_runtime.replicas.quiet_start import may_leave_idle
@@ -172,11 +173,12 @@ class FrontRuntime(PolicyRuntime):
         """What takes a new connection."""
         return ArrivingConnection(app, self.give)
 
-    def give(self, known: Begun, peer: str, file: int, data: bytes) -> bool:
+    def give(self, known: Begun, peer: Any, file: int, data: bytes) -> bool:
         """Give a connection to the replica of its caller. peer: its address, by which it is placed if it names nobody.
         False if no replica takes requests; then the descriptor stays open."""
         moved = known.episode in self.table.moved
-        name = self.table.place(known.identity or peer, known.episode) if self._started else None
+        placed = known.identity or repr(peer)
+        name = self.table.place(placed, known.episode, Caller.of(peer, known.robot)) if self._started else None
         if name is None:
             return False
         slots = self._slots_of(known.episode) if known.episode else {}
@@ -192,7 +194,7 @@ class FrontRuntime(PolicyRuntime):
         if given is None:
             raise NotReady("this request came among others of its connection; send it on one of its own")
         file, data = given
-        if not self.give(begun(data) or Begun(True), repr(exchange.client), file, data):
+        if not self.give(begun(data) or Begun(True), exchange.client, file, data):
             os.close(file)  # the last replica has gone in this moment
 
     def _taken(self, sock: socket.socket, said: HandedOver) -> None:
@@ -261,7 +263,7 @@ class FrontRuntime(PolicyRuntime):
             return
         told: ReplicaReport = _REPORT.read(note.params, codec)
         if note.method == say.PLACED:
-            self.table.runs(told.text, replica.name)
+            self.table.runs(told.text, replica.name, Caller(*told.caller))
         report(self.policies[told.policy].rollout, told, time.monotonic())
 
     def _order(self) -> None:

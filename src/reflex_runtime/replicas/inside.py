@@ -9,7 +9,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Final
@@ -32,6 +32,7 @@ from reflex_runtime.policies.serving.runtime import PolicyRuntime
 from reflex_runtime.policies.serving.served import PolicyPlan, ServedPolicy
 from reflex_runtime.rendezvous import owner
 from reflex_runtime.replicas import messages as say
+from reflex_runtime.replicas.fair_table import Caller
 from reflex_runtime.replicas.messages import (
     AnswerPart,
     AskReplica,
@@ -224,8 +225,8 @@ class ReplicaProcess:
 
     # -- reports of rollouts -------------------------------------------------------------------------------------------
 
-    def placed(self, policy: str, episode: str, slot: str) -> None:
-        self._say(say.PLACED, ReplicaReport(policy, slot, episode))
+    def placed(self, policy: str, episode: str, slot: str, client: Hashable, robot: str | None) -> None:
+        self._say(say.PLACED, ReplicaReport(policy, slot, episode, caller=Caller.of(client, robot)))
 
     def crashed(self, policy: str, slot: str, poison: float) -> None:
         self._say(say.CRASHED, ReplicaReport(policy, slot, number=poison))

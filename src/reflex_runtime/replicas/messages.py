@@ -78,12 +78,13 @@ class SlotOf(msgspec.Struct):
 
 class ReplicaReport(msgspec.Struct, omit_defaults=True):
     """`placed`, `crashed`, `computed`, `answered`, `probes` and `outcome`: see `RolloutReports`. text: the episode, the
-    key or the outcome; number: the share of bad requests, or seconds."""
+    key or the outcome; number: the share of bad requests, or seconds; caller: see `Caller`, of `placed`."""
 
     policy: str
     slot: str = ""
     text: str = ""
     number: float = 0.0
+    caller: tuple[str, str] = ("", "")
 
 
 class Noted(msgspec.Struct):

@@ -6,6 +6,7 @@ from collections import OrderedDict
 from collections.abc import Collection
 
 from reflex_runtime.rendezvous import owner
+from reflex_runtime.replicas.fair_table import Caller, FairTable
 
 EPISODES = 10_000  # remembered: as many as a router has
 LONGEST = 256  # characters of one: a replica refuses longer ones, but the front has not checked them
@@ -21,7 +22,7 @@ class ReplicaTable:
 
     def __init__(self) -> None:
         self.live: dict[str, None] = {}
-        self._runs: OrderedDict[str, str] = OrderedDict()  # episode → replica; least recently placed first
+        self._runs = FairTable(EPISODES)  # episode → replica
         self.moved: OrderedDict[str, None] = OrderedDict()
         self._joined_at: float | None = None
 
@@ -39,7 +40,7 @@ class ReplicaTable:
         self.live.pop(name, None)
         left = [episode for episode, runs in self._runs.items() if runs == name]
         for episode in left:
-            del self._runs[episode]
+            self._runs.drop(episode)
             self.moved[episode] = None
             if len(self.moved) > EPISODES:
                 self.moved.popitem(last=False)
@@ -49,22 +50,19 @@ class ReplicaTable:
         """Whether every episode runs where its caller hashes to."""
         return self._joined_at is None or now - self._joined_at > SETTLED
 
-    def place(self, identity: str, episode: str) -> str | None:
-        """The replica for a request; None while there is none."""
+    def place(self, identity: str, episode: str, caller: Caller) -> str | None:
+        """The replica for a request; None while there is none. caller: whose episode it is."""
         found = self._runs.get(episode) if episode else None
         if found is not None:
             return found
         name = owner(identity, self.live)
         if name is not None and 0 < len(episode) <= LONGEST:
-            self.runs(episode, name)
+            self.runs(episode, name, caller)
         return name
 
-    def runs(self, episode: str, name: str) -> None:
-        """The episode runs there."""
+    def runs(self, episode: str, name: str, caller: Caller) -> None:
+        """The episode of this caller runs there."""
         if name not in self.live:
             return
         self.moved.pop(episode, None)
-        self._runs[episode] = name
-        self._runs.move_to_end(episode)
-        if len(self._runs) > EPISODES:
-            self._runs.popitem(last=False)
+        self._runs.put(episode, name, caller)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -15,8 +15,8 @@ from reflex_runtime.policies.rollout.rollout import EPISODES, Placement, Rollout
 class RolloutReports(Protocol):
     """Where the reports go. policy: the name of theirs."""
 
-    def placed(self, policy: str, episode: str, slot: str) -> None:
-        """The first request of an episode in a slot."""
+    def placed(self, policy: str, episode: str, slot: str, client: Hashable, robot: str | None) -> None:
+        """The first request of an episode in a slot, and whose it is; see `Rollout.place`."""
 
     def crashed(self, policy: str, slot: str, poison: float) -> None: ...
     def computed(self, policy: str, slot: str) -> None: ...
@@ -56,11 +56,20 @@ class FollowingRollout(Rollout):
         self._rollbacks = 0
         self._watched_slots: frozenset[str] = frozenset()
         self._arriving: OrderedDict[str, None] = OrderedDict()  # episodes that may come from a lost replica
+        self._whose: tuple[Hashable, str | None] = (None, None)  # the request that is being placed
 
     def begin(self, now: float) -> None:
         """Nothing: the ramp is elsewhere."""
 
-    def place(self, episode_id: str | None, request_id: str, now: float) -> Placement:
+    def place(
+        self,
+        episode_id: str | None,
+        request_id: str,
+        now: float,
+        client: Hashable = None,
+        robot: str | None = None,
+    ) -> Placement:
+        self._whose = client, robot
         before = dict(self.breaker.probes) if self.breaker.opened else {}
         try:
             placement = super().place(episode_id, request_id, now)
@@ -89,7 +98,7 @@ class FollowingRollout(Rollout):
     def _remember(self, episode: str, slot: str) -> None:
         known = self._episodes.get(episode)
         if known is None or (slot, self._policies[slot]) not in known:
-            self._reports.placed(self._policy, episode, slot)
+            self._reports.placed(self._policy, episode, slot, *self._whose)
         super()._remember(episode, slot)
 
     def crashed(self, slot: str, now: float, poison: float = 0.0) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
@@ -102,8 +102,16 @@ class Rollout:
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
-    def place(self, episode_id: str | None, request_id: str, now: float) -> Placement:
-        """The slot of the request; raises `Degraded` if all are drained."""
+    def place(
+        self,
+        episode_id: str | None,
+        request_id: str,
+        now: float,
+        client: Hashable = None,
+        robot: str | None = None,
+    ) -> Placement:
+        """The slot of the request; raises `Degraded` if all are drained. client, robot: whose it is, for a process that
+        bounds what it remembers of each; the slot does not depend on them."""
         if self.router is None:
             placement = self._only
             if self.breaker.place(placement.slot, episode_id or request_id, now) is None:

@@ -263,7 +263,7 @@ class Asking:
         if ask.ended:
             return False
         served = self.served
-        placement = ask.placement = served.place(question.episode_id, ask.request_id)
+        placement = ask.placement = served.place(question.episode_id, ask.request_id, ask.client, question.robot_id)
         version = ask.version = served.slots[placement.slot].version
         version.users += 1
         if question.images:
