@@ -403,10 +403,15 @@ class LLMServeConfig(ServerConfig):
         low=0, high=64
     )
     max_body_bytes: int = again(ServerConfig, "max_body_bytes", 4 * 2**20, group="listening and trust")
-    max_num_batched_tokens: int = option(
-        2048, "most tokens in a step; it bounds the time of a step, and so the gap between two tokens",
-        low=1, high=1 << 20,
+    max_gap_ms: float = option(
+        0.0,
+        "longest gap between two tokens of an answer: prompts are read in steps that keep it, and requests wait while "
+        "one more answer would break it; 0 is 100 ms or eight times the fixed part of a step, and nobody waits",
+        low=0, high=60_000, unit="ms",
         group="batching",
+    )
+    max_num_batched_tokens: int = option(
+        2048, "most tokens in a step; it bounds the memory of a step", low=1, high=1 << 20
     )
     max_num_seqs: int = option(256, "most requests that generate at the same time", low=1, high=1 << 16)
     long_prefill_token_threshold: int = option(

@@ -110,6 +110,7 @@ EFFECTS: Final[dict[type[Any], dict[str, str]]] = {
         "max_model_len": "test_h10_what_is_said_of_the_model_goes_to_its_loader",
         "block_size": "test_h10_what_is_said_of_the_model_goes_to_its_loader",
         "kv_cache_gb": "test_h10_what_is_said_of_the_model_goes_to_its_loader",
+        "max_gap_ms": "test_h10_max_gap_ms_is_what_steps_are_planned_for",
         "max_num_batched_tokens": "test_h10_max_num_batched_tokens_bounds_a_step",
         "max_num_seqs": "test_h10_max_num_seqs_bounds_who_is_generated_at_a_time",
         "long_prefill_token_threshold": "test_h10_long_prefill_token_threshold_bounds_a_prompts_part_of_a_step",

@@ -939,6 +939,53 @@ MUTANTS = [
         "if False:\n                return shared",
     ),
     M("core/group.py", "what waits is counted in short batches", "ticket, self.budget, self", "ticket, 0.1, self"),
+    # tokens by time
+    M(
+        "core/timed_tokens.py",
+        "the spread is not left free",
+        "(1.0 + SURE * self.sigma)\n        base",
+        "1.0\n        base",
+    ),
+    M(
+        "core/timed_tokens.py",
+        "attention costs nothing",
+        "quadratic = 0.5 * (self._fit.slope",
+        "quadratic = 0.0 * (self._fit.slope",
+    ),
+    M(
+        "core/timed_tokens.py",
+        "a prompt may wait for ever",
+        "return max(1.0, self._fit_in(max(",
+        "return max(0.0, self._fit_in(min(",
+    ),
+    M(
+        "core/timed_tokens.py",
+        "a fixed part has no limit",
+        "min(TIMES_FIXED * self._fit.fixed, LONGEST)",
+        "TIMES_FIXED * self._fit.fixed",
+    ),
+    M(
+        "core/timed_tokens.py",
+        "all may enter at once",
+        "self._rows + self._read, self._pairs",
+        "self._rows, self._pairs",
+    ),
+    M(
+        "core/timed_tokens.py",
+        "a promise admits everybody",
+        "if enters and model.closed(",
+        "if False and model.closed(",
+    ),
+    M("core/timed_tokens.py", "urgent requests wait for a promise", " or ticket.tier is URGENT", ""),
+    M("core/timed_tokens.py", "what was not measured is unlimited", "return COLD - tokens", "return inf"),
+    M(
+        "core/timed_tokens.py",
+        "expected rows count twice",
+        "if ticket in self._expected:\n            return",
+        "if False:\n            return",
+    ),
+    M("core/timed_tokens.py", "prompts alone keep the gap", "(1.0 if rows else ALONE)", "1.0"),
+    M("core/filling.py", "prompts leave no time for decodes", "self._entered.tally.expect([", "list(["),
 ]
 
 

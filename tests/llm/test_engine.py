@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from typing import Any
 
@@ -25,6 +26,7 @@ from reflex_runtime.llm.runner import Step
 from reflex_runtime.llm.sequence import Sequence
 from reflex_runtime.llm.series import invariants
 from reflex_runtime.llm.toy import ByteTokenizer, ToyRunner
+from reflex_runtime.llm.virtual import Engines
 
 GREEDY = SamplingParams.greedy(4, ignore_eos=True)
 A, B = "hello world", "goodbye"
@@ -526,6 +528,30 @@ def test_200_random_histories_of_arrivals_aborts_and_preemptions() -> None:
         ended += len(outputs)
     assert preempted > 200
     assert ended > 500
+
+
+# -- time --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("max_gap_ms", "longest"), [(None, 3.1), (100, 0.1), (400, 0.4)])
+def test_l2_a_long_prompt_is_read_within_the_gap(max_gap_ms: float | None, longest: float) -> None:
+    """Without a gap the step takes what its tokens take."""
+    watch, engines = Watch(), Engines(ToyRunner(1 << 13), ByteTokenizer(), lambda tokens: 0.010 + 0.0015 * tokens)
+    engine, clock = engines([watch], max_gap_ms=max_gap_ms)
+    for text in (A, B):
+        engine.add_request(text, SamplingParams.greedy(400, ignore_eos=True), request_id=text)
+    for _ in range(20):
+        engine.step()
+    watch.steps.clear()
+    engine.add_request("x" * 3000, SamplingParams.greedy(1), request_id="long")
+    times = [clock()]
+    while not watch.steps or "long" in watch.steps[-1]:
+        engine.step()
+        times.append(clock())
+    gaps = sorted(b - a for a, b in itertools.pairwise(times))
+    assert 0.65 * longest < gaps[-1] <= longest
+    assert sum(step.get("long", 0) for step in watch.steps) == 3000
+    engine.close()
 
 
 # -- small things ------------------------------------------------------------------------------------------------------

@@ -1,17 +1,18 @@
 """Cost models: the cost of a request, and how much of it fits into a batch.
 
 A `CostModel` answers for one group. To fill a batch the scheduler opens a `Tally`, offers tickets to it one by one and
-adds those it takes; the tally keeps the running total, so nothing is ever summed again. Four models, one protocol:
+adds those it takes; the tally keeps the running total, so nothing is ever summed again. Five models, one protocol:
 
     UnitCost    every request costs 1: a batch size
     TimedUnits  the same, and learns how long batches take, to know when a hold pays
     TokenCost   a request takes as many of the units it wants as are left: a token budget
+    TimedTokens the same within a promised time between two tokens (`timed_tokens.py`)
     TimeCost    learned device seconds, for one-shot work and for work in stages and steps (`time_cost.py`)
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from math import inf
 from typing import Any, Protocol
 
@@ -40,6 +41,10 @@ class Tally(Protocol):
     def sigma(self) -> float: ...
     @property
     def until_boundary(self) -> float: ...
+
+    def expect(self, tickets: Iterable[Ticket]) -> None:
+        """These residents want one unit and are surely added: what is granted before leaves room for them. Called once,
+        before `offer`, in groups with resources."""
 
     def offer(self, ticket: Ticket, budget: float, limit: float = inf) -> float:
         """Units the ticket could be granted; 0.0 when it does not fit.
@@ -127,6 +132,9 @@ class _UnitTally:
 
     def __init__(self) -> None:
         self.cost = self.dearest = 0.0
+
+    def expect(self, tickets: Iterable[Ticket]) -> None:
+        return
 
     def offer(self, ticket: Ticket, budget: float, limit: float = inf) -> float:
         return 1.0 if self.cost == 0.0 or self.cost + 1.0 <= budget else 0.0
@@ -220,7 +228,7 @@ class TimedUnits(UnitCost):
         return [{"samples": fit.samples, "ready": fit.ready, **times}] if fit.samples else []
 
 
-class _TokenTally:
+class TokenTally:
     """Counts granted units; grants what is left, at most `threshold` per ticket and step."""
 
     __slots__ = ("_threshold", "cost", "dearest")
@@ -229,6 +237,9 @@ class _TokenTally:
     def __init__(self, threshold: float) -> None:
         self._threshold = threshold
         self.cost = self.dearest = 0.0
+
+    def expect(self, tickets: Iterable[Ticket]) -> None:
+        return
 
     def offer(self, ticket: Ticket, budget: float, limit: float = inf) -> float:
         units = ticket.wants  # compared one by one: every resident asks at every step
@@ -262,7 +273,7 @@ class TokenCost(UnitCost):
         self.threshold = threshold
 
     def tally(self) -> Tally:
-        return _TokenTally(self.threshold)
+        return TokenTally(self.threshold)
 
     def estimate(self, ticket: Ticket) -> float:
         return ticket.wants

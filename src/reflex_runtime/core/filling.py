@@ -53,6 +53,8 @@ class Filling:
         self.preempted: dict[Ticket, None] = {}
         self._entered = self._beside({})
         self._todo = movable(partition)[::-1] if partition.residents else []  # may still step, the first at the end
+        if self._resources is not None and self._todo:
+            self._entered.tally.expect([t for t in self._todo if t.wants <= 1.0 and t.computed])
         self._stage: str | None = None  # a step has one
         self._present = [0, 0, 0]  # with memory: residents that do not run, by tier
         self._memory_short = False

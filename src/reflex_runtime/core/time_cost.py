@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import OrderedDict, deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from math import inf
 from typing import Any
 
@@ -338,6 +338,9 @@ class _OneShotTally:
     def sigma(self) -> float:
         return self._fit.sigma if self._fit is not None else 0.15
 
+    def expect(self, tickets: Iterable[Ticket]) -> None:
+        return
+
     def offer(self, ticket: Ticket, budget: float, limit: float = inf) -> float:
         cost = self.with_ticket(ticket)
         if self._n and cost > budget * _SLACK:
@@ -451,6 +454,9 @@ class _StagedTally:
     @property
     def sigma(self) -> float:
         return max(f.sigma for f in self._fits) if self._fits else 0.15
+
+    def expect(self, tickets: Iterable[Ticket]) -> None:
+        return
 
     def offer(self, ticket: Ticket, budget: float, limit: float = inf) -> float:
         cost = self.with_ticket(ticket)

@@ -31,6 +31,7 @@ from reflex_runtime.core.flush import FlushPolicy
 from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.core.request import Priority, Request, Ticket
 from reflex_runtime.core.scheduler import Scheduler
+from reflex_runtime.core.timed_tokens import TimedTokens
 from reflex_runtime.drivers.stepper import Stepper
 from reflex_runtime.ipc.sampling import SamplingParams
 from reflex_runtime.llm.blocks import BlockPool
@@ -58,14 +59,17 @@ def _next_id() -> str:
 class EngineConfig:
     """How steps are formed. Raises ConfigError that names the field, its value and its range.
 
-    max_num_batched_tokens: most tokens in a step, prompts and outputs together; it bounds the time of a step, and so
-        the gap between two tokens. max_num_seqs: most sequences that generate at the same time.
+    max_num_batched_tokens: most tokens in a step, prompts and outputs together; it bounds the memory of a step.
+    max_gap_ms: longest gap between two tokens of a sequence; prompts get the time that is left (`TimedTokens`).
+        0 is 100 ms, or eight times what a step costs without tokens, up to 2 s; None bounds steps by tokens alone.
+    max_num_seqs: most sequences that generate at the same time.
     long_prefill_token_threshold: most tokens of one sequence in a step; 0 is no limit of its own.
     enable_prefix_caching: the common beginning of prompts is computed once.
     max_queue, max_queued_tokens: most waiting requests, and most of their tokens; further requests are refused at once.
     """
 
     max_num_batched_tokens: int = option(2048, low=1, high=1 << 20)
+    max_gap_ms: float | None = option(None, low=0, high=60_000)
     max_num_seqs: int = option(256, low=1, high=1 << 16)
     long_prefill_token_threshold: int = option(0, low=0, high=1 << 20)
     enable_prefix_caching: bool = True
@@ -100,9 +104,11 @@ class LLMProcessor(BaseProcessor):
     def group(self) -> GroupConfig:
         """The group of its requests: tokens as units, blocks as memory, a batch whenever the device is free."""
         config = self.config
+        threshold, gap = config.long_prefill_token_threshold or inf, config.max_gap_ms
+        by_time = partial(TimedTokens, threshold, gap / 1e3 if gap else None)
         return GroupConfig(
             flush=FlushPolicy.every_step(config.max_num_batched_tokens, config.max_num_seqs),
-            cost=partial(TokenCost, config.long_prefill_token_threshold or inf),
+            cost=partial(TokenCost, threshold) if gap is None else by_time,
             capacity=config.max_queue,
             max_queued_units=float(config.max_queued_tokens),
             resources=self.pool,

@@ -43,6 +43,16 @@ def test_h10_max_num_batched_tokens_bounds_a_step() -> None:
         assert runner.sizes[before:] == [16, 16, 8, 1]
 
 
+def test_h10_max_gap_ms_is_what_steps_are_planned_for() -> None:
+    def planned(**config: Any) -> Any:
+        with Toy(**config) as toy:
+            assert toy.complete("x" * 40, max_tokens=8).status == 200
+            return toy.on_loop(lambda: toy.batcher.device.scheduler.cost_model("default").snapshot())[0]["gap_ms"]
+
+    assert planned(max_gap_ms=70) == 70.0
+    assert planned() == pytest.approx(100.0)  # eight times the fixed part of the toy are less
+
+
 def test_h10_max_num_seqs_bounds_who_is_generated_at_a_time() -> None:
     runner = Model()
     with Toy(runner, max_num_seqs=2) as toy:

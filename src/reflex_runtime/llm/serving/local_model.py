@@ -134,6 +134,7 @@ def opened(load: Load) -> Callable[[Opening], Awaitable[LocalModel]]:
 def engine_config(config: LLMServeConfig) -> EngineConfig:
     """The engine's part of the settings."""
     return EngineConfig(
+        max_gap_ms=config.max_gap_ms,
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_num_seqs=config.max_num_seqs,
         long_prefill_token_threshold=config.long_prefill_token_threshold,
