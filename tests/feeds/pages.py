@@ -39,18 +39,23 @@ class Page:
         return self.health
 
     @contextmanager
-    def asked(self, path: str, method: str = "GET", **headers: str) -> Iterator[http.client.HTTPResponse]:
+    def asked(
+        self, path: str, method: str = "GET", body: bytes | None = None, **headers: str
+    ) -> Iterator[http.client.HTTPResponse]:
         """The answer, which may not end."""
         connection = http.client.HTTPConnection("127.0.0.1", self.server.port, timeout=PATIENCE)
         try:
-            connection.request(method, path, headers={name.replace("_", "-"): value for name, value in headers.items()})
+            named = {name.replace("_", "-"): value for name, value in headers.items()}
+            connection.request(method, path, body, named)
             with connection.getresponse() as answer:
                 yield answer
         finally:
             connection.close()
 
-    def ask(self, path: str, method: str = "GET", **headers: str) -> tuple[int, http.client.HTTPMessage, bytes]:
-        with self.asked(path, method, **headers) as answer:
+    def ask(
+        self, path: str, method: str = "GET", body: bytes | None = None, **headers: str
+    ) -> tuple[int, http.client.HTTPMessage, bytes]:
+        with self.asked(path, method, body, **headers) as answer:
             return answer.status, answer.headers, answer.read()
 
     def connect(self) -> socket.socket:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+import shutil
 import socket
 from contextlib import closing
 from http.client import HTTPConnection
@@ -347,6 +349,25 @@ def test_f14_who_may_watch_feeds_is_as_on_every_server(tmp_path: Path) -> None:
             assert asked(feeds, {"X-Reflex-Key": key}) == 200
         assert asked(line, {"X-Reflex-Key": "of-the-line", "Host": "cams.example"}) == 200
         assert [asked(named, {"Host": host}) for host in ("cams.example", "other.example")] == [200, 403]
+
+
+def test_f14_add_files_is_the_folder_of_files_that_may_be_added_while_it_runs(tmp_path: Path) -> None:
+    (tmp_path / "videos").mkdir()
+    shutil.copy(clip(3), tmp_path / "videos" / "door.mp4")
+    shutil.copy(clip(3), tmp_path / "other.mp4")
+    run = ("--port", "0", "--api-key", "k", "--results=-")
+    with Feeds(*SIZES, *run, "--add-files", "videos", cwd=scratch(tmp_path)) as feeds:
+        assert post(feeds, "/feeds", name="other", source="other.mp4") == 422
+        assert post(feeds, "/admin/load", path="x.onnx") == 422  # --processor is the user's own
+        assert post(feeds, "/feeds", name="door", source="videos/door.mp4") == 201
+        assert [line["feed"] for line in feeds.wait_out(3)] == ["door"] * 3
+        assert feeds.wait() == 0  # every file that there was has ended
+
+
+def post(feeds: Feeds, path: str, /, **fields: str) -> int:
+    with closing(HTTPConnection("127.0.0.1", feeds.port, timeout=PATIENCE)) as connection:
+        connection.request("POST", path, json.dumps(fields), {"X-Reflex-Key": "k"})
+        return connection.getresponse().status
 
 
 def asked(feeds: Feeds, headers: dict[str, str]) -> int:

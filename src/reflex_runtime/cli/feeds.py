@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, redirect_stdout
+from functools import partial
 from math import inf
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
     from reflex_runtime.cli.feeds_output import Board
     from reflex_runtime.drivers.batch_processor import BatchConfig, BatchProcessor
     from reflex_runtime.drivers.coordinator import BatchCoordinator
+    from reflex_runtime.feeds.fleet import Fleet
+    from reflex_runtime.feeds.onnx import OnnxFrames
+    from reflex_runtime.feeds.opening import SourceMaker
     from reflex_runtime.feeds.outputs.output import AnyOutput
     from reflex_runtime.feeds.pictures import FeedPictures
     from reflex_runtime.feeds.runtime import Runtime, StopReport
@@ -91,18 +95,17 @@ def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
 def run(args: argparse.Namespace) -> int:
     """Check everything that can be checked, start, watch, stop, sum up."""
     from reflex_runtime.cli.feeds_output import check_outputs
-    from reflex_runtime.demo.markers import markers_source
-    from reflex_runtime.demo.shapes import shapes_source
     from reflex_runtime.feeds.outputs.opening import outputs_of
     from reflex_runtime.feeds.spec import source_of_spec, specs_of
 
     config, places = read(FeedsConfig, "feeds", args.config, environment(), vars(args), ("feed",))
-    schemes = {"shapes": shapes_source, "markers": markers_source}
     specs = specs_of(args.feeds, args.config, config)
-    sources = {spec.name: source_of_spec(spec, schemes) for spec in specs}
+    sources = {spec.name: source_of_spec(spec, _schemes()) for spec in specs}
     check_needs(config, places, _missing(specs, sources))
     check_outputs(config, specs, args.config)
     outputs = outputs_of(config)
+    if config.add_files and not Path(config.add_files).is_dir():
+        raise ConfigError(f"--add-files={one_line(config.add_files)}: no such folder")
     if config.otel:
         from reflex_runtime.telemetry.tracing import check_otel
 
@@ -149,6 +152,7 @@ class _Session:
         self._hurried = False  # by a second signal
         self._events = self._runtime.events()
         self._faults = False  # a stage or a sink failed
+        self._annotated: set[str] = set()  # feeds that have a video
 
     def run(self) -> int:
         """Returns the exit status."""
@@ -171,9 +175,10 @@ class _Session:
         with ExitStack() as closing:
             coordinator = self._coordinator(closing)
             pictures = self._pictures() if self._config.port >= 0 else None
-            self._add_feeds(coordinator, pictures)
+            fleet = self._fleet(coordinator, pictures)
+            fleet.begin(self._specs, self._sources)
             if pictures is not None:
-                self._status(coordinator, pictures, closing)
+                self._status(coordinator, pictures, fleet, closing)
             watcher = threading.Thread(target=self._watch, args=(coordinator,), name="reflex-feeds-watch", daemon=True)
             watcher.start()
             self._say_what_starts(coordinator)
@@ -228,29 +233,27 @@ class _Session:
 
         return FeedPictures(lambda: self._runtime.names)
 
-    def _add_feeds(self, coordinator: BatchCoordinator, pictures: FeedPictures | None) -> None:
+    def _fleet(self, coordinator: BatchCoordinator, pictures: FeedPictures | None) -> Fleet:
+        from reflex_runtime.feeds.fleet import Fleet
+        from reflex_runtime.feeds.replaceable import ReplaceableDetector
+
+        self._results = self._lines()
+        detector = self._processor if isinstance(self._processor, ReplaceableDetector) else None
+        sinks = partial(self._sinks_of, pictures)
+        return Fleet(self._runtime, coordinator, detector, self._config, sinks, _onnx, _schemes())
+
+    def _sinks_of(self, pictures: FeedPictures | None, spec: FeedSpec) -> list[Callable[[Any], None]]:
         from reflex_runtime.cli.feeds_output import annotated
-        from reflex_runtime.feeds.pipeline import Pipeline
         from reflex_runtime.feeds.sinks import AnnotatedVideo
 
-        config = self._config
-        lines = self._results = self._lines()
-        for spec in self._specs:
-            sinks: list[Callable[[Any], None]] = [] if lines is None else [lines]
-            sinks += [each.take for each in self._outputs]
-            if pictures is not None:
-                sinks.append(pictures.take)
-            if config.annotate:
-                sinks.append(AnnotatedVideo(annotated(config, spec.name)))
-            source = self._sources[spec.name]
-            self._runtime.feed(
-                spec.name,
-                source,
-                Pipeline(batch=coordinator),
-                sinks,
-                max_age=spec.config.max_age_ms / 1e3,
-                restarts=(spec.config.restarts or None) if source.live else None,
-            )
+        sinks: list[Callable[[Any], None]] = [] if self._results is None else [self._results]
+        sinks += [each.take for each in self._outputs]
+        if pictures is not None:
+            sinks.append(pictures.take)
+        if self._config.annotate:
+            sinks.append(AnnotatedVideo(annotated(self._config, spec.name)))
+            self._annotated.add(spec.name)
+        return sinks
 
     def _lines(self) -> JsonLines | None:
         from reflex_runtime.cli.feeds_output import ResultStream
@@ -262,7 +265,9 @@ class _Session:
             return JsonLines(ResultStream(self._output, lambda: self._news.put(_READER_GONE)))  # type: ignore[arg-type]
         return JsonLines(self._config.results)
 
-    def _status(self, coordinator: BatchCoordinator, pictures: FeedPictures, closing: ExitStack) -> None:
+    def _status(
+        self, coordinator: BatchCoordinator, pictures: FeedPictures, fleet: Fleet, closing: ExitStack
+    ) -> None:
         from reflex_runtime.cli.serving import url, warn_if_open
         from reflex_runtime.feeds.series import FeedSeries
         from reflex_runtime.feeds.status import StatusServer, health_of
@@ -274,7 +279,7 @@ class _Session:
             self._config,
             registry,
             lambda: health_of(self._runtime.snapshot(), {coordinator.id: coordinator.lost}),
-            lambda: FeedPages(self._runtime, coordinator, pictures),
+            lambda: FeedPages(self._runtime, coordinator, pictures, fleet),
         )
         closing.enter_context(server)
         warn_if_open(self._config, server.address)
@@ -333,7 +338,7 @@ class _Session:
                 self._look()
 
     def _look(self) -> None:
-        if self._runtime.over:
+        if self._runtime.names and self._runtime.over:  # without feeds it waits for some to be added
             self._news.put("over")
 
     def _signalled(self, number: int) -> None:
@@ -390,7 +395,7 @@ class _Session:
         from reflex_runtime.cli.feeds_output import annotated
 
         config = self._config
-        videos = [annotated(config, spec.name) for spec in self._specs] if config.annotate else []
+        videos = [annotated(config, name) for name in sorted(self._annotated)]
         made = [str(path) for path in videos if path.is_file()]
         written = [
             f"results: {config.results}" if self._results is not None and config.results != "-" else "",
@@ -411,6 +416,14 @@ def _leave(status: int) -> NoReturn:
 # -- what was asked for ------------------------------------------------------------------------------------------------
 
 
+def _schemes() -> dict[str, SourceMaker]:
+    """Sources that draw their own pictures."""
+    from reflex_runtime.demo.markers import markers_source
+    from reflex_runtime.demo.shapes import shapes_source
+
+    return {"shapes": shapes_source, "markers": markers_source}
+
+
 def _missing(specs: Sequence[FeedSpec], sources: Mapping[str, Source]) -> dict[str, str]:
     """The facts that settings need and that do not hold; see `check_needs`."""
     found = {
@@ -418,6 +431,8 @@ def _missing(specs: Sequence[FeedSpec], sources: Mapping[str, Source]) -> dict[s
         "a live feed": any(source.live for source in sources.values()),
         "a camera": any(spec.file is None for spec in specs),
     }
+    if not specs:  # they are added later
+        return {}
     return {fact: "no feed is one" for fact, holds in found.items() if not holds}
 
 
@@ -431,7 +446,11 @@ def _processor(config: FeedsConfig) -> BatchProcessor:
         raise ConfigError(
             "no processor: give --processor MODULE:NAME or --onnx FILE (--onnx shapes is the bundled one)"
         )
-    return processor_of(config.processor) if config.processor else _onnx(config)
+    if config.processor:
+        return processor_of(config.processor)
+    from reflex_runtime.feeds.replaceable import ReplaceableDetector
+
+    return ReplaceableDetector(_onnx(config))
 
 
 def _refused(config: FeedsConfig, error: Exception) -> ConfigError:
@@ -446,7 +465,7 @@ def _refused(config: FeedsConfig, error: Exception) -> ConfigError:
     return ConfigError(f"{named}: {words.removeprefix(config.onnx + ': ')}")
 
 
-def _onnx(config: FeedsConfig) -> BatchProcessor:
+def _onnx(config: FeedsConfig) -> OnnxFrames:
     from reflex_runtime.demo.shapes import DETECTOR
     from reflex_runtime.feeds.onnx import OnnxFrames
     from reflex_runtime.processors.onnx import PROVIDERS, check_provider
@@ -492,6 +511,7 @@ def _names(file: str) -> dict[int, str]:
 
 def _batching(config: FeedsConfig, feeds: int) -> BatchConfig:
     from reflex_runtime.drivers.batch_processor import BatchConfig
+    from reflex_runtime.feeds.fleet import MOST
 
     size, capacity = config.max_batch_size, config.queue_capacity
     if 0 < capacity < size:
@@ -499,7 +519,7 @@ def _batching(config: FeedsConfig, feeds: int) -> BatchConfig:
     return BatchConfig(
         max_batch_size=size,
         max_latency=config.max_latency_ms / 1e3,
-        queue_capacity=capacity or max(4 * size, feeds),
+        queue_capacity=capacity or max(4 * size, feeds if config.port < 0 else MOST),
         response_timeout=config.response_timeout_s,
         startup_timeout=config.startup_timeout_s,
         watchdog=config.watchdog_s,

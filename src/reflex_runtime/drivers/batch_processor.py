@@ -94,9 +94,9 @@ class BatchProcessor(Protocol):
 
     id: names it in metrics and events. A class may set `repeatable = False`: then a call that raised is not repeated
     with fewer entries to find the bad one, and the whole batch fails. It may have `batch_size`, known after `on_start`:
-    how many entries a call computes, whatever it is given; batches are then no larger. None: any number. It may have
-    `prepare(frame)`, which feeds call on their own threads, several at once: what it returns is the entry's `view`,
-    unless a feed makes its own. So work on one frame needs no time of the thread that runs `process`.
+    how many entries a call computes, whatever it is given; batches are then no larger. None: any number. It may change.
+    It may have `prepare(frame)`, which feeds call on their own threads, several at once: what it returns is the entry's
+    `view`, unless a feed makes its own. So work on one frame needs no time of the thread that runs `process`.
     """
 
     id: str
@@ -116,16 +116,16 @@ class _WholeCalls:
 
     def __init__(self, processor: Any) -> None:
         self._processor = processor
-        self._policies: tuple[FlushPolicy, FlushPolicy] | None = None  # the configured one and the one in force
+        self._policies: tuple[FlushPolicy, int, FlushPolicy] | None = None  # the configured one and the one in force
 
     def arrived(self, ticket: Ticket, now: float, others: int) -> None:
         return
 
     def policy(self, base: FlushPolicy, affine: Affine, now: float, partition: Hashable) -> FlushPolicy:
-        if self._policies is None or self._policies[0] is not base:
-            size = self._processor.batch_size or base.max_batch_size
-            self._policies = (base, replace(base, max_batch_size=min(size, base.max_batch_size)))
-        return self._policies[1]
+        size = min(self._processor.batch_size or base.max_batch_size, base.max_batch_size)
+        if self._policies is None or self._policies[0] is not base or self._policies[1] != size:
+            self._policies = (base, size, replace(base, max_batch_size=size))
+        return self._policies[2]
 
 
 class Owned(BaseProcessor):

@@ -380,6 +380,10 @@ class BatchCoordinator:
         groups: dict[str, Any] = self._device.input(lambda scheduler, _: scheduler.snapshot()["groups"])
         return groups
 
+    def relearn(self) -> None:
+        """Its processor takes other times from now on: forget what batches took."""
+        self._device.input(lambda scheduler, _: scheduler.cost_model(self.id).forget())
+
     def _new_feed(self, feed_id: str) -> count[int]:
         if not isinstance(feed_id, str) or not 0 < len(feed_id) <= 256:
             raise ConfigError(f"feed_id={feed_id!r}: must be a text of 1 to 256 characters")

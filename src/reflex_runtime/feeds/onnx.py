@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from reflex_runtime.core.errors import ConfigError, ProcessorError
 from reflex_runtime.drivers.batch_processor import BatchEntry
 from reflex_runtime.feeds.detectors.facts import LARGEST, GraphFacts, facts_of
 from reflex_runtime.feeds.detectors.fitting import FITTINGS, Picture, check_fitting
-from reflex_runtime.feeds.detectors.found import STRETCH, DetectionLimits, Dialect
+from reflex_runtime.feeds.detectors.found import STRETCH, DetectionLimits, Dialect, Found, Outputs
 from reflex_runtime.feeds.detectors.recognise import Trial, dialect_of
 from reflex_runtime.feeds.detectors.results import result_of
 from reflex_runtime.feeds.picture_input import FittedPicture, PictureInput, PixelScale, picture_input
@@ -24,6 +24,7 @@ from reflex_runtime.processors.onnx import PROVIDERS, OnnxSession
 
 log = logging.getLogger("reflex.feeds")
 
+_KEPT = 1024  # limits of feeds
 OVERLAP = 0.7  # of two boxes of a class, as a share of both
 
 
@@ -54,6 +55,17 @@ class DetectorSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class FrameLimits:
+    """What one feed wants in place of the detector's own `score` and `classes`. None: no difference."""
+
+    score: float | None = None
+    classes: tuple[str | int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        _check("score", self.score, 0.0, 1.0)
+
+
+@dataclass(frozen=True, slots=True)
 class _Loaded:
     """A graph that runs, and what its outputs mean. dialect: None if they are passed on."""
 
@@ -64,6 +76,7 @@ class _Loaded:
     limits: DetectionLimits
     resize: str
     scale: PixelScale
+    known: dict[FrameLimits, DetectionLimits] = field(default_factory=dict)
 
     def __str__(self) -> str:
         """What was found out, in one line."""
@@ -78,13 +91,42 @@ class _Loaded:
             return ahead
         return self.input.fitted(frame, self.resize)
 
-    def run(self, pictures: Sequence[FittedPicture]) -> list[dict[str, Any]]:
+    def run(
+        self, pictures: Sequence[FittedPicture], wanted: Sequence[FrameLimits | None] = ()
+    ) -> list[dict[str, Any]]:
+        """wanted: of each frame, where some have limits of their own."""
         outputs = self.session.run(self.input.tensors(pictures, self.scale))
         if self.dialect is None:
             return [{name: array[i] for name, array in outputs.items()} for i in range(len(pictures))]
-        found = self.dialect.found(outputs, self.limits)
+        found = self._found(self.dialect, outputs, [self.limits_of(one) for one in wanted or [None] * len(pictures)])
         together = zip(found, pictures, strict=True)
         return [result_of(one, picture.fit, self.facts.names, self.input.size) for one, picture in together]
+
+    def _found(self, dialect: Dialect, outputs: Outputs, limits: Sequence[DetectionLimits]) -> list[Found]:
+        """What was found in each frame within its limits; frames with the same ones are looked at together."""
+        alike = set(limits)
+        if len(alike) == 1:
+            return dialect.found(outputs, limits[0])
+        found: dict[int, Found] = {}
+        for limit in alike:
+            rows = [i for i, other in enumerate(limits) if other == limit]
+            part = {name: array[rows] for name, array in outputs.items()}
+            found |= zip(rows, dialect.found(part, limit), strict=True)
+        return [found[i] for i in range(len(limits))]
+
+    def limits_of(self, wanted: FrameLimits | None) -> DetectionLimits:
+        """Raises ConfigError for a class that the graph does not have."""
+        if wanted is None:
+            return self.limits
+        limits = self.known.get(wanted)
+        if limits is None:
+            limits = self.limits if wanted.score is None else replace(self.limits, score=wanted.score)
+            if wanted.classes is not None:
+                limits = replace(limits, classes=_numbers(wanted.classes, self.facts.names))
+            if len(self.known) >= _KEPT:
+                self.known.clear()
+            self.known[wanted] = limits
+        return limits
 
 
 class OnnxFrames:
@@ -110,6 +152,8 @@ class OnnxFrames:
     is {"boxes": [[x0, y0, x1, y1], …] in pixels of the frame as it came in, "scores": [float, …], "labels": [name, …]},
     with `keypoints` or `masks` where the graph finds them; see `detectors.results`. Outputs [n] or [n, k] without names
     for the k are passed on: {output: array without batch axis}. Any other graph is refused.
+
+    limits: by feed, what it wants in place of `score` and `classes`; may change at any time, see `check_limits`.
 
     A frame that is no uint8 [h, w, 3] picture fails alone. Wrong settings raise ConfigError, those that only the graph
     can show when `on_start` reads it.
@@ -144,6 +188,7 @@ class OnnxFrames:
         self._provider, self._threads = PROVIDERS.get(provider, provider), threads
         self._warm_up = tuple(warm_up)
         self._loaded: _Loaded | None = None
+        self.limits: Mapping[str, FrameLimits] = {}
 
     def on_start(self) -> None:
         """Load the graph, find out what its outputs mean, and run it once per size of `warm_up`. Raises ConfigError."""
@@ -166,9 +211,10 @@ class OnnxFrames:
         if loaded is None:
             raise ProcessorError(f"{self.path}: not started")
         results: list[Any] = [_fault(entry.frame) for entry in entries]
-        together = zip(entries, results, strict=True)
-        fine = [loaded.fitted(entry.frame, entry.view) for entry, fault in together if fault is None]
-        answers = iter(loaded.run(fine) if fine else ())
+        fine = [entry for entry, fault in zip(entries, results, strict=True) if fault is None]
+        wanted = [self.limits.get(entry.feed_id) for entry in fine] if self.limits else ()
+        pictures = [loaded.fitted(entry.frame, entry.view) for entry in fine]
+        answers = iter(loaded.run(pictures, wanted) if fine else ())
         return [next(answers) if fault is None else fault for fault in results]
 
     def on_stop(self) -> None:
@@ -184,6 +230,14 @@ class OnnxFrames:
     def dialect(self) -> Dialect | None:
         """What the outputs mean; None before the start, and for outputs that are passed on."""
         return None if self._loaded is None else self._loaded.dialect
+
+    def check_limits(self, limits: FrameLimits) -> None:
+        """After the start: raises ConfigError for limits of a feed that have no effect, or name unknown classes."""
+        if self._loaded is None:
+            raise ProcessorError(f"{self.path}: not started")
+        if self._loaded.dialect is None and limits != FrameLimits():
+            raise ConfigError("score and classes have no effect: the graph's outputs are passed on as they are")
+        self._loaded.limits_of(limits)
 
     def _read(self, session: OnnxSession) -> _Loaded:
         wanted = self._settings

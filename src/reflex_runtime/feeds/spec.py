@@ -45,10 +45,12 @@ def is_file(source: str) -> bool:
 
 
 def specs_of(texts: Sequence[str], file: Path | None, config: FeedsConfig) -> list[FeedSpec]:
-    """The feeds of a configuration file and of texts NAME=SOURCE. ConfigError for none, and for a name given twice."""
+    """The feeds of a configuration file and of texts NAME=SOURCE. ConfigError for a name given twice, and for none,
+    unless some may be added later."""
     specs = [*(_of_file(file, config) if file is not None else ()), *(_of_text(text, config) for text in texts)]
-    if not specs:
-        raise ConfigError("no feeds: give NAME=SOURCE, " + _EXAMPLE + ", or --config FILE with tables [[feed]]")
+    if not specs and config.port < 0:
+        elsewhere = "--config FILE with tables [[feed]], or --port, to add some by POST /feeds"
+        raise ConfigError(f"no feeds: give NAME=SOURCE, {_EXAMPLE}, or {elsewhere}")
     names: set[str] = set()
     for spec in specs:
         if spec.name in names:
@@ -76,21 +78,31 @@ def _of_file(file: Path, config: FeedsConfig) -> Iterator[FeedSpec]:
             if not isinstance(table.get(key), str) or not table[key]:
                 raise ConfigError(f"{where}: {key}: must be there, and be text")
         own = {key.replace("-", "_"): value for key, value in table.items() if key not in ("name", "source")}
-        yield _spec(table["name"], table["source"], _with(config, own, where), own.keys(), where)
+        yield _spec(table["name"], table["source"], set_in(config, own, PER_FEED, f"{where}: "), own.keys(), where)
 
 
-def _with(config: FeedsConfig, own: Mapping[str, Any], where: str) -> FeedsConfig:
-    """The settings with a feed's own in place of the general ones."""
+def spec_of(name: str, source: str, own: Mapping[str, Any], config: FeedsConfig) -> FeedSpec:
+    """The feed of a request. own: its settings, of `PER_FEED`."""
+    return _spec(name, source, set_in(config, own, PER_FEED), own.keys(), one_line(name))
+
+
+def set_in(config: FeedsConfig, own: Mapping[str, Any], known: Sequence[str], where: str = "") -> FeedsConfig:
+    """The settings with some in place of the general ones. known: those that may be given."""
     hints = hints_of(FeedsConfig)
     values = {f.name: getattr(config, f.name) for f in fields(config)}
     for name, value in own.items():
-        if name not in PER_FEED:
-            raise ConfigError(f"{where}: {one_line(name)}: no such setting of a feed; there are {', '.join(PER_FEED)}")
-        values[name] = convert(value, hints[name], f"{where}: {name}")
+        if name not in known:
+            words = f"no such setting of a feed; there are {', '.join(known)}"
+            raise ConfigError(f"{where}{one_line(name)}: {words}", field=name)
+        try:
+            values[name] = convert(value, hints[name], f"{where}{name}")
+        except ConfigError as error:
+            raise ConfigError(error.message, field=name) from None
     try:
         return FeedsConfig(**values)
     except ConfigError as error:
-        raise ConfigError(f"{where}: {error.message.removeprefix('--')}") from None
+        message, field = f"{where}{error.message.removeprefix('--')}", error.details.get("field")
+        raise ConfigError(message, field=field) from None
 
 
 def _spec(name: str, source: str, config: FeedsConfig, own: Any, where: str) -> FeedSpec:
@@ -100,7 +112,7 @@ def _spec(name: str, source: str, config: FeedsConfig, own: Any, where: str) -> 
         for wrong in ("realtime", "loop"):
             if wrong in own and getattr(config, wrong):
                 raise ConfigError(f"{where}: {wrong}: is for files, and {_public(source)} is none")
-        config = _with(config, {"realtime": False, "loop": False}, where)
+        config = set_in(config, {"realtime": False, "loop": False}, PER_FEED, f"{where}: ")
     elif config.loop and not config.realtime:
         raise ConfigError(f"{where}: --loop needs --realtime: a file without end cannot be answered whole")
     else:  # a file cannot be lost, and without realtime it waits for the processor

@@ -7,6 +7,8 @@ from functools import partial
 from typing import Any, Final
 
 from reflex_runtime.drivers.coordinator import BatchCoordinator
+from reflex_runtime.feeds.control import FeedControl
+from reflex_runtime.feeds.fleet import Fleet
 from reflex_runtime.feeds.pictures import FeedPictures
 from reflex_runtime.feeds.runtime import Runtime
 from reflex_runtime.feeds.snapshot import FeedSnapshot
@@ -35,22 +37,27 @@ class FeedsLive(Live):
 
 
 class FeedPages:
-    """/dashboard, /feeds and the pictures of the feeds of one coordinator; see `StatusPages`."""
+    """/dashboard, /feeds, the pictures of the feeds of one coordinator, and their control; see `StatusPages`."""
 
-    def __init__(self, runtime: Runtime, coordinator: BatchCoordinator, pictures: FeedPictures) -> None:
+    def __init__(self, runtime: Runtime, coordinator: BatchCoordinator, pictures: FeedPictures, fleet: Fleet) -> None:
         told = partial(_server, runtime, coordinator)
         fold = partial(FeedsLive, coordinator)
         self._watchers = Watchers(fold, coordinator.add_sink, coordinator.remove_sink, told)
         self._pictures = pictures
+        self._control = FeedControl(fleet, pictures.gone)
         status = Route("/status", partial(_status, runtime, coordinator))
-        pages = [*dashboard_routes(self._watchers), grid_route(), status]
+        pages = [*dashboard_routes(self._watchers), grid_route((self._control.add,)), self._control.load, status]
         self.routes = {route.path: route for route in pages} | pictures.routes
-        self.find = pictures.find
+
+    def find(self, path: str) -> Route | None:
+        """The route of a picture or of a feed."""
+        return self._pictures.find(path) or self._control.find(path)
 
     def close(self) -> None:
         """End every answer."""
         self._watchers.close()
         self._pictures.close()
+        self._control.close()
 
 
 def _status(runtime: Runtime, coordinator: BatchCoordinator, exchange: Exchange, _: bytes) -> None:

@@ -21,7 +21,7 @@ from reflex_runtime.web.bodies import Bodies
 from reflex_runtime.web.connections import ConnectionSettings, Seldom, connections_of
 from reflex_runtime.web.cors import Cors, answer_preflight, is_preflight
 from reflex_runtime.web.errors import MethodNotAllowed, NotFound, Unauthorized, known
-from reflex_runtime.web.exchange import Exchange, Route, too_large
+from reflex_runtime.web.exchange import BODIES, Exchange, Route, too_large
 from reflex_runtime.web.form import ErrorForm, Headers
 from reflex_runtime.web.json import printable
 from reflex_runtime.web.trust import Trust, check_direct, keys_in
@@ -137,7 +137,8 @@ class App:
             exchange.request_id = self.form.own_id(exchange.headers.get(b"x-request-id", b"")) or exchange.number
         try:
             elsewhere = None if self.elsewhere is None else self.elsewhere(exchange)
-            route = exchange.route = elsewhere or self.routes.get(exchange.path) or self._find(exchange.path)
+            found = elsewhere or self.routes.get(exchange.path) or self._find(exchange.path)
+            route = exchange.route = found.of(exchange.method) if found is not None and found.others else found
             crosses = self._cors.admits(exchange, route)
             if crosses and route is not None and is_preflight(exchange):
                 if not self._key:
@@ -153,10 +154,11 @@ class App:
             if route is None:
                 raise NotFound(printable(self._missing(exchange.path)))
             if exchange.method != route.method and (exchange.method, route.method) != ("HEAD", "GET"):
-                raise MethodNotAllowed(printable(f"{exchange.path[:200]} takes {route.method}"), allow=route.method)
-            if route.method == "POST":
-                if self.closing:
-                    raise Closed("the server is shutting down", retry_after=1.0)
+                methods = route.methods
+                raise MethodNotAllowed(printable(f"{exchange.path[:200]} takes {methods}"), allow=methods)
+            if route.method != "GET" and self.closing:
+                raise Closed("the server is shutting down", retry_after=1.0)
+            if route.method in BODIES:
                 if route.enter is not None:
                     route.enter(exchange)
                 too_large(exchange.headers, route.most)

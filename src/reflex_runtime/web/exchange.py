@@ -17,6 +17,7 @@ from reflex_runtime.web.form import JSON, ErrorForm, Headers
 from reflex_runtime.web.websocket import MakeSession
 
 OPERATOR_BODY: Final = 64 * 1024  # bytes, for routes that change state
+BODIES: Final = ("POST", "PATCH")  # methods whose body is read
 CLOSE: Final = (b"connection", b"close")  # always the last header
 
 
@@ -50,13 +51,14 @@ class Carrier(Protocol):
 class Route:
     """What answers the requests for one path. Everything is called on the event loop.
 
-    path: as metrics tell it. method: GET (HEAD too) or POST. run: called with the exchange and its whole body, empty
-    for GET; answers now or later. open: needs no key. changes: changes state, so that without a key only programs on
-    this machine may ask it. most: bytes that a body may have. enter: called when the head is there; raises what stands
-    against the request, or answers it. fail: called with an error in place of `Exchange.fail`. form: of its errors,
-    where it is not the application's. socket: makes the session of each websocket on the path, where `most` bounds a
-    message; see `web/websocket.py`. own_pages: without a key, pages of other sites may not even GET it. checked: this
-    process checks who may ask; otherwise another does, which answers.
+    path: as metrics tell it. method: GET (HEAD too), POST, PATCH or DELETE. run: called with the exchange and its whole
+    body, empty for GET and DELETE; answers now or later. others: routes of the same path for other methods. open: needs
+    no key. changes: changes state, so that without a key only programs on this machine may ask it. most: bytes that a
+    body may have. enter: called when the head is there; raises what stands against the request, or answers it. fail:
+    called with an error in place of `Exchange.fail`. form: of its errors, where it is not the application's. socket:
+    makes the session of each websocket on the path, where `most` bounds a message; see `web/websocket.py`. own_pages:
+    without a key, pages of other sites may not even GET it. checked: this process checks who may ask; otherwise another
+    does, which answers.
     """
 
     path: str
@@ -71,6 +73,16 @@ class Route:
     form: ErrorForm | None = None
     own_pages: bool = False
     checked: bool = True
+    others: tuple[Route, ...] = ()
+
+    def of(self, method: str) -> Route:
+        """The route for a method; this one if there is none."""
+        asked = "GET" if method == "HEAD" else method
+        return next((route for route in self.others if route.method == asked), self)
+
+    @property
+    def methods(self) -> str:
+        return ", ".join(route.method for route in (self, *self.others))
 
 
 class Application(Protocol):

@@ -51,9 +51,9 @@ def dashboard_routes(watchers: Watchers) -> list[Route]:
     return routes + [Route(f"{PAGE}/{name}", partial(_send, name), open=True) for name in _FILES]
 
 
-def grid_route() -> Route:
-    """The page with a picture of every feed."""
-    return Route(GRID, partial(_send, "feeds.html"), open=True)
+def grid_route(others: tuple[Route, ...] = ()) -> Route:
+    """The page with a picture of every feed. others: see `Route`."""
+    return Route(GRID, partial(_send, "feeds.html"), open=True, others=others)
 
 
 def _send(name: str, exchange: Exchange, _: bytes) -> None:
