@@ -8,7 +8,7 @@ from dataclasses import fields
 from typing import Any, Final
 
 from reflex_runtime.config import FeedsConfig
-from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.core.errors import Closed, ConfigError, ProcessorError
 from reflex_runtime.drivers.coordinator import BatchCoordinator
 from reflex_runtime.feeds.consume import Sink
 from reflex_runtime.feeds.fresh import check_fresh
@@ -144,10 +144,15 @@ class Fleet:
     def _limit(self, name: str, wanted: FrameLimits) -> None:
         given = "score" if wanted.classes is None else "classes"
         if self._detector is not None:
+            if wanted == FrameLimits():
+                self._detector.forget(name)
+                return
             try:
                 self._detector.limit(name, wanted)
             except ConfigError as error:
                 raise ConfigError(error.message, field=given) from None
+            except ProcessorError:
+                raise Closed("the detector is not running (yet, or any more)", retry_after=1.0) from None
         elif wanted != FrameLimits():
             raise ConfigError(f"{given}: has no effect on a processor of your own (--processor)", field=given)
 
