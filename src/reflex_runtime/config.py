@@ -523,6 +523,19 @@ class FeedsConfig:
     read_timeout_s: float = option(
         5.0, "a camera that sends nothing for this long counts as lost", low=0.1, high=600, unit="s", needs="a camera"
     )
+    every: int = option(1, "take one of so many pictures", low=1, high=1_000_000)
+    fps: float = option(0.0, "take at most so many pictures a second; 0 takes all", low=0, high=1000)
+    rotate: str = option("0", "turn pictures clockwise by so many degrees", choices=("0", "90", "180", "270"))
+    roi: str = option(
+        "", "the part of the (turned) picture that the processor gets, in pixels; results are in pixels of the whole "
+        "picture",
+        metavar="X,Y,W,H",
+    )
+    hwaccel: str = option(
+        "", "decode on a device: auto, or one that FFmpeg knows, such as cuda or vaapi. Where it does not work, a line "
+        "says so and the CPU decodes",
+        metavar="DEVICE", needs="a video",
+    )
     duration_s: float = option(
         0.0, "stop this long after the start of the feeds; 0 runs until every feed has ended", low=0, high=1e9, unit="s"
     )

@@ -159,7 +159,7 @@ def test_i18_frames_of_one_batch_have_the_limits_of_their_feeds(tmp_path: Path) 
         ("POST", "/feeds", {"name": "a", "source": "shapes:1", "scor": 1}, 422, "scor", "did you mean score?"),
         ("POST", "/feeds", {"name": "a", "source": "shapes:1", "restarts": "x"}, 422, "restarts", "must be a whole"),
         ("POST", "/feeds", {"name": "a", "source": "shapes:1", "max_age_ms": 0}, 422, "max_age_ms", "must be in [1, "),
-        ("POST", "/feeds", {"name": "a", "source": "shapes:1", "loop": True}, 422, "source", "loop: is for files"),
+        ("POST", "/feeds", {"name": "a", "source": "shapes:1", "loop": True}, 422, "loop", "loop: is for files"),
         ("POST", "/feeds", {"name": "a", "source": "shapes:1", "score": 2}, 422, "score", "must be a number in [0, 1]"),
         ("POST", "/feeds", {"name": "a", "source": "shapes:1", "classes": "red"}, 422, "classes", "must be a list"),
         ("POST", "/feeds", {"name": "a", "source": "shapes:1", "classes": ["x"]}, 422, "classes", "has 3 classes"),

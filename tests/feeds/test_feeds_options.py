@@ -13,6 +13,7 @@ from statistics import median
 
 import psutil
 import pytest
+from PIL import Image
 
 from feeds.commands import PATIENCE, Feeds, figures, ran, refusal, results, scratch, together
 from feeds.graphs import RED, bright_graph, lit
@@ -119,6 +120,33 @@ def test_f14_a_model_that_means_nothing_known_is_refused_before_a_camera_opens(t
     assert "give the names of its classes: --names FILE" in said[-1]
     assert len(said[-1]) < 700
     assert not any("connected" in line for line in said)
+
+def test_f14_what_is_taken_of_a_feed_is_said_by_its_options(tmp_path: Path) -> None:
+    """every and fps: which pictures. rotate and roi: where the rectangle is then, in pixels of the turned picture and
+    of the whole one. hwaccel: no decoder of this format uses `drm`, and a line says so. A setting of one feed goes
+    before that for all, and results of a directory name the file."""
+    write_video(tmp_path / "lit.mp4", [lit((40, 58, 120, 120), RED, (320, 160))] * 12)
+    (tmp_path / "pictures").mkdir()
+    Image.fromarray(lit((40, 58, 120, 120), RED, (320, 160))).save(tmp_path / "pictures" / "lit.png")
+    bright_graph(tmp_path / "graph.onnx", open_size=True)
+    feeds = Feeds(
+        *(f"{name}=lit.mp4" for name in ("all", "few", "slow", "turned", "part")), "folder=pictures",
+        "few.every=5", "slow.every=1", "slow.fps=10", "turned.rotate=90", "part.roi=20,30,220,130",
+        "--every", "11", "--fps", "1000", "--rotate", "180", "--roi", "0,0,320,160", "--hwaccel", "drm",
+        "--onnx", "graph.onnx", "--size", "320", "--results", "r.jsonl", cwd=tmp_path,
+    )  # fmt: skip
+    together(feeds)
+    lines = results(tmp_path / "r.jsonl")
+    taken = {name: [line["sequence"] for line in lines if line["feed"] == name] for name in ("all", "few", "slow")}
+    assert taken == {"all": [0, 11], "few": [0, 5, 10], "slow": [0, 2, 5, 7, 10]}
+    boxes = {line["feed"]: line["value"]["boxes"][0] for line in lines}
+    upside_down = pytest.approx([200, 40, 280, 102], abs=4)
+    assert boxes["all"] == boxes["folder"] == upside_down
+    assert boxes["turned"] == pytest.approx([40, 40, 102, 120], abs=4), "clockwise, in pixels of the turned picture"
+    assert boxes["part"] == pytest.approx([200, 40, 240, 102], abs=4), "cut off where the region ends"
+    assert [line["file"] for line in lines if line["feed"] == "folder"] == ["lit.png"]
+    said = [line for line in feeds.log if "hwaccel=drm: decoded by the CPU: drm: " in line]
+    assert len(said) == 5, "each feed that is a video says it"
 
 
 def test_f14_provider_is_the_one_onnx_runtime_is_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -312,6 +312,6 @@ def test_what_another_graph_prepared_is_not_taken(tmp_path: Path) -> None:
 def test_channels_are_taken_apart_alike_with_and_without_opencv(monkeypatch: pytest.MonkeyPatch) -> None:
     picture = np.arange(5 * 7 * 3, dtype=np.uint8).reshape(5, 7, 3)
     with_opencv = fitting.planes_of(picture)
-    monkeypatch.setattr(fitting, "_opencv", lambda: None)
+    monkeypatch.setattr(fitting, "opencv", lambda: None)
     assert (fitting.planes_of(picture) == with_opencv).all()
     assert (with_opencv == picture.transpose(2, 0, 1)).all()

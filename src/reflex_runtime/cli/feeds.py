@@ -44,12 +44,14 @@ _EPILOG = """\
 sources:
   video.mp4                          a file: every frame is answered, none is dropped
   rtsp://user:secret@camera/stream   a camera: the newest frame wins; also rtsps, http, https and /dev/video0
+  pictures/                          a directory: each picture once, results name the file
   shapes:seed=3,fps=15               moving shapes, for trying it out; markers:feed=1,fps=15; chaos:seed=7
 
 examples:
   reflex feeds a=shapes:seed=1 b=shapes:seed=2 --onnx shapes --annotate out      the bundled detector, no camera needed
   reflex feeds yard=rtsp://10.0.0.7/live --onnx yolo11n.onnx --classes person,car --results found.jsonl
   reflex feeds door=door.mp4 yard=rtsp://10.0.0.7/live --processor mypkg:Detector --results found.jsonl
+  reflex feeds door=rtsp://10.0.0.7/live door.roi=0,200,1280,520 yard=yard.mp4 --fps 5 --onnx yolo11n.onnx
   reflex feeds --config cameras.toml --port 9000
 
 cameras.toml:
@@ -59,7 +61,8 @@ cameras.toml:
   [[feed]]
   name = "door"
   source = "rtsp://10.0.0.7/live"
-  max_age_ms = 300             # also per feed: realtime, loop, restarts, read_timeout_s
+  max_age_ms = 300             # also per feed: realtime, loop, restarts, read_timeout_s, every, fps,
+                               # rotate, roi, hwaccel
 
 Every option also stands in the file's table [feeds] and in the environment (REFLEX_MAX_BATCH_SIZE=8).
 Ctrl-C stops in order: what is in the processor is still answered and written. A second one does not wait.
@@ -85,7 +88,8 @@ def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
         "feeds",
         nargs="*",
         metavar="NAME=SOURCE",
-        help="a feed: its name and its source, such as a file, rtsp://… or /dev/video0",
+        help="a feed: its name and its source, such as a file, rtsp://… or /dev/video0; NAME.SETTING=VALUE, such as "
+        "door.fps=5, sets for one feed alone what the file may set per feed",
     )
     parser.add_argument("--config", type=Path, metavar="FILE", help="TOML file: table [feeds], tables [[feed]]")
     add_options(parser, FeedsConfig)
@@ -427,7 +431,8 @@ def _schemes() -> dict[str, SourceMaker]:
 def _missing(specs: Sequence[FeedSpec], sources: Mapping[str, Source]) -> dict[str, str]:
     """The facts that settings need and that do not hold; see `check_needs`."""
     found = {
-        "a file": any(spec.file is not None for spec in specs),
+        "a file": any(spec.file is not None and not spec.folder for spec in specs),
+        "a video": any(spec.video for spec in specs),
         "a live feed": any(source.live for source in sources.values()),
         "a camera": any(spec.file is None for spec in specs),
     }

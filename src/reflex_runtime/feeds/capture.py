@@ -14,9 +14,10 @@ from numpy.typing import NDArray
 
 from reflex_runtime.drivers.device import Clock
 from reflex_runtime.feeds.frame import Frame
+from reflex_runtime.feeds.framing import Taking, turned
 from reflex_runtime.feeds.queue import FrameQueue
 from reflex_runtime.feeds.snapshot import Ledger
-from reflex_runtime.feeds.source import Source, SourceError
+from reflex_runtime.feeds.source import Picture, Source, SourceError
 from reflex_runtime.pacing import doubled
 from reflex_runtime.telemetry.health import FeedConnected, FeedDisconnected, HealthEvent
 
@@ -49,8 +50,9 @@ class Capture:
     """Opens, reads and closes a source on one thread, and puts its frames into the feed's queue.
 
     restarts: how often the source is opened again, in all; inf for without end. emit: gets feed events.
+    taking: which pictures are taken; None: all. rotate: degrees by which they are turned clockwise.
     prepare: made of each picture here, while the frame before it is computed; None: by the thread that submits it.
-    state: connecting, running, reconnecting. total: frames the source says it has.
+    state: connecting, running, reconnecting. total: frames the source says it has. latest: when one came, taken or not.
     """
 
     def __init__(
@@ -63,6 +65,8 @@ class Capture:
         emit: Callable[[HealthEvent], None],
         *,
         restarts: float,
+        taking: Taking | None = None,
+        rotate: int = 0,
         prepare: Callable[[NDArray[np.uint8]], Any] | None = None,
         clock: Clock,
         pause: Pause,
@@ -75,13 +79,14 @@ class Capture:
         self._stop = stop
         self._emit = emit
         self._most = restarts
-        self._prepare = prepare
+        self._taking, self._rotate, self._prepare = taking, rotate, prepare
         self._clock = clock
         self._pause = pause
         self._backoff = Backoff(chance)
         self.state = "connecting"
         self.restarts = 0
         self.total: int | None = None
+        self.latest = clock()  # when the newest picture came
 
     def run(self) -> Exception | None:
         """Read to the end. Returns None there or at a stop, else the error after which it is not tried again.
@@ -112,15 +117,24 @@ class Capture:
         self.state = "running"
         self._emit(FeedConnected(self._clock(), self._name))
         while (picture := self._source.read()) is not None:
-            image, pts = picture
-            frame = Frame(image, self._ledger.read_so_far, pts, self._clock(), self._prepared(image))
-            self._ledger.read(frame)
-            self._backoff.reset()
-            left_out = self._queue.put(frame)
-            if left_out is not None:
-                self._ledger.drop("stopped" if left_out is frame else "overrun")
+            self._take(picture, self._clock())
             if self._stop.is_set():
                 return
+
+    def _take(self, picture: Picture, now: float) -> None:
+        """Number a picture, and put it into the queue if it is taken."""
+        image, pts = picture
+        self.latest = now
+        self._backoff.reset()
+        if self._taking is not None and not self._taking.takes(pts, now):
+            self._ledger.passed_over()
+            return
+        image, file = turned(image, self._rotate), getattr(picture, "file", "")
+        frame = Frame(image, self._ledger.read_so_far, pts, now, self._prepared(image), file)
+        self._ledger.read(frame)
+        left_out = self._queue.put(frame)
+        if left_out is not None:
+            self._ledger.drop("stopped" if left_out is frame else "overrun")
 
     def _prepared(self, image: NDArray[np.uint8]) -> Any:
         """None if it fails: then the thread that submits the frame does it again, and counts it as failed."""

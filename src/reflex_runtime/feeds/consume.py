@@ -79,7 +79,7 @@ class Consumer:
         max_age: float | None,
         retries: int,
         frozen_after: float | None,
-        connected: Callable[[], bool],
+        silent: Callable[[], bool],
         clock: Clock,
         pause: Pause,
     ) -> None:
@@ -94,7 +94,7 @@ class Consumer:
         self._max_age = max_age if live else None
         self._retries = retries
         self._frozen_after = frozen_after if live else None
-        self._connected = connected
+        self._silent = silent
         self._clock = clock
         self._pause = pause
         self._handle: SubmitHandle | None = None if pipeline.batch is None else pipeline.batch.handle
@@ -117,7 +117,7 @@ class Consumer:
                     self._take(frame)
                 elif self._queue.closed and not len(self._queue):
                     break
-                elif self._connected():
+                elif self._silent():
                     patience = None  # reported once for each gap
                     self._emit(FeedFrozen(self._clock(), self._name))
             return self._lost
@@ -159,7 +159,10 @@ class Consumer:
                 raise _Out("skipped")
             prepared = stepped
         view = self._pipeline.view_of(prepared)
-        value = None if self._handle is None else self._ask(self._handle, frame, prepared, view)
+        value = None
+        if self._handle is not None:
+            answer = self._ask(self._handle, frame, self._pipeline.part(prepared.image), view)
+            value = self._pipeline.placed(answer)
         if self.abandoned:
             raise _Out("stopped")
         answered = self._clock()
@@ -180,7 +183,7 @@ class Consumer:
 
     # -- the batch point -----------------------------------------------------------------------------------------------
 
-    def _ask(self, handle: SubmitHandle, frame: Frame, prepared: Frame, view: Any) -> Any:
+    def _ask(self, handle: SubmitHandle, frame: Frame, image: Any, view: Any) -> Any:
         """The processor's answer, or _Out."""
         pause, timeouts = RETRY_S, 0
         while True:
@@ -188,7 +191,7 @@ class Consumer:
             self.in_flight = True
             try:
                 return handle.submit_and_wait(
-                    self._name, prepared.image, view, sequence=frame.sequence, pts=frame.pts, time_limit=limit
+                    self._name, image, view, sequence=frame.sequence, pts=frame.pts, time_limit=limit
                 )
             except ReflexError as error:
                 self._ledger.note(str(error))

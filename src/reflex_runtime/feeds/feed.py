@@ -24,6 +24,7 @@ from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.drivers.device import Clock
 from reflex_runtime.feeds.capture import Capture, Pause, words_of
 from reflex_runtime.feeds.consume import Consumer, Sink
+from reflex_runtime.feeds.framing import Taking
 from reflex_runtime.feeds.pipeline import Pipeline
 from reflex_runtime.feeds.queue import FrameQueue
 from reflex_runtime.feeds.snapshot import FeedSnapshot, Ledger
@@ -45,6 +46,9 @@ class FeedConfig:
     queue: frames between the two threads; None: 1 for live, so that the newest wins, and 4 for file.
     restarts: how often the source is opened again, in all; None: without end for live, never for file.
     retries: file: how often a frame is asked again after no answer came in time; then it counts as failed.
+    every, fps: one of so many pictures is taken, and of those at most so many a second (see `Taking`); 0 is no limit.
+        The others are numbered, and dropped as `skipped`.
+    rotate: degrees by which pictures are turned clockwise; places in results are pixels of the turned picture.
     frozen_after: live: an open source that sends nothing for so long is reported (`FeedFrozen`); None: never.
     """
 
@@ -54,9 +58,14 @@ class FeedConfig:
     restarts: int | None = option(None, low=0, high=10**9)
     retries: int = option(10, low=0, high=10**9)
     frozen_after: float | None = option(3.0, low=0, above=True, high=86_400, unit="seconds")
+    every: int = option(1, low=1, high=1_000_000)
+    fps: float = option(0.0, low=0, high=1000, unit="pictures a second")
+    rotate: int = 0
 
     def __post_init__(self) -> None:
         validate(self, "FeedConfig")
+        if self.rotate not in (0, 90, 180, 270):
+            raise ConfigError(f"FeedConfig.rotate={self.rotate!r}: must be 0, 90, 180 or 270 degrees")
 
 
 def _ignore(event: Any) -> None:
@@ -123,6 +132,8 @@ class Feed:
             source,
             *common,
             restarts=config.restarts if config.restarts is not None else (inf if live else 0),
+            taking=Taking(config.every, config.fps) if config.every > 1 or config.fps else None,
+            rotate=config.rotate,
             # Of a camera's pictures many may be dropped: those that are not are prepared when they are taken.
             prepare=None if live or self.pipeline.before or self.pipeline.view else self.pipeline.prepared,
             clock=clock,
@@ -138,7 +149,7 @@ class Feed:
             max_age=config.max_age,
             retries=config.retries,
             frozen_after=config.frozen_after,
-            connected=lambda: self._capture.state == "running",
+            silent=self._silent,
             clock=clock,
             pause=pause,
         )
@@ -227,6 +238,13 @@ class Feed:
             corrupt=getattr(self._source, "corrupt", 0),  # a source may not know it
             **self._ledger.figures(self._clock()),
         )
+
+    def _silent(self) -> bool:
+        """Whether an open source sends nothing: pictures that are not taken are something, too."""
+        after = self.config.frozen_after or 0.0
+        taken_rarely = self.config.every > 1 or self.config.fps > 0.0
+        lately = taken_rarely and self._clock() - self._capture.latest < after
+        return self._capture.state == "running" and not lately
 
     # -- its threads ---------------------------------------------------------------------------------------------------
 

@@ -134,10 +134,9 @@ class Fleet:
         self._runtime.feed(
             spec.name,
             source,
-            Pipeline(batch=self._coordinator),
+            Pipeline(batch=self._coordinator, region=spec.region),
             self._sinks(spec),
-            max_age=spec.config.max_age_ms / 1e3,
-            restarts=(spec.config.restarts or None) if source.live else None,
+            **spec.options(source.live),
         )
         self._specs[spec.name] = spec
 

@@ -17,6 +17,7 @@ class Frame:
     sequence: counts the feed's frames from 0; a reconnect goes on counting and repeats no number.
     pts: seconds in the stream's own time, None when it gave none. It may jump, and after a reconnect it may start over.
     captured: when the picture was read, in seconds of the monotonic clock. Ages and latencies count from here.
+    file: its name in a directory of pictures.
     prepared: what the processor's `prepare` made of the image, if that was done when it was read.
     """
 
@@ -25,6 +26,7 @@ class Frame:
     pts: float | None
     captured: float
     prepared: Any = None
+    file: str = ""
 
     @property
     def size(self) -> tuple[int, int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import os
 import re
 import sys
 from collections.abc import Callable, Mapping
@@ -12,6 +13,7 @@ from typing import Any
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.drivers.batch_processor import BatchProcessor
 from reflex_runtime.feeds.chaos import ChaosSource
+from reflex_runtime.feeds.folder import PictureFolder
 from reflex_runtime.feeds.source import Source
 from reflex_runtime.feeds.video import NETWORK, VideoSource, without_secrets
 from reflex_runtime.feeds.words import told
@@ -27,13 +29,15 @@ def source_of(
     loop: bool = False,
     size: tuple[int, int] | None = None,
     read_timeout: float = 5.0,
+    hwaccel: str = "",
     schemes: Mapping[str, SourceMaker] | None = None,
 ) -> Source:
     """The source that a text names. Raises ConfigError; whether anything is there shows at `open`.
 
     text: a path to a file; an address with rtsp, rtsps, http or https; a device like /dev/video0; `chaos:` with
-        options, as in chaos:seed=7,length=200. Text before a colon that is in `schemes` goes to its maker.
-    realtime, loop, size, read_timeout: see VideoSource; read_timeout counts for connecting, too.
+        options, as in chaos:seed=7,length=200; a directory of pictures. Text before a colon that is in `schemes` goes
+        to its maker.
+    realtime, loop, size, read_timeout, hwaccel: see VideoSource; read_timeout counts for connecting, too.
     """
     scheme = match[1].lower() if (match := re.match(r"([A-Za-z][A-Za-z0-9+.-]+):", text)) else ""
     makers: dict[str, SourceMaker] = {"chaos": ChaosSource.of, **(schemes or {})}
@@ -41,12 +45,23 @@ def source_of(
         if realtime or loop:
             raise ConfigError(f"realtime={realtime}, loop={loop}: must be False for {scheme}:, which is no file")
         return makers[scheme](text)
+    if os.path.isdir(text):
+        if realtime or loop or size:
+            found = f"realtime={realtime}, loop={loop}, size={size}"
+            raise ConfigError(f"{found}: must be False and None for {one_line(text)}, a directory of pictures")
+        return PictureFolder(text)
     if not text or ("://" in text and scheme not in NETWORK):
         known = ", ".join([*(f"{name}://" for name in NETWORK), *(f"{name}:" for name in makers)])
         name = without_secrets(text)
         raise ConfigError(f"source={name!r}: must be a path, a device /dev/video*, or start with {known}")
     return VideoSource(
-        text, realtime=realtime, loop=loop, size=size, open_timeout=read_timeout, read_timeout=read_timeout
+        text,
+        realtime=realtime,
+        loop=loop,
+        size=size,
+        open_timeout=read_timeout,
+        read_timeout=read_timeout,
+        hwaccel=hwaccel,
     )
 
 

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from reflex_runtime.core.errors import ConfigError, ProcessorError
 from reflex_runtime.feeds.frame import Frame
+from reflex_runtime.feeds.framing import Region
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -70,6 +71,8 @@ class Pipeline:
     batch: a coordinator; it gets the picture of the frame. None: nothing is asked, and results have the value None.
     view: makes what goes with the picture to the processor, as the entry's `view`; called after the stages before.
         None: the processor's own `prepare` makes it, if it has one.
+    region: the part of the picture that the processor gets; boxes, keypoints and masks of its results are moved to
+        where they are in the whole picture, which stages and sinks get.
     after: each gets a result and returns it or another one; None keeps it from the sinks.
 
     A stage that raises loses that frame only. Stages may keep state, so a pipeline belongs to one feed, unless all its
@@ -80,6 +83,7 @@ class Pipeline:
     batch: BatchPoint | None = None
     after: Sequence[After] = ()
     view: View | None = field(default=None, kw_only=True)
+    region: Region | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         for name in ("before", "after"):
@@ -104,7 +108,15 @@ class Pipeline:
     def prepared(self, image: Any) -> Any:
         """What the processor makes of a picture ahead of its call; None if nothing."""
         prepare = None if self.batch is None else getattr(self.batch.handle, "prepare", None)
-        return None if prepare is None else prepare(image)
+        return None if prepare is None else prepare(self.part(image))
+
+    def part(self, image: Any) -> Any:
+        """What the processor gets of a picture."""
+        return image if self.region is None else self.region.part(image)
+
+    def placed(self, value: Any) -> Any:
+        """The processor's result, in pixels of the whole picture."""
+        return value if self.region is None else self.region.placed(value)
 
     @property
     def shareable(self) -> bool:

@@ -19,7 +19,7 @@ class ResultRecord:
     """A result without its picture, so that one that waits to be sent holds no frame.
 
     pts: seconds in the stream, or None. latency_ms: from the frame's capture to its answer. value: as the stages left
-    it.
+    it. file: the picture's name in a directory, or "".
     """
 
     feed: str
@@ -27,12 +27,14 @@ class ResultRecord:
     pts: float | None
     latency_ms: float
     value: Any
+    file: str = ""
 
     def as_json(self) -> str:
         """One line, without its end."""
         line = {
             "feed": self.feed,
             "sequence": self.sequence,
+            **({"file": self.file} if self.file else {}),
             "pts": json_safe(self.pts),
             "latency_ms": self.latency_ms,
             "value": json_safe(self.value),
@@ -43,7 +45,8 @@ class ResultRecord:
 def record_of(result: Result) -> ResultRecord:
     """What is written of a result."""
     frame = result.frame
-    return ResultRecord(result.feed, frame.sequence, frame.pts, round(1e3 * result.latency, 3), result.value)
+    latency_ms = round(1e3 * result.latency, 3)
+    return ResultRecord(result.feed, frame.sequence, frame.pts, latency_ms, result.value, frame.file)
 
 
 def json_safe(value: Any) -> Any:

@@ -140,6 +140,9 @@ class Runtime:
         restarts: int | None = None,
         retries: int = 10,
         frozen_after: float | None = 3.0,
+        every: int = 1,
+        fps: float = 0.0,
+        rotate: int = 0,
     ) -> Feed:
         """A feed; started now if the runtime runs, else by `start`. For the options see `FeedConfig`.
 
@@ -148,7 +151,8 @@ class Runtime:
         Raises ConfigError if the name is taken, an option is wrong, or a pipeline that keeps state is given twice.
         """
         config = FeedConfig(
-            mode=mode, max_age=max_age, queue=queue, restarts=restarts, retries=retries, frozen_after=frozen_after
+            mode=mode, max_age=max_age, queue=queue, restarts=restarts, retries=retries, frozen_after=frozen_after,
+            every=every, fps=fps, rotate=rotate,
         )
         made = pipeline() if callable(pipeline) else pipeline
         with self._lock:

@@ -36,7 +36,8 @@ class SinkError(ReflexError):
 
 
 class JsonLines:
-    """A line of JSON per result: feed, sequence, pts, latency_ms, value. Any number of feeds may share it.
+    """A line of JSON per result: feed, sequence, file if it is one of a directory, pts, latency_ms, value. Any number
+    of feeds may share it.
 
     target: a path, which is written anew (what is there is kept as PATH.1, see `files.create`), or a text stream, which
     is not closed. Lines are written out at least every

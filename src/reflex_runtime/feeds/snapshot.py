@@ -24,7 +24,7 @@ DROPS = {
     "in_flight": "the feed had as many frames in flight as it may",
     "timeout": "no answer came in time",
     "failed": "the processor or a stage of the feed failed on it",
-    "skipped": "a stage before the batch point passed it over",
+    "skipped": "a stage before the batch point passed it over, or --every or --fps left it out",
     "closed": "the coordinator was gone",
     "stopped": "the feed was stopped before its turn came",
 }
@@ -123,6 +123,12 @@ class Ledger:
             self._resolution = frame.size
             if self._began is None:
                 self._began = frame.captured
+
+    def passed_over(self) -> None:
+        """A picture was read and not taken."""
+        with self._lock:
+            self._read += 1
+            self._drops["skipped"] += 1
 
     def drop(self, reason: str, count: int = 1) -> None:
         """Frames left, for one of `DROPS`."""

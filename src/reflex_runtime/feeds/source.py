@@ -46,6 +46,7 @@ class Source(Protocol):
     def read(self) -> Picture | None:
         """The next picture and its pts; waits for it. None at the end. Raises SourceError when the source is lost.
 
+        It may have an attribute `file`, its name in a directory.
         The array belongs to the caller: it is not written to again.
         """
 

@@ -13,15 +13,28 @@ from typing import Any
 
 from reflex_runtime.config import FeedsConfig
 from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.feeds.folder import pictures_in
+from reflex_runtime.feeds.framing import Region
 from reflex_runtime.feeds.opening import SourceMaker, source_of
 from reflex_runtime.feeds.source import Source
 from reflex_runtime.feeds.video import without_secrets
 from reflex_runtime.feeds.words import in_one_line
-from reflex_runtime.options import convert, hints_of, one_line
+from reflex_runtime.options import convert, did_you_mean, hints_of, one_line
 from reflex_runtime.sources import read_toml
 
-PER_FEED = ("realtime", "loop", "max_age_ms", "restarts", "read_timeout_s")
+PER_FEED = (
+    "realtime", "loop", "max_age_ms", "restarts", "read_timeout_s", "every", "fps", "rotate", "roi", "hwaccel"
+)  # fmt: skip
 _DRAWN = ("chaos:", "shapes:", "markers:")
+_FILE, _PLAYED, _FOLDER = "a file without realtime", "a file", "a directory of pictures"
+_DRAWN_KIND, _CAMERA = "drawn", "a camera"
+_FILES = (_FILE, _PLAYED)
+_ONLY = (  # settings of a feed, what they are for, and the kinds of source that have them
+    (("realtime", "loop"), "files of video", _FILES),
+    (("max_age_ms", "restarts"), "cameras", (_PLAYED, _DRAWN_KIND, _CAMERA)),
+    (("read_timeout_s",), "cameras", (_DRAWN_KIND, _CAMERA)),
+    (("hwaccel",), "videos and cameras", (*_FILES, _CAMERA)),
+)
 _EXAMPLE = "such as door=rtsp://10.0.0.7/live or yard=yard.mp4"
 
 
@@ -35,8 +48,34 @@ class FeedSpec:
 
     @property
     def file(self) -> Path | None:
-        """The video file it reads, if it is one."""
+        """The video file or the directory it reads, if it is one."""
         return Path(self.source) if is_file(self.source) else None
+
+    @property
+    def folder(self) -> bool:
+        """Whether it is a directory of pictures."""
+        return is_folder(self.source)
+
+    @property
+    def video(self) -> bool:
+        """Whether it has to be decoded: a file, an address or a device."""
+        return not self.folder and not self.source.lower().startswith(_DRAWN)
+
+    @property
+    def region(self) -> Region | None:
+        """The part of its pictures that the processor gets; None for all."""
+        return Region.of(self.config.roi) if self.config.roi else None
+
+    def options(self, live: bool) -> dict[str, Any]:
+        """Its settings as `Runtime.feed` takes them. live: of its source."""
+        own = self.config
+        return {
+            "max_age": own.max_age_ms / 1e3,
+            "restarts": (own.restarts or None) if live else None,
+            "every": own.every,
+            "fps": own.fps,
+            "rotate": int(own.rotate),
+        }
 
 
 def is_file(source: str) -> bool:
@@ -44,10 +83,19 @@ def is_file(source: str) -> bool:
     return "://" not in source and not source.lower().startswith((*_DRAWN, "/dev/video"))
 
 
+def is_folder(source: str) -> bool:
+    """Whether a source is a path to a directory."""
+    return is_file(source) and "\0" not in source and Path(source).is_dir()
+
+
 def specs_of(texts: Sequence[str], file: Path | None, config: FeedsConfig) -> list[FeedSpec]:
-    """The feeds of a configuration file and of texts NAME=SOURCE. ConfigError for a name given twice, and for none,
-    unless some may be added later."""
-    specs = [*(_of_file(file, config) if file is not None else ()), *(_of_text(text, config) for text in texts)]
+    """The feeds of a configuration file and of texts NAME=SOURCE, with the settings of texts NAME.SETTING=VALUE for one
+    feed alone. ConfigError for a name given twice, and for none, unless some may be added later."""
+    feeds, own = _taken_apart(texts)
+    specs = [
+        *(_of_file(file, config, own) if file is not None else ()),
+        *(_of_text(text, config, own) for text in feeds),
+    ]
     if not specs and config.port < 0:
         elsewhere = "--config FILE with tables [[feed]], or --port, to add some by POST /feeds"
         raise ConfigError(f"no feeds: give NAME=SOURCE, {_EXAMPLE}, or {elsewhere}")
@@ -56,19 +104,39 @@ def specs_of(texts: Sequence[str], file: Path | None, config: FeedsConfig) -> li
         if spec.name in names:
             raise ConfigError(f"two feeds are called {spec.name}: give each a name of its own")
         names.add(spec.name)
+    for name, (setting, *_) in own.items():
+        if name not in names:
+            hint = did_you_mean(name, names)
+            raise ConfigError(f"{one_line(name)}.{setting}: there is no feed {one_line(name)}{hint}")
     return specs
 
 
-def _of_text(text: str, config: FeedsConfig) -> FeedSpec:
+def _taken_apart(texts: Sequence[str]) -> tuple[list[str], dict[str, dict[str, str]]]:
+    """Texts NAME=SOURCE; and of texts NAME.SETTING=VALUE the values by feed and setting."""
+    feeds: list[str] = []
+    own: dict[str, dict[str, str]] = {}
+    for text in texts:
+        left, equals, value = text.partition("=")
+        name, _, setting = left.rpartition(".")
+        if equals and name and (setting := setting.replace("-", "_")) in PER_FEED:
+            own.setdefault(name, {})[setting] = value
+        else:
+            feeds.append(text)
+    return feeds, own
+
+
+def _of_text(text: str, config: FeedsConfig, own: Mapping[str, Mapping[str, str]]) -> FeedSpec:
     name, equals, source = text.partition("=")
     if not equals or not source or not name or "/" in name or ":" in name:
         name = re.sub(r"[^\w.-]", "-", Path(text).stem)[:64]
         example = f"such as {name}={one_line(text)}" if Path(text).is_file() else _EXAMPLE
         raise ConfigError(f"{_public(text)}: must be NAME=SOURCE, {example}")
-    return _spec(name, source, config, frozenset(), f"{one_line(name)}={_public(source)}")
+    settings = own.get(name, {})
+    where = f"{one_line(name)}={_public(source)}"
+    return _spec(name, source, set_in(config, settings, PER_FEED, f"{where}: "), settings.keys(), where)
 
 
-def _of_file(file: Path, config: FeedsConfig) -> Iterator[FeedSpec]:
+def _of_file(file: Path, config: FeedsConfig, more: Mapping[str, Mapping[str, str]]) -> Iterator[FeedSpec]:
     tables = read_toml(file).get("feed", [])
     if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
         raise ConfigError(f"{file}: feed: must be tables, each beginning with [[feed]]")
@@ -78,6 +146,7 @@ def _of_file(file: Path, config: FeedsConfig) -> Iterator[FeedSpec]:
             if not isinstance(table.get(key), str) or not table[key]:
                 raise ConfigError(f"{where}: {key}: must be there, and be text")
         own = {key.replace("-", "_"): value for key, value in table.items() if key not in ("name", "source")}
+        own |= more.get(table["name"], {})
         yield _spec(table["name"], table["source"], set_in(config, own, PER_FEED, f"{where}: "), own.keys(), where)
 
 
@@ -108,19 +177,32 @@ def set_in(config: FeedsConfig, own: Mapping[str, Any], known: Sequence[str], wh
 def _spec(name: str, source: str, config: FeedsConfig, own: Any, where: str) -> FeedSpec:
     if not re.fullmatch(r"[\w.-]{1,64}", name):
         raise ConfigError(f"{where}: the name must be 1 to 64 letters, digits, '.', '-' or '_'")
-    if not is_file(source):  # a live source sets its own pace: general settings for files do not apply
-        for wrong in ("realtime", "loop"):
-            if wrong in own and getattr(config, wrong):
-                raise ConfigError(f"{where}: {wrong}: is for files, and {_public(source)} is none")
+    if config.roi:
+        try:
+            Region.of(config.roi)
+        except ConfigError as error:
+            raise ConfigError(f"{where}: {error.message}", field="roi") from None
+    kind = _kind(source, config.realtime)
+    for settings, of, kinds in _ONLY:
+        for setting in settings if kind not in kinds else ():
+            if setting in own and getattr(config, setting):
+                words = f"{where}: {setting}: is for {of}, and {_public(source)} is {kind}"
+                raise ConfigError(words, field=setting)
+    if kind not in _FILES:  # general settings of the command that do not apply to this source
         config = set_in(config, {"realtime": False, "loop": False}, PER_FEED, f"{where}: ")
-    elif config.loop and not config.realtime:
+    if kind in (_DRAWN_KIND, _FOLDER):
+        config = set_in(config, {"hwaccel": ""}, PER_FEED, f"{where}: ")
+    if config.loop and not config.realtime:
         raise ConfigError(f"{where}: --loop needs --realtime: a file without end cannot be answered whole")
-    else:  # a file cannot be lost, and without realtime it waits for the processor
-        for wrong in ("read_timeout_s",) if config.realtime else ("max_age_ms", "restarts", "read_timeout_s"):
-            if wrong in own:
-                kind = "a file" if wrong == "read_timeout_s" else "a file without realtime"
-                raise ConfigError(f"{where}: {wrong}: is for cameras, and {_public(source)} is {kind}")
     return FeedSpec(name, source, config)
+
+
+def _kind(source: str, realtime: bool) -> str:
+    if source.lower().startswith(_DRAWN):
+        return _DRAWN_KIND
+    if is_folder(source):
+        return _FOLDER
+    return _CAMERA if not is_file(source) else _PLAYED if realtime else _FILE
 
 
 def _public(text: str) -> str:
@@ -133,15 +215,16 @@ def source_of_spec(spec: FeedSpec, schemes: Mapping[str, SourceMaker] | None = N
     where = f"{spec.name}={_public(spec.source)}"
     if spec.file is not None and not spec.file.exists():
         raise ConfigError(f"{where}: no such file")
-    if spec.file is not None and spec.file.is_dir():
-        raise ConfigError(f"{where}: is a directory, must be a video")
     own = spec.config
     try:
+        if spec.folder:
+            pictures_in(Path(spec.source))
         return source_of(
             spec.source,
             realtime=own.realtime,
             loop=own.loop,
             read_timeout=own.read_timeout_s,
+            hwaccel=own.hwaccel,
             schemes=schemes,
         )
     except ConfigError as error:

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.feeds.hardware import Hardware
 from reflex_runtime.feeds.source import Picture, SourceError
 
 if TYPE_CHECKING:
@@ -39,6 +40,8 @@ class VideoSource:
     size: width and height to scale every picture to, in [1, 8192]. None: each picture keeps its size.
     open_timeout: seconds, above 0 up to 600, to wait for a connection, and again for enough data to know the format.
     read_timeout: seconds, above 0 up to 600, to wait for a picture's data. A small value finds a frozen camera sooner.
+    hwaccel: decode on a device that FFmpeg knows, such as cuda, vaapi, or cuda:1 for the second one; auto takes the
+        first that works. Where there is none, or it cannot decode this video, a log line says so and the CPU decodes.
     name: the address without user, password and query. total: the frame count in the file, else its duration times
         its rate. corrupt: packets and pictures that could not be decoded, and were skipped.
 
@@ -62,6 +65,7 @@ class VideoSource:
         size: tuple[int, int] | None = None,
         open_timeout: float = 5.0,
         read_timeout: float = 5.0,
+        hwaccel: str = "",
     ) -> None:
         self._where = os.fspath(where)
         self._scheme = self._where.partition("://")[0].lower() if "://" in self._where else ""
@@ -80,6 +84,7 @@ class VideoSource:
         self._av = _load()
         self._realtime, self._loop, self._size = realtime, loop, size
         self._timeouts = (open_timeout, read_timeout)
+        self._hardware = Hardware(hwaccel, self.name) if hwaccel else None
         self._stop = threading.Event()
         self._container: InputContainer | None = None
         self._frames: Iterator[VideoFrame] = iter(())
@@ -139,6 +144,8 @@ class VideoSource:
         rate = float(stream.average_rate or stream.guessed_rate or 0.0)
         self._timing.start(1.0 / rate if rate > 0.0 else 0.04)
         self.total = None if self._remote or self._loop else self._expected(stream, rate)
+        if self._hardware is not None:
+            self._hardware.check(stream)
         self._frames = self._decode(self._container, stream)
 
     def _open(self) -> InputContainer:
@@ -157,7 +164,12 @@ class VideoSource:
         else:
             address = "file:" + os.path.abspath(self._where)  # a colon in a name is no protocol
         opened: InputContainer = self._av.open(
-            address, format=form, options=options, timeout=(seconds_open, seconds_read), metadata_errors="replace"
+            address,
+            format=form,
+            options=options,
+            timeout=(seconds_open, seconds_read),
+            metadata_errors="replace",
+            hwaccel=None if self._hardware is None else self._hardware.device(),
         )
         return opened
 

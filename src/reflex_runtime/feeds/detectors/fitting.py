@@ -101,7 +101,7 @@ FITTINGS: Final[dict[str, Callable[[Picture, Picture], Fit]]] = {
 def planes_of(picture: Picture) -> NDArray[np.uint8]:
     """The channels of a picture one after the other: [3, h, w]."""
     planes = np.empty((3, *picture.shape[:2]), np.uint8)
-    if (cv2 := _opencv()) is not None:  # seven times as fast
+    if (cv2 := opencv()) is not None:  # seven times as fast
         cv2.split(picture, list(planes))
     else:
         planes[:] = picture.transpose(2, 0, 1)
@@ -120,13 +120,14 @@ def _smooth(frame: Picture, size: tuple[int, int], reducing_gap: float | None = 
 
 
 def _cv2() -> Any:
-    if (cv2 := _opencv()) is None:
+    if (cv2 := opencv()) is None:
         raise ConfigError("letterbox needs OpenCV: in a clone, pip install '.[feeds]'")
     return cv2
 
 
 @cache
-def _opencv() -> Any:
+def opencv() -> Any:
+    """The module cv2, or None."""
     try:
         import cv2
     except ImportError:
