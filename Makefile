@@ -8,8 +8,9 @@ unexport PYTHONDONTWRITEBYTECODE  # the tests start hundreds of processes: each 
 setup: .venv/ready           ## make .venv with everything for development
 
 .venv/ready: extra := dev
-# Stock clients for the tests, without their dependencies: those include numpy 1, and they work with 2.
-.venv/ready: clients := inspect-robots-xpolicylab==0.1.0 openpi-client==0.1.2 tritonclient==2.73.0 vla-eval==0.8.0
+# For the tests, without their dependencies: clients that ask for numpy 1 and work with 2, and trackers, which asks for an
+# OpenCV that needs a screen.
+.venv/ready: clients := inspect-robots-xpolicylab==0.1.0 openpi-client==0.1.2 trackers==2.6.1 tritonclient==2.73.0 vla-eval==0.8.0
 .venv/demo: extra := demo
 .venv/ready .venv/demo: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv

@@ -27,7 +27,7 @@ from reflex_runtime.telemetry.spans import span_series
 DOCS = Path(__file__).parent.parent / "docs"
 # Never in an answer of the server.
 ABSTRACT = {"rejected", "dropped", "journal_unreadable", "demo_server_failed"}
-ABSTRACT |= {"source_lost", "sink_failed", "worker_start_failed"}
+ABSTRACT |= {"source_lost", "sink_failed", "stage_failed", "worker_start_failed"}
 
 
 def _nothing() -> RuntimeSnapshot:

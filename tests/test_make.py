@@ -52,7 +52,8 @@ def test_make_demo_installs_the_demo_alone_and_make_setup_everything(tmp_path: P
         lines = [line for line in calls.read_text().splitlines() if "pip install" in line]
         return [line.rsplit(" --", 1)[1].partition(" ")[2] for line in lines]
 
-    clients = "inspect-robots-xpolicylab==0.1.0 openpi-client==0.1.2 tritonclient==2.73.0 vla-eval==0.8.0"
+    clients = "inspect-robots-xpolicylab==0.1.0 openpi-client==0.1.2 trackers==2.6.1 "
+    clients += "tritonclient==2.73.0 vla-eval==0.8.0"
     everything = [".[dev]", clients]
     assert installed("demo") == [".[demo]"]
     assert calls.read_text().endswith("\ndemo\n")  # reflex demo

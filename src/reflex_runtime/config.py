@@ -539,6 +539,23 @@ class FeedsConfig:
     duration_s: float = option(
         0.0, "stop this long after the start of the feeds; 0 runs until every feed has ended", low=0, high=1e9, unit="s"
     )
+    track: bool = option(
+        False, "number the objects of each feed from frame to frame, by ByteTrack", group="after the batch"
+    )
+    track_score: float = option(
+        0.5, "a detection that scores this begins a track; others only continue one", low=0, high=1, needs="track"
+    )
+    zone: tuple[str, ...] = option(
+        (), "count detections inside of this polygon, in pixels of the frame", metavar="NAME=X1,Y1,…", repeat=True
+    )
+    line: tuple[str, ...] = option(
+        (), "count objects that cross this line", metavar="NAME=X1,Y1,X2,Y2", repeat=True, needs="track"
+    )
+    stage: tuple[str, ...] = option(
+        (), "your own stage: module:name of a function that gets and returns a result, or of a class, which may keep "
+        "state",
+        metavar="MODULE:NAME", repeat=True,
+    )
     results: str = option(
         "", "write every result to FILE as a JSON line; - is standard output", metavar="FILE",
         group="results",

@@ -42,7 +42,7 @@ from reflex_runtime.feeds.chaos import ChaosSource
 from reflex_runtime.feeds.feed import Feed, FeedConfig
 from reflex_runtime.feeds.frame import Frame
 from reflex_runtime.feeds.pipeline import Pipeline
-from reflex_runtime.feeds.snapshot import DROPS
+from reflex_runtime.feeds.snapshot import DROPS, StageFigures
 from reflex_runtime.feeds.source import Source, SourceError
 from reflex_runtime.telemetry.health import (
     FeedConnected,
@@ -449,11 +449,14 @@ def test_f10_a_stage_that_raises_costs_its_frame_and_is_told_at_most_once_a_seco
     }[where]
     made = Made(Camera(*range(10), END, live=False), pipeline=pipeline, clock=clock).run()
     assert (made.drops, made.sink.sequences) == ({"failed": 9}, [9])
+    named = "" if where == "view" else "stage stage: "
     told = made.log.of(FeedStageError)
     assert [(e.count, e.error, e.source) for e in told] == [
-        (1, "ValueError: frame 0", "cam"),
-        (8, "ValueError: frame 8", "cam"),
+        (1, f"{named}ValueError: frame 0", "cam"),
+        (8, f"{named}ValueError: frame 8", "cam"),
     ]
+    if where != "view":
+        assert made.feed.snapshot().stages == {"stage": StageFigures(10, 9, 1.0)}
 
 
 def test_f10_what_is_held_back_is_told_on_recovery_and_at_the_end() -> None:

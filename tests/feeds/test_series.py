@@ -16,7 +16,7 @@ from reflex_runtime.drivers.batch_processor import BatchConfig
 from reflex_runtime.drivers.coordinator import BatchCoordinator
 from reflex_runtime.feeds.outputs.outbox import OutputSnapshot
 from reflex_runtime.feeds.series import SIZES, FeedSeries
-from reflex_runtime.feeds.snapshot import FeedSnapshot, RuntimeSnapshot
+from reflex_runtime.feeds.snapshot import FeedSnapshot, RuntimeSnapshot, StageFigures
 from reflex_runtime.telemetry.batch_metrics import BOUNDS, BatchMetrics, Durations, Times
 from telemetry.test_batch_metrics import FAULT, Play
 
@@ -35,6 +35,12 @@ SERIES = {
     "reflex_feed_restarts_total": "counter",
     "reflex_feed_sink_errors_total": "counter",
     "reflex_feed_corrupt_total": "counter",
+    "reflex_feed_stage_runs_total": "counter",
+    "reflex_feed_stage_errors_total": "counter",
+    "reflex_feed_stage_seconds_total": "counter",
+    "reflex_feed_zone_count": "gauge",
+    "reflex_feed_line_in_total": "counter",
+    "reflex_feed_line_out_total": "counter",
     "reflex_feed_submissions_total": "counter",
     "reflex_feed_timeouts_total": "counter",
     "reflex_feed_pending": "gauge",
@@ -112,6 +118,15 @@ class Expected:
         self.say("reflex_feed_restarts_total", feed.restarts, feed=name)
         self.say("reflex_feed_sink_errors_total", feed.sink_errors, feed=name)
         self.say("reflex_feed_corrupt_total", feed.corrupt, feed=name)
+        for stage, figures in feed.stages.items():
+            self.say("reflex_feed_stage_runs_total", figures.runs, feed=name, stage=stage)
+            self.say("reflex_feed_stage_errors_total", figures.errors, feed=name, stage=stage)
+            self.say("reflex_feed_stage_seconds_total", figures.seconds, feed=name, stage=stage)
+        for zone, count in feed.zones.items():
+            self.say("reflex_feed_zone_count", count, feed=name, zone=zone)
+        for line, counts in feed.lines.items():
+            self.say("reflex_feed_line_in_total", counts["in"], feed=name, line=line)
+            self.say("reflex_feed_line_out_total", counts["out"], feed=name, line=line)
 
     def output(self, name: str, output: OutputSnapshot) -> None:
         self.say("reflex_feed_output_up", output.state == "connected", output=name)
@@ -185,6 +200,7 @@ def feed(name: str, seed: int, **figures: Any) -> FeedSnapshot:
     drops = {"overrun": rng.randrange(1, 99), "stale": rng.randrange(1, 99), "queue_full": 0}
     made: dict[str, Any] = {"frames": 500, "processed": 300, "waiting": 3, "in_flight": 1, "drops": drops, "fps": 29.5}
     made |= {"age": 0.125, "latency": timing(rng), "restarts": 2, "sink_errors": 4, "corrupt": 5}
+    made |= {"stages": {"track": StageFigures(9, 2, 0.5)}, "zones": {"door": 3}, "lines": {"gate": {"in": 1, "out": 2}}}
     return FeedSnapshot(name=name, mode="live", source="rtsp://…", state="running", **(made | figures))
 
 

@@ -30,7 +30,9 @@ from reflex_runtime.feeds.words import (
     in_one_line,
     line_of,
     line_of_all,
+    line_of_counts,
     line_of_output,
+    line_of_stages,
     progress,
     seconds,
     state,
@@ -279,6 +281,7 @@ def summary(snapshot: RuntimeSnapshot) -> RenderableType:
         table.add_row("together", "", str(read), str(answered), "", "", str(lost) if lost else "", style="bold")
     lines = [_batches(name, c) for name, c in snapshot.coordinators.items()]
     lines += map(line_of_output, snapshot.outputs.values())
+    lines += [line for feed in feeds for line in (line_of_counts(feed), line_of_stages(feed)) if line]
     return Group(table, *(Text(line, style="dim") for line in lines))
 
 

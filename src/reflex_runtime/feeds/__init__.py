@@ -1,5 +1,6 @@
 """Cameras and videos: sources of frames, the stages they pass through, and sinks for results."""
 
+from reflex_runtime.feeds.arrays import ResultArrays, to_arrays, to_supervision
 from reflex_runtime.feeds.feed import Feed, FeedConfig
 from reflex_runtime.feeds.frame import Frame
 from reflex_runtime.feeds.opening import processor_of, source_of
@@ -12,6 +13,8 @@ from reflex_runtime.feeds.runtime import Runtime, StopReport
 from reflex_runtime.feeds.sinks import AnnotatedVideo, JsonLines, SinkError
 from reflex_runtime.feeds.source import Source, SourceError
 from reflex_runtime.feeds.spec import FeedSpec, source_of_spec, specs_of
+from reflex_runtime.feeds.stages.tracking import TrackStage
+from reflex_runtime.feeds.stages.zones import ZoneStage
 
 __all__ = [
     "AnnotatedVideo",
@@ -23,17 +26,22 @@ __all__ = [
     "MqttPublisher",
     "Pipeline",
     "Result",
+    "ResultArrays",
     "ResultOutput",
     "Runtime",
     "SinkError",
     "Source",
     "SourceError",
     "StopReport",
+    "TrackStage",
     "Webhook",
+    "ZoneStage",
     "mqtt_address",
     "processor_of",
     "source_of",
     "source_of_spec",
     "specs_of",
+    "to_arrays",
+    "to_supervision",
     "webhook_address",
 ]

@@ -134,7 +134,7 @@ class Capture:
         self._ledger.read(frame)
         left_out = self._queue.put(frame)
         if left_out is not None:
-            self._ledger.drop("stopped" if left_out is frame else "overrun")
+            self._ledger.drop("stopped") if left_out is frame else self._ledger.overrun()
 
     def _prepared(self, image: NDArray[np.uint8]) -> Any:
         """None if it fails: then the thread that submits the frame does it again, and counts it as failed."""

@@ -24,7 +24,7 @@ from reflex_runtime.core.errors import (
 from reflex_runtime.drivers.device import Clock
 from reflex_runtime.feeds.capture import Pause
 from reflex_runtime.feeds.frame import Frame
-from reflex_runtime.feeds.pipeline import Pipeline, Result, SubmitHandle
+from reflex_runtime.feeds.pipeline import Pipeline, Result, SubmitHandle, name_of
 from reflex_runtime.feeds.queue import FrameQueue
 from reflex_runtime.feeds.snapshot import Ledger
 from reflex_runtime.pacing import Throttle
@@ -49,6 +49,12 @@ _REASONS: tuple[tuple[type[ReflexError] | tuple[type[ReflexError], ...], str], .
 def reason_of(error: Exception) -> str:
     """The reason in `DROPS` for a frame with this error at the batch point."""
     return next((reason for kind, reason in _REASONS if isinstance(error, kind)), "failed")
+
+
+class StageFailed(ReflexError):
+    """A stage of a feed failed on a frame."""
+
+    code = "stage_failed"
 
 
 class _Out(Exception):
@@ -154,7 +160,7 @@ class Consumer:
         self._time_left(frame)
         prepared = frame
         for before in self._pipeline.before:
-            stepped = before(prepared)
+            stepped = self._staged(before, prepared, Frame)
             if stepped is None:
                 raise _Out("skipped")
             prepared = stepped
@@ -169,8 +175,23 @@ class Consumer:
         result: Result | None = Result(prepared, self._name, value, answered - frame.captured)
         for after in self._pipeline.after:
             if result is not None:
-                result = after(result)
+                result = self._staged(after, result, Result)
         return answered, result
+
+    def _staged(self, stage: Callable[[Any], Any], item: Any, kind: type[Any]) -> Any:
+        """What a stage makes of an item. Its time and its failures are counted; its error names it."""
+        name, began, failed = name_of(stage), self._clock(), True
+        self._ledger.stage_begins()
+        try:
+            made = stage(item)
+            if made is not None and not isinstance(made, kind):
+                raise TypeError(f"returned {type(made).__name__}, must return a {kind.__name__} or None")
+            failed = False
+        except Exception as error:
+            raise StageFailed(f"stage {name}: {type(error).__name__}: {error}") from error
+        finally:
+            self._ledger.stage_ended(name, self._clock() - began, failed)
+        return made
 
     def _time_left(self, frame: Frame) -> float | None:
         """Seconds until it is too old, None without a limit. Raises _Out if it is."""

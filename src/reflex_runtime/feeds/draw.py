@@ -28,8 +28,8 @@ _SHORT = 40  # characters of a text that is kept as drawn
 def annotated(image: NDArray[np.uint8], value: Any, caption: str = "") -> NDArray[np.uint8]:
     """A copy of a picture (RGB [h, w, 3]) with what a result says drawn on it.
 
-    value: a mapping; boxes ([[x0, y0, x1, y1], ...] in pixels) with labels and scores beside them, keypoints and masks
-    (see docs/feeds.md), text in the corner. What is missing or has another form is left out.
+    value: a mapping; boxes ([[x0, y0, x1, y1], ...] in pixels) with labels, scores and tracker_ids beside them,
+    keypoints and masks (see docs/feeds.md), text in the corner. What is missing or has another form is left out.
     caption: a line in the other corner, on a darkened ground, under the boxes; too long, it loses its beginning.
     """
     picture = Image.fromarray(image)
@@ -124,6 +124,9 @@ def _words(value: Mapping[Any, Any], i: int) -> tuple[str, Colour]:
     label = labels[i] if i < len(labels) else None
     score = scores[i] if i < len(scores) else None
     words = " ".join([*([] if label is None else [str(label)]), *([] if score is None else [_number(score)])])
+    tracks = _items(value.get("tracker_ids"))
+    if i < len(tracks) and tracks[i] is not None:
+        words = f"{words} #{tracks[i]}".lstrip()
     mixed = zlib.crc32(str(label).encode()) >> 16
     return words, COLOURS[mixed % len(COLOURS)]
 

@@ -236,6 +236,8 @@ class Feed:
             restarts=self._capture.restarts,
             total=self._capture.total,
             corrupt=getattr(self._source, "corrupt", 0),  # a source may not know it
+            zones=self._counts("zone_counts"),
+            lines=self._counts("line_counts"),
             **self._ledger.figures(self._clock()),
         )
 
@@ -245,6 +247,10 @@ class Feed:
         taken_rarely = self.config.every > 1 or self.config.fps > 0.0
         lately = taken_rarely and self._clock() - self._capture.latest < after
         return self._capture.state == "running" and not lately
+
+    def _counts(self, kind: str) -> dict[str, Any]:
+        """What its stages count, by name."""
+        return {name: n for stage in self.pipeline.after for name, n in getattr(stage, kind, {}).items()}
 
     # -- its threads ---------------------------------------------------------------------------------------------------
 

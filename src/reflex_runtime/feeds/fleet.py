@@ -19,6 +19,7 @@ from reflex_runtime.feeds.replaceable import DetectorVersion, ReplaceableDetecto
 from reflex_runtime.feeds.runtime import Runtime
 from reflex_runtime.feeds.source import Source
 from reflex_runtime.feeds.spec import PER_FEED, FeedSpec, set_in, source_of_spec, spec_of
+from reflex_runtime.feeds.stages.opening import stages_of
 from reflex_runtime.feeds.video import without_secrets
 
 MOST: Final = 256  # feeds of a run to which some are added
@@ -134,7 +135,7 @@ class Fleet:
         self._runtime.feed(
             spec.name,
             source,
-            Pipeline(batch=self._coordinator, region=spec.region),
+            Pipeline(batch=self._coordinator, after=stages_of(spec.config), region=spec.region),
             self._sinks(spec),
             **spec.options(source.live),
         )

@@ -67,10 +67,23 @@ def source_of(
 
 def processor_of(text: str) -> BatchProcessor:
     """The batch processor that MODULE:NAME names: an object, or a class or function that makes one."""
-    module, _, name = text.partition(":")
     flag = f"--processor={one_line(text)}"
+    found = imported(text, flag, "mypkg.vision:Detector")
+    if not inspect.isclass(found) and not inspect.isfunction(found):
+        return _checked(found, flag)
+    try:
+        return _checked(found(), flag)
+    except ConfigError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise ConfigError(f"{flag}: cannot be made: {told(error)}") from error
+
+
+def imported(text: str, flag: str, example: str) -> Any:
+    """What MODULE:NAME names, from the current directory or installed. Raises ConfigError, which begins with `flag`."""
+    module, _, name = text.partition(":")
     if not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*", text):
-        raise ConfigError(f"{flag}: must be MODULE:NAME, such as mypkg.vision:Detector")
+        raise ConfigError(f"{flag}: must be MODULE:NAME, such as {example}")
     if "" not in sys.path:
         sys.path.insert(0, "")  # a file beside you, as `python -m` finds it
     try:
@@ -82,14 +95,7 @@ def processor_of(text: str) -> BatchProcessor:
             found = getattr(found, part)
     except AttributeError:
         raise ConfigError(f"{flag}: {module} has no {name}") from None
-    if not inspect.isclass(found) and not inspect.isfunction(found):
-        return _checked(found, flag)
-    try:
-        return _checked(found(), flag)
-    except ConfigError:
-        raise
-    except (Exception, SystemExit) as error:
-        raise ConfigError(f"{flag}: cannot be made: {told(error)}") from error
+    return found
 
 
 def _checked(made: Any, flag: str) -> BatchProcessor:

@@ -75,7 +75,8 @@ class Pipeline:
         where they are in the whole picture, which stages and sinks get.
     after: each gets a result and returns it or another one; None keeps it from the sinks.
 
-    A stage that raises loses that frame only. Stages may keep state, so a pipeline belongs to one feed, unless all its
+    A stage that raises loses that frame only, and is named in the error: by its attribute `name`, or as it is called in
+    its module. Stages may keep state, so a pipeline belongs to one feed, unless all its
     stages are plain functions. To give many feeds the same stages, pass a function that makes a pipeline.
     """
 
@@ -123,6 +124,15 @@ class Pipeline:
         """Whether several feeds may use it: nothing in it can remember a frame."""
         stages = [*self.before, *self.after, *([] if self.view is None else [self.view])]
         return all(_is_plain(stage) for stage in stages)
+
+
+def name_of(stage: object) -> str:
+    """What a stage is called in errors and figures."""
+    name = getattr(stage, "name", None)
+    if isinstance(name, str) and name:
+        return name
+    named = stage if inspect.isroutine(stage) or inspect.isclass(stage) else type(stage)
+    return str(getattr(named, "__qualname__", named)).rpartition("<locals>.")[2]
 
 
 def _is_plain(stage: object) -> bool:

@@ -69,6 +69,14 @@ def _of(names: Iterable[str]) -> Callable[[Any], dict[str, float]]:
     return lambda figures: {name: getattr(figures, name) for name in names}
 
 
+def _stages(what: str) -> Callable[[FeedSnapshot], dict[str, float]]:
+    return lambda feed: {name: getattr(figures, what) for name, figures in feed.stages.items()}
+
+
+def _crossed(way: str) -> Callable[[FeedSnapshot], dict[str, float]]:
+    return lambda feed: {name: counts[way] for name, counts in feed.lines.items()}
+
+
 def _admissions(figures: BatchMetrics) -> dict[str, float]:
     refused = _of(REFUSALS)(figures)
     return {"admitted": figures.submitted - sum(refused.values())} | refused
@@ -94,6 +102,12 @@ _OF_FEEDS = (
     SeriesRow("reflex_feed_restarts_total", "Times the source was opened again", lambda f: f.restarts),
     SeriesRow("reflex_feed_sink_errors_total", "Results on which a sink failed", lambda f: f.sink_errors),
     SeriesRow("reflex_feed_corrupt_total", "Packets that could not be decoded", lambda f: f.corrupt),
+    SeriesRow("reflex_feed_stage_runs_total", "Frames that a stage got", _stages("runs"), "stage"),
+    SeriesRow("reflex_feed_stage_errors_total", "Frames on which a stage failed", _stages("errors"), "stage"),
+    SeriesRow("reflex_feed_stage_seconds_total", "Time in a stage", _stages("seconds"), "stage"),
+    SeriesRow("reflex_feed_zone_count", "Boxes in a zone, in the last frame", lambda f: f.zones, "zone"),
+    SeriesRow("reflex_feed_line_in_total", "Objects that crossed a line inwards", _crossed("in"), "line"),
+    SeriesRow("reflex_feed_line_out_total", "Objects that crossed a line outwards", _crossed("out"), "line"),
 )
 _OF_COORDINATORS = (
     SeriesRow("reflex_feed_batch_submissions_total", "Submissions, admitted or refused", _admissions, "outcome"),

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from reflex_runtime.feeds.frame import Frame
@@ -19,6 +19,7 @@ from reflex_runtime.telemetry.batch_metrics import BatchMetrics, Durations, Time
 
 DROPS = {
     "overrun": "a newer frame took its place in the queue",
+    "slow_stage": "the same, while a stage of the feed worked on an earlier frame",
     "stale": "it was older than max_age before it was answered",
     "queue_full": "the coordinator's queue was full",
     "in_flight": "the feed had as many frames in flight as it may",
@@ -29,6 +30,15 @@ DROPS = {
     "stopped": "the feed was stopped before its turn came",
 }
 RATE_S = 2.0  # seconds that a feed's fps is taken over
+
+
+@dataclass(frozen=True, slots=True)
+class StageFigures:
+    """One stage of a feed. runs: frames that it got. errors: of these, on which it failed. seconds: in it, in all."""
+
+    runs: int = 0
+    errors: int = 0
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +53,8 @@ class FeedSnapshot:
     latency: from a frame's capture to its answer. restarts: how often the source was opened again. error: the last one.
     sink_errors: results on which a sink failed; they count as processed. total: frames the source says it has, or None.
     position: pts of the last answered frame. resolution: width and height of the last frame read. corrupt: packets and
-    pictures that the source could not decode, and which are in none of the figures above.
+    pictures that the source could not decode, and which are in none of the figures above. stages: those of its
+    pipeline, by name. zones: boxes in each, in the last frame. lines: objects that crossed each, `in` and `out`.
     """
 
     name: str
@@ -65,6 +76,9 @@ class FeedSnapshot:
     position: float | None = None
     resolution: tuple[int, int] | None = None
     corrupt: int = 0
+    stages: Mapping[str, StageFigures] = field(default_factory=dict)
+    zones: Mapping[str, int] = field(default_factory=dict)
+    lines: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
         values = {f.name: getattr(self, f.name) for f in fields(self)}
@@ -72,6 +86,7 @@ class FeedSnapshot:
             "drops": dict(self.drops),
             "latency": self.latency.as_dict(),
             "resolution": None if self.resolution is None else list(self.resolution),
+            "stages": {name: asdict(figures) for name, figures in self.stages.items()},
         }
 
 
@@ -109,6 +124,8 @@ class Ledger:
         self._position: float | None = None
         self._resolution: tuple[int, int] | None = None
         self._error: str | None = None
+        self._stages: dict[str, StageFigures] = {}
+        self._in_stage = False
 
     @property
     def read_so_far(self) -> int:
@@ -135,6 +152,21 @@ class Ledger:
         with self._lock:
             self._waiting -= count
             self._drops[reason] += count
+
+    def overrun(self) -> None:
+        """A frame left the queue for a newer one."""
+        self.drop("slow_stage" if self._in_stage else "overrun")
+
+    def stage_begins(self) -> None:
+        """The pipeline's thread is in a stage."""
+        self._in_stage = True
+
+    def stage_ended(self, name: str, seconds: float, failed: bool) -> None:
+        """It is out of it."""
+        self._in_stage = False
+        with self._lock:
+            was = self._stages.get(name, StageFigures())
+            self._stages[name] = StageFigures(was.runs + 1, was.errors + failed, was.seconds + seconds)
 
     def answered(self, frame: Frame, now: float) -> None:
         """A frame went all the way."""
@@ -171,6 +203,7 @@ class Ledger:
                 "position": self._position,
                 "resolution": self._resolution,
                 "error": self._error,
+                "stages": dict(self._stages),
             }
             latency = self._latency.take()
         return figures | {"latency": latency()}

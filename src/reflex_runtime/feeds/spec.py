@@ -23,8 +23,9 @@ from reflex_runtime.options import convert, did_you_mean, hints_of, one_line
 from reflex_runtime.sources import read_toml
 
 PER_FEED = (
-    "realtime", "loop", "max_age_ms", "restarts", "read_timeout_s", "every", "fps", "rotate", "roi", "hwaccel"
+    "realtime", "loop", "max_age_ms", "restarts", "read_timeout_s", "every", "fps", "rotate", "roi", "hwaccel",
 )  # fmt: skip
+_OF_STAGES = ("track", "track_score", "zone", "line", "stage")  # of a feed in a file
 _DRAWN = ("chaos:", "shapes:", "markers:")
 _FILE, _PLAYED, _FOLDER = "a file without realtime", "a file", "a directory of pictures"
 _DRAWN_KIND, _CAMERA = "drawn", "a camera"
@@ -147,7 +148,7 @@ def _of_file(file: Path, config: FeedsConfig, more: Mapping[str, Mapping[str, st
                 raise ConfigError(f"{where}: {key}: must be there, and be text")
         own = {key.replace("-", "_"): value for key, value in table.items() if key not in ("name", "source")}
         own |= more.get(table["name"], {})
-        yield _spec(table["name"], table["source"], set_in(config, own, PER_FEED, f"{where}: "), own.keys(), where)
+        yield _spec(table["name"], table["source"], set_in(config, own, (*PER_FEED, *_OF_STAGES), f"{where}: "), own.keys(), where)
 
 
 def spec_of(name: str, source: str, own: Mapping[str, Any], config: FeedsConfig) -> FeedSpec:

@@ -115,5 +115,7 @@ def _feed(feed: FeedSnapshot) -> dict[str, Any]:
         "restarts": feed.restarts,
         "sink_errors": feed.sink_errors,
         "corrupt": feed.corrupt,
+        "zones": feed.zones,
+        "lines": feed.lines,
         "error": (feed.error or "")[:ERROR],
     }

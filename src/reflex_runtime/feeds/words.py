@@ -147,6 +147,23 @@ def seconds(value: float | None) -> str:
     return f"{1e3 * value:.0f} ms" if value < 1.0 else f"{value:.1f} s" if value < 99.95 else f"{value:.0f} s"
 
 
+def line_of_counts(feed: FeedSnapshot) -> str:
+    """What a feed's zones and lines count, in a line; empty without any."""
+    zones = [f"{count} in {name}" for name, count in feed.zones.items()]
+    lines = [f"{name} crossed {counts['in']} in, {counts['out']} out" for name, counts in feed.lines.items()]
+    return f"{feed.name}: {'; '.join(zones + lines)}" if zones or lines else ""
+
+
+def line_of_stages(feed: FeedSnapshot) -> str:
+    """The stage for which a feed dropped frames, in a line; empty if none did."""
+    lost = feed.drops.get("slow_stage", 0)
+    if not lost or not feed.stages:
+        return ""
+    name, slowest = max(feed.stages.items(), key=lambda stage: stage[1].seconds)
+    each = seconds(slowest.seconds / max(1, slowest.runs))
+    return f"{feed.name}: {frames(lost)} dropped while a stage ran; {name} takes {each} a frame"
+
+
 def line_of_output(output: OutputSnapshot) -> str:
     """What became of the results that an output got, in a line."""
     waiting = f", {output.waiting} waiting" if output.waiting else ""
