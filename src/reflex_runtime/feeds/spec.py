@@ -148,7 +148,8 @@ def _of_file(file: Path, config: FeedsConfig, more: Mapping[str, Mapping[str, st
                 raise ConfigError(f"{where}: {key}: must be there, and be text")
         own = {key.replace("-", "_"): value for key, value in table.items() if key not in ("name", "source")}
         own |= more.get(table["name"], {})
-        yield _spec(table["name"], table["source"], set_in(config, own, (*PER_FEED, *_OF_STAGES), f"{where}: "), own.keys(), where)
+        settings = set_in(config, own, (*PER_FEED, *_OF_STAGES), f"{where}: ")
+        yield _spec(table["name"], table["source"], settings, own.keys(), where)
 
 
 def spec_of(name: str, source: str, own: Mapping[str, Any], config: FeedsConfig) -> FeedSpec:
