@@ -84,6 +84,22 @@ class Model(ToyRunner):
             assert self.changed.wait_for(lambda: len(self.sizes) > seen and self.inside, PATIENCE)
 
 
+class Speaker(Model):
+    """A model that always says the same, whatever the prompt."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self._text, self._begin = text.encode() + bytes(1), 0
+
+    def forward(self, step: Step) -> Any:
+        logits = super().forward(step)
+        if len(step.token_ids) > 1:
+            self._begin = int(step.positions[-1])
+        at = int(step.positions[-1]) - self._begin
+        logits[-1, self._text[min(at, len(self._text) - 1)]] = 1000.0
+        return logits
+
+
 class Log:
     """A sink that keeps everything and can be waited for from another thread."""
 

@@ -34,9 +34,9 @@ def before_call(context: Any, case: Any, kwargs: Any) -> None:
     if isinstance(limit, int | float) and not isinstance(limit, bool) and 0 < limit < 60_000:
         body["deadline_ms"] = 60_000
     _few(body, "n", 128, 1 if isinstance(body.get("prompt"), list) else 2)
-    for name in ("max_tokens", "max_completion_tokens"):
+    for name in ("max_tokens", "max_completion_tokens", "max_output_tokens"):
         _few(body, name, 8191, 3)
-        if "messages" in body and body.get(name) is None:
+        if _given(case, name) and body.get(name) is None:
             body[name] = 3
     if isinstance(body.get("min_tokens"), int | float) and body["min_tokens"] <= 8191:
         body["min_tokens"] = min(1, body["min_tokens"])
@@ -46,8 +46,12 @@ def before_call(context: Any, case: Any, kwargs: Any) -> None:
         body[name] = _form(body[name])
     if body.get("structured_outputs") is not None and body.get("response_format") is not None:
         body["response_format"] = None
+    if body.get("structured_outputs") is not None and isinstance(body.get("text"), dict):
+        body["text"].pop("format", None)
     if isinstance(messages := body.get("messages"), list) and 100 < len(messages) <= 10_000:
         body["messages"] = messages[:3]  # all of them are more than the model's context holds
+    if isinstance(items := body.get("input"), list) and 100 < len(items) <= 10_000:
+        body["input"] = items[:3]
     for message in messages if isinstance(messages, list) else ():
         for call in _list(message, "tool_calls"):
             function = call.get("function") if isinstance(call, dict) else None
@@ -62,6 +66,13 @@ def before_call(context: Any, case: Any, kwargs: Any) -> None:
         body["stream"] = True
     if isinstance(body.get("top_logprobs"), int | float) and body.get("logprobs") in (None, False):
         body["logprobs"] = True
+
+
+def _given(case: Any, name: str) -> bool:
+    """Whether the endpoint has the field, and has no small default of its own."""
+    return {
+        "/v1/chat/completions": name != "max_output_tokens", "/v1/responses": name == "max_output_tokens"
+    }.get(case.path, False)  # fmt: skip
 
 
 def _list(value: Any, name: str) -> list[Any]:

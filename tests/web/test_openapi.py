@@ -75,7 +75,7 @@ def test_h7_so_is_one_with_two_policies_and_a_key(pair: Pair, tmp_path: Path) ->
 @pytest.mark.timeout(600)  # minutes on a busy machine
 def test_h7_a_model_server_is_as_it_is_described(tmp_path: Path) -> None:
     with Toy(max_queue=20) as server:
-        tried(tmp_path, server.port)
+        tried(tmp_path, server.port, "--exclude-path", "/v1/messages/count_tokens")  # the fields of /v1/messages
         docs = server.get("/docs")
         assert (docs.status, docs.headers["content-type"]) == (200, "text/html; charset=utf-8")
         assert all(path.encode() in docs.body for path in described(server)["paths"])

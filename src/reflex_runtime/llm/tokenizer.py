@@ -28,6 +28,7 @@ _MARKS: Final = re.compile(r"\{%([-+]?)\s*(?:end)?generation\s*([-+]?)%\}")
 _BEFORE: Final = 8  # tokens of a prompt that say how its text ends: a character has at most four
 _LIKELY: Final = 8  # a text of so many characters for each token that fits is hardly ever one that fits
 _PIECE: Final = 4096  # characters
+END_OF_THOUGHT: Final = "</think>"
 _PER_CUT: Final = 64  # tokens that a cut may add, at the very most
 _SPECIAL: Final = ("bos_token", "eos_token", "pad_token", "unk_token")
 
@@ -44,11 +45,12 @@ class Conversation:
 
 class Tokenizer(Protocol):
     """What the engine needs. Ids run from 0 to vocab_size - 1; any of eos_token_ids ends an answer. tool_format: how
-    the model writes calls of tools; None: it knows none."""
+    the model writes calls of tools; None: it knows none. reasons: whether its template marks thoughts."""
 
     eos_token_ids: frozenset[int]
     vocab_size: int
     tool_format: ToolFormat | None
+    reasons: bool
 
     def encode(self, text: str, most: int | None = None) -> list[int]:
         """The ids of a prompt to be completed, with the token that begins a text where the model wants one.
@@ -85,6 +87,7 @@ class HFTokenizer:
         """core: a `tokenizers.Tokenizer`. Use `load`."""
         self._core, self._file, self._template = core, file, template
         self.tool_format = None if template is None else format_of(template.source)
+        self.reasons = template is not None and END_OF_THOUGHT in template.source
         self._special = {key: text for key in _SPECIAL if (text := _text(settings.get(key))) is not None}
         self._bos = core.token_to_id(self._special["bos_token"]) if "bos_token" in self._special else None
         self._add_bos: bool | None = settings.get("add_bos_token")

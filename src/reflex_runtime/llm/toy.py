@@ -31,6 +31,7 @@ class ByteTokenizer:
     vocab_size = 256
     eos_token_ids: frozenset[int] = frozenset({0})
     tool_format: ToolFormat | None = "hermes"
+    reasons = True
 
     def encode(self, text: str, most: int | None = None) -> list[int]:
         return list(text.encode())

@@ -37,9 +37,11 @@ def finished(title: str, paths: dict[str, Any], schemas: dict[str, Any], unguard
     return json.dumps(body, indent=1).encode()
 
 
-def failures(texts: Mapping[str, str], *codes: str, but: Sequence[str] = ()) -> dict[str, Any]:
-    """The error answers with these codes. texts: what each means. but: codes to leave out."""
-    content = {JSON_TYPE: {"schema": {"$ref": "#/components/schemas/Error"}}}
+def failures(
+    texts: Mapping[str, str], *codes: str, but: Sequence[str] = (), error: str = "Error"
+) -> dict[str, Any]:
+    """The error answers with these codes. texts: what each means. but: codes to leave out. error: their schema."""
+    content = {JSON_TYPE: {"schema": {"$ref": f"#/components/schemas/{error}"}}}
     return {code: {"description": texts[code], "content": content} for code in codes if code not in but}
 
 

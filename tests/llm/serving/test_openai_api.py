@@ -14,9 +14,8 @@ import pytest
 
 from reflex_runtime.core.errors import ConfigError, TooLarge
 from reflex_runtime.llm import LLMEngine, SamplingParams, constraint
-from reflex_runtime.llm.runner import Step
 from reflex_runtime.llm.toy import ByteTokenizer
-from serving.openai_toy import Model, Toy
+from serving.openai_toy import Model, Speaker, Toy
 
 GREEDY = {"model": "toy", "temperature": 0}
 
@@ -519,22 +518,6 @@ TOOLS: list[Any] = [
     },
     {"type": "function", "function": {"name": "stop", "parameters": {"type": "object", "maxProperties": 0}}},
 ]
-
-
-class Speaker(Model):
-    """A model that always says the same, whatever the prompt."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self._text, self._begin = text.encode() + bytes(1), 0
-
-    def forward(self, step: Step) -> Any:
-        logits = super().forward(step)
-        if len(step.token_ids) > 1:
-            self._begin = int(step.positions[-1])
-        at = int(step.positions[-1]) - self._begin
-        logits[-1, self._text[min(at, len(self._text) - 1)]] = 1000.0
-        return logits
 
 
 def test_l9_a_call_reaches_the_client_and_its_result_the_model() -> None:

@@ -6,7 +6,6 @@ An `Answer` takes every output of every choice and makes what is sent: `chunk` a
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from typing import Any, NamedTuple
 
@@ -14,28 +13,15 @@ import msgspec
 
 from reflex_runtime.core.errors import InFlightCapReached, QueueFull, ReflexError, TooLarge
 from reflex_runtime.ipc.engine import Output
+from reflex_runtime.llm.reasoning import Thought
 from reflex_runtime.llm.serving.refusals import BadRequest, ModelNotFound
+from reflex_runtime.llm.serving.replies import Reply, Usage
 from reflex_runtime.llm.serving.tool_fields import CalledFunction, CalledTool
-from reflex_runtime.llm.tools import ToolParser
+from reflex_runtime.llm.tools import ToolCall
 from reflex_runtime.web.errors import Unauthorized, api_error
 
 DONE = b"data: [DONE]\n\n"
 _encode = msgspec.json.Encoder().encode
-
-
-class Cached(msgspec.Struct):
-    """cached_tokens: of the prompts, that the prefix cache had."""
-
-    cached_tokens: int
-
-
-class Usage(msgspec.Struct):
-    """A prompt counts once, however many choices it has."""
-
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-    prompt_tokens_details: Cached
 
 
 class TextLogprobs(msgspec.Struct):
@@ -90,6 +76,7 @@ class ChatMessage(msgspec.Struct):
     content: str | None
     refusal: None = None
     tool_calls: list[CalledTool] | msgspec.UnsetType = msgspec.UNSET
+    reasoning_content: str | msgspec.UnsetType = msgspec.UNSET
 
 
 class ChatChoice(msgspec.Struct):
@@ -107,6 +94,7 @@ class Delta(msgspec.Struct, omit_defaults=True):
     role: str | None = None
     content: str | None = None
     tool_calls: list[PartOfCall] | None = None
+    reasoning_content: str | None = None
 
 
 class DeltaChoice(msgspec.Struct):
@@ -130,40 +118,24 @@ class Body(msgspec.Struct):
 
 
 class Answer:
-    """The answer to one request, of `n` choices.
+    """The answer to one request of /v1/completions, or of /v1/chat/completions (`chat`). See `Writer`."""
 
-    chat: whether it is a conversation. token: the text of a token id, for logprobs. usage_last: whether a stream tells
-    its usage at the end. echoes: texts with which the choices of /v1/completions begin, one each.
-    """
-
-    def __init__(
-        self,
-        id: str,
-        model: str,
-        chat: bool,
-        n: int,
-        token: Callable[[int], str],
-        logprobs: bool,
-        usage_last: bool,
-        echoes: Seq[str] = (),
-    ) -> None:
-        self._chat, self._token, self._logprobs, self._usage_last = chat, token, logprobs, usage_last
-        self._head = (("chatcmpl-" if chat else "cmpl-") + id, int(time.time()), model)
+    def __init__(self, reply: Reply, chat: bool) -> None:
+        self._reply, self._chat, self._token = reply, chat, reply.token
+        asked, n = reply.asked, reply.choices
+        self._logprobs, self._usage_last = asked.params.logprobs is not None, asked.include_usage
+        self._head = (("chatcmpl-" if chat else "cmpl-") + reply.id, int(time.time()), asked.model)
         kind = "chat.completion.chunk" if chat else "text_completion"
         before, _, _ = _encode(Body(self._head[0], kind, *self._head[1:], [])).rpartition(b"]")
         self._before = b"data: " + before  # all events begin and end alike
-        self._after = b'],"usage":null}\n\n' if usage_last else b"]}\n\n"
+        self._after = b'],"usage":null}\n\n' if self._usage_last else b"]}\n\n"
         self._begun = [False] * n
-        self._echoes = dict(enumerate(echoes))
+        self._echoes = dict(enumerate(reply.echoes))
         self._texts: list[list[str]] = [[] for _ in range(n)]
         self._lengths = [0] * n
         self._told: list[Any] = [self._no_logprobs() for _ in range(n)]
         self._finish: list[str | None] = [None] * n
-        self._parsers: list[ToolParser] = []
-
-    def read_tools(self, parser: Callable[[], ToolParser]) -> None:
-        """Read calls of tools out of the text. parser: makes one, for each choice."""
-        self._parsers = [parser() for _ in self._begun]
+        self._readers = [] if reply.reader is None else [reply.reader() for _ in range(n)]
 
     @property
     def id(self) -> str:
@@ -195,15 +167,18 @@ class Answer:
                 events += self._parts(index, output, logprobs)
         return b"".join(events)
 
-    def end(self, usage: Usage) -> bytes:
-        told = self._before + b'],"usage":' + _encode(usage) + b"}\n\n" if self._usage_last else b""
+    def end(self) -> bytes:
+        told = self._before + b'],"usage":' + _encode(self._reply.usage()) + b"}\n\n" if self._usage_last else b""
         return told + DONE
+
+    def failed(self, error: ReflexError) -> bytes:
+        return b"data: " + error_body(error) + b"\n\n"
 
     def _parts(self, index: int, output: Output, logprobs: Any) -> list[bytes]:
         if not self._chat:
             return [self._event(TextChoice(output.text, index, logprobs, output.finish))]
         said = bool(output.text) or logprobs is not None
-        deltas = self._deltas(index, output) if self._parsers else [Delta(content=output.text)] if said else []
+        deltas = self._deltas(index, output) if self._readers else [Delta(content=output.text)] if said else []
         if logprobs is not None and not deltas:
             deltas = [Delta(content="")]
         parts = [DeltaChoice(index, delta, None if i else logprobs, None) for i, delta in enumerate(deltas)]
@@ -213,23 +188,23 @@ class Answer:
 
     def _deltas(self, index: int, output: Output) -> list[Delta]:
         """What is complete of texts and calls with this output."""
-        parser = self._parsers[index]
-        number = parser.called
-        found = parser.feed(output.text) + (parser.end() if output.finish is not None else [])
-        deltas = []
-        for one in found:
-            if isinstance(one, str):
-                deltas.append(Delta(content=one))
+        reader = self._readers[index]
+        number, deltas = reader.called, []
+        for part in reader.feed(output.text, output.finish is not None):
+            if isinstance(part, str):
+                deltas.append(Delta(content=part))
+            elif isinstance(part, Thought):
+                deltas.append(Delta(reasoning_content=part.text))
             else:
-                function = CalledFunction(one.name, one.arguments)
-                deltas.append(Delta(tool_calls=[PartOfCall(one.id, function, index=number)]))
+                function = CalledFunction(part.name, part.arguments)
+                deltas.append(Delta(tool_calls=[PartOfCall(part.id, function, index=number)]))
                 number += 1
         return deltas
 
     def _finished(self, index: int) -> str | None:
         """Why a choice ended: an answer that calls tools did so to call them."""
         finish = self._finish[index]
-        return "tool_calls" if finish == "stop" and self._parsers and self._parsers[index].called else finish
+        return "tool_calls" if finish == "stop" and self._readers and self._readers[index].called else finish
 
     def _event(self, choice: Any) -> bytes:
         return self._before + _encode(choice) + self._after
@@ -245,7 +220,7 @@ class Answer:
             self._texts[index].append(output.text)
             self._finish[index] = output.finish
 
-    def whole(self, usage: Usage) -> bytes:
+    def whole(self) -> bytes:
         """The body of an answer that is not streamed."""
         choices: list[Any] = []
         for index, (pieces, told, finish) in enumerate(zip(self._texts, self._told, self._finish, strict=True)):
@@ -257,18 +232,22 @@ class Answer:
                 choices.append(TextChoice(text, index, logprobs, finish))
         id, created, model = self._head
         kind = "chat.completion" if self._chat else "text_completion"
-        return _encode(Body(id, kind, created, model, choices, usage))
+        return _encode(Body(id, kind, created, model, choices, self._reply.usage()))
 
     def _message(self, index: int, text: str) -> ChatMessage:
-        if not self._parsers:
+        if not self._readers:
             return ChatMessage("assistant", text)
-        parser = self._parsers[index]
-        found = parser.feed(text) + parser.end()
-        said = "".join(one for one in found if isinstance(one, str))
-        calls = [
-            CalledTool(one.id, CalledFunction(one.name, one.arguments)) for one in found if not isinstance(one, str)
-        ]
-        return ChatMessage("assistant", said or None, tool_calls=calls) if calls else ChatMessage("assistant", said)
+        parts = self._readers[index].feed(text, last=True)
+        said = "".join(part for part in parts if isinstance(part, str))
+        thought = "".join(part.text for part in parts if isinstance(part, Thought))
+        made = [part for part in parts if isinstance(part, ToolCall)]
+        calls = [CalledTool(call.id, CalledFunction(call.name, call.arguments)) for call in made]
+        message = ChatMessage("assistant", (said or None) if calls else said)
+        if calls:
+            message.tool_calls = calls
+        if thought:
+            message.reasoning_content = thought
+        return message
 
     # -- logprobs ------------------------------------------------------------------------------------------------------
 

@@ -38,24 +38,10 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     include_obfuscation: bool | None = None
 
 
-class CommonFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """What both kinds of request may say. null counts as absent."""
+class MoreFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """What every kind of request may say beyond its API, and a seed."""
 
-    model: str
-    n: Whole | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    stop: str | list[str] | None = None
     seed: Whole | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    max_tokens: Whole | None = None
-    user: str | None = None
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
-    response_format: ResponseFormat | None = None
-    # theirs no more
     top_k: Whole | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
@@ -66,6 +52,29 @@ class CommonFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     structured_outputs: StructuredOutputs | None = None
     priority: Literal["urgent", "default", "background"] | None = None
     deadline_ms: float | None = None
+
+
+def further(fields: MoreFields) -> dict[str, Any]:
+    """What a request says beyond its API."""
+    return {name: getattr(fields, name) for name in MoreFields.__struct_fields__}
+
+
+class CommonFields(MoreFields, kw_only=True):
+    """What completions and chats may say. null counts as absent."""
+
+    model: str
+    n: Whole | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    stop: str | list[str] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    max_tokens: Whole | None = None
+    user: str | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    response_format: ResponseFormat | None = None
 
 
 class CompletionFields(CommonFields, kw_only=True):
@@ -90,7 +99,7 @@ class Message(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     function_call: Any = None
     tool_calls: list[CalledTool] | None = None
     tool_call_id: str | None = None
-    reasoning_content: Any = None
+    reasoning_content: str | None = None
 
 
 class ChatFields(CommonFields, kw_only=True):
@@ -122,7 +131,7 @@ class ChatFields(CommonFields, kw_only=True):
     web_search_options: Any = None
 
 
-OF_ANSWERS = ("refusal", "annotations", "audio", "function_call", "reasoning_content")  # in a message
+OF_ANSWERS = ("refusal", "annotations", "audio", "function_call")  # in a message
 # Values without effect, of fields that are not supported. None and empty values have none either.
 PLAIN: dict[str, tuple[Any, ...]] = {
     "suffix": (),

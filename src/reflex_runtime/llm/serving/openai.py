@@ -11,7 +11,7 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import replace
 from functools import partial
-from typing import Any, Final, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 from urllib.parse import unquote
 
 from msgspec.structs import replace as changed
@@ -21,16 +21,21 @@ from reflex_runtime.core.errors import ConfigError, Expired, ReflexError, TooLar
 from reflex_runtime.drivers.stream import Bell
 from reflex_runtime.ipc.engine import OutputStream
 from reflex_runtime.llm.constraint import Matcher
+from reflex_runtime.llm.reasoning import ThoughtParser, in_thought
 from reflex_runtime.llm.sampling_defaults import SamplingDefaults
+from reflex_runtime.llm.serving import message_answers, messages, responses, tokens
 from reflex_runtime.llm.serving import reading as wire
-from reflex_runtime.llm.serving import tokens
-from reflex_runtime.llm.serving.answers import Answer, Cached, Usage, error_body, told
+from reflex_runtime.llm.serving.answers import Answer, error_body, told
 from reflex_runtime.llm.serving.generation import Generator, merged
+from reflex_runtime.llm.serving.message_answers import MessageAnswer
 from reflex_runtime.llm.serving.openapi import document
 from reflex_runtime.llm.serving.refusals import BadRequest, ModelNotFound, too_deep
+from reflex_runtime.llm.serving.replies import Cached, Dialect, PartReader, Reply, Usage, Writer
+from reflex_runtime.llm.serving.response_answers import ResponseAnswer
 from reflex_runtime.llm.serving.served_model import Open, ServedModel
 from reflex_runtime.llm.serving.spans import GenerationSpans, asked_in, first_token
 from reflex_runtime.llm.serving.watching import watchers_of
+from reflex_runtime.llm.tokenizer import Tokenizer
 from reflex_runtime.llm.tools import ToolFormat
 from reflex_runtime.telemetry import metrics
 from reflex_runtime.telemetry.tracing import RequestSpan
@@ -63,8 +68,12 @@ def _refuse(error: ReflexError, request_id: str, packed: bool) -> Refusal:
     return Refusal(told(error).status, error_body(error), JSON, [retry])
 
 
-def _error_event(error: ReflexError) -> bytes:
-    return b"data: " + error_body(error) + b"\n\n"
+DIALECTS: Final = (
+    Dialect(COMPLETIONS, wire.completion, partial(Answer, chat=False)),
+    Dialect(CHAT, wire.chat, partial(Answer, chat=True)),
+    Dialect(responses.PATH, responses.response, ResponseAnswer),
+    Dialect(messages.PATH, messages.message, MessageAnswer, message_answers.FORM),
+)
 
 
 class OpenAI:
@@ -72,7 +81,8 @@ class OpenAI:
 
     def __init__(self, model: ServedModel) -> None:
         self.model = model
-        self._spans = None if model.spans is None else GenerationSpans(model.spans, model.name, CHAT)
+        self._spans = None if model.spans is None else GenerationSpans(model.spans, model.name, COMPLETIONS)
+        most = model.config.max_body_bytes
         name = Route(MODELS + "/{id}", self._card)
         routes = [
             Route("/health", self._health, open=True),
@@ -82,10 +92,10 @@ class OpenAI:
             Route("/docs", self._docs, open=True),
             Route(STATUS, partial(self._later, self._status)),
             Route(MODELS, self._models),
-            self._generating(COMPLETIONS, chat=False),
-            self._generating(CHAT, chat=True),
-            Route(TOKENIZE, self._tokenize, "POST", most=model.config.max_body_bytes, enter=self._enter),
-            Route(DETOKENIZE, self._detokenize, "POST", most=model.config.max_body_bytes, enter=self._enter),
+            *map(self._generating, DIALECTS),
+            Route(messages.COUNT, self._count_tokens, "POST", most=most, enter=self._enter, form=message_answers.FORM),
+            Route(TOKENIZE, self._tokenize, "POST", most=most, enter=self._enter),
+            Route(DETOKENIZE, self._detokenize, "POST", most=most, enter=self._enter),
         ]
         self.app = App(
             model.config,
@@ -96,12 +106,12 @@ class OpenAI:
             cors=model.config.cors,
         )
 
-    def _generating(self, path: str, chat: bool) -> Route:
+    def _generating(self, dialect: Dialect) -> Route:
         def run(exchange: Exchange, body: bytes) -> None:
-            self.app.spawn(exchange, self._generate(exchange, body, chat))
+            self.app.spawn(exchange, self._generate(exchange, body, dialect))
 
-        failed = None if self._spans is None else self._spans.failed
-        return Route(path, run, "POST", most=self.model.config.max_body_bytes, enter=self._enter, fail=failed)
+        failed, most = None if self._spans is None else self._spans.failed, self.model.config.max_body_bytes
+        return Route(dialect.path, run, "POST", most=most, enter=self._enter, fail=failed, form=dialect.form)
 
     def _count(self, exchange: Exchange, status: int) -> None:
         self.model.answered("other" if exchange.route is None else exchange.route.path, status)
@@ -130,6 +140,15 @@ class OpenAI:
 
     def _detokenize(self, exchange: Exchange, body: bytes) -> None:
         self.app.spawn(exchange, self._of_tokens(exchange, body, tokens.detokenize_fields, tokens.detokenized))
+
+    def _count_tokens(self, exchange: Exchange, body: bytes) -> None:
+        async def count() -> None:
+            name, conversation = await self._decoded(messages.counted, body)
+            self._check_name(name)
+            ids = await tokens.of_conversation(conversation, exchange.ask)
+            exchange.answer(200, encode(messages.InputTokens(len(ids))))
+
+        self.app.spawn(exchange, count())
 
     async def _of_tokens(
         self,
@@ -192,25 +211,21 @@ class OpenAI:
     def _enter(self, exchange: Exchange) -> None:
         exchange.ask = self.model.generator
 
-    async def _generate(self, exchange: Exchange, body: bytes, chat: bool) -> None:
+    async def _generate(self, exchange: Exchange, body: bytes, dialect: Dialect) -> None:
         runtime: Generator[Any] = exchange.ask
         streams: list[OutputStream] = []
         exchange.on_left = partial(_take_back, streams)
         span = None if self._spans is None else self._spans.begin(exchange)
         try:
             bell = Bell()
-            decode = partial(wire.chat if chat else wire.completion, defaults=self.model.defaults)
-            asked = await self._decoded(decode, body)
+            asked = await self._decoded(lambda body: dialect.read(body, self.model.defaults), body)
             del body  # what it says is decoded
-            echoes: list[str] = []
-            asked = await self._queue(exchange, runtime, asked, streams, bell, span, echoes)
+            queued = await self._queue(exchange, runtime, asked, streams, bell, span)
             self.app.entered(exchange)
-            token, logprobs = runtime.tokenizer.token, asked.params.logprobs is not None
-            usage_last, tools = asked.include_usage, asked.tools
-            answer = Answer(exchange.number, asked.model, chat, len(streams), token, logprobs, usage_last, echoes)
-            if tools.tools and (form := runtime.tokenizer.tool_format) is not None:
-                answer.read_tools(partial(tools.parser, form))
-            await self._answer(exchange, streams, answer, asked, bell, span)
+            usage, token = partial(_usage, streams, asked.n), runtime.tokenizer.token
+            asked = queued.asked
+            reply = Reply(exchange.number, asked, len(streams), token, usage, queued.reader, queued.echoes)
+            await self._answer(exchange, streams, dialect.write(reply), asked, bell, span)
         finally:
             _take_back(streams)
 
@@ -218,7 +233,7 @@ class OpenAI:
         self,
         exchange: Exchange,
         streams: list[OutputStream],
-        answer: Answer,
+        answer: Writer,
         asked: wire.CompletionRequest,
         bell: Bell,
         span: RequestSpan | None,
@@ -241,10 +256,8 @@ class OpenAI:
         streams: list[OutputStream],
         bell: Bell,
         span: RequestSpan | None,
-        echoes: list[str],
-    ) -> wire.CompletionRequest:
-        """Queue all its choices, or none. Returns the request without its texts. echoes: gets what each choice begins
-        with, if that was asked for."""
+    ) -> Queued:
+        """Queue all its choices, or none."""
         self._check_name(asked.model)
         self._check_choices(asked)
         try:
@@ -266,12 +279,14 @@ class OpenAI:
             raise CallerLeft("the caller left before its request was queued")
         for group in groups:  # without an await in between, so that all are queued or none
             streams += runtime.submit_alike(group, bell)
+        echoes: list[str] = []
         if asked.echo:
             decode = runtime.tokenizer.decode
             texts = [prompt if isinstance(prompt, str) else decode(prompt) for prompt in asked.prompts]
-            echoes += [text for text in texts for _ in range(asked.n)]
+            echoes = [text for text in texts for _ in range(asked.n)]
         self.app.bodies.release(exchange)
-        return replace(asked, prompts=[], conversation=None)
+        reader = None if asked.conversation is None else _reader(asked, runtime.tokenizer, prompts[0])
+        return Queued(replace(asked, prompts=[], conversation=None), echoes, reader)
 
     @staticmethod
     async def _tokens(runtime: Generator[Any], asked: wire.CompletionRequest) -> list[list[int]]:
@@ -282,6 +297,32 @@ class OpenAI:
             return await runtime.encode(texts) if texts else [p for p in asked.prompts if not isinstance(p, str)]
         except ConfigError as error:
             raise wire.refused(error, asked.field) from None
+
+
+class Queued(NamedTuple):
+    """A request whose choices are queued, without its texts. echoes, reader: see `Reply`."""
+
+    asked: wire.CompletionRequest
+    echoes: list[str]
+    reader: Callable[[], PartReader] | None
+
+
+def _reader(
+    asked: wire.CompletionRequest, tokenizer: Tokenizer, prompt: list[int]
+) -> Callable[[], PartReader] | None:
+    """What reads the text of an answer; None where it has no parts. A form holds from the first token on, so that an
+    answer that has one thinks nothing."""
+    form = tokenizer.tool_format if asked.tools.tools else None
+    thinks = tokenizer.reasons and asked.params.constraint is None
+    if form is None and not thinks:
+        return None
+    begun = thinks and in_thought(tokenizer, prompt)
+
+    def made() -> PartReader:
+        tools = None if form is None else asked.tools.parser(form)
+        return PartReader(ThoughtParser(begun) if thinks else None, tools)
+
+    return made
 
 
 def _take_back(streams: list[OutputStream]) -> None:
@@ -348,7 +389,7 @@ def _requests(
 async def _whole(
     exchange: Exchange,
     streams: list[OutputStream],
-    answer: Answer,
+    answer: Writer,
     asked: wire.CompletionRequest,
     bell: Bell,
     span: RequestSpan | None = None,
@@ -356,13 +397,13 @@ async def _whole(
     async for index, outputs in merged(streams, bell):
         first_token(span)
         answer.add(index, outputs)
-    exchange.answer(200, answer.whole(_usage(streams, asked.n)))
+    exchange.answer(200, answer.whole())
 
 
 async def _stream(
     exchange: Exchange,
     streams: list[OutputStream],
-    answer: Answer,
+    answer: Writer,
     asked: wire.CompletionRequest,
     bell: Bell,
     span: RequestSpan | None = None,
@@ -372,16 +413,16 @@ async def _stream(
         events = answer.chunk(index, outputs)
         if not exchange.begun:
             first_token(span)
-            exchange.begin(200, _STREAM, _error_event)
+            exchange.begin(200, _STREAM, answer.failed)
         if events:
             await exchange.drained()
             exchange.write(events)
     await exchange.drained()
-    exchange.write(answer.end(_usage(streams, asked.n)))
+    exchange.write(answer.end())
     exchange.end()
 
 
-def _pass_on(exchange: Exchange, stream: OutputStream, answer: Answer) -> bool:
+def _pass_on(exchange: Exchange, stream: OutputStream, answer: Writer) -> bool:
     """Write the next outputs at once, without waking a task for each token. False when a task is needed: nothing was
     sent yet, the reader is slow, the stream has ended or failed."""
     if not exchange.begun or stream.ended or not exchange.writable:

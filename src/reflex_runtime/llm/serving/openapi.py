@@ -16,10 +16,12 @@ from typing import Any
 from reflex_runtime.core.request import PRIORITIES
 from reflex_runtime.ipc.sampling import MOST_BIASED, MOST_LOGPROBS, MOST_STOP_IDS, MOST_STOPS
 from reflex_runtime.llm.limits import Limits
-from reflex_runtime.llm.serving import answers, tokens
+from reflex_runtime.llm.serving import answers, messages, tokens
 from reflex_runtime.llm.serving import fields as wire
+from reflex_runtime.llm.serving import openapi_talks as talks
 from reflex_runtime.llm.serving.decoding import MOST_MESSAGES
 from reflex_runtime.llm.serving.forms import MOST_TEXTS
+from reflex_runtime.llm.serving.schemas import closed, maybe, ref, within, without_effect
 from reflex_runtime.llm.serving.tool_fields import MOST_TOOLS, CalledTool, ToolField
 from reflex_runtime.web.fields import MAX_ID_BYTES
 from reflex_runtime.web.json import JSON_TYPE
@@ -54,7 +56,6 @@ _ERROR = {
         }
     },
 }
-_NULL = {"type": "null"}
 _OBJECT = {JSON_TYPE: {"schema": {"type": "object"}}}
 _GETS: dict[str, tuple[str, tuple[str, ...], dict[str, Any]]] = {
     "/v1/models": ("the model that is served", ("200",), _OBJECT),
@@ -82,10 +83,17 @@ def document(model: str, limits: Limits | None, most: int, unguarded: Sequence[s
 
     limits: None before the model is there. most: choices that may wait. unguarded: paths without a key; None: all.
     """
-    paths: dict[str, Any] = {
-        "/v1/completions": {"post": _post("Text goes on", _completion(model, limits, most), answers.TextChoice)},
-        "/v1/chat/completions": {"post": _post("A conversation goes on", _chat(model, limits), answers.ChatChoice)},
-    }
+    text = _post("Text goes on", _completion(model, limits, most), _choices(answers.TextChoice))
+    chat = _post("A conversation goes on", _chat(model, limits), _choices(answers.ChatChoice))
+    paths: dict[str, Any] = {"/v1/completions": {"post": text}, "/v1/chat/completions": {"post": chat}}
+    common = _common(model, limits)
+    of_message = "MessageError"
+    talk, said = talks.responses_schema(common), talks.messages_schema(common)
+    paths["/v1/responses"] = {"post": _post("A response to a conversation", talk, talks.RESPONSE, "response.completed")}
+    message = _post("A message that goes on a conversation", said, talks.MESSAGE, "message_stop", of_message)
+    paths["/v1/messages"] = {"post": message}
+    counted = _small("Tokens of messages", talks.count_schema(common), messages.InputTokens, of_message)
+    paths["/v1/messages/count_tokens"] = {"post": counted}
     content = paths["/v1/completions"]["post"]["requestBody"]["content"][JSON_TYPE]
     content["example"] = {"model": model, "prompt": "Once there was"}
     paths["/tokenize"] = {"post": _small("Token ids of a text or a conversation", _tokenize(model), tokens.TokenIds)}
@@ -102,25 +110,29 @@ def document(model: str, limits: Limits | None, most: int, unguarded: Sequence[s
         },
         "parameters": [{"name": "id", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}],
     }
-    schemas = {"Error": _ERROR}
+    schemas = {"Error": _ERROR, of_message: talks.MESSAGE_ERROR}
     named = (answers.Body, answers.TextChoice, answers.ChatChoice, ToolField, CalledTool)
-    for kind in (*named, tokens.TokenIds, tokens.Detokenized):
+    for kind in (*named, tokens.TokenIds, tokens.Detokenized, messages.InputTokens):
         schemas |= answers.schemas(kind)
     return finished(f"Reflex, {model}", paths, schemas, unguarded)
 
 
-def _failures(*codes: str, but: Sequence[str] = ()) -> dict[str, Any]:
-    return failures(_ERRORS, *codes, but=but)
+def _failures(*codes: str, but: Sequence[str] = (), error: str = "Error") -> dict[str, Any]:
+    return failures(_ERRORS, *codes, but=but, error=error)
 
 
-def _post(summary: str, request: dict[str, Any], choice: type) -> dict[str, Any]:
-    body = _ref(answers.Body)
-    choices = {"type": "array", "items": _ref(choice)}
+def _choices(choice: type) -> dict[str, Any]:
+    choices = {"type": "array", "items": ref(choice)}
+    return {"allOf": [ref(answers.Body), {"type": "object", "properties": {"choices": choices}}]}
+
+
+def _post(
+    summary: str, request: dict[str, Any], whole: dict[str, Any], last: str = "[DONE]", error: str = "Error"
+) -> dict[str, Any]:
     event = {"type": "object", "required": ["data"], "properties": {"data": {"type": "string"}}}
-    whole = {"allOf": [body, {"type": "object", "properties": {"choices": choices}}]}
     return {
         "summary": summary,
-        "description": "With stream, the parts of the answer as server-sent events, the last one [DONE].",
+        "description": f"With stream, the parts of the answer as server-sent events, the last one {last}.",
         "requestBody": {"required": True, "content": {JSON_TYPE: {"schema": request}}},
         "responses": {
             "200": {
@@ -128,49 +140,46 @@ def _post(summary: str, request: dict[str, Any], choice: type) -> dict[str, Any]
                 "content": {JSON_TYPE: {"schema": whole}, "text/event-stream": {"schema": event}},
             }
         }
-        | _failures(*_ERRORS),
+        | _failures(*_ERRORS, error=error),
     }
 
 
-def _small(summary: str, request: dict[str, Any], answer: type) -> dict[str, Any]:
+def _small(summary: str, request: dict[str, Any], answer: type, error: str = "Error") -> dict[str, Any]:
     """A question that is answered without the model."""
-    done = {"description": "OK", "content": {JSON_TYPE: {"schema": _ref(answer)}}}
+    done = {"description": "OK", "content": {JSON_TYPE: {"schema": ref(answer)}}}
     body = {"required": True, "content": {JSON_TYPE: {"schema": request}}}
-    return {
-        "summary": summary,
-        "requestBody": body,
-        "responses": {"200": done} | _failures("400", "401", "403", "404", "405", "408", "413", "500", "503"),
-    }
+    wrong = _failures("400", "401", "403", "404", "405", "408", "413", "500", "503", error=error)
+    return {"summary": summary, "requestBody": body, "responses": {"200": done} | wrong}
 
 
 def _tokenize(model: str) -> dict[str, Any]:
-    both = {"model": _maybe({"const": model}), "return_token_strs": _maybe({"type": "boolean"})}
+    both = {"model": maybe({"const": model}), "return_token_strs": maybe({"type": "boolean"})}
     both |= {name: {"enum": [None, plain]} for name, plain in tokens.PLAIN.items()}
-    text = _object(both | {"prompt": {"type": "string"}}, "prompt")
-    talk = _object(both | {"messages": _messages()}, "messages")
+    text = closed(both | {"prompt": {"type": "string"}}, "prompt")
+    talk = closed(both | {"messages": _messages()}, "messages")
     return {"anyOf": [text, talk]}
 
 
 def _detokenize(model: str, limits: Limits | None) -> dict[str, Any]:
-    ids = {"type": "array", "items": _whole(0, 2**31 if limits is None else limits.vocab_size - 1), "maxItems": 1000}
-    return _object({"tokens": ids, "model": _maybe({"const": model})}, "tokens")
+    ids = {"type": "array", "items": within(0, 2**31 if limits is None else limits.vocab_size - 1), "maxItems": 1000}
+    return closed({"tokens": ids, "model": maybe({"const": model})}, "tokens")
 
 
 def _common(model: str, limits: Limits | None) -> dict[str, Any]:
     most = limits.max_model_len - 1 if limits is not None else 2**31
     vocabulary = limits.vocab_size - 1 if limits is not None else 2**31
     text = {"type": "string", "minLength": 1, "maxLength": 1000}
-    options = {"include_usage": _maybe({"type": "boolean"}), "include_obfuscation": _maybe({"type": "boolean"})}
+    options = {"include_usage": maybe({"type": "boolean"}), "include_obfuscation": maybe({"type": "boolean"})}
     user = {"type": "string", "maxLength": MAX_ID_BYTES, "pattern": r"^[^\u0000-\u001f\u007f-\u009f]*$"}
     fields: dict[str, Any] = {
-        "n": _whole(1, wire.MOST_CHOICES),
+        "n": within(1, wire.MOST_CHOICES),
         "stream": {"type": "boolean"},
         "stream_options": {"type": "object", "properties": options, "additionalProperties": False},
         "stop": {"anyOf": [text, {"type": "array", "items": text, "maxItems": MOST_STOPS}]},
-        "seed": _whole(-(2**63), 2**64 - 1),
+        "seed": within(-(2**63), 2**64 - 1),
         "temperature": {"type": "number", "minimum": 0, "maximum": 2},
         "top_p": {"type": "number", "exclusiveMinimum": 0, "maximum": 1},
-        "max_tokens": _whole(1, most),
+        "max_tokens": within(1, most),
         "user": user,
         "top_k": {"type": "integer", "minimum": 0},
         "ignore_eos": {"type": "boolean"},
@@ -186,19 +195,19 @@ def _common(model: str, limits: Limits | None) -> dict[str, Any]:
             "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
             "maxProperties": MOST_BIASED,
         },
-        "min_tokens": _whole(0, most),
-        "stop_token_ids": {"type": "array", "items": _whole(0, vocabulary), "maxItems": MOST_STOP_IDS},
+        "min_tokens": within(0, most),
+        "stop_token_ids": {"type": "array", "items": within(0, vocabulary), "maxItems": MOST_STOP_IDS},
         "include_stop_str_in_output": {"type": "boolean"},
-        "response_format": {"anyOf": [_object({"type": {"enum": ["text", "json_object"]}}, "type"), _schema_format()]},
-        "structured_outputs": {"anyOf": [_object({name: of}, name) for name, of in _STRUCTURED.items()]},
+        "response_format": {"anyOf": [closed({"type": {"enum": ["text", "json_object"]}}, "type"), _schema_format()]},
+        "structured_outputs": {"anyOf": [closed({name: of}, name) for name, of in _STRUCTURED.items()]},
     }
-    return {"model": {"const": model}} | {name: _maybe(schema) for name, schema in fields.items()}
+    return {"model": {"const": model}} | {name: maybe(schema) for name, schema in fields.items()}
 
 
 def _schema_format() -> dict[str, Any]:
-    about = {"description": _maybe({"type": "string"}), "strict": _maybe({"type": "boolean"})}
-    schema = _object({"name": {"type": "string"}, "schema": {"type": "object"}} | about, "name", "schema")
-    return _object({"type": {"const": "json_schema"}, "json_schema": schema}, "type", "json_schema")
+    about = {"description": maybe({"type": "string"}), "strict": maybe({"type": "boolean"})}
+    schema = closed({"name": {"type": "string"}, "schema": {"type": "object"}} | about, "name", "schema")
+    return closed({"type": {"const": "json_schema"}, "json_schema": schema}, "type", "json_schema")
 
 
 def _completion(model: str, limits: Limits | None, most: int) -> dict[str, Any]:
@@ -209,12 +218,12 @@ def _completion(model: str, limits: Limits | None, most: int) -> dict[str, Any]:
     several = [{"type": "array", "items": of, "minItems": 1, "maxItems": most} for of in (text, ids)]
     fields = _common(model, limits) | {
         "prompt": {"anyOf": [text, ids, *several]},
-        "logprobs": _maybe(_whole(0, MOST_LOGPROBS)),
-        "best_of": _maybe(_whole(1, wire.MOST_CHOICES)),
-        "echo": _maybe({"type": "boolean"}),
-        "suffix": _maybe({"const": ""}),
+        "logprobs": maybe(within(0, MOST_LOGPROBS)),
+        "best_of": maybe(within(1, wire.MOST_CHOICES)),
+        "echo": maybe({"type": "boolean"}),
+        "suffix": maybe({"const": ""}),
     }
-    return _object(fields, "model", "prompt")
+    return closed(fields, "model", "prompt")
 
 
 def _messages() -> dict[str, Any]:
@@ -224,13 +233,13 @@ def _messages() -> dict[str, Any]:
         "required": ["type", "text"],
     }
     said = {"anyOf": [{"type": "string"}, {"type": "array", "items": part}]}
-    message = _object(
+    message = closed(
         {
             "role": {"enum": ["system", "developer", "user", "assistant", "tool"]},
             "content": said,
-            "name": _maybe({"type": "string"}),
-            "tool_call_id": _maybe({"type": "string"}),
-            "tool_calls": _maybe({"type": "array", "items": _ref(CalledTool)}),
+            "name": maybe({"type": "string"}),
+            "tool_call_id": maybe({"type": "string"}),
+            "tool_calls": maybe({"type": "array", "items": ref(CalledTool)}),
             **{name: {"enum": [None, "", []]} for name in wire.OF_ANSWERS},
         },
         "role",
@@ -244,36 +253,19 @@ def _chat(model: str, limits: Limits | None) -> dict[str, Any]:
     fields = common | {
         "messages": _messages(),
         "max_completion_tokens": common["max_tokens"],
-        "logprobs": _maybe({"type": "boolean"}),
-        "top_logprobs": _maybe(_whole(0, MOST_LOGPROBS)),
-        "parallel_tool_calls": _maybe({"type": "boolean"}),
-        "tools": _maybe({"type": "array", "items": _ref(ToolField), "maxItems": MOST_TOOLS}),
-        "tool_choice": _maybe({"enum": ["none", "auto"]}),
-        "chat_template_kwargs": _maybe({"type": "object", "maxProperties": 0}),
+        "logprobs": maybe({"type": "boolean"}),
+        "top_logprobs": maybe(within(0, MOST_LOGPROBS)),
+        "parallel_tool_calls": maybe({"type": "boolean"}),
+        "tools": maybe({"type": "array", "items": ref(ToolField), "maxItems": MOST_TOOLS}),
+        "tool_choice": maybe({"enum": ["none", "auto"]}),
+        "chat_template_kwargs": maybe({"type": "object", "maxProperties": 0}),
         "metadata": {},
-        "prompt_cache_key": _maybe({"type": "string"}),
+        "prompt_cache_key": maybe({"type": "string"}),
         "prompt_cache_options": {},
-        "prompt_cache_retention": _maybe({"type": "string"}),
+        "prompt_cache_retention": maybe({"type": "string"}),
         "safety_identifier": common["user"],
     }
     empty: dict[str, list[Any]] = {"store": [], "modalities": [[]], "verbosity": [""], "service_tier": [""]}
-    for name, plain in wire.PLAIN.items():
-        if name not in fields and name not in ("echo", "suffix"):
-            fields[name] = {"enum": [None, *plain, *empty.get(name, ["", [], {}])]}
-    return _object(fields, "model", "messages")
-
-
-def _ref(kind: type) -> dict[str, Any]:
-    return {"$ref": f"#/components/schemas/{kind.__name__}"}
-
-
-def _object(fields: dict[str, Any], *required: str) -> dict[str, Any]:
-    return {"type": "object", "properties": fields, "required": list(required), "additionalProperties": False}
-
-
-def _maybe(schema: dict[str, Any]) -> dict[str, Any]:
-    return {"anyOf": [schema, _NULL]}
-
-
-def _whole(low: int, high: int) -> dict[str, Any]:
-    return {"type": "integer", "minimum": low, "maximum": high}
+    plain = without_effect({name: of for name, of in wire.PLAIN.items() if name not in ("echo", "suffix")}, empty)
+    fields = plain | fields
+    return closed(fields, "model", "messages")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from dataclasses import fields as fields_of
 from typing import Any, NoReturn
 
@@ -29,7 +29,7 @@ from reflex_runtime.llm.serving.fields import (
 )
 from reflex_runtime.llm.serving.forms import constraint_of
 from reflex_runtime.llm.serving.refusals import BadRequest
-from reflex_runtime.llm.serving.tool_fields import NO_TOOLS, AskedTools, CalledTool, tools_of
+from reflex_runtime.llm.serving.tool_fields import NO_TOOLS, AskedTools, tools_of
 from reflex_runtime.llm.tokenizer import Conversation
 from reflex_runtime.web.fields import check_id
 
@@ -51,7 +51,8 @@ class CompletionRequest:
     prompts: texts or token ids; conversation: instead of them. params: of the first choice; its max_tokens is as
     small as may be where the caller named none (max_tokens is None then): as many as there is room for. echo: each
     answer begins with its prompt. time_limit: seconds until the first token. form_field: the name under which the
-    form of the answer was sent.
+    form of the answer was sent; prompt_field: the prompt, where that is not the usual one. said: what the answer
+    repeats of the request.
     """
 
     model: str
@@ -68,11 +69,13 @@ class CompletionRequest:
     echo: bool = False
     form_field: str = "response_format"
     tools: AskedTools = NO_TOOLS
+    prompt_field: str = ""
+    said: dict[str, Any] = field(default_factory=dict)
 
     @property
     def field(self) -> str:
         """The name under which the prompt was sent."""
-        return "prompt" if self.conversation is None else "messages"
+        return self.prompt_field or ("prompt" if self.conversation is None else "messages")
 
 
 _completion = msgspec.json.Decoder(CompletionFields)
@@ -116,14 +119,28 @@ def chat_request(fields: ChatFields, defaults: SamplingDefaults) -> CompletionRe
         raise BadRequest(f"top_logprobs={fields.top_logprobs}: must be in [0, {MOST_LOGPROBS}]", "top_logprobs")
     logprobs = (fields.top_logprobs or 0) if fields.logprobs else None
     tools, shown = tools_of(fields.tools or [], fields.tool_choice, fields.parallel_tool_calls)
-    conversation = Conversation(messages, shown, _template_kwargs(fields.chat_template_kwargs))
-    asked = _asked(fields, [], conversation, getattr(fields, name), name, logprobs, defaults)
+    conversation = Conversation(messages, shown, template_variables(fields.chat_template_kwargs))
+    return conversing(fields, conversation, getattr(fields, name), name, defaults, tools, logprobs)
+
+
+def conversing(
+    fields: CommonFields,
+    conversation: Conversation,
+    max_tokens: int | None,
+    limit_name: str,
+    defaults: SamplingDefaults,
+    tools: AskedTools,
+    logprobs: int | None = None,
+) -> CompletionRequest:
+    """A request of any API that takes conversations. limit_name: of the field that says max_tokens."""
+    asked = _asked(fields, [], conversation, max_tokens, limit_name, logprobs, defaults)
     if tools.forced and asked.params.constraint is not None:
         raise BadRequest(f"tool_choice: demands a call, and {asked.form_field} another form; send one", "tool_choice")
     return replace(asked, tools=tools) if tools.tools else asked
 
 
-def _template_kwargs(said: dict[str, Any] | None) -> dict[str, Any]:
+def template_variables(said: dict[str, Any] | None) -> dict[str, Any]:
+    """What `chat_template_kwargs` say; BadRequest for a name that is not theirs to set."""
     for name in said or {}:
         if name in _OWN_VARIABLES or not name.isidentifier() or name.startswith("_"):
             raise BadRequest(f"chat_template_kwargs: {name[:50]!r} cannot be set", "chat_template_kwargs")
@@ -278,11 +295,14 @@ def _message(place: int, message: Message) -> dict[str, Any]:
     # Instructions of the application: templates know them under the older name.
     role = "system" if message.role == "developer" else message.role
     found: dict[str, Any] = {"role": role, "content": content or ""}
-    for name in ("name", "tool_call_id"):
+    for name in ("name", "tool_call_id", "reasoning_content"):
         if getattr(message, name) is not None:
             found[name] = getattr(message, name)
     if message.tool_calls:
-        found["tool_calls"] = [_sent(f"{where}.tool_calls[{i}]", call) for i, call in enumerate(message.tool_calls)]
+        found["tool_calls"] = calls = []
+        for i, call in enumerate(message.tool_calls):
+            name, arguments = call.function.name, call.function.arguments
+            calls.append(sent_call(f"{where}.tool_calls[{i}].function.arguments", call.id, name, arguments))
     return found
 
 
@@ -290,17 +310,17 @@ def _no_json(constant: str) -> NoReturn:
     raise ValueError(constant)
 
 
-def _sent(where: str, call: CalledTool) -> dict[str, Any]:
-    text = call.function.arguments or "{}"
+def sent_call(where: str, id: str, name: str, text: str) -> dict[str, Any]:
+    """A call that an assistant made, as templates know it. where: the name of its arguments; text: those as JSON."""
     try:
-        arguments = json.loads(text, parse_constant=_no_json)
+        arguments = json.loads(text or "{}", parse_constant=_no_json)
         if "\\u" in text:
             json.dumps(arguments, ensure_ascii=False).encode()  # half of a character: nothing can tokenise it
     except (ValueError, RecursionError):
         arguments = None
     if not isinstance(arguments, dict):
-        raise BadRequest(f"{where}.function.arguments: must be a JSON object", f"{where}.function.arguments")
-    return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
+        raise BadRequest(f"{where}: must be a JSON object", where)
+    return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def refused(error: ConfigError, field: str) -> BadRequest:

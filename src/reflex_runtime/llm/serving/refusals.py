@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from reflex_runtime.web.errors import ClientError, NotFound
@@ -17,6 +19,19 @@ class BadRequest(ClientError):
 
     def __reduce__(self) -> Any:
         return (BadRequest, (self.message, self.param, self.told))
+
+
+@contextmanager
+def renamed(names: Mapping[str, str]) -> Iterator[None]:
+    """A BadRequest from within names fields as its caller wrote them. names: theirs, by the name that is raised."""
+    try:
+        yield
+    except BadRequest as error:
+        for raised, name in names.items():
+            if error.param is not None and error.param.startswith(raised) and error.message.startswith(raised):
+                param, message = (name + text[len(raised) :] for text in (error.param, error.message))
+                raise BadRequest(message, param, error.told) from None
+        raise
 
 
 class ModelNotFound(NotFound):

@@ -10,8 +10,8 @@ from typing import Final
 
 from reflex_runtime.core.errors import ReflexError
 from reflex_runtime.core.events import RequestAnswered
-from reflex_runtime.llm.serving.answers import Answer, Usage
 from reflex_runtime.llm.serving.reading import CompletionRequest
+from reflex_runtime.llm.serving.replies import Usage, Writer
 from reflex_runtime.telemetry.spans import Attribute
 from reflex_runtime.telemetry.trace_context import follow, within
 from reflex_runtime.telemetry.tracing import RequestSpan, Spans
@@ -25,9 +25,9 @@ _PROVIDER: Final = "reflex"
 class GenerationSpans:
     """Makes the spans of one served model's requests. All of it happens on the event loop."""
 
-    def __init__(self, spans: Spans, model: str, chat_path: str) -> None:
-        """chat_path: of the route that takes conversations."""
-        self._spans, self._model, self._chat_path = spans, model, chat_path
+    def __init__(self, spans: Spans, model: str, text_path: str) -> None:
+        """text_path: of the route that takes no conversations."""
+        self._spans, self._model, self._text_path = spans, model, text_path
 
     def begin(self, exchange: Exchange) -> RequestSpan:
         """The span of a request that is being answered in this task; `exchange.ask` from now on."""
@@ -37,7 +37,7 @@ class GenerationSpans:
 
     def _begun(self, exchange: Exchange) -> RequestSpan:
         route = "" if exchange.route is None else exchange.route.path
-        operation = "chat" if route == self._chat_path else "text_completion"
+        operation = "text_completion" if route == self._text_path else "chat"
         span = self._spans.begin(f"{operation} {self._model}", exchange.headers)
         span.attributes |= {
             "http.request.method": exchange.method,
@@ -60,7 +60,7 @@ class GenerationSpans:
         if span.moments:
             span.attributes["gen_ai.response.time_to_first_chunk"] = span.moments[0][1] - exchange.started
 
-    def answered(self, exchange: Exchange, answer: Answer) -> None:
+    def answered(self, exchange: Exchange, answer: Writer) -> None:
         """It has its whole answer."""
         span: RequestSpan = exchange.ask
         span.attributes |= {"gen_ai.response.id": answer.id, "gen_ai.response.finish_reasons": answer.finish_reasons}

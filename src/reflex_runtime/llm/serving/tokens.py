@@ -87,21 +87,28 @@ def tokenize_fields(body: bytes) -> TokenizeFields:
 
 async def tokenized(fields: TokenizeFields, generator: Generator[Any]) -> bytes:
     """The answer to POST /tokenize."""
-    field = "messages" if fields.prompt is None else "prompt"
-    try:
-        if fields.prompt is not None:
+    if fields.prompt is None:
+        ids = await of_conversation(_conversation(fields), generator)
+    else:
+        try:
             (ids,) = await generator.encode([fields.prompt])
-        else:
-            ids = await generator.encode_chat(_conversation(fields))
-    except RecursionError:
-        raise too_deep() from None
-    except ConfigError as error:
-        raise refused(error, field) from None
+        except ConfigError as error:
+            raise refused(error, "prompt") from None
     texts = None
     if fields.return_token_strs:
         token = generator.tokenizer.token
         texts = await _beside(len(ids), lambda: [token(id) for id in ids])
     return encode(TokenIds(len(ids), generator.limits.max_model_len, ids, texts))
+
+
+async def of_conversation(conversation: Conversation, generator: Generator[Any]) -> list[int]:
+    """Its tokens in the model's own form; BadRequest where it has none."""
+    try:
+        return await generator.encode_chat(conversation)
+    except RecursionError:
+        raise too_deep() from None
+    except ConfigError as error:
+        raise refused(error, "messages") from None
 
 
 async def _beside(tokens: int, work: Callable[[], T]) -> T:

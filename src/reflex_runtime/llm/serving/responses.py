@@ -1,0 +1,302 @@
+"""POST /v1/responses: from a body of OpenAI's Responses API to the same request that a chat makes.
+
+Nothing is stored: what a conversation said before is sent again, as items of `input`. A field that is not supported is
+refused with its name if its value would change the answer. The further fields of `MoreFields` are taken here, too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, Final, Literal
+
+import msgspec
+
+from reflex_runtime.llm.sampling_defaults import SamplingDefaults
+from reflex_runtime.llm.serving.decoding import MOST_MESSAGES, MOST_VALUES, decode
+from reflex_runtime.llm.serving.fields import ChatFields, MoreFields, further
+from reflex_runtime.llm.serving.forms import JsonSchemaFormat, ResponseFormat
+from reflex_runtime.llm.serving.reading import CompletionRequest, conversing, sent_call, template_variables
+from reflex_runtime.llm.serving.refusals import BadRequest, renamed
+from reflex_runtime.llm.serving.tool_fields import (
+    AskedTools,
+    ChosenFunction,
+    ChosenTool,
+    ToolField,
+    ToolFunction,
+    tools_of,
+)
+from reflex_runtime.llm.tokenizer import Conversation
+from reflex_runtime.web.fields import Whole
+
+PATH: Final = "/v1/responses"
+MOST_METADATA: Final = 16
+
+
+class ContentPart(msgspec.Struct):
+    """A part of a message's content. What else it says is of a type that is not taken, or has no effect."""
+
+    type: str
+    text: str | None = None
+
+
+class InputItem(msgspec.Struct, forbid_unknown_fields=True):
+    """An item of a conversation: a message, a call, its result, or a thought. id and status are of earlier answers."""
+
+    type: str = "message"
+    role: Literal["system", "developer", "user", "assistant"] | None = None
+    content: str | list[ContentPart] | None = None
+    id: Any = None
+    status: Any = None
+    phase: Any = None
+    call_id: str | None = None
+    name: str | None = None
+    arguments: str | None = None
+    output: str | list[ContentPart] | None = None
+    summary: Any = None
+    encrypted_content: Any = None
+
+
+class FlatTool(msgspec.Struct, forbid_unknown_fields=True):
+    """A function that the model may call. Tools that a server would run are refused."""
+
+    type: str
+    name: str | None = None
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class FlatChoice(msgspec.Struct, forbid_unknown_fields=True):
+    """`tool_choice` of one function."""
+
+    type: Literal["function"]
+    name: str
+
+
+class TextFormat(msgspec.Struct, forbid_unknown_fields=True):
+    """The form of the answer; description and strict are for people and other servers: it always holds."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    schema: msgspec.Raw = msgspec.Raw()
+    description: str | None = None
+    strict: bool | None = None
+
+
+class TextConfig(msgspec.Struct, forbid_unknown_fields=True):
+    """What the text of the answer is to be like."""
+
+    format: TextFormat | None = None
+    verbosity: str | None = None
+
+
+class Padding(msgspec.Struct, forbid_unknown_fields=True):
+    """include_obfuscation concerns padding only: it has no effect here."""
+
+    include_obfuscation: bool | None = None
+
+
+class ResponseFields(MoreFields, kw_only=True):
+    """The body of POST /v1/responses. null counts as absent."""
+
+    model: str
+    input: str | list[InputItem]
+    instructions: str | None = None
+    max_output_tokens: Whole | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    stream: bool | None = None
+    stream_options: Padding | None = None
+    text: TextConfig | None = None
+    tools: list[FlatTool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | FlatChoice | None = None
+    parallel_tool_calls: bool | None = None
+    metadata: dict[str, str] | None = None
+    user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_options: Any = None
+    prompt_cache_retention: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    access_programs: Any = None
+    background: bool | None = None
+    background_options: Any = None
+    context_management: Any = None
+    conversation: Any = None
+    image: Any = None
+    include: list[str] | None = None
+    max_tool_calls: Any = None
+    moderation: Any = None
+    previous_response_id: str | None = None
+    prompt: Any = None
+    reasoning: Any = None
+    service_tier: str | None = None
+    store: bool | None = None
+    top_logprobs: Whole | None = None
+    truncation: str | None = None
+
+
+PLAIN: Final[dict[str, tuple[Any, ...]]] = {
+    "access_programs": (),
+    "background": (False,),
+    "background_options": (),
+    "context_management": (),
+    "conversation": (),
+    "image": (),
+    "include": (),
+    "max_tool_calls": (),
+    "moderation": (),
+    "previous_response_id": (),
+    "prompt": (),
+    "reasoning": ({"effort": None}, {"effort": None, "summary": None}, {"effort": "none"}),
+    "service_tier": ("auto", "default"),
+    "store": (False,),
+    "top_logprobs": (0,),
+    "truncation": ("disabled",),
+}
+_response = msgspec.json.Decoder(ResponseFields)
+
+
+def response(body: bytes, defaults: SamplingDefaults) -> CompletionRequest:
+    """POST /v1/responses, or the BadRequest that names what is wrong. defaults: of the model."""
+    fields = decode(_response, body, PLAIN)
+    tools, shown = _tools(fields)
+    variables = template_variables(fields.chat_template_kwargs)
+    conversation = Conversation(_messages(fields), shown, variables)
+    common = ChatFields(
+        model=fields.model,
+        messages=[],
+        temperature=fields.temperature,
+        top_p=fields.top_p,
+        stream=fields.stream,
+        user=fields.user,
+        safety_identifier=fields.safety_identifier,
+        response_format=_form(fields.text),
+        **further(fields),
+    )
+    if fields.stream_options is not None and not fields.stream:
+        raise BadRequest("stream_options: needs stream to be true", "stream_options")
+    if len(fields.metadata or {}) > MOST_METADATA:
+        raise BadRequest(f"metadata: holds {len(fields.metadata or {})} pairs, at most {MOST_METADATA}", "metadata")
+    names = {"response_format.json_schema": "text.format", "response_format": "text.format"}
+    with renamed(names):
+        limit = fields.max_output_tokens
+        asked = conversing(common, conversation, limit, "max_output_tokens", defaults, tools)
+    said = _said(fields, asked)
+    return replace(asked, form_field="text.format", prompt_field="input", said=said)
+
+
+def _form(text: TextConfig | None) -> ResponseFormat | None:
+    if text is None:
+        return None
+    if text.verbosity not in (None, "medium"):
+        raise BadRequest("text.verbosity: is not supported here; leave it out", "text.verbosity")
+    if text.format is None:
+        return None
+    of = text.format
+    return ResponseFormat(of.type, JsonSchemaFormat(of.name or "answer", of.schema))
+
+
+def _said(fields: ResponseFields, asked: CompletionRequest) -> dict[str, Any]:
+    """What an answer repeats of its request."""
+    return {
+        "instructions": fields.instructions,
+        "max_output_tokens": fields.max_output_tokens,
+        "metadata": fields.metadata or {},
+        "parallel_tool_calls": fields.parallel_tool_calls is not False,
+        "previous_response_id": None,
+        "store": False,
+        "temperature": asked.params.temperature,
+        "text": {"format": _format(fields.text)},
+        "tool_choice": fields.tool_choice or "auto",
+        "tools": fields.tools or [],
+        "top_p": asked.params.top_p,
+        "truncation": "disabled",
+    }
+
+
+def _format(text: TextConfig | None) -> dict[str, Any]:
+    if text is None or text.format is None:
+        return {"type": "text"}
+    of = text.format
+    said = {"type": of.type, "name": of.name, "description": of.description, "strict": of.strict}
+    found = {name: value for name, value in said.items() if value is not None}
+    return found | ({"schema": of.schema} if bytes(of.schema) else {})
+
+
+def _tools(fields: ResponseFields) -> tuple[AskedTools, list[dict[str, Any]]]:
+    sent = []
+    for i, tool in enumerate(fields.tools or ()):
+        if tool.type != "function" or tool.name is None:
+            name = f"tools[{i}]"
+            raise BadRequest(f"{name}: has type {tool.type[:50]!r}; only type function, with its name, is taken", name)
+        sent.append(ToolField("function", ToolFunction(tool.name, tool.description, tool.parameters, tool.strict)))
+    choice = fields.tool_choice
+    chosen = ChosenTool("function", ChosenFunction(choice.name)) if isinstance(choice, FlatChoice) else choice
+    with renamed({f"tools[{i}].function": f"tools[{i}]" for i in range(len(sent))}):
+        return tools_of(sent, chosen, fields.parallel_tool_calls)
+
+
+# -- the conversation --------------------------------------------------------------------------------------------------
+
+
+def _messages(fields: ResponseFields) -> list[dict[str, Any]]:
+    """As chat templates know it: calls and thoughts are parts of the assistant's message."""
+    found: list[dict[str, Any]] = []
+    if fields.instructions is not None:
+        found.append({"role": "system", "content": fields.instructions})
+    if isinstance(fields.input, str):
+        return [*found, {"role": "user", "content": fields.input}]
+    items = fields.input
+    parts = sum(len(item.content) for item in items if isinstance(item.content, list))
+    if not (items and len(items) + parts <= MOST_MESSAGES):
+        told = f"input: holds {len(items)} items and {parts} parts, must hold 1 to {MOST_MESSAGES}"
+        raise BadRequest(told, "input")
+    if sum((item.arguments or "").count(",") for item in items) > MOST_VALUES:  # they are JSON inside of texts
+        raise BadRequest(f"input: the arguments of its calls hold more than {MOST_VALUES} values", "input")
+    thought = ""
+    for i, item in enumerate(items):
+        where = f"input[{i}]"
+        if item.type == "reasoning":
+            thought += _thought(where, item)
+            continue
+        message = _item(where, item)
+        if item.type == "function_call" and found and found[-1]["role"] == "assistant" and not thought:
+            found[-1].setdefault("tool_calls", []).extend(message["tool_calls"])
+            continue
+        if thought and message["role"] == "assistant":
+            message["reasoning_content"], thought = thought, ""
+        found.append(message)
+    return found
+
+
+def _item(where: str, item: InputItem) -> dict[str, Any]:
+    if item.type == "message" and item.role is not None:
+        role = "system" if item.role == "developer" else item.role
+        return {"role": role, "content": _text(f"{where}.content", item.content)}
+    if item.type == "function_call" and item.call_id is not None and item.name is not None:
+        call = sent_call(f"{where}.arguments", item.call_id, item.name, item.arguments or "")
+        return {"role": "assistant", "content": "", "tool_calls": [call]}
+    if item.type == "function_call_output" and item.call_id is not None:
+        return {"role": "tool", "tool_call_id": item.call_id, "content": _text(f"{where}.output", item.output)}
+    told = "only message, function_call, function_call_output and reasoning, each whole, are taken"
+    raise BadRequest(f"{where}: has type {item.type[:50]!r}; {told}", where)
+
+
+def _thought(where: str, item: InputItem) -> str:
+    if item.encrypted_content is not None:
+        name = f"{where}.encrypted_content"
+        raise BadRequest(f"{name}: is not supported here; leave it out", name)
+    return "" if item.content is None else _text(f"{where}.content", item.content, "reasoning_text")
+
+
+def _text(where: str, content: str | list[ContentPart] | None, *kinds: str) -> str:
+    if isinstance(content, str):
+        return content
+    if content is None:
+        raise BadRequest(f"{where}: is missing", where)
+    for i, part in enumerate(content):
+        if part.type not in (kinds or ("input_text", "output_text", "text")) or part.text is None:
+            name = f"{where}[{i}]"
+            raise BadRequest(f"{name}: has type {part.type[:50]!r}; only text, with its text, is taken", name)
+    return "\n".join(part.text or "" for part in content)

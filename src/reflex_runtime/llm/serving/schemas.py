@@ -1,0 +1,34 @@
+"""JSON Schema in a few words, for /openapi.json."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+NULL = {"type": "null"}
+
+
+def closed(fields: dict[str, Any], *required: str) -> dict[str, Any]:
+    """An object with these fields and no others."""
+    return {"type": "object", "properties": fields, "required": list(required), "additionalProperties": False}
+
+
+def maybe(schema: dict[str, Any]) -> dict[str, Any]:
+    """It, or null."""
+    return {"anyOf": [schema, NULL]}
+
+
+def within(low: int, high: int) -> dict[str, Any]:
+    """A whole number in these bounds."""
+    return {"type": "integer", "minimum": low, "maximum": high}
+
+
+def ref(kind: type) -> dict[str, Any]:
+    """The schema of this class, which stands under its name."""
+    return {"$ref": f"#/components/schemas/{kind.__name__}"}
+
+
+def without_effect(plain: Mapping[str, tuple[Any, ...]], empty: Mapping[str, list[Any]]) -> dict[str, Any]:
+    """Fields that are known and not supported: the values that are taken. empty: those of fields whose type does not
+    allow every empty value."""
+    return {name: {"enum": [None, *values, *empty.get(name, ["", [], {}])]} for name, values in plain.items()}
