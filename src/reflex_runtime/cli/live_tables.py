@@ -54,9 +54,8 @@ def head_of(snapshot: LiveSnapshot, url: str) -> Text:
                 head.append(f"  {name}/{slot}: {told['verdict']}", "bold red")
     if model is not None:
         head.append(f"\n{model.get('model', '')}: {model.get('running', 0)} running")
-        if "workers" not in model:  # tokens go past the server's own events
-            first, gap = (ms(_worst(served, name)) for name in ("first_p50", "gap_p50"))
-            head.append(f"  {sum(g.tokens for g in served):.0f} tokens/s  first {first}  between {gap}")
+        first, gap = (ms(_worst(served, name)) for name in ("first_p50", "gap_p50"))
+        head.append(f"  {sum(g.tokens for g in served):.0f} tokens/s  first {first}  between {gap}")
         if "kv_cache_usage" in model:
             head.append(f"  cache {model['kv_cache_usage']:.0%} held")
     if server.get("error"):

@@ -70,6 +70,9 @@ class Engine(Protocol):
     def metrics(self) -> str:
         """Prometheus text, or nothing."""
 
+    def live(self) -> Any:
+        """What has happened since it was asked last, as a `LiveSnapshot`; None if it has nothing to show."""
+
     async def tokenize(self, params: Tokenize) -> list[int]:
         """Token ids of a text or a conversation. Raises ConfigError."""
 

@@ -14,7 +14,7 @@ from reflex_runtime.core.request import PRIORITIES
 from reflex_runtime.ipc.frames import RpcError
 from reflex_runtime.ipc.sampling import SamplingParams
 
-INFO, STATE, METRICS = "runtime/info", "runtime/state", "runtime/metrics"
+INFO, STATE, METRICS, LIVE = "runtime/info", "runtime/state", "runtime/metrics", "runtime/live"
 LOAD, UNLOAD, TOKENIZE = "load_model", "unload_model", "tokenize"
 GENERATE, BATCH_GENERATE, CANCEL, SHUTDOWN = "generate", "batch_generate", "cancel", "shutdown"
 CHECK_DRAFT = "check_draft"

@@ -39,6 +39,7 @@ from reflex_runtime.ipc.messages import (
     CREDIT,
     GENERATE,
     INFO,
+    LIVE,
     LOAD,
     METRICS,
     PROTOCOL,
@@ -105,9 +106,9 @@ class Worker:
         self._over, self._told = asyncio.Event(), False
         self._batches, self._batched, self._last = 0, 0, BatchResult([])
         self._methods: dict[str, Callable[[Any, Codec], Any]] = {
-            INFO: self._info, STATE: self._state, METRICS: self._metrics, LOAD: self._load, UNLOAD: self._unload,
-            TOKENIZE: self._tokenize, GENERATE: self._generate, CANCEL: self._cancel, SHUTDOWN: self._shutdown,
-            CHECK_DRAFT: self._check_draft,
+            INFO: self._info, STATE: self._state, METRICS: self._metrics, LIVE: self._live,
+            LOAD: self._load, UNLOAD: self._unload, TOKENIZE: self._tokenize,
+            GENERATE: self._generate, CANCEL: self._cancel, SHUTDOWN: self._shutdown, CHECK_DRAFT: self._check_draft,
         }  # fmt: skip
         if BATCH_GENERATE in self.capabilities:
             self._methods[BATCH_GENERATE] = self._batch_generate
@@ -203,6 +204,9 @@ class Worker:
 
     def _metrics(self, params: Any, codec: Codec) -> dict[str, str]:
         return {"text": "".join(model.engine.metrics() for model in self._models)}
+
+    def _live(self, params: Any, codec: Codec) -> dict[str, Any]:
+        return {model.id: model.engine.live() for model in self._models}
 
     def _shutdown(self, params: Any, codec: Codec) -> Coroutine[Any, Any, dict[str, bool]]:
         return _clean(self._told_to_stop(params, codec))

@@ -52,6 +52,7 @@ class LiveBatch(msgspec.Struct):
     at: when it was formed, in seconds of the snapshot's clock. took, expected: seconds; expected 0.0 if unknown. cost:
     in the unit of its group. queued: requests of its group left waiting when it was formed; short_of: what kept them
     out. cause: why it left when it did. failed: its members that got no result. members: at most 64 of `size`.
+    process: that ran it, where there are several.
     """
 
     id: int
@@ -67,6 +68,7 @@ class LiveBatch(msgspec.Struct):
     members: list[LiveMember]
     took: float | None = None
     failed: bool = False
+    process: str = ""
 
 
 class LiveClient(msgspec.Struct):

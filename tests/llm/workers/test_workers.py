@@ -11,11 +11,14 @@ import signal
 import sys
 import threading
 import time
+import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
+from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
 from reflex_runtime.cli import main
@@ -29,6 +32,7 @@ from reflex_runtime.ipc.sampling import SamplingParams
 from reflex_runtime.ipc.spawn import spawned
 from reflex_runtime.llm.serving.served_model import Open
 from reflex_runtime.llm.toy import ByteTokenizer
+from reflex_runtime.llm.workers import worker_engine
 from reflex_runtime.llm.workers.worker_metrics import merged
 from reflex_runtime.llm.workers.workers import Workers, WorkersConfig, opened
 from reflex_runtime.telemetry.journal_reader import read_journal
@@ -188,6 +192,44 @@ def test_g7_who_leaves_in_the_turn_he_came_is_never_told_of() -> None:
         assert fleet.complete(max_tokens=2).status == 200
         line = fleet.line()
         assert (line["streams"]["registered"], line["client"]["sent"][BATCH_GENERATE]) == (0, 1)
+
+
+def test_x4_the_page_shows_the_steps_of_all_processes_and_who_asks() -> None:
+    """Tokens do not go past the server's own events: each process counts its own while somebody looks."""
+    with Fleet(2) as fleet:
+        url = f"http://127.0.0.1:{fleet.port}/dashboard/stream"
+        with urllib.request.urlopen(url, timeout=PATIENCE) as lines:
+            for line in lines:
+                told = json.loads(line)
+                clients = {client["name"]: client["answers"] for client in told["clients"]}
+                groups = [group for group in told["groups"] if group["first_p50"] is not None]
+                if clients.get("arm", 0) >= 4 and groups and told["batches"]:
+                    break
+                at_once([lambda: fleet.complete("robots", max_tokens=6, user="arm").status] * 2)
+    assert [group["name"] for group in told["groups"]] == ["default"]
+    assert groups[0]["tokens"] > 0.0
+    assert groups[0]["gap_p50"] is not None
+    assert {member[0] for batch in told["batches"] for member in batch["members"]} == {"arm"}
+    assert {"default", "worker-0", "worker-1"} == set(told["server"]["queues"])
+    assert told["server"]["model"]["kv_cache_usage"] >= 0.0
+
+
+def test_x4_a_process_counts_nothing_once_nobody_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_engine, "UNSEEN", 0.0)
+    sinks: list[Any] = []
+    model = Mock(add_sink=sinks.append, remove_sink=sinks.remove, queues=dict, health=dict)
+
+    async def check() -> None:
+        engine = worker_engine.WorkerEngine(model, CollectorRegistry())
+        for _ in range(2):
+            engine.live()
+            assert [engine.live().number, len(sinks)] == [2, 1]
+            loop, over = asyncio.get_running_loop(), asyncio.Event()
+            loop.call_later(0.0, over.set)
+            await over.wait()
+            assert sinks == []
+
+    asyncio.run(check())
 
 
 def test_g12_concurrent_requests_share_messages() -> None:

@@ -78,6 +78,9 @@ class LocalModel:
         """See `ModelHost.remove_sink`."""
         self.generator.batcher.remove_sink(sink)
 
+    def fold(self) -> None:
+        """None: its sinks get the events of its batches."""
+
     def processes(self) -> list[LiveProcess]:
         """None: the engine is in the server's process."""
         return []

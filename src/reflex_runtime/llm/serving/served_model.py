@@ -29,6 +29,7 @@ from reflex_runtime.web.errors import NotReady
 
 if TYPE_CHECKING:  # a runtime process loads this module and serves no HTTP
     from reflex_runtime.web.supervisor import Lives
+    from reflex_runtime.web.watchers import Fold
 
 log = logging.getLogger("reflex.server")
 
@@ -59,6 +60,9 @@ class ModelHost(Protocol):
 
     def remove_sink(self, sink: Sink) -> None:
         """It gets no more events."""
+
+    def fold(self) -> Fold | None:
+        """What shows its batches to those who watch, where their events are not those that its sinks get."""
 
     def processes(self) -> list[LiveProcess]:
         """Processes beside the server's own."""

@@ -2,21 +2,42 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
+from reflex_runtime.core.events import Event
 from reflex_runtime.llm.serving.served_model import ServedModel
-from reflex_runtime.telemetry.live import Live
+from reflex_runtime.telemetry.live import Live, LiveSnapshot
 from reflex_runtime.telemetry.processes import own_process
 from reflex_runtime.version import __version__
-from reflex_runtime.web.watchers import Watchers
+from reflex_runtime.web.watchers import Fold, Watchers
 
 
 def watchers_of(model: ServedModel) -> Watchers:
     """Those who watch the server. They are sent away when it drains."""
-    watchers = Watchers(Live, model.add_sink, model.remove_sink, partial(_server, model))
+    watchers = Watchers(partial(_ModelLive, model), model.add_sink, model.remove_sink, partial(_server, model))
     model.on_drain.append(watchers.close)
     return watchers
+
+
+class _ModelLive:
+    """The fold: of the model's events, or of what its processes show, once they are there."""
+
+    def __init__(self, model: ServedModel, now: float) -> None:
+        self._model, self._live = model, Live(now)
+        self._elsewhere: Fold | None = None
+        self.events = Live.events
+
+    def __call__(self, event: Event) -> None:
+        self._live(event)
+
+    def snapshot(self, now: float, server: Mapping[str, Any]) -> LiveSnapshot:
+        """See `Fold`."""
+        if self._elsewhere is None and self._model.host is not None:
+            self._elsewhere = self._model.host.fold()
+        shown: LiveSnapshot = (self._elsewhere or self._live).snapshot(now, server)
+        return shown
 
 
 def _server(model: ServedModel) -> dict[str, Any]:

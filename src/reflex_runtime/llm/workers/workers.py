@@ -37,6 +37,7 @@ from reflex_runtime.llm.serving.texts import Texts
 from reflex_runtime.llm.tokenizer import Conversation, Tokenizer
 from reflex_runtime.llm.workers import worker_metrics
 from reflex_runtime.llm.workers.tokenizer_process import TokenizerProcess
+from reflex_runtime.llm.workers.watching import WorkersLive
 from reflex_runtime.telemetry.processes import LiveProcess, live_process
 from reflex_runtime.telemetry.series import Counter
 from reflex_runtime.telemetry.trace_context import SpanContext
@@ -206,6 +207,10 @@ class Workers:
         """See `ModelHost.remove_sink`."""
         for line in self.lines:
             line.batcher.remove_sink(sink)
+
+    def fold(self) -> WorkersLive:
+        """See `ModelHost.fold`: the steps of the processes."""
+        return WorkersLive(self.lines)
 
     def processes(self) -> list[LiveProcess]:
         """The runtime processes, and that which tokenises long prompts."""

@@ -20,10 +20,9 @@ export class Charts {
     const ms = (key) => { const found = worst(key); return Number.isFinite(found) ? found * 1000 : null; };
     const sum = (key) => queues.reduce((total, queue) => total + (queue[key] ?? 0), 0);
     const ratios = groups.filter((g) => g.error !== null);
-    const computes = snapshot.server.model?.workers === undefined; // else other processes do
     latency.add(snapshot.at, [ms("p50"), ms("p95"), ms("p99")]);
     waiting.add(snapshot.at, [sum("queued") - sum("preparing"), sum("preparing"), sum("residents")]);
-    busy.add(snapshot.at, [!computes ? null : 100 * Math.min(1, groups.reduce((total, g) => total + g.busy, 0))]);
+    busy.add(snapshot.at, [100 * Math.min(1, groups.reduce((total, g) => total + g.busy, 0))]);
     ratio.add(snapshot.at, [ratios.length ? ratios.reduce((t, g) => t + g.error, 0) / ratios.length : null]);
   }
 }

@@ -48,10 +48,8 @@ function show(snapshot) {
   tiles(snapshot, tables.served(snapshot));
   if (!strip.paused) tables.batches($("batches"), snapshot);
   feeds.show(snapshot);
-  const messages = server.model?.workers !== undefined; // to runtime processes: who asked, and how long it took there, is not known here
-  $("columns").textContent = messages ? "One column is one message to a runtime process, one cell one request in it."
-    : `One column is one batch, one cell one ${server.feeds ? "frame" : "request"}, in the colour of its ${server.feeds ? "feed" : "client"}.`;
-  $("callers").hidden = server.feeds !== undefined || messages; // the table of feeds has them
+  $("columns").textContent = `One column is one batch, one cell one ${server.feeds ? "frame" : "request"}, in the colour of its ${server.feeds ? "feed" : "client"}.`;
+  $("callers").hidden = server.feeds !== undefined; // the table of feeds has them
   tables.clients($("clients"), $("known"), snapshot);
   tables.queues($("queues"), snapshot);
   tables.processes($("processes"), snapshot);
@@ -69,9 +67,8 @@ function tiles(snapshot, groups) {
   const work = queues.reduce((total, q) => total + (q.queued_seconds ?? 0), 0);
   const model = snapshot.server.model;
   const speaks = groups.some((g) => g.first_p50 !== null || g.tokens > 0);
-  const messages = model?.workers !== undefined;
   predicts ||= groups.some((g) => g.error !== null);
-  const tokens = messages ? [["running", String(model.running)]] : !speaks && !model ? [] : [
+  const tokens = !speaks && !model ? [] : [
     ["tokens a second", round(sum("tokens"))],
     ["first token, p50", milliseconds(worst("first_p50"))],
     ["first token, p99", milliseconds(worst("first_p99"))],
@@ -84,9 +81,9 @@ function tiles(snapshot, groups) {
     ...tokens,
     ["answers a second", round(sum("rate"))],
     ["requests a batch", sizes.length ? round(sizes.reduce((a, b) => a + b, 0) / sizes.length) : "–"],
-    ...(messages ? [] : [["device busy", `${Math.round(100 * Math.min(1, snapshot.groups.reduce((total, g) => total + g.busy, 0)))} %`]]),
-    [messages ? "p50, until taken" : "p50", milliseconds(worst("p50"))],
-    [messages ? "p99, until taken" : "p99", milliseconds(worst("p99"))],
+    ["device busy", `${Math.round(100 * Math.min(1, snapshot.groups.reduce((total, g) => total + g.busy, 0)))} %`],
+    ["p50", milliseconds(worst("p50"))],
+    ["p99", milliseconds(worst("p99"))],
     ["waiting", String(queues.reduce((total, q) => total + q.queued, 0))],
     ...(predicts ? [["predicted work", milliseconds(work)]] : []),
     ["without a result", String(groups.reduce((n, g) => n + Object.entries(g.outcomes).reduce((m, [kind, k]) => (kind === "ok" ? m : m + k), 0), 0))],

@@ -3,6 +3,7 @@
 // Paul Tol's "muted" colours, told apart without red and green; beyond them the same colours are hatched.
 const PALETTE = ["#88CCEE", "#CC6677", "#117733", "#DDCC77", "#332288", "#AA4499", "#44AA99", "#882255", "#999933"];
 const KEPT = 4000; // batches
+const LANES = 8; // groups and processes that have a lane of their own
 const NAMES = 4000; // clients whose colour is kept
 const BEHIND = 0.45; // seconds that the picture is behind, so that a batch is there before its place is
 const LEAST = 3; // pixels of a column
@@ -84,7 +85,9 @@ export class Strip {
     const ink = style.color, faint = style.getPropertyValue("--faint"), rule = style.getPropertyValue("--rule");
     const now = this.now(), from = now - this.span;
     const visible = (this.held ?? this.batches.concat(this.running)).filter((b) => b.at < now && (b.took === null ? now : b.at + b.took) > from);
-    const groups = [...new Set(visible.map((b) => b.group))].sort();
+    let laneOf = (b) => [b.process, b.group].filter(Boolean).join(" · "); // processes run at the same time
+    if (new Set(visible.map(laneOf)).size > LANES) laneOf = (b) => b.group;
+    const groups = [...new Set(visible.map(laneOf))].sort();
     const lane = (height - 18) / Math.max(1, groups.length);
     const x = (at) => ((at - from) / this.span) * width;
     this.shown = [];
@@ -92,7 +95,7 @@ export class Strip {
     pen.textBaseline = "alphabetic";
     this.axis(pen, now, width, height, x, faint, rule);
     groups.forEach((group, index) => {
-      const mine = visible.filter((b) => b.group === group);
+      const mine = visible.filter((b) => laneOf(b) === group);
       const top = index * lane + 16;
       const most = Math.max(1, ...mine.map((b) => b.size));
       const waiting = Math.max(...mine.map((b) => b.queued));
@@ -289,7 +292,7 @@ export function aboutBatch(batch) {
   const took = batch.took === null ? "runs" : `took ${milliseconds(batch.took)}`;
   const predicted = batch.expected > 0 ? `, predicted ${milliseconds(batch.expected)}` : "";
   const lines = [
-    `Batch ${batch.id} of ${batch.group}${batch.stage ? `, ${batch.stage}` : ""}: ${batch.size} request${batch.size === 1 ? "" : "s"}`,
+    `Batch ${batch.id} of ${batch.group}${batch.stage ? `, ${batch.stage}` : ""}${batch.process ? `, in ${batch.process}` : ""}: ${batch.size} request${batch.size === 1 ? "" : "s"}`,
     `${took}${predicted}${batch.failed ? "; it failed" : ""}`,
     `It left: ${CAUSES[batch.cause] ?? batch.cause}`,
   ];
