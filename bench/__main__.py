@@ -16,6 +16,7 @@ from pathlib import Path
 
 from bench import (
     ahead,
+    cameras,
     capacity,
     core,
     costs,
@@ -43,8 +44,8 @@ from bench.report import Row, as_json, say, table
 CASES = ("core", "scaling", "ahead", "library", "feeds", "llm", "workers", "small", "alone", "closed", "arriving")
 CASES += ("closed-pictures", "arriving-pictures", "capacity", "costs", "faults", "hostile", "pictures", "soak")
 CASES += ("versions", "wires", "torch", "soak-mixed", "replicas", "replica-killed", "tune", "tune-pinned")
-CASES += ("detectors",)
-USUAL = CASES[:-17]  # the others are asked for by name
+CASES += ("detectors", "cameras")
+USUAL = CASES[:-18]  # the others are asked for by name
 
 
 def main() -> int:
@@ -72,6 +73,7 @@ def main() -> int:
             "ahead": lambda: ahead.ahead(scale),
             "feeds": lambda: feeds.feeds(scale),
             "detectors": lambda: detectors.detectors(scale),
+            "cameras": lambda: cameras.cameras(scale),
             "llm": lambda: llm.llm(Path(root, "llm"), args.out, scale),
             "workers": lambda: ipc.workers(Path(root), scale),
             "small": lambda: serving.small(tiny, scale),

@@ -117,8 +117,8 @@ def _paths(scale: float) -> list[Row]:
     }
     rates: dict[str, list[float]] = {kind: [] for kind in kinds}
     with tempfile.TemporaryDirectory(prefix="reflex-detectors-") as root:
-        model = _write_model(Path(root, "yolo.onnx"))
-        files = [_write_video(Path(root, f"{k}.mp4"), k, frames) for k in range(FILES)]
+        model = write_model(Path(root, "yolo.onnx"))
+        files = [write_video(Path(root, f"{k}.mp4"), k, frames) for k in range(FILES)]
         for number in range(5):
             say(f"detectors: round {number + 1} of 5")
             for kind in list(kinds)[:: 1 if number % 2 else -1]:
@@ -161,20 +161,23 @@ def _by_hand(model: Path, files: Sequence[Path], size: int) -> float:
             pictures = [frame.to_ndarray(format="rgb24") for frame in group]
             for first in range(0, len(pictures), size):
                 part = pictures[first : first + size]
-                for k, value in enumerate(_answers(session, part, cv2)):
+                for k, value in enumerate(answers_by_hand(session, part, cv2)):
                     lines.write(json.dumps({"feed": first + k, "value": value}) + "\n")
                     answered += 1
     return answered / (time.perf_counter() - began)
 
 
-def _answers(session: OnnxSession, pictures: Sequence[NDArray[np.uint8]], cv2: Any) -> list[list[list[float]]]:
-    tensor = np.empty((len(pictures), 3, SIDE, SIDE), np.float32)
+def answers_by_hand(
+    session: OnnxSession, pictures: Sequence[NDArray[np.uint8]], cv2: Any, side: int = SIDE
+) -> list[list[list[float]]]:
+    """What one writes for a batch: letterbox, the model, and OpenCV's suppression."""
+    tensor = np.empty((len(pictures), 3, side, side), np.float32)
     for i, picture in enumerate(pictures):
         height, width = picture.shape[:2]
-        scale = min(SIDE / width, SIDE / height)
+        scale = min(side / width, side / height)
         new_w, new_h = round(width * scale), round(height * scale)
-        top, left = (SIDE - new_h) // 2, (SIDE - new_w) // 2
-        place = np.full((SIDE, SIDE, 3), 114, np.uint8)
+        top, left = (side - new_h) // 2, (side - new_w) // 2
+        place = np.full((side, side, 3), 114, np.uint8)
         place[top : top + new_h, left : left + new_w] = cv2.resize(picture, (new_w, new_h))
         tensor[i] = place.transpose(2, 0, 1)
     tensor /= 255
@@ -189,7 +192,8 @@ def _answers(session: OnnxSession, pictures: Sequence[NDArray[np.uint8]], cv2: A
     return answers
 
 
-def _write_model(path: Path) -> Path:
+def write_model(path: Path, side: int = SIDE) -> Path:
+    """A graph of the form of a YOLO head for pictures of that side."""
     import onnx
     from onnx import helper, numpy_helper, parser
 
@@ -199,12 +203,13 @@ def _write_model(path: Path) -> Path:
         weights = random.normal(0, 0.1 / stride, (84, 3, stride, stride)).astype(np.float32)
         weights[:4] *= 300  # boxes in pixels
         tensors[f"w{stride}"] = weights
-        tensors[f"b{stride}"] = np.array([320, 320, 80, 80, *[0.0] * 80], np.float32)
+        tensors[f"b{stride}"] = np.array([side / 2, side / 2, 80, 80, *[0.0] * 80], np.float32)
         sizes = f"strides=[{stride}, {stride}], kernel_shape=[{stride}, {stride}]"
         lines.append(f"c{stride} = Conv<{sizes}>(images, w{stride}, b{stride})")
         lines.append(f"r{stride} = Reshape(c{stride}, flat)")
     lines.append("output0 = Concat<axis=2>(r8, r16, r32)")
-    ports = f"float[n, 3, {SIDE}, {SIDE}] images) => (float[n, 84, 8400] output0"
+    places = sum((side // stride) ** 2 for stride in (8, 16, 32))
+    ports = f"float[n, 3, {side}, {side}] images) => (float[n, 84, {places}] output0"
     model = parser.parse_model(f'<ir_version: 8, opset_import: ["": 18]> g ({ports}) {{{"".join(lines)}}}')
     model.graph.initializer.extend(numpy_helper.from_array(array, name) for name, array in tensors.items())
     helper.set_model_props(model, {"names": str({i: f"class {i}" for i in range(80)})})
@@ -212,18 +217,21 @@ def _write_model(path: Path) -> Path:
     return path
 
 
-def _write_video(path: Path, number: int, frames: int) -> Path:
+def write_video(
+    path: Path, number: int, frames: int, size: tuple[int, int] = (1280, 720), rate: int = 25
+) -> Path:
     """Blurred noise that moves."""
     import av
     import cv2
 
     random = np.random.default_rng(number)
     ground = cv2.resize(random.integers(0, 256, (60, 100, 3), dtype=np.uint8), (1600, 960))
+    width, height = size
     with av.open(str(path), "w") as container:
-        stream = container.add_stream("libx264", rate=25, options={"preset": "veryfast"})
-        stream.width, stream.height, stream.pix_fmt = 1280, 720, "yuv420p"
+        stream = container.add_stream("libx264", rate=rate, options={"preset": "veryfast"})
+        stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
         for k in range(frames):
-            picture = np.ascontiguousarray(ground[k : k + 720, 2 * k : 2 * k + 1280])
+            picture = np.ascontiguousarray(ground[k : k + height, 2 * k : 2 * k + width])
             container.mux(stream.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")))
         container.mux(stream.encode(None))
     return path

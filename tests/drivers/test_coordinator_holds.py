@@ -46,6 +46,20 @@ def test_f6_cameras_of_different_rates_lose_no_frame_at_the_defaults(
     assert max(outcome.ages) < 0.033
 
 
+@pytest.mark.parametrize("jitter", [0.0, 0.1])
+def test_f6_of_sixteen_cameras_of_four_rates_no_hold_loses_a_frame(jitter: float) -> None:
+    """5, 10, 15 and 30 fps, four of each, from a processor that is idle half of the time to one that is too slow."""
+    feeds = [camera for _ in range(4) for camera in cameras(5.0, 10.0, 15.0, 30.0, jitter=jitter)]
+    for device in (USUAL, Affine(0.010, 0.0015), Affine(0.020, 0.002)):
+        at_once, held = (
+            played(feeds, device.of, BatchConfig(max_batch_size=8, max_latency=most), 10.0) for most in (0.0, 0.050)
+        )
+        assert held.lost <= at_once.lost
+        assert fmean(held.sizes) > 1.05 * fmean(at_once.sizes)
+        assert fmean(held.ages) < 1.02 * fmean(at_once.ages)
+    assert held.lost < 0.7 * at_once.lost, "the last one is too slow"
+
+
 def test_f6_cameras_in_step_share_full_batches_at_the_defaults() -> None:
     feeds = [Camera(Every(1.0 / 30.0, phase=0.010 + 0.001 * i)) for i in range(4)]
     outcome = played(feeds, Affine(0.010, 0.002).of, BatchConfig(), 10.0)

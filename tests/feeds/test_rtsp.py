@@ -8,12 +8,14 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import pytest
 from av.container import core
 
 from feeds.fakes import PATIENCE
 from feeds.rtsp import RtspCamera
+from feeds.tls import behind_tls
 from feeds.videos import clip, number_of, picture
 from reflex_runtime.feeds import video
 from reflex_runtime.feeds.source import SourceError
@@ -242,3 +244,26 @@ def test_f14_http_that_freezes_is_lost() -> None:
         source.close()
     assert error.retryable
     assert re.fullmatch(r"http://127\.0\.0\.1:\d+/video: no frame for 0\.3 s", str(error))
+
+
+# -- over TLS, and devices ---------------------------------------------------------------------------------------------
+
+
+def test_f14_rtsps_and_https_cameras_are_read_whatever_their_certificate(camera: RtspCamera, tmp_path: Path) -> None:
+    with behind_tls(camera.port, tmp_path) as port:
+        source = VideoSource(f"rtsps://127.0.0.1:{port}/camera")
+        source.open()
+        assert [number_of(image) for image, _ in (source.read() for _ in range(10))] == list(range(10))
+        source.close()
+    with web(clip(30, ending="mkv").read_bytes()) as url, behind_tls(int(url.split(":")[-1][:-6]), tmp_path) as port:
+        source = VideoSource(f"https://127.0.0.1:{port}/video")
+        source.open()
+        assert [number_of(image) for image, _ in iter(source.read, None)] == list(range(30))
+        source.close()
+
+
+def test_f14_a_device_that_is_not_there_is_said_and_tried_again() -> None:
+    source = VideoSource("/dev/video63")
+    with pytest.raises(SourceError, match="/dev/video63: No such file or directory") as caught:
+        source.open()
+    assert caught.value.retryable, "it may be plugged in"

