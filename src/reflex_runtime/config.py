@@ -490,6 +490,21 @@ class FeedsConfig:
     )
     provider: str = option("cpu", "with --onnx: cpu, cuda, openvino or an ONNX Runtime provider name", needs="onnx")
     threads: int = option(1, "with --onnx: ONNX Runtime threads per call", low=1, high=256, needs="onnx")
+    then: str = option(
+        "", "a second model in ONNX, such as a classifier: it is asked about what was found, each box as a picture",
+        metavar="FILE",
+    )
+    then_classes: tuple[str, ...] = option(
+        (), "with --then: the only classes that it is asked about, by name or number, with commas", metavar="NAME,…",
+        needs="then",
+    )
+    then_most: int = option(
+        16, "with --then: most boxes of a frame that it is asked about, those with the highest scores", low=1, high=300,
+        needs="then",
+    )
+    then_batch_size: int = option(
+        8, "with --then: most boxes in a call of the second model", low=1, high=4096, needs="then"
+    )
     startup_timeout_s: float = option(30.0, "how long the processor may take to start", low=0.1, high=3600, unit="s")
     max_batch_size: int = option(4, "most frames in a call of the processor", low=1, high=4096, group="batching")
     max_latency_ms: float = option(

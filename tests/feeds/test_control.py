@@ -17,7 +17,7 @@ from reflex_runtime.config import FeedsConfig
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.drivers.batch_processor import BatchConfig
 from reflex_runtime.feeds import fleet
-from reflex_runtime.feeds.fleet import Fleet
+from reflex_runtime.feeds.fleet import FeedFleet
 from reflex_runtime.feeds.fresh import check_fresh
 from reflex_runtime.feeds.onnx import OnnxFrames
 from reflex_runtime.feeds.pictures import FeedPictures
@@ -42,7 +42,7 @@ class Run:
         self.found = Collector()
         self.cameras: dict[str, Camera] = {}
         config = FeedsConfig(port=0, **settings)
-        self.fleet = Fleet(
+        self.fleet = FeedFleet(
             self.runtime,
             coordinator,
             self.detector,

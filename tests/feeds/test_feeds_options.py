@@ -379,6 +379,59 @@ def test_f14_who_may_watch_feeds_is_as_on_every_server(tmp_path: Path) -> None:
         assert [asked(named, {"Host": host}) for host in ("cams.example", "other.example")] == [200, 403]
 
 
+def test_f14_then_asks_a_second_model_about_what_was_found(tmp_path: Path) -> None:
+    bright_graph(tmp_path / "first.onnx", "raw", (64, 48))
+    names = {"names": "{0: 'warm', 1: 'mild', 2: 'cold'}", "task": "classify"}
+    bright_graph(tmp_path / "then.onnx", "classes", (16, 16), metadata=names)
+    write_video(tmp_path / "red.mp4", [lit((8, 8, 40, 40), RED, (64, 48))] * 3)
+    common = ("red=red.mp4", "--onnx", "first.onnx", "--then", "then.onnx", "--results=-")
+    runs = together(Feeds(*common, cwd=tmp_path), Feeds(*common, "--then-classes", "blue,green", cwd=tmp_path))
+    every, others = ([json.loads(line)["value"]["then"] for line in feeds.out] for feeds in runs)
+    assert [[(one["box"], one["labels"][0]) for one in frame] for frame in every] == [[(0, "warm")]] * 3
+    assert others == [[]] * 3
+
+
+def test_f14_a_second_model_that_cannot_be_used_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bright_graph(tmp_path / "first.onnx", "raw", (64, 48))
+    (tmp_path / "broken.onnx").write_bytes(b"no graph")
+    common = ("a=shapes:seed=1", "--onnx", "first.onnx")
+    assert "--then=gone.onnx: no such file" in refusal(capsys, "a=shapes:seed=1", "--onnx=shapes", "--then=gone.onnx")
+    wrong = ran(*common, "--then", "broken.onnx", cwd=tmp_path, status=2)
+    assert wrong.log[-1].startswith("reflex feeds: --then=broken.onnx: onnxruntime cannot load it")
+    bright_graph(tmp_path / "then.onnx", "classes", (16, 16))
+    lacking = ran(*common, "--then", "then.onnx", "--then-classes", "cat", cwd=tmp_path, status=2)
+    assert "--onnx=first.onnx: needed classes=cat: the graph has 3 classes" in lacking.log[-1]
+
+
+def test_f14_then_most_and_then_batch_size_bound_what_it_is_asked(tmp_path: Path) -> None:
+    (tmp_path / "two.py").write_text(TWO_BOXES, encoding="utf-8")
+    metadata = {"names": "{0: 'warm', 1: 'mild', 2: 'cold'}", "task": "classify"}
+    bright_graph(tmp_path / "then.onnx", "classes", (16, 16), metadata=metadata)
+    write_video(tmp_path / "a.mp4", [lit((8, 8, 40, 40), RED, (64, 48))] * 3)
+    common = ("a=a.mp4", "--processor", "two:Two", "--then", "then.onnx", "--results=-")
+    sizes = {}
+    for name, options in {"most": ("--then-most", "1"), "batch": ("--then-batch-size", "1"), "plain": ()}.items():
+        feeds = ran(*common, *options, "--trace", f"{name}.jsonl", cwd=tmp_path)
+        missing = [one.get("missing") for line in feeds.out for one in json.loads(line)["value"]["then"]]
+        batches = read_journal(tmp_path / f"{name}.jsonl").batches
+        sizes[name] = ({len(batch.members) for batch in batches if batch.group == "then"}, missing)
+    assert sizes["plain"] == ({2}, [None] * 6)
+    assert sizes["batch"] == ({1}, [None] * 6)
+    assert sizes["most"] == ({1}, [None, "too_many"] * 3)
+
+
+TWO_BOXES = """
+class Two:
+    id = "two"
+    def on_start(self):
+        pass
+    def process(self, entries):
+        return [{"boxes": [[8, 8, 40, 40], [0, 0, 20, 20]], "labels": ["a", "b"]} for _ in entries]
+    def on_stop(self):
+        pass
+"""
+
+
 def test_f14_add_files_is_the_folder_of_files_that_may_be_added_while_it_runs(tmp_path: Path) -> None:
     (tmp_path / "videos").mkdir()
     shutil.copy(clip(3), tmp_path / "videos" / "door.mp4")

@@ -10,8 +10,9 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack, redirect_stdout
+from dataclasses import replace
 from functools import partial
 from math import inf
 from pathlib import Path
@@ -29,7 +30,8 @@ if TYPE_CHECKING:
     from reflex_runtime.cli.feeds_output import Board
     from reflex_runtime.drivers.batch_processor import BatchConfig, BatchProcessor
     from reflex_runtime.drivers.coordinator import BatchCoordinator
-    from reflex_runtime.feeds.fleet import Fleet
+    from reflex_runtime.feeds.cascade import Crops
+    from reflex_runtime.feeds.fleet import FeedFleet
     from reflex_runtime.feeds.onnx import OnnxFrames
     from reflex_runtime.feeds.opening import SourceMaker
     from reflex_runtime.feeds.outputs.output import AnyOutput
@@ -142,6 +144,7 @@ class _Session:
         self._processor = processor
         self._output = output
         self._batching = _batching(config, len(specs))
+        self._then = _then(config, processor, self._batching.capacity) if config.then else None
         self._runtime: Runtime = Runtime()
         self._outputs = [self._runtime.output(each) for each in outputs]
         on_screen = config.results == "-" and output.isatty()  # then there is no room for a table
@@ -209,10 +212,14 @@ class _Session:
 
     def _coordinator(self, closing: ExitStack) -> BatchCoordinator:
         from reflex_runtime.telemetry.journal_writer import JournalWriter
+        from reflex_runtime.telemetry.one_group import OneGroup
 
         sinks: list[Callable[[Any], None]] = []
         if self._config.trace:
-            self._trace = JournalWriter(self._config.trace, [self._batching.group(self._processor.id)])
+            groups = [self._batching.group(self._processor.id)]
+            if self._then is not None:
+                groups.append(self._then.config.group(self._then.processor.id))
+            self._trace = JournalWriter(self._config.trace, groups)
             closing.callback(self._trace.close)
             sinks.append(self._trace)
         if self._config.otel:
@@ -221,8 +228,8 @@ class _Session:
             spans = spans_of(self._config.otel, self._config.otel_sample, self._series(), FrameSpans)
             assert spans is not None
             closing.callback(spans.close)
-            sinks.append(spans)
-        return self._runtime.coordinator(self._processor, self._batching, sinks)
+            sinks.append(spans if self._then is None else OneGroup(spans, self._processor.id))
+        return self._runtime.coordinator(self._processor, self._batching, sinks, self._then)
 
     def _series(self) -> CollectorRegistry:
         """The registry of its /metrics."""
@@ -237,14 +244,14 @@ class _Session:
 
         return FeedPictures(lambda: self._runtime.names)
 
-    def _fleet(self, coordinator: BatchCoordinator, pictures: FeedPictures | None) -> Fleet:
-        from reflex_runtime.feeds.fleet import Fleet
+    def _fleet(self, coordinator: BatchCoordinator, pictures: FeedPictures | None) -> FeedFleet:
+        from reflex_runtime.feeds.fleet import FeedFleet
         from reflex_runtime.feeds.replaceable import ReplaceableDetector
 
         self._results = self._lines()
         detector = self._processor if isinstance(self._processor, ReplaceableDetector) else None
         sinks = partial(self._sinks_of, pictures)
-        return Fleet(self._runtime, coordinator, detector, self._config, sinks, _onnx, _schemes())
+        return FeedFleet(self._runtime, coordinator, detector, self._config, sinks, _onnx, _schemes())
 
     def _sinks_of(self, pictures: FeedPictures | None, spec: FeedSpec) -> list[Callable[[Any], None]]:
         from reflex_runtime.cli.feeds_output import annotated
@@ -270,7 +277,7 @@ class _Session:
         return JsonLines(self._config.results)
 
     def _status(
-        self, coordinator: BatchCoordinator, pictures: FeedPictures, fleet: Fleet, closing: ExitStack
+        self, coordinator: BatchCoordinator, pictures: FeedPictures, fleet: FeedFleet, closing: ExitStack
     ) -> None:
         from reflex_runtime.cli.serving import url, warn_if_open
         from reflex_runtime.feeds.series import FeedSeries
@@ -455,7 +462,31 @@ def _processor(config: FeedsConfig) -> BatchProcessor:
         return processor_of(config.processor)
     from reflex_runtime.feeds.replaceable import ReplaceableDetector
 
-    return ReplaceableDetector(_onnx(config))
+    return ReplaceableDetector(_onnx(config), config.then_classes)
+
+
+def _then(config: FeedsConfig, detector: BatchProcessor, frames: int) -> Crops:
+    """The second model. frames: most that wait for the first one."""
+    from reflex_runtime.drivers.batch_processor import BatchConfig
+    from reflex_runtime.feeds.cascade import Crops
+    from reflex_runtime.feeds.replaceable import ReplaceableDetector
+
+    size = config.then_batch_size
+    batching = BatchConfig(
+        max_batch_size=size,
+        max_latency=0.0,  # the boxes of a batch of frames come together
+        queue_capacity=max(size, frames * config.then_most),
+        max_in_flight_per_feed=0,
+    )
+
+    def labels() -> Collection[Any] | None:
+        if not config.then_classes:
+            return None
+        return detector.labels if isinstance(detector, ReplaceableDetector) else config.then_classes
+
+    plain = replace(config, size="", resize="auto", names="", score=None, iou=None, classes=(), max_detections=0)
+    model = _onnx(replace(plain, onnx=config.then), "--then", "then")
+    return Crops(model, batching, labels, config.then_most)
 
 
 def _refused(config: FeedsConfig, error: Exception) -> ConfigError:
@@ -465,19 +496,21 @@ def _refused(config: FeedsConfig, error: Exception) -> ConfigError:
     named = f"--processor={one_line(config.processor)}" if config.processor else f"--onnx={one_line(config.onnx)}"
     cause = error.__cause__
     words = in_one_line(getattr(cause if isinstance(cause, ConfigError) else error, "message", str(error)))
+    if config.then and isinstance(cause, ConfigError) and words.startswith(f"{config.then}: "):
+        return ConfigError(f"--then={one_line(words)}")
     if cause is not None and not isinstance(cause, ConfigError):
         words = f"on_start failed: {told(cause)}"
     return ConfigError(f"{named}: {words.removeprefix(config.onnx + ': ')}")
 
 
-def _onnx(config: FeedsConfig) -> OnnxFrames:
+def _onnx(config: FeedsConfig, flag: str = "--onnx", id: str = "onnx") -> OnnxFrames:
     from reflex_runtime.demo.shapes import DETECTOR
     from reflex_runtime.feeds.onnx import OnnxFrames
     from reflex_runtime.processors.onnx import PROVIDERS, check_provider
 
     path = DETECTOR if config.onnx == "shapes" else Path(config.onnx)
     if not path.is_file():
-        raise ConfigError(f"--onnx={one_line(config.onnx)}: no such file (shapes is the bundled detector)")
+        raise ConfigError(f"{flag}={one_line(config.onnx)}: no such file (shapes is the bundled detector)")
     provider = PROVIDERS.get(config.provider, config.provider)
     try:
         check_provider(provider)
@@ -485,6 +518,7 @@ def _onnx(config: FeedsConfig) -> OnnxFrames:
         raise ConfigError(f"--provider={one_line(config.provider)}: {error.message.partition(': ')[2]}") from None
     return OnnxFrames(
         path,
+        id,
         provider=provider,
         threads=config.threads,
         score=config.score,

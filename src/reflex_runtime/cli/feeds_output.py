@@ -382,8 +382,8 @@ def check_outputs(config: FeedsConfig, specs: Sequence[FeedSpec], file: Path | N
         _check_folder(config.annotate)
         outputs += [("--annotate", config.annotate, annotated(config, spec.name)) for spec in specs]
     taken = {_place(spec.file): f"which {spec.name} reads" for spec in specs if spec.file is not None}
-    if config.onnx:
-        taken[_place(Path(config.onnx))] = "which is the model"
+    for model in filter(None, (config.onnx, config.then)):
+        taken[_place(Path(model))] = "which is the model"
     if file is not None:
         taken[_place(file)] = "which is the configuration"
     for flag, value, path in outputs:

@@ -132,7 +132,7 @@ class Owned(BaseProcessor):
     """Makes a `Processor` of a user's `BatchProcessor`."""
 
     def __init__(self, processor: BatchProcessor) -> None:
-        self._processor = processor
+        self.processor = processor
         self.repeatable = bool(getattr(processor, "repeatable", True))
         self.started = False
         self.stop_error: BaseException | None = None
@@ -143,7 +143,7 @@ class Owned(BaseProcessor):
             self.before_run()
         entries = [_entry(BatchEntry, (*t.request.payload, t.arrived)) for t in batch.grants]
         try:
-            results = self._processor.process(entries)
+            results = self.processor.process(entries)
         except ReflexError as error:
             raise _of_processor(error) from error
         if results is None or isinstance(results, (Mapping, str, bytes)):  # of these the keys or letters would be taken
@@ -155,10 +155,10 @@ class Owned(BaseProcessor):
         if not self.started:
             return
         try:
-            self._processor.on_stop()
+            self.processor.on_stop()
         except BaseException as error:
             self.stop_error = error
-            log.exception("%s: on_stop failed", self._processor.id)
+            log.exception("%s: on_stop failed", self.processor.id)
 
 
 def _of_processor(error: ReflexError) -> ProcessorError:

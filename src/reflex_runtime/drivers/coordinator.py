@@ -43,8 +43,10 @@ from reflex_runtime.core.scheduler import Scheduler
 from reflex_runtime.drivers.audience import Audience, Delivery, Sink
 from reflex_runtime.drivers.batch_processor import BatchConfig, BatchProcessor, Owned, id_of
 from reflex_runtime.drivers.device import Clock, Device
+from reflex_runtime.drivers.follow_up import Answered, FollowUp, FrameParts
 from reflex_runtime.drivers.relay import Relay, Sleeper
 from reflex_runtime.telemetry.batch_metrics import BatchMeter, BatchMetrics
+from reflex_runtime.telemetry.one_group import OneGroup
 
 log = logging.getLogger("reflex.coordinator")
 
@@ -59,9 +61,10 @@ class _Pending(Future[Any]):
 
     take_back: Callable[[], None] | None = None
 
-    def settled(self, ticket: Ticket) -> None:
+    def settled(self, answered: Answered) -> None:
         self.take_back = None  # it holds the ticket, and the ticket this future
-        outcome = ticket.outcome
+        outcome = answered.outcome
+        assert outcome is not None
         try:
             if not self.set_running_or_notify_cancel():
                 return
@@ -72,7 +75,7 @@ class _Pending(Future[Any]):
         except KeyboardInterrupt:
             raise
         except BaseException:  # a callback wanted to end the thread, or the caller settled the future itself
-            log.exception("the future of a frame of %r could not be settled", ticket.request.client)
+            log.exception("the future of a frame of %r could not be settled", answered.request.client)
 
     def cancel(self) -> bool:
         take_back, self.take_back = self.take_back, None  # `settled` clears it, too
@@ -154,6 +157,7 @@ class BatchHandle:
         if not answered and not coordinator.abandon(ticket):
             raise WaitTimeout(f"{coordinator.id}: no answer for feed {feed_id!r} within {coordinator.patience:g} s")
         outcome = ticket.outcome
+        assert outcome is not None
         if isinstance(outcome, Done):
             return outcome.value
         raise outcome.error.with_traceback(None)  # shared by the callers of a failed batch
@@ -174,6 +178,8 @@ class BatchCoordinator:
         sink with an attribute `events` (a set of event types) gets those only. One that raises is logged.
     lost: why its thread died, if it did. detached: the name of a thread that did not end in time, else None.
     stop_error: what `on_stop` raised, else None. processor: the one it owns; only its thread may call it.
+    then: a second processor, for parts of what the first one answers; a frame is answered when they are. Its figures
+        are in `all_metrics`, its events among those of `sinks`, under its own id as their group.
 
     A batch beyond the watchdog is answered with `ProcessorHung`. Only one thread may call the processor, so the
     coordinator waits for it and goes on when it comes back. A thread that dies ends the coordinator, and every frame is
@@ -186,24 +192,33 @@ class BatchCoordinator:
         config: BatchConfig | None = None,
         sinks: Iterable[Sink] = (),
         clock: Clock = time.monotonic,
+        then: FollowUp | None = None,
     ) -> None:
         self.config = config = config or BatchConfig()
         self.id = id_of(processor)
-        if (owner := _owners.get(id(processor))) is not None:
-            raise ConfigError(f"BatchCoordinator: processor {owner.id!r} belongs to another coordinator already")
+        self.then = then
+        runs = {self.id: (processor, config)}
+        if then is not None:
+            if (name := id_of(then.processor)) == self.id:
+                raise ConfigError(f"BatchCoordinator: both processors are called {name!r}")
+            runs[name] = (then.processor, then.config)
+        for run, _ in runs.values():
+            if (owner := _owners.get(id(run))) is not None:
+                raise ConfigError(f"BatchCoordinator: processor {owner.id!r} belongs to another coordinator already")
         self.patience = config.max_latency + config.response_timeout
         self.handle = BatchHandle(self)
         self.detached: str | None = None
         self.processor = processor
-        self._owned = Owned(processor)
-        self._scheduler = Scheduler([config.group(self.id, processor)])
+        self._owned = {name: Owned(run) for name, (run, _) in runs.items()}
+        self._scheduler = Scheduler([batching.group(name, run) for name, (run, batching) in runs.items()])
         self._clock = clock
-        self._meter = BatchMeter(config.max_batch_size)
-        self._audience = Audience([self._meter, *sinks], self.id)
+        self._meters = {name: BatchMeter(batching.max_batch_size) for name, (_, batching) in runs.items()}
+        meters = [meter if then is None else OneGroup(meter, name) for name, meter in self._meters.items()]
+        self._audience = Audience([*meters, *sinks], self.id)
         self._delivery = Delivery(self._events, self._audience)
         self._device = Device(
             self._scheduler,
-            {self.id: self._owned},
+            self._owned,
             self._deliver,
             clock,
             self._died,
@@ -219,7 +234,8 @@ class BatchCoordinator:
         self._bell = threading.Event()
         self._over = False
         self._started = self._signalled = False
-        _owners[id(processor)] = self
+        for run, _ in runs.values():
+            _owners[id(run)] = self
 
     # -- life ----------------------------------------------------------------------------------------------------------
 
@@ -263,9 +279,10 @@ class BatchCoordinator:
     def signal(self) -> None:
         """Admit no more frames. The batch being formed or run is still answered; all other frames are released now."""
         self._signalled = True
-        self._owned.before_run = self._close_behind
+        for owned in self._owned.values():
+            owned.before_run = self._close_behind
         more = self._device.input(
-            lambda scheduler, now: scheduler.close(now, drain=self._owned.started and not self._device.busy)
+            lambda scheduler, now: scheduler.close(now, drain=self._running and not self._device.busy)
         )
         if more:
             self._close_behind()
@@ -281,8 +298,9 @@ class BatchCoordinator:
         self._over = True
         self._bell.set()
         self.detached = self._device.name if self._device.alive else None
-        if self.detached is None and _owners.get(id(self.processor)) is self:  # the entry of its next owner must stay
-            del _owners[id(self.processor)]
+        for owned in self._owned.values() if self.detached is None else ():
+            if _owners.get(id(owned.processor)) is self:  # the entry of its next owner must stay
+                del _owners[id(owned.processor)]
         return self.detached is None
 
     def stop(self, timeout: float = 5.0) -> bool:
@@ -306,7 +324,12 @@ class BatchCoordinator:
     @property
     def stop_error(self) -> BaseException | None:
         """What `on_stop` raised."""
-        return self._owned.stop_error
+        return next((owned.stop_error for owned in self._owned.values() if owned.stop_error is not None), None)
+
+    @property
+    def _running(self) -> bool:
+        """Whether every processor has started."""
+        return all(owned.started for owned in self._owned.values())
 
     # -- feeds ---------------------------------------------------------------------------------------------------------
 
@@ -318,33 +341,54 @@ class BatchCoordinator:
         sequence: int | None,
         pts: float | None,
         time_limit: float | None,
-        settled: Callable[[Ticket], None],
-    ) -> Ticket:
-        """Admit a frame, or raise the `Rejected` that says why not. settled: called with its ticket at its end."""
+        settled: Callable[[Answered], None],
+    ) -> Ticket | FrameParts:
+        """Admit a frame, or raise the `Rejected` that says why not. settled: called at its end with what this
+        returns."""
         numbers = self._sequences.get(feed_id)
         if numbers is None:
             numbers = self._new_feed(feed_id)
         payload = (feed_id, frame, view, next(numbers) if sequence is None else sequence, pts)
         request = Request(payload, group=self.id, client=feed_id, time_limit=time_limit)
+        if self.then is None:
+            return self._admit(request, settled)
+        frame_parts = FrameParts(self.then, request, self._admit_part, settled, self._clock)
+        frame_parts.open.append(self._admit(request, frame_parts.first))
+        return frame_parts
+
+    def _admit(self, request: Request, settled: Callable[[Ticket], None]) -> Ticket:
         later = self.relay.going
         try:
             ticket = self._device.submit(request, settled, wake=not later)
         except Rejected as error:
             self._deliver()
-            raise self._worded(error, feed_id) from None
+            raise self._worded(error, str(request.client)) from None
         if later:
             self.relay.came()
-        if self._alarm == inf or ticket.deadline < self._alarm:
-            self._set_alarm(min(ticket.deadline, ticket.arrived + self._watchdog))
+        self._watch(ticket)
         return ticket
 
-    def cancel(self, ticket: Ticket) -> None:
-        """Cancel a frame for its caller."""
-        self._device.cancel(ticket)
+    def _admit_part(self, request: Request, settled: Callable[[Ticket], None]) -> Ticket:
+        """Called while answers are delivered: by the device thread, which looks at the queues next."""
+        ticket = self._device.submit(request, settled)
+        self._watch(ticket)
+        return ticket
 
-    def abandon(self, ticket: Ticket) -> bool:
+    def _watch(self, ticket: Ticket) -> None:
+        """Wake at its deadline, and when its batch would take too long."""
+        if self._alarm == inf or ticket.deadline < self._alarm:
+            self._set_alarm(min(ticket.deadline, ticket.arrived + self._watchdog))
+
+    def cancel(self, asked: Ticket | FrameParts) -> None:
+        """Cancel a frame for its caller."""
+        for ticket in asked.leave() if isinstance(asked, FrameParts) else (asked,):
+            self._device.cancel(ticket)
+
+    def abandon(self, asked: Ticket | FrameParts) -> bool:
         """The caller stops waiting. Returns whether the answer is there after all."""
-        return self._device.abandon(ticket)
+        for ticket in asked.leave() if isinstance(asked, FrameParts) else (asked,):
+            self._device.abandon(ticket)
+        return asked.outcome is not None
 
     @property
     def answers_here(self) -> bool:
@@ -353,12 +397,17 @@ class BatchCoordinator:
 
     def metrics(self) -> BatchMetrics:
         """Everything counted so far, as one consistent snapshot."""
-        return self.between(self._meter.take)()
+        return self.between(self._meters[self.id].take)()
+
+    def all_metrics(self) -> dict[str, BatchMetrics]:
+        """The same of each of its processors, by id; those of the second one count parts."""
+        taken = self.between(lambda: {name: meter.take() for name, meter in self._meters.items()})
+        return {name: take() for name, take in taken.items()}
 
     @property
     def consecutive_errors(self) -> int:
         """Batches in a row without any result, of those whose end was delivered."""
-        return self._meter.errors_in_a_row
+        return self._meters[self.id].errors_in_a_row
 
     def between(self, action: Callable[[], T]) -> T:
         """Deliver every event up to now, then call `action` before the next one. Returns its result."""
@@ -376,7 +425,7 @@ class BatchCoordinator:
         self.between(lambda: self._audience.remove(sink))
 
     def queues(self) -> dict[str, Any]:
-        """What waits and runs, as the scheduler's snapshot tells it: by group, which is one, the coordinator's id."""
+        """What waits and runs, as the scheduler's snapshot tells it: by group, the id of a processor."""
         groups: dict[str, Any] = self._device.input(lambda scheduler, _: scheduler.snapshot()["groups"])
         return groups
 
@@ -425,8 +474,9 @@ class BatchCoordinator:
     def _prepare(self, ready: Future[None]) -> None:
         """Run `on_start` on the thread that will run everything else."""
         try:
-            self.processor.on_start()
-            self._owned.started = True
+            for owned in self._owned.values():
+                owned.processor.on_start()
+                owned.started = True
         except BaseException as error:
             self.signal()  # frames may wait already, and none may run on a processor that did not start
             ready.set_exception(error)
@@ -435,7 +485,8 @@ class BatchCoordinator:
 
     def _close_behind(self) -> None:
         """After `signal`, before the last batch runs: release the frames that are not in it."""
-        self._owned.before_run = None
+        for owned in self._owned.values():
+            owned.before_run = None
         while self._device.input(lambda scheduler, now: scheduler.close(now, drain=False)):
             pass
 

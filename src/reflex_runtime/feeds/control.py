@@ -22,7 +22,7 @@ from typing import Any, Final
 import msgspec
 
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.feeds.fleet import OF_DETECTOR, Fleet
+from reflex_runtime.feeds.fleet import OF_DETECTOR, FeedFleet
 from reflex_runtime.feeds.onnx import FrameLimits
 from reflex_runtime.feeds.spec import PER_FEED
 from reflex_runtime.options import did_you_mean
@@ -47,7 +47,7 @@ Change = Callable[[], Fields]
 class FeedControl:
     """Answers operators. removed: called on the loop with the name of each feed that is gone."""
 
-    def __init__(self, fleet: Fleet, removed: Callable[[str], None]) -> None:
+    def __init__(self, fleet: FeedFleet, removed: Callable[[str], None]) -> None:
         self._fleet, self._removed = fleet, removed
         self._thread = ThreadPoolExecutor(1, "reflex-control")
         self._waiting = 0

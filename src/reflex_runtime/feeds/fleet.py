@@ -26,7 +26,7 @@ MOST: Final = 256  # feeds of a run to which some are added
 OF_DETECTOR: Final = ("size", "resize", "names", "score", "iou", "classes", "max_detections")
 
 
-class Fleet:
+class FeedFleet:
     """Makes feeds of their specs. Every method may be called on any thread; changes happen one after another.
 
     detector: None where the processor is one of the user's, which has no limits and is not replaced. sinks: makes those

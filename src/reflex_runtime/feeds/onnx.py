@@ -239,6 +239,13 @@ class OnnxFrames:
             raise ConfigError("score and classes have no effect: the graph's outputs are passed on as they are")
         self._loaded.limits_of(limits)
 
+    def labels_of(self, classes: Sequence[str | int]) -> frozenset[Any]:
+        """After the start: these classes as results have them. Raises ConfigError for one that the graph lacks."""
+        if self._loaded is None:
+            raise ProcessorError(f"{self.path}: not started")
+        names = self._loaded.facts.names
+        return frozenset(names.get(number, number) for number in _numbers(classes, names))
+
     def _read(self, session: OnnxSession) -> _Loaded:
         wanted = self._settings
         facts = facts_of(session.metadata)

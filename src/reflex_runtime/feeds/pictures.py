@@ -38,9 +38,9 @@ STREAMS: Final = 16  # callers whose answers go on
 TOGETHER: Final = 64  # feeds in one answer
 RESTS: Final = 3.0  # times as long as a picture took
 
-SMALL: Final = PictureSize(".jpg", 320, 2.0, 70, ("labels", "text", "masks"))
-MIDDLE: Final = PictureSize("", 480, 0.1, 75, ("labels", "scores", "tracker_ids", "text", "masks"))
-LARGE: Final = PictureSize(".mjpeg", 960, 0.1, 80, ("labels", "scores", "tracker_ids", "text", "masks"))
+SMALL: Final = PictureSize(".jpg", 320, 2.0, 70, ("labels", "then", "text", "masks"))
+MIDDLE: Final = PictureSize("", 480, 0.1, 75, ("labels", "scores", "tracker_ids", "then", "text", "masks"))
+LARGE: Final = PictureSize(".mjpeg", 960, 0.1, 80, ("labels", "scores", "tracker_ids", "then", "text", "masks"))
 
 
 class FeedPictures:

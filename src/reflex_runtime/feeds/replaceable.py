@@ -41,8 +41,11 @@ class ReplaceableDetector:
 
     repeatable = True
 
-    def __init__(self, first: OnnxFrames) -> None:
+    def __init__(self, first: OnnxFrames, needed: Sequence[str] = ()) -> None:
+        """needed: classes that every version must have."""
         self.id = first.id
+        self._needed = tuple(needed)
+        self._labels: frozenset[Any] = frozenset()
         self.limits: dict[str, FrameLimits] = {}  # by feed, of every version
         first.limits = self.limits
         self._current = DetectorVersion(first, "")
@@ -56,6 +59,11 @@ class ReplaceableDetector:
         return self._current
 
     @property
+    def labels(self) -> frozenset[Any]:
+        """The classes that are needed, as results have them."""
+        return self._labels
+
+    @property
     def batch_size(self) -> int | None:
         """As of `OnnxFrames`; another one after a replacement."""
         return self._current.detector.batch_size
@@ -66,6 +74,7 @@ class ReplaceableDetector:
 
     def on_start(self) -> None:
         self._current.detector.on_start()
+        self._labels = self._labels_in(self._current.detector)
         self._current = DetectorVersion(self._current.detector, version_of(self._current.path))
 
     def process(self, entries: Sequence[BatchEntry]) -> list[Any]:
@@ -98,11 +107,18 @@ class ReplaceableDetector:
         with self._replacing:
             version = self._loaded(made)
             made.limits = self.limits
+            labels = self._labels_in(made)
             for feed, wanted in list(self.limits.items()):
                 self._check_feed(made, feed, wanted)
             self._try(made)
-            self._current = version
+            self._current, self._labels = version, labels
         return version
+
+    def _labels_in(self, made: OnnxFrames) -> frozenset[Any]:
+        try:
+            return made.labels_of(self._needed)
+        except ConfigError as error:
+            raise ConfigError(f"{made.path}: needed {error.message}") from None
 
     @staticmethod
     def _check_feed(made: OnnxFrames, feed: str, wanted: FrameLimits) -> None:

@@ -22,6 +22,7 @@ from reflex_runtime.core.errors import Closed, ConfigError
 from reflex_runtime.drivers.audience import Sink as EventSink
 from reflex_runtime.drivers.batch_processor import BatchConfig, BatchProcessor
 from reflex_runtime.drivers.coordinator import BatchCoordinator
+from reflex_runtime.drivers.follow_up import FollowUp
 from reflex_runtime.feeds.consume import Sink
 from reflex_runtime.feeds.feed import FILE, Feed, FeedConfig, close_sink
 from reflex_runtime.feeds.outputs.outbox import OutputSnapshot
@@ -31,6 +32,7 @@ from reflex_runtime.feeds.snapshot import FeedSnapshot, RuntimeSnapshot
 from reflex_runtime.feeds.source import Source
 from reflex_runtime.feeds.subscription import Events
 from reflex_runtime.telemetry.health import Health, HealthEvent, ThreadDetached
+from reflex_runtime.telemetry.one_group import OneGroup
 
 log = logging.getLogger("reflex.feeds")
 
@@ -78,15 +80,20 @@ class Runtime:
     # -- what it owns --------------------------------------------------------------------------------------------------
 
     def coordinator(
-        self, processor: BatchProcessor, config: BatchConfig | None = None, sinks: Iterable[EventSink] = ()
+        self,
+        processor: BatchProcessor,
+        config: BatchConfig | None = None,
+        sinks: Iterable[EventSink] = (),
+        then: FollowUp | None = None,
     ) -> BatchCoordinator:
         """A coordinator that owns this processor; started now if the runtime runs, else by `start`.
 
-        sinks: get its scheduler's events. Raises ConfigError if the processor's id is taken, ProcessorError if it does
-        not start.
+        sinks: get its scheduler's events. then: a second processor, see `BatchCoordinator`. Raises ConfigError if the
+        processor's id is taken, ProcessorError if it does not start.
         """
         health = Health(str(getattr(processor, "id", "")), self._emit)
-        coordinator = BatchCoordinator(processor, config, (health, *sinks))
+        own = health if then is None else OneGroup(health, health.source)  # its counts are of frames
+        coordinator = BatchCoordinator(processor, config, (own, *sinks), then=then)
         try:
             with self._lock:
                 self._check_open()
@@ -334,7 +341,7 @@ class Runtime:
             state=state,
             uptime=time.monotonic() - since if since else 0.0,
             feeds={name: feed.snapshot() for name, feed in feeds.items()},
-            coordinators={name: coordinator.metrics() for name, (coordinator, _) in coordinators.items()},
+            coordinators={name: m for one, _ in coordinators.values() for name, m in one.all_metrics().items()},
             outputs=self.output_snapshots(),
         )
 

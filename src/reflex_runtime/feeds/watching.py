@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from reflex_runtime.drivers.coordinator import BatchCoordinator
 from reflex_runtime.feeds.control import FeedControl
-from reflex_runtime.feeds.fleet import Fleet
+from reflex_runtime.feeds.fleet import FeedFleet
 from reflex_runtime.feeds.pictures import FeedPictures
 from reflex_runtime.feeds.runtime import Runtime
 from reflex_runtime.feeds.snapshot import FeedSnapshot
@@ -39,7 +39,9 @@ class FeedsLive(Live):
 class FeedPages:
     """/dashboard, /feeds, the pictures of the feeds of one coordinator, and their control; see `StatusPages`."""
 
-    def __init__(self, runtime: Runtime, coordinator: BatchCoordinator, pictures: FeedPictures, fleet: Fleet) -> None:
+    def __init__(
+        self, runtime: Runtime, coordinator: BatchCoordinator, pictures: FeedPictures, fleet: FeedFleet
+    ) -> None:
         told = partial(_server, runtime, coordinator)
         fold = partial(FeedsLive, coordinator)
         self._watchers = Watchers(fold, coordinator.add_sink, coordinator.remove_sink, told)

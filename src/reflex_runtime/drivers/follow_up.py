@@ -1,0 +1,140 @@
+"""A second processor for parts of what the first one answered, such as a classifier for the boxes of a detector.
+
+A frame is answered once, when all of its parts are. Parts are requests of a group of their own: they share batches with
+the parts of other frames, their times are learned apart, and they have what is left of the frame's time limit. Those of
+a whole batch of frames are submitted before the next batch is formed, so they meet without a hold.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from functools import partial
+from math import inf
+from typing import Any, Protocol
+
+from reflex_runtime.core.batch import Done, Failed
+from reflex_runtime.core.errors import Expired, ProcessorError, Rejected
+from reflex_runtime.core.request import Request, Ticket
+from reflex_runtime.drivers.batch_processor import BatchConfig, BatchProcessor
+from reflex_runtime.drivers.device import Clock
+
+log = logging.getLogger("reflex.coordinator")
+
+
+class FollowUp(Protocol):
+    """What a coordinator asks a second processor. parts and joined are called on its threads and must be quick.
+
+    processor: the second one, run on the same thread as the first. config: of its batches.
+    """
+
+    processor: BatchProcessor
+    config: BatchConfig
+
+    def parts(self, frame: Any, value: Any) -> Sequence[Any]:
+        """What the second processor is asked about a frame. value: what the first one answered."""
+
+    def joined(self, frame: Any, value: Any, answers: Sequence[Done | Failed]) -> Any:
+        """The frame's result. answers: of its parts, in order; a `Failed` says why one has none."""
+
+
+class Answered(Protocol):
+    """What a caller waits for: a ticket, or a `FrameParts`."""
+
+    @property
+    def request(self) -> Request: ...
+    @property
+    def outcome(self) -> Done | Failed | None: ...
+
+
+class FrameParts:
+    """A frame on its way through both processors. outcome: None until it is answered.
+
+    admit: submits a part, or raises Rejected. settled: called once, at the end. Everything but `leave` is called by the
+    thread that delivers answers.
+    """
+
+    def __init__(
+        self,
+        follow: FollowUp,
+        request: Request,
+        admit: Callable[[Request, Callable[[Ticket], None]], Ticket],
+        settled: Callable[[Answered], None],
+        clock: Clock,
+    ) -> None:
+        self.request = request
+        self.outcome: Done | Failed | None = None
+        self.open: list[Ticket] = []  # of the frame, then of its parts
+        self._follow, self._admit, self._settled, self._clock = follow, admit, settled, clock
+        self._value: Any = None
+        self._answers: list[Done | Failed] = []
+        self._left = 0  # parts without an answer
+        self._gone = False
+
+    def leave(self) -> Sequence[Ticket]:
+        """Its caller has left: what is to be given up. On any thread."""
+        self._gone = True
+        return tuple(self.open)
+
+    def first(self, ticket: Ticket) -> None:
+        """The first processor has answered."""
+        outcome = ticket.outcome
+        if not isinstance(outcome, Done):
+            self._end(outcome)
+            return
+        try:
+            parts = self._follow.parts(self.request.payload[1], outcome.value)
+        except Exception as error:
+            self._end(self._fault("parts", error))
+            return
+        self._value = outcome.value
+        self._left = len(parts) + 1  # one for this loop: the last part may be refused in it
+        self._answers = [Failed(Expired())] * len(parts)
+        for number, part in enumerate(parts):
+            self._submit(number, part, ticket.deadline)
+        self._count()
+
+    def _submit(self, number: int, part: Any, deadline: float) -> None:
+        feed, _, _, sequence, pts = self.request.payload
+        limit = None if deadline == inf else deadline - self._clock()
+        if self._gone or (limit is not None and limit <= 0.0):
+            self._count()
+            return
+        payload = (feed, part, None, sequence, pts)
+        group = self._follow.processor.id
+        request = Request(payload, group=group, client=self.request.client, time_limit=limit)
+        try:
+            ticket = self._admit(request, partial(self._part, number))
+        except Rejected as error:
+            self._answers[number] = Failed(error)
+            self._count()
+        else:
+            self.open.append(ticket)
+
+    def _part(self, number: int, ticket: Ticket) -> None:
+        assert ticket.outcome is not None
+        self._answers[number] = ticket.outcome
+        self._count()
+
+    def _count(self) -> None:
+        self._left -= 1
+        if self._left:
+            return
+        try:
+            self._end(Done(self._follow.joined(self.request.payload[1], self._value, self._answers)))
+        except Exception as error:
+            self._end(self._fault("joined", error))
+
+    def _fault(self, step: str, error: Exception) -> Failed:
+        log.exception("%s: %s failed", type(self._follow).__name__, step)
+        return Failed(ProcessorError(f"{type(self._follow).__name__}.{step}: {type(error).__name__}: {error}"))
+
+    def _end(self, outcome: Any) -> None:
+        settled, self._settled = self._settled, _ignore  # it holds the caller, and the caller this
+        self.open, self._answers = [], []
+        self.outcome = outcome
+        settled(self)
+
+
+def _ignore(answered: Answered) -> None:
+    pass
