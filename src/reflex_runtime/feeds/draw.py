@@ -28,9 +28,9 @@ _SHORT = 40  # characters of a text that is kept as drawn
 def annotated(image: NDArray[np.uint8], value: Any, caption: str = "") -> NDArray[np.uint8]:
     """A copy of a picture (RGB [h, w, 3]) with what a result says drawn on it.
 
-    value: a mapping; boxes ([[x0, y0, x1, y1], ...] in pixels) with labels, scores and tracker_ids beside them, and what
-    a second model said of them (`then`), keypoints and masks (see docs/feeds.md), text in the corner. What is missing
-    or has another form is left out.
+    value: a mapping; boxes ([[x0, y0, x1, y1], ...] in pixels) with labels, scores and tracker_ids beside them, and
+    what a second model said of them (`then`), keypoints and masks (see docs/feeds.md), text in the corner. What is
+    missing or has another form is left out.
     caption: a line in the other corner, on a darkened ground, under the boxes; too long, it loses its beginning.
     """
     picture = Image.fromarray(image)
