@@ -36,10 +36,12 @@ def test_v12_a_ramp_advances_by_itself_and_finishes(pair: Pair) -> None:
         until(lambda: rollout(server)["ramp"]["state"] == "finished", goes_on)
         told = rollout(server)
         assert told["split"] == 0
-        assert [d["action"] for d in told["ramp"]["decisions"]] == ["advance", "advance", "finish"]
-        assert [d["share"] for d in told["ramp"]["decisions"]] == [60, 100, 100]
-        assert all(d["numbers"]["stage_answers"] >= 30 for d in told["ramp"]["decisions"])
-        lines = [line for line in server.log if "WARNING reflex.rollout ramp:" in line]
+        moved = [d for d in told["ramp"]["decisions"] if d["action"] != "hold"]  # few answers come on a busy machine
+        assert [d["action"] for d in moved] == ["advance", "advance", "finish"]
+        assert [d["share"] for d in moved] == [60, 100, 100]
+        assert all(d["numbers"]["stage_answers"] >= 30 for d in moved)
+        server.wait_log("ramp: finish: ")
+        lines = [line for line in server.log if "WARNING reflex.rollout ramp: " in line and "ramp: hold: " not in line]
         assert len(lines) == 4  # its start, and three decisions
         assert "advance: b was watched at 20 % for its time" in lines[1]
         assert "stage_answers" in lines[1]

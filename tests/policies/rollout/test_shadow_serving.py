@@ -152,6 +152,7 @@ def test_v10_a_shadow_that_raises_fails_nobody(pair: Pair) -> None:
         health = server.get("/health").json
         assert (health["state"], health["verdict"], health["consecutive_crashes"]) == ("ready", "ok", 0)
         assert server.metrics()("reflex_requests_total", policy_slot="prod", outcome="failed") == 0
+        server.wait_log("the shadow did not answer")
         assert len([line for line in server.log if "the shadow did not answer" in line]) == 1
         admin(server, "faults", faults=[])
         ask(server, 3)
@@ -226,7 +227,8 @@ def test_v10_a_shadow_that_needs_what_is_not_sent_is_dropped(pair: Pair, tmp_pat
     with with_shadow(pair, sees) as server:
         ask(server, 5)
         until(lambda: told(server)["dropped"] == 5)
-        assert any("image" in line or "instruction" in line for line in server.log if "did not answer" in line)
+        line = server.wait_log("did not answer")
+        assert "image" in line or "instruction" in line
 
 
 def test_v10_without_a_shadow_there_is_no_such_page(tiny: Path) -> None:
