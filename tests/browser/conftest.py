@@ -12,8 +12,9 @@ from serving.fixtures import pair, tiny
 __all__ = ["pair", "tiny"]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def browser() -> Iterator[Browser]:
+    """Playwright's loop runs in this thread until it is closed: no test of another folder could run one meanwhile."""
     sync_api = pytest.importorskip("playwright.sync_api")
     with sync_api.sync_playwright() as playwright:
         found = playwright.chromium.launch(executable_path=CHROMIUM, args=QUIET)
