@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from reflex_runtime.feeds.onnx import OnnxFrames
     from reflex_runtime.feeds.opening import SourceMaker
     from reflex_runtime.feeds.outputs.output import AnyOutput
+    from reflex_runtime.feeds.outputs.parquet import ParquetResults
     from reflex_runtime.feeds.pictures import FeedPictures
     from reflex_runtime.feeds.runtime import Runtime, StopReport
     from reflex_runtime.feeds.sinks import JsonLines
@@ -149,7 +150,7 @@ class _Session:
         self._outputs = [self._runtime.output(each) for each in outputs]
         on_screen = config.results == "-" and output.isatty()  # then there is no room for a table
         self._board: Board = Board(self._runtime, False if on_screen and config.table is None else config.table)
-        self._results: JsonLines | None = None
+        self._results: JsonLines | ParquetResults | None = None
         self._trace: JournalWriter | None = None
         self._registry: CollectorRegistry | None = None
         self._news: SimpleQueue[str] = SimpleQueue()  # why to stop; the one queue that a signal handler may put into
@@ -266,14 +267,18 @@ class _Session:
             self._annotated.add(spec.name)
         return sinks
 
-    def _lines(self) -> JsonLines | None:
-        from reflex_runtime.cli.feeds_output import ResultStream
+    def _lines(self) -> JsonLines | ParquetResults | None:
+        from reflex_runtime.cli.feeds_output import ResultStream, is_parquet
         from reflex_runtime.feeds.sinks import JsonLines
 
         if not self._config.results:
             return None
         if self._config.results == "-":
             return JsonLines(ResultStream(self._output, lambda: self._news.put(_READER_GONE)))  # type: ignore[arg-type]
+        if is_parquet(self._config.results):
+            from reflex_runtime.feeds.outputs.parquet import ParquetResults
+
+            return ParquetResults(self._config.results)
         return JsonLines(self._config.results)
 
     def _status(

@@ -376,10 +376,12 @@ def check_outputs(config: FeedsConfig, specs: Sequence[FeedSpec], file: Path | N
     outputs = [("--results", config.results, Path(config.results))] if config.results not in ("", "-") else []
     outputs += [("--trace", config.trace, Path(config.trace))] if config.trace else []
     for flag, value, path in outputs:
-        if path.is_dir():
+        if path.is_dir() and not is_parquet(value):
             raise ConfigError(f"{flag}={one_line(value)}: is a directory, must be a file")
+    if config.crops:
+        _check_folder("--crops", config.crops)
     if config.annotate:
-        _check_folder(config.annotate)
+        _check_folder("--annotate", config.annotate)
         outputs += [("--annotate", config.annotate, annotated(config, spec.name)) for spec in specs]
     taken = {_place(spec.file): f"which {spec.name} reads" for spec in specs if spec.file is not None}
     for model in filter(None, (config.onnx, config.then)):
@@ -395,24 +397,34 @@ def check_outputs(config: FeedsConfig, specs: Sequence[FeedSpec], file: Path | N
             _check_file(flag, value, path)
 
 
+def is_parquet(results: str) -> bool:
+    """Whether results are written as Parquet: by the end of the name."""
+    return results.lower().endswith(".parquet")
+
+
 def _place(path: Path) -> str:
     return os.path.realpath(path)
 
 
 def _check_file(flag: str, value: str, path: Path) -> None:
     try:
-        files.check(path)
+        if flag == "--results" and is_parquet(value):
+            from reflex_runtime.feeds.outputs.parquet import check_parquet
+
+            check_parquet(path)
+        else:
+            files.check(path)
     except (OSError, ValueError) as error:
         raise ConfigError(f"{flag}={one_line(value)}: cannot be written: {_why(error)}") from None
 
 
-def _check_folder(value: str) -> None:
+def _check_folder(flag: str, value: str) -> None:
     try:
         Path(value).mkdir(parents=True, exist_ok=True)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"--annotate={one_line(value)}: cannot be made: {_why(error)}") from None
+        raise ConfigError(f"{flag}={one_line(value)}: cannot be made: {_why(error)}") from None
     if not os.access(value, os.W_OK | os.X_OK):
-        raise ConfigError(f"--annotate={one_line(value)}: cannot be written to")
+        raise ConfigError(f"{flag}={one_line(value)}: cannot be written to")
 
 
 def _why(error: Exception) -> str:

@@ -5,8 +5,10 @@ from reflex_runtime.feeds.feed import Feed, FeedConfig
 from reflex_runtime.feeds.frame import Frame
 from reflex_runtime.feeds.opening import processor_of, source_of
 from reflex_runtime.feeds.outputs.address import mqtt_address, webhook_address
+from reflex_runtime.feeds.outputs.crops import Crops
 from reflex_runtime.feeds.outputs.mqtt import MqttPublisher
 from reflex_runtime.feeds.outputs.output import ResultOutput
+from reflex_runtime.feeds.outputs.parquet import ParquetResults, read_parquet
 from reflex_runtime.feeds.outputs.webhook import Webhook
 from reflex_runtime.feeds.pipeline import Pipeline, Result
 from reflex_runtime.feeds.runtime import Runtime, StopReport
@@ -18,12 +20,14 @@ from reflex_runtime.feeds.stages.zones import ZoneStage
 
 __all__ = [
     "AnnotatedVideo",
+    "Crops",
     "Feed",
     "FeedConfig",
     "FeedSpec",
     "Frame",
     "JsonLines",
     "MqttPublisher",
+    "ParquetResults",
     "Pipeline",
     "Result",
     "ResultArrays",
@@ -38,6 +42,7 @@ __all__ = [
     "ZoneStage",
     "mqtt_address",
     "processor_of",
+    "read_parquet",
     "source_of",
     "source_of_spec",
     "specs_of",
