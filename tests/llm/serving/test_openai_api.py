@@ -106,6 +106,19 @@ def test_l9_include_usage_brings_it_last(toy: Toy, client: Any) -> None:
     assert [event["usage"] is None for event in caller.said] == [True, True, False]
 
 
+def test_l9_continuous_usage_stats_come_with_every_event(client: Any) -> None:
+    options: Any = {"include_usage": True, "continuous_usage_stats": True}
+    *parts, last = client.completions.create(prompt="ab", max_tokens=4, stream=True, stream_options=options, **GREEDY)
+    assert [part.usage.completion_tokens for part in parts] == sorted(part.usage.completion_tokens for part in parts)
+    assert {part.usage.prompt_tokens for part in parts} == {2}
+    assert (parts[-1].usage.completion_tokens, last.usage.completion_tokens, last.choices) == (4, 4, [])
+    alone: Any = {"continuous_usage_stats": True}
+    hello: Any = [{"role": "user", "content": "hi"}]
+    ask: dict[str, Any] = {"messages": hello, "max_tokens": 3, "stream": True, "stream_options": alone}
+    chats = list(client.chat.completions.create(**ask, **GREEDY))
+    assert all(part.usage is not None and part.choices for part in chats)
+
+
 def test_l9_stop_ends_before_the_text_also_in_a_stream(client: Any) -> None:
     plain = expected("Robots", SamplingParams.greedy(30))
     for stop in (plain[7:10], [plain[7:10], "never"]):
@@ -543,6 +556,26 @@ def test_l9_a_call_reaches_the_client_and_its_result_the_model() -> None:
         (plain,) = caller.chat.completions.create(messages=messages, tool_choice="none", **ask).choices
         assert (plain.finish_reason, plain.message.content) == ("stop", text)  # nothing was to be called
         assert plain.message.tool_calls is None
+
+
+def test_l9_a_thought_is_reasoning_content() -> None:
+    text = "<think>\nTwo and two.\n</think>\n\nFour."
+    with Toy(Speaker(text)) as server, openai.OpenAI(
+        base_url=f"http://127.0.0.1:{server.port}/v1", api_key="any", max_retries=0
+    ) as caller:
+        ask: dict[str, Any] = {"model": "toy", "messages": [{"role": "user", "content": "2+2?"}], "max_tokens": 200}
+        message = caller.chat.completions.create(**ask).choices[0].message
+        assert (message.content, message.model_extra["reasoning_content"]) == ("Four.", "Two and two.")
+        deltas = [part.choices[0].delta for part in caller.chat.completions.create(**ask, stream=True)]
+        thought = [(delta.model_extra or {}).get("reasoning_content") or "" for delta in deltas]
+        assert ("".join(thought), "".join(delta.content or "" for delta in deltas)) == ("Two and two.", "Four.")
+        back = ask["messages"] + [message.model_dump(exclude_none=True), {"role": "user", "content": "and 3+3?"}]
+        assert caller.chat.completions.create(**ask | {"messages": back}).choices[0].message.content == "Four."
+        plain = caller.completions.create(model="toy", prompt="2+2?", max_tokens=200).choices[0].text
+        assert plain == text  # a completion has no parts
+        form: Any = {"type": "json_object"}  # holds from the first token on
+        said = caller.chat.completions.create(**ask, response_format=form).choices[0].message
+        assert "reasoning_content" not in (said.model_extra or {})
 
 
 def test_l9_a_call_that_is_demanded_comes(client: Any) -> None:

@@ -207,7 +207,10 @@ class Answer:
         return "tool_calls" if finish == "stop" and self._readers and self._readers[index].called else finish
 
     def _event(self, choice: Any) -> bytes:
-        return self._before + _encode(choice) + self._after
+        after = self._after
+        if self._reply.asked.usage_always:
+            after = b'],"usage":' + _encode(self._reply.usage()) + b"}\n\n"
+        return self._before + _encode(choice) + after
 
     # -- whole ---------------------------------------------------------------------------------------------------------
 

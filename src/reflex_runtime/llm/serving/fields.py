@@ -35,6 +35,7 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     """include_obfuscation concerns padding only: it has no effect here."""
 
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
     include_obfuscation: bool | None = None
 
 

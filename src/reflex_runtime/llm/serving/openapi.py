@@ -169,7 +169,7 @@ def _common(model: str, limits: Limits | None) -> dict[str, Any]:
     most = limits.max_model_len - 1 if limits is not None else 2**31
     vocabulary = limits.vocab_size - 1 if limits is not None else 2**31
     text = {"type": "string", "minLength": 1, "maxLength": 1000}
-    options = {"include_usage": maybe({"type": "boolean"}), "include_obfuscation": maybe({"type": "boolean"})}
+    options = {name: maybe({"type": "boolean"}) for name in wire.StreamOptions.__struct_fields__}
     user = {"type": "string", "maxLength": MAX_ID_BYTES, "pattern": r"^[^\u0000-\u001f\u007f-\u009f]*$"}
     fields: dict[str, Any] = {
         "n": within(1, wire.MOST_CHOICES),

@@ -49,10 +49,10 @@ class CompletionRequest:
     """A request that was understood.
 
     prompts: texts or token ids; conversation: instead of them. params: of the first choice; its max_tokens is as
-    small as may be where the caller named none (max_tokens is None then): as many as there is room for. echo: each
-    answer begins with its prompt. time_limit: seconds until the first token. form_field: the name under which the
-    form of the answer was sent; prompt_field: the prompt, where that is not the usual one. said: what the answer
-    repeats of the request.
+    small as may be where the caller named none (max_tokens is None then): as many as there is room for. usage_always:
+    all events of a stream tell the usage so far. time_limit: seconds until the first token. echo: each answer begins
+    with its prompt. form_field: the name under which the form of the answer was sent; prompt_field: the prompt, where
+    that is not the usual one. said: what the answer repeats of the request.
     """
 
     model: str
@@ -63,6 +63,7 @@ class CompletionRequest:
     n: int
     stream: bool
     include_usage: bool
+    usage_always: bool
     priority: Priority
     client: str | None
     time_limit: float | None
@@ -175,6 +176,7 @@ def _asked(
         n=n,
         stream=bool(fields.stream),
         include_usage=fields.stream_options is not None and bool(fields.stream_options.include_usage),
+        usage_always=fields.stream_options is not None and bool(fields.stream_options.continuous_usage_stats),
         priority=PRIORITIES[fields.priority or "default"],
         client=user if user is not None else identifier,
         time_limit=None if limit is None else limit / 1e3,
