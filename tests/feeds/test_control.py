@@ -134,6 +134,31 @@ def test_i18_limits_of_a_feed_change_from_its_next_batch_on_and_of_no_other(run:
     assert found(door) == ["red"]
 
 
+def test_i18_the_rate_of_a_feed_changes_from_its_next_picture_on(run: Run) -> None:
+    camera = run.begin("file", "shapes:file")
+    picture = lit((8, 8, 40, 40), RED, SIZE)
+
+    def show(second: int, count: int, of: int = 11) -> None:
+        """Pictures a tenth of a second apart, of which so many are taken, the last one too."""
+        before = len(run.found.results)
+        camera.give(*[(picture, second + n / 10) for n in range(of)])
+        run.found.wait(before + count)
+
+    show(0, 11)
+    assert run.ask("PATCH", "/feeds/file", fps=5)[1]["settings"]["fps"] == 5
+    show(2, 6)
+    told = run.ask("PATCH", "/feeds/file", fps=None, every=3)[1]["settings"]
+    assert (told["fps"], told["every"]) == (0, 3)
+    show(4, 3, of=9)
+    assert run.ask("PATCH", "/feeds/file", every=0, score=0.9)[1]["field"] == "every"
+    assert run.ask("GET", "/feeds/file")[1]["score"] is None
+    assert run.ask("PATCH", "/feeds/file", every=None)[1]["settings"]["every"] == 1
+    show(6, 11)
+    seen = [result.frame.pts for result in run.found.results]
+    assert seen[11:17] == [2.0, 2.2, 2.4, 2.6, 2.8, 3.0]
+    assert seen[20] == 6.0
+
+
 def test_i18_frames_of_one_batch_have_the_limits_of_their_feeds(tmp_path: Path) -> None:
     from reflex_runtime.drivers.batch_processor import BatchEntry
     from reflex_runtime.feeds.onnx import FrameLimits
@@ -168,6 +193,7 @@ def test_i18_frames_of_one_batch_have_the_limits_of_their_feeds(tmp_path: Path) 
         ("POST", "/feeds", {"name": "a", "source": "rtsp://u:pw@127.0.0.1/x"}, 422, "source", "is this machine"),
         ("PATCH", "/feeds/none", {"score": 0.5}, 404, None, "there is no feed none"),
         ("PATCH", "/feeds/none", {"source": "shapes:1"}, 422, "source", "no such field"),
+        ("PATCH", "/feeds/none", {"fps": 5}, 404, None, "there is no feed none"),
         ("POST", "/admin/load", {}, 422, "path", "path: must be there"),
         ("POST", "/admin/load", {"path": "x.onnx", "provider": "cuda"}, 422, "provider", "no such field"),
     ],

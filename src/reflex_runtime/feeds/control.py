@@ -2,7 +2,7 @@
 
     POST   /feeds           {"name", "source", settings of a feed, "score", "classes"}
     GET    /feeds/NAME      what it is and does
-    PATCH  /feeds/NAME      {"score", "classes"}: null is what the command says
+    PATCH  /feeds/NAME      {"score", "classes", "every", "fps"}: null is what the command says
     DELETE /feeds/NAME
     POST   /admin/load      {"path", settings of a detector}
 
@@ -22,7 +22,7 @@ from typing import Any, Final
 import msgspec
 
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.feeds.fleet import OF_DETECTOR, FeedFleet
+from reflex_runtime.feeds.fleet import OF_DETECTOR, OF_RATE, FeedFleet
 from reflex_runtime.feeds.onnx import FrameLimits
 from reflex_runtime.feeds.spec import PER_FEED
 from reflex_runtime.options import did_you_mean
@@ -81,11 +81,12 @@ class FeedControl:
         self._do(exchange, partial(self._fleet.add, name, source, own, _limits(asked, FrameLimits())), 201)
 
     def _change(self, exchange: Exchange, body: bytes) -> None:
-        asked, name = _fields(body, _LIMITS), _name_in(exchange.path)
+        asked, name = _fields(body, (*_LIMITS, *OF_RATE)), _name_in(exchange.path)
         self._do(exchange, partial(self._changed, name, asked))
 
     def _changed(self, name: str, asked: Fields) -> Fields:
-        return self._fleet.change(name, _limits(asked, self._fleet.limits_of(name)))
+        rate: Fields = {key: asked[key] for key in OF_RATE if key in asked}
+        return self._fleet.change(name, _limits(asked, self._fleet.limits_of(name)), rate)
 
     def _remove(self, exchange: Exchange, _: bytes) -> None:
         name = _name_in(exchange.path)

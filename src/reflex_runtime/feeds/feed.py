@@ -126,13 +126,14 @@ class Feed:
         self._released: list[Sink] = []
         self._guard = threading.Lock()  # of starting, of the end and of letting a sink go: each happens once
         self._threads: tuple[threading.Thread, ...] = ()
+        self._taking = Taking(config.every, config.fps)
         common = (self._queue, ledger, self._stop, self._emit)
         self._capture = Capture(
             name,
             source,
             *common,
             restarts=config.restarts if config.restarts is not None else (inf if live else 0),
-            taking=Taking(config.every, config.fps) if config.every > 1 or config.fps else None,
+            taking=self._taking,
             rotate=config.rotate,
             # Of a camera's pictures many may be dropped: those that are not are prepared when they are taken.
             prepare=None if live or self.pipeline.before or self.pipeline.view else self.pipeline.prepared,
@@ -173,6 +174,10 @@ class Feed:
             if not self._threads[0].is_alive():
                 self._finish()
             raise
+
+    def change_rate(self, every: int, fps: float) -> None:
+        """Take pictures at another rate from the next one on; see `FeedConfig`."""
+        self._taking.change(every, fps)
 
     def signal(self) -> None:
         """Let it end: the source is interrupted, frames that wait are dropped, one at the batch point gets its answer.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any, Final
 
 from reflex_runtime.config import FeedsConfig
@@ -23,6 +23,7 @@ from reflex_runtime.feeds.stages.opening import stages_of
 from reflex_runtime.feeds.video import without_secrets
 
 MOST: Final = 256  # feeds of a run to which some are added
+OF_RATE: Final = ("every", "fps")
 OF_DETECTOR: Final = ("size", "resize", "names", "score", "iou", "classes", "max_detections")
 
 
@@ -73,12 +74,16 @@ class FeedFleet:
                 raise
         return self.told(name)
 
-    def change(self, name: str, wanted: FrameLimits) -> dict[str, Any]:
-        """Other limits for a feed, from its next batch on. KeyError if there is none."""
+    def change(self, name: str, wanted: FrameLimits, own: Mapping[str, Any]) -> dict[str, Any]:
+        """Other limits for a feed, from its next batch on, and another rate, from its next picture on. own: settings of
+        `OF_RATE`; None is what the command says. KeyError if there is none."""
         with self._turn:
-            if name not in self._specs:
-                raise KeyError(name)
+            spec = self._specs[name]
+            given = {key: getattr(self._config, key) if value is None else value for key, value in own.items()}
+            spec = replace(spec, config=set_in(spec.config, given, OF_RATE))
             self._limit(name, wanted)
+            self._runtime.change_rate(name, spec.config.every, spec.config.fps)
+            self._specs[name] = spec
         return self.told(name)
 
     def remove(self, name: str) -> dict[str, Any]:

@@ -30,9 +30,14 @@ class Taking:
     EARLY: Final = 0.25
 
     def __init__(self, every: int = 1, fps: float = 0.0) -> None:
-        self._every, self._period = every, 1.0 / fps if fps else 0.0
         self._count = 0
-        self._due, self._last = 0.0, inf
+        self.change(every, fps)
+
+    def change(self, every: int, fps: float) -> None:
+        """Another rate from the next picture on. On any thread."""
+        self._last = inf  # time begins anew
+        self._every, self._period = every, 1.0 / fps if fps else 0.0
+        self._due = 0.0
 
     def takes(self, pts: float | None, now: float) -> bool:
         """Whether the next picture is taken."""
