@@ -44,6 +44,25 @@ def test_x4_every_feed_is_seen_on_one_page_and_one_is_enlarged_by_keyboard(brows
         look.page.wait_for_function("() => document.querySelector('.feed canvas').toDataURL() !== before")
         assert look.wrong[1:] == []  # the first is the 401 before the key was given
         assert look.hosts == {f"127.0.0.1:{feeds.port}"}
+        look.page.click("text=Add a feed")
+        look.page.fill("#add input[name=name]", "attic")
+        look.page.fill("#add input[name=source]", "rtsp://127.0.0.1/x")
+        look.page.keyboard.press("Enter")
+        look.until("#add [role=status]", "127.0.0.1 is this machine")
+        look.page.fill("#add input[name=source]", "shapes:seed=9,fps=10")
+        look.page.keyboard.press("Enter")
+        look.until(".feed", "attic")
+        look.page.click(".feed:last-child")
+        look.page.fill("#one input[name=score]", "0.99")
+        look.page.click("text=Apply")
+        look.until("#one [role=status]", "done")
+        if SHOTS:
+            look.page.screenshot(path=f"{SHOTS}/feeds-one.png")
+        look.page.click("text=Remove the feed")
+        look.page.click("text=Press again")
+        look.page.wait_for_function("() => document.querySelectorAll('.feed').length === 7")
+        assert look.page.is_hidden("dialog")
+        assert [text for text in look.wrong[1:] if "status of 422" not in text] == []  # that of the refused source
         phone = Looked(browser, feeds, path="/feeds", color_scheme="dark", viewport={"width": 390, "height": 844})
         phone.page.fill("input[name=key]", "s3cret")
         phone.page.click("text=Watch")

@@ -1,6 +1,6 @@
 // The page of all feeds: their newest frames, which come in one answer for all that are in sight.
 import { Tiles, paint, parts } from "./feeds.js";
-import { $, get, say, watch } from "./link.js";
+import { $, ask, get, say, watch } from "./link.js";
 
 const SETTLES = 200; // milliseconds until what is in sight is asked for: a scroll changes it often
 const AGAIN = 1000; // milliseconds until the next try
@@ -14,6 +14,13 @@ class Grid extends Tiles {
     this.asked = ""; // the feeds that are asked for
     document.addEventListener("visibilitychange", () => this.looked());
     this.tiles.addEventListener("keydown", (event) => this.move(event));
+    this.one = new One($("one"), this.large);
+    $("add").addEventListener("submit", add);
+  }
+
+  enlarge(name) {
+    this.one.open(name);
+    return super.enlarge(name);
   }
 
   looked() {
@@ -53,6 +60,60 @@ class Grid extends Tiles {
     tiles[tiles.indexOf(document.activeElement) + step(columns)]?.focus();
     event.preventDefault();
   }
+}
+
+// What may be changed of the feed that is enlarged. Texts of classes are names with commas.
+class One {
+  constructor(form, large) {
+    this.form = form;
+    this.large = large;
+    this.said = form.querySelector("span");
+    form.addEventListener("submit", (event) => {
+      event.preventDefault();
+      this.apply();
+    });
+    form.elements.remove.addEventListener("click", () => this.remove());
+  }
+
+  async open(name) {
+    this.path = `/feeds/${encodeURIComponent(name)}`;
+    this.said.textContent = "";
+    this.sure(false);
+    const answer = await get(this.path);
+    if (!answer.ok) return;
+    const { score, classes, settings } = await answer.json();
+    this.form.elements.score.value = score ?? "";
+    this.form.elements.classes.value = classes?.join(",") ?? "";
+    this.form.elements.fps.value = settings.fps || "";
+  }
+
+  async apply() {
+    const { score, classes, fps } = this.form.elements;
+    const names = classes.value.split(",").map((name) => name.trim()).filter(Boolean);
+    const fields = { score: score.value === "" ? null : Number(score.value), classes: names.length ? names : null, fps: fps.value === "" ? null : Number(fps.value) };
+    this.said.textContent = await ask(this.path, fields, "PATCH");
+  }
+
+  async remove() {
+    if (!this.certain) return this.sure(true);
+    const told = await ask(this.path, undefined, "DELETE");
+    this.said.textContent = told;
+    if (told === "done") this.large.close();
+  }
+
+  // Removing takes two presses.
+  sure(certain) {
+    this.certain = certain;
+    this.form.elements.remove.textContent = certain ? "Press again to remove it" : "Remove the feed";
+  }
+}
+
+async function add(event) {
+  event.preventDefault();
+  const form = event.target, said = form.querySelector("span");
+  said.textContent = "asking";
+  said.textContent = await ask("/feeds", Object.fromEntries(new FormData(form)));
+  if (said.textContent === "done") form.reset();
 }
 
 let grid = null;
