@@ -32,9 +32,10 @@ def test_x4_batches_clients_and_queues_are_seen(browser: Browser, tiny: Path) ->
         look.until("#policies", "crashes in a row")
         painted = """() => {
             const canvas = document.getElementById("strip"), { width, height } = canvas;
-            return canvas.getContext("2d").getImageData(0, 0, width, height).data.some(value => value > 0);
+            const { data } = canvas.getContext("2d").getImageData(0, 0, width, height);
+            return data.some((red, i) => i % 4 === 0 && red === 0x88 && data[i + 1] === 0xCC && data[i + 2] === 0xEE);
         }"""
-        look.page.wait_for_function(painted)
+        look.page.wait_for_function(painted)  # in the colour of the first client
         assert (look.wrong, look.hosts) == ([], {f"127.0.0.1:{server.port}"})  # nothing of other sites
         look.page.close()
 

@@ -23,6 +23,7 @@ import pytest
 
 PATIENCE = 240.0  # seconds until a test gives up: imports under strace take long on a busy machine
 CALLS = "connect,sendto,sendmsg,sendmmsg"
+PROXY = "http://127.0.0.1:9"
 STRACE = shutil.which("strace") or ""
 
 
@@ -66,6 +67,7 @@ def run(
     drop = ("REFLEX_", "XDG_", "ORT_", "MPL")
     env = {name: value for name, value in os.environ.items() if not name.startswith(drop)}
     env |= {"HOME": str(home), "TMPDIR": str(home.parent)}
+    env |= {"http_proxy": PROXY, "https_proxy": PROXY}  # nothing is sent that way either, whatever the tests' own is
     process = subprocess.Popen(
         [part.format(fd=write) for part in watched(*command)] if watch else command,
         pass_fds=[write],
