@@ -22,6 +22,7 @@ from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import ClientConnection, connect
 
 from reflex_runtime.placing import identity_of
+from reflex_runtime.policies.wires.vla_eval_codec import EvalMessage, decode, encode
 from reflex_runtime.rendezvous import owner
 from reflex_runtime.replicas.views import WITHIN
 from serving.harness import PATIENCE, STATE, Server, parse_answers, refusal
@@ -311,6 +312,14 @@ def test_x7_outcomes_split_and_rollback_are_of_all_replicas(server: Server) -> N
     counted = {slot: after[slot]["episodes"] - before[slot]["episodes"] for slot in "ab"}
     assert counted == Counter(slots.values())
     assert server.ask("POST", "/episodes/nobody/outcome", b'{"success": true}').status == 404
+    said = [("episode_start", {}), ("observation", {"states": np.array(STATE)}), ("episode_end", {"success": True})]
+    for i in range(8):  # replicas get these themselves, and report them
+        with connect(f"ws://127.0.0.1:{server.port}/vla-eval?robot_id=told-{i}", compression=None) as robot:
+            for kind, fields in (*said, ("hello", {})):
+                robot.send(encode(EvalMessage(kind, fields)))
+            assert [decode(robot.recv(PATIENCE)).type for _ in range(2)] == ["action", "hello"]
+    successes = sum(after[slot]["successes"] for slot in "ab") + 8
+    server.wait_until(lambda: sum(told["successes"] for told in rollout(server)["outcomes"].values()) == successes)
 
     assert admin(server, "split", split=0).status == 200
     fresh = [server.act(episode_id=f"after-split-{i}") for i in range(8)]

@@ -134,13 +134,13 @@ def test_w40_what_is_large_or_no_number_is_refused() -> None:
             read_pickle(pickle.dumps(seen(**more)), OBSERVATION)
 
 
-def test_w40_a_hundred_thousand_broken_pickles_raise_nothing_but_ours() -> None:
+def test_w40_thirty_thousand_broken_pickles_raise_nothing_but_ours() -> None:
     rng = random.Random(1)
     whole = [pickle.dumps(seen(front=PICTURE, small=np.float32(1)), protocol) for protocol in (3, 4, 5)]
     whole.append(pickle.dumps(lerobot().RemotePolicyConfig("act", "x", features(("front",)), 5)))
     opcodes = bytes(ord(opcode.code) for opcode in pickletools.opcodes)
     read = 0
-    for turn in range(100_000):
+    for turn in range(30_000):
         data = bytearray(rng.choice(whole))
         for _ in range(rng.randrange(1, 6)):
             at = rng.randrange(len(data))
@@ -160,4 +160,4 @@ def test_w40_a_hundred_thousand_broken_pickles_raise_nothing_but_ours() -> None:
             read += 1
         except ClientError:
             pass
-    assert 0 < read < 60_000
+    assert 0 < read < 18_000

@@ -66,11 +66,11 @@ def test_w49_numbers_are_bounded() -> None:
     tracemalloc.stop()
 
 
-def test_w49_a_hundred_thousand_broken_messages_raise_nothing_but_ours() -> None:
+def test_w49_thirty_thousand_broken_messages_raise_nothing_but_ours() -> None:
     rng = random.Random(1)
     whole = serialize(VALUES, OUTER) + b"\x4a\x0c\5" + b"\xff" * 9 + b"\1\0" + b"\x5a\x08" + bytes(8)
     read = 0
-    for _ in range(100_000):
+    for _ in range(30_000):
         data = bytearray(whole)
         for _ in range(rng.randrange(1, 5)):
             at = rng.randrange(len(data))
@@ -83,4 +83,4 @@ def test_w49_a_hundred_thousand_broken_messages_raise_nothing_but_ours() -> None
             read += 1
         except ClientError:
             pass
-    assert 0 < read < 90_000
+    assert 0 < read < 27_000
