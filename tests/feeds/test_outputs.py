@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import random
+import re
 import signal
 import threading
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from feeds.broker import Broker, Receiver, Subscriber, free_port, needs_mosquitt
 from feeds.commands import PATIENCE, Feeds, by_feed, ran, refusal, results
 from feeds.fakes import frame
 from feeds.videos import clip
+from reflex_runtime.cli import main
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.feeds.outputs.address import mqtt_address, webhook_address
 from reflex_runtime.feeds.outputs.mqtt import MqttPublisher
@@ -121,7 +123,7 @@ def test_f14_publish_and_webhook_get_the_lines_of_results_and_show_no_secret(bro
 
 @needs_mosquitto
 def test_f14_user_and_password_may_stand_beside_the_address_and_the_will_is_heard(
-    broker: Broker, tmp_path: Path
+    broker: Broker, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     user = ("--publish-user", USER[0], "--publish-password", USER[1])
     where = f"mqtt://127.0.0.1:{broker.port}/will"
@@ -135,10 +137,13 @@ def test_f14_user_and_password_may_stand_beside_the_address_and_the_will_is_hear
             connection.request("GET", "/metrics")
             metrics = connection.getresponse().read().decode()
             connection.close()
+            assert main(["status", f"http://127.0.0.1:{feeds.port}"]) == 0
             feeds.process.send_signal(signal.SIGKILL)
             told.until("will/status", "offline")
             feeds.process.wait()
             feeds.process.poll = lambda: None  # type: ignore[method-assign]  # it was killed on purpose
+    table = capsys.readouterr().out
+    assert re.search(rf"mqtt +connected +\d+ .*{where}", table), table
     mqtt = status["outputs"]["mqtt"]
     assert (mqtt["state"], mqtt["where"], mqtt["drops"]["overrun"]) == ("connected", where, 0)
     assert mqtt["sent"] > 0
@@ -211,6 +216,24 @@ def test_f14_while_the_broker_is_away_the_newest_results_wait_and_the_rest_is_co
     assert (snapshot.sent, snapshot.waiting, snapshot.state) == (WAITING + 2, 0, "closed")
     assert snapshot.retries >= 1
     assert balanced(output)
+
+
+@needs_mosquitto
+def test_f14_a_topic_may_have_any_characters_and_a_result_that_no_broker_takes_is_refused(
+    broker: Broker, caplog: pytest.LogCaptureFixture
+) -> None:
+    output = MqttPublisher(mqtt_address(f"mqtt://cam:s3cr%3Aet@127.0.0.1:{broker.port}/h%C3%B6f%201"), qos=2)
+    with Subscriber(broker.port, "höf 1", USER) as told:
+        output.take(Result(frame(0), "a", "x" * 1_000_001, 0.01))
+        output.take(Result(frame(1), "a", "half \ud800", 0.01))
+        output.start()
+        output.signal(PATIENCE)
+        assert output.join()
+        heard = [told.get() for _ in range(3)]  # a message of QoS 2 may come after the status
+    (topic, text, qos), *_ = sorted(heard)
+    assert (topic, json.loads(text)["sequence"], qos) == ("höf 1/feeds/a", 1, 2)
+    assert (output.snapshot().sent, output.snapshot().drops["refused"]) == (1, 1)
+    assert "a result of a has 1000" in caplog.text
 
 
 # -- webhooks ----------------------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from reflex_runtime.feeds.draw import cells_of
 from reflex_runtime.feeds.pipeline import Result
 
 NO_TRACK: Final = -1
+NO_CLASS: Final = -1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -23,8 +24,8 @@ class ResultArrays:
     """The k detections of a result. Positions are pixels of its frame.
 
     boxes: [k, 4], x0, y0, x1, y1. scores: [k], 1 where the result has none. labels: k names or numbers, None where the
-    result has none. classes: [k], a number for each label: see `to_arrays`. tracker_ids: [k], -1 for no track yet; None
-    without tracking. keypoints: [k, m, 2 or 3], x, y and how visible. masks: [k, height, width] over the whole frame.
+    result has none. classes: [k], a number for each label, -1 for none: see `to_arrays`. tracker_ids: [k], -1 for no
+    track yet; None without tracking. keypoints: [k, m, 2 or 3], x, y and how visible. masks: [k, height, width] over the whole frame.
     """
 
     boxes: NDArray[np.float64]
@@ -85,7 +86,7 @@ def to_supervision(result: Result, names: Sequence[str] | None = None, masks: bo
         class_id=found.classes,
         tracker_id=found.tracker_ids,
         mask=found.masks,
-        data={"class_name": np.array([str(label) for label in found.labels], dtype=str)},
+        data={"class_name": np.array(["" if label is None else str(label) for label in found.labels], dtype=str)},
     )
 
 
@@ -106,8 +107,10 @@ def _row(values: Any, kind: Any, k: int) -> NDArray[Any]:
 
 
 def _number(label: Any, names: Sequence[str] | None) -> int:
+    if label is None:
+        return NO_CLASS
     if names is not None:
-        return list(names).index(label) if label in names else -1
+        return list(names).index(label) if label in names else NO_CLASS
     if isinstance(label, (int, np.integer)) and not isinstance(label, bool):
         return int(label)
     return zlib.crc32(str(label).encode()) >> 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 from urllib.parse import SplitResult, unquote, urlsplit
 
@@ -17,7 +17,8 @@ _MQTT, _HTTP = {"mqtt": 1883, "mqtts": 8883}, {"http": 80, "https": 443}
 
 @dataclass(frozen=True, slots=True)
 class ReceiverAddress:
-    """secure: over TLS. path: with the leading slash, and the query. user, password: None without."""
+    """secure: over TLS. path: with the leading slash; of a web server as it is written, with the query. user, password:
+    None without."""
 
     secure: bool
     host: str
@@ -35,7 +36,7 @@ def mqtt_address(text: str) -> ReceiverAddress:
     if not 0 < len(topic) <= LONGEST_TOPIC or set(topic) & set("+#\0") or topic[0] in "$/" or topic[-1] == "/":
         what = f"a topic of 1 to {LONGEST_TOPIC} characters, without + and #, and no / or $ at its ends"
         raise ConfigError(f"{address.shown}: the path must be {what}")
-    return address
+    return replace(address, path=f"/{topic}")
 
 
 def webhook_address(text: str) -> ReceiverAddress:

@@ -18,6 +18,7 @@ from reflex_runtime.feeds.pipeline import Result
 from reflex_runtime.feeds.record import ResultRecord, record_of
 
 WINDOW: Final = 20  # messages that are sent and not yet written to the socket, or acknowledged (QoS 1 and 2)
+MOST_BYTES: Final = 1_000_000  # of a message: many brokers end the connection at a larger one, each time it is sent
 KEEPALIVE_S: Final = 30
 RECONNECT_S: Final = (1, 30)  # the first and the longest pause
 CONNECT_S: Final = 5.0  # that a connection may take
@@ -84,8 +85,12 @@ class MqttPublisher(ResultOutput[ResultRecord]):
 
     def _publish(self, record: ResultRecord) -> None:
         """Hand a message to the client. The lock is not held: the client calls back with locks of its own."""
-        topic = f"{self._topic}/feeds/{record.feed}"
-        told = self._client.publish(topic, record.as_json(), qos=self._qos)
+        text = record.as_json().encode("utf-8", "replace")
+        if len(text) > MOST_BYTES:
+            self.box.drop("refused")
+            self._unsuited(f"a result of {record.feed} has {len(text)} bytes, a message at most {MOST_BYTES}")
+            return
+        told = self._client.publish(f"{self._topic}/feeds/{record.feed}", text, qos=self._qos)
         with self.box.news:
             if self._qos == 0 and told.rc != 0:  # the connection was lost just now
                 self.box.back([record])

@@ -87,6 +87,10 @@ class ResultOutput(Generic[Item]):
         """The receiver is away, or refuses; the log says it seldom. again: whether it is tried again."""
         self._state = "away"
         self._retries += again
+        self._unsuited(why, again)
+
+    def _unsuited(self, why: object, again: bool = False) -> None:
+        """A result cannot be sent, though the receiver is there; the log says it seldom."""
         self._error = in_one_line(why)
         count = self._trouble.count(time.monotonic())
         if count:
