@@ -25,7 +25,8 @@ class ResultArrays:
 
     boxes: [k, 4], x0, y0, x1, y1. scores: [k], 1 where the result has none. labels: k names or numbers, None where the
     result has none. classes: [k], a number for each label, -1 for none: see `to_arrays`. tracker_ids: [k], -1 for no
-    track yet; None without tracking. keypoints: [k, m, 2 or 3], x, y and how visible. masks: [k, height, width] over the whole frame.
+    track yet; None without tracking. keypoints: [k, m, 2 or 3], x, y and how visible. masks: [k, height, width] over
+    the whole frame.
     """
 
     boxes: NDArray[np.float64]
