@@ -31,10 +31,9 @@ def pytest_collection() -> Iterator[None]:
         gc.enable()
 
 
-@pytest.fixture(autouse=True)
-def _frozen(request: pytest.FixtureRequest) -> None:
+def pytest_runtest_setup(item: pytest.Item) -> None:
     """Before a test of times all objects are frozen, as a server does."""
-    if request.node.get_closest_marker("timing") is not None:
+    if item.get_closest_marker("timing") is not None:
         gc.collect()
         gc.freeze()
 

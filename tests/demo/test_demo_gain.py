@@ -51,7 +51,7 @@ def test_lanes_show_waits_calls_and_answers_of_the_window() -> None:
 
 
 def test_the_demo_plays_without_and_with_batching(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    options = ["--robots", "3", "--episodes", "1", "--call-ms", "5", "--out", str(tmp_path)]
+    options = ["--robots", "2", "--episodes", "1", "--call-ms", "5", "--out", str(tmp_path)]
     assert main(["demo", *options]) == 0, capsys.readouterr().out
     out = capsys.readouterr().out
     alone, batched = (read_journal(tmp_path / f"{name}.jsonl") for name in ("alone", "batches"))

@@ -200,6 +200,7 @@ def test_x7_a_thousand_episodes_keep_their_version_and_their_replica_while_one_i
     async def main() -> None:
         robots = [Robot(server.port) for _ in range(16)]
         await every(robots)
+        assert admin(server, "split", split=0).status == 200  # what begins from here on has the other version
         os.kill(replicas(server)[0]["pid"], signal.SIGKILL)
         await every(robots)
         server.wait_until(lambda: [told["state"] for told in replicas(server)] == ["ready", "ready"])
@@ -216,6 +217,7 @@ def test_x7_a_thousand_episodes_keep_their_version_and_their_replica_while_one_i
     assert told == [set(), set(moved), set()]
     assert [e for e in names if first[e][1] != second[e][1] or second[e] != third[e]] == []
     assert Counter(slot for _, slot in first.values())["a"] > 300
+    assert admin(server, "split", split=50).status == 200
 
 
 def test_x7_an_episode_on_a_websocket_learns_that_its_replica_was_lost(server: Server) -> None:
@@ -245,12 +247,14 @@ def test_x7_an_episode_on_a_websocket_learns_that_its_replica_was_lost(server: S
         first = {name: ask(name) for name in names}
         assert len({version for version, _ in first.values()}) == 2
         assert not any(changed for _, changed in first.values())
+        assert admin(server, "split", split=0).status == 200  # what begins from here on has the other version
         os.kill(replicas(server)[1]["pid"], signal.SIGKILL)
         server.wait_log(": its connection ended")
         again = {name: ask(name) for name in names}
         assert 0 < len(lost) < len(names)
         assert again == {name: (version, name in lost) for name, (version, _) in first.items()}
         assert not any(ask(name)[1] for name in names)
+    assert admin(server, "split", split=50).status == 200
 
 
 def test_x7_a_killed_replica_loses_only_what_it_ran(server: Server) -> None:
