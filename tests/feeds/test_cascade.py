@@ -14,7 +14,7 @@ from feeds.graphs import BLUE, RED, bright_graph, lit
 from reflex_runtime.core.batch import Done, Failed
 from reflex_runtime.core.errors import Expired, ProcessorError
 from reflex_runtime.drivers.batch_processor import BatchConfig
-from reflex_runtime.feeds.cascade import Crops
+from reflex_runtime.feeds.cascade import SecondModel
 from reflex_runtime.feeds.draw import annotated
 from reflex_runtime.feeds.onnx import OnnxFrames
 from reflex_runtime.feeds.pipeline import Pipeline
@@ -26,11 +26,11 @@ from reflex_runtime.telemetry.health import BatchSubmissionRejected
 SIZE = (64, 48)
 
 
-def crops(folder: Path, **options: Any) -> Crops:
+def crops(folder: Path, **options: Any) -> SecondModel:
     metadata = {"names": "{0: 'warm', 1: 'mild', 2: 'cold'}", "task": "classify"}
     graph = bright_graph(folder / "then.onnx", "classes", (16, 16), metadata=metadata)
     classifier = OnnxFrames(graph, "then", max_detections=1, resize="stretch")
-    return Crops(classifier, BatchConfig(max_batch_size=8, max_latency=0.0, max_in_flight_per_feed=0), **options)
+    return SecondModel(classifier, BatchConfig(max_batch_size=8, max_latency=0.0, max_in_flight_per_feed=0), **options)
 
 
 def test_i18_boxes_of_all_feeds_are_classified_and_each_frame_has_its_own(tmp_path: Path) -> None:

@@ -15,11 +15,12 @@ import psutil
 import pytest
 from PIL import Image
 
-from feeds.commands import PATIENCE, Feeds, figures, ran, refusal, results, scratch, together
+from feeds.commands import PATIENCE, Feeds, by_feed, figures, ran, refusal, results, scratch, together
 from feeds.graphs import RED, bright_graph, lit
 from feeds.rtsp import RtspCamera
 from feeds.videos import clip, picture, write_video
 from reflex_runtime.cli import build_parser
+from reflex_runtime.feeds.replaceable import version_of
 from reflex_runtime.telemetry.journal_reader import read_journal
 from serving.collector import Collector
 from serving.pair import until
@@ -418,6 +419,24 @@ def test_f14_then_most_and_then_batch_size_bound_what_it_is_asked(tmp_path: Path
     assert sizes["plain"] == ({2}, [None] * 6)
     assert sizes["batch"] == ({1}, [None] * 6)
     assert sizes["most"] == ({1}, [None, "too_many"] * 3)
+
+
+def test_i18_the_detector_of_a_run_is_replaced_and_every_frame_is_answered(tmp_path: Path) -> None:
+    first = bright_graph(tmp_path / "first.onnx", "raw", (64, 48))
+    other = bright_graph(tmp_path / "other.onnx", "rows", (96, 96))
+    endless = [f"{name}=shapes:seed={seed},realtime=false" for seed, name in enumerate("ab")]
+    run = ("--onnx", "first.onnx", "--port", "0", "--api-key", "k", "--results=-")
+    with Feeds(*endless, *run, cwd=tmp_path) as feeds:
+        feeds.wait_out(20)
+        assert post(feeds, "/admin/load", path="other.onnx") == 200
+        lines = feeds.wait_out(len(feeds.out) + 20)
+        feeds.wait_log(f"{version_of(other)} runs now, in place of {version_of(first)}")
+        assert feeds.stop() == 0
+    for found in by_feed(lines).values():
+        assert [line["sequence"] for line in found] == list(range(len(found)))
+        versions = [line["value"]["model"] for line in found]
+        assert versions == sorted(versions, key=[version_of(first), version_of(other)].index)
+        assert {versions[0], versions[-1]} == {version_of(first), version_of(other)}
 
 
 TWO_BOXES = """

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from reflex_runtime.cli.feeds_output import Board
     from reflex_runtime.drivers.batch_processor import BatchConfig, BatchProcessor
     from reflex_runtime.drivers.coordinator import BatchCoordinator
-    from reflex_runtime.feeds.cascade import Crops
+    from reflex_runtime.feeds.cascade import SecondModel
     from reflex_runtime.feeds.fleet import FeedFleet
     from reflex_runtime.feeds.onnx import OnnxFrames
     from reflex_runtime.feeds.opening import SourceMaker
@@ -470,10 +470,10 @@ def _processor(config: FeedsConfig) -> BatchProcessor:
     return ReplaceableDetector(_onnx(config), config.then_classes)
 
 
-def _then(config: FeedsConfig, detector: BatchProcessor, frames: int) -> Crops:
+def _then(config: FeedsConfig, detector: BatchProcessor, frames: int) -> SecondModel:
     """The second model. frames: most that wait for the first one."""
     from reflex_runtime.drivers.batch_processor import BatchConfig
-    from reflex_runtime.feeds.cascade import Crops
+    from reflex_runtime.feeds.cascade import SecondModel
     from reflex_runtime.feeds.replaceable import ReplaceableDetector
 
     size = config.then_batch_size
@@ -491,7 +491,7 @@ def _then(config: FeedsConfig, detector: BatchProcessor, frames: int) -> Crops:
 
     plain = replace(config, size="", resize="auto", names="", score=None, iou=None, classes=(), max_detections=0)
     model = _onnx(replace(plain, onnx=config.then), "--then", "then")
-    return Crops(model, batching, labels, config.then_most)
+    return SecondModel(model, batching, labels, config.then_most)
 
 
 def _refused(config: FeedsConfig, error: Exception) -> ConfigError:

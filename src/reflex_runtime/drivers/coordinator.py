@@ -43,7 +43,7 @@ from reflex_runtime.core.scheduler import Scheduler
 from reflex_runtime.drivers.audience import Audience, Delivery, Sink
 from reflex_runtime.drivers.batch_processor import BatchConfig, BatchProcessor, Owned, id_of
 from reflex_runtime.drivers.device import Clock, Device
-from reflex_runtime.drivers.follow_up import Answered, FollowUp, FrameParts
+from reflex_runtime.drivers.follow_up import AnsweredFrame, FollowUp, FrameParts
 from reflex_runtime.drivers.relay import Relay, Sleeper
 from reflex_runtime.telemetry.batch_metrics import BatchMeter, BatchMetrics
 from reflex_runtime.telemetry.one_group import OneGroup
@@ -61,7 +61,7 @@ class _Pending(Future[Any]):
 
     take_back: Callable[[], None] | None = None
 
-    def settled(self, answered: Answered) -> None:
+    def settled(self, answered: AnsweredFrame) -> None:
         self.take_back = None  # it holds the ticket, and the ticket this future
         outcome = answered.outcome
         assert outcome is not None
@@ -341,7 +341,7 @@ class BatchCoordinator:
         sequence: int | None,
         pts: float | None,
         time_limit: float | None,
-        settled: Callable[[Answered], None],
+        settled: Callable[[AnsweredFrame], None],
     ) -> Ticket | FrameParts:
         """Admit a frame, or raise the `Rejected` that says why not. settled: called at its end with what this
         returns."""

@@ -38,7 +38,7 @@ class FollowUp(Protocol):
         """The frame's result. answers: of its parts, in order; a `Failed` says why one has none."""
 
 
-class Answered(Protocol):
+class AnsweredFrame(Protocol):
     """What a caller waits for: a ticket, or a `FrameParts`."""
 
     @property
@@ -59,7 +59,7 @@ class FrameParts:
         follow: FollowUp,
         request: Request,
         admit: Callable[[Request, Callable[[Ticket], None]], Ticket],
-        settled: Callable[[Answered], None],
+        settled: Callable[[AnsweredFrame], None],
         clock: Clock,
     ) -> None:
         self.request = request
@@ -136,5 +136,5 @@ class FrameParts:
         settled(self)
 
 
-def _ignore(answered: Answered) -> None:
+def _ignore(answered: AnsweredFrame) -> None:
     pass

@@ -15,7 +15,7 @@ from reflex_runtime.drivers.batch_processor import BatchConfig, BatchProcessor
 TOO_MANY: Final = "too_many"
 
 
-class Crops:
+class SecondModel:
     """Asks a processor about the boxes of a frame, best ones first; see `FollowUp`.
 
     labels: those of the boxes that it is asked about, as results have them; None: all. most: crops of a frame.

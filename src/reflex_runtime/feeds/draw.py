@@ -121,7 +121,7 @@ def _dots(pen: ImageDraw.ImageDraw, points: Any, colour: Colour, radius: int) ->
 
 
 def _followed(then: Any) -> dict[int, str]:
-    """What a second model said of boxes, by their numbers; see `Crops`."""
+    """What a second model said of boxes, by their numbers; see `SecondModel`."""
     found = {}
     for one in _items(then):
         if isinstance(one, Mapping) and isinstance(one.get("box"), int) and one.get("text"):
