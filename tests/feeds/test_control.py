@@ -23,7 +23,7 @@ from reflex_runtime.feeds.onnx import OnnxFrames
 from reflex_runtime.feeds.pictures import FeedPictures
 from reflex_runtime.feeds.replaceable import ReplaceableDetector, version_of
 from reflex_runtime.feeds.runtime import Runtime
-from reflex_runtime.feeds.spec import specs_of
+from reflex_runtime.feeds.spec import PER_FEED, specs_of
 from reflex_runtime.feeds.watching import FeedPages
 
 SIZE = (64, 48)
@@ -284,6 +284,26 @@ def test_i18_which_files_may_be_added(tmp_path: Path) -> None:
     for outside in (tmp_path / "secret.mp4", folder / ".." / "secret.mp4", folder / "out", "/dev/video0"):
         with pytest.raises(ConfigError, match="must be below"):
             check_fresh("a", str(outside), (), str(folder))
+
+
+def test_h7_the_document_describes_every_path_and_who_may_ask(run: Run) -> None:
+    document = json.loads(run.page.ask("/openapi.json")[2])
+    paths = {path: methods.keys() for path, methods in document["paths"].items()}
+    server = run.page.server
+    pages = server._pages()  # those that are served
+    own = {path.replace("NAME", "{name}") for path in pages.routes if not path.startswith("/dashboard/")}
+    own |= {path.replace("NAME", "{name}") for path in ("/feeds/NAME", "/feeds/NAME.jpg", "/feeds/NAME.mjpeg")}
+    assert own - {"/openapi.json", "/docs"} <= paths.keys()
+    for path, methods in document["paths"].items():
+        for method in methods:
+            status = run.page.ask(path.replace("{name}", "x"), method.upper(), b"{}")[0]
+            assert (status == 401) == ("security" in methods[method]), (method, path, status)
+    fields = document["paths"]["/feeds"]["post"]["requestBody"]["content"]["application/json"]["schema"]["properties"]
+    assert {"name", "source", "score", "classes", *PER_FEED} == fields.keys()
+    assert fields["fps"]["maximum"] == 1000
+    docs = run.page.ask("/docs")[2].decode()
+    assert "PATCH /feeds/{name}" in docs
+    assert "DELETE /feeds/{name}" in docs
 
 
 # -- another detector --------------------------------------------------------------------------------------------------

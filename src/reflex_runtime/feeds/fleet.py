@@ -130,6 +130,11 @@ class FeedFleet:
         }
 
     @property
+    def has_key(self) -> bool:
+        """Whether callers need one."""
+        return bool(self._config.api_key)
+
+    @property
     def version(self) -> str | None:
         """The detector that runs the next batch."""
         return None if self._detector is None else self._detector.current.name

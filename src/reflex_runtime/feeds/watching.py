@@ -8,6 +8,7 @@ from typing import Any, Final
 
 from reflex_runtime.drivers.coordinator import BatchCoordinator
 from reflex_runtime.feeds.control import FeedControl
+from reflex_runtime.feeds.described import described_routes
 from reflex_runtime.feeds.fleet import FeedFleet
 from reflex_runtime.feeds.pictures import FeedPictures
 from reflex_runtime.feeds.runtime import Runtime
@@ -49,6 +50,7 @@ class FeedPages:
         self._control = FeedControl(fleet, pictures.gone)
         status = Route("/status", partial(_status, runtime, coordinator))
         pages = [*dashboard_routes(self._watchers), grid_route((self._control.add,)), self._control.load, status]
+        pages += described_routes(fleet.has_key)
         self.routes = {route.path: route for route in pages} | pictures.routes
 
     def find(self, path: str) -> Route | None:

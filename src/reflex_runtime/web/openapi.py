@@ -7,11 +7,12 @@ import json
 import re
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 from reflex_runtime.version import __version__
 from reflex_runtime.web.json import JSON_TYPE
 
+METHODS: Final = ("get", "post", "patch", "delete")
 _HOST = re.compile(rb"[A-Za-z0-9.-]{1,253}(:[0-9]{1,5})?|\[[0-9a-fA-F:.]{2,45}\](:[0-9]{1,5})?")
 
 
@@ -30,7 +31,7 @@ def finished(title: str, paths: dict[str, Any], schemas: dict[str, Any], unguard
         }
     for path, methods in paths.items():
         for method, operation in methods.items():
-            if unguarded is not None and path not in unguarded and method in ("get", "post"):
+            if unguarded is not None and method in METHODS and (path not in unguarded or method != "get"):
                 operation["security"] = [{"bearer": []}, {"key": []}]
             elif method == "get":
                 operation["responses"].pop("401", None)
@@ -55,7 +56,7 @@ def page(described: bytes, host: bytes = b"") -> bytes:
     parts = []
     for path, methods in doc["paths"].items():
         for method, spec in methods.items():
-            if method not in ("get", "post"):
+            if method not in METHODS:
                 continue
             parts.append(f"<h2><code>{method.upper()} {html.escape(path)}</code></h2>")
             parts.append(f"<p>{html.escape(spec['summary'])}</p>")
