@@ -163,12 +163,12 @@ def test_i18_frames_of_one_batch_have_the_limits_of_their_feeds(tmp_path: Path) 
     from reflex_runtime.drivers.batch_processor import BatchEntry
     from reflex_runtime.feeds.onnx import FrameLimits
 
-    made = OnnxFrames(bright_graph(tmp_path / "a.onnx", "raw", SIZE))
+    made = OnnxFrames(bright_graph(tmp_path / "a.onnx", "raw", SIZE), classes=["red", "green"])
     made.on_start()
-    made.limits = {"b": FrameLimits(0.99), "c": FrameLimits(None, ("blue",))}
-    colours = {"a": (200, 0, 0), "b": (200, 0, 0), "c": (0, 0, 200), "d": BLUE}
+    made.limits = {"b": FrameLimits(0.99), "c": FrameLimits(None, ("blue",)), "e": FrameLimits(None, ())}
+    colours = {"a": (200, 0, 0), "b": (200, 0, 0), "c": (0, 0, 200), "d": BLUE, "e": (0, 0, 200)}
     frames = [BatchEntry(name, lit((8, 8, 40, 40), c, SIZE), None, 0, None, 0.0) for name, c in colours.items()]
-    assert [found["labels"] for found in made.process(frames)] == [["red"], [], ["blue"], ["blue"]]
+    assert [found["labels"] for found in made.process(frames)] == [["red"], [], ["blue"], [], ["blue"]]
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from typing import Any, Final
 
 from reflex_runtime.config import FeedsConfig
 from reflex_runtime.feeds.fleet import OF_DETECTOR, OF_RATE
+from reflex_runtime.feeds.fresh import LONGEST
 from reflex_runtime.feeds.spec import PER_FEED
 from reflex_runtime.options import hints_of
 from reflex_runtime.web.exchange import Exchange, Route
@@ -50,10 +51,12 @@ def described_routes(key: bool) -> list[Route]:
 def _document(key: bool) -> bytes:
     name = [{"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}]
     several = "multipart/x-mixed-replace"
-    added = {"name": {"type": "string", "pattern": "^[A-Za-z0-9_.-]{1,64}$"}, "source": {"type": "string"}}
+    source = {"type": "string", "minLength": 1, "maxLength": LONGEST}
+    added = {"name": {"type": "string", "pattern": "^[A-Za-z0-9_.-]{1,64}$"}, "source": source}
     new = {**added, **_settings(PER_FEED), **_LIMITS}
     example = {"name": "door", "source": "rtsp://10.0.0.7/live", "max_age_ms": 300, "score": 0.6}
-    load = {"path": {"type": "string", "description": "an ONNX file on the server"}, **_settings(OF_DETECTOR)}
+    file = {"type": "string", "minLength": 1, "description": "an ONNX file on the server"}
+    load = {"path": file, **_settings(OF_DETECTOR)}
     paths: dict[str, Any] = {
         "/feeds": {
             "get": _get("The page of all feeds", "text/html"),
@@ -84,7 +87,9 @@ def _document(key: bool) -> bytes:
         "/status": {"get": _get("Every figure", JSON_TYPE)},
         "/dashboard": {"get": _get("The page of batches", "text/html")},
         "/dashboard/stream": {"get": _get("Snapshots until you leave", "application/x-ndjson", "429")},
-        "/health": {"get": _get("Whether every feed is well", JSON_TYPE, "503")},
+        "/health": {
+            "get": {"summary": "Whether every feed is well", "responses": {"200": _done(), "503": _done()}},
+        },
         "/metrics": {"get": _get("Prometheus series", "text/plain")},
     }
     error = {

@@ -56,7 +56,7 @@ class DetectorSettings:
 
 @dataclass(frozen=True, slots=True)
 class FrameLimits:
-    """What one feed wants in place of the detector's own `score` and `classes`. None: no difference."""
+    """What one feed wants in place of the detector's own `score` and `classes`. None: no difference. (): all."""
 
     score: float | None = None
     classes: tuple[str | int, ...] | None = None
@@ -122,7 +122,8 @@ class _Loaded:
         if limits is None:
             limits = self.limits if wanted.score is None else replace(self.limits, score=wanted.score)
             if wanted.classes is not None:
-                limits = replace(limits, classes=_numbers(wanted.classes, self.facts.names))
+                classes = _numbers(wanted.classes, self.facts.names) if wanted.classes else None
+                limits = replace(limits, classes=classes)
             if len(self.known) >= _KEPT:
                 self.known.clear()
             self.known[wanted] = limits
