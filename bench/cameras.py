@@ -4,7 +4,7 @@ The cameras are files that are played at their own pace, by the same source for 
 each frame alone; the loop by hand has a thread per camera that keeps the newest frame, and computes what there is, up
 to as many frames as `reflex feeds` may. Each keeps its newest frame while the model is busy, and writes JSON lines.
 
-    python -m bench.cameras MODEL LINES MOST NAME=FILE …      the loop by hand, until it is ended
+    python -m bench.cameras MODEL SIDE LINES MOST NAME=FILE …      the loop by hand, until it is ended
 """
 
 from __future__ import annotations
@@ -30,35 +30,47 @@ from reflex_runtime.core.percentile import percentile
 RATES: Final = (5, 10, 15, 30)
 EACH: Final = 4  # cameras of each rate
 MOST: Final = 8  # frames of a batch
-SIDE: Final = 320
-SECONDS: Final = 10.0
+LOADS: Final = {"a light model": (160, (320, 180)), "too heavy a model": (640, (640, 360))}  # its side; of the videos
+KINDS: Final = ("reflex feeds", "a process per camera", "a loop by hand")
+UNITS: Final = {"frames answered": "%", "CPU": "% of a core", "CPU per answer": "ms", "memory": "MB"}
+SECONDS: Final = 8.0
 
 
 def cameras(scale: float) -> list[Row]:
-    kinds = ("reflex feeds", "a process per camera", "a loop by hand")
-    found: dict[str, dict[str, list[float]]] = {kind: {} for kind in kinds}
-    with tempfile.TemporaryDirectory(prefix="reflex-cameras-") as root:
-        folder = Path(root)
-        model = write_model(folder / "yolo.onnx", SIDE)
-        names = [f"cam{rate}-{k}" for rate in RATES for k in range(EACH)]
-        for number, name in enumerate(names):
-            rate = int(name[3:].partition("-")[0])
-            write_video(folder / f"{name}.mp4", number, 2 * rate, (640, 360), rate)
-        for number in range(max(1, round(3 * scale))):
-            for kind in kinds[:: 1 if number % 2 else -1]:
-                say(f"cameras: round {number + 1}, {kind}")
-                for what, value in _measured(kind, folder, model, names, max(3.0, SECONDS * scale)).items():
-                    found[kind].setdefault(what, []).append(value)
-    units = {"frames a second": "/s", "frames answered": "%", "CPU": "% of a core", "memory": "MB"}
-    what = f"{len(names)} cameras, {EACH * sum(RATES)} frames a second"
+    rounds = [one_round(number, scale) for number in range(max(1, round(3 * scale)))]
+    return rows_of(rounds)
+
+
+def one_round(number: int, scale: float) -> dict[tuple[str, str, str], float]:
+    """Each load with each kind, odd rounds in the opposite order: (load, kind, figure) → value."""
+    found = {}
+    names = [f"cam{rate}-{k}" for rate in RATES for k in range(EACH)]
+    for load, (side, size) in LOADS.items():
+        with tempfile.TemporaryDirectory(prefix="reflex-cameras-") as root:
+            folder = Path(root)
+            model = write_model(folder / "yolo.onnx", side)
+            for k, name in enumerate(names):
+                rate = int(name[3:].partition("-")[0])
+                write_video(folder / f"{name}.mp4", k, 2 * rate, size, rate)
+            for kind in KINDS[:: 1 if number % 2 else -1]:
+                say(f"cameras: round {number + 1}, {load}, {kind}")
+                for what, value in _measured(kind, folder, model, side, names, max(3.0, SECONDS * scale)).items():
+                    found[load, kind, what] = value
+    return found
+
+
+def rows_of(rounds: Sequence[dict[tuple[str, str, str], float]]) -> list[Row]:
+    what = f"{4 * EACH} cameras, {EACH * sum(RATES)} frames a second"
     return [
-        row("cameras", f"{what}, {kind}: {figure}", rounds, units.get(figure, "ms"))
-        for kind in kinds
-        for figure, rounds in found[kind].items()
+        row("cameras", f"{what}, {load}, {kind}: {figure}", [each[load, kind, figure] for each in rounds], unit)
+        for load, kind, figure in rounds[0]
+        for unit in [UNITS.get(figure, "ms")]
     ]
 
 
-def _measured(kind: str, folder: Path, model: Path, names: Sequence[str], seconds: float) -> dict[str, float]:
+def _measured(
+    kind: str, folder: Path, model: Path, side: int, names: Sequence[str], seconds: float
+) -> dict[str, float]:
     with ExitStack() as closing:
         lines = [folder / "lines.jsonl"]
         feeds = [f"{name}={folder / name}.mp4" for name in names]
@@ -66,11 +78,11 @@ def _measured(kind: str, folder: Path, model: Path, names: Sequence[str], second
             options = ["--onnx", str(model), "--max-batch-size", str(MOST), "--realtime", "--loop"]
             commands = [["-m", "reflex_runtime", "feeds", *feeds, *options, "--results", str(lines[0])]]
         elif kind == "a loop by hand":
-            commands = [["-m", "bench.cameras", str(model), str(lines[0]), str(MOST), *feeds]]
+            commands = [["-m", "bench.cameras", str(model), str(side), str(lines[0]), str(MOST), *feeds]]
         else:
             lines = [folder / f"lines-{name}.jsonl" for name in names]
             together = zip(lines, feeds, strict=True)
-            commands = [["-m", "bench.cameras", str(model), str(own), "1", feed] for own, feed in together]
+            commands = [["-m", "bench.cameras", str(model), str(side), str(own), "1", feed] for own, feed in together]
         for file in lines:
             file.unlink(missing_ok=True)
         processes = [psutil.Popen([sys.executable, *command], stderr=subprocess.PIPE) for command in commands]
@@ -87,11 +99,11 @@ def _measured(kind: str, folder: Path, model: Path, names: Sequence[str], second
     ages = sorted(line["latency_ms"] for line in results)
     share = len(results) / sum(_made([line["sequence"] for line in results if line["feed"] == name]) for name in names)
     return {
-        "frames a second": share * EACH * sum(RATES),
         "frames answered": 100 * share,
         "age p50": percentile(ages, 0.5),
         "age p95": percentile(ages, 0.95),
         "CPU": 100 * cpu / taken,
+        "CPU per answer": 1e3 * cpu / max(1, len(results)),
         "memory": memory,
     }
 
@@ -122,7 +134,7 @@ def _end(process: Any) -> None:
 # -- by hand -----------------------------------------------------------------------------------------------------------
 
 
-def _by_hand(model: Path, lines: Path, most: int, feeds: Sequence[str]) -> None:
+def _by_hand(model: Path, side: int, lines: Path, most: int, feeds: Sequence[str]) -> None:
     import cv2
 
     from reflex_runtime.feeds.video import VideoSource
@@ -151,11 +163,11 @@ def _by_hand(model: Path, lines: Path, most: int, feeds: Sequence[str]) -> None:
                 change.wait_for(lambda: newest)
                 names = list(newest)[:most]
                 frames = [newest.pop(name) for name in names]
-            answers = answers_by_hand(session, [image for _, _, image in frames], cv2, SIDE)
+            answers = answers_by_hand(session, [image for _, _, image in frames], cv2, side)
             for name, (number, came, _), value in zip(names, frames, answers, strict=True):
                 age = round(1e3 * (time.monotonic() - came), 3)
                 out.write(json.dumps({"feed": name, "sequence": number, "latency_ms": age, "value": value}) + "\n")
 
 
 if __name__ == "__main__":
-    _by_hand(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), sys.argv[4:])
+    _by_hand(Path(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4]), sys.argv[5:])

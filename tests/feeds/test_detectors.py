@@ -269,7 +269,6 @@ def test_f14_a_head_without_names_is_told_by_its_places_alone() -> None:
         ({"o": (1, 2049)}, "not known: 'o' .n, 2049. for a picture of 64 × 64"),
         ({"o": (1, 3, 64, 64)}, "not known: 'o' .n, 3, 64, 64."),
         ({"a": (1, 7, 84), "b": (1, 7, 84)}, "not known: 'a' .n, 7, 84., 'b'"),
-        ({"task": "obb", "names": 2, "o": (1, 7, 84)}, "turned by an angle"),
         ({"boxes": (1, 5, 4), "scores": (1, 6), "labels": (1, 5)}, "output 'scores': found .n, 6., expected"),
         ({"pred_boxes": (1, 5, 4), "logits": (1, 6, 3)}, "expected 'pred_boxes' .n, k, 4. and"),
     ],

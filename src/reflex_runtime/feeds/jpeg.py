@@ -45,6 +45,8 @@ def _smaller(value: Any, by: int, drawn: tuple[str, ...]) -> dict[str, Any]:
     found = {name: value[name] for name in drawn if name in value}
     with suppress(TypeError, ValueError):
         found["boxes"] = np.asarray(value.get("boxes"), dtype=np.float64) / by
+    with suppress(TypeError, ValueError):
+        found["polygons"] = np.asarray(value.get("polygons"), dtype=np.float64) / by
     with suppress(TypeError, ValueError, IndexError):
         points = np.asarray(value.get("keypoints"), dtype=np.float64)
         points[..., :2] /= by

@@ -34,7 +34,7 @@ class Found:
 
     boxes: [k, 4], x0, y0, x1, y1 in pixels of the graph's input; None if the graph has none. scores: [k]. labels: [k].
     points: [k, m, 2 or 3], x and y in the same pixels, and how visible the point is. masks: [k, h, w] bool, each over
-    the whole input.
+    the whole input. polygons: [k, 4, 2], the corners of boxes that are turned; `boxes` are then around them.
     """
 
     boxes: NDArray[np.float64] | None
@@ -42,6 +42,7 @@ class Found:
     labels: NDArray[np.int64]
     points: NDArray[np.float64] | None = None
     masks: NDArray[np.bool_] | None = None
+    polygons: NDArray[np.float64] | None = None
 
 
 class Dialect:

@@ -107,7 +107,7 @@ class RawHead(Dialect):
         if self.objectness:
             scores = scores * rows[:, 4]
         boxes = corners(rows[:, :4])
-        fit = np.flatnonzero(_wanted(boxes, scores, labels, limits))
+        fit = np.flatnonzero(wanted_of(boxes, scores, labels, limits))
         best = fit[kept_of(boxes[fit], scores[fit], labels[fit], limits.iou, limits.most)]
         behind = rows[best, first + self.classes :]
         return found_of(boxes[best], scores[best], labels[best], behind, self.extras, prototypes)
@@ -129,9 +129,9 @@ class Rows(Dialect):
         found = []
         for i, rows in enumerate(outputs[self.output]):
             rows = rows[rows[:, 4] >= limits.score].astype(np.float32, copy=False)
-            labels = _whole(rows[:, 5])
+            labels = whole_of(rows[:, 5])
             rows, labels = rows[labels >= 0], labels[labels >= 0]
-            fit = np.flatnonzero(_wanted(rows[:, :4], rows[:, 4], labels, limits))[: limits.most]
+            fit = np.flatnonzero(wanted_of(rows[:, :4], rows[:, 4], labels, limits))[: limits.most]
             rows, labels = rows[fit], labels[fit]
             own = None if prototypes is None else prototypes[i]
             found.append(found_of(rows[:, :4], rows[:, 4], labels, rows[:, 6:], self.extras, own))
@@ -248,12 +248,12 @@ def _masks(weights: Array, prototypes: Array) -> NDArray[np.bool_]:
 
 def _limited(boxes: Array, scores: Array, labels: Array, limits: DetectionLimits) -> Found:
     """Of boxes in the graph's order, those that the limits allow."""
-    labels = _whole(labels)
-    fit = np.flatnonzero(_wanted(boxes, scores, labels, limits) & (labels >= 0))[: limits.most]
+    labels = whole_of(labels)
+    fit = np.flatnonzero(wanted_of(boxes, scores, labels, limits) & (labels >= 0))[: limits.most]
     return Found(boxes[fit].astype(np.float64), scores[fit].astype(np.float64), labels[fit])
 
 
-def _wanted(boxes: Array, scores: Array, labels: Array, limits: DetectionLimits) -> NDArray[np.bool_]:
+def wanted_of(boxes: Array, scores: Array, labels: Array, limits: DetectionLimits) -> NDArray[np.bool_]:
     """Which rows the limits allow; never one with a number that is not finite."""
     fit: NDArray[np.bool_] = _allowed(scores, labels, limits) & np.isfinite(boxes).all(axis=1)
     return fit
@@ -264,7 +264,7 @@ def _allowed(scores: Array, labels: Array, limits: DetectionLimits) -> NDArray[n
     return fit if limits.classes is None else fit & np.isin(labels, list(limits.classes))
 
 
-def _whole(labels: Array) -> NDArray[np.int64]:
+def whole_of(labels: Array) -> NDArray[np.int64]:
     """Labels as whole numbers; -1 for what is none."""
     if labels.dtype.kind in "iu":
         return labels.astype(np.int64)

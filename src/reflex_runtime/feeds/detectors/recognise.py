@@ -14,6 +14,7 @@ from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.feeds.detectors.facts import GraphFacts
 from reflex_runtime.feeds.detectors.found import CROP, Dialect
 from reflex_runtime.feeds.detectors.heads import IMAGENET, Classes, Extras, NamedBoxes, Queries, RawHead, Rows
+from reflex_runtime.feeds.detectors.turned import TurnedHead, TurnedRows
 
 MOST_NUMBERS: Final = 2048  # of an output [n, k] that is passed on as it is, such as an embedding
 _STRIDES: Final = ((8, 16, 32), (4, 8, 16, 32), (8, 16, 32, 64), (16, 32))
@@ -120,9 +121,7 @@ def _one_output(trial: Trial) -> Dialect | None:
     if len(heads) != 1 or len(prototypes) > 1 or len(trial.outputs) != len(heads) + len(prototypes):
         return None
     if trial.facts.task == "obb":
-        raise ConfigError(
-            "its boxes are turned by an angle (task obb), which is not decoded here: give --processor MODULE:NAME"
-        )
+        return _turned(trial, heads[0])
     extras = _extras(trial, prototypes[0] if prototypes else "")
     return _rows(trial, heads[0], extras) or _raw_head(trial, heads[0], extras)
 
@@ -137,6 +136,18 @@ def _rows(trial: Trial, name: str, extras: Extras) -> Dialect | None:
             raise _not_in_pixels(trial, boxes)
         return Queries(name, name, "best", trial.size)
     return Rows(name, extras)
+
+
+def _turned(trial: Trial, name: str) -> Dialect | None:
+    """By the number of places, as a raw head; the angle is the last number of a box."""
+    _, second, third = trial.dims(name)
+    if third == 7 and second not in _places(trial):
+        return TurnedRows(name)
+    if third not in _places(trial) or second <= 5:
+        return None
+    if trial.classes and trial.classes != second - 5:
+        raise _other_classes(trial, second - 5)
+    return TurnedHead(name, second - 5)
 
 
 def _raw_head(trial: Trial, name: str, extras: Extras) -> Dialect | None:
@@ -183,14 +194,16 @@ def _extras(trial: Trial, prototypes: str) -> Extras:
 def _checked(trial: Trial, head: RawHead) -> RawHead:
     """The head, if it agrees with the names and its boxes are in pixels."""
     if trial.classes and head.classes != trial.classes:
-        raise ConfigError(
-            f"{shown_outputs(trial)}: {head.classes} classes, but {_count_of_names(trial)}; give --names FILE"
-        )
+        raise _other_classes(trial, head.classes)
     array = trial.outputs[head.output]
     boxes = array[..., :4] if head.rows else array[:, :4]
     if _shares(boxes):
         raise _not_in_pixels(trial, boxes)
     return head
+
+
+def _other_classes(trial: Trial, found: int) -> ConfigError:
+    return ConfigError(f"{shown_outputs(trial)}: {found} classes, but {_count_of_names(trial)}; give --names FILE")
 
 
 def _shares(boxes: NDArray[Any]) -> bool:

@@ -13,7 +13,7 @@ from reflex_runtime.feeds.detectors.found import Found
 
 
 def result_of(found: Found, fit: Fit, names: Mapping[int, str], size: tuple[int, int]) -> dict[str, Any]:
-    """Boxes, scores and labels, and keypoints and masks where the graph has them; see docs/feeds.md.
+    """Boxes, scores and labels, and keypoints, polygons and masks where the graph has them; see docs/feeds.md.
 
     Numbers are rounded to hundredths of a pixel and millionths of a score. Boxes outside of the frame are left out.
     size: width and height of the input.
@@ -29,6 +29,8 @@ def result_of(found: Found, fit: Fit, names: Mapping[int, str], size: tuple[int,
     }
     if found.points is not None:
         result["keypoints"] = _points(found.points[fine], fit)
+    if found.polygons is not None:
+        result["polygons"] = fit.unbounded(found.polygons[fine]).round(2).tolist()
     if found.masks is not None:
         pairs = zip(found.masks[fine], boxes[fine], strict=True)
         result["masks"] = [_mask(mask, box, fit, size) for mask, box in pairs]
