@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import queue
 import shutil
+import signal
 import socket
 import ssl
 import subprocess
@@ -74,6 +75,11 @@ class Broker:
         assert self._process.stderr is not None
         self._process.stderr.close()
 
+    def hang(self) -> None:
+        """Its connections stay, and nothing is read from them."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGSTOP)
+
     def __enter__(self) -> Self:
         self.start()
         return self
@@ -119,12 +125,15 @@ class Subscriber:
 
 
 class Receiver:
-    """An HTTP server on loopback. answer(number of the request) → (status, headers); it may wait.
+    """An HTTP server on loopback. answer(number of the request) → (status, headers); it may wait. closes: whether it
+    closes each connection after an answer without saying so.
 
     bodies: the results of each request. headers: of each request.
     """
 
-    def __init__(self, answer: Callable[[int], tuple[int, Mapping[str, str]]] = lambda n: (200, {})) -> None:
+    def __init__(
+        self, answer: Callable[[int], tuple[int, Mapping[str, str]]] = lambda n: (200, {}), closes: bool = False
+    ) -> None:
         self.bodies: list[list[Any]] = []
         self.headers: list[dict[str, str]] = []
         self.paths: list[str] = []
@@ -147,6 +156,7 @@ class Receiver:
                 for name, value in {"Content-Length": "0", **headers}.items():
                     self.send_header(name, value)
                 self.end_headers()
+                self.close_connection = self.close_connection or closes
 
             def log_message(self, *_: object) -> None:
                 pass

@@ -22,7 +22,7 @@ from feeds.videos import clip
 from reflex_runtime.cli import main
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.feeds.outputs.address import mqtt_address, webhook_address
-from reflex_runtime.feeds.outputs.mqtt import MqttPublisher
+from reflex_runtime.feeds.outputs.mqtt import WINDOW, MqttPublisher
 from reflex_runtime.feeds.outputs.outbox import Outbox
 from reflex_runtime.feeds.outputs.output import WAITING, ResultOutput
 from reflex_runtime.feeds.outputs.webhook import Webhook
@@ -219,6 +219,27 @@ def test_f14_while_the_broker_is_away_the_newest_results_wait_and_the_rest_is_co
 
 
 @needs_mosquitto
+@pytest.mark.parametrize("qos", [0, 1])
+def test_f14_a_broker_that_hangs_gets_a_bounded_number_of_messages_and_a_bounded_time_at_the_end(
+    tmp_path: Path, qos: int
+) -> None:
+    with Broker(tmp_path) as broker, Subscriber(broker.port, "h") as told:
+        output = MqttPublisher(mqtt_address(f"mqtt://127.0.0.1:{broker.port}/h"), qos)
+        output.start()
+        assert told.get()[:2] == ("h/status", "online")
+        broker.hang()
+        for number in range(WAITING + 100):
+            output.take(Result(frame(number), "a", "x" * 900_000 if number < 100 else "", 0.01))
+        output.signal(0.2)
+        assert output.join()
+    snapshot = output.snapshot()
+    assert snapshot.sent <= (100 if qos == 0 else 0)
+    assert snapshot.sent + snapshot.drops["overrun"] >= 100 - WINDOW, "no more than that is on its way"
+    assert snapshot.drops["unsent"] > WAITING / 2
+    assert balanced(output)
+
+
+@needs_mosquitto
 def test_f14_a_topic_may_have_any_characters_and_a_result_that_no_broker_takes_is_refused(
     broker: Broker, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -257,6 +278,18 @@ def test_f14_a_webhook_that_is_slow_gets_more_in_a_request_and_never_too_many() 
     assert [len(body) for body in receiver.bodies] == [100, 100, 50]
     assert [line["sequence"] for body in receiver.bodies for line in body] == list(range(250))
     assert output.snapshot().sent == 250
+
+
+def test_f14_a_request_has_no_further_result_after_a_megabyte() -> None:
+    with Receiver() as receiver:
+        output = Webhook(webhook_address(receiver.url))
+        for number in range(4):
+            output.take(Result(frame(number), "a", "x" * 400_000, 0.01))
+        output.start()
+        output.signal(PATIENCE)
+        assert output.join()
+    assert [[line["sequence"] for line in body] for body in receiver.bodies] == [[0, 1, 2], [3]]
+    assert balanced(output)
 
 
 def test_f14_a_webhook_is_asked_again_after_a_pause_that_grows_and_not_before_it_says(
@@ -326,8 +359,10 @@ def test_f14_a_webhook_that_hangs_delays_the_end_by_a_bounded_time() -> None:
     assert balanced(output)
 
 
-def test_f14_a_connection_that_the_server_closed_is_made_again_at_once() -> None:
-    with Receiver(lambda _: (200, {"Connection": "close"})) as receiver:
+@pytest.mark.parametrize("says_so", [True, False])
+def test_f14_a_connection_that_the_server_closed_is_made_again_at_once(says_so: bool) -> None:
+    headers = {"Connection": "close"} if says_so else {}
+    with Receiver(lambda _: (200, headers), closes=True) as receiver:
         output = Webhook(webhook_address(receiver.url))
         output.start()
         for number in range(3):

@@ -52,7 +52,7 @@ def test_f14_every_value_comes_back_as_its_json_line_has_it(tmp_path: Path) -> N
     lines = [json.loads(record_of(each).as_json().encode("utf-8", "replace")) for each in given]
     assert list(read_parquet(tmp_path / "r.parquet")) == lines
     table = parquet.read_table(tmp_path / "r.parquet")
-    assert table.column_names == ["feed", "sequence", "pts", "latency_ms", "boxes", "scores", "labels", "tracker_ids", "text", "value"]  # fmt: skip # noqa: E501
+    assert table.column_names == ["feed", "sequence", "pts", "latency_ms", "boxes", "scores", "labels", "tracker_ids", "text", "model", "value"]  # fmt: skip # noqa: E501
     assert str(table.schema.field("boxes").type) == "list<element: list<element: double>>"
     assert table["value"].to_pylist()[6] is None, "nothing is left of a usual result"
 

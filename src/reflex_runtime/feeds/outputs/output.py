@@ -15,7 +15,7 @@ from reflex_runtime.pacing import Throttle
 log = logging.getLogger("reflex.feeds.outputs")
 
 WAITING: Final = 1024  # results that wait in an output
-GRACE_S: Final = 0.5  # that a thread has to end after its time is over
+GRACE_S: Final = 1.0  # that a thread has to end after its time is over
 SELDOM: Final = 30.0  # seconds between two lines on the same trouble
 
 

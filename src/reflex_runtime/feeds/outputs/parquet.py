@@ -38,10 +38,10 @@ _LARGEST: Final = 2**53  # whole numbers beyond are no double
 class ParquetResults:
     """A row per result, in PATH/part-000000.parquet and so on. Any number of feeds may share it.
 
-    Columns: feed, sequence, pts, latency_ms; boxes, scores, labels, tracker_ids and text where the value is a mapping
-    in which they have their usual form, else null; value: JSON of the rest of the value, null if there is none. See
-    `read_parquet`. Parts are written on a thread of its own; while one is written the next one is collected, and a feed
-    that would begin a third one waits.
+    Columns: feed, sequence, pts, latency_ms; boxes, scores, labels, tracker_ids, text and model where the value is a
+    mapping in which they have their usual form, else null; value: JSON of the rest of the value, null if there is
+    none. See `read_parquet`. Parts are written on a thread of its own; while one is written the next one is collected,
+    and a feed that would begin a third one waits.
 
     path: a directory, which is made; parts of an earlier run are kept in PATH.1. After `close` a further result begins
     a further part. lost: results that could not be written. Raises ConfigError if pyarrow is missing.
@@ -210,6 +210,7 @@ _FORMS: Final[dict[str, Callable[[Any], bool]]] = {
     "labels": lambda v: isinstance(v, list) and all(map(_text, v)),
     "tracker_ids": lambda v: isinstance(v, list) and all(i is None or (_number(i) and int(i) == i) for i in v),
     "text": _text,
+    "model": _text,
 }
 
 
@@ -245,7 +246,7 @@ def _schema(arrow: Any) -> Any:
         [
             ("feed", text), ("sequence", whole), ("pts", number), ("latency_ms", number),
             ("boxes", arrow.list_(arrow.list_(number))), ("scores", arrow.list_(number)), ("labels", arrow.list_(text)),
-            ("tracker_ids", arrow.list_(whole)), ("text", text), ("value", text),
+            ("tracker_ids", arrow.list_(whole)), ("text", text), ("model", text), ("value", text),
         ]
     )  # fmt: skip
 
