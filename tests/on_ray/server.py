@@ -68,7 +68,7 @@ class RayServer:
 
     def __enter__(self) -> Self:
         try:
-            self.port = int(re.search(r":(\d+)$", self.wait_log("ready on"))[1])  # type: ignore[index]
+            self.port = int(re.search(r"ready on http://\S+?:(\d+)", self.wait_log("ready on http"))[1])  # type: ignore[index]
         except BaseException:
             self.__exit__()
             raise

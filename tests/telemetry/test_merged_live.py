@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from reflex_runtime.telemetry.live import BATCHES, CLIENTS, LiveBatch, LiveClient, LiveGroup, LiveSnapshot
-from reflex_runtime.telemetry.merged_live import LiveParts, added
+from reflex_runtime.telemetry.merged_live import APART, LiveParts, added
 
 
 def batch(id: int, at: float) -> LiveBatch:
@@ -30,7 +30,7 @@ def snapshot(**more: Any) -> LiveSnapshot:
 
 
 def test_x4_a_caller_whose_requests_are_spread_over_processes_is_one() -> None:
-    parts = LiveParts(["w0", "w1"])
+    parts = LiveParts()
     one = client("c", 0.5, 3, p95=0.2, lost=1, why="queue_full")
     parts.take("w0", snapshot(clients=[one, client("a", 2.0)], clients_known=7))
     parts.take("w1", snapshot(clients=[client("c", 0.1, 4, p95=0.1, rate=2.0, wire="oip")], clients_known=1))
@@ -46,17 +46,17 @@ def test_x4_a_caller_whose_requests_are_spread_over_processes_is_one() -> None:
 
 
 def test_x4_batches_of_two_processes_have_numbers_of_their_own_and_come_in_the_order_of_time() -> None:
-    parts = LiveParts(["w0", "w1"])
+    parts = LiveParts()
     parts.take("w0", snapshot(batches=[batch(0, 1.0), batch(1, 3.0)], running=[batch(2, 4.0)], left_out=1))
     parts.take("w1", snapshot(batches=[batch(0, 2.0)], left_out=2))
     parts.take("w1", snapshot(batches=[batch(1, 2.5)], left_out=3))  # before anybody looked
     found = parts.snapshot(0.0, {"product": "llm"})
-    assert [(b.id, b.at) for b in found.batches] == [(0, 1.0), (1, 2.0), (3, 2.5), (2, 3.0)]
-    assert [b.id for b in found.running] == [4]
+    assert [(b.id, b.at) for b in found.batches] == [(0, 1.0), (1, 2.0), (APART + 1, 2.5), (APART, 3.0)]
+    assert [b.id for b in found.running] == [2 * APART]
     assert [b.process for b in found.batches] == ["w0", "w1", "w1", "w0"]
     assert (found.left_out, found.number, found.server) == (6, 1, {"product": "llm"})
     again = parts.snapshot(1.0, {})
-    assert (again.batches, [b.id for b in again.running], again.number) == ([], [4], 2)
+    assert (again.batches, [b.id for b in again.running], again.number) == ([], [2 * APART], 2)
     parts.forget("w0")
     assert parts.snapshot(2.0, {}).running == []
     for name in ("w0", "w1"):
@@ -66,7 +66,7 @@ def test_x4_batches_of_two_processes_have_numbers_of_their_own_and_come_in_the_o
 
 
 def test_x4_groups_of_processes_are_one_with_the_worst_tail() -> None:
-    parts = LiveParts(["w0", "w1", "w2"])
+    parts = LiveParts()
     parts.take("w0", snapshot(groups=[group(tokens=10.0, first_p50=0.1, gap_p99=0.5, p99=0.9)]))
     parts.take("w1", snapshot(groups=[group(tokens=5.0, requests=3, first_p50=0.3, p50=0.3, outcomes={"failed": 2})]))
     parts.take("w2", snapshot())

@@ -55,9 +55,9 @@ class EpisodeFront:
         scope["headers"] = [*kept, (_ID, request_id.encode())]
         named, ends = _key(named_by(given)), True
         if scope["type"] == "http" and scope["method"] == "POST" and not named and self._knows_key(headers):
-            messages = await _read(receive)
+            messages = await read_body(receive)
             named, ends = _named(scope, b"".join(message.get("body", b"") for message in messages))
-            named, receive = _key(named), _replayed(messages, receive)
+            named, receive = _key(named), replayed(messages, receive)
         if named:
             self._place(scope, named, ends)
         if scope["type"] != "http":
@@ -113,7 +113,7 @@ def _named(scope: Scope, body: bytes) -> tuple[str, bool]:
     return (f"connection {client[0]} {client[1]}" if client else ""), False
 
 
-async def _read(receive: Receive) -> list[Any]:
+async def read_body(receive: Receive) -> list[Any]:
     """The messages of the body, or the first `MOST` bytes of it."""
     messages, size = [], 0
     while size < MOST:
@@ -125,7 +125,7 @@ async def _read(receive: Receive) -> list[Any]:
     return messages
 
 
-def _replayed(messages: list[Any], receive: Receive) -> Receive:
+def replayed(messages: list[Any], receive: Receive) -> Receive:
     """`receive` as if nothing had been read."""
     messages.reverse()
 

@@ -28,7 +28,7 @@ class MergedLive:
     def __init__(self, replicas: list[Replica], headers: list[tuple[bytes, bytes]]) -> None:
         self._replicas, self._headers = replicas, headers
         self._watches: dict[str, tuple[int | None, int]] = {}  # by replica: the pid of its process, and the watch
-        self._parts = LiveParts([replica.name for replica in replicas])
+        self._parts = LiveParts()
 
     def __call__(self, event: Event) -> None:
         """Nothing: its events come from the replicas."""

@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Final
 
 import msgspec
 
 from reflex_runtime.telemetry.live import BATCHES, CLIENTS, LiveBatch, LiveClient, LiveGroup, LiveSnapshot
 
+APART: Final = 1024  # between the numbers of two batches of one process
+
 
 class LiveParts:
-    """What is known of each process, by its name. names: of all that there may be."""
+    """What is known of each process, by its name."""
 
-    def __init__(self, names: Sequence[str]) -> None:
-        self._names = {name: number for number, name in enumerate(names)}
+    def __init__(self) -> None:
+        self._numbers: dict[str, int] = {}  # of processes, in order of appearance
         self.newest: dict[str, LiveSnapshot] = {}
         self._new: dict[str, LiveSnapshot] = {}  # not shown yet
         self._number = 0
 
     def take(self, name: str, snapshot: LiveSnapshot) -> None:
         """One has come."""
+        self._numbers.setdefault(name, len(self._numbers))
         before = self._new.get(name)
         if before is not None:  # two came between two of ours
             snapshot.batches = [*before.batches, *snapshot.batches][-BATCHES:]
@@ -57,7 +60,7 @@ class LiveParts:
     def _own(self, name: str, batches: list[LiveBatch]) -> Iterator[LiveBatch]:
         """Batches of a process, with numbers that no other process's have."""
         for batch in batches:
-            number = batch.id * len(self._names) + self._names[name]
+            number = batch.id * APART + self._numbers[name]
             yield msgspec.structs.replace(batch, id=number, process=name)
 
 

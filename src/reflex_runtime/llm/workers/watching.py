@@ -31,7 +31,7 @@ class WorkersLive:
 
     def __init__(self, lines: Sequence[RunsModel]) -> None:
         self._lines = lines
-        self._parts = LiveParts([line.name for line in lines])
+        self._parts = LiveParts()
         self._asking: dict[str, asyncio.Task[None]] = {}
 
     def __call__(self, event: Event) -> None:

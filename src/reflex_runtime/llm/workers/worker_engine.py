@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from prometheus_client import CollectorRegistry, generate_latest
 
@@ -24,11 +23,11 @@ from reflex_runtime.llm.serving.local_model import LocalModel, opened
 from reflex_runtime.llm.serving.texts import Texts
 from reflex_runtime.llm.tokenizer import Conversation, Tokenizer
 from reflex_runtime.options import convert, hints_of
-from reflex_runtime.telemetry.live import Live, LiveSnapshot
+from reflex_runtime.telemetry.asked_live import AskedLive
+from reflex_runtime.telemetry.live import LiveSnapshot
 from reflex_runtime.telemetry.trace_context import parent_of
 from reflex_runtime.telemetry.tracing import Spans, StepSpans, spans_of
 
-UNSEEN: Final = 2.0  # seconds
 Make = Callable[[Path, LLMServeConfig], tuple[Runner, Tokenizer]]
 
 
@@ -38,8 +37,7 @@ class WorkerEngine:
     def __init__(self, model: LocalModel, registry: CollectorRegistry, spans: Spans | None = None) -> None:
         """spans: of its steps; closed with the engine."""
         self._model, self._registry, self._spans = model, registry, spans
-        self._shown: Live | None = None  # while somebody looks
-        self._unseen: asyncio.TimerHandle | None = None
+        self._live = AskedLive(model.add_sink, model.remove_sink, self._told)
         if spans is not None:
             model.add_sink(spans)
 
@@ -61,21 +59,11 @@ class WorkerEngine:
         return generate_latest(self._registry).decode()
 
     def live(self) -> LiveSnapshot:
-        """See `Engine.live`. Events are counted while somebody asks, and for `UNSEEN` seconds more."""
-        loop = asyncio.get_running_loop()
-        if self._shown is None:
-            self._shown = Live(time.monotonic())
-            self._model.add_sink(self._shown)
-        if self._unseen is not None:
-            self._unseen.cancel()
-        self._unseen = loop.call_later(UNSEEN, self._hide)
-        told = {"queues": self._model.queues()} | self._model.health()  # events are delivered with it
-        return self._shown.snapshot(time.monotonic(), told)
+        """See `Engine.live`."""
+        return self._live.snapshot()
 
-    def _hide(self) -> None:
-        if self._shown is not None:
-            self._model.remove_sink(self._shown)
-            self._shown = None
+    def _told(self) -> dict[str, Any]:
+        return {"queues": self._model.queues()} | self._model.health()  # the first has events delivered
 
     async def tokenize(self, params: Tokenize) -> list[int]:
         """A text, or a conversation in the model's own form."""
@@ -102,8 +90,7 @@ class WorkerEngine:
 
     async def close(self, drain: bool, timeout: float) -> bool:
         """Every stream has ended when it returns; whether the device thread has, too."""
-        if self._unseen is not None:
-            self._unseen.cancel()
+        self._live.close()
         closed = await self._model.close(timeout, drain)
         if self._spans is not None:
             await in_thread(self._spans.close)
