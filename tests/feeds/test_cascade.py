@@ -12,7 +12,7 @@ import pytest
 from feeds.fakes import Camera, Collector
 from feeds.graphs import BLUE, RED, bright_graph, lit
 from reflex_runtime.core.batch import Done, Failed
-from reflex_runtime.core.errors import Expired, ProcessorError
+from reflex_runtime.core.errors import ConfigError, Expired, ProcessorError
 from reflex_runtime.drivers.batch_processor import BatchConfig
 from reflex_runtime.feeds.cascade import SecondModel
 from reflex_runtime.feeds.draw import annotated
@@ -55,6 +55,19 @@ def test_i18_boxes_of_all_feeds_are_classified_and_each_frame_has_its_own(tmp_pa
     assert all(result.value["then"] == [] for result in found.results if result.feed == "c")
     written = [json.loads(line) for line in (tmp_path / "lines.jsonl").read_text().splitlines()]
     assert sum(len(line["value"]["then"]) for line in written) == 40
+
+
+def test_i18_a_new_detector_must_have_the_classes_that_the_second_model_is_asked_about(tmp_path: Path) -> None:
+    detector = ReplaceableDetector(OnnxFrames(bright_graph(tmp_path / "first.onnx", "raw", SIZE)), ["red", "2"])
+    detector.on_start()
+    assert detector.labels == {"red", "blue"}
+    names = {"names": "{0: 'red', 1: 'green', 2: 'violet'}"}
+    detector.replace(OnnxFrames(bright_graph(tmp_path / "violet.onnx", "rows", SIZE, metadata=names)))
+    assert detector.labels == {"red", "violet"}
+    names = {"names": "{0: 'rot', 1: 'green', 2: 'blue'}"}
+    with pytest.raises(ConfigError, match="needed classes=red: the graph has 3 classes"):
+        detector.replace(OnnxFrames(bright_graph(tmp_path / "other.onnx", "raw", SIZE, metadata=names)))
+    assert detector.current.path.name == "violet.onnx"
 
 
 class TwoBoxes:

@@ -16,7 +16,7 @@ from feeds.pages import Page
 from reflex_runtime.config import FeedsConfig
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.drivers.batch_processor import BatchConfig
-from reflex_runtime.feeds import fleet
+from reflex_runtime.feeds import control, fleet
 from reflex_runtime.feeds.fleet import FeedFleet
 from reflex_runtime.feeds.fresh import check_fresh
 from reflex_runtime.feeds.onnx import OnnxFrames
@@ -216,6 +216,12 @@ def test_i18_there_are_only_so_many_feeds(run: Run, monkeypatch: pytest.MonkeyPa
     run.begin("a", "shapes:1")
     status, told = run.ask("POST", "/feeds", name="b", source="shapes:2")
     assert (status, told["message"]) == (409, "there are 1 feeds, which is the most")
+
+
+def test_i18_only_so_many_changes_wait(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control, "_WAITING", 0)
+    status, told = run.ask("POST", "/feeds", name="b", source="shapes:2")
+    assert (status, told["message"]) == (409, "0 changes wait already, which is the most")
 
 
 def test_i18_what_cannot_be_started_leaves_no_limits(run: Run) -> None:

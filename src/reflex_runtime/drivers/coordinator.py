@@ -179,7 +179,8 @@ class BatchCoordinator:
     lost: why its thread died, if it did. detached: the name of a thread that did not end in time, else None.
     stop_error: what `on_stop` raised, else None. processor: the one it owns; only its thread may call it.
     then: a second processor, for parts of what the first one answers; a frame is answered when they are. Its figures
-        are in `all_metrics`, its events among those of `sinks`, under its own id as their group.
+        are in `all_metrics`, its events among those of `sinks`, under its own id as their group. A frame counts as in
+        flight (`max_in_flight_per_feed`) until the first one has answered.
 
     A batch beyond the watchdog is answered with `ProcessorHung`. Only one thread may call the processor, so the
     coordinator waits for it and goes on when it comes back. A thread that dies ends the coordinator, and every frame is

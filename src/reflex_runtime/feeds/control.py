@@ -7,21 +7,20 @@
     POST   /admin/load      {"path", settings of a detector}
 
 Every body is JSON with these fields, no more. Changes wait for each other, for threads that end and for models that are
-loaded, so one thread makes them, which is not that of the loop.
+loaded, so they are made in threads of their own; a stop does not wait for them.
 """
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, Final
 
 import msgspec
 
 from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.drivers.in_thread import in_thread
 from reflex_runtime.feeds.fleet import OF_DETECTOR, OF_RATE, FeedFleet
 from reflex_runtime.feeds.onnx import FrameLimits
 from reflex_runtime.feeds.spec import PER_FEED
@@ -49,7 +48,6 @@ class FeedControl:
 
     def __init__(self, fleet: FeedFleet, removed: Callable[[str], None]) -> None:
         self._fleet, self._removed = fleet, removed
-        self._thread = ThreadPoolExecutor(1, "reflex-control")
         self._waiting = 0
         changing = partial(Route, changes=True, form=PLAIN)
         self.add = changing(FEEDS, self._add, "POST")
@@ -61,9 +59,6 @@ class FeedControl:
     def find(self, path: str) -> Route | None:
         """The route of a feed; None for other paths."""
         return self.one if path.startswith(f"{FEEDS}/") and len(path) > len(FEEDS) + 1 else None
-
-    def close(self) -> None:
-        self._thread.shutdown(wait=False, cancel_futures=True)
 
     # -- what is asked -------------------------------------------------------------------------------------------------
 
@@ -103,7 +98,7 @@ class FeedControl:
         log.info("%s runs now, in place of %s", version.name, before)
         return {"model_version": version.name, "path": str(version.path), "before": before}
 
-    # -- the thread ----------------------------------------------------------------------------------------------------
+    # -- making the change ---------------------------------------------------------------------------------------------
 
     def _do(
         self, exchange: Exchange, change: Change, status: int = 200, then: Callable[[], None] | None = None
@@ -117,7 +112,7 @@ class FeedControl:
         self, exchange: Exchange, change: Change, status: int, then: Callable[[], None] | None
     ) -> None:
         try:
-            told = await asyncio.get_running_loop().run_in_executor(self._thread, change)
+            told = await in_thread(change)
         except KeyError as error:
             raise _no_feed(str(error.args[0])) from None
         except ConfigError as error:

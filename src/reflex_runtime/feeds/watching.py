@@ -61,7 +61,6 @@ class FeedPages:
         """End every answer."""
         self._watchers.close()
         self._pictures.close()
-        self._control.close()
 
 
 def _status(runtime: Runtime, coordinator: BatchCoordinator, exchange: Exchange, _: bytes) -> None:
