@@ -21,6 +21,7 @@ from reflex_runtime.config import FeedsConfig
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.feeds import video
 from reflex_runtime.feeds.chaos import ChaosSource
+from reflex_runtime.feeds.hardware import Hardware
 from reflex_runtime.feeds.opening import source_of
 from reflex_runtime.feeds.source import Source, SourceError
 from reflex_runtime.feeds.spec import FeedSpec, source_of_spec, specs_of
@@ -359,3 +360,39 @@ def test_a_program_reads_the_feeds_of_a_configuration_file(tmp_path: Path) -> No
     assert source_of_spec(door).live
     made = ChaosSource.of("chaos:seed=9")
     assert source_of_spec(FeedSpec("x", "shapes:seed=1", FeedsConfig()), {"shapes": lambda text: made}) is made
+
+
+# -- decoding on a device ----------------------------------------------------------------------------------------------
+
+
+def test_a_device_that_ffmpeg_does_not_know_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"hwaccel=cudo: must be one of auto, .*; did you mean cuda"):
+        VideoSource("a.mp4", hwaccel="cudo")
+    with pytest.raises(ConfigError, match="hwaccel=auto:1: must be one of"):
+        VideoSource("a.mp4", hwaccel="auto:1")
+
+
+def test_without_a_device_the_cpu_decodes_and_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+    source = VideoSource(clip(5), hwaccel="drm")  # no decoder uses it
+    assert [numbers(read_all(source)) for _ in range(2)] == [[0, 1, 2, 3, 4]] * 2
+    (said,) = caplog.messages
+    assert said.startswith(f"{clip(5)}: hwaccel=drm: decoded by the CPU: drm: No supported hardware config")
+
+
+def test_a_device_that_does_not_decode_a_stream_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    """The device itself is not at hand: what PyAV says of a stream that it decodes without one."""
+    hardware = Hardware("cuda", "cam")
+    hardware._tried = True
+    with av.open(str(clip(5))) as container:
+        hardware.check(container.streams.video[0])
+        hardware.check_picture("yuv420p")
+        assert caplog.messages == [], "no device was found, and that was said"
+        hardware._kind = "cuda"
+        for _ in range(2):  # it connected again
+            hardware.check(container.streams.video[0])
+    hardware.check_picture("nv12")
+    hardware.check_picture("yuv420p")
+    assert [said.partition("CPU: ")[2] for said in caplog.messages] == [
+        "cuda does not decode h264",
+        "cuda does not decode this yuv420p stream",
+    ]

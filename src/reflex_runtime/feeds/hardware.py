@@ -48,6 +48,12 @@ class Hardware:
         if self._kind is not None and not stream.codec_context.is_hwaccel:
             self._say(f"{self._kind} does not decode {stream.codec_context.name}")
 
+    def check_picture(self, form: str) -> None:
+        """Say it if a picture of this pixel format, the first of a stream, is the CPU's: decoders choose that only when
+        they see the stream, and devices give semi-planar pictures, such as nv12."""
+        if self._kind is not None and form.startswith("yuv"):
+            self._say(f"{self._kind} does not decode this {form} stream")
+
     def _working(self) -> str | None:
         from av.codec import Codec
         from av.codec.hwaccel import HWAccel

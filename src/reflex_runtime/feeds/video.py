@@ -193,7 +193,7 @@ class VideoSource:
     def _decode(self, container: InputContainer, video: VideoStream) -> Iterator[VideoFrame]:
         """Every good picture until the end. Packets that cannot be decoded are counted and skipped."""
         invalid: type[Exception] = self._av.error.InvalidDataError
-        packets, barren, waited = container.demux(), 0, 0.0
+        packets, barren, waited, unseen = container.demux(), 0, 0.0, self._hardware
         while barren < MAX_BARREN:
             began = time.monotonic()
             try:
@@ -220,6 +220,9 @@ class VideoSource:
                     self.corrupt += 1
                 else:
                     barren = 0
+                    if unseen is not None:
+                        unseen.check_picture(frame.format.name)
+                        unseen = None
                     yield frame
         raise SourceError(f"{self.name}: {MAX_BARREN} packets in a row gave no picture", retryable=self._remote)
 

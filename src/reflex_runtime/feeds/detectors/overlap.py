@@ -10,6 +10,8 @@ from numpy.typing import NDArray
 MOST_CANDIDATES: Final = 30_000  # boxes of a picture that are compared: the best ones
 AT_ONCE: Final = 128
 
+Side = NDArray[np.float32]
+
 
 def kept_of(
     boxes: NDArray[Any], scores: NDArray[Any], labels: NDArray[np.int64], iou: float, most: int
@@ -23,13 +25,15 @@ def kept_of(
     with each other, until enough stay.
     """
     order = np.argsort(-scores, kind="stable")[:MOST_CANDIDATES]
-    boxes, labels = boxes.astype(np.float32)[order], labels[order]
+    labels = labels[order]
+    x0, y0, x1, y1 = np.ascontiguousarray(boxes.astype(np.float32)[order].T)
+    sides = (x0, y0, x1, y1, (x1 - x0) * (y1 - y0))
     kept: list[int] = []
     for start in range(0, len(order), AT_ONCE):
         numbers = np.arange(start, min(start + AT_ONCE, len(order)))
         if kept:
-            numbers = numbers[~_overlaps(boxes, labels, np.asarray(kept), numbers, iou).any(axis=0)]
-        over = _overlaps(boxes, labels, numbers, numbers, iou)
+            numbers = numbers[~_overlaps(sides, labels, np.asarray(kept), numbers, iou).any(axis=0)]
+        over = _overlaps(sides, labels, numbers, numbers, iou)
         left = np.ones(len(numbers), bool)
         for i, number in enumerate(numbers.tolist()):
             if left[i]:
@@ -41,14 +45,23 @@ def kept_of(
 
 
 def _overlaps(
-    boxes: NDArray[np.float32], labels: NDArray[np.int64], one: NDArray[np.int64], other: NDArray[np.int64], iou: float
+    sides: tuple[Side, ...], labels: NDArray[np.int64], one: NDArray[np.int64], other: NDArray[np.int64], iou: float
 ) -> NDArray[np.bool_]:
-    """[i, j]: whether box one[i] and box other[j] are of one label and overlap by more than iou."""
-    a, b = boxes[one][:, None], boxes[other][None]
-    width = np.minimum(a[..., 2], b[..., 2]) - np.maximum(a[..., 0], b[..., 0])
-    height = np.minimum(a[..., 3], b[..., 3]) - np.maximum(a[..., 1], b[..., 1])
-    shared = np.maximum(width, 0.0) * np.maximum(height, 0.0)
-    areas = (boxes[:, 2] - boxes[:, 0]) * (boxes[:, 3] - boxes[:, 1])
-    more: NDArray[np.bool_] = shared > iou * (areas[one][:, None] + areas[other][None] - shared)
-    more &= labels[one][:, None] == labels[other][None]
+    """[i, j]: whether box one[i] and box other[j] are of one label and overlap by more than iou.
+
+    In place as far as it goes: these arrays are most of what suppression costs.
+    """
+    (x0, y0, x1, y1, area), (u0, v0, u1, v1, room) = ([side[n] for side in sides] for n in (one, other))
+    shared = np.minimum(x1[:, None], u1)
+    shared -= np.maximum(x0[:, None], u0)
+    np.maximum(shared, 0.0, out=shared)
+    height = np.minimum(y1[:, None], v1)
+    height -= np.maximum(y0[:, None], v0)
+    np.maximum(height, 0.0, out=height)
+    shared *= height
+    union = np.add(area[:, None], room, out=height)
+    union -= shared
+    union *= np.float32(iou)
+    more: NDArray[np.bool_] = shared > union
+    more &= labels[one][:, None] == labels[other]
     return more
