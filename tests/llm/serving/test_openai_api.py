@@ -194,6 +194,13 @@ def test_l9_logprobs_tell_where_a_token_begins_also_while_text_is_held_for_a_sto
 # -- chat --------------------------------------------------------------------------------------------------------------
 
 
+def test_l9_embeddings_are_refused_by_name(toy: Toy, client: Any) -> None:
+    with pytest.raises(openai.NotFoundError) as caught:
+        client.embeddings.create(model="toy", input="hi")
+    assert caught.value.body["message"] == "/v1/embeddings: is not served here: this model generates text"
+    assert toy.error(toy.get("/v1/embedding"))["message"] == "/v1/embedding: no such path"
+
+
 def test_l9_a_conversation_is_answered(toy: Toy, client: Any) -> None:
     messages = [{"role": "developer", "content": "be brief"}, {"role": "user", "content": "hi"}]
     found = client.chat.completions.create(messages=messages, max_completion_tokens=9, **GREEDY)

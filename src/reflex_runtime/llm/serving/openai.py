@@ -68,6 +68,13 @@ def _refuse(error: ReflexError, request_id: str, packed: bool) -> Refusal:
     return Refusal(told(error).status, error_body(error), JSON, [retry])
 
 
+def _missing(path: str) -> str:
+    """What is said of a path that is not served."""
+    known = path.rstrip("/") in ("/v1/embeddings", "/v1/audio/transcriptions", "/v1/images/generations", "/v1/batches")
+    why = "is not served here: this model generates text" if known else "no such path"
+    return f"{path[:200]}: {why}"
+
+
 DIALECTS: Final = (
     Dialect(COMPLETIONS, wire.completion, partial(Answer, chat=False)),
     Dialect(CHAT, wire.chat, partial(Answer, chat=True)),
@@ -103,6 +110,7 @@ class OpenAI:
             ErrorForm(_refuse, keeps_id=True),
             find=lambda path: name if path.startswith(MODELS + "/") else None,
             on_answer=self._count,
+            missing=_missing,
             cors=model.config.cors,
         )
 
