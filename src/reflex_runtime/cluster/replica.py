@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, MutableMapping
 from dataclasses import replace
 from functools import partial
-from math import inf
 from typing import Any, ClassVar, Final
 
 import msgspec
@@ -28,6 +27,7 @@ from reflex_runtime.cluster.together import (
     why_not,
 )
 from reflex_runtime.core.errors import ReflexError
+from reflex_runtime.drivers.in_thread import in_thread
 from reflex_runtime.policies.serving.runtime import PolicyRuntime
 from reflex_runtime.policies.serving.watching import asked_live, watchers_of
 from reflex_runtime.telemetry.asked_live import AskedLive
@@ -80,7 +80,7 @@ class RayReplica:
         self._peers = RayPeers()
         self._live: AskedLive | None = None
         self._changes: dict[str, PeerRequest] = {}  # by path: the last one that was done
-        self._settled_at = inf
+        self._settled_at = 0.0  # until then it asks what was changed meanwhile
 
     async def begin(self) -> None:
         """Load and warm up. Raises RuntimeError if the policy cannot be served: Ray then reports the replica's start
@@ -155,7 +155,7 @@ class RayReplica:
             None if client is None else (client[0], client[1]), body, time.time(),
         )  # fmt: skip
         answers = await self._peers.call("asked", request) or [await self.asked(request)]
-        told = together(request, sorted(answers))
+        told = await in_thread(lambda: together(request, sorted(answers)))  # pages are long; robots wait for the loop
         head = [(b"content-type", told.content_type), (b"content-length", b"%d" % len(told.body)), *_id_of(scope)]
         if told.status == 503:
             head.append((b"retry-after", b"1"))
