@@ -200,11 +200,15 @@ def test_w51_a_row_that_fails_is_the_error_of_all_and_the_others_are_taken_back(
 
 def test_w51_full_and_late_have_their_status(tiny: Path) -> None:
     with serving(tiny, "--max-queue", "2", held=True) as (server, client), busy(server):
-        _, late = begin(client, state(), timeout=300_000)
-        _, later = begin(client, state(), client_timeout=0.3)
+        waiting = [begin(client, state())[0] for _ in range(2)]
         server.reach(queued(2))
         with refused("RESOURCE_EXHAUSTED"):
             client.infer("tiny", [state()])
+        for call in waiting:
+            call.cancel()
+        server.reach(queued(0))
+        _, late = begin(client, state(), timeout=300_000)
+        _, later = begin(client, state(), client_timeout=0.3)
         for found in (late, later):
             assert found.get(timeout=PATIENCE).status() == "StatusCode.DEADLINE_EXCEEDED"
         server.reach(queued(0))
