@@ -391,8 +391,16 @@ class LLMServeConfig(ServerConfig):
     )
     dtype: str = option(
         "auto",
-        "number format; auto is the checkpoint's own if the machine is fast at it; int8 is for the weights only",
-        choices=("auto", "float32", "bfloat16", "int8"),
+        "number format of the computation; auto is the checkpoint's own if the machine is fast at it",
+        choices=("auto", "float32", "bfloat16"),
+    )
+    quantization: str = option(
+        "none",
+        "round the weights, on OpenVINO: int8 is a quarter of float32 and close to it, int4 half of that and coarse",
+        choices=("none", "int8", "int4"),
+    )
+    cache_dir: str = option(
+        "", "where models converted to OpenVINO are kept; by default in .reflex in the model's directory", metavar="DIR"
     )
     threads: int = option(0, "CPU threads of a step; 0 is the runner's default", low=0, high=1024)
     max_model_len: int = option(

@@ -105,6 +105,8 @@ EFFECTS: Final[dict[type[Any], dict[str, str]]] = {
         "device": "test_h10_what_is_said_of_the_model_goes_to_its_loader",
         "runner": "test_h10_what_is_said_of_the_model_goes_to_its_loader",
         "dtype": "test_h10_what_is_said_of_the_model_goes_to_its_loader",
+        "quantization": "test_h10_what_is_said_of_the_model_goes_to_its_loader",
+        "cache_dir": "test_h10_what_is_said_of_the_model_goes_to_its_loader",
         "threads": "test_h10_what_is_said_of_the_model_goes_to_its_loader",
         "workers": "test_h10_workers_run_the_model_with_the_same_settings",
         "max_model_len": "test_h10_what_is_said_of_the_model_goes_to_its_loader",

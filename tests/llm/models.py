@@ -37,6 +37,28 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "qwen3": {"head_dim": 32, "tie_word_embeddings": True},
     "mistral": {"sliding_window": 11, "head_dim": 16},
 }
+MOE: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 48}
+ANY: dict[str, dict[str, Any]] = {  # architectures that are not ours, by the name of their class in transformers
+    "Gemma": {"head_dim": 16},
+    "Gemma2": {"head_dim": 16, "sliding_window": 11, "query_pre_attn_scalar": 16, "attn_logit_softcapping": 3.0},
+    "Gemma3": {"head_dim": 16, "sliding_window": 11, "layer_types": ["sliding_attention", "full_attention"]},
+    "Phi3": {"partial_rotary_factor": 0.5},
+    "SmolLM3": {"no_rope_layers": [1, 0]},
+    "Granite": {"attention_multiplier": 0.3, "embedding_multiplier": 3.0, "logits_scaling": 2.0},
+    "Olmo2": {},
+    "Mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "Qwen2Moe": {"num_experts": 4, "shared_expert_intermediate_size": 48, **MOE},
+    "Qwen3Moe": {"num_experts": 4, "head_dim": 16, **MOE},
+    "GPT2": {"n_positions": 512, "n_embd": 64, "n_layer": 2, "n_head": 4},
+    "Cohere2": {"sliding_window": 11},
+    "Glm4": {"head_dim": 16},
+    "GPTNeoX": {},
+    "Olmo3": {"sliding_window": 11, "layer_types": ["sliding_attention", "full_attention"]},
+    "Phi": {},
+    "StableLm": {},
+    "Starcoder2": {"sliding_window": 11},
+    "Mamba": {},
+}
 
 
 @functools.cache
@@ -62,6 +84,24 @@ def random_model(kind: str, directory: Path, *, dtype: str = "float32", seed: in
             if key.endswith("bias") or "norm" in key:
                 parameter.data += 0.3 * torch.randn_like(parameter)
     model.to(getattr(torch, dtype)).save_pretrained(directory)
+    return directory
+
+
+def random_checkpoint(kind: str, directory: Path) -> Path:
+    """Save a small model of a kind in ANY, with random weights; the directory is returned."""
+    import torch
+
+    lib = library()
+    config = getattr(lib, {"Gemma3": "Gemma3TextConfig"}.get(kind, f"{kind}Config"))
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = lib.AutoModelForCausalLM.from_config(config(**{**SIZES, "pad_token_id": 0, **ANY[kind]})).eval()
+        for key, parameter in model.named_parameters():
+            if key.endswith("bias") or "norm" in key:
+                parameter.data += 0.3 * torch.randn_like(parameter)
+            elif not 0 < float(parameter.data.std()) < 10:  # some experts are not initialised
+                parameter.data = 0.2 * torch.randn_like(parameter)
+    model.save_pretrained(directory)
     return directory
 
 

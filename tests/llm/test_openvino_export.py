@@ -169,7 +169,7 @@ def test_a_checkpoint_beside_an_export_is_what_is_served(tmp_path: Path) -> None
     assert (found.vocab_size, found.max_position_embeddings) == (config.vocab_size, config.max_position_embeddings)
 
 
-@pytest.mark.parametrize(("field", "value"), [("device", "cuda"), ("runner", "torch"), ("dtype", "int8")])
+@pytest.mark.parametrize(("field", "value"), [("device", "cuda"), ("runner", "torch")])
 def test_options_that_need_a_checkpoint_are_refused_by_name(
     gpt2: tuple[Path, Oracle], field: str, value: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,7 +7,6 @@ their order counts as undecided. The models' logits spread over about ±5; diffe
 from __future__ import annotations
 
 import importlib
-import json
 import random
 import threading
 from collections.abc import Callable
@@ -208,12 +207,16 @@ def row_of(path: Path, **more: Any) -> npt.NDArray[np.float32]:
     return prefill(runner(path, **more), Lane(prompt(20)), 20, shuffled(BLOCKS))
 
 
+def graphs_in(path: Path) -> list[Path]:
+    return [place for place in (path / ".reflex").iterdir() if place.name != ".lock"]
+
+
 def test_a_converted_graph_is_kept_used_again_and_replaced_with_its_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = random_model("qwen3", tmp_path)
     row = row_of(path)
-    (kept,) = (path / ".reflex").iterdir()
+    (kept,) = graphs_in(path)
     with monkeypatch.context() as patch:
         patch.setattr("reflex_runtime.llm.openvino_graph.build", None)  # not needed a second time
         np.testing.assert_array_equal(row_of(path), row)
@@ -221,7 +224,7 @@ def test_a_converted_graph_is_kept_used_again_and_replaced_with_its_weights(
     np.testing.assert_array_equal(row_of(path), row)
     random_model("qwen3", tmp_path, seed=1)
     assert not np.array_equal(row_of(path), row)
-    (newer,) = (path / ".reflex").iterdir()
+    (newer,) = graphs_in(path)
     assert newer != kept
 
 
@@ -246,7 +249,7 @@ def test_a_graph_appears_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest
     with monkeypatch.context() as patch:
         patch.setattr(ov, "save_model", full_disk)
         row = row_of(path)
-    assert list((path / ".reflex").iterdir()) == []
+    assert graphs_in(path) == []
     moved: list[tuple[bool, list[str]]] = []
     rename = Path.rename
 
@@ -269,7 +272,7 @@ def test_several_may_convert_at_once(tmp_path: Path) -> None:
         thread.join()
     assert len(rows) == 4
     assert all(np.array_equal(row, rows[0]) for row in rows)
-    assert len(list((path / ".reflex").iterdir())) == 1
+    assert len(graphs_in(path)) == 1
 
 
 # -- limits and faults -------------------------------------------------------------------------------------------------
@@ -288,7 +291,7 @@ def test_sizes_come_from_the_checkpoint_the_graph_and_the_memory(build: Build) -
     ("settings", "message"),
     [
         ({"dtype": "int4"}, "dtype='int4': must be 'float32', 'bfloat16' or 'auto'"),
-        ({"weights": "int4"}, "weights='int4': must be 'auto' or 'int8'"),
+        ({"weights": "int2"}, "weights='int2': must be 'auto', 'int8' or 'int4'"),
         ({"kv_dtype": "int4"}, "kv_dtype='int4': must be 'auto' or 'uint8'"),
         ({"threads": 0}, "threads=0: must be >= 1"),
         ({"num_blocks": 0}, "num_blocks=0: must be in [1, "),
@@ -309,15 +312,11 @@ def test_a_broken_checkpoint_is_refused_by_file_and_tensor(tmp_path: Path) -> No
     weights.write_bytes(weights.read_bytes()[:-1])
     with pytest.raises(ConfigError, match=r"model\.safetensors: tensor model\.norm\.weight: .* truncated"):
         runner(path)
-    table = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps({**table, "architectures": ["MambaForCausalLM"]}))
-    with pytest.raises(ConfigError, match=r"MambaForCausalLM.*LlamaForCausalLM"):
-        runner(path)
 
 
 def test_a_window_that_paging_lost_is_refused(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = openvino_graph._Decoder._attention_mask
-    monkeypatch.setattr(openvino_graph._Decoder, "_attention_mask", lambda self, window: plain(self, None))
+    plain = openvino_graph.causal_mask
+    monkeypatch.setattr(openvino_graph, "causal_mask", lambda mask, tokens, window: plain(mask, tokens, None))
     with pytest.raises(ConfigError, match="2 paged layers of 2, 0 with windows; use another version, or the torch"):
         runner(build("mistral")[0], cache=False)
 

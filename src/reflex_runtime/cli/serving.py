@@ -22,7 +22,17 @@ def names_model(args: Sequence[str]) -> bool:
     if any(os.path.isfile(os.path.join(word, "reflex_config.json")) for word in words):  # whatever the words are
         return False
     files = [os.path.join(model_directory(word), "config.json") for word in words]
-    return any(os.path.isfile(file) and not json_keys(file) >= CHECKPOINT_KEYS for file in files)
+    if any(os.path.isfile(file) for file in files):
+        return any(os.path.isfile(file) and not json_keys(file) >= CHECKPOINT_KEYS for file in files)
+    return any(_resembles_model(word) for word in words)
+
+
+def _resembles_model(word: str) -> bool:
+    """Whether people take it for a language model: what is wrong with it is said by what serves those."""
+    if os.path.isfile(word):
+        return word.endswith(".gguf")
+    names = os.listdir(word) if os.path.isdir(word) else []
+    return "adapter_config.json" in names or any(name.endswith(".gguf") for name in names)
 
 
 def options_of(kind: type[Any], served: str) -> dict[str, str]:

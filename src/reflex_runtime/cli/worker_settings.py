@@ -12,8 +12,7 @@ from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.options import flag
 
 if TYPE_CHECKING:
-    from reflex_runtime.llm.checkpoint import ModelConfig
-    from reflex_runtime.llm.openvino_export import OpenVinoExport
+    from reflex_runtime.llm.load import Description
     from reflex_runtime.llm.runner import Runner
     from reflex_runtime.llm.tokenizer import Tokenizer
 
@@ -33,7 +32,7 @@ def load_model(directory: Path, config: LLMServeConfig) -> tuple[Runner, Tokeniz
         raise _as_flag(config, error) from error
 
 
-def check_model(config: LLMServeConfig, model: ModelConfig | OpenVinoExport) -> None:
+def check_model(config: LLMServeConfig, model: Description) -> None:
     """Check what can be checked without loading the model; errors name flags."""
     from reflex_runtime.llm.load import check
 
@@ -49,6 +48,8 @@ def _options(config: LLMServeConfig) -> dict[str, Any]:
         "device": config.device,
         "runner": config.runner,
         "dtype": config.dtype,
+        "quantization": config.quantization,
+        "cache_dir": config.cache_dir,
         "block_size": config.block_size or None,
         "kv_cache_bytes": round(config.kv_cache_gb * 1e9) if config.kv_cache_gb else None,
         "max_model_len": config.max_model_len or None,

@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.llm.model_config import (
+    ARCHITECTURES,
     CONFIG_FILE,
     EMBEDDING,
     HEAD,
@@ -101,6 +102,17 @@ class Checkpoint:
         if dtype == "BF16":  # the upper half of a float32
             return (data.view(np.uint16).astype(np.uint32) << 16).view(np.float32).reshape(shape)
         return data.view(np.float16 if dtype == "F16" else np.float32).astype(np.float32, copy=False).reshape(shape)
+
+
+def is_known(directory: Path | str) -> bool:
+    """Whether the checkpoint has one of our own architectures; the others need PyTorch and transformers."""
+    file = Path(directory) / CONFIG_FILE
+    return not file.is_file() or read_json(file).get("architectures") in [[name] for name in ARCHITECTURES]
+
+
+def weight_files(directory: Path) -> list[Path]:
+    """The safetensors files of a checkpoint of any architecture. ConfigError where there are none."""
+    return _weight_files(directory)[0]
 
 
 # -- weight files ------------------------------------------------------------------------------------------------------

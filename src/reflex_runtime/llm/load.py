@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.llm.checkpoint import Checkpoint, ModelConfig
+from reflex_runtime.llm.any_checkpoint import AnyModelConfig
+from reflex_runtime.llm.checkpoint import Checkpoint, ModelConfig, is_known
 from reflex_runtime.llm.memory import BLOCK_SIZES, GIB, blocks_in, free_bytes
+from reflex_runtime.llm.model_config import CONFIG_FILE, read_json
 from reflex_runtime.llm.openvino_export import OpenVinoExport, is_export
 from reflex_runtime.llm.runner import Runner
 from reflex_runtime.llm.tokenizer import HFTokenizer, Tokenizer
@@ -22,40 +24,58 @@ from reflex_runtime.options import one_of
 
 DEVICES = ("auto", "cpu", "cuda")
 RUNNERS = ("auto", "openvino", "torch")
-DTYPES = ("auto", "float32", "bfloat16", "int8")
+DTYPES = ("auto", "float32", "bfloat16")
+QUANTIZATIONS = ("none", "int8", "int4")
+
+Description = ModelConfig | OpenVinoExport | AnyModelConfig
 
 
 def load(
-    directory: str | Path, *, device: str = "auto", runner: str = "auto", dtype: str = "auto", **options: Any
+    directory: str | Path,
+    *,
+    device: str = "auto",
+    runner: str = "auto",
+    dtype: str = "auto",
+    quantization: str = "none",
+    cache_dir: str | Path = "",
+    **options: Any,
 ) -> tuple[Runner, Tokenizer]:
     """A runner and the tokenizer of a directory: a Hugging Face checkpoint, or an export to OpenVINO.
 
     device: `cpu`, `cuda`, or `auto` (a GPU when PyTorch sees one). runner: `openvino`, `torch`, or `auto`. dtype: what
     the model computes in (`float32`, `bfloat16`; `auto` is what the checkpoint is stored in where the machine is fast
-    at it); `int8` is that with weights of 8 bits, on OpenVINO. options: block_size, num_blocks, kv_cache_bytes,
-    max_model_len, threads; None leaves the runner's own. Raises ConfigError that names the file and what is wrong.
+    at it). quantization: `int8` or `int4` rounds the weights, on OpenVINO. cache_dir: where graphs made of checkpoints
+    are kept; by default beside the checkpoint. options: block_size, num_blocks, kv_cache_bytes, max_model_len, threads;
+    None leaves the runner's own. Raises ConfigError that names the file and what is wrong.
     """
     given = {name: value for name, value in options.items() if value is not None}
-    device, runner = choose(device, runner, dtype, given.get("block_size"), is_export(directory))
+    device, runner = choose(device, runner, dtype, given.get("block_size"), is_export(directory), quantization)
     tokenizer = HFTokenizer.load(directory)
     if runner == "openvino":
         from reflex_runtime.llm.openvino_runner import OpenVinoRunner
 
-        if dtype == "int8":
-            return OpenVinoRunner(directory, dtype="auto", weights="int8", **given), tokenizer
-        return OpenVinoRunner(directory, dtype=dtype, **given), tokenizer
+        weights, kept = "auto" if quantization == "none" else quantization, Path(cache_dir) if cache_dir else None
+        return OpenVinoRunner(directory, dtype=dtype, weights=weights, cache_dir=kept, **given), tokenizer
     from reflex_runtime.llm.torch_runner import TorchRunner
 
     return TorchRunner(directory, device=device, dtype=dtype, **given), tokenizer
 
 
-def describe(directory: str | Path) -> ModelConfig | OpenVinoExport:
+def describe(directory: str | Path) -> Description:
     """What is in a directory, read and checked without its weights. ConfigError for what cannot be served."""
-    return OpenVinoExport.open(directory) if is_export(directory) else Checkpoint.open(directory).config
+    if is_export(directory):
+        return OpenVinoExport.open(directory)
+    check_directory(Path(directory))
+    return Checkpoint.open(directory).config if is_known(directory) else AnyModelConfig.open(directory)
 
 
 def choose(
-    device: str, runner: str, dtype: str, block_size: int | None = None, export: bool = False
+    device: str,
+    runner: str,
+    dtype: str,
+    block_size: int | None = None,
+    export: bool = False,
+    quantization: str = "none",
 ) -> tuple[str, str]:
     """The device and the runner that `load` uses. Loads nothing. export: the model is OpenVINO's own.
 
@@ -63,9 +83,12 @@ def choose(
     """
     _one_of("device", device, DEVICES)
     _one_of("runner", runner, RUNNERS)
+    if dtype in ("int8", "int4"):
+        raise _wrong("dtype", dtype, f"is about what is computed; weights of fewer bits are quantization={dtype}")
     _one_of("dtype", dtype, DTYPES)
+    _one_of("quantization", quantization, QUANTIZATIONS)
     if export:
-        for name, value, refused in (("device", device, "cuda"), ("runner", runner, "torch"), ("dtype", dtype, "int8")):
+        for name, value, refused in (("device", device, "cuda"), ("runner", runner, "torch")):
             if value == refused:
                 raise _wrong(name, value, "an export to OpenVINO runs on a CPU as it was exported; leave it out")
         device, runner = "cpu", "openvino"
@@ -80,8 +103,9 @@ def choose(
     if runner == "openvino" and block_size is not None:
         why = "blocks of the openvino runner have the size that its kernels want; leave it out, or use torch"
         raise _wrong("block_size", block_size, why)
-    if runner == "torch" and dtype == "int8":
-        raise _wrong("dtype", dtype, "only the openvino runner has weights of 8 bits; use float32, bfloat16 or auto")
+    if runner == "torch" and quantization != "none":
+        why = "only the openvino runner rounds weights; leave it out, or use the device cpu"
+        raise _wrong("quantization", quantization, why)
     if find_spec(runner) is None:
         hint = "in a clone, pip install '.[llm]'" if runner == "openvino" else "pip install torch"
         raise _wrong("runner", runner, f"{runner} is not installed: {hint}")
@@ -89,11 +113,13 @@ def choose(
 
 
 def check(
-    model: ModelConfig | OpenVinoExport,
+    model: Description,
     *,
     device: str = "auto",
     runner: str = "auto",
     dtype: str = "auto",
+    quantization: str = "none",
+    cache_dir: str | Path = "",
     block_size: int | None = None,
     kv_cache_bytes: int | None = None,
     max_model_len: int | None = None,
@@ -105,7 +131,9 @@ def check(
     copies: how often it will be loaded, by processes of their own. ConfigError; `field` names the option. The memory of
     the weights is not counted: whether cache and weights fit together shows when they are loaded.
     """
-    device, runner = choose(device, runner, dtype, block_size, isinstance(model, OpenVinoExport))
+    device, runner = choose(device, runner, dtype, block_size, isinstance(model, OpenVinoExport), quantization)
+    if cache_dir and Path(cache_dir).exists() and not Path(cache_dir).is_dir():
+        raise _wrong("cache_dir", str(cache_dir), "is not a directory")
     if max_model_len is not None and max_model_len > model.max_position_embeddings:
         most = model.max_position_embeddings
         raise _wrong("max_model_len", max_model_len, f"must be at most {most}, what the model was made for")
@@ -120,6 +148,18 @@ def check(
         blocks_in(total, block, free_bytes() // copies)
     else:  # processes may have a GPU each, and a look at its memory takes some of it
         blocks_in(total, block, free_bytes(device) if copies == 1 else max(total, block))
+
+
+def check_directory(root: Path) -> None:
+    """Refuse what people take for a model and is none, with what to do about it. Nothing else is checked."""
+    if root.suffix == ".gguf" or (root.is_dir() and not (root / CONFIG_FILE).is_file() and any(root.glob("*.gguf"))):
+        why = "is llama.cpp's format, which is not served; serve the Hugging Face directory that it was made of"
+        raise ConfigError(f"{root}: GGUF {why}; --quantization int4 makes it as small")
+    adapter = root / "adapter_config.json"
+    if adapter.is_file() and not (root / CONFIG_FILE).is_file():
+        base = read_json(adapter).get("base_model_name_or_path")
+        how = "merge it: PeftModel.from_pretrained(base, DIR).merge_and_unload().save_pretrained(NEW_DIR)"
+        raise ConfigError(f"{root}: is an adapter (PEFT) of {base!r}, not a model, and adapters are not served; {how}")
 
 
 def _one_of(name: str, value: str, known: tuple[str, ...]) -> None:

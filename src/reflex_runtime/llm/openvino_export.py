@@ -17,6 +17,9 @@ from reflex_runtime.llm.model_config import CONFIG_FILE, read_json
 from reflex_runtime.processors.quiet import telemetry_off
 
 MODEL_FILE: Final = "openvino_model.xml"
+TRACED_FILE: Final = "traced.json"  # of our own conversions: the window of each layer
+TRACED_VERSION: Final = 1  # changes with the form of these graphs
+PROBE_FILE: Final = "probe.npy"  # of our own conversions: what the reference makes of the tokens of `probe`
 _INPUTS: Final = {"input_ids", "attention_mask", "position_ids", "beam_idx"}
 _POSITIONS: Final = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")  # by architecture
 _BY_LENGTH: Final = ("dynamic", "longrope")  # rotations of every token change when one sequence grows beyond `original`
@@ -60,10 +63,10 @@ class OpenVinoExport:
         width = graph.output("logits").get_partial_shape()[2]
         return cls(
             _number(root, config, ("vocab_size",)) if width.is_dynamic else width.get_length(),
-            _positions(root, config),
+            longest(root, config),
             str(config.get("torch_dtype") or config.get("dtype")),
             sum(prod(sizes) for sizes in fixed),
-            _windows(config, len(states) // 2),
+            _windows_of(root, config, len(states) // 2),
         )
 
     def cache_bytes(self, tokens: int, width: int) -> int:
@@ -105,7 +108,7 @@ def _number(root: Path, config: dict[str, Any], names: tuple[str, ...]) -> int:
     raise ConfigError(f"{root / CONFIG_FILE}: has no number under {' or '.join(names)}")
 
 
-def _positions(root: Path, config: dict[str, Any]) -> int:
+def longest(root: Path, config: dict[str, Any]) -> int:
     """Tokens of the longest sequence whose answer does not depend on the rest of the batch."""
     most = _number(root, config, _POSITIONS)
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
@@ -113,6 +116,11 @@ def _positions(root: Path, config: dict[str, Any]) -> int:
         original = rope.get("original_max_position_embeddings") or config.get("original_max_position_embeddings")
         return min(most, original or most)
     return most
+
+
+def _windows_of(root: Path, config: dict[str, Any], layers: int) -> tuple[int | None, ...]:
+    traced = root / TRACED_FILE
+    return tuple(read_json(traced)["windows"]) if traced.is_file() else _windows(config, layers)
 
 
 def _windows(config: dict[str, Any], layers: int) -> tuple[int | None, ...]:

@@ -19,7 +19,7 @@ telemetry_off()
 import openvino as ov  # noqa: E402
 from openvino import opset15 as ops  # noqa: E402
 
-VERSION = 1
+VERSION = 2
 
 _TYPES = {"F32": ov.Type.f32, "F16": ov.Type.f16, "BF16": ov.Type.bf16}
 _NEVER = float(np.finfo(np.float32).min)  # added to a score that must not count; minus infinity would make NaN of a row
@@ -27,22 +27,21 @@ _NEVER = float(np.finfo(np.float32).min)  # added to a score that must not count
 Node = Any  # openvino.Node; the library's stubs leave most operations untyped
 
 
-def build(checkpoint: Checkpoint, *, int8: bool = False) -> Any:
+def build(checkpoint: Checkpoint) -> Any:
     """The `openvino.Model` of a checkpoint. Weights keep their types and their places in the mapped files.
 
     The checkpoint must be kept as long as the model and whatever is compiled from it: they read its memory.
-    int8: matrices become int8 with one scale per output channel; embeddings, norms and biases stay as they are.
     Inputs are int64 [batch, tokens] (attention_mask: [batch, past + tokens]) and int32 beam_idx [batch]; the output is
     float32 logits [batch, tokens, vocab_size]; keys and values are state.
     """
-    return _Decoder(checkpoint, int8).model()
+    return _Decoder(checkpoint).model()
 
 
 class _Decoder:
     """The graph while it is built; each method adds one part and returns its output node."""
 
-    def __init__(self, checkpoint: Checkpoint, int8: bool) -> None:
-        self._checkpoint, self._int8, self._config = checkpoint, int8, checkpoint.config
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._checkpoint, self._config = checkpoint, checkpoint.config
         self._input_ids = _parameter("input_ids", [-1, -1])
         self._mask = _parameter("attention_mask", [-1, -1])
         self._positions = _parameter("position_ids", [-1, -1])
@@ -52,7 +51,8 @@ class _Decoder:
     def model(self) -> Any:
         config = self._config
         cosine, sine = self._rotary()
-        masks = {window: self._attention_mask(window) for window in dict.fromkeys(config.windows)}
+        tokens = ops.gather(ops.shape_of(self._input_ids), _i64(1), _i64(0))
+        masks = {window: causal_mask(self._mask, tokens, window) for window in dict.fromkeys(config.windows)}
         states = ops.gather(self._constant(EMBEDDING), self._input_ids, _i64(0))
         states = _float(states)
         for layer, window in enumerate(config.windows):
@@ -95,8 +95,14 @@ class _Decoder:
             for heads in (queries, keys, self._heads(states, f"{prefix}v_proj", config.num_kv_heads))
         )
         queries, keys = self._rotate(queries, cosine, sine), self._rotate(keys, cosine, sine)
-        keys, values = self._remember(f"{layer}.key", keys), self._remember(f"{layer}.value", values)
-        mixed = ops.scaled_dot_product_attention(queries, self._repeat(keys), self._repeat(values), mask)
+        keys, values = (
+            spread_heads(
+                remembered(f"{layer}.{name}", states, self._input_ids, self._beams, self._sinks),
+                config.num_heads, config.num_kv_heads, config.head_dim,
+            )
+            for name, states in (("key", keys), ("value", values))
+        )  # fmt: skip
+        mixed = ops.scaled_dot_product_attention(queries, keys, values, mask)
         merged = ops.reshape(ops.transpose(mixed, _i64([0, 2, 1, 3])), _i64([0, 0, -1]), True)
         return self._linear(merged, f"{prefix}o_proj")
 
@@ -104,29 +110,7 @@ class _Decoder:
         """[batch, tokens, heads, head_dim]."""
         return ops.reshape(self._linear(states, name), _i64([0, 0, heads, self._config.head_dim]), True)
 
-    def _remember(self, name: str, current: Node) -> Node:
-        """[batch, heads, past + tokens, head_dim]: what the state holds, and `current` behind it; kept as the state."""
-        heads, size = self._config.num_kv_heads, self._config.head_dim
-        batch = ops.gather(ops.shape_of(self._input_ids), _i64([0]), _i64(0))
-        empty = ops.broadcast(_f32(0.0), ops.concat([batch, _i64([heads]), _i64([0]), _i64([size])], 0))
-        variable = f"past_key_values.{name}present.{name}"
-        past = ops.read_value(empty, variable, ov.Type.f32, ov.PartialShape([-1, heads, -1, size]))
-        both = ops.concat([ops.gather(past, self._beams, _i64(0)), current], 2)
-        self._sinks.append(ops.assign(both, variable))
-        return both
-
-    def _repeat(self, heads: Node) -> Node:
-        """Each key-value head once for every query head that shares it."""
-        config = self._config
-        groups = config.num_heads // config.num_kv_heads
-        if groups == 1:
-            return heads
-        spread = ops.broadcast(
-            ops.unsqueeze(heads, _i64(2)), _i64([1, 1, groups, 1, 1]), broadcast_spec="BIDIRECTIONAL"
-        )
-        return ops.reshape(spread, _i64([0, config.num_heads, -1, config.head_dim]), True)
-
-    # -- positions and masks -------------------------------------------------------------------------------------------
+    # -- positions -----------------------------------------------------------------------------------------------------
 
     def _rotary(self) -> tuple[Node, Node]:
         """Cosine and sine of every position, [batch, 1, tokens, head_dim]."""
@@ -144,29 +128,6 @@ class _Decoder:
         turned = ops.concat([ops.multiply(high, _f32(-1.0)), low], -1)
         return ops.add(ops.multiply(heads, cosine), ops.multiply(turned, sine))
 
-    def _attention_mask(self, window: int | None) -> Node:
-        """[batch, 1, tokens, past + tokens]: what each token sees: no padding, nothing later, nothing beyond `window`.
-
-        The chain with a window, with arms that are always true, is the one form whose window survives paging.
-        """
-        total = ops.gather(ops.shape_of(self._mask), _i64(1), _i64(0))
-        tokens = ops.gather(ops.shape_of(self._input_ids), _i64(1), _i64(0))
-        places = ops.range(_i64(0), total, _i64(1), "i64")
-        keys = ops.reshape(places, _i64([1, 1, 1, -1]), False)
-        queries = ops.range(ops.subtract(total, tokens), total, _i64(1), "i64")
-        queries = ops.reshape(queries, _i64([1, 1, -1, 1]), False)
-        causal = ops.less_equal(keys, queries)
-        real = ops.unsqueeze(ops.convert(self._mask, "boolean"), _i64([1, 2]))
-        if window is None:
-            return ops.logical_and(causal, real)
-        true = ops.constant(np.array(True))
-        near = ops.greater(keys, ops.add(queries, _i64(-window)))
-        seen = ops.bitwise_and(ops.bitwise_and(true, near), causal)
-        seen = ops.bitwise_and(ops.bitwise_and(true, seen), real)
-        spread = ops.broadcast(seen, ops.shape_of(seen))
-        scores = ops.select(spread, _f32(0.0), _f32(_NEVER))
-        return ops.slice(scores, _i64([0]), ops.unsqueeze(total, _i64(0)), _i64([1]), _i64([3]))
-
     # -- weights -------------------------------------------------------------------------------------------------------
 
     @property
@@ -179,12 +140,59 @@ class _Decoder:
 
     def _matrix(self, name: str) -> Node:
         """[outputs, inputs] as float32, whatever is stored."""
-        if not self._int8:
-            return _float(self._constant(name))
-        weights = self._checkpoint.tensor(name)
-        scale = np.maximum(np.abs(weights).max(1, keepdims=True) / np.float32(127), np.finfo(np.float32).tiny)
-        rounded = np.rint(weights / scale).astype(np.int8)
-        return ops.multiply(ops.convert(ops.constant(rounded), "f32"), ops.constant(scale))
+        return _float(self._constant(name))
+
+
+# -- parts that are the same in every graph ----------------------------------------------------------------------------
+
+
+def remembered(name: str, current: Node, queries: Node, beams: Node, sinks: list[Node]) -> Node:
+    """[batch, heads, past + tokens, head_dim]: what the state holds, and `current` behind it; kept as the state.
+
+    queries: any node whose first dimension is the batch. The new state is added to `sinks`.
+    """
+    shape = current.output(0).get_partial_shape()
+    heads, size = shape[1].get_length(), shape[3].get_length()
+    batch = ops.gather(ops.shape_of(queries), _i64([0]), _i64(0))
+    empty = ops.broadcast(_f32(0.0), ops.concat([batch, _i64([heads]), _i64([0]), _i64([size])], 0))
+    variable = f"past_key_values.{name}present.{name}"
+    past = ops.read_value(empty, variable, ov.Type.f32, ov.PartialShape([-1, heads, -1, size]))
+    both = ops.concat([ops.gather(past, beams, _i64(0)), current], 2)
+    sinks.append(ops.assign(both, variable))
+    return both
+
+
+def spread_heads(states: Node, heads: int, kv_heads: int, size: int) -> Node:
+    """Each key-value head once for every query head that shares it."""
+    groups = heads // kv_heads
+    if groups == 1:
+        return states
+    spread = ops.broadcast(ops.unsqueeze(states, _i64(2)), _i64([1, 1, groups, 1, 1]), broadcast_spec="BIDIRECTIONAL")
+    return ops.reshape(spread, _i64([0, heads, -1, size]), True)
+
+
+def causal_mask(mask: Node, tokens: Node, window: int | None) -> Node:
+    """[batch, 1, tokens, past + tokens]: what each token sees: no padding, nothing later, nothing beyond `window`.
+
+    mask: [batch, past + tokens], 0 for padding. tokens: how many are new. The chain with a window, with arms that are
+    always true, is the one form whose window survives paging.
+    """
+    total = ops.gather(ops.shape_of(mask), _i64(1), _i64(0))
+    places = ops.range(_i64(0), total, _i64(1), "i64")
+    keys = ops.reshape(places, _i64([1, 1, 1, -1]), False)
+    queries = ops.range(ops.subtract(total, tokens), total, _i64(1), "i64")
+    queries = ops.reshape(queries, _i64([1, 1, -1, 1]), False)
+    causal = ops.less_equal(keys, queries)
+    real = ops.unsqueeze(ops.convert(mask, "boolean"), _i64([1, 2]))
+    if window is None:
+        return ops.logical_and(causal, real)
+    true = ops.constant(np.array(True))
+    near = ops.greater(keys, ops.add(queries, _i64(-window)))
+    seen = ops.bitwise_and(ops.bitwise_and(true, near), causal)
+    seen = ops.bitwise_and(ops.bitwise_and(true, seen), real)
+    spread = ops.broadcast(seen, ops.shape_of(seen))
+    scores = ops.select(spread, _f32(0.0), _f32(_NEVER))
+    return ops.slice(scores, _i64([0]), ops.unsqueeze(total, _i64(0)), _i64([1]), _i64([3]))
 
 
 def _parameter(name: str, shape: list[int], kind: Any = ov.Type.i64) -> Node:

@@ -6,12 +6,6 @@ it stores come from the compiled model. The graph is built from a checkpoint, or
 
 from __future__ import annotations
 
-import hashlib
-import logging
-import shutil
-import tempfile
-import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -19,20 +13,20 @@ import numpy as np
 import numpy.typing as npt
 
 from reflex_runtime.core.errors import ConfigError, ProcessorError
-from reflex_runtime.llm.checkpoint import CONFIG_FILE, Checkpoint
+from reflex_runtime.llm.checkpoint import CONFIG_FILE
 from reflex_runtime.llm.memory import GIB, blocks_in, free_bytes
 from reflex_runtime.llm.model_config import ModelConfig
-from reflex_runtime.llm.openvino_export import MODEL_FILE, OpenVinoExport, is_export, last_line, read_graph
+from reflex_runtime.llm.openvino_cache import GraphCache
+from reflex_runtime.llm.openvino_export import MODEL_FILE, OpenVinoExport
+from reflex_runtime.llm.openvino_paging import page, probe, unpaged
+from reflex_runtime.llm.openvino_source import source
+from reflex_runtime.llm.openvino_weights import keep_stored
 from reflex_runtime.llm.runner import Step
 from reflex_runtime.processors.quiet import telemetry_off
 
-CACHE_DIR: Final = ".reflex"
 _HINTS: Final = {"float32": "f32", "bfloat16": "bf16"}
-_WINDOW: Final = 10  # the place of the sliding window among the inputs of a paged layer
-_ROW_BY_ROW: Final = {"Add", "Convert", "Divide", "Multiply", "Subtract", "Tanh"}  # what may follow the last product
-_PROBE: Final = 24  # tokens that an export is compared on, within one block
 _NEAR: Final = {"f32": 0.01, "bf16": 0.05}  # share of the spread of logits that paging may change, by what computes
-log = logging.getLogger("reflex.llm")
+WEIGHTS: Final = ("auto", "int8", "int4")
 
 
 class OpenVinoRunner:
@@ -41,9 +35,9 @@ class OpenVinoRunner:
     directory: a checkpoint, or an export to OpenVINO. dtype: what products are computed in and blocks hold, "float32"
     or "bfloat16"; "auto" is the model's own where it is bfloat16 and the processor has such instructions, else float32.
     num_blocks: how many blocks there are; None takes as many as fit kv_cache_bytes. threads: None leaves the choice to
-    OpenVINO. max_model_len: None is the model's. cache: keep the converted graph in `.reflex` beside the checkpoint,
-    where the next start finds it; where nothing can be written there, each start converts anew. weights: "int8" stores
-    a checkpoint's matrices in 8 bits with a scale per output channel, for speed; answers then differ a little.
+    OpenVINO. max_model_len: None is the model's. cache: keep the converted graph, in `.reflex` beside the checkpoint or
+    below `cache_dir`, where the next start finds it; where nothing can be written, each start converts anew. weights:
+    "int8" and "int4" round the matrices, for memory and speed; answers then differ.
     kv_dtype: "uint8" stores keys and values in 8 bits, so that more blocks fit, and answers come to depend on how
     prompts are cut up; "auto" stores them in `dtype`.
 
@@ -66,33 +60,35 @@ class OpenVinoRunner:
         threads: int | None = None,
         max_model_len: int | None = None,
         cache: bool = True,
+        cache_dir: Path | None = None,
         weights: str = "auto",
         kv_dtype: str = "auto",
     ) -> None:
         if threads is not None and threads < 1:
             raise ConfigError(f"OpenVinoRunner.threads={threads}: must be >= 1, or None")
-        if weights not in ("auto", "int8"):
-            raise ConfigError(f"OpenVinoRunner.weights={weights!r}: must be 'auto' or 'int8'")
+        if weights not in WEIGHTS:
+            raise ConfigError(f"OpenVinoRunner.weights={weights!r}: must be 'auto', 'int8' or 'int4'")
         if kv_dtype not in ("auto", "uint8"):
             raise ConfigError(f"OpenVinoRunner.kv_dtype={kv_dtype!r}: must be 'auto' or 'uint8'")
         ov = _library()
         core, root = ov.Core(), Path(directory)
-        # a graph that was not read from the cache has its weights in the checkpoint's mapped files
-        self._checkpoint = checkpoint = None if is_export(root) else Checkpoint.open(root)
-        config = OpenVinoExport.open(root) if checkpoint is None else checkpoint.config
+        made = source(core, root, weights, GraphCache(root, cache_dir) if cache else None)
+        self._kept = made.kept  # a graph that was not read from the cache has its weights there
+        config, model = made.config, made.model
         dtype = _dtype(dtype, config, core)
         self.max_model_len = _length(max_model_len, config, root)
-        model = read_graph(root) if checkpoint is None else _graph(core, checkpoint, cache, weights == "int8")
         stored = "u8" if kv_dtype == "uint8" else _HINTS[dtype]
         settings = {"INFERENCE_PRECISION_HINT": _HINTS[dtype], "KV_CACHE_PRECISION": stored, "NUM_STREAMS": 1}
         if threads is not None:
             settings["INFERENCE_NUM_THREADS"] = threads
-        probe = np.arange(_PROBE, dtype=np.int64) * 7 % config.vocab_size
-        unpaged = _unpaged(core, model, settings, probe) if checkpoint is None else None
-        _page(model, root, config.windows, self.max_model_len)
+        keep_stored(model)
+        ids, expected = probe(config.vocab_size), made.expected
+        if made.checked and expected is None:
+            expected = unpaged(core, model, settings, ids)
+        page(model, root, config.windows, self.max_model_len)
         compiled = core.compile_model(model, "CPU", settings)
         self.vocab_size = config.vocab_size
-        self.name = f"openvino {_HINTS[dtype]}" + (" int8 weights" if weights == "int8" else "")
+        self.name = f"openvino {_HINTS[dtype]}" + ("" if weights == "auto" else f" {weights} weights")
         self.name += " uint8 cache" if kv_dtype == "uint8" else ""
         caches = [port for port in compiled.inputs if "_cache." in port.get_any_name()]
         values = next(port for port in caches if port.get_any_name().startswith("value_"))
@@ -104,8 +100,8 @@ class OpenVinoRunner:
         self._places = {port.get_any_name(): place for place, port in enumerate(compiled.inputs)}
         for port in caches:
             self._request.set_tensor(port.get_any_name(), self._cache(port))
-        if unpaged is not None:
-            self._compare(probe, unpaged, _NEAR[_HINTS[dtype]], root)
+        if expected is not None:
+            self._compare(ids, expected, _NEAR[_HINTS[dtype]], root)
 
     def forward(self, step: Step) -> npt.NDArray[np.float32]:
         ends = step.begins[1:]
@@ -129,7 +125,7 @@ class OpenVinoRunner:
         return logits
 
     def close(self) -> None:
-        self._request = self._checkpoint = None
+        self._request = self._kept = None
 
     def _check(self, step: Step, lengths: npt.NDArray[np.int32]) -> None:
         """Check what the kernels do not: wrong values would make them write outside their memory."""
@@ -143,14 +139,14 @@ class OpenVinoRunner:
         if int(step.token_ids.min()) < 0 or int(step.token_ids.max()) >= self.vocab_size:
             raise ProcessorError(f"{self.name}: step holds a token id outside 0 to {self.vocab_size - 1}")
 
-    def _compare(self, ids: npt.NDArray[np.int64], unpaged: npt.NDArray[np.float32], most: float, root: Path) -> None:
+    def _compare(self, ids: npt.NDArray[np.int64], expected: npt.NDArray[np.float32], most: float, root: Path) -> None:
         """Refuse a graph whose logits change with paged attention: OpenVINO drops what it does not recognise."""
         zero, cut = np.zeros(1, np.int32), len(ids) // 2
         for past, end in ((0, cut), (cut, len(ids))):
             begins = np.array([0, end - past], np.int32)
             step = Step(ids[past:end], np.arange(past, end), zero + past, begins, zero, np.array([0, 1], np.int32))
             paged = self.forward(step)[0]
-        off = float(np.abs(paged - unpaged).max() / max(np.ptp(unpaged), 1e-9))
+        off = float(np.abs(paged - expected).max() / max(np.ptp(expected), 1e-9))
         if not off <= most:
             told = f"its logits change by {off:.0%} with paged attention, so it cannot be batched"
             why = "OpenVINO loses a part of this architecture; take another version of it, or serve the checkpoint"
@@ -208,137 +204,3 @@ def _block_bytes(port: Any) -> int:
     shape = port.get_partial_shape()
     values = shape[1].get_length() * shape[2].get_length() * shape[3].get_length()
     return int(values * port.get_element_type().bitwidth // 8)
-
-
-# -- the graph ---------------------------------------------------------------------------------------------------------
-
-
-def _graph(core: Any, checkpoint: Checkpoint, cache: bool, int8: bool) -> Any:
-    """The checkpoint's `openvino.Model`: from `.reflex` where it lies, else built, and left there for the next time."""
-    from reflex_runtime.llm import openvino_graph
-
-    kind = "int8" if int8 else "plain"
-    place = checkpoint.path / CACHE_DIR / f"openvino-{kind}-{_fingerprint(checkpoint, openvino_graph.VERSION)}"
-    model = _read(core, place) if cache else None
-    if model is None:
-        started = time.perf_counter()
-        model = openvino_graph.build(checkpoint, int8=int8)
-        if cache and _store(model, place, f"openvino-{kind}-*"):
-            log.info("%s: converted in %.1f s", place, time.perf_counter() - started)
-            return _read(core, place) or model  # the one on disk: its memory is the file's, shared and given back
-    return model
-
-
-def _read(core: Any, place: Path) -> Any:
-    """The graph kept there, or None; one that cannot be read is removed."""
-    if not (place / MODEL_FILE).is_file():
-        return None
-    try:
-        return core.read_model(place / MODEL_FILE)
-    except RuntimeError as error:
-        log.warning("%s: cannot be read and is made anew: %s", place / MODEL_FILE, str(error).strip().splitlines()[-1])
-        shutil.rmtree(place, ignore_errors=True)
-        return None
-
-
-def _fingerprint(checkpoint: Checkpoint, version: int) -> str:
-    """Changes with the configuration, any weight file, the form of the graph and OpenVINO."""
-    import openvino
-
-    digest = hashlib.sha256((checkpoint.path / CONFIG_FILE).read_bytes())
-    for file in checkpoint.files:
-        status = file.stat()
-        digest.update(f"{file.name} {status.st_size} {status.st_mtime_ns}\n".encode())
-    digest.update(f"{version} {openvino.__version__}".encode())
-    return digest.hexdigest()[:16]
-
-
-def _store(model: Any, place: Path, older: str) -> bool:
-    """Write the graph so that it is there whole or not at all; whether it is. The first of two writers wins."""
-    import openvino
-
-    try:
-        place.parent.mkdir(exist_ok=True)
-        draft = Path(tempfile.mkdtemp(prefix="draft-", dir=place.parent))
-        try:
-            openvino.save_model(model, draft / MODEL_FILE, compress_to_fp16=False)
-            for stale in place.parent.glob(older):
-                if stale != place:
-                    shutil.rmtree(stale, ignore_errors=True)
-            draft.rename(place)
-        finally:
-            shutil.rmtree(draft, ignore_errors=True)
-    except (OSError, RuntimeError) as error:
-        if not (place / MODEL_FILE).is_file():
-            log.warning("%s: the converted graph cannot be kept, so each start converts it: %s", place, error)
-            return False
-    return True
-
-
-def _has_window(layer: Any) -> bool:
-    """Whether a paged layer has a sliding window: its input is the constant 0 where there is none."""
-    window = layer.input_value(_WINDOW).get_node()
-    return window.get_type_name() != "Constant" or bool(np.any(window.get_data()))
-
-
-def _unpaged(core: Any, model: Any, settings: dict[str, Any], ids: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
-    """The logits after the last of these tokens, from the graph as it was exported."""
-    given = {
-        "input_ids": ids[None],
-        "attention_mask": np.ones((1, len(ids)), np.int64),
-        "position_ids": np.arange(len(ids))[None],
-        "beam_idx": np.zeros(1, np.int32),
-    }
-    names = {port.get_any_name() for port in model.inputs}
-    request = core.compile_model(model, "CPU", settings).create_infer_request()
-    request.infer({name: array for name, array in given.items() if name in names})
-    logits: npt.NDArray[np.float32] = request.get_tensor("logits").data[0, -1].copy()
-    return logits
-
-
-def _page(model: Any, root: Path, windows: Sequence[int | None], length: int) -> None:
-    """Turn the stateful graph into the paged one, with logits only for the rows in `sampled_tokens_indices`.
-
-    windows: of each layer. length: tokens of the longest sequence; no window matters that is not shorter.
-    """
-    import openvino as ov
-    from openvino import opset15 as ops
-    from openvino._offline_transformations import paged_attention_transformation
-
-    try:
-        paged_attention_transformation(model)
-    except RuntimeError as error:
-        raise ConfigError(
-            f"{root}: OpenVINO {ov.__version__} makes no paged attention of it: {last_line(error)}"
-        ) from error
-    layers = [node for node in model.get_ops() if node.get_type_name() == "PagedAttentionExtension"]
-    found, needed = sum(map(_has_window, layers)), [window for window in windows if window and window < length]
-    if len(layers) != len(windows) or found < len(needed):  # a loss here would raise no error
-        told = f"OpenVINO {ov.__version__} made {len(layers)} paged layers of {len(windows)}, {found} with windows"
-        limit = f", or a max_model_len of {min(needed)}" if found < len(needed) else ""
-        raise ConfigError(f"{root}: {told}; use another version, or the torch runner for a checkpoint{limit}")
-    rows = ops.parameter([-1], ov.Type.i64, name="sampled_tokens_indices")
-    rows.output(0).set_names({"sampled_tokens_indices"})
-    place = _last_product(model)
-    picked = ops.gather(place.get_source_output(), rows, ops.constant(np.array(0, np.int64)))
-    place.replace_source_output(picked.output(0))
-    model.add_parameters([rows])
-    model.validate_nodes_and_infer_types()
-
-
-def _last_product(model: Any) -> Any:
-    """The input of the product that makes logits, or of the result where that is not found: rows are picked there."""
-    place = result = model.output("logits").get_node().input(0)
-    while (node := place.get_source_output().get_node()).get_type_name() in _ROW_BY_ROW:
-        place = next((one for one in node.inputs() if not _is_constant(one)), None)
-        if place is None:
-            return result
-    return node.input(0) if node.get_type_name() == "MatMul" else result
-
-
-def _is_constant(place: Any) -> bool:
-    """Whether a value is a weight, converted or not."""
-    node = place.get_source_output().get_node()
-    while node.get_type_name() in ("Convert", "Multiply", "Subtract", "Reshape") and node.get_input_size():
-        node = node.input_value(0).get_node()
-    return bool(node.get_type_name() == "Constant")

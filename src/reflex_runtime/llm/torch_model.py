@@ -80,6 +80,11 @@ class Decoder:
             down=load.linear(f"{name}.mlp.down_proj"),
         )
 
+    def run(self, ids: Tensor, positions: Tensor, attend: Attend, last: Tensor | None) -> Tensor:
+        """float32 logits [n, vocab_size] of the tokens at `last`; None: of all."""
+        hidden = self.hidden(ids, positions, attend)
+        return self.logits(hidden if last is None else hidden[last])
+
     def hidden(self, ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """What the layers make of the tokens: ids and positions [t] → [t, hidden_size]. `attend` once per layer."""
         eps = self.config.rms_norm_eps

@@ -10,17 +10,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import numpy.typing as npt
 
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.llm.checkpoint import Checkpoint, ModelConfig
+from reflex_runtime.llm.any_checkpoint import AnyModelConfig
+from reflex_runtime.llm.checkpoint import Checkpoint, ModelConfig, is_known
 from reflex_runtime.llm.memory import BLOCK_SIZES, GIB, blocks_in, free_bytes
 from reflex_runtime.llm.runner import Step
 from reflex_runtime.llm.torch_model import Decoder, Tensor, functional, torch
 from reflex_runtime.processors.cuda_graphs import Record, recorder
+
+if TYPE_CHECKING:
+    from reflex_runtime.llm.transformers_model import AnyDecoder
 
 _MOST_RECORDED: Final = 256  # sequences in a recorded step; larger ones are busy enough to be launched one by one
 _Masks = dict[int | None, Tensor]  # by sliding window; None: a layer that sees everything
@@ -91,8 +95,8 @@ class TorchRunner:
         threads: int | None = None,
         cuda_graphs: bool = True,
     ) -> None:
-        checkpoint = Checkpoint.open(directory)
-        config = self._config = checkpoint.config
+        root, checkpoint = Path(directory), Checkpoint.open(directory) if is_known(directory) else None
+        config = AnyModelConfig.open(root) if checkpoint is None else checkpoint.config
         _check_device(device, dtype)
         _check_numbers(
             config, block_size=block_size, num_blocks=num_blocks, max_model_len=max_model_len, threads=threads
@@ -106,17 +110,46 @@ class TorchRunner:
         if threads is not None:
             torch.set_num_threads(threads)
         self._device = device
-        self._decoder = Decoder(checkpoint, device, kind)
+        self._decoder: Decoder | AnyDecoder
+        if checkpoint is None:
+            from reflex_runtime.llm.transformers_model import AnyDecoder
+
+            self._decoder = decoder = AnyDecoder(root, device, kind)
+            self._windows = tuple(layer.window for layer in decoder.layers)
+            self._caps = tuple(layer.softcap for layer in decoder.layers)
+            sizes = [(layer.kv_heads, layer.head_dim) for layer in decoder.layers]
+        else:
+            self._decoder, self._windows = Decoder(checkpoint, device, kind), checkpoint.config.windows
+            self._caps = (None,) * checkpoint.config.num_layers
+            sizes = [(checkpoint.config.num_kv_heads, checkpoint.config.head_dim)] * checkpoint.config.num_layers
         block = config.cache_bytes(block_size, kind.itemsize)
         self.num_blocks = blocks_in(kv_cache_bytes, block, free_bytes(device), num_blocks)
         # One more block than sequences get: padding reads and writes there. It is zeroed, because a row that was never
         # written is multiplied with a weight of zero, and NaN times zero is NaN.
-        shape = (self.num_blocks + 1, block_size, config.num_kv_heads, config.head_dim)
-        self._keys = [torch.zeros(shape, dtype=kind, device=device) for _ in range(config.num_layers)]
-        self._values = [torch.zeros(shape, dtype=kind, device=device) for _ in range(config.num_layers)]
-        self._record: Record | None = recorder() if device == "cuda" and cuda_graphs else None
+        shape = (self.num_blocks + 1, block_size)
+        self._keys = [torch.zeros(*shape, *size, dtype=kind, device=device) for size in sizes]
+        self._values = [torch.zeros(*shape, *size, dtype=kind, device=device) for size in sizes]
+        recorded = device == "cuda" and cuda_graphs and checkpoint is not None  # others may do what cannot be recorded
+        self._record: Record | None = recorder() if recorded else None
         self._recorded: dict[tuple[int, int], _Recorded] = {}
         self._host = torch.empty(0, 0)
+        if checkpoint is None:
+            self._compare(root, 0.01 if dtype == "float32" else 0.05)
+
+    def _compare(self, root: Path, most: float) -> None:
+        """Refuse a model whose logits change with our attention. most: share of their spread."""
+        ids = np.arange(24, dtype=np.int64) * 7 % self.vocab_size
+        expected = self._decoder.expected(ids.tolist()).cpu().numpy()  # type: ignore[union-attr]
+        blocks, zero = np.arange(-(-24 // self.block_size), dtype=np.int32), np.zeros(1, np.int32)
+        if len(blocks) > self.num_blocks:
+            return
+        for past, end in ((0, 12), (12, 24)):
+            begins = np.array([0, end - past], np.int32)
+            widths = np.array([0, len(blocks)], np.int32)
+            found = self.forward(Step(ids[past:end], np.arange(past, end), zero + past, begins, blocks, widths))[0]
+        off = float(np.abs(found - expected).max() / max(np.ptp(expected), 1e-9))
+        if not off <= most:
+            raise ConfigError(f"{root}: its logits change by {off:.0%} with paged attention, so it cannot be batched")
 
     def forward(self, step: Step) -> npt.NDArray[np.float32]:
         """Logits [n, vocab_size] after each sequence's last token of the step.
@@ -156,8 +189,7 @@ class TorchRunner:
 
     def _run(self, ids: Tensor, positions: Tensor, plan: _Plan, last: Tensor | None) -> Tensor:
         """Logits of the tokens at `last`; None: of all."""
-        hidden = self._decoder.hidden(ids, positions, lambda *given: self._attend(plan, *given))
-        return self._decoder.logits(hidden if last is None else hidden[last])
+        return self._decoder.run(ids, positions, lambda *given: self._attend(plan, *given), last)
 
     # -- planning: once per step ---------------------------------------------------------------------------------------
 
@@ -193,7 +225,7 @@ class TorchRunner:
         past, at = len(rows) - count, torch.arange(len(rows), device=self._device)
         own = at[past:, None]
         masks: dict[int | None, Tensor | None] = {}
-        for window in set(self._config.windows):
+        for window in set(self._windows):
             if window is None or window >= len(rows):
                 masks[window] = (at <= own) if past else None
             else:
@@ -208,7 +240,7 @@ class TorchRunner:
         seen = at < length
         masks = {
             window: (seen if window is None else seen & (at >= length - window))[:, None, None]
-            for window in set(self._config.windows)
+            for window in set(self._windows)
         }
         # The rest of a last block, after the sequence's end, may have any content: it is masked.
         return _Singles(tokens, torch.where(seen, rows, self.num_blocks * size), masks)
@@ -219,16 +251,16 @@ class TorchRunner:
         keys, values = self._keys[layer].flatten(0, 1), self._values[layer].flatten(0, 1)  # [rows, kv_heads, head_dim]
         keys[plan.rows] = k
         values[plan.rows] = v
-        window, singles = self._config.windows[layer], plan.singles
+        window, cap, singles = self._windows[layer], self._caps[layer], plan.singles
         if singles is not None and singles.tokens is None:
-            return _attend_singles(q, keys[singles.rows], values[singles.rows], singles.masks[window])
+            return _attend_singles(q, keys[singles.rows], values[singles.rows], singles.masks[window], cap)
         out = torch.empty_like(q)
         if singles is not None:
-            mask = singles.masks[window]
-            out[singles.tokens] = _attend_singles(q[singles.tokens], keys[singles.rows], values[singles.rows], mask)
+            mask, one = singles.masks[window], q[singles.tokens]
+            out[singles.tokens] = _attend_singles(one, keys[singles.rows], values[singles.rows], mask, cap)
         for run in plan.runs:
             mine = slice(run.begin, run.end)
-            out[mine] = _attend_run(q[mine], keys[run.rows], values[run.rows], run.masks[window])
+            out[mine] = _attend_run(q[mine], keys[run.rows], values[run.rows], run.masks[window], cap)
         return out
 
     # -- recorded decode steps -----------------------------------------------------------------------------------------
@@ -263,19 +295,33 @@ class TorchRunner:
         return _Recorded(ids, tables, lengths, logits, record(run))
 
 
-def _attend_singles(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+def _attend_singles(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, cap: float | None) -> Tensor:
     """q [d, heads, head_dim]; k, v [d, length, kv_heads, head_dim]; mask [d, 1, 1, length]. Query heads that share keys
     stand where several queries would, so that no key is copied."""
     shared = q.view(len(q), k.shape[2], -1, q.shape[2])
-    out = functional.scaled_dot_product_attention(shared, k.transpose(1, 2), v.transpose(1, 2), attn_mask=mask)
-    return out.reshape(q.shape)
+    return _mixed(shared, k.transpose(1, 2), v.transpose(1, 2), mask, cap).reshape(q.shape)
 
 
-def _attend_run(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+def _attend_run(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, cap: float | None) -> Tensor:
     """q [new, heads, head_dim]; k, v [all, kv_heads, head_dim]; mask [new, all], or None: causal, all being new."""
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
-    out = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=True)
-    return out[0].transpose(0, 1)
+    return _mixed(q, k, v, mask, cap)[0].transpose(0, 1)
+
+
+def _mixed(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, cap: float | None) -> Tensor:
+    """Attention of queries [.., heads, n, d] over keys and values [.., kv_heads, m, d]; no mask: causal. cap: the bound
+    that scores are bent to, for which there is no fused kernel."""
+    if cap is None:
+        gqa = q.shape[1] != k.shape[1]
+        return functional.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=gqa
+        )  # fmt: skip
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    scores = cap * torch.tanh(q @ k.transpose(-1, -2) * (q.shape[-1] ** -0.5 / cap))
+    if mask is None:
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
+    mixed: Tensor = scores.masked_fill(~mask, -torch.inf).float().softmax(-1).to(v.dtype) @ v
+    return mixed
 
 
 def _power_of_two(number: int) -> int:
@@ -292,7 +338,7 @@ def _check_device(device: str, dtype: str) -> None:
         raise ConfigError(f"dtype={dtype!r}: must be 'float32', 'bfloat16' or 'auto'")
 
 
-def _check_numbers(config: ModelConfig, **numbers: int | None) -> None:
+def _check_numbers(config: ModelConfig | AnyModelConfig, **numbers: int | None) -> None:
     for name, value in numbers.items():
         if value is not None and value < 1:
             raise ConfigError(f"{name}={value}: must be >= 1")

@@ -111,7 +111,7 @@ def model_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
     directory = tmp_path / "my-model"
     directory.mkdir()
-    (directory / "config.json").write_text("{}")
+    (directory / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
     sizes = {"torch_dtype": "float32", "cache_bytes": lambda tokens, width: 64 * tokens * width}
     opened = SimpleNamespace(config=SimpleNamespace(max_position_embeddings=1000, **sizes))
     monkeypatch.setattr(checkpoint.Checkpoint, "open", lambda path: opened)
@@ -179,21 +179,23 @@ def test_h10_what_is_said_of_the_model_goes_to_its_loader(
     asked: list[tuple[Any, dict[str, Any]]] = []
     monkeypatch.setattr(module, "load", lambda path, **options: asked.append((path, options)))
     options = "--device cpu --runner torch --dtype float32 --threads 3 --max-model-len 99 --block-size 8"
-    for more in ([], [*options.split(), "--kv-cache-gb", "1.5"]):
+    rounded = ["--quantization", "int4", "--cache-dir", "kept"]
+    for more in ([], [*options.split(), "--kv-cache-gb", "1.5"], rounded):
         assert main(["serve", "--no-supervise", str(model_dir), "--port", "0", *more]) == 0
         load_model(model_dir, served[-1][0])
-    auto = {"device": "auto", "runner": "auto", "dtype": "auto"}
+    auto = {"device": "auto", "runner": "auto", "dtype": "auto", "quantization": "none", "cache_dir": ""}
     none = dict.fromkeys(("block_size", "kv_cache_bytes", "max_model_len", "threads"))
     assert asked[0] == (model_dir, auto | none)
     numbers = {"block_size": 8, "kv_cache_bytes": 1_500_000_000, "max_model_len": 99, "threads": 3}
-    assert asked[1] == (model_dir, {"device": "cpu", "runner": "torch", "dtype": "float32"} | numbers)
+    assert asked[1] == (model_dir, auto | {"device": "cpu", "runner": "torch", "dtype": "float32"} | numbers)
+    assert asked[2] == (model_dir, auto | {"quantization": "int4", "cache_dir": "kept"} | none)
 
 
 @pytest.mark.parametrize(
     ("options", "says"),
     [
         ("--runner openvino --device cuda", "--device=cuda: needs a GPU and a PyTorch that sees it"),
-        ("--runner torch --dtype int8", "--dtype=int8: only the openvino runner has weights of 8 bits"),
+        ("--runner torch --quantization int8", "--quantization=int8: only the openvino runner rounds weights"),
         ("--block-size 8", "--block-size=8: blocks of the openvino runner have the size that its kernels want"),
         ("--kv-cache-gb 0.000008191", "--kv-cache-gb=8.191e-06: must be in [8.192e-06, 20] GB: from one block"),
         ("--runner torch --kv-cache-gb 0.000004095", "--kv-cache-gb=4.095e-06: must be in [4.096e-06, 20] GB"),
@@ -254,8 +256,8 @@ def test_h10_beside_a_gpu_what_its_runner_cannot_do_is_refused_before_the_port_o
     monkeypatch.setattr("reflex_runtime.web.listen.bind", None)
     monkeypatch.setattr("reflex_runtime.llm.load._sees_cuda", lambda: True)
     monkeypatch.setattr("reflex_runtime.llm.load.free_bytes", lambda *device: 20_000_000_000)
-    line = said(capsys, str(model_dir), "--dtype", "int8")
-    assert "--dtype=int8: only the openvino runner has weights of 8 bits" in line
+    line = said(capsys, str(model_dir), "--quantization", "int8")
+    assert "--quantization=int8: only the openvino runner rounds weights" in line
     line = said(capsys, str(model_dir), "--block-size", "8", "--kv-cache-gb", "21")
     assert "--kv-cache-gb=21: must be in [2.048e-06, 20] GB" in line
 

@@ -1,0 +1,158 @@
+"""Graphs converted once and kept: beside the checkpoint, or in a directory of their own.
+
+A kept graph is there whole or not at all. Its name changes with the configuration, any weight file, the form of the
+graph and the libraries that made it. One process converts at a time; others wait and then use what it left.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import logging
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Final
+
+from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.llm.model_config import CONFIG_FILE
+from reflex_runtime.llm.openvino_export import MODEL_FILE
+
+CACHE_DIR: Final = ".reflex"
+log = logging.getLogger("reflex.llm")
+
+
+@dataclass(frozen=True, slots=True)
+class GraphCache:
+    """Where graphs made of a model directory are kept. directory: for all models, None is `.reflex` in the model's."""
+
+    root: Path
+    directory: Path | None = None
+
+    def graph(self, core: Any, kind: str, key: str, build: Callable[[], Any]) -> Any:
+        """The graph of that kind and key: from the cache, else built and left there. Without a place: built."""
+        place = self._place(kind, key)
+        if (model := _read(core, place)) is not None:
+            return model
+        with self._alone():
+            if (model := _read(core, place)) is not None:
+                return model
+            started = time.perf_counter()
+            log.info("%s: converting to OpenVINO, %s weights, once", self.root, kind)
+            model = build()
+            if self._keep(place, kind, lambda draft: _save(model, draft)):
+                log.info("%s: converted in %.1f s", place, time.perf_counter() - started)
+                return _read(core, place) or model  # the one on disk: its memory is the file's, shared and given back
+        return model
+
+    def export(self, kind: str, key: str, command: list[str]) -> Path:
+        """The directory that a command leaves in a new directory, which is its last argument; run unless it is kept.
+
+        ConfigError with the last line that the command wrote, or where nothing can be kept.
+        """
+        place = self._place(kind, key)
+        if (place / MODEL_FILE).is_file():
+            return place
+        with self._alone():
+            if not (place / MODEL_FILE).is_file():
+                started = time.perf_counter()
+                log.info("%s: converting to OpenVINO with PyTorch, once", self.root)
+                if not self._keep(place, kind, lambda draft: _run([*command, str(draft)])):
+                    raise ConfigError(f"{self.root}: a converted model can be kept nowhere; use --cache-dir")
+                log.info("%s: converted in %.1f s", place, time.perf_counter() - started)
+        return place
+
+    def key(self, files: list[Path], *made_by: object) -> str:
+        """Changes with the configuration, any weight file and what makes graphs of them."""
+        digest = hashlib.sha256((self.root / CONFIG_FILE).read_bytes())
+        for file in files:
+            status = file.stat()
+            digest.update(f"{file.name} {status.st_size} {status.st_mtime_ns}\n".encode())
+        digest.update(" ".join(str(one) for one in (*made_by, version("openvino"))).encode())
+        return digest.hexdigest()[:16]
+
+    def _folder(self) -> Path:
+        if self.directory is None:
+            return self.root / CACHE_DIR
+        path = self.root.resolve()
+        return self.directory / f"{path.name}-{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
+
+    def _place(self, kind: str, key: str) -> Path:
+        return self._folder() / f"openvino-{kind}-{key}"
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """No other process converts this model meanwhile; without a writable place, no promise."""
+        try:
+            self._folder().mkdir(parents=True, exist_ok=True)
+            lock = (self._folder() / ".lock").open("w")
+        except OSError:
+            yield
+            return
+        with lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
+
+    def _keep(self, place: Path, kind: str, write: Callable[[Path], None]) -> bool:
+        """Write into a draft and move it to its place; older graphs of the kind go. Whether it is there."""
+        try:
+            place.parent.mkdir(parents=True, exist_ok=True)
+            draft = Path(tempfile.mkdtemp(prefix="draft-", dir=place.parent))
+            try:
+                write(draft)
+                for stale in place.parent.glob(f"openvino-{kind}-*"):
+                    if stale != place:
+                        shutil.rmtree(stale, ignore_errors=True)
+                draft.rename(place)
+            finally:
+                shutil.rmtree(draft, ignore_errors=True)
+        except (OSError, RuntimeError) as error:
+            if not (place / MODEL_FILE).is_file():
+                why = "the converted graph cannot be kept, so each start converts it"
+                log.warning("%s: %s: %s; --cache-dir names another place", place, why, error)
+                return False
+        return True
+
+
+def _read(core: Any, place: Path) -> Any:
+    """The graph kept there, or None; one that cannot be read is removed."""
+    if not (place / MODEL_FILE).is_file():
+        return None
+    try:
+        return core.read_model(place / MODEL_FILE)
+    except RuntimeError as error:
+        log.warning("%s: cannot be read and is made anew: %s", place / MODEL_FILE, str(error).strip().splitlines()[-1])
+        shutil.rmtree(place, ignore_errors=True)
+        return None
+
+
+def _save(model: Any, draft: Path) -> None:
+    import openvino
+
+    openvino.save_model(model, draft / MODEL_FILE, compress_to_fp16=False)
+
+
+def _run(command: list[str]) -> None:
+    """Run the program that converts, in a process whose memory is given back; its lines go to the log."""
+    last = ""
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as program:
+        assert program.stdout is not None
+        for line in program.stdout:
+            if line.startswith("reflex: "):
+                log.info("%s", line.removeprefix("reflex: ").strip())
+            elif line.strip():
+                last = line.strip()
+    if program.returncode:
+        raise ConfigError(last or f"the conversion ended with status {program.returncode}")
+
+
+def converter(module: str, *arguments: str) -> list[str]:
+    """The command that runs a module of this package."""
+    return [sys.executable, "-m", module, *arguments]
