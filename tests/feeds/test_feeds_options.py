@@ -410,9 +410,9 @@ def test_f14_then_most_and_then_batch_size_bound_what_it_is_asked(tmp_path: Path
     bright_graph(tmp_path / "then.onnx", "classes", (16, 16), metadata=metadata)
     write_video(tmp_path / "a.mp4", [lit((8, 8, 40, 40), RED, (64, 48))] * 3)
     common = ("a=a.mp4", "--processor", "two:Two", "--then", "then.onnx", "--results=-")
-    sizes = {}
-    for name, options in {"most": ("--then-most", "1"), "batch": ("--then-batch-size", "1"), "plain": ()}.items():
-        feeds = ran(*common, *options, "--trace", f"{name}.jsonl", cwd=tmp_path)
+    sizes, options = {}, {"most": ("--then-most", "1"), "batch": ("--then-batch-size", "1"), "plain": ()}
+    runs = [Feeds(*common, *more, "--trace", f"{name}.jsonl", cwd=tmp_path) for name, more in options.items()]
+    for name, feeds in zip(options, together(*runs), strict=True):
         missing = [one.get("missing") for line in feeds.out for one in json.loads(line)["value"]["then"]]
         batches = read_journal(tmp_path / f"{name}.jsonl").batches
         sizes[name] = ({len(batch.members) for batch in batches if batch.group == "then"}, missing)
