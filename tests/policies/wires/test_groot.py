@@ -22,7 +22,7 @@ from policies.wires.groot_clients import BLOCK, PICTURE, GrootRobot, as_nd, as_n
 from reflex_runtime.cli import main
 from reflex_runtime.telemetry.journal_reader import read_journal
 from serving.exports import ACTIONS, CHUNK, write_tiny
-from serving.harness import Server, refusal
+from serving.harness import STATE, Server, refusal
 from serving.requests import WAITING, busy, loads_after, marked, recorded
 
 HERE = ("--gr00t", "tcp://127.0.0.1:0")
@@ -323,10 +323,13 @@ def test_w37_what_is_late_and_what_finds_the_queue_full_is_answered(tiny: Path) 
     with Server(tiny, *HERE, "--max-queue", "1", "--deadline-ms", "200", held=True) as server, busy(server):
         port = port_of(server)
         with GrootRobot(port) as late, GrootRobot(port) as full:
-            late.send("get_action", {"observation": tiny_state(0)})
-            server.reach(lambda m: m(WAITING) == 1)
-            assert full.act(tiny_state(0))["code"] == "queue_full"
-            assert late.answer()["code"] == "deadline_exceeded"
+            with server.burst([{"state": STATE, "deadline_ms": 60_000}]) as first:
+                first.send()
+                server.reach(lambda m: m(WAITING) == 1)
+                assert full.act(tiny_state(0))["code"] == "queue_full"
+                first.hang_up(range(1))
+                server.reach(lambda m: m(WAITING) == 0)
+            assert late.act(tiny_state(0))["code"] == "deadline_exceeded"
             server.release()
             assert right(full.act(tiny_state(1), seed=5, deadline_ms=60_000), 1)
 

@@ -191,13 +191,16 @@ def test_w11_every_error_is_a_text_and_the_socket_goes_on(tiny: Path) -> None:
 
 
 def test_w11_a_full_queue_and_an_expired_deadline_are_texts(tiny: Path) -> None:
-    with ThreadPoolExecutor(1) as pool, Server(tiny, "--max-queue", "1", held=True) as server, busy(server):
+    with Server(tiny, "--max-queue", "1", held=True) as server, busy(server):
         with robot(server, "/?deadline_ms=200") as late, robot(server) as full:
-            waiting = pool.submit(late.infer, seen())
-            server.reach(lambda m: m(WAITING) == 1)
-            error = refused(lambda: full.infer(seen()))
-            assert (error["error"], error["retry_safe"], error["max_queue"]) == ("queue_full", True, 1)
-            assert refused(waiting.result)["error"] == "deadline_exceeded"
+            with server.burst([{"state": STATE}]) as first:
+                first.send()
+                server.reach(lambda m: m(WAITING) == 1)
+                error = refused(lambda: full.infer(seen()))
+                assert (error["error"], error["retry_safe"], error["max_queue"]) == ("queue_full", True, 1)
+                first.hang_up(range(1))
+                server.reach(lambda m: m(WAITING) == 0)
+            assert refused(lambda: late.infer(seen()))["error"] == "deadline_exceeded"
             server.release()
             assert right(full.infer(seen(1)), 1)
             assert right(late.infer(seen(2, deadline_ms=60_000)), 2)

@@ -317,11 +317,14 @@ def test_w22_every_error_keeps_the_session(portal: BlockingPortal, tiny: Path) -
 def test_w22_a_full_queue_and_an_expired_deadline_are_errors(portal: BlockingPortal, tiny: Path) -> None:
     with Server(tiny, "--max-queue", "1", held=True) as server, busy(server):
         with robot(portal, server, "?deadline_ms=200") as late, robot(portal, server) as full:
-            waiting = late.asks(seen())
-            server.reach(lambda m: m(WAITING) == 1)
-            error = refused(lambda: full.act(seen()))
-            assert (error["error"], error["retry_safe"], error["max_queue"]) == ("queue_full", True, 1)
-            assert refused(waiting.result)["error"] == "deadline_exceeded"
+            with server.burst([{"state": STATE}]) as first:
+                first.send()
+                server.reach(lambda m: m(WAITING) == 1)
+                error = refused(lambda: full.act(seen()))
+                assert (error["error"], error["retry_safe"], error["max_queue"]) == ("queue_full", True, 1)
+                first.hang_up(range(1))
+                server.reach(lambda m: m(WAITING) == 0)
+            assert refused(lambda: late.act(seen()))["error"] == "deadline_exceeded"
             server.release()
             assert right(full.act(seen(1)), 1)
             assert right(late.act(seen(2, deadline_ms=60_000)), 2)

@@ -227,13 +227,16 @@ def test_w29_every_error_keeps_the_session(tiny: Path) -> None:
 
 
 def test_w29_a_full_queue_and_an_expired_deadline_are_errors(tiny: Path) -> None:
-    with ThreadPoolExecutor(1) as pool, Server(tiny, "--max-queue", "1", held=True) as server, busy(server):
+    with Server(tiny, "--max-queue", "1", held=True) as server, busy(server):
         with robot(server, "?deadline_ms=200") as late, robot(server) as full:
-            waiting = pool.submit(infer, late, seen())
-            server.reach(lambda m: m(WAITING) == 1)
-            error = refused(lambda: infer(full, seen()))
-            assert (error["error"], error["retry_safe"], error["max_queue"]) == ("queue_full", True, 1)
-            assert refused(waiting.result)["error"] == "deadline_exceeded"
+            with server.burst([{"state": STATE}]) as first:
+                first.send()
+                server.reach(lambda m: m(WAITING) == 1)
+                error = refused(lambda: infer(full, seen()))
+                assert (error["error"], error["retry_safe"], error["max_queue"]) == ("queue_full", True, 1)
+                first.hang_up(range(1))
+                server.reach(lambda m: m(WAITING) == 0)
+            assert refused(lambda: infer(late, seen()))["error"] == "deadline_exceeded"
             server.release()
             assert right(infer(full, seen(1)), 1)
 
