@@ -24,7 +24,10 @@ from reflex_runtime.core.errors import ConfigError, ProcessorError
 from reflex_runtime.ipc.sampling import Constraint
 from reflex_runtime.llm import form_check
 
-Mask = npt.NDArray[np.bool_]
+Penalty = npt.NDArray[np.float32]
+_FORBIDDEN: Final = np.where(  # [256, 8]: what the bits of a byte of a mask add to the logits of their tokens
+    np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"), 0.0, -np.inf
+).astype(np.float32)
 # A model that is allowed any number of spaces may write nothing else until its tokens are used up.
 SPACES: Final = r"[\x20\x0A\x0D\x09]{0,32}"
 _KEPT: Final = 64  # compiled forms: clients send the same one again and again
@@ -37,34 +40,34 @@ _LONGEST: Final = 60.0  # seconds for a look at a form, on a machine that is ver
 class Matcher:
     """Where one output is in its form. Made by `Constraints.compile`; `copy` it for each sequence."""
 
-    __slots__ = ("_core", "_mask")
+    __slots__ = ("_core", "_penalty")
 
     def __init__(self, core: Any) -> None:
         """core: an `llguidance.LLMatcher`."""
         self._core = core
-        self._mask: Mask | None = None
+        self._penalty: Penalty | None = None
 
     def copy(self) -> Matcher:
         return Matcher(self._core.deep_copy())
 
     def prepare(self) -> None:
-        """Find out which tokens may come next, for `allowed`. It releases the interpreter meanwhile."""
-        if self._mask is None:
+        """Find out which tokens may come next, for `penalty`. It releases the interpreter meanwhile."""
+        if self._penalty is None:
             bits = np.frombuffer(self._core.compute_bitmask(), np.uint8)
-            self._mask = np.unpackbits(bits, bitorder="little").view(np.bool_)
+            self._penalty = np.take(_FORBIDDEN, bits, axis=0).reshape(-1)
 
-    def allowed(self) -> Mask:
-        """Whether each token may come next. Tokens beyond its end may not. Raises ProcessorError when the form turns
-        out to be too complex."""
+    def penalty(self) -> Penalty:
+        """What to add to the logits: 0 for each token that may come next, else minus infinity. Tokens beyond its end
+        may not. Raises ProcessorError when the form turns out to be too complex."""
         self.prepare()
-        mask = self._mask
-        if self._core.is_error() or mask is None:
+        penalty = self._penalty
+        if self._core.is_error() or penalty is None:
             raise self._error()
-        return mask
+        return penalty
 
     def sampled(self, token: int) -> None:
         """The output has a new token. Raises ProcessorError for one that was not allowed."""
-        self._mask = None
+        self._penalty = None
         if not self._core.consume_token(token):
             raise self._error()
 

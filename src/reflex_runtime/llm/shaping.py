@@ -80,9 +80,9 @@ class Shaping:
         if early:
             row[self._ends] = -np.inf
         if self.matcher is not None:
-            allowed = self.matcher.allowed()
-            n = min(len(row), len(allowed))  # a model may have more rows than its tokenizer has tokens, or fewer
-            row[:n][~allowed[:n]] = -np.inf
+            penalty = self.matcher.penalty()
+            n = min(len(row), len(penalty))  # a model may have more rows than its tokenizer has tokens, or fewer
+            row[:n] += penalty[:n]
             row[n:] = -np.inf
         if (early or self.matcher is not None) and row.max() == -np.inf:
             raise ProcessorError("no token is left: min_tokens forbids the end, the form of the output all others")

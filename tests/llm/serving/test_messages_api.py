@@ -197,6 +197,7 @@ def test_l9_the_key_of_its_client_is_honoured() -> None:
         with client_of(toy, "wrong") as wrong, pytest.raises(anthropic.AuthenticationError):
             wrong.messages.create(**ASK)
         assert refused(toy, ASK)[:2] == (401, "authentication_error")
+        assert toy.post(PATH, ASK, **{"x-api-key": "secret"}).status == 200
 
 
 BROKEN = {"type": "json_schema", "schema": {"type": "nothing"}}

@@ -580,9 +580,18 @@ def test_l9_a_thought_is_reasoning_content() -> None:
         assert caller.chat.completions.create(**ask | {"messages": back}).choices[0].message.content == "Four."
         plain = caller.completions.create(model="toy", prompt="2+2?", max_tokens=200).choices[0].text
         assert plain == text  # a completion has no parts
-        form: Any = {"type": "json_object"}  # holds from the first token on
-        said = caller.chat.completions.create(**ask, response_format=form).choices[0].message
-        assert "reasoning_content" not in (said.model_extra or {})
+
+
+def test_l9_a_prompt_may_begin_the_thought_but_a_form_has_none(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert toy.model is not None
+    tokenizer = toy.model.generator.tokenizer
+    monkeypatch.setattr(tokenizer, "chat", lambda talk, most=None: tokenizer.encode("user: hi\nassistant: <think>\n"))
+    message = toy.chat("hi", max_tokens=5).json["choices"][0]["message"]
+    assert (message["content"], len(message["reasoning_content"])) == ("", 5)
+    form = {"structured_outputs": {"choice": ["yes", "no"]}}  # holds from the first token on
+    message = toy.chat("hi", **form).json["choices"][0]["message"]
+    assert message["content"] in ("yes", "no")
+    assert "reasoning_content" not in message
 
 
 def test_l9_a_call_that_is_demanded_comes(client: Any) -> None:

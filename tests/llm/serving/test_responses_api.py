@@ -204,6 +204,11 @@ def test_l9_what_a_response_cannot_be_asked_is_refused_by_name(toy: Toy, fields:
     assert error["message"].startswith((param, "the model"))
 
 
+def test_l9_items_beyond_bounds_are_not_decoded(toy: Toy) -> None:
+    items = [{"role": "user", "content": "x"}] * 30_000
+    assert toy.error(toy.post(PATH, ASK | {"input": items}))["message"] == "input: holds 30000, must hold 1 to 10000"
+
+
 def test_l9_a_model_that_fails_is_an_event_once_a_response_has_begun() -> None:
     runner = Model()
     with Toy(runner) as toy, client_of(toy) as caller:
