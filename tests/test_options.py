@@ -26,7 +26,7 @@ NEEDY = [option for option in OPTIONS if option.values[1].metadata["needs"] or o
 TEXTS = {"ramp": "5,100", "ramp_every": "2m", "slo": "p99=150ms", "guard": "p99=150ms", "cuda_graphs": "1,2", "at": "0"}
 TEXTS |= {"replicas": "auto", "fail": "0@1-2"}
 TEXTS |= {"think": "5", "max_tokens": "5", "step_ms": "1+1", "sweep": "4..8", "provider": "cuda"}
-TEXTS |= {"gr00t": "tcp://127.0.0.1:5555"}
+TEXTS |= {"cors": "http://localhost:3000", "gr00t": "tcp://127.0.0.1:5555"}
 TEXTS |= {"lerobot": "127.0.0.1:8080", "oip_grpc": "127.0.0.1:8001", "otel": "http://localhost:4318"}
 OFF = {"max_consecutive_crashes": 0, "policy": "greedy"}  # a value without the effect that others need
 
@@ -42,7 +42,8 @@ def another(kind: type[Any], field: Field[Any]) -> Any:
         return meta["high"]
     if meta["low"] is not None:
         return meta["high"] if field.default == meta["low"] else type(field.default)((meta["low"] + field.default) / 2)
-    return ("word",) if meta["repeat"] else TEXTS.get(field.name, "text")
+    text = TEXTS.get(field.name, "word" if meta["repeat"] else "text")
+    return (text,) if meta["repeat"] else text
 
 
 def company(kind: type[Any], name: str) -> dict[str, Any]:

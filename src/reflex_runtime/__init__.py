@@ -63,6 +63,7 @@ if TYPE_CHECKING:  # the same names as in _NAMES, for type checkers and editors
     from reflex_runtime.core.resources import UnitPool as UnitPool
     from reflex_runtime.core.scheduler import Scheduler as Scheduler
     from reflex_runtime.core.time_cost import TimeCost as TimeCost
+    from reflex_runtime.core.timed_tokens import TimedTokens as TimedTokens
     from reflex_runtime.drivers.audience import Audience as Audience
     from reflex_runtime.drivers.batch_processor import BatchConfig as BatchConfig
     from reflex_runtime.drivers.batch_processor import BatchEntry as BatchEntry
@@ -73,6 +74,9 @@ if TYPE_CHECKING:  # the same names as in _NAMES, for type checkers and editors
     from reflex_runtime.drivers.coordinator import BatchCoordinator as BatchCoordinator
     from reflex_runtime.drivers.coordinator import BatchHandle as BatchHandle
     from reflex_runtime.drivers.decorator import batched as batched
+    from reflex_runtime.drivers.follow_up import AnsweredFrame as AnsweredFrame
+    from reflex_runtime.drivers.follow_up import FollowUp as FollowUp
+    from reflex_runtime.drivers.follow_up import FrameParts as FrameParts
     from reflex_runtime.feeds.runtime import Runtime as Runtime
     from reflex_runtime.processors.base import BaseProcessor as BaseProcessor
     from reflex_runtime.processors.base import Processor as Processor
@@ -101,6 +105,7 @@ _NAMES = {
     "core.resources": "Resources UnitPool",
     "core.scheduler": "Scheduler",
     "core.time_cost": "TimeCost",
+    "core.timed_tokens": "TimedTokens",
     "drivers.audience": "Audience",
     "telemetry.batch_metrics": "BatchMetrics",
     "drivers.batch_processor": "BatchConfig BatchEntry BatchProcessor",
@@ -109,6 +114,7 @@ _NAMES = {
     "drivers.batcher": "Batcher",
     "drivers.coordinator": "BatchCoordinator BatchHandle",
     "drivers.decorator": "batched",
+    "drivers.follow_up": "AnsweredFrame FollowUp FrameParts",
     "feeds.runtime": "Runtime",
     "processors.base": "BaseProcessor Processor",
     "processors.function": "FunctionProcessor",

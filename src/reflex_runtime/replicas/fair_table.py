@@ -32,8 +32,8 @@ class FairTable:
         self._most = most
         self._values: dict[str, tuple[str, Caller]] = {}
         self._keys: dict[Caller, OrderedDict[str, None]] = {}  # oldest first
-        self._hosts = _Counts()
-        self._names: dict[str, _Counts] = {}  # by host
+        self._hosts = _EntryCounts()
+        self._names: dict[str, _EntryCounts] = {}  # by host
 
     def __len__(self) -> int:
         return len(self._values)
@@ -51,7 +51,7 @@ class FairTable:
         self._values[key] = value, caller
         self._keys.setdefault(caller, OrderedDict())[key] = None
         self._hosts.add(caller.host, 1)
-        self._names.setdefault(caller.host, _Counts()).add(caller.name, 1)
+        self._names.setdefault(caller.host, _EntryCounts()).add(caller.name, 1)
         if len(self._values) > self._most:
             host = self._hosts.largest()
             self.drop(next(iter(self._keys[Caller(host, self._names[host].largest())])))
@@ -72,7 +72,7 @@ class FairTable:
             del self._names[caller.host]
 
 
-class _Counts:
+class _EntryCounts:
     """How many each has, and who has most."""
 
     def __init__(self) -> None:
