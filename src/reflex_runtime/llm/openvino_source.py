@@ -31,7 +31,7 @@ log = logging.getLogger("reflex.llm")
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class GraphSource:
     """model: the graph. expected: the logits after the tokens of `probe` by the reference, or None where they are not
     known. checked: whether paging must be checked. kept: what the graph's weights lie in."""
 
@@ -42,7 +42,7 @@ class Source:
     kept: Any = None
 
 
-def source(core: Any, root: Path, weights: str, cache: GraphCache | None) -> Source:
+def source(core: Any, root: Path, weights: str, cache: GraphCache | None) -> GraphSource:
     """The graph of a directory. weights: "auto" leaves them, "int8" and "int4" round them.
 
     cache: None builds a graph each time (not for architectures that only PyTorch knows). ConfigError for a directory
@@ -62,7 +62,7 @@ def source(core: Any, root: Path, weights: str, cache: GraphCache | None) -> Sou
 
     key = "" if cache is None else cache.key(checkpoint.files, openvino_graph.VERSION)
     model = build() if cache is None else cache.graph(core, _kind(weights), key, build)
-    return Source(checkpoint.config, model, None, False, checkpoint)
+    return GraphSource(checkpoint.config, model, None, False, checkpoint)
 
 
 def traced(root: Path, cache: GraphCache) -> Path:
@@ -72,7 +72,7 @@ def traced(root: Path, cache: GraphCache) -> Path:
     return cache.export("traced", key, converter("reflex_runtime.llm.openvino_tracing", str(root)))
 
 
-def _export(core: Any, root: Path, weights: str, cache: GraphCache | None) -> Source:
+def _export(core: Any, root: Path, weights: str, cache: GraphCache | None) -> GraphSource:
     config = OpenVinoExport.open(root)
     if weights != "auto":
         files = [root / MODEL_FILE, (root / MODEL_FILE).with_suffix(".bin")]
@@ -81,10 +81,10 @@ def _export(core: Any, root: Path, weights: str, cache: GraphCache | None) -> So
             return _rounded(read_graph(root), weights)
 
         kept = None if cache is None else cache.graph(core, _kind(weights), cache.key(files), build)
-        return Source(config, build() if kept is None else kept, None, True)
+        return GraphSource(config, build() if kept is None else kept, None, True)
     probe = root / PROBE_FILE
     expected: npt.NDArray[np.float32] | None = np.load(probe, allow_pickle=False) if probe.is_file() else None
-    return Source(config, read_graph(root), expected, True)
+    return GraphSource(config, read_graph(root), expected, True)
 
 
 def _rounded(model: Any, weights: str) -> Any:

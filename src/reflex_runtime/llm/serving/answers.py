@@ -15,7 +15,7 @@ from reflex_runtime.core.errors import InFlightCapReached, QueueFull, ReflexErro
 from reflex_runtime.ipc.engine import Output
 from reflex_runtime.llm.reasoning import Thought
 from reflex_runtime.llm.serving.refusals import BadRequest, ModelNotFound
-from reflex_runtime.llm.serving.replies import Reply, Usage
+from reflex_runtime.llm.serving.replies import Answering, Usage
 from reflex_runtime.llm.serving.tool_fields import CalledFunction, CalledTool
 from reflex_runtime.llm.tools import ToolCall
 from reflex_runtime.web.errors import Unauthorized, api_error
@@ -120,7 +120,7 @@ class Body(msgspec.Struct):
 class Answer:
     """The answer to one request of /v1/completions, or of /v1/chat/completions (`chat`). See `Writer`."""
 
-    def __init__(self, reply: Reply, chat: bool) -> None:
+    def __init__(self, reply: Answering, chat: bool) -> None:
         self._reply, self._chat, self._token = reply, chat, reply.token
         asked, n = reply.asked, reply.choices
         self._logprobs, self._usage_last = asked.params.logprobs is not None, asked.include_usage

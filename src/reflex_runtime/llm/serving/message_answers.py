@@ -9,7 +9,7 @@ import msgspec
 from reflex_runtime.core.errors import ReflexError
 from reflex_runtime.llm.serving.answers import told
 from reflex_runtime.llm.serving.part_writer import Kind, PartWriter
-from reflex_runtime.llm.serving.replies import Reply
+from reflex_runtime.llm.serving.replies import Answering
 from reflex_runtime.llm.tools import ToolCall
 from reflex_runtime.web.form import JSON, ErrorForm, Refusal
 from reflex_runtime.web.json import encode
@@ -31,7 +31,7 @@ _DELTAS: Final = {"thought": ("thinking_delta", "thinking"), "text": ("text_delt
 class MessageAnswer(PartWriter):
     """The answer to one request. See `Writer`."""
 
-    def __init__(self, reply: Reply) -> None:
+    def __init__(self, reply: Answering) -> None:
         super().__init__(reply)
         self.id = f"msg_{reply.id}"
         self._content: list[dict[str, Any]] = []

@@ -30,7 +30,7 @@ from reflex_runtime.llm.serving.generation import Generator, merged
 from reflex_runtime.llm.serving.message_answers import MessageAnswer
 from reflex_runtime.llm.serving.openapi import document
 from reflex_runtime.llm.serving.refusals import BadRequest, ModelNotFound, too_deep
-from reflex_runtime.llm.serving.replies import Cached, Dialect, PartReader, Reply, Usage, Writer
+from reflex_runtime.llm.serving.replies import Answering, Cached, ModelApi, PartReader, Usage, Writer
 from reflex_runtime.llm.serving.response_answers import ResponseAnswer
 from reflex_runtime.llm.serving.served_model import Open, ServedModel
 from reflex_runtime.llm.serving.spans import GenerationSpans, asked_in, first_token
@@ -76,10 +76,10 @@ def _missing(path: str) -> str:
 
 
 DIALECTS: Final = (
-    Dialect(COMPLETIONS, wire.completion, partial(Answer, chat=False)),
-    Dialect(CHAT, wire.chat, partial(Answer, chat=True)),
-    Dialect(responses.PATH, responses.response, ResponseAnswer),
-    Dialect(messages.PATH, messages.message, MessageAnswer, message_answers.FORM),
+    ModelApi(COMPLETIONS, wire.completion, partial(Answer, chat=False)),
+    ModelApi(CHAT, wire.chat, partial(Answer, chat=True)),
+    ModelApi(responses.PATH, responses.response, ResponseAnswer),
+    ModelApi(messages.PATH, messages.message, MessageAnswer, message_answers.FORM),
 )
 
 
@@ -114,7 +114,7 @@ class OpenAI:
             cors=model.config.cors,
         )
 
-    def _generating(self, dialect: Dialect) -> Route:
+    def _generating(self, dialect: ModelApi) -> Route:
         def run(exchange: Exchange, body: bytes) -> None:
             self.app.spawn(exchange, self._generate(exchange, body, dialect))
 
@@ -219,7 +219,7 @@ class OpenAI:
     def _enter(self, exchange: Exchange) -> None:
         exchange.ask = self.model.generator
 
-    async def _generate(self, exchange: Exchange, body: bytes, dialect: Dialect) -> None:
+    async def _generate(self, exchange: Exchange, body: bytes, dialect: ModelApi) -> None:
         runtime: Generator[Any] = exchange.ask
         streams: list[OutputStream] = []
         exchange.on_left = partial(_take_back, streams)
@@ -232,7 +232,7 @@ class OpenAI:
             self.app.entered(exchange)
             usage, token = partial(_usage, streams, asked.n), runtime.tokenizer.token
             asked = queued.asked
-            reply = Reply(exchange.number, asked, len(streams), token, usage, queued.reader, queued.echoes)
+            reply = Answering(exchange.number, asked, len(streams), token, usage, queued.reader, queued.echoes)
             await self._answer(exchange, streams, dialect.write(reply), asked, bell, span)
         finally:
             _take_back(streams)
@@ -308,7 +308,7 @@ class OpenAI:
 
 
 class Queued(NamedTuple):
-    """A request whose choices are queued, without its texts. echoes, reader: see `Reply`."""
+    """A request whose choices are queued, without its texts. echoes, reader: see `Answering`."""
 
     asked: wire.CompletionRequest
     echoes: list[str]

@@ -10,7 +10,7 @@ from typing import Literal
 
 from reflex_runtime.ipc.engine import Output
 from reflex_runtime.llm.reasoning import Thought
-from reflex_runtime.llm.serving.replies import PartReader, Reply
+from reflex_runtime.llm.serving.replies import Answering, PartReader
 from reflex_runtime.llm.tools import ToolCall
 
 Kind = Literal["thought", "text"]
@@ -20,7 +20,7 @@ class PartWriter:
     """Reads the parts of an answer's outputs. A subclass makes events of them, and keeps what `whole` tells; without
     a stream its events are dropped."""
 
-    def __init__(self, reply: Reply) -> None:
+    def __init__(self, reply: Answering) -> None:
         self._reply = reply
         self._reader = PartReader() if reply.reader is None else reply.reader()
         self._finish: str | None = None

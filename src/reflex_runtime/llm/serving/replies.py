@@ -1,6 +1,6 @@
 """What every API's answers are made of: the parts that an output's text has, and the protocol of their writers.
 
-An API is a `Dialect`: it reads its bodies to a `CompletionRequest`, and writes the outputs as its clients know them.
+An API is a `ModelApi`: it reads its bodies to a `CompletionRequest`, and writes the outputs as its clients know them.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class PartReader:
 
 
 @dataclass(frozen=True, slots=True)
-class Reply:
+class Answering:
     """What the answer to one request is made from. id: of the request. choices: how many. token: a token id as text.
     usage: tokens so far. reader: makes one for each choice; None: its text is not looked into. echoes: texts with which
     the choices begin, one each."""
@@ -109,11 +109,11 @@ class Writer(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Dialect:
+class ModelApi:
     """One API. path: of its endpoint. read: a body, with the defaults of the model; raises BadRequest. write: makes the
     writer. form: of its errors."""
 
     path: str
     read: Callable[[bytes, SamplingDefaults], CompletionRequest]
-    write: Callable[[Reply], Writer]
+    write: Callable[[Answering], Writer]
     form: ErrorForm | None = None

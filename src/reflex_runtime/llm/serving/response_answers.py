@@ -8,7 +8,7 @@ from typing import Any, Final
 from reflex_runtime.core.errors import ReflexError
 from reflex_runtime.llm.serving.answers import told
 from reflex_runtime.llm.serving.part_writer import Kind, PartWriter
-from reflex_runtime.llm.serving.replies import Reply
+from reflex_runtime.llm.serving.replies import Answering
 from reflex_runtime.llm.tools import ToolCall
 from reflex_runtime.web.json import encode
 
@@ -18,7 +18,7 @@ _EVENTS: Final = {"thought": "response.reasoning_text", "text": "response.output
 class ResponseAnswer(PartWriter):
     """The answer to one request. See `Writer`."""
 
-    def __init__(self, reply: Reply) -> None:
+    def __init__(self, reply: Answering) -> None:
         super().__init__(reply)
         self.id = f"resp_{reply.id}"
         self._created = int(time.time())
