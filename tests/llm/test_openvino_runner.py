@@ -161,6 +161,20 @@ def test_half_precision_checkpoints_in_float32_are_exact(tmp_path: Path, dtype: 
 
 
 @pytest.mark.parametrize(
+    ("settings", "stored"), [({}, {"bf16"}), ({"weights": "int8"}, {"i8"}), ({"weights": "int4"}, {"i8", "i4"})]
+)
+def test_l8_matrices_have_as_few_bits_in_memory_as_in_the_file(
+    tmp_path: Path, settings: dict[str, Any], stored: set[str]
+) -> None:
+    """The tied embedding, too: OpenVINO would make a copy in float32 of what it cannot read as it is."""
+    path = random_model("llama", tmp_path, dtype="bfloat16", hidden_size=128, intermediate_size=192)
+    compiled = runner(path, **settings)._request.get_compiled_model().get_runtime_model()
+    kept = [node for node in compiled.get_ops() if node.get_rt_info()["layerType"].value == "Const"]
+    sizes = [(node.get_output_partial_shape(0).to_shape(), node.get_output_element_type(0)) for node in kept]
+    assert {kind.get_type_name() for shape, kind in sizes if np.prod(shape) >= 4096} == stored
+
+
+@pytest.mark.parametrize(
     ("settings", "bound"),
     [({"dtype": "bfloat16"}, BF16_BOUND), ({"weights": "int8"}, INT8_BOUND), ({"kv_dtype": "uint8"}, INT8_BOUND)],
 )
