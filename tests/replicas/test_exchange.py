@@ -88,9 +88,9 @@ def test_v13_x7_where_one_cannot_load_none_switches(server: Server, tmp_path: Pa
     reads = tmp_path / "reflex_config.json"
     os.mkfifo(reads)  # whoever loads it waits
     with in_background(lambda: admin(server, "load", slot="prod", path=str(tmp_path))) as loading:
-        until(lambda: admin(server, "load", slot="prod", path=str(tmp_path)).status == 409)
-        killed(server, 1)
-        with reads.open("w") as goes_on:
+        with reads.open("w") as goes_on:  # once one reads it
+            assert admin(server, "load", slot="prod", path=str(tmp_path)).status == 409
+            killed(server, 1)
             goes_on.write("{}")
         reads.unlink()
     assert loading[0].status == 409
