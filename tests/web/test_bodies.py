@@ -289,13 +289,13 @@ def test_b16_a_caller_that_leaves_while_its_body_is_decoded_is_never_asked_of_th
 
 def test_l9_a_large_body_of_a_model_is_decoded_beside_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     threads: list[str] = []
-    decode = openai.completion
+    decode = openai.decode
 
-    def seen(body: bytes, **more: Any) -> openai.CompletionRequest:
+    def seen(*given: Any) -> Any:
         threads.append(threading.current_thread().name.rpartition("_")[0])
-        return decode(body, **more)
+        return decode(*given)
 
-    monkeypatch.setattr(openai, "completion", seen)
+    monkeypatch.setattr(openai, "decode", seen)
     with Toy() as toy:
         assert toy.complete("a", max_tokens=1).status == 200
         assert toy.complete("x" * (LARGE + 1), max_tokens=1).status == 400
