@@ -166,7 +166,7 @@ def test_layers_may_differ_in_what_they_see(tmp_path: Path) -> None:
     kinds = {"use_sliding_window": True, "sliding_window": 7, "layer_types": ["full_attention", "sliding_attention"]}
     made = Reference(models.random_model("qwen2", tmp_path, **kinds))
     runner = TorchRunner(made.directory, num_blocks=BLOCKS, threads=1)
-    assert runner._config.windows == (None, 7)
+    assert runner._windows == (None, 7)
     made.check(greedy(runner, [Lane(given) for given in PROMPTS], COUNT, shuffled(BLOCKS), lambda: 20))
 
 
