@@ -253,7 +253,9 @@ def test_l9_those_that_follow_go_on_when_the_first_one_ends_early() -> None:
 def test_g1_a_request_of_another_process_is_queued_as_it_was_asked() -> None:
     async def main() -> None:
         async with Run() as it:
-            engine = WorkerEngine(cast(Any, SimpleNamespace(generator=it.runtime)), CollectorRegistry())
+            batcher = it.runtime.batcher
+            model = SimpleNamespace(generator=it.runtime, add_sink=batcher.add_sink, remove_sink=batcher.remove_sink)
+            engine = WorkerEngine(cast(Any, model), CollectorRegistry())
             asked = GenerateParams(
                 stream_id="s-1", prompt_token_ids=[1] * 40, max_tokens=3, priority="urgent", client="c",
                 request_id="r", timeout_ms=5000.0,
