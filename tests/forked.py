@@ -36,8 +36,10 @@ import reflex_runtime.web.serve
 import reflex_runtime.cli.feeds_output, reflex_runtime.feeds.spec
 import reflex_runtime.demo.markers, reflex_runtime.demo.shapes, reflex_runtime.drivers.coordinator
 import reflex_runtime.feeds.onnx, reflex_runtime.feeds.runtime, reflex_runtime.feeds.series
-import reflex_runtime.feeds.status, reflex_runtime.feeds.video
-import encodings.idna, shlex, PIL.ImageFile
+import reflex_runtime.feeds.status, reflex_runtime.feeds.video, reflex_runtime.feeds.fleet
+import reflex_runtime.feeds.fresh, reflex_runtime.feeds.replaceable
+import reflex_runtime.feeds.outputs.opening, reflex_runtime.feeds.stages.opening
+import encodings.idna, shlex, PIL.ImageFile, rich._emoji_codes
 import reflex_runtime.policies.models.onnx_models, reflex_runtime.policies.serving.app
 from reflex_runtime.cli import VERBS, build_parser
 for words in [[verb] for verb in VERBS] + [["serve", "scribe"]]:
