@@ -143,6 +143,12 @@ def test_x7_a_caller_that_begins_episodes_without_end_pushes_out_none_of_another
     assert all(table._runs.get(episode) == "r0" for episode in episodes)
 
 
+@pytest.mark.parametrize("client", [("::1", 5000, 0, 0), ("::1", 5000)])  # as a socket has it, and as an exchange does
+def test_x7_a_caller_over_ipv6_has_a_host_too(client: tuple[Any, ...]) -> None:
+    assert Caller.of(client, None) == Caller("::1", "5000")
+    assert Caller.of(client, "arm") == Caller("::1", "robot:arm")
+
+
 def test_x7_among_the_callers_of_one_host_the_one_with_most_loses_its_oldest() -> None:
     table, one, two = FairTable(5), Caller("h", "a"), Caller("h", "b")
     for key, caller in (("a1", one), ("b1", two), ("b2", two), ("b3", two), ("a2", one)):

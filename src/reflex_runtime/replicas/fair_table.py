@@ -18,8 +18,8 @@ class Caller(NamedTuple):
 
     @classmethod
     def of(cls, client: Hashable, robot: str | None) -> Caller:
-        """client: (address, port), or the name of a connection. robot: as it calls itself, if it does."""
-        host, name = client if isinstance(client, tuple) and len(client) == 2 else (NOBODY, client)
+        """client: (address, port, …), or the name of a connection. robot: as it calls itself, if it does."""
+        host, name = client[:2] if isinstance(client, tuple) and len(client) > 1 else (NOBODY, client)
         return cls(str(host), f"robot:{robot}" if robot else str(name))
 
 

@@ -75,6 +75,7 @@ class Replica:
         self._watching: dict[int, Callable[[bytes], None]] = {}
         self._number = 0
         self._quiet: QuietStart | None = None  # while it starts beside others
+        self._raise: asyncio.TimerHandle | None = None  # ends that, counted from when the process was started
 
     @property
     def live(self) -> bool:
@@ -142,25 +143,27 @@ class Replica:
             self._channel = HandoverChannel(ours, self._taken, self._takes_no_more)
             command = [*PROGRAM, str(theirs.fileno()), str(os.getpid())]
             link = await spawned(command, self.plan.env, (theirs.fileno(),))(handler)
+        self._no_longer_quiet()
         if self.client.restarts and link.process is not None:
             self._quiet = QuietStart(link.process.pid)
+            self._raise = asyncio.get_running_loop().call_later(LONGEST, self._no_longer_quiet)
         return link
 
     async def _prepare(self, client: RuntimeClient) -> None:
         serve = self._serve
-        limit = asyncio.get_running_loop().call_later(LONGEST, self._no_longer_quiet)
         try:
             await client.request(SERVE, serve)
         finally:
-            limit.cancel()
             self._no_longer_quiet()
         if self._serve is not serve:
             raise StartFailed(f"{self.name}: what it serves was changed while it started")
 
     def _no_longer_quiet(self) -> None:
+        if self._raise is not None:
+            self._raise.cancel()
         if self._quiet is not None:
             self._quiet.end()
-            self._quiet = None
+        self._quiet = self._raise = None
 
     def _state_changed(self, state: str) -> None:
         if state != "ready":
