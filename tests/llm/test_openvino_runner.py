@@ -7,7 +7,9 @@ their order counts as undecided. The models' logits spread over about ±5; diffe
 from __future__ import annotations
 
 import importlib
+import os
 import random
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +24,7 @@ from llm.models import KINDS, Oracle, random_model
 from llm.steps import Lane, greedy, prefill, shuffled, step
 from reflex_runtime.core.errors import ConfigError, ProcessorError
 from reflex_runtime.llm.checkpoint import Checkpoint
+from reflex_runtime.llm.openvino_cache import GraphCache
 from reflex_runtime.llm.openvino_runner import OpenVinoRunner
 
 openvino_graph: Any = importlib.import_module("reflex_runtime.llm.openvino_graph")
@@ -274,6 +277,47 @@ def test_a_graph_appears_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(Path, "rename", watched)
     np.testing.assert_array_equal(row_of(path), row)
     assert moved == [(False, ["openvino_model.bin", "openvino_model.xml"])]
+
+
+def test_weights_that_changed_without_their_size_and_time_are_not_mistaken(tmp_path: Path) -> None:
+    path = random_model("llama", tmp_path)
+    row, (file,) = row_of(path), path.glob("*.safetensors")
+    before = file.stat()
+    random_model("llama", tmp_path, seed=1)
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert file.stat().st_size == before.st_size
+    assert not np.array_equal(row_of(path), row)
+
+
+def test_what_a_killed_conversion_left_is_removed_and_others_may_read_what_is_kept(tmp_path: Path) -> None:
+    path = random_model("llama", tmp_path)
+    left = path / ".reflex" / "draft-old"
+    left.mkdir(parents=True, mode=0o700)
+    (left / "openvino_model.bin").write_bytes(b"half")
+    (path / ".reflex").chmod(0o755)
+    row_of(path)
+    (kept,) = graphs_in(path)
+    assert kept.name.startswith("openvino-plain-")
+    assert kept.stat().st_mode & 0o777 == 0o755
+
+
+def test_where_nothing_can_be_locked_a_graph_is_kept_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_locks(file: Any, operation: int) -> None:
+        raise OSError("No locks available")
+
+    monkeypatch.setattr("reflex_runtime.llm.openvino_cache.fcntl.flock", no_locks)
+    path = random_model("llama", tmp_path)
+    row_of(path)
+    assert len(graphs_in(path)) == 1
+
+
+def test_a_conversion_that_is_killed_says_what_to_do(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", "import os; print('a warning', flush=True); os.kill(os.getpid(), 9)"]
+    with pytest.raises(ConfigError, match=r"ended by signal 9, most often by too little memory.*--runner torch"):
+        GraphCache(tmp_path).export("traced", "key", command)
+    assert graphs_in(tmp_path) == []
 
 
 def test_several_may_convert_at_once(tmp_path: Path) -> None:

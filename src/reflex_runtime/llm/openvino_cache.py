@@ -9,13 +9,14 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import logging
+import os
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -26,6 +27,8 @@ from reflex_runtime.llm.model_config import CONFIG_FILE
 from reflex_runtime.llm.openvino_export import MODEL_FILE
 
 CACHE_DIR: Final = ".reflex"
+_DRAFT: Final = "draft-"
+_PLACES, _PIECE = 16, 4096  # of a weight file, that are compared: its time alone does not tell, where a build sets it
 log = logging.getLogger("reflex.llm")
 
 
@@ -58,10 +61,10 @@ class GraphCache:
         ConfigError with the last line that the command wrote, or where nothing can be kept.
         """
         place = self._place(kind, key)
-        if (place / MODEL_FILE).is_file():
+        if _there(place):
             return place
         with self._alone():
-            if not (place / MODEL_FILE).is_file():
+            if not _there(place):
                 started = time.perf_counter()
                 log.info("%s: converting to OpenVINO with PyTorch, once", self.root)
                 if not self._keep(place, kind, lambda draft: _run([*command, str(draft)])):
@@ -75,6 +78,10 @@ class GraphCache:
         for file in files:
             status = file.stat()
             digest.update(f"{file.name} {status.st_size} {status.st_mtime_ns}\n".encode())
+            with file.open("rb") as weights:
+                for place in range(_PLACES):
+                    weights.seek(place * max(0, status.st_size - _PIECE) // (_PLACES - 1))
+                    digest.update(weights.read(_PIECE))
         digest.update(" ".join(str(one) for one in (*made_by, version("openvino"))).encode())
         return digest.hexdigest()[:16]
 
@@ -89,24 +96,24 @@ class GraphCache:
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """No other process converts this model meanwhile; without a writable place, no promise."""
-        try:
-            self._folder().mkdir(parents=True, exist_ok=True)
-            lock = (self._folder() / ".lock").open("w")
-        except OSError:
-            yield
-            return
-        with lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        """No other process converts this model meanwhile; where nothing can be written or locked, no promise."""
+        with ExitStack() as held:
+            with suppress(OSError):
+                self._folder().mkdir(parents=True, exist_ok=True)
+                lock = held.enter_context((self._folder() / ".lock").open("w"))
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                for left in self._folder().glob(f"{_DRAFT}*"):  # of a process that was killed while it converted
+                    shutil.rmtree(left, ignore_errors=True)
             yield
 
     def _keep(self, place: Path, kind: str, write: Callable[[Path], None]) -> bool:
         """Write into a draft and move it to its place; older graphs of the kind go. Whether it is there."""
         try:
             place.parent.mkdir(parents=True, exist_ok=True)
-            draft = Path(tempfile.mkdtemp(prefix="draft-", dir=place.parent))
+            draft = Path(tempfile.mkdtemp(prefix=_DRAFT, dir=place.parent))
             try:
                 write(draft)
+                draft.chmod(place.parent.stat().st_mode & 0o777)  # others may serve from it as they may look there
                 for stale in place.parent.glob(f"openvino-{kind}-*"):
                     if stale != place:
                         shutil.rmtree(stale, ignore_errors=True)
@@ -114,16 +121,21 @@ class GraphCache:
             finally:
                 shutil.rmtree(draft, ignore_errors=True)
         except (OSError, RuntimeError) as error:
-            if not (place / MODEL_FILE).is_file():
+            if not _there(place):
                 why = "the converted graph cannot be kept, so each start converts it"
                 log.warning("%s: %s: %s; --cache-dir names another place", place, why, error)
                 return False
         return True
 
 
+def _there(place: Path) -> bool:
+    """Whether a graph is there and can be looked at."""
+    return os.path.isfile(place / MODEL_FILE)  # Path.is_file raises where it may not look
+
+
 def _read(core: Any, place: Path) -> Any:
     """The graph kept there, or None; one that cannot be read is removed."""
-    if not (place / MODEL_FILE).is_file():
+    if not _there(place):
         return None
     try:
         return core.read_model(place / MODEL_FILE)
@@ -149,6 +161,10 @@ def _run(command: list[str]) -> None:
                 log.info("%s", line.removeprefix("reflex: ").strip())
             elif line.strip():
                 last = line.strip()
+    if program.returncode < 0:  # what it wrote before says nothing of it
+        told = f"the conversion was ended by signal {-program.returncode}"
+        why = "most often by too little memory: it holds the weights in float32"
+        raise ConfigError(f"{told}, {why}; convert on a larger machine, or serve with --runner torch")
     if program.returncode:
         raise ConfigError(last or f"the conversion ended with status {program.returncode}")
 
