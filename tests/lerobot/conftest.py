@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
 import sys
 import tempfile
 from pathlib import Path
@@ -10,6 +12,7 @@ from pathlib import Path
 import pytest
 
 HUB = Path(tempfile.mkdtemp(prefix="tiny-hub-"))
+atexit.register(shutil.rmtree, HUB, ignore_errors=True)
 os.environ["HF_HUB_CACHE"], os.environ["HF_HUB_OFFLINE"] = str(HUB), "1"  # before anything imports huggingface_hub
 sys.path.insert(0, str(Path(__file__).parent / "tiny"))
 
