@@ -14,6 +14,7 @@ from drivers.helpers import PATIENCE
 from reflex_runtime.core.batch import Done, Failed
 from reflex_runtime.core.errors import Cancelled, ConfigError, Expired, ProcessorError, WaitTimeout
 from reflex_runtime.drivers.batch_processor import BatchConfig, BatchEntry
+from reflex_runtime.drivers.follow_up import Join
 
 
 @pytest.fixture(autouse=True)
@@ -28,11 +29,11 @@ class Letters:
         self.processor = processor
         self.config = BatchConfig(**{"max_batch_size": 16, "max_latency": 0.0, "max_in_flight_per_feed": 0} | config)
 
-    def parts(self, frame: Any, value: Any) -> Sequence[Any]:
-        return list(value)
+    def parts(self, frame: Any, value: Any) -> tuple[Sequence[Any], Join]:
+        def join(answers: Sequence[Done | Failed]) -> Any:
+            return frame, [a.value if isinstance(a, Done) else type(a.error).__name__ for a in answers]
 
-    def joined(self, frame: Any, value: Any, answers: Sequence[Done | Failed]) -> Any:
-        return frame, [a.value if isinstance(a, Done) else type(a.error).__name__ for a in answers]
+        return list(value), join
 
 
 def frames(entries: Sequence[BatchEntry]) -> list[Any]:

@@ -39,7 +39,7 @@ def test_i18_boxes_of_all_feeds_are_classified_and_each_frame_has_its_own(tmp_pa
     colours = {"a": RED, "b": BLUE, "c": (0, 0, 0)}
     lines = JsonLines(tmp_path / "lines.jsonl")
     with Runtime() as runtime:
-        then = crops(tmp_path, labels=lambda: detector.labels)
+        then = crops(tmp_path, labels=detector.labels)
         point = runtime.coordinator(detector, BatchConfig(max_batch_size=4, max_latency=0.0), then=then)
         for name, camera in cameras.items():
             picture = lit((8, 8, 40, 40), colours[name], SIZE)
@@ -60,10 +60,12 @@ def test_i18_boxes_of_all_feeds_are_classified_and_each_frame_has_its_own(tmp_pa
 def test_i18_a_new_detector_must_have_the_classes_that_the_second_model_is_asked_about(tmp_path: Path) -> None:
     detector = ReplaceableDetector(OnnxFrames(bright_graph(tmp_path / "first.onnx", "raw", SIZE)), ["red", "2"])
     detector.on_start()
-    assert detector.labels == {"red", "blue"}
+    before = {"model": detector.current.name}
+    assert detector.labels(before) == {"red", "blue"}
     names = {"names": "{0: 'red', 1: 'green', 2: 'violet'}"}
     detector.replace(OnnxFrames(bright_graph(tmp_path / "violet.onnx", "rows", SIZE, metadata=names)))
-    assert detector.labels == {"red", "violet"}
+    assert detector.labels({"model": detector.current.name}) == {"red", "violet"}
+    assert detector.labels(before) == {"red", "blue"}  # a batch of the one before may still run
     names = {"names": "{0: 'rot', 1: 'green', 2: 'blue'}"}
     with pytest.raises(ConfigError, match="needed classes=red: the graph has 3 classes"):
         detector.replace(OnnxFrames(bright_graph(tmp_path / "other.onnx", "raw", SIZE, metadata=names)))
@@ -109,12 +111,15 @@ FOUND = {
 def test_i18_the_best_boxes_of_the_wanted_classes_are_cut_out_within_the_frame(tmp_path: Path) -> None:
     image = np.arange(48 * 64 * 3, dtype=np.uint8).reshape(48, 64, 3)
     every = crops(tmp_path)
-    assert [part.shape for part in every.parts(image, FOUND)] == [(46, 6, 3), (12, 12, 3), (4, 4, 3)]  # one is outside
-    cars = crops(tmp_path, labels=lambda: {"car"}, most=1)
-    (part,) = cars.parts(image, FOUND)
+    parts, _ = every.parts(image, FOUND)
+    assert [part.shape for part in parts] == [(46, 6, 3), (12, 12, 3), (4, 4, 3)]  # one is outside
+    wanted = {"car"}
+    cars = crops(tmp_path, labels=lambda value: wanted, most=1)
+    (part,), join = cars.parts(image, FOUND)
     assert (part == image[8:20, 8:20]).all()
     answer = Done({"labels": ["van"], "text": "van 0.80"})
-    assert cars.joined(image, FOUND, [answer]) == {
+    wanted.add("person")  # by another detector: the answer is still of the box that was asked about
+    assert join([answer]) == {
         **FOUND,
         "then": [{"box": 0, "missing": "too_many"}, {"box": 2, "labels": ["van"], "text": "van 0.80"}],
     }
@@ -123,16 +128,17 @@ def test_i18_the_best_boxes_of_the_wanted_classes_are_cut_out_within_the_frame(t
 @pytest.mark.parametrize("value", [None, [1, 2], {"text": "x"}, {"boxes": []}, {"boxes": np.zeros((0, 4))}])
 def test_i18_what_has_no_boxes_has_no_parts(tmp_path: Path, value: Any) -> None:
     then = crops(tmp_path)
-    assert then.parts(np.zeros((8, 8, 3), np.uint8), value) == []
-    joined = then.joined(np.zeros((8, 8, 3), np.uint8), value, [])
+    parts, join = then.parts(np.zeros((8, 8, 3), np.uint8), value)
+    assert parts == []
+    joined = join([])
     assert joined["then"] == [] if isinstance(value, dict) else joined is value
 
 
 def test_i18_a_box_without_an_answer_says_why(tmp_path: Path) -> None:
     image = np.zeros((48, 64, 3), np.uint8)
-    answers = [Failed(Expired()), Failed(ProcessorError("x")), Done(3)]
-    told = crops(tmp_path).joined(image, FOUND, answers)["then"]
-    assert told == [
+    answers = [Failed(Expired()), Failed(ProcessorError("x")), Done({"value": 3, "box": [1, 2, 3, 4]})]
+    _, join = crops(tmp_path).parts(image, FOUND)
+    assert join(answers)["then"] == [
         {"box": 0, "value": 3}, {"box": 1, "missing": "deadline_exceeded"}, {"box": 2, "missing": "processor_failed"},
     ]  # fmt: skip
 

@@ -464,9 +464,18 @@ def test_f14_add_files_is_the_folder_of_files_that_may_be_added_while_it_runs(tm
         assert feeds.wait() == 0  # every file that there was has ended
 
 
-def post(feeds: Feeds, path: str, /, **fields: str) -> int:
+def test_f14_a_run_ends_when_what_is_left_has_ended_after_a_feed_was_removed(tmp_path: Path) -> None:
+    shutil.copy(clip(3), tmp_path / "door.mp4")
+    run = ("door=door.mp4", "yard=markers:feed=1,fps=10", "--port", "0", "--api-key", "k")
+    with Feeds(*SIZES, *run, cwd=scratch(tmp_path)) as feeds:
+        feeds.wait_log("door: came to its end")
+        assert post(feeds, "/feeds/yard", "DELETE") == 200
+        assert feeds.wait() == 0
+
+
+def post(feeds: Feeds, path: str, method: str = "POST", /, **fields: str) -> int:
     with closing(HTTPConnection("127.0.0.1", feeds.port, timeout=PATIENCE)) as connection:
-        connection.request("POST", path, json.dumps(fields), {"X-Reflex-Key": "k"})
+        connection.request(method, path, json.dumps(fields), {"X-Reflex-Key": "k"})
         return connection.getresponse().status
 
 

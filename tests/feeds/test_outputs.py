@@ -246,6 +246,7 @@ def test_f14_a_topic_may_have_any_characters_and_a_result_that_no_broker_takes_i
     output = MqttPublisher(mqtt_address(f"mqtt://cam:s3cr%3Aet@127.0.0.1:{broker.port}/h%C3%B6f%201"), qos=2)
     with Subscriber(broker.port, "höf 1", USER) as told:
         output.take(Result(frame(0), "a", "x" * 1_000_001, 0.01))
+        output.take(Result(frame(2), "a", Unwritable(), 0.01))
         output.take(Result(frame(1), "a", "half \ud800", 0.01))
         output.start()
         output.signal(PATIENCE)
@@ -253,8 +254,13 @@ def test_f14_a_topic_may_have_any_characters_and_a_result_that_no_broker_takes_i
         heard = [told.get() for _ in range(3)]  # a message of QoS 2 may come after the status
     (topic, text, qos), *_ = sorted(heard)
     assert (topic, json.loads(text)["sequence"], qos) == ("höf 1/feeds/a", 1, 2)
-    assert (output.snapshot().sent, output.snapshot().drops["refused"]) == (1, 1)
+    assert (output.snapshot().sent, output.snapshot().drops["refused"]) == (1, 2)
     assert "a result of a has 1000" in caplog.text
+
+
+class Unwritable:
+    def __str__(self) -> str:
+        raise ValueError("has no text")
 
 
 # -- webhooks ----------------------------------------------------------------------------------------------------------
@@ -289,6 +295,20 @@ def test_f14_a_request_has_no_further_result_after_a_megabyte() -> None:
         output.signal(PATIENCE)
         assert output.join()
     assert [[line["sequence"] for line in body] for body in receiver.bodies] == [[0, 1, 2], [3]]
+    assert balanced(output)
+
+
+def test_f14_a_result_that_cannot_be_written_costs_itself_alone(caplog: pytest.LogCaptureFixture) -> None:
+    with Receiver() as receiver:
+        output = Webhook(webhook_address(receiver.url))
+        for number in range(4):
+            output.take(Result(frame(number), "a", Unwritable() if number in (0, 2) else number, 0.01))
+        output.start()
+        output.signal(PATIENCE)
+        assert output.join()
+    assert [[line["sequence"] for line in body] for body in receiver.bodies] == [[1, 3]]
+    assert (output.snapshot().sent, output.snapshot().drops["refused"]) == (2, 2)
+    assert "a result of a cannot be written as JSON: ValueError: has no text" in caplog.text
     assert balanced(output)
 
 

@@ -48,6 +48,14 @@ class Point:
     y: Any
 
 
+class Uncopied:
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise TypeError("such as a lock")
+
+    def __str__(self) -> str:
+        return "uncopied"
+
+
 @pytest.mark.parametrize(
     ("value", "safe"),
     [
@@ -66,6 +74,7 @@ class Point:
         ({1: (2, {"x": np.array([3])})}, {"1": [2, {"x": [3]}]}),
         (Colour.RED, 1),
         (Point(1.0, np.array([2.0])), {"x": 1.0, "y": [2.0]}),
+        (Point(1.0, Uncopied()), {"x": 1.0, "y": "uncopied"}),
         (1 + 2j, "(1+2j)"),
         (b"x", "b'x'"),
     ],

@@ -253,7 +253,7 @@ class _Session:
         self._results = self._lines()
         detector = self._processor if isinstance(self._processor, ReplaceableDetector) else None
         sinks = partial(self._sinks_of, pictures)
-        return FeedFleet(self._runtime, coordinator, detector, self._config, sinks, _onnx, _schemes())
+        return FeedFleet(self._runtime, coordinator, detector, self._config, sinks, _onnx, _schemes(), self._look)
 
     def _sinks_of(self, pictures: FeedPictures | None, spec: FeedSpec) -> list[Callable[[Any], None]]:
         from reflex_runtime.cli.feeds_output import annotated
@@ -485,10 +485,10 @@ def _then(config: FeedsConfig, detector: BatchProcessor, frames: int) -> SecondM
         max_in_flight_per_feed=0,
     )
 
-    def labels() -> Collection[Any] | None:
+    def labels(value: Any) -> Collection[Any] | None:
         if not config.then_classes:
             return None
-        return detector.labels if isinstance(detector, ReplaceableDetector) else config.then_classes
+        return detector.labels(value) if isinstance(detector, ReplaceableDetector) else config.then_classes
 
     plain = replace(config, size="", resize="auto", names="", score=None, iou=None, classes=(), max_detections=0)
     model = _onnx(replace(plain, onnx=config.then), "--then", "then")

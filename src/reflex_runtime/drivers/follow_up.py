@@ -21,9 +21,11 @@ from reflex_runtime.drivers.device import Clock
 
 log = logging.getLogger("reflex.coordinator")
 
+Join = Callable[[Sequence[Done | Failed]], Any]
+
 
 class FollowUp(Protocol):
-    """What a coordinator asks a second processor. parts and joined are called on its threads and must be quick.
+    """What a coordinator asks a second processor. `parts` is called on its threads and must be quick.
 
     processor: the second one, run on the same thread as the first. config: of its batches.
     """
@@ -31,11 +33,12 @@ class FollowUp(Protocol):
     processor: BatchProcessor
     config: BatchConfig
 
-    def parts(self, frame: Any, value: Any) -> Sequence[Any]:
-        """What the second processor is asked about a frame. value: what the first one answered."""
+    def parts(self, frame: Any, value: Any) -> tuple[Sequence[Any], Join]:
+        """What the second processor is asked about a frame, and what makes the frame's result of the answers.
 
-    def joined(self, frame: Any, value: Any, answers: Sequence[Done | Failed]) -> Any:
-        """The frame's result. answers: of its parts, in order; a `Failed` says why one has none."""
+        value: what the first one answered. The join gets an answer for each part, in order; a `Failed` says why one has
+        none. It is as quick, and knows which parts were asked: what decides on them may have changed meanwhile.
+        """
 
 
 class AnsweredFrame(Protocol):
@@ -66,7 +69,7 @@ class FrameParts:
         self.outcome: Done | Failed | None = None
         self.open: list[Ticket] = []  # of the frame, then of its parts
         self._follow, self._admit, self._settled, self._clock = follow, admit, settled, clock
-        self._value: Any = None
+        self._join: Join = tuple
         self._answers: list[Done | Failed] = []
         self._left = 0  # parts without an answer
         self._gone = False
@@ -83,11 +86,10 @@ class FrameParts:
             self._end(outcome)
             return
         try:
-            parts = self._follow.parts(self.request.payload[1], outcome.value)
+            parts, self._join = self._follow.parts(self.request.payload[1], outcome.value)
         except Exception as error:
             self._end(self._fault("parts", error))
             return
-        self._value = outcome.value
         self._left = len(parts) + 1  # one for this loop: the last part may be refused in it
         self._answers = [Failed(Expired())] * len(parts)
         for number, part in enumerate(parts):
@@ -121,9 +123,9 @@ class FrameParts:
         if self._left:
             return
         try:
-            self._end(Done(self._follow.joined(self.request.payload[1], self._value, self._answers)))
+            self._end(Done(self._join(self._answers)))
         except Exception as error:
-            self._end(self._fault("joined", error))
+            self._end(self._fault("join", error))
 
     def _fault(self, step: str, error: Exception) -> Failed:
         log.exception("%s: %s failed", type(self._follow).__name__, step)
@@ -131,7 +133,7 @@ class FrameParts:
 
     def _end(self, outcome: Any) -> None:
         settled, self._settled = self._settled, _ignore  # it holds the caller, and the caller this
-        self.open, self._answers = [], []
+        self.open, self._answers, self._join = [], [], tuple
         self.outcome = outcome
         settled(self)
 

@@ -249,8 +249,7 @@ class Feed:
     def _silent(self) -> bool:
         """Whether an open source sends nothing: pictures that are not taken are something, too."""
         after = self.config.frozen_after or 0.0
-        taken_rarely = self.config.every > 1 or self.config.fps > 0.0
-        lately = taken_rarely and self._clock() - self._capture.latest < after
+        lately = not self._taking.all and self._clock() - self._capture.latest < after
         return self._capture.state == "running" and not lately
 
     def _counts(self, kind: str) -> dict[str, Any]:

@@ -31,7 +31,7 @@ class FeedFleet:
     """Makes feeds of their specs. Every method may be called on any thread; changes happen one after another.
 
     detector: None where the processor is one of the user's, which has no limits and is not replaced. sinks: makes those
-    of a feed. made: a detector of the settings with --onnx in them. schemes: see `source_of`. changed: called after a
+    of a feed. made: a detector of the settings with --onnx in them. schemes: see `source_of`. removed: called after a
     feed was removed.
     Raises ConfigError for what cannot be done; `details["field"]` names the field of the request.
     """
@@ -45,9 +45,11 @@ class FeedFleet:
         sinks: Callable[[FeedSpec], Sequence[Sink]],
         made: Callable[[FeedsConfig], OnnxFrames],
         schemes: Mapping[str, SourceMaker],
+        removed: Callable[[], None] = lambda: None,
     ) -> None:
         self._runtime, self._coordinator, self._detector = runtime, coordinator, detector
         self._config, self._sinks, self._made, self._schemes = config, sinks, made, schemes
+        self._removed = removed
         self._specs: dict[str, FeedSpec] = {}
         self._turn = threading.Lock()
 
@@ -92,6 +94,7 @@ class FeedFleet:
             del self._specs[name]
             ended = self._runtime.remove(name)
             self._forget(name)
+        self._removed()
         return {"name": name, "ended": ended}
 
     def replace(self, path: str, own: Mapping[str, Any]) -> DetectorVersion:

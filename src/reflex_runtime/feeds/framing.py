@@ -39,6 +39,11 @@ class Taking:
         self._every, self._period = every, 1.0 / fps if fps else 0.0
         self._due = 0.0
 
+    @property
+    def all(self) -> bool:
+        """Whether every picture is taken."""
+        return self._every == 1 and not self._period
+
     def takes(self, pts: float | None, now: float) -> bool:
         """Whether the next picture is taken."""
         self._count += 1

@@ -68,7 +68,7 @@ def _is_elsewhere(text: str) -> bool:
 
 
 def _check_file(source: str, files: str) -> None:
-    shown = f"source={one_line(source)}"
+    shown = f"source={one_line(without_secrets(source))}"
     if "://" in source:
         raise ConfigError(f"{shown}: must start with {', '.join(f'{name}://' for name in NETWORK)}", field="source")
     if not files:

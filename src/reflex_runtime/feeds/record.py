@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
 from math import isfinite
 from typing import Any
@@ -73,5 +73,5 @@ def json_safe(value: Any) -> Any:
     if isinstance(value, (list, tuple, set, frozenset)):
         return [json_safe(item) for item in value]
     if is_dataclass(value) and not isinstance(value, type):
-        return json_safe(asdict(value))
+        return json_safe({each.name: getattr(value, each.name) for each in fields(value)})  # asdict would copy it
     return str(value)

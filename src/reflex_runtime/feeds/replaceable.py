@@ -45,7 +45,7 @@ class ReplaceableDetector:
         """needed: classes that every version must have."""
         self.id = first.id
         self._needed = tuple(needed)
-        self._labels: frozenset[Any] = frozenset()
+        self._labels: dict[str, frozenset[Any]] = {}  # that are needed, by version: this one and those before
         self.limits: dict[str, FrameLimits] = {}  # by feed, of every version
         first.limits = self.limits
         self._current = DetectorVersion(first, "")
@@ -58,10 +58,9 @@ class ReplaceableDetector:
         """The version that runs the next batch."""
         return self._current
 
-    @property
-    def labels(self) -> frozenset[Any]:
-        """The classes that are needed, as results have them."""
-        return self._labels
+    def labels(self, result: Mapping[str, Any]) -> frozenset[Any]:
+        """The classes that are needed, as a result of this or an earlier version has them."""
+        return self._labels.get(result.get("model", ""), frozenset())
 
     @property
     def batch_size(self) -> int | None:
@@ -74,8 +73,9 @@ class ReplaceableDetector:
 
     def on_start(self) -> None:
         self._current.detector.on_start()
-        self._labels = self._labels_in(self._current.detector)
-        self._current = DetectorVersion(self._current.detector, version_of(self._current.path))
+        version = DetectorVersion(self._current.detector, version_of(self._current.path))
+        self._labels[version.name] = self._labels_in(version.detector)
+        self._current = version
 
     def process(self, entries: Sequence[BatchEntry]) -> list[Any]:
         version = self._current  # read once: it may change meanwhile
@@ -111,7 +111,9 @@ class ReplaceableDetector:
             for feed, wanted in list(self.limits.items()):
                 self._check_feed(made, feed, wanted)
             self._try(made)
-            self._current, self._labels = version, labels
+            self._labels = {name: known for name, known in self._labels.items() if name == self._current.name}
+            self._labels[version.name] = labels  # results of the one before are still on their way
+            self._current = version
         return version
 
     def _labels_in(self, made: OnnxFrames) -> frozenset[Any]:

@@ -177,8 +177,9 @@ def set_in(config: FeedsConfig, own: Mapping[str, Any], known: Sequence[str], wh
 
 
 def _spec(name: str, source: str, config: FeedsConfig, own: Any, where: str) -> FeedSpec:
-    if not re.fullmatch(r"[\w.-]{1,64}", name):
-        raise ConfigError(f"{where}: the name must be 1 to 64 letters, digits, '.', '-' or '_'")
+    if not re.fullmatch(r"(?!\.\.?$)[\w.-]{1,64}", name):  # . and .. would be other folders of --crops
+        words = "the name must be 1 to 64 letters, digits, '.', '-' or '_', and neither . nor .."
+        raise ConfigError(f"{where}: {words}", field="name")
     if config.roi:
         try:
             Region.of(config.roi)

@@ -85,7 +85,9 @@ class MqttPublisher(ResultOutput[ResultRecord]):
 
     def _publish(self, record: ResultRecord) -> None:
         """Hand a message to the client. The lock is not held: the client calls back with locks of its own."""
-        text = record.as_json().encode("utf-8", "replace")
+        text = self._line(record)
+        if text is None:
+            return
         if len(text) > MOST_BYTES:
             self.box.drop("refused")
             self._unsuited(f"a result of {record.feed} has {len(text)} bytes, a message at most {MOST_BYTES}")

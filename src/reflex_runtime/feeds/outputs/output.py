@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Final, Generic
 
 from reflex_runtime.feeds.outputs.outbox import Item, Outbox, OutputSnapshot
 from reflex_runtime.feeds.pipeline import Result
+from reflex_runtime.feeds.record import ResultRecord
 from reflex_runtime.feeds.words import in_one_line
 from reflex_runtime.pacing import Throttle
 
@@ -88,6 +89,15 @@ class ResultOutput(Generic[Item]):
         self._state = "away"
         self._retries += again
         self._unsuited(why, again)
+
+    def _line(self, record: ResultRecord) -> bytes | None:
+        """One line, without its end, of a result in hand; None if it cannot be written: it alone is refused."""
+        try:
+            return record.as_json().encode("utf-8", "replace")
+        except Exception as error:  # of the value's own class
+            self.box.drop("refused")
+            self._unsuited(f"a result of {record.feed} cannot be written as JSON: {type(error).__name__}: {error}")
+            return None
 
     def _unsuited(self, why: object, again: bool = False) -> None:
         """A result cannot be sent, though the receiver is there; the log says it seldom."""

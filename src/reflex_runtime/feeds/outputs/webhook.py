@@ -84,11 +84,12 @@ class Webhook(ResultOutput[ResultRecord]):
         self._close()
 
     def _send(self, records: Sequence[ResultRecord]) -> None:
-        body, count = _body(records)
-        self.box.back(records[count:])
-        records = records[:count]
+        lines, records = self._lines(records)
+        count = len(lines)
+        if not count:
+            return
         try:
-            self._post(body)
+            self._post(b"".join(lines))
         except _Refused as error:
             self._failures = 0
             self._unwell(error, again=False)
@@ -99,6 +100,21 @@ class Webhook(ResultOutput[ResultRecord]):
             self._failures = 0
             self.box.sent(count)
             self._well()
+
+    def _lines(self, records: Sequence[ResultRecord]) -> tuple[list[bytes], list[ResultRecord]]:
+        """The lines of as many results as a request may have, and these results; the others wait again."""
+        lines: list[bytes] = []
+        kept: list[ResultRecord] = []
+        size = 0
+        for number, record in enumerate(records):
+            if size >= GROUP_BYTES:
+                self.box.back(records[number:])
+                break
+            if (line := self._line(record)) is not None:
+                lines.append(line + b"\n")
+                kept.append(record)
+                size += len(lines[-1])
+        return lines, kept
 
     def _again(self, records: Sequence[ResultRecord], error: _Away) -> None:
         """Put a group back and wait, or give it up."""
@@ -157,18 +173,6 @@ class Webhook(ResultOutput[ResultRecord]):
         if connection is not None and connection.sock is not None:
             with suppress(OSError):
                 connection.sock.shutdown(socket.SHUT_RDWR)
-
-
-def _body(records: Sequence[ResultRecord]) -> tuple[bytes, int]:
-    """The lines of as many results as a request may have, at least one, and how many those are."""
-    lines: list[bytes] = []
-    size = 0
-    for record in records:
-        lines.append(record.as_json().encode("utf-8", "replace") + b"\n")
-        size += len(lines[-1])
-        if size >= GROUP_BYTES:
-            break
-    return b"".join(lines), len(lines)
 
 
 def _seconds(retry_after: str | None) -> float:
