@@ -17,6 +17,7 @@ from reflex_runtime.cluster.together import (
     changes,
     concerns_all,
     together,
+    unsure,
     why_not,
 )
 from reflex_runtime.telemetry.live import LiveBatch, LiveSnapshot
@@ -93,6 +94,15 @@ def test_x7_a_change_is_done_by_all_or_says_who_has_not() -> None:
     assert body["message"] == "r1 refused what 1 others have done; ask again, which is safe: it ends"
 
 
+def test_x7_a_change_that_one_has_not_answered_is_not_called_done() -> None:
+    done, wrong = answer("r0", 200, {"split": 20}), answer("r0", 401, {"error": "unauthorized"})
+    split = request("/admin/split", "POST")
+    told = unsure(split, [done, None, done])
+    assert told == "1 of 3 replicas did not answer within 5 s and may not have done it; ask again, which is safe"
+    sure = [(split, [done, done]), (split, [wrong, None]), (split, [None]), (request("/metrics"), [done, None])]
+    assert [unsure(asked, found) for asked, found in sure] == [""] * 4
+
+
 class Several:
     """Stands for all replicas; shown: their snapshots, by name, as of the next question."""
 
@@ -100,8 +110,8 @@ class Several:
         self.shown: dict[str, LiveSnapshot] = {}
 
     async def call(self, method: str, *arguments: Any) -> list[Any]:
-        assert (method, arguments) == ("live", ())
-        return [(name, msgspec.msgpack.encode(snapshot)) for name, snapshot in self.shown.items()]
+        assert (method, arguments) == ("live", ("r1",))
+        return [*((name, msgspec.msgpack.encode(snapshot)) for name, snapshot in self.shown.items()), None]
 
 
 def snapshot(at: float, queued: int) -> LiveSnapshot:
@@ -116,7 +126,7 @@ def test_x7_the_page_has_the_queues_and_processes_of_all_replicas(monkeypatch: p
     async def check() -> None:
         peers = Several()
         peers.shown = {"r0": snapshot(99.9, 1), "r1": snapshot(5000.0, 2)}  # the clock of another machine
-        live = RayLive(peers)
+        live = RayLive(peers, "r1")
         live.snapshot(100.0, {})
         await asyncio.gather(*(asyncio.all_tasks() - {asyncio.current_task()}))  # type: ignore[arg-type]
         found = live.snapshot(100.0, {"product": "policies"})

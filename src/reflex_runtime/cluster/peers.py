@@ -31,4 +31,8 @@ class RayPeers:
             await asyncio.wait(asked, timeout=WITHIN)
         for one in asked:
             one.cancel()
-        return [one.result() for one in asked if one.done() and not one.cancelled() and one.exception() is None]
+        return [one.result() if _well(one) else None for one in asked]
+
+
+def _well(asked: asyncio.Future[Any]) -> bool:
+    return asked.done() and not asked.cancelled() and asked.exception() is None

@@ -24,6 +24,7 @@ from reflex_runtime.cluster.together import (
     changes,
     concerns_all,
     together,
+    unsure,
     why_not,
 )
 from reflex_runtime.core.errors import ReflexError
@@ -34,7 +35,7 @@ from reflex_runtime.telemetry.asked_live import AskedLive
 from reflex_runtime.web import asgi
 from reflex_runtime.web.app import App
 from reflex_runtime.web.dashboard import dashboard_routes
-from reflex_runtime.web.errors import Conflict
+from reflex_runtime.web.errors import Conflict, NotReady
 from reflex_runtime.web.exchange import OPERATOR_BODY
 from reflex_runtime.web.form import PLAIN
 from reflex_runtime.web.serve import Make, close_connections, drain
@@ -89,7 +90,7 @@ class RayReplica:
         app, host = make(self._lose, None)
         assert isinstance(host, PolicyRuntime)
         app.form = replace(app.form, keeps_id=True)  # that of the front, so that every part has the same one
-        watchers = watchers_of(host, lambda _: RayLive(self._peers))
+        watchers = watchers_of(host, lambda _: RayLive(self._peers, _name()))
         app.routes |= {route.path: route for route in dashboard_routes(watchers)}
         self._live = asked_live(host)
         self._app, self._runtime = app, host
@@ -154,7 +155,11 @@ class RayReplica:
             scope["method"], scope["path"], scope.get("query_string", b""), headers,
             None if client is None else (client[0], client[1]), body, time.time(),
         )  # fmt: skip
-        answers = await self._peers.call("asked", request) or [await self.asked(request)]
+        found = await self._peers.call("asked", request)
+        if why := unsure(request, found):
+            await _refuse(NotReady(why, retry_after=1.0), scope, send)
+            return
+        answers = [one for one in found if one is not None] or [await self.asked(request)]
         told = await in_thread(lambda: together(request, sorted(answers)))  # pages are long; robots wait for the loop
         head = [(b"content-type", told.content_type), (b"content-length", b"%d" % len(told.body)), *_id_of(scope)]
         if told.status == 503:
@@ -186,10 +191,10 @@ class RayReplica:
             self._changes[request.path] = request
         return PeerAnswer(_name(), status, kind, b"".join(message.get("body", b"") for message in sent[1:]))
 
-    async def live(self) -> tuple[str, bytes]:
-        """The name of this replica, and its snapshot for those who watch."""
+    async def live(self, asker: str) -> tuple[str, bytes]:
+        """The name of this replica, and its snapshot for those who watch the replica that asks."""
         assert self._live is not None
-        return _name(), msgspec.msgpack.encode(self._live.snapshot())
+        return _name(), msgspec.msgpack.encode(self._live.snapshot(asker))
 
     async def changed(self) -> list[PeerRequest]:
         """The changes that hold here, for a replica that has begun since."""
@@ -197,7 +202,7 @@ class RayReplica:
 
     async def _catch_up(self) -> None:
         """Do what was changed before this replica began, or while Ray did not know it yet."""
-        known = [change for changes in await self._peers.call("changed") for change in changes]
+        known = [change for changes in await self._peers.call("changed") for change in changes or ()]
         for change in sorted(known, key=lambda change: change.at):
             mine = self._changes.get(change.path)
             if mine is None or mine.at < change.at:
@@ -236,7 +241,8 @@ def _id_of(scope: asgi.Scope) -> list[tuple[bytes, bytes]]:
 
 async def _refuse(error: ReflexError, scope: asgi.Scope, send: asgi.Send) -> None:
     told = PLAIN.refuse(error, next((value.decode() for _, value in _id_of(scope)), ""), False)
-    head = [(b"content-type", told.content_type), (b"content-length", b"%d" % len(told.body)), *_id_of(scope)]
+    head = [(b"content-type", told.content_type), (b"content-length", b"%d" % len(told.body))]
+    head += [*told.headers, *_id_of(scope)]
     await send({"type": "http.response.start", "status": told.status, "headers": head})
     await send({"type": "http.response.body", "body": told.body})
 

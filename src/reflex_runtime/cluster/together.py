@@ -85,6 +85,15 @@ def together(request: PeerRequest, answers: Sequence[PeerAnswer]) -> PeerAnswer:
     return good[0]._replace(body=msgspec.json.encode({"replicas": each}))
 
 
+def unsure(request: PeerRequest, found: Sequence[PeerAnswer | None]) -> str:
+    """Why a change may not be done by all, though none refuses it; "" where all have answered."""
+    silent = found.count(None)
+    if request.method != "POST" or not silent or not any(one is not None and one.status == 200 for one in found):
+        return ""
+    how_many = f"{silent} of {len(found)} replicas"
+    return f"{how_many} did not answer within {WITHIN:g} s and may not have done it; ask again, which is safe"
+
+
 def _changed(answers: Sequence[PeerAnswer], good: Sequence[PeerAnswer]) -> PeerAnswer:
     """Done by all, or by none, or what to do."""
     if len(good) in (0, len(answers)):
@@ -114,7 +123,7 @@ class Peers(Protocol):
     """All replicas, the asking one included."""
 
     async def call(self, method: str, *arguments: Any) -> list[Any]:
-        """What that method of every replica returns, without those that do not answer in time or have ended."""
+        """What that method of every replica returns; None for one that does not answer in time or has ended."""
 
 
 class RayLive:
@@ -122,8 +131,9 @@ class RayLive:
 
     events: frozenset[type[Event]] = frozenset()
 
-    def __init__(self, peers: Peers) -> None:
-        self._peers, self._parts = peers, LiveParts()
+    def __init__(self, peers: Peers, asker: str) -> None:
+        """asker: the name of the replica that asks, for its watchers."""
+        self._peers, self._asker, self._parts = peers, asker, LiveParts()
         self._asking: asyncio.Task[None] | None = None
 
     def __call__(self, event: Event) -> None:
@@ -142,7 +152,8 @@ class RayLive:
         return self._parts.snapshot(now, {**server, "queues": queues, "processes": processes})
 
     async def _ask(self) -> None:
-        shown = {name: msgspec.msgpack.decode(line, type=LiveSnapshot) for name, line in await self._peers.call("live")}
+        found = [one for one in await self._peers.call("live", self._asker) if one is not None]
+        shown = {name: msgspec.msgpack.decode(line, type=LiveSnapshot) for name, line in found}
         for name in [name for name in self._parts.newest if name not in shown]:
             self._parts.forget(name)
         for name, snapshot in sorted(shown.items()):

@@ -13,34 +13,34 @@ UNSEEN: Final = 2.0  # seconds
 
 
 class AskedLive:
-    """add, remove: it as a sink of the process's events; it is one from the first question until nobody has asked for
-    `UNSEEN` seconds. server: what the process itself tells; called before each snapshot, so that it may have events
-    delivered. Everything happens on the loop."""
+    """Each that asks has a fold of its own, so that none takes what another has not seen. add, remove: a fold as a sink
+    of the process's events; it is one from the first question until its asker has been silent for `UNSEEN` seconds.
+    server: what the process itself tells; called before each snapshot, so that it may have events delivered. Everything
+    happens on the loop."""
 
     def __init__(
         self, add: Callable[[Live], None], remove: Callable[[Live], None], server: Callable[[], Mapping[str, Any]]
     ) -> None:
         self._add, self._remove, self._server = add, remove, server
-        self._live: Live | None = None
-        self._lapse: asyncio.TimerHandle | None = None
+        self._folds: dict[str, tuple[Live, asyncio.TimerHandle]] = {}  # by asker
 
-    def snapshot(self) -> LiveSnapshot:
-        """What has happened since the last one."""
-        if self._live is None:
-            self._live = Live(time.monotonic())
-            self._add(self._live)
-        if self._lapse is not None:
-            self._lapse.cancel()
-        self._lapse = asyncio.get_running_loop().call_later(UNSEEN, self._end)
+    def snapshot(self, asker: str = "") -> LiveSnapshot:
+        """What has happened since the last one for this asker."""
+        if asker in self._folds:
+            live, lapse = self._folds[asker]
+            lapse.cancel()
+        else:
+            live = Live(time.monotonic())
+            self._add(live)
+        self._folds[asker] = live, asyncio.get_running_loop().call_later(UNSEEN, self._end, asker)
         told = self._server()
-        return self._live.snapshot(time.monotonic(), told)
+        return live.snapshot(time.monotonic(), told)
 
     def close(self) -> None:
         """The process ends."""
-        if self._lapse is not None:
-            self._lapse.cancel()
+        for _, lapse in self._folds.values():
+            lapse.cancel()
 
-    def _end(self) -> None:
-        if self._live is not None:
-            self._remove(self._live)
-            self._live = None
+    def _end(self, asker: str) -> None:
+        live, _ = self._folds.pop(asker)
+        self._remove(live)
