@@ -25,6 +25,7 @@ from bench import (
     feeds,
     forms,
     from_python,
+    gaps,
     hostile,
     ipc,
     llm,
@@ -45,8 +46,8 @@ from bench.report import Row, as_json, say, table
 CASES = ("core", "scaling", "ahead", "library", "feeds", "llm", "workers", "small", "alone", "closed", "arriving")
 CASES += ("closed-pictures", "arriving-pictures", "capacity", "costs", "faults", "hostile", "pictures", "soak")
 CASES += ("versions", "wires", "torch", "soak-mixed", "replicas", "replica-killed", "tune", "tune-pinned")
-CASES += ("detectors", "cameras", "forms")
-USUAL = CASES[:-19]  # the others are asked for by name
+CASES += ("detectors", "cameras", "forms", "gaps")
+USUAL = CASES[:-20]  # the others are asked for by name
 
 
 def main() -> int:
@@ -76,6 +77,7 @@ def main() -> int:
             "detectors": lambda: detectors.detectors(scale),
             "cameras": lambda: cameras.cameras(scale),
             "llm": lambda: llm.llm(Path(root, "llm"), args.out, scale),
+            "gaps": lambda: gaps.gaps(scale),
             "forms": lambda: forms.forms(Path(root, "forms"), scale),
             "workers": lambda: ipc.workers(Path(root), scale),
             "small": lambda: serving.small(tiny, scale),
