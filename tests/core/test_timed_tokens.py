@@ -18,7 +18,7 @@ from reflex_runtime.core.resources import UnitPool
 from reflex_runtime.core.scheduler import Scheduler
 from reflex_runtime.core.timed_tokens import ALONE, COLD, SHARE, TimedTokens
 
-from .helpers import Generation, scheduler_of, take
+from .helpers import Cached, Generation, scheduler_of, take
 
 Takes = Callable[[float, float, float], float]
 
@@ -37,12 +37,18 @@ class Device:
     """Steps in virtual time. takes: seconds of a step, times chance of sigma."""
 
     def __init__(
-        self, gap: float | None, takes: Takes, sigma: float = 0.05, budget: int = 4096, seqs: int = 256
+        self,
+        gap: float | None,
+        takes: Takes,
+        sigma: float = 0.05,
+        budget: int = 4096,
+        seqs: int = 256,
+        pool: UnitPool | None = None,
     ) -> None:
         self.scheduler: Scheduler = scheduler_of(
             flush=FlushPolicy.every_step(budget, seqs),
             cost=lambda: TimedTokens(gap=gap),
-            resources=UnitPool(1e9),
+            resources=pool or UnitPool(1e9),
             capacity=10_000,
         )
         self.takes, self._sigma, self._chance = takes, sigma, Random(7)
@@ -180,6 +186,30 @@ def test_l2_urgent_requests_enter_although_the_promise_breaks() -> None:
     device.ask("urgent", 40, 5, Priority.URGENT)
     device.step()
     assert "urgent" in device.steps[-1][0]
+
+
+@pytest.mark.parametrize("there", [0.0, 1000.0])
+def test_l2_a_preempted_sequence_is_read_again_within_the_gap(there: float) -> None:
+    """What it wrote is a part of its prompt then; none of that, or the first of it, is in the cache."""
+
+    def pairs_cost(rows: float, tokens: float, pairs: float) -> float:
+        return 0.004 + 0.0001 * rows + 0.00002 * tokens + 2e-6 * pairs
+
+    pool = Cached(6000.0, 0.0)
+    device = Device(0.1, pairs_cost, pool=pool)
+    device.ask("run", 32, 3000)
+    device.ask("preempted", 32, 2500)
+    for _ in range(2400):
+        device.step()
+    device.steps.clear()
+    device.ask("urgent", 1500, 5, Priority.URGENT)
+    device.step()
+    pool.there = there
+    while len(device.tokens["preempted"]) < 2500:
+        device.step()
+    again = [took for step, took in device.steps if step.get("preempted", 0.0) > 1.0]
+    assert len(again) > 3
+    assert max(again) <= 0.1 * 1.1
 
 
 def test_l2_prompts_alone_take_a_few_times_the_gap() -> None:

@@ -255,12 +255,11 @@ class Filling:
         if (self.base or entered) and ticket.stage != self._stage:
             return "stage"
         leaves = over[0] if over and self._free <= 0 else None
-        cached = resources.begin(ticket)
+        cached = ticket.computed = resources.begin(ticket)
         ticket.wants -= cached
         units = tally.offer(ticket, self._budget if over is None else self._budget_over(ticket, leaves))
         if units > 0.0 and self._reserve_entry(ticket, units, over or (), leaves is not None, resources):
             ticket.cached += cached
-            ticket.computed = cached
             if cached:
                 self.cached[ticket] = cached
             self._stage = ticket.stage
@@ -268,6 +267,7 @@ class Filling:
             entered[ticket] = units
             return ""
         ticket.wants += cached
+        ticket.computed = 0.0
         resources.release(ticket)
         return "memory" if units > 0.0 else "budget"
 

@@ -18,7 +18,7 @@ from reflex_runtime.core.batch import Batch
 from reflex_runtime.core.cost import WARM_SAMPLES, Tally, TokenCost, TokenTally
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.core.flush import BUDGET, TIMES_FIXED
-from reflex_runtime.core.request import URGENT, Ticket
+from reflex_runtime.core.request import URGENT, WAITING, Ticket
 
 SHARE = 0.25  # of the time of the rows of a step, that its first prompt gets in any case, so that none waits for ever
 SURE = 3.0  # times the spread of measured times that is left free: 99 of 100 steps then keep the gap
@@ -160,13 +160,13 @@ class _TimedTokenTally(TokenTally):
 
     def offer(self, ticket: Ticket, budget: float, limit: float = inf) -> float:
         units = super().offer(ticket, budget, limit)
-        if units <= 1.0 and ticket.computed:  # a sequence that runs: to leave it out would make its gap longer
+        enters = ticket.state is WAITING
+        if units <= 1.0 and ticket.computed and not enters:  # it runs: to leave it out would make its gap longer
             return units
         model, totals = self._model, (self._rows, self._tokens, self._pairs)
-        enters = not ticket.computed
         if enters and model.closed(ticket, self._rows + self._read, self._pairs):
             return 0.0
-        return min(units, model.most(*totals, ticket.request.wants - ticket.wants if enters else ticket.computed))
+        return min(units, model.most(*totals, ticket.computed))
 
     def add(self, ticket: Ticket, units: float) -> None:
         super().add(ticket, units)
