@@ -224,6 +224,11 @@ def _block(type: str, **more: Any) -> Any:
                        *HI]}, "messages[0].content[0].input: must be a JSON object"),
         ({"system": [{"type": "image"}]}, "system[0]: has type 'image'"),
         ({"stop_sequences": [""]}, "stop_sequences=('',): must be at most 16 texts"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids=(-1,): must be at most 256 token ids"),
+        (
+            {"output_config": {"format": {"type": "json_schema", "schema": None}}},
+            "output_config.format.schema: is missing",
+        ),
         ({"temperature": 3}, "temperature=3.0: must be in [0, 2]"),
         ({"metadata": {"user_id": "\n"}}, "metadata.user_id: holds a control character"),
         ({"thinking": {"type": "enabled", "budget_tokens": 2000}}, "thinking.budget_tokens: no budget is held here"),

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from reflex_runtime.llm.serving import tokens
+from reflex_runtime.llm.serving import reading, tokens
 from reflex_runtime.version import __version__
 from serving.openai_toy import Model, Toy
 
@@ -55,6 +56,34 @@ def test_l9_many_tokens_are_shown_beside_the_loop(toy: Toy, monkeypatch: pytest.
     assert threads[1] != "toy-server"
 
 
+def test_l9_a_large_conversation_is_read_beside_the_loop(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its messages and the JSON in their calls took 190 ms of the loop for 1.4 MB."""
+    threads: list[str] = []
+    read = tokens.chat_request
+
+    def noting(*given: Any) -> Any:
+        threads.append(threading.current_thread().name)
+        return read(*given)
+
+    monkeypatch.setattr(tokens, "chat_request", noting)
+    assert toy.post("/tokenize", {"messages": HELLO}).status == 200
+    assert toy.post("/tokenize", {"messages": HELLO * 5000}).status == 200
+    assert threads[0] == "toy-server"
+    assert threads[1] != "toy-server"
+
+
+def test_l9_many_token_ids_are_decoded_piece_by_piece(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two million took 85 ms at once, in which no other thread ran."""
+    lengths: list[int] = []
+    plain = reading._IDS.decode
+    monkeypatch.setattr(reading, "PIECE", 8)
+    monkeypatch.setattr(reading, "_IDS", SimpleNamespace(decode=lambda raw: lengths.append(len(raw)) or plain(raw)))
+    assert toy.post("/detokenize", {"tokens": list(b"a" * 100)}).json == {"prompt": "a" * 100}
+    assert max(lengths) < 20
+    monkeypatch.setattr(reading, "MOST_TOKENS", 99)
+    assert "at most 99 are taken" in toy.error(toy.post("/detokenize", {"tokens": list(b"a" * 100)}))["message"]
+
+
 @pytest.mark.parametrize(
     ("path", "fields", "param"),
     [
@@ -70,7 +99,8 @@ def test_l9_many_tokens_are_shown_beside_the_loop(toy: Toy, monkeypatch: pytest.
         ("/detokenize", {}, "tokens"),
         ("/detokenize", {"tokens": [256]}, "tokens"),
         ("/detokenize", {"tokens": [-1]}, "tokens"),
-        ("/detokenize", {"tokens": [1.5]}, "tokens[0]"),
+        ("/detokenize", {"tokens": [1.5]}, "tokens"),
+        ("/detokenize", {"tokens": "x" * 70_000}, "tokens"),
         ("/detokenize", {"tokens": [0] * 513}, "tokens"),
         ("/detokenize", {"tokens": [0] * 60_000}, "tokens"),
     ],

@@ -189,7 +189,12 @@ def message(body: bytes, defaults: SamplingDefaults) -> CompletionRequest:
         response_format=_form(fields.output_config),
         **further(fields),
     )
-    names = {"stop": "stop_sequences", "user": "metadata.user_id", "response_format": "output_config.format"}
+    names = {
+        "stop": "stop_sequences",
+        "user": "metadata.user_id",
+        "response_format.json_schema": "output_config.format",
+        "response_format": "output_config.format",
+    }
     with renamed(names):
         asked = conversing(common, conversation, fields.max_tokens, "max_tokens", defaults, tools)
     return replace(asked, params=changed(asked.params, include_stop=True), form_field="output_config.format")

@@ -55,7 +55,7 @@ STATUS, MODELS, COMPLETIONS, CHAT = "/status", "/v1/models", "/v1/completions", 
 TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"
 OPEN_PATHS: Final = ("/health", "/metrics", "/version", "/openapi.json", "/docs")
 T = TypeVar("T")
-F = TypeVar("F", tokens.TokenizeFields, tokens.DetokenizeFields)
+F = TypeVar("F", tokens.TextAsked, tokens.IdsAsked)
 _STREAM: Final[Headers] = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),

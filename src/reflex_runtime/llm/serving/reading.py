@@ -266,6 +266,16 @@ def _many_ids(raw: bytes) -> list[str | list[int]]:
     return found
 
 
+def token_ids(raw: bytes, name: str) -> list[int]:
+    """A list of token ids, of which there may be too many to be decoded at once. name: of its field."""
+    if (tokens := raw.count(b",") + 1) > MOST_TOKENS:
+        raise BadRequest(f"{name}: holds {tokens} tokens, at most {MOST_TOKENS} are taken", name)
+    try:
+        return _IDS.decode(raw) if len(raw) <= PIECE else _ids(raw)
+    except msgspec.DecodeError as error:
+        raise BadRequest(f"{name}: must be a list of token ids. {error}".rstrip(". "), name) from None
+
+
 def _ids(raw: bytes) -> list[int]:
     found: list[int] = []
     at, end = raw.find(b"[") + 1, raw.rfind(b"]")

@@ -23,12 +23,14 @@ class BadRequest(ClientError):
 
 @contextmanager
 def renamed(names: Mapping[str, str]) -> Iterator[None]:
-    """A BadRequest from within names fields as its caller wrote them. names: theirs, by the name that is raised."""
+    """A BadRequest from within names fields as its caller wrote them. names: theirs, by the name that is raised; what is
+    below a field has its new name, too."""
     try:
         yield
     except BadRequest as error:
         for raised, name in names.items():
-            if error.param is not None and error.param.startswith(raised) and error.message.startswith(raised):
+            whole = error.param is not None and (error.param + ".").startswith((raised + ".", raised + "["))
+            if error.param is not None and whole and error.message.startswith(raised):
                 param, message = (name + text[len(raised) :] for text in (error.param, error.message))
                 raise BadRequest(message, param, error.told) from None
         raise

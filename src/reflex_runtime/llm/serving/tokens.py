@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
@@ -16,7 +16,7 @@ from reflex_runtime.llm.sampling_defaults import SamplingDefaults
 from reflex_runtime.llm.serving.decoding import decode
 from reflex_runtime.llm.serving.fields import ChatFields, Message
 from reflex_runtime.llm.serving.generation import Generator
-from reflex_runtime.llm.serving.reading import chat_request, refused
+from reflex_runtime.llm.serving.reading import chat_request, refused, token_ids
 from reflex_runtime.llm.serving.refusals import BadRequest, too_deep
 from reflex_runtime.llm.serving.tool_fields import ToolField
 from reflex_runtime.llm.tokenizer import Conversation
@@ -45,8 +45,24 @@ class TokenizeFields(msgspec.Struct, forbid_unknown_fields=True):
 class DetokenizeFields(msgspec.Struct, forbid_unknown_fields=True):
     """The body of POST /detokenize."""
 
-    tokens: list[int]
+    tokens: msgspec.Raw  # many are decoded piece by piece
     model: str | None = None
+
+
+class TextAsked(NamedTuple):
+    """What /tokenize was asked. prompt: a text; or conversation. texts: each token's text is wanted, too."""
+
+    model: str | None
+    prompt: str | None
+    conversation: Conversation | None
+    texts: bool
+
+
+class IdsAsked(NamedTuple):
+    """What /detokenize was asked."""
+
+    model: str | None
+    tokens: list[int]
 
 
 class TokenIds(msgspec.Struct):
@@ -75,27 +91,28 @@ _tokenize = msgspec.json.Decoder(TokenizeFields)
 _detokenize = msgspec.json.Decoder(DetokenizeFields)
 
 
-def tokenize_fields(body: bytes) -> TokenizeFields:
+def tokenize_fields(body: bytes) -> TextAsked:
     """The body of POST /tokenize, or the BadRequest that names what is wrong."""
     fields = decode(_tokenize, body, _PLAIN)
     if (fields.prompt is None) == (fields.messages is None):
         raise BadRequest("prompt: send it or messages, one of them", "prompt")
     if fields.prompt is not None and (fields.tools or fields.chat_template_kwargs):
         raise BadRequest("prompt: goes without tools and chat_template_kwargs, which are for messages", "prompt")
-    return fields
+    conversation = _conversation(fields) if fields.prompt is None else None
+    return TextAsked(fields.model, fields.prompt, conversation, bool(fields.return_token_strs))
 
 
-async def tokenized(fields: TokenizeFields, generator: Generator[Any]) -> bytes:
+async def tokenized(asked: TextAsked, generator: Generator[Any]) -> bytes:
     """The answer to POST /tokenize."""
-    if fields.prompt is None:
-        ids = await of_conversation(_conversation(fields), generator)
+    if asked.conversation is not None:
+        ids = await of_conversation(asked.conversation, generator)
     else:
         try:
-            (ids,) = await generator.encode([fields.prompt])
+            (ids,) = await generator.encode([asked.prompt or ""])
         except ConfigError as error:
             raise refused(error, "prompt") from None
     texts = None
-    if fields.return_token_strs:
+    if asked.texts:
         token = generator.tokenizer.token
         texts = await _beside(len(ids), lambda: [token(id) for id in ids])
     return encode(TokenIds(len(ids), generator.limits.max_model_len, ids, texts))
@@ -128,19 +145,20 @@ def _conversation(fields: TokenizeFields) -> Conversation:
     return conversation
 
 
-def detokenize_fields(body: bytes) -> DetokenizeFields:
+def detokenize_fields(body: bytes) -> IdsAsked:
     """The body of POST /detokenize, or the BadRequest that names what is wrong."""
-    return decode(_detokenize, body, {})
+    fields = decode(_detokenize, body, {})
+    return IdsAsked(fields.model, token_ids(bytes(fields.tokens), "tokens"))
 
 
-async def detokenized(fields: DetokenizeFields, generator: Generator[Any]) -> bytes:
+async def detokenized(asked: IdsAsked, generator: Generator[Any]) -> bytes:
     """The answer to POST /detokenize."""
     longest = generator.limits.max_model_len
-    if len(fields.tokens) > longest:
-        raise BadRequest(f"tokens: holds {len(fields.tokens)}, and the model's context {longest}", "tokens")
+    if len(asked.tokens) > longest:
+        raise BadRequest(f"tokens: holds {len(asked.tokens)}, and the model's context {longest}", "tokens")
     most = generator.limits.vocab_size
-    if fields.tokens and not (min(fields.tokens) >= 0 and max(fields.tokens) < most):
-        told = f"[0, {most - 1}], not {min(fields.tokens)} to {max(fields.tokens)}"
+    if asked.tokens and not (min(asked.tokens) >= 0 and max(asked.tokens) < most):
+        told = f"[0, {most - 1}], not {min(asked.tokens)} to {max(asked.tokens)}"
         raise BadRequest(f"tokens: must be in {told}", "tokens")
     decoder = generator.tokenizer.decode
-    return encode(Detokenized(await _beside(len(fields.tokens), lambda: decoder(fields.tokens))))
+    return encode(Detokenized(await _beside(len(asked.tokens), lambda: decoder(asked.tokens))))
