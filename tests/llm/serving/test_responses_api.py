@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,6 +11,8 @@ import openai
 import pytest
 
 from reflex_runtime.llm import LLMEngine, SamplingParams
+from reflex_runtime.llm.sampling_defaults import SamplingDefaults
+from reflex_runtime.llm.serving.responses import response
 from serving.openai_toy import Model, Speaker, Toy
 
 PATH = "/v1/responses"
@@ -191,6 +194,8 @@ def _item(**fields: Any) -> Any:
         ({"truncation": "auto"}, "truncation"),
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"stream_options": {}}, "stream_options"),
+        ({"metadata": {"a": "x" * 513}}, "metadata"),
+        ({"metadata": {"x" * 65: "a"}}, "metadata"),
         ({"input": "x" * 600}, "input"),
         ({"model": "other"}, "model"),
         ({"max_tokens": 5}, "max_tokens"),
@@ -202,6 +207,16 @@ def test_l9_what_a_response_cannot_be_asked_is_refused_by_name(toy: Toy, fields:
     assert answer.status == (404 if param == "model" else 400)
     assert error["param"] == param
     assert error["message"].startswith((param, "the model"))
+
+
+def test_l9_a_request_that_waits_does_not_keep_its_body() -> None:
+    """Bodies are counted until they are queued (--max-bodies-mb)."""
+    form = {"type": "json_schema", "name": "x", "schema": {"type": "object"}}
+    body = bytes(json.dumps(ASK | {"text": {"format": form}, "tools": [MOVE]}).encode() + b" " * 1000)
+    before = sys.getrefcount(body)
+    asked = response(body, SamplingDefaults())
+    assert asked.said["text"]["format"]["name"] == "x"
+    assert sys.getrefcount(body) == before
 
 
 def test_l9_items_beyond_bounds_are_not_decoded(toy: Toy) -> None:

@@ -63,7 +63,14 @@ def responses_schema(common: dict[str, Any]) -> dict[str, Any]:
         "input": {"anyOf": [_TEXT, {"type": "array", "items": item, "minItems": 1, "maxItems": MOST_MESSAGES}]},
         "instructions": maybe(_TEXT),
         "max_output_tokens": common["max_tokens"],
-        "metadata": maybe({"type": "object", "additionalProperties": _TEXT, "maxProperties": responses.MOST_METADATA}),
+        "metadata": maybe(
+            {
+                "type": "object",
+                "propertyNames": {"maxLength": responses.MOST_KEY},
+                "additionalProperties": {"type": "string", "maxLength": responses.MOST_VALUE},
+                "maxProperties": responses.MOST_METADATA,
+            }
+        ),
         "parallel_tool_calls": maybe({"type": "boolean"}),
         "prompt_cache_key": maybe(_TEXT),
         "prompt_cache_options": {},

@@ -23,8 +23,8 @@ class BadRequest(ClientError):
 
 @contextmanager
 def renamed(names: Mapping[str, str]) -> Iterator[None]:
-    """A BadRequest from within names fields as its caller wrote them. names: theirs, by the name that is raised; what is
-    below a field has its new name, too."""
+    """A BadRequest from within names fields, and what is below them, as its caller wrote them. names: theirs, by the
+    name that is raised."""
     try:
         yield
     except BadRequest as error:

@@ -30,6 +30,7 @@ from reflex_runtime.web.fields import Whole
 
 PATH: Final = "/v1/responses"
 MOST_METADATA: Final = 16
+MOST_KEY, MOST_VALUE = 64, 512  # characters of it; the answer repeats them
 
 
 class ContentPart(msgspec.Struct):
@@ -176,14 +177,22 @@ def response(body: bytes, defaults: SamplingDefaults) -> CompletionRequest:
     )
     if fields.stream_options is not None and not fields.stream:
         raise BadRequest("stream_options: needs stream to be true", "stream_options")
-    if len(fields.metadata or {}) > MOST_METADATA:
-        raise BadRequest(f"metadata: holds {len(fields.metadata or {})} pairs, at most {MOST_METADATA}", "metadata")
+    _check_metadata(fields.metadata or {})
     names = {"response_format.json_schema": "text.format", "response_format": "text.format"}
     with renamed(names):
         limit = fields.max_output_tokens
         asked = conversing(common, conversation, limit, "max_output_tokens", defaults, tools)
     said = _said(fields, asked)
     return replace(asked, form_field="text.format", prompt_field="input", said=said)
+
+
+def _check_metadata(metadata: dict[str, str]) -> None:
+    if len(metadata) > MOST_METADATA:
+        raise BadRequest(f"metadata: holds {len(metadata)} pairs, at most {MOST_METADATA}", "metadata")
+    key, value = (max(map(len, texts), default=0) for texts in (metadata.keys(), metadata.values()))
+    if key > MOST_KEY or value > MOST_VALUE:
+        told = f"a key has {key} characters and a value {value}, at most {MOST_KEY} and {MOST_VALUE} are taken"
+        raise BadRequest(f"metadata: {told}", "metadata")
 
 
 def _form(text: TextConfig | None) -> ResponseFormat | None:
@@ -221,7 +230,8 @@ def _format(text: TextConfig | None) -> dict[str, Any]:
     of = text.format
     said = {"type": of.type, "name": of.name, "description": of.description, "strict": of.strict}
     found = {name: value for name, value in said.items() if value is not None}
-    return found | ({"schema": of.schema} if bytes(of.schema) else {})
+    schema = bytes(of.schema)  # a copy: what msgspec gives keeps the whole body in memory
+    return found | ({"schema": msgspec.Raw(schema)} if schema else {})
 
 
 def _tools(fields: ResponseFields) -> tuple[AskedTools, list[dict[str, Any]]]:
