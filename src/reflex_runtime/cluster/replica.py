@@ -36,7 +36,7 @@ from reflex_runtime.web import asgi
 from reflex_runtime.web.app import App
 from reflex_runtime.web.dashboard import dashboard_routes
 from reflex_runtime.web.errors import Conflict, NotReady
-from reflex_runtime.web.exchange import OPERATOR_BODY
+from reflex_runtime.web.exchange import OPERATOR_BODY, retry_headers
 from reflex_runtime.web.form import PLAIN
 from reflex_runtime.web.serve import Make, close_connections, drain
 
@@ -242,7 +242,7 @@ def _id_of(scope: asgi.Scope) -> list[tuple[bytes, bytes]]:
 async def _refuse(error: ReflexError, scope: asgi.Scope, send: asgi.Send) -> None:
     told = PLAIN.refuse(error, next((value.decode() for _, value in _id_of(scope)), ""), False)
     head = [(b"content-type", told.content_type), (b"content-length", b"%d" % len(told.body))]
-    head += [*told.headers, *_id_of(scope)]
+    head += [*told.headers, *retry_headers(error), *_id_of(scope)]
     await send({"type": "http.response.start", "status": told.status, "headers": head})
     await send({"type": "http.response.body", "body": told.body})
 
