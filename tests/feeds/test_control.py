@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,14 +13,14 @@ import pytest
 
 from feeds.fakes import Camera, Collector
 from feeds.graphs import BLUE, RED, bright_graph, lit
-from feeds.pages import Page
+from feeds.pages import PATIENCE, Page
 from reflex_runtime.config import FeedsConfig
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.drivers.batch_processor import BatchConfig
 from reflex_runtime.feeds import control, fleet
 from reflex_runtime.feeds.fleet import FeedFleet
 from reflex_runtime.feeds.fresh import check_fresh
-from reflex_runtime.feeds.onnx import OnnxFrames
+from reflex_runtime.feeds.onnx import FrameLimits, OnnxFrames
 from reflex_runtime.feeds.pictures import FeedPictures
 from reflex_runtime.feeds.replaceable import ReplaceableDetector, version_of
 from reflex_runtime.feeds.runtime import Runtime
@@ -132,6 +133,40 @@ def test_i18_limits_of_a_feed_change_from_its_next_batch_on_and_of_no_other(run:
         422, told_of("classes=re: the graph has 3 classes; did you mean red?", "invalid_request"),
     )  # fmt: skip
     assert found(door) == ["red"]
+
+
+def test_i18_changes_that_wait_for_each_other_do_not_undo_each_other(run: Run) -> None:
+    run.begin("a", "shapes:1")
+    limit, waiting = run.detector.limit, threading.Event()
+    other = threading.Thread(target=lambda: run.ask("PATCH", "/feeds/a", classes=["red"]))
+
+    def limited(feed: str, wanted: FrameLimits) -> None:
+        """While one change is made, another one comes and waits."""
+        if not other.ident:
+            run.fleet._turn = Waited(run.fleet._turn, waiting)  # type: ignore[assignment]
+            other.start()
+            assert waiting.wait(PATIENCE)
+        limit(feed, wanted)
+
+    run.detector.limit = limited  # type: ignore[method-assign]
+    assert run.ask("PATCH", "/feeds/a", score=0.6)[0] == 200
+    other.join(PATIENCE)
+    told = run.ask("GET", "/feeds/a")[1]
+    assert (told["score"], told["classes"]) == (0.6, ["red"])
+
+
+class Waited:
+    """A lock that tells when somebody comes to wait for it."""
+
+    def __init__(self, lock: Any, waiting: threading.Event) -> None:
+        self._lock, self._waiting = lock, waiting
+
+    def __enter__(self) -> None:
+        self._waiting.set()
+        self._lock.acquire()
+
+    def __exit__(self, *exc: object) -> None:
+        self._lock.release()
 
 
 def test_i18_the_rate_of_a_feed_changes_from_its_next_picture_on(run: Run) -> None:

@@ -411,6 +411,7 @@ def test_f14_then_most_and_then_batch_size_bound_what_it_is_asked(tmp_path: Path
     write_video(tmp_path / "a.mp4", [lit((8, 8, 40, 40), RED, (64, 48))] * 3)
     common = ("a=a.mp4", "--processor", "two:Two", "--then", "then.onnx", "--results=-")
     sizes, options = {}, {"most": ("--then-most", "1"), "batch": ("--then-batch-size", "1"), "plain": ()}
+    options["number"] = ("--then-classes", "7")
     runs = [Feeds(*common, *more, "--trace", f"{name}.jsonl", cwd=tmp_path) for name, more in options.items()]
     for name, feeds in zip(options, together(*runs), strict=True):
         missing = [one.get("missing") for line in feeds.out for one in json.loads(line)["value"]["then"]]
@@ -419,6 +420,7 @@ def test_f14_then_most_and_then_batch_size_bound_what_it_is_asked(tmp_path: Path
     assert sizes["plain"] == ({2}, [None] * 6)
     assert sizes["batch"] == ({1}, [None] * 6)
     assert sizes["most"] == ({1}, [None, "too_many"] * 3)
+    assert sizes["number"] == ({1}, [None] * 3)
 
 
 def test_i18_the_detector_of_a_run_is_replaced_and_every_frame_is_answered(tmp_path: Path) -> None:
@@ -445,7 +447,7 @@ class Two:
     def on_start(self):
         pass
     def process(self, entries):
-        return [{"boxes": [[8, 8, 40, 40], [0, 0, 20, 20]], "labels": ["a", "b"]} for _ in entries]
+        return [{"boxes": [[8, 8, 40, 40], [0, 0, 20, 20]], "labels": ["a", 7]} for _ in entries]
     def on_stop(self):
         pass
 """

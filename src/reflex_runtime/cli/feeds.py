@@ -485,10 +485,12 @@ def _then(config: FeedsConfig, detector: BatchProcessor, frames: int) -> SecondM
         max_in_flight_per_feed=0,
     )
 
+    given = {*config.then_classes, *(int(name) for name in config.then_classes if name.isdecimal())}
+
     def labels(value: Any) -> Collection[Any] | None:
         if not config.then_classes:
             return None
-        return detector.labels(value) if isinstance(detector, ReplaceableDetector) else config.then_classes
+        return detector.labels(value) if isinstance(detector, ReplaceableDetector) else given
 
     plain = replace(config, size="", resize="auto", names="", score=None, iou=None, classes=(), max_detections=0)
     model = _onnx(replace(plain, onnx=config.then), "--then", "then")

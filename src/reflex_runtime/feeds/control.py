@@ -77,11 +77,8 @@ class FeedControl:
 
     def _change(self, exchange: Exchange, body: bytes) -> None:
         asked, name = _fields(body, (*_LIMITS, *OF_RATE)), _name_in(exchange.path)
-        self._do(exchange, partial(self._changed, name, asked))
-
-    def _changed(self, name: str, asked: Fields) -> Fields:
         rate: Fields = {key: asked[key] for key in OF_RATE if key in asked}
-        return self._fleet.change(name, _limits(asked, self._fleet.limits_of(name)), rate)
+        self._do(exchange, partial(self._fleet.change, name, partial(_limits, asked), rate))
 
     def _remove(self, exchange: Exchange, _: bytes) -> None:
         name = _name_in(exchange.path)

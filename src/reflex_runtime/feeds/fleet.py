@@ -76,14 +76,20 @@ class FeedFleet:
                 raise
         return self.told(name)
 
-    def change(self, name: str, wanted: FrameLimits, own: Mapping[str, Any]) -> dict[str, Any]:
-        """Other limits for a feed, from its next batch on, and another rate, from its next picture on. own: settings of
-        `OF_RATE`; None is what the command says. KeyError if there is none."""
+    def change(
+        self, name: str, wanted: Callable[[FrameLimits], FrameLimits], own: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """Other limits for a feed, from its next batch on, and another rate, from its next picture on. KeyError if
+        there is none.
+
+        wanted: makes the limits of those that it has then: changes before it count. own: settings of `OF_RATE`; None is
+        what the command says.
+        """
         with self._turn:
             spec = self._specs[name]
             given = {key: getattr(self._config, key) if value is None else value for key, value in own.items()}
             spec = replace(spec, config=set_in(spec.config, given, OF_RATE))
-            self._limit(name, wanted)
+            self._limit(name, wanted(self.limits_of(name)))
             self._runtime.change_rate(name, spec.config.every, spec.config.fps)
             self._specs[name] = spec
         return self.told(name)
