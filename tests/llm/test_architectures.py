@@ -181,3 +181,22 @@ def test_l8_the_page_names_every_architecture_that_is_tried() -> None:
     page = (Path(__file__).parents[2] / "docs" / "language-models.md").read_text()
     rows = [line.split(" |")[0].removeprefix("| ") for line in page.splitlines() if line.endswith("| equal |")]
     assert rows == SERVED
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        ({"vocab_size": "x"}, r"Validation error for field 'vocab_size': TypeError: .* expected int, got str"),
+        ({"dtype": "x"}, "module 'torch' has no attribute 'x'"),
+        ({"n_head": 0}, "num_attention_heads=0: must be a whole number from 1 on"),
+        ({"n_layer": -1}, "num_hidden_layers=-1: must be a whole number from 1 on"),
+    ],
+)
+def test_l8_a_description_that_transformers_does_not_take_is_refused_in_a_line(
+    made: Made, tmp_path: Path, wrong: dict[str, Any], told: str
+) -> None:
+    path = shutil.copytree(made("GPT2")[0], tmp_path / "gpt2")
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | wrong))
+    with pytest.raises(ConfigError, match=rf"config\.json: {told}"):
+        describe(path)

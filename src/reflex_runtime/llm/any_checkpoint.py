@@ -42,6 +42,9 @@ class AnyModelConfig:
     @classmethod
     def of(cls, root: Path, config: Any) -> AnyModelConfig:
         """The same, from the description as transformers read it."""
+        for name in ("vocab_size", "num_hidden_layers", "num_attention_heads"):
+            if type(value := getattr(config, name, None)) is not int or value < 1:
+                raise ConfigError(f"{root / CONFIG_FILE}: {name}={value!r}: must be a whole number from 1 on")
         heads = config.num_attention_heads
         kv_heads = getattr(config, "num_key_value_heads", None) or heads
         size = getattr(config, "head_dim", None) or config.hidden_size // heads

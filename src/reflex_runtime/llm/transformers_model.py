@@ -105,8 +105,8 @@ def describe(directory: Path) -> Any:
     """The configuration of the checkpoint's text model, with the library's own defaults. ConfigError if it has none."""
     try:
         config = transformers.AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{directory / 'config.json'}: {_first_line(error)}") from error
+    except Exception as error:  # of its own kinds, and whatever a wrong value leads to
+        raise ConfigError(f"{directory / 'config.json'}: {_told(error)}") from error
     known = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     if config.model_type not in known:
         told = f"model_type={config.model_type!r} is no decoder of text in transformers {transformers.__version__}"
@@ -130,8 +130,8 @@ def load(directory: Path, dtype: Any, *, fixed_shapes: bool = False) -> Any:
             )
             if fixed_shapes and hasattr(model, "set_experts_implementation"):
                 model.set_experts_implementation(NAME)
-        except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
-            raise ConfigError(f"{directory}: transformers cannot load it: {_first_line(error)}") from error
+        except Exception as error:  # a model's code can raise anything
+            raise ConfigError(f"{directory}: transformers cannot load it: {_told(error)}") from error
     return model.eval().requires_grad_(False)
 
 
@@ -204,6 +204,7 @@ class AnyDecoder:
         return reference(self._model, ids)[-1]
 
 
-def _first_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0][:300] if lines else type(error).__name__
+def _told(error: BaseException) -> str:
+    """The first line of what it says; the next one, too, where that is only announced."""
+    first, second, *_ = [*filter(None, map(str.strip, str(error).splitlines())), "", ""]
+    return (f"{first} {second}" if first.endswith(":") else first)[:300].strip() or type(error).__name__
