@@ -12,6 +12,7 @@ import pytest
 
 from reflex_runtime.llm import LLMEngine, SamplingParams
 from reflex_runtime.llm.sampling_defaults import SamplingDefaults
+from reflex_runtime.llm.serving.reading import chat
 from reflex_runtime.llm.serving.responses import response
 from serving.openai_toy import Model, Speaker, Toy
 
@@ -207,6 +208,18 @@ def test_l9_what_a_response_cannot_be_asked_is_refused_by_name(toy: Toy, fields:
     assert answer.status == (404 if param == "model" else 400)
     assert error["param"] == param
     assert error["message"].startswith((param, "the model"))
+
+
+def test_l9_an_effort_of_none_switches_thoughts_off() -> None:
+    off = {"enable_thinking": False}
+    asked = response(json.dumps(ASK | {"reasoning": {"effort": "none"}}).encode(), SamplingDefaults())
+    talk = {"model": "toy", "messages": [{"role": "user", "content": "x"}], "reasoning_effort": "none"}
+    assert asked.conversation is not None
+    assert asked.conversation.more == off
+    for more, found in (({}, off), ({"chat_template_kwargs": {"enable_thinking": True}}, {"enable_thinking": True})):
+        chatting = chat(json.dumps(talk | more).encode()).conversation
+        assert chatting is not None
+        assert chatting.more == found
 
 
 def test_l9_a_request_that_waits_does_not_keep_its_body() -> None:

@@ -120,7 +120,8 @@ def chat_request(fields: ChatFields, defaults: SamplingDefaults) -> CompletionRe
         raise BadRequest(f"top_logprobs={fields.top_logprobs}: must be in [0, {MOST_LOGPROBS}]", "top_logprobs")
     logprobs = (fields.top_logprobs or 0) if fields.logprobs else None
     tools, shown = tools_of(fields.tools or [], fields.tool_choice, fields.parallel_tool_calls)
-    conversation = Conversation(messages, shown, template_variables(fields.chat_template_kwargs))
+    variables = no_effort(fields.reasoning_effort) | template_variables(fields.chat_template_kwargs)
+    conversation = Conversation(messages, shown, variables)
     return conversing(fields, conversation, getattr(fields, name), name, defaults, tools, logprobs)
 
 
@@ -138,6 +139,11 @@ def conversing(
     if tools.forced and asked.params.constraint is not None:
         raise BadRequest(f"tool_choice: demands a call, and {asked.form_field} another form; send one", "tool_choice")
     return replace(asked, tools=tools) if tools.tools else asked
+
+
+def no_effort(said: str | None) -> dict[str, Any]:
+    """What templates know an effort of "none" as. said: nothing else was sent (`PLAIN`)."""
+    return {"enable_thinking": False} if said == "none" else {}
 
 
 def template_variables(said: dict[str, Any] | None) -> dict[str, Any]:

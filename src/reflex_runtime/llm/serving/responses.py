@@ -15,7 +15,7 @@ from reflex_runtime.llm.sampling_defaults import SamplingDefaults
 from reflex_runtime.llm.serving.decoding import MOST_MESSAGES, MOST_VALUES, decode
 from reflex_runtime.llm.serving.fields import ChatFields, MoreFields, further
 from reflex_runtime.llm.serving.forms import JsonSchemaFormat, ResponseFormat
-from reflex_runtime.llm.serving.reading import CompletionRequest, conversing, sent_call, template_variables
+from reflex_runtime.llm.serving.reading import CompletionRequest, conversing, no_effort, sent_call, template_variables
 from reflex_runtime.llm.serving.refusals import BadRequest, renamed
 from reflex_runtime.llm.serving.tool_fields import (
     AskedTools,
@@ -162,7 +162,7 @@ def response(body: bytes, defaults: SamplingDefaults) -> CompletionRequest:
     """POST /v1/responses, or the BadRequest that names what is wrong. defaults: of the model."""
     fields = decode(_response, body, PLAIN)
     tools, shown = _tools(fields)
-    variables = template_variables(fields.chat_template_kwargs)
+    variables = no_effort((fields.reasoning or {}).get("effort")) | template_variables(fields.chat_template_kwargs)
     conversation = Conversation(_messages(fields), shown, variables)
     common = ChatFields(
         model=fields.model,
