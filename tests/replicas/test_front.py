@@ -25,6 +25,7 @@ from reflex_runtime.policies.serving.runtime import PolicyRuntime
 from reflex_runtime.replicas import arriving
 from reflex_runtime.replicas import replica as replica_module
 from reflex_runtime.replicas.arriving import ArrivingConnection
+from reflex_runtime.replicas.exchanging import ReplicaExchanges
 from reflex_runtime.replicas.fair_table import Caller
 from reflex_runtime.replicas.front import FrontRuntime
 from reflex_runtime.replicas.inside import ReplicaProcess, settings_of
@@ -46,6 +47,7 @@ from reflex_runtime.replicas.views import recorded
 from reflex_runtime.replicas.watching import MergedLive
 from reflex_runtime.web.app import App
 from reflex_runtime.web.connection import HttpConnection
+from reflex_runtime.web.errors import Conflict, NotReady
 from reflex_runtime.web.handover import HandedOver, HandoverChannel, hand_on
 from serving.harness import STATE
 from serving.in_process import connected, with_app
@@ -310,6 +312,16 @@ def test_x7_the_front_learns_whose_an_episode_is_that_begins_on_a_kept_connectio
         FrontRuntime._noted(front, cast(Any, SimpleNamespace(name="r0")), note, Codec.MSGPACK)
     whose = {episode: caller for episode, (_, caller) in table._runs._values.items()}
     assert whose == {"e": Caller("127.0.0.1", "robot:arm"), "f": Caller("127.0.0.1", "1")}
+
+
+def test_x7_where_no_replica_is_left_a_load_says_to_restart_the_server() -> None:
+    """Each has failed to start, so that none could say whether the policy fits."""
+    replicas = [SimpleNamespace(name=f"r{n}", live=False, client=Mock(start_failed=True, pid=None)) for n in range(2)]
+    exchanges = ReplicaExchanges(MagicMock(), cast(Any, replicas))
+    loads = Mock(side_effect=NotReady("no replica answers", retry_after=1.0))
+    with pytest.raises(Conflict, match="no replica is left that could load the policy: restart the server with it"):
+        asyncio.run(exchanges.exchange("prod", "dir", loads))
+    assert not loads.called
 
 
 @pytest.mark.parametrize("slots", [("prod",), ("a", "b")])

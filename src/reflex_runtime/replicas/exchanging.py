@@ -41,6 +41,8 @@ class ReplicaExchanges:
         if waiting:
             raise Conflict(f"{', '.join(waiting)}: not ready, and every replica must load the policy; try again later")
         lives = self._lives()
+        if not any(lives.values()):
+            raise Conflict("no replica is left that could load the policy: restart the server with it")
         try:
             found = await load()
             told = self._loaded([name for name, pid in lives.items() if pid is not None], found)

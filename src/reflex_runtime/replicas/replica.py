@@ -30,8 +30,8 @@ LIMITS = ClientConfig(
     cooldown_s=60.0,
 )  # fmt: skip
 REMEDY = (
-    "it cannot be started again with what it serves: put that right and wait for the next try, or load another version "
-    "(POST /admin/load), with which it is started at once"
+    "it cannot be started again with what it serves: put that right and wait for the next try; or, while another "
+    "replica is ready, load another version (POST /admin/load), with which it is started at once"
 )
 _PART = Reader(AnswerPart)
 
