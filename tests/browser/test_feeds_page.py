@@ -54,7 +54,9 @@ def test_x4_every_feed_is_seen_on_one_page_and_one_is_enlarged_by_keyboard(brows
         look.until(".feed", "attic")
         look.page.click(".feed:last-child")
         look.page.fill("#one input[name=score]", "0.99")
-        look.page.click("text=Apply")
+        with look.page.expect_request("**/feeds/attic") as asked:
+            look.page.click("text=Apply")
+        assert asked.value.post_data_json == {"score": 0.99}, "what was not changed here stays as it is"
         look.until("#one [role=status]", "done")
         if SHOTS:
             look.page.screenshot(path=f"{SHOTS}/feeds-one.png")

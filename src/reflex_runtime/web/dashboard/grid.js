@@ -8,6 +8,10 @@ const MOST = 64; // feeds that the server sends in one answer
 const SIZES = { small: "12rem", middle: "20rem", large: "36rem" };
 const STEPS = { ArrowLeft: () => -1, ArrowRight: () => 1, ArrowUp: (columns) => -columns, ArrowDown: (columns) => columns };
 
+const number = (text) => (text === "" ? null : Number(text));
+const parted = (text) => text.split(",").map((name) => name.trim()).filter(Boolean);
+const FIELDS = { score: number, classes: (text) => (parted(text).length ? parted(text) : null), fps: number };
+
 class Grid extends Tiles {
   constructor(section) {
     super(section, get);
@@ -62,7 +66,8 @@ class Grid extends Tiles {
   }
 }
 
-// What may be changed of the feed that is enlarged. Texts of classes are names with commas.
+// What may be changed of the feed that is enlarged; only what was changed here is sent. Texts of classes are names with
+// commas.
 class One {
   constructor(form, large) {
     this.form = form;
@@ -76,22 +81,35 @@ class One {
   }
 
   async open(name) {
-    this.path = `/feeds/${encodeURIComponent(name)}`;
+    const path = this.path = `/feeds/${encodeURIComponent(name)}`;
     this.said.textContent = "";
     this.sure(false);
-    const answer = await get(this.path);
+    this.form.reset(); // what stands there is of the feed before
+    this.known = this.texts();
+    const answer = await get(path);
     if (!answer.ok) return;
     const { score, classes, settings } = await answer.json();
-    this.form.elements.score.value = score ?? "";
-    this.form.elements.classes.value = classes?.join(",") ?? "";
-    this.form.elements.fps.value = settings.fps || "";
+    if (path !== this.path) return; // another one was opened meanwhile
+    const told = { score: score ?? "", classes: classes?.join(",") ?? "", fps: settings.fps || "" };
+    for (const [name, text] of Object.entries(told)) {
+      const field = this.form.elements[name];
+      if (field.value === this.known[name]) field.value = text; // not what was written meanwhile
+      this.known[name] = String(text);
+    }
+  }
+
+  texts() {
+    const { score, classes, fps } = this.form.elements;
+    return { score: score.value, classes: classes.value, fps: fps.value };
   }
 
   async apply() {
-    const { score, classes, fps } = this.form.elements;
-    const names = classes.value.split(",").map((name) => name.trim()).filter(Boolean);
-    const fields = { score: score.value === "" ? null : Number(score.value), classes: names.length ? names : null, fps: fps.value === "" ? null : Number(fps.value) };
-    this.said.textContent = await ask(this.path, fields, "PATCH");
+    const path = this.path, texts = this.texts(), fields = {};
+    for (const [name, text] of Object.entries(texts)) if (text !== this.known[name]) fields[name] = FIELDS[name](text);
+    const told = await ask(path, fields, "PATCH");
+    if (path !== this.path) return;
+    this.said.textContent = told;
+    if (told === "done") this.known = texts;
   }
 
   async remove() {
