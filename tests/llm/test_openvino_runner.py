@@ -289,6 +289,16 @@ def test_weights_that_changed_without_their_size_and_time_are_not_mistaken(tmp_p
     assert not np.array_equal(row_of(path), row)
 
 
+def test_a_graph_that_was_rounded_otherwise_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = random_model("llama", tmp_path)
+    row_of(path, weights="int8")
+    (kept,) = graphs_in(path)
+    monkeypatch.setattr("reflex_runtime.llm.openvino_weights.VERSION", 0)
+    row_of(path, weights="int8")
+    (newer,) = graphs_in(path)
+    assert newer != kept
+
+
 def test_what_a_killed_conversion_left_is_removed_and_others_may_read_what_is_kept(tmp_path: Path) -> None:
     path = random_model("llama", tmp_path)
     left = path / ".reflex" / "draft-old"

@@ -19,7 +19,7 @@ CHAT = "/v1/chat/completions"
 
 @pytest.fixture(scope="module")
 def toy() -> Iterator[Toy]:
-    with Toy(cors=(PAGE, "https://other.example")) as found:
+    with Toy(cors=(PAGE, "https://Other.example:443")) as found:
         yield found
 
 
@@ -38,6 +38,8 @@ def test_h5_cors_lets_the_pages_of_a_site_ask_and_read(toy: Toy) -> None:
     wrong = toy.post("/v1/completions", {"model": "toy"}, Origin=PAGE)  # a page may read what it did wrong, too
     assert (wrong.status, wrong.headers["access-control-allow-origin"]) == (400, PAGE)
     assert "access-control-allow-origin" not in toy.complete().headers
+    other = "https://other.example"
+    assert toy.ask("OPTIONS", CHAT, headers=ASKS | {"Origin": other}).headers["access-control-allow-origin"] == other
 
 
 def test_h5_cors_lets_no_other_pages_ask(toy: Toy) -> None:

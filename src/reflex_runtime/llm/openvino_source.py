@@ -60,7 +60,7 @@ def source(core: Any, root: Path, weights: str, cache: GraphCache | None) -> Gra
     def build() -> Any:
         return _rounded(openvino_graph.build(checkpoint), weights)
 
-    key = "" if cache is None else cache.key(checkpoint.files, openvino_graph.VERSION)
+    key = "" if cache is None else cache.key(checkpoint.files, openvino_graph.VERSION, _rounding(weights))
     model = build() if cache is None else cache.graph(core, _kind(weights), key, build)
     return GraphSource(checkpoint.config, model, None, False, checkpoint)
 
@@ -80,7 +80,7 @@ def _export(core: Any, root: Path, weights: str, cache: GraphCache | None) -> Gr
         def build() -> Any:
             return _rounded(read_graph(root), weights)
 
-        kept = None if cache is None else cache.graph(core, _kind(weights), cache.key(files), build)
+        kept = None if cache is None else cache.graph(core, _kind(weights), cache.key(files, _rounding(weights)), build)
         return GraphSource(config, build() if kept is None else kept, None, True)
     probe = root / PROBE_FILE
     expected: npt.NDArray[np.float32] | None = np.load(probe, allow_pickle=False) if probe.is_file() else None
@@ -93,6 +93,15 @@ def _rounded(model: Any, weights: str) -> Any:
 
         compress(model, BITS[weights], _told(weights))
     return model
+
+
+def _rounding(weights: str) -> int:
+    """The version of what rounds; 0: nothing does."""
+    if weights == "auto":
+        return 0
+    from reflex_runtime.llm.openvino_weights import VERSION
+
+    return VERSION
 
 
 def _told(weights: str) -> Callable[[int, int], None]:

@@ -18,6 +18,7 @@ telemetry_off()
 import openvino as ov  # noqa: E402
 from openvino import opset15 as ops  # noqa: E402
 
+VERSION: Final = 1  # changes with how weights are rounded, so that graphs kept by older code are not used
 _MARK: Final = "decompression_0"
 _GROUP: Final = 64  # numbers of a row that share a scale in 4 bits, at most
 _LEAST: Final = 4096  # numbers; a smaller matrix is not worth it

@@ -14,6 +14,7 @@ from reflex_runtime.web.exchange import Exchange, Route
 from reflex_runtime.web.form import Headers
 
 ANY: Final = "*"
+_PORTS: Final = {"http": ":80", "https": ":443"}
 _MOST: Final = 1024  # bytes of the list of headers that a preflight asks for
 _SHOWN: Final = b"X-Request-Id, X-Should-Retry, Retry-After"
 
@@ -22,7 +23,7 @@ class Cors:
     """origins: of pages, such as http://localhost:3000; `*` is any."""
 
     def __init__(self, origins: Collection[str]) -> None:
-        self._origins = {origin.lower().encode() for origin in origins}
+        self._origins = {_as_sent(origin) for origin in origins}
 
     def admits(self, exchange: Exchange, route: Route | None) -> bool:
         """Whether the request is from a page that may read the answer. Its headers are set then."""
@@ -37,6 +38,12 @@ class Cors:
             return False
         exchange.cross.append((b"access-control-expose-headers", _SHOWN))
         return True
+
+
+def _as_sent(origin: str) -> bytes:
+    """As browsers send it: they leave out the port that its scheme has anyway."""
+    scheme, _, site = origin.lower().partition("://")
+    return f"{scheme}://{site.removesuffix(_PORTS[scheme])}".encode() if site else origin.encode()
 
 
 def _takes_part(route: Route) -> bool:
