@@ -25,6 +25,7 @@ from reflex_runtime.cli.serving import names_model
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.core.events import RequestPreempted
 from reflex_runtime.ipc.sampling import SamplingParams
+from reflex_runtime.llm.any_checkpoint import AnyModelConfig
 from reflex_runtime.llm.engine import LLMEngine
 from reflex_runtime.llm.load import check, describe
 from reflex_runtime.llm.openvino_runner import OpenVinoRunner
@@ -200,3 +201,11 @@ def test_l8_a_description_that_transformers_does_not_take_is_refused_in_a_line(
     (path / "config.json").write_text(json.dumps(config | wrong))
     with pytest.raises(ConfigError, match=rf"config\.json: {told}"):
         describe(path)
+
+
+def test_l8_blocks_are_counted_by_what_the_layers_keep(made: Made) -> None:
+    """The description of this one names heads that its layers do not have."""
+    path, _ = made("GPT2")
+    block = 2 * 2 * 4 * 16 * 16 * 4  # keys and values, layers, heads, head_dim, tokens, bytes
+    assert AnyModelConfig.open(path).cache_bytes(16, 4) < block
+    assert TorchRunner(path, block_size=16, kv_cache_bytes=7 * block, dtype="float32").num_blocks == 7

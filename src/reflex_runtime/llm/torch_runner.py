@@ -122,7 +122,7 @@ class TorchRunner:
             self._decoder, self._windows = Decoder(checkpoint, device, kind), checkpoint.config.windows
             self._caps = (None,) * checkpoint.config.num_layers
             sizes = [(checkpoint.config.num_kv_heads, checkpoint.config.head_dim)] * checkpoint.config.num_layers
-        block = config.cache_bytes(block_size, kind.itemsize)
+        block = 2 * block_size * kind.itemsize * sum(heads * size for heads, size in sizes)  # layers may differ
         self.num_blocks = blocks_in(kv_cache_bytes, block, free_bytes(device), num_blocks)
         # One more block than sequences get: padding reads and writes there. It is zeroed, because a row that was never
         # written is multiplied with a weight of zero, and NaN times zero is NaN.
