@@ -10,7 +10,7 @@ NOBODY: Final = ""
 
 
 class Caller(NamedTuple):
-    """Whose an entry is. host: the machine, or the kind of wire where that is not known. name: a robot or a connection
+    """Whose an entry is. host: the machine; `NOBODY` for all wires that do not tell it. name: a robot or a connection
     there."""
 
     host: str = NOBODY
