@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import cache
+from pathlib import Path
 from threading import Thread
 from typing import Final
 
@@ -18,7 +19,8 @@ LONGEST: Final = 2.0  # seconds: on a machine that is always busy the lost proce
 
 
 class QuietStart:
-    """Lowers a process at once, which has started no thread yet; `end` raises all of its threads again.
+    """Lowers a process at once, which has started no thread yet; `end` raises all of its threads again, and those of
+    the processes that it has started meanwhile.
 
     It does nothing where the calling process has a scheduling policy that somebody chose, or none may be set.
     """
@@ -45,12 +47,15 @@ class QuietStart:
 
 
 def _threads(pid: int, policy: int) -> Iterator[int]:
-    """The threads of a process that have a scheduling policy."""
+    """The threads of a process, and of those that it has started, that have a scheduling policy."""
     with suppress(FileNotFoundError, ProcessLookupError):
         for name in os.listdir(f"/proc/{pid}/task"):
             with suppress(ProcessLookupError):
                 if os.sched_getscheduler(int(name)) == policy:
                     yield int(name)
+            with suppress(OSError):  # it has ended, or the kernel has no such list
+                for child in Path(f"/proc/{pid}/task/{name}/children").read_text().split():
+                    yield from _threads(int(child), policy)
 
 
 @cache
