@@ -12,6 +12,7 @@ import pytest
 
 from reflex_runtime.llm import LLMEngine, SamplingParams
 from reflex_runtime.llm.sampling_defaults import SamplingDefaults
+from reflex_runtime.llm.serving.messages import message
 from reflex_runtime.llm.serving.reading import chat
 from reflex_runtime.llm.serving.responses import response
 from serving.openai_toy import Model, Speaker, Toy
@@ -208,6 +209,18 @@ def test_l9_what_a_response_cannot_be_asked_is_refused_by_name(toy: Toy, fields:
     assert answer.status == (404 if param == "model" else 400)
     assert error["param"] == param
     assert error["message"].startswith((param, "the model"))
+
+
+def test_l9_a_long_text_with_many_commas_is_one_value() -> None:
+    asked = response(json.dumps(ASK | {"instructions": "1,2\n" * 60_000}).encode(), SamplingDefaults())
+    assert asked.conversation is not None
+    assert len(asked.conversation.messages[0]["content"]) == 240_000
+    table = "1,2\n" * 60_000
+    for system in (table, [{"type": "text", "text": table}]):
+        body = {"model": "toy", "max_tokens": 1, "system": system, "messages": [{"role": "user", "content": "x"}]}
+        talk = message(json.dumps(body).encode(), SamplingDefaults()).conversation
+        assert talk is not None
+        assert talk.messages[0]["content"] == table
 
 
 def test_l9_an_effort_of_none_switches_thoughts_off() -> None:

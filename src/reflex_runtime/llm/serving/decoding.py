@@ -20,7 +20,7 @@ MOST_MESSAGES = 10_000
 MOST_VALUES = 50_000  # commas in a body whose fields are decoded without looking at each before
 MOST_PLAIN = 10_000  # in any field but those with a bound of their own
 _LONG = ("prompt", "tokens")  # fields that hold token ids
-_TALKS = ("messages", "input")  # fields that hold a conversation
+_TALKS = ("messages", "input", "system")  # fields that hold a conversation, or a part of one
 _WHOLE = (
     "n", "seed", "max_tokens", "min_tokens", "top_k", "logprobs", "best_of", "max_completion_tokens", "top_logprobs",
     "max_output_tokens",
@@ -83,7 +83,7 @@ def _check_values(parts: msgspec.Struct) -> None:
                 raise BadRequest(f"{name}: holds {messages}, must hold 1 to {MOST_MESSAGES}", name)
             if kinds > MOST_MESSAGES:
                 raise BadRequest(f"{name}: holds {kinds} parts, at most {MOST_MESSAGES} are taken", name)
-        elif name not in _LONG and raw.count(b",") > MOST_PLAIN:
+        elif name not in _LONG and raw[:1] != b'"' and raw.count(b",") > MOST_PLAIN:  # a text is one value
             raise BadRequest(f"{name}: holds more than {MOST_PLAIN} values", name)
 
 
