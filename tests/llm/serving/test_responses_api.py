@@ -28,6 +28,7 @@ MOVE: dict[str, Any] = {
     },
     "strict": True,
 }  # fmt: skip
+HELLO = {"role": "user", "content": "hi"}
 CALL = '<tool_call>\n{"name": "move", "arguments": {"x": 4}}\n</tool_call>'
 TALK = f"<think>\nI should move.\n</think>\n\nI move it. {CALL}"
 
@@ -209,6 +210,20 @@ def test_l9_what_a_response_cannot_be_asked_is_refused_by_name(toy: Toy, fields:
     assert answer.status == (404 if param == "model" else 400)
     assert error["param"] == param
     assert error["message"].startswith((param, "the model"))
+
+
+def test_l9_a_thought_that_was_cut_stays_in_its_own_turn() -> None:
+    """It may be sent back, and is no part of a later answer."""
+    thought = {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "hm"}]}
+    items = [HELLO, thought, HELLO, {"role": "assistant", "content": "yes"}, HELLO]
+    asked = response(json.dumps(ASK | {"input": items}).encode(), SamplingDefaults()).conversation
+    assert asked is not None
+    cut = {"role": "assistant", "content": "", "reasoning_content": "hm"}
+    assert list(asked.messages) == [HELLO, cut, HELLO, {"role": "assistant", "content": "yes"}, HELLO]
+    turns = [HELLO, {"role": "assistant", "content": [{"type": "thinking", "thinking": "hm"}]}, HELLO]
+    talk = message(json.dumps({"model": "toy", "max_tokens": 1, "messages": turns}).encode(), SamplingDefaults())
+    assert talk.conversation is not None
+    assert list(talk.conversation.messages) == [HELLO, cut, HELLO]
 
 
 def test_l9_a_long_text_with_many_commas_is_one_value() -> None:

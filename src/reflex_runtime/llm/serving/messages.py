@@ -289,7 +289,7 @@ def _turn(where: str, turn: Turn) -> Iterator[dict[str, Any]]:
         else:
             told = "only text, and tool_use, tool_result and thinking where they belong, each whole, are taken"
             raise BadRequest(f"{name}: has type {block.type[:50]!r}; {told}", name)
-    if not (texts or calls):
+    if not (texts or calls or thoughts):
         if any(block.type == "tool_result" for block in blocks):
             return
         raise BadRequest(f"{where}.content: is empty", f"{where}.content")

@@ -274,8 +274,11 @@ def _messages(fields: ResponseFields) -> list[dict[str, Any]]:
         if item.type == "function_call" and found and found[-1]["role"] == "assistant" and not thought:
             found[-1].setdefault("tool_calls", []).extend(message["tool_calls"])
             continue
-        if thought and message["role"] == "assistant":
-            message["reasoning_content"], thought = thought, ""
+        if thought and message["role"] != "assistant":  # of an answer that was cut before it said anything
+            found.append({"role": "assistant", "content": "", "reasoning_content": thought})
+        elif thought:
+            message["reasoning_content"] = thought
+        thought = ""
         found.append(message)
     return found
 
