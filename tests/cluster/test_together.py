@@ -31,6 +31,10 @@ def answer(name: str, status: int = 200, body: Any = None, text: str = "") -> Pe
     return PeerAnswer(name, status, b"text/plain" if text else b"application/json", text.encode() or encoded(body))
 
 
+def told_of(answer: PeerAnswer) -> Any:
+    return msgspec.json.decode(answer.body)
+
+
 def encoded(body: Any) -> bytes:
     return msgspec.json.encode(body)
 
@@ -92,6 +96,8 @@ def test_x7_a_change_is_done_by_all_or_says_who_has_not() -> None:
     body = msgspec.json.decode(told.body)
     assert (told.status, body["error"], body["request_id"], body["retry_safe"]) == (503, "not_ready", "q", True)
     assert body["message"] == "r1 refused what 1 others have done; ask again, which is safe: it ends"
+    packed = other._replace(content_type=b"application/msgpack", body=msgspec.msgpack.encode(told_of(other)))
+    assert together(split, [done, packed]) == told  # of a caller that accepts it
 
 
 def test_x7_a_change_that_one_has_not_answered_is_not_called_done() -> None:

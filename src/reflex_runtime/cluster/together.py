@@ -20,6 +20,7 @@ from reflex_runtime.core.events import Event
 from reflex_runtime.telemetry.live import LiveSnapshot
 from reflex_runtime.telemetry.merged_live import LiveParts, added
 from reflex_runtime.telemetry.pages import rendered
+from reflex_runtime.web.form import JSON
 
 WITHIN: Final = 5.0  # seconds for a replica to answer
 _OF_ALL: Final = re.compile(
@@ -99,10 +100,10 @@ def _changed(answers: Sequence[PeerAnswer], good: Sequence[PeerAnswer]) -> PeerA
     if len(good) in (0, len(answers)):
         return answers[0]
     missing = next(answer for answer in answers if answer.status != 200)
-    told = msgspec.json.decode(missing.body)
+    told = (msgspec.msgpack if b"msgpack" in missing.content_type else msgspec.json).decode(missing.body)
     message = f"{missing.name} refused what {len(good)} others have done; ask again, which is safe: {told['message']}"
     body = told | {"error": "not_ready", "message": message, "retry_safe": True}
-    return missing._replace(status=503, body=msgspec.json.encode(body))
+    return missing._replace(status=503, content_type=JSON, body=msgspec.json.encode(body))
 
 
 def _labelled(answers: Sequence[PeerAnswer]) -> bytes:
