@@ -42,6 +42,7 @@ import reflex_runtime.feeds.outputs.opening, reflex_runtime.feeds.stages.opening
 import encodings.idna, shlex, PIL.ImageFile, rich._emoji_codes
 import reflex_runtime.policies.models.onnx_models, reflex_runtime.policies.serving.app
 from reflex_runtime.cli import VERBS, build_parser
+from reflex_runtime.web.supervisor import die_with
 for words in [[verb] for verb in VERBS] + [["serve", "scribe"]]:
     build_parser(words)
 gc.collect()
@@ -51,7 +52,7 @@ with open("/proc/self/stat") as stat:
 assert threads == 1, f"{threads} threads: a fork would lose all but one"
 
 def serve(asked):
-    running = {}
+    running, parent = {}, os.getpid()
     woken, wake = socket.socketpair()
     for end in (woken, wake):
         end.setblocking(False)
@@ -71,6 +72,7 @@ def serve(asked):
                 os._exit(0)
             pid = os.fork()
             if pid == 0:
+                die_with(parent)  # which ends with the tests, however those end
                 signal.set_wakeup_fd(-1)
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
                 for end in (asked, woken, wake):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
-from forked import reflex
+from forked import PATIENCE, reflex
 from reflex_runtime.version import __version__
 from serving.exports import write_tiny
 from serving.harness import Server
@@ -30,6 +32,17 @@ def test_it_is_given_words_and_surroundings_and_answers_with_both_streams_and_a_
     done = reflex("trace", "nothing.jsonl", cwd=tmp_path)
     assert done.returncode == 1
     assert done.stderr.startswith("reflex trace: nothing.jsonl: ")
+
+
+def test_it_ends_with_the_tests_however_those_end() -> None:
+    forks = "from forked import Forked; Forked({!r}, env={{}}, stdout=1).wait()"
+    code = forks.format("import signal; print('up', flush=True); signal.pause()")
+    folder = Path(__file__).parent
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, cwd=folder) as tests:
+        assert tests.stdout is not None
+        assert tests.stdout.readline() == b"up\n"
+        tests.kill()
+        assert tests.communicate(timeout=PATIENCE) == (b"", None)  # nothing holds it any more
 
 
 def test_a_server_of_a_policy_imports_little_more(tmp_path: Path) -> None:
