@@ -12,7 +12,7 @@ import pytest
 from drivers.coordinated import Caller, Coordinator, Detector, Stepped, end_of, nobody_left
 from drivers.helpers import PATIENCE
 from reflex_runtime.core.batch import Done, Failed
-from reflex_runtime.core.errors import Cancelled, ConfigError, Expired, ProcessorError, WaitTimeout
+from reflex_runtime.core.errors import Cancelled, ConfigError, Displaced, Expired, ProcessorError, WaitTimeout
 from reflex_runtime.drivers.batch_processor import BatchConfig, BatchEntry
 from reflex_runtime.drivers.follow_up import Join
 
@@ -220,5 +220,5 @@ def test_x2_every_frame_is_answered_once_whatever_becomes_of_its_parts(seed: int
                 frame, answers = future.result()
                 assert (frame, len(answers)) == (word, len(word))
             else:
-                assert isinstance(error, (ProcessorError, Expired, Cancelled))
+                assert isinstance(error, (ProcessorError, Expired, Cancelled, Displaced))
     assert len(ends) == len(set(ends)) == len(futures)

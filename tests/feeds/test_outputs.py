@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from paho.mqtt.packettypes import PacketTypes
+from paho.mqtt.reasoncodes import ReasonCode
 
 from feeds.broker import Broker, Receiver, Subscriber, free_port, needs_mosquitto
 from feeds.commands import PATIENCE, Feeds, by_feed, ran, refusal, results
@@ -172,6 +174,14 @@ def test_f14_a_broker_that_refuses_the_password_does_not_delay_the_end(
     assert output.snapshot().error == "the broker refuses the connection: Not authorized"
     assert output.snapshot().drops["unsent"] == 3
     assert "wr0ng" not in caplog.text + repr(output.snapshot())
+
+
+def test_f14_that_a_broker_refuses_stays_told_when_it_then_closes_the_connection() -> None:
+    output = MqttPublisher(mqtt_address("mqtt://cam:wr0ng@127.0.0.1:1883/x"))
+    refused = ReasonCode(PacketTypes.CONNACK, identifier=0x87)
+    output._on_connect(None, None, None, refused, None)
+    output._on_disconnect(None, None, None, ReasonCode(PacketTypes.DISCONNECT, identifier=0x80), None)
+    assert output.snapshot().error == "the broker refuses the connection: Not authorized"
 
 
 @needs_mosquitto

@@ -41,7 +41,7 @@ class MqttPublisher(ResultOutput[ResultRecord]):
         super().__init__(address.shown, name=name)
         self._topic = address.path[1:]
         self._qos = qos
-        self._connected = False
+        self._connected = self._refused = False  # refused: by the broker, at the last try
         self._on_way: set[int] = set()  # message numbers
         self._early: set[int] = set()  # acknowledged before `publish` told their number
         self._status = -1  # the number of the status message
@@ -114,7 +114,8 @@ class MqttPublisher(ResultOutput[ResultRecord]):
     # -- on the client's thread ----------------------------------------------------------------------------------------
 
     def _on_connect(self, client: Any, _: Any, __: Any, reason: Any, ___: Any) -> None:
-        if reason.is_failure:
+        self._refused = reason.is_failure
+        if self._refused:
             self._unwell(f"the broker refuses the connection: {reason}")
             return
         self._status = client.publish(f"{self._topic}/status", "online", qos=1, retain=True).mid
@@ -131,10 +132,8 @@ class MqttPublisher(ResultOutput[ResultRecord]):
         self._lost("nothing answers there as an MQTT broker")
 
     def _on_disconnect(self, _: Any, __: Any, ___: Any, reason: Any, ____: Any) -> None:
-        if self.box.time_left is None:
-            self._lost(f"the connection was lost ({reason})")
-        else:
-            self._lost(None)
+        known = self._refused or self.box.time_left is not None
+        self._lost(None if known else f"the connection was lost ({reason})")
 
     def _lost(self, why: str | None) -> None:
         with self.box.news:
