@@ -318,6 +318,24 @@ def test_f3_a_caller_is_blocked_for_max_latency_and_response_timeout_at_most() -
         detector.gate.set()
 
 
+def test_f3_a_caller_that_gave_up_is_told_so_even_if_its_frame_is_taken_back_at_once() -> None:
+    detector = Detector(is_open=False)
+    coordinator = Coordinator(detector, BatchConfig(max_latency=0.0, response_timeout=0.01))
+    abandon = coordinator._device.abandon
+
+    def taken_back(ticket: Any) -> bool:
+        answered = abandon(ticket)
+        coordinator._device.cancel(ticket)  # as the next batch does, on the device's thread
+        return answered
+
+    coordinator._device.abandon = taken_back  # type: ignore[method-assign]
+    with coordinator as handle:
+        busy_with(coordinator, detector)
+        error = Caller(handle, "cam", "late").end()
+        detector.gate.set()
+    assert isinstance(error, WaitTimeout)
+
+
 def test_f3_every_outcome_has_an_error_of_its_own() -> None:
     def faulty(entries: Sequence[BatchEntry]) -> list[Any]:
         return [ValueError("bad frame") if e.frame == "bad" else e.frame for e in entries]

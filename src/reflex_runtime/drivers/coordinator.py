@@ -387,9 +387,13 @@ class BatchCoordinator:
 
     def abandon(self, asked: Ticket | FrameParts) -> bool:
         """The caller stops waiting. Returns whether the answer is there after all."""
-        for ticket in asked.leave() if isinstance(asked, FrameParts) else (asked,):
+        if not isinstance(asked, FrameParts):
+            return self._device.abandon(asked)
+        if asked.outcome is not None:
+            return True
+        for ticket in asked.leave():
             self._device.abandon(ticket)
-        return asked.outcome is not None
+        return False  # what comes now comes because the caller has left
 
     @property
     def answers_here(self) -> bool:
