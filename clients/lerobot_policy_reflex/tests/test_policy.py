@@ -247,7 +247,7 @@ def test_w53_nothing_listens_and_a_policy_that_is_not_ready_are_told_in_one_line
 
 
 def test_w53_a_deadline_goes_to_the_server_and_late_requests_are_not_repeated(plain: Path) -> None:
-    with Server(plain, held=True) as server, policy(server, deadline_ms=1.0, retries=5) as robot:
+    with Server(plain, held=True) as server, policy(server, deadline_ms=200.0, retries=5) as robot:
         with busy(server) as plug:
             refused(lambda: robot.predict_action_chunk(seen([0.0, 0.0])), "deadline_exceeded", r"\[request lerobot-")
             assert server.metrics()("reflex_requests_total", outcome="expired") == 1
