@@ -23,7 +23,7 @@ demo: .venv/demo             ## simulated robots on a real policy, with the batc
 
 test: setup                  ## every test; those that measure time run alone, after the others
 	@failed=0; \
-	$(BIN)/python -m pytest -m "not timing" --numprocesses 3 --dist worksteal || failed=1; \
+	$(BIN)/python -m pytest -m "not timing" --numprocesses 2 --dist worksteal || failed=1; \
 	$(BIN)/python -m pytest -m timing $$(grep -rl --include='test_*.py' 'pytest\.mark\.timing' tests) || failed=1; \
 	exit $$failed
 

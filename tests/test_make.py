@@ -29,7 +29,7 @@ def test_make_test_runs_both_passes_and_fails_if_one_does(tmp_path: Path, fails:
     )  # fmt: skip
     assert done.returncode == status, done.stderr
     parallel, serial = (tmp_path / "calls").read_text().splitlines()
-    assert parallel == "-m pytest -m not timing --numprocesses 3 --dist worksteal"
+    assert parallel == "-m pytest -m not timing --numprocesses 2 --dist worksteal"
     passes, files = serial.split(" tests/", 1)
     assert passes == "-m pytest -m timing"
     assert f"tests/{Path(__file__).name}" not in files.split()
