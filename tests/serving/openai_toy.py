@@ -34,6 +34,13 @@ T = TypeVar("T")
 PATIENCE = 60.0  # seconds until a test gives up; nothing waits this long unless it is broken
 HEAD = {"Content-Type": "application/json"}
 
+# A tool, a call of it, and an answer of a reasoning model that says something and calls it.
+MOVE_PARAMETERS: dict[str, Any] = {
+    "type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"], "additionalProperties": False,
+}  # fmt: skip
+CALL = '<tool_call>\n{"name": "move", "arguments": {"x": 4}}\n</tool_call>'
+TALK = f"<think>\nI should move.\n</think>\n\nI move it. {CALL}"
+
 
 class Model(ToyRunner):
     """The toy, with a gate before each step. sizes: tokens of each step so far, those of the warm-up first."""

@@ -10,7 +10,7 @@ import anthropic
 import pytest
 
 from reflex_runtime.llm import LLMEngine, SamplingParams
-from serving.openai_toy import Model, Speaker, Toy
+from serving.openai_toy import MOVE_PARAMETERS, TALK, Model, Speaker, Toy
 
 PATH, COUNT = "/v1/messages", "/v1/messages/count_tokens"
 HI: list[Any] = [{"role": "user", "content": "hi"}]
@@ -18,12 +18,8 @@ ASK: dict[str, Any] = {"model": "toy", "max_tokens": 9, "messages": HI}
 MOVE: dict[str, Any] = {
     "name": "move",
     "description": "Moves the arm.",
-    "input_schema": {
-        "type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"], "additionalProperties": False,
-    },
+    "input_schema": MOVE_PARAMETERS,
 }
-CALL = '<tool_call>\n{"name": "move", "arguments": {"x": 4}}\n</tool_call>'
-TALK = f"<think>\nI should move.\n</think>\n\nI move it. {CALL}"
 GREEDY: dict[str, Any] = {"extra_body": {"temperature": 0}}  # its client no longer has a name for it
 
 

@@ -15,7 +15,7 @@ from reflex_runtime.llm.sampling_defaults import SamplingDefaults
 from reflex_runtime.llm.serving.messages import message
 from reflex_runtime.llm.serving.reading import chat
 from reflex_runtime.llm.serving.responses import response
-from serving.openai_toy import Model, Speaker, Toy
+from serving.openai_toy import MOVE_PARAMETERS, TALK, Model, Speaker, Toy
 
 PATH = "/v1/responses"
 ASK: dict[str, Any] = {"model": "toy", "input": "hi", "temperature": 0, "max_output_tokens": 9}
@@ -23,14 +23,10 @@ MOVE: dict[str, Any] = {
     "type": "function",
     "name": "move",
     "description": "Moves the arm.",
-    "parameters": {
-        "type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"], "additionalProperties": False,
-    },
+    "parameters": MOVE_PARAMETERS,
     "strict": True,
-}  # fmt: skip
+}
 HELLO = {"role": "user", "content": "hi"}
-CALL = '<tool_call>\n{"name": "move", "arguments": {"x": 4}}\n</tool_call>'
-TALK = f"<think>\nI should move.\n</think>\n\nI move it. {CALL}"
 
 
 def client_of(toy: Toy) -> Any:
