@@ -11,7 +11,7 @@ import sys
 from reflex_runtime.config import LLMServeConfig
 from reflex_runtime.ipc.generate_config import GenerateBatcherConfig
 from reflex_runtime.ipc.spawn import spawned
-from reflex_runtime.llm.serving.openai import serving
+from reflex_runtime.llm.serving.server import serving
 from reflex_runtime.llm.toy import ByteTokenizer
 from reflex_runtime.llm.workers.workers import WorkersConfig, opened
 from reflex_runtime.web.listen import bind

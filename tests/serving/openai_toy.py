@@ -22,8 +22,8 @@ from reflex_runtime.core.request import Ticket
 from reflex_runtime.drivers.loop import loop_factory
 from reflex_runtime.llm.runner import Step
 from reflex_runtime.llm.serving.local_model import opened
-from reflex_runtime.llm.serving.openai import serving as making
 from reflex_runtime.llm.serving.served_model import Open, ServedModel
+from reflex_runtime.llm.serving.server import serving as making
 from reflex_runtime.llm.toy import ByteTokenizer, ToyRunner
 from reflex_runtime.web.listen import bind
 from reflex_runtime.web.serve import serving

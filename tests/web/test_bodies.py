@@ -19,10 +19,10 @@ import msgpack
 import pytest
 
 from reflex_runtime.config import LLMServeConfig
-from reflex_runtime.llm.serving import reading as openai
 from reflex_runtime.llm.serving.local_model import opened
-from reflex_runtime.llm.serving.openai import OpenAI
+from reflex_runtime.llm.serving.requests import reading as openai
 from reflex_runtime.llm.serving.served_model import ServedModel
+from reflex_runtime.llm.serving.server import ModelServer
 from reflex_runtime.llm.toy import ByteTokenizer
 from reflex_runtime.policies.policy.observation import InvalidRequest
 from reflex_runtime.policies.serving import act as act_module
@@ -150,7 +150,7 @@ def test_l9_bodies_over_max_bodies_mb_in_all_are_503_and_a_prompt_is_let_go_once
         config = LLMServeConfig(max_bodies_mb=1.0)
         model = ServedModel(config, "toy", opened(lambda: (runner, ByteTokenizer())))
         await model.start()
-        app = OpenAI(model).app
+        app = ModelServer(model).app
         runner.stop()
         queued, slow, refused, later = (Caller(app, "/v1/completions") for _ in range(4))
         queued.say(asked(900_000))

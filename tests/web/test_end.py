@@ -227,7 +227,7 @@ from reflex_runtime.config import LLMServeConfig
 from reflex_runtime.llm.toy import ByteTokenizer, ToyRunner
 from reflex_runtime.llm.serving.local_model import opened
 from reflex_runtime.web.listen import bind
-from reflex_runtime.llm.serving.openai import serving
+from reflex_runtime.llm.serving.server import serving
 from reflex_runtime.web.serve import serve
 
 class Stuck(ToyRunner):

@@ -137,7 +137,7 @@ def _serve(
 ) -> int:
     """The server itself: alone, or below a supervisor that has bound its socket."""
     from reflex_runtime.llm.serving.local_model import opened
-    from reflex_runtime.llm.serving.openai import serving
+    from reflex_runtime.llm.serving.server import serving
     from reflex_runtime.web import listen
     from reflex_runtime.web.serve import serve
 

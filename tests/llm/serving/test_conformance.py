@@ -15,9 +15,9 @@ from openai.types.chat.completion_create_params import CompletionCreateParamsNon
 from openai.types.completion_create_params import CompletionCreateParamsNonStreaming as TextParams
 from openai.types.responses.response_create_params import ResponseCreateParamsNonStreaming
 
-from reflex_runtime.llm.serving.fields import ChatFields, CompletionFields
-from reflex_runtime.llm.serving.messages import MessageFields
-from reflex_runtime.llm.serving.responses import ResponseFields
+from reflex_runtime.llm.serving.requests.fields import ChatFields, CompletionFields
+from reflex_runtime.llm.serving.requests.messages import MessageFields
+from reflex_runtime.llm.serving.requests.responses import ResponseFields
 from serving.openai_toy import Toy
 
 PAGE = Path(__file__).parents[3] / "docs" / "model-apis.md"

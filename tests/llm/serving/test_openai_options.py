@@ -124,7 +124,7 @@ def model_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     """What the command would serve: (config, name, load), one for each time it got as far."""
-    from reflex_runtime.llm.serving import openai
+    from reflex_runtime.llm.serving import server
     from reflex_runtime.web import serve as module
 
     found: list[tuple[Any, ...]] = []
@@ -134,7 +134,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
         found.append(made)
         return 0, True
 
-    monkeypatch.setattr(openai, "serving", lambda config, name, load, defaults: (config, name, load))
+    monkeypatch.setattr(server, "serving", lambda config, name, load, defaults: (config, name, load))
     monkeypatch.setattr(module, "serve", serve)
     monkeypatch.setattr(logging, "basicConfig", lambda **given: None)
     return found

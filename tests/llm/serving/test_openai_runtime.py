@@ -26,8 +26,8 @@ from reflex_runtime.ipc.messages import GenerateParams
 from reflex_runtime.llm import EngineConfig, LLMEngine, LLMProcessor, SamplingParams
 from reflex_runtime.llm.serving.generation import GenerationRuntime, GenerationStream, merged
 from reflex_runtime.llm.serving.local_model import opened
-from reflex_runtime.llm.serving.openai import OpenAI
 from reflex_runtime.llm.serving.served_model import ServedModel
+from reflex_runtime.llm.serving.server import OpenAI
 from reflex_runtime.llm.toy import ByteTokenizer
 from reflex_runtime.llm.workers.worker_engine import WorkerEngine
 from serving.in_process import Caller

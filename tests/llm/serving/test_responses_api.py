@@ -12,9 +12,9 @@ import pytest
 
 from reflex_runtime.llm import LLMEngine, SamplingParams
 from reflex_runtime.llm.sampling_defaults import SamplingDefaults
-from reflex_runtime.llm.serving.messages import message
-from reflex_runtime.llm.serving.reading import chat
-from reflex_runtime.llm.serving.responses import response
+from reflex_runtime.llm.serving.requests.messages import message
+from reflex_runtime.llm.serving.requests.reading import chat
+from reflex_runtime.llm.serving.requests.responses import response
 from serving.openai_toy import MOVE_PARAMETERS, TALK, Model, Speaker, Toy
 
 PATH = "/v1/responses"

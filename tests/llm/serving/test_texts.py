@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from reflex_runtime.llm.serving.texts import LONG_TEXT, VERY_LONG, Texts
+from reflex_runtime.llm.serving.requests.texts import LONG_TEXT, VERY_LONG, Texts
 from reflex_runtime.llm.toy import ByteTokenizer
 
 

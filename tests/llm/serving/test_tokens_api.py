@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from reflex_runtime.llm.serving import reading, tokens
+from reflex_runtime.llm.serving import tokens
+from reflex_runtime.llm.serving.requests import reading
 from reflex_runtime.version import __version__
 from serving.openai_toy import Model, Toy
 

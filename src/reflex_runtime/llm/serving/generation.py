@@ -25,7 +25,7 @@ from reflex_runtime.llm.constraint import Matcher
 from reflex_runtime.llm.engine import LLMProcessor
 from reflex_runtime.llm.limits import Limits
 from reflex_runtime.llm.sequence import TokenOutput
-from reflex_runtime.llm.serving.texts import Texts
+from reflex_runtime.llm.serving.requests.texts import Texts
 from reflex_runtime.llm.tokenizer import Conversation, Tokenizer
 from reflex_runtime.telemetry.trace_context import SpanContext
 

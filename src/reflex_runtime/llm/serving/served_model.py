@@ -22,10 +22,12 @@ from reflex_runtime.drivers.audience import Sink
 from reflex_runtime.drivers.in_thread import in_thread
 from reflex_runtime.llm.sampling_defaults import SamplingDefaults
 from reflex_runtime.llm.serving.generation import Generator
+from reflex_runtime.llm.serving.requests.refusals import ModelNotFound
 from reflex_runtime.telemetry.processes import LiveProcess
 from reflex_runtime.telemetry.series import Counter
 from reflex_runtime.telemetry.tracing import StepSpans, spans_of
 from reflex_runtime.web.errors import NotReady
+from reflex_runtime.web.json import printable
 
 if TYPE_CHECKING:  # a runtime process loads this module and serves no HTTP
     from reflex_runtime.web.supervisor import Lives
@@ -233,6 +235,11 @@ class ServedModel:
     async def status(self) -> dict[str, Any]:
         """The body of /status: that of /health, and the state of the requests."""
         return self.health() | (await self.host.status() if self.host is not None else {})
+
+    def check_name(self, name: str) -> None:
+        """Raises ModelNotFound where a request asks for another model."""
+        if name != self.name:
+            raise ModelNotFound(printable(f"the model {name[:200]!r} does not exist; {self.name!r} does"))
 
     def card(self) -> dict[str, Any]:
         """The model as /v1/models tells it."""

@@ -10,8 +10,8 @@ from typing import Final
 
 from reflex_runtime.core.errors import ReflexError
 from reflex_runtime.core.events import RequestAnswered
-from reflex_runtime.llm.serving.reading import CompletionRequest
-from reflex_runtime.llm.serving.replies import Usage, Writer
+from reflex_runtime.llm.serving.answers.replies import Usage, Writer
+from reflex_runtime.llm.serving.requests.reading import CompletionRequest
 from reflex_runtime.telemetry.spans import Attribute
 from reflex_runtime.telemetry.trace_context import follow, within
 from reflex_runtime.telemetry.tracing import RequestSpan, Spans

@@ -13,12 +13,12 @@ import msgspec
 
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.llm.sampling_defaults import SamplingDefaults
-from reflex_runtime.llm.serving.decoding import decode
-from reflex_runtime.llm.serving.fields import ChatFields, Message
 from reflex_runtime.llm.serving.generation import Generator
-from reflex_runtime.llm.serving.reading import chat_request, refused, token_ids
-from reflex_runtime.llm.serving.refusals import BadRequest, too_deep
-from reflex_runtime.llm.serving.tool_fields import ToolField
+from reflex_runtime.llm.serving.requests.decoding import decode
+from reflex_runtime.llm.serving.requests.fields import ChatFields, Message
+from reflex_runtime.llm.serving.requests.reading import chat_request, refused, token_ids
+from reflex_runtime.llm.serving.requests.refusals import BadRequest, too_deep
+from reflex_runtime.llm.serving.requests.tool_fields import ToolField
 from reflex_runtime.llm.tokenizer import Conversation
 from reflex_runtime.web.json import encode
 

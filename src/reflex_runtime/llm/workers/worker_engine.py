@@ -20,7 +20,7 @@ from reflex_runtime.ipc.worker import Load
 from reflex_runtime.llm.runner import Runner
 from reflex_runtime.llm.serving.generation import GenerationRuntime, GenerationStream
 from reflex_runtime.llm.serving.local_model import LocalModel, opened
-from reflex_runtime.llm.serving.texts import Texts
+from reflex_runtime.llm.serving.requests.texts import Texts
 from reflex_runtime.llm.tokenizer import Conversation, Tokenizer
 from reflex_runtime.options import convert, hints_of
 from reflex_runtime.telemetry.asked_live import AskedLive

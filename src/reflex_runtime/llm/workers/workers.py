@@ -32,8 +32,8 @@ from reflex_runtime.ipc.sampling import Constraint, SamplingParams
 from reflex_runtime.ipc.spawn import Opener
 from reflex_runtime.llm.constraint import Matcher, check_constraint
 from reflex_runtime.llm.limits import Limits
+from reflex_runtime.llm.serving.requests.texts import Texts
 from reflex_runtime.llm.serving.served_model import Open, Opening
-from reflex_runtime.llm.serving.texts import Texts
 from reflex_runtime.llm.tokenizer import Conversation, Tokenizer
 from reflex_runtime.llm.workers import worker_metrics
 from reflex_runtime.llm.workers.tokenizer_process import TokenizerProcess

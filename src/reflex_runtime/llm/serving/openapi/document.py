@@ -16,13 +16,15 @@ from typing import Any
 from reflex_runtime.core.request import PRIORITIES
 from reflex_runtime.ipc.sampling import MOST_BIASED, MOST_LOGPROBS, MOST_STOP_IDS, MOST_STOPS
 from reflex_runtime.llm.limits import Limits
-from reflex_runtime.llm.serving import answers, messages, tokens
-from reflex_runtime.llm.serving import fields as wire
-from reflex_runtime.llm.serving import openapi_talks as talks
-from reflex_runtime.llm.serving.decoding import MOST_MESSAGES
-from reflex_runtime.llm.serving.forms import MOST_TEXTS
-from reflex_runtime.llm.serving.schemas import closed, maybe, ref, within, without_effect
-from reflex_runtime.llm.serving.tool_fields import MOST_TOOLS, CalledTool, ToolField
+from reflex_runtime.llm.serving import tokens
+from reflex_runtime.llm.serving.answers import completions as answers
+from reflex_runtime.llm.serving.openapi import talks
+from reflex_runtime.llm.serving.openapi.schemas import closed, maybe, ref, within, without_effect
+from reflex_runtime.llm.serving.requests import fields as wire
+from reflex_runtime.llm.serving.requests import messages
+from reflex_runtime.llm.serving.requests.decoding import MOST_MESSAGES
+from reflex_runtime.llm.serving.requests.forms import MOST_TEXTS
+from reflex_runtime.llm.serving.requests.tool_fields import MOST_TOOLS, CalledTool, ToolField
 from reflex_runtime.web.fields import MAX_ID_BYTES
 from reflex_runtime.web.json import JSON_TYPE
 from reflex_runtime.web.openapi import failures, finished

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from reflex_runtime.llm.serving import messages, responses
-from reflex_runtime.llm.serving.decoding import MOST_MESSAGES
-from reflex_runtime.llm.serving.fields import MoreFields
-from reflex_runtime.llm.serving.schemas import closed, maybe, without_effect
-from reflex_runtime.llm.serving.tool_fields import MOST_TOOLS, NAME
+from reflex_runtime.llm.serving.openapi.schemas import closed, maybe, without_effect
+from reflex_runtime.llm.serving.requests import messages, responses
+from reflex_runtime.llm.serving.requests.decoding import MOST_MESSAGES
+from reflex_runtime.llm.serving.requests.fields import MoreFields
+from reflex_runtime.llm.serving.requests.tool_fields import MOST_TOOLS, NAME
 
 _TEXT = {"type": "string"}
 _PARAMETERS = {"type": "object"}

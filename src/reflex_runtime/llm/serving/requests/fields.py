@@ -15,8 +15,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from reflex_runtime.llm.serving.forms import ResponseFormat, StructuredOutputs
-from reflex_runtime.llm.serving.tool_fields import CalledTool, ChosenTool, ToolField
+from reflex_runtime.llm.serving.requests.forms import ResponseFormat, StructuredOutputs
+from reflex_runtime.llm.serving.requests.tool_fields import CalledTool, ChosenTool, ToolField
 from reflex_runtime.web.fields import Whole
 
 MOST_CHOICES = 128  # of one prompt

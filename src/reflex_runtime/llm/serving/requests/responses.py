@@ -12,12 +12,18 @@ from typing import Any, Final, Literal
 import msgspec
 
 from reflex_runtime.llm.sampling_defaults import SamplingDefaults
-from reflex_runtime.llm.serving.decoding import MOST_MESSAGES, MOST_VALUES, decode
-from reflex_runtime.llm.serving.fields import ChatFields, MoreFields, further
-from reflex_runtime.llm.serving.forms import JsonSchemaFormat, ResponseFormat
-from reflex_runtime.llm.serving.reading import CompletionRequest, conversing, no_effort, sent_call, template_variables
-from reflex_runtime.llm.serving.refusals import BadRequest, renamed
-from reflex_runtime.llm.serving.tool_fields import (
+from reflex_runtime.llm.serving.requests.decoding import MOST_MESSAGES, MOST_VALUES, decode
+from reflex_runtime.llm.serving.requests.fields import ChatFields, MoreFields, further
+from reflex_runtime.llm.serving.requests.forms import JsonSchemaFormat, ResponseFormat
+from reflex_runtime.llm.serving.requests.reading import (
+    CompletionRequest,
+    conversing,
+    no_effort,
+    sent_call,
+    template_variables,
+)
+from reflex_runtime.llm.serving.requests.refusals import BadRequest, renamed
+from reflex_runtime.llm.serving.requests.tool_fields import (
     AskedTools,
     ChosenFunction,
     ChosenTool,

@@ -14,9 +14,9 @@ import msgspec
 from reflex_runtime.core.errors import InFlightCapReached, QueueFull, ReflexError, TooLarge
 from reflex_runtime.ipc.engine import Output
 from reflex_runtime.llm.reasoning import Thought
-from reflex_runtime.llm.serving.refusals import BadRequest, ModelNotFound
-from reflex_runtime.llm.serving.replies import Answering, Usage
-from reflex_runtime.llm.serving.tool_fields import CalledFunction, CalledTool
+from reflex_runtime.llm.serving.answers.replies import Answering, Usage
+from reflex_runtime.llm.serving.requests.refusals import BadRequest, ModelNotFound
+from reflex_runtime.llm.serving.requests.tool_fields import CalledFunction, CalledTool
 from reflex_runtime.llm.tools import ToolCall
 from reflex_runtime.web.errors import Unauthorized, api_error
 

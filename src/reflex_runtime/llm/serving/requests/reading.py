@@ -15,8 +15,8 @@ from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.core.request import PRIORITIES, Priority
 from reflex_runtime.ipc.sampling import MOST_LOGPROBS, SamplingParams
 from reflex_runtime.llm.sampling_defaults import SamplingDefaults
-from reflex_runtime.llm.serving.decoding import MOST_MESSAGES, MOST_VALUES, at_fault, decode
-from reflex_runtime.llm.serving.fields import (
+from reflex_runtime.llm.serving.requests.decoding import MOST_MESSAGES, MOST_VALUES, at_fault, decode
+from reflex_runtime.llm.serving.requests.fields import (
     MOST_CHOICES,
     MOST_PROMPTS,
     MOST_TOKENS,
@@ -27,9 +27,9 @@ from reflex_runtime.llm.serving.fields import (
     CompletionFields,
     Message,
 )
-from reflex_runtime.llm.serving.forms import constraint_of
-from reflex_runtime.llm.serving.refusals import BadRequest
-from reflex_runtime.llm.serving.tool_fields import NO_TOOLS, AskedTools, tools_of
+from reflex_runtime.llm.serving.requests.forms import constraint_of
+from reflex_runtime.llm.serving.requests.refusals import BadRequest
+from reflex_runtime.llm.serving.requests.tool_fields import NO_TOOLS, AskedTools, tools_of
 from reflex_runtime.llm.tokenizer import Conversation
 from reflex_runtime.web.fields import check_id
 

@@ -8,7 +8,7 @@ import msgspec
 
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.ipc.sampling import Constraint
-from reflex_runtime.llm.serving.refusals import BadRequest
+from reflex_runtime.llm.serving.requests.refusals import BadRequest
 from reflex_runtime.web.json import encode
 
 MOST_TEXTS: Final = 1000  # of which an answer may have to be one

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from reflex_runtime.llm.serving.refusals import BadRequest
+from reflex_runtime.llm.serving.requests.refusals import BadRequest
 from reflex_runtime.web.fields import suggestion
 from reflex_runtime.web.json import is_json, printable
 

@@ -6,9 +6,9 @@ import time
 from typing import Any, Final
 
 from reflex_runtime.core.errors import ReflexError
-from reflex_runtime.llm.serving.answers import told
-from reflex_runtime.llm.serving.part_writer import Kind, PartWriter
-from reflex_runtime.llm.serving.replies import Answering
+from reflex_runtime.llm.serving.answers.completions import told
+from reflex_runtime.llm.serving.answers.part_writer import Kind, PartWriter
+from reflex_runtime.llm.serving.answers.replies import Answering
 from reflex_runtime.llm.tools import ToolCall
 from reflex_runtime.web.json import encode
 

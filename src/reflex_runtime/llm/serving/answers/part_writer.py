@@ -10,7 +10,7 @@ from typing import Literal
 
 from reflex_runtime.ipc.engine import Output
 from reflex_runtime.llm.reasoning import Thought
-from reflex_runtime.llm.serving.replies import Answering, PartReader
+from reflex_runtime.llm.serving.answers.replies import Answering, PartReader
 from reflex_runtime.llm.tools import ToolCall
 
 Kind = Literal["thought", "text"]

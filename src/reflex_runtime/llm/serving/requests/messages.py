@@ -15,12 +15,12 @@ import msgspec
 from msgspec.structs import replace as changed
 
 from reflex_runtime.llm.sampling_defaults import SamplingDefaults
-from reflex_runtime.llm.serving.decoding import MOST_MESSAGES, MOST_VALUES, decode
-from reflex_runtime.llm.serving.fields import CommonFields, MoreFields, further
-from reflex_runtime.llm.serving.forms import JsonSchemaFormat, ResponseFormat
-from reflex_runtime.llm.serving.reading import CompletionRequest, conversing, sent_call, template_variables
-from reflex_runtime.llm.serving.refusals import BadRequest, renamed
-from reflex_runtime.llm.serving.tool_fields import (
+from reflex_runtime.llm.serving.requests.decoding import MOST_MESSAGES, MOST_VALUES, decode
+from reflex_runtime.llm.serving.requests.fields import CommonFields, MoreFields, further
+from reflex_runtime.llm.serving.requests.forms import JsonSchemaFormat, ResponseFormat
+from reflex_runtime.llm.serving.requests.reading import CompletionRequest, conversing, sent_call, template_variables
+from reflex_runtime.llm.serving.requests.refusals import BadRequest, renamed
+from reflex_runtime.llm.serving.requests.tool_fields import (
     AskedTools,
     ChosenFunction,
     ChosenTool,

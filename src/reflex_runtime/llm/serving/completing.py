@@ -1,61 +1,40 @@
-"""The OpenAI API over one served model.
+"""From the body of a request to its answer: read, tokenised, queued, and written as its API's clients know it.
 
-Every answer has `X-Request-Id`, the caller's own where it sent one; every error has the API's body, and says in
-`X-Should-Retry` whether a retry is safe. A stream begins with its first token, so that an error before it has its own
-status. If a caller disconnects, streaming or not, its request is cancelled.
+A stream begins with its first token, so that an error before it has its own status. If a caller disconnects, streaming
+or not, its request is cancelled.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any, Final, NamedTuple, TypeVar
-from urllib.parse import unquote
 
 from msgspec.structs import replace as changed
 
-from reflex_runtime.config import LLMServeConfig
 from reflex_runtime.core.errors import ConfigError, Expired, ReflexError, TooLarge
 from reflex_runtime.drivers.stream import Bell
 from reflex_runtime.ipc.engine import OutputStream
 from reflex_runtime.llm.constraint import Matcher
 from reflex_runtime.llm.reasoning import ThoughtParser, in_thought
-from reflex_runtime.llm.sampling_defaults import SamplingDefaults
-from reflex_runtime.llm.serving import message_answers, messages, responses, tokens
-from reflex_runtime.llm.serving import reading as wire
-from reflex_runtime.llm.serving.answers import Answer, error_body, told
+from reflex_runtime.llm.serving.answers.replies import Answering, Cached, ModelApi, PartReader, Usage, Writer
 from reflex_runtime.llm.serving.generation import Generator, merged
-from reflex_runtime.llm.serving.message_answers import MessageAnswer
-from reflex_runtime.llm.serving.openapi import document
-from reflex_runtime.llm.serving.refusals import BadRequest, ModelNotFound, too_deep
-from reflex_runtime.llm.serving.replies import Answering, Cached, ModelApi, PartReader, Usage, Writer
-from reflex_runtime.llm.serving.response_answers import ResponseAnswer
-from reflex_runtime.llm.serving.served_model import Open, ServedModel
+from reflex_runtime.llm.serving.requests import reading as wire
+from reflex_runtime.llm.serving.requests.refusals import BadRequest, too_deep
+from reflex_runtime.llm.serving.served_model import ServedModel
 from reflex_runtime.llm.serving.spans import GenerationSpans, asked_in, first_token
-from reflex_runtime.llm.serving.watching import watchers_of
 from reflex_runtime.llm.tokenizer import Tokenizer
 from reflex_runtime.llm.tools import ToolFormat
-from reflex_runtime.telemetry import metrics
 from reflex_runtime.telemetry.tracing import RequestSpan
-from reflex_runtime.version import __version__
 from reflex_runtime.web.app import App
 from reflex_runtime.web.bodies import LARGE
-from reflex_runtime.web.dashboard import dashboard_routes
 from reflex_runtime.web.errors import CallerLeft
-from reflex_runtime.web.exchange import Exchange, Route
-from reflex_runtime.web.form import JSON, ErrorForm, Headers, Refusal
-from reflex_runtime.web.json import encode, printable
-from reflex_runtime.web.openapi import page
-from reflex_runtime.web.serve import Make
-from reflex_runtime.web.supervisor import Lives
+from reflex_runtime.web.exchange import Exchange
+from reflex_runtime.web.form import Headers
 
-STATUS, MODELS, COMPLETIONS, CHAT = "/status", "/v1/models", "/v1/completions", "/v1/chat/completions"
-TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"
-OPEN_PATHS: Final = ("/health", "/metrics", "/version", "/openapi.json", "/docs")
 T = TypeVar("T")
-F = TypeVar("F", tokens.TextAsked, tokens.IdsAsked)
 _STREAM: Final[Headers] = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -63,170 +42,22 @@ _STREAM: Final[Headers] = [
 ]
 
 
-def _refuse(error: ReflexError, request_id: str, packed: bool) -> Refusal:
-    retry = (b"x-should-retry", b"true" if error.retry_safe else b"false")
-    return Refusal(told(error).status, error_body(error), JSON, [retry])
+class Completing:
+    """Answers what is asked of one model. app: reads bodies and carries answers. spans: None without tracing."""
 
-
-def _missing(path: str) -> str:
-    """What is said of a path that is not served."""
-    known = path.rstrip("/") in ("/v1/embeddings", "/v1/audio/transcriptions", "/v1/images/generations", "/v1/batches")
-    why = "is not served here: this model generates text" if known else "no such path"
-    return f"{path[:200]}: {why}"
-
-
-DIALECTS: Final = (
-    ModelApi(COMPLETIONS, wire.completion, partial(Answer, chat=False)),
-    ModelApi(CHAT, wire.chat, partial(Answer, chat=True)),
-    ModelApi(responses.PATH, responses.response, ResponseAnswer),
-    ModelApi(messages.PATH, messages.message, MessageAnswer, message_answers.FORM),
-)
-
-
-class OpenAI:
-    """The API of one model. app: the application that carries it."""
-
-    def __init__(self, model: ServedModel) -> None:
+    def __init__(self, model: ServedModel, app: App, spans: GenerationSpans | None) -> None:
         self.model = model
-        self._spans = None if model.spans is None else GenerationSpans(model.spans, model.name, COMPLETIONS)
-        most = model.config.max_body_bytes
-        name = Route(MODELS + "/{id}", self._card)
-        routes = [
-            Route("/health", self._health, open=True),
-            Route("/metrics", partial(self._later, self._metrics), open=True),
-            Route("/version", self._version, open=True),
-            Route("/openapi.json", self._openapi, open=True),
-            Route("/docs", self._docs, open=True),
-            Route(STATUS, partial(self._later, self._status)),
-            Route(MODELS, self._models),
-            *map(self._generating, DIALECTS),
-            Route(messages.COUNT, self._count_tokens, "POST", most=most, enter=self._enter, form=message_answers.FORM),
-            Route(TOKENIZE, self._tokenize, "POST", most=most, enter=self._enter),
-            Route(DETOKENIZE, self._detokenize, "POST", most=most, enter=self._enter),
-        ]
-        self.app = App(
-            model.config,
-            {route.path: route for route in [*routes, *dashboard_routes(watchers_of(model))]},
-            ErrorForm(_refuse, keeps_id=True),
-            find=lambda path: name if path.startswith(MODELS + "/") else None,
-            on_answer=self._count,
-            missing=_missing,
-            cors=model.config.cors,
-        )
+        self.app = app
+        self._spans = spans
 
-    def _generating(self, dialect: ModelApi) -> Route:
-        def run(exchange: Exchange, body: bytes) -> None:
-            self.app.spawn(exchange, self._generate(exchange, body, dialect))
-
-        failed, most = None if self._spans is None else self._spans.failed, self.model.config.max_body_bytes
-        return Route(dialect.path, run, "POST", most=most, enter=self._enter, fail=failed, form=dialect.form)
-
-    def _count(self, exchange: Exchange, status: int) -> None:
-        self.model.answered("other" if exchange.route is None else exchange.route.path, status)
-
-    # -- questions that are answered without the model -----------------------------------------------------------------
-
-    def _health(self, exchange: Exchange, _: bytes) -> None:
-        body = self.model.health()
-        exchange.answer(200 if body["status"] == "ok" else 503, encode(body))
-
-    async def _metrics(self, exchange: Exchange) -> None:
-        exchange.answer(200, await self.model.metrics(), metrics.CONTENT_TYPE.encode())
-
-    async def _status(self, exchange: Exchange) -> None:
-        exchange.answer(200, encode(await self.model.status()))
-
-    def _later(self, answer: Any, exchange: Exchange, _: bytes) -> None:
-        answering: Coroutine[Any, Any, None] = answer(exchange)
-        self.app.spawn(exchange, answering)
-
-    def _version(self, exchange: Exchange, _: bytes) -> None:
-        exchange.answer(200, encode({"version": __version__}))
-
-    def _tokenize(self, exchange: Exchange, body: bytes) -> None:
-        self.app.spawn(exchange, self._of_tokens(exchange, body, tokens.tokenize_fields, tokens.tokenized))
-
-    def _detokenize(self, exchange: Exchange, body: bytes) -> None:
-        self.app.spawn(exchange, self._of_tokens(exchange, body, tokens.detokenize_fields, tokens.detokenized))
-
-    def _count_tokens(self, exchange: Exchange, body: bytes) -> None:
-        async def count() -> None:
-            name, conversation = await self._decoded(messages.counted, body)
-            self._check_name(name)
-            ids = await tokens.of_conversation(conversation, exchange.ask)
-            exchange.answer(200, encode(messages.InputTokens(len(ids))))
-
-        self.app.spawn(exchange, count())
-
-    async def _of_tokens(
-        self,
-        exchange: Exchange,
-        body: bytes,
-        read: Callable[[bytes], F],
-        answer: Callable[[F, Generator[Any]], Awaitable[bytes]],
-    ) -> None:
-        """Answer what only the tokenizer is asked for."""
-        fields = await self._decoded(read, body)
-        if fields.model is not None:
-            self._check_name(fields.model)
-        exchange.answer(200, await answer(fields, exchange.ask))
-
-    async def _decoded(self, read: Callable[[bytes], T], body: bytes) -> T:
-        try:
-            return read(body) if len(body) <= LARGE else await self.app.bodies.beside(read, body)
-        except RecursionError:
-            raise too_deep() from None
-
-    def _openapi(self, exchange: Exchange, _: bytes) -> None:
-        exchange.answer(200, self._described())
-
-    def _docs(self, exchange: Exchange, _: bytes) -> None:
-        exchange.answer(200, page(self._described(), exchange.headers.get(b"host", b"")), b"text/html; charset=utf-8")
-
-    def _models(self, exchange: Exchange, _: bytes) -> None:
-        exchange.answer(200, encode({"object": "list", "data": [self.model.card()]}))
-
-    def _card(self, exchange: Exchange, _: bytes) -> None:
-        self._check_name(unquote(exchange.path[len(MODELS) + 1 :]))
-        exchange.answer(200, encode(self.model.card()))
-
-    def _described(self) -> bytes:
-        limits = None if self.model.host is None else self.model.host.generator.limits
-        open_paths = OPEN_PATHS if self.app.has_key else None
-        return document(self.model.name, limits, self.model.config.max_queue, open_paths)
-
-    def _check_name(self, name: str) -> None:
-        if name != self.model.name:
-            raise ModelNotFound(printable(f"the model {name[:200]!r} does not exist; {self.model.name!r} does"))
-
-    def _check_choices(self, asked: wire.CompletionRequest) -> None:
-        """Refuse more choices than may ever wait, because they are queued together."""
-        choices, most = asked.n * max(1, len(asked.prompts)), self.model.config.max_queue
-        if choices > most:
-            what = f"n: asks for {choices} choices of all prompts, at most {most} may wait (--max-queue)"
-            raise BadRequest(what, "n")
-
-    def _check_tokens(self, asked: wire.CompletionRequest, prompts: list[list[int]]) -> None:
-        """The same for their tokens. A single choice may have any length."""
-        tokens, most = asked.n * sum(map(len, prompts)), self.model.config.max_queued_tokens
-        if tokens > most and asked.n * len(prompts) > 1:
-            name = "n" if asked.n > 1 else asked.field
-            what = f"all choices have {tokens} prompt tokens, at most {most} may wait (--max-queued-tokens)"
-            raise BadRequest(f"{name}: {what}", name)
-
-    # -- generation ----------------------------------------------------------------------------------------------------
-
-    def _enter(self, exchange: Exchange) -> None:
-        exchange.ask = self.model.generator
-
-    async def _generate(self, exchange: Exchange, body: bytes, dialect: ModelApi) -> None:
+    async def complete(self, exchange: Exchange, body: bytes, dialect: ModelApi) -> None:
         runtime: Generator[Any] = exchange.ask
         streams: list[OutputStream] = []
         exchange.on_left = partial(_take_back, streams)
         span = None if self._spans is None else self._spans.begin(exchange)
         try:
             bell = Bell()
-            asked = await self._decoded(lambda body: dialect.read(body, self.model.defaults), body)
+            asked = await self.decoded(lambda body: dialect.read(body, self.model.defaults), body)
             del body  # what it says is decoded
             queued = await self._queue(exchange, runtime, asked, streams, bell, span)
             self.app.entered(exchange)
@@ -266,7 +97,7 @@ class OpenAI:
         span: RequestSpan | None,
     ) -> Queued:
         """Queue all its choices, or none."""
-        self._check_name(asked.model)
+        self.model.check_name(asked.model)
         self._check_choices(asked)
         try:
             asked = _with_tools(asked, runtime.tokenizer.tool_format)
@@ -305,6 +136,27 @@ class OpenAI:
             return await runtime.encode(texts) if texts else [p for p in asked.prompts if not isinstance(p, str)]
         except ConfigError as error:
             raise wire.refused(error, asked.field) from None
+
+    async def decoded(self, read: Callable[[bytes], T], body: bytes) -> T:
+        try:
+            return read(body) if len(body) <= LARGE else await self.app.bodies.beside(read, body)
+        except RecursionError:
+            raise too_deep() from None
+
+    def _check_choices(self, asked: wire.CompletionRequest) -> None:
+        """Refuse more choices than may ever wait, because they are queued together."""
+        choices, most = asked.n * max(1, len(asked.prompts)), self.model.config.max_queue
+        if choices > most:
+            what = f"n: asks for {choices} choices of all prompts, at most {most} may wait (--max-queue)"
+            raise BadRequest(what, "n")
+
+    def _check_tokens(self, asked: wire.CompletionRequest, prompts: list[list[int]]) -> None:
+        """The same for their tokens. A single choice may have any length."""
+        tokens, most = asked.n * sum(map(len, prompts)), self.model.config.max_queued_tokens
+        if tokens > most and asked.n * len(prompts) > 1:
+            name = "n" if asked.n > 1 else asked.field
+            what = f"all choices have {tokens} prompt tokens, at most {most} may wait (--max-queued-tokens)"
+            raise BadRequest(f"{name}: {what}", name)
 
 
 class Queued(NamedTuple):
@@ -449,13 +301,3 @@ def _usage(streams: list[OutputStream], n: int) -> Usage:
     firsts = streams[::n]
     prompt, made = sum(s.prompt_tokens for s in firsts), sum(s.completion_tokens for s in streams)
     return Usage(prompt, made, prompt + made, Cached(sum(s.cached_tokens for s in firsts)))
-
-
-def serving(config: LLMServeConfig, name: str, open: Open, defaults: SamplingDefaults | None = None) -> Make:
-    """What `web.serve` makes to serve a model. name, open, defaults: see `ServedModel`."""
-
-    def make(on_lost: Callable[[], None], lives: Lives | None) -> tuple[App, ServedModel]:
-        model = ServedModel(config, name, open, on_lost, lives, defaults)
-        return OpenAI(model).app, model
-
-    return make

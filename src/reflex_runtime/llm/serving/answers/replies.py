@@ -16,7 +16,7 @@ from reflex_runtime.core.errors import ReflexError
 from reflex_runtime.ipc.engine import Output
 from reflex_runtime.llm.reasoning import Thought, ThoughtParser
 from reflex_runtime.llm.sampling_defaults import SamplingDefaults
-from reflex_runtime.llm.serving.reading import CompletionRequest
+from reflex_runtime.llm.serving.requests.reading import CompletionRequest
 from reflex_runtime.llm.tools import ToolCall, ToolParser
 from reflex_runtime.web.form import ErrorForm
 

@@ -1,0 +1,1 @@
+"""What clients get: the answers and errors of each API, whole or as events."""

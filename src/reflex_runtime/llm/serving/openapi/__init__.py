@@ -1,0 +1,1 @@
+"""/openapi.json of a model server."""

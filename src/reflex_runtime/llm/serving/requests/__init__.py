@@ -1,0 +1,1 @@
+"""What clients send: fields, validated, and what they ask of a model."""
