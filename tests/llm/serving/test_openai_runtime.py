@@ -27,7 +27,7 @@ from reflex_runtime.llm import EngineConfig, LLMEngine, LLMProcessor, SamplingPa
 from reflex_runtime.llm.serving.generation import GenerationRuntime, GenerationStream, merged
 from reflex_runtime.llm.serving.local_model import opened
 from reflex_runtime.llm.serving.served_model import ServedModel
-from reflex_runtime.llm.serving.server import OpenAI
+from reflex_runtime.llm.serving.server import ModelServer
 from reflex_runtime.llm.toy import ByteTokenizer
 from reflex_runtime.llm.workers.worker_engine import WorkerEngine
 from serving.in_process import Caller
@@ -315,7 +315,7 @@ def test_l9_a_caller_that_leaves_while_it_is_answered_is_noticed() -> None:
         runner = Model()
         model = ServedModel(LLMServeConfig(), "toy", opened(lambda: (runner, ByteTokenizer())))
         await model.start()
-        app = OpenAI(model).app
+        app = ModelServer(model).app
         caller = Caller(app, "/v1/completions")
         caller.say(json.dumps({"model": "toy", "prompt": "x", "max_tokens": 8000, "stream": True}).encode())
         assert (await caller.wire.written.get()).startswith(b"HTTP/1.1 200 OK")
