@@ -66,12 +66,14 @@ class BlockPool:
     def begin(self, ticket: Ticket) -> float:
         """Give the sequence the blocks of its longest known prefix; returns the tokens they hold.
 
-        One token is always left to compute: it is what the next one is sampled from.
+        One token is always left to compute: it is what the next one is sampled from. So are all tokens of a prompt that
+        are still to be scored.
         """
         sequence: Sequence = ticket.request.payload
         if not self.prefix_caching:
             return 0.0
-        full = (sequence.num_tokens - 1) // self.block_size
+        wanted = sequence.num_tokens - 1 if sequence.scores_from is None else sequence.scores_from
+        full = wanted // self.block_size
         self._extend_digests(sequence, full)
         for digest in sequence.digests[:full]:
             block = self._block_of.get(digest)

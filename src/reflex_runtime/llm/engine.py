@@ -21,8 +21,6 @@ from itertools import count
 from math import inf
 from typing import Any
 
-import numpy as np
-
 from reflex_runtime.core.batch import Batch, Done, Failed, More, Outcome
 from reflex_runtime.core.cost import TokenCost
 from reflex_runtime.core.errors import ConfigError, ProcessorError, ReflexError
@@ -36,8 +34,9 @@ from reflex_runtime.drivers.stepper import Stepper
 from reflex_runtime.ipc.sampling import SamplingParams
 from reflex_runtime.llm.blocks import BlockPool
 from reflex_runtime.llm.constraint import Constraints, Matcher
+from reflex_runtime.llm.lanes import flatten, last_rows, scores
 from reflex_runtime.llm.limits import Limits
-from reflex_runtime.llm.runner import Runner, Step
+from reflex_runtime.llm.runner import Runner
 from reflex_runtime.llm.sampler import sample
 from reflex_runtime.llm.sampling_defaults import sampling_defaults
 from reflex_runtime.llm.sequence import Choice, RequestOutput, Sequence
@@ -156,11 +155,19 @@ class LLMProcessor(BaseProcessor):
         ends = [i for i, (s, n) in enumerate(lanes) if s.num_computed_tokens + n == s.num_tokens]
         matchers = [s.shaping.matcher for s in (lanes[i][0] for i in ends) if s.shaping and s.shaping.matcher]
         prepared = self._beside.submit(_prepare, matchers) if matchers else None
-        logits = self.runner.forward(flatten(lanes))
+        step = flatten(lanes)
+        logits = self.runner.forward(step)
         if prepared is not None:
             prepared.result()
-        rows = logits if len(ends) == len(lanes) else logits[ends]
+        scored: dict[Sequence, list[Choice]] = {}
+        if step.rows is not None:
+            scored, at = scores(lanes, logits), last_rows(lanes)
+            rows = logits[[at[i] for i in ends]]
+        else:
+            rows = logits if len(ends) == len(lanes) else logits[ends]
         chosen = dict(zip(ends, sample(rows, [lanes[i][0] for i in ends]), strict=True)) if ends else {}
+        for sequence, found in scored.items():
+            sequence.scored(found)
         return [_advance(sequence, n, chosen.get(i)) for i, (sequence, n) in enumerate(lanes)]
 
     def stop(self) -> None:
@@ -171,34 +178,6 @@ class LLMProcessor(BaseProcessor):
 def _prepare(matchers: Seq[Matcher]) -> None:
     for matcher in matchers:
         matcher.prepare()
-
-
-def flatten(lanes: Seq[tuple[Sequence, int]]) -> Step:
-    """The next `n` tokens of each sequence, behind one another."""
-    ids: list[int] = []
-    positions: list[int] = []
-    past: list[int] = []
-    begins, blocks, block_begins = [0], [], [0]  # type: tuple[list[int], list[int], list[int]]
-    for sequence, n in lanes:
-        done = sequence.num_computed_tokens
-        if n == 1:
-            ids.append(sequence.tokens[done])
-            positions.append(done)
-        else:
-            ids += sequence.tokens[done : done + n]
-            positions += range(done, done + n)
-        past.append(done)
-        begins.append(len(ids))
-        blocks += sequence.blocks
-        block_begins.append(len(blocks))
-    return Step(
-        np.array(ids, np.int64),
-        np.array(positions, np.int64),
-        np.array(past, np.int32),
-        np.array(begins, np.int32),
-        np.array(blocks, np.int32),
-        np.array(block_begins, np.int32),
-    )
 
 
 def _advance(sequence: Sequence, n: int, choice: Choice | ProcessorError | None) -> Outcome:

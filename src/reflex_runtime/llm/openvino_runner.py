@@ -106,8 +106,7 @@ class OpenVinoRunner:
             self._compare(ids, expected, near[_HINTS[dtype]], root)
 
     def forward(self, step: Step) -> npt.NDArray[np.float32]:
-        ends = step.begins[1:]
-        lengths = step.past_lens + (ends - step.begins[:-1])
+        lengths = step.past_lens + (step.begins[1:] - step.begins[:-1])
         self._check(step, lengths)
         inputs = {
             "input_ids": step.token_ids,
@@ -117,7 +116,7 @@ class OpenVinoRunner:
             "subsequence_begins": step.begins,
             "block_indices": step.blocks,
             "block_indices_begins": step.block_begins,
-            "sampled_tokens_indices": ends.astype(np.int64) - 1,
+            "sampled_tokens_indices": step.picked,
         }
         # set one by one and read in place: the library's own way of taking a dict costs five times as much Python
         for name, array in inputs.items():
@@ -140,6 +139,8 @@ class OpenVinoRunner:
             raise ProcessorError(f"{self.name}: a block table of the step does not cover its tokens")
         if int(step.token_ids.min()) < 0 or int(step.token_ids.max()) >= self.vocab_size:
             raise ProcessorError(f"{self.name}: step holds a token id outside 0 to {self.vocab_size - 1}")
+        if step.rows is not None and not (step.rows.min() >= 0 and step.rows.max() < len(step.token_ids)):
+            raise ProcessorError(f"{self.name}: step wants logits of a token that it does not hold")
 
     def _compare(self, ids: npt.NDArray[np.int64], expected: npt.NDArray[np.float32], most: float, root: Path) -> None:
         """Refuse a graph whose logits change with paged attention: OpenVINO drops what it does not recognise."""

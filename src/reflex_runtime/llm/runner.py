@@ -21,6 +21,7 @@ class Step:
     token_ids, positions: [t], one sequence behind the other. past_lens: [n], tokens of each that are in the cache.
     begins: [n + 1], where each one's tokens begin. blocks: [b], the block tables; block_begins: [n + 1]. Position p of
     a sequence lies in row p % block_size of the block at p // block_size of its table, which covers this step's tokens.
+    rows: [r], ascending, the tokens of the step after which logits are wanted; None: after the last of each sequence.
     """
 
     token_ids: npt.NDArray[np.int64]
@@ -29,6 +30,12 @@ class Step:
     begins: npt.NDArray[np.int32]
     blocks: npt.NDArray[np.int32]
     block_begins: npt.NDArray[np.int32]
+    rows: npt.NDArray[np.int64] | None = None
+
+    @property
+    def picked(self) -> npt.NDArray[np.int64]:
+        """`rows`, spelled out."""
+        return self.begins[1:].astype(np.int64) - 1 if self.rows is None else self.rows
 
 
 class Runner(Protocol):
@@ -45,7 +52,9 @@ class Runner(Protocol):
     name: str
 
     def forward(self, step: Step) -> npt.NDArray[np.float32]:
-        """Logits [n, vocab_size] after the last token of each sequence; keys and values of the step are in its blocks.
+        """Logits [n, vocab_size] after the last token of each sequence, or [r, vocab_size] after the step's `rows`.
+
+        Keys and values of the step are then in its blocks.
 
         Called by one thread at a time; the array may be reused by the next call. When it raises, what earlier steps
         left in the cache is untouched.

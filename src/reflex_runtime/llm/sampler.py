@@ -118,6 +118,12 @@ def uniform(seed: int, index: int) -> float:
     return float(int.from_bytes(digest, "little") >> 11) / (1 << 53)
 
 
+def explain(logits: Logits, tokens: Seq[int], alternatives: int) -> list[Choice]:
+    """What the model says of given tokens, each from its row of logits [n, vocab_size]. alternatives: the likeliest to
+    report beside each."""
+    return [_explained(row, token, alternatives) for row, token in zip(logits, tokens, strict=True)]
+
+
 def _explained(logits: Logits, token: int, alternatives: int) -> Choice:
     row = logits.astype(np.float64)
     row -= row.max()

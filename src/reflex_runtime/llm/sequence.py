@@ -76,6 +76,7 @@ class Sequence:
         "_longest",
         "_pieces",
         "_stream",
+        "alternatives",
         "blocks",
         "cached_tokens",
         "choices",
@@ -85,7 +86,9 @@ class Sequence:
         "num_computed_tokens",
         "num_prompt_tokens",
         "params",
+        "prompt_choices",
         "published",
+        "scores_from",
         "seed",
         "shaping",
         "span",
@@ -113,6 +116,9 @@ class Sequence:
         self.digests: list[bytes] = []  # of its full blocks, one chained to the other; grows with `tokens`
         self.published = 0  # blocks of `blocks` that the prefix cache knows
         self.choices: list[Choice] = []
+        self.scores_from: int | None = None  # the first position whose successor is still to be scored; see `score`
+        self.alternatives = 0
+        self.prompt_choices: list[Choice] = []  # of the prompt's tokens from the second on, as far as they are scored
         self.finish_reason: str | None = None
         self.span: SpanContext | None = None
         self._stream = stream
@@ -137,6 +143,19 @@ class Sequence:
     def text(self) -> str:
         """The output text that is ready to send."""
         return "".join(self._pieces)
+
+    def score(self, alternatives: int = 0) -> None:
+        """Report what the model says of the prompt's own tokens, each with so many of the likeliest.
+
+        To be called before the sequence runs. It then uses no cached blocks, because they hold no logits.
+        """
+        self.scores_from, self.alternatives = (0 if self.num_prompt_tokens > 1 else None), alternatives
+
+    def scored(self, choices: Seq[Choice]) -> None:
+        """A step has scored the next tokens of the prompt."""
+        self.prompt_choices += choices
+        done = len(self.prompt_choices)
+        self.scores_from = done if done < self.num_prompt_tokens - 1 else None
 
     def append(self, choice: Choice) -> TokenOutput:
         """Add a sampled token; the sequence may end with it."""

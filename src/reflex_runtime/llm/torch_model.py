@@ -80,10 +80,10 @@ class Decoder:
             down=load.linear(f"{name}.mlp.down_proj"),
         )
 
-    def run(self, ids: Tensor, positions: Tensor, attend: Attend, last: Tensor | None) -> Tensor:
-        """float32 logits [n, vocab_size] of the tokens at `last`; None: of all."""
+    def run(self, ids: Tensor, positions: Tensor, attend: Attend, rows: Tensor | None) -> Tensor:
+        """float32 logits [n, vocab_size] of the tokens at `rows`; None: of all."""
         hidden = self.hidden(ids, positions, attend)
-        return self.logits(hidden if last is None else hidden[last])
+        return self.logits(hidden if rows is None else hidden[rows])
 
     def hidden(self, ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """What the layers make of the tokens: ids and positions [t] → [t, hidden_size]. `attend` once per layer."""

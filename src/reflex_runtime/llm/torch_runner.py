@@ -152,7 +152,7 @@ class TorchRunner:
             raise ConfigError(f"{root}: its logits change by {off:.0%} with paged attention, so it cannot be batched")
 
     def forward(self, step: Step) -> npt.NDArray[np.float32]:
-        """Logits [n, vocab_size] after each sequence's last token of the step.
+        """Logits [n, vocab_size] after each sequence's last token of the step, or after its `rows`.
 
         Raises ValueError for a token id the model does not have, before anything is written.
         """
@@ -160,11 +160,12 @@ class TorchRunner:
         if low < 0 or high >= self.vocab_size:  # on a GPU this would end the process
             raise ValueError(f"token ids from {low} to {high}: must be in [0, {self.vocab_size})")
         with torch.inference_mode():
-            if self._record is not None and len(step.token_ids) == len(step.past_lens) <= _MOST_RECORDED:
+            singles = len(step.token_ids) == len(step.past_lens) <= _MOST_RECORDED and step.rows is None
+            if self._record is not None and singles:
                 logits = self._replayed(step, self._record)
             else:
-                last = self._tensor(step.begins[1:].astype(np.int64) - 1)
-                logits = self._run(self._tensor(step.token_ids), self._tensor(step.positions), self._plan(step), last)
+                rows = self._tensor(step.picked)
+                logits = self._run(self._tensor(step.token_ids), self._tensor(step.positions), self._plan(step), rows)
             return self._on_host(logits)
 
     def _on_host(self, logits: Tensor) -> npt.NDArray[np.float32]:
@@ -187,9 +188,9 @@ class TorchRunner:
     def _tensor(self, values: npt.ArrayLike) -> Tensor:
         return torch.tensor(values, device=self._device)
 
-    def _run(self, ids: Tensor, positions: Tensor, plan: _Plan, last: Tensor | None) -> Tensor:
-        """Logits of the tokens at `last`; None: of all."""
-        return self._decoder.run(ids, positions, lambda *given: self._attend(plan, *given), last)
+    def _run(self, ids: Tensor, positions: Tensor, plan: _Plan, rows: Tensor | None) -> Tensor:
+        """Logits of the tokens at `rows`; None: of all."""
+        return self._decoder.run(ids, positions, lambda *given: self._attend(plan, *given), rows)
 
     # -- planning: once per step ---------------------------------------------------------------------------------------
 

@@ -88,8 +88,8 @@ class ToyRunner:
 
     def forward(self, step: Step) -> npt.NDArray[np.float32]:
         """Logits [n, 256]; see `Runner`. Raises ValueError for a step that no scheduler may form."""
-        size = self.block_size
-        found = np.empty((len(step.past_lens), self.vocab_size), np.float32)
+        size, picked = self.block_size, step.picked.tolist()
+        found: list[npt.NDArray[np.float32]] = []
         for i, past in enumerate(step.past_lens.tolist()):
             begin, end = int(step.begins[i]), int(step.begins[i + 1])
             table = step.blocks[step.block_begins[i] : step.block_begins[i + 1]]
@@ -101,8 +101,10 @@ class ToyRunner:
             rows = (table.astype(np.int64)[:, None] * size + np.arange(size)).reshape(-1)[:length]
             tokens = step.token_ids[begin:end]
             self._rows[rows[past:]] = _mixed(tokens.astype(np.uint64), np.arange(past, length, dtype=np.uint64))
-            found[i] = self._logits(self._rows[rows], int(tokens[-1]))
-        return found
+            while len(found) < len(picked) and picked[len(found)] < end:
+                at = picked[len(found)] - begin
+                found.append(self._logits(self._rows[rows[: past + at + 1]], int(tokens[at])))
+        return np.array(found, np.float32).reshape(-1, self.vocab_size)
 
     def _logits(self, rows: npt.NDArray[np.uint64], last: int) -> npt.NDArray[np.float32]:
         state = np.add.reduce(rows)  # each row knows its token and its place, so their sum knows the order

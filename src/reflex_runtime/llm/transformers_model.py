@@ -183,8 +183,8 @@ class AnyDecoder:
         self.layers = [layers[layer] for layer in sorted(layers)]
         self.config = self._model.config.get_text_config(decoder=True)
 
-    def run(self, ids: Tensor, positions: Tensor, attend: Attend, last: Tensor | None) -> Tensor:
-        """float32 logits [n, vocab_size] of the tokens at `last`; None: of all. ids and positions are [t]."""
+    def run(self, ids: Tensor, positions: Tensor, attend: Attend, rows: Tensor | None) -> Tensor:
+        """float32 logits [n, vocab_size] of the tokens at `rows`; None: of all. ids and positions are [t]."""
 
         def function(module: Any, asked: Attention, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             query, key, value = (heads[0].transpose(0, 1) for heads in (query, key, value))
@@ -194,9 +194,9 @@ class AnyDecoder:
         with attending(function):
             logits = self._model(
                 input_ids=ids[None], position_ids=positions[None], use_cache=False,
-                logits_to_keep=0 if last is None else last,
+                logits_to_keep=0 if rows is None else rows,
             ).logits[0]  # fmt: skip
-        picked: Tensor = logits if last is None or len(logits) == len(last) else logits[last]
+        picked: Tensor = logits if rows is None or len(logits) == len(rows) else logits[rows]
         return picked.float()
 
     def expected(self, ids: list[int]) -> Tensor:

@@ -33,7 +33,7 @@ class Mute:
         self._logits = np.zeros((0, 2), np.float32)
 
     def forward(self, step: Step) -> npt.NDArray[np.float32]:
-        n = len(step.past_lens)
+        n = len(step.past_lens if step.rows is None else step.rows)
         if len(self._logits) < n:
             self._logits = np.zeros((n, 2), np.float32)
         return self._logits[:n]

@@ -1,0 +1,85 @@
+"""The sequences of a step: laid out behind one another for the runner, and their rows of logits found again.
+
+A lane is a sequence and how many of its tokens the step computes. It gets logits after its last known token, if that is
+in the step. A sequence whose prompt is scored gets them after each token of the prompt, too (`Sequence.scores_from`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from itertools import accumulate
+
+import numpy as np
+import numpy.typing as npt
+
+from reflex_runtime.llm.runner import Step
+from reflex_runtime.llm.sampler import Logits, explain
+from reflex_runtime.llm.sequence import Choice, Sequence
+
+Lane = tuple[Sequence, int]
+
+
+def flatten(lanes: Seq[Lane]) -> Step:
+    """The next `n` tokens of each sequence, behind one another."""
+    ids: list[int] = []
+    positions: list[int] = []
+    past: list[int] = []
+    begins, blocks, block_begins = [0], [], [0]  # type: tuple[list[int], list[int], list[int]]
+    scored = False
+    for sequence, n in lanes:
+        done = sequence.num_computed_tokens
+        if n == 1:
+            ids.append(sequence.tokens[done])
+            positions.append(done)
+        else:
+            ids += sequence.tokens[done : done + n]
+            positions += range(done, done + n)
+        past.append(done)
+        begins.append(len(ids))
+        blocks += sequence.blocks
+        block_begins.append(len(blocks))
+        scored = scored or sequence.scores_from is not None
+    return Step(
+        np.array(ids, np.int64),
+        np.array(positions, np.int64),
+        np.array(past, np.int32),
+        np.array(begins, np.int32),
+        np.array(blocks, np.int32),
+        np.array(block_begins, np.int32),
+        _rows(lanes, begins) if scored else None,
+    )
+
+
+def num_rows(sequence: Sequence, n: int) -> int:
+    """After how many of the lane's tokens logits are wanted: the last ones."""
+    done, first = sequence.num_computed_tokens, sequence.num_tokens - 1
+    if sequence.scores_from is not None:
+        first = min(first, sequence.scores_from)
+    return max(0, done + n - max(done, first))
+
+
+def scores(lanes: Seq[Lane], logits: Logits) -> dict[Sequence, list[Choice]]:
+    """The prompt tokens that a step with `rows` scored. logits: of those rows."""
+    found: dict[Sequence, list[Choice]] = {}
+    begin = 0
+    for sequence, n in lanes:
+        count = num_rows(sequence, n)
+        if sequence.scores_from is not None and count:
+            first = sequence.num_computed_tokens + n - count  # the token at the position behind is what a row predicts
+            told = sequence.tokens[first + 1 : min(first + count + 1, sequence.num_prompt_tokens)]
+            found[sequence] = explain(logits[begin : begin + len(told)], told, sequence.alternatives)
+        begin += count
+    return found
+
+
+def last_rows(lanes: Seq[Lane]) -> list[int]:
+    """Where, among the rows of a step that has them, the last one of each lane is."""
+    return [end - 1 for end in accumulate(num_rows(*lane) for lane in lanes)]
+
+
+def _rows(lanes: Seq[Lane], begins: Seq[int]) -> npt.NDArray[np.int64] | None:
+    """See `Step.rows`; None if no token of the step is one, because a runner computes at least one row."""
+    rows: list[int] = []
+    for (sequence, n), end in zip(lanes, begins[1:], strict=True):
+        rows += range(end - num_rows(sequence, n), end)
+    return np.array(rows, np.int64) if rows else None
