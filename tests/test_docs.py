@@ -15,8 +15,10 @@ from reflex_runtime.feeds.series import FeedSeries
 from reflex_runtime.feeds.snapshot import DROPS, RuntimeSnapshot
 from reflex_runtime.llm import LLMProcessor
 from reflex_runtime.llm.serving.generation import GenerationRuntime
-from reflex_runtime.llm.serving.local_model import LocalModel, opened
-from reflex_runtime.llm.serving.served_model import ServedModel
+from reflex_runtime.llm.serving.generation_device import GenerationDevice
+from reflex_runtime.llm.serving.local_models import LocalModels, opened
+from reflex_runtime.llm.serving.model_host import ModelPlan
+from reflex_runtime.llm.serving.model_runtime import ModelRuntime
 from reflex_runtime.llm.toy import ByteTokenizer, ToyRunner
 from reflex_runtime.llm.workers.workers import Workers, WorkersConfig
 from reflex_runtime.options import described, flag, headed
@@ -103,8 +105,10 @@ def test_metrics_md_has_every_series_with_type_labels_and_a_query() -> None:
     sections = dict(re.findall(r"^### `(\w+)`\n(.*?)(?=^##|\Z)", text, re.MULTILINE | re.DOTALL))
     registered = {}
     feeds = FeedSeries(_nothing, CollectorRegistry()).describe()
-    model = ServedModel(LLMServeConfig(), "toy", opened(lambda: (ToyRunner(), ByteTokenizer())))
-    LocalModel(GenerationRuntime(LLMProcessor(ToyRunner(), ByteTokenizer())), model)
+    config = LLMServeConfig()
+    model = ModelRuntime(config, [ModelPlan("toy", config)], opened(lambda plan: (ToyRunner(), ByteTokenizer())))
+    device = GenerationDevice([LLMProcessor(ToyRunner(), ByteTokenizer())])
+    LocalModels(device, {"toy": GenerationRuntime(LLMProcessor(ToyRunner(), ByteTokenizer()), device)}, model)
     never: Any = None  # nothing is started
     Workers(WorkersConfig(1, lambda number: never, "", lambda number, restarts: {}), ByteTokenizer(), model)
     spans = CollectorRegistry()

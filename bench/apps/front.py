@@ -11,6 +11,7 @@ import sys
 from reflex_runtime.config import LLMServeConfig
 from reflex_runtime.ipc.generate_config import GenerateBatcherConfig
 from reflex_runtime.ipc.spawn import spawned
+from reflex_runtime.llm.serving.model_host import ModelPlan
 from reflex_runtime.llm.serving.server import serving
 from reflex_runtime.llm.toy import ByteTokenizer
 from reflex_runtime.llm.workers.workers import WorkersConfig, opened
@@ -25,7 +26,7 @@ def main() -> None:
     batcher = GenerateBatcherConfig(enabled="off" not in rest)
     workers = WorkersConfig(1, lambda number: spawned(command), "toy", lambda number, restarts: {}, batcher)
     config = LLMServeConfig(served_model_name="toy")
-    make = serving(config, "toy", opened(workers, ByteTokenizer()))
+    make = serving(config, [ModelPlan("toy", config)], opened(workers, ByteTokenizer()))
     status, clean = serve(make, bind("127.0.0.1", int(port)), config.drain_timeout_s)
     os._exit(status if clean else 1)
 

@@ -21,8 +21,9 @@ from reflex_runtime.core.events import Event, RequestQueued, RequestSettled
 from reflex_runtime.core.request import Ticket
 from reflex_runtime.drivers.loop import loop_factory
 from reflex_runtime.llm.runner import Step
-from reflex_runtime.llm.serving.local_model import opened
-from reflex_runtime.llm.serving.served_model import Open, ServedModel
+from reflex_runtime.llm.serving.local_models import opened
+from reflex_runtime.llm.serving.model_host import ModelPlan, Open
+from reflex_runtime.llm.serving.model_runtime import ModelRuntime
 from reflex_runtime.llm.serving.server import serving as making
 from reflex_runtime.llm.toy import ByteTokenizer, ToyRunner
 from reflex_runtime.web.listen import bind
@@ -107,6 +108,12 @@ class Speaker(Model):
         return logits
 
 
+def toy_models(runner: ToyRunner, config: LLMServeConfig | None = None) -> ModelRuntime:
+    """The toy as the one model of a server that is to be started."""
+    config = config or LLMServeConfig()
+    return ModelRuntime(config, [ModelPlan("toy", config)], opened(lambda plan: (runner, ByteTokenizer())))
+
+
 class Log:
     """A sink that keeps everything and can be waited for from another thread."""
 
@@ -144,7 +151,7 @@ class Toy:
         self.runner = runner or Model()
         self.config = LLMServeConfig(**({"served_model_name": "toy", "drain_timeout_s": 5.0} | config))
         self.log = Log()
-        self.model: ServedModel | None = None
+        self.model: ModelRuntime | None = None
         self.batcher: Any = None
         self.pool: Any = None
         self.status: int | None = None
@@ -164,8 +171,14 @@ class Toy:
         self.batcher, self.pool = runtime.batcher, runtime.processor.pool
         self.batcher.add_sink(self.log)
 
-    def load(self) -> tuple[Model, ByteTokenizer]:
+    def load(self, plan: ModelPlan) -> tuple[Model, ByteTokenizer]:
         return self.runner, ByteTokenizer()
+
+    @property
+    def generator(self) -> Any:
+        """What generates, once the model is ready."""
+        assert self.model is not None
+        return self.model.models[0].generator
 
     def _run(self) -> None:
         sock = bind("127.0.0.1", 0)
@@ -173,17 +186,17 @@ class Toy:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, self._send_buffer)
         self.port = sock.getsockname()[1]
 
-        def ready(model: ServedModel) -> None:
+        def ready(model: ModelRuntime) -> None:
             self.model = model
             if model.state == "ready":
-                self.came(model.generator)
+                self.came(self.generator)
             self._ready.set()
 
         async def main() -> None:
             stop = asyncio.Event()
             self.loop = asyncio.get_running_loop()
             self._stop = lambda: self.loop.call_soon_threadsafe(stop.set)
-            make = making(self.config, self.config.served_model_name, self.opening())
+            make = making(self.config, [ModelPlan(self.config.served_model_name, self.config)], self.opening())
             drain_s = self.config.drain_timeout_s
             self.status, self.clean = await serving(make, sock, drain_s, stop, self._listening.set, ready)
 

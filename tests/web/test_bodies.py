@@ -19,11 +19,8 @@ import msgpack
 import pytest
 
 from reflex_runtime.config import LLMServeConfig
-from reflex_runtime.llm.serving.local_model import opened
 from reflex_runtime.llm.serving.requests import reading as openai
-from reflex_runtime.llm.serving.served_model import ServedModel
 from reflex_runtime.llm.serving.server import ModelServer
-from reflex_runtime.llm.toy import ByteTokenizer
 from reflex_runtime.policies.policy.observation import InvalidRequest
 from reflex_runtime.policies.serving import act as act_module
 from reflex_runtime.policies.serving import fields as act
@@ -37,7 +34,7 @@ from reflex_runtime.web.errors import CallerLeft, Overloaded
 from reflex_runtime.web.exchange import Exchange
 from serving.harness import PATIENCE, STATE
 from serving.in_process import Caller, nothing, with_app
-from serving.openai_toy import Model, Toy
+from serving.openai_toy import Model, Toy, toy_models
 
 MB = 2**20
 
@@ -148,7 +145,7 @@ def test_l9_bodies_over_max_bodies_mb_in_all_are_503_and_a_prompt_is_let_go_once
 
     async def main() -> None:
         config = LLMServeConfig(max_bodies_mb=1.0)
-        model = ServedModel(config, "toy", opened(lambda: (runner, ByteTokenizer())))
+        model = toy_models(runner, config)
         await model.start()
         app = ModelServer(model).app
         runner.stop()

@@ -28,7 +28,8 @@ from reflex_runtime.sources import environment, load
 if TYPE_CHECKING:
     from reflex_runtime.ipc.generate_config import GenerateBatcherConfig
     from reflex_runtime.llm.sampling_defaults import SamplingDefaults
-    from reflex_runtime.llm.serving.served_model import Open, ServedModel
+    from reflex_runtime.llm.serving.model_host import Open
+    from reflex_runtime.llm.serving.model_runtime import ModelRuntime
     from reflex_runtime.llm.tokenizer import Tokenizer
     from reflex_runtime.web.form import Refusal
     from reflex_runtime.web.supervisor import Parent
@@ -136,7 +137,8 @@ def _serve(
     parent: Parent | None = None,
 ) -> int:
     """The server itself: alone, or below a supervisor that has bound its socket."""
-    from reflex_runtime.llm.serving.local_model import opened
+    from reflex_runtime.llm.serving.local_models import opened
+    from reflex_runtime.llm.serving.model_host import ModelPlan
     from reflex_runtime.llm.serving.server import serving
     from reflex_runtime.web import listen
     from reflex_runtime.web.serve import serve
@@ -146,7 +148,7 @@ def _serve(
         config, batcher = _one_bound(config, batcher)
         open = _in_workers(directory, config, batcher, tokenizer)
     else:
-        open = opened(partial(load_model, directory, config))
+        open = opened(lambda plan: load_model(plan.directory, plan.config))
     name = config.served_model_name or directory.resolve().name
     sock = sock or listen.bind(config.host, config.port)
     address = sock.getsockname()
@@ -154,7 +156,7 @@ def _serve(
     if told := str(defaults):
         logging.info("requests that do not say how they are sampled: %s (generation_config.json)", told)
     status, clean = serve(
-        serving(config, name, open, defaults),
+        serving(config, [ModelPlan(name, config, directory, defaults=defaults)], open),
         sock,
         config.drain_timeout_s,
         lambda: logging.info("listening on %s, loading %s", url(address), directory),
@@ -210,13 +212,14 @@ def _announce(config: LLMServeConfig, batcher: GenerateBatcherConfig, name: str,
     warn_if_open(config, address)
 
 
-def _ready(model: ServedModel, address: Any) -> None:
-    if model.host is not None and model.state == "ready":
+def _ready(models: ModelRuntime, address: Any) -> None:
+    if models.host is not None and models.state == "ready":
+        model = models.models[0]
         limits = model.generator.limits
         room = f"context {limits.max_model_len:,} tokens, cache {limits.cache_tokens:,}"
-        where, runner = url(address), model.host.health()["runner"]
+        where, runner = url(address), models.host.health()["runner"]
         logging.info(
             "ready on %s (%s, %s), as %s, pages: %s/dashboard and /docs", where, runner, room, model.name, where
         )
     else:
-        logging.error("not serving on %s: %s: %s", url(address), model.state, model.error)
+        logging.error("not serving on %s: %s: %s", url(address), models.state, models.error)

@@ -82,12 +82,20 @@ class EngineConfig:
 class LLMProcessor(BaseProcessor):
     """Generates tokens. `group` is for the scheduler, `request` makes requests, the driver calls the rest.
 
-    It owns the runner: `stop` closes it. pool: its blocks.
+    It owns the runner: `stop` closes it. name, weight: of its group, among those that share a device. pool: its blocks.
     """
 
     repeatable = True
 
-    def __init__(self, runner: Runner, tokenizer: Tokenizer, config: EngineConfig | None = None) -> None:
+    def __init__(
+        self,
+        runner: Runner,
+        tokenizer: Tokenizer,
+        config: EngineConfig | None = None,
+        name: str = "default",
+        weight: float = 1.0,
+    ) -> None:
+        self.name, self._weight = name, weight
         self.runner, self.tokenizer, self.config = runner, tokenizer, config or EngineConfig()
         self.pool = BlockPool(runner.num_blocks, runner.block_size, self.config.enable_prefix_caching)
         self.constraints = Constraints(tokenizer.vocabulary)
@@ -106,6 +114,8 @@ class LLMProcessor(BaseProcessor):
         threshold, gap = config.long_prefill_token_threshold or inf, config.max_gap_ms
         by_time = partial(TimedTokens, threshold, gap / 1e3 if gap else None)
         return GroupConfig(
+            name=self.name,
+            weight=self._weight,
             flush=FlushPolicy.every_step(config.max_num_batched_tokens, config.max_num_seqs),
             cost=partial(TokenCost, threshold) if gap is None else by_time,
             capacity=config.max_queue,
@@ -140,6 +150,7 @@ class LLMProcessor(BaseProcessor):
         return Request(
             sequence,
             id=_next_id() if id is None else id,
+            group=self.name,
             client=client,
             priority=priority,
             time_limit=time_limit,

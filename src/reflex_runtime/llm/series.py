@@ -28,6 +28,9 @@ _GAP = (0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 
 _WHOLE = (0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0)
 
 
+_OF_TICKETS = (RequestPreempted, RequestProgressed, RequestSettled)
+
+
 @dataclass(slots=True)
 class _Lane:
     """The state of a request from its first step on. known: its tokens. last: time of the latest token, None before the
@@ -44,10 +47,10 @@ class EngineSeries:
     waiting: the number of waiting requests, read at the scrape, like the processor's pool.
     """
 
-    events = frozenset({BatchScheduled, RequestPreempted, RequestProgressed, RequestSettled})
+    events = frozenset({BatchScheduled, *_OF_TICKETS})
 
     def __init__(self, processor: LLMProcessor, waiting: Callable[[], int], registry: CollectorRegistry) -> None:
-        self._config = processor.config
+        self._config, self._group = processor.config, processor.name
         self._lanes: dict[Ticket, _Lane] = {}
         self._running = 0
         self._short_of = ""
@@ -86,14 +89,17 @@ class EngineSeries:
         self._e2e = histogram("reflex_e2e_request_latency_seconds", "Arrival to the end", _WHOLE).labels()
 
     def __call__(self, event: Event) -> None:
-        if isinstance(event, RequestProgressed):
+        if isinstance(event, BatchScheduled):
+            if event.batch.group == self._group:
+                self._scheduled(event)
+        elif not isinstance(event, _OF_TICKETS) or event.ticket.request.group != self._group:
+            return  # another model's
+        elif isinstance(event, RequestProgressed):
             if event.value is not None:
                 self._token(self._lanes[event.ticket], event.ticket, event.at)
-        elif isinstance(event, BatchScheduled):
-            self._scheduled(event)
         elif isinstance(event, RequestSettled):
             self._settled(event.ticket, event.at)
-        elif isinstance(event, RequestPreempted):
+        else:
             self._preemptions.inc()
             self._lanes[event.ticket].running = False
             self._running -= 1

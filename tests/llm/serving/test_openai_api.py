@@ -584,7 +584,7 @@ def test_l9_a_thought_is_reasoning_content() -> None:
 
 def test_l9_a_prompt_may_begin_the_thought_but_a_form_has_none(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
     assert toy.model is not None
-    tokenizer = toy.model.generator.tokenizer
+    tokenizer = toy.generator.tokenizer
     monkeypatch.setattr(tokenizer, "chat", lambda talk, most=None: tokenizer.encode("user: hi\nassistant: <think>\n"))
     message = toy.chat("hi", max_tokens=5).json["choices"][0]["message"]
     assert (message["content"], len(message["reasoning_content"])) == ("", 5)
@@ -686,7 +686,7 @@ def test_l9_a_template_that_refuses_is_400_and_does_not_tell_where_the_model_lie
         def refuses(*given: Any, said: str = said) -> Any:
             raise ConfigError(said)
 
-        monkeypatch.setattr(toy.model.generator.processor.tokenizer, "chat", refuses)
+        monkeypatch.setattr(toy.generator.processor.tokenizer, "chat", refuses)
         answer = toy.chat("hi")
         assert answer.status == 400
         assert toy.error(answer)["message"] == told
@@ -695,7 +695,7 @@ def test_l9_a_template_that_refuses_is_400_and_does_not_tell_where_the_model_lie
 
 def test_l9_a_long_prompt_is_tokenised_beside_the_loop(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
     assert toy.model is not None
-    tokenizer, threads = toy.model.generator.processor.tokenizer, []
+    tokenizer, threads = toy.generator.processor.tokenizer, []
     encode = tokenizer.encode
 
     def noting(text: str, most: int | None = None) -> list[int]:
@@ -716,7 +716,7 @@ def test_l9_a_long_prompt_is_tokenised_beside_the_loop(toy: Toy, monkeypatch: py
 
 def test_l9_many_short_texts_are_tokenised_beside_the_loop(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
     assert toy.model is not None
-    tokenizer = toy.model.generator.processor.tokenizer
+    tokenizer = toy.generator.processor.tokenizer
     threads: dict[str, set[str]] = {"encode": set(), "chat": set()}
     for name, seen in threads.items():
         function = getattr(tokenizer, name)

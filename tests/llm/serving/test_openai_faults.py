@@ -154,7 +154,7 @@ def test_l9_a_slow_reader_is_held_alone_and_its_memory_bounded() -> None:
             ticket = toy.ticket("slow")
             toy.until(lambda: ticket.held and ticket.state.value == "resident")
             made = ticket.granted
-            stream = toy.on_loop(lambda: toy.model.generator._streams[ticket])
+            stream = toy.on_loop(lambda: toy.generator._streams[ticket])
             with toy.open("b" * 20, max_tokens=300, stream=True) as fast:
                 fast.read()
             assert fast.text == alone("b" * 20, 300)
@@ -208,7 +208,7 @@ def test_l9_choices_enter_together_or_not_at_all() -> None:
         runner.stop()
         with toy.open(name="runs", max_tokens=2) as runs, toy.open(name="waits", max_tokens=2) as waits:
             runner.wait_inside()
-            toy.until(lambda: toy.model is not None and toy.model.generator.waiting == 1)
+            toy.until(lambda: toy.generator.waiting == 1)
             assert toy.complete("a", n=3).status == 429
             runner.go()
             runs.read_until(b"}}}")
@@ -406,11 +406,11 @@ class Loads(Toy):
         super().__init__(wait_ready=False, **config)
         self.loaded, self.error_ = threading.Event(), error
 
-    def load(self) -> Any:
+    def load(self, plan: Any) -> Any:
         assert self.loaded.wait(PATIENCE)
         if self.error_ is not None:
             raise self.error_
-        return super().load()
+        return super().load(plan)
 
 
 def test_l9_before_the_model_is_there_it_says_so() -> None:

@@ -17,7 +17,6 @@ from typing import Any, TypeVar, cast
 import pytest
 from prometheus_client import CollectorRegistry
 
-from reflex_runtime.config import LLMServeConfig
 from reflex_runtime.core.errors import Cancelled, ConfigError, ProcessorError, QueueFull, ReflexError
 from reflex_runtime.core.events import Event, RequestQueued, RequestSettled
 from reflex_runtime.core.request import Priority, TicketState
@@ -25,13 +24,13 @@ from reflex_runtime.drivers.stream import Bell
 from reflex_runtime.ipc.messages import GenerateParams
 from reflex_runtime.llm import EngineConfig, LLMEngine, LLMProcessor, SamplingParams
 from reflex_runtime.llm.serving.generation import GenerationRuntime, GenerationStream, merged
-from reflex_runtime.llm.serving.local_model import opened
-from reflex_runtime.llm.serving.served_model import ServedModel
+from reflex_runtime.llm.serving.generation_device import GenerationDevice
+from reflex_runtime.llm.serving.local_models import LocalModels
 from reflex_runtime.llm.serving.server import ModelServer
 from reflex_runtime.llm.toy import ByteTokenizer
 from reflex_runtime.llm.workers.worker_engine import WorkerEngine
 from serving.in_process import Caller
-from serving.openai_toy import PATIENCE, Model
+from serving.openai_toy import PATIENCE, Model, toy_models
 
 T = TypeVar("T")
 
@@ -56,19 +55,21 @@ class Run:
         self.processor = LLMProcessor(self.runner, ByteTokenizer(), EngineConfig(**config))
         self.events: list[Event] = []
         self.news = asyncio.Event()  # set with every event
-        self.runtime = GenerationRuntime(self.processor, unread=unread, patience=patience, sinks=[self._saw])
+        self.device = GenerationDevice([self.processor], sinks=[self._saw])
+        self.runtime = GenerationRuntime(self.processor, self.device, unread=unread, patience=patience)
 
     def _saw(self, event: Event) -> None:
         self.events.append(event)
         self.news.set()
 
     async def __aenter__(self) -> Run:
-        await self.runtime.start()
+        await self.device.start()
         return self
 
     async def __aexit__(self, kind: Any, *rest: Any) -> None:
         self.runner.go()
-        assert await self.runtime.close(drain=kind is None)
+        assert await self.device.close(drain=kind is None)
+        self.runtime.close()
         if kind is None:
             assert self.processor.pool.free_blocks == self.processor.pool.num_blocks
             assert not self.processor.pool.check([])
@@ -254,8 +255,9 @@ def test_g1_a_request_of_another_process_is_queued_as_it_was_asked() -> None:
     async def main() -> None:
         async with Run() as it:
             batcher = it.runtime.batcher
-            model = SimpleNamespace(generator=it.runtime, add_sink=batcher.add_sink, remove_sink=batcher.remove_sink)
-            engine = WorkerEngine(cast(Any, model), CollectorRegistry())
+            sinks = {"add_sink": batcher.add_sink, "remove_sink": batcher.remove_sink}
+            model = SimpleNamespace(generator=lambda name: it.runtime, **sinks)
+            engine = WorkerEngine(cast(Any, model), "toy", CollectorRegistry())
             asked = GenerateParams(
                 stream_id="s-1", prompt_token_ids=[1] * 40, max_tokens=3, priority="urgent", client="c",
                 request_id="r", timeout_ms=5000.0,
@@ -313,7 +315,7 @@ def test_l9_merged_raises_the_first_error() -> None:
 def test_l9_a_caller_that_leaves_while_it_is_answered_is_noticed() -> None:
     async def main() -> None:
         runner = Model()
-        model = ServedModel(LLMServeConfig(), "toy", opened(lambda: (runner, ByteTokenizer())))
+        model = toy_models(runner)
         await model.start()
         app = ModelServer(model).app
         caller = Caller(app, "/v1/completions")
@@ -325,8 +327,8 @@ def test_l9_a_caller_that_leaves_while_it_is_answered_is_noticed() -> None:
         assert caller.wire.written.qsize() < 8000
         model.drain()
         assert await model.stop(asyncio.get_running_loop().time() + PATIENCE, app.wait_idle)
-        runtime: Any = model.host.generator if model.host is not None else None
-        assert runtime.processor.pool.free_blocks == runner.num_blocks
+        assert isinstance(model.host, LocalModels)
+        assert model.host.generator("toy").processor.pool.free_blocks == runner.num_blocks
 
     run(main())
 

@@ -11,7 +11,6 @@ import openai
 import pytest
 
 from reflex_runtime.llm import LLMEngine, SamplingParams
-from reflex_runtime.llm.sampling_defaults import SamplingDefaults
 from reflex_runtime.llm.serving.requests.messages import message
 from reflex_runtime.llm.serving.requests.reading import chat
 from reflex_runtime.llm.serving.requests.responses import response
@@ -128,7 +127,7 @@ def test_l9_the_form_of_a_response_holds(client: Any) -> None:
 
 def test_l9_items_reach_the_template_by_the_names_it_knows(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
     assert toy.model is not None
-    tokenizer, seen = toy.model.generator.tokenizer, []
+    tokenizer, seen = toy.generator.tokenizer, []
     chat = tokenizer.chat
     monkeypatch.setattr(tokenizer, "chat", lambda talk, most=None: (seen.append(talk), chat(talk))[1])
     calls = [{"type": "function_call", "call_id": f"{i}", "name": "move", "arguments": f'{{"x": {i}}}'} for i in (1, 2)]
@@ -212,31 +211,31 @@ def test_l9_a_thought_that_was_cut_stays_in_its_own_turn() -> None:
     """It may be sent back, and is no part of a later answer."""
     thought = {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "hm"}]}
     items = [HELLO, thought, HELLO, {"role": "assistant", "content": "yes"}, HELLO]
-    asked = response(json.dumps(ASK | {"input": items}).encode(), SamplingDefaults()).conversation
+    asked = response(json.dumps(ASK | {"input": items}).encode()).conversation
     assert asked is not None
     cut = {"role": "assistant", "content": "", "reasoning_content": "hm"}
     assert list(asked.messages) == [HELLO, cut, HELLO, {"role": "assistant", "content": "yes"}, HELLO]
     turns = [HELLO, {"role": "assistant", "content": [{"type": "thinking", "thinking": "hm"}]}, HELLO]
-    talk = message(json.dumps({"model": "toy", "max_tokens": 1, "messages": turns}).encode(), SamplingDefaults())
+    talk = message(json.dumps({"model": "toy", "max_tokens": 1, "messages": turns}).encode())
     assert talk.conversation is not None
     assert list(talk.conversation.messages) == [HELLO, cut, HELLO]
 
 
 def test_l9_a_long_text_with_many_commas_is_one_value() -> None:
-    asked = response(json.dumps(ASK | {"instructions": "1,2\n" * 60_000}).encode(), SamplingDefaults())
+    asked = response(json.dumps(ASK | {"instructions": "1,2\n" * 60_000}).encode())
     assert asked.conversation is not None
     assert len(asked.conversation.messages[0]["content"]) == 240_000
     table = "1,2\n" * 60_000
     for system in (table, [{"type": "text", "text": table}]):
         body = {"model": "toy", "max_tokens": 1, "system": system, "messages": [{"role": "user", "content": "x"}]}
-        talk = message(json.dumps(body).encode(), SamplingDefaults()).conversation
+        talk = message(json.dumps(body).encode()).conversation
         assert talk is not None
         assert talk.messages[0]["content"] == table
 
 
 def test_l9_an_effort_of_none_switches_thoughts_off() -> None:
     off = {"enable_thinking": False}
-    asked = response(json.dumps(ASK | {"reasoning": {"effort": "none"}}).encode(), SamplingDefaults())
+    asked = response(json.dumps(ASK | {"reasoning": {"effort": "none"}}).encode())
     talk = {"model": "toy", "messages": [{"role": "user", "content": "x"}], "reasoning_effort": "none"}
     assert asked.conversation is not None
     assert asked.conversation.more == off
@@ -251,7 +250,7 @@ def test_l9_a_request_that_waits_does_not_keep_its_body() -> None:
     form = {"type": "json_schema", "name": "x", "schema": {"type": "object"}}
     body = bytes(json.dumps(ASK | {"text": {"format": form}, "tools": [MOVE]}).encode() + b" " * 1000)
     before = sys.getrefcount(body)
-    asked = response(body, SamplingDefaults())
+    asked = response(body)
     assert asked.said["text"]["format"]["name"] == "x"
     assert sys.getrefcount(body) == before
 

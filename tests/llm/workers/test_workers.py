@@ -30,10 +30,10 @@ from reflex_runtime.ipc.generate_config import GenerateBatcherConfig
 from reflex_runtime.ipc.messages import BATCH_GENERATE
 from reflex_runtime.ipc.sampling import SamplingParams
 from reflex_runtime.ipc.spawn import spawned
-from reflex_runtime.llm.serving.served_model import Open
+from reflex_runtime.llm.labelled_series import labelled
+from reflex_runtime.llm.serving.model_host import Open
 from reflex_runtime.llm.toy import ByteTokenizer
 from reflex_runtime.llm.workers import worker_engine
-from reflex_runtime.llm.workers.worker_metrics import merged
 from reflex_runtime.llm.workers.workers import Workers, WorkersConfig, opened
 from reflex_runtime.telemetry import asked_live
 from reflex_runtime.telemetry.journal_reader import read_journal
@@ -510,11 +510,12 @@ def test_g14_a_process_that_was_started_again_leaves_the_trace_of_the_lost_one_a
 
 def test_pages_of_processes_become_one() -> None:
     page = '# HELP a_total About a\n# TYPE a_total counter\na_total{x="1"} %d\n'
-    text = merged({"w0": page % 2, "w1": page % 3}).decode()
+    texts = {"w0": page % 2, "w1": page % 3}
+    text = labelled("worker", {name: text_string_to_metric_families(text) for name, text in texts.items()}).decode()
     assert text.count("# TYPE a_total counter") == 1
     assert 'a_total{worker="w0",x="1"} 2.0' in text
     assert 'a_total{worker="w1",x="1"} 3.0' in text
-    assert merged({}) == b""
+    assert labelled("worker", {}) == b""
 
 
 @pytest.mark.parametrize("workers", [0, 1])

@@ -14,6 +14,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 
 from msgspec.structs import replace as changed
 
+from reflex_runtime.config import LLMServeConfig
 from reflex_runtime.core.errors import ConfigError, Expired, ReflexError, TooLarge
 from reflex_runtime.drivers.stream import Bell
 from reflex_runtime.ipc.engine import OutputStream
@@ -21,6 +22,7 @@ from reflex_runtime.llm.constraint import Matcher
 from reflex_runtime.llm.reasoning import ThoughtParser, in_thought
 from reflex_runtime.llm.serving.answers.replies import Answering, Cached, ModelApi, PartReader, Usage, Writer
 from reflex_runtime.llm.serving.generation import Generator, merged
+from reflex_runtime.llm.serving.model_runtime import ModelRuntime
 from reflex_runtime.llm.serving.requests import reading as wire
 from reflex_runtime.llm.serving.requests.refusals import BadRequest, too_deep
 from reflex_runtime.llm.serving.served_model import ServedModel
@@ -43,25 +45,27 @@ _STREAM: Final[Headers] = [
 
 
 class Completing:
-    """Answers what is asked of one model. app: reads bodies and carries answers. spans: None without tracing."""
+    """Answers what is asked of the models. app: reads bodies and carries answers. spans: None without tracing."""
 
-    def __init__(self, model: ServedModel, app: App, spans: GenerationSpans | None) -> None:
-        self.model = model
+    def __init__(self, models: ModelRuntime, app: App, spans: GenerationSpans | None) -> None:
+        self.models = models
         self.app = app
         self._spans = spans
 
     async def complete(self, exchange: Exchange, body: bytes, dialect: ModelApi) -> None:
-        runtime: Generator[Any] = exchange.ask
         streams: list[OutputStream] = []
         exchange.on_left = partial(_take_back, streams)
         span = None if self._spans is None else self._spans.begin(exchange)
         try:
             bell = Bell()
-            asked = await self.decoded(lambda body: dialect.read(body, self.model.defaults), body)
+            asked = await self.decoded(lambda body: dialect.read(body, self.models.defaults_of), body)
             del body  # what it says is decoded
-            queued = await self._queue(exchange, runtime, asked, streams, bell, span)
+            model = self.models.find(asked.model)
+            if span is not None:
+                asked_in(span, asked, model.name)
+            queued = await self._queue(exchange, model, asked, streams, bell, span)
             self.app.entered(exchange)
-            usage, token = partial(_usage, streams, asked.n), runtime.tokenizer.token
+            usage, token = partial(_usage, streams, asked.n), model.generator.tokenizer.token
             asked = queued.asked
             reply = Answering(exchange.number, asked, len(streams), token, usage, queued.reader, queued.echoes)
             await self._answer(exchange, streams, dialect.write(reply), asked, bell, span)
@@ -90,29 +94,27 @@ class Completing:
     async def _queue(
         self,
         exchange: Exchange,
-        runtime: Generator[Any],
+        model: ServedModel,
         asked: wire.CompletionRequest,
         streams: list[OutputStream],
         bell: Bell,
         span: RequestSpan | None,
     ) -> Queued:
         """Queue all its choices, or none."""
-        self.model.check_name(asked.model)
-        self._check_choices(asked)
+        _check_choices(asked, model.config)
+        runtime = model.generator
         try:
             asked = _with_tools(asked, runtime.tokenizer.tool_format)
             prompts = await self._tokens(runtime, asked)
         except RecursionError:  # the decoder allows a few levels more than others do
             raise too_deep() from None
-        self._check_tokens(asked, prompts)
+        _check_tokens(asked, prompts, model.config)
         try:
             matcher = await runtime.compiled(asked.params.constraint)
         except ConfigError as error:
             field = "tools" if asked.tools.forced else asked.form_field
             raise BadRequest(f"{field}: {error.message}", field) from None
         asked = _aged(asked, exchange)
-        if span is not None:
-            asked_in(span, asked)
         groups = [_requests(runtime, asked, i, ids, matcher, exchange, span) for i, ids in enumerate(prompts)]
         if exchange.left:
             raise CallerLeft("the caller left before its request was queued")
@@ -143,21 +145,6 @@ class Completing:
         except RecursionError:
             raise too_deep() from None
 
-    def _check_choices(self, asked: wire.CompletionRequest) -> None:
-        """Refuse more choices than may ever wait, because they are queued together."""
-        choices, most = asked.n * max(1, len(asked.prompts)), self.model.config.max_queue
-        if choices > most:
-            what = f"n: asks for {choices} choices of all prompts, at most {most} may wait (--max-queue)"
-            raise BadRequest(what, "n")
-
-    def _check_tokens(self, asked: wire.CompletionRequest, prompts: list[list[int]]) -> None:
-        """The same for their tokens. A single choice may have any length."""
-        tokens, most = asked.n * sum(map(len, prompts)), self.model.config.max_queued_tokens
-        if tokens > most and asked.n * len(prompts) > 1:
-            name = "n" if asked.n > 1 else asked.field
-            what = f"all choices have {tokens} prompt tokens, at most {most} may wait (--max-queued-tokens)"
-            raise BadRequest(f"{name}: {what}", name)
-
 
 class Queued(NamedTuple):
     """A request whose choices are queued, without its texts. echoes, reader: see `Answering`."""
@@ -183,6 +170,22 @@ def _reader(
         return PartReader(ThoughtParser(begun) if thinks else None, tools)
 
     return made
+
+
+def _check_choices(asked: wire.CompletionRequest, config: LLMServeConfig) -> None:
+    """Refuse more choices than may ever wait, because they are queued together."""
+    choices, most = asked.n * max(1, len(asked.prompts)), config.max_queue
+    if choices > most:
+        raise BadRequest(f"n: asks for {choices} choices of all prompts, at most {most} may wait (--max-queue)", "n")
+
+
+def _check_tokens(asked: wire.CompletionRequest, prompts: list[list[int]], config: LLMServeConfig) -> None:
+    """The same for their tokens. A single choice may have any length."""
+    tokens, most = asked.n * sum(map(len, prompts)), config.max_queued_tokens
+    if tokens > most and asked.n * len(prompts) > 1:
+        name = "n" if asked.n > 1 else asked.field
+        what = f"all choices have {tokens} prompt tokens, at most {most} may wait (--max-queued-tokens)"
+        raise BadRequest(f"{name}: {what}", name)
 
 
 def _take_back(streams: list[OutputStream]) -> None:

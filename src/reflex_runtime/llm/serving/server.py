@@ -1,4 +1,4 @@
-"""The APIs of a served language model: their routes, and what is answered without the model.
+"""The APIs of served language models: their routes, and what is answered without a model.
 
 Every answer has `X-Request-Id`, the caller's own where it sent one; every error has its API's body, and says in
 `X-Should-Retry` whether a retry is safe.
@@ -6,14 +6,13 @@ Every answer has `X-Request-Id`, the caller's own where it sent one; every error
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from functools import partial
 from typing import Any, Final, TypeVar
 from urllib.parse import unquote
 
 from reflex_runtime.config import LLMServeConfig
 from reflex_runtime.core.errors import ReflexError
-from reflex_runtime.llm.sampling_defaults import SamplingDefaults
 from reflex_runtime.llm.serving import tokens
 from reflex_runtime.llm.serving.answers.completions import Answer, error_body, told
 from reflex_runtime.llm.serving.answers.messages import FORM, MessageAnswer
@@ -21,10 +20,12 @@ from reflex_runtime.llm.serving.answers.replies import ModelApi
 from reflex_runtime.llm.serving.answers.responses import ResponseAnswer
 from reflex_runtime.llm.serving.completing import Completing
 from reflex_runtime.llm.serving.generation import Generator
+from reflex_runtime.llm.serving.model_host import ModelPlan, Open
+from reflex_runtime.llm.serving.model_runtime import ModelRuntime
 from reflex_runtime.llm.serving.openapi.document import document
 from reflex_runtime.llm.serving.requests import messages, responses
 from reflex_runtime.llm.serving.requests import reading as wire
-from reflex_runtime.llm.serving.served_model import Open, ServedModel
+from reflex_runtime.llm.serving.requests.refusals import BadRequest
 from reflex_runtime.llm.serving.spans import GenerationSpans
 from reflex_runtime.llm.serving.watching import watchers_of
 from reflex_runtime.telemetry import metrics
@@ -65,12 +66,13 @@ DIALECTS: Final = (
 
 
 class ModelServer:
-    """The APIs of one model. app: the application that carries them."""
+    """The APIs of the models. app: the application that carries them."""
 
-    def __init__(self, model: ServedModel) -> None:
-        self.model = model
-        self._spans = None if model.spans is None else GenerationSpans(model.spans, model.name, COMPLETIONS)
-        most = model.config.max_body_bytes
+    def __init__(self, models: ModelRuntime) -> None:
+        self.models = models
+        only = models.models[0].name if len(models.models) == 1 else ""
+        self._spans = None if models.spans is None else GenerationSpans(models.spans, only, COMPLETIONS)
+        most = models.config.max_body_bytes
         name = Route(MODELS + "/{id}", self._card)
         routes = [
             Route("/health", self._health, open=True),
@@ -79,47 +81,47 @@ class ModelServer:
             Route("/openapi.json", self._openapi, open=True),
             Route("/docs", self._docs, open=True),
             Route(STATUS, partial(self._later, self._status)),
-            Route(MODELS, self._models),
+            Route(MODELS, self._cards),
             *map(self._generating, DIALECTS),
             Route(messages.COUNT, self._count_tokens, "POST", most=most, enter=self._enter, form=FORM),
             Route(TOKENIZE, self._tokenize, "POST", most=most, enter=self._enter),
             Route(DETOKENIZE, self._detokenize, "POST", most=most, enter=self._enter),
         ]
         self.app = App(
-            model.config,
-            {route.path: route for route in [*routes, *dashboard_routes(watchers_of(model))]},
+            models.config,
+            {route.path: route for route in [*routes, *dashboard_routes(watchers_of(models))]},
             ErrorForm(_refuse, keeps_id=True),
             find=lambda path: name if path.startswith(MODELS + "/") else None,
             on_answer=self._count,
             missing=_missing,
-            cors=model.config.cors,
+            cors=models.config.cors,
         )
-        self._completing = Completing(model, self.app, self._spans)
+        self._completing = Completing(models, self.app, self._spans)
 
     def _generating(self, dialect: ModelApi) -> Route:
         def run(exchange: Exchange, body: bytes) -> None:
             self.app.spawn(exchange, self._completing.complete(exchange, body, dialect))
 
-        failed, most = None if self._spans is None else self._spans.failed, self.model.config.max_body_bytes
+        failed, most = None if self._spans is None else self._spans.failed, self.models.config.max_body_bytes
         return Route(dialect.path, run, "POST", most=most, enter=self._enter, fail=failed, form=dialect.form)
 
     def _enter(self, exchange: Exchange) -> None:
-        exchange.ask = self.model.generator
+        self.models.check_ready()
 
     def _count(self, exchange: Exchange, status: int) -> None:
-        self.model.answered("other" if exchange.route is None else exchange.route.path, status)
+        self.models.answered("other" if exchange.route is None else exchange.route.path, status)
 
     # -- questions that are answered without the model -----------------------------------------------------------------
 
     def _health(self, exchange: Exchange, _: bytes) -> None:
-        body = self.model.health()
+        body = self.models.health()
         exchange.answer(200 if body["status"] == "ok" else 503, encode(body))
 
     async def _metrics(self, exchange: Exchange) -> None:
-        exchange.answer(200, await self.model.metrics(), metrics.CONTENT_TYPE.encode())
+        exchange.answer(200, await self.models.metrics(), metrics.CONTENT_TYPE.encode())
 
     async def _status(self, exchange: Exchange) -> None:
-        exchange.answer(200, encode(await self.model.status()))
+        exchange.answer(200, encode(await self.models.status()))
 
     def _later(self, answer: Any, exchange: Exchange, _: bytes) -> None:
         answering: Coroutine[Any, Any, None] = answer(exchange)
@@ -137,8 +139,7 @@ class ModelServer:
     def _count_tokens(self, exchange: Exchange, body: bytes) -> None:
         async def count() -> None:
             name, conversation = await self._completing.decoded(messages.counted, body)
-            self.model.check_name(name)
-            ids = await tokens.of_conversation(conversation, exchange.ask)
+            ids = await tokens.of_conversation(conversation, self.models.find(name).generator)
             exchange.answer(200, encode(messages.InputTokens(len(ids))))
 
         self.app.spawn(exchange, count())
@@ -152,9 +153,10 @@ class ModelServer:
     ) -> None:
         """Answer what only the tokenizer is asked for."""
         fields = await self._completing.decoded(read, body)
-        if fields.model is not None:
-            self.model.check_name(fields.model)
-        exchange.answer(200, await answer(fields, exchange.ask))
+        if fields.model is None and len(self.models.models) > 1:
+            raise BadRequest(f"model: is missing; there are {', '.join(self.models.names)}", "model")
+        model = self.models.models[0] if fields.model is None else self.models.find(fields.model)
+        exchange.answer(200, await answer(fields, model.generator))
 
     def _openapi(self, exchange: Exchange, _: bytes) -> None:
         exchange.answer(200, self._described())
@@ -162,24 +164,24 @@ class ModelServer:
     def _docs(self, exchange: Exchange, _: bytes) -> None:
         exchange.answer(200, page(self._described(), exchange.headers.get(b"host", b"")), b"text/html; charset=utf-8")
 
-    def _models(self, exchange: Exchange, _: bytes) -> None:
-        exchange.answer(200, encode({"object": "list", "data": [self.model.card()]}))
+    def _cards(self, exchange: Exchange, _: bytes) -> None:
+        exchange.answer(200, encode({"object": "list", "data": list(map(self.models.card, self.models.names))}))
 
     def _card(self, exchange: Exchange, _: bytes) -> None:
-        self.model.check_name(unquote(exchange.path[len(MODELS) + 1 :]))
-        exchange.answer(200, encode(self.model.card()))
+        exchange.answer(200, encode(self.models.card(unquote(exchange.path[len(MODELS) + 1 :]))))
 
     def _described(self) -> bytes:
-        limits = None if self.model.host is None else self.model.host.generator.limits
-        open_paths = OPEN_PATHS if self.app.has_key else None
-        return document(self.model.name, limits, self.model.config.max_queue, open_paths)
+        host, open_paths = self.models.host, OPEN_PATHS if self.app.has_key else None
+        limits = [] if host is None else [host.generator(model.name).limits for model in self.models.models]
+        most = min(model.config.max_queue for model in self.models.models)
+        return document(self.models.names, limits, most, open_paths)
 
 
-def serving(config: LLMServeConfig, name: str, open: Open, defaults: SamplingDefaults | None = None) -> Make:
-    """What `web.serve` makes to serve a model. name, open, defaults: see `ServedModel`."""
+def serving(config: LLMServeConfig, plans: Sequence[ModelPlan], open: Open) -> Make:
+    """What `web.serve` makes to serve models. plans, open: see `ModelRuntime`."""
 
-    def make(on_lost: Callable[[], None], lives: Lives | None) -> tuple[App, ServedModel]:
-        model = ServedModel(config, name, open, on_lost, lives, defaults)
-        return ModelServer(model).app, model
+    def make(on_lost: Callable[[], None], lives: Lives | None) -> tuple[App, ModelRuntime]:
+        models = ModelRuntime(config, plans, open, on_lost, lives)
+        return ModelServer(models).app, models
 
     return make

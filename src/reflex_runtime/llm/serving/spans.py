@@ -23,10 +23,10 @@ _PROVIDER: Final = "reflex"
 
 
 class GenerationSpans:
-    """Makes the spans of one served model's requests. All of it happens on the event loop."""
+    """Makes the spans of the requests to a server's models. All of it happens on the event loop."""
 
     def __init__(self, spans: Spans, model: str, text_path: str) -> None:
-        """text_path: of the route that takes no conversations."""
+        """model: its name where there is one only, else "". text_path: of the route that takes no conversations."""
         self._spans, self._model, self._text_path = spans, model, text_path
 
     def begin(self, exchange: Exchange) -> RequestSpan:
@@ -38,7 +38,7 @@ class GenerationSpans:
     def _begun(self, exchange: Exchange) -> RequestSpan:
         route = "" if exchange.route is None else exchange.route.path
         operation = "text_completion" if route == self._text_path else "chat"
-        span = self._spans.begin(f"{operation} {self._model}", exchange.headers)
+        span = self._spans.begin(f"{operation} {self._model}".strip(), exchange.headers)
         span.attributes |= {
             "http.request.method": exchange.method,
             "http.route": route,
@@ -78,16 +78,17 @@ class GenerationSpans:
         outcome, status = ("ok", 200) if error is None else (error.outcome, error.http_status)
         span.attributes["http.response.status_code"] = 200 if exchange.begun else status
         received = exchange.received or now
+        model, latency = str(span.attributes["gen_ai.response.model"]), now - exchange.started
         self._spans(
-            RequestAnswered(
-                now, self._model, outcome, status, now - exchange.started, None, None, now - received, WIRE, error, span
-            )
+            RequestAnswered(now, model, outcome, status, latency, None, None, now - received, WIRE, error, span)
         )
 
 
-def asked_in(span: RequestSpan, asked: CompletionRequest) -> None:
-    """What a request asks for, without its texts."""
+def asked_in(span: RequestSpan, asked: CompletionRequest, model: str) -> None:
+    """What a request asks for, without its texts. model: the one that its name means."""
     params = asked.params
+    span.name = f"{span.attributes['gen_ai.operation.name']} {model}"
+    span.attributes["gen_ai.response.model"] = model
     found: dict[str, Attribute] = {
         "gen_ai.request.model": asked.model,
         "gen_ai.request.stream": asked.stream,

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.llm.sampling_defaults import SamplingDefaults
 from reflex_runtime.llm.serving.generation import Generator
 from reflex_runtime.llm.serving.requests.decoding import decode
 from reflex_runtime.llm.serving.requests.fields import ChatFields, Message
@@ -140,7 +139,7 @@ def _conversation(fields: TokenizeFields) -> Conversation:
     chat = ChatFields(
         model="", messages=fields.messages or [], tools=fields.tools, chat_template_kwargs=fields.chat_template_kwargs
     )
-    conversation = chat_request(chat, SamplingDefaults()).conversation
+    conversation = chat_request(chat).conversation
     assert conversation is not None
     return conversation
 

@@ -1,9 +1,9 @@
-"""The engine of a runtime process: a `LocalModel` behind the methods of `ipc.worker`."""
+"""The engine of a runtime process: a `LocalModels` of one model behind the methods of `ipc.worker`."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,8 @@ from reflex_runtime.ipc.messages import GenerateParams, LoadModel, Tokenize
 from reflex_runtime.ipc.worker import Load
 from reflex_runtime.llm.runner import Runner
 from reflex_runtime.llm.serving.generation import GenerationRuntime, GenerationStream
-from reflex_runtime.llm.serving.local_model import LocalModel, opened
+from reflex_runtime.llm.serving.local_models import LocalModels, opened
+from reflex_runtime.llm.serving.model_host import ModelPlan
 from reflex_runtime.llm.serving.requests.texts import Texts
 from reflex_runtime.llm.tokenizer import Conversation, Tokenizer
 from reflex_runtime.options import convert, hints_of
@@ -34,16 +35,13 @@ Make = Callable[[Path, LLMServeConfig], tuple[Runner, Tokenizer]]
 class WorkerEngine:
     """One model of a runtime process: an `ipc.engine.Engine`."""
 
-    def __init__(self, model: LocalModel, registry: CollectorRegistry, spans: Spans | None = None) -> None:
-        """spans: of its steps; closed with the engine."""
+    def __init__(self, model: LocalModels, name: str, registry: CollectorRegistry, spans: Spans | None = None) -> None:
+        """name: of the model. spans: of its steps; closed with the engine."""
         self._model, self._registry, self._spans = model, registry, spans
+        self.runtime = model.generator(name)
         self._live = AskedLive(model.add_sink, model.remove_sink, self._told)
         if spans is not None:
             model.add_sink(spans)
-
-    @property
-    def runtime(self) -> GenerationRuntime:
-        return self._model.generator
 
     def info(self) -> dict[str, Any]:
         """The limits, by which a front checks requests, and the runner's name."""
@@ -145,10 +143,11 @@ async def tokenized(texts: Texts | GenerationRuntime, params: Tokenize) -> list[
 
 
 class _Opening:
-    """The settings of a `LocalModel` in a runtime process."""
+    """The settings of `LocalModels` in a runtime process."""
 
     def __init__(self, config: LLMServeConfig, name: str, lost: Callable[[], None]) -> None:
-        self.config, self.name, self.lost = config, name, lost
+        self.config, self.lost = config, lost
+        self.plans: Sequence[ModelPlan] = [ModelPlan(name, config)]
         self.registry = CollectorRegistry()
 
     def reached(self, state: str) -> None:
@@ -169,9 +168,9 @@ def loading(make: Make, lost: Callable[[], None], tokenizer: Callable[[Path], To
             return TokenizerEngine(tokenizer(Path(params.path)))
         opening = _Opening(_config(params.options), params.model_id, lost)
         spans = spans_of(opening.config.otel, 1.0, opening.registry, StepSpans)  # of what the server has chosen
-        model = await opened(lambda: make(Path(params.path), opening.config))(opening)
+        model = await opened(lambda plan: make(Path(params.path), plan.config))(opening)
         freeze_loaded()
-        return WorkerEngine(model, opening.registry, spans)
+        return WorkerEngine(model, params.model_id, opening.registry, spans)
 
     return load
 

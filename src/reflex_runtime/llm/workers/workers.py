@@ -11,7 +11,7 @@ import asyncio
 import logging
 import os
 import signal
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from math import inf
@@ -19,6 +19,7 @@ from typing import Any
 
 import msgspec
 from prometheus_client import Gauge
+from prometheus_client.parser import text_string_to_metric_families
 
 from reflex_runtime.core.errors import Cancelled, ReflexError
 from reflex_runtime.core.request import Priority
@@ -31,11 +32,11 @@ from reflex_runtime.ipc.registry import StreamHandle, StreamRegistry
 from reflex_runtime.ipc.sampling import Constraint, SamplingParams
 from reflex_runtime.ipc.spawn import Opener
 from reflex_runtime.llm.constraint import Matcher, check_constraint
+from reflex_runtime.llm.labelled_series import labelled
 from reflex_runtime.llm.limits import Limits
+from reflex_runtime.llm.serving.model_host import Open, Opening
 from reflex_runtime.llm.serving.requests.texts import Texts
-from reflex_runtime.llm.serving.served_model import Open, Opening
 from reflex_runtime.llm.tokenizer import Conversation, Tokenizer
-from reflex_runtime.llm.workers import worker_metrics
 from reflex_runtime.llm.workers.tokenizer_process import TokenizerProcess
 from reflex_runtime.llm.workers.watching import WorkersLive
 from reflex_runtime.telemetry.processes import LiveProcess, live_process
@@ -69,7 +70,7 @@ class Line:
         self.limits: Limits | None = None
         self.about: dict[str, Any] = {}
         self._load: Callable[[int], LoadModel] = lambda restarts: LoadModel(
-            opening.name, config.path, config.options(number, restarts)
+            opening.plans[0].name, config.path, config.options(number, restarts)
         )
         self.registry = StreamRegistry(config.batcher.stream_limit)
         self.client = RuntimeClient(
@@ -115,8 +116,8 @@ class Workers:
     """A `ModelHost` of runtime processes, and the `Generator` in front of them. Made by `opened`."""
 
     def __init__(self, config: WorkersConfig, tokenizer: Tokenizer, opening: Opening) -> None:
-        self._opening = opening
-        self._tokenizing = TokenizerProcess(config.spawn(config.count), config.client, opening.name, config.path)
+        self._opening, self._name = opening, opening.plans[0].name
+        self._tokenizing = TokenizerProcess(config.spawn(config.count), config.client, self._name, config.path)
         self._texts = Texts(tokenizer, lambda what: self._tokenizing.tokenize(what, self.limits.max_model_len))
         self._sending: set[asyncio.Task[None]] = set()
         self.lines = [Line(number, config, opening) for number in range(config.count)]
@@ -142,8 +143,8 @@ class Workers:
 
     # -- the host ------------------------------------------------------------------------------------------------------
 
-    @property
-    def generator(self) -> Workers:
+    def generator(self, name: str) -> Workers:
+        """See `ModelHost.generator`: the processes have one model."""
         return self
 
     @property
@@ -196,7 +197,7 @@ class Workers:
         pages = {
             line.name: answer["text"] for line, answer in zip(self.lines, answers, strict=True) if answer is not None
         }
-        return await asyncio.get_running_loop().run_in_executor(None, worker_metrics.merged, pages)
+        return await asyncio.get_running_loop().run_in_executor(None, _page, pages)
 
     def add_sink(self, sink: Sink) -> None:
         """See `ModelHost.add_sink`: the batches are messages to the processes."""
@@ -279,7 +280,7 @@ class Workers:
         sampling = {name: getattr(params, name) for name in SamplingParams.__struct_fields__}
         ids = prompt if isinstance(prompt, list) else list(prompt)  # not a copy for each choice
         return GenerateParams(
-            **sampling, model_id=self._opening.name, prompt_token_ids=ids, priority=priority.name.lower(),
+            **sampling, model_id=self._name, prompt_token_ids=ids, priority=priority.name.lower(),
             client=str(client), request_id=id, timeout_ms=None if time_limit is None else time_limit * 1e3,
             traceparent="" if span is None else span.traceparent,
         )  # fmt: skip
@@ -317,6 +318,11 @@ class Workers:
         except ReflexError as error:
             if not handle.ended:
                 line.registry.release(handle, error)
+
+
+def _page(pages: Mapping[str, str]) -> bytes:
+    """The Prometheus pages of the processes as one."""
+    return labelled("worker", {name: text_string_to_metric_families(text) for name, text in pages.items()})
 
 
 def _soonest(error: ReflexError) -> float:

@@ -15,8 +15,7 @@ import msgspec
 from reflex_runtime.core.errors import ReflexError
 from reflex_runtime.ipc.engine import Output
 from reflex_runtime.llm.reasoning import Thought, ThoughtParser
-from reflex_runtime.llm.sampling_defaults import SamplingDefaults
-from reflex_runtime.llm.serving.requests.reading import CompletionRequest
+from reflex_runtime.llm.serving.requests.reading import CompletionRequest, DefaultsOf
 from reflex_runtime.llm.tools import ToolCall, ToolParser
 from reflex_runtime.web.form import ErrorForm
 
@@ -110,10 +109,10 @@ class Writer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ModelApi:
-    """One API. path: of its endpoint. read: a body, with the defaults of the model; raises BadRequest. write: makes the
-    writer. form: of its errors."""
+    """One API. path: of its endpoint. read: a body, with the defaults of a model by its name; raises BadRequest. write:
+    makes the writer. form: of its errors."""
 
     path: str
-    read: Callable[[bytes, SamplingDefaults], CompletionRequest]
+    read: Callable[[bytes, DefaultsOf], CompletionRequest]
     write: Callable[[Answering], Writer]
     form: ErrorForm | None = None

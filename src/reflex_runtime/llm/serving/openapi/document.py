@@ -60,7 +60,7 @@ _ERROR = {
 }
 _OBJECT = {JSON_TYPE: {"schema": {"type": "object"}}}
 _GETS: dict[str, tuple[str, tuple[str, ...], dict[str, Any]]] = {
-    "/v1/models": ("the model that is served", ("200",), _OBJECT),
+    "/v1/models": ("the models that are served", ("200",), _OBJECT),
     "/health": ("200 only when ready, else 503", ("200", "503"), _OBJECT),
     "/status": ("requests that wait and run, and how batches were formed", ("200",), _OBJECT),
     "/metrics": ("Prometheus text", ("200",), {"text/plain": {"schema": {"type": "string"}}}),
@@ -80,11 +80,13 @@ _STRUCTURED: dict[str, dict[str, Any]] = {
 }
 
 
-def document(model: str, limits: Limits | None, most: int, unguarded: Sequence[str] | None) -> bytes:
+def document(models: Sequence[str], each: Sequence[Limits], most: int, unguarded: Sequence[str] | None) -> bytes:
     """The OpenAPI 3.1 document.
 
-    limits: None before the model is there. most: choices that may wait. unguarded: paths without a key; None: all.
+    models: every name. each: the limits of each model, none before they are there; what all of them take is described.
+    most: choices that may wait. unguarded: paths without a key; None: all.
     """
+    model, limits = {"enum": list(models)}, _narrowest(each)
     text = _post("Text goes on", _completion(model, limits, most), _choices(answers.TextChoice))
     chat = _post("A conversation goes on", _chat(model, limits), _choices(answers.ChatChoice))
     paths: dict[str, Any] = {"/v1/completions": {"post": text}, "/v1/chat/completions": {"post": chat}}
@@ -97,7 +99,7 @@ def document(model: str, limits: Limits | None, most: int, unguarded: Sequence[s
     counted = _small("Tokens of messages", talks.count_schema(common), messages.InputTokens, of_message)
     paths["/v1/messages/count_tokens"] = {"post": counted}
     content = paths["/v1/completions"]["post"]["requestBody"]["content"][JSON_TYPE]
-    content["example"] = {"model": model, "prompt": "Once there was"}
+    content["example"] = {"model": models[0], "prompt": "Once there was"}
     paths["/tokenize"] = {"post": _small("Token ids of a text or a conversation", _tokenize(model), tokens.TokenIds)}
     paths["/detokenize"] = {"post": _small("The text of token ids", _detokenize(model, limits), tokens.Detokenized)}
     for path, (summary, codes, content) in _GETS.items():
@@ -116,7 +118,14 @@ def document(model: str, limits: Limits | None, most: int, unguarded: Sequence[s
     named = (answers.Body, answers.TextChoice, answers.ChatChoice, ToolField, CalledTool)
     for kind in (*named, tokens.TokenIds, tokens.Detokenized, messages.InputTokens):
         schemas |= answers.schemas(kind)
-    return finished(f"Reflex, {model}", paths, schemas, unguarded)
+    return finished(f"Reflex, {', '.join(models)}", paths, schemas, unguarded)
+
+
+def _narrowest(each: Sequence[Limits]) -> Limits | None:
+    """What holds for every model; None before they are there."""
+    if not each:
+        return None
+    return Limits(*(min(getattr(limits, name) for limits in each) for name in Limits.__dataclass_fields__))
 
 
 def _failures(*codes: str, but: Sequence[str] = (), error: str = "Error") -> dict[str, Any]:
@@ -154,20 +163,20 @@ def _small(summary: str, request: dict[str, Any], answer: type, error: str = "Er
     return {"summary": summary, "requestBody": body, "responses": {"200": done} | wrong}
 
 
-def _tokenize(model: str) -> dict[str, Any]:
-    both = {"model": maybe({"const": model}), "return_token_strs": maybe({"type": "boolean"})}
+def _tokenize(model: dict[str, Any]) -> dict[str, Any]:
+    both = {"model": maybe(model), "return_token_strs": maybe({"type": "boolean"})}
     both |= {name: {"enum": [None, plain]} for name, plain in tokens.PLAIN.items()}
     text = closed(both | {"prompt": {"type": "string"}}, "prompt")
     talk = closed(both | {"messages": _messages()}, "messages")
     return {"anyOf": [text, talk]}
 
 
-def _detokenize(model: str, limits: Limits | None) -> dict[str, Any]:
+def _detokenize(model: dict[str, Any], limits: Limits | None) -> dict[str, Any]:
     ids = {"type": "array", "items": within(0, 2**31 if limits is None else limits.vocab_size - 1), "maxItems": 1000}
-    return closed({"tokens": ids, "model": maybe({"const": model})}, "tokens")
+    return closed({"tokens": ids, "model": maybe(model)}, "tokens")
 
 
-def _common(model: str, limits: Limits | None) -> dict[str, Any]:
+def _common(model: dict[str, Any], limits: Limits | None) -> dict[str, Any]:
     most = limits.max_model_len - 1 if limits is not None else 2**31
     vocabulary = limits.vocab_size - 1 if limits is not None else 2**31
     text = {"type": "string", "minLength": 1, "maxLength": 1000}
@@ -203,7 +212,7 @@ def _common(model: str, limits: Limits | None) -> dict[str, Any]:
         "response_format": {"anyOf": [closed({"type": {"enum": ["text", "json_object"]}}, "type"), _schema_format()]},
         "structured_outputs": {"anyOf": [closed({name: of}, name) for name, of in _STRUCTURED.items()]},
     }
-    return {"model": {"const": model}} | {name: maybe(schema) for name, schema in fields.items()}
+    return {"model": model} | {name: maybe(schema) for name, schema in fields.items()}
 
 
 def _schema_format() -> dict[str, Any]:
@@ -212,7 +221,7 @@ def _schema_format() -> dict[str, Any]:
     return closed({"type": {"const": "json_schema"}, "json_schema": schema}, "type", "json_schema")
 
 
-def _completion(model: str, limits: Limits | None, most: int) -> dict[str, Any]:
+def _completion(model: dict[str, Any], limits: Limits | None, most: int) -> dict[str, Any]:
     vocabulary = limits.vocab_size - 1 if limits is not None else 2**31
     text = {"type": "string", "minLength": 1}
     ids = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": vocabulary}, "minItems": 1}
@@ -250,7 +259,7 @@ def _messages() -> dict[str, Any]:
     return {"type": "array", "items": message, "minItems": 1, "maxItems": MOST_MESSAGES}
 
 
-def _chat(model: str, limits: Limits | None) -> dict[str, Any]:
+def _chat(model: dict[str, Any], limits: Limits | None) -> dict[str, Any]:
     common = _common(model, limits)
     fields = common | {
         "messages": _messages(),

@@ -14,11 +14,17 @@ from typing import Any, Final, Literal
 import msgspec
 from msgspec.structs import replace as changed
 
-from reflex_runtime.llm.sampling_defaults import SamplingDefaults
 from reflex_runtime.llm.serving.requests.decoding import MOST_MESSAGES, MOST_VALUES, decode
 from reflex_runtime.llm.serving.requests.fields import CommonFields, MoreFields, further
 from reflex_runtime.llm.serving.requests.forms import JsonSchemaFormat, ResponseFormat
-from reflex_runtime.llm.serving.requests.reading import CompletionRequest, conversing, sent_call, template_variables
+from reflex_runtime.llm.serving.requests.reading import (
+    CompletionRequest,
+    DefaultsOf,
+    conversing,
+    no_defaults,
+    sent_call,
+    template_variables,
+)
 from reflex_runtime.llm.serving.requests.refusals import BadRequest, renamed
 from reflex_runtime.llm.serving.requests.tool_fields import (
     AskedTools,
@@ -175,8 +181,8 @@ _message = msgspec.json.Decoder(MessageFields)
 _count = msgspec.json.Decoder(CountFields)
 
 
-def message(body: bytes, defaults: SamplingDefaults) -> CompletionRequest:
-    """POST /v1/messages, or the BadRequest that names what is wrong. defaults: of the model."""
+def message(body: bytes, defaults: DefaultsOf = no_defaults) -> CompletionRequest:
+    """POST /v1/messages, or the BadRequest that names what is wrong. defaults: of a model, by its name."""
     fields = decode(_message, body, PLAIN)
     conversation, tools = _conversation(fields)
     common = CommonFields(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from dataclasses import fields as fields_of
 from typing import Any, NoReturn
@@ -33,6 +33,7 @@ from reflex_runtime.llm.serving.requests.tool_fields import NO_TOOLS, AskedTools
 from reflex_runtime.llm.tokenizer import Conversation
 from reflex_runtime.web.fields import check_id
 
+DefaultsOf = Callable[[str], SamplingDefaults]  # of a model, by its name; raises ModelNotFound
 PIECE = 1 << 16  # bytes of token ids decoded at a time: nothing else runs meanwhile
 _OF_SAMPLING = re.compile(r"SamplingParams\.(\w+)=")
 _OF_MESSAGE = re.compile(r"(\w+(?:\[\d+\])?(?:\.\w+)?)[:=]")
@@ -84,8 +85,13 @@ _chat = msgspec.json.Decoder(ChatFields)
 _NONE = SamplingDefaults()
 
 
-def completion(body: bytes, defaults: SamplingDefaults = _NONE) -> CompletionRequest:
-    """POST /v1/completions, or the BadRequest that names what is wrong. defaults: of the model."""
+def no_defaults(model: str) -> SamplingDefaults:
+    """Of a model whose authors say nothing."""
+    return _NONE
+
+
+def completion(body: bytes, defaults: DefaultsOf = no_defaults) -> CompletionRequest:
+    """POST /v1/completions, or the BadRequest that names what is wrong. defaults: of a model, by its name."""
     fields = decode(_completion, body, PLAIN)
     if fields.best_of is not None and fields.best_of != (fields.n or 1):
         raise BadRequest(f"best_of={fields.best_of}: must equal n={fields.n or 1}, or be left out", "best_of")
@@ -96,13 +102,13 @@ def completion(body: bytes, defaults: SamplingDefaults = _NONE) -> CompletionReq
     return replace(asked, echo=True) if fields.echo else asked
 
 
-def chat(body: bytes, defaults: SamplingDefaults = _NONE) -> CompletionRequest:
-    """POST /v1/chat/completions, or the BadRequest that names what is wrong. defaults: of the model."""
+def chat(body: bytes, defaults: DefaultsOf = no_defaults) -> CompletionRequest:
+    """POST /v1/chat/completions, or the BadRequest that names what is wrong. defaults: of a model, by its name."""
     return chat_request(decode(_chat, body, PLAIN), defaults)
 
 
-def chat_request(fields: ChatFields, defaults: SamplingDefaults) -> CompletionRequest:
-    """What these fields ask for, or the BadRequest that names what is wrong. defaults: of the model."""
+def chat_request(fields: ChatFields, defaults: DefaultsOf = no_defaults) -> CompletionRequest:
+    """What these fields ask for, or the BadRequest that names what is wrong. defaults: of a model, by its name."""
     calls = (call for message in fields.messages for call in message.tool_calls or ())
     if sum(call.function.arguments.count(",") for call in calls) > MOST_VALUES:  # they are JSON inside of texts
         raise BadRequest(f"messages: the arguments in their tool_calls hold more than {MOST_VALUES} values", "messages")
@@ -130,7 +136,7 @@ def conversing(
     conversation: Conversation,
     max_tokens: int | None,
     limit_name: str,
-    defaults: SamplingDefaults,
+    defaults: DefaultsOf,
     tools: AskedTools,
     logprobs: int | None = None,
 ) -> CompletionRequest:
@@ -161,7 +167,7 @@ def _asked(
     max_tokens: int | None,
     limit_name: str,
     logprobs: int | None,
-    defaults: SamplingDefaults,
+    defaults: DefaultsOf,
 ) -> CompletionRequest:
     n = 1 if fields.n is None else fields.n
     if not 1 <= n <= MOST_CHOICES:
@@ -191,9 +197,10 @@ def _asked(
 
 
 def _params(
-    fields: CommonFields, max_tokens: int | None, limit_name: str, logprobs: int | None, defaults: SamplingDefaults
+    fields: CommonFields, max_tokens: int | None, limit_name: str, logprobs: int | None, defaults: DefaultsOf
 ) -> SamplingParams:
     said: dict[str, Any] = {name: getattr(fields, name) for name in _AS_SAID}
+    of_model = defaults(fields.model)
     stop = (fields.stop,) if isinstance(fields.stop, str) else tuple(fields.stop or ())
     least = fields.min_tokens or 0
     try:
@@ -210,7 +217,7 @@ def _params(
             frequency_penalty=fields.frequency_penalty or 0.0,
             logit_bias=tuple(_bias(fields.logit_bias)),
             constraint=constraint_of(fields.response_format, fields.structured_outputs),
-            **{name: getattr(defaults, name) if value is None else value for name, value in said.items()},
+            **{name: getattr(of_model, name) if value is None else value for name, value in said.items()},
         )
     except ConfigError as error:
         found = _OF_SAMPLING.match(error.message)

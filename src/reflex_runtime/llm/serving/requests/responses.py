@@ -11,13 +11,14 @@ from typing import Any, Final, Literal
 
 import msgspec
 
-from reflex_runtime.llm.sampling_defaults import SamplingDefaults
 from reflex_runtime.llm.serving.requests.decoding import MOST_MESSAGES, MOST_VALUES, decode
 from reflex_runtime.llm.serving.requests.fields import ChatFields, MoreFields, further
 from reflex_runtime.llm.serving.requests.forms import JsonSchemaFormat, ResponseFormat
 from reflex_runtime.llm.serving.requests.reading import (
     CompletionRequest,
+    DefaultsOf,
     conversing,
+    no_defaults,
     no_effort,
     sent_call,
     template_variables,
@@ -164,8 +165,8 @@ PLAIN: Final[dict[str, tuple[Any, ...]]] = {
 _response = msgspec.json.Decoder(ResponseFields)
 
 
-def response(body: bytes, defaults: SamplingDefaults) -> CompletionRequest:
-    """POST /v1/responses, or the BadRequest that names what is wrong. defaults: of the model."""
+def response(body: bytes, defaults: DefaultsOf = no_defaults) -> CompletionRequest:
+    """POST /v1/responses, or the BadRequest that names what is wrong. defaults: of a model, by its name."""
     fields = decode(_response, body, PLAIN)
     tools, shown = _tools(fields)
     variables = no_effort((fields.reasoning or {}).get("effort")) | template_variables(fields.chat_template_kwargs)

@@ -1,0 +1,221 @@
+"""Models in this process: loaded in a thread of their own, warmed on the device's, with their series and their trace.
+
+`reflex serve` has them when it runs without workers, and every runtime process has one behind its connection.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
+from typing import Any
+
+import numpy as np
+from prometheus_client import CollectorRegistry
+
+from reflex_runtime.config import LLMServeConfig
+from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.drivers.audience import Sink
+from reflex_runtime.drivers.in_thread import in_thread
+from reflex_runtime.llm.engine import EngineConfig, LLMProcessor
+from reflex_runtime.llm.labelled_series import labelled
+from reflex_runtime.llm.runner import Runner, Step
+from reflex_runtime.llm.series import EngineSeries
+from reflex_runtime.llm.serving.generation import GenerationRuntime
+from reflex_runtime.llm.serving.generation_device import GenerationDevice
+from reflex_runtime.llm.serving.model_host import ModelPlan, Opening
+from reflex_runtime.llm.tokenizer import Tokenizer
+from reflex_runtime.telemetry.journal_writer import JournalWriter
+from reflex_runtime.telemetry.lines import turn_all
+from reflex_runtime.telemetry.processes import LiveProcess
+from reflex_runtime.telemetry.series import Counter
+
+Load = Callable[[ModelPlan], tuple[Runner, Tokenizer]]
+
+ALONE = "default"  # the group of a model that is alone
+
+
+class LocalModel:
+    """One model: its runtime, and its series in `registry`."""
+
+    def __init__(self, runtime: GenerationRuntime, registry: CollectorRegistry) -> None:
+        self.runtime = runtime
+        self._holds = Counter(
+            "reflex_stream_holds_total", "Times a stream was held for its slow reader", (), registry=registry
+        ).labels()
+        runtime.batcher.add_sink(EngineSeries(runtime.processor, lambda: runtime.waiting, registry))
+
+    def health(self) -> dict[str, Any]:
+        """What /health says of it."""
+        runtime = self.runtime
+        processor, limits = runtime.processor, runtime.limits
+        return {
+            "runner": processor.runner.name,
+            "max_model_len": limits.max_model_len,
+            "running": runtime.running,
+            "waiting": runtime.waiting,
+            "kv_cache_usage": round(processor.pool.usage, 6),
+            "kv_cache_tokens": limits.cache_tokens,
+        }
+
+    def refresh(self) -> None:
+        """Bring its series up to date."""
+        self._holds.value = float(self.runtime.holds)
+
+
+class LocalModels:
+    """A `ModelHost` of the models of this process, on one device. Made by `opened`.
+
+    The series of a model that is alone are in the server's registry; those of several have the label `model`.
+    """
+
+    def __init__(self, device: GenerationDevice, runtimes: Mapping[str, GenerationRuntime], opening: Opening) -> None:
+        """runtimes: by the name of their model."""
+        self.device = device
+        self.trace: JournalWriter | None = None
+        own = {name: opening.registry if len(runtimes) == 1 else CollectorRegistry() for name in runtimes}
+        self._registries = own if len(runtimes) > 1 else {}
+        self._models = {name: LocalModel(runtime, own[name]) for name, runtime in runtimes.items()}
+        if opening.config.trace:
+            self.trace = JournalWriter(opening.config.trace, device.groups)
+            device.batcher.add_sink(self.trace)
+
+    def generator(self, name: str) -> GenerationRuntime:
+        """See `ModelHost.generator`."""
+        return self._models[name].runtime
+
+    @property
+    def state(self) -> str:
+        """degraded while a step hangs."""
+        return "degraded" if self.device.hangs else "ready"
+
+    def health(self) -> dict[str, Any]:
+        """What /health says of the model; of several, what it says of each, and of all together."""
+        each = {name: model.health() for name, model in self._models.items()}
+        if len(each) == 1:
+            (body,) = each.values()
+        else:
+            told = each.values()
+            body = {"models": each} | {name: sum(one[name] for one in told) for name in ("running", "waiting")}
+            body["kv_cache_usage"] = max(one["kv_cache_usage"] for one in told)
+        body["hung_steps"] = self.device.batcher.device.hung
+        if self.trace is not None and self.trace.error is not None:
+            body["trace_error"] = str(self.trace.error)
+        return body
+
+    async def status(self) -> dict[str, Any]:
+        """The same as /health, because the engine is in the server's process."""
+        return {}
+
+    def add_sink(self, sink: Sink) -> None:
+        """See `ModelHost.add_sink`."""
+        self.device.batcher.add_sink(sink)
+
+    def remove_sink(self, sink: Sink) -> None:
+        """See `ModelHost.remove_sink`."""
+        self.device.batcher.remove_sink(sink)
+
+    def fold(self) -> None:
+        """None: its sinks get the events of its batches."""
+
+    def processes(self) -> list[LiveProcess]:
+        """None: the engine is in the server's process."""
+        return []
+
+    def queues(self) -> dict[str, Any]:
+        """See `ModelHost.queues`. Events without an answer are delivered first."""
+        batcher = self.device.batcher
+        batcher.flush()
+        groups: dict[str, Any] = batcher.device.input(lambda scheduler, _: scheduler.snapshot()["groups"])
+        return groups
+
+    def refresh(self) -> None:
+        """Bring the series up to date."""
+        self.device.batcher.flush()
+        for model in self._models.values():
+            model.refresh()
+
+    async def metrics(self) -> bytes:
+        """The series of several models; that of one are in the server's registry."""
+        self.refresh()
+        pages = {name: registry.collect() for name, registry in self._registries.items()}
+        return labelled("model", pages) if pages else b""
+
+    def turn(self) -> None:
+        """See `ModelHost.turn`."""
+        turn_all()
+
+    async def close(self, timeout: float, drain: bool = True) -> bool:
+        """See `ModelHost.close`."""
+        clean = await self.device.close(drain, timeout)
+        for model in self._models.values():
+            model.runtime.close()
+        if self.trace is not None:
+            self.trace.close()
+        return clean
+
+
+def opened(load: Load) -> Callable[[Opening], Awaitable[LocalModels]]:
+    """How to open the models that `load` makes of their plans: one after the other, in a thread of their own."""
+
+    def loaded(plan: ModelPlan, several: bool) -> LLMProcessor:
+        try:
+            runner, tokenizer = load(plan)
+        except ConfigError as error:
+            raise (ConfigError(f"model {plan.name}: {error.message}") if several else error) from None
+        return LLMProcessor(
+            runner, tokenizer, engine_config(plan.config), plan.name if several else ALONE, plan.weight
+        )
+
+    async def open(opening: Opening) -> LocalModels:
+        opening.reached("loading")
+        several, processors = len(opening.plans) > 1, list[LLMProcessor]()
+        try:
+            for plan in opening.plans:
+                processors.append(await in_thread(partial(loaded, plan, several)))
+        except BaseException:
+            for processor in processors:
+                processor.stop()
+            raise
+        opening.reached("warming")
+        device = GenerationDevice(processors, watchdog=opening.config.watchdog_s, on_fatal=opening.lost)
+        pairs = zip(opening.plans, processors, strict=True)
+        models = LocalModels(device, {plan.name: GenerationRuntime(of, device) for plan, of in pairs}, opening)
+
+        def prepare() -> None:
+            for processor in processors:
+                warm_up(processor.runner)
+
+        try:
+            await device.start(prepare)
+        except Exception:
+            await models.close(0.0, drain=False)
+            raise
+        return models
+
+    return open
+
+
+def engine_config(config: LLMServeConfig) -> EngineConfig:
+    """The engine's part of the settings."""
+    return EngineConfig(
+        max_gap_ms=config.max_gap_ms,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_num_seqs=config.max_num_seqs,
+        long_prefill_token_threshold=config.long_prefill_token_threshold,
+        enable_prefix_caching=config.prefix_caching,
+        max_queue=config.max_queue,
+        max_queued_tokens=config.max_queued_tokens,
+    )
+
+
+def warm_up(runner: Runner) -> None:
+    """Run steps of a few shapes, so that the first request does not wait for one-off work.
+
+    They write to block 0, whose rows are written again before they are read.
+    """
+    whole = min(runner.block_size, runner.max_model_len)
+    for past, new in ((0, whole - 1), (whole - 1, 1)):
+        if new:
+            ids, positions = np.zeros(new, np.int64), np.arange(past, past + new, dtype=np.int64)
+            begins, table = np.array([0, new], np.int32), np.zeros(1, np.int32)
+            runner.forward(Step(ids, positions, np.array([past], np.int32), begins, table, np.array([0, 1], np.int32)))

@@ -1,0 +1,94 @@
+"""What runs the models of a server: what it is given, and what the server asks of it."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from prometheus_client import CollectorRegistry
+
+from reflex_runtime.config import LLMServeConfig
+from reflex_runtime.drivers.audience import Sink
+from reflex_runtime.llm.sampling_defaults import SamplingDefaults
+from reflex_runtime.llm.serving.generation import Generator
+from reflex_runtime.telemetry.processes import LiveProcess
+
+if TYPE_CHECKING:  # a runtime process loads this module and serves no HTTP
+    from reflex_runtime.web.watchers import Fold
+
+
+@dataclass(frozen=True, slots=True)
+class ModelPlan:
+    """A model that is to be served.
+
+    name: by which clients ask for it; aliases: further names. config: the server's settings, with the model's own in
+    their place. directory: of its files. weight: its share of the device's time, against the other models. defaults:
+    how it is sampled where a request does not say it.
+    """
+
+    name: str
+    config: LLMServeConfig
+    directory: Path = Path()
+    weight: float = 1.0
+    aliases: tuple[str, ...] = ()
+    defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
+
+
+class ModelHost(Protocol):
+    """Where models run: in this process (`LocalModels`), or in runtime processes (`Workers`)."""
+
+    def generator(self, name: str) -> Generator[Any]:
+        """What generates for the model of this name."""
+
+    @property
+    def state(self) -> str:
+        """`ready`, or the state that keeps it from answering."""
+
+    def health(self) -> dict[str, Any]:
+        """Its part of /health."""
+
+    async def status(self) -> dict[str, Any]:
+        """Its part of /status: waiting and running requests, their places, and statistics of batches."""
+
+    async def metrics(self) -> bytes:
+        """Prometheus text of its series that are not in the registry given at `open`."""
+
+    def add_sink(self, sink: Sink) -> None:
+        """Call it with the events of its batches from now on."""
+
+    def remove_sink(self, sink: Sink) -> None:
+        """It gets no more events."""
+
+    def fold(self) -> Fold | None:
+        """What shows its batches to those who watch, where their events are not those that its sinks get."""
+
+    def processes(self) -> list[LiveProcess]:
+        """Processes beside the server's own."""
+
+    def queues(self) -> dict[str, Any]:
+        """What waits and runs, by group, as the scheduler's snapshot tells it."""
+
+    def turn(self) -> None:
+        """Go on in a new trace file; the old one is kept as FILE.1."""
+
+    async def close(self, timeout: float) -> bool:
+        """Finish open requests within `timeout` seconds, end the rest. Returns whether nothing is left running."""
+
+
+class Opening(Protocol):
+    """What a host gets when it is opened. plans: of the models that it runs. registry: for its series."""
+
+    config: LLMServeConfig
+    plans: Sequence[ModelPlan]
+    registry: CollectorRegistry
+
+    def reached(self, state: str) -> None:
+        """It is `loading`, or `warming`."""
+
+    def lost(self) -> None:
+        """The model is lost for good."""
+
+
+Open = Callable[[Opening], Awaitable[ModelHost]]
