@@ -65,6 +65,7 @@ if TYPE_CHECKING:  # the same names as in _NAMES, for type checkers and editors
     from reflex_runtime.core.time_cost import TimeCost as TimeCost
     from reflex_runtime.core.timed_tokens import TimedTokens as TimedTokens
     from reflex_runtime.drivers.audience import Audience as Audience
+    from reflex_runtime.drivers.batch_handle import BatchHandle as BatchHandle
     from reflex_runtime.drivers.batch_processor import BatchConfig as BatchConfig
     from reflex_runtime.drivers.batch_processor import BatchEntry as BatchEntry
     from reflex_runtime.drivers.batch_processor import BatchProcessor as BatchProcessor
@@ -72,11 +73,10 @@ if TYPE_CHECKING:  # the same names as in _NAMES, for type checkers and editors
     from reflex_runtime.drivers.batched_function import BatchedFunction as BatchedFunction
     from reflex_runtime.drivers.batcher import Batcher as Batcher
     from reflex_runtime.drivers.coordinator import BatchCoordinator as BatchCoordinator
-    from reflex_runtime.drivers.coordinator import BatchHandle as BatchHandle
     from reflex_runtime.drivers.decorator import batched as batched
-    from reflex_runtime.drivers.follow_up import AnsweredFrame as AnsweredFrame
     from reflex_runtime.drivers.follow_up import FollowUp as FollowUp
-    from reflex_runtime.drivers.follow_up import FrameParts as FrameParts
+    from reflex_runtime.drivers.submitted_frame import NewestFrame as NewestFrame
+    from reflex_runtime.drivers.submitted_frame import SubmittedFrame as SubmittedFrame
     from reflex_runtime.feeds.runtime import Runtime as Runtime
     from reflex_runtime.processors.base import BaseProcessor as BaseProcessor
     from reflex_runtime.processors.base import Processor as Processor
@@ -112,9 +112,11 @@ _NAMES = {
     "drivers.batched_coroutine": "BatchedCoroutine",
     "drivers.batched_function": "BatchedFunction",
     "drivers.batcher": "Batcher",
-    "drivers.coordinator": "BatchCoordinator BatchHandle",
+    "drivers.batch_handle": "BatchHandle",
+    "drivers.coordinator": "BatchCoordinator",
     "drivers.decorator": "batched",
-    "drivers.follow_up": "AnsweredFrame FollowUp FrameParts",
+    "drivers.follow_up": "FollowUp",
+    "drivers.submitted_frame": "NewestFrame SubmittedFrame",
     "feeds.runtime": "Runtime",
     "processors.base": "BaseProcessor Processor",
     "processors.function": "FunctionProcessor",

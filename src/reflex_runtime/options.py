@@ -96,7 +96,7 @@ def validate(config: Any, name: str = "") -> None:
     for f in fields(config):
         value, meta = getattr(config, f.name), f.metadata
         setting = f"{name}.{f.name}" if name else flag(f.name)
-        if value is None and f.default is None:
+        if value is None and (f.default is None or str(f.type).endswith("| None")):
             continue
         if meta.get("low") is not None:
             whole = str(f.type).startswith("int")

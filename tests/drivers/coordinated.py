@@ -12,9 +12,11 @@ from typing import Any
 from drivers.helpers import PATIENCE
 from reflex_runtime.core.flush import FlushPolicy
 from reflex_runtime.core.group import GroupConfig
-from reflex_runtime.core.request import Ticket
+from reflex_runtime.core.request import Request
+from reflex_runtime.drivers.batch_handle import BatchHandle
 from reflex_runtime.drivers.batch_processor import BatchConfig, BatchEntry, BatchProcessor
-from reflex_runtime.drivers.coordinator import BatchCoordinator, BatchHandle
+from reflex_runtime.drivers.coordinator import BatchCoordinator
+from reflex_runtime.drivers.submitted_frame import SubmittedFrame
 
 Answer = Callable[[Sequence[BatchEntry]], Any]
 
@@ -78,9 +80,9 @@ class Coordinator(BatchCoordinator):
         super().__init__(processor, config, **more)
         self._asked = threading.Semaphore(0)
 
-    def submit(self, *args: Any) -> Ticket:
+    def admit(self, request: Request, frame: SubmittedFrame) -> None:
         try:
-            return super().submit(*args)
+            super().admit(request, frame)
         finally:
             self._asked.release()
 
@@ -141,7 +143,7 @@ def end_of(future: Future[Any]) -> Any:
     return future.exception(PATIENCE) or future.result()
 
 
-def busy_with(coordinator: BatchCoordinator, detector: Detector, feed: str = "busy") -> Future[Any]:
+def busy_with(coordinator: BatchCoordinator, detector: Any, feed: str = "busy") -> Future[Any]:
     """Returns once the detector is inside a batch with one frame of that feed."""
     future = coordinator.handle.submit(feed, "busy")
     detector.busy()

@@ -38,7 +38,7 @@ from reflex_runtime.core.events import (
     RequestRejected,
     RequestSettled,
 )
-from reflex_runtime.drivers import coordinator as module
+from reflex_runtime.drivers import batch_handle as module
 from reflex_runtime.telemetry.batch_metrics import BatchMetrics, FeedBatchMetrics
 from reflex_runtime.telemetry.health import BatchSubmissionRejected, Health, HealthEvent
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from reflex_runtime.core.errors import ProcessorError
 from reflex_runtime.drivers.batch_processor import BatchEntry
+from reflex_runtime.drivers.submitted_frame import NewestFrame
 from reflex_runtime.feeds.feed import Feed
 from reflex_runtime.feeds.frame import Frame
 from reflex_runtime.feeds.pipeline import Result
@@ -156,7 +157,10 @@ class Detector:
 
 
 class Point:
-    """A batch point without a coordinator: `answer(sequence)` returns a value or raises. asked: what came in."""
+    """A batch point without a coordinator, where a batch begins at once: `answer(sequence)` returns a value or raises.
+
+    asked: what came in, with its time limit, or the deadline of the frame that was taken.
+    """
 
     def __init__(self, answer: Callable[[int], Any] = lambda sequence: sequence) -> None:
         self.handle = self
@@ -174,7 +178,10 @@ class Point:
         sequence: int | None = None,
         pts: float | None = None,
         time_limit: float | None = None,
+        newest: Callable[[], NewestFrame] | None = None,
     ) -> Any:
+        if newest is not None:
+            _, view, sequence, _, time_limit = newest()
         assert sequence is not None
         self.asked.append((feed_id, sequence, time_limit))
         self.views.append(view)

@@ -51,6 +51,7 @@ from reflex_runtime.core.errors import (
     ConfigError,
     Displaced,
     Drained,
+    Dropped,
     Expired,
     ProcessorError,
     ReflexError,
@@ -93,6 +94,11 @@ from reflex_runtime.core.tenants import Tenants
 IDLE_POLLS = 256  # most times in a batch's `idle_polls`
 _BAD = (Failed, Apart)
 _event = tuple.__new__  # twice a request: a NamedTuple's own constructor is a Python function around this
+
+
+def _is_fault(error: BaseException) -> bool:
+    """Whether it is the processor's or a request's, and not overload, a deadline or a cancellation."""
+    return not isinstance(error, Dropped)
 
 
 class Scheduler:
@@ -261,6 +267,7 @@ class Scheduler:
         group = self._groups[batch.group]
         apart = isinstance(outcomes[0], Apart)
         failed = sum([isinstance(outcome, _BAD) for outcome in outcomes])
+        faults = failed and sum([isinstance(outcome, _BAD) and _is_fault(outcome.error) for outcome in outcomes])
         if not failed:  # first: if it raises, the batch is still in flight, and a driver can let it fail
             group.cost.observe(batch, elapsed)
         self._input(now)
@@ -274,7 +281,7 @@ class Scheduler:
         if resources is not None:
             resources.rollback(batch) if failed == n else resources.commit(batch)
         partition.in_flight -= 1
-        crashed = not apart and group.crashed(partition, batch, failed)
+        crashed = not apart and group.crashed(partition, batch, faults)
         if BatchFinished not in self.unheard:
             self._events.append(BatchFinished(now, batch, elapsed, crashed, apart))
         if apart:
@@ -566,7 +573,7 @@ class Scheduler:
                     yield ticket, Failed(error)
             else:
                 assert not isinstance(outcome, Apart)
-                if len(batch) == 1:
+                if len(batch) == 1 and _is_fault(outcome.error):
                     group.offenders.failed(ticket.request.client)
                 yield ticket, outcome
         if done:

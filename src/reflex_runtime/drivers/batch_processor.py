@@ -19,7 +19,7 @@ from reflex_runtime.core.flush import FlushPolicy
 from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.core.request import Ticket
 from reflex_runtime.options import option, validate
-from reflex_runtime.processors.base import BaseProcessor
+from reflex_runtime.processors.base import BaseProcessor, wrapped
 
 log = logging.getLogger("reflex.coordinator")
 
@@ -86,9 +86,6 @@ class BatchEntry(NamedTuple):
     arrived: float
 
 
-_entry = tuple.__new__  # a NamedTuple's own constructor is a Python function around this
-
-
 class BatchProcessor(Protocol):
     """The processor of a coordinator. It is called on one thread only and needs no lock.
 
@@ -96,7 +93,8 @@ class BatchProcessor(Protocol):
     with fewer entries to find the bad one, and the whole batch fails. It may have `batch_size`, known after `on_start`:
     how many entries a call computes, whatever it is given; batches are then no larger. None: any number. It may change.
     It may have `prepare(frame)`, which feeds call on their own threads, several at once: what it returns is the entry's
-    `view`, unless a feed makes its own. So work on one frame needs no time of the thread that runs `process`.
+    `view`, unless a feed makes its own. So work on one frame needs no time of the thread that runs `process`, which
+    calls it only for a frame that is taken when its batch begins.
     """
 
     id: str
@@ -141,7 +139,23 @@ class Owned(BaseProcessor):
     def run(self, batch: Batch) -> Sequence[Any]:
         if self.before_run is not None:
             self.before_run()
-        entries = [_entry(BatchEntry, (*t.request.payload, t.arrived)) for t in batch.grants]
+        entries: list[BatchEntry] = []
+        faults: dict[int, Failed] = {}  # by place: of frames that were not there in the end
+        for place, ticket in enumerate(batch.grants):
+            try:
+                entries.append(ticket.request.payload.entry(ticket.arrived))
+            except Exception as error:
+                faults[place] = Failed(error if isinstance(error, ReflexError) else wrapped(error))
+        results = self._process(entries) if entries else []
+        if not faults:
+            return results
+        if len(results) != len(entries):
+            raise ResultCountMismatch(f"the processor returned {len(results)} results for {len(entries)} requests")
+        rest = iter(results)
+        return [faults[place] if place in faults else next(rest) for place in range(len(batch))]
+
+    def _process(self, entries: Sequence[BatchEntry]) -> Sequence[Any]:
+        """One result per entry, or an error."""
         try:
             results = self.processor.process(entries)
         except ReflexError as error:

@@ -22,29 +22,21 @@ import time
 import weakref
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
-from itertools import count
 from math import inf
 from types import TracebackType
 from typing import Any, TypeVar
 
-from reflex_runtime.core.batch import Done
-from reflex_runtime.core.errors import (
-    Closed,
-    ConfigError,
-    InFlightCapReached,
-    ProcessorError,
-    QueueFull,
-    Rejected,
-    WaitTimeout,
-)
+from reflex_runtime.core.errors import ConfigError, ProcessorError, Rejected
 from reflex_runtime.core.events import DeviceLost, Event
 from reflex_runtime.core.request import Request, Ticket
 from reflex_runtime.core.scheduler import Scheduler
 from reflex_runtime.drivers.audience import Audience, Delivery, Sink
+from reflex_runtime.drivers.batch_handle import BatchHandle
 from reflex_runtime.drivers.batch_processor import BatchConfig, BatchProcessor, Owned, id_of
 from reflex_runtime.drivers.device import Clock, Device
-from reflex_runtime.drivers.follow_up import AnsweredFrame, FollowUp, FrameParts
-from reflex_runtime.drivers.relay import Relay, Sleeper
+from reflex_runtime.drivers.follow_up import FollowUp
+from reflex_runtime.drivers.relay import Relay
+from reflex_runtime.drivers.submitted_frame import SubmittedFrame
 from reflex_runtime.telemetry.batch_metrics import BatchMeter, BatchMetrics
 from reflex_runtime.telemetry.one_group import OneGroup
 
@@ -53,118 +45,6 @@ log = logging.getLogger("reflex.coordinator")
 T = TypeVar("T")
 
 GRACE = 2.0  # further seconds for a thread that is late to start, before it is abandoned
-KNOWN_FEEDS = 4096  # feeds whose frames are numbered here; the one known longest is forgotten beyond
-
-
-class _Pending(Future[Any]):
-    """A caller's future. Cancelling it cancels the frame unless it already runs."""
-
-    take_back: Callable[[], None] | None = None
-
-    def settled(self, answered: AnsweredFrame) -> None:
-        self.take_back = None  # it holds the ticket, and the ticket this future
-        outcome = answered.outcome
-        assert outcome is not None
-        try:
-            if not self.set_running_or_notify_cancel():
-                return
-            if isinstance(outcome, Done):
-                self.set_result(outcome.value)
-            else:
-                self.set_exception(outcome.error)
-        except KeyboardInterrupt:
-            raise
-        except BaseException:  # a callback wanted to end the thread, or the caller settled the future itself
-            log.exception("the future of a frame of %r could not be settled", answered.request.client)
-
-    def cancel(self) -> bool:
-        take_back, self.take_back = self.take_back, None  # `settled` clears it, too
-        cancelled = super().cancel()
-        if cancelled and take_back is not None:
-            take_back()
-        return cancelled
-
-
-class BatchHandle:
-    """Feeds submit frames here, on any thread. For the errors see `submit_and_wait`."""
-
-    def __init__(self, coordinator: BatchCoordinator) -> None:
-        self._coordinator = coordinator
-
-    @property
-    def lost(self) -> ProcessorError | None:
-        """Why the coordinator's thread died, if it did; then no more frames are answered."""
-        return self._coordinator.lost
-
-    @property
-    def prepare(self) -> Callable[[Any], Any] | None:
-        """The processor's own `prepare`, if it has one: see `BatchProcessor`."""
-        prepare: Callable[[Any], Any] | None = getattr(self._coordinator.processor, "prepare", None)
-        return prepare
-
-    def submit(
-        self,
-        feed_id: str,
-        frame: Any,
-        view: Any = None,
-        *,
-        sequence: int | None = None,
-        pts: float | None = None,
-        time_limit: float | None = None,
-    ) -> Future[Any]:
-        """A future of the frame's result. Never blocks; raises `QueueFull`, `InFlightCapReached` or `Closed`.
-
-        The future ends with the result or with one of the errors of `submit_and_wait`, `WaitTimeout` apart. Its
-        callbacks run on the thread that answers and must be quick. Cancelling it takes the frame back.
-        """
-        future = _Pending()
-        coordinator = self._coordinator
-        ticket = coordinator.submit(feed_id, frame, view, sequence, pts, time_limit, future.settled)
-        future.take_back = lambda: coordinator.cancel(ticket)
-        if future.done():  # `settled` came before
-            future.take_back = None
-        return future
-
-    def submit_and_wait(
-        self,
-        feed_id: str,
-        frame: Any,
-        view: Any = None,
-        *,
-        sequence: int | None = None,
-        pts: float | None = None,
-        time_limit: float | None = None,
-    ) -> Any:
-        """The frame's result; blocks this thread for at most max_latency + response_timeout.
-
-        sequence: the frame's number in its feed; counted here if not given. pts: seconds in its stream.
-        time_limit: seconds from now after which it is not worth computing.
-
-        Refused at once: `QueueFull`, `InFlightCapReached`, `Closed`. Left without being computed: `Drained` at
-        shutdown, `Expired` by its time limit. It ran and failed: `ProcessorError`. `WaitTimeout`: it may still run, and
-        counts as in flight until it is answered or the next batch is formed; its result is dropped.
-        """
-        coordinator = self._coordinator
-        if coordinator.answers_here:
-            raise ConfigError(f"{coordinator.id}: submit_and_wait on the thread that answers would wait for itself")
-        sleeper, relay = Sleeper(), coordinator.relay
-        ticket = coordinator.submit(feed_id, frame, view, sequence, pts, time_limit, lambda _: relay.answered(sleeper))
-        try:
-            answered = relay.wait(sleeper, coordinator.patience)
-        except BaseException:  # interrupted: the answer has no reader
-            coordinator.cancel(ticket)
-            raise
-        if not answered and not coordinator.abandon(ticket):
-            raise WaitTimeout(f"{coordinator.id}: no answer for feed {feed_id!r} within {coordinator.patience:g} s")
-        outcome = ticket.outcome
-        assert outcome is not None
-        if isinstance(outcome, Done):
-            return outcome.value
-        raise outcome.error.with_traceback(None)  # shared by the callers of a failed batch
-
-    def metrics(self) -> BatchMetrics:
-        """Everything counted so far, as one consistent snapshot."""
-        return self._coordinator.metrics()
 
 
 # While a coordinator lives, by the identity of the processor it owns: a second owner would call it on a second thread.
@@ -212,7 +92,7 @@ class BatchCoordinator:
         self.processor = processor
         self._owned = {name: Owned(run) for name, (run, _) in runs.items()}
         self._scheduler = Scheduler([batching.group(name, run) for name, (run, batching) in runs.items()])
-        self._clock = clock
+        self.clock = clock
         self._meters = {name: BatchMeter(batching.max_batch_size) for name, (_, batching) in runs.items()}
         meters = [meter if then is None else OneGroup(meter, name) for name, meter in self._meters.items()]
         self._audience = Audience([*meters, *sinks], self.id)
@@ -228,7 +108,6 @@ class BatchCoordinator:
         )
         self.relay = Relay(clock, self._device.wake)
         self._loss: DeviceLost | None = None  # published after everything else
-        self._sequences: dict[str, count[int]] = {}
         self._watchdog = config.watchdog or inf
         self._alarm = inf  # when the timekeeper looks next
         self._setting = threading.Lock()
@@ -332,45 +211,24 @@ class BatchCoordinator:
         """Whether every processor has started."""
         return all(owned.started for owned in self._owned.values())
 
-    # -- feeds ---------------------------------------------------------------------------------------------------------
+    # -- feeds: for the handle -----------------------------------------------------------------------------------------
 
-    def submit(
-        self,
-        feed_id: str,
-        frame: Any,
-        view: Any,
-        sequence: int | None,
-        pts: float | None,
-        time_limit: float | None,
-        settled: Callable[[AnsweredFrame], None],
-    ) -> Ticket | FrameParts:
-        """Admit a frame, or raise the `Rejected` that says why not. settled: called at its end with what this
-        returns."""
-        numbers = self._sequences.get(feed_id)
-        if numbers is None:
-            numbers = self._new_feed(feed_id)
-        payload = (feed_id, frame, view, next(numbers) if sequence is None else sequence, pts)
-        request = Request(payload, group=self.id, client=feed_id, time_limit=time_limit)
-        if self.then is None:
-            return self._admit(request, settled)
-        frame_parts = FrameParts(self.then, request, self._admit_part, settled, self._clock)
-        frame_parts.open.append(self._admit(request, frame_parts.first))
-        return frame_parts
-
-    def _admit(self, request: Request, settled: Callable[[Ticket], None]) -> Ticket:
+    def admit(self, request: Request, frame: SubmittedFrame) -> None:
+        """Let a frame wait for the processor, or raise the `Rejected` that says why not."""
         later = self.relay.going
         try:
-            ticket = self._device.submit(request, settled, wake=not later)
-        except Rejected as error:
+            ticket = self._device.submit(request, frame.answered, wake=not later)
+        except Rejected:
             self._deliver()
-            raise self._worded(error, str(request.client)) from None
+            raise
+        frame.admitted(ticket)
         if later:
             self.relay.came()
         self._watch(ticket)
-        return ticket
 
-    def _admit_part(self, request: Request, settled: Callable[[Ticket], None]) -> Ticket:
-        """Called while answers are delivered: by the device thread, which looks at the queues next."""
+    def admit_part(self, request: Request, settled: Callable[[Ticket], None]) -> Ticket:
+        """The same for a part of a frame, for the second processor. Called while answers are delivered: by the device
+        thread, which looks at the queues next."""
         ticket = self._device.submit(request, settled)
         self._watch(ticket)
         return ticket
@@ -380,20 +238,13 @@ class BatchCoordinator:
         if self._alarm == inf or ticket.deadline < self._alarm:
             self._set_alarm(min(ticket.deadline, ticket.arrived + self._watchdog))
 
-    def cancel(self, asked: Ticket | FrameParts) -> None:
+    def cancel(self, frame: SubmittedFrame) -> None:
         """Cancel a frame for its caller."""
-        for ticket in asked.leave() if isinstance(asked, FrameParts) else (asked,):
-            self._device.cancel(ticket)
+        frame.cancel(self._device.cancel)
 
-    def abandon(self, asked: Ticket | FrameParts) -> bool:
+    def abandon(self, frame: SubmittedFrame) -> bool:
         """The caller stops waiting. Returns whether the answer is there after all."""
-        if not isinstance(asked, FrameParts):
-            return self._device.abandon(asked)
-        if asked.outcome is not None:
-            return True
-        for ticket in asked.leave():
-            self._device.abandon(ticket)
-        return False  # what comes now comes because the caller has left
+        return frame.abandon(self._device.abandon)
 
     @property
     def answers_here(self) -> bool:
@@ -438,37 +289,6 @@ class BatchCoordinator:
         """Its processor takes other times from now on: forget what batches took."""
         self._device.input(lambda scheduler, _: scheduler.cost_model(self.id).forget())
 
-    def _new_feed(self, feed_id: str) -> count[int]:
-        if not isinstance(feed_id, str) or not 0 < len(feed_id) <= 256:
-            raise ConfigError(f"feed_id={feed_id!r}: must be a text of 1 to 256 characters")
-        feeds = self._sequences
-        with self._setting:
-            if len(feeds) >= KNOWN_FEEDS:
-                del feeds[next(iter(feeds))]
-            numbers = feeds.setdefault(feed_id, count())
-            known = len(feeds)
-        if known == self.config.capacity + 1:
-            log.warning(
-                "%s: more feeds than queue_capacity=%d: frames are refused even when each feed has one",
-                self.id,
-                self.config.capacity,
-            )
-        return numbers
-
-    def _worded(self, error: Rejected, feed_id: str) -> Rejected:
-        """The refusal, with a message for feeds."""
-        config = self.config
-        more: dict[str, Any] = {"retry_after": error.retry_after, **error.details}
-        if isinstance(error, QueueFull):
-            return QueueFull(f"{self.id}: {config.capacity} frames wait already, the frame is dropped", **more)
-        if isinstance(error, InFlightCapReached):
-            most = config.max_in_flight_per_feed
-            return InFlightCapReached(f"{self.id}: feed {feed_id!r} has {most} frames in flight already", **more)
-        if isinstance(error, Closed):
-            why = "is stopping" if self.lost is None else f"died: {self.lost.message}"
-            return Closed(f"{self.id}: the coordinator {why}", **more)
-        return error
-
     def _deliver(self) -> None:
         """Deliver the new events and answers, then wake the threads that have theirs."""
         self._delivery.deliver()
@@ -506,7 +326,7 @@ class BatchCoordinator:
         """The thread died and every frame was answered. Publish that, unless the thread was to end anyway."""
         assert self._device.lost is not None
         if not self._signalled:
-            self._loss = DeviceLost(self._clock(), self._device.lost)
+            self._loss = DeviceLost(self.clock(), self._device.lost)
             self._deliver()
 
     # -- the timekeeper: what must happen while the processor is busy --------------------------------------------------
@@ -523,7 +343,7 @@ class BatchCoordinator:
             self._bell.clear()
             if self._over:  # checked after the bell, which may have rung for it just before
                 return
-            delay = self._alarm - self._clock()
+            delay = self._alarm - self.clock()
             if delay > 0.0 and self._bell.wait(None if delay == inf else min(delay, threading.TIMEOUT_MAX)):
                 continue  # an earlier alarm, or the end
             with self._setting:
@@ -536,5 +356,5 @@ class BatchCoordinator:
                 log.exception("%s: the timekeeper failed", self.id)
             if not self._scheduler.idle:
                 since = self._device.running_since
-                hangs = (self._clock() if since is None else since) + self._watchdog
+                hangs = (self.clock() if since is None else since) + self._watchdog
                 self._set_alarm(min(hangs, self._device.expires_at()))

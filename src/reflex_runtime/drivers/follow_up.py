@@ -18,6 +18,7 @@ from reflex_runtime.core.errors import Expired, ProcessorError, Rejected
 from reflex_runtime.core.request import Request, Ticket
 from reflex_runtime.drivers.batch_processor import BatchConfig, BatchProcessor
 from reflex_runtime.drivers.device import Clock
+from reflex_runtime.drivers.submitted_frame import GivenFrame, SubmittedFrame
 
 log = logging.getLogger("reflex.coordinator")
 
@@ -41,77 +42,84 @@ class FollowUp(Protocol):
         """
 
 
-class AnsweredFrame(Protocol):
-    """What a caller waits for: a ticket, or a `FrameParts`."""
+class FrameParts(SubmittedFrame):
+    """A frame on its way through both processors. given: what the first one gets of it.
 
-    @property
-    def request(self) -> Request: ...
-    @property
-    def outcome(self) -> Done | Failed | None: ...
-
-
-class FrameParts:
-    """A frame on its way through both processors. outcome: None until it is answered.
-
-    admit: submits a part, or raises Rejected. settled: called once, at the end. Everything but `leave` is called by the
-    thread that delivers answers.
+    admit: submits a part, or raises Rejected. Everything but `cancel` and `abandon` is called by the thread that
+    delivers answers.
     """
 
     def __init__(
         self,
         follow: FollowUp,
-        request: Request,
+        given: GivenFrame,
         admit: Callable[[Request, Callable[[Ticket], None]], Ticket],
-        settled: Callable[[AnsweredFrame], None],
+        settled: Callable[[SubmittedFrame], None],
         clock: Clock,
     ) -> None:
-        self.request = request
-        self.outcome: Done | Failed | None = None
-        self.open: list[Ticket] = []  # of the frame, then of its parts
-        self._follow, self._admit, self._settled, self._clock = follow, admit, settled, clock
+        super().__init__(given.feed_id, settled)
+        self._given = given
+        self._outcome: Done | Failed | None = None
+        self._open: list[Ticket] = []  # of the frame, then of its parts
+        self._follow, self._admit, self._clock = follow, admit, clock
         self._join: Join = tuple
         self._answers: list[Done | Failed] = []
         self._left = 0  # parts without an answer
         self._gone = False
 
-    def leave(self) -> Sequence[Ticket]:
-        """Its caller has left: what is to be given up. On any thread."""
-        self._gone = True
-        return tuple(self.open)
+    @property
+    def outcome(self) -> Done | Failed | None:
+        return self._outcome
 
-    def first(self, ticket: Ticket) -> None:
+    def admitted(self, ticket: Ticket) -> None:
+        self._open.append(ticket)
+
+    def cancel(self, cancel: Callable[[Ticket], None]) -> None:
+        self._gone = True
+        for ticket in tuple(self._open):
+            cancel(ticket)
+
+    def abandon(self, abandon: Callable[[Ticket], bool]) -> bool:
+        if self._outcome is not None:
+            return True
+        self._gone = True
+        for ticket in tuple(self._open):
+            abandon(ticket)
+        return False  # what comes now comes because the caller has left
+
+    def answered(self, ticket: Ticket) -> None:
         """The first processor has answered."""
         outcome = ticket.outcome
         if not isinstance(outcome, Done):
             self._end(outcome)
             return
         try:
-            parts, self._join = self._follow.parts(self.request.payload[1], outcome.value)
+            parts, self._join = self._follow.parts(self._given.frame, outcome.value)
         except Exception as error:
             self._end(self._fault("parts", error))
             return
         self._left = len(parts) + 1  # one for this loop: the last part may be refused in it
         self._answers = [Failed(Expired())] * len(parts)
+        deadline = min(ticket.deadline, self._given.deadline)
         for number, part in enumerate(parts):
-            self._submit(number, part, ticket.deadline)
+            self._submit(number, part, deadline)
         self._count()
 
     def _submit(self, number: int, part: Any, deadline: float) -> None:
-        feed, _, _, sequence, pts = self.request.payload
         limit = None if deadline == inf else deadline - self._clock()
         if self._gone or (limit is not None and limit <= 0.0):
             self._count()
             return
-        payload = (feed, part, None, sequence, pts)
-        group = self._follow.processor.id
-        request = Request(payload, group=group, client=self.request.client, time_limit=limit)
+        given, group = self._given, self._follow.processor.id
+        payload = GivenFrame(given.feed_id, part, None, given.sequence, given.pts)
+        request = Request(payload, group=group, client=given.feed_id, time_limit=limit)
         try:
             ticket = self._admit(request, partial(self._part, number))
         except Rejected as error:
             self._answers[number] = Failed(error)
             self._count()
         else:
-            self.open.append(ticket)
+            self._open.append(ticket)
 
     def _part(self, number: int, ticket: Ticket) -> None:
         assert ticket.outcome is not None
@@ -133,10 +141,10 @@ class FrameParts:
 
     def _end(self, outcome: Any) -> None:
         settled, self._settled = self._settled, _ignore  # it holds the caller, and the caller this
-        self.open, self._answers, self._join = [], [], tuple
-        self.outcome = outcome
+        self._open, self._answers, self._join = [], [], tuple
+        self._outcome = outcome
         settled(self)
 
 
-def _ignore(answered: AnsweredFrame) -> None:
+def _ignore(answered: SubmittedFrame) -> None:
     pass

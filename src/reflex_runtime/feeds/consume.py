@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
+from math import inf
 from typing import Any
 
 from reflex_runtime.core.errors import (
@@ -22,8 +24,10 @@ from reflex_runtime.core.errors import (
     WaitTimeout,
 )
 from reflex_runtime.drivers.device import Clock
+from reflex_runtime.drivers.submitted_frame import NewestFrame
 from reflex_runtime.feeds.capture import Pause
 from reflex_runtime.feeds.frame import Frame
+from reflex_runtime.feeds.in_hand import FrameInHand
 from reflex_runtime.feeds.pipeline import Pipeline, Result, SubmitHandle, name_of
 from reflex_runtime.feeds.queue import FrameQueue
 from reflex_runtime.feeds.snapshot import Ledger
@@ -68,6 +72,8 @@ class _Out(Exception):
 class Consumer:
     """Takes frames from the queue until it is closed and empty. See `Feed` for what live and file feeds do differently.
 
+    newest: whether a frame at the batch point makes way for a newer one until its batch begins. Without stages before
+        the batch point: those run on this thread.
     in_flight: whether a frame is at the batch point.
     """
 
@@ -82,6 +88,7 @@ class Consumer:
         emit: Callable[[HealthEvent], None],
         *,
         live: bool,
+        newest: bool = False,
         max_age: float | None,
         retries: int,
         frozen_after: float | None,
@@ -104,6 +111,8 @@ class Consumer:
         self._clock = clock
         self._pause = pause
         self._handle: SubmitHandle | None = None if pipeline.batch is None else pipeline.batch.handle
+        self._newest = newest and not pipeline.before and pipeline.view is None
+        self._replaced = False  # whether a newer frame took the place of the last one
         self._lost: Exception | None = None
         self._throttle = Throttle()
         self._failure = ""  # what the last stage or sink said that failed
@@ -117,10 +126,10 @@ class Consumer:
         patience = self._frozen_after
         try:
             while self._lost is None:
-                frame = self._queue.get(patience)
-                if frame is not None:
+                hand = self._next(patience)
+                if hand is not None:
                     patience = self._frozen_after
-                    self._take(frame)
+                    self._take(hand)
                 elif self._queue.closed and not len(self._queue):
                     break
                 elif self._silent():
@@ -136,11 +145,15 @@ class Consumer:
             self.abandoned = True
             return self._at
 
-    def _take(self, frame: Frame) -> None:
+    def _next(self, patience: float | None) -> FrameInHand | None:
+        frame = self._queue.get(patience)
+        return None if frame is None else FrameInHand(frame)
+
+    def _take(self, hand: FrameInHand) -> None:
         """One frame from the queue to its end; counted exactly once, also when the thread dies of it."""
         reason: str | None = "failed"
         try:
-            answered, result = self._result(frame)
+            answered, result = self._result(hand)
             reason = None
         except _Out as out:
             reason = out.reason
@@ -151,28 +164,25 @@ class Consumer:
         finally:
             if reason is not None:
                 self._ledger.drop(reason)
-        self._ledger.answered(frame, answered)
+        self._ledger.answered(hand.frame, answered)
         if (result is None or self._give(result)) and self._throttle.held:
             self._tell(self._throttle.recover(self._clock()))
 
-    def _result(self, frame: Frame) -> tuple[float, Result | None]:
+    def _result(self, hand: FrameInHand) -> tuple[float, Result | None]:
         """When it was answered, and what the sinks get, None for nothing. Raises _Out, or what a stage raised."""
-        self._time_left(frame)
-        prepared = frame
+        self._time_left(hand)
         for before in self._pipeline.before:
-            stepped = self._staged(before, prepared, Frame)
+            stepped = self._staged(before, hand.made, Frame)
             if stepped is None:
                 raise _Out("skipped")
-            prepared = stepped
-        view = self._pipeline.view_of(prepared)
+            hand.made = stepped
         value = None
         if self._handle is not None:
-            answer = self._ask(self._handle, frame, self._pipeline.part(prepared.image), view)
-            value = self._pipeline.placed(answer)
+            value = self._pipeline.placed(self._ask(self._handle, hand))
         if self.abandoned:
             raise _Out("stopped")
         answered = self._clock()
-        result: Result | None = Result(prepared, self._name, value, answered - frame.captured)
+        result: Result | None = Result(hand.made, self._name, value, answered - hand.frame.captured)
         for after in self._pipeline.after:
             if result is not None:
                 result = self._staged(after, result, Result)
@@ -193,26 +203,37 @@ class Consumer:
             self._ledger.stage_ended(name, self._clock() - began, failed)
         return made
 
-    def _time_left(self, frame: Frame) -> float | None:
+    def _time_left(self, hand: FrameInHand) -> float | None:
         """Seconds until it is too old, None without a limit. Raises _Out if it is."""
         if self._max_age is None:
             return None
-        left = frame.captured + self._max_age - self._clock()
+        left = hand.frame.captured + self._max_age - self._clock()
         if left <= 0.0:
             raise _Out("stale")
         return left
 
     # -- the batch point -----------------------------------------------------------------------------------------------
 
-    def _ask(self, handle: SubmitHandle, frame: Frame, image: Any, view: Any) -> Any:
+    def _ask(self, handle: SubmitHandle, hand: FrameInHand) -> Any:
         """The processor's answer, or _Out."""
+        image = view = newest = None
+        if self._newest:
+            newest = self._newest_of(hand)
+        else:
+            image, view = self._pipeline.part(hand.made.image), hand.view(self._pipeline)
         pause, timeouts = RETRY_S, 0
         while True:
-            limit = self._time_left(frame)
+            limit = None if self._newest else self._time_left(hand)
             self.in_flight = True
             try:
                 return handle.submit_and_wait(
-                    self._name, image, view, sequence=frame.sequence, pts=frame.pts, time_limit=limit
+                    self._name,
+                    image,
+                    view,
+                    sequence=hand.frame.sequence,
+                    pts=hand.frame.pts,
+                    time_limit=limit,
+                    newest=newest,
                 )
             except ReflexError as error:
                 self._ledger.note(str(error))
@@ -221,9 +242,19 @@ class Consumer:
                 self._give_up_on(error, timeouts)
             finally:
                 self.in_flight = False
+                hand.leave()
+                self._replaced = hand.replaced
             if self._pause(self._stop, pause):
                 raise _Out("stopped")
             pause = min(RETRY_MOST_S, 2.0 * pause)
+
+    def _newest_of(self, hand: FrameInHand) -> Callable[[], NewestFrame]:
+        """What gives the newest frame when its batch begins. Of an overloaded processor that is not this one, so it is
+        not prepared if the last one was replaced."""
+        if not self._replaced:
+            hand.view(self._pipeline)
+        max_age = inf if self._max_age is None else self._max_age
+        return partial(hand.newest, self._queue, self._pipeline, self._ledger, max_age, self._clock)
 
     def _give_up_on(self, error: ReflexError, timeouts: int) -> None:
         """Raise _Out, unless the frame is worth another attempt: a file feed's, which found no room or no answer."""

@@ -5,7 +5,8 @@
 
 Two modes differ in what happens when frames come faster than answers:
 
-    live   the newest frame wins: the oldest is dropped, and one older than `max_age` or refused at the batch point
+    live   the newest frame wins: the oldest is dropped, and one older than `max_age` or refused at the batch point.
+           Until a batch begins, a newer frame takes the place of the one that waits for it
     file   capture waits, the batch point is asked again until it has room, and no frame is lost
 """
 
@@ -43,7 +44,8 @@ class FeedConfig:
 
     mode: live or file (see the module); None: as the source is.
     max_age: live: a frame older than this is dropped before it is computed; None: no limit.
-    queue: frames between the two threads; None: 1 for live, so that the newest wins, and 4 for file.
+    queue: frames between the two threads; None: 1 for live, so that the newest wins, and 4 for file. With more than 1,
+        or with stages before the batch point, the frame that waits for its batch stays the same.
     restarts: how often the source is opened again, in all; None: without end for live, never for file.
     retries: file: how often a frame is asked again after no answer came in time; then it counts as failed.
     every, fps: one of so many pictures is taken, and of those at most so many a second (see `Taking`); 0 is no limit.
@@ -147,6 +149,7 @@ class Feed:
             self.sinks,
             *common,
             live=live,
+            newest=live and (config.queue or 1) == 1,
             max_age=config.max_age,
             retries=config.retries,
             frozen_after=config.frozen_after,

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from reflex_runtime.core.errors import ConfigError, ProcessorError
+from reflex_runtime.drivers.submitted_frame import NewestFrame
 from reflex_runtime.feeds.frame import Frame
 from reflex_runtime.feeds.framing import Region
 
@@ -48,6 +49,7 @@ class SubmitHandle(Protocol):
         sequence: int | None = None,
         pts: float | None = None,
         time_limit: float | None = None,
+        newest: Callable[[], NewestFrame] | None = None,
     ) -> Any:
         """The frame's result."""
 

@@ -18,9 +18,9 @@ from reflex_runtime.feeds.outputs.outbox import OutputSnapshot
 from reflex_runtime.telemetry.batch_metrics import BatchMetrics, Durations, Times
 
 DROPS = {
-    "overrun": "a newer frame took its place in the queue",
+    "overrun": "a newer frame took its place before its batch began",
     "slow_stage": "the same, while a stage of the feed worked on an earlier frame",
-    "stale": "it was older than max_age before it was answered",
+    "stale": "it was older than max_age before its batch began",
     "queue_full": "the coordinator's queue was full",
     "in_flight": "the feed had as many frames in flight as it may",
     "timeout": "no answer came in time",

@@ -86,12 +86,12 @@ def outcomes_of(results: Sequence[Any], batch: Batch) -> list[Outcome]:
 
 def failure_of(error: Exception, batch: Batch, repeatable: bool) -> list[Outcome]:
     """One outcome per ticket from the error of a call; see `run_batch`."""
-    known = error if isinstance(error, ReflexError) else _wrapped(error)
+    known = error if isinstance(error, ReflexError) else wrapped(error)
     apart = len(batch) > 1 and repeatable and not isinstance(known, ResultCountMismatch | ProcessorHung)
     return [Apart(known) if apart else Failed(known)] * len(batch)
 
 
-def _wrapped(error: BaseException) -> ProcessorError:
+def wrapped(error: BaseException) -> ProcessorError:
     """An exception of the model as an error for callers."""
     wrapped = ProcessorError(f"{type(error).__name__}: {error}")
     wrapped.__cause__ = error
@@ -101,7 +101,7 @@ def _wrapped(error: BaseException) -> ProcessorError:
 def _special(result: Done | More | Failed | BaseException) -> Outcome:
     if not isinstance(result, BaseException):
         return result
-    return Failed(result if isinstance(result, ReflexError) else _wrapped(result))
+    return Failed(result if isinstance(result, ReflexError) else wrapped(result))
 
 
 class BaseProcessor:

@@ -1,0 +1,302 @@
+"""The frame of a camera that waits for the processor makes way for a newer one until its batch begins: real
+coordinators, whose processor waits for the test."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+
+from drivers.coordinated import Caller, Coordinator, busy_with, nobody_left
+from feeds.fakes import END, Camera, Clock, Collector, Detector, balanced, ended, frame, number_in
+from reflex_runtime.core.batch import Done, Failed
+from reflex_runtime.core.errors import Expired
+from reflex_runtime.drivers.batch_processor import BatchConfig, BatchEntry
+from reflex_runtime.drivers.follow_up import Join
+from reflex_runtime.drivers.submitted_frame import NewestFrame
+from reflex_runtime.feeds.feed import Feed, FeedConfig
+from reflex_runtime.feeds.in_hand import FrameInHand
+from reflex_runtime.feeds.pipeline import Pipeline
+from reflex_runtime.feeds.queue import FrameQueue
+from reflex_runtime.feeds.snapshot import Ledger
+
+
+@pytest.fixture(autouse=True)
+def no_thread_is_left() -> Iterator[None]:
+    yield from nobody_left()
+
+
+class Stopping(Detector):
+    """Needs its gate opened for every batch."""
+
+    def __init__(self) -> None:
+        super().__init__(is_open=False)
+
+    def process(self, entries: Sequence[BatchEntry]) -> list[Any]:
+        found = super().process(entries)
+        self.gate.clear()
+        return found
+
+    def next(self) -> None:
+        """The batch inside ends, and the next one begins."""
+        self.gate.set()
+        self.busy()
+
+
+class Preparing(Stopping):
+    """Notes what it prepares, and on which kind of thread."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.prepared: list[tuple[int, str]] = []
+        self.faults_ahead: set[int] = set()
+
+    def prepare(self, image: Any) -> str:
+        number, thread = number_in(image), threading.current_thread().name
+        self.prepared.append((number, "feed" if thread.startswith("reflex-feed") else "coordinator"))
+        if number in self.faults_ahead:
+            raise ValueError("no picture")
+        return f"view {number}"
+
+    def process(self, entries: Sequence[BatchEntry]) -> list[Any]:
+        found = super().process(entries)
+        return [(answer, entry.view) for answer, entry in zip(found, entries, strict=True)]
+
+
+class Behind:
+    """A camera whose frames wait behind a batch of another feed."""
+
+    def __init__(self, config: FeedConfig | None = None, **pipeline: Any) -> None:
+        self.detector, self.sink, self.camera = Preparing(), Collector(), Camera()
+        self.clock = Clock()
+        self.coordinator = Coordinator(self.detector, BatchConfig(max_batch_size=8, max_latency=0.0))
+        self.coordinator.start()
+        point = Pipeline(batch=self.coordinator, **pipeline)
+        self.feed = Feed("cam", self.camera, point, [self.sink], config, clock=self.clock)
+        self.block()
+        self.feed.start()
+
+    def block(self) -> None:
+        self.busy = busy_with(self.coordinator, self.detector)
+        self.coordinator.asked(1)
+
+    def give(self, first: int, *newer: int) -> None:
+        """Frames of these numbers: the first one is submitted, the others come while it waits."""
+        self.read(first)
+        self.coordinator.asked(1)
+        for number in newer:
+            self.read(number)
+
+    def read(self, number: int) -> None:
+        seen = self.feed.snapshot().frames + 1
+        self.camera.give(number)
+        while self.feed.snapshot().frames < seen:
+            self.camera.idle()
+
+    def answer(self, results: int = 1) -> None:
+        """The batch before ends, and the one with the frame runs."""
+        self.detector.next()
+        self.detector.gate.set()
+        self.sink.wait(results)
+
+    def end(self) -> dict[str, int]:
+        """Returns what was dropped."""
+        self.detector.gate.set()
+        self.camera.give(END)
+        ended(self.feed)
+        self.coordinator.stop()
+        assert balanced(self.feed)
+        return {reason: n for reason, n in self.feed.snapshot().drops.items() if n}
+
+
+@pytest.fixture(autouse=True)
+def _pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What keeps the coordinator busy is no picture."""
+    monkeypatch.setattr("feeds.fakes.number_in", lambda image: -1 if isinstance(image, str) else number_in(image))
+
+
+def test_f14_a_batch_takes_the_newest_frame_there_is_when_it_begins() -> None:
+    behind = Behind()
+    behind.give(10, 11, 12)
+    behind.clock.now += 0.3
+    behind.answer()
+    (result,) = behind.sink.results
+    assert (result.frame.sequence, result.value) == (2, (12, "view 12"))
+    assert (result.frame.pts, result.latency) == (1.2, pytest.approx(0.3))
+    assert [entry for call in behind.detector.calls for entry in call if entry[0] == "cam"] == [("cam", 2)]
+    assert behind.end() == {"overrun": 2}
+    assert behind.feed.snapshot().position == 1.2
+
+
+def test_f14_without_a_newer_one_the_frame_that_waited_is_computed() -> None:
+    behind = Behind()
+    behind.give(10)
+    behind.answer()
+    assert behind.sink.values == [(10, "view 10")]
+    assert behind.end() == {}
+    assert behind.detector.prepared == [(10, "feed")]
+
+
+def test_f14_what_is_replaced_is_not_prepared_once_the_processor_is_too_slow() -> None:
+    behind = Behind()
+    behind.give(10, 11)
+    behind.answer()
+    behind.block()
+    behind.give(20, 21)
+    behind.answer(2)
+    behind.block()
+    behind.give(30)  # as 20 it is not prepared ahead, and then nothing takes its place
+    behind.answer(3)
+    behind.block()
+    behind.give(40)
+    behind.answer(4)
+    assert behind.sink.values == [(n, f"view {n}") for n in (11, 21, 30, 40)]
+    assert behind.end() == {"overrun": 2}
+    assert behind.detector.prepared == [
+        (10, "feed"), (11, "coordinator"), (21, "coordinator"), (30, "coordinator"), (40, "feed"),
+    ]  # fmt: skip
+
+
+def test_f14_max_age_is_that_of_the_frame_which_is_taken() -> None:
+    behind = Behind(FeedConfig(max_age=0.5))
+    behind.give(10)
+    behind.clock.now += 0.4
+    behind.read(11)
+    behind.clock.now += 0.4  # the first one is too old now
+    behind.answer()
+    assert behind.sink.values == [(11, "view 11")]
+    assert behind.end() == {"overrun": 1}
+
+
+def test_f14_a_frame_that_is_too_old_when_its_batch_begins_costs_its_neighbours_nothing() -> None:
+    behind = Behind(FeedConfig(max_age=0.5))
+    behind.give(10)
+    other = behind.coordinator.handle.submit("other", frame(7).image)
+    behind.clock.now += 0.5
+    behind.detector.next()
+    behind.detector.gate.set()
+    assert other.result(60.0)[0] == 7
+    assert behind.end() == {"stale": 1}
+    assert behind.detector.calls[1] == [("other", 0)]
+    figures = behind.coordinator.metrics()
+    assert (figures.processed, figures.dropped, figures.failed, figures.consecutive_errors) == (2, 1, 0, 0)
+
+
+def test_f14_a_batch_of_frames_that_are_all_too_old_is_no_call_and_no_fault() -> None:
+    behind = Behind(FeedConfig(max_age=0.5))
+    behind.give(10)
+    behind.clock.now += 0.5
+    behind.detector.gate.set()
+    behind.busy.result(60.0)
+    assert behind.end() == {"stale": 1}
+    assert len(behind.detector.calls) == 1
+    assert behind.coordinator.consecutive_errors == 0
+
+
+def test_f14_a_newer_frame_that_cannot_be_prepared_costs_that_one_only() -> None:
+    behind = Behind()
+    behind.detector.faults_ahead = {11}
+    behind.give(10, 11)
+    other = behind.coordinator.handle.submit("other", frame(7).image)
+    behind.detector.next()
+    behind.detector.gate.set()
+    assert other.result(60.0)[0] == 7
+    assert behind.end() == {"overrun": 1, "failed": 1}
+    assert "no picture" in (behind.feed.snapshot().error or "")
+
+
+@pytest.mark.parametrize("kept", ["stages", "queue"])
+def test_f14_with_stages_before_or_a_longer_queue_the_frame_that_waits_stays(kept: str) -> None:
+    behind = Behind(before=[lambda each: each]) if kept == "stages" else Behind(FeedConfig(queue=2))
+    behind.give(10, 11)
+    behind.answer()
+    behind.detector.busy()
+    behind.detector.gate.set()
+    behind.sink.wait(2)
+    assert behind.sink.values == [(10, "view 10"), (11, "view 11")]
+    assert behind.end() == {}
+
+
+def test_f5_a_frame_whose_caller_has_left_takes_no_other_out_of_the_queue() -> None:
+    queue, ledger = FrameQueue(1, drop_oldest=True), Ledger()
+    hand, newer = FrameInHand(frame(1)), frame(2)
+    queue.put(newer)
+    hand.leave()
+    taken = hand.newest(queue, Pipeline(), ledger, 1.0, lambda: 0.5)
+    assert (taken.sequence, hand.frame.sequence, hand.replaced) == (1, 1, False)
+    assert queue.get(0.0) is newer
+
+
+# -- a call that is repeated, and a second model -----------------------------------------------------------------------
+
+
+class Alone(Stopping):
+    """Fails on more than one entry, and answers with what it got."""
+
+    def process(self, entries: Sequence[BatchEntry]) -> list[Any]:
+        if entries[0].feed_id == "busy":
+            return super().process(entries)
+        if len(entries) > 1:
+            raise ValueError("not together")
+        return [entry.frame for entry in entries]
+
+
+def test_b18_a_call_that_is_repeated_computes_the_same_frames() -> None:
+    asked: list[int] = []
+    detector = Alone()
+    coordinator = Coordinator(detector, BatchConfig(max_batch_size=8, max_latency=0.0))
+
+    def newest(number: int) -> NewestFrame:
+        asked.append(number)
+        return NewestFrame(f"new {number}", None, number, None)
+
+    with coordinator as handle:
+        busy_with(coordinator, detector)
+        coordinator.asked(1)
+        callers = [Caller(handle, f"feed{n}", f"old {n}", newest=partial(newest, n)) for n in range(3)]
+        coordinator.asked(3)
+        detector.gate.set()
+        assert sorted(caller.end() for caller in callers) == ["new 0", "new 1", "new 2"]
+    assert sorted(asked) == [0, 1, 2]
+
+
+class Asking:
+    """A second model that is asked about every picture."""
+
+    def __init__(self) -> None:
+        self.processor = Detector("second")
+        self.config = BatchConfig(max_latency=0.0, max_in_flight_per_feed=0)
+
+    def parts(self, image: Any, value: Any) -> tuple[Sequence[Any], Join]:
+        def join(answers: Sequence[Done | Failed]) -> Any:
+            return [a.value if isinstance(a, Done) else type(a.error) for a in answers]
+
+        return [] if isinstance(image, str) else [image], join
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_i18_a_second_model_is_asked_about_the_frame_that_was_taken_and_within_its_age(late: bool) -> None:
+    first, clock, camera, sink = Stopping(), Clock(), Camera(), Collector()
+    coordinator = Coordinator(first, BatchConfig(max_batch_size=8, max_latency=0.0), clock=clock, then=Asking())
+    feed = Feed("cam", camera, Pipeline(batch=coordinator), [sink], FeedConfig(max_age=0.5), clock=clock)
+    with coordinator:
+        busy_with(coordinator, first)
+        coordinator.asked(1)
+        feed.start()
+        camera.give(10)
+        coordinator.asked(1)
+        clock.now += 0.4
+        camera.give(11)
+        while feed.snapshot().frames < 2:
+            camera.idle()
+        first.next()
+        clock.now += 0.6 if late else 0.4
+        first.gate.set()
+        sink.wait(1)
+        camera.give(END)
+        ended(feed)
+    (result,) = sink.results
+    assert (result.frame.sequence, result.value) == (1, [Expired if late else 11])
