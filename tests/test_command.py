@@ -127,10 +127,10 @@ finally:
     [
         ("sevre", "reflex: sevre: no such verb; did you mean serve?; there are serve, status, "),
         ("serve --max-batch-cots-ms=5", "reflex serve: unrecognized arguments: --max-batch-cots-ms=5; did you mean "),
-        ("serve scribe --kv-cache-bg 1", "reflex serve: unrecognized arguments: --kv-cache-bg 1; did you mean --kv"),
+        ("serve scribe --kv-cache-bg 1", "reflex serve: unrecognized arguments: --kv-cache-bg; did you mean --kv"),
         (
             "serve scribe --gr00t :1",
-            "reflex serve: unrecognized arguments: --gr00t :1; --gr00t is an option of policies",
+            "reflex serve: unrecognized arguments: --gr00t; --gr00t is an option of policies",
         ),
         (
             "serve . --max-num-seqs=2",

@@ -12,6 +12,7 @@ from reflex_runtime.options import again, flag, one_line, option, validate
 
 DEFAULT_POLICY = "default"  # the name of SOURCE; its policy is asked where a request names none
 MAX_POLICIES = 32
+MAX_MODELS = 16
 _ORIGIN = r"\*|https?://([\w.-]{1,253}|\[[0-9a-fA-F:.]{2,45}\])(:[0-9]{1,5})?"
 _ZMQ_ADDRESS = r"tcp://(\*|localhost|[0-9.]{7,15}|\[[0-9a-fA-F:.]{2,45}\]):(?P<port>[0-9]{1,5})"
 
@@ -364,10 +365,10 @@ OWN_SETTINGS = frozenset({
 
 @dataclass(frozen=True, slots=True)
 class OwnSettings:
-    """What a table [policies.NAME] may have beside `OWN_SETTINGS`."""
+    """What a table [policies.NAME] may have beside `OWN_SETTINGS`, and [models.NAME] beside `MODEL_SETTINGS`."""
 
-    source: str = option("", "where the policy comes from, as SOURCE")
-    weight: float = option(1.0, "share of the device's time against the other policies", low=0.01, high=100)
+    source: str = option("", "where the policy or the model comes from, as SOURCE or MODEL_DIR")
+    weight: float = option(1.0, "share of the device's time against the others", low=0.01, high=100)
 
     def __post_init__(self) -> None:
         validate(self, "policy")
@@ -380,6 +381,10 @@ class LLMServeConfig(ServerConfig):
     served_model_name: str = option(
         "", "model name that clients use and /v1/models lists; by default the directory's name", metavar="NAME",
         group="what is served",
+    )
+    alias: tuple[str, ...] = option(
+        (), "a further name of the model; of several models, ALIAS=MODEL says which", metavar="ALIAS[=MODEL]",
+        repeat=True,
     )
     device: str = option(
         "auto", "where the model runs; auto is a GPU if PyTorch finds one, else the CPU",
@@ -435,7 +440,7 @@ class LLMServeConfig(ServerConfig):
         group="the cache",
     )
     kv_cache_gb: float = option(
-        0.0, "memory for keys and values; 0 takes 1 GiB", low=0, high=100_000, unit="GB"
+        0.0, "memory for keys and values, of all models together; 0 takes 1 GiB", low=0, high=100_000, unit="GB"
     )
     prefix_caching: bool = option(True, "the common beginning of prompts is computed once")
     watchdog_s: float = option(
@@ -451,6 +456,14 @@ class LLMServeConfig(ServerConfig):
         "", "write every step to FILE as a JSON line; read it with reflex trace", metavar="FILE",
         group="trace",
     )
+
+
+MODEL_SETTINGS = frozenset({
+    "alias", "runner", "dtype", "quantization", "threads", "max_model_len",
+    "max_gap_ms", "max_num_batched_tokens", "max_num_seqs", "long_prefill_token_threshold",
+    "max_queue", "max_queued_tokens", "block_size", "kv_cache_gb", "prefix_caching",
+})  # fmt: skip
+"""The settings that each of several language models may have to itself, in its table [models.NAME]."""
 
 
 @dataclass(frozen=True, slots=True)

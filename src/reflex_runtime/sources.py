@@ -6,12 +6,12 @@ import logging
 import os
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from reflex_runtime.config import OWN_SETTINGS, FeedsConfig, LLMServeConfig, OwnSettings, RayConfig, ServeConfig
+from reflex_runtime.config import FeedsConfig, LLMServeConfig, OwnSettings, RayConfig, ServeConfig
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.options import Places, check_needs, convert, did_you_mean, flag, hints_of, one_line
 
@@ -19,7 +19,7 @@ log = logging.getLogger("reflex.config")
 
 C = TypeVar("C")
 
-POLICIES = "policies"  # the table of a file with a table for each of several policies
+POLICIES, MODELS = "policies", "models"  # the tables of a file with a table for each of several policies, or models
 
 
 def load(
@@ -74,19 +74,21 @@ def read(
     return kind(**values), places
 
 
-def own_settings(file: Path | None, name: str, table: Mapping[str, Any], config: C) -> tuple[OwnSettings, C, Places]:
-    """A table [policies.NAME], and the settings with its own in place of `config`'s."""
+def own_settings(
+    file: Path | None, section: str, name: str, table: Mapping[str, Any], config: C, may: Collection[str]
+) -> tuple[OwnSettings, C, Places]:
+    """A table [SECTION.NAME], and the settings with its own in place of `config`'s. may: those it may have."""
     values: dict[str, dict[str, Any]] = {"own": {}, "settings": {}}
     places: dict[str, str] = {}
     own = {f.name for f in fields(OwnSettings)}
     hints = {**hints_of(type(config)), **hints_of(OwnSettings)}
-    where = f"{file}: [policies.{name}]"
+    where = f"{file}: [{section}.{name}]"
     for key, value in table.items():
         setting = key.replace("-", "_")
-        if setting not in own | OWN_SETTINGS:
+        if setting not in own | set(may):
             if setting in hints:
                 raise ConfigError(f"{where} {key}: is a setting of the whole server; it belongs into [serve]")
-            raise ConfigError(f"{where} {key}: no such setting{did_you_mean(setting, own | OWN_SETTINGS)}")
+            raise ConfigError(f"{where} {key}: no such setting{did_you_mean(setting, own | set(may))}")
         places[setting] = f"{where} {key}"
         found = convert(value, hints[setting], places[setting])
         values["own" if setting in own else "settings"][setting] = found
@@ -96,11 +98,11 @@ def own_settings(file: Path | None, name: str, table: Mapping[str, Any], config:
         raise ConfigError(f"{where}: {error.message}") from None
 
 
-def policy_tables(file: Path | None) -> dict[str, dict[str, Any]]:
-    """The tables [policies.NAME] of a file, by name."""
-    found = {} if file is None else read_toml(file).get(POLICIES, {})
+def tables_of(file: Path | None, section: str) -> dict[str, dict[str, Any]]:
+    """The tables [SECTION.NAME] of a file, by name."""
+    found = {} if file is None else read_toml(file).get(section, {})
     if not isinstance(found, dict) or not all(isinstance(table, dict) for table in found.values()):
-        raise ConfigError(f"{file}: [{POLICIES}]: must be tables [{POLICIES}.NAME], one for each policy")
+        raise ConfigError(f"{file}: [{section}]: must be tables [{section}.NAME], one for each of them")
     return found
 
 

@@ -162,6 +162,10 @@ class Toy:
         self.loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="toy-server", daemon=True)
 
+    def plans(self) -> list[ModelPlan]:
+        """The models that are served."""
+        return [ModelPlan(self.config.served_model_name, self.config)]
+
     def opening(self) -> Open:
         """How the model is opened: in this process."""
         return opened(self.load)
@@ -196,7 +200,7 @@ class Toy:
             stop = asyncio.Event()
             self.loop = asyncio.get_running_loop()
             self._stop = lambda: self.loop.call_soon_threadsafe(stop.set)
-            make = making(self.config, [ModelPlan(self.config.served_model_name, self.config)], self.opening())
+            make = making(self.config, self.plans(), self.opening())
             drain_s = self.config.drain_timeout_s
             self.status, self.clean = await serving(make, sock, drain_s, stop, self._listening.set, ready)
 

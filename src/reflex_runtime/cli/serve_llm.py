@@ -11,26 +11,25 @@ import logging
 import os
 import socket
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from reflex_runtime.cli import logs
+from reflex_runtime.cli.serve_models import ModelAsked, models_of, plans_of, rows_of
 from reflex_runtime.cli.serving import check_trace, options_of, show_settings, url, warn_if_open
-from reflex_runtime.cli.worker_settings import check_model, gpu_of, load_model, settings_of, trace_of
+from reflex_runtime.cli.worker_settings import gpu_of, load_model, settings_of, trace_of
 from reflex_runtime.config import LLMServeConfig, ServeConfig
 from reflex_runtime.core.errors import ConfigError, ReflexError
-from reflex_runtime.demo.scribe import model_directory
 from reflex_runtime.options import add_options, one_line
-from reflex_runtime.sources import environment, load
+from reflex_runtime.sources import MODELS, environment, load
 
 if TYPE_CHECKING:
     from reflex_runtime.ipc.generate_config import GenerateBatcherConfig
-    from reflex_runtime.llm.sampling_defaults import SamplingDefaults
-    from reflex_runtime.llm.serving.model_host import Open
+    from reflex_runtime.llm.serving.model_host import ModelPlan, Open
     from reflex_runtime.llm.serving.model_runtime import ModelRuntime
-    from reflex_runtime.llm.tokenizer import Tokenizer
     from reflex_runtime.web.form import Refusal
     from reflex_runtime.web.supervisor import Parent
 
@@ -42,6 +41,7 @@ examples:
   reflex serve ./my-model
   reflex serve ./my-model --max-num-batched-tokens 512         shorter steps: more even gaps between tokens
   reflex serve ./my-model --long-prefill-token-threshold 256   long prompts leave room for others beside them
+  reflex serve small=./my-model large=./my-large-model         two models on one device; a request's model says which
   reflex serve ./my-model --workers 1                          the model in a process of its own: reflex status shows it
   reflex serve ./my-model --trace steps.jsonl                  then: reflex trace steps.jsonl
 
@@ -64,13 +64,14 @@ def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         elsewhere=options_of(ServeConfig, "policies"),
+        anywhere="model",
     )
     parser.add_argument(
-        "model", type=model_directory, metavar="MODEL_DIR",
+        "model", nargs="+", metavar="[NAME=]MODEL_DIR",
         help="directory: config.json, tokenizer.json, and safetensors or an export to OpenVINO (openvino_model.xml); "
-        "scribe is the bundled model",
+        "scribe is the bundled model. Several are served together, each by its name",
     )  # fmt: skip
-    tables = "TOML file with a table [serve], and [generate_batcher] for --workers"
+    tables = "TOML file with a table [serve], [models.NAME] for several models, [generate_batcher] for --workers"
     parser.add_argument("--config", type=Path, metavar="FILE", help=tables)
     add_options(parser, LLMServeConfig)
     parser.set_defaults(run=run)
@@ -85,38 +86,35 @@ def run(args: argparse.Namespace) -> int:
     from reflex_runtime.web.supervisor import supervise
 
     logs.begin()
-    config = load(LLMServeConfig, "serve", args.config, environment(), vars(args), beside=(BATCHER,))
+    config = load(LLMServeConfig, "serve", args.config, environment(), vars(args), (BATCHER, MODELS))
     logs.use(config.log_format)
     if config.log_format != "text":
         os.environ["REFLEX_LOG_FORMAT"] = config.log_format  # for the runtime processes, from their first line on
-    batcher = load(GenerateBatcherConfig, BATCHER, args.config, {}, {}, beside=("serve",))
+    batcher = load(GenerateBatcherConfig, BATCHER, args.config, {}, {}, beside=("serve", MODELS))
     if batcher != GenerateBatcherConfig() and not config.workers:
         logging.warning("%s: [%s] has no effect without --workers", args.config, BATCHER)
-    serve = partial(_serve, config, batcher, args.model)
+    asked = models_of(config, args.model, args.config)
+    serve = partial(_serve, config, batcher, asked)
     if not config.supervise:
         return serve()
     try:
         sock = listen.bind(config.host, config.port)
     except ConfigError:
-        _checked(config, args.model)  # what is wrong besides is said first: another port would not mend it
+        _checked(config, asked)  # what is wrong besides is said first: another port would not mend it
         raise
     told = ("reflex", "serve")
     form = ErrorForm(_refuse, keeps_id=True)
     return supervise(sock, listen.BACKLOG, lambda parent: status_of(lambda: serve(sock, parent), told), form)
 
 
-def _checked(config: LLMServeConfig, directory: Path) -> tuple[Tokenizer, SamplingDefaults]:
-    """The tokenizer and how the model is sampled. ConfigError for what can be found before the model is loaded."""
-    from reflex_runtime.llm.load import describe
-    from reflex_runtime.llm.sampling_defaults import sampling_defaults
-    from reflex_runtime.llm.tokenizer import HFTokenizer
+def _checked(config: LLMServeConfig, asked: Sequence[ModelAsked]) -> list[ModelPlan]:
+    """What is served. ConfigError for what can be found before a model is loaded."""
     from reflex_runtime.telemetry.tracing import check_otel
 
     for path in _traces(config):
         check_trace(path)
     check_otel(config.otel)
-    check_model(config, describe(directory))
-    return HFTokenizer.load(directory), sampling_defaults(directory)
+    return plans_of(asked)
 
 
 def _refuse(error: ReflexError, request_id: str, packed: bool) -> Refusal:
@@ -132,35 +130,37 @@ def _refuse(error: ReflexError, request_id: str, packed: bool) -> Refusal:
 def _serve(
     config: LLMServeConfig,
     batcher: GenerateBatcherConfig,
-    directory: Path,
+    asked: Sequence[ModelAsked],
     sock: socket.socket | None = None,
     parent: Parent | None = None,
 ) -> int:
     """The server itself: alone, or below a supervisor that has bound its socket."""
     from reflex_runtime.llm.serving.local_models import opened
-    from reflex_runtime.llm.serving.model_host import ModelPlan
     from reflex_runtime.llm.serving.server import serving
     from reflex_runtime.web import listen
     from reflex_runtime.web.serve import serve
 
-    tokenizer, defaults = _checked(config, directory)
+    plans = _checked(config, asked)
     if config.workers:
-        config, batcher = _one_bound(config, batcher)
-        open = _in_workers(directory, config, batcher, tokenizer)
+        config, batcher = _one_bound(plans[0].config, batcher)
+        plans = [replace(plans[0], config=config)]
+        open = _in_workers(plans[0].directory, config, batcher)
     else:
         open = opened(lambda plan: load_model(plan.directory, plan.config))
-    name = config.served_model_name or directory.resolve().name
     sock = sock or listen.bind(config.host, config.port)
     address = sock.getsockname()
-    _announce(config, batcher, name, address)
-    if told := str(defaults):
-        logging.info("requests that do not say how they are sampled: %s (generation_config.json)", told)
+    _announce(config, batcher, asked, address)
+    for plan in plans:
+        if told := str(plan.defaults):
+            whose = f"{plan.name}: " if len(plans) > 1 else ""
+            logging.info("%srequests that do not say how they are sampled: %s (generation_config.json)", whose, told)
+    directories = ", ".join(str(plan.directory) for plan in plans)
     status, clean = serve(
-        serving(config, [ModelPlan(name, config, directory, defaults=defaults)], open),
+        serving(config, plans, open),
         sock,
         config.drain_timeout_s,
-        lambda: logging.info("listening on %s, loading %s", url(address), directory),
-        lambda model: _ready(model, address),
+        lambda: logging.info("listening on %s, loading %s", url(address), directories),
+        lambda models: _ready(models, address),
         parent,
     )
     if not clean:
@@ -182,9 +182,10 @@ def _one_bound(config: LLMServeConfig, batcher: GenerateBatcherConfig) -> tuple[
     )
 
 
-def _in_workers(model: Path, config: LLMServeConfig, batcher: GenerateBatcherConfig, tokenizer: Tokenizer) -> Open:
+def _in_workers(model: Path, config: LLMServeConfig, batcher: GenerateBatcherConfig) -> Open:
     """How to open the model in runtime processes."""
     from reflex_runtime.ipc.spawn import spawned
+    from reflex_runtime.llm.tokenizer import HFTokenizer
     from reflex_runtime.llm.workers.workers import WorkersConfig, opened
 
     command = [sys.executable, "-m", "reflex_runtime", "worker"]
@@ -195,7 +196,7 @@ def _in_workers(model: Path, config: LLMServeConfig, batcher: GenerateBatcherCon
         options=partial(settings_of, config),
         batcher=batcher,
     )
-    return opened(workers, tokenizer)
+    return opened(workers, HFTokenizer.load(model))
 
 
 def _traces(config: LLMServeConfig) -> list[str]:
@@ -205,21 +206,25 @@ def _traces(config: LLMServeConfig) -> list[str]:
     return [trace_of(config.trace, number) for number in range(config.workers)] or [config.trace]
 
 
-def _announce(config: LLMServeConfig, batcher: GenerateBatcherConfig, name: str, address: Any) -> None:
+def _announce(
+    config: LLMServeConfig, batcher: GenerateBatcherConfig, asked: Sequence[ModelAsked], address: Any
+) -> None:
     """The settings in force, and what deserves a warning."""
     shown = asdict(batcher).items() if config.workers else ()
-    show_settings(config, name, [(f"{BATCHER}.{name}", one_line(value)) for name, value in shown])
+    rows = [*rows_of(asked), *((f"{BATCHER}.{name}", one_line(value)) for name, value in shown)]
+    show_settings(config, ", ".join(model.name for model in asked), rows)
     warn_if_open(config, address)
 
 
 def _ready(models: ModelRuntime, address: Any) -> None:
     if models.host is not None and models.state == "ready":
-        model = models.models[0]
-        limits = model.generator.limits
-        room = f"context {limits.max_model_len:,} tokens, cache {limits.cache_tokens:,}"
-        where, runner = url(address), models.host.health()["runner"]
-        logging.info(
-            "ready on %s (%s, %s), as %s, pages: %s/dashboard and /docs", where, runner, room, model.name, where
-        )
+        told, where = models.host.health(), url(address)
+        for model in models.models:
+            limits, runner = model.generator.limits, told.get("models", {}).get(model.name, told)["runner"]
+            room = f"context {limits.max_model_len:,} tokens, cache {limits.cache_tokens:,}"
+            names = ", ".join((model.name, *model.plan.aliases))
+            logging.info(
+                "ready on %s (%s, %s), as %s, pages: %s/dashboard and /docs", where, runner, room, names, where
+            )
     else:
         logging.error("not serving on %s: %s: %s", url(address), models.state, models.error)

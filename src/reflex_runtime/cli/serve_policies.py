@@ -11,10 +11,10 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from reflex_runtime.config import DEFAULT_POLICY, MAX_POLICIES, ServeConfig
+from reflex_runtime.config import DEFAULT_POLICY, MAX_POLICIES, OWN_SETTINGS, ServeConfig
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.options import Places, check_needs, one_line
-from reflex_runtime.sources import environment, own_settings, policy_tables
+from reflex_runtime.sources import POLICIES, environment, own_settings, tables_of
 
 if TYPE_CHECKING:
     from reflex_runtime.policies import PolicySource
@@ -41,7 +41,7 @@ class PolicyAsked:
 
 def policies_of(config: ServeConfig, source: str | None, file: Path | None = None) -> list[PolicyAsked]:
     """Every policy, that of SOURCE first; ConfigError when the options contradict each other."""
-    tables = policy_tables(file)
+    tables = tables_of(file, POLICIES)
     plain = source is not None or bool(config.policy_a or config.policy_b)
     named = _named(config.policy)
     if plain and DEFAULT_POLICY in named:
@@ -55,7 +55,7 @@ def policies_of(config: ServeConfig, source: str | None, file: Path | None = Non
         base = config
         if not (plain and name == DEFAULT_POLICY):
             base = replace(config, policy_a="", policy_b="", shadow_policy="")
-        own, settings, places = own_settings(file, name, tables.get(name, {}), base)
+        own, settings, places = own_settings(file, POLICIES, name, tables.get(name, {}), base, OWN_SETTINGS)
         settings = replace(settings, inject_fault=_faults(config.inject_fault, name, names))
         given = source if plain and name == DEFAULT_POLICY else named.get(name) or own.source or None
         with _told(where):

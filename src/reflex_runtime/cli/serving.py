@@ -18,13 +18,18 @@ from reflex_runtime.telemetry import files
 
 def names_model(args: Sequence[str]) -> bool:
     """Whether one of the words is the directory of a language model, and none that of a policy."""
-    words = [word for word in args if not word.startswith("-")]
+    words = [_source(word) for word in args if not word.startswith("-")]
     if any(os.path.isfile(os.path.join(word, "reflex_config.json")) for word in words):  # whatever the words are
         return False
     files = [os.path.join(model_directory(word), "config.json") for word in words]
     if any(os.path.isfile(file) for file in files):
         return any(os.path.isfile(file) and not json_keys(file) >= CHECKPOINT_KEYS for file in files)
     return any(_resembles_model(word) for word in words)
+
+
+def _source(word: str) -> str:
+    """The directory that it names: of a model it may be written NAME=DIR."""
+    return word if os.path.exists(word) else word.partition("=")[2] or word
 
 
 def _resembles_model(word: str) -> bool:

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 GPUS = "CUDA_VISIBLE_DEVICES"
 _OF_THE_FRONT = {
-    "workers", "supervise", "host", "port", "api_key", "api_key_file", "allow_host", "served_model_name", "log_format",
+    "workers", "supervise", "host", "port", "api_key", "api_key_file", "allow_host", "served_model_name", "alias",
+    "log_format",
 }  # fmt: skip
 
 

@@ -123,7 +123,7 @@ def model_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
-    """What the command would serve: (config, name, load), one for each time it got as far."""
+    """What the command would serve: (config, plans, open), one for each time it got as far."""
     from reflex_runtime.llm.serving import server
     from reflex_runtime.web import serve as module
 
@@ -134,7 +134,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
         found.append(made)
         return 0, True
 
-    monkeypatch.setattr(server, "serving", lambda config, name, load, defaults: (config, name, load))
+    monkeypatch.setattr(server, "serving", lambda config, plans, open: (config, plans, open))
     monkeypatch.setattr(module, "serve", serve)
     monkeypatch.setattr(logging, "basicConfig", lambda **given: None)
     return found
@@ -155,7 +155,7 @@ def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 def test_h10_the_served_name_is_the_directorys_unless_said(model_dir: Path, served: list[Any]) -> None:
     assert main(["serve", "--no-supervise", str(model_dir), "--port", "0"]) == 0
     assert main(["serve", "--no-supervise", str(model_dir), "--port", "0", "--served-model-name", "other"]) == 0
-    assert [name for _, name, _ in served] == ["my-model", "other"]
+    assert [plans[0].name for _, plans, _ in served] == ["my-model", "other"]
 
 
 def test_h10_drain_timeout_s_is_how_long_the_end_may_take(

@@ -221,7 +221,7 @@ def test_x4_a_process_counts_nothing_once_nobody_looks(monkeypatch: pytest.Monke
     model = Mock(add_sink=sinks.append, remove_sink=sinks.remove, queues=dict, health=dict)
 
     async def check() -> None:
-        engine = worker_engine.WorkerEngine(model, CollectorRegistry())
+        engine = worker_engine.WorkerEngine(model, "toy", CollectorRegistry())
         for _ in range(2):
             engine.live()
             assert [engine.live().number, len(sinks)] == [2, 1]

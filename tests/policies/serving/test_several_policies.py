@@ -631,12 +631,14 @@ def test_p34_every_setting_of_a_policy_can_stand_in_its_table() -> None:
         if other is None and meta["low"] is not None:
             other = meta["low"] if meta["low"] != default else meta["high"]
         value = other if other is not None else (not default) if isinstance(default, bool | None) else "text"
-        _, config, places = own_settings(Path("reflex.toml"), "arm", {name.replace("_", "-"): value}, ServeConfig())
+        _, config, places = own_settings(
+            Path("reflex.toml"), "policies", "arm", {name.replace("_", "-"): value}, ServeConfig(), OWN_SETTINGS
+        )
         assert getattr(config, name) == value != default, name
         assert places == {name: f"reflex.toml: [policies.arm] {name.replace('_', '-')}"}
     for name in known.keys() - OWN_SETTINGS:
         with pytest.raises(ConfigError, match="is a setting of the whole server"):
-            own_settings(Path("reflex.toml"), "arm", {name: 1}, ServeConfig())
+            own_settings(Path("reflex.toml"), "policies", "arm", {name: 1}, ServeConfig(), OWN_SETTINGS)
 
 
 def test_p37_a_policy_that_fails_its_warm_up_ends_the_start_of_all(robots: Robots, tmp_path: Path) -> None:

@@ -1,0 +1,320 @@
+"""Several language models in one server: found by name, one device for all, each with its own settings."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from reflex_runtime.cli import serve_models
+from reflex_runtime.cli.serve_models import ModelAsked, models_of, plans_of, rows_of
+from reflex_runtime.cli.serving import names_model
+from reflex_runtime.config import MODEL_SETTINGS, LLMServeConfig
+from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.core.events import BatchScheduled
+from reflex_runtime.llm.sampling_defaults import SamplingDefaults
+from reflex_runtime.llm.serving.local_models import LocalModels, opened
+from reflex_runtime.llm.serving.model_host import ModelPlan
+from reflex_runtime.llm.serving.model_runtime import ModelRuntime
+from reflex_runtime.llm.toy import ByteTokenizer
+from reflex_runtime.sources import own_settings
+from serving.harness import Server
+from serving.openai_toy import HEAD, Model, Speaker, Toy
+
+NAMES = ["small", "tiny", "gpt-4o:mini", "large"]
+
+
+class Two(Toy):
+    """A server of two speakers: `small` says a's, `large` b's."""
+
+    def __init__(self, **config: Any) -> None:
+        super().__init__(**config)
+        self.runners = {"small": Speaker("a" * 64), "large": Speaker("b" * 64)}
+
+    def plans(self) -> list[ModelPlan]:
+        config, wide = replace(self.config, max_num_seqs=1), replace(self.config, max_queue=3)
+        greedy = SamplingDefaults(temperature=0.0)
+        return [
+            ModelPlan("small", config, aliases=("tiny", "gpt-4o:mini"), defaults=greedy),
+            ModelPlan("large", wide, weight=3.0, defaults=greedy),
+        ]
+
+    def load(self, plan: ModelPlan) -> tuple[Model, ByteTokenizer]:
+        return self.runners[plan.name], ByteTokenizer()
+
+    def came(self, runtime: Any) -> None:
+        self.batcher = runtime.batcher
+        self.batcher.add_sink(self.log)
+
+    def __exit__(self, *exc: object) -> None:
+        for runner in self.runners.values():
+            runner.go()
+        super().__exit__(*exc)
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Two]:
+    with Two() as made:
+        yield made
+
+
+# -- names -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "says"), [("small", "a"), ("tiny", "a"), ("gpt-4o:mini", "a"), ("large", "b")])
+def test_l9_each_name_is_answered_by_its_model_in_every_api(two: Two, name: str, says: str) -> None:
+    said = [{"role": "user", "content": "hi"}]
+    completion = two.complete(model=name, max_tokens=4).json
+    assert (completion["model"], completion["choices"][0]["text"]) == (name, 4 * says)
+    chat = two.chat("hi", model=name, max_tokens=4).json
+    assert (chat["model"], chat["choices"][0]["message"]["content"]) == (name, 4 * says)
+    response = two.post("/v1/responses", {"model": name, "input": "hi", "max_output_tokens": 4}).json
+    assert (response["model"], response["output"][-1]["content"][0]["text"]) == (name, 4 * says)
+    message = two.post("/v1/messages", {"model": name, "messages": said, "max_tokens": 4}).json
+    assert (message["model"], message["content"][0]["text"]) == (name, 4 * says)
+    assert two.post("/v1/messages/count_tokens", {"model": name, "messages": said}).json["input_tokens"] > 2
+    assert two.post("/tokenize", {"model": name, "prompt": "hi"}).json["count"] == 2
+    assert two.post("/detokenize", {"model": name, "tokens": [104]}).json == {"prompt": "h"}
+
+
+def test_l9_every_name_is_listed_and_says_which_model_it_means(two: Two) -> None:
+    cards = two.get("/v1/models").json["data"]
+    assert [(card["id"], card["root"], card["parent"]) for card in cards] == [
+        (name, "large" if name == "large" else "small", None) for name in NAMES
+    ]
+    assert two.get("/v1/models/gpt-4o:mini").json == cards[2]
+    assert two.get("/v1/models/gpt-4o%3Amini").json == cards[2]
+    document = two.get("/openapi.json").json
+    fields = document["paths"]["/v1/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    assert fields["properties"]["model"] == {"enum": NAMES}
+
+
+def test_l9_an_unknown_name_is_404_with_the_names_that_there_are(two: Two) -> None:
+    says = "the model 'other' does not exist; 'small', 'tiny', 'gpt-4o:mini', 'large' do"
+    for answer in (two.complete(model="other"), two.get("/v1/models/other"), two.chat("hi", model="other")):
+        assert (answer.status, two.error(answer)["message"]) == (404, says)
+    answer = two.post("/tokenize", {"prompt": "hi"})
+    assert (answer.status, two.error(answer)["param"]) == (400, "model")
+    assert two.error(answer)["message"] == "model: is missing; there are small, tiny, gpt-4o:mini, large"
+
+
+def test_l9_each_model_has_its_own_limits(two: Two) -> None:
+    assert two.complete("hi", model="small", n=4, max_tokens=1).status == 200
+    answer = two.complete("hi", model="large", n=4, max_tokens=1)
+    assert two.error(answer)["message"] == "n: asks for 4 choices of all prompts, at most 3 may wait (--max-queue)"
+
+
+# -- one device --------------------------------------------------------------------------------------------------------
+
+
+def test_l9_models_take_turns_on_one_device_and_show_what_they_do() -> None:
+    with Two() as two:
+        small, large = two.runners.values()
+        small.stop()
+        with (
+            two.open(name="s", model="small", max_tokens=6, stream=True) as one,
+            two.open(name="t", model="tiny", max_tokens=2, stream=True) as waits,
+        ):
+            small.wait_inside()
+            two.ticket("t")
+            with two.open(name="l", model="large", max_tokens=6, stream=True) as other:
+                two.ticket("l")
+                assert len(large.sizes) == 2  # its warm-up: the device is the other's
+                told = two.get("/health").json
+                assert (told["model"], told["running"], told["waiting"]) == ("small, large", 1, 2)
+                assert {name: (m["running"], m["waiting"]) for name, m in told["models"].items()} == {
+                    "small": (1, 1), "large": (0, 1)
+                }  # fmt: skip
+                small.go()
+                other.read()
+            one.read()
+            waits.read()
+        assert (one.text, other.text, waits.text) == ("a" * 6, "b" * 6, "aa")
+        groups = [event.batch.group for event in two.log.of(BatchScheduled)]
+        assert groups[:2] == ["small", "large"]  # the one that has had nothing comes next
+        assert groups.count("large") == 6
+        series = two.metrics()
+        assert series("reflex_generation_tokens_total", model="small") == 8
+        assert series("reflex_generation_tokens_total", model="large") == 6
+        assert series("reflex_request_success_total", model="large", finished_reason="length") == 1
+        assert series("reflex_num_requests_running", model="small") == 0
+        assert {"small", "large"} == set(two.on_loop(lambda: two.model.host.queues()))
+
+
+def test_l9_the_weight_of_a_model_is_its_share_of_the_device() -> None:
+    async def main() -> None:
+        config = LLMServeConfig()
+        plans = [ModelPlan("small", config), ModelPlan("large", config, weight=3.0)]
+        models = ModelRuntime(config, plans, opened(lambda plan: (Model(), ByteTokenizer())))
+        await models.start()
+        assert isinstance(models.host, LocalModels)
+        assert [(group.name, group.weight) for group in models.host.device.groups] == [("small", 1.0), ("large", 3.0)]
+        await models.stop(asyncio.get_running_loop().time() + 5.0, asyncio.Event().wait)
+
+    asyncio.run(main())
+
+
+def test_l9_a_step_that_fails_fails_no_request_of_another_model() -> None:
+    with Two() as two:
+        small = two.runners["small"]
+        small.stop()
+        small.fails = lambda step: RuntimeError("broken")
+        with two.open(name="s", model="small", max_tokens=3) as one:
+            small.wait_inside()
+            with two.open(name="l", model="large", max_tokens=3) as other:
+                two.ticket("l")
+                small.go()
+                other.read_until(b"bbb")
+            assert b" 500 " in one.read_until(b"\r\n\r\n")
+        small.fails = lambda step: None
+        assert two.complete(model="small", max_tokens=2).json["choices"][0]["text"] == "aa"
+        assert two.get("/health").json["status"] == "ok"
+
+
+def test_h10_one_trace_has_the_steps_of_all_models(tmp_path: Path) -> None:
+    file = tmp_path / "steps.jsonl"
+    with Two(trace=str(file)) as two:
+        for name in ("small", "large"):
+            assert two.complete(model=name, max_tokens=2).status == 200
+    head, *lines = [json.loads(line) for line in file.read_text().splitlines()]
+    assert set(head["groups"]) == {"small", "large"}
+    assert [line["group"] for line in lines if line["kind"] == "batch"] == ["small", "small", "large", "large"]
+
+
+def test_l9_a_model_that_cannot_be_loaded_ends_the_start_and_frees_the_others() -> None:
+    closed = []
+
+    class Closing(Model):
+        def close(self) -> None:
+            closed.append(self)
+
+    def load(plan: ModelPlan) -> Any:
+        if plan.name == "large":
+            raise ConfigError("/models/large: no weights")
+        return Closing(), ByteTokenizer()
+
+    async def main() -> None:
+        config = LLMServeConfig()
+        models = ModelRuntime(config, [ModelPlan("small", config), ModelPlan("large", config)], opened(load))
+        await models.start()
+        assert (models.state, models.unusable) == ("warmup_failed", True)
+        assert models.error == "model large: /models/large: no weights"
+        assert len(closed) == 1
+
+    asyncio.run(main())
+
+
+# -- the command -------------------------------------------------------------------------------------------------------
+
+
+def asked(tmp_path: Path, *words: str, file: str = "", **config: Any) -> list[ModelAsked]:
+    """What these words ask for; a and b are directories."""
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir(exist_ok=True)
+    table = tmp_path / "reflex.toml"
+    table.write_text(file)
+    words = tuple(word.replace("DIR", str(tmp_path)) for word in words)
+    return models_of(LLMServeConfig(**config), words, table if file else None)
+
+
+def test_h10_models_have_their_names_settings_and_parts_of_the_cache(tmp_path: Path) -> None:
+    file = f"""
+        [models.small]
+        weight = 3
+        max-num-seqs = 4
+        alias = ["mini", "micro"]
+        [models.third]
+        source = "{tmp_path / 'b'}"
+        kv_cache_gb = 0.5
+    """
+    found = asked(tmp_path, "small=DIR/a", "DIR/b", file=file, alias=("large=b",), kv_cache_gb=2.0, max_num_seqs=9)
+    assert [(m.name, m.directory.name, m.weight, m.aliases) for m in found] == [
+        ("small", "a", 3.0, ("mini", "micro")), ("b", "b", 1.0, ("large",)), ("third", "b", 1.0, ()),
+    ]  # fmt: skip
+    assert [m.config.max_num_seqs for m in found] == [4, 9, 9]
+    assert [m.config.kv_cache_gb for m in found] == [1.0, 1.0, 0.5]
+    assert [m.where for m in found] == ["model small: ", "model b: ", "model third: "]
+    told = f"{tmp_path / 'a'}, weight 3, cache 1 GB, alias mini, alias micro, max_num_seqs 4"
+    assert dict(rows_of(found))["model small"] == told
+
+
+def test_h10_alias_is_a_further_name_of_one_model(tmp_path: Path) -> None:
+    (found,) = asked(tmp_path, "DIR/a", alias=("gpt-4o", "b=a"))
+    assert (found.name, found.aliases, found.where) == ("a", ("gpt-4o", "b"), "")
+    assert found.config.kv_cache_gb == 0.0  # the runner's own
+    assert [m.name for m in asked(tmp_path, "x=DIR/a")] == ["x"]
+
+
+@pytest.mark.parametrize(
+    ("words", "more", "says"),
+    [
+        ("DIR/a x=DIR/a a=DIR/b", {}, "a=.*: a model is called a already; write NAME=DIR with another name"),
+        ("DIR/a DIR/b", {"served_model_name": "x"}, "--served-model-name=x: is for one MODEL_DIR without a name"),
+        ("y=DIR/a", {"served_model_name": "x"}, "--served-model-name=x: is for one MODEL_DIR without a name"),
+        ("DIR/a DIR/b", {"alias": ("x",)}, "--alias=x: must be ALIAS=MODEL, MODEL of a, b"),
+        ("DIR/a DIR/b", {"alias": ("x=c",)}, "--alias=x=c: c is none of a, b"),
+        ("DIR/a DIR/b", {"alias": ("b=a",)}, "--alias=b: names b already"),
+        ("DIR/a DIR/b", {"alias": ("x=a", "x=b")}, "--alias=x: names a already"),
+        ("DIR/a", {"alias": ("x y",)}, "--alias=x y: the name 'x y' must be 1 to 64 letters, digits"),
+        ("-x=DIR/a", {}, "the name '-x' must be 1 to 64"),
+        ("DIR/a DIR/b", {"workers": 2}, "--workers=2: runtime processes run one model, and 2 are named"),
+        (" ".join(f"m{i}=DIR/a" for i in range(17)), {}, "MODEL_DIR: 17 models are named, at most 16 are served"),
+        ("DIR/a", {"file": "[models.x]\nweight = 2"}, r"\[models.x\]: no such model is served: write x=DIR, or give"),
+        ("DIR/a", {"file": "[models.a]\nport = 2"}, r"\[models.a\] port: is a setting of the whole server"),
+        ("DIR/a", {"file": "[models.a]\nweight = 0"}, r"\[models.a\]: .*weight=0.0: must be in \[0.01, 100\]"),
+        ("DIR/a", {"file": "[models.a]\nalias = ['x y']"}, "the name 'x y' must be"),
+        ("DIR/a", {"file": "models = 3"}, r"\[models\]: must be tables \[models.NAME\]"),
+    ],
+)
+def test_h11_models_that_contradict_each_other_are_one_line(
+    tmp_path: Path, words: str, more: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(ConfigError, match=says):
+        asked(tmp_path, *words.split(), **more)
+
+
+def test_h10_a_table_of_a_model_may_have_its_settings_and_no_others() -> None:
+    for name in MODEL_SETTINGS:
+        value = getattr(LLMServeConfig(), name)
+        given = list(value) if isinstance(value, tuple) else value
+        _, config, places = own_settings(None, "models", "x", {name: given}, LLMServeConfig(), MODEL_SETTINGS)
+        assert (getattr(config, name), list(places)) == (value, [name])
+    for name in LLMServeConfig.__dataclass_fields__.keys() - MODEL_SETTINGS:
+        with pytest.raises(ConfigError, match="is a setting of the whole server"):
+            own_settings(None, "models", "x", {name: 1}, LLMServeConfig(), MODEL_SETTINGS)
+
+
+def test_h11_caches_that_do_not_fit_together_are_told_before_anything_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from reflex_runtime.llm import memory
+
+    wrong = asked(tmp_path, "one=DIR/a", "two=scribe")
+    with pytest.raises(ConfigError, match=r"^model one: .*/a"):
+        plans_of(wrong)
+    both = asked(tmp_path, "one=scribe", "two=scribe", kv_cache_gb=1.0, device="cpu")
+    monkeypatch.setattr(memory, "free_bytes", lambda device="cpu": 900_000_000)
+    with pytest.raises(ConfigError, match=r"the models' caches take 1\.00 GB together, and 0\.90 GB are free"):
+        serve_models._check_memory(both)
+
+
+def test_h10_a_word_with_a_name_is_a_models_directory_too(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
+    assert names_model(["--port", "0", f"small={tmp_path}", "other=scribe"])
+    assert not names_model(["small=./nowhere", "--policy", "arm=./nowhere"])
+
+
+def test_l9_two_models_are_served_by_one_command() -> None:
+    options = ("--alias", "big=two", "--kv-cache-gb", "0.1")
+    with Server("one=scribe", "two=scribe", *options, until="as two, big") as server:
+        ask = {"prompt": "Once there was", "max_tokens": 3, "temperature": 0}
+        for name in ("one", "big"):
+            body = json.dumps(ask | {"model": name}).encode()
+            answer = server.ask("POST", "/v1/completions", body, HEAD).json
+            assert answer["choices"][0]["text"] == " a slow miller"
+        assert set(server.get("/health").json["models"]) == {"one", "two"}
