@@ -33,7 +33,7 @@ from reflex_runtime.processors.quiet import telemetry_off
 telemetry_off()
 import uvloop, httptools, onnxruntime, numpy.random
 import reflex_runtime.web.serve
-import reflex_runtime.cli.feeds_output, reflex_runtime.feeds.spec
+import reflex_runtime.cli.feeds_session, reflex_runtime.feeds.spec
 import reflex_runtime.demo.markers, reflex_runtime.demo.shapes, reflex_runtime.drivers.coordinator
 import reflex_runtime.feeds.onnx, reflex_runtime.feeds.runtime, reflex_runtime.feeds.series
 import reflex_runtime.feeds.status, reflex_runtime.feeds.video, reflex_runtime.feeds.fleet

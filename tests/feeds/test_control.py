@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 import threading
 from collections.abc import Iterator
@@ -24,7 +25,9 @@ from reflex_runtime.feeds.onnx import FrameLimits, OnnxFrames
 from reflex_runtime.feeds.pictures import FeedPictures
 from reflex_runtime.feeds.replaceable import ReplaceableDetector, version_of
 from reflex_runtime.feeds.runtime import Runtime
+from reflex_runtime.feeds.source import SourceError
 from reflex_runtime.feeds.spec import PER_FEED, specs_of
+from reflex_runtime.feeds.video import VideoSource
 from reflex_runtime.feeds.watching import FeedPages
 
 SIZE = (64, 48)
@@ -73,6 +76,31 @@ def run(tmp_path: Path) -> Iterator[Run]:
     made = Run(tmp_path, api_key=KEY)
     with made.page.server, made.runtime:
         yield made
+
+
+def test_i18_an_added_source_is_read_from_its_own_address_only(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[VideoSource] = []
+
+    class Noted(VideoSource):
+        def open(self) -> None:
+            made.append(self)
+            raise SourceError("not here", retryable=False)
+
+    monkeypatch.setattr("reflex_runtime.feeds.opening.VideoSource", Noted)
+    assert run.ask("POST", "/feeds", name="door", source="http://192.0.2.1/live")[0] == 201
+    run.runtime.remove("door")
+    assert [source._direct for source in made] == [True]
+
+
+_NAMES = ("door", "Tür-2_a.b", "a.b", ".", "..", "a/b", "a b", "", "x" * 64, "x" * 65, "a.jpg", "a.mjpeg", "jpg")
+
+
+@pytest.mark.parametrize("name", _NAMES)
+def test_h7_a_name_is_accepted_if_and_only_if_the_document_allows_it(run: Run, name: str) -> None:
+    document = run.ask("GET", "/openapi.json")[1]
+    body = document["paths"]["/feeds"]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    allowed = re.search(body["properties"]["name"]["pattern"], name) is not None
+    assert (run.ask("POST", "/feeds", name=name, source="shapes:1")[0] == 201) == allowed
 
 
 def test_i18_a_feed_is_added_told_of_and_removed_while_the_run_goes_on(run: Run) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 import stat
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from PIL import Image
 
 from feeds.commands import ran
@@ -72,6 +74,15 @@ def test_f14_crops_are_of_the_first_boxes_within_the_frame_and_have_a_name_that_
     assert opened(tmp_path / "a" / found[0]).shape == (20, 20, 3)
     assert opened(tmp_path / "a" / found[1]).shape == (4, 4, 3)
     assert names(tmp_path) == ["a"]
+
+
+@pytest.mark.parametrize("feed", ["..", ".", "../other", "/etc", "a/b", "a\0b", "x" * 200, "camera 1", "\udc80"])
+def test_f14_crops_of_a_feed_whose_name_is_no_folders_stay_below_theirs(tmp_path: Path, feed: str) -> None:
+    written(tmp_path / "out", result(1, {"boxes": [[16, 8, 48, 56]]}, feed))
+    assert names(tmp_path) == ["out"]
+    (folder,) = names(tmp_path / "out")
+    assert re.fullmatch("feed-[0-9a-f]{16}", folder)
+    assert len(names(tmp_path / "out" / folder)) == 1
 
 
 def test_f14_crops_of_earlier_runs_count_and_files_of_others_stay(tmp_path: Path) -> None:

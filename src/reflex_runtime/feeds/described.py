@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from reflex_runtime.config import FeedsConfig
 from reflex_runtime.feeds.fleet import OF_DETECTOR, OF_RATE
-from reflex_runtime.feeds.fresh import LONGEST
+from reflex_runtime.feeds.fresh import ADDED_NAME, LONGEST
 from reflex_runtime.feeds.spec import PER_FEED
 from reflex_runtime.options import hints_of
 from reflex_runtime.web.exchange import Exchange, Route
@@ -52,7 +52,7 @@ def _document(key: bool) -> bytes:
     name = [{"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}]
     several = "multipart/x-mixed-replace"
     source = {"type": "string", "minLength": 1, "maxLength": LONGEST}
-    added = {"name": {"type": "string", "pattern": "^[A-Za-z0-9_.-]{1,64}$"}, "source": source}
+    added = {"name": {"type": "string", "pattern": ADDED_NAME}, "source": source}
     new = {**added, **_settings(PER_FEED), **_LIMITS}
     example = {"name": "door", "source": "rtsp://10.0.0.7/live", "max_age_ms": 300, "score": 0.6}
     file = {"type": "string", "minLength": 1, "description": "an ONNX file on the server"}

@@ -67,7 +67,7 @@ class FeedFleet:
                 raise ConfigError(f"there are {MOST} feeds, which is the most", field="name", conflict=True)
             check_fresh(name, source, self._schemes, self._config.add_files)
             spec = spec_of(name, source, own, self._config)
-            opened = source_of_spec(spec, self._schemes)
+            opened = source_of_spec(spec, self._schemes, direct=True)
             self._limit(name, wanted)
             try:
                 self._start(spec, opened)

@@ -10,10 +10,12 @@ from typing import Any, Final
 from urllib.parse import urlsplit
 
 from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.feeds.spec import NAME
 from reflex_runtime.feeds.video import NETWORK, without_secrets
 from reflex_runtime.options import one_line
 
 _PICTURES: Final = (".jpg", ".mjpeg")  # paths of pictures below /feeds/
+ADDED_NAME: Final = NAME.replace("^", r"^(?!.*\.(jpg|mjpeg)$)")
 LONGEST: Final = 2048  # characters of a source
 _PORTS: Final = {"rtsp": 554, "rtsps": 322, "http": 80, "https": 443}
 

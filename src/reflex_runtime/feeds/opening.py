@@ -30,6 +30,7 @@ def source_of(
     size: tuple[int, int] | None = None,
     read_timeout: float = 5.0,
     hwaccel: str = "",
+    direct: bool = False,
     schemes: Mapping[str, SourceMaker] | None = None,
 ) -> Source:
     """The source that a text names. Raises ConfigError; whether anything is there shows at `open`.
@@ -37,7 +38,7 @@ def source_of(
     text: a path to a file; an address with rtsp, rtsps, http or https; a device like /dev/video0; `chaos:` with
         options, as in chaos:seed=7,length=200; a directory of pictures. Text before a colon that is in `schemes` goes
         to its maker.
-    realtime, loop, size, read_timeout, hwaccel: see VideoSource; read_timeout counts for connecting, too.
+    realtime, loop, size, read_timeout, hwaccel, direct: see VideoSource; read_timeout counts for connecting, too.
     """
     scheme = match[1].lower() if (match := re.match(r"([A-Za-z][A-Za-z0-9+.-]+):", text)) else ""
     makers: dict[str, SourceMaker] = {"chaos": ChaosSource.of, **(schemes or {})}
@@ -62,6 +63,7 @@ def source_of(
         open_timeout=read_timeout,
         read_timeout=read_timeout,
         hwaccel=hwaccel,
+        direct=direct,
     )
 
 

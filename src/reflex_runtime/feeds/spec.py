@@ -22,6 +22,7 @@ from reflex_runtime.feeds.words import in_one_line
 from reflex_runtime.options import convert, did_you_mean, hints_of, one_line
 from reflex_runtime.sources import read_toml
 
+NAME = r"^(?!\.\.?$)[\w.-]{1,64}$"  # of a feed; . and .. would be other folders of --crops
 PER_FEED = (
     "realtime", "loop", "max_age_ms", "restarts", "read_timeout_s", "every", "fps", "rotate", "roi", "hwaccel",
 )  # fmt: skip
@@ -177,7 +178,7 @@ def set_in(config: FeedsConfig, own: Mapping[str, Any], known: Sequence[str], wh
 
 
 def _spec(name: str, source: str, config: FeedsConfig, own: Any, where: str) -> FeedSpec:
-    if not re.fullmatch(r"(?!\.\.?$)[\w.-]{1,64}", name):  # . and .. would be other folders of --crops
+    if not re.fullmatch(NAME, name):
         words = "the name must be 1 to 64 letters, digits, '.', '-' or '_', and neither . nor .."
         raise ConfigError(f"{where}: {words}", field="name")
     if config.roi:
@@ -213,8 +214,10 @@ def _public(text: str) -> str:
     return one_line(without_secrets(text))
 
 
-def source_of_spec(spec: FeedSpec, schemes: Mapping[str, SourceMaker] | None = None) -> Source:
-    """The source of a feed. schemes: see `source_of`. ConfigError for a file that is not there."""
+def source_of_spec(
+    spec: FeedSpec, schemes: Mapping[str, SourceMaker] | None = None, direct: bool = False
+) -> Source:
+    """The source of a feed. schemes, direct: see `source_of`. ConfigError for a file that is not there."""
     where = f"{spec.name}={_public(spec.source)}"
     if spec.file is not None and not spec.file.exists():
         raise ConfigError(f"{where}: no such file")
@@ -228,6 +231,7 @@ def source_of_spec(spec: FeedSpec, schemes: Mapping[str, SourceMaker] | None = N
             loop=own.loop,
             read_timeout=own.read_timeout_s,
             hwaccel=own.hwaccel,
+            direct=direct,
             schemes=schemes,
         )
     except ConfigError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import time
@@ -17,6 +18,7 @@ from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.feeds.arrays import NO_TRACK, to_arrays
 from reflex_runtime.feeds.outputs.output import ResultOutput
 from reflex_runtime.feeds.pipeline import Result
+from reflex_runtime.feeds.spec import NAME
 from reflex_runtime.feeds.stages.detections import has_boxes
 from reflex_runtime.telemetry import files
 
@@ -30,6 +32,8 @@ _OWN: Final = re.compile(r"\d{8}T\d{6}\.\d{3}Z-\d+-\d+-[\w.-]*\.jpg")
 class Crops(ResultOutput[Result]):
     """Writes FOLDER/FEED/TIME-SEQUENCE-PLACE-LABEL.jpg for every box, on a thread of its own.
 
+    FEED is the feed's name, or feed- and the beginning of its SHA-256 if it has other characters than letters, digits,
+    '.', '-' and '_'. Only programs give such names.
     keep: crops of a feed on the disk, those of earlier runs among them; beyond that the oldest are deleted. TIME is
     that of the capture, in UTC; with tracks, #ID follows the label as -ID. Only their owner may read them. Frames that
     come while it writes wait; there are at most `FRAMES`, and the newest win.
@@ -60,7 +64,7 @@ class Crops(ResultOutput[Result]):
                 self._well()
 
     def _write(self, result: Result) -> None:
-        folder = self._folder / result.feed
+        folder = self._folder / _folder_of(result.feed)
         kept = self._kept.get(result.feed)
         if kept is None:
             folder.mkdir(parents=True, exist_ok=True)
@@ -73,6 +77,13 @@ class Crops(ResultOutput[Result]):
             kept.append(name)
         while len(kept) > self._keep:
             (folder / kept.popleft()).unlink(missing_ok=True)
+
+
+def _folder_of(feed: str) -> str:
+    """Where crops of a feed go. A name that a program gave may be no name of a folder, or of another one."""
+    if re.fullmatch(NAME, feed):
+        return feed
+    return "feed-" + hashlib.sha256(feed.encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
 
 def _cut(result: Result) -> list[tuple[str, Any]]:

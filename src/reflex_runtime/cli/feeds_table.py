@@ -1,18 +1,13 @@
-"""What `reflex feeds` writes: a live table with log lines above it, the last table, results, and files."""
+"""What a person sees of `reflex feeds`: a live table with log lines above it, and the last table."""
 
 from __future__ import annotations
 
-import errno
 import io
 import logging
 import os
-import signal
-import socket
 import sys
 import threading
-from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
-from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TextIO, cast
 
@@ -21,8 +16,6 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from reflex_runtime.config import FeedsConfig
-from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.feeds.snapshot import FeedSnapshot, RuntimeSnapshot
 from reflex_runtime.feeds.words import (
     drops,
@@ -40,14 +33,11 @@ from reflex_runtime.feeds.words import (
     told,
     words_of,
 )
-from reflex_runtime.options import one_line
-from reflex_runtime.telemetry import files
 from reflex_runtime.telemetry.batch_metrics import BatchMetrics
 from reflex_runtime.telemetry.health import HealthEvent
 
 if TYPE_CHECKING:
     from reflex_runtime.feeds.runtime import Runtime
-    from reflex_runtime.feeds.spec import FeedSpec
 
 PER_SECOND = 4  # times the table is drawn anew
 EVERY_S = 5.0  # seconds between lines where there is no terminal
@@ -300,132 +290,3 @@ def _batches(name: str, metrics: BatchMetrics) -> str:
 
 def _cut(text: str) -> Text:
     return Text(text, no_wrap=True, overflow="ellipsis")
-
-
-# -- standard output and signals ---------------------------------------------------------------------------------------
-
-
-class ResultStream:
-    """Standard output for results, unbuffered and in UTF-8. gone: called when its reader left, and what comes after is
-    dropped, because the reader of standard output has left."""
-
-    def __init__(self, stream: Any, gone: Callable[[], None]) -> None:
-        self._file, self._tty, self._gone = stream.fileno(), stream.isatty(), gone
-
-    def isatty(self) -> bool:
-        return bool(self._tty)
-
-    def write(self, text: str) -> None:
-        data = memoryview(text.encode("utf-8", "replace"))
-        try:
-            while data:
-                data = data[os.write(self._file, data) :]
-        except OSError as error:
-            if error.errno != errno.EPIPE:
-                raise
-            self._gone()
-
-    def flush(self) -> None:
-        """Nothing is held back."""
-
-
-class Signals:
-    """While it is entered, SIGINT, SIGTERM and SIGHUP call `stop(number)` on the main thread.
-
-    wake: called on another thread for each; lets the main thread go on. It alone runs handlers, and one that waits for
-    a lock is not interrupted if the kernel gives the signal to another thread.
-    """
-
-    def __init__(self, stop: Callable[[int], None], wake: Callable[[], None]) -> None:
-        self._stop, self._wake = stop, wake
-        self._before: dict[int, Any] = {}
-        self._told, self._tell = socket.socketpair()
-        self._tell.setblocking(False)
-        self._tell_before = -1
-
-    def __enter__(self) -> None:
-        hangup = getattr(signal, "SIGHUP", signal.SIGTERM)
-        for number in {signal.SIGINT, signal.SIGTERM, hangup}:
-            if number != hangup or signal.getsignal(number) != signal.SIG_IGN:  # nohup
-                self._before[number] = signal.signal(number, lambda n, _: self._stop(n))
-        self._tell_before = signal.set_wakeup_fd(self._tell.fileno(), warn_on_full_buffer=False)
-        threading.Thread(target=self._listen, name="reflex-feeds-signals", daemon=True).start()
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-        signal.set_wakeup_fd(self._tell_before)
-        self._tell.close()
-
-    def _listen(self) -> None:
-        with self._told:
-            while self._told.recv(16):
-                self._wake()
-
-
-# -- files -------------------------------------------------------------------------------------------------------------
-
-
-def annotated(config: FeedsConfig, name: str) -> Path:
-    """The video of a feed with what was found drawn on it."""
-    return Path(config.annotate, f"{name}.mp4")
-
-
-def check_outputs(config: FeedsConfig, specs: Sequence[FeedSpec], file: Path | None = None) -> None:
-    """That everything can be written, and that nothing is written over what is read. file: the configuration."""
-    outputs = [("--results", config.results, Path(config.results))] if config.results not in ("", "-") else []
-    outputs += [("--trace", config.trace, Path(config.trace))] if config.trace else []
-    for flag, value, path in outputs:
-        if path.is_dir() and not is_parquet(value):
-            raise ConfigError(f"{flag}={one_line(value)}: is a directory, must be a file")
-    if config.crops:
-        _check_folder("--crops", config.crops)
-    if config.annotate:
-        _check_folder("--annotate", config.annotate)
-        outputs += [("--annotate", config.annotate, annotated(config, spec.name)) for spec in specs]
-    taken = {_place(spec.file): f"which {spec.name} reads" for spec in specs if spec.file is not None}
-    for model in filter(None, (config.onnx, config.then)):
-        taken[_place(Path(model))] = "which is the model"
-    if file is not None:
-        taken[_place(file)] = "which is the configuration"
-    for flag, value, path in outputs:
-        if (use := taken.get(_place(path))) is not None:
-            raise ConfigError(f"{flag}={one_line(value)}: would write over {one_line(path)}, {use}")
-        taken[_place(path)] = f"which {flag} writes"
-    for flag, value, path in outputs:
-        if flag != "--annotate":
-            _check_file(flag, value, path)
-
-
-def is_parquet(results: str) -> bool:
-    """Whether results are written as Parquet: by the end of the name."""
-    return results.lower().endswith(".parquet")
-
-
-def _place(path: Path) -> str:
-    return os.path.realpath(path)
-
-
-def _check_file(flag: str, value: str, path: Path) -> None:
-    try:
-        if flag == "--results" and is_parquet(value):
-            from reflex_runtime.feeds.outputs.parquet import check_parquet
-
-            check_parquet(path)
-        else:
-            files.check(path)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{flag}={one_line(value)}: cannot be written: {_why(error)}") from None
-
-
-def _check_folder(flag: str, value: str) -> None:
-    try:
-        Path(value).mkdir(parents=True, exist_ok=True)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{flag}={one_line(value)}: cannot be made: {_why(error)}") from None
-    if not os.access(value, os.W_OK | os.X_OK):
-        raise ConfigError(f"{flag}={one_line(value)}: cannot be written to")
-
-
-def _why(error: Exception) -> str:
-    return (error.strerror if isinstance(error, OSError) else None) or in_one_line(error)

@@ -1,0 +1,159 @@
+"""What a run of `reflex feeds` needs, made of its settings: the processor, a second model, how frames are batched."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from reflex_runtime.config import FeedsConfig
+from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.drivers.batch_processor import BatchConfig, BatchProcessor
+from reflex_runtime.options import one_line
+
+if TYPE_CHECKING:
+    from reflex_runtime.feeds.cascade import SecondModel
+    from reflex_runtime.feeds.onnx import OnnxFrames
+    from reflex_runtime.feeds.opening import SourceMaker
+    from reflex_runtime.feeds.source import Source
+    from reflex_runtime.feeds.spec import FeedSpec
+
+
+def schemes() -> dict[str, SourceMaker]:
+    """Sources that draw their own pictures."""
+    from reflex_runtime.demo.markers import markers_source
+    from reflex_runtime.demo.shapes import shapes_source
+
+    return {"shapes": shapes_source, "markers": markers_source}
+
+
+def missing(specs: Sequence[FeedSpec], sources: Mapping[str, Source]) -> dict[str, str]:
+    """The facts that settings need and that do not hold; see `check_needs`."""
+    found = {
+        "a file": any(spec.file is not None and not spec.folder for spec in specs),
+        "a video": any(spec.video for spec in specs),
+        "a live feed": any(source.live for source in sources.values()),
+        "a camera": any(spec.file is None for spec in specs),
+    }
+    if not specs:  # they are added later
+        return {}
+    return {fact: "no feed is one" for fact, holds in found.items() if not holds}
+
+
+def processor_asked(config: FeedsConfig) -> BatchProcessor:
+    """The processor that --processor or --onnx names."""
+    from reflex_runtime.feeds.opening import processor_of
+
+    if config.processor and config.onnx:
+        raise ConfigError("--processor and --onnx: give one of them, not both")
+    if not config.processor and not config.onnx:
+        raise ConfigError(
+            "no processor: give --processor MODULE:NAME or --onnx FILE (--onnx shapes is the bundled one)"
+        )
+    if config.processor:
+        return processor_of(config.processor)
+    from reflex_runtime.feeds.replaceable import ReplaceableDetector
+
+    return ReplaceableDetector(onnx_asked(config), config.then_classes)
+
+
+def second_model_asked(config: FeedsConfig, detector: BatchProcessor, frames: int) -> SecondModel:
+    """The second model. frames: most that wait for the first one."""
+    from reflex_runtime.feeds.cascade import SecondModel
+    from reflex_runtime.feeds.replaceable import ReplaceableDetector
+
+    size = config.then_batch_size
+    batching = BatchConfig(
+        max_batch_size=size,
+        max_latency=0.0,  # the boxes of a batch of frames come together
+        queue_capacity=max(size, frames * config.then_most),
+        max_in_flight_per_feed=0,
+    )
+
+    given = {*config.then_classes, *(int(name) for name in config.then_classes if name.isdecimal())}
+
+    def labels(value: Any) -> Collection[Any] | None:
+        if not config.then_classes:
+            return None
+        return detector.labels(value) if isinstance(detector, ReplaceableDetector) else given
+
+    plain = replace(config, size="", resize="auto", names="", score=None, iou=None, classes=(), max_detections=0)
+    model = onnx_asked(replace(plain, onnx=config.then), "--then", "then")
+    return SecondModel(model, batching, labels, config.then_most)
+
+
+def refusal_of(config: FeedsConfig, error: Exception) -> ConfigError:
+    """Why the processor cannot be used, in the words of the command line."""
+    from reflex_runtime.feeds.words import in_one_line, told
+
+    named = f"--processor={one_line(config.processor)}" if config.processor else f"--onnx={one_line(config.onnx)}"
+    cause = error.__cause__
+    words = in_one_line(getattr(cause if isinstance(cause, ConfigError) else error, "message", str(error)))
+    if config.then and isinstance(cause, ConfigError) and words.startswith(f"{config.then}: "):
+        return ConfigError(f"--then={one_line(words)}")
+    if cause is not None and not isinstance(cause, ConfigError):
+        words = f"on_start failed: {told(cause)}"
+    return ConfigError(f"{named}: {words.removeprefix(config.onnx + ': ')}")
+
+
+def onnx_asked(config: FeedsConfig, flag: str = "--onnx", id: str = "onnx") -> OnnxFrames:
+    from reflex_runtime.demo.shapes import DETECTOR
+    from reflex_runtime.feeds.onnx import OnnxFrames
+    from reflex_runtime.processors.onnx import PROVIDERS, check_provider
+
+    path = DETECTOR if config.onnx == "shapes" else Path(config.onnx)
+    if not path.is_file():
+        raise ConfigError(f"{flag}={one_line(config.onnx)}: no such file (shapes is the bundled detector)")
+    provider = PROVIDERS.get(config.provider, config.provider)
+    try:
+        check_provider(provider)
+    except ConfigError as error:
+        raise ConfigError(f"--provider={one_line(config.provider)}: {error.message.partition(': ')[2]}") from None
+    return OnnxFrames(
+        path,
+        id,
+        provider=provider,
+        threads=config.threads,
+        score=config.score,
+        iou=config.iou,
+        max_detections=config.max_detections or None,
+        classes=[name.strip() for name in config.classes],
+        size=_size(config.size) if config.size else None,
+        resize=None if config.resize == "auto" else config.resize,
+        names=_names(config.names) if config.names else None,
+    )
+
+
+def _size(text: str) -> tuple[int, int]:
+    """Width and height from 640 or 640x384."""
+    found = re.fullmatch(r"([0-9]{1,5})(?:x([0-9]{1,5}))?", text.strip())
+    if found is None or not all(1 <= int(side) <= 16_384 for side in found.groups(found[1])):
+        raise ConfigError(f"--size={one_line(text)}: must be pixels of a side, such as 640, or WIDTHxHEIGHT")
+    return int(found[1]), int(found[2] or found[1])
+
+
+def _names(file: str) -> dict[int, str]:
+    from reflex_runtime.feeds.detectors.facts import names_of_file
+
+    try:
+        return names_of_file(Path(file))
+    except ConfigError as error:
+        raise ConfigError(f"--names={one_line(file)}: {error.message}") from None
+
+
+def batching_asked(config: FeedsConfig, feeds: int) -> BatchConfig:
+    from reflex_runtime.feeds.fleet import MOST
+
+    size, capacity = config.max_batch_size, config.queue_capacity
+    if 0 < capacity < size:
+        raise ConfigError(f"--queue-capacity={capacity}: must be at least --max-batch-size={size}, or 0")
+    return BatchConfig(
+        max_batch_size=size,
+        max_latency=config.max_latency_ms / 1e3,
+        queue_capacity=capacity or max(4 * size, feeds if config.port < 0 else MOST),
+        response_timeout=config.response_timeout_s,
+        startup_timeout=config.startup_timeout_s,
+        watchdog=config.watchdog_s,
+    )
