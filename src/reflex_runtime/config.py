@@ -386,6 +386,11 @@ class LLMServeConfig(ServerConfig):
         (), "a further name of the model; of several models, ALIAS=MODEL says which", metavar="ALIAS[=MODEL]",
         repeat=True,
     )
+    lora: tuple[str, ...] = option(
+        (), "a LoRA adapter (PEFT directory): requests ask for MODEL:NAME, and share steps with those that ask for the "
+        "model itself; of several models, MODEL:NAME=DIR",
+        metavar="NAME=DIR", repeat=True,
+    )
     device: str = option(
         "auto", "where the model runs; auto is a GPU if PyTorch finds one, else the CPU",
         choices=("auto", "cpu", "cuda")
@@ -459,7 +464,7 @@ class LLMServeConfig(ServerConfig):
 
 
 MODEL_SETTINGS = frozenset({
-    "alias", "runner", "dtype", "quantization", "threads", "max_model_len",
+    "alias", "lora", "runner", "dtype", "quantization", "threads", "max_model_len",
     "max_gap_ms", "max_num_batched_tokens", "max_num_seqs", "long_prefill_token_threshold",
     "max_queue", "max_queued_tokens", "block_size", "kv_cache_gb", "prefix_caching",
 })  # fmt: skip

@@ -102,6 +102,7 @@ EFFECTS: Final[dict[type[Any], dict[str, str]]] = {
     },
     LLMServeConfig: {
         "served_model_name": "test_h10_the_served_name_is_the_directorys_unless_said",
+        "lora": "test_h10_lora_names_adapters_of_a_model",
         "alias": "test_h10_alias_is_a_further_name_of_one_model",
         "device": "test_h10_what_is_said_of_the_model_goes_to_its_loader",
         "runner": "test_h10_what_is_said_of_the_model_goes_to_its_loader",

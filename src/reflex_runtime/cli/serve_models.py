@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from reflex_runtime.cli.worker_settings import check_model
+from reflex_runtime.cli.worker_settings import adapters_of, check_model
 from reflex_runtime.config import MAX_MODELS, MODEL_SETTINGS, LLMServeConfig
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.demo.scribe import model_directory
@@ -64,7 +64,7 @@ def models_of(config: LLMServeConfig, words: Sequence[str], file: Path | None = 
             f"--workers={config.workers}: runtime processes run one model, and {len(sources)} are named: "
             "leave it out, or start a server for each"
         )
-    aliases = _aliases(config, list(sources))
+    aliases, adapters = _aliases(config, list(sources)), _adapters(config, list(sources))
     found = []
     for name, directory in sources.items():
         where = f"model {name}: " if len(sources) > 1 else ""
@@ -72,6 +72,8 @@ def models_of(config: LLMServeConfig, words: Sequence[str], file: Path | None = 
         mine = settings.alias if "alias" in places else ()
         for alias in mine:
             _checked(alias, places["alias"])
+        own_adapters = [_adapter(text, places["lora"]) for text in settings.lora] if "lora" in places else []
+        settings = replace(settings, lora=tuple(_named_once([*adapters[name], *own_adapters])))
         found.append(ModelAsked(name, directory, settings, places, own.weight, (*aliases[name], *mine), where))
     _check_names(found)
     return _divided(config, found)
@@ -113,6 +115,36 @@ def _aliases(config: LLMServeConfig, names: Sequence[str]) -> dict[str, tuple[st
     return found
 
 
+def _adapters(config: LLMServeConfig, names: Sequence[str]) -> dict[str, list[str]]:
+    """The adapters of each model by --lora, as NAME=DIR."""
+    found: dict[str, list[str]] = {name: [] for name in names}
+    for text in config.lora:
+        where = f"--lora={one_line(text)}"
+        model, colon, _ = text.partition("=")[0].partition(":")
+        if len(names) > 1 and not (colon and model in found):
+            raise ConfigError(f"{where}: must be MODEL:NAME=DIR, MODEL of {', '.join(names)}")
+        if colon and model not in found:
+            raise ConfigError(f"{where}: {one_line(model)} is none of {', '.join(names)}")
+        found[model if colon else names[0]].append(_adapter(text[len(model) + 1 :] if colon else text, where))
+    return found
+
+
+def _adapter(text: str, where: str) -> str:
+    """NAME=DIR, the directory in full: it is read in other processes, too."""
+    name, equals, directory = text.partition("=")
+    if not (equals and directory):
+        raise ConfigError(f"{where}: must be NAME=DIR, DIR a directory of peft with adapter_config.json")
+    return f"{_checked(name, where)}={Path(directory).resolve()}"
+
+
+def _named_once(adapters: Sequence[str]) -> Sequence[str]:
+    names = [text.partition("=")[0] for text in adapters]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise ConfigError(f"--lora={twice}=…: two adapters of a model have this name")
+    return adapters
+
+
 def _check_names(asked: Sequence[ModelAsked]) -> None:
     taken = {model.name: model.name for model in asked}
     for model in asked:
@@ -147,7 +179,8 @@ def plans_of(asked: Sequence[ModelAsked]) -> list[ModelPlan]:
             check_model(model.config, describe(model.directory))
             HFTokenizer.load(model.directory)
             defaults = sampling_defaults(model.directory)
-        plans.append(ModelPlan(model.name, model.config, model.directory, model.weight, model.aliases, defaults))
+        names, adapters = model.aliases, tuple(adapters_of(model.config))
+        plans.append(ModelPlan(model.name, model.config, model.directory, model.weight, names, adapters, defaults))
     _check_memory(asked)
     return plans
 
@@ -167,11 +200,11 @@ def rows_of(asked: Sequence[ModelAsked]) -> Iterator[tuple[str, str]]:
         return
     for model in asked:
         told = [str(model.directory), f"weight {model.weight:g}", f"cache {model.config.kv_cache_gb:.3g} GB"]
-        told += [f"alias {alias}" for alias in model.aliases]
+        told += [f"alias {alias}" for alias in model.aliases] + [f"lora {text}" for text in model.config.lora]
         told += [
             f"{name} {getattr(model.config, name)}"
             for name in model.places
-            if name in MODEL_SETTINGS - {"alias", "kv_cache_gb"}
+            if name in MODEL_SETTINGS - {"alias", "lora", "kv_cache_gb"}
         ]
         yield f"model {model.name}", ", ".join(told)
 

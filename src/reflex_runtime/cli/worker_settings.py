@@ -55,7 +55,14 @@ def _options(config: LLMServeConfig) -> dict[str, Any]:
         "kv_cache_bytes": round(config.kv_cache_gb * 1e9) if config.kv_cache_gb else None,
         "max_model_len": config.max_model_len or None,
         "threads": config.threads or None,
+        "adapters": adapters_of(config),
     }
+
+
+def adapters_of(config: LLMServeConfig) -> dict[str, Path]:
+    """The directories of --lora by the adapters' names, of a configuration that is one model's."""
+    pairs = (text.partition("=") for text in config.lora)
+    return {name: Path(directory) for name, _, directory in pairs}
 
 
 def _as_flag(config: LLMServeConfig, error: ConfigError) -> ConfigError:
@@ -69,7 +76,7 @@ def _as_flag(config: LLMServeConfig, error: ConfigError) -> ConfigError:
     if name not in LLMServeConfig.__dataclass_fields__:
         return error
     value = getattr(config, name)
-    shown = f"{value:.10g}" if isinstance(value, float) else value
+    shown = f"{value:.10g}" if isinstance(value, float) else ", ".join(value) if isinstance(value, tuple) else value
     return ConfigError(f"{flag(name)}={shown}: {why}", field=name)
 
 

@@ -73,7 +73,8 @@ class Tokenize(msgspec.Struct):
 class GenerateParams(SamplingParams, frozen=True, kw_only=True, omit_defaults=True):
     """Params of `generate`, and one of those of `batch_generate`: a request from the front to the engine.
 
-    stream_id: unique among the streams that have not ended. prompt: one of `prompt`, `prompt_token_ids`, `messages`.
+    stream_id: unique among the streams that have not ended. adapter: the name of one that is loaded with the model, ""
+    for none. prompt: one of `prompt`, `prompt_token_ids`, `messages`.
     traceparent: of the request's span, where it is recorded. timeout_ms: until the first token. follows: a stream with
     the same prompt; this request waits until that stream has computed it. credits: tokens that may be sent before
     `stream.credit` grants more. draft_model, guidance: refused without the capability.
@@ -81,6 +82,7 @@ class GenerateParams(SamplingParams, frozen=True, kw_only=True, omit_defaults=Tr
 
     stream_id: str = ""
     model_id: str = ""
+    adapter: str = ""
     prompt: str | None = None
     prompt_token_ids: list[int] | None = None
     messages: list[dict[str, Any]] | None = None

@@ -2,8 +2,8 @@
 
 `BlockPool` is the core's `Resources`. A sequence holds a table of blocks. A full block is identified by the digest of
 all tokens up to its end (the digest of the block before it, and its own tokens), so a sequence with the same beginning
-finds and shares it. A free block keeps its content until it is needed. The free list is ordered by time of release; a
-hit takes a block out of its middle. Both cost O(1).
+and the same adapter finds and shares it. A free block keeps its content until it is needed. The free list is ordered by
+time of release; a hit takes a block out of its middle. Both cost O(1).
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ class BlockPool:
     def _extend_digests(self, sequence: Sequence, full: int) -> None:
         size, digests, tokens = self.block_size, sequence.digests, sequence.tokens
         for i in range(len(digests), full):
-            before = digests[-1] if digests else b""
+            before = digests[-1] if digests else _seed(sequence)
             own = array("q", tokens[i * size : (i + 1) * size]).tobytes()
             digests.append(blake2b(before + own, digest_size=16).digest())
 
@@ -185,3 +185,8 @@ class BlockPool:
         if len(self._block_of) != sum(digest is not None for digest in self._digest_of):
             wrong.append("a digest leads to a block that does not know it")
         return wrong
+
+
+def _seed(sequence: Sequence) -> bytes:
+    """What the digests of a sequence begin with: keys and values of another adapter are others."""
+    return sequence.adapter.to_bytes(2, "little") if sequence.adapter else b""

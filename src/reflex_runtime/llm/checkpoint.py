@@ -42,7 +42,7 @@ _MAX_HEADER: Final = 100_000_000  # bytes; the format's own limit
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Place:
+class TensorPlace:
     """Where a tensor lies: `data` is the file's bytes, mapped, from the tensor's first to its last."""
 
     file: Path
@@ -50,11 +50,22 @@ class _Place:
     shape: tuple[int, ...]
     data: npt.NDArray[np.uint8]
 
+    def array(self, name: str) -> npt.NDArray[np.float32]:
+        """As float32, a copy unless the file holds float32 at an aligned place. Values are exact. name: of the tensor,
+        for the ConfigError of a type that is none of a weight."""
+        if self.dtype not in _WIDTHS:
+            wanted = ", ".join(_WIDTHS)
+            raise ConfigError(f"{self.file}: tensor {name}: dtype {self.dtype}: must be one of {wanted}")
+        if self.dtype == "BF16":  # the upper half of a float32
+            return (self.data.view(np.uint16).astype(np.uint32) << 16).view(np.float32).reshape(self.shape)
+        kind = np.float16 if self.dtype == "F16" else np.float32
+        return self.data.view(kind).astype(np.float32, copy=False).reshape(self.shape)
+
 
 class Checkpoint:
     """An opened directory: `path`, `config`, and tensors by name. Made by `open`, which has checked all of it."""
 
-    def __init__(self, path: Path, config: ModelConfig, places: Mapping[str, _Place]) -> None:
+    def __init__(self, path: Path, config: ModelConfig, places: Mapping[str, TensorPlace]) -> None:
         self.path, self.config, self._places = path, config, places
 
     @classmethod
@@ -63,9 +74,9 @@ class Checkpoint:
         root = Path(directory)
         config = read_config(root / CONFIG_FILE)
         files, origin = _weight_files(root)
-        places: dict[str, _Place] = {}
+        places: dict[str, TensorPlace] = {}
         for file in files:
-            places |= _read_table(file)
+            places |= read_table(file)
         for name, shape in config.tensors().items():
             place = places.get(name)
             if place is None:
@@ -97,11 +108,8 @@ class Checkpoint:
         return place.dtype, place.data, place.shape
 
     def tensor(self, name: str) -> npt.NDArray[np.float32]:
-        """As float32, a copy unless the file holds float32 at an aligned place. Values are exact."""
-        dtype, data, shape = self.raw(name)
-        if dtype == "BF16":  # the upper half of a float32
-            return (data.view(np.uint16).astype(np.uint32) << 16).view(np.float32).reshape(shape)
-        return data.view(np.float16 if dtype == "F16" else np.float32).astype(np.float32, copy=False).reshape(shape)
+        """See `TensorPlace.array`."""
+        return self._places[name].array(name)
 
 
 def is_known(directory: Path | str) -> bool:
@@ -142,7 +150,7 @@ def _weight_files(root: Path) -> tuple[list[Path], Path]:
     return [root / name for name in sorted(names)], index
 
 
-def _read_table(file: Path) -> dict[str, _Place]:
+def read_table(file: Path) -> dict[str, TensorPlace]:
     """Every tensor of one safetensors file, its place checked against the file's size."""
     size = file.stat().st_size
     if size < 8:
@@ -159,7 +167,7 @@ def _read_table(file: Path) -> dict[str, _Place]:
     return places
 
 
-def _place(file: Path, name: str, entry: Any, body: npt.NDArray[np.uint8]) -> _Place:
+def _place(file: Path, name: str, entry: Any, body: npt.NDArray[np.uint8]) -> TensorPlace:
     try:
         dtype, shape, (start, stop) = str(entry["dtype"]), tuple(entry["shape"]), entry["data_offsets"]
         sound = all(type(n) is int and n >= 0 for n in (*shape, start, stop)) and start <= stop
@@ -172,4 +180,4 @@ def _place(file: Path, name: str, entry: Any, body: npt.NDArray[np.uint8]) -> _P
         raise ConfigError(f"{file}: tensor {name}: {missing}: it is truncated; {_AGAIN}")
     if dtype in _WIDTHS and stop - start != math.prod(shape) * _WIDTHS[dtype]:
         raise ConfigError(f"{file}: tensor {name}: {stop - start} bytes do not fit {dtype} of shape {list(shape)}")
-    return _Place(file, dtype, shape, body[start:stop])
+    return TensorPlace(file, dtype, shape, body[start:stop])

@@ -12,13 +12,14 @@ that fails or is cancelled in between leaves no trace in the cache.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import count
 from math import inf
+from pathlib import Path
 from typing import Any
 
 from reflex_runtime.core.batch import Batch, Done, Failed, More, Outcome
@@ -134,9 +135,11 @@ class LLMProcessor(BaseProcessor):
         time_limit: float | None = None,
         span: SpanContext | None = None,
         matcher: Matcher | None = None,
+        adapter: str = "",
     ) -> Request:
         """A request for this processor. time_limit: seconds until its first token. span: steps refer to it, if given.
-        matcher: of its constraint, where it is compiled already; it may be that of several requests.
+        matcher: of its constraint, where it is compiled already; it may be that of several requests. adapter: the name
+        of one of the runner's, "" for none.
 
         Raises TooLarge, with the limit, for a request that can never run here; ConfigError for an invalid prompt.
         """
@@ -147,6 +150,7 @@ class LLMProcessor(BaseProcessor):
             matcher = self.constraints.compile(params.constraint) if matcher is None else matcher.copy()
         sequence = Sequence(ids, params, self.tokenizer.stream(ids), self.tokenizer.eos_token_ids, matcher)
         sequence.span = span
+        sequence.adapter = self._number_of(adapter)
         return Request(
             sequence,
             id=_next_id() if id is None else id,
@@ -157,6 +161,14 @@ class LLMProcessor(BaseProcessor):
             wants=float(len(ids)),
             streams=True,
         )
+
+    def _number_of(self, adapter: str) -> int:
+        if not adapter:
+            return 0
+        if adapter not in self.runner.adapters:
+            there = ", ".join(self.runner.adapters) or "none"
+            raise ConfigError(f"adapter={adapter!r}: no such adapter is loaded; there is {there}")
+        return self.runner.adapters.index(adapter) + 1
 
     def run(self, batch: Batch) -> list[Outcome]:
         """One step of every sequence in the batch. Notes the number of blocks in use, for the trace."""
@@ -238,7 +250,8 @@ class LLMEngine:
             print(output.text)
 
     model: a Hugging Face directory, a `Runner`, or None for the toy. tokenizer: required with a runner other than the
-    toy. block_size, num_blocks: of the cache; None is the runner's default. Further keywords are `EngineConfig`'s.
+    toy. block_size, num_blocks: of the cache; None is the runner's default. adapters: directories of LoRA adapters of a
+    Hugging Face directory, by the names that requests say. Further keywords are `EngineConfig`'s.
     sinks: called with every event of the scheduler. scheduler: the core's.
     """
 
@@ -249,12 +262,13 @@ class LLMEngine:
         *,
         block_size: int | None = None,
         num_blocks: int | None = None,
+        adapters: Mapping[str, str | Path] | None = None,
         sinks: Iterable[Callable[[Event], object]] = (),
         clock: Callable[[], float] = time.monotonic,
         **config: Any,
     ) -> None:
         settings = EngineConfig(**config)
-        runner, tokenizer = _model(model, tokenizer, block_size, num_blocks)
+        runner, tokenizer = _model(model, tokenizer, block_size, num_blocks, adapters)
         self._plain = SamplingParams(**asdict(sampling_defaults(model))) if runner is not model and model else _PLAIN
         self.processor = LLMProcessor(runner, tokenizer, settings)
         self.scheduler = Scheduler([self.processor.group])
@@ -272,17 +286,19 @@ class LLMEngine:
         priority: Priority = Priority.DEFAULT,
         client: Hashable = "",
         time_limit: float | None = None,
+        adapter: str = "",
     ) -> str:
         """Queue a prompt (text or token ids); returns the request's id. Raises `Rejected` when it may not enter.
 
-        params: None is how the model's authors sample it.
+        params: None is how the model's authors sample it. adapter: the name of one of `adapters`, "" for none.
         """
         if request_id in self._tickets:
             raise ConfigError(f"request_id={request_id!r}: is still being generated")
         name = self._free_id() if request_id is None else request_id
         request = self.processor.request(
-            prompt, params or self._plain, id=name, priority=priority, client=client, time_limit=time_limit
-        )
+            prompt, params or self._plain, id=name, priority=priority, client=client, time_limit=time_limit,
+            adapter=adapter,
+        )  # fmt: skip
         self._submit(request, prompt)
         return request.id
 
@@ -364,10 +380,16 @@ class LLMEngine:
 
 
 def _model(
-    model: Any, tokenizer: Tokenizer | None, block_size: int | None, num_blocks: int | None
+    model: Any,
+    tokenizer: Tokenizer | None,
+    block_size: int | None,
+    num_blocks: int | None,
+    adapters: Mapping[str, str | Path] | None,
 ) -> tuple[Runner, Tokenizer]:
-    cache = {"block_size": block_size, "num_blocks": num_blocks}
+    cache: dict[str, Any] = {"block_size": block_size, "num_blocks": num_blocks}
     given = {name: value for name, value in cache.items() if value is not None}
+    if adapters and (model is None or hasattr(model, "forward")):
+        raise ConfigError("adapters: are those of a Hugging Face directory; a runner that is already made has its own")
     if model is None:
         return ToyRunner(**given), tokenizer or ByteTokenizer()
     if isinstance(model, ToyRunner) and tokenizer is None:
@@ -380,7 +402,8 @@ def _model(
         return model, tokenizer
     from reflex_runtime.llm.load import load
 
-    return load(model, block_size=block_size, num_blocks=num_blocks)
+    directories = {name: Path(directory) for name, directory in (adapters or {}).items()}
+    return load(model, block_size=block_size, num_blocks=num_blocks, adapters=directories)
 
 
 def trace_batches(

@@ -25,6 +25,7 @@ def flatten(lanes: Seq[Lane]) -> Step:
     positions: list[int] = []
     past: list[int] = []
     begins, blocks, block_begins = [0], [], [0]  # type: tuple[list[int], list[int], list[int]]
+    adapters = [sequence.adapter for sequence, _ in lanes]
     scored = False
     for sequence, n in lanes:
         done = sequence.num_computed_tokens
@@ -47,6 +48,7 @@ def flatten(lanes: Seq[Lane]) -> Step:
         np.array(blocks, np.int32),
         np.array(block_begins, np.int32),
         _rows(lanes, begins) if scored else None,
+        np.array(adapters, np.int32) if any(adapters) else None,
     )
 
 

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import ctypes
 import sys
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.llm.adapters import ADAPTER_CONFIG, MERGE, AdapterStack, not_adaptable
 from reflex_runtime.llm.any_checkpoint import AnyModelConfig
 from reflex_runtime.llm.checkpoint import Checkpoint, ModelConfig, is_known
 from reflex_runtime.llm.memory import BLOCK_SIZES, GIB, blocks_in, free_bytes
@@ -38,6 +40,7 @@ def load(
     dtype: str = "auto",
     quantization: str = "none",
     cache_dir: str | Path = "",
+    adapters: Mapping[str, Path] | None = None,
     **options: Any,
 ) -> tuple[Runner, Tokenizer]:
     """A runner and the tokenizer of a directory: a Hugging Face checkpoint, or an export to OpenVINO.
@@ -45,8 +48,9 @@ def load(
     device: `cpu`, `cuda`, or `auto` (a GPU when PyTorch sees one). runner: `openvino`, `torch`, or `auto`. dtype: what
     the model computes in (`float32`, `bfloat16`; `auto` is what the checkpoint is stored in where the machine is fast
     at it). quantization: `int8` or `int4` rounds the weights, on OpenVINO. cache_dir: where graphs made of checkpoints
-    are kept; by default beside the checkpoint. options: block_size, num_blocks, kv_cache_bytes, max_model_len, threads;
-    None leaves the runner's own. Raises ConfigError that names the file and what is wrong.
+    are kept; by default beside the checkpoint. adapters: directories of LoRA adapters, by name. options: block_size,
+    num_blocks, kv_cache_bytes, max_model_len, threads; None leaves the runner's own. Raises ConfigError that names the
+    file and what is wrong.
     """
     given = {name: value for name, value in options.items() if value is not None}
     device, runner = choose(device, runner, dtype, given.get("block_size"), is_export(directory), quantization)
@@ -55,10 +59,11 @@ def load(
         from reflex_runtime.llm.openvino_runner import OpenVinoRunner
 
         weights, kept = "auto" if quantization == "none" else quantization, Path(cache_dir) if cache_dir else None
-        return OpenVinoRunner(directory, dtype=dtype, weights=weights, cache_dir=kept, **given), tokenizer
+        made = OpenVinoRunner(directory, dtype=dtype, weights=weights, cache_dir=kept, adapters=adapters, **given)
+        return made, tokenizer
     from reflex_runtime.llm.torch_runner import TorchRunner
 
-    return TorchRunner(directory, device=device, dtype=dtype, **given), tokenizer
+    return TorchRunner(directory, device=device, dtype=dtype, adapters=adapters, **given), tokenizer
 
 
 def describe(directory: str | Path) -> Description:
@@ -124,6 +129,7 @@ def check(
     kv_cache_bytes: int | None = None,
     max_model_len: int | None = None,
     threads: int | None = None,
+    adapters: Mapping[str, Path] | None = None,
     copies: int = 1,
 ) -> None:
     """Refuse options of `load` that this model or this machine cannot take. Loads nothing.
@@ -132,6 +138,10 @@ def check(
     the weights is not counted: whether cache and weights fit together shows when they are loaded.
     """
     device, runner = choose(device, runner, dtype, block_size, isinstance(model, OpenVinoExport), quantization)
+    if adapters:
+        if not isinstance(model, ModelConfig):
+            raise not_adaptable()
+        AdapterStack.read(adapters, model)
     if cache_dir and Path(cache_dir).exists() and not Path(cache_dir).is_dir():
         raise _wrong("cache_dir", str(cache_dir), "is not a directory")
     if max_model_len is not None and max_model_len > model.max_position_embeddings:
@@ -155,11 +165,11 @@ def check_directory(root: Path) -> None:
     if root.suffix == ".gguf" or (root.is_dir() and not (root / CONFIG_FILE).is_file() and any(root.glob("*.gguf"))):
         why = "is llama.cpp's format, which is not served; serve the Hugging Face directory that it was made of"
         raise ConfigError(f"{root}: GGUF {why}; --quantization int4 makes it as small")
-    adapter = root / "adapter_config.json"
+    adapter = root / ADAPTER_CONFIG
     if adapter.is_file() and not (root / CONFIG_FILE).is_file():
         base = read_json(adapter).get("base_model_name_or_path")
-        how = "merge it: PeftModel.from_pretrained(base, DIR).merge_and_unload().save_pretrained(NEW_DIR)"
-        raise ConfigError(f"{root}: is an adapter (PEFT) of {base!r}, not a model, and adapters are not served; {how}")
+        how = f"serve it beside its model, reflex serve MODEL_DIR --lora NAME={root}, or {MERGE}"
+        raise ConfigError(f"{root}: is an adapter (PEFT) of {base!r}, not a model; {how}")
 
 
 def _one_of(name: str, value: str, known: tuple[str, ...]) -> None:

@@ -19,7 +19,7 @@ telemetry_off()
 import openvino as ov  # noqa: E402
 from openvino import opset15 as ops  # noqa: E402
 
-VERSION = 2
+VERSION = 3
 
 _TYPES = {"F32": ov.Type.f32, "F16": ov.Type.f16, "BF16": ov.Type.bf16}
 _NEVER = float(np.finfo(np.float32).min)  # added to a score that must not count; minus infinity would make NaN of a row
@@ -77,6 +77,7 @@ class _Decoder:
 
     def _linear(self, states: Node, name: str) -> Node:
         product = ops.matmul(states, self._matrix(f"{name}.weight"), False, True)
+        product.set_friendly_name(name)  # adapters find it by its layer
         bias = f"{name}.bias"
         return ops.add(product, _float(self._constant(bias))) if bias in self._tensors else product
 

@@ -6,6 +6,7 @@ it stores come from the compiled model. The graph is built from a checkpoint, or
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -13,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from reflex_runtime.core.errors import ConfigError, ProcessorError
+from reflex_runtime.llm.adapters import AdapterStack, not_adaptable
 from reflex_runtime.llm.checkpoint import CONFIG_FILE
 from reflex_runtime.llm.memory import GIB, blocks_in, free_bytes
 from reflex_runtime.llm.model_config import ModelConfig
@@ -40,7 +42,8 @@ class OpenVinoRunner:
     below `cache_dir`, where the next start finds it; where nothing can be written, each start converts anew. weights:
     "int8" and "int4" round the matrices, for memory and speed; answers then differ.
     kv_dtype: "uint8" stores keys and values in 8 bits, so that more blocks fit, and answers come to depend on how
-    prompts are cut up; "auto" stores them in `dtype`.
+    prompts are cut up; "auto" stores them in `dtype`. adapters: directories of LoRA adapters, by name; only for
+    checkpoints of our own architectures.
 
     ConfigError: an unusable directory, a value out of range, more blocks than memory, a missing library.
     """
@@ -50,6 +53,7 @@ class OpenVinoRunner:
     num_blocks: int
     max_model_len: int
     name: str
+    adapters: tuple[str, ...]
 
     def __init__(
         self,
@@ -64,6 +68,7 @@ class OpenVinoRunner:
         cache_dir: Path | None = None,
         weights: str = "auto",
         kv_dtype: str = "auto",
+        adapters: Mapping[str, Path] | None = None,
     ) -> None:
         if threads is not None and threads < 1:
             raise ConfigError(f"OpenVinoRunner.threads={threads}: must be >= 1, or None")
@@ -76,6 +81,7 @@ class OpenVinoRunner:
         made = source(core, root, weights, GraphCache(root, cache_dir) if cache else None)
         self._kept = made.kept  # a graph that was not read from the cache has its weights there
         config, model = made.config, made.model
+        self.adapters = _with_adapters(model, config, adapters or {})
         dtype = _dtype(dtype, config, core)
         self.max_model_len = _length(max_model_len, config, root)
         stored = "u8" if kv_dtype == "uint8" else _HINTS[dtype]
@@ -118,6 +124,8 @@ class OpenVinoRunner:
             "block_indices_begins": step.block_begins,
             "sampled_tokens_indices": step.picked,
         }
+        if self.adapters:
+            inputs["adapter_ids"] = step.adapter_ids[:, None]
         # set one by one and read in place: the library's own way of taking a dict costs five times as much Python
         for name, array in inputs.items():
             self._request.set_input_tensor(self._places[name], self._tensor(array, shared_memory=True))
@@ -178,6 +186,21 @@ def _library() -> Any:
     except ImportError as error:
         raise ConfigError("OpenVinoRunner needs openvino: in a clone, pip install '.[llm]'") from error
     return openvino
+
+
+def _with_adapters(
+    model: Any, config: ModelConfig | OpenVinoExport, directories: Mapping[str, Path]
+) -> tuple[str, ...]:
+    """Add adapters to the graph; returns their names."""
+    if not directories:
+        return ()
+    if not isinstance(config, ModelConfig):
+        raise not_adaptable()
+    from reflex_runtime.llm.openvino_adapters import add_adapters
+
+    stack = AdapterStack.read(directories, config)
+    add_adapters(model, stack)
+    return stack.names
 
 
 # -- sizes -------------------------------------------------------------------------------------------------------------

@@ -76,6 +76,7 @@ class Sequence:
         "_longest",
         "_pieces",
         "_stream",
+        "adapter",
         "alternatives",
         "blocks",
         "cached_tokens",
@@ -121,6 +122,7 @@ class Sequence:
         self.prompt_choices: list[Choice] = []  # of the prompt's tokens from the second on, as far as they are scored
         self.finish_reason: str | None = None
         self.span: SpanContext | None = None
+        self.adapter = 0  # the number of its adapter, 0 for none
         self._stream = stream
         self._pieces: list[str] = []
         self._held = ""  # complete characters that may be the beginning of a stop text

@@ -7,13 +7,14 @@ imported, so that one place says what to install; import it only when it is need
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
 from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.llm.adapters import AdapterStack
 from reflex_runtime.llm.checkpoint import EMBEDDING, Checkpoint
 
 try:
@@ -29,14 +30,27 @@ Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """(layer, queries [t, heads, head_dim], keys and values [t, kv_heads, head_dim]) → [t, heads, head_dim]."""
 
 
+class Addition(NamedTuple):
+    """What adapters add to the outputs from `begin` on: a [R, in], b [outputs, R]; see `adapters`."""
+
+    begin: int
+    a: Tensor
+    b: Tensor
+
+
 class Linear(NamedTuple):
     """x [.., in] → [.., out]; weight is [out, in]."""
 
     weight: Tensor
     bias: Tensor | None
+    additions: tuple[Addition, ...] = ()
 
-    def __call__(self, x: Tensor) -> Tensor:
-        return functional.linear(x, self.weight, self.bias)
+    def __call__(self, x: Tensor, chosen: Tensor | None) -> Tensor:
+        """chosen: [t, R], which rows of the adapters' matrices each token has; None: nobody has an adapter."""
+        y = functional.linear(x, self.weight, self.bias)
+        for begin, a, b in self.additions if chosen is not None else ():
+            y[..., begin : begin + len(b)] += functional.linear(functional.linear(x, a) * chosen, b)
+        return y
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +70,12 @@ class Layer:
 class Decoder:
     """A checkpoint's weights on a device, in one dtype, and the forward pass over them."""
 
-    def __init__(self, checkpoint: Checkpoint, device: str, dtype: torch.dtype) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, device: str, dtype: torch.dtype, adapters: AdapterStack | None = None
+    ) -> None:
         self.config = checkpoint.config
-        self._load = _Loader(checkpoint, device, dtype)
+        self._load = _Loader(checkpoint, device, dtype, adapters)
+        self._table = None if adapters is None else torch.tensor(adapters.table, device=device, dtype=dtype)
         self._embedding = self._load.tensor(EMBEDDING)
         tied = self.config.tie_word_embeddings
         self._head = self._embedding if tied else self._load.tensor(checkpoint.head)
@@ -80,33 +97,39 @@ class Decoder:
             down=load.linear(f"{name}.mlp.down_proj"),
         )
 
-    def run(self, ids: Tensor, positions: Tensor, attend: Attend, rows: Tensor | None) -> Tensor:
-        """float32 logits [n, vocab_size] of the tokens at `rows`; None: of all."""
-        hidden = self.hidden(ids, positions, attend)
+    def run(
+        self, ids: Tensor, positions: Tensor, attend: Attend, rows: Tensor | None, adapters: Tensor | None = None
+    ) -> Tensor:
+        """float32 logits [n, vocab_size] of the tokens at `rows`; None: of all. adapters: see `hidden`."""
+        hidden = self.hidden(ids, positions, attend, adapters)
         return self.logits(hidden if rows is None else hidden[rows])
 
-    def hidden(self, ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """What the layers make of the tokens: ids and positions [t] → [t, hidden_size]. `attend` once per layer."""
+    def hidden(self, ids: Tensor, positions: Tensor, attend: Attend, adapters: Tensor | None = None) -> Tensor:
+        """What the layers make of the tokens: ids and positions [t] → [t, hidden_size]. `attend` once per layer.
+        adapters: [t], the number of each token's adapter; None: nobody has one."""
+        chosen = None if adapters is None or self._table is None else self._table[adapters]
         eps = self.config.rms_norm_eps
         cos, sin = self._rotations(positions)
         x = self._embedding[ids]
         for i, layer in enumerate(self._layers):
-            turned, v = self._heads(layer, rms_norm(x, layer.norm, eps), cos, sin)
+            turned, v = self._heads(layer, rms_norm(x, layer.norm, eps), cos, sin, chosen)
             q, k = turned.split([self.config.num_heads, self.config.num_kv_heads], dim=1)
             mixed = attend(i, q, k, v)
-            x = x + layer.out(mixed.flatten(1))
-            gate, up = layer.gate_up(rms_norm(x, layer.mlp_norm, eps)).chunk(2, dim=-1)
-            x = x + layer.down(functional.silu(gate) * up)
+            x = x + layer.out(mixed.flatten(1), chosen)
+            gate, up = layer.gate_up(rms_norm(x, layer.mlp_norm, eps), chosen).chunk(2, dim=-1)
+            x = x + layer.down(functional.silu(gate) * up, chosen)
         return x
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[n, hidden_size] → float32 [n, vocab_size]."""
         return functional.linear(rms_norm(hidden, self._norm, self.config.rms_norm_eps), self._head).float()
 
-    def _heads(self, layer: Layer, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    def _heads(
+        self, layer: Layer, x: Tensor, cos: Tensor, sin: Tensor, chosen: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         """(rotated queries, and behind them rotated keys; values), each [t, heads, head_dim]."""
         config = self.config
-        heads = layer.qkv(x).view(len(x), -1, config.head_dim)
+        heads = layer.qkv(x, chosen).view(len(x), -1, config.head_dim)
         both, v = heads.split([config.num_heads + config.num_kv_heads, config.num_kv_heads], dim=1)
         if layer.q_norm is not None and layer.k_norm is not None:
             q, k = both.split([config.num_heads, config.num_kv_heads], dim=1)
@@ -135,8 +158,11 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 class _Loader:
     """Tensors of a checkpoint, copied out of its files onto the device."""
 
-    def __init__(self, checkpoint: Checkpoint, device: str, dtype: torch.dtype) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, device: str, dtype: torch.dtype, adapters: AdapterStack | None
+    ) -> None:
         self._checkpoint, self._device, self._dtype = checkpoint, device, dtype
+        self._adapted = {} if adapters is None else adapters.layers
         self._known = checkpoint.config.tensors()
 
     def tensor(self, name: str) -> Tensor:
@@ -149,4 +175,13 @@ class _Loader:
         """Projections of one input as one matrix. They have biases all or none, except that o has none beside qkv."""
         biased = f"{names[0]}.bias" in self._known
         bias = torch.cat([self.tensor(f"{name}.bias") for name in names]) if biased else None
-        return Linear(torch.cat([self.tensor(f"{name}.weight") for name in names]), bias)
+        weights = [self.tensor(f"{name}.weight") for name in names]
+        return Linear(torch.cat(weights), bias, tuple(self._additions(names, weights)))
+
+    def _additions(self, names: Sequence[str], weights: Sequence[Tensor]) -> Iterator[Addition]:
+        begin = 0
+        for name, weight in zip(names, weights, strict=True):
+            if name in self._adapted:
+                a, b = (torch.tensor(x, device=self._device, dtype=self._dtype) for x in self._adapted[name])
+                yield Addition(begin, a, b)
+            begin += len(weight)

@@ -7,8 +7,9 @@ own rows. On CUDA, steps of single tokens replay a recorded graph, one per batch
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -16,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.llm.adapters import AdapterStack, not_adaptable
 from reflex_runtime.llm.any_checkpoint import AnyModelConfig
 from reflex_runtime.llm.checkpoint import Checkpoint, ModelConfig, is_known
 from reflex_runtime.llm.memory import BLOCK_SIZES, GIB, blocks_in, free_bytes
@@ -79,7 +81,8 @@ class TorchRunner:
     float32. num_blocks: blocks of the cache, or None: as many as fit into `kv_cache_bytes`. max_model_len: at most,
     and by default, the checkpoint's own limit. threads: CPU threads of torch, one number for the whole process; None
     does not change it. cuda_graphs: record decode steps; the first step of each size then takes longer, later ones cost
-    one launch. Raises ConfigError, if possible before any weight is read.
+    one launch. adapters: directories of LoRA adapters, by name; then no step is recorded. Raises ConfigError, if
+    possible before any weight is read.
     """
 
     def __init__(
@@ -94,6 +97,7 @@ class TorchRunner:
         max_model_len: int | None = None,
         threads: int | None = None,
         cuda_graphs: bool = True,
+        adapters: Mapping[str, Path] | None = None,
     ) -> None:
         root, checkpoint = Path(directory), Checkpoint.open(directory) if is_known(directory) else None
         config = AnyModelConfig.open(root) if checkpoint is None else checkpoint.config
@@ -107,6 +111,7 @@ class TorchRunner:
         self.vocab_size, self.block_size = config.vocab_size, block_size
         self.max_model_len = max_model_len or config.max_position_embeddings
         self.name = f"torch {device} {dtype}"
+        self.adapters: tuple[str, ...] = ()
         if threads is not None:
             torch.set_num_threads(threads)
         self._device = device
@@ -114,12 +119,16 @@ class TorchRunner:
         if checkpoint is None:
             from reflex_runtime.llm.transformers_model import AnyDecoder
 
+            if adapters:
+                raise not_adaptable()
             self._decoder = decoder = AnyDecoder(root, device, kind)
             self._windows = tuple(layer.window for layer in decoder.layers)
             self._caps = tuple(layer.softcap for layer in decoder.layers)
             sizes = [(layer.kv_heads, layer.head_dim) for layer in decoder.layers]
         else:
-            self._decoder, self._windows = Decoder(checkpoint, device, kind), checkpoint.config.windows
+            stack = AdapterStack.read(adapters, checkpoint.config) if adapters else None
+            self.adapters = () if stack is None else stack.names
+            self._decoder, self._windows = Decoder(checkpoint, device, kind, stack), checkpoint.config.windows
             self._caps = (None,) * checkpoint.config.num_layers
             sizes = [(checkpoint.config.num_kv_heads, checkpoint.config.head_dim)] * checkpoint.config.num_layers
         block = 2 * block_size * kind.itemsize * sum(heads * size for heads, size in sizes)  # layers may differ
@@ -129,7 +138,8 @@ class TorchRunner:
         shape = (self.num_blocks + 1, block_size)
         self._keys = [torch.zeros(*shape, *size, dtype=kind, device=device) for size in sizes]
         self._values = [torch.zeros(*shape, *size, dtype=kind, device=device) for size in sizes]
-        recorded = device == "cuda" and cuda_graphs and checkpoint is not None  # others may do what cannot be recorded
+        # others may do what cannot be recorded, and a recorded step has no adapters
+        recorded = device == "cuda" and cuda_graphs and checkpoint is not None and not adapters
         self._record: Record | None = recorder() if recorded else None
         self._recorded: dict[tuple[int, int], _Recorded] = {}
         self._host = torch.empty(0, 0)
@@ -165,7 +175,9 @@ class TorchRunner:
                 logits = self._replayed(step, self._record)
             else:
                 rows = self._tensor(step.picked)
-                logits = self._run(self._tensor(step.token_ids), self._tensor(step.positions), self._plan(step), rows)
+                ids, positions, plan = self._tensor(step.token_ids), self._tensor(step.positions), self._plan(step)
+                chosen = None if step.adapters is None else self._tensor(step.adapter_ids.astype(np.int64))
+                logits = self._run(ids, positions, plan, rows, chosen)
             return self._on_host(logits)
 
     def _on_host(self, logits: Tensor) -> npt.NDArray[np.float32]:
@@ -188,9 +200,15 @@ class TorchRunner:
     def _tensor(self, values: npt.ArrayLike) -> Tensor:
         return torch.tensor(values, device=self._device)
 
-    def _run(self, ids: Tensor, positions: Tensor, plan: _Plan, rows: Tensor | None) -> Tensor:
-        """Logits of the tokens at `rows`; None: of all."""
-        return self._decoder.run(ids, positions, lambda *given: self._attend(plan, *given), rows)
+    def _run(
+        self, ids: Tensor, positions: Tensor, plan: _Plan, rows: Tensor | None, adapters: Tensor | None = None
+    ) -> Tensor:
+        """Logits of the tokens at `rows`; None: of all. adapters: of each token; None: nobody has one."""
+        decoder, attend = self._decoder, partial(self._attend, plan)
+        if adapters is None:
+            return decoder.run(ids, positions, attend, rows)
+        assert isinstance(decoder, Decoder)  # another one has no adapters
+        return decoder.run(ids, positions, attend, rows, adapters)
 
     # -- planning: once per step ---------------------------------------------------------------------------------------
 

@@ -75,6 +75,7 @@ class ToyRunner:
 
     vocab_size = ByteTokenizer.vocab_size
     name = "toy"
+    adapters: tuple[str, ...] = ()
 
     def __init__(self, num_blocks: int = 4096, block_size: int = 16, max_model_len: int = 8192) -> None:
         if not (num_blocks >= 1 and block_size >= 1 and max_model_len >= 2):

@@ -29,7 +29,7 @@ class Mute:
 
     def __init__(self, like: Runner) -> None:
         self.vocab_size, self.block_size, self.num_blocks = like.vocab_size, like.block_size, like.num_blocks
-        self.max_model_len, self.name = like.max_model_len, "mute"
+        self.max_model_len, self.name, self.adapters = like.max_model_len, "mute", like.adapters
         self._logits = np.zeros((0, 2), np.float32)
 
     def forward(self, step: Step) -> npt.NDArray[np.float32]:
@@ -48,6 +48,7 @@ class Kept:
     def __init__(self, runner: Runner) -> None:
         self.vocab_size, self.block_size, self.num_blocks = runner.vocab_size, runner.block_size, runner.num_blocks
         self.max_model_len, self.name, self.forward = runner.max_model_len, runner.name, runner.forward
+        self.adapters = runner.adapters
 
     def close(self) -> None:
         return

@@ -182,8 +182,9 @@ def test_h10_what_is_said_of_the_model_goes_to_its_loader(
     rounded = ["--quantization", "int4", "--cache-dir", "kept"]
     for more in ([], [*options.split(), "--kv-cache-gb", "1.5"], rounded):
         assert main(["serve", "--no-supervise", str(model_dir), "--port", "0", *more]) == 0
-        load_model(model_dir, served[-1][0])
+        load_model(model_dir, served[-1][1][0].config)
     auto = {"device": "auto", "runner": "auto", "dtype": "auto", "quantization": "none", "cache_dir": ""}
+    auto |= {"adapters": {}}
     none = dict.fromkeys(("block_size", "kv_cache_bytes", "max_model_len", "threads"))
     assert asked[0] == (model_dir, auto | none)
     numbers = {"block_size": 8, "kv_cache_bytes": 1_500_000_000, "max_model_len": 99, "threads": 3}

@@ -14,9 +14,11 @@ import pytest
 from reflex_runtime.cli import serve_models
 from reflex_runtime.cli.serve_models import ModelAsked, models_of, plans_of, rows_of
 from reflex_runtime.cli.serving import names_model
+from reflex_runtime.cli.worker_settings import adapters_of
 from reflex_runtime.config import MODEL_SETTINGS, LLMServeConfig
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.core.events import BatchScheduled
+from reflex_runtime.core.events import BatchScheduled, RequestSettled
+from reflex_runtime.llm.runner import Step
 from reflex_runtime.llm.sampling_defaults import SamplingDefaults
 from reflex_runtime.llm.serving.local_models import LocalModels, opened
 from reflex_runtime.llm.serving.model_host import ModelPlan
@@ -209,6 +211,74 @@ def test_l9_a_model_that_cannot_be_loaded_ends_the_start_and_frees_the_others() 
     asyncio.run(main())
 
 
+# -- adapters ----------------------------------------------------------------------------------------------------------
+
+
+class Adapted(Model):
+    """Says x's by itself, a's with its first adapter and b's with the second."""
+
+    adapters = ("poet", "coder")
+
+    def forward(self, step: Step) -> Any:
+        logits = super().forward(step)
+        numbers = [0] * len(logits) if step.adapters is None else step.adapters
+        for row, number in zip(logits, numbers, strict=True):
+            row[ord("xab"[number])] = 1000.0
+        return logits
+
+
+class WithAdapters(Toy):
+    def plans(self) -> list[ModelPlan]:
+        return [ModelPlan("toy", self.config, aliases=("mini",), adapters=Adapted.adapters)]
+
+
+@pytest.fixture(scope="module")
+def adapted() -> Iterator[WithAdapters]:
+    with WithAdapters(Adapted()) as made:
+        yield made
+
+
+@pytest.mark.parametrize(("name", "says"), [("toy", "x"), ("toy:poet", "a"), ("toy:coder", "b"), ("mini:poet", "a")])
+def test_l9_an_adapter_is_asked_for_behind_the_name_of_its_model(adapted: Toy, name: str, says: str) -> None:
+    completion = adapted.complete(model=name, max_tokens=4).json
+    assert (completion["model"], completion["choices"][0]["text"]) == (name, 4 * says)
+    assert adapted.chat("hi", model=name, max_tokens=4).json["choices"][0]["message"]["content"] == 4 * says
+    assert adapted.post("/tokenize", {"model": name, "prompt": "hi"}).json["count"] == 2
+
+
+def test_l9_adapters_are_listed_with_the_model_they_change(adapted: Toy) -> None:
+    cards = {card["id"]: card for card in adapted.get("/v1/models").json["data"]}
+    assert list(cards) == ["toy", "mini", "toy:poet", "mini:poet", "toy:coder", "mini:coder"]
+    assert (cards["mini:poet"]["root"], cards["mini:poet"]["parent"]) == ("toy", "toy")
+    assert (cards["mini"]["root"], cards["mini"]["parent"]) == ("toy", None)
+    for name in ("poet", "toy:", "toy:other", "toy:poet:coder"):
+        answer = adapted.complete(model=name)
+        assert (answer.status, adapted.error(answer)["code"]) == (404, "model_not_found")
+        assert f"the model {name!r} does not exist; 'toy', 'mini', 'toy:poet'" in adapted.error(answer)["message"]
+
+
+def test_l9_requests_with_different_adapters_share_steps_and_no_cached_blocks() -> None:
+    runner = Adapted()
+    with WithAdapters(runner) as toy:
+        runner.stop()
+        with (
+            toy.open("p" * 40, name="first", model="toy:poet", max_tokens=3, stream=True) as first,
+            toy.open("p" * 40, name="second", model="toy:coder", max_tokens=3, stream=True) as second,
+            toy.open("p" * 40, name="third", max_tokens=3, stream=True) as third,
+        ):
+            for name in ("first", "second", "third"):
+                toy.ticket(name)
+            runner.go()
+            texts = [caller.read() and caller.text for caller in (first, second, third)]
+        assert texts == ["aaa", "bbb", "xxx"]
+        assert max(len(event.batch) for event in toy.log.of(BatchScheduled)) == 3
+        for name, cached in (("toy:poet", 32), ("toy:coder", 32), ("mini:coder", 32)):
+            usage = toy.complete("p" * 40, model=name, max_tokens=1).json["usage"]
+            assert usage["prompt_tokens_details"]["cached_tokens"] == cached
+        tickets = [toy.log.wait(RequestSettled, n + 1).ticket for n in range(3)]
+        assert [ticket.cached for ticket in tickets] == [0.0, 0.0, 0.0]
+
+
 # -- the command -------------------------------------------------------------------------------------------------------
 
 
@@ -250,6 +320,15 @@ def test_h10_alias_is_a_further_name_of_one_model(tmp_path: Path) -> None:
     assert [m.name for m in asked(tmp_path, "x=DIR/a")] == ["x"]
 
 
+def test_h10_lora_names_adapters_of_a_model(tmp_path: Path) -> None:
+    (one,) = asked(tmp_path, "DIR/a", lora=("x=adapters/x", "a:y=/y"))
+    assert one.config.lora == (f"x={Path('adapters/x').resolve()}", "y=/y")
+    assert adapters_of(one.config) == {"x": Path("adapters/x").resolve(), "y": Path("/y")}
+    file = '[models.b]\nlora = ["z=/z"]'
+    a, b = asked(tmp_path, "DIR/a", "DIR/b", lora=("a:x=/x", "b:y=/y=1"), file=file)
+    assert (a.config.lora, b.config.lora) == (("x=/x",), ("y=/y=1", "z=/z"))
+
+
 @pytest.mark.parametrize(
     ("words", "more", "says"),
     [
@@ -260,6 +339,12 @@ def test_h10_alias_is_a_further_name_of_one_model(tmp_path: Path) -> None:
         ("DIR/a DIR/b", {"alias": ("x=c",)}, "--alias=x=c: c is none of a, b"),
         ("DIR/a DIR/b", {"alias": ("b=a",)}, "--alias=b: names b already"),
         ("DIR/a DIR/b", {"alias": ("x=a", "x=b")}, "--alias=x: names a already"),
+        ("DIR/a", {"lora": ("x",)}, "--lora=x: must be NAME=DIR, DIR a directory of peft with adapter_config.json"),
+        ("DIR/a", {"lora": ("b:x=y",)}, "--lora=b:x=y: b is none of a"),
+        ("DIR/a", {"lora": ("x=y", "x=z")}, "--lora=x=…: two adapters of a model have this name"),
+        ("DIR/a", {"lora": ("x y=z",)}, "--lora=x y=z: the name 'x y' must be 1 to 64 letters"),
+        ("DIR/a DIR/b", {"lora": ("x=y",)}, "--lora=x=y: must be MODEL:NAME=DIR, MODEL of a, b"),
+        ("DIR/a DIR/b", {"lora": ("c:x=y",)}, "--lora=c:x=y: must be MODEL:NAME=DIR, MODEL of a, b"),
         ("DIR/a", {"alias": ("x y",)}, "--alias=x y: the name 'x y' must be 1 to 64 letters, digits"),
         ("-x=DIR/a", {}, "the name '-x' must be 1 to 64"),
         ("DIR/a DIR/b", {"workers": 2}, "--workers=2: runtime processes run one model, and 2 are named"),

@@ -31,7 +31,7 @@ from reflex_runtime.ipc.messages import BATCH_GENERATE
 from reflex_runtime.ipc.sampling import SamplingParams
 from reflex_runtime.ipc.spawn import spawned
 from reflex_runtime.llm.labelled_series import labelled
-from reflex_runtime.llm.serving.model_host import Open
+from reflex_runtime.llm.serving.model_host import ModelPlan, Open
 from reflex_runtime.llm.toy import ByteTokenizer
 from reflex_runtime.llm.workers import worker_engine
 from reflex_runtime.llm.workers.workers import Workers, WorkersConfig, opened
@@ -69,6 +69,9 @@ class Fleet(Toy):
 
     def opening(self) -> Open:
         return opened(self._made, ByteTokenizer())
+
+    def plans(self) -> list[ModelPlan]:
+        return [ModelPlan("toy", self.config, adapters=("poet",))]
 
     def came(self, runtime: Any) -> None:
         self.workers = runtime
@@ -536,3 +539,9 @@ def test_g14_at_sighup_the_trace_goes_on_in_a_new_file(workers: int, tmp_path: P
         assert server.ask("POST", "/v1/completions", body, head).status == 200
         assert server.stop() == 0
     assert [bool(read_journal(path).batches) for path in (kept, file)] == [True, True]
+
+
+def test_l9_an_adapter_is_asked_for_in_a_runtime_process_too() -> None:
+    with Fleet() as fleet:
+        assert fleet.complete(model="toy:poet", max_tokens=3).json["choices"][0]["text"] == "aaa"
+        assert fleet.complete(max_tokens=3).json["choices"][0]["text"] != "aaa"

@@ -18,11 +18,16 @@ from reflex_runtime.llm.workers.worker_engine import loading
 
 
 class Paced(ToyRunner):
-    """The toy, with steps that take a moment where TOY_STEP_MS says so."""
+    """The toy, with steps that take a moment where TOY_STEP_MS says so. With its adapter it says a's."""
+
+    adapters = ("poet",)
 
     def forward(self, step: Step) -> npt.NDArray[np.float32]:
         time.sleep(float(os.environ.get("TOY_STEP_MS", "0")) / 1e3)
-        return super().forward(step)
+        logits = super().forward(step)
+        if step.adapters is not None:
+            logits[step.adapters > 0, ord("a")] = 1000.0
+        return logits
 
 
 def make(path: Path, config: LLMServeConfig) -> tuple[ToyRunner, ByteTokenizer]:

@@ -115,7 +115,7 @@ class Completing:
             field = "tools" if asked.tools.forced else asked.form_field
             raise BadRequest(f"{field}: {error.message}", field) from None
         asked = _aged(asked, exchange)
-        groups = [_requests(runtime, asked, i, ids, matcher, exchange, span) for i, ids in enumerate(prompts)]
+        groups = [_requests(model, asked, i, ids, matcher, exchange, span) for i, ids in enumerate(prompts)]
         if exchange.left:
             raise CallerLeft("the caller left before its request was queued")
         for group in groups:  # without an await in between, so that all are queued or none
@@ -213,7 +213,7 @@ def _aged(asked: wire.CompletionRequest, exchange: Exchange) -> wire.CompletionR
 
 
 def _requests(
-    runtime: Generator[Any],
+    model: ServedModel,
     asked: wire.CompletionRequest,
     number: int,
     ids: list[int],
@@ -222,7 +222,7 @@ def _requests(
     span: RequestSpan | None,
 ) -> list[Any]:
     """The requests of one prompt, one for each choice. Raises BadRequest where they could never run."""
-    params = asked.params
+    params, runtime = asked.params, model.generator
     if asked.max_tokens is None:  # as many as there is room for
         room = runtime.limits.room(len(ids))
         if params.min_tokens > room:
@@ -239,7 +239,7 @@ def _requests(
         try:
             request = runtime.request(
                 ids, seeded, id=name, priority=asked.priority, client=client, time_limit=asked.time_limit,
-                span=recorded, matcher=matcher,
+                span=recorded, matcher=matcher, adapter=model.adapter,
             )  # fmt: skip
         except TooLarge as error:
             raise BadRequest(error.message, asked.field, "context_length_exceeded") from None

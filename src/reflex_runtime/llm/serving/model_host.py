@@ -24,8 +24,8 @@ class ModelPlan:
     """A model that is to be served.
 
     name: by which clients ask for it; aliases: further names. config: the server's settings, with the model's own in
-    their place. directory: of its files. weight: its share of the device's time, against the other models. defaults:
-    how it is sampled where a request does not say it.
+    their place. directory: of its files. weight: its share of the device's time, against the other models. adapters:
+    names of its LoRA adapters. defaults: how it is sampled where a request does not say it.
     """
 
     name: str
@@ -33,6 +33,7 @@ class ModelPlan:
     directory: Path = Path()
     weight: float = 1.0
     aliases: tuple[str, ...] = ()
+    adapters: tuple[str, ...] = ()
     defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
 
 

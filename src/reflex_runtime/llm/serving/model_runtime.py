@@ -36,6 +36,20 @@ UNTOLD = 1.0  # seconds at the end in which answers that are made are sent
 NAMED = 20  # names that an error tells
 
 
+def _named(
+    plans: Sequence[ModelPlan], models: Sequence[ServedModel], ready: Callable[[], ModelHost]
+) -> dict[str, ServedModel]:
+    """What each name means. An adapter is MODEL:ADAPTER, by every name of its model."""
+    found: dict[str, ServedModel] = {}
+    for plan, model in zip(plans, models, strict=True):
+        names = (plan.name, *plan.aliases)
+        found |= dict.fromkeys(names, model)
+        for adapter in plan.adapters:
+            adapted = ServedModel(plan, ready, adapter)
+            found |= {f"{name}:{adapter}": adapted for name in names}
+    return found
+
+
 class ModelRuntime:
     """The models of one server. `start` returns when they are ready or have failed.
 
@@ -54,7 +68,7 @@ class ModelRuntime:
     ) -> None:
         self.config, self.plans, self.lives = config, plans, lives
         self.models = [ServedModel(plan, self._ready) for plan in plans]
-        self._by_name = {name: model for model in self.models for name in (model.name, *model.plan.aliases)}
+        self._by_name = _named(plans, self.models, self._ready)
         self.error = ""
         self.unusable = False  # a directory or an option is wrong: there is nothing to wait for
         self.registry = CollectorRegistry()
@@ -73,7 +87,7 @@ class ModelRuntime:
 
     @property
     def names(self) -> list[str]:
-        """Every name that a request may ask for, aliases behind their model."""
+        """Every name that a request may ask for, aliases and adapters behind their model."""
         return list(self._by_name)
 
     def find(self, name: str) -> ServedModel:

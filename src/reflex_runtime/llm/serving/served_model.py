@@ -12,23 +12,25 @@ from reflex_runtime.llm.serving.model_host import ModelHost, ModelPlan
 
 
 class ServedModel:
-    """One model of a server. ready: returns what runs it, or raises the error that says why it cannot be asked."""
+    """One model of a server, or an adapter of one. ready: returns what runs it, or raises the error that says why it
+    cannot be asked. adapter: its name, "" for the model itself."""
 
-    def __init__(self, plan: ModelPlan, ready: Callable[[], ModelHost]) -> None:
-        self.plan, self.name, self.config, self.defaults = plan, plan.name, plan.config, plan.defaults
+    def __init__(self, plan: ModelPlan, ready: Callable[[], ModelHost], adapter: str = "") -> None:
+        self.plan, self.adapter, self.config, self.defaults = plan, adapter, plan.config, plan.defaults
+        self.name = f"{plan.name}:{adapter}" if adapter else plan.name
         self.created = int(time.time())
         self._ready = ready
 
     @property
     def generator(self) -> Generator[Any]:
         """What generates for it. Raises where it is not there yet, or accepts no more requests."""
-        return self._ready().generator(self.name)
+        return self._ready().generator(self.plan.name)
 
     def card(self, name: str, host: ModelHost | None) -> dict[str, Any]:
         """The model under one of its names, as /v1/models tells it. host: None before it is loaded."""
         card: dict[str, Any] = {"id": name, "object": "model", "created": self.created, "owned_by": "reflex"}
-        card |= {"root": self.name, "parent": None}
+        card |= {"root": self.plan.name, "parent": self.plan.name if self.adapter else None}
         if host is not None:
-            card["max_model_len"] = host.generator(self.name).limits.max_model_len
+            card["max_model_len"] = host.generator(self.plan.name).limits.max_model_len
             card["sampling_defaults"] = asdict(self.defaults)
         return card

@@ -80,6 +80,7 @@ class WorkerEngine:
             time_limit=None if params.timeout_ms is None else params.timeout_ms / 1e3,
             span=parent_of(params.traceparent.encode()) if params.traceparent else None,
             matcher=await self.runtime.compiled(params.constraint),
+            adapter=params.adapter,
         )
         stream = self.runtime.submit(request, bell)
         if leader is not None:

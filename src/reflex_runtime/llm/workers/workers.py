@@ -272,7 +272,7 @@ class Workers:
     def request(
         self, prompt: Sequence[int], params: SamplingParams, *, id: str, priority: Priority = Priority.DEFAULT,
         client: Hashable = "", time_limit: float | None = None, span: SpanContext | None = None,
-        matcher: Matcher | None = None,
+        matcher: Matcher | None = None, adapter: str = "",
     ) -> GenerateParams:  # fmt: skip
         """See `Generator.request`: checked here, so that a request that can never run is not sent."""
         self.limits.check(prompt, params.max_tokens)
@@ -280,7 +280,7 @@ class Workers:
         sampling = {name: getattr(params, name) for name in SamplingParams.__struct_fields__}
         ids = prompt if isinstance(prompt, list) else list(prompt)  # not a copy for each choice
         return GenerateParams(
-            **sampling, model_id=self._name, prompt_token_ids=ids, priority=priority.name.lower(),
+            **sampling, model_id=self._name, adapter=adapter, prompt_token_ids=ids, priority=priority.name.lower(),
             client=str(client), request_id=id, timeout_ms=None if time_limit is None else time_limit * 1e3,
             traceparent="" if span is None else span.traceparent,
         )  # fmt: skip

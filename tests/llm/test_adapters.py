@@ -1,0 +1,250 @@
+"""LoRA adapters: what is written with one is what `transformers` writes with its matrices merged into the model."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from llm.models import SIZES, Oracle, library, random_checkpoint, random_model
+from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.core.events import BatchScheduled, RequestPreempted
+from reflex_runtime.llm import LLMEngine, SamplingParams
+from reflex_runtime.llm.adapters import MOST_ADAPTERS, AdapterStack, LoraAdapter
+from reflex_runtime.llm.checkpoint import Checkpoint
+from reflex_runtime.llm.load import check, describe
+from reflex_runtime.llm.openvino_runner import OpenVinoRunner
+from reflex_runtime.llm.torch_runner import TorchRunner
+from reflex_runtime.llm.toy import ByteTokenizer, ToyRunner
+
+SHAPES = {"q_proj": (64, 64), "k_proj": (32, 64), "v_proj": (32, 64), "o_proj": (64, 64)}
+SHAPES |= {"gate_proj": (96, 64), "up_proj": (96, 64), "down_proj": (64, 96)}
+COUNT = 10  # tokens to write
+RUNNERS: dict[str, Any] = {"openvino": OpenVinoRunner, "torch": TorchRunner}
+
+
+def module(layer: int, name: str) -> str:
+    return f"model.layers.{layer}.{'self_attn' if name in ('q_proj', 'k_proj', 'v_proj', 'o_proj') else 'mlp'}.{name}"
+
+
+def write_adapter(
+    directory: Path, seed: int = 0, rank: int = 4, targets: tuple[str, ...] = tuple(SHAPES), **config: Any
+) -> Path:
+    """An adapter for the sizes of `models`, as peft writes it, with random matrices."""
+    draw, tensors = np.random.default_rng(seed), {}
+    for layer in range(int(SIZES["num_hidden_layers"])):
+        for name in targets:
+            outputs, inputs = SHAPES[name]
+            stem = f"base_model.model.{module(layer, name)}.lora_"
+            tensors[f"{stem}A.weight"] = draw.normal(0, 0.3, (rank, inputs)).astype(np.float32)
+            tensors[f"{stem}B.weight"] = draw.normal(0, 0.3, (outputs, rank)).astype(np.float32)
+    said = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "target_modules": list(targets), "bias": "none"}
+    directory.mkdir(exist_ok=True)
+    (directory / "adapter_config.json").write_text(json.dumps(said | config))
+    save_file(tensors, directory / "adapter_model.safetensors")
+    return directory
+
+
+def merged(base: Path, adapter: Path, directory: Path, scale: Callable[[str], float] = lambda name: 2.0) -> Path:
+    """The model with the adapter's matrices added to its own. scale: by the module's name."""
+    import torch
+    from safetensors.torch import load_file
+
+    model = library().AutoModelForCausalLM.from_pretrained(base)
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            stem = f"base_model.model.{name.removesuffix('.weight')}.lora_"
+            if f"{stem}A.weight" in tensors:
+                weight += scale(name) * tensors[f"{stem}B.weight"] @ tensors[f"{stem}A.weight"]
+    model.save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return random_model("llama", tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen2", "qwen3"])
+def written(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A model, three adapters that differ in all they can, and what the reference writes with each and with none."""
+    root = tmp_path_factory.mktemp(request.param)
+    base = random_model(request.param, root / "base", head_dim=16)
+    found = {
+        "all": write_adapter(root / "all", 1),
+        "query": write_adapter(root / "query", 2, 1, ("q_proj", "down_proj"), lora_alpha=3, use_rslora=True),
+        "wide": write_adapter(root / "wide", 3, 9, ("v_proj", "o_proj"), alpha_pattern={"o_proj": 9, "k_proj": 1}),
+    }
+    scales: dict[str, Callable[[str], float]] = {
+        "all": lambda name: 2.0,
+        "query": lambda name: 3.0 / math.sqrt(1),
+        "wide": lambda name: 1.0 if "o_proj" in name else 2.0,
+    }
+    prompts = [[int(token) for token in np.random.default_rng(n).integers(3, 256, n)] for n in (3, 60, 61)]
+    oracles = {"": Oracle(base)}
+    for name, directory in found.items():
+        oracles[name] = Oracle(merged(base, directory, root / f"merged-{name}", scales[name]))
+    expected = {name: [oracle.greedy(prompt, COUNT) for prompt in prompts] for name, oracle in oracles.items()}
+    assert len({tuple(rows[1]) for rows in expected.values()}) == 4  # each adapter changes what is written
+    return base, found, prompts, expected
+
+
+@pytest.mark.parametrize("runner", ["openvino", "torch"])
+def test_l9_adapters_share_steps_and_each_writes_what_its_merged_model_does(written: Any, runner: str) -> None:
+    """Cut up, preempted, and from the cache."""
+    base, adapters, prompts, expected = written
+    made = RUNNERS[runner](base, num_blocks={"openvino": 7, "torch": 14}[runner], threads=1, adapters=adapters)
+    events: list[Any] = []
+    engine = LLMEngine(made, ByteTokenizer(), max_num_batched_tokens=50, sinks=[events.append])
+    for again in (False, True):
+        asked = {
+            engine.add_request(prompt, SamplingParams.greedy(COUNT, ignore_eos=True), adapter=name): (name, i)
+            for i, prompt in enumerate(prompts)
+            for name in expected
+        }
+        while engine.unfinished:
+            for output in engine.step():
+                name, i = asked[output.request_id]
+                assert list(output.token_ids) == expected[name][i], (name, i, again)
+    batches = [event.batch for event in events if isinstance(event, BatchScheduled)]
+    shared = [{ticket.request.payload.adapter for ticket in batch.grants} for batch in batches]
+    assert max(map(len, shared)) > 2
+    assert any(isinstance(event, RequestPreempted) for event in events)
+    engine.close()
+
+
+def test_l9_a_cached_beginning_is_that_of_its_adapter_alone(llama: Path, tmp_path: Path) -> None:
+    adapters = {"a": write_adapter(tmp_path / "a", 1), "b": write_adapter(tmp_path / "b", 2)}
+    made = TorchRunner(llama, num_blocks=40, threads=1, adapters=adapters)
+    engine = LLMEngine(made, ByteTokenizer())
+    found = []
+    for name in ("", "a", "b", "a", "b", ""):
+        engine.add_request(list(range(3, 60)), SamplingParams.greedy(1), adapter=name)
+        found += [output.cached_tokens for output in engine.step()]
+    assert found == [0, 0, 0, 48, 48, 48]
+    engine.close()
+
+
+def test_l9_without_adapters_nothing_is_added_to_the_graph(llama: Path, tmp_path: Path) -> None:
+    adapter = write_adapter(tmp_path / "a")
+    plain = OpenVinoRunner(llama, num_blocks=4)
+    adapted = OpenVinoRunner(llama, num_blocks=4, adapters={"a": adapter})
+    for runner, names in ((plain, ()), (adapted, ("a",))):
+        assert runner.adapters == names
+        assert ("adapter_ids" in runner._places) == bool(names)
+        runner.close()
+
+
+def test_l9_the_table_says_whose_rows_of_the_stacked_matrices_are_whose(llama: Path, tmp_path: Path) -> None:
+    config = Checkpoint.open(llama).config
+    paths = {"one": write_adapter(tmp_path / "one", 1, 2, ("q_proj",)), "two": write_adapter(tmp_path / "two", 2, 3)}
+    stack = AdapterStack.read(paths, config)
+    assert stack.names == ("one", "two")
+    assert stack.table.tolist() == [[0] * 5, [1, 1, 0, 0, 0], [0, 0, 1, 1, 1]]
+    a, b = stack.layers[module(1, "up_proj")]
+    assert (a.shape, b.shape) == ((5, 64), (96, 5))
+    assert not a[:2].any()
+    assert not b[:, :2].any()
+    one = LoraAdapter.read("one", paths["one"], config).layers[module(0, "q_proj")]
+    assert np.array_equal(stack.layers[module(0, "q_proj")][0][:2], one[0])
+
+
+def test_l9_an_adapter_that_is_not_there_is_told(tmp_path: Path) -> None:
+    engine = LLMEngine()
+    with pytest.raises(ConfigError, match="adapter='x': no such adapter is loaded; there is none"):
+        engine.add_request("robots", adapter="x")
+    with pytest.raises(ConfigError, match="adapters: are those of a Hugging Face directory"):
+        LLMEngine(ToyRunner(), adapters={"x": tmp_path})
+
+
+def tensors_of(directory: Path) -> dict[str, Any]:
+    from safetensors.numpy import load_file
+
+    return load_file(directory / "adapter_model.safetensors")
+
+
+def renamed(directory: Path, name: str, to: str | None, change: Callable[[Any], Any] = lambda array: array) -> None:
+    tensors = tensors_of(directory)
+    array = tensors.pop(name)
+    if to is not None:
+        tensors[to] = change(array)
+    save_file(tensors, directory / "adapter_model.safetensors")
+
+
+Q_A, Q_B = (f"base_model.model.{module(0, 'q_proj')}.lora_{side}.weight" for side in "AB")
+MERGE = "merge it: PeftModel.from_pretrained"
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        ({"peft_type": "LOHA"}, 'peft_type=\'LOHA\': must be "LORA"'),
+        ({"use_dora": True}, f"use_dora=True: is not served; {MERGE}"),
+        ({"modules_to_save": ["lm_head"]}, r"modules_to_save=\['lm_head'\]: is not served; " + MERGE),
+        ({"bias": "lora_only"}, 'bias=\'lora_only\': must be "none": biases are not served; ' + MERGE),
+        ({"lora_bias": True}, "lora_bias=True: is not served"),
+        ({"fan_in_fan_out": True}, "fan_in_fan_out=True: is not served"),
+        ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights=.*: changes the model, too"),
+        ({"lora_alpha": "8"}, 'lora_alpha=\'8\': must be a number above 0'),
+        ({"lora_alpha": 0}, "lora_alpha=0: must be a number above 0"),
+        ({"alpha_pattern": {"q_proj": -1}}, "alpha_pattern=.*: must be a number above 0"),
+        ({"alpha_pattern": [1]}, r"alpha_pattern=\[1\]: must be an object"),
+    ],
+)
+def test_l9_an_adapter_that_does_more_is_refused_by_the_name_of_what_it_does(
+    llama: Path, tmp_path: Path, config: dict[str, Any], says: str
+) -> None:
+    model = Checkpoint.open(llama).config
+    with pytest.raises(ConfigError, match=rf"^{tmp_path}/a/adapter_config.json: {says}"):
+        LoraAdapter.read("a", write_adapter(tmp_path / "a", **config), model)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda at: renamed(at, Q_A, "x.lora_A.weight"), "tensor x.lora_A.weight: is not served: adapters may change"),
+        (lambda at: renamed(at, Q_A, Q_A.replace("q_proj", "lm_head")), "tensor .*lm_head.*: is not served"),
+        (lambda at: renamed(at, Q_A, Q_A.replace("layers.0", "layers.7")), "of the model's 2 layers"),
+        (lambda at: renamed(at, Q_A, Q_A.replace("lora_A", "lora_magnitude_vector")), "is not served"),
+        (lambda at: renamed(at, Q_A, None), "q_proj: has lora_B alone, expected lora_A and lora_B"),
+        (lambda at: renamed(at, Q_A, Q_A, lambda x: x[:, :-1].copy()), r"lora_A \[4, 63\] .* do not fit .* \[64, 64\]"),
+        (lambda at: renamed(at, Q_A, Q_A, lambda x: x[:-1]), r"lora_A \[3, 64\] and lora_B \[64, 4\] do not fit"),
+        (lambda at: renamed(at, Q_B, Q_B, lambda x: x * np.float32("nan")), "q_proj: holds numbers that are not fin"),
+        (lambda at: renamed(at, Q_A, Q_A, lambda x: x.astype(np.int32)), "lora_A.weight: dtype I32: must be one of"),
+        (lambda at: save_file({}, at / "adapter_model.safetensors"), "holds no tensors"),
+        (lambda at: (at / "adapter_model.safetensors").unlink(), "not found; save the adapter with safe_serialization"),
+    ],
+)
+def test_l9_tensors_that_do_not_fit_the_model_are_refused(
+    llama: Path, tmp_path: Path, change: Callable[[Path], Any], says: str
+) -> None:
+    model, adapter = Checkpoint.open(llama).config, write_adapter(tmp_path / "a")
+    change(adapter)
+    with pytest.raises(ConfigError, match=rf"^{tmp_path}/a/adapter_model.safetensors: .*{says}"):
+        LoraAdapter.read("a", adapter, model)
+
+
+def test_l9_ranks_and_their_number_are_bounded(llama: Path, tmp_path: Path) -> None:
+    model = Checkpoint.open(llama).config
+    with pytest.raises(ConfigError, match=r"rank 257: must be in \[1, 256\]"):
+        LoraAdapter.read("a", write_adapter(tmp_path / "a", rank=257), model)
+    one = LoraAdapter.read("b", write_adapter(tmp_path / "b", rank=1), model)
+    assert len(AdapterStack([one] * MOST_ADAPTERS).names) == MOST_ADAPTERS
+    with pytest.raises(ConfigError, match="33 adapters: at most 32 are served of a model"):
+        AdapterStack([one] * (MOST_ADAPTERS + 1))
+
+
+def test_l9_adapters_of_other_architectures_are_refused_with_what_would_work(tmp_path: Path) -> None:
+    other, adapter = random_checkpoint("Granite", tmp_path / "other"), write_adapter(tmp_path / "a")
+    says = f"lora: adapters are served of checkpoints of the Llama, Mistral, .*; {MERGE}"
+    with pytest.raises(ConfigError, match=says):
+        check(describe(other), adapters={"a": adapter})
+    with pytest.raises(ConfigError, match=says):
+        TorchRunner(other, adapters={"a": adapter})
