@@ -436,6 +436,12 @@ class LLMServeConfig(ServerConfig):
         0, "most tokens of one prompt in a step, so that others fit beside it; 0 is no limit of its own",
         low=0, high=1 << 20,
     )
+    speculate: str = option(
+        "off",
+        "ngram guesses the next tokens of an answer by what the prompt or the answer said before, and computes guesses "
+        "beside the next token where that gives more tokens a second; answers stay the same",
+        choices=("off", "ngram"),
+    )
     max_queue: int = option(1000, "most waiting requests; beyond it 429", low=1, high=1_000_000, group="queue")
     max_queued_tokens: int = option(
         1_000_000, "most prompt tokens of waiting requests; beyond it 429", low=1, high=1_000_000_000, unit="tokens"

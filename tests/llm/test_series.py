@@ -9,6 +9,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from reflex_runtime.core.events import RequestSettled
+from reflex_runtime.core.extra import ExtraUnits
 from reflex_runtime.core.request import Priority
 from reflex_runtime.llm import LLMEngine, SamplingParams
 from reflex_runtime.llm.series import INVARIANTS, SHORT_OF, EngineSeries
@@ -93,6 +94,19 @@ def test_prefix_cache_and_blocks() -> None:
     assert m["reflex_kv_cache_usage_perc"] == pytest.approx(0.3)
     m.step()
     assert m["reflex_kv_cache_usage_perc"] == 0.0
+
+
+def test_guessed_tokens_and_those_that_were_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ExtraUnits, "choose", lambda self, rows, asked, most, seconds: [min(3, len(asked[0]))])
+    m = Metered(speculate="ngram")
+    m.engine.add_request("abab", SamplingParams.greedy(30, ignore_eos=True, logit_bias=((97, 100.0),)))
+    while m.engine.unfinished:
+        m.step()
+    assert m["reflex_generation_tokens_total"] == 30
+    right, tried = (m[f"reflex_spec_decode_num_{kind}_tokens_total"] for kind in ("accepted", "draft"))
+    assert 10 < right < tried
+    assert m["reflex_iteration_tokens_total_sum"] == 4 + 29 + tried - right
+    assert sum(m[f"reflex_invariant_violations_total/invariant={name}"] for name in INVARIANTS) == 0
 
 
 def test_preemptions_do_not_disturb_what_is_known_of_a_request() -> None:

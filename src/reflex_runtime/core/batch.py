@@ -56,26 +56,34 @@ _NAMES = {cause: (cause.reason.value, cause.value) for cause in Cause}  # a memb
 
 
 class Done(NamedTuple):
-    """The request is answered with `value`."""
+    """The request is answered with `value`. earlier, unused: see `More`."""
 
     value: Any = None
+    earlier: tuple[Any, ...] = ()
+    unused: float = 0.0
 
 
 class More(NamedTuple):
     """The request stays resident for another step.
 
     value: an answer so far (a token), or None.  wants: units it wants next.  stage: its next stage; None keeps it.
+    earlier: answers of the same step that come before `value`.  unused: granted units whose result was thrown away.
+    extra: chances that each further unit would be of use, descending (see `extra.py`); for groups with resources.
     """
 
     value: Any = None
     wants: float = 1.0
     stage: str | None = None
+    earlier: tuple[Any, ...] = ()
+    unused: float = 0.0
+    extra: tuple[float, ...] = ()
 
 
 class Failed(NamedTuple):
-    """The request ran and failed with `error`."""
+    """The request ran and failed with `error`. earlier: see `More`."""
 
     error: BaseException
+    earlier: tuple[Any, ...] = ()
 
 
 class Apart(NamedTuple):
@@ -103,6 +111,7 @@ class Batch:
     short_of: what kept the rest of its partition's queue out: "budget" (including the time that deadlines allow),
         "places", "room", "memory", "share" or "stage"; "" if none waited, or only held ones.
     cached: units of its new tickets that were found already computed.
+    extra: units granted beyond what was wanted; a part of `grants`.
     part: the part of a failed call that it repeats, or None.
     notes: free for drivers and processors, written into the trace.
     """
@@ -120,6 +129,7 @@ class Batch:
     left: tuple[Ticket, ...] = ()
     short_of: str = ""
     cached: dict[Ticket, float] = field(default_factory=dict)
+    extra: dict[Ticket, float] = field(default_factory=dict)
     part: Part | None = None
     notes: dict[str, Any] = field(default_factory=dict)
 

@@ -12,7 +12,7 @@ adds those it takes; the tally keeps the running total, so nothing is ever summe
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from math import inf
 from typing import Any, Protocol
 
@@ -54,6 +54,9 @@ class Tally(Protocol):
 
     def add(self, ticket: Ticket, units: float) -> None:
         """Take the ticket with what `offer` granted it."""
+
+    def extra(self, tickets: Sequence[Ticket], budget: float) -> Sequence[int]:
+        """How many units beyond those it wants each of these members may get (`Ticket.extra`)."""
 
     def repeat(self, ticket: Ticket, most: int, budget: float) -> int:
         """Add up to `most` tickets of this cost at once, as long as they plainly fit; returns how many.
@@ -142,6 +145,9 @@ class _UnitTally:
     def add(self, ticket: Ticket, units: float) -> None:
         self.cost += 1.0
         self.dearest = 1.0
+
+    def extra(self, tickets: Sequence[Ticket], budget: float) -> Sequence[int]:
+        return [0] * len(tickets)
 
     def repeat(self, ticket: Ticket, most: int, budget: float) -> int:
         n = int(min(most, max(budget, 1.0)))
@@ -257,6 +263,9 @@ class TokenTally:
         self.cost += units
         if units > self.dearest:
             self.dearest = units
+
+    def extra(self, tickets: Sequence[Ticket], budget: float) -> Sequence[int]:
+        return [0] * len(tickets)  # what they cost in time is not known
 
     def repeat(self, ticket: Ticket, most: int, budget: float) -> int:
         return 0

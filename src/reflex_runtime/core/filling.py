@@ -40,6 +40,7 @@ class Filling:
 
     base: the residents that step, with their grants. line: the waiting tickets, if all are equals (see `_equals`).
     cached: units of entering tickets that were found already computed.
+    extra: units of residents beyond those they wanted, a part of their grants.
     preempted: residents that lost their place, in the order it happened.
     """
 
@@ -50,6 +51,7 @@ class Filling:
         self.base: dict[Ticket, float] = {}
         self.line: list[Ticket] | None = None
         self.cached: dict[Ticket, float] = {}
+        self.extra: dict[Ticket, float] = {}
         self.preempted: dict[Ticket, None] = {}
         self._entered = self._beside({})
         self._todo = movable(partition)[::-1] if partition.residents else []  # may still step, the first at the end
@@ -230,7 +232,21 @@ class Filling:
         filled.places = free if room is None else min(free, room)
         if self.preempted and not filled.short_of:
             filled.short_of = "memory" if self._memory_short else "places"
+        if filled.short_of != "memory":
+            self._add_extra()
         return filled
+
+    def _add_extra(self) -> None:
+        """Grant residents that got all they wanted some of the units beyond it: of what is left, so nobody waits."""
+        resources, base, tally = self._resources, self.base, self._entered.tally
+        assert resources is not None
+        asking = [t for t, units in base.items() if t.extra and units == t.wants]
+        for ticket, most in zip(asking, tally.extra(asking, self._budget) if asking else (), strict=True):
+            more = resources.extend(ticket, base[ticket], most) if most else 0.0
+            if more > 0.0:
+                base[ticket] += more
+                self.extra[ticket] = more
+                tally.cost += more
 
     def _come_up_to(self, priority: Priority) -> list[Ticket] | None:
         """Grant to the residents up to this priority; returns the others that may give way to it."""

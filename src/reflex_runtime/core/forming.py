@@ -27,7 +27,7 @@ from reflex_runtime.core.select import Filled, Fitter, at_risk, price_of_time, v
 
 @dataclass(slots=True)
 class Formed:
-    """A batch that may go. shed: waiting tickets that can no longer be answered in time. short_of, cached: as in
+    """A batch that may go. shed: waiting tickets that can no longer be answered in time. short_of, cached, extra: as in
     `Batch`. preempted: residents that lost their place, in the order it happened. more_late: whether more must be shed
     of those that are too late if they run after `after`."""
 
@@ -40,6 +40,7 @@ class Formed:
     short_of: str = ""
     preempted: list[Ticket] = field(default_factory=list)
     cached: dict[Ticket, float] = field(default_factory=dict)
+    extra: dict[Ticket, float] = field(default_factory=dict)
     part: Part | None = None
     more_late: bool = False
     after: float = 0.0
@@ -86,7 +87,8 @@ class Former:
             formed = self._finish(filling.base, filled)
         else:
             formed = Formed("", {}, 0.0, Cause.IDLE, [])
-        formed.shed, formed.preempted, formed.cached = shed, list(filling.preempted), filling.cached
+        formed.shed, formed.preempted = shed, list(filling.preempted)
+        formed.cached, formed.extra = filling.cached, filling.extra
         formed.more_late, formed.after = self._more_late, self._after
         return formed if formed.grants or shed or formed.preempted else None
 

@@ -135,6 +135,7 @@ class Ticket:
     stage, wants: a resident's next stage, and the units left.
     granted, cached, recomputed: units granted in all, found already computed, and granted again after preemption;
     computed: units whose result the processor holds now; lost: those it held when it was last preempted, -1 before.
+    extra: chances that units beyond `wants` would be of use; unused: units whose result was thrown away.
     batches: number of its batches; `admission`: its first batch, None before.
     started: when it was first scheduled (None before); shared: its share of the batches' measured time, in seconds.
     queue: its present or last queue among its client's tickets; line: its queue among all, None if it does not wait;
@@ -154,6 +155,7 @@ class Ticket:
         "computed",
         "deadline",
         "elder",
+        "extra",
         "granted",
         "held",
         "line",
@@ -169,6 +171,7 @@ class Ticket:
         "started",
         "state",
         "tier",
+        "unused",
         "waiter",
         "wants",
         "younger",
@@ -183,7 +186,8 @@ class Ticket:
         self.tier: Priority = request.priority
         self.stage = request.stage
         self.wants = request.wants
-        self.granted = self.cached = self.recomputed = self.computed = self.shared = 0.0
+        self.granted = self.cached = self.recomputed = self.computed = self.shared = self.unused = 0.0
+        self.extra: tuple[float, ...] = ()
         self.batches = 0
         self.admission: AdmittedBatch | None = None
         self.started: float | None = None

@@ -26,6 +26,9 @@ class Resources(Protocol):
     def reserve(self, ticket: Ticket, units: float) -> bool:
         """Reserve `units` more for the ticket; False if there is no room."""
 
+    def extend(self, ticket: Ticket, units: float, more: float) -> float:
+        """Reserve up to `more` units beyond the `units` that were just reserved; returns how many."""
+
     def would_fit(self, ticket: Ticket, units: float, released: Collection[Ticket]) -> bool:
         """Whether `reserve(ticket, units)` would succeed once these others were released. Changes nothing."""
 
@@ -40,7 +43,7 @@ class Resources(Protocol):
 
 
 class UnitPool:
-    """A pool of `capacity` units: a ticket holds one for each unit it has computed or is about to."""
+    """A pool of `capacity` units: a ticket holds one for each unit it was granted, until it leaves."""
 
     def __init__(self, capacity: float) -> None:
         if not capacity > 0:
@@ -61,6 +64,10 @@ class UnitPool:
         self._held[ticket] = self._held.get(ticket, 0.0) + units
         self.used += units
         return True
+
+    def extend(self, ticket: Ticket, units: float, more: float) -> float:
+        more = min(more, self.capacity - self.used)
+        return more if more > 0.0 and self.reserve(ticket, more) else 0.0
 
     def would_fit(self, ticket: Ticket, units: float, released: Collection[Ticket]) -> bool:
         return self.used - sum(self._held.get(t, 0.0) for t in released) + units <= self.capacity

@@ -521,6 +521,7 @@ class Scheduler:
             left=self.take_left(group.name),
             short_of=formed.short_of if partition.waiting else "",
             cached=formed.cached,
+            extra=formed.extra,
             part=formed.part,
         )
         if formed.part is not None:
@@ -562,7 +563,10 @@ class Scheduler:
             if evidence.pending and evidence.probes(ticket):
                 group.clients.shares.charge(ticket.queue.client, share / ticket.request.weight)
             if isinstance(outcome, Done):
-                ticket.computed += units
+                ticket.computed += units - outcome.unused
+                ticket.unused += outcome.unused
+                if outcome.earlier:
+                    self._publish(ticket, outcome.earlier)
                 settled(ticket)
                 done.append(ticket)
                 took += ticket.shared
@@ -573,6 +577,7 @@ class Scheduler:
                     yield ticket, Failed(error)
             else:
                 assert not isinstance(outcome, Apart)
+                self._publish(ticket, outcome.earlier)
                 if len(batch) == 1 and _is_fault(outcome.error):
                     group.offenders.failed(ticket.request.client)
                 yield ticket, outcome
@@ -585,7 +590,8 @@ class Scheduler:
         part = batch.part
         origin = Origin() if part is None else part.origin
         origin.pending -= part is not None
-        partition.suspects.split(batch.grants, origin)
+        wanted = {ticket: units - batch.extra.get(ticket, 0.0) for ticket, units in batch.grants.items()}
+        partition.suspects.split(wanted if batch.extra else batch.grants, origin)
         for ticket, units in batch.grants.items():
             ticket.recomputed += units
             error = self._reside(partition, ticket)
@@ -594,17 +600,28 @@ class Scheduler:
 
     def _stay(self, partition: Partition, ticket: Ticket, units: float, more: More) -> ReflexError | None:
         """Keep a ticket that ran as a resident until its next step. Returns the error if it leaves instead."""
-        if not 0.0 < more.wants < inf:
-            return ProcessorError(f"More.wants={more.wants!r}: must be finite and > 0")
+        value, wants, stage, earlier, unused, extra = more  # at once: this runs for every token
+        if not 0.0 < wants < inf:
+            return ProcessorError(f"More.wants={wants!r}: must be finite and > 0")
         self._groups[ticket.request.group].steps = True
         ticket.computed += units
-        ticket.wants = more.wants
-        if more.stage is not None:
-            ticket.stage = more.stage
-        self._events.append(_event(RequestProgressed, (self._now, ticket, more.value)))
-        if ticket.request.streams and more.value is not None:
+        ticket.wants, ticket.extra = wants, extra
+        if stage is not None:
+            ticket.stage = stage
+        if unused:
+            ticket.computed -= unused
+            ticket.unused += unused
+        if earlier:
+            self._publish(ticket, earlier)
+        self._events.append(_event(RequestProgressed, (self._now, ticket, value)))
+        if value is not None and ticket.request.streams:
             ticket.answered, ticket.deadline = True, inf  # a stream's deadline is for its first answer
         return self._reside(partition, ticket)
+
+    def _publish(self, ticket: Ticket, earlier: tuple[Any, ...]) -> None:
+        """Publish what came before the last answer of a step."""
+        for value in earlier:
+            self._events.append(_event(RequestProgressed, (self._now, ticket, value)))
 
     def _reside(self, partition: Partition, ticket: Ticket) -> ReflexError | None:
         """Make a ticket that ran wait for its next call. Returns the error if it leaves instead."""
@@ -630,7 +647,7 @@ class Scheduler:
         ticket.lost = ticket.computed
         ticket.recomputed += ticket.computed
         ticket.wants += ticket.computed
-        ticket.computed = 0.0
+        ticket.computed, ticket.extra = 0.0, ()
         ticket.stage = ticket.request.stage
         self._move(ticket, WAITING)
         group.requeue(ticket)

@@ -360,6 +360,9 @@ class _OneShotTally:
             self._classes.add(k)
             self.dearest = max(self.dearest, self._fixed + self._slopes[k])
 
+    def extra(self, tickets: Sequence[Ticket], budget: float) -> Sequence[int]:
+        return [0] * len(tickets)
+
     def repeat(self, ticket: Ticket, most: int, budget: float) -> int:
         if self._model.sizes or most <= 0 or not self.offer(ticket, budget):
             return 0
@@ -496,6 +499,9 @@ class _StagedTally:
             if waiting or entering <= i:
                 total += self._fits[i].fixed
         return total
+
+    def extra(self, tickets: Sequence[Ticket], budget: float) -> Sequence[int]:
+        return [0] * len(tickets)
 
     def repeat(self, ticket: Ticket, most: int, budget: float) -> int:
         return 0

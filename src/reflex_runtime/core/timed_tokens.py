@@ -9,7 +9,7 @@ number of tokens that suits a small model on a GPU makes gaps of ten seconds wit
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from math import floor, inf, sqrt
 from typing import Any
 
@@ -17,6 +17,7 @@ from reflex_runtime.core.affine import AffineFit, Counts
 from reflex_runtime.core.batch import Batch
 from reflex_runtime.core.cost import WARM_SAMPLES, Tally, TokenCost, TokenTally
 from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.core.extra import ExtraUnits
 from reflex_runtime.core.flush import BUDGET, TIMES_FIXED
 from reflex_runtime.core.request import URGENT, WAITING, Ticket
 
@@ -37,7 +38,8 @@ class TimedTokens(TokenCost):
     gap: seconds, most; None is `BUDGET`, or `TIMES_FIXED` times the fixed part of a step where that is more, at most
     `LONGEST`: then 1/8 of the time goes to fixed parts. A gap that is given is a promise, so no further sequence
     enters, but urgent ones, while one more row would break it; unless a single row already does.
-    A step without running sequences may take `ALONE` times as long. See `TokenCost` for threshold.
+    A step without running sequences may take `ALONE` times as long. inf bounds nothing. See `TokenCost` for threshold.
+    Units beyond those that sequences want are granted where they pay (`extra.py`), within the gap.
     """
 
     def __init__(self, threshold: float = inf, gap: float | None = None) -> None:
@@ -46,6 +48,7 @@ class TimedTokens(TokenCost):
             raise ConfigError(f"TimedTokens.gap={gap!r}: must be > 0 seconds, or None")
         self._gap = gap
         self._fit = AffineFit()
+        self._extra, self._asked = ExtraUnits(), False
 
     @property
     def measured(self) -> bool:
@@ -71,6 +74,8 @@ class TimedTokens(TokenCost):
 
         The first prompt of a step gets some in any case.
         """
+        if self._gap == inf:
+            return inf
         if not self.measured:
             return COLD - tokens
         limit = self.gap * (1.0 if rows else ALONE) / (1.0 + SURE * self.sigma)
@@ -89,12 +94,19 @@ class TimedTokens(TokenCost):
 
     def closed(self, ticket: Ticket, rows: float, pairs: float) -> bool:
         """Whether the ticket may not enter beside so many rows, because one more would break the promise."""
-        if self._gap is None or ticket.tier is URGENT:
+        if self._gap is None or self._gap == inf or ticket.tier is URGENT:
             return False
         if not self.measured:
             return rows >= COLD_ROWS
         limit = self._gap / ((1.0 + SURE * self.sigma) * (1.0 + SHARE))
         return self.predict(1.0, 0.0, 0.0) <= limit < self.predict(rows + 1.0, 0.0, pairs)
+
+    def extra(self, tickets: Sequence[Ticket], rows: int, seconds: float, units: float) -> Sequence[int]:
+        """How many extra units each of these members of a step may get. rows: of the step. seconds: that it takes so
+        far; units: that the budget leaves."""
+        self._asked = True
+        left = self.gap / (1.0 + SURE * self.sigma) - seconds
+        return self._extra.choose(rows, [ticket.extra for ticket in tickets], units, left)
 
     def tally(self) -> Tally:
         return _TimedTokenTally(self)
@@ -103,15 +115,21 @@ class TimedTokens(TokenCost):
         return self._fit.ready
 
     def observe(self, batch: Batch, elapsed: float) -> None:
-        rows = tokens = pairs = 0.0
+        rows, tokens, pairs, extra = 0, 0.0, 0.0, batch.extra
         for ticket, units in batch.grants.items():
             computed = ticket.computed
+            if extra:
+                units -= extra.get(ticket, 0.0)
             pairs += units * (computed + 0.5 * units)
             if units == 1.0 and computed:
-                rows += 1.0
+                rows += 1
             else:
                 tokens += units
-        self._fit.observe(_counts(rows, tokens, pairs), elapsed)
+        more = sum(extra.values())
+        if self._asked and rows and not tokens:
+            self._extra.observe(rows, more, elapsed)
+        took = elapsed - more * self._extra.unit(rows)  # without them
+        self._fit.observe(_counts(rows, tokens, pairs), max(took, 0.2 * elapsed))
 
     def snapshot(self) -> list[dict[str, Any]]:
         fit = self._fit
@@ -167,6 +185,9 @@ class _TimedTokenTally(TokenTally):
         if enters and model.closed(ticket, self._rows + self._read, self._pairs):
             return 0.0
         return min(units, model.most(*totals, ticket.computed))
+
+    def extra(self, tickets: Sequence[Ticket], budget: float) -> Sequence[int]:
+        return self._model.extra(tickets, round(self._rows), self.seconds, budget - self.cost)
 
     def add(self, ticket: Ticket, units: float) -> None:
         super().add(ticket, units)

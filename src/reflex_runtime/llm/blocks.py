@@ -11,6 +11,7 @@ from __future__ import annotations
 from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Collection
+from collections.abc import Sequence as Seq
 from hashlib import blake2b
 
 from reflex_runtime.core.batch import Batch
@@ -107,6 +108,13 @@ class BlockPool:
             sequence.blocks.append(block)
         return True
 
+    def extend(self, ticket: Ticket, units: float, more: float) -> float:
+        """See `Resources.extend`."""
+        sequence: Sequence = ticket.request.payload
+        room = (len(sequence.blocks) + len(self._free)) * self.block_size - sequence.num_computed_tokens
+        more = min(more, room - units)
+        return more if more > 0.0 and self.reserve(ticket, units + more) else 0.0
+
     def would_fit(self, ticket: Ticket, units: float, released: Collection[Ticket]) -> bool:
         """Whether `reserve` would succeed after these other sequences were released."""
         sequence: Sequence = ticket.request.payload
@@ -128,22 +136,36 @@ class BlockPool:
         if self.prefix_caching:
             for ticket in batch.grants:
                 self._publish(ticket.request.payload)
+        self._trim(batch)
 
     def rollback(self, batch: Batch) -> None:
-        """Nothing to undo: only `commit` publishes blocks, and a crashed step's tickets are released."""
+        """Only `commit` publishes blocks, and a crashed step's tickets are released; what they got for guesses is not
+        kept for the next try."""
+        self._trim(batch)
+
+    def _trim(self, batch: Batch) -> None:
+        """Take back the blocks that only wrong guesses needed."""
+        for ticket in batch.extra:
+            sequence: Sequence = ticket.request.payload
+            needed = self.blocks_for(sequence.num_computed_tokens)
+            self._give_back(sequence.blocks[needed:])
+            del sequence.blocks[needed:]
 
     def release(self, ticket: Ticket) -> None:
         """Take the sequence's blocks back. Blocks without a known prefix are handed out next; those with one last, the
         longest prefix first among them."""
         sequence: Sequence = ticket.request.payload
-        for block in reversed(sequence.blocks):
+        self._give_back(sequence.blocks)
+        sequence.blocks.clear()
+        sequence.num_computed_tokens = 0
+
+    def _give_back(self, blocks: Seq[int]) -> None:
+        for block in reversed(blocks):
             self._holders[block] -= 1
             if self._holders[block] == 0:
                 self._free[block] = None
                 if self._digest_of[block] is None:
                     self._free.move_to_end(block, last=False)
-        sequence.blocks.clear()
-        sequence.num_computed_tokens = 0
 
     # -- the prefix cache ----------------------------------------------------------------------------------------------
 

@@ -35,17 +35,20 @@ from reflex_runtime.drivers.stepper import Stepper
 from reflex_runtime.ipc.sampling import SamplingParams
 from reflex_runtime.llm.blocks import BlockPool
 from reflex_runtime.llm.constraint import Constraints, Matcher
-from reflex_runtime.llm.lanes import flatten, last_rows, scores
+from reflex_runtime.llm.lanes import Lane, drafted, flatten, next_rows, scores
 from reflex_runtime.llm.limits import Limits
+from reflex_runtime.llm.lookup import Rates
 from reflex_runtime.llm.runner import Runner
-from reflex_runtime.llm.sampler import sample
+from reflex_runtime.llm.sampler import Logits, sample
 from reflex_runtime.llm.sampling_defaults import sampling_defaults
-from reflex_runtime.llm.sequence import Choice, RequestOutput, Sequence
+from reflex_runtime.llm.sequence import RequestOutput, Sequence, TokenOutput
 from reflex_runtime.llm.tokenizer import Tokenizer
 from reflex_runtime.llm.toy import ByteTokenizer, ToyRunner
 from reflex_runtime.options import option, validate
 from reflex_runtime.processors.base import BaseProcessor
 from reflex_runtime.telemetry.trace_context import SpanContext
+
+Written = TokenOutput | ProcessorError
 
 _PLAIN = SamplingParams()
 _numbers = count()  # of requests: unique in the process
@@ -62,6 +65,8 @@ class EngineConfig:
     max_num_batched_tokens: most tokens in a step, prompts and outputs together; it bounds the memory of a step.
     max_gap_ms: longest gap between two tokens of a sequence; prompts get the time that is left (`TimedTokens`).
         0 is 100 ms, or eight times what a step costs without tokens, up to 2 s; None bounds steps by tokens alone.
+    speculate: "ngram" guesses the next tokens by what was said before and computes them where that pays (`lookup.py`);
+        outputs are the same. "off".
     max_num_seqs: most sequences that generate at the same time.
     long_prefill_token_threshold: most tokens of one sequence in a step; 0 is no limit of its own.
     enable_prefix_caching: the common beginning of prompts is computed once.
@@ -70,6 +75,7 @@ class EngineConfig:
 
     max_num_batched_tokens: int = option(2048, low=1, high=1 << 20)
     max_gap_ms: float | None = option(None, low=0, high=60_000)
+    speculate: str = option("off", choices=("off", "ngram"))
     max_num_seqs: int = option(256, low=1, high=1 << 16)
     long_prefill_token_threshold: int = option(0, low=0, high=1 << 20)
     enable_prefix_caching: bool = True
@@ -100,6 +106,8 @@ class LLMProcessor(BaseProcessor):
         self.runner, self.tokenizer, self.config = runner, tokenizer, config or EngineConfig()
         self.pool = BlockPool(runner.num_blocks, runner.block_size, self.config.enable_prefix_caching)
         self.constraints = Constraints(tokenizer.vocabulary)
+        self.rates = Rates() if self.config.speculate == "ngram" else None
+        self.drafted = self.accepted = 0  # guessed tokens that steps computed, and those of them that were right
         self._beside = ThreadPoolExecutor(1, "reflex-constraints")  # its thread starts with the first one
 
     @property
@@ -113,6 +121,8 @@ class LLMProcessor(BaseProcessor):
         """The group of its requests: tokens as units, blocks as memory, a batch whenever the device is free."""
         config = self.config
         threshold, gap = config.long_prefill_token_threshold or inf, config.max_gap_ms
+        if gap is None and self.rates is not None:
+            gap = inf  # bounds nothing, but what steps take is learned
         by_time = partial(TimedTokens, threshold, gap / 1e3 if gap else None)
         return GroupConfig(
             name=self.name,
@@ -148,7 +158,8 @@ class LLMProcessor(BaseProcessor):
         self.limits.check_sampling(params)
         if params.constraint is not None:
             matcher = self.constraints.compile(params.constraint) if matcher is None else matcher.copy()
-        sequence = Sequence(ids, params, self.tokenizer.stream(ids), self.tokenizer.eos_token_ids, matcher)
+        tokenizer = self.tokenizer
+        sequence = Sequence(ids, params, tokenizer.stream(ids), tokenizer.eos_token_ids, matcher, self.rates)
         sequence.span = span
         sequence.adapter = self._number_of(adapter)
         return Request(
@@ -175,23 +186,53 @@ class LLMProcessor(BaseProcessor):
         held = self.pool.num_blocks - self.pool.free_blocks
         batch.notes |= {"blocks_used": held, "num_blocks": self.pool.num_blocks}
         lanes = [(ticket.request.payload, int(units)) for ticket, units in batch.grants.items()]
-        ends = [i for i, (s, n) in enumerate(lanes) if s.num_computed_tokens + n == s.num_tokens]
+        ends = [i for i, (s, n) in enumerate(lanes) if s.num_computed_tokens + n >= s.num_tokens]
         matchers = [s.shaping.matcher for s in (lanes[i][0] for i in ends) if s.shaping and s.shaping.matcher]
         prepared = self._beside.submit(_prepare, matchers) if matchers else None
         step = flatten(lanes)
         logits = self.runner.forward(step)
         if prepared is not None:
             prepared.result()
-        scored: dict[Sequence, list[Choice]] = {}
         if step.rows is not None:
-            scored, at = scores(lanes, logits), last_rows(lanes)
-            rows = logits[[at[i] for i in ends]]
-        else:
-            rows = logits if len(ends) == len(lanes) else logits[ends]
-        chosen = dict(zip(ends, sample(rows, [lanes[i][0] for i in ends]), strict=True)) if ends else {}
+            return self._with_rows(lanes, ends, logits)
+        rows = logits if len(ends) == len(lanes) else logits[ends]
+        written = dict(zip(ends, _write([lanes[i][0] for i in ends], rows), strict=True))
+        return [_outcome(sequence, n, written.get(i)) for i, (sequence, n) in enumerate(lanes)]
+
+    def _with_rows(self, lanes: Seq[Lane], ends: Seq[int], logits: Logits) -> list[Outcome]:
+        """The outcomes of a step that has several rows of a sequence: for guesses, or to score a prompt."""
+        scored, at = scores(lanes, logits), next_rows(lanes)
+        written = self._write_drafted([(*lanes[i], at[i]) for i in ends], logits)
         for sequence, found in scored.items():
             sequence.scored(found)
-        return [_advance(sequence, n, chosen.get(i)) for i, (sequence, n) in enumerate(lanes)]
+        outcomes: list[Outcome] = []
+        for sequence, n in lanes:
+            *earlier, last = written.get(sequence, (None,))
+            outcomes.append(_outcome(sequence, n, last, tuple(earlier)))
+        return outcomes
+
+    def _write_drafted(self, lanes: Seq[tuple[Sequence, int, int]], logits: Logits) -> dict[Sequence, list[Written]]:
+        """The tokens that these sequences get, of which some have a draft. Each is sampled as without one; as long as
+        it is what was guessed, the logits after it are there. lanes: (sequence, its tokens, its row)."""
+        going = {sequence: (drafted(sequence, n), row) for sequence, n, row in lanes}
+        written: dict[Sequence, list[Written]] = {sequence: [] for sequence in going}
+        self.drafted += sum(count for count, _ in going.values())
+        place = 0
+        while going:
+            outputs = _write(list(going), logits[[row + place for _, row in going.values()]])
+            for sequence, output in zip(list(going), outputs, strict=True):
+                written[sequence].append(output)
+                if (
+                    place < going[sequence][0]
+                    and not isinstance(output, ProcessorError)
+                    and output.finish is None
+                    and output.token_id == sequence.draft[place]
+                ):
+                    self.accepted += 1
+                else:
+                    del going[sequence]
+            place += 1
+        return written
 
     def stop(self) -> None:
         self._beside.shutdown()
@@ -203,24 +244,38 @@ def _prepare(matchers: Seq[Matcher]) -> None:
         matcher.prepare()
 
 
-def _advance(sequence: Sequence, n: int, choice: Choice | ProcessorError | None) -> Outcome:
-    """The outcome of the step for one sequence: a chunk of its prompt, a token, its last token, or its own error."""
+def _write(sequences: Seq[Sequence], rows: Logits) -> list[Written]:
+    """The next token of each sequence, from its row: appended to it. Or its own error."""
+    written: list[Written] = []
+    for sequence, choice in zip(sequences, sample(rows, sequences) if sequences else (), strict=True):
+        if isinstance(choice, ProcessorError):
+            written.append(choice)
+            continue
+        try:
+            written.append(sequence.append(choice))
+        except ProcessorError as error:
+            written.append(error)
+        except Exception as error:  # this token cannot be decoded to text; the other sequences go on
+            written.append(ProcessorError(f"token {choice.token_id} cannot be decoded: {error}"))
+    return written
+
+
+def _outcome(sequence: Sequence, n: int, last: Written | None, earlier: tuple[Written, ...] = ()) -> Outcome:
+    """The outcome of the step for one sequence: a chunk of its prompt, tokens, its last token, or its own error."""
     if sequence.cached_tokens is None:
         sequence.cached_tokens = sequence.num_computed_tokens
-    if isinstance(choice, ProcessorError):
-        return Failed(choice)
-    output = None
-    if choice is not None:
-        try:
-            output = sequence.append(choice)
-        except ProcessorError as error:
-            return Failed(error)
-        except Exception as error:  # this token cannot be decoded to text; the other sequences go on
-            return Failed(ProcessorError(f"token {choice.token_id} cannot be decoded: {error}"))
-    sequence.num_computed_tokens += n
-    if output is None:
+    if last is None:
+        sequence.computed(n)
         return More(None, float(sequence.num_tokens - sequence.num_computed_tokens))
-    return More(output, 1.0) if output.finish is None else Done(output)
+    if isinstance(last, ProcessorError):
+        return Failed(last, earlier)
+    right = len(sequence.tokens) - 1 - sequence.num_computed_tokens  # the last one is not computed
+    sequence.num_computed_tokens += right
+    if last.finish is not None:
+        return Done(last, earlier, float(n - right))
+    if sequence.lookup is None:
+        return More(last)
+    return More(last, 1.0, None, earlier, float(n - right), sequence.guess())
 
 
 def output_of(ticket: Ticket, prompt: str | None = None) -> RequestOutput:

@@ -1,7 +1,8 @@
 """The sequences of a step: laid out behind one another for the runner, and their rows of logits found again.
 
-A lane is a sequence and how many of its tokens the step computes. It gets logits after its last known token, if that is
-in the step. A sequence whose prompt is scored gets them after each token of the prompt, too (`Sequence.scores_from`).
+A lane is a sequence and how many of its tokens the step computes: known ones, and behind them those of its draft. It
+gets logits after its last known token, if that is in the step, and after each of the draft. A sequence whose prompt is
+scored gets them after each token of the prompt, too (`Sequence.scores_from`).
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ def flatten(lanes: Seq[Lane]) -> Step:
     past: list[int] = []
     begins, blocks, block_begins = [0], [], [0]  # type: tuple[list[int], list[int], list[int]]
     adapters = [sequence.adapter for sequence, _ in lanes]
-    scored = False
+    several = False
     for sequence, n in lanes:
         done = sequence.num_computed_tokens
         if n == 1:
@@ -35,11 +36,14 @@ def flatten(lanes: Seq[Lane]) -> Step:
         else:
             ids += sequence.tokens[done : done + n]
             positions += range(done, done + n)
+            if done + n > len(sequence.tokens):
+                ids += sequence.draft[: done + n - len(sequence.tokens)]
+                several = True
         past.append(done)
         begins.append(len(ids))
         blocks += sequence.blocks
         block_begins.append(len(blocks))
-        scored = scored or sequence.scores_from is not None
+        several = several or sequence.scores_from is not None
     return Step(
         np.array(ids, np.int64),
         np.array(positions, np.int64),
@@ -47,7 +51,7 @@ def flatten(lanes: Seq[Lane]) -> Step:
         np.array(begins, np.int32),
         np.array(blocks, np.int32),
         np.array(block_begins, np.int32),
-        _rows(lanes, begins) if scored else None,
+        _rows(lanes, begins) if several else None,
         np.array(adapters, np.int32) if any(adapters) else None,
     )
 
@@ -74,9 +78,15 @@ def scores(lanes: Seq[Lane], logits: Logits) -> dict[Sequence, list[Choice]]:
     return found
 
 
-def last_rows(lanes: Seq[Lane]) -> list[int]:
-    """Where, among the rows of a step that has them, the last one of each lane is."""
-    return [end - 1 for end in accumulate(num_rows(*lane) for lane in lanes)]
+def drafted(sequence: Sequence, n: int) -> int:
+    """How many of the lane's tokens are guesses."""
+    return max(0, sequence.num_computed_tokens + n - sequence.num_tokens)
+
+
+def next_rows(lanes: Seq[Lane]) -> list[int]:
+    """Where, among the rows of a step that has them, the one after each lane's last known token is."""
+    ends = accumulate(num_rows(*lane) for lane in lanes)
+    return [end - 1 - drafted(*lane) for end, lane in zip(ends, lanes, strict=True)]
 
 
 def _rows(lanes: Seq[Lane], begins: Seq[int]) -> npt.NDArray[np.int64] | None:

@@ -16,6 +16,7 @@ from typing import NamedTuple
 from reflex_runtime.core.errors import ReflexError
 from reflex_runtime.ipc.sampling import SamplingParams
 from reflex_runtime.llm.constraint import Matcher
+from reflex_runtime.llm.lookup import Lookup, Rates
 from reflex_runtime.llm.shaping import shaping_of
 from reflex_runtime.telemetry.trace_context import SpanContext
 
@@ -68,7 +69,8 @@ class Sequence:
 
     Between steps the scheduler's side changes it (`blocks.py`), during a step the processor (`engine.py`). The driver
     orders the two, so it needs no lock. stream: takes an id, returns the text completed by it. matcher: of the
-    constraint in its params. span: of the request that it belongs to, if that is recorded.
+    constraint in its params. span: of the request that it belongs to, if that is recorded. draft: guesses of its next
+    tokens, of which a step may compute some behind its last known one; they come from `lookup`, if there is one.
     """
 
     __slots__ = (
@@ -82,8 +84,10 @@ class Sequence:
         "cached_tokens",
         "choices",
         "digests",
+        "draft",
         "eos",
         "finish_reason",
+        "lookup",
         "num_computed_tokens",
         "num_prompt_tokens",
         "params",
@@ -103,7 +107,9 @@ class Sequence:
         stream: Callable[[int], str],
         eos: frozenset[int] = frozenset(),
         matcher: Matcher | None = None,
+        rates: Rates | None = None,
     ) -> None:
+        """rates: of all sequences; with them it guesses its next tokens."""
         self.tokens = list(prompt)
         self.num_prompt_tokens = len(self.tokens)
         self._longest = self.num_prompt_tokens + params.max_tokens
@@ -123,6 +129,8 @@ class Sequence:
         self.finish_reason: str | None = None
         self.span: SpanContext | None = None
         self.adapter = 0  # the number of its adapter, 0 for none
+        self.draft: list[int] = []
+        self.lookup = None if rates is None else Lookup(self.tokens, rates)
         self._stream = stream
         self._pieces: list[str] = []
         self._held = ""  # complete characters that may be the beginning of a stop text
@@ -165,6 +173,8 @@ class Sequence:
         if self.shaping is not None:
             self.shaping.sampled(token)
         self.tokens.append(token)
+        if self.lookup is not None:
+            self.lookup.follow()
         if self.params.logprobs is not None:
             self.choices.append(choice)
         if token in self.eos:
@@ -183,6 +193,20 @@ class Sequence:
         if shown:
             self._pieces.append(shown)
         return TokenOutput(token, shown, choice.logprob, choice.top, self.finish_reason, held)
+
+    def computed(self, tokens: int) -> None:
+        """A step has computed so many of the known tokens."""
+        self.num_computed_tokens += tokens
+        if self.lookup is not None and self.num_output_tokens == 0:
+            self.lookup.learn(min(self.num_computed_tokens, self.num_prompt_tokens))
+
+    def guess(self) -> tuple[float, ...]:
+        """Guess the next tokens, as its `draft`; returns the chances that each is right, and all before it. What it may
+        write at most bounds the guess: its very last token is never computed."""
+        if self.lookup is None:
+            return ()
+        self.draft, chances = self.lookup.guess(self._longest - len(self.tokens) - 1)
+        return chances
 
     def _show(self, piece: str) -> str:
         """The part of held text and new piece that is ready to send; ends the sequence at a stop text."""

@@ -51,6 +51,7 @@ class EngineSeries:
 
     def __init__(self, processor: LLMProcessor, waiting: Callable[[], int], registry: CollectorRegistry) -> None:
         self._config, self._group = processor.config, processor.name
+        self._processor = processor
         self._lanes: dict[Ticket, _Lane] = {}
         self._running = 0
         self._short_of = ""
@@ -73,6 +74,8 @@ class EngineSeries:
         self._preemptions = counter("reflex_num_preemptions_total", "Requests that lost their blocks").labels()
         self._asked = counter("reflex_prefix_cache_queries_total", "Tokens looked up in the prefix cache").labels()
         self._hits = counter("reflex_prefix_cache_hits_total", "Tokens found there").labels()
+        self._drafted = counter("reflex_spec_decode_num_draft_tokens_total", "Guessed tokens computed").labels()
+        self._accepted = counter("reflex_spec_decode_num_accepted_tokens_total", "Those that were right").labels()
         self._prompts = counter("reflex_prompt_tokens_total", "Prompt tokens of requests that got a token").labels()
         self._outputs = counter("reflex_generation_tokens_total", "Tokens generated").labels()
         self._ends = counter("reflex_request_success_total", "Requests ended, by how", "finished_reason")
@@ -109,6 +112,7 @@ class EngineSeries:
 
     def _scheduled(self, event: BatchScheduled) -> None:
         batch = event.batch
+        self._guessed()
         self._short_of = batch.short_of
         tokens = sum(batch.grants.values())
         self._tokens.observe(tokens)
@@ -133,7 +137,11 @@ class EngineSeries:
         lane.known += 1
         self._outputs.inc()
 
+    def _guessed(self) -> None:
+        self._drafted.value, self._accepted.value = float(self._processor.drafted), float(self._processor.accepted)
+
     def _settled(self, ticket: Ticket, now: float) -> None:
+        self._guessed()
         lane = self._lanes.pop(ticket, None)
         if lane is not None:
             self._running -= lane.running
@@ -155,6 +163,6 @@ def invariants(ticket: Ticket) -> dict[str, bool]:
     sequence: Sequence = ticket.request.payload
     needed = sequence.num_prompt_tokens + sequence.num_output_tokens - 1
     return {
-        "conservation": ticket.granted - ticket.recomputed == needed - ticket.cached,
+        "conservation": ticket.granted - ticket.recomputed - ticket.unused == needed - ticket.cached,
         "blocks": not sequence.blocks,
     }

@@ -68,6 +68,22 @@ def test_h10_long_prefill_token_threshold_bounds_a_prompts_part_of_a_step() -> N
         assert runner.sizes[before:] == [10, 10, 5]
 
 
+def test_h10_speculate_computes_guesses_and_counts_them() -> None:
+    def said(**config: Any) -> tuple[str, int, dict[str, Any]]:
+        runner = Model()
+        with Toy(runner, **config) as toy:
+            before = len(runner.sizes)
+            answer = toy.complete("abc abc ab", max_tokens=80, temperature=0, logit_bias={"97": 100})
+            return answer.json["choices"][0]["text"], max(runner.sizes[before + 1 :]), toy.get("/health").json
+
+    text, size, health = said(speculate="ngram")
+    assert (text, size > 1) == ("a" * 80, True)
+    counted = health["speculation"]
+    assert 0 < counted["accepted_tokens"] <= counted["draft_tokens"] < 80
+    text, size, health = said()
+    assert (text, size, "speculation" in health) == ("a" * 80, 1, False)
+
+
 def test_h10_no_prefix_caching_computes_prompts_again() -> None:
     with Toy(prefix_caching=False) as toy:
         for _ in range(2):

@@ -48,7 +48,7 @@ class LocalModel:
         """What /health says of it."""
         runtime = self.runtime
         processor, limits = runtime.processor, runtime.limits
-        return {
+        body = {
             "runner": processor.runner.name,
             "max_model_len": limits.max_model_len,
             "running": runtime.running,
@@ -56,6 +56,9 @@ class LocalModel:
             "kv_cache_usage": round(processor.pool.usage, 6),
             "kv_cache_tokens": limits.cache_tokens,
         }
+        if processor.rates is not None:
+            body["speculation"] = {"draft_tokens": processor.drafted, "accepted_tokens": processor.accepted}
+        return body
 
     def refresh(self) -> None:
         """Bring its series up to date."""
@@ -202,6 +205,7 @@ def engine_config(config: LLMServeConfig) -> EngineConfig:
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_num_seqs=config.max_num_seqs,
         long_prefill_token_threshold=config.long_prefill_token_threshold,
+        speculate=config.speculate,
         enable_prefix_caching=config.prefix_caching,
         max_queue=config.max_queue,
         max_queued_tokens=config.max_queued_tokens,

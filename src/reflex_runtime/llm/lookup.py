@@ -1,0 +1,106 @@
+"""Guesses of a sequence's next tokens: what followed the last time that it said the same (prompt lookup).
+
+Text that repeats its prompt, or itself, is found by its last three tokens, or two. From there on the guess follows the
+old text, token by token, as long as it is right. Every token that is sampled is compared with the guess, whether that
+was computed or not, so the share of right guesses is known while none is computed, and for nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from typing import Final
+
+MOST: Final = 16  # tokens guessed at a time
+LONGEST: Final = 16_384  # tokens of a sequence that are looked up: about 300 bytes each
+LEAST: Final = 0.05  # a chance below it is not worth naming
+_CLASSES: Final = (2, 3, 4, 8, 16, 32)  # lengths of a match from which guesses are right more often
+_CLASS: Final = [sum(length >= bound for bound in _CLASSES[1:]) for length in range(_CLASSES[-1] + 1)]
+_PRIOR: Final = (0.2, 0.3, 0.5, 0.7, 0.8, 0.9)  # shares of right guesses, until they are measured
+_OWN, _ALL = 1 / 8, 1 / 64  # how much one guess changes the share of its sequence, and that of all
+
+
+class Rates:
+    """Shares of right guesses, by the length of the match. Of all sequences, or of one, which begins with theirs."""
+
+    __slots__ = ("_all", "_of")
+
+    def __init__(self, all: Rates | None = None) -> None:
+        self._all = all
+        self._of: list[float] = list(_PRIOR if all is None else all._of)
+
+    def compared(self, length: int, right: bool) -> None:
+        """A guess behind a match of this length was right, or wrong."""
+        at = _CLASS[min(length, 32)]
+        self._of[at] += ((1.0 if right else 0.0) - self._of[at]) * (_ALL if self._all is None else _OWN)
+        if self._all is not None:
+            self._all.compared(length, right)
+
+    def chances(self, length: int, most: int) -> tuple[float, ...]:
+        """That the next guess is right, the next two, and so on; at most so many."""
+        found: list[float] = []
+        chance, of = 1.0, self._of
+        for at in range(length, length + most):
+            chance *= of[_CLASS[at if at < 32 else 32]]
+            if chance < LEAST:
+                break
+            found.append(chance)
+        return tuple(found)
+
+
+class Lookup:
+    """The guesses of one sequence. tokens: its list, the prompt at first. `learn` and `follow` say how far to look."""
+
+    __slots__ = ("_at", "_known", "_length", "_pairs", "_prompt", "_rates", "_tokens", "_triples")
+
+    def __init__(self, tokens: Seq[int], rates: Rates) -> None:
+        self._tokens, self._prompt, self._rates = tokens, len(tokens), Rates(rates)
+        self._pairs: dict[int, int] = {}  # two tokens, as one number → the place behind them
+        self._triples: dict[int, int] = {}
+        self._known = 0  # tokens that are looked up
+        self._at = -1  # the place of the next guess in the tokens, or -1: there is none
+        self._length = 0  # tokens before that place that equal the last ones
+
+    def learn(self, end: int) -> None:
+        """The prompt up to here can be repeated from now on. O(what is new of it)."""
+        for place in range(self._known, min(end, LONGEST)):
+            self._at, self._length = self._remember(place)
+        self._known = end
+
+    def follow(self) -> None:
+        """There is one more token of output: compare it with the guess."""
+        if self._known < self._prompt:
+            self.learn(self._prompt)
+        place, self._known = self._known, self._known + 1
+        if place >= LONGEST:
+            self._at = -1
+            return
+        at, length = self._at, self._length
+        right = at >= 0 and self._tokens[at] == self._tokens[place]
+        if at >= 0:
+            self._rates.compared(length, right)
+        found = self._remember(place)
+        self._at, self._length = (at + 1, length + 1) if right else found
+
+    def guess(self, most: int) -> tuple[list[int], tuple[float, ...]]:
+        """The next tokens, at most so many, and the chances that each is right, and all before it."""
+        if self._at < 0 or most <= 0:
+            return [], ()
+        chances = self._rates.chances(self._length, min(most, MOST))
+        period = self._known - self._at  # behind its end the text goes on as it repeats
+        return [self._tokens[self._at + i % period] for i in range(len(chances))], chances
+
+    def _remember(self, place: int) -> tuple[int, int]:
+        """The place behind the same two or three tokens, earlier, or -1; and how many they are."""
+        tokens, pairs = self._tokens, self._pairs
+        if not place:
+            return -1, 0
+        pair = tokens[place - 1] << 32 | tokens[place]
+        found = pairs.get(pair, -1)
+        pairs[pair] = place + 1
+        if place > 1:
+            triple = tokens[place - 2] << 64 | pair
+            longer = self._triples.get(triple, -1)
+            self._triples[triple] = place + 1
+            if longer >= 0:
+                return longer, 3
+        return found, 2
