@@ -41,7 +41,7 @@ def test_the_bound_is_what_trying_everything_finds(seed: int) -> None:
 
 def test_the_servers_defaults_are_within_two_per_cent_of_what_is_possible() -> None:
     """With many robots, none of them greedy: the planner must not take chance for greed (1,000 robots, −5.8 points)."""
-    bench = compare.Bench(duration=16.0, noise=0.0)  # the bound knows no noise
+    bench = compare.Bench(duration=8.0, noise=0.0)  # the bound knows no noise
     bounds = compare.overload_bounds(bench)
     for name, workload in compare.loads_of(bench).items():
         window = bench.run(named.WINDOW, workload).on_time or 0.0

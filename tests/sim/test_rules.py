@@ -31,7 +31,7 @@ from reflex_runtime.sim import (
 from reflex_runtime.sim import rules as named
 from reflex_runtime.sim.rivals import EarlyDrop, HoldAlways, MarginalWait
 
-BENCH = compare.Bench(duration=12.0)
+BENCH = compare.Bench(duration=7.0)
 
 
 @pytest.fixture(scope="module")

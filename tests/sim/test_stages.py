@@ -49,8 +49,10 @@ def test_b23_on_periodic_robots_no_mean_and_no_p99_is_worse_than_that_of_whole_c
 
 @pytest.mark.parametrize("case", [c for c in ratio_cases([1, 10]) if "±" in c.name], ids=lambda c: c.name)
 def test_b23_at_no_ratio_of_prefix_to_step_are_periodic_robots_worse_off_than_with_whole_chunks(case: Case) -> None:
-    """The mean within a per cent and the p99 within three, which is what another seed moves them in a minute."""
-    (mean, p99), (mean_whole, p99_whole) = figures(case, RULE), figures(case, WHOLE)
+    """The mean within a per cent and the p99 within three, which is what another seed moves them in a minute of eight
+    robots; more of them give as many answers in less time."""
+    bench = replace(BENCH, duration=min(60.0, 5.0 + 480.0 / case.robots))
+    (mean, p99), (mean_whole, p99_whole) = figures(case, RULE, bench), figures(case, WHOLE, bench)
     assert mean <= 1.01 * mean_whole
     assert p99 <= 1.03 * p99_whole
 
