@@ -11,8 +11,10 @@ from collections.abc import Iterator
 import pytest
 
 from reflex_runtime.processors.quiet import telemetry_off
+from reflex_runtime.telemetry import picture
 
 telemetry_off()
+picture.DPI = 50  # a PNG in a third of the time; what commands draw in processes of their own has the usual size
 os.environ["no_proxy"] = os.environ["NO_PROXY"] = "127.0.0.1,localhost,::1"
 
 _module = [""]  # of the test before

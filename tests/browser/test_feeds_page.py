@@ -18,7 +18,7 @@ DRAWN = """selector => [...document.querySelectorAll(selector)].every(canvas => 
 
 def test_x4_every_feed_is_seen_on_one_page_and_one_is_enlarged_by_keyboard(browser: Browser, tmp_path: Path) -> None:
     names = ["door", "gate", "hall", "lift", "ramp", "shop", "yard"]  # more than a browser has connections to a server
-    sources = [f"{name}=shapes:seed={number},fps=10" for number, name in enumerate(names)]
+    sources = [f"{name}=shapes:seed={number},fps=3" for number, name in enumerate(names)]
     with Feeds(*sources, "--onnx", "shapes", "--api-key", "s3cret", "--port", "0", cwd=tmp_path) as feeds:
         look = Looked(browser, feeds, path="/feeds", viewport={"width": 1200, "height": 800})
         look.page.fill("input[name=key]", "s3cret")
@@ -41,7 +41,7 @@ def test_x4_every_feed_is_seen_on_one_page_and_one_is_enlarged_by_keyboard(brows
         look.page.keyboard.press("Escape")
         assert look.page.is_hidden("dialog")
         look.page.evaluate("window.before = document.querySelector('.feed canvas').toDataURL()")
-        look.page.wait_for_function("() => document.querySelector('.feed canvas').toDataURL() !== before")
+        look.page.wait_for_function("() => document.querySelector('.feed canvas').toDataURL() !== before", polling=100)
         assert look.wrong[1:] == []  # the first is the 401 before the key was given
         assert look.hosts == {f"127.0.0.1:{feeds.port}"}
         look.page.click("text=Add a feed")
@@ -49,7 +49,7 @@ def test_x4_every_feed_is_seen_on_one_page_and_one_is_enlarged_by_keyboard(brows
         look.page.fill("#add input[name=source]", "rtsp://127.0.0.1/x")
         look.page.keyboard.press("Enter")
         look.until("#add [role=status]", "127.0.0.1 is this machine")
-        look.page.fill("#add input[name=source]", "shapes:seed=9,fps=10")
+        look.page.fill("#add input[name=source]", "shapes:seed=9,fps=3")
         look.page.keyboard.press("Enter")
         look.until(".feed", "attic")
         look.page.click(".feed:last-child")
@@ -65,6 +65,7 @@ def test_x4_every_feed_is_seen_on_one_page_and_one_is_enlarged_by_keyboard(brows
         look.page.wait_for_function("() => document.querySelectorAll('.feed').length === 7")
         assert look.page.is_hidden("dialog")
         assert [text for text in look.wrong[1:] if "status of 422" not in text] == []  # that of the refused source
+        look.page.close()
         phone = Looked(browser, feeds, path="/feeds", color_scheme="dark", viewport={"width": 390, "height": 844})
         phone.page.fill("input[name=key]", "s3cret")
         phone.page.click("text=Watch")
@@ -74,4 +75,3 @@ def test_x4_every_feed_is_seen_on_one_page_and_one_is_enlarged_by_keyboard(brows
             phone.page.wait_for_timeout(1500)
             phone.page.screenshot(path=f"{SHOTS}/feeds-phone.png")
         phone.page.close()
-        look.page.close()

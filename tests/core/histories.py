@@ -430,18 +430,21 @@ class Play:
             assert ticket.tier == seen.tier
         self.open = [pair for pair in self.open if pair[1].state != "settled"]
         assert self.scheduler.wake_at() == self.oracle.wake_at()
-        for world in self.oracle.worlds.values():
+        for world in self.oracle.worlds.values():  # after every move: what the oracle has is listed once
             group = self.scheduler._groups[world.name]
-            active = self.oracle.clients(world.name)
-            assert {c: group.clients._known[c].counter for c in active} == {c: world.counters[c] for c in active}
-            assert group.device_time == world.device_time
-            queued = self.oracle.queued(world.name)
-            preparing = [t for t in self.oracle.preparing if t.request.group == world.name]
-            assert group.queued == len(queued)
-            assert group.queued_units == sum(t.wants for t in queued)
-            assert group.unsettled == len(self.oracle.unsettled(world.name)) + len(preparing)
-            assert {c: len(ts) for c, ts in group.preparing.items()} == Counter(t.client for t in preparing)
+            unsettled = self.oracle.unsettled(world.name)
+            active = {t.client for t in unsettled}
             assert len(group.clients) == len(active)
+            for c in active:
+                assert group.clients._known[c].counter == world.counters[c]
+            assert group.device_time == world.device_time
+            preparing = [t for t in self.oracle.preparing if t.request.group == world.name]
+            queued = [t for t in unsettled if t.state == "waiting"] + preparing
+            assert group.queued == len(queued)
+            assert group.queued_units == sum([t.wants for t in queued])
+            assert group.unsettled == len(unsettled) + len(preparing)
+            if preparing or group.preparing:
+                assert {c: len(ts) for c, ts in group.preparing.items()} == Counter(t.client for t in preparing)
             if world.pool is not None:
                 assert group.config.resources.used == self.oracle.used() <= world.pool  # type: ignore[union-attr]
 

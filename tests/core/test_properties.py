@@ -43,7 +43,7 @@ REPEATABLE = settings(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
 # Long ones per scenario and way to sort. Most mutants fail one in four; the rarest, one in 300 of one scenario.
-HISTORIES = 20
+HISTORIES = 12
 
 
 # -- everything at once: batches, causes, outcomes, counters and wake times are what the oracle says -------------------

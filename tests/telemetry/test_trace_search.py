@@ -17,6 +17,7 @@ from reflex_runtime.llm import trace_batches
 from reflex_runtime.sim.slo import Bounds, Tried, best, budgets_for, grid, refusal
 from reflex_runtime.sim.sweep import in_words, knee
 from reflex_runtime.sim.tokens import Measured
+from reflex_runtime.telemetry import picture
 
 L3 = ("--prompts", "hello world", "goodbye")
 
@@ -74,7 +75,10 @@ def test_every_budget_of_a_short_sweep_is_what_the_schedule_is(capsys: pytest.Ca
         assert row[4] == f"{min(first)} / {max(first)}"
 
 
-def test_l10_the_sweep_is_drawn_and_names_the_knee(capsys: pytest.CaptureFixture[str]) -> None:
+def test_l10_the_sweep_is_drawn_and_names_the_knee(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(picture, "DPI", 200)  # as everybody has it
     out = run(capsys, *L3, "--sweep", "4..64", "-o", "s")
     assert out.endswith("wrote s.svg\nwrote s.png\n")
     svg = Path("s.svg").read_text()

@@ -71,6 +71,8 @@ BARS = 160  # more batches than this are averaged
 SEGMENTS = 2400  # more grants than this are merged by colour
 NAMED = 12  # colours with a name in the legend; in a merged picture the rest is one grey
 
+DPI = 200  # of a PNG
+
 _NEAR = 1.6  # a ceiling higher than this many times the tallest bar is written, not drawn
 
 
@@ -130,7 +132,7 @@ def saved(prefix: Path, draw: Callable[[], Figure], hint: str = "", flag: str = 
         figure = draw()
         try:
             replace(svg, drawn(figure, format="svg", metadata={"Date": None, "Creator": None}))
-            replace(png, drawn(figure, format="png", dpi=200, metadata={"Software": None}))
+            replace(png, drawn(figure, format="png", dpi=DPI, metadata={"Software": None}))
         except OSError as error:
             raise ConfigError(f"{flag}={prefix}: cannot be written: {error.strerror or error}{hint}") from error
     return svg, png

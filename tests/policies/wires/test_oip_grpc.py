@@ -294,12 +294,12 @@ def test_w49_messages_are_read_as_protobuf_writes_them() -> None:
         decode(request(raw_input_contents=[b"1"]).SerializeToString())
 
 
-def test_w49_a_hundred_thousand_broken_requests_raise_nothing_but_ours() -> None:
+def test_w49_fifty_thousand_broken_requests_raise_nothing_but_ours() -> None:
     rng = random.Random(2)
     sent = request()
     del sent.inputs[:3], sent.inputs[2:5]
     whole = sent.SerializeToString()
-    for _ in range(100_000):
+    for _ in range(50_000):  # the last of 31 ways to refuse one is found after 44,398
         data = bytearray(whole)
         for _ in range(rng.randrange(1, 4)):
             at = rng.randrange(len(data))
