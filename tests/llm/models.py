@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import functools
+import json
 import warnings
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from safetensors.numpy import save_file
 
+from reflex_runtime.llm.checkpoint import Checkpoint
+
+MLP = ("gate_proj", "up_proj", "down_proj")
+LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", *MLP)
 KINDS = ("llama", "qwen2", "qwen3", "mistral")
 SIZES: dict[str, Any] = {
     "vocab_size": 256,
@@ -102,6 +108,23 @@ def random_checkpoint(kind: str, directory: Path) -> Path:
             elif not 0 < float(parameter.data.std()) < 10:  # some experts are not initialised
                 parameter.data = 0.2 * torch.randn_like(parameter)
     model.save_pretrained(directory)
+    return directory
+
+
+def random_adapter(
+    directory: Path, model: Path, seed: int = 0, rank: int = 4, targets: tuple[str, ...] = LINEAR, **config: Any
+) -> Path:
+    """A LoRA adapter of a checkpoint as peft writes it, with random matrices; the directory is returned."""
+    draw, tensors = np.random.default_rng(seed), {}
+    for name, shape in Checkpoint.open(model).config.tensors().items():
+        if name.endswith(tuple(f".{target}.weight" for target in targets)):
+            stem = f"base_model.model.{name.removesuffix('.weight')}.lora_"
+            tensors[f"{stem}A.weight"] = draw.normal(0, 0.3, (rank, shape[1])).astype(np.float32)
+            tensors[f"{stem}B.weight"] = draw.normal(0, 0.3, (shape[0], rank)).astype(np.float32)
+    said = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "target_modules": list(targets), "bias": "none"}
+    directory.mkdir(exist_ok=True)
+    (directory / "adapter_config.json").write_text(json.dumps(said | config))
+    save_file(tensors, directory / "adapter_model.safetensors")
     return directory
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from llm.models import SIZES, Oracle, library, random_checkpoint, random_model
+from llm.models import MLP, Oracle, library, random_adapter, random_checkpoint, random_model
+from llm.steps import Lane, step
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.core.events import BatchScheduled, RequestPreempted
 from reflex_runtime.llm import LLMEngine, SamplingParams
@@ -23,32 +24,12 @@ from reflex_runtime.llm.openvino_runner import OpenVinoRunner
 from reflex_runtime.llm.torch_runner import TorchRunner
 from reflex_runtime.llm.toy import ByteTokenizer, ToyRunner
 
-SHAPES = {"q_proj": (64, 64), "k_proj": (32, 64), "v_proj": (32, 64), "o_proj": (64, 64)}
-SHAPES |= {"gate_proj": (96, 64), "up_proj": (96, 64), "down_proj": (64, 96)}
 COUNT = 10  # tokens to write
 RUNNERS: dict[str, Any] = {"openvino": OpenVinoRunner, "torch": TorchRunner}
 
 
 def module(layer: int, name: str) -> str:
-    return f"model.layers.{layer}.{'self_attn' if name in ('q_proj', 'k_proj', 'v_proj', 'o_proj') else 'mlp'}.{name}"
-
-
-def write_adapter(
-    directory: Path, seed: int = 0, rank: int = 4, targets: tuple[str, ...] = tuple(SHAPES), **config: Any
-) -> Path:
-    """An adapter for the sizes of `models`, as peft writes it, with random matrices."""
-    draw, tensors = np.random.default_rng(seed), {}
-    for layer in range(int(SIZES["num_hidden_layers"])):
-        for name in targets:
-            outputs, inputs = SHAPES[name]
-            stem = f"base_model.model.{module(layer, name)}.lora_"
-            tensors[f"{stem}A.weight"] = draw.normal(0, 0.3, (rank, inputs)).astype(np.float32)
-            tensors[f"{stem}B.weight"] = draw.normal(0, 0.3, (outputs, rank)).astype(np.float32)
-    said = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "target_modules": list(targets), "bias": "none"}
-    directory.mkdir(exist_ok=True)
-    (directory / "adapter_config.json").write_text(json.dumps(said | config))
-    save_file(tensors, directory / "adapter_model.safetensors")
-    return directory
+    return f"model.layers.{layer}.{'mlp' if name in MLP else 'self_attn'}.{name}"
 
 
 def merged(base: Path, adapter: Path, directory: Path, scale: Callable[[str], float] = lambda name: 2.0) -> Path:
@@ -77,10 +58,11 @@ def written(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     """A model, three adapters that differ in all they can, and what the reference writes with each and with none."""
     root = tmp_path_factory.mktemp(request.param)
     base = random_model(request.param, root / "base", head_dim=16)
+    alphas = {"o_proj": 9, "k_proj": 1}
     found = {
-        "all": write_adapter(root / "all", 1),
-        "query": write_adapter(root / "query", 2, 1, ("q_proj", "down_proj"), lora_alpha=3, use_rslora=True),
-        "wide": write_adapter(root / "wide", 3, 9, ("v_proj", "o_proj"), alpha_pattern={"o_proj": 9, "k_proj": 1}),
+        "all": random_adapter(root / "all", base, 1),
+        "query": random_adapter(root / "query", base, 2, 1, ("q_proj", "down_proj"), lora_alpha=3, use_rslora=True),
+        "wide": random_adapter(root / "wide", base, 3, 9, ("v_proj", "o_proj"), alpha_pattern=alphas),
     }
     scales: dict[str, Callable[[str], float]] = {
         "all": lambda name: 2.0,
@@ -120,8 +102,20 @@ def test_l9_adapters_share_steps_and_each_writes_what_its_merged_model_does(writ
     engine.close()
 
 
+def test_l9_adapters_go_with_rounded_weights(written: Any) -> None:
+    base, adapters, prompts, _ = written
+    runner = OpenVinoRunner(base, num_blocks=8, threads=1, weights="int8", adapters=adapters)
+    (tokens, *_), oracle = prompts, Oracle(base.parent / "merged-all")
+    for number, near in ((1, True), (0, False)):
+        flat = step([Lane(tokens)], [len(tokens)], runner.block_size, list(range(8)))
+        logits = runner.forward(replace(flat, adapters=np.array([number], np.int32)))[0]
+        reference = oracle.logits(tokens)[-1]
+        assert (np.abs(logits - reference).max() < 0.08 * np.ptp(reference)) == near
+    runner.close()
+
+
 def test_l9_a_cached_beginning_is_that_of_its_adapter_alone(llama: Path, tmp_path: Path) -> None:
-    adapters = {"a": write_adapter(tmp_path / "a", 1), "b": write_adapter(tmp_path / "b", 2)}
+    adapters = {"a": random_adapter(tmp_path / "a", llama, 1), "b": random_adapter(tmp_path / "b", llama, 2)}
     made = TorchRunner(llama, num_blocks=40, threads=1, adapters=adapters)
     engine = LLMEngine(made, ByteTokenizer())
     found = []
@@ -133,7 +127,7 @@ def test_l9_a_cached_beginning_is_that_of_its_adapter_alone(llama: Path, tmp_pat
 
 
 def test_l9_without_adapters_nothing_is_added_to_the_graph(llama: Path, tmp_path: Path) -> None:
-    adapter = write_adapter(tmp_path / "a")
+    adapter = random_adapter(tmp_path / "a", llama)
     plain = OpenVinoRunner(llama, num_blocks=4)
     adapted = OpenVinoRunner(llama, num_blocks=4, adapters={"a": adapter})
     for runner, names in ((plain, ()), (adapted, ("a",))):
@@ -144,7 +138,8 @@ def test_l9_without_adapters_nothing_is_added_to_the_graph(llama: Path, tmp_path
 
 def test_l9_the_table_says_whose_rows_of_the_stacked_matrices_are_whose(llama: Path, tmp_path: Path) -> None:
     config = Checkpoint.open(llama).config
-    paths = {"one": write_adapter(tmp_path / "one", 1, 2, ("q_proj",)), "two": write_adapter(tmp_path / "two", 2, 3)}
+    paths = {"one": random_adapter(tmp_path / "one", llama, 1, 2, ("q_proj",))}
+    paths["two"] = random_adapter(tmp_path / "two", llama, 2, 3)
     stack = AdapterStack.read(paths, config)
     assert stack.names == ("one", "two")
     assert stack.table.tolist() == [[0] * 5, [1, 1, 0, 0, 0], [0, 0, 1, 1, 1]]
@@ -203,7 +198,7 @@ def test_l9_an_adapter_that_does_more_is_refused_by_the_name_of_what_it_does(
 ) -> None:
     model = Checkpoint.open(llama).config
     with pytest.raises(ConfigError, match=rf"^{tmp_path}/a/adapter_config.json: {says}"):
-        LoraAdapter.read("a", write_adapter(tmp_path / "a", **config), model)
+        LoraAdapter.read("a", random_adapter(tmp_path / "a", llama, **config), model)
 
 
 @pytest.mark.parametrize(
@@ -216,6 +211,7 @@ def test_l9_an_adapter_that_does_more_is_refused_by_the_name_of_what_it_does(
         (lambda at: renamed(at, Q_A, None), "q_proj: has lora_B alone, expected lora_A and lora_B"),
         (lambda at: renamed(at, Q_A, Q_A, lambda x: x[:, :-1].copy()), r"lora_A \[4, 63\] .* do not fit .* \[64, 64\]"),
         (lambda at: renamed(at, Q_A, Q_A, lambda x: x[:-1]), r"lora_A \[3, 64\] and lora_B \[64, 4\] do not fit"),
+        (lambda at: renamed(at, Q_A, Q_A, lambda x: x[0]), r"lora_A \[64\] and lora_B \[64, 4\] do not fit"),
         (lambda at: renamed(at, Q_B, Q_B, lambda x: x * np.float32("nan")), "q_proj: holds numbers that are not fin"),
         (lambda at: renamed(at, Q_A, Q_A, lambda x: x.astype(np.int32)), "lora_A.weight: dtype I32: must be one of"),
         (lambda at: save_file({}, at / "adapter_model.safetensors"), "holds no tensors"),
@@ -225,7 +221,7 @@ def test_l9_an_adapter_that_does_more_is_refused_by_the_name_of_what_it_does(
 def test_l9_tensors_that_do_not_fit_the_model_are_refused(
     llama: Path, tmp_path: Path, change: Callable[[Path], Any], says: str
 ) -> None:
-    model, adapter = Checkpoint.open(llama).config, write_adapter(tmp_path / "a")
+    model, adapter = Checkpoint.open(llama).config, random_adapter(tmp_path / "a", llama)
     change(adapter)
     with pytest.raises(ConfigError, match=rf"^{tmp_path}/a/adapter_model.safetensors: .*{says}"):
         LoraAdapter.read("a", adapter, model)
@@ -234,15 +230,15 @@ def test_l9_tensors_that_do_not_fit_the_model_are_refused(
 def test_l9_ranks_and_their_number_are_bounded(llama: Path, tmp_path: Path) -> None:
     model = Checkpoint.open(llama).config
     with pytest.raises(ConfigError, match=r"rank 257: must be in \[1, 256\]"):
-        LoraAdapter.read("a", write_adapter(tmp_path / "a", rank=257), model)
-    one = LoraAdapter.read("b", write_adapter(tmp_path / "b", rank=1), model)
+        LoraAdapter.read("a", random_adapter(tmp_path / "a", llama, rank=257), model)
+    one = LoraAdapter.read("b", random_adapter(tmp_path / "b", llama, rank=1), model)
     assert len(AdapterStack([one] * MOST_ADAPTERS).names) == MOST_ADAPTERS
     with pytest.raises(ConfigError, match="33 adapters: at most 32 are served of a model"):
         AdapterStack([one] * (MOST_ADAPTERS + 1))
 
 
-def test_l9_adapters_of_other_architectures_are_refused_with_what_would_work(tmp_path: Path) -> None:
-    other, adapter = random_checkpoint("Granite", tmp_path / "other"), write_adapter(tmp_path / "a")
+def test_l9_adapters_of_other_architectures_are_refused_with_what_would_work(llama: Path, tmp_path: Path) -> None:
+    other, adapter = random_checkpoint("Granite", tmp_path / "other"), random_adapter(tmp_path / "a", llama)
     says = f"lora: adapters are served of checkpoints of the Llama, Mistral, .*; {MERGE}"
     with pytest.raises(ConfigError, match=says):
         check(describe(other), adapters={"a": adapter})

@@ -182,7 +182,8 @@ class Toy:
     def generator(self) -> Any:
         """What generates, once the model is ready."""
         assert self.model is not None
-        return self.model.models[0].generator
+        assert self.model.host is not None
+        return self.model.host.generator(self.model.models[0].name)
 
     def _run(self) -> None:
         sock = bind("127.0.0.1", 0)

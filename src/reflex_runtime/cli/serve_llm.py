@@ -220,7 +220,8 @@ def _ready(models: ModelRuntime, address: Any) -> None:
     if models.host is not None and models.state == "ready":
         told, where = models.host.health(), url(address)
         for model in models.models:
-            limits, runner = model.generator.limits, told.get("models", {}).get(model.name, told)["runner"]
+            limits = models.host.generator(model.name).limits
+            runner = told.get("models", {}).get(model.name, told)["runner"]
             room = f"context {limits.max_model_len:,} tokens, cache {limits.cache_tokens:,}"
             names = ", ".join((model.name, *model.plan.aliases))
             logging.info(

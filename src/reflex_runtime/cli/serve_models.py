@@ -187,10 +187,13 @@ def plans_of(asked: Sequence[ModelAsked]) -> list[ModelPlan]:
 
 def _check_memory(asked: Sequence[ModelAsked]) -> None:
     """Whether the caches of several models fit together: each was checked as if it were alone."""
+    from reflex_runtime.llm.load import choose
     from reflex_runtime.llm.memory import free_bytes
 
-    total, free = sum(model.config.kv_cache_gb or _CACHE_GB for model in asked), free_bytes() / 1e9
-    if len(asked) > 1 and all(model.config.device == "cpu" for model in asked) and total > free:
+    configs = [model.config for model in asked]
+    devices = {choose(c.device, c.runner, c.dtype, quantization=c.quantization)[0] for c in configs}
+    total, free = sum(config.kv_cache_gb or _CACHE_GB for config in configs), free_bytes() / 1e9
+    if len(asked) > 1 and devices == {"cpu"} and total > free:
         raise ConfigError(f"kv_cache_gb: the models' caches take {total:.2f} GB together, and {free:.2f} GB are free")
 
 

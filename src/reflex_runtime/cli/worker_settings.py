@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from reflex_runtime.config import LLMServeConfig
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.options import flag
+from reflex_runtime.options import flag, one_line
 
 if TYPE_CHECKING:
     from reflex_runtime.llm.load import Description
@@ -76,7 +76,8 @@ def _as_flag(config: LLMServeConfig, error: ConfigError) -> ConfigError:
     if name not in LLMServeConfig.__dataclass_fields__:
         return error
     value = getattr(config, name)
-    shown = f"{value:.10g}" if isinstance(value, float) else ", ".join(value) if isinstance(value, tuple) else value
+    value = one_line(", ".join(value)) if isinstance(value, tuple) else value
+    shown = f"{value:.10g}" if isinstance(value, float) else value
     return ConfigError(f"{flag(name)}={shown}: {why}", field=name)
 
 

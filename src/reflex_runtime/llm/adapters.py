@@ -147,7 +147,7 @@ def _fitting(file: Path, layer: str, pair: Mapping[str, Matrix], shape: tuple[in
     if len(pair) < 2:
         raise ConfigError(f"{file}: {layer}: has lora_{next(iter(pair))} alone, expected lora_A and lora_B")
     a, b = pair["A"], pair["B"]
-    rank = len(a)
+    rank = a.shape[0] if a.ndim == 2 else 0
     if a.shape != (rank, shape[1]) or b.shape != (shape[0], rank):
         found = f"lora_A {list(a.shape)} and lora_B {list(b.shape)} do not fit"
         raise ConfigError(f"{file}: {layer}: {found} the model's weight {list(shape)}; is it an adapter of this model?")

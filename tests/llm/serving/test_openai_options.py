@@ -476,15 +476,18 @@ def byte_tokenizer(directory: Path) -> None:
     (directory / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
 
 
-def test_l9_the_command_serves_a_checkpoint_to_the_openai_client(tmp_path: Path) -> None:
+def test_l9_the_command_serves_checkpoints_and_an_adapter_to_the_openai_client(tmp_path: Path) -> None:
     import openai
 
-    from llm.models import random_model
+    from llm.models import random_adapter, random_model
 
     directory = random_model("llama", tmp_path / "tiny-llama")
+    adapter = random_adapter(tmp_path / "poet", directory)
+    more = (f"second={directory}", "--lora", f"second:poet={adapter}", "--alias", "other=second")
     byte_tokenizer(directory)
     (directory / "generation_config.json").write_text('{"top_k": 1, "temperature": 0.9, "eos_token_id": 2}')
-    with Server(directory, "--dtype", "float32", "--runner", "openvino", "--kv-cache-gb", "0.05") as server:
+    options = ("--dtype", "float32", "--runner", "openvino", "--kv-cache-gb", "0.05")
+    with Server(directory, *more, *options, until="as second, other") as server:
         assert server.get("/health").json["state"] == "ready"
         with openai.OpenAI(base_url=f"http://127.0.0.1:{server.port}/v1", api_key="any") as client:
             ask = {"model": "tiny-llama", "temperature": 0, "max_tokens": 8, "extra_body": {"ignore_eos": True}}
@@ -497,7 +500,12 @@ def test_l9_the_command_serves_a_checkpoint_to_the_openai_client(tmp_path: Path)
             assert "".join(part.choices[0].text for part in parts) == whole.choices[0].text
             chat = client.chat.completions.create(messages=[{"role": "user", "content": "hi"}], **ask)
             assert chat.choices[0].finish_reason == "length"
-        assert server.metrics()("reflex_generation_tokens_total") == 32
+            second = client.completions.create(prompt="Robots that", **ask | {"model": "other"})
+            assert second.choices[0].text == whole.choices[0].text
+            poet = client.completions.create(prompt="Robots that", **ask | {"model": "second:poet"})
+            assert poet.choices[0].text != whole.choices[0].text
+        assert server.metrics()("reflex_generation_tokens_total", model="tiny-llama") == 32
+        assert server.metrics()("reflex_generation_tokens_total", model="second") == 16
         assert server.stop() == 0
     assert any("--max-num-batched-tokens" in line for line in server.log)
     assert any("loading" in line for line in server.log)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from reflex_runtime.cli import serve_models
+from reflex_runtime.cli import main, serve_models
 from reflex_runtime.cli.serve_models import ModelAsked, models_of, plans_of, rows_of
 from reflex_runtime.cli.serving import names_model
 from reflex_runtime.cli.worker_settings import adapters_of
@@ -25,8 +26,7 @@ from reflex_runtime.llm.serving.model_host import ModelPlan
 from reflex_runtime.llm.serving.model_runtime import ModelRuntime
 from reflex_runtime.llm.toy import ByteTokenizer
 from reflex_runtime.sources import own_settings
-from serving.harness import Server
-from serving.openai_toy import HEAD, Model, Speaker, Toy
+from serving.openai_toy import PATIENCE, Model, Speaker, Toy
 
 NAMES = ["small", "tiny", "gpt-4o:mini", "large"]
 
@@ -148,6 +148,13 @@ def test_l9_models_take_turns_on_one_device_and_show_what_they_do() -> None:
         assert {"small", "large"} == set(two.on_loop(lambda: two.model.host.queues()))
 
 
+def test_l9_status_has_a_row_for_each_model(two: Two, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["status", f"http://127.0.0.1:{two.port}"]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["model", "running", "waiting", "cache", "held", "context", "runner"] in rows
+    assert ["large", "0", "0", "0%", "8,192", "toy"] in rows
+
+
 def test_l9_the_weight_of_a_model_is_its_share_of_the_device() -> None:
     async def main() -> None:
         config = LLMServeConfig()
@@ -176,6 +183,27 @@ def test_l9_a_step_that_fails_fails_no_request_of_another_model() -> None:
         small.fails = lambda step: None
         assert two.complete(model="small", max_tokens=2).json["choices"][0]["text"] == "aa"
         assert two.get("/health").json["status"] == "ok"
+
+
+def test_b20_what_is_still_tokenised_when_the_server_ends_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Two() as two:
+        assert two.model is not None
+        assert two.model.host is not None
+        inside, go = threading.Event(), threading.Event()
+        tokenizer: Any = two.model.host.generator("large").tokenizer
+
+        def encode(text: str, most: int | None = None) -> list[int]:
+            inside.set()
+            assert go.wait(PATIENCE)
+            return list(text.encode())
+
+        monkeypatch.setattr(tokenizer, "encode", encode)
+        with two.open("x" * 3000, model="large", max_tokens=2) as caller:
+            assert inside.wait(PATIENCE)
+            two.stop()
+            two.until(lambda: two.model is not None and two.model.state == "draining")
+            go.set()
+            assert caller.read_until(b'"bb"').startswith(b"HTTP/1.1 200 OK")
 
 
 def test_h10_one_trace_has_the_steps_of_all_models(tmp_path: Path) -> None:
@@ -382,7 +410,7 @@ def test_h11_caches_that_do_not_fit_together_are_told_before_anything_is_loaded(
     wrong = asked(tmp_path, "one=DIR/a", "two=scribe")
     with pytest.raises(ConfigError, match=r"^model one: .*/a"):
         plans_of(wrong)
-    both = asked(tmp_path, "one=scribe", "two=scribe", kv_cache_gb=1.0, device="cpu")
+    both = asked(tmp_path, "one=scribe", "two=scribe", kv_cache_gb=1.0)
     monkeypatch.setattr(memory, "free_bytes", lambda device="cpu": 900_000_000)
     with pytest.raises(ConfigError, match=r"the models' caches take 1\.00 GB together, and 0\.90 GB are free"):
         serve_models._check_memory(both)
@@ -392,14 +420,3 @@ def test_h10_a_word_with_a_name_is_a_models_directory_too(tmp_path: Path) -> Non
     (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
     assert names_model(["--port", "0", f"small={tmp_path}", "other=scribe"])
     assert not names_model(["small=./nowhere", "--policy", "arm=./nowhere"])
-
-
-def test_l9_two_models_are_served_by_one_command() -> None:
-    options = ("--alias", "big=two", "--kv-cache-gb", "0.1")
-    with Server("one=scribe", "two=scribe", *options, until="as two, big") as server:
-        ask = {"prompt": "Once there was", "max_tokens": 3, "temperature": 0}
-        for name in ("one", "big"):
-            body = json.dumps(ask | {"model": name}).encode()
-            answer = server.ask("POST", "/v1/completions", body, HEAD).json
-            assert answer["choices"][0]["text"] == " a slow miller"
-        assert set(server.get("/health").json["models"]) == {"one", "two"}

@@ -22,6 +22,7 @@ from reflex_runtime.llm.constraint import Matcher
 from reflex_runtime.llm.reasoning import ThoughtParser, in_thought
 from reflex_runtime.llm.serving.answers.replies import Answering, Cached, ModelApi, PartReader, Usage, Writer
 from reflex_runtime.llm.serving.generation import Generator, merged
+from reflex_runtime.llm.serving.model_host import ModelHost
 from reflex_runtime.llm.serving.model_runtime import ModelRuntime
 from reflex_runtime.llm.serving.requests import reading as wire
 from reflex_runtime.llm.serving.requests.refusals import BadRequest, too_deep
@@ -53,6 +54,7 @@ class Completing:
         self._spans = spans
 
     async def complete(self, exchange: Exchange, body: bytes, dialect: ModelApi) -> None:
+        host: ModelHost = exchange.ask  # what was ready when it entered answers it, also in a drain
         streams: list[OutputStream] = []
         exchange.on_left = partial(_take_back, streams)
         span = None if self._spans is None else self._spans.begin(exchange)
@@ -63,9 +65,10 @@ class Completing:
             model = self.models.find(asked.model)
             if span is not None:
                 asked_in(span, asked, model.name)
-            queued = await self._queue(exchange, model, asked, streams, bell, span)
+            runtime = host.generator(model.plan.name)
+            queued = await self._queue(exchange, model, runtime, asked, streams, bell, span)
             self.app.entered(exchange)
-            usage, token = partial(_usage, streams, asked.n), model.generator.tokenizer.token
+            usage, token = partial(_usage, streams, asked.n), runtime.tokenizer.token
             asked = queued.asked
             reply = Answering(exchange.number, asked, len(streams), token, usage, queued.reader, queued.echoes)
             await self._answer(exchange, streams, dialect.write(reply), asked, bell, span)
@@ -95,6 +98,7 @@ class Completing:
         self,
         exchange: Exchange,
         model: ServedModel,
+        runtime: Generator[Any],
         asked: wire.CompletionRequest,
         streams: list[OutputStream],
         bell: Bell,
@@ -102,7 +106,6 @@ class Completing:
     ) -> Queued:
         """Queue all its choices, or none."""
         _check_choices(asked, model.config)
-        runtime = model.generator
         try:
             asked = _with_tools(asked, runtime.tokenizer.tool_format)
             prompts = await self._tokens(runtime, asked)
@@ -115,7 +118,8 @@ class Completing:
             field = "tools" if asked.tools.forced else asked.form_field
             raise BadRequest(f"{field}: {error.message}", field) from None
         asked = _aged(asked, exchange)
-        groups = [_requests(model, asked, i, ids, matcher, exchange, span) for i, ids in enumerate(prompts)]
+        made = partial(_requests, runtime, model.adapter, asked, matcher=matcher, exchange=exchange, span=span)
+        groups = [made(i, ids) for i, ids in enumerate(prompts)]
         if exchange.left:
             raise CallerLeft("the caller left before its request was queued")
         for group in groups:  # without an await in between, so that all are queued or none
@@ -213,7 +217,8 @@ def _aged(asked: wire.CompletionRequest, exchange: Exchange) -> wire.CompletionR
 
 
 def _requests(
-    model: ServedModel,
+    runtime: Generator[Any],
+    adapter: str,
     asked: wire.CompletionRequest,
     number: int,
     ids: list[int],
@@ -222,7 +227,7 @@ def _requests(
     span: RequestSpan | None,
 ) -> list[Any]:
     """The requests of one prompt, one for each choice. Raises BadRequest where they could never run."""
-    params, runtime = asked.params, model.generator
+    params = asked.params
     if asked.max_tokens is None:  # as many as there is room for
         room = runtime.limits.room(len(ids))
         if params.min_tokens > room:
@@ -239,7 +244,7 @@ def _requests(
         try:
             request = runtime.request(
                 ids, seeded, id=name, priority=asked.priority, client=client, time_limit=asked.time_limit,
-                span=recorded, matcher=matcher, adapter=model.adapter,
+                span=recorded, matcher=matcher, adapter=adapter,
             )  # fmt: skip
         except TooLarge as error:
             raise BadRequest(error.message, asked.field, "context_length_exceeded") from None

@@ -36,16 +36,14 @@ UNTOLD = 1.0  # seconds at the end in which answers that are made are sent
 NAMED = 20  # names that an error tells
 
 
-def _named(
-    plans: Sequence[ModelPlan], models: Sequence[ServedModel], ready: Callable[[], ModelHost]
-) -> dict[str, ServedModel]:
+def _named(models: Sequence[ServedModel]) -> dict[str, ServedModel]:
     """What each name means. An adapter is MODEL:ADAPTER, by every name of its model."""
     found: dict[str, ServedModel] = {}
-    for plan, model in zip(plans, models, strict=True):
-        names = (plan.name, *plan.aliases)
+    for model in models:
+        names = (model.name, *model.plan.aliases)
         found |= dict.fromkeys(names, model)
-        for adapter in plan.adapters:
-            adapted = ServedModel(plan, ready, adapter)
+        for adapter in model.plan.adapters:
+            adapted = ServedModel(model.plan, adapter)
             found |= {f"{name}:{adapter}": adapted for name in names}
     return found
 
@@ -67,8 +65,8 @@ class ModelRuntime:
         lives: Lives | None = None,
     ) -> None:
         self.config, self.plans, self.lives = config, plans, lives
-        self.models = [ServedModel(plan, self._ready) for plan in plans]
-        self._by_name = _named(plans, self.models, self._ready)
+        self.models = [ServedModel(plan) for plan in plans]
+        self._by_name = _named(self.models)
         self.error = ""
         self.unusable = False  # a directory or an option is wrong: there is nothing to wait for
         self.registry = CollectorRegistry()
@@ -114,11 +112,8 @@ class ModelRuntime:
     def state(self) -> str:
         return self.host.state if self._state == "ready" and self.host is not None else self._state
 
-    def check_ready(self) -> None:
-        """Raises if requests cannot be answered: nothing is loaded yet, or no more are accepted."""
-        self._ready()
-
-    def _ready(self) -> ModelHost:
+    def ready(self) -> ModelHost:
+        """What answers requests. Raises if it cannot: nothing is loaded yet, or no more are accepted."""
         if self._state == "draining":
             raise Closed("the server is shutting down", retry_after=1.0)
         if self._state == "warmup_failed":

@@ -1,30 +1,21 @@
-"""One model of a server, as its clients know it: its names, its settings, and what generates for it."""
+"""One model of a server, as its clients know it: its names and its settings."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
-from reflex_runtime.llm.serving.generation import Generator
 from reflex_runtime.llm.serving.model_host import ModelHost, ModelPlan
 
 
 class ServedModel:
-    """One model of a server, or an adapter of one. ready: returns what runs it, or raises the error that says why it
-    cannot be asked. adapter: its name, "" for the model itself."""
+    """One model of a server, or an adapter of one. adapter: its name, "" for the model itself."""
 
-    def __init__(self, plan: ModelPlan, ready: Callable[[], ModelHost], adapter: str = "") -> None:
+    def __init__(self, plan: ModelPlan, adapter: str = "") -> None:
         self.plan, self.adapter, self.config, self.defaults = plan, adapter, plan.config, plan.defaults
         self.name = f"{plan.name}:{adapter}" if adapter else plan.name
         self.created = int(time.time())
-        self._ready = ready
-
-    @property
-    def generator(self) -> Generator[Any]:
-        """What generates for it. Raises where it is not there yet, or accepts no more requests."""
-        return self._ready().generator(self.plan.name)
 
     def card(self, name: str, host: ModelHost | None) -> dict[str, Any]:
         """The model under one of its names, as /v1/models tells it. host: None before it is loaded."""

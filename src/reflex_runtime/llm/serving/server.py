@@ -106,7 +106,7 @@ class ModelServer:
         return Route(dialect.path, run, "POST", most=most, enter=self._enter, fail=failed, form=dialect.form)
 
     def _enter(self, exchange: Exchange) -> None:
-        self.models.check_ready()
+        exchange.ask = self.models.ready()
 
     def _count(self, exchange: Exchange, status: int) -> None:
         self.models.answered("other" if exchange.route is None else exchange.route.path, status)
@@ -139,7 +139,7 @@ class ModelServer:
     def _count_tokens(self, exchange: Exchange, body: bytes) -> None:
         async def count() -> None:
             name, conversation = await self._completing.decoded(messages.counted, body)
-            ids = await tokens.of_conversation(conversation, self.models.find(name).generator)
+            ids = await tokens.of_conversation(conversation, exchange.ask.generator(self.models.find(name).plan.name))
             exchange.answer(200, encode(messages.InputTokens(len(ids))))
 
         self.app.spawn(exchange, count())
@@ -156,7 +156,7 @@ class ModelServer:
         if fields.model is None and len(self.models.models) > 1:
             raise BadRequest(f"model: is missing; there are {', '.join(self.models.names)}", "model")
         model = self.models.models[0] if fields.model is None else self.models.find(fields.model)
-        exchange.answer(200, await answer(fields, model.generator))
+        exchange.answer(200, await answer(fields, exchange.ask.generator(model.plan.name)))
 
     def _openapi(self, exchange: Exchange, _: bytes) -> None:
         exchange.answer(200, self._described())
