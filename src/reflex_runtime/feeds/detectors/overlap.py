@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 MOST_CANDIDATES: Final = 30_000  # boxes of a picture that are compared: the best ones
 AT_ONCE: Final = 128
+PART: Final = 2048  # boxes in an operation: what 128 of them are compared with fits into a cache
 
 Side = NDArray[np.float32]
 
@@ -21,27 +22,37 @@ def kept_of(
     boxes: [k, 4], x0, y0, x1, y1. A box is left out if its intersection with a better box of the same label is more
     than `iou` of their union. Equal scores: the first one is the better one.
 
-    The best `AT_ONCE` boxes are compared with each other in one operation, then the next ones with those that stay and
-    with each other, until enough stay.
+    The best `AT_ONCE` boxes are compared with each other in one operation. Those that stay then remove all others that
+    overlap them, and the best of what is left are next, until enough stay.
     """
     order = np.argsort(-scores, kind="stable")[:MOST_CANDIDATES]
     labels = labels[order]
     x0, y0, x1, y1 = np.ascontiguousarray(boxes.astype(np.float32)[order].T)
     sides = (x0, y0, x1, y1, (x1 - x0) * (y1 - y0))
     kept: list[int] = []
-    for start in range(0, len(order), AT_ONCE):
-        numbers = np.arange(start, min(start + AT_ONCE, len(order)))
-        if kept:
-            numbers = numbers[~_overlaps(sides, labels, np.asarray(kept), numbers, iou).any(axis=0)]
-        over = _overlaps(sides, labels, numbers, numbers, iou)
-        left = np.ones(len(numbers), bool)
-        for i, number in enumerate(numbers.tolist()):
-            if left[i]:
-                kept.append(number)
-                if len(kept) == most:
-                    return order[kept]
-                left &= ~over[i]
-    return order[kept] if kept else order[:0]
+    left = np.arange(len(order))
+    while len(left):
+        stay = _best_of(left[:AT_ONCE], sides, labels, iou)
+        kept += stay
+        if len(kept) >= most:
+            break
+        parts = [left[k : k + PART] for k in range(AT_ONCE, len(left), PART)]
+        clear = [part[~_overlaps(sides, labels, np.asarray(stay), part, iou).any(axis=0)] for part in parts]
+        left = np.concatenate(clear) if clear else left[:0]
+    return order[kept[:most]] if kept else order[:0]
+
+
+def _best_of(numbers: NDArray[np.int64], sides: tuple[Side, ...], labels: NDArray[np.int64], iou: float) -> list[int]:
+    """Of boxes in the order of their scores those that no better one of them overlaps which stays itself."""
+    # A row of bits as one number: an operation on it takes a tenth of the time of one on an array.
+    over = np.packbits(_overlaps(sides, labels, numbers, numbers, iou), axis=1, bitorder="little")
+    rows, width, gone = over.tobytes(), over.shape[1], 0
+    stay: list[int] = []
+    for i, number in enumerate(numbers.tolist()):
+        if not gone >> i & 1:
+            stay.append(number)
+            gone |= int.from_bytes(rows[i * width : (i + 1) * width], "little")
+    return stay
 
 
 def _overlaps(
