@@ -268,6 +268,22 @@ def test_f14_a_topic_may_have_any_characters_and_a_result_that_no_broker_takes_i
     assert "a result of a has 1000" in caplog.text
 
 
+@needs_mosquitto
+@pytest.mark.parametrize("feed", ["a/#", "+", "../b", "x\0y", "\udc80"])
+def test_f14_a_feed_whose_name_is_no_part_of_a_topic_is_published_below_its_own(broker: Broker, feed: str) -> None:
+    site = f"site/named-{ord(feed[0])}"  # the status of each is kept by the broker
+    address = mqtt_address(f"mqtt://cam:s3cr%3Aet@127.0.0.1:{broker.port}/{site}")
+    with Subscriber(broker.port, site, USER) as told:
+        publisher = MqttPublisher(address, qos=1)
+        publisher.start()
+        publisher.take(result(1, feed))
+        publisher.signal(PATIENCE)
+        assert publisher.join()
+        heard = told.until(f"{site}/status", "offline")
+    (topic,) = {topic for topic, _, _ in heard} - {f"{site}/status"}
+    assert re.fullmatch(f"{site}/feeds/feed-[0-9a-f]{{16}}", topic)
+
+
 class Unwritable:
     def __str__(self) -> str:
         raise ValueError("has no text")

@@ -5,6 +5,7 @@ Every refusal is one line that names the feed or the setting, the value, and wha
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -78,6 +79,13 @@ class FeedSpec:
             "fps": own.fps,
             "rotate": int(own.rotate),
         }
+
+
+def path_name(feed: str) -> str:
+    """A feed's name as one part of a path or of a topic. One that a program gave may be several parts, or none."""
+    if re.fullmatch(NAME, feed):
+        return feed
+    return "feed-" + hashlib.sha256(feed.encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
 
 def is_file(source: str) -> bool:

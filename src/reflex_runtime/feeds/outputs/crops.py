@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 import time
@@ -18,7 +17,7 @@ from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.feeds.arrays import NO_TRACK, to_arrays
 from reflex_runtime.feeds.outputs.output import ResultOutput
 from reflex_runtime.feeds.pipeline import Result
-from reflex_runtime.feeds.spec import NAME
+from reflex_runtime.feeds.spec import path_name
 from reflex_runtime.feeds.stages.detections import has_boxes
 from reflex_runtime.telemetry import files
 
@@ -64,7 +63,7 @@ class Crops(ResultOutput[Result]):
                 self._well()
 
     def _write(self, result: Result) -> None:
-        folder = self._folder / _folder_of(result.feed)
+        folder = self._folder / path_name(result.feed)
         kept = self._kept.get(result.feed)
         if kept is None:
             folder.mkdir(parents=True, exist_ok=True)
@@ -77,13 +76,6 @@ class Crops(ResultOutput[Result]):
             kept.append(name)
         while len(kept) > self._keep:
             (folder / kept.popleft()).unlink(missing_ok=True)
-
-
-def _folder_of(feed: str) -> str:
-    """Where crops of a feed go. A name that a program gave may be no name of a folder, or of another one."""
-    if re.fullmatch(NAME, feed):
-        return feed
-    return "feed-" + hashlib.sha256(feed.encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
 
 def _cut(result: Result) -> list[tuple[str, Any]]:

@@ -1,6 +1,6 @@
 """Results to an MQTT broker, one message each.
 
-    TOPIC/feeds/NAME   a feed's results, each the line that --results writes
+    TOPIC/feeds/NAME   a feed's results, each the line that --results writes; for NAME see `path_name`
     TOPIC/status       online or offline, retained; the broker itself says offline when this process is gone
 """
 
@@ -16,6 +16,7 @@ from reflex_runtime.feeds.outputs.address import ReceiverAddress
 from reflex_runtime.feeds.outputs.output import ResultOutput
 from reflex_runtime.feeds.pipeline import Result
 from reflex_runtime.feeds.record import ResultRecord, record_of
+from reflex_runtime.feeds.spec import path_name
 
 WINDOW: Final = 20  # messages that are sent and not yet written to the socket, or acknowledged (QoS 1 and 2)
 MOST_BYTES: Final = 1_000_000  # of a message: many brokers end the connection at a larger one, each time it is sent
@@ -92,7 +93,7 @@ class MqttPublisher(ResultOutput[ResultRecord]):
             self.box.drop("refused")
             self._unsuited(f"a result of {record.feed} has {len(text)} bytes, a message at most {MOST_BYTES}")
             return
-        told = self._client.publish(f"{self._topic}/feeds/{record.feed}", text, qos=self._qos)
+        told = self._client.publish(f"{self._topic}/feeds/{path_name(record.feed)}", text, qos=self._qos)
         with self.box.news:
             if self._qos == 0 and told.rc != 0:  # the connection was lost just now
                 self.box.back([record])
