@@ -38,6 +38,7 @@ from bench.streams import Job, Streamed
 from reflex_runtime.core.errors import ReflexError
 from reflex_runtime.demo.scribe import model_directory
 from reflex_runtime.drivers.loop import loop_factory
+from reflex_runtime.drivers.process_memory import COLLECTIONS
 from reflex_runtime.ipc.client import RuntimeClient
 from reflex_runtime.ipc.generate_batcher import GenerateBatcher
 from reflex_runtime.ipc.generate_config import GenerateBatcherConfig
@@ -169,7 +170,7 @@ async def _front(step_ms: float = 0.0, **config: Any) -> AsyncIterator[Front]:
 async def _batcher(scale: float) -> list[Row]:
     gc.collect()
     gc.freeze()
-    gc.set_threshold(50_000, 20, 100)  # as the server sets it
+    gc.set_threshold(*COLLECTIONS)  # as the server sets it
     async with _front() as front:
         rows = await _saved(front, scale)
         async with _front(DEVICE_MS) as device:

@@ -26,6 +26,7 @@ from bench.report import Row, row, say
 from reflex_runtime.core.events import BatchScheduled, Event, RequestProgressed, RequestSettled
 from reflex_runtime.core.percentile import percentile
 from reflex_runtime.core.request import Priority
+from reflex_runtime.drivers.process_memory import COLLECTIONS
 from reflex_runtime.llm import LLMEngine, SamplingParams
 from reflex_runtime.llm.checkpoint import Checkpoint
 from reflex_runtime.llm.toy import ByteTokenizer
@@ -40,7 +41,7 @@ BUDGET = 512
 def llm(root: Path, out: Path, scale: float) -> list[Row]:
     """Every row about token generation. out: where the pictures go."""
     gc.freeze()
-    gc.set_threshold(50_000, 20, 100)  # as the server sets it
+    gc.set_threshold(*COLLECTIONS)  # as the server sets it
     rows: list[Row] = []
     for dtype in PRECISIONS:
         directory = write_model(root / f"llama-{PRECISIONS[dtype]}", dtype)

@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from reflex_runtime.config import LLMServeConfig
 from reflex_runtime.drivers.loop import loop_factory
+from reflex_runtime.drivers.process_memory import COLLECTIONS
 from reflex_runtime.ipc.worker import serve
 from reflex_runtime.llm.runner import Step
 from reflex_runtime.llm.toy import ByteTokenizer, ToyRunner
@@ -46,7 +47,7 @@ def main() -> None:
     def make(path: Path, config: LLMServeConfig) -> tuple[ToyRunner, ByteTokenizer]:
         return Paced(seconds), ByteTokenizer()
 
-    gc.set_threshold(50_000, 20, 100)  # as `reflex worker` sets it
+    gc.set_threshold(*COLLECTIONS)  # as `reflex worker` sets it
     with asyncio.Runner(loop_factory=loop_factory) as runner:
         load = loading(make, lambda: os._exit(1), lambda path: ByteTokenizer())
         status, _ = runner.run(serve(load))

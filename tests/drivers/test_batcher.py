@@ -29,6 +29,7 @@ from reflex_runtime.core.events import BatchFinished, BatchScheduled, RequestQue
 from reflex_runtime.core.flush import FlushPolicy
 from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.core.request import Request, Ticket
+from reflex_runtime.drivers import audience
 from reflex_runtime.drivers.batcher import Batcher
 from reflex_runtime.drivers.slices import SLICE
 from reflex_runtime.processors.base import BaseProcessor
@@ -220,6 +221,33 @@ def test_answers_by_the_thousand_are_told_in_slices_and_in_order() -> None:
             assert most <= 3 * SLICE  # of 1,000; the device may hand over twice in one turn
             assert [e.ticket for e in log.of(RequestSettled)] == [first, *tickets]
             assert [t.waiter.result() for t in tickets] == list(range(1000))
+
+    run(main())
+
+
+def test_deadlines_that_pass_together_are_answered_in_one_slice_a_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slice fills what one turn of the loop has for answers: two of them make everybody else wait twice as long."""
+    monkeypatch.setattr(audience, "TURN", 0.0)  # one answer is a slice
+
+    async def main() -> None:
+        gate, turn = Gate(), 0
+        answered: Counter[int] = Counter()
+        async with Batcher({"default": gate}, [GroupConfig(capacity=5000)]) as batcher:
+            running = batcher.submit(Request("running"))
+            await gate.busy()
+
+            def settled(ticket: Ticket) -> None:
+                assert isinstance(ticket.outcome.error, Expired)  # type: ignore[union-attr]
+                answered[turn] += 1
+
+            for i in range(300):
+                batcher.submit(Request(i, time_limit=0.02), settled)
+            while answered.total() < 300:
+                turn += 1
+                await asyncio.sleep(0)
+            assert set(answered.values()) == {1}
+            gate.gate.set()
+            await running.waiter
 
     run(main())
 

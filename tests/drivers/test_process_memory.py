@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from reflex_runtime.drivers.process_memory import (
+    COLLECTIONS,
     KEPT,
     LARGE,
     FreedMemory,
@@ -73,7 +74,7 @@ def test_memory_is_kept_once_for_all_threads() -> None:
     library = Library()
     prepare_memory({}, lambda name: library)
     assert library.set == {-8: 1, -3: LARGE, -1: KEPT}
-    assert gc.get_threshold() == (50_000, 20, 100)
+    assert gc.get_threshold() == COLLECTIONS
 
 
 @pytest.mark.parametrize(("name", "value"), [("MALLOC_ARENA_MAX", "4"), ("GLIBC_TUNABLES", "glibc.malloc.arena_max=4")])
@@ -85,7 +86,7 @@ def test_settings_of_the_environment_stay(name: str, value: str) -> None:
 
 def test_another_c_library_is_left_alone() -> None:
     prepare_memory({}, lambda name: object())
-    assert gc.get_threshold() == (50_000, 20, 100)
+    assert gc.get_threshold() == COLLECTIONS
 
 
 def test_an_interpreter_that_cannot_be_asked_for_its_c_library_serves_too() -> None:

@@ -312,7 +312,8 @@ class Batcher(Generic[V]):
         self.device.expire()
         if self._watchdog > 0:
             self.device.check(self._watchdog)
-        self._pump()
+        if not self._pump_due:  # else it is called in this turn anyway, and one call of it fills a turn
+            self._pump()
         self._arm(self._due())
 
     def _fatal_from_thread(self) -> None:
