@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -44,32 +45,37 @@ def test_requests_that_come_by_themselves_are_no_crowd() -> None:
 
 
 @pytest.mark.parametrize(
-    ("callers", "size"),
+    ("callers", "longest", "size"),
     [
-        (40, 0),  # they fit
-        (42, 42),  # a little over the budget is better than two batches
-        (64, 32),
-        (128, 43),  # three times 43: 107 ms
-        (150, 38),
-        (1000, 44),
+        (40, 0.123, 0),  # they fit
+        (42, 0.123, 42),  # a little over the budget is better than two batches
+        (64, 0.123, 32),
+        (128, 0.0, 43),  # three times 43: 107 ms
+        (128, 0.123, 43),
+        (128, 0.160, 64),
+        (60, 0.200, 30),  # all fit into one, and then the device waits for them
+        (150, 0.123, 50),
+        (1000, 0.123, 50),
     ],
 )
-def test_callers_are_split_into_batches_of_equal_size(callers: int, size: int) -> None:
+def test_callers_are_split_into_batches_of_equal_size(callers: int, longest: float, size: int) -> None:
     fixed, marginal, _ = DEVICE
-    assert even_size(callers, 0.100, fixed, marginal) == size
-    assert fixed + marginal * size <= OVER * 0.100
+    assert even_size(callers, 0.100, longest, fixed, marginal) == size
+    assert fixed + marginal * size <= max(OVER * 0.100, longest)
 
 
 def test_a_model_that_is_too_slow_for_the_budget_is_left_alone() -> None:
-    assert even_size(128, 0.100, 0.200, 0.010) == 0
+    assert even_size(128, 0.100, 0.0, 0.200, 0.010) == 0
 
 
-def planned(base: FlushPolicy, callers: int, **request: object) -> FlushPolicy:
+def planned(
+    base: FlushPolicy, callers: int, device: tuple[float, float, float] = DEVICE, **request: object
+) -> FlushPolicy:
     """The policy after three seconds in which so many callers were here."""
     planner = Planner()
     for i in range(3000):
         planner.arrived(Ticket(Request(client=i % callers, **request), i, i / 1e3), i / 1e3, callers - 1)  # type: ignore[arg-type]
-    return planner.policy(base, lambda: DEVICE, 3.0, "")
+    return planner.policy(base, lambda: device, 3.0, "")
 
 
 def test_by_default_a_steady_crowd_is_split_evenly() -> None:
@@ -77,6 +83,13 @@ def test_by_default_a_steady_crowd_is_split_evenly() -> None:
     assert policy.max_batch_size == 43
     assert policy.max_batch_cost > DEVICE[0] + 43 * DEVICE[1]
     assert planned(FlushPolicy.window(None), 30) == FlushPolicy.window(None)
+
+
+def test_a_crowd_has_batches_of_sixteen_times_the_fixed_part_unless_other_policies_wait() -> None:
+    device = (0.0125, 0.0018, 0.03)  # 48 fit into 100 ms, 104 into 16 times the fixed part
+    assert planned(FlushPolicy.window(None), 128, device).max_batch_size == 64
+    shared = replace(FlushPolicy.window(None), times_fixed=Planner.SHARED)
+    assert planned(shared, 128, device).max_batch_size == 43
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,8 @@ class Planner:
     A model whose fixed part a is large gets longer batches where the policy allows it (`FlushPolicy.times_fixed`): with
     batches of k · a the device spends 1 ÷ k of its time on fixed parts. While requests of several priorities come, or
     one client asks for more than its share, others would wait for longer batches and gain nothing. Then k is SHARED.
-    In the other case, and without deadlines, callers that do not fit into one batch are split evenly (`crowd`).
+    In the other case, and without deadlines, callers that do not fit into one batch are split evenly, into batches of
+    up to CROWD · k · a (`crowd`).
     """
 
     PERIOD = 0.100  # seconds between plans
@@ -55,6 +56,7 @@ class Planner:
     CLIENTS = 1024  # (tier, time limit, client) followed; those beyond count as one for each time limit, roughly
     KINDS = 64  # (tier, time limit) planned for as they are; if there are more, time limits count roughly
     LONGEST = 2.0  # seconds that a batch may take because of its fixed part
+    CROWD = 2.0  # times as long, where all who come wait for each other
     SHARED = 2.0  # times its fixed part, where others would wait for it: half of the device's time
 
     def __init__(self) -> None:
@@ -93,7 +95,9 @@ class Planner:
 
     def _made(self, base: FlushPolicy, a: float, b: float, sigma: float) -> FlushPolicy:
         budget = self._plan(base, a, b, sigma)
-        size = even_size(self._crowd.callers, budget, a, b) if base.times_fixed and b > 0.0 and self._alike() else 0
+        size = 0
+        if base.times_fixed and b > 0.0 and self._alike():
+            size = even_size(self._crowd.callers, budget, min(self.CROWD * base.times_fixed * a, self.LONGEST), a, b)
         if 0 < size < base.max_batch_size:
             return replace(base, max_batch_cost=max(budget, OVER * (a + b * size)), max_batch_size=size)
         return base if budget == base.max_batch_cost else replace(base, max_batch_cost=budget)
