@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from random import Random
 
 import pytest
@@ -13,7 +13,7 @@ from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.core.events import RequestProgressed, RequestSettled
 from reflex_runtime.core.flush import BUDGET, FlushPolicy
 from reflex_runtime.core.percentile import percentile
-from reflex_runtime.core.request import Priority, Request
+from reflex_runtime.core.request import Priority, Request, Ticket, TicketState
 from reflex_runtime.core.resources import UnitPool
 from reflex_runtime.core.scheduler import Scheduler
 from reflex_runtime.core.timed_tokens import ALONE, COLD, SHARE, TimedTokens
@@ -57,9 +57,11 @@ class Device:
         self.steps: list[tuple[dict[str, float], float]] = []
         self.tokens: dict[str, list[float]] = defaultdict(list)
 
-    def ask(self, name: str, prompt: int, outputs: int, priority: Priority = Priority.DEFAULT) -> None:
+    def ask(
+        self, name: str, prompt: int, outputs: int, priority: Priority = Priority.DEFAULT, gap: float | None = None
+    ) -> None:
         self.generation.total[name] = prompt + outputs - 1
-        request = Request(id=name, wants=float(prompt), client=name, priority=priority, streams=True)
+        request = Request(id=name, wants=float(prompt), client=name, priority=priority, streams=True, max_gap=gap)
         self.scheduler.submit(request, self.now)
 
     def step(self) -> Batch:
@@ -86,11 +88,14 @@ class Device:
             assert len(self.steps) < limit, "does not end"
 
 
-def landing(gap: float | None, takes: Takes, budget: int = 4096) -> Device:
-    """A prompt of 4,000 tokens comes while 16 sequences generate. Returns when it is read; steps since it came."""
+def landing(gap: float | None, takes: Takes, budget: int = 4096, own: Sequence[float | None] = (None,)) -> Device:
+    """A prompt of 4,000 tokens comes while 16 sequences generate. Returns when it is read; steps since it came.
+
+    own: gaps that their requests ask for, in turns.
+    """
     device = Device(gap, takes, budget=budget)
     for i in range(16):
-        device.ask(f"run {i}", 32, 2000)
+        device.ask(f"run {i}", 32, 2000, gap=own[i % len(own)])
     for _ in range(40):
         device.step()
     device.steps.clear()
@@ -263,3 +268,71 @@ def test_l2_what_was_learned_is_shown() -> None:
 def test_l2_a_gap_is_above_zero(gap: float) -> None:
     with pytest.raises(ConfigError, match=r"TimedTokens\.gap="):
         TimedTokens(gap=gap)
+
+
+@pytest.mark.parametrize("gap", [None, 0.2])
+def test_l2_the_shortest_gap_that_a_running_sequence_asked_for_is_kept(gap: float | None) -> None:
+    device = landing(gap, small, own=(None, None, None, 0.03))
+    assert 0.02 < late(device) <= 0.03
+    assert len(device.steps) > 2 * len(landing(gap, small).steps)
+
+
+@pytest.mark.parametrize("gap", [None, 0.05])
+def test_l2_sequences_that_allow_a_longer_gap_let_prompts_be_read_in_longer_steps(gap: float | None) -> None:
+    device = landing(gap, small, own=(0.5, 2.0))
+    assert 0.3 < late(device) <= 0.55  # the longest of a few steps, where 99 of 100 keep it
+    assert len(device.steps) < len(landing(gap, small).steps) / 2
+    one_does_not = landing(gap, small, own=(0.5, None))  # it has the gap of the others
+    assert late(one_does_not) <= (gap or 0.1)
+
+
+@pytest.mark.parametrize("gap", [None, 0.1])
+def test_l2_no_request_keeps_others_out_by_a_gap_of_its_own(gap: float | None) -> None:
+    """Prompts get half of the time in any case."""
+    device, without = Device(gap, small), Device(gap, small)
+    for each, own in ((device, 0.001), (without, None)):
+        each.ask("strict", 32, 2000, gap=own)
+        for _ in range(10):
+            each.step()
+        began = each.now
+        for i in range(40):
+            each.ask(f"other {i}", 200, 50)
+        while len(each.tokens) < 41:
+            each.step()
+        each.now -= began
+    assert device.now < 2 * without.now
+
+
+def test_l2_the_promise_stays_where_others_allow_a_longer_gap() -> None:
+    """They are not let in beyond it: who comes later and has asked for nothing is promised it too."""
+    device = Device(0.05, small)
+    for i in range(200):
+        device.ask(f"patient {i}", 32, 60, gap=10.0)
+    while device.now < 3.0:
+        device.step()
+    device.steps.clear()
+    device.ask("later", 32, 50, Priority.URGENT)
+    while len(device.tokens["later"]) < 50:
+        device.step()
+    assert late(device) <= 0.05
+
+
+@pytest.mark.parametrize("gap", [0.0, -1.0, float("nan")])
+def test_l2_the_gap_of_a_request_is_above_zero(gap: float) -> None:
+    with pytest.raises(ConfigError, match=r"Request\.max_gap=.*must be > 0 seconds"):
+        Request(max_gap=gap)
+
+
+def test_l2_a_row_that_was_not_expected_has_its_gap_too() -> None:
+    """A group without resources names no rows in advance."""
+    device = landing(None, small)
+    model = device.scheduler.cost_model("default")
+
+    def offered(gap: float) -> float:
+        row, prompt = (Ticket(Request(wants=wants, max_gap=gap), 0, 0.0) for wants in (1.0, 4000.0))
+        row.computed, row.state = 32.0, TicketState.RESIDENT
+        tally = model.tally()
+        tally.add(row, 1.0)
+        return tally.offer(prompt, 4096.0)
+
+    assert 4 * offered(0.03) < offered(0.3)

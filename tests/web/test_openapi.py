@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from policies.tiny import write_export
+from reflex_runtime.llm.serving.openapi.schemas import numerals
 from reflex_runtime.policies.export.directory import Export
 from reflex_runtime.policies.serving.openapi import act_example, document
 from reflex_runtime.web.openapi import page
@@ -70,6 +71,13 @@ def test_h7_so_is_one_with_two_policies_and_a_key(pair: Pair, tmp_path: Path) ->
             assert ("401" in methods[method]["responses"], "security" in methods[method]) == (refused, refused), path
         header = ("-H", "Authorization: Bearer secret")
         tried(tmp_path, server.port, *header, "--exclude-path", "/admin/faults", examples=3)
+
+
+@pytest.mark.parametrize("most", [0, 1, 9, 10, 99, 100, 255, 1000, 4095])
+def test_h7_the_names_of_tokens_are_described_up_to_the_last_one(most: int) -> None:
+    pattern = re.compile(numerals(most))
+    assert [i for i in range(12 * most + 20) if pattern.search(str(i))] == list(range(most + 1))
+    assert not any(map(pattern.search, ("", "-1", "007", "1.0", "1 ")))
 
 
 @pytest.mark.timeout(600)  # minutes on a busy machine

@@ -85,6 +85,7 @@ class Request:
     weight: its client's share relative to others, > 0.
     wants: units of work it asks for: steps to run, tokens to compute; 1 for one-shot work.
     streams: True when answers flow while it is resident; its deadline is then for the first one.
+    max_gap: seconds, most, between two answers of its stream; None: as its group says. Kept by `TimedTokens`.
     """
 
     payload: Any = None
@@ -100,6 +101,7 @@ class Request:
     weight: float = 1.0
     wants: float = 1.0
     streams: bool = False
+    max_gap: float | None = None
 
     def __post_init__(self) -> None:
         # Chained so that NaN fails too; one expression because this runs for every request.
@@ -110,6 +112,8 @@ class Request:
             raise ConfigError(f"Request: weight={self.weight!r}, wants={self.wants!r}: both must be finite and > 0")
         if self.time_limit is not None and not self.time_limit >= 0.0:
             raise ConfigError(f"Request.time_limit={self.time_limit!r}: must be >= 0 seconds or None")
+        if self.max_gap is not None and not self.max_gap > 0.0:
+            raise ConfigError(f"Request.max_gap={self.max_gap!r}: must be > 0 seconds or None")
 
 
 class AdmittedBatch(NamedTuple):

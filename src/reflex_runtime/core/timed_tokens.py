@@ -26,6 +26,7 @@ SURE = 3.0  # times the spread of measured times that is left free: 99 of 100 st
 COLD = 64.0  # prompt tokens of a step, while too little was measured
 COLD_ROWS = 8.0  # and sequences, where a gap is promised
 ALONE = 4.0  # times the gap, or the fixed part, that a step of prompts may take while no sequence waits for a token
+EVEN = 2.0  # times the rows of a step, that it may take whatever gap a request asks for
 LONGEST = 2.0  # seconds of a step because of its fixed part
 
 # The fit wants numbers of similar size: rows, prompt tokens and pairs are counted in these units.
@@ -38,7 +39,10 @@ class TimedTokens(TokenCost):
     gap: seconds, most; None is `BUDGET`, or `TIMES_FIXED` times the fixed part of a step where that is more, at most
     `LONGEST`: then 1/8 of the time goes to fixed parts. A gap that is given is a promise, so no further sequence
     enters, but urgent ones, while one more row would break it; unless a single row already does.
-    A step without running sequences may take `ALONE` times as long. inf bounds nothing. See `TokenCost` for threshold.
+    A request may say a gap of its own (`Request.max_gap`). Prompts then get what the shortest gap of the sequences that
+    run leaves, but at least as much time as those take, and it keeps nobody out: one caller must not stop all others.
+    A step without running sequences may take `ALONE` times as long. inf bounds nothing.
+    See `TokenCost` for threshold.
     Units beyond those that sequences want are granted where they pay (`extra.py`), within the gap.
     """
 
@@ -69,8 +73,15 @@ class TimedTokens(TokenCost):
         """Seconds of such a step; see the module docstring."""
         return self._fit.predict(_counts(rows, tokens, pairs))
 
-    def most(self, rows: float, tokens: float, pairs: float, past: float) -> float:
-        """Tokens of a prompt, of which `past` are computed, that may be added to such a step.
+    def allowed(self, own: float, rows: float, pairs: float) -> float:
+        """Seconds of a step of these rows and prompts. own: shortest gap of the rows, inf without rows."""
+        gap = self.gap
+        if own == inf or not self.measured:
+            return gap
+        return own if own >= gap else max(own, min(gap, EVEN * self.predict(rows, 0.0, pairs)))
+
+    def most(self, rows: float, tokens: float, pairs: float, past: float, gap: float) -> float:
+        """Tokens of a prompt, of which `past` are computed, that may be added to such a step. gap: that is `allowed`.
 
         The first prompt of a step gets some in any case.
         """
@@ -78,7 +89,7 @@ class TimedTokens(TokenCost):
             return inf
         if not self.measured:
             return COLD - tokens
-        limit = self.gap * (1.0 if rows else ALONE) / (1.0 + SURE * self.sigma)
+        limit = gap * (1.0 if rows else ALONE) / (1.0 + SURE * self.sigma)
         base = self.predict(rows, tokens, pairs)
         if tokens:
             return self._fit_in(limit - base, past)
@@ -151,9 +162,9 @@ def _counts(rows: float, tokens: float, pairs: float) -> Counts:
 
 
 class _TimedTokenTally(TokenTally):
-    """Counts granted units, and the rows, prompt tokens and pairs of the step."""
+    """Counts granted units, and the rows, prompt tokens and pairs of the step. Knows the shortest gap of its rows."""
 
-    __slots__ = ("_expected", "_model", "_pairs", "_read", "_rows", "_tokens")
+    __slots__ = ("_expected", "_gap", "_model", "_own", "_pairs", "_read", "_rows", "_tokens")
 
     def __init__(self, model: TimedTokens) -> None:
         super().__init__(model.threshold)
@@ -161,6 +172,8 @@ class _TimedTokenTally(TokenTally):
         self._rows = self._tokens = self._pairs = 0.0
         self._read = 0  # members whose prompts are read: rows soon
         self._expected: set[Ticket] = set()
+        self._own = inf  # shortest gap of the rows, and what is `allowed`
+        self._gap = model.gap
 
     @property
     def seconds(self) -> float:  # type: ignore[override]
@@ -175,6 +188,8 @@ class _TimedTokenTally(TokenTally):
         self._expected.update(tickets)
         self._rows += len(self._expected)
         self._pairs += sum([ticket.computed for ticket in self._expected])
+        for gap in {ticket.request.max_gap for ticket in self._expected}:
+            self._keep(gap)
 
     def offer(self, ticket: Ticket, budget: float, limit: float = inf) -> float:
         units = super().offer(ticket, budget, limit)
@@ -184,7 +199,9 @@ class _TimedTokenTally(TokenTally):
         model, totals = self._model, (self._rows, self._tokens, self._pairs)
         if enters and model.closed(ticket, self._rows + self._read, self._pairs):
             return 0.0
-        return min(units, model.most(*totals, ticket.computed))
+        if not self._read:  # the step has rows only, so far
+            self._gap = model.allowed(self._own, self._rows, self._pairs)
+        return min(units, model.most(*totals, ticket.computed, self._gap))
 
     def extra(self, tickets: Sequence[Ticket], budget: float) -> Sequence[int]:
         return self._model.extra(tickets, round(self._rows), self.seconds, budget - self.cost)
@@ -196,6 +213,11 @@ class _TimedTokenTally(TokenTally):
         self._pairs += units * (ticket.computed + 0.5 * units)
         if units == 1.0 and ticket.computed:
             self._rows += 1.0
+            self._keep(ticket.request.max_gap)
         else:
             self._tokens += units
             self._read += 1
+
+    def _keep(self, own: float | None) -> None:
+        """A row has that gap of its own; None: it has the group's."""
+        self._own = min(self._own, self._model.gap if own is None else own)

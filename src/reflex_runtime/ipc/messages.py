@@ -27,6 +27,7 @@ TERMINAL: frozenset[str] = frozenset({"completed", "cancelled", "error"})
 
 WINDOW = 64  # tokens that a stream may be ahead of its reader, unless its request says otherwise
 MOST_CREDITS = 1_000_000  # at a time
+SHORTEST_GAP_MS, LONGEST_GAP_MS = 1, 60_000  # between two tokens
 
 
 class Info(msgspec.Struct):
@@ -75,9 +76,9 @@ class GenerateParams(SamplingParams, frozen=True, kw_only=True, omit_defaults=Tr
 
     stream_id: unique among the streams that have not ended. adapter: the name of one that is loaded with the model, ""
     for none. prompt: one of `prompt`, `prompt_token_ids`, `messages`.
-    traceparent: of the request's span, where it is recorded. timeout_ms: until the first token. follows: a stream with
-    the same prompt; this request waits until that stream has computed it. credits: tokens that may be sent before
-    `stream.credit` grants more. draft_model, guidance: refused without the capability.
+    traceparent: of the request's span, where it is recorded. timeout_ms: until the first token; max_gap_ms: between
+    two. follows: a stream with the same prompt; this request waits until that stream has computed it. credits: tokens
+    that may be sent before `stream.credit` grants more. draft_model, guidance: refused without the capability.
     """
 
     stream_id: str = ""
@@ -91,6 +92,7 @@ class GenerateParams(SamplingParams, frozen=True, kw_only=True, omit_defaults=Tr
     request_id: str = ""
     traceparent: str = ""
     timeout_ms: float | None = None
+    max_gap_ms: float | None = None
     follows: str | None = None
     credits: int = WINDOW
     draft_model: str | None = None
@@ -102,6 +104,9 @@ class GenerateParams(SamplingParams, frozen=True, kw_only=True, omit_defaults=Tr
             raise ConfigError(f"priority={self.priority!r:.220}: must be one of {', '.join(PRIORITIES)}")
         if not 1 <= self.credits <= MOST_CREDITS:
             raise ConfigError(f"credits={self.credits!r}: must be in [1, {MOST_CREDITS}] tokens")
+        gap, low, high = self.max_gap_ms, SHORTEST_GAP_MS, LONGEST_GAP_MS
+        if gap is not None and not low <= gap <= high:
+            raise ConfigError(f"max_gap_ms={gap!r}: must be in [{low}, {high}] or absent")
 
 
 class BatchGenerate(msgspec.Struct):

@@ -143,13 +143,14 @@ class LLMProcessor(BaseProcessor):
         priority: Priority = Priority.DEFAULT,
         client: Hashable = "",
         time_limit: float | None = None,
+        max_gap: float | None = None,
         span: SpanContext | None = None,
         matcher: Matcher | None = None,
         adapter: str = "",
     ) -> Request:
-        """A request for this processor. time_limit: seconds until its first token. span: steps refer to it, if given.
-        matcher: of its constraint, where it is compiled already; it may be that of several requests. adapter: the name
-        of one of the runner's, "" for none.
+        """A request for this processor. time_limit: seconds until its first token; max_gap: between two of them.
+        span: steps refer to it, if given. matcher: of its constraint, where it is compiled already; it may be that of
+        several requests. adapter: the name of one of the runner's, "" for none.
 
         Raises TooLarge, with the limit, for a request that can never run here; ConfigError for an invalid prompt.
         """
@@ -171,6 +172,7 @@ class LLMProcessor(BaseProcessor):
             time_limit=time_limit,
             wants=float(len(ids)),
             streams=True,
+            max_gap=max_gap,
         )
 
     def _number_of(self, adapter: str) -> int:

@@ -108,6 +108,7 @@ SAMPLES: Final[dict[str, Any]] = {
     "logit_bias": {"97": 1},
     "logprobs": 2,
     "max_completion_tokens": 2,
+    "max_gap_ms": 500,
     "max_tool_calls": 2,
     "mcp_servers": [{"url": "x"}],
     "metadata": {"a": "b"},

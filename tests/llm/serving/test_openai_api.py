@@ -321,6 +321,8 @@ WRONG: list[tuple[str, Any]] = [
     ("priority", "high"),
     ("priority", 1),
     ("deadline_ms", 0),
+    ("max_gap_ms", 0.9),
+    ("max_gap_ms", 60_001),
     ("user", "x" * 257),
     ("user", "a\nb"),
     ("stream", "yes"),

@@ -250,6 +250,18 @@ def test_l9_a_deadline_that_passes_while_it_waits_is_504() -> None:
             assert runner.inside
 
 
+def test_l2_a_request_is_queued_with_the_gap_it_asks_for() -> None:
+    runner = Model()
+    with Toy(runner, max_num_seqs=1) as toy:
+        runner.stop()
+        with toy.open(name="runs", max_tokens=2, max_gap_ms=250):
+            runner.wait_inside()
+            assert toy.ticket("runs").request.max_gap == 0.25
+            with toy.open(name="waits", max_tokens=2):
+                assert toy.ticket("waits").request.max_gap is None
+            runner.go()
+
+
 def test_l9_urgent_goes_before_who_waited_longer() -> None:
     runner = Model()
     with Toy(runner, max_num_seqs=1) as toy:

@@ -260,13 +260,13 @@ def test_g1_a_request_of_another_process_is_queued_as_it_was_asked() -> None:
             engine = WorkerEngine(cast(Any, model), "toy", CollectorRegistry())
             asked = GenerateParams(
                 stream_id="s-1", prompt_token_ids=[1] * 40, max_tokens=3, priority="urgent", client="c",
-                request_id="r", timeout_ms=5000.0,
+                request_id="r", timeout_ms=5000.0, max_gap_ms=250.0,
             )  # fmt: skip
             leader = await engine.submit(asked, Bell(), None)
             assert leader._ticket is not None
             request = leader._ticket.request
             assert (request.id, request.client, request.priority) == ("r", "c", Priority.URGENT)
-            assert request.time_limit == 5.0
+            assert (request.time_limit, request.max_gap) == (5.0, 0.25)
             follower = await engine.submit(GenerateParams(stream_id="s-2", prompt_token_ids=[1] * 40), Bell(), leader)
             assert follower.held
             assert follower._ticket is not None

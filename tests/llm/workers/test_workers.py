@@ -165,12 +165,14 @@ def test_g1_a_request_is_told_to_the_runtime_as_it_was_asked() -> None:
 
         client.call = heard  # type: ignore[method-assign]
         fields = {"n": 2, "max_tokens": 2, "priority": "urgent", "user": "u", "deadline_ms": 9000}
+        fields["max_gap_ms"] = 250
         assert fleet.complete("x" * 40, **fields).status == 200
         first, second = said
         assert [(one.priority, one.client, one.model_id) for one in said] == [("urgent", "u", "toy")] * 2
         assert (first.follows, second.follows) == (None, first.stream_id)  # the prompt is computed once
         assert (first.request_id[-2:], second.request_id[-2:]) == ("#0", "#1")
         assert all(8000.0 < one.timeout_ms <= 9000.0 for one in said)
+        assert [one.max_gap_ms for one in said] == [250.0] * 2
 
 
 def test_g6_who_waits_for_a_place_is_told_as_waiting() -> None:

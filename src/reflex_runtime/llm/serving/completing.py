@@ -244,7 +244,7 @@ def _requests(
         try:
             request = runtime.request(
                 ids, seeded, id=name, priority=asked.priority, client=client, time_limit=asked.time_limit,
-                span=recorded, matcher=matcher, adapter=adapter,
+                max_gap=asked.max_gap, span=recorded, matcher=matcher, adapter=adapter,
             )  # fmt: skip
         except TooLarge as error:
             raise BadRequest(error.message, asked.field, "context_length_exceeded") from None

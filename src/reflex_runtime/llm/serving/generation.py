@@ -61,12 +61,14 @@ class Generator(Protocol[R]):
         priority: Priority,
         client: Hashable,
         time_limit: float | None,
+        max_gap: float | None = None,
         span: SpanContext | None = None,
         matcher: Matcher | None = None,
         adapter: str = "",
     ) -> R:
-        """A request for `submit_alike`. time_limit: seconds until its first token. span, adapter: see
-        `LLMProcessor.request`. matcher: what `compiled` returned for its constraint. Raises TooLarge, ConfigError."""
+        """A request for `submit_alike`. time_limit: seconds until its first token; max_gap: between two of them. span,
+        adapter: see `LLMProcessor.request`. matcher: what `compiled` returned for its constraint. Raises TooLarge,
+        ConfigError."""
 
     def submit_alike(self, requests: Seq[R], bell: asyncio.Event) -> Seq[OutputStream]:
         """Admit requests with the same prompt, which is computed once: all of them or none. Raises `Rejected`; where
@@ -196,13 +198,13 @@ class GenerationRuntime:
 
     def request(
         self, prompt: Seq[int], params: SamplingParams, *, id: str, priority: Priority = Priority.DEFAULT,
-        client: Hashable = "", time_limit: float | None = None, span: SpanContext | None = None,
-        matcher: Matcher | None = None, adapter: str = "",
+        client: Hashable = "", time_limit: float | None = None, max_gap: float | None = None,
+        span: SpanContext | None = None, matcher: Matcher | None = None, adapter: str = "",
     ) -> Request:  # fmt: skip
         """A request for `submit`: see `LLMProcessor.request`."""
         return self.processor.request(
-            prompt, params, id=id, priority=priority, client=client, time_limit=time_limit, span=span, matcher=matcher,
-            adapter=adapter,
+            prompt, params, id=id, priority=priority, client=client, time_limit=time_limit, max_gap=max_gap, span=span,
+            matcher=matcher, adapter=adapter,
         )  # fmt: skip
 
     def submit(self, request: Request, bell: asyncio.Event | None = None) -> GenerationStream:

@@ -78,6 +78,7 @@ class WorkerEngine:
             priority=PRIORITIES[params.priority],
             client=params.client,
             time_limit=None if params.timeout_ms is None else params.timeout_ms / 1e3,
+            max_gap=None if params.max_gap_ms is None else params.max_gap_ms / 1e3,
             span=parent_of(params.traceparent.encode()) if params.traceparent else None,
             matcher=await self.runtime.compiled(params.constraint),
             adapter=params.adapter,

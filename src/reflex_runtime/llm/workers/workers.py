@@ -271,8 +271,8 @@ class Workers:
 
     def request(
         self, prompt: Sequence[int], params: SamplingParams, *, id: str, priority: Priority = Priority.DEFAULT,
-        client: Hashable = "", time_limit: float | None = None, span: SpanContext | None = None,
-        matcher: Matcher | None = None, adapter: str = "",
+        client: Hashable = "", time_limit: float | None = None, max_gap: float | None = None,
+        span: SpanContext | None = None, matcher: Matcher | None = None, adapter: str = "",
     ) -> GenerateParams:  # fmt: skip
         """See `Generator.request`: checked here, so that a request that can never run is not sent."""
         self.limits.check(prompt, params.max_tokens)
@@ -282,6 +282,7 @@ class Workers:
         return GenerateParams(
             **sampling, model_id=self._name, adapter=adapter, prompt_token_ids=ids, priority=priority.name.lower(),
             client=str(client), request_id=id, timeout_ms=None if time_limit is None else time_limit * 1e3,
+            max_gap_ms=None if max_gap is None else max_gap * 1e3,
             traceparent="" if span is None else span.traceparent,
         )  # fmt: skip
 

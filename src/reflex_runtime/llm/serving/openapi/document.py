@@ -14,12 +14,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from reflex_runtime.core.request import PRIORITIES
+from reflex_runtime.ipc.messages import LONGEST_GAP_MS, SHORTEST_GAP_MS
 from reflex_runtime.ipc.sampling import MOST_BIASED, MOST_LOGPROBS, MOST_STOP_IDS, MOST_STOPS
 from reflex_runtime.llm.limits import Limits
 from reflex_runtime.llm.serving import tokens
 from reflex_runtime.llm.serving.answers import completions as answers
 from reflex_runtime.llm.serving.openapi import talks
-from reflex_runtime.llm.serving.openapi.schemas import closed, maybe, ref, within, without_effect
+from reflex_runtime.llm.serving.openapi.schemas import closed, maybe, numerals, ref, within, without_effect
 from reflex_runtime.llm.serving.requests import fields as wire
 from reflex_runtime.llm.serving.requests import messages
 from reflex_runtime.llm.serving.requests.decoding import MOST_MESSAGES
@@ -196,13 +197,14 @@ def _common(model: dict[str, Any], limits: Limits | None) -> dict[str, Any]:
         "ignore_eos": {"type": "boolean"},
         "priority": {"enum": list(PRIORITIES)},
         "deadline_ms": {"type": "number", "exclusiveMinimum": 0, "maximum": 600_000},
+        "max_gap_ms": {"type": "number", "minimum": SHORTEST_GAP_MS, "maximum": LONGEST_GAP_MS},
         "min_p": {"type": "number", "minimum": 0, "maximum": 1},
         "repetition_penalty": {"type": "number", "minimum": 0.01, "maximum": 100},
         "frequency_penalty": {"type": "number", "minimum": -2, "maximum": 2},
         "presence_penalty": {"type": "number", "minimum": -2, "maximum": 2},
         "logit_bias": {
             "type": "object",
-            "propertyNames": {"pattern": "^(0|[1-9][0-9]{0,9})$"},
+            "propertyNames": {"pattern": numerals(vocabulary)},
             "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
             "maxProperties": MOST_BIASED,
         },

@@ -23,6 +23,17 @@ def within(low: int, high: int) -> dict[str, Any]:
     return {"type": "integer", "minimum": low, "maximum": high}
 
 
+def numerals(most: int) -> str:
+    """The pattern of whole numbers from 0 to `most`, as names of fields have them."""
+    digits = str(most)
+    found = ["0", str(most), *(f"[1-9][0-9]{{{n}}}" for n in range(len(digits) - 1))]
+    for i, digit in enumerate(digits):  # the same up to here, then a smaller one
+        low, high = int(i == 0), int(digit) - 1
+        if low <= high:
+            found.append(f"{digits[:i]}[{low}-{high}][0-9]{{{len(digits) - i - 1}}}")
+    return f"^({'|'.join(found)})$"
+
+
 def ref(kind: type) -> dict[str, Any]:
     """The schema of this class, which stands under its name."""
     return {"$ref": f"#/components/schemas/{kind.__name__}"}

@@ -5,8 +5,8 @@ if its value would change the answer. An unknown field is always refused. No fie
 
 Beyond theirs, as other servers of open models name them: `top_k`, `min_p`, `repetition_penalty`, `min_tokens`,
 `stop_token_ids`, `include_stop_str_in_output`, `ignore_eos`, `structured_outputs`. Ours: `priority` (urgent, default,
-background), `deadline_ms` (until the first token). `user` is the client whose fair share a request takes. How a request
-is sampled that does not say it is the model's own default.
+background), `deadline_ms` (until the first token), `max_gap_ms` (between two tokens). `user` is the client whose fair
+share a request takes. How a request is sampled that does not say it is the model's own default.
 """
 
 from __future__ import annotations
@@ -53,6 +53,7 @@ class MoreFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     structured_outputs: StructuredOutputs | None = None
     priority: Literal["urgent", "default", "background"] | None = None
     deadline_ms: float | None = None
+    max_gap_ms: float | None = None
 
 
 def further(fields: MoreFields) -> dict[str, Any]:

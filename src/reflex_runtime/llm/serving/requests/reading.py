@@ -13,6 +13,7 @@ import msgspec
 
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.core.request import PRIORITIES, Priority
+from reflex_runtime.ipc.messages import LONGEST_GAP_MS, SHORTEST_GAP_MS
 from reflex_runtime.ipc.sampling import MOST_LOGPROBS, SamplingParams
 from reflex_runtime.llm.sampling_defaults import SamplingDefaults
 from reflex_runtime.llm.serving.requests.decoding import MOST_MESSAGES, MOST_VALUES, at_fault, decode
@@ -51,9 +52,9 @@ class CompletionRequest:
 
     prompts: texts or token ids; conversation: instead of them. params: of the first choice; its max_tokens is as
     small as may be where the caller named none (max_tokens is None then): as many as there is room for. usage_always:
-    all events of a stream tell the usage so far. time_limit: seconds until the first token. echo: each answer begins
-    with its prompt. form_field: the name under which the form of the answer was sent; prompt_field: the prompt, where
-    that is not the usual one. said: what the answer repeats of the request.
+    all events of a stream tell the usage so far. time_limit: seconds until the first token; max_gap: between two
+    tokens. echo: each answer begins with its prompt. form_field: the name under which the form of the answer was sent;
+    prompt_field: the prompt, where that is not the usual one. said: what the answer repeats of the request.
     """
 
     model: str
@@ -68,6 +69,7 @@ class CompletionRequest:
     priority: Priority
     client: str | None
     time_limit: float | None
+    max_gap: float | None
     echo: bool = False
     form_field: str = "response_format"
     tools: AskedTools = NO_TOOLS
@@ -176,9 +178,11 @@ def _asked(
         raise BadRequest("stream_options: needs stream to be true", "stream_options")
     user = _client("user", fields.user)
     identifier = _client("safety_identifier", getattr(fields, "safety_identifier", None))
-    limit = fields.deadline_ms
+    limit, gap = fields.deadline_ms, fields.max_gap_ms
     if limit is not None and not 0.0 < limit <= 600_000.0:
         raise BadRequest(f"deadline_ms={limit:g}: must be in (0, 600000]", "deadline_ms")
+    if gap is not None and not SHORTEST_GAP_MS <= gap <= LONGEST_GAP_MS:
+        raise BadRequest(f"max_gap_ms={gap:g}: must be in [{SHORTEST_GAP_MS}, {LONGEST_GAP_MS}]", "max_gap_ms")
     return CompletionRequest(
         model=fields.model,
         prompts=prompts,
@@ -192,6 +196,7 @@ def _asked(
         priority=PRIORITIES[fields.priority or "default"],
         client=user if user is not None else identifier,
         time_limit=None if limit is None else limit / 1e3,
+        max_gap=None if gap is None else gap / 1e3,
         form_field="response_format" if fields.structured_outputs is None else "structured_outputs",
     )
 
