@@ -51,6 +51,7 @@ class Processor(Protocol[V_co]):
 
 
 _SPECIAL = (Done, More, Failed, BaseException)
+_OF_DONE = Done()[1:]  # what follows the value
 _outcome = tuple.__new__  # once a request: a NamedTuple's own constructor is a Python function around this
 
 
@@ -80,7 +81,8 @@ def outcomes_of(results: Sequence[Any], batch: Batch) -> list[Outcome]:
         wrong = f"the processor returned {len(results)} results for {len(batch.grants)} requests"
         return [Failed(ResultCountMismatch(wrong))] * len(batch)
     return [
-        _outcome(Done, (result,)) if not isinstance(result, _SPECIAL) else _special(result) for result in results
+        _outcome(Done, (result, *_OF_DONE)) if not isinstance(result, _SPECIAL) else _special(result)
+        for result in results
     ]
 
 
