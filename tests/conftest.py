@@ -4,9 +4,12 @@ No test sends telemetry, and none asks a server on this machine through the envi
 it happens, and not only at the end of a run of minutes.
 """
 
+import contextlib
 import gc
 import os
 from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
 
 import pytest
 
@@ -17,18 +20,35 @@ telemetry_off()
 picture.DPI = 50  # a PNG in a third of the time; what commands draw in processes of their own has the usual size
 os.environ["no_proxy"] = os.environ["NO_PROXY"] = "127.0.0.1,localhost,::1"
 
+APART = ("demo", "lerobot", "on_ray")  # what they import is found, or set up, by their `conftest.py`
 _module = [""]  # of the test before
 _terminal: list[pytest.TerminalReporter] = []  # of the process that shows what the others found
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_collection() -> Iterator[None]:
+def pytest_collection(session: pytest.Session) -> Iterator[None]:
     """No collection of garbage while the tests are imported: it would find none."""
     gc.disable()
     try:
+        if not session.config.option.file_or_dir:
+            _import_share(session.config)
         return (yield)
     finally:
         gc.enable()
+
+
+def _import_share(config: pytest.Config) -> None:
+    """Each process of several imports a share of the modules first, so that two do not rewrite the assertions of the
+    same module at the same time, which takes a third of the time that collecting for the first time takes."""
+    worker = getattr(config, "workerinput", {"workerid": "gw0", "workercount": 1})
+    number, count = int(worker["workerid"].removeprefix("gw")), worker["workercount"]
+    if number == 0:
+        return  # collecting begins with its share
+    here = Path(__file__).parent
+    files = sorted(file.relative_to(here) for file in here.rglob("test_*.py") if file.parts[-2] not in APART)
+    for file in files[len(files) * number // count : len(files) * (number + 1) // count]:
+        with contextlib.suppress(Exception, pytest.skip.Exception):  # it is said when the module is collected
+            import_module(".".join(file.with_suffix("").parts))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

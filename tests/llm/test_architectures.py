@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,6 @@ from reflex_runtime.llm.any_checkpoint import AnyModelConfig
 from reflex_runtime.llm.engine import LLMEngine
 from reflex_runtime.llm.load import check, describe
 from reflex_runtime.llm.openvino_runner import OpenVinoRunner
-from reflex_runtime.llm.openvino_tracing import convert, main
 from reflex_runtime.llm.runner import Runner
 from reflex_runtime.llm.torch_runner import TorchRunner
 from reflex_runtime.llm.toy import ByteTokenizer
@@ -50,6 +50,12 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
         return found[kind]
 
     return one
+
+
+@pytest.fixture(scope="module")
+def tracing() -> Any:
+    """The converter, which imports `transformers`: only where these tests run."""
+    return import_module("reflex_runtime.llm.openvino_tracing")
 
 
 def prompts() -> list[list[int]]:
@@ -79,9 +85,11 @@ def test_l8_any_architecture_on_pytorch_gives_the_tokens_of_transformers(made: M
 
 
 @pytest.mark.parametrize("kind", CONVERTED)
-def test_l8_a_converted_architecture_gives_the_tokens_of_transformers(made: Made, tmp_path: Path, kind: str) -> None:
+def test_l8_a_converted_architecture_gives_the_tokens_of_transformers(
+    made: Made, tracing: Any, tmp_path: Path, kind: str
+) -> None:
     path, oracle = made(kind)
-    convert(path, tmp_path)
+    tracing.convert(path, tmp_path)
     tokens, preempted = run(OpenVinoRunner(tmp_path, num_blocks=5, threads=1))
     assert tokens == [oracle.greedy(prompt, 16) for prompt in prompts()]
     assert preempted
@@ -116,14 +124,14 @@ def test_l8_a_checkpoint_is_converted_once_by_a_program_of_its_own_and_kept(
 
 
 def test_l8_what_cannot_be_served_is_refused_and_what_can_is_named(
-    made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    made: Made, tracing: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(ConfigError, match=r"bounds its attention scores at 3, .* serve it with --runner torch"):
-        convert(made("Gemma2")[0], tmp_path)
+        tracing.convert(made("Gemma2")[0], tmp_path)
     with pytest.raises(ConfigError, match=r"0 of 2 layers .* other state than keys and values"):
         TorchRunner(random_checkpoint("Mamba", tmp_path / "mamba"))
     monkeypatch.setattr("sys.argv", ["openvino_tracing", str(tmp_path / "mamba"), str(tmp_path)])
-    assert main() == 1
+    assert tracing.main() == 1
     assert "other state than keys and values" in capsys.readouterr().out.splitlines()[-1]
     path = shutil.copytree(made("GPT2")[0], tmp_path / "gpt2")
     config = json.loads((path / "config.json").read_text())
