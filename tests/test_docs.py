@@ -8,12 +8,13 @@ from typing import Any, get_type_hints
 
 from prometheus_client import CollectorRegistry
 
-from reflex_runtime.config import FeedsConfig, LLMServeConfig, ServeConfig
+from reflex_runtime.config import EmbeddingServeConfig, FeedsConfig, LLMServeConfig, ServeConfig
 from reflex_runtime.core.errors import ReflexError
 from reflex_runtime.feeds.outputs.outbox import OUTPUT_DROPS
 from reflex_runtime.feeds.series import FeedSeries
 from reflex_runtime.feeds.snapshot import DROPS, RuntimeSnapshot
 from reflex_runtime.llm import LLMProcessor
+from reflex_runtime.llm.embedding.series import EmbeddingSeries
 from reflex_runtime.llm.serving.generation import GenerationRuntime
 from reflex_runtime.llm.serving.generation_device import GenerationDevice
 from reflex_runtime.llm.serving.local_models import LocalModels, opened
@@ -87,6 +88,11 @@ def test_language_models_md_has_every_setting_as_it_is() -> None:
     assert table in page("language-models.md"), "the table is now:\n" + table
 
 
+def test_embeddings_md_has_every_setting_as_it_is() -> None:
+    table = settings_table(EmbeddingServeConfig)
+    assert table in page("embeddings.md"), "the table is now:\n" + table
+
+
 def test_feeds_md_has_every_reason_for_which_a_frame_is_dropped() -> None:
     rows = dict(re.findall(r"^\| `(\w+)` \| (.+) \|$", page("feeds.md"), re.MULTILINE))
     assert {reason: rows.get(reason) for reason in DROPS} == DROPS
@@ -113,7 +119,9 @@ def test_metrics_md_has_every_series_with_type_labels_and_a_query() -> None:
     Workers(WorkersConfig(1, lambda number: never, "", lambda number, restarts: {}), ByteTokenizer(), model)
     spans = CollectorRegistry()
     span_series(spans)
-    registries = (Metrics().registry, model.registry, spans)
+    embeddings = CollectorRegistry()
+    EmbeddingSeries(int, int, embeddings)
+    registries = (Metrics().registry, model.registry, spans, embeddings)
     collected = [family for registry in registries for family in registry.collect()]
     for family in [*collected, *feeds, *replica_series([])]:
         registered[family.name + ("_total" if family.type == "counter" else "")] = family

@@ -12,14 +12,14 @@ import pytest
 from reflex_runtime.cli import main
 from reflex_runtime.cli.simulate import SimulateConfig
 from reflex_runtime.cli.trace_prompts import PromptsConfig
-from reflex_runtime.config import FeedsConfig, LLMServeConfig, RayConfig, ServeConfig
+from reflex_runtime.config import EmbeddingServeConfig, FeedsConfig, LLMServeConfig, RayConfig, ServeConfig
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.options import check_needs, flag
 from reflex_runtime.sources import load, read
 from serving.exports import write_tiny
 
 KINDS: tuple[type[Any], ...] = (
-    ServeConfig, LLMServeConfig, FeedsConfig, RayConfig, SimulateConfig, PromptsConfig,
+    ServeConfig, LLMServeConfig, EmbeddingServeConfig, FeedsConfig, RayConfig, SimulateConfig, PromptsConfig,
 )  # fmt: skip
 OPTIONS = [pytest.param(kind, field, id=f"{kind.__name__}-{field.name}") for kind in KINDS for field in fields(kind)]
 NEEDY = [option for option in OPTIONS if option.values[1].metadata["needs"] or option.values[1].metadata["unless"]]

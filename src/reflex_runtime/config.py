@@ -478,6 +478,52 @@ MODEL_SETTINGS = frozenset({
 
 
 @dataclass(frozen=True, slots=True)
+class EmbeddingServeConfig(ServerConfig):
+    """The settings of `reflex serve MODEL_DIR` for an embedding model."""
+
+    served_model_name: str = again(LLMServeConfig, "served_model_name", "", group="what is served")
+    device: str = again(LLMServeConfig, "device", "auto", group="")
+    runner: str = again(LLMServeConfig, "runner", "auto", group="")
+    dtype: str = option(
+        "auto", "number format of the computation; auto is float32", choices=("auto", "float32", "bfloat16")
+    )
+    pooling: str = option(
+        "auto",
+        "how the states of a text's tokens become its vector: their mean, that of the first token (cls) or of the last "
+        "one; auto is what the directory says, and mean where it says nothing",
+        choices=("auto", "mean", "cls", "last"),
+    )
+    cache_dir: str = again(LLMServeConfig, "cache_dir", "", group="")
+    threads: int = option(0, "CPU threads of a call; 0 is the runner's default", low=0, high=1024)
+    max_model_len: int = option(
+        0, "most tokens of a text; 0 is what the directory says, and more is possible up to the model's own places",
+        low=0, high=1 << 24,
+    )
+    max_body_bytes: int = again(ServerConfig, "max_body_bytes", 16 * 2**20, group="listening and trust")
+    max_batch_cost_ms: float = option(
+        100.0,
+        "most predicted time of a batch; smaller values let short texts wait less, larger ones pad less",
+        low=1, high=60_000, unit="ms",
+        group="batching",
+    )
+    max_queue: int = option(4096, "most waiting texts; beyond it 429", low=1, high=1_000_000, group="queue")
+    max_queued_tokens: int = option(
+        1_000_000, "most tokens of waiting texts; beyond it 429", low=1, high=1_000_000_000, unit="tokens"
+    )
+    watchdog_s: float = option(
+        60.0,
+        "a batch that runs longer ends with an error for its callers; after twice the time the server ends; 0 is off",
+        low=0, high=3600, unit="s",
+        group="faults and the end",
+    )
+    drain_timeout_s: float = again(LLMServeConfig, "drain_timeout_s", 30.0, group="")
+    trace: str = option(
+        "", "write every batch to FILE as a JSON line; read it with reflex trace", metavar="FILE",
+        group="trace",
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class FeedsConfig:
     """The settings of `reflex feeds`."""
 

@@ -27,7 +27,7 @@ from reflex_runtime.llm.serving.model_runtime import ModelRuntime
 from reflex_runtime.llm.serving.server import serving as making
 from reflex_runtime.llm.toy import ByteTokenizer, ToyRunner
 from reflex_runtime.web.listen import bind
-from reflex_runtime.web.serve import serving
+from reflex_runtime.web.serve import Make, serving
 
 from .harness import Answer, Metrics
 
@@ -43,29 +43,24 @@ CALL = '<tool_call>\n{"name": "move", "arguments": {"x": 4}}\n</tool_call>'
 TALK = f"<think>\nI should move.\n</think>\n\nI move it. {CALL}"
 
 
-class Model(ToyRunner):
-    """The toy, with a gate before each step. sizes: tokens of each step so far, those of the warm-up first."""
+class Gate:
+    """Where a model stops if a test wants it to. sizes: what each pass had, as its owner counts it."""
 
-    def __init__(self, num_blocks: int = 4096, block_size: int = 16, max_model_len: int = 8192) -> None:
-        super().__init__(num_blocks, block_size, max_model_len)
+    def __init__(self) -> None:
         self.changed = threading.Condition()
         self.allowed: float = float("inf")
         self.inside = False
         self.sizes: list[int] = []
-        self.fails: Callable[[Step], Exception | None] = lambda step: None
 
-    def forward(self, step: Step) -> npt.NDArray[np.float32]:
+    def pass_through(self, size: int) -> None:
+        """Wait until it may go on."""
         with self.changed:
-            self.sizes.append(len(step.token_ids))
+            self.sizes.append(size)
             self.inside = True
             self.changed.notify_all()
             assert self.changed.wait_for(lambda: self.allowed > 0, PATIENCE), "the test never let the step go"
             self.allowed -= 1
             self.inside = False
-        error = self.fails(step)
-        if error is not None:
-            raise error
-        return super().forward(step)
 
     def stop(self) -> None:
         """From now on a step waits inside."""
@@ -90,6 +85,22 @@ class Model(ToyRunner):
             self.allowed += 1
             self.changed.notify_all()
             assert self.changed.wait_for(lambda: len(self.sizes) > seen and self.inside, PATIENCE)
+
+
+class Model(Gate, ToyRunner):
+    """The toy, with a gate before each step. sizes: tokens of each step so far, those of the warm-up first."""
+
+    def __init__(self, num_blocks: int = 4096, block_size: int = 16, max_model_len: int = 8192) -> None:
+        Gate.__init__(self)
+        ToyRunner.__init__(self, num_blocks, block_size, max_model_len)
+        self.fails: Callable[[Step], Exception | None] = lambda step: None
+
+    def forward(self, step: Step) -> npt.NDArray[np.float32]:
+        self.pass_through(len(step.token_ids))
+        error = self.fails(step)
+        if error is not None:
+            raise error
+        return super().forward(step)
 
 
 class Speaker(Model):
@@ -149,9 +160,9 @@ class Toy:
     ) -> None:
         """send_buffer: bytes the kernel keeps of an answer that is not read, 0 for its own choice."""
         self.runner = runner or Model()
-        self.config = LLMServeConfig(**({"served_model_name": "toy", "drain_timeout_s": 5.0} | config))
+        self.config = self.settings(**({"served_model_name": "toy", "drain_timeout_s": 5.0} | config))
         self.log = Log()
-        self.model: ModelRuntime | None = None
+        self.model: Any = None
         self.batcher: Any = None
         self.pool: Any = None
         self.status: int | None = None
@@ -162,13 +173,23 @@ class Toy:
         self.loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="toy-server", daemon=True)
 
+    settings: type[Any] = LLMServeConfig
+
     def plans(self) -> list[ModelPlan]:
         """The models that are served."""
         return [ModelPlan(self.config.served_model_name, self.config)]
 
+    def making(self) -> Make:
+        """What is served."""
+        return making(self.config, self.plans(), self.opening())
+
     def opening(self) -> Open:
         """How the model is opened: in this process."""
         return opened(self.load)
+
+    def come(self, product: Any) -> None:
+        """What is served is ready."""
+        self.came(self.generator)
 
     def came(self, runtime: Any) -> None:
         """The model is ready."""
@@ -191,19 +212,18 @@ class Toy:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, self._send_buffer)
         self.port = sock.getsockname()[1]
 
-        def ready(model: ModelRuntime) -> None:
+        def ready(model: Any) -> None:
             self.model = model
             if model.state == "ready":
-                self.came(self.generator)
+                self.come(model)
             self._ready.set()
 
         async def main() -> None:
             stop = asyncio.Event()
             self.loop = asyncio.get_running_loop()
             self._stop = lambda: self.loop.call_soon_threadsafe(stop.set)
-            make = making(self.config, self.plans(), self.opening())
             drain_s = self.config.drain_timeout_s
-            self.status, self.clean = await serving(make, sock, drain_s, stop, self._listening.set, ready)
+            self.status, self.clean = await serving(self.making(), sock, drain_s, stop, self._listening.set, ready)
 
         with asyncio.Runner(loop_factory=loop_factory) as runner:
             runner.run(main())

@@ -21,6 +21,7 @@ from reflex_runtime.llm.serving.openapi.schemas import numerals
 from reflex_runtime.policies.export.directory import Export
 from reflex_runtime.policies.serving.openapi import act_example, document
 from reflex_runtime.web.openapi import page
+from serving.embedding_toy import EmbeddingToy, toy_directory
 from serving.exports import write_tiny
 from serving.harness import Server
 from serving.openai_toy import Toy
@@ -78,6 +79,15 @@ def test_h7_the_names_of_tokens_are_described_up_to_the_last_one(most: int) -> N
     pattern = re.compile(numerals(most))
     assert [i for i in range(12 * most + 20) if pattern.search(str(i))] == list(range(most + 1))
     assert not any(map(pattern.search, ("", "-1", "007", "1.0", "1 ")))
+
+
+@pytest.mark.timeout(600)  # minutes on a busy machine
+def test_h7_an_embedding_server_is_as_it_is_described(tmp_path: Path) -> None:
+    with EmbeddingToy(toy_directory(tmp_path / "model", [2, 4]), max_queue=20) as server:
+        tried(tmp_path, server.port)
+        docs = server.get("/docs")
+        assert (docs.status, docs.headers["content-type"]) == (200, "text/html; charset=utf-8")
+        assert server.metrics()("reflex_prompt_tokens_total") > 0
 
 
 @pytest.mark.timeout(600)  # minutes on a busy machine

@@ -19,10 +19,18 @@ from typing import TYPE_CHECKING, Any
 
 from reflex_runtime.cli import logs
 from reflex_runtime.cli.serve_models import ModelAsked, models_of, plans_of, rows_of
-from reflex_runtime.cli.serving import check_trace, options_of, show_settings, url, warn_if_open
+from reflex_runtime.cli.serving import (
+    api_form,
+    check_trace,
+    leave_if_hung,
+    options_of,
+    show_settings,
+    supervised,
+    url,
+    warn_if_open,
+)
 from reflex_runtime.cli.worker_settings import gpu_of, load_model, settings_of, trace_of
 from reflex_runtime.config import LLMServeConfig, ServeConfig
-from reflex_runtime.core.errors import ConfigError, ReflexError
 from reflex_runtime.options import add_options, one_line
 from reflex_runtime.sources import MODELS, environment, load
 
@@ -30,7 +38,6 @@ if TYPE_CHECKING:
     from reflex_runtime.ipc.generate_config import GenerateBatcherConfig
     from reflex_runtime.llm.serving.model_host import ModelPlan, Open
     from reflex_runtime.llm.serving.model_runtime import ModelRuntime
-    from reflex_runtime.web.form import Refusal
     from reflex_runtime.web.supervisor import Parent
 
 BATCHER = "generate_batcher"  # the table of the configuration file that is about the way to runtime processes
@@ -81,9 +88,6 @@ def run(args: argparse.Namespace) -> int:
     """Check everything that can be checked, then open the port, then load."""
     from reflex_runtime.cli import status_of
     from reflex_runtime.ipc.generate_config import GenerateBatcherConfig
-    from reflex_runtime.web import listen
-    from reflex_runtime.web.form import ErrorForm
-    from reflex_runtime.web.supervisor import supervise
 
     logs.begin()
     config = load(LLMServeConfig, "serve", args.config, environment(), vars(args), (BATCHER, MODELS))
@@ -95,16 +99,7 @@ def run(args: argparse.Namespace) -> int:
         logging.warning("%s: [%s] has no effect without --workers", args.config, BATCHER)
     asked = models_of(config, args.model, args.config)
     serve = partial(_serve, config, batcher, asked)
-    if not config.supervise:
-        return serve()
-    try:
-        sock = listen.bind(config.host, config.port)
-    except ConfigError:
-        _checked(config, asked)  # what is wrong besides is said first: another port would not mend it
-        raise
-    told = ("reflex", "serve")
-    form = ErrorForm(_refuse, keeps_id=True)
-    return supervise(sock, listen.BACKLOG, lambda parent: status_of(lambda: serve(sock, parent), told), form)
+    return supervised(config, lambda: _checked(config, asked), serve, api_form, status_of)
 
 
 def _checked(config: LLMServeConfig, asked: Sequence[ModelAsked]) -> list[ModelPlan]:
@@ -115,16 +110,6 @@ def _checked(config: LLMServeConfig, asked: Sequence[ModelAsked]) -> list[ModelP
         check_trace(path)
     check_otel(config.otel)
     return plans_of(asked)
-
-
-def _refuse(error: ReflexError, request_id: str, packed: bool) -> Refusal:
-    """An error in the API's form, for the supervisor, which does not import the model."""
-    from reflex_runtime.web.errors import api_error
-    from reflex_runtime.web.form import Refusal
-    from reflex_runtime.web.json import encode
-
-    body = encode(api_error(error.message, "server_error", error.code))
-    return Refusal(error.http_status, body, headers=[(b"x-should-retry", b"true")])
 
 
 def _serve(
@@ -163,13 +148,7 @@ def _serve(
         lambda models: _ready(models, address),
         parent,
     )
-    if not clean:
-        if not config.workers:  # their processes have ended
-            logging.warning("the model is still at work; leaving without it")
-        logging.shutdown()
-        sys.stderr.flush()
-        os._exit(status)
-    return status
+    return leave_if_hung(status, clean, warn=not config.workers)  # processes of workers have ended
 
 
 def _one_bound(config: LLMServeConfig, batcher: GenerateBatcherConfig) -> tuple[LLMServeConfig, GenerateBatcherConfig]:

@@ -5,15 +5,18 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from reflex_runtime.checked import CHECKPOINT_KEYS, json_keys
-from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.core.errors import ConfigError, ReflexError
 from reflex_runtime.demo.scribe import model_directory
 from reflex_runtime.options import flag, one_line, table
 from reflex_runtime.telemetry import files
+
+if TYPE_CHECKING:
+    from reflex_runtime.web.form import ErrorForm
 
 
 def names_model(args: Sequence[str]) -> bool:
@@ -30,6 +33,68 @@ def names_model(args: Sequence[str]) -> bool:
 def _source(word: str) -> str:
     """The directory that it names: of a model it may be written NAME=DIR."""
     return word if os.path.exists(word) else word.partition("=")[2] or word
+
+
+def names_embedding(args: Sequence[str]) -> bool:
+    """Whether one of the words is the directory of an embedding model, and none that of a policy."""
+    words = [word for word in args if not word.startswith("-") and os.path.isdir(word)]
+    if any(os.path.isfile(os.path.join(word, "reflex_config.json")) for word in words):
+        return False
+    files = ("modules.json", "config.json")
+    likely = [word for word in words if any(os.path.isfile(os.path.join(word, file)) for file in files)]
+    if not likely:
+        return False
+    from reflex_runtime.llm.embedding.directory import is_embedding
+
+    return any(map(is_embedding, likely))
+
+
+def supervised(
+    config: Any,
+    check: Callable[[], object],
+    serve: Callable[..., int],
+    form: Callable[[], ErrorForm],
+    status_of: Callable[[Callable[[], int], Sequence[str]], int],
+) -> int:
+    """Serve below a supervisor, unless the settings say otherwise. check: raises what is wrong with what is served.
+    serve: the server itself, alone or with the socket and the supervisor. form: makes that of errors meanwhile.
+    status_of: runs a command and tells its errors."""
+    if not config.supervise:
+        return serve()
+    from reflex_runtime.web import listen
+    from reflex_runtime.web.supervisor import supervise
+
+    try:
+        sock = listen.bind(config.host, config.port)
+    except ConfigError:
+        check()  # what is wrong besides is said first: another port would not mend it
+        raise
+    told = ("reflex", "serve")
+    return supervise(sock, listen.BACKLOG, lambda parent: status_of(lambda: serve(sock, parent), told), form())
+
+
+def api_form() -> ErrorForm:
+    """Errors in the OpenAI API's form, for the supervisor, which does not import the model."""
+    from reflex_runtime.web.errors import api_error
+    from reflex_runtime.web.form import ErrorForm, Refusal
+    from reflex_runtime.web.json import encode
+
+    def refuse(error: ReflexError, request_id: str, packed: bool) -> Refusal:
+        body = encode(api_error(error.message, "server_error", error.code))
+        return Refusal(error.http_status, body, headers=[(b"x-should-retry", b"true")])
+
+    return ErrorForm(refuse, keeps_id=True)
+
+
+def leave_if_hung(status: int, clean: bool, warn: bool = True) -> int:
+    """The exit status; where a thread hangs in a model, leave at once, because the interpreter's end may crash."""
+    if not clean:
+        if warn:
+            logging.warning("the model is still at work; leaving without it")
+        logging.shutdown()
+        sys.stderr.flush()
+        os._exit(status)
+    return status
 
 
 def _resembles_model(word: str) -> bool:

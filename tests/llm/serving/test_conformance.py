@@ -1,4 +1,4 @@
-"""docs/model-apis.md: each field of the four APIs is sent to a server, and stands in the table as it is answered.
+"""docs/model-apis.md: each field of the five APIs is sent to a server, and stands in the table as it is answered.
 
 A field that a new version of a client knows has no sample here: the test says so, and asks for one.
 """
@@ -13,11 +13,14 @@ import pytest
 from anthropic.types.message_create_params import MessageCreateParamsNonStreaming
 from openai.types.chat.completion_create_params import CompletionCreateParamsNonStreaming as ChatParams
 from openai.types.completion_create_params import CompletionCreateParamsNonStreaming as TextParams
+from openai.types.embedding_create_params import EmbeddingCreateParams
 from openai.types.responses.response_create_params import ResponseCreateParamsNonStreaming
 
+from reflex_runtime.llm.serving.requests.embeddings import EmbeddingFields
 from reflex_runtime.llm.serving.requests.fields import ChatFields, CompletionFields
 from reflex_runtime.llm.serving.requests.messages import MessageFields
 from reflex_runtime.llm.serving.requests.responses import ResponseFields
+from serving.embedding_toy import EmbeddingToy, toy_directory
 from serving.openai_toy import Toy
 
 PAGE = Path(__file__).parents[3] / "docs" / "model-apis.md"
@@ -81,6 +84,12 @@ APIS: Final = {
                 "tools": [{"name": "move", "input_schema": {"type": "object"}}], "tool_choice": {"type": "any"},
             },
         },
+    ),
+    "embeddings": Api(
+        "/v1/embeddings",
+        {"model": "toy", "input": "a robot"},
+        fields(EmbeddingCreateParams, EmbeddingFields),
+        {"dimensions": 4, "encoding_format": "base64", "truncate_prompt_tokens": 2},
     ),
 }  # fmt: skip
 SAMPLES: Final[dict[str, Any]] = {
@@ -169,9 +178,11 @@ WITHOUT_EFFECT: Final = frozenset(
 
 
 @pytest.fixture(scope="module")
-def toy() -> Iterator[Toy]:
-    with Toy() as server:
-        yield server
+def toys(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Toy]]:
+    """The server of each API: that of the embeddings has a model of its own, whose vectors may be cut to 4."""
+    root = toy_directory(tmp_path_factory.mktemp("embedding") / "model", [4])
+    with Toy() as server, EmbeddingToy(root) as embedder:
+        yield {name: embedder if name == "embeddings" else server for name in APIS}
 
 
 def answered(toy: Toy, name: str, field: str) -> str:
@@ -191,22 +202,22 @@ def answered(toy: Toy, name: str, field: str) -> str:
     return REFUSED
 
 
-def table(toy: Toy) -> str:
+def table(toys: dict[str, Toy]) -> str:
     names = sorted(frozenset[str]().union(*(api.known for api in APIS.values())))
     rows = [f"| field | {' | '.join(APIS)} |", "| --- " * (1 + len(APIS)) + "|"]
     for field in names:
-        cells = [answered(toy, name, field) if field in api.known else "–" for name, api in APIS.items()]
+        cells = [answered(toys[name], name, field) if field in api.known else "–" for name, api in APIS.items()]
         rows.append(f"| `{field}` | {' | '.join(cells)} |")
     return "\n".join(rows)
 
 
-def test_l9_every_field_of_the_apis_stands_in_the_table_as_it_is_answered(toy: Toy) -> None:
-    found = table(toy)
+def test_l9_every_field_of_the_apis_stands_in_the_table_as_it_is_answered(toys: dict[str, Toy]) -> None:
+    found = table(toys)
     assert found in PAGE.read_text("utf-8"), f"the table is now:\n{found}"
 
 
-def test_l9_a_field_of_no_api_is_refused_by_all(toy: Toy) -> None:
-    for api in APIS.values():
-        answer = toy.post(api.path, api.least | {"temprature": 1})
+def test_l9_a_field_of_no_api_is_refused_by_all(toys: dict[str, Toy]) -> None:
+    for name, api in APIS.items():
+        answer = toys[name].post(api.path, api.least | {"temprature": 1})
         assert answer.status == 400
         assert answer.json["error"]["message"].startswith("temprature: ")

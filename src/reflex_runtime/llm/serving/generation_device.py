@@ -1,4 +1,4 @@
-"""The device that the models of one event loop generate on: one step at a time, of the model whose turn it is."""
+"""The device that the models of one event loop run on: one batch at a time, of the model whose turn it is."""
 
 from __future__ import annotations
 
@@ -6,12 +6,23 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
+from typing import Protocol
 
 from reflex_runtime.core.events import BatchFinished, Event
+from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.drivers.batcher import Batcher, Sink
-from reflex_runtime.llm.engine import LLMProcessor
+from reflex_runtime.processors.base import Processor
 
 log = logging.getLogger("reflex.server")
+
+
+class GroupProcessor(Processor, Protocol):
+    """A processor that says the settings of its group, whose name is its own."""
+
+    name: str
+
+    @property
+    def group(self) -> GroupConfig: ...
 
 
 class GenerationDevice:
@@ -25,7 +36,7 @@ class GenerationDevice:
 
     def __init__(
         self,
-        processors: Seq[LLMProcessor],
+        processors: Seq[GroupProcessor],
         *,
         watchdog: float = 60.0,
         sinks: Iterable[Sink] = (),

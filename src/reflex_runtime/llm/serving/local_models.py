@@ -14,7 +14,6 @@ from prometheus_client import CollectorRegistry
 
 from reflex_runtime.config import LLMServeConfig
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.drivers.audience import Sink
 from reflex_runtime.drivers.in_thread import in_thread
 from reflex_runtime.llm.engine import EngineConfig, LLMProcessor
 from reflex_runtime.llm.labelled_series import labelled
@@ -22,11 +21,9 @@ from reflex_runtime.llm.runner import Runner, Step
 from reflex_runtime.llm.series import EngineSeries
 from reflex_runtime.llm.serving.generation import GenerationRuntime
 from reflex_runtime.llm.serving.generation_device import GenerationDevice
+from reflex_runtime.llm.serving.local_host import LocalHost
 from reflex_runtime.llm.serving.model_host import ModelPlan, Opening
 from reflex_runtime.llm.tokenizer import Tokenizer
-from reflex_runtime.telemetry.journal_writer import JournalWriter
-from reflex_runtime.telemetry.lines import turn_all
-from reflex_runtime.telemetry.processes import LiveProcess
 from reflex_runtime.telemetry.series import Counter
 
 Load = Callable[[ModelPlan], tuple[Runner, Tokenizer]]
@@ -65,7 +62,7 @@ class LocalModel:
         self._holds.value = float(self.runtime.holds)
 
 
-class LocalModels:
+class LocalModels(LocalHost):
     """A `ModelHost` of the models of this process, on one device. Made by `opened`.
 
     The series of a model that is alone are in the server's registry; those of several have the label `model`.
@@ -73,23 +70,14 @@ class LocalModels:
 
     def __init__(self, device: GenerationDevice, runtimes: Mapping[str, GenerationRuntime], opening: Opening) -> None:
         """runtimes: by the name of their model."""
-        self.device = device
-        self.trace: JournalWriter | None = None
+        super().__init__(device, opening.config.trace)
         own = {name: opening.registry if len(runtimes) == 1 else CollectorRegistry() for name in runtimes}
         self._registries = own if len(runtimes) > 1 else {}
         self._models = {name: LocalModel(runtime, own[name]) for name, runtime in runtimes.items()}
-        if opening.config.trace:
-            self.trace = JournalWriter(opening.config.trace, device.groups)
-            device.batcher.add_sink(self.trace)
 
     def generator(self, name: str) -> GenerationRuntime:
         """See `ModelHost.generator`."""
         return self._models[name].runtime
-
-    @property
-    def state(self) -> str:
-        """degraded while a step hangs."""
-        return "degraded" if self.device.hangs else "ready"
 
     def health(self) -> dict[str, Any]:
         """What /health says of the model; of several, what it says of each, and of all together."""
@@ -100,40 +88,11 @@ class LocalModels:
             told = each.values()
             body = {"models": each} | {name: sum(one[name] for one in told) for name in ("running", "waiting")}
             body["kv_cache_usage"] = max(one["kv_cache_usage"] for one in told)
-        body["hung_steps"] = self.device.batcher.device.hung
-        if self.trace is not None and self.trace.error is not None:
-            body["trace_error"] = str(self.trace.error)
-        return body
-
-    async def status(self) -> dict[str, Any]:
-        """The same as /health, because the engine is in the server's process."""
-        return {}
-
-    def add_sink(self, sink: Sink) -> None:
-        """See `ModelHost.add_sink`."""
-        self.device.batcher.add_sink(sink)
-
-    def remove_sink(self, sink: Sink) -> None:
-        """See `ModelHost.remove_sink`."""
-        self.device.batcher.remove_sink(sink)
-
-    def fold(self) -> None:
-        """None: its sinks get the events of its batches."""
-
-    def processes(self) -> list[LiveProcess]:
-        """None: the engine is in the server's process."""
-        return []
-
-    def queues(self) -> dict[str, Any]:
-        """See `ModelHost.queues`. Events without an answer are delivered first."""
-        batcher = self.device.batcher
-        batcher.flush()
-        groups: dict[str, Any] = batcher.device.input(lambda scheduler, _: scheduler.snapshot()["groups"])
-        return groups
+        return body | self.of_device()
 
     def refresh(self) -> None:
         """Bring the series up to date."""
-        self.device.batcher.flush()
+        super().refresh()
         for model in self._models.values():
             model.refresh()
 
@@ -143,17 +102,11 @@ class LocalModels:
         pages = {name: registry.collect() for name, registry in self._registries.items()}
         return labelled("model", pages) if pages else b""
 
-    def turn(self) -> None:
-        """See `ModelHost.turn`."""
-        turn_all()
-
     async def close(self, timeout: float, drain: bool = True) -> bool:
-        """See `ModelHost.close`."""
-        clean = await self.device.close(drain, timeout)
+        """See `ServingHost.close`."""
+        clean = await super().close(timeout, drain)
         for model in self._models.values():
             model.runtime.close()
-        if self.trace is not None:
-            self.trace.close()
         return clean
 
 

@@ -37,11 +37,8 @@ class ModelPlan:
     defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
 
 
-class ModelHost(Protocol):
-    """Where models run: in this process (`LocalModels`), or in runtime processes (`Workers`)."""
-
-    def generator(self, name: str) -> Generator[Any]:
-        """What generates for the model of this name."""
+class ServingHost(Protocol):
+    """Where models of any kind run."""
 
     @property
     def state(self) -> str:
@@ -76,6 +73,13 @@ class ModelHost(Protocol):
 
     async def close(self, timeout: float) -> bool:
         """Finish open requests within `timeout` seconds, end the rest. Returns whether nothing is left running."""
+
+
+class ModelHost(ServingHost, Protocol):
+    """Where models run that generate: in this process (`LocalModels`), or in runtime processes (`Workers`)."""
+
+    def generator(self, name: str) -> Generator[Any]:
+        """What generates for the model of this name."""
 
 
 class Opening(Protocol):

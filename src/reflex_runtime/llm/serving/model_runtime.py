@@ -1,38 +1,21 @@
-"""The models of `reflex serve MODEL_DIR`: found by name; their state and series, in this process or others.
-
-States: initializing → loading → warming → ready; `warmup_failed`; `degraded` while a step hangs; `restarting` while no
-runtime process is there; `draining`. The object exists, and has a state, before a model is loaded.
-"""
+"""The models of `reflex serve MODEL_DIR`: found by name, in this process or others."""
 
 from __future__ import annotations
 
-import asyncio
-import logging
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from prometheus_client import CollectorRegistry, generate_latest
-
 from reflex_runtime.config import LLMServeConfig
-from reflex_runtime.core.errors import Closed, ConfigError
-from reflex_runtime.drivers.audience import Sink
-from reflex_runtime.drivers.in_thread import in_thread
 from reflex_runtime.llm.sampling_defaults import SamplingDefaults
+from reflex_runtime.llm.serving.life import ServingLife
 from reflex_runtime.llm.serving.model_host import ModelHost, ModelPlan, Open
 from reflex_runtime.llm.serving.requests.refusals import ModelNotFound
 from reflex_runtime.llm.serving.served_model import ServedModel
-from reflex_runtime.telemetry.series import Counter
-from reflex_runtime.telemetry.tracing import StepSpans, spans_of
-from reflex_runtime.web.errors import NotReady
 from reflex_runtime.web.json import printable
 
 if TYPE_CHECKING:  # a runtime process loads this module and serves no HTTP
     from reflex_runtime.web.supervisor import Lives
 
-log = logging.getLogger("reflex.server")
-
-UNTOLD = 1.0  # seconds at the end in which answers that are made are sent
 NAMED = 20  # names that an error tells
 
 
@@ -48,7 +31,7 @@ def _named(models: Sequence[ServedModel]) -> dict[str, ServedModel]:
     return found
 
 
-class ModelRuntime:
+class ModelRuntime(ServingLife[ModelHost]):
     """The models of one server. `start` returns when they are ready or have failed.
 
     plans: of the models, with names that differ. open: makes the host, called once; what it raises means that a model
@@ -64,22 +47,14 @@ class ModelRuntime:
         on_fatal: Callable[[], None] | None = None,
         lives: Lives | None = None,
     ) -> None:
-        self.config, self.plans, self.lives = config, plans, lives
+        self.config, self.plans, self._open = config, plans, open
         self.models = [ServedModel(plan) for plan in plans]
         self._by_name = _named(self.models)
-        self.error = ""
-        self.unusable = False  # a directory or an option is wrong: there is nothing to wait for
-        self.registry = CollectorRegistry()
-        self.host: ModelHost | None = None
-        self.on_drain: list[Callable[[], None]] = []
-        self.spans = spans_of(config.otel, config.otel_sample, self.registry, StepSpans)
-        self._sinks: list[Sink] = [] if self.spans is None else [self.spans]
-        self._open, self._on_fatal = open, on_fatal
-        self._state = "initializing"
-        self._clean = True
-        self._answers = Counter(
-            "reflex_openai_requests_total", "Answers over HTTP", ("path", "status"), registry=self.registry
-        )
+        super().__init__(config, ", ".join(model.name for model in self.models), on_fatal, lives)
+
+    async def open(self) -> ModelHost:
+        """See `ServingLife.open`."""
+        return await self._open(self)
 
     # -- names ---------------------------------------------------------------------------------------------------------
 
@@ -105,119 +80,3 @@ class ModelRuntime:
     def card(self, name: str) -> dict[str, Any]:
         """What /v1/models tells of this name. Raises ModelNotFound."""
         return self.find(name).card(name, self.host)
-
-    # -- life ----------------------------------------------------------------------------------------------------------
-
-    @property
-    def state(self) -> str:
-        return self.host.state if self._state == "ready" and self.host is not None else self._state
-
-    def ready(self) -> ModelHost:
-        """What answers requests. Raises if it cannot: nothing is loaded yet, or no more are accepted."""
-        if self._state == "draining":
-            raise Closed("the server is shutting down", retry_after=1.0)
-        if self._state == "warmup_failed":
-            raise NotReady(f"the model could not be loaded: {self.error}", state=self._state)
-        if self.host is None or self._state != "ready":
-            raise NotReady(f"the server is {self._state}", retry_after=1.0, state=self._state)
-        return self.host
-
-    async def start(self) -> None:
-        """Load, warm up, serve. A failure ends in the state `warmup_failed`, with its error.
-
-        Cancelling does not end the thread that loads: reading a model cannot be interrupted.
-        """
-        self._clean = False
-        try:
-            self.host = await self._open(self)
-        except Exception as error:
-            self._state = "warmup_failed"
-            self.unusable = isinstance(error, ConfigError)  # the message says what to mend, so no stack is logged
-            self.error = str(error) if self.unusable else f"{type(error).__name__}: {error}"
-            if not self.unusable:
-                log.exception("the model could not be started")
-        else:
-            self._state = "ready"
-            for sink in self._sinks:
-                self.host.add_sink(sink)
-        self._clean = True
-
-    def add_sink(self, sink: Sink) -> None:
-        """Call it with the events of the models' batches, from now on or from their start on."""
-        self._sinks.append(sink)
-        if self.host is not None:
-            self.host.add_sink(sink)
-
-    def remove_sink(self, sink: Sink) -> None:
-        """It gets no more events."""
-        self._sinks.remove(sink)
-        if self.host is not None:
-            self.host.remove_sink(sink)
-
-    def reached(self, state: str) -> None:
-        """How far the host has come."""
-        self._state = state
-
-    def lost(self) -> None:
-        """The host is lost for good."""
-        if self._on_fatal is not None:
-            self._on_fatal()
-
-    @property
-    def writes_files(self) -> bool:
-        """Whether it writes a trace."""
-        return bool(self.config.trace)
-
-    def turn_files(self) -> None:
-        """See `ModelHost.turn`."""
-        if self.host is not None:
-            self.host.turn()
-
-    def drain(self) -> None:
-        """The server is ending: refuse new requests."""
-        if self._state != "warmup_failed":
-            self._state = "draining"
-        for tell in self.on_drain:
-            tell()
-
-    async def stop(self, until: float, answered: Callable[[], Awaitable[None]]) -> bool:
-        """Finish open requests until then, end the rest. Returns whether nothing is left running."""
-        if self.host is not None:
-            self._clean = await self.host.close(max(0.0, until - asyncio.get_running_loop().time()))
-        if self.spans is not None:
-            with suppress(TimeoutError):  # a span ends with its answer
-                async with asyncio.timeout(UNTOLD):
-                    await answered()
-            await in_thread(self.spans.close)
-        return self._clean
-
-    # -- what is asked of it -------------------------------------------------------------------------------------------
-
-    def health(self) -> dict[str, Any]:
-        state = self.state
-        body: dict[str, Any] = {
-            "status": "ok" if state == "ready" else state,
-            "state": state,
-            "model": ", ".join(model.name for model in self.models),
-            "model_loaded": self.host is not None and self._state in ("ready", "draining"),
-        }
-        if self.host is not None:
-            body |= self.host.health()
-        if self.lives is not None:
-            body |= {"restarts": self.lives.restarts, "last_exit": self.lives.last_exit}
-        if self.error:
-            body["error"] = self.error
-        return body
-
-    async def status(self) -> dict[str, Any]:
-        """The body of /status: that of /health, and the state of the requests."""
-        return self.health() | (await self.host.status() if self.host is not None else {})
-
-    async def metrics(self) -> bytes:
-        """Prometheus text."""
-        more = await self.host.metrics() if self.host is not None else b""
-        return generate_latest(self.registry) + more
-
-    def answered(self, path: str, status: int) -> None:
-        """The server answered a request. path: of a known endpoint, so that there are few."""
-        self._answers.labels(path, str(status)).inc()

@@ -6,15 +6,14 @@ Every answer has `X-Request-Id`, the caller's own where it sent one; every error
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Any, Final, TypeVar
 from urllib.parse import unquote
 
 from reflex_runtime.config import LLMServeConfig
-from reflex_runtime.core.errors import ReflexError
 from reflex_runtime.llm.serving import tokens
-from reflex_runtime.llm.serving.answers.completions import Answer, error_body, told
+from reflex_runtime.llm.serving.answers.completions import Answer
 from reflex_runtime.llm.serving.answers.messages import FORM, MessageAnswer
 from reflex_runtime.llm.serving.answers.replies import ModelApi
 from reflex_runtime.llm.serving.answers.responses import ResponseAnswer
@@ -23,37 +22,32 @@ from reflex_runtime.llm.serving.generation import Generator
 from reflex_runtime.llm.serving.model_host import ModelPlan, Open
 from reflex_runtime.llm.serving.model_runtime import ModelRuntime
 from reflex_runtime.llm.serving.openapi.document import document
+from reflex_runtime.llm.serving.pages import MODELS, ServingPages
 from reflex_runtime.llm.serving.requests import messages, responses
 from reflex_runtime.llm.serving.requests import reading as wire
 from reflex_runtime.llm.serving.requests.refusals import BadRequest
 from reflex_runtime.llm.serving.spans import GenerationSpans
-from reflex_runtime.llm.serving.watching import watchers_of
-from reflex_runtime.telemetry import metrics
-from reflex_runtime.version import __version__
 from reflex_runtime.web.app import App
-from reflex_runtime.web.dashboard import dashboard_routes
 from reflex_runtime.web.exchange import Exchange, Route
-from reflex_runtime.web.form import JSON, ErrorForm, Refusal
 from reflex_runtime.web.json import encode
-from reflex_runtime.web.openapi import page
 from reflex_runtime.web.serve import Make
 from reflex_runtime.web.supervisor import Lives
 
-STATUS, MODELS, COMPLETIONS, CHAT = "/status", "/v1/models", "/v1/completions", "/v1/chat/completions"
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"
-OPEN_PATHS: Final = ("/health", "/metrics", "/version", "/openapi.json", "/docs")
 F = TypeVar("F", tokens.TextAsked, tokens.IdsAsked)
 
 
-def _refuse(error: ReflexError, request_id: str, packed: bool) -> Refusal:
-    retry = (b"x-should-retry", b"true" if error.retry_safe else b"false")
-    return Refusal(told(error).status, error_body(error), JSON, [retry])
+_OTHERS: Final = ("/v1/audio/transcriptions", "/v1/images/generations", "/v1/batches")
 
 
 def _missing(path: str) -> str:
     """What is said of a path that is not served."""
-    known = path.rstrip("/") in ("/v1/embeddings", "/v1/audio/transcriptions", "/v1/images/generations", "/v1/batches")
-    why = "is not served here: this model generates text" if known else "no such path"
+    known, why = path.rstrip("/"), "no such path"
+    if known == "/v1/embeddings":
+        why = "is not served here: this model generates text; reflex serve the directory of an embedding model for it"
+    elif known in _OTHERS:
+        why = "is not served here: this model generates text"
     return f"{path[:200]}: {why}"
 
 
@@ -71,31 +65,19 @@ class ModelServer:
     def __init__(self, models: ModelRuntime) -> None:
         self.models = models
         only = models.models[0].name if len(models.models) == 1 else ""
-        self._spans = None if models.spans is None else GenerationSpans(models.spans, only, COMPLETIONS)
+        kinds = {COMPLETIONS: "text_completion"}
+        self._spans = None if models.spans is None else GenerationSpans(models.spans, only, kinds)
         most = models.config.max_body_bytes
-        name = Route(MODELS + "/{id}", self._card)
         routes = [
-            Route("/health", self._health, open=True),
-            Route("/metrics", partial(self._later, self._metrics), open=True),
-            Route("/version", self._version, open=True),
-            Route("/openapi.json", self._openapi, open=True),
-            Route("/docs", self._docs, open=True),
-            Route(STATUS, partial(self._later, self._status)),
             Route(MODELS, self._cards),
             *map(self._generating, DIALECTS),
             Route(messages.COUNT, self._count_tokens, "POST", most=most, enter=self._enter, form=FORM),
             Route(TOKENIZE, self._tokenize, "POST", most=most, enter=self._enter),
             Route(DETOKENIZE, self._detokenize, "POST", most=most, enter=self._enter),
         ]
-        self.app = App(
-            models.config,
-            {route.path: route for route in [*routes, *dashboard_routes(watchers_of(models))]},
-            ErrorForm(_refuse, keeps_id=True),
-            find=lambda path: name if path.startswith(MODELS + "/") else None,
-            on_answer=self._count,
-            missing=_missing,
-            cors=models.config.cors,
-        )
+        pages = ServingPages(models, self._described)
+        card = Route(MODELS + "/{id}", self._card)
+        self.app = pages.app(models.config, models.config.cors, routes, card, _missing)
         self._completing = Completing(models, self.app, self._spans)
 
     def _generating(self, dialect: ModelApi) -> Route:
@@ -108,27 +90,7 @@ class ModelServer:
     def _enter(self, exchange: Exchange) -> None:
         exchange.ask = self.models.ready()
 
-    def _count(self, exchange: Exchange, status: int) -> None:
-        self.models.answered("other" if exchange.route is None else exchange.route.path, status)
-
     # -- questions that are answered without the model -----------------------------------------------------------------
-
-    def _health(self, exchange: Exchange, _: bytes) -> None:
-        body = self.models.health()
-        exchange.answer(200 if body["status"] == "ok" else 503, encode(body))
-
-    async def _metrics(self, exchange: Exchange) -> None:
-        exchange.answer(200, await self.models.metrics(), metrics.CONTENT_TYPE.encode())
-
-    async def _status(self, exchange: Exchange) -> None:
-        exchange.answer(200, encode(await self.models.status()))
-
-    def _later(self, answer: Any, exchange: Exchange, _: bytes) -> None:
-        answering: Coroutine[Any, Any, None] = answer(exchange)
-        self.app.spawn(exchange, answering)
-
-    def _version(self, exchange: Exchange, _: bytes) -> None:
-        exchange.answer(200, encode({"version": __version__}))
 
     def _tokenize(self, exchange: Exchange, body: bytes) -> None:
         self.app.spawn(exchange, self._of_tokens(exchange, body, tokens.tokenize_fields, tokens.tokenized))
@@ -158,20 +120,14 @@ class ModelServer:
         model = self.models.models[0] if fields.model is None else self.models.find(fields.model)
         exchange.answer(200, await answer(fields, exchange.ask.generator(model.plan.name)))
 
-    def _openapi(self, exchange: Exchange, _: bytes) -> None:
-        exchange.answer(200, self._described())
-
-    def _docs(self, exchange: Exchange, _: bytes) -> None:
-        exchange.answer(200, page(self._described(), exchange.headers.get(b"host", b"")), b"text/html; charset=utf-8")
-
     def _cards(self, exchange: Exchange, _: bytes) -> None:
         exchange.answer(200, encode({"object": "list", "data": list(map(self.models.card, self.models.names))}))
 
     def _card(self, exchange: Exchange, _: bytes) -> None:
         exchange.answer(200, encode(self.models.card(unquote(exchange.path[len(MODELS) + 1 :]))))
 
-    def _described(self) -> bytes:
-        host, open_paths = self.models.host, OPEN_PATHS if self.app.has_key else None
+    def _described(self, open_paths: tuple[str, ...] | None) -> bytes:
+        host = self.models.host
         limits = [] if host is None else [host.generator(model.name).limits for model in self.models.models]
         most = min(model.config.max_queue for model in self.models.models)
         return document(self.models.names, limits, most, open_paths)

@@ -6,6 +6,7 @@ https://opentelemetry.io/docs/specs/semconv/gen-ai/. Prompts and completions are
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from typing import Final
 
 from reflex_runtime.core.errors import ReflexError
@@ -25,9 +26,9 @@ _PROVIDER: Final = "reflex"
 class GenerationSpans:
     """Makes the spans of the requests to a server's models. All of it happens on the event loop."""
 
-    def __init__(self, spans: Spans, model: str, text_path: str) -> None:
-        """model: its name where there is one only, else "". text_path: of the route that takes no conversations."""
-        self._spans, self._model, self._text_path = spans, model, text_path
+    def __init__(self, spans: Spans, model: str, operations: Mapping[str, str]) -> None:
+        """model: its name where there is one only, else "". operations: by the path of a route; the others chat."""
+        self._spans, self._model, self._operations = spans, model, operations
 
     def begin(self, exchange: Exchange) -> RequestSpan:
         """The span of a request that is being answered in this task; `exchange.ask` from now on."""
@@ -37,7 +38,7 @@ class GenerationSpans:
 
     def _begun(self, exchange: Exchange) -> RequestSpan:
         route = "" if exchange.route is None else exchange.route.path
-        operation = "text_completion" if route == self._text_path else "chat"
+        operation = self._operations.get(route, "chat")
         span = self._spans.begin(f"{operation} {self._model}".strip(), exchange.headers)
         span.attributes |= {
             "http.request.method": exchange.method,
@@ -60,10 +61,12 @@ class GenerationSpans:
         if span.moments:
             span.attributes["gen_ai.response.time_to_first_chunk"] = span.moments[0][1] - exchange.started
 
-    def answered(self, exchange: Exchange, answer: Writer) -> None:
-        """It has its whole answer."""
+    def answered(self, exchange: Exchange, answer: Writer | None = None) -> None:
+        """It has its whole answer. answer: None where it is no text."""
         span: RequestSpan = exchange.ask
-        span.attributes |= {"gen_ai.response.id": answer.id, "gen_ai.response.finish_reasons": answer.finish_reasons}
+        if answer is not None:
+            told: dict[str, Attribute] = {"id": answer.id, "finish_reasons": answer.finish_reasons}
+            span.attributes |= {f"gen_ai.response.{name}": value for name, value in told.items()}
         self._end(exchange, span, None)
 
     def failed(self, exchange: Exchange, error: ReflexError) -> None:

@@ -7,14 +7,14 @@ from functools import partial
 from typing import Any
 
 from reflex_runtime.core.events import Event
-from reflex_runtime.llm.serving.model_runtime import ModelRuntime
+from reflex_runtime.llm.serving.life import ServingLife
 from reflex_runtime.telemetry.live import Live, LiveSnapshot
 from reflex_runtime.telemetry.processes import own_process
 from reflex_runtime.version import __version__
 from reflex_runtime.web.watchers import Fold, Watchers
 
 
-def watchers_of(models: ModelRuntime) -> Watchers:
+def watchers_of(models: ServingLife[Any]) -> Watchers:
     """Those who watch the server. They are sent away when it drains."""
     watchers = Watchers(partial(_ModelLive, models), models.add_sink, models.remove_sink, partial(_server, models))
     models.on_drain.append(watchers.close)
@@ -24,7 +24,7 @@ def watchers_of(models: ModelRuntime) -> Watchers:
 class _ModelLive:
     """The fold: of the models' events, or of what their processes show, once they are there."""
 
-    def __init__(self, models: ModelRuntime, now: float) -> None:
+    def __init__(self, models: ServingLife[Any], now: float) -> None:
         self._models, self._live = models, Live(now)
         self._elsewhere: Fold | None = None
         self.events = Live.events
@@ -40,7 +40,7 @@ class _ModelLive:
         return shown
 
 
-def _server(models: ModelRuntime) -> dict[str, Any]:
+def _server(models: ServingLife[Any]) -> dict[str, Any]:
     told = models.health()
     workers = [] if models.host is None else models.host.processes()
     running, waiting = (None, None) if workers else (told.get("running", 0), told.get("waiting", 0))

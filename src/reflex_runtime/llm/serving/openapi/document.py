@@ -20,6 +20,7 @@ from reflex_runtime.llm.limits import Limits
 from reflex_runtime.llm.serving import tokens
 from reflex_runtime.llm.serving.answers import completions as answers
 from reflex_runtime.llm.serving.openapi import talks
+from reflex_runtime.llm.serving.openapi.pages import ERROR, ERRORS, failures_of, page_paths
 from reflex_runtime.llm.serving.openapi.schemas import closed, maybe, numerals, ref, within, without_effect
 from reflex_runtime.llm.serving.requests import fields as wire
 from reflex_runtime.llm.serving.requests import messages
@@ -28,48 +29,7 @@ from reflex_runtime.llm.serving.requests.forms import MOST_TEXTS
 from reflex_runtime.llm.serving.requests.tool_fields import MOST_TOOLS, CalledTool, ToolField
 from reflex_runtime.web.fields import MAX_ID_BYTES
 from reflex_runtime.web.json import JSON_TYPE
-from reflex_runtime.web.openapi import failures, finished
-
-_ERRORS = {
-    "400": "invalid_request, invalid_json, context_length_exceeded: `param` names what is wrong",
-    "401": "invalid_api_key: a key is set and was not sent",
-    "403": "forbidden: without a key, a page of another site or a proxy asked",
-    "404": "model_not_found, not_found: no such model, no such path",
-    "405": "method_not_allowed: the header Allow has the right method",
-    "408": "request_timeout: the head or the body did not come in time",
-    "413": "too_large: the body exceeds --max-body-bytes",
-    "429": "queue_full, client_at_capacity: try again after Retry-After",
-    "500": "processor_failed, processor_hung: it ran and failed",
-    "503": "deadline_unreachable, not_ready, shutting_down: try again after Retry-After",
-    "504": "deadline_exceeded: the deadline passed before the first token",
-}
-_ERROR = {
-    "type": "object",
-    "required": ["error"],
-    "properties": {
-        "error": {
-            "type": "object",
-            "required": ["message", "type", "param", "code"],
-            "properties": {
-                "message": {"type": "string"},
-                "type": {"type": "string"},
-                "param": {"type": ["string", "null"]},
-                "code": {"type": "string"},
-            },
-        }
-    },
-}
-_OBJECT = {JSON_TYPE: {"schema": {"type": "object"}}}
-_GETS: dict[str, tuple[str, tuple[str, ...], dict[str, Any]]] = {
-    "/v1/models": ("the models that are served", ("200",), _OBJECT),
-    "/health": ("200 only when ready, else 503", ("200", "503"), _OBJECT),
-    "/status": ("requests that wait and run, and how batches were formed", ("200",), _OBJECT),
-    "/metrics": ("Prometheus text", ("200",), {"text/plain": {"schema": {"type": "string"}}}),
-    "/version": ("the server's version", ("200",), _OBJECT),
-    "/openapi.json": ("this document", ("200",), _OBJECT),
-    "/docs": ("this document for people", ("200",), {"text/html": {"schema": {"type": "string"}}}),
-}
-
+from reflex_runtime.web.openapi import finished
 
 _TEXTS = {"type": "array", "items": {"type": "string", "minLength": 1}, "minItems": 1, "maxItems": MOST_TEXTS}
 _STRUCTURED: dict[str, dict[str, Any]] = {
@@ -103,19 +63,8 @@ def document(models: Sequence[str], each: Sequence[Limits], most: int, unguarded
     content["example"] = {"model": models[0], "prompt": "Once there was"}
     paths["/tokenize"] = {"post": _small("Token ids of a text or a conversation", _tokenize(model), tokens.TokenIds)}
     paths["/detokenize"] = {"post": _small("The text of token ids", _detokenize(model, limits), tokens.Detokenized)}
-    for path, (summary, codes, content) in _GETS.items():
-        done = {code: {"description": "OK" if code == "200" else "not ready", "content": content} for code in codes}
-        more = _failures("401", "403", "405", "408", but=codes)
-        paths[path] = {"get": {"summary": summary, "responses": done | more}}
-    paths["/v1/models/{id}"] = {
-        "get": {
-            "summary": "the model of this name",
-            "responses": {"200": {"description": "OK", "content": _OBJECT}}
-            | _failures("400", "401", "403", "404", "405", "408"),
-        },
-        "parameters": [{"name": "id", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}],
-    }
-    schemas = {"Error": _ERROR, of_message: talks.MESSAGE_ERROR}
+    paths |= page_paths()
+    schemas = {"Error": ERROR, of_message: talks.MESSAGE_ERROR}
     named = (answers.Body, answers.TextChoice, answers.ChatChoice, ToolField, CalledTool)
     for kind in (*named, tokens.TokenIds, tokens.Detokenized, messages.InputTokens):
         schemas |= answers.schemas(kind)
@@ -127,10 +76,6 @@ def _narrowest(each: Sequence[Limits]) -> Limits | None:
     if not each:
         return None
     return Limits(*(min(getattr(limits, name) for limits in each) for name in Limits.__dataclass_fields__))
-
-
-def _failures(*codes: str, but: Sequence[str] = (), error: str = "Error") -> dict[str, Any]:
-    return failures(_ERRORS, *codes, but=but, error=error)
 
 
 def _choices(choice: type) -> dict[str, Any]:
@@ -152,7 +97,7 @@ def _post(
                 "content": {JSON_TYPE: {"schema": whole}, "text/event-stream": {"schema": event}},
             }
         }
-        | _failures(*_ERRORS, error=error),
+        | failures_of(*ERRORS, error=error),
     }
 
 
@@ -160,7 +105,7 @@ def _small(summary: str, request: dict[str, Any], answer: type, error: str = "Er
     """A question that is answered without the model."""
     done = {"description": "OK", "content": {JSON_TYPE: {"schema": ref(answer)}}}
     body = {"required": True, "content": {JSON_TYPE: {"schema": request}}}
-    wrong = _failures("400", "401", "403", "404", "405", "408", "413", "500", "503", error=error)
+    wrong = failures_of("400", "401", "403", "404", "405", "408", "413", "500", "503", error=error)
     return {"summary": summary, "requestBody": body, "responses": {"200": done} | wrong}
 
 

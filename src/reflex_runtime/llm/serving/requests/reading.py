@@ -100,7 +100,7 @@ def completion(body: bytes, defaults: DefaultsOf = no_defaults) -> CompletionReq
     if fields.echo and fields.logprobs is not None:
         raise BadRequest("echo: with logprobs is not supported here; leave one of them out", "echo")
     most = 16 if fields.max_tokens is None else fields.max_tokens
-    asked = _asked(fields, _prompts(fields.prompt), None, most, "max_tokens", fields.logprobs, defaults)
+    asked = _asked(fields, prompts_of(fields.prompt), None, most, "max_tokens", fields.logprobs, defaults)
     return replace(asked, echo=True) if fields.echo else asked
 
 
@@ -176,11 +176,9 @@ def _asked(
         raise BadRequest(f"n={n}: must be in [1, {MOST_CHOICES}]", "n")
     if fields.stream_options is not None and not fields.stream:
         raise BadRequest("stream_options: needs stream to be true", "stream_options")
-    user = _client("user", fields.user)
-    identifier = _client("safety_identifier", getattr(fields, "safety_identifier", None))
-    limit, gap = fields.deadline_ms, fields.max_gap_ms
-    if limit is not None and not 0.0 < limit <= 600_000.0:
-        raise BadRequest(f"deadline_ms={limit:g}: must be in (0, 600000]", "deadline_ms")
+    user = client_named("user", fields.user)
+    identifier = client_named("safety_identifier", getattr(fields, "safety_identifier", None))
+    gap = fields.max_gap_ms
     if gap is not None and not SHORTEST_GAP_MS <= gap <= LONGEST_GAP_MS:
         raise BadRequest(f"max_gap_ms={gap:g}: must be in [{SHORTEST_GAP_MS}, {LONGEST_GAP_MS}]", "max_gap_ms")
     return CompletionRequest(
@@ -195,7 +193,7 @@ def _asked(
         usage_always=fields.stream_options is not None and bool(fields.stream_options.continuous_usage_stats),
         priority=PRIORITIES[fields.priority or "default"],
         client=user if user is not None else identifier,
-        time_limit=None if limit is None else limit / 1e3,
+        time_limit=time_limit_of(fields.deadline_ms),
         max_gap=None if gap is None else gap / 1e3,
         form_field="response_format" if fields.structured_outputs is None else "structured_outputs",
     )
@@ -239,7 +237,7 @@ def _bias(said: dict[str, float] | None) -> Iterator[tuple[int, float]]:
         yield int(key), by
 
 
-def _prompts(sent: msgspec.Raw) -> list[str | list[int]]:
+def prompts_of(sent: msgspec.Raw) -> list[str | list[int]]:
     """One text, several, token ids, or several lists of them."""
     raw = bytes(sent)
     if len(raw) > PIECE and b'"' not in raw:
@@ -365,7 +363,17 @@ def refused(error: ConfigError, field: str) -> BadRequest:
     return BadRequest(message, found[1])
 
 
-def _client(field: str, name: str | None) -> str | None:
+def time_limit_of(deadline_ms: float | None) -> float | None:
+    """The time limit in seconds, or the BadRequest that says what it may be."""
+    if deadline_ms is None:
+        return None
+    if not 0.0 < deadline_ms <= 600_000.0:
+        raise BadRequest(f"deadline_ms={deadline_ms:g}: must be in (0, 600000]", "deadline_ms")
+    return deadline_ms / 1e3
+
+
+def client_named(field: str, name: str | None) -> str | None:
+    """The client that a request names in this field."""
     if name is None:
         return None
     try:

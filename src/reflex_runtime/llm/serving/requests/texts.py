@@ -35,7 +35,7 @@ class Texts:
         encode = self._encode
         long = VERY_LONG if self._elsewhere is not None else inf
         short = [text for text in texts if len(text) <= long]  # together: many short ones are long, too
-        found = iter(await self._run(sum(map(len, short)), lambda texts: [encode(text) for text in texts], short))
+        found = iter(await self.run(sum(map(len, short)), lambda texts: [encode(text) for text in texts], short))
         return [next(found) if len(text) <= long else await self._long(len(text), encode, text) for text in texts]
 
     async def encode_chat(self, conversation: Conversation) -> list[int]:
@@ -60,9 +60,10 @@ class Texts:
             found = await self._elsewhere(argument)
             if found is not None:
                 return found
-        return await self._run(length, function, argument)
+        return await self.run(length, function, argument)
 
-    async def _run(self, length: int, function: Callable[[Any], T], argument: Any) -> T:
+    async def run(self, length: int, function: Callable[[Any], T], argument: Any) -> T:
+        """What the function makes of texts of so many characters: in a thread, unless they are brief."""
         if length <= LONG_TEXT:
             return function(argument)
         return await asyncio.get_running_loop().run_in_executor(self._beside, function, argument)

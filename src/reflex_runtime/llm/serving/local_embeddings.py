@@ -1,0 +1,176 @@
+"""An embedding model in this process: loaded in a thread of its own, its texts tokenised, queued and answered."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+from prometheus_client import CollectorRegistry
+
+from reflex_runtime.core.batch import Done
+from reflex_runtime.core.errors import Cancelled
+from reflex_runtime.core.request import Priority, Request, Ticket
+from reflex_runtime.drivers.batcher import Batcher
+from reflex_runtime.llm.embedding.load import LoadedEncoder
+from reflex_runtime.llm.embedding.series import EmbeddingSeries
+from reflex_runtime.llm.serving.generation_device import GenerationDevice
+from reflex_runtime.llm.serving.local_host import LocalHost
+from reflex_runtime.llm.serving.requests.texts import Texts
+from reflex_runtime.telemetry.trace_context import SpanContext
+
+_PER_TOKEN: Final = 64  # characters of a text that is to be cut, for each token that it keeps: more never have so few
+
+
+@dataclass(frozen=True, slots=True)
+class TextTokens:
+    """A text to embed. span: see `StepSpans`."""
+
+    tokens: Sequence[int]
+    span: SpanContext | None = None
+
+
+class LocalEmbeddings(LocalHost):
+    """A `ServingHost` of one embedding model."""
+
+    def __init__(
+        self, loaded: LoadedEncoder, device: GenerationDevice, trace: str, registry: CollectorRegistry
+    ) -> None:
+        super().__init__(device, trace)
+        self.model, self._encoder, self.tokenizer = loaded
+        self._texts = Texts(self.tokenizer)
+        empty, brief = self.tokenizer.encode(""), self.tokenizer.encode("a")
+        self._ending = _common_end(empty, brief)
+        device.batcher.add_sink(EmbeddingSeries(lambda: self.waiting, lambda: self.running, registry))
+
+    @property
+    def waiting(self) -> int:
+        """Texts that are in no batch."""
+        return self.device.batcher.scheduler.queued("default")
+
+    @property
+    def running(self) -> int:
+        """Texts that are being computed."""
+        return self.device.batcher.scheduler.unsettled("default") - self.waiting
+
+    def health(self) -> dict[str, Any]:
+        """What /health says of it."""
+        told = {
+            "runner": self._encoder.name,
+            "max_model_len": self.model.max_model_len,
+            "dimensions": self.model.dimensions,
+            "running": self.running,
+            "waiting": self.waiting,
+        }
+        return told | self.of_device()
+
+    async def encode(self, texts: Sequence[str], most: int | None = None) -> list[list[int]]:
+        """The tokens of each text, with what the model has before and around every text.
+
+        most: cut longer ones to so many tokens; None: TooLarge for one that surely has more than the model takes.
+        """
+        return await self._texts.run(sum(map(len, texts)), partial(self._encode, most=most), texts)
+
+    def _encode(self, texts: Sequence[str], most: int | None) -> list[list[int]]:
+        model, found = self.model, []
+        refused = model.max_model_len if most is None else None
+        for text in texts:
+            whole = (model.prompt + (text if most is None else text[: _PER_TOKEN * most])).strip()
+            ids = self.tokenizer.encode(whole.lower() if model.lower else whole, refused)
+            found.append(ids if most is None else self.cut(ids, most))
+        return found
+
+    def cut(self, ids: list[int], most: int) -> list[int]:
+        """The first tokens, so that there are at most so many; those that end every text stay at the end."""
+        if len(ids) <= most:
+            return ids
+        ending = ids[len(ids) - self._ending :] if self._ending < most else []
+        return ids[: most - len(ending)] + ending
+
+    async def close(self, timeout: float, drain: bool = True) -> bool:
+        """See `ServingHost.close`."""
+        clean = await super().close(timeout, drain)
+        self._texts.close()
+        return clean
+
+
+class EmbeddingWait:
+    """The texts of one request: queued together, waited for together."""
+
+    def __init__(self, batcher: Batcher[Any]) -> None:
+        self._batcher = batcher
+        self._tickets: list[Ticket] = []
+        self._rows: list[Any] = []
+        self._left = 0
+        self._done: asyncio.Future[None] | None = None
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Queue all of them, or none. Raises `Rejected`."""
+        self._done = asyncio.get_running_loop().create_future()
+        self._rows, self._left = [None] * len(requests), len(requests)
+        try:
+            for place, request in enumerate(requests):
+                self._tickets.append(self._batcher.submit(request, partial(self._settled, place)))
+        except BaseException:
+            self.take_back()
+            raise
+
+    async def rows(self) -> list[npt.NDArray[np.float32]]:
+        """The vector of each. Raises the first error that one of them ends with; the others are then taken back."""
+        assert self._done is not None
+        try:
+            await self._done
+        finally:
+            self.take_back()
+        return self._rows
+
+    def take_back(self) -> None:
+        """Nobody waits any more: cancel what is not answered."""
+        tickets, self._tickets = self._tickets, []
+        if self._left:
+            for ticket in tickets:
+                self._batcher.cancel(ticket)
+        if self._done is not None and not self._done.done():
+            self._done.set_exception(Cancelled("its caller left"))
+            self._done.exception()  # it may be that nobody waits
+
+    def _settled(self, place: int, ticket: Ticket) -> None:
+        self._left -= 1
+        outcome, done = ticket.outcome, self._done
+        if isinstance(outcome, Done):
+            self._rows[place] = outcome.value
+        assert done is not None
+        if done.done():
+            return
+        if not isinstance(outcome, Done):
+            done.set_exception(outcome.error)
+        elif not self._left:
+            done.set_result(None)
+
+
+def text_request(
+    tokens: Sequence[int],
+    *,
+    id: str,
+    priority: Priority,
+    client: str,
+    time_limit: float | None,
+    span: SpanContext | None = None,
+) -> Request:
+    """The request of one text, for `EmbeddingWait.submit`."""
+    return Request(
+        TextTokens(tokens, span), id=id, priority=priority, client=client, time_limit=time_limit,
+        wants=float(len(tokens)),
+    )  # fmt: skip
+
+
+def _common_end(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many tokens both end with."""
+    count = 0
+    while count < min(len(one), len(other)) and one[-1 - count] == other[-1 - count]:
+        count += 1
+    return count

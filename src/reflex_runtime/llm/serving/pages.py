@@ -1,0 +1,96 @@
+"""The pages of a model server that say how it is and what it takes: /health, /metrics, /status, /docs and others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine
+from functools import partial
+from typing import Any, Final
+
+from reflex_runtime.core.errors import ReflexError
+from reflex_runtime.llm.serving.answers.completions import error_body, told
+from reflex_runtime.llm.serving.life import ServingLife
+from reflex_runtime.llm.serving.watching import watchers_of
+from reflex_runtime.telemetry import metrics
+from reflex_runtime.version import __version__
+from reflex_runtime.web.app import App, WebSettings
+from reflex_runtime.web.dashboard import dashboard_routes
+from reflex_runtime.web.exchange import Exchange, Route
+from reflex_runtime.web.form import JSON, ErrorForm, Refusal
+from reflex_runtime.web.json import encode
+from reflex_runtime.web.openapi import page
+
+OPEN_PATHS: Final = ("/health", "/metrics", "/version", "/openapi.json", "/docs")
+MODELS: Final = "/v1/models"
+
+
+def _refuse(error: ReflexError, request_id: str, packed: bool) -> Refusal:
+    retry = (b"x-should-retry", b"true" if error.retry_safe else b"false")
+    return Refusal(told(error).status, error_body(error), JSON, [retry])
+
+
+class ServingPages:
+    """The application of one model server, with what is the same for every kind of model.
+
+    described: makes the OpenAPI document, of the paths that need no key (None: all).
+    """
+
+    def __init__(self, life: ServingLife[Any], described: Callable[[tuple[str, ...] | None], bytes]) -> None:
+        self._life, self._described = life, described
+
+    def app(
+        self,
+        settings: WebSettings,
+        cors: tuple[str, ...],
+        routes: list[Route],
+        card: Route,
+        missing: Callable[[str], str],
+    ) -> App:
+        """The application: these pages, the dashboard, and `routes`. card: the route of one model, by its path.
+        missing: what is said of a path that is not served."""
+        pages = [
+            Route("/health", self._health, open=True),
+            Route("/metrics", partial(self._later, self._metrics), open=True),
+            Route("/version", self._version, open=True),
+            Route("/openapi.json", self._openapi, open=True),
+            Route("/docs", self._docs, open=True),
+            Route("/status", partial(self._later, self._status)),
+        ]
+        self._app = App(
+            settings,
+            {route.path: route for route in [*pages, *routes, *dashboard_routes(watchers_of(self._life))]},
+            ErrorForm(_refuse, keeps_id=True),
+            find=lambda path: card if path.startswith(MODELS + "/") else None,
+            on_answer=self._count,
+            missing=missing,
+            cors=cors,
+        )
+        return self._app
+
+    def _count(self, exchange: Exchange, status: int) -> None:
+        self._life.answered("other" if exchange.route is None else exchange.route.path, status)
+
+    def _health(self, exchange: Exchange, _: bytes) -> None:
+        body = self._life.health()
+        exchange.answer(200 if body["status"] == "ok" else 503, encode(body))
+
+    async def _metrics(self, exchange: Exchange) -> None:
+        exchange.answer(200, await self._life.metrics(), metrics.CONTENT_TYPE.encode())
+
+    async def _status(self, exchange: Exchange) -> None:
+        exchange.answer(200, encode(await self._life.status()))
+
+    def _later(self, answer: Any, exchange: Exchange, _: bytes) -> None:
+        answering: Coroutine[Any, Any, None] = answer(exchange)
+        self._app.spawn(exchange, answering)
+
+    def _version(self, exchange: Exchange, _: bytes) -> None:
+        exchange.answer(200, encode({"version": __version__}))
+
+    def _openapi(self, exchange: Exchange, _: bytes) -> None:
+        exchange.answer(200, self._document())
+
+    def _docs(self, exchange: Exchange, _: bytes) -> None:
+        exchange.answer(200, page(self._document(), exchange.headers.get(b"host", b"")), b"text/html; charset=utf-8")
+
+    def _document(self) -> bytes:
+        return self._described(OPEN_PATHS if self._app.has_key else None)
