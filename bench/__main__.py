@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from bench import (
+    adapters,
     ahead,
     cameras,
     capacity,
@@ -46,8 +47,8 @@ from bench.report import Row, as_json, say, table
 CASES = ("core", "scaling", "ahead", "library", "feeds", "llm", "workers", "small", "alone", "closed", "arriving")
 CASES += ("closed-pictures", "arriving-pictures", "capacity", "costs", "faults", "hostile", "pictures", "soak")
 CASES += ("versions", "wires", "torch", "soak-mixed", "replicas", "replica-killed", "tune", "tune-pinned")
-CASES += ("detectors", "cameras", "forms", "gaps")
-USUAL = CASES[:-20]  # the others are asked for by name
+CASES += ("detectors", "cameras", "forms", "gaps", "adapters")
+USUAL = CASES[:-21]  # the others are asked for by name
 
 
 def main() -> int:
@@ -78,6 +79,7 @@ def main() -> int:
             "cameras": lambda: cameras.cameras(scale),
             "llm": lambda: llm.llm(Path(root, "llm"), args.out, scale),
             "gaps": lambda: gaps.gaps(scale),
+            "adapters": lambda: adapters.adapters(Path(root, "adapters"), scale),
             "forms": lambda: forms.forms(Path(root, "forms"), scale),
             "workers": lambda: ipc.workers(Path(root), scale),
             "small": lambda: serving.small(tiny, scale),

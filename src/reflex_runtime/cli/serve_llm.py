@@ -202,7 +202,8 @@ def _ready(models: ModelRuntime, address: Any) -> None:
             limits = models.host.generator(model.name).limits
             runner = told.get("models", {}).get(model.name, told)["runner"]
             room = f"context {limits.max_model_len:,} tokens, cache {limits.cache_tokens:,}"
-            names = ", ".join((model.name, *model.plan.aliases))
+            adapters = [f"{model.name}:{adapter}" for adapter in model.plan.adapters]
+            names = ", ".join((model.name, *model.plan.aliases, *adapters))
             logging.info(
                 "ready on %s (%s, %s), as %s, pages: %s/dashboard and /docs", where, runner, room, names, where
             )
