@@ -37,6 +37,7 @@ from bench import (
     replicas,
     serving,
     soak,
+    speculation,
     torch_policies,
     tune,
     versions,
@@ -47,8 +48,8 @@ from bench.report import Row, as_json, say, table
 CASES = ("core", "scaling", "ahead", "library", "feeds", "llm", "workers", "small", "alone", "closed", "arriving")
 CASES += ("closed-pictures", "arriving-pictures", "capacity", "costs", "faults", "hostile", "pictures", "soak")
 CASES += ("versions", "wires", "torch", "soak-mixed", "replicas", "replica-killed", "tune", "tune-pinned")
-CASES += ("detectors", "cameras", "forms", "gaps", "adapters")
-USUAL = CASES[:-21]  # the others are asked for by name
+CASES += ("detectors", "cameras", "forms", "gaps", "adapters", "speculation")
+USUAL = CASES[:-22]  # the others are asked for by name
 
 
 def main() -> int:
@@ -81,6 +82,7 @@ def main() -> int:
             "gaps": lambda: gaps.gaps(scale),
             "adapters": lambda: adapters.adapters(Path(root, "adapters"), scale),
             "forms": lambda: forms.forms(Path(root, "forms"), scale),
+            "speculation": lambda: speculation.speculation(Path(root, "speculation"), scale),
             "workers": lambda: ipc.workers(Path(root), scale),
             "small": lambda: serving.small(tiny, scale),
             "alone": lambda: serving.alone(heavy, scale),
