@@ -61,7 +61,7 @@ class Scripted(Kept):
 
     def _next(self, text: list[int], place: int) -> int:
         said = self._script[(place + 977 * text[0]) % _LONG]
-        return text[place - PROMPT] if said < 0 else said
+        return text[max(0, place - PROMPT)] if said < 0 else said  # inside a prompt nothing is said
 
 
 def speculation(root: Path, scale: float) -> list[Row]:

@@ -174,6 +174,15 @@ def test_l2_the_gap_holds_with_guesses() -> None:
     assert bound.drafted > 1000
 
 
+def test_l2_the_gap_of_a_request_holds_with_guesses() -> None:
+    device = Guessing(memory_bound, 0.95, 7)
+    request = Request(id="own 7", wants=8.0, client="own", streams=True, max_gap=0.035)
+    device.left[device.scheduler.submit(request, device.now)] = 10**9
+    device.rate(400)
+    assert percentile(sorted(took for _, took, _ in device.steps[50:]), 0.99) <= 0.035
+    assert device.drafted > 1000
+
+
 def test_l2_guesses_get_what_prompts_leave_of_the_budget() -> None:
     device = Guessing(memory_bound, 0.9, 4, budget=16)
     device.rate(100)

@@ -27,6 +27,8 @@ from reflex_runtime.ipc.messages import (
     STATS,
     TERMINAL,
     BatchResult,
+    CheckDraft,
+    CheckedDraft,
     GenerateParams,
     LoadModel,
     StreamChunk,
@@ -110,6 +112,9 @@ class StubEngine:
         if params.text == "":
             raise ConfigError("text='': must not be empty")
         return list(range(len(params.text or params.messages or [])))
+
+    async def check_draft(self, params: CheckDraft) -> CheckedDraft:
+        return CheckedDraft(True, accepted=1, token_ids=[*params.draft_token_ids[:1], 9])
 
     async def submit(self, params: GenerateParams, bell: asyncio.Event, leader: Any) -> StubStream:
         self.asked.append(params.stream_id)

@@ -150,7 +150,7 @@ def test_g9_one_that_takes_long_to_begin_does_not_keep_others_from_running() -> 
 
 def test_g9_drafts_and_guidance_are_refused_unless_advertised() -> None:
     async def main() -> None:
-        asked = {"draft_model": "small"}, {"guidance": {"mode": "json"}}
+        asked = {"draft_model": "small"}, {"guidance": {"mode": "json"}}, {"draft_token_ids": [1]}
         async with ends() as both:
             for more in asked:
                 error = await refused(both, "generate", params("a", **more))
@@ -163,7 +163,9 @@ def test_g9_drafts_and_guidance_are_refused_unless_advertised() -> None:
         async with ends(capabilities=("draft", "guidance")) as both:
             for n, more in enumerate(asked):
                 await both.call("generate", params(f"s{n}", **more))
-            assert both.engine.asked == ["s0", "s1"]
+            assert both.engine.asked == ["s0", "s1", "s2"]
+            checked = await both.call("check_draft", {"model_id": "m", "prompt": "a", "draft_token_ids": [7, 8]})
+            assert checked == {"compatible": True, "reason": "", "accepted": 1, "token_ids": [7, 9]}
 
     play(main())
 

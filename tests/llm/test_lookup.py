@@ -10,13 +10,13 @@ import pytest
 from reflex_runtime.llm.lookup import LONGEST, MOST, Lookup, Rates
 
 
-def guesser(prompt: Sequence[int], output: Sequence[int] = (), rates: Rates | None = None) -> Lookup:
-    tokens = list(prompt)
-    lookup = Lookup(tokens, rates or Rates())
-    lookup.learn(len(tokens))
+def guesser(
+    prompt: Sequence[int], output: Sequence[int] = (), rates: Rates | None = None, draft: Sequence[int] = ()
+) -> Lookup:
+    lookup = Lookup(prompt, rates or Rates(), draft)
+    lookup.learn(len(prompt))
     for token in output:
-        tokens.append(token)
-        lookup.follow()
+        lookup.follow(token)
     return lookup
 
 
@@ -72,6 +72,22 @@ def test_it_finds_what_the_obvious_way_finds(seed: int, monkeypatch: pytest.Monk
             assert guessed == ([] if expected is None else [said[expected]])
 
 
+def test_a_given_draft_is_the_first_guess_and_is_gone_on_with_behind_a_mistake() -> None:
+    draft = [11, 12, 13, 14, 15, 16, 17, 18]
+    assert guesser([1, 2, 3], draft=draft).guess(3)[0] == [11, 12, 13]
+    assert guesser([1, 2, 3], [11, 12], draft=draft).guess(2)[0] == [13, 14]
+    assert guesser([1, 2, 3], [11, 12, 99], draft=draft).guess(2) == ([], ())
+    assert guesser([1, 2, 3], [11, 12, 99, 14, 15], draft=draft).guess(1)[0] == [16]
+    assert guesser([1, 2, 3], [99], draft=draft).guess(1) == ([], ())
+
+
+def test_the_prompt_is_learned_by_the_first_token_at_the_latest() -> None:
+    lookup = Lookup([1, 2, 3, 4, 1], Rates(), [9, 9, 9])
+    lookup.learn(2)
+    lookup.follow(2)
+    assert lookup.guess(1)[0] == [3]
+
+
 def test_chances_are_learned_of_all_and_of_each() -> None:
     rates = Rates()
     for _ in range(300):
@@ -94,15 +110,13 @@ def test_chances_are_those_of_what_was_really_said() -> None:
     phrase = [rng.randrange(1000) for _ in range(60)]
     output = [token if rng.random() < 0.9 else rng.randrange(1000) for token in phrase * 20]
     lookup = guesser(phrase, output, rates)
-    tokens: list[int] = lookup._tokens  # type: ignore[assignment]
     right = tried = 0
     for token in phrase[3:]:
         guessed, chances = lookup.guess(1)
         if guessed:
             tried += 1
             right += chances[0] > 0.6
-        tokens.append(token)
-        lookup.follow()
+        lookup.follow(token)
     assert right > 0.7 * tried > 30
 
 

@@ -14,6 +14,7 @@ import pytest
 
 from llm.models import random_model
 from reflex_runtime.core.batch import Done
+from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.core.events import BatchScheduled, Event, RequestPreempted, RequestProgressed, RequestSettled
 from reflex_runtime.core.extra import ExtraUnits
 from reflex_runtime.ipc.sampling import Constraint, SamplingParams
@@ -245,6 +246,23 @@ def test_l8_a_step_that_fails_with_guesses_is_repeated_without_them() -> None:
     assert runner.crashes == 3
     assert plain(found) == plain(without)
     assert engine.processor.accepted
+
+
+def test_l8_a_given_draft_changes_nothing_and_saves_steps() -> None:
+    params = SamplingParams.greedy(40, ignore_eos=True)
+    [plain_output], _, _ = outputs(ToyRunner(200, 4), "off", ["one two"], params)
+    right = list(plain_output.token_ids)
+    for draft, least in ((right, 35), ([*right[:20], 5, *right[21:]], 18), ([7] * 40, 0), (right[:3], 2), ([], 0)):
+        engine = LLMEngine(ToyRunner(200, 4), ByteTokenizer(), max_gap_ms=0)
+        request = engine.processor.request("one two", params, draft=draft)
+        engine._submit(request, "one two")
+        while engine.unfinished:
+            engine.step()
+        assert list(request.payload.output_ids) == right
+        assert engine.processor.accepted >= least
+    for wrong in ([256], [-1], [1] * 9000):
+        with pytest.raises(ConfigError, match="draft_token_ids: "):
+            engine.processor.request("one two", params, draft=wrong)
 
 
 def test_l1_a_request_with_guesses_can_be_aborted() -> None:

@@ -112,11 +112,11 @@ class TimedTokens(TokenCost):
         limit = self._gap / ((1.0 + SURE * self.sigma) * (1.0 + SHARE))
         return self.predict(1.0, 0.0, 0.0) <= limit < self.predict(rows + 1.0, 0.0, pairs)
 
-    def extra(self, tickets: Sequence[Ticket], rows: int, seconds: float, units: float) -> Sequence[int]:
+    def extra(self, tickets: Sequence[Ticket], rows: int, seconds: float, units: float, gap: float) -> Sequence[int]:
         """How many extra units each of these members of a step may get. rows: of the step. seconds: that it takes so
-        far; units: that the budget leaves."""
+        far; units: that the budget leaves. gap: shortest one of the rows."""
         self._asked = True
-        left = self.gap / (1.0 + SURE * self.sigma) - seconds
+        left = min(gap, self.gap) / (1.0 + SURE * self.sigma) - seconds
         return self._extra.choose(rows, [ticket.extra for ticket in tickets], units, left)
 
     def tally(self) -> Tally:
@@ -204,7 +204,7 @@ class _TimedTokenTally(TokenTally):
         return min(units, model.most(*totals, ticket.computed, self._gap))
 
     def extra(self, tickets: Sequence[Ticket], budget: float) -> Sequence[int]:
-        return self._model.extra(tickets, round(self._rows), self.seconds, budget - self.cost)
+        return self._model.extra(tickets, round(self._rows), self.seconds, budget - self.cost, self._own)
 
     def add(self, ticket: Ticket, units: float) -> None:
         super().add(ticket, units)

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Protocol
 
-from reflex_runtime.ipc.messages import GenerateParams, LoadModel, Tokenize
+from reflex_runtime.ipc.messages import CheckDraft, CheckedDraft, GenerateParams, LoadModel, Tokenize
 
 
 class Output(Protocol):
@@ -75,6 +75,9 @@ class Engine(Protocol):
 
     async def tokenize(self, params: Tokenize) -> list[int]:
         """Token ids of a text or a conversation. Raises ConfigError."""
+
+    async def check_draft(self, params: CheckDraft) -> CheckedDraft:
+        """See `CheckDraft`. Called only where the process has the capability `draft`. Raises ReflexError."""
 
     async def submit(self, params: GenerateParams, bell: asyncio.Event, leader: Any) -> EngineStream:
         """Start a request. bell: set when there is something to read. leader: None, or a stream of this engine with the

@@ -20,6 +20,9 @@ GENERATE, BATCH_GENERATE, CANCEL, SHUTDOWN = "generate", "batch_generate", "canc
 CHECK_DRAFT = "check_draft"
 CHUNK, STATS, EVENT, CREDIT = "stream.chunk", "stream.stats", "stream.event", "stream.credit"
 
+DRAFT, GUIDANCE = "draft", "guidance"  # capabilities
+NGRAM = "ngram"  # the draft model that looks up what was said before
+
 PROTOCOL = 1  # in runtime/info; other numbers are refused
 
 EventName = Literal["completed", "cancelled", "error", "backpressure", "slowConsumer"]
@@ -78,7 +81,9 @@ class GenerateParams(SamplingParams, frozen=True, kw_only=True, omit_defaults=Tr
     for none. prompt: one of `prompt`, `prompt_token_ids`, `messages`.
     traceparent: of the request's span, where it is recorded. timeout_ms: until the first token; max_gap_ms: between
     two. follows: a stream with the same prompt; this request waits until that stream has computed it. credits: tokens
-    that may be sent before `stream.credit` grants more. draft_model, guidance: refused without the capability.
+    that may be sent before `stream.credit` grants more. draft_model: what guesses the next tokens; `ngram` looks up
+    what was said before. draft_token_ids: what the output is expected to begin with. guidance: see `guided`. They need
+    the capabilities `draft` and `guidance`.
     """
 
     stream_id: str = ""
@@ -96,6 +101,7 @@ class GenerateParams(SamplingParams, frozen=True, kw_only=True, omit_defaults=Tr
     follows: str | None = None
     credits: int = WINDOW
     draft_model: str | None = None
+    draft_token_ids: list[int] | None = None
     guidance: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
@@ -107,6 +113,27 @@ class GenerateParams(SamplingParams, frozen=True, kw_only=True, omit_defaults=Tr
         gap, low, high = self.max_gap_ms, SHORTEST_GAP_MS, LONGEST_GAP_MS
         if gap is not None and not low <= gap <= high:
             raise ConfigError(f"max_gap_ms={gap!r}: must be in [{low}, {high}] or absent")
+
+
+class CheckDraft(msgspec.Struct):
+    """Params of `check_draft`: whether the model would say these tokens behind the prompt; or, without them, whether
+    `draft_model` can guess for the model."""
+
+    model_id: str
+    draft_model: str = NGRAM
+    prompt: str | None = None
+    prompt_token_ids: list[int] | None = None
+    draft_token_ids: list[int] = []
+
+
+class CheckedDraft(msgspec.Struct):
+    """The result of `check_draft`. compatible: whether the pair can be asked for; reason: why not. accepted: how many
+    tokens of the draft, from its beginning, are the likeliest ones. token_ids: those, and the one that comes next."""
+
+    compatible: bool
+    reason: str = ""
+    accepted: int = 0
+    token_ids: list[int] = []
 
 
 class BatchGenerate(msgspec.Struct):

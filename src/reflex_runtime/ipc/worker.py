@@ -37,7 +37,9 @@ from reflex_runtime.ipc.messages import (
     CANCEL,
     CHECK_DRAFT,
     CREDIT,
+    DRAFT,
     GENERATE,
+    GUIDANCE,
     INFO,
     LIVE,
     LOAD,
@@ -49,6 +51,8 @@ from reflex_runtime.ipc.messages import (
     UNLOAD,
     BatchGenerate,
     BatchResult,
+    CheckDraft,
+    CheckedDraft,
     Credit,
     GenerateParams,
     Info,
@@ -76,13 +80,14 @@ GRACE = 5.0  # seconds that work may take beyond its time limit
 
 _PARAMS, _BATCH = Reader(GenerateParams), Reader(BatchGenerate)
 _LOAD, _UNLOAD, _TOKENIZE = Reader(LoadModel), Reader(UnloadModel), Reader(Tokenize)
+_CHECK_DRAFT = Reader(CheckDraft)
 _STREAM_ID, _CREDIT, _SHUTDOWN = Reader(StreamId), Reader(Credit), Reader(Shutdown)
 
 
 class Worker:
     """Answers the calls of the front; the handler of one peer.
 
-    capabilities: advertised; `batch_generate`, draft models and guidance are refused without theirs. grace: seconds
+    capabilities: advertised; `batch_generate`, drafts and guidance are refused without theirs. grace: seconds
     beyond its time that work may take to end, before this process ends without it.
     """
 
@@ -257,10 +262,11 @@ class Worker:
             raise TooLarge(f"{len(ids)} tokens, not more than {asked.most}", tokens=len(ids), most=asked.most)
         return {"token_ids": ids}
 
-    def _check_draft(self, params: Any, codec: Codec) -> None:
-        if "draft" not in self.capabilities:
-            raise ProtocolError("check_draft: this runtime has no draft models", INVALID_PARAMS)
-        raise ProtocolError(f"{CHECK_DRAFT!r}: there is no such method", METHOD_NOT_FOUND)
+    def _check_draft(self, params: Any, codec: Codec) -> Coroutine[Any, Any, CheckedDraft]:
+        if DRAFT not in self.capabilities:
+            raise ProtocolError("check_draft: this runtime has no drafts", INVALID_PARAMS)
+        asked = _CHECK_DRAFT.read(params, codec)
+        return self._models.get(asked.model_id).engine.check_draft(asked)
 
     # -- streams -------------------------------------------------------------------------------------------------------
 
@@ -311,7 +317,8 @@ class Worker:
 
     def _accept(self, params: GenerateParams) -> Outlet:
         """Check what needs no engine. After this its stream is live and can be cancelled."""
-        wants = {"draft": params.draft_model, "guidance": params.guidance}
+        draft = params.draft_token_ids if params.draft_model is None else params.draft_model
+        wants = {DRAFT: draft, GUIDANCE: params.guidance}
         for name in wants.keys() - self.capabilities:
             if wants[name] is not None:
                 raise ProtocolError(f"this runtime does not advertise {name!r}", INVALID_PARAMS)
@@ -344,7 +351,7 @@ async def serve(load: Load) -> tuple[int, bool]:
     Returns the exit status (0: told to shut down; 1: the connection ended) and whether no thread is at work any more;
     else the process has to leave by `os._exit`.
     """
-    worker = Worker(load)
+    worker = Worker(load, capabilities=(BATCH_GENERATE, DRAFT, GUIDANCE))
     _, peer = await asyncio.get_running_loop().connect_accepted_socket(lambda: Peer(worker), inherited())
     clean = await worker.run(peer)
     return 0 if worker.told_to_stop else 1, clean

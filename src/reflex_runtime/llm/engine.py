@@ -106,7 +106,7 @@ class LLMProcessor(BaseProcessor):
         self.runner, self.tokenizer, self.config = runner, tokenizer, config or EngineConfig()
         self.pool = BlockPool(runner.num_blocks, runner.block_size, self.config.enable_prefix_caching)
         self.constraints = Constraints(tokenizer.vocabulary)
-        self.rates = Rates() if self.config.speculate == "ngram" else None
+        self.rates = Rates()
         self.drafted = self.accepted = 0  # guessed tokens that steps computed, and those of them that were right
         self._beside = ThreadPoolExecutor(1, "reflex-constraints")  # its thread starts with the first one
 
@@ -121,7 +121,7 @@ class LLMProcessor(BaseProcessor):
         """The group of its requests: tokens as units, blocks as memory, a batch whenever the device is free."""
         config = self.config
         threshold, gap = config.long_prefill_token_threshold or inf, config.max_gap_ms
-        if gap is None and self.rates is not None:
+        if gap is None and config.speculate != "off":
             gap = inf  # bounds nothing, but what steps take is learned
         by_time = partial(TimedTokens, threshold, gap / 1e3 if gap else None)
         return GroupConfig(
@@ -147,10 +147,12 @@ class LLMProcessor(BaseProcessor):
         span: SpanContext | None = None,
         matcher: Matcher | None = None,
         adapter: str = "",
+        draft: Seq[int] | None = None,
     ) -> Request:
         """A request for this processor. time_limit: seconds until its first token; max_gap: between two of them.
         span: steps refer to it, if given. matcher: of its constraint, where it is compiled already; it may be that of
-        several requests. adapter: the name of one of the runner's, "" for none.
+        several requests. adapter: the name of one of the runner's, "" for none. draft: guess the output, as these
+        tokens first; None guesses as configured.
 
         Raises TooLarge, with the limit, for a request that can never run here; ConfigError for an invalid prompt.
         """
@@ -159,8 +161,13 @@ class LLMProcessor(BaseProcessor):
         self.limits.check_sampling(params)
         if params.constraint is not None:
             matcher = self.constraints.compile(params.constraint) if matcher is None else matcher.copy()
-        tokenizer = self.tokenizer
-        sequence = Sequence(ids, params, tokenizer.stream(ids), tokenizer.eos_token_ids, matcher, self.rates)
+        if draft:
+            self.limits.check_draft(draft)
+        tokenizer, guesses = self.tokenizer, draft is not None or self.config.speculate != "off"
+        sequence = Sequence(
+            ids, params, tokenizer.stream(ids), tokenizer.eos_token_ids, matcher,
+            self.rates if guesses else None, draft or (),
+        )  # fmt: skip
         sequence.span = span
         sequence.adapter = self._number_of(adapter)
         return Request(

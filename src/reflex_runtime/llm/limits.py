@@ -47,6 +47,14 @@ class Limits:
             bounds = f"[0, {self.vocab_size - 1}]"
             raise ConfigError(f"prompt: token ids must be in {bounds}, not {min(ids)} to {max(ids)}")
 
+    def check_draft(self, ids: Sequence[int]) -> None:
+        """Raises ConfigError for a draft that no output of this model can be."""
+        if len(ids) > self.max_model_len:
+            raise ConfigError(f"draft_token_ids: {len(ids)} tokens; the model's context holds {self.max_model_len}")
+        if not (min(ids) >= 0 and max(ids) < self.vocab_size):
+            bounds = f"[0, {self.vocab_size - 1}]"
+            raise ConfigError(f"draft_token_ids: must be in {bounds}, not {min(ids)} to {max(ids)}")
+
     def check_sampling(self, params: SamplingParams) -> None:
         """Raises ConfigError for a token id among the parameters that the model does not have."""
         named = ("stop_token_ids", params.stop_token_ids), ("logit_bias", [token for token, _ in params.logit_bias])

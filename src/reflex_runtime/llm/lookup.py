@@ -12,6 +12,7 @@ from typing import Final
 
 MOST: Final = 16  # tokens guessed at a time
 LONGEST: Final = 16_384  # tokens of a sequence that are looked up: about 300 bytes each
+TRUSTED: Final = 8  # the length of a match that a given draft counts as, at its beginning
 LEAST: Final = 0.05  # a chance below it is not worth naming
 _CLASSES: Final = (2, 3, 4, 8, 16, 32)  # lengths of a match from which guesses are right more often
 _CLASS: Final = [sum(length >= bound for bound in _CLASSES[1:]) for length in range(_CLASSES[-1] + 1)]
@@ -48,34 +49,39 @@ class Rates:
 
 
 class Lookup:
-    """The guesses of one sequence. tokens: its list, the prompt at first. `learn` and `follow` say how far to look."""
+    """The guesses of one sequence. prompt: its tokens so far. draft: what its output is expected to be; where that
+    turns out wrong it is looked up like the rest. rates: of all sequences."""
 
-    __slots__ = ("_at", "_known", "_length", "_pairs", "_prompt", "_rates", "_tokens", "_triples")
+    __slots__ = ("_at", "_before", "_known", "_length", "_pairs", "_rates", "_text", "_triples")
 
-    def __init__(self, tokens: Seq[int], rates: Rates) -> None:
-        self._tokens, self._prompt, self._rates = tokens, len(tokens), Rates(rates)
+    def __init__(self, prompt: Seq[int], rates: Rates, draft: Seq[int] = ()) -> None:
+        self._text, self._before, self._rates = [*draft, *prompt], len(draft), Rates(rates)
         self._pairs: dict[int, int] = {}  # two tokens, as one number → the place behind them
         self._triples: dict[int, int] = {}
-        self._known = 0  # tokens that are looked up
-        self._at = -1  # the place of the next guess in the tokens, or -1: there is none
+        self._known = 0  # tokens of the text that are looked up
+        self._at = -1  # the place of the next guess in the text, or -1: there is none
         self._length = 0  # tokens before that place that equal the last ones
 
     def learn(self, end: int) -> None:
         """The prompt up to here can be repeated from now on. O(what is new of it)."""
-        for place in range(self._known, min(end, LONGEST)):
+        for place in range(self._known, min(self._before + end, LONGEST)):
             self._at, self._length = self._remember(place)
-        self._known = end
+        self._known = self._before + end
+        if self._before and self._known == len(self._text):
+            self._at, self._length = 0, TRUSTED
 
-    def follow(self) -> None:
+    def follow(self, token: int) -> None:
         """There is one more token of output: compare it with the guess."""
-        if self._known < self._prompt:
-            self.learn(self._prompt)
-        place, self._known = self._known, self._known + 1
+        place = len(self._text)
+        if self._known < place:
+            self.learn(place - self._before)
+        self._text.append(token)
+        self._known += 1
         if place >= LONGEST:
             self._at = -1
             return
         at, length = self._at, self._length
-        right = at >= 0 and self._tokens[at] == self._tokens[place]
+        right = at >= 0 and self._text[at] == token
         if at >= 0:
             self._rates.compared(length, right)
         found = self._remember(place)
@@ -87,18 +93,18 @@ class Lookup:
             return [], ()
         chances = self._rates.chances(self._length, min(most, MOST))
         period = self._known - self._at  # behind its end the text goes on as it repeats
-        return [self._tokens[self._at + i % period] for i in range(len(chances))], chances
+        return [self._text[self._at + i % period] for i in range(len(chances))], chances
 
     def _remember(self, place: int) -> tuple[int, int]:
         """The place behind the same two or three tokens, earlier, or -1; and how many they are."""
-        tokens, pairs = self._tokens, self._pairs
+        text, pairs = self._text, self._pairs
         if not place:
             return -1, 0
-        pair = tokens[place - 1] << 32 | tokens[place]
+        pair = text[place - 1] << 32 | text[place]
         found = pairs.get(pair, -1)
         pairs[pair] = place + 1
         if place > 1:
-            triple = tokens[place - 2] << 64 | pair
+            triple = text[place - 2] << 64 | pair
             longer = self._triples.get(triple, -1)
             self._triples[triple] = place + 1
             if longer >= 0:

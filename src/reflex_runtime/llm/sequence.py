@@ -108,8 +108,9 @@ class Sequence:
         eos: frozenset[int] = frozenset(),
         matcher: Matcher | None = None,
         rates: Rates | None = None,
+        expected: Seq[int] = (),
     ) -> None:
-        """rates: of all sequences; with them it guesses its next tokens."""
+        """rates: of all sequences; with them it guesses its next tokens. expected: what they are likely to be."""
         self.tokens = list(prompt)
         self.num_prompt_tokens = len(self.tokens)
         self._longest = self.num_prompt_tokens + params.max_tokens
@@ -130,7 +131,7 @@ class Sequence:
         self.span: SpanContext | None = None
         self.adapter = 0  # the number of its adapter, 0 for none
         self.draft: list[int] = []
-        self.lookup = None if rates is None else Lookup(self.tokens, rates)
+        self.lookup = None if rates is None else Lookup(self.tokens, rates, expected)
         self._stream = stream
         self._pieces: list[str] = []
         self._held = ""  # complete characters that may be the beginning of a stop text
@@ -174,7 +175,7 @@ class Sequence:
             self.shaping.sampled(token)
         self.tokens.append(token)
         if self.lookup is not None:
-            self.lookup.follow()
+            self.lookup.follow(token)
         if self.params.logprobs is not None:
             self.choices.append(choice)
         if token in self.eos:

@@ -200,11 +200,12 @@ class GenerationRuntime:
         self, prompt: Seq[int], params: SamplingParams, *, id: str, priority: Priority = Priority.DEFAULT,
         client: Hashable = "", time_limit: float | None = None, max_gap: float | None = None,
         span: SpanContext | None = None, matcher: Matcher | None = None, adapter: str = "",
+        draft: Seq[int] | None = None,
     ) -> Request:  # fmt: skip
         """A request for `submit`: see `LLMProcessor.request`."""
         return self.processor.request(
             prompt, params, id=id, priority=priority, client=client, time_limit=time_limit, max_gap=max_gap, span=span,
-            matcher=matcher, adapter=adapter,
+            matcher=matcher, adapter=adapter, draft=draft,
         )  # fmt: skip
 
     def submit(self, request: Request, bell: asyncio.Event | None = None) -> GenerationStream:

@@ -53,7 +53,7 @@ class LocalModel:
             "kv_cache_usage": round(processor.pool.usage, 6),
             "kv_cache_tokens": limits.cache_tokens,
         }
-        if processor.rates is not None:
+        if processor.config.speculate != "off" or processor.drafted:
             body["speculation"] = {"draft_tokens": processor.drafted, "accepted_tokens": processor.accepted}
         return body
 

@@ -15,7 +15,9 @@ from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.core.request import PRIORITIES
 from reflex_runtime.drivers.in_thread import in_thread
 from reflex_runtime.drivers.process_memory import freeze_loaded
-from reflex_runtime.ipc.messages import GenerateParams, LoadModel, Tokenize
+from reflex_runtime.ipc.guidance import guided
+from reflex_runtime.ipc.messages import NGRAM, CheckDraft, CheckedDraft, GenerateParams, LoadModel, Tokenize
+from reflex_runtime.ipc.sampling import SamplingParams
 from reflex_runtime.ipc.worker import Load
 from reflex_runtime.llm.runner import Runner
 from reflex_runtime.llm.serving.generation import GenerationRuntime, GenerationStream
@@ -71,6 +73,11 @@ class WorkerEngine:
         self, params: GenerateParams, bell: asyncio.Event, leader: GenerationStream | None
     ) -> GenerationStream:
         """Queue a request. leader: a stream with the same prompt: this one waits until that has computed it."""
+        if reason := _incompatible(params.draft_model or NGRAM):
+            raise ConfigError(reason)
+        if params.guidance is not None:
+            params = guided(params)
+        guesses = params.draft_model is not None or params.draft_token_ids is not None
         request = self.runtime.request(
             await self._prompt(params),
             params,
@@ -82,11 +89,31 @@ class WorkerEngine:
             span=parent_of(params.traceparent.encode()) if params.traceparent else None,
             matcher=await self.runtime.compiled(params.constraint),
             adapter=params.adapter,
+            draft=(params.draft_token_ids or []) if guesses else None,
         )
         stream = self.runtime.submit(request, bell)
         if leader is not None:
             self.runtime.follow(leader, [stream])
         return stream
+
+    async def check_draft(self, params: CheckDraft) -> CheckedDraft:
+        """The draft is computed like any other, until a token is not the one that the model says."""
+        draft, said = params.draft_token_ids, list[int]()
+        if reason := _incompatible(params.draft_model):
+            return CheckedDraft(False, reason)
+        if not draft:
+            return CheckedDraft(True)
+        prompt = await self._prompt(GenerateParams(prompt=params.prompt, prompt_token_ids=params.prompt_token_ids))
+        greedy = SamplingParams.greedy(len(draft) + 1, ignore_eos=True)
+        stream = self.runtime.submit(self.runtime.request(prompt, greedy, id="check_draft", draft=draft))
+        try:
+            async for output in stream:
+                said.append(output.token_id)
+                if said != draft[: len(said)]:
+                    break
+        finally:
+            stream.close()
+        return CheckedDraft(True, "", len(said) - 1, said)
 
     async def close(self, drain: bool, timeout: float) -> bool:
         """Every stream has ended when it returns; whether the device thread has, too."""
@@ -128,6 +155,10 @@ class TokenizerEngine:
         self._texts.most = params.most  # the same in each request: it is of the model
         return await tokenized(self._texts, params)
 
+    async def check_draft(self, params: CheckDraft) -> CheckedDraft:
+        """Refused."""
+        raise ConfigError(f"model_id={params.model_id!r}: only its tokenizer is loaded here")
+
     async def submit(self, params: GenerateParams, bell: asyncio.Event, leader: Any) -> GenerationStream:
         """Refused."""
         raise ConfigError(f"model_id={params.model_id!r}: only its tokenizer is loaded here")
@@ -135,6 +166,13 @@ class TokenizerEngine:
     async def close(self, drain: bool, timeout: float) -> bool:
         self._texts.close()
         return True
+
+
+def _incompatible(draft_model: str) -> str:
+    """Why this cannot guess for a model; "" if it can."""
+    if draft_model == NGRAM:
+        return ""
+    return f"draft_model={draft_model[:100]!r}: must be {NGRAM!r}; drafts of another model are not served"
 
 
 async def tokenized(texts: Texts | GenerationRuntime, params: Tokenize) -> list[int]:
