@@ -61,12 +61,12 @@ def written(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     alphas = {"o_proj": 9, "k_proj": 1}
     found = {
         "all": random_adapter(root / "all", base, 1),
-        "query": random_adapter(root / "query", base, 2, 1, ("q_proj", "down_proj"), lora_alpha=3, use_rslora=True),
+        "query": random_adapter(root / "query", base, 2, 4, ("q_proj", "down_proj"), lora_alpha=3, use_rslora=True),
         "wide": random_adapter(root / "wide", base, 3, 9, ("v_proj", "o_proj"), alpha_pattern=alphas),
     }
     scales: dict[str, Callable[[str], float]] = {
         "all": lambda name: 2.0,
-        "query": lambda name: 3.0 / math.sqrt(1),
+        "query": lambda name: 3.0 / math.sqrt(4),
         "wide": lambda name: 1.0 if "o_proj" in name else 2.0,
     }
     prompts = [[int(token) for token in np.random.default_rng(n).integers(3, 256, n)] for n in (3, 60, 61)]

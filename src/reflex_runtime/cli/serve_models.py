@@ -168,6 +168,7 @@ def _divided(config: LLMServeConfig, asked: Sequence[ModelAsked]) -> list[ModelA
 
 def plans_of(asked: Sequence[ModelAsked]) -> list[ModelPlan]:
     """What is served. ConfigError for what can be found before anything is loaded."""
+    from reflex_runtime.llm.embedding.directory import is_embedding
     from reflex_runtime.llm.load import describe
     from reflex_runtime.llm.sampling_defaults import sampling_defaults
     from reflex_runtime.llm.serving.model_host import ModelPlan
@@ -176,6 +177,9 @@ def plans_of(asked: Sequence[ModelAsked]) -> list[ModelPlan]:
     plans = []
     for model in asked:
         with _told(model.where):
+            if model.directory.is_dir() and is_embedding(model.directory):
+                alone = f"it is served alone: reflex serve {model.directory}"
+                raise ConfigError(f"{model.directory}: is an embedding model, not one that generates; {alone}")
             check_model(model.config, describe(model.directory))
             HFTokenizer.load(model.directory)
             defaults = sampling_defaults(model.directory)

@@ -36,7 +36,8 @@ def _source(word: str) -> str:
 
 
 def names_embedding(args: Sequence[str]) -> bool:
-    """Whether one of the words is the directory of an embedding model, and none that of a policy."""
+    """Whether one of the words is the directory of an embedding model, and none that of a policy or of a language
+    model: beside one, what serves those says that it does not go."""
     words = [word for word in args if not word.startswith("-") and os.path.isdir(word)]
     if any(os.path.isfile(os.path.join(word, "reflex_config.json")) for word in words):
         return False
@@ -46,7 +47,8 @@ def names_embedding(args: Sequence[str]) -> bool:
         return False
     from reflex_runtime.llm.embedding.directory import is_embedding
 
-    return any(map(is_embedding, likely))
+    embedding = [word for word in likely if is_embedding(word)]
+    return bool(embedding) and not names_model([word for word in args if word not in embedding])
 
 
 def supervised(

@@ -14,18 +14,22 @@ import pytest
 
 from reflex_runtime.cli import main, serve_models
 from reflex_runtime.cli.serve_models import ModelAsked, models_of, plans_of, rows_of
-from reflex_runtime.cli.serving import names_model
+from reflex_runtime.cli.serving import names_embedding, names_model
 from reflex_runtime.cli.worker_settings import adapters_of
 from reflex_runtime.config import MODEL_SETTINGS, LLMServeConfig
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.core.events import BatchScheduled, RequestSettled
+from reflex_runtime.core.scheduler import Scheduler
+from reflex_runtime.drivers.stepper import Stepper
+from reflex_runtime.llm import LLMProcessor, SamplingParams
 from reflex_runtime.llm.runner import Step
 from reflex_runtime.llm.sampling_defaults import SamplingDefaults
 from reflex_runtime.llm.serving.local_models import LocalModels, opened
 from reflex_runtime.llm.serving.model_host import ModelPlan
 from reflex_runtime.llm.serving.model_runtime import ModelRuntime
-from reflex_runtime.llm.toy import ByteTokenizer
+from reflex_runtime.llm.toy import ByteTokenizer, ToyRunner
 from reflex_runtime.sources import own_settings
+from serving.collector import Collector
 from serving.openai_toy import PATIENCE, Model, Speaker, Toy
 
 NAMES = ["small", "tiny", "gpt-4o:mini", "large"]
@@ -166,6 +170,36 @@ def test_l9_the_weight_of_a_model_is_its_share_of_the_device() -> None:
         await models.stop(asyncio.get_running_loop().time() + 5.0, asyncio.Event().wait)
 
     asyncio.run(main())
+
+
+def test_l9_a_model_of_weight_three_gets_three_of_four_steps_that_cost_alike() -> None:
+    now = [0.0]
+
+    class Timed(ToyRunner):
+        def forward(self, step: Step) -> Any:
+            now[0] += 1.0
+            return super().forward(step)
+
+    weights = {"small": 1.0, "large": 3.0}
+    processors = {
+        name: LLMProcessor(Timed(), ByteTokenizer(), name=name, weight=weight) for name, weight in weights.items()
+    }
+    scheduler = Scheduler([processor.group for processor in processors.values()])
+    stepper = Stepper(scheduler, processors, clock=lambda: now[0])
+    for processor in processors.values():
+        scheduler.submit(processor.request("robots", SamplingParams.greedy(500, ignore_eos=True)), now[0])
+    groups = [batch.group for _ in range(400) if (batch := stepper.step()) is not None]
+    assert groups.count("large") == pytest.approx(300, abs=2)
+
+
+def test_x6_spans_of_several_models_say_which_one_answered() -> None:
+    with Collector() as collector:
+        with Two(otel=collector.url) as two:
+            assert two.complete(model="tiny", max_tokens=2).status == 200
+            assert two.complete(model="other").status == 404
+        found = [span for span in collector.spans if span.kind == 2]
+    told = [(s.name, s.attributes["gen_ai.response.model"], s.attributes.get("gen_ai.request.model")) for s in found]
+    assert told == [("text_completion small", "small", "tiny"), ("text_completion", "", None)]
 
 
 def test_l9_a_step_that_fails_fails_no_request_of_another_model() -> None:
@@ -414,6 +448,15 @@ def test_h11_caches_that_do_not_fit_together_are_told_before_anything_is_loaded(
     monkeypatch.setattr(memory, "free_bytes", lambda device="cpu": 900_000_000)
     with pytest.raises(ConfigError, match=r"the models' caches take 1\.00 GB together, and 0\.90 GB are free"):
         serve_models._check_memory(both)
+
+
+def test_h11_an_embedding_model_beside_others_is_told_to_be_served_alone(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "modules.json").write_text("[]")
+    assert not names_embedding(["scribe", str(tmp_path / "a")])
+    assert names_embedding([str(tmp_path / "a")])
+    with pytest.raises(ConfigError, match=r"^model a: .*/a: is an embedding model, .* served alone: reflex serve .*/a"):
+        plans_of(asked(tmp_path, "DIR/a", "one=scribe"))
 
 
 def test_h10_a_word_with_a_name_is_a_models_directory_too(tmp_path: Path) -> None:
