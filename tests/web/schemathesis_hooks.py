@@ -40,8 +40,8 @@ def before_call(context: Any, case: Any, kwargs: Any) -> None:
             body[name] = 3
     if isinstance(body.get("min_tokens"), int | float) and body["min_tokens"] <= 8191:
         body["min_tokens"] = min(1, body["min_tokens"])
-    if body.get("echo") is True and "prompt" in body:
-        body["logprobs"] = None
+    if body.get("max_tokens") == 0 and "prompt" in body:
+        body["echo"] = True
     for name in {"response_format", "structured_outputs"} & body.keys():
         body[name] = _form(body[name])
     if body.get("structured_outputs") is not None and body.get("response_format") is not None:
@@ -64,6 +64,9 @@ def before_call(context: Any, case: Any, kwargs: Any) -> None:
         body["best_of"] = body["n"] if _within(body.get("n"), 128) else 1
     if isinstance(body.get("stream_options"), dict) and body.get("stream") in (None, False):
         body["stream"] = True
+    if body.get("prompt_logprobs") is not None and body.get("stream") is True:
+        body["stream"] = None
+        body.pop("stream_options", None)
     if isinstance(body.get("top_logprobs"), int | float) and body.get("logprobs") in (None, False):
         body["logprobs"] = True
 

@@ -26,6 +26,17 @@ class Output(Protocol):
     def finish(self) -> str | None: ...
 
 
+class ScoredToken(Protocol):
+    """What the model says of a token, as `llm.sequence.Choice`."""
+
+    @property
+    def token_id(self) -> int: ...
+    @property
+    def logprob(self) -> float | None: ...
+    @property
+    def top(self) -> tuple[tuple[int, float], ...]: ...
+
+
 class OutputStream(Protocol):
     """One request's tokens, made in this process or in another.
 

@@ -35,7 +35,7 @@ from reflex_runtime.drivers.stepper import Stepper
 from reflex_runtime.ipc.sampling import SamplingParams
 from reflex_runtime.llm.blocks import BlockPool
 from reflex_runtime.llm.constraint import Constraints, Matcher
-from reflex_runtime.llm.lanes import Lane, drafted, flatten, next_rows, scores
+from reflex_runtime.llm.lanes import Lane, drafted, flatten, next_rows, num_rows, scores, unchanged_if_it_fails
 from reflex_runtime.llm.limits import Limits
 from reflex_runtime.llm.lookup import Rates
 from reflex_runtime.llm.runner import Runner
@@ -51,6 +51,7 @@ from reflex_runtime.telemetry.trace_context import SpanContext
 Written = TokenOutput | ProcessorError
 
 _PLAIN = SamplingParams()
+SCORED_BYTES = 64 << 20  # of logits of prompts that are scored, in one call of the model
 _numbers = count()  # of requests: unique in the process
 
 
@@ -148,11 +149,13 @@ class LLMProcessor(BaseProcessor):
         matcher: Matcher | None = None,
         adapter: str = "",
         draft: Seq[int] | None = None,
+        prompt_logprobs: int | None = None,
     ) -> Request:
         """A request for this processor. time_limit: seconds until its first token; max_gap: between two of them.
         span: steps refer to it, if given. matcher: of its constraint, where it is compiled already; it may be that of
         several requests. adapter: the name of one of the runner's, "" for none. draft: guess the output, as these
-        tokens first; None guesses as configured.
+        tokens first; None guesses as configured. prompt_logprobs: report what the model says of the prompt's own
+        tokens, each with so many alternatives; see `Sequence.score`.
 
         Raises TooLarge, with the limit, for a request that can never run here; ConfigError for an invalid prompt.
         """
@@ -170,6 +173,8 @@ class LLMProcessor(BaseProcessor):
         )  # fmt: skip
         sequence.span = span
         sequence.adapter = self._number_of(adapter)
+        if prompt_logprobs is not None:
+            sequence.score(prompt_logprobs)
         return Request(
             sequence,
             id=_next_id() if id is None else id,
@@ -198,15 +203,40 @@ class LLMProcessor(BaseProcessor):
         ends = [i for i, (s, n) in enumerate(lanes) if s.num_computed_tokens + n >= s.num_tokens]
         matchers = [s.shaping.matcher for s in (lanes[i][0] for i in ends) if s.shaping and s.shaping.matcher]
         prepared = self._beside.submit(_prepare, matchers) if matchers else None
-        step = flatten(lanes)
-        logits = self.runner.forward(step)
-        if prepared is not None:
-            prepared.result()
+        with unchanged_if_it_fails(lanes):
+            lanes = self._scored_before(lanes)
+            step = flatten(lanes)
+            logits = self.runner.forward(step)
+            if prepared is not None:
+                prepared.result()
         if step.rows is not None:
             return self._with_rows(lanes, ends, logits)
         rows = logits if len(ends) == len(lanes) else logits[ends]
         written = dict(zip(ends, _write([lanes[i][0] for i in ends], rows), strict=True))
         return [_outcome(sequence, n, written.get(i)) for i, (sequence, n) in enumerate(lanes)]
+
+    def _scored_before(self, lanes: Seq[Lane]) -> list[Lane]:
+        """Compute what would give too many rows of logits at once, of prompts that are scored, in calls before; returns
+        what is left of each lane."""
+        most = max(1, SCORED_BYTES // (4 * self.runner.vocab_size))
+        scoring = sum(sequence.scores_from is not None for sequence, _ in lanes)
+        if not scoring:
+            return list(lanes)
+        kept, left = max(1, most // scoring), list[Lane]()
+        for sequence, n in lanes:
+            while sequence.scores_from is not None and num_rows(sequence, n) > kept:
+                piece = min(n - kept, n - num_rows(sequence, n) + most)
+                if sequence.cached_tokens is None:
+                    sequence.cached_tokens = sequence.num_computed_tokens
+                lane = [(sequence, piece)]
+                step = flatten(lane)
+                logits = self.runner.forward(step)
+                if step.rows is not None:
+                    sequence.scored(scores(lane, logits)[sequence])
+                sequence.num_computed_tokens += piece
+                n -= piece
+            left.append((sequence, n))
+        return left
 
     def _with_rows(self, lanes: Seq[Lane], ends: Seq[int], logits: Logits) -> list[Outcome]:
         """The outcomes of a step that has several rows of a sequence: for guesses, or to score a prompt."""
@@ -297,6 +327,7 @@ def output_of(ticket: Ticket, prompt: str | None = None) -> RequestOutput:
         request_id=ticket.id,
         prompt=prompt,
         prompt_token_ids=tuple(sequence.tokens[: sequence.num_prompt_tokens]),
+        prompt_logprobs=tuple(sequence.prompt_choices),
         token_ids=sequence.output_ids,
         text=sequence.text,
         finish_reason=error.code if error is not None else str(sequence.finish_reason),
@@ -351,17 +382,19 @@ class LLMEngine:
         client: Hashable = "",
         time_limit: float | None = None,
         adapter: str = "",
+        prompt_logprobs: int | None = None,
     ) -> str:
         """Queue a prompt (text or token ids); returns the request's id. Raises `Rejected` when it may not enter.
 
         params: None is how the model's authors sample it. adapter: the name of one of `adapters`, "" for none.
+        prompt_logprobs: see `LLMProcessor.request`.
         """
         if request_id in self._tickets:
             raise ConfigError(f"request_id={request_id!r}: is still being generated")
         name = self._free_id() if request_id is None else request_id
         request = self.processor.request(
             prompt, params or self._plain, id=name, priority=priority, client=client, time_limit=time_limit,
-            adapter=adapter,
+            adapter=adapter, prompt_logprobs=prompt_logprobs,
         )  # fmt: skip
         self._submit(request, prompt)
         return request.id

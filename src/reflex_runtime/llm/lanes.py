@@ -7,7 +7,9 @@ scored gets them after each token of the prompt, too (`Sequence.scores_from`).
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
+from contextlib import contextmanager
 from itertools import accumulate
 
 import numpy as np
@@ -62,6 +64,20 @@ def num_rows(sequence: Sequence, n: int) -> int:
     if sequence.scores_from is not None:
         first = min(first, sequence.scores_from)
     return max(0, done + n - max(done, first))
+
+
+@contextmanager
+def unchanged_if_it_fails(lanes: Seq[Lane]) -> Iterator[None]:
+    """A call that raises leaves these sequences as they were, also where a part of them was computed and scored."""
+    scoring = [sequence for sequence, _ in lanes if sequence.scores_from is not None]
+    before = [(s.num_computed_tokens, len(s.prompt_choices), s.scores_from, s.cached_tokens) for s in scoring]
+    try:
+        yield
+    except BaseException:
+        for sequence, (computed, scored, first, cached) in zip(scoring, before, strict=True):
+            sequence.num_computed_tokens, sequence.scores_from, sequence.cached_tokens = computed, first, cached
+            del sequence.prompt_choices[scored:]
+        raise
 
 
 def scores(lanes: Seq[Lane], logits: Logits) -> dict[Sequence, list[Choice]]:

@@ -51,7 +51,8 @@ class TokenOutput(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
     """The result of a request. finish_reason: `stop`, `length`, or the code of `error`. cached_tokens: prompt tokens
-    found in the prefix cache. error: why it ended without a full answer; the tokens until then are included."""
+    found in the prefix cache. error: why it ended without a full answer; the tokens until then are included.
+    prompt_logprobs: of the prompt's tokens from the second on, if they were asked for."""
 
     request_id: str
     prompt: str | None
@@ -62,6 +63,7 @@ class RequestOutput:
     logprobs: tuple[Choice, ...]
     cached_tokens: int
     error: ReflexError | None = None
+    prompt_logprobs: tuple[Choice, ...] = ()
 
 
 class Sequence:

@@ -7,7 +7,7 @@ or not, its request is cancelled.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Final, NamedTuple, TypeVar
@@ -17,9 +17,10 @@ from msgspec.structs import replace as changed
 from reflex_runtime.config import LLMServeConfig
 from reflex_runtime.core.errors import ConfigError, Expired, ReflexError, TooLarge
 from reflex_runtime.drivers.stream import Bell
-from reflex_runtime.ipc.engine import OutputStream
+from reflex_runtime.ipc.engine import OutputStream, ScoredToken
 from reflex_runtime.llm.constraint import Matcher
 from reflex_runtime.llm.reasoning import ThoughtParser, in_thought
+from reflex_runtime.llm.sequence import Choice
 from reflex_runtime.llm.serving.answers.replies import Answering, Cached, ModelApi, PartReader, Usage, Writer
 from reflex_runtime.llm.serving.generation import Generator, merged
 from reflex_runtime.llm.serving.model_host import ModelHost
@@ -68,9 +69,11 @@ class Completing:
             runtime = host.generator(model.plan.name)
             queued = await self._queue(exchange, model, runtime, asked, streams, bell, span)
             self.app.entered(exchange)
-            usage, token = partial(_usage, streams, asked.n), runtime.tokenizer.token
+            usage, token = partial(_usage, streams, asked), runtime.tokenizer.token
             asked = queued.asked
-            reply = Answering(exchange.number, asked, len(streams), token, usage, queued.reader, queued.echoes)
+            reply = Answering(
+                exchange.number, asked, len(streams), token, usage, queued.reader, queued.echoes, queued.scores
+            )
             await self._answer(exchange, streams, dialect.write(reply), asked, bell, span)
         finally:
             _take_back(streams)
@@ -91,7 +94,7 @@ class Completing:
         try:
             await send(exchange, streams, answer, asked, bell, span)
         finally:
-            self._spans.used(span, exchange, _usage(streams, asked.n))
+            self._spans.used(span, exchange, _usage(streams, asked))
         self._spans.answered(exchange, answer)
 
     async def _queue(
@@ -106,6 +109,9 @@ class Completing:
     ) -> Queued:
         """Queue all its choices, or none."""
         _check_choices(asked, model.config)
+        if asked.prompt_logprobs is not None and not runtime.scores:
+            name = "echo" if asked.echo else "prompt_logprobs"
+            raise BadRequest(f"{name}: what the model says of a prompt is not told with --workers", name)
         try:
             asked = _with_tools(asked, runtime.tokenizer.tool_format)
             prompts = await self._tokens(runtime, asked)
@@ -131,7 +137,12 @@ class Completing:
             echoes = [text for text in texts for _ in range(asked.n)]
         self.app.bodies.release(exchange)
         reader = None if asked.conversation is None else _reader(asked, runtime.tokenizer, prompts[0])
-        return Queued(replace(asked, prompts=[], conversation=None), echoes, reader)
+        scores = None
+        if asked.prompt_logprobs is not None:
+            firsts = [Choice(ids[0]) for ids in prompts for _ in range(asked.n)]
+            told = [runtime.prompt_scores(request) for group in groups for request in group]
+            scores = partial(_prompt_tokens, firsts, told)
+        return Queued(replace(asked, prompts=[], conversation=None), echoes, reader, scores)
 
     @staticmethod
     async def _tokens(runtime: Generator[Any], asked: wire.CompletionRequest) -> list[list[int]]:
@@ -151,11 +162,18 @@ class Completing:
 
 
 class Queued(NamedTuple):
-    """A request whose choices are queued, without its texts. echoes, reader: see `Answering`."""
+    """A request whose choices are queued, without its texts. echoes, reader, scores: see `Answering`."""
 
     asked: wire.CompletionRequest
     echoes: list[str]
     reader: Callable[[], PartReader] | None
+    scores: Callable[[int], Sequence[ScoredToken]] | None
+
+
+def _prompt_tokens(
+    firsts: Sequence[ScoredToken], scores: Sequence[Sequence[ScoredToken]], index: int
+) -> list[ScoredToken]:
+    return [firsts[index], *scores[index]]
 
 
 def _reader(
@@ -245,6 +263,7 @@ def _requests(
             request = runtime.request(
                 ids, seeded, id=name, priority=asked.priority, client=client, time_limit=asked.time_limit,
                 max_gap=asked.max_gap, span=recorded, matcher=matcher, adapter=adapter,
+                prompt_logprobs=asked.prompt_logprobs,
             )  # fmt: skip
         except TooLarge as error:
             raise BadRequest(error.message, asked.field, "context_length_exceeded") from None
@@ -304,8 +323,9 @@ def _pass_on(exchange: Exchange, stream: OutputStream, answer: Writer) -> bool:
     return True
 
 
-def _usage(streams: list[OutputStream], n: int) -> Usage:
+def _usage(streams: list[OutputStream], asked: wire.CompletionRequest) -> Usage:
     """A prompt counts once, whatever the number of its choices."""
-    firsts = streams[::n]
-    prompt, made = sum(s.prompt_tokens for s in firsts), sum(s.completion_tokens for s in streams)
+    firsts = streams[:: asked.n]
+    prompt = sum(s.prompt_tokens for s in firsts)
+    made = 0 if asked.prompt_only else sum(s.completion_tokens for s in streams)
     return Usage(prompt, made, prompt + made, Cached(sum(s.cached_tokens for s in firsts)))

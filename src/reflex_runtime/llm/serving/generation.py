@@ -17,12 +17,12 @@ from reflex_runtime.core.events import Event, RequestProgressed
 from reflex_runtime.core.request import Priority, Request, Ticket
 from reflex_runtime.core.scheduler import Scheduler
 from reflex_runtime.drivers.stream import Bell, Stream
-from reflex_runtime.ipc.engine import Output, OutputStream
+from reflex_runtime.ipc.engine import Output, OutputStream, ScoredToken
 from reflex_runtime.ipc.sampling import Constraint, SamplingParams
 from reflex_runtime.llm.constraint import Matcher
 from reflex_runtime.llm.engine import LLMProcessor
 from reflex_runtime.llm.limits import Limits
-from reflex_runtime.llm.sequence import TokenOutput
+from reflex_runtime.llm.sequence import Choice, TokenOutput
 from reflex_runtime.llm.serving.generation_device import GenerationDevice
 from reflex_runtime.llm.serving.requests.texts import Texts
 from reflex_runtime.llm.tokenizer import Conversation, Tokenizer
@@ -35,7 +35,10 @@ PATIENCE = 120.0  # seconds that a held stream may wait for its reader: it occup
 
 
 class Generator(Protocol[R]):
-    """What generates tokens for the requests (R) of one event loop: in this process, or in others."""
+    """What generates tokens for the requests (R) of one event loop: in this process, or in others. scores: whether it
+    says what the model thinks of prompts."""
+
+    scores: bool
 
     @property
     def tokenizer(self) -> Tokenizer: ...
@@ -65,10 +68,14 @@ class Generator(Protocol[R]):
         span: SpanContext | None = None,
         matcher: Matcher | None = None,
         adapter: str = "",
+        prompt_logprobs: int | None = None,
     ) -> R:
         """A request for `submit_alike`. time_limit: seconds until its first token; max_gap: between two of them. span,
-        adapter: see `LLMProcessor.request`. matcher: what `compiled` returned for its constraint. Raises TooLarge,
-        ConfigError."""
+        adapter, prompt_logprobs: see `LLMProcessor.request`; the last only where it `scores`. matcher: what `compiled`
+        returned for its constraint. Raises TooLarge, ConfigError."""
+
+    def prompt_scores(self, request: R) -> Seq[ScoredToken]:
+        """What the model says of the prompt's tokens from the second on, once the request has its first token."""
 
     def submit_alike(self, requests: Seq[R], bell: asyncio.Event) -> Seq[OutputStream]:
         """Admit requests with the same prompt, which is computed once: all of them or none. Raises `Rejected`; where
@@ -156,6 +163,7 @@ class GenerationRuntime:
     """
 
     events = frozenset({RequestProgressed})  # as a sink; ends come to each stream's own callback
+    scores = True
 
     def __init__(
         self, processor: LLMProcessor, device: GenerationDevice, *, unread: int = UNREAD, patience: float = PATIENCE
@@ -201,12 +209,18 @@ class GenerationRuntime:
         client: Hashable = "", time_limit: float | None = None, max_gap: float | None = None,
         span: SpanContext | None = None, matcher: Matcher | None = None, adapter: str = "",
         draft: Seq[int] | None = None,
+        prompt_logprobs: int | None = None,
     ) -> Request:  # fmt: skip
         """A request for `submit`: see `LLMProcessor.request`."""
         return self.processor.request(
             prompt, params, id=id, priority=priority, client=client, time_limit=time_limit, max_gap=max_gap, span=span,
-            matcher=matcher, adapter=adapter, draft=draft,
+            matcher=matcher, adapter=adapter, draft=draft, prompt_logprobs=prompt_logprobs,
         )  # fmt: skip
+
+    def prompt_scores(self, request: Request) -> Seq[ScoredToken]:
+        """See `Generator.prompt_scores`."""
+        found: list[Choice] = request.payload.prompt_choices
+        return found
 
     def submit(self, request: Request, bell: asyncio.Event | None = None) -> GenerationStream:
         """Admit a request that `processor.request` made. Raises `Rejected`.

@@ -25,6 +25,7 @@ from reflex_runtime.core.errors import Cancelled, ReflexError
 from reflex_runtime.core.request import Priority
 from reflex_runtime.drivers.audience import Sink
 from reflex_runtime.ipc.client import ClientConfig, RuntimeClient, start_all
+from reflex_runtime.ipc.engine import ScoredToken
 from reflex_runtime.ipc.generate_batcher import GenerateBatcher
 from reflex_runtime.ipc.generate_config import GenerateBatcherConfig
 from reflex_runtime.ipc.messages import LOAD, METRICS, STATE, GenerateParams, LoadModel
@@ -114,6 +115,8 @@ class Line:
 
 class Workers:
     """A `ModelHost` of runtime processes, and the `Generator` in front of them. Made by `opened`."""
+
+    scores = False  # what a model says of prompts does not travel
 
     def __init__(self, config: WorkersConfig, tokenizer: Tokenizer, opening: Opening) -> None:
         self._opening, self._name = opening, opening.plans[0].name
@@ -273,8 +276,10 @@ class Workers:
         self, prompt: Sequence[int], params: SamplingParams, *, id: str, priority: Priority = Priority.DEFAULT,
         client: Hashable = "", time_limit: float | None = None, max_gap: float | None = None,
         span: SpanContext | None = None, matcher: Matcher | None = None, adapter: str = "",
+        prompt_logprobs: int | None = None,
     ) -> GenerateParams:  # fmt: skip
         """See `Generator.request`: checked here, so that a request that can never run is not sent."""
+        assert prompt_logprobs is None  # it does not score
         self.limits.check(prompt, params.max_tokens)
         self.limits.check_sampling(params)
         sampling = {name: getattr(params, name) for name in SamplingParams.__struct_fields__}
@@ -285,6 +290,10 @@ class Workers:
             max_gap_ms=None if max_gap is None else max_gap * 1e3,
             traceparent="" if span is None else span.traceparent,
         )  # fmt: skip
+
+    def prompt_scores(self, request: GenerateParams) -> Sequence[ScoredToken]:
+        """Nothing: it does not score."""
+        return ()
 
     def submit_alike(self, requests: Sequence[GenerateParams], bell: asyncio.Event) -> list[StreamHandle]:
         """See `Generator.submit_alike`. All go to the same process, whose cache then has their prompt."""

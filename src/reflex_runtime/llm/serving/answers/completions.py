@@ -29,7 +29,7 @@ class TextLogprobs(msgspec.Struct):
 
     tokens: list[str] = msgspec.field(default_factory=list)
     token_logprobs: list[float | None] = msgspec.field(default_factory=list)
-    top_logprobs: list[dict[str, float]] = msgspec.field(default_factory=list)
+    top_logprobs: list[dict[str, float] | None] = msgspec.field(default_factory=list)
     text_offset: list[int] = msgspec.field(default_factory=list)
 
 
@@ -54,6 +54,18 @@ class ChatLogprobs(msgspec.Struct):
     refusal: None = None
 
 
+class PromptLogprob(msgspec.Struct):
+    """What the model says of a token at a place of the prompt. rank: its place among all, where it is one of the
+    likeliest that were asked for."""
+
+    logprob: float
+    rank: int | None
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]  # of each token of a prompt by token id; null for the first
+
+
 class TextChoice(msgspec.Struct):
     """A choice of /v1/completions, whole or a part of it."""
 
@@ -61,6 +73,7 @@ class TextChoice(msgspec.Struct):
     index: int
     logprobs: TextLogprobs | None
     finish_reason: str | None
+    prompt_logprobs: PromptLogprobs | msgspec.UnsetType = msgspec.UNSET
 
 
 class PartOfCall(CalledTool, kw_only=True):
@@ -115,6 +128,7 @@ class Body(msgspec.Struct):
     model: str
     choices: list[Any]
     usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
+    prompt_logprobs: PromptLogprobs | msgspec.UnsetType = msgspec.UNSET
 
 
 class Answer:
@@ -132,7 +146,8 @@ class Answer:
         self._begun = [False] * n
         self._echoes = dict(enumerate(reply.echoes))
         self._texts: list[list[str]] = [[] for _ in range(n)]
-        self._lengths = [0] * n
+        self._scores = reply.scores if asked.echo and self._logprobs else None
+        self._lengths = [len(echo) for echo in reply.echoes] or [0] * n
         self._told: list[Any] = [self._no_logprobs() for _ in range(n)]
         self._finish: list[str | None] = [None] * n
         self._readers = [] if reply.reader is None else [reply.reader() for _ in range(n)]
@@ -155,8 +170,8 @@ class Answer:
             self._begun[index] = True
             events.append(self._event(DeltaChoice(index, Delta("assistant", ""), None, None)))
         elif outputs and index in self._echoes:
-            events.append(self._event(TextChoice(self._echoes.pop(index), index, None, None)))
-        for output in outputs:
+            events.append(self._event(TextChoice(self._echoes.pop(index), index, self._scored(index), None)))
+        for output in () if self._reply.asked.prompt_only else outputs:
             logprobs = None
             if self._logprobs:
                 logprobs = self._no_logprobs()
@@ -165,6 +180,9 @@ class Answer:
             self._finish[index] = output.finish
             if output.text or logprobs is not None or output.finish is not None:
                 events += self._parts(index, output, logprobs)
+        if self._reply.asked.prompt_only and outputs:
+            self._finish[index] = "length"
+            events.append(self._event(TextChoice("", index, None, "length")))
         return b"".join(events)
 
     def end(self) -> bytes:
@@ -216,6 +234,9 @@ class Answer:
 
     def add(self, index: int, outputs: Seq[Output]) -> None:
         """Keep a choice's new outputs for `whole`."""
+        if self._reply.asked.prompt_only:
+            self._finish[index] = "length"
+            return
         for output in outputs:
             if self._logprobs:
                 self._tell(self._told[index], output, self._lengths[index] + output.held)
@@ -228,14 +249,17 @@ class Answer:
         choices: list[Any] = []
         for index, (pieces, told, finish) in enumerate(zip(self._texts, self._told, self._finish, strict=True)):
             text, logprobs = self._echoes.get(index, "") + "".join(pieces), told if self._logprobs else None
+            if (scored := self._scored(index)) is not None:
+                logprobs = _joined(scored, told)
             if self._chat:
                 message = self._message(index, text)
                 choices.append(ChatChoice(index, message, logprobs, self._finished(index)))
             else:
-                choices.append(TextChoice(text, index, logprobs, finish))
+                choices.append(TextChoice(text, index, logprobs, finish, self._prompt_logprobs(index)))
         id, created, model = self._head
         kind = "chat.completion" if self._chat else "text_completion"
-        return _encode(Body(id, kind, created, model, choices, self._reply.usage()))
+        of_prompt = self._prompt_logprobs(0) if self._chat else msgspec.UNSET
+        return _encode(Body(id, kind, created, model, choices, self._reply.usage(), of_prompt))
 
     def _message(self, index: int, text: str) -> ChatMessage:
         if not self._readers:
@@ -257,6 +281,39 @@ class Answer:
     def _no_logprobs(self) -> TextLogprobs | ChatLogprobs:
         return ChatLogprobs() if self._chat else TextLogprobs()
 
+    def _scored(self, index: int) -> TextLogprobs | None:
+        """The prompt's tokens as an echo tells them; None where that was not asked for."""
+        if self._scores is None:
+            return None
+        told, offset, end = TextLogprobs(), 0, len(self._reply.echoes[index])
+        most = self._reply.asked.params.logprobs or 0
+        for place, token in enumerate(self._scores(index)):
+            text = self._token(token.token_id)
+            likeliest: dict[str, float] = {}
+            for id, p in token.top[:most]:
+                likeliest.setdefault(self._token(id), p)
+            if place and token.logprob is not None:
+                likeliest.setdefault(text, token.logprob)
+            told.tokens.append(text)
+            told.token_logprobs.append(token.logprob)
+            told.top_logprobs.append(likeliest if place else None)
+            told.text_offset.append(min(offset, end))
+            offset += len(text)
+        return told
+
+    def _prompt_logprobs(self, index: int) -> PromptLogprobs | msgspec.UnsetType:
+        """The prompt's tokens as `prompt_logprobs` tells them, where it was sent."""
+        scores, most = self._reply.scores, self._reply.asked.told_of_prompt
+        if scores is None or most is None:
+            return msgspec.UNSET
+        found: PromptLogprobs = [None]
+        for token in scores(index)[1:]:
+            near = {id: rank for rank, (id, _) in enumerate(token.top, 1)}
+            own = (token.token_id, token.logprob or 0.0)
+            rows = dict([*token.top[:most], own])
+            found.append({str(id): PromptLogprob(p, near.get(id), self._token(id)) for id, p in rows.items()})
+        return found
+
     def _tell(self, logprobs: TextLogprobs | ChatLogprobs, output: Output, offset: int) -> None:
         text = self._token(output.token_id)
         own = 0.0 if output.logprob is None else output.logprob
@@ -272,6 +329,10 @@ class Answer:
         logprobs.token_logprobs.append(own)
         logprobs.top_logprobs.append(likeliest)
         logprobs.text_offset.append(offset)
+
+
+def _joined(first: TextLogprobs, then: Any) -> TextLogprobs:
+    return TextLogprobs(*(getattr(first, name) + getattr(then, name) for name in TextLogprobs.__struct_fields__))
 
 
 def _bytes(text: str) -> list[int] | None:

@@ -13,7 +13,7 @@ from typing import Protocol
 import msgspec
 
 from reflex_runtime.core.errors import ReflexError
-from reflex_runtime.ipc.engine import Output
+from reflex_runtime.ipc.engine import Output, ScoredToken
 from reflex_runtime.llm.reasoning import Thought, ThoughtParser
 from reflex_runtime.llm.serving.requests.reading import CompletionRequest, DefaultsOf
 from reflex_runtime.llm.tools import ToolCall, ToolParser
@@ -71,7 +71,8 @@ class PartReader:
 class Answering:
     """What the answer to one request is made from. id: of the request. choices: how many. token: a token id as text.
     usage: tokens so far. reader: makes one for each choice; None: its text is not looked into. echoes: texts with which
-    the choices begin, one each."""
+    the choices begin, one each. scores: the tokens of a choice's prompt, the first without a logprob, once the choice
+    has its first output; None: they are not asked for."""
 
     id: str
     asked: CompletionRequest
@@ -80,6 +81,7 @@ class Answering:
     usage: Callable[[], Usage]
     reader: Callable[[], PartReader] | None = None
     echoes: Seq[str] = ()
+    scores: Callable[[int], Seq[ScoredToken]] | None = None
 
 
 class Writer(Protocol):

@@ -2,10 +2,10 @@
 
 Unsupported fields of that API are listed with the values that have no effect. JSON Schema cannot say that
 prompt and `max_tokens` share the model's context, that `min_tokens` is at most `max_tokens`, that a biased token is in
-the vocabulary, that `echo` goes without `logprobs`, which texts are a schema, an expression or a grammar, that the form
-of an answer is said once, that all choices of all prompts are as many as may wait, that `best_of` is `n`, that
-`max_tokens` is `max_completion_tokens`, that `stream_options` needs `stream` and `top_logprobs` needs `logprobs`, and
-that token ids are written without a point.
+the vocabulary, that `max_tokens` of 0 needs `echo`, that `prompt_logprobs` goes without `stream`, which texts are a
+schema, an expression or a grammar, that the form of an answer is said once, that all choices of all prompts are as many
+as may wait, that `best_of` is `n`, that `max_tokens` is `max_completion_tokens`, that `stream_options` needs `stream`
+and `top_logprobs` needs `logprobs`, and that token ids are written without a point.
 """
 
 from __future__ import annotations
@@ -157,6 +157,7 @@ def _common(model: dict[str, Any], limits: Limits | None) -> dict[str, Any]:
         "stop_token_ids": {"type": "array", "items": within(0, vocabulary), "maxItems": MOST_STOP_IDS},
         "include_stop_str_in_output": {"type": "boolean"},
         "response_format": {"anyOf": [closed({"type": {"enum": ["text", "json_object"]}}, "type"), _schema_format()]},
+        "prompt_logprobs": within(0, MOST_LOGPROBS),
         "structured_outputs": {"anyOf": [closed({name: of}, name) for name, of in _STRUCTURED.items()]},
     }
     return {"model": model} | {name: maybe(schema) for name, schema in fields.items()}
@@ -179,6 +180,7 @@ def _completion(model: dict[str, Any], limits: Limits | None, most: int) -> dict
         "logprobs": maybe(within(0, MOST_LOGPROBS)),
         "best_of": maybe(within(1, wire.MOST_CHOICES)),
         "echo": maybe({"type": "boolean"}),
+        "max_tokens": maybe(within(0, 2**31 if limits is None else limits.max_model_len - 1)),
         "suffix": maybe({"const": ""}),
     }
     return closed(fields, "model", "prompt")

@@ -77,6 +77,7 @@ class CommonFields(MoreFields, kw_only=True):
     presence_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
     response_format: ResponseFormat | None = None
+    prompt_logprobs: Whole | None = None
 
 
 class CompletionFields(CommonFields, kw_only=True):

@@ -53,7 +53,9 @@ class CompletionRequest:
     prompts: texts or token ids; conversation: instead of them. params: of the first choice; its max_tokens is as
     small as may be where the caller named none (max_tokens is None then): as many as there is room for. usage_always:
     all events of a stream tell the usage so far. time_limit: seconds until the first token; max_gap: between two
-    tokens. echo: each answer begins with its prompt. form_field: the name under which the form of the answer was sent;
+    tokens. echo: each answer begins with its prompt; prompt_only: and ends with it. prompt_logprobs: alternatives to
+    report for each of the prompt's tokens; None: nothing is reported of them; told_of_prompt: those that the
+    field of that name asks for. form_field: the name under which the form of the answer was sent;
     prompt_field: the prompt, where that is not the usual one. said: what the answer repeats of the request.
     """
 
@@ -71,6 +73,9 @@ class CompletionRequest:
     time_limit: float | None
     max_gap: float | None
     echo: bool = False
+    prompt_only: bool = False
+    prompt_logprobs: int | None = None
+    told_of_prompt: int | None = None
     form_field: str = "response_format"
     tools: AskedTools = NO_TOOLS
     prompt_field: str = ""
@@ -97,11 +102,14 @@ def completion(body: bytes, defaults: DefaultsOf = no_defaults) -> CompletionReq
     fields = decode(_completion, body, PLAIN)
     if fields.best_of is not None and fields.best_of != (fields.n or 1):
         raise BadRequest(f"best_of={fields.best_of}: must equal n={fields.n or 1}, or be left out", "best_of")
-    if fields.echo and fields.logprobs is not None:
-        raise BadRequest("echo: with logprobs is not supported here; leave one of them out", "echo")
     most = 16 if fields.max_tokens is None else fields.max_tokens
+    nothing = most == 0 and bool(fields.echo)  # the prompt alone: one token is made, and not told
+    most = 1 if nothing else most
     asked = _asked(fields, prompts_of(fields.prompt), None, most, "max_tokens", fields.logprobs, defaults)
-    return replace(asked, echo=True) if fields.echo else asked
+    if not fields.echo:
+        return asked
+    scored = fields.logprobs if asked.prompt_logprobs is None else max(asked.prompt_logprobs, fields.logprobs or 0)
+    return replace(asked, echo=True, prompt_only=nothing, prompt_logprobs=scored)
 
 
 def chat(body: bytes, defaults: DefaultsOf = no_defaults) -> CompletionRequest:
@@ -195,8 +203,21 @@ def _asked(
         client=user if user is not None else identifier,
         time_limit=time_limit_of(fields.deadline_ms),
         max_gap=None if gap is None else gap / 1e3,
+        prompt_logprobs=_prompt_logprobs(fields),
+        told_of_prompt=fields.prompt_logprobs,
         form_field="response_format" if fields.structured_outputs is None else "structured_outputs",
     )
+
+
+def _prompt_logprobs(fields: CommonFields) -> int | None:
+    count = fields.prompt_logprobs
+    if count is None:
+        return None
+    if not 0 <= count <= MOST_LOGPROBS:
+        raise BadRequest(f"prompt_logprobs={count}: must be in [0, {MOST_LOGPROBS}]", "prompt_logprobs")
+    if fields.stream:
+        raise BadRequest("prompt_logprobs: goes without stream", "prompt_logprobs")
+    return count
 
 
 def _params(

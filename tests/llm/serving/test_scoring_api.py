@@ -1,0 +1,143 @@
+"""L9: what the model says of a prompt: `echo` with `logprobs`, as evaluations ask for it, and `prompt_logprobs`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from openai import OpenAI
+
+from llm.workers.test_workers import Fleet
+from reflex_runtime.ipc.sampling import SamplingParams
+from reflex_runtime.llm.engine import LLMEngine
+from serving.openai_toy import Model, Toy
+
+PROMPT = "robots move"
+
+
+@pytest.fixture(scope="module")
+def toy() -> Iterator[Toy]:
+    with Toy(Model(max_model_len=512)) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def told() -> Any:
+    """What an engine of the toy says of the prompt."""
+    engine = LLMEngine()
+    engine.add_request(PROMPT, SamplingParams.greedy(1), prompt_logprobs=3)
+    return engine.step()[0].prompt_logprobs
+
+
+def texts(logprobs: Any) -> str:
+    return "".join(logprobs["tokens"])
+
+
+def test_l9_echo_with_logprobs_tells_the_prompt_and_then_the_answer(toy: Toy, told: Any) -> None:
+    client = OpenAI(base_url=f"http://127.0.0.1:{toy.port}/v1", api_key="none")
+    answer = client.completions.create(model="toy", prompt=PROMPT, max_tokens=3, temperature=0, echo=True, logprobs=2)
+    choice = answer.choices[0]
+    assert choice.logprobs is not None
+    assert choice.text.startswith(PROMPT)
+    assert choice.logprobs.tokens is not None
+    assert choice.logprobs.token_logprobs is not None
+    assert "".join(choice.logprobs.tokens) == choice.text
+    assert choice.logprobs.text_offset == list(range(len(choice.text)))
+    assert choice.logprobs.token_logprobs[0] is None
+    found = choice.logprobs.token_logprobs[1 : len(PROMPT)]
+    np.testing.assert_allclose(found, [each.logprob for each in told], atol=1e-6)
+    tops = choice.logprobs.top_logprobs
+    assert tops is not None
+    assert tops[0] is None
+    assert all(2 <= len(top) <= 3 for top in tops[1:])
+    assert answer.usage is not None
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (len(PROMPT), 3)
+
+
+def test_l9_max_tokens_0_with_echo_is_the_prompt_alone(toy: Toy, told: Any) -> None:
+    answer = toy.complete([PROMPT, "a"], max_tokens=0, echo=True, logprobs=0).json
+    first, second = answer["choices"]
+    assert (first["text"], first["finish_reason"], texts(first["logprobs"])) == (PROMPT, "length", PROMPT)
+    assert (second["text"], second["logprobs"]["token_logprobs"]) == ("a", [None])
+    np.testing.assert_allclose(first["logprobs"]["token_logprobs"][1:], [each.logprob for each in told], atol=1e-6)
+    assert answer["usage"]["completion_tokens"] == 0
+    assert toy.complete(PROMPT, max_tokens=0, echo=True).json["choices"][0]["text"] == PROMPT
+
+
+def test_l9_a_stream_begins_with_the_prompt_and_what_the_model_says_of_it(toy: Toy) -> None:
+    asked = {"max_tokens": 3, "echo": True, "logprobs": 1}
+    (whole,) = toy.complete(PROMPT, **asked).json["choices"]
+    with toy.open(PROMPT, stream=True, **asked) as caller:
+        caller.read()
+    parts = [event["choices"][0] for event in caller.said]
+    assert "".join(part["text"] for part in parts) == whole["text"]
+    for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
+        told = [each for part in parts if part["logprobs"] for each in part["logprobs"][name]]
+        assert told == whole["logprobs"][name]
+    with toy.open(PROMPT, stream=True, **asked | {"max_tokens": 0}) as caller:
+        caller.read()
+    parts = [event["choices"][0] for event in caller.said]
+    assert [(part["text"], part["finish_reason"]) for part in parts] == [(PROMPT, None), ("", "length")]
+
+
+def test_l9_every_choice_tells_the_same_prompt(toy: Toy) -> None:
+    choices = toy.complete(PROMPT, n=3, max_tokens=2, temperature=1, seed=1, echo=True, logprobs=1).json["choices"]
+    found = [choice["logprobs"]["token_logprobs"][1 : len(PROMPT)] for choice in choices]
+    assert len(found) == 3
+    np.testing.assert_allclose(found, [found[0]] * 3, atol=1e-6)
+
+
+def test_l9_prompt_logprobs_are_told_by_token_id(toy: Toy, told: Any) -> None:
+    (choice,) = toy.complete(PROMPT, prompt_logprobs=3, max_tokens=1).json["choices"]
+    assert choice["logprobs"] is None
+    assert choice["prompt_logprobs"][0] is None
+    for said, expected in zip(choice["prompt_logprobs"][1:], told, strict=True):
+        own = said[str(expected.token_id)]
+        assert own["logprob"] == pytest.approx(expected.logprob, abs=1e-6)
+        assert own["decoded_token"] == chr(expected.token_id)
+        ranked = {int(id): each["rank"] for id, each in said.items() if each["rank"] is not None}
+        assert ranked == {id: rank for rank, (id, _) in enumerate(expected.top, 1)}
+    asked = {"model": "toy", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 1, "prompt_logprobs": 0}
+    answer = toy.post("/v1/chat/completions", asked).json
+    assert len(answer["prompt_logprobs"]) == answer["usage"]["prompt_tokens"]
+    assert "prompt_logprobs" not in answer["choices"][0]
+    assert "prompt_logprobs" not in toy.complete(PROMPT).json["choices"][0]
+    both = toy.complete(PROMPT, prompt_logprobs=1, logprobs=3, echo=True, max_tokens=1).json["choices"][0]
+    assert all(1 <= len(each) <= 2 for each in both["prompt_logprobs"][1:])
+    assert all(3 <= len(each) <= 4 for each in both["logprobs"]["top_logprobs"][1:])
+
+
+def test_l9_a_scored_prompt_uses_no_cached_blocks(toy: Toy) -> None:
+    long = "the same long beginning of many prompts " * 4
+    assert toy.complete(long, max_tokens=1).status == 200
+    answer = toy.complete(long, max_tokens=1, echo=True, logprobs=0).json
+    assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    assert len(answer["choices"][0]["logprobs"]["tokens"]) == len(long) + 1
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "says"),
+    [
+        ({"max_tokens": 0}, "max_tokens", "max_tokens=0: must be >= 1"),
+        ({"prompt_logprobs": 21}, "prompt_logprobs", "must be in [0, 20]"),
+        ({"prompt_logprobs": -1}, "prompt_logprobs", "must be in [0, 20]"),
+        ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", "goes without stream"),
+    ],
+)
+def test_l9_what_cannot_be_told_is_refused_by_name(toy: Toy, fields: Any, param: str, says: str) -> None:
+    answer = toy.complete(PROMPT, **fields)
+    error = toy.error(answer)
+    assert (answer.status, error["param"]) == (400, param)
+    assert says in error["message"]
+
+
+def test_l9_with_workers_it_is_refused_by_name() -> None:
+    with Fleet() as fleet:
+        for fields, param in (({"echo": True, "logprobs": 0}, "echo"), ({"prompt_logprobs": 0}, "prompt_logprobs")):
+            answer = fleet.complete(PROMPT, **fields)
+            assert (answer.status, fleet.error(answer)["param"]) == (400, param)
+            assert "--workers" in fleet.error(answer)["message"]
+        assert json.loads(fleet.complete(PROMPT, echo=True, max_tokens=1).body)["choices"][0]["text"][:6] == "robots"
