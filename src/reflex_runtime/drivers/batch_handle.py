@@ -142,7 +142,7 @@ class BatchHandle:
         time_limit: seconds from now after which it is not worth computing.
         newest: called once, when the batch begins, on the thread that runs it, and must be quick: what is computed
             instead, such as a frame that came meanwhile. It keeps the place in the queue. What it raises is raised
-            here, and costs no other frame anything.
+            here, as a ProcessorError if it is none of the runtime's, and costs no other frame anything.
 
         Refused at once: `QueueFull`, `InFlightCapReached`, `Closed`. Left without being computed: `Drained` at
         shutdown, `Expired` by its time limit. It ran and failed: `ProcessorError`. `WaitTimeout`: it may still run, and
