@@ -13,6 +13,7 @@ from drivers.virtual import played
 from reflex_runtime import BatchConfig
 from reflex_runtime.core.request import Request
 from reflex_runtime.core.returns import JUST_LATE
+from reflex_runtime.drivers.paying_size import FIRST, LEAST, PayingSize
 from reflex_runtime.sim import Affine, Around, Arrival, Callers, Camera, Every, RecordedArrivals, WorkloadPart
 
 USUAL = Affine(0.005, 0.001)
@@ -98,3 +99,60 @@ def test_f6_sixteen_files_on_a_flat_processor_go_sixteen_at_once() -> None:
     files = [Callers(16, Around(0.003, 0.001))]
     outcome = played(files, lambda n: 0.120, BatchConfig(max_batch_size=16), 12.0)
     assert fmean(outcome.sizes) > 15.7
+
+
+# -- whether calls of several frames pay -------------------------------------------------------------------------------
+
+
+def dearer_together(n: int) -> float:
+    """A CPU: a frame takes 10 ms alone, and 13 ms in a call of several."""
+    return 0.010 if n == 1 else 0.013 * n
+
+
+def test_f6_frames_run_alone_where_a_call_of_several_takes_longer() -> None:
+    many = [camera for _ in range(4) for camera in cameras(5.0, 10.0, 15.0, 30.0)]
+    outcome = played(many, dearer_together, BatchConfig(max_batch_size=8), 20.0)
+    assert fmean(n == 1 for n in outcome.sizes) > 0.7
+    assert outcome.answered > 20.0 * 90.0, "in calls of eight it is 77 a second"
+
+
+def test_f6_frames_share_calls_again_when_that_pays() -> None:
+    many = [camera for _ in range(4) for camera in cameras(5.0, 10.0, 15.0, 30.0)]
+    calls = [0]
+
+    def other_machine(n: int) -> float:
+        calls[0] += 1
+        return dearer_together(n) if calls[0] < 400 else Affine(0.020, 0.002).of(n)
+
+    outcome = played(many, other_machine, BatchConfig(max_batch_size=8), 60.0)
+    assert fmean(outcome.sizes) > 7.0
+
+
+def test_f6_where_sharing_calls_pays_few_calls_try_whether_it_does() -> None:
+    many = [camera for _ in range(4) for camera in cameras(5.0, 10.0, 15.0, 30.0)]
+    outcome = played(many, Affine(0.020, 0.002).of, BatchConfig(max_batch_size=8), 20.0)
+    assert sum(n == 1 for n in outcome.sizes) <= 3
+    assert fmean(outcome.sizes) > 7.5
+
+
+def test_f6_frames_of_a_processor_that_keeps_up_share_calls_whatever_they_take() -> None:
+    outcome = played(cameras(10.0, 10.0, 10.0), dearer_together, BatchConfig(), 20.0)
+    assert outcome.lost == 0
+
+
+def test_f6_another_detector_is_timed_anew() -> None:
+    sizes, now = PayingSize("x", lambda: None), 0.0
+    for frames, seconds in [(8, 0.8)] * (FIRST + 1) + [(1, 0.05)] * LEAST:
+        assert sizes.alone == (frames == 1)
+        sizes.ran(frames, now, now := now + seconds)
+    assert sizes.alone
+    sizes.forget()
+    assert not sizes.alone
+
+
+def test_f6_a_trial_compares_calls_of_now_with_each_other() -> None:
+    sizes, now = PayingSize("x", lambda: None), 0.0
+    before = [(1, 0.005)] * LEAST  # when the machine was idle, and frames came one by one
+    for frames, seconds in [*before, *[(8, 0.8)] * FIRST, *[(1, 0.2)] * LEAST]:
+        sizes.ran(frames, now, now := now + seconds)
+    assert not sizes.alone

@@ -80,7 +80,11 @@ def test_i18_parts_are_timed_apart() -> None:
             handle.submit_and_wait("a", "xyz")
         first, second = (coordinator._scheduler.cost_model(name).snapshot() for name in ("first", "second"))
         assert (first[0]["samples"], second[0]["samples"]) == (4, 4)
+        sizes = {name: owned.sizes for name, owned in coordinator._owned.items()}
+        for each in sizes.values():
+            each._alone = True
         coordinator.relearn()
+        assert (sizes["first"].alone, sizes["second"].alone) == (False, True)
         assert coordinator._scheduler.cost_model("first").snapshot() == []
         assert coordinator._scheduler.cost_model("second").snapshot() != []
 

@@ -7,17 +7,17 @@ the same way.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-from reflex_runtime.core.adapt import Affine
 from reflex_runtime.core.batch import Batch, Failed
 from reflex_runtime.core.cost import TimedUnits
 from reflex_runtime.core.errors import ConfigError, ProcessorError, ReflexError, ResultCountMismatch
 from reflex_runtime.core.flush import FlushPolicy
 from reflex_runtime.core.group import GroupConfig
-from reflex_runtime.core.request import Ticket
+from reflex_runtime.drivers.paying_size import PayingSize
 from reflex_runtime.options import option, validate
 from reflex_runtime.processors.base import BaseProcessor, wrapped
 
@@ -28,9 +28,11 @@ log = logging.getLogger("reflex.coordinator")
 class BatchConfig:
     """How a coordinator batches. All times in seconds.
 
-    max_batch_size: most frames in a call. max_latency: longest time that a frame waits on a free processor, counted
-        from its arrival or from when the processor became free, whichever is later. It waits only for feeds whose next
-        frame is due within that time, and only if sharing the call saves more than waiting costs.
+    max_batch_size: most frames in a call; one, where calls of several take longer than as many calls of one and the
+        processor never rests.
+    max_latency: longest time that a frame waits on a free processor, counted from its arrival or from when the
+        processor became free, whichever is later. It waits only for feeds whose next frame is due within that time, and
+        only if sharing the call saves more than waiting costs.
     queue_capacity: most waiting frames, by default four batches; beyond it a submission is refused.
     response_timeout: time that `submit_and_wait` waits, in addition to max_latency.
     max_in_flight_per_feed: most frames of a feed from submission to answer; 0 for no cap.
@@ -58,11 +60,11 @@ class BatchConfig:
         """The queue's capacity in force."""
         return max(4, 4 * self.max_batch_size) if self.queue_capacity is None else self.queue_capacity
 
-    def group(self, name: str, processor: BatchProcessor | None = None) -> GroupConfig:
-        """The same settings for the scheduler."""
+    def group(self, name: str, sizes: PayingSize | None = None) -> GroupConfig:
+        """The same settings for the scheduler. sizes: decides how large batches are, up to max_batch_size."""
         return GroupConfig(
             name=name,
-            controller=_WholeCalls(processor) if hasattr(processor, "batch_size") else None,
+            controller=sizes,
             flush=FlushPolicy(max_batch_size=self.max_batch_size, returns=self.max_latency),
             capacity=self.capacity,
             max_in_flight_per_client=self.max_in_flight_per_feed,
@@ -109,28 +111,12 @@ class BatchProcessor(Protocol):
         """Called once, after the last batch, if `on_start` succeeded and the thread did not die."""
 
 
-class _WholeCalls:
-    """Batches of at most the processor's `batch_size`: further frames would only wait for a second call."""
-
-    def __init__(self, processor: Any) -> None:
-        self._processor = processor
-        self._policies: tuple[FlushPolicy, int, FlushPolicy] | None = None  # the configured one and the one in force
-
-    def arrived(self, ticket: Ticket, now: float, others: int) -> None:
-        return
-
-    def policy(self, base: FlushPolicy, affine: Affine, now: float, partition: Hashable) -> FlushPolicy:
-        size = min(self._processor.batch_size or base.max_batch_size, base.max_batch_size)
-        if self._policies is None or self._policies[0] is not base or self._policies[1] != size:
-            self._policies = (base, size, replace(base, max_batch_size=size))
-        return self._policies[2]
-
-
 class Owned(BaseProcessor):
-    """Makes a `Processor` of a user's `BatchProcessor`."""
+    """Makes a `Processor` of a user's `BatchProcessor`. sizes: told how long its calls take."""
 
-    def __init__(self, processor: BatchProcessor) -> None:
-        self.processor = processor
+    def __init__(self, processor: BatchProcessor, clock: Callable[[], float] = time.monotonic) -> None:
+        self.processor, self._clock = processor, clock
+        self.sizes = PayingSize(str(processor.id), lambda: getattr(processor, "batch_size", None))
         self.repeatable = bool(getattr(processor, "repeatable", True))
         self.started = False
         self.stop_error: BaseException | None = None
@@ -156,6 +142,7 @@ class Owned(BaseProcessor):
 
     def _process(self, entries: Sequence[BatchEntry]) -> Sequence[Any]:
         """One result per entry, or an error."""
+        began = self._clock()
         try:
             results = self.processor.process(entries)
         except ReflexError as error:
@@ -163,6 +150,7 @@ class Owned(BaseProcessor):
         if results is None or isinstance(results, (Mapping, str, bytes)):  # of these the keys or letters would be taken
             found = "None" if results is None else f"a {type(results).__name__}"
             raise ResultCountMismatch(f"process returned {found}, expected a sequence of {len(entries)} results")
+        self.sizes.ran(len(entries), began, self._clock())
         return [_missing() if r is None else _of_processor(r) if isinstance(r, ReflexError) else r for r in results]
 
     def stop(self) -> None:

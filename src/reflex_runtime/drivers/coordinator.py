@@ -90,8 +90,10 @@ class BatchCoordinator:
         self.handle = BatchHandle(self)
         self.detached: str | None = None
         self.processor = processor
-        self._owned = {name: Owned(run) for name, (run, _) in runs.items()}
-        self._scheduler = Scheduler([batching.group(name, run) for name, (run, batching) in runs.items()])
+        self._owned = {name: Owned(run, clock) for name, (run, _) in runs.items()}
+        self._scheduler = Scheduler(
+            [batching.group(name, self._owned[name].sizes) for name, (_, batching) in runs.items()]
+        )
         self.clock = clock
         self._meters = {name: BatchMeter(batching.max_batch_size) for name, (_, batching) in runs.items()}
         meters = [meter if then is None else OneGroup(meter, name) for name, meter in self._meters.items()]
@@ -287,7 +289,12 @@ class BatchCoordinator:
 
     def relearn(self) -> None:
         """Its processor takes other times from now on: forget what batches took."""
-        self._device.input(lambda scheduler, _: scheduler.cost_model(self.id).forget())
+
+        def forget(scheduler: Scheduler, _: float) -> None:
+            scheduler.cost_model(self.id).forget()
+            self._owned[self.id].sizes.forget()
+
+        self._device.input(forget)
 
     def _deliver(self) -> None:
         """Deliver the new events and answers, then wake the threads that have theirs."""
