@@ -10,13 +10,13 @@ from dataclasses import replace
 from typing import Any
 
 from drivers.helpers import PATIENCE
+from reflex_runtime.core.adapt import Controller
 from reflex_runtime.core.flush import FlushPolicy
 from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.core.request import Request
 from reflex_runtime.drivers.batch_handle import BatchHandle
 from reflex_runtime.drivers.batch_processor import BatchConfig, BatchEntry
 from reflex_runtime.drivers.coordinator import BatchCoordinator
-from reflex_runtime.drivers.paying_size import PayingSize
 from reflex_runtime.drivers.submitted_frame import SubmittedFrame
 
 Answer = Callable[[Sequence[BatchEntry]], Any]
@@ -95,7 +95,7 @@ class Coordinator(BatchCoordinator):
 class Patient(BatchConfig):
     """Holds whatever is not full for max_latency, due or not: for what happens while frames are held."""
 
-    def group(self, name: str, sizes: PayingSize | None = None) -> GroupConfig:
+    def group(self, name: str, sizes: Controller | None = None) -> GroupConfig:
         return replace(super().group(name, sizes), flush=FlushPolicy.by_size(self.max_batch_size, self.max_latency))
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
+from reflex_runtime.core.adapt import Controller
 from reflex_runtime.core.batch import Batch, Failed
 from reflex_runtime.core.cost import TimedUnits
 from reflex_runtime.core.errors import ConfigError, ProcessorError, ReflexError, ResultCountMismatch
@@ -60,7 +61,7 @@ class BatchConfig:
         """The queue's capacity in force."""
         return max(4, 4 * self.max_batch_size) if self.queue_capacity is None else self.queue_capacity
 
-    def group(self, name: str, sizes: PayingSize | None = None) -> GroupConfig:
+    def group(self, name: str, sizes: Controller | None = None) -> GroupConfig:
         """The same settings for the scheduler. sizes: decides how large batches are, up to max_batch_size."""
         return GroupConfig(
             name=name,
