@@ -471,7 +471,7 @@ class LLMServeConfig(ServerConfig):
 
 MODEL_SETTINGS = frozenset({
     "alias", "lora", "runner", "dtype", "quantization", "threads", "max_model_len",
-    "max_gap_ms", "max_num_batched_tokens", "max_num_seqs", "long_prefill_token_threshold",
+    "max_gap_ms", "max_num_batched_tokens", "max_num_seqs", "long_prefill_token_threshold", "speculate",
     "max_queue", "max_queued_tokens", "block_size", "kv_cache_gb", "prefix_caching",
 })  # fmt: skip
 """The settings that each of several language models may have to itself, in its table [models.NAME]."""

@@ -16,7 +16,7 @@ from llm.models import MLP, Oracle, library, random_adapter, random_checkpoint, 
 from llm.steps import Lane, step
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.core.events import BatchScheduled, RequestPreempted
-from reflex_runtime.llm import LLMEngine, SamplingParams
+from reflex_runtime.llm import LLMEngine, SamplingParams, adapters
 from reflex_runtime.llm.adapters import MOST_ADAPTERS, AdapterStack, LoraAdapter
 from reflex_runtime.llm.checkpoint import Checkpoint
 from reflex_runtime.llm.load import check, describe
@@ -78,13 +78,15 @@ def written(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return base, found, prompts, expected
 
 
-@pytest.mark.parametrize("runner", ["openvino", "torch"])
-def test_l9_adapters_share_steps_and_each_writes_what_its_merged_model_does(written: Any, runner: str) -> None:
-    """Cut up, preempted, and from the cache."""
+@pytest.mark.parametrize(("runner", "speculate"), [("openvino", "off"), ("torch", "off"), ("torch", "ngram")])
+def test_l9_adapters_share_steps_and_each_writes_what_its_merged_model_does(
+    written: Any, runner: str, speculate: str
+) -> None:
+    """Cut up, preempted, from the cache, and with guessed tokens."""
     base, adapters, prompts, expected = written
     made = RUNNERS[runner](base, num_blocks={"openvino": 7, "torch": 14}[runner], threads=1, adapters=adapters)
     events: list[Any] = []
-    engine = LLMEngine(made, ByteTokenizer(), max_num_batched_tokens=50, sinks=[events.append])
+    engine = LLMEngine(made, ByteTokenizer(), max_num_batched_tokens=50, speculate=speculate, sinks=[events.append])
     for again in (False, True):
         asked = {
             engine.add_request(prompt, SamplingParams.greedy(COUNT, ignore_eos=True), adapter=name): (name, i)
@@ -227,14 +229,20 @@ def test_l9_tensors_that_do_not_fit_the_model_are_refused(
         LoraAdapter.read("a", adapter, model)
 
 
-def test_l9_ranks_and_their_number_are_bounded(llama: Path, tmp_path: Path) -> None:
+def test_l9_ranks_and_their_number_are_bounded(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = Checkpoint.open(llama).config
     with pytest.raises(ConfigError, match=r"rank 257: must be in \[1, 256\]"):
         LoraAdapter.read("a", random_adapter(tmp_path / "a", llama, rank=257), model)
     one = LoraAdapter.read("b", random_adapter(tmp_path / "b", llama, rank=1), model)
     assert len(AdapterStack([one] * MOST_ADAPTERS).names) == MOST_ADAPTERS
-    with pytest.raises(ConfigError, match="33 adapters: at most 32 are served of a model"):
+    with pytest.raises(ConfigError, match="lora: 33 adapters, at most 32 are served of a model"):
         AdapterStack([one] * (MOST_ADAPTERS + 1))
+    monkeypatch.setattr(adapters, "free_bytes", lambda: 50_000)
+    assert len(AdapterStack([one] * 6).names) == 6  # 7,424 bytes for each rank
+    with pytest.raises(ConfigError, match=r"lora: 7 adapters take 0\.0 GB together, and 0\.0 GB are free; load fewer"):
+        AdapterStack([one] * 7)
 
 
 def test_l9_adapters_of_other_architectures_are_refused_with_what_would_work(llama: Path, tmp_path: Path) -> None:

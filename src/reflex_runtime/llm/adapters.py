@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.llm.checkpoint import read_json, read_table
+from reflex_runtime.llm.memory import free_bytes
 from reflex_runtime.llm.model_config import ModelConfig, shorten
 
 ADAPTER_CONFIG: Final = "adapter_config.json"
@@ -77,9 +78,11 @@ class AdapterStack:
 
     def __init__(self, adapters: Sequence[LoraAdapter]) -> None:
         if len(adapters) > MOST_ADAPTERS:
-            raise ConfigError(f"{len(adapters)} adapters: at most {MOST_ADAPTERS} are served of a model", field="lora")
+            why = f"{len(adapters)} adapters, at most {MOST_ADAPTERS} are served of a model"
+            raise ConfigError(f"lora: {why}", field="lora")
         self.names = tuple(adapter.name for adapter in adapters)
         begins = np.cumsum([0, *(adapter.rank for adapter in adapters)])
+        _check_memory(adapters, int(begins[-1]))
         self.table = np.zeros((1 + len(adapters), begins[-1]), np.float32)
         self.layers: dict[str, tuple[Matrix, Matrix]] = {}
         for number, adapter in enumerate(adapters):
@@ -97,6 +100,15 @@ class AdapterStack:
     def read(cls, directories: Mapping[str, Path], model: ModelConfig) -> AdapterStack:
         """The adapters of these directories, by name. ConfigError names the directory."""
         return cls([LoraAdapter.read(name, directory, model) for name, directory in directories.items()])
+
+
+def _check_memory(adapters: Sequence[LoraAdapter], ranks: int) -> None:
+    """Refuse adapters that do not fit into the free memory together. ranks: their sum."""
+    widths = {layer: a.shape[1] + len(b) for adapter in adapters for layer, (a, b) in adapter.layers.items()}
+    needed, free = 4 * ranks * sum(widths.values()), free_bytes()
+    if needed > free:
+        why = f"take {needed / 1e9:.1f} GB together, and {free / 1e9:.1f} GB are free; load fewer, or of lower ranks"
+        raise ConfigError(f"lora: {len(adapters)} adapters {why}", field="lora")
 
 
 def not_adaptable() -> ConfigError:
