@@ -3,11 +3,12 @@
     python -m bench.embeddings [seconds of a run] [rounds]
 
 The model has the sizes of all-MiniLM-L6-v2 (22.7 million parameters) and random weights, traced to OpenVINO, on all
-cores. All three ways get the same texts' tokens in this process and call the same encoder:
+cores. All of them get the same texts' tokens in this process and call the same encoder:
 
     alone    the oldest text, by itself
     static   the oldest texts, at most 8, padded to the longest
-    reflex   the scheduler's batches, cut into calls
+    reflex   the scheduler's batches, cut into calls; budget of a batch 100 ms, the default
+    brief    the same with 25 ms
 
 Two loads, in turns within each round. `mixed`: 32 callers, each with one text at a time: 7 of 10 have 4 to 24 tokens,
 the others up to 256. `bulk`: one caller that always has 128 such texts waiting, beside four callers with one short text
@@ -39,6 +40,7 @@ from reflex_runtime.llm.serving.local_embeddings import TextTokens
 
 STATIC = 8  # texts of a static batch
 CALLERS, BULK = 32, 128
+BUDGETS = {"reflex": 0.100, "brief": 0.025}  # seconds
 Ask = Callable[[Sequence[int], str], Awaitable[Any]]
 
 
@@ -119,8 +121,8 @@ async def load(ask: Ask, kind: str, seconds: float) -> tuple[float, list[float],
 
 
 async def one(way: str, kind: str, model: EmbeddingModel, encoder: Encoder, measured: Any, seconds: float) -> Any:
-    if way == "reflex":
-        processor = EmbeddingProcessor(model, encoder, measured)
+    if way in BUDGETS:
+        processor = EmbeddingProcessor(model, encoder, measured, max_batch_cost=BUDGETS[way])
         processor.stop = lambda: None  # type: ignore[method-assign]  # the encoder is used again
         async with Batcher({"default": processor}, [processor.group], watchdog=0.0) as batcher:
 
@@ -147,7 +149,7 @@ def main() -> None:
         found: dict[tuple[str, str], list[Any]] = {}
         for _ in range(rounds):
             for kind in ("mixed", "bulk"):
-                for way in ("alone", "static", "reflex"):
+                for way in ("alone", "static", *BUDGETS):
                     asked = one(way, kind, model, encoder, measured, seconds)
                     found.setdefault((kind, way), []).append(asyncio.run(asked))
         for (kind, way), runs in found.items():

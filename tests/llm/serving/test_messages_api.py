@@ -184,6 +184,8 @@ def test_l9_tokens_of_messages_are_counted(toy: Toy, client: Any) -> None:
     assert found.input_tokens == asked.usage.input_tokens + asked.usage.cache_read_input_tokens
     assert refused(toy, {"model": "other", "messages": HI}, COUNT)[:2] == (404, "not_found_error")
     assert refused(toy, {"model": "toy", "messages": HI, "max_tokens": 1}, COUNT)[0] == 400
+    status, _, message = refused(toy, {"model": "toy", "messages": HI, "seed": 1}, COUNT)
+    assert (status, message[:5]) == (400, "seed:")
 
 
 def test_l9_the_key_of_its_client_is_honoured() -> None:

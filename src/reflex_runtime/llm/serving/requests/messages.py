@@ -113,8 +113,8 @@ class Metadata(msgspec.Struct, forbid_unknown_fields=True):
     user_id: str | None = None
 
 
-class CountFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """The body of POST /v1/messages/count_tokens."""
+class TalkFields(MoreFields, kw_only=True):
+    """A conversation, as both endpoints get it."""
 
     model: str
     messages: list[Turn]
@@ -130,22 +130,10 @@ class CountFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     speed: str | None = None
 
 
-class MessageFields(MoreFields, kw_only=True):
+class MessageFields(TalkFields, kw_only=True):
     """The body of POST /v1/messages."""
 
-    model: str
     max_tokens: Whole
-    messages: list[Turn]
-    system: str | list[Block] | None = None
-    tools: list[NamedTool] | None = None
-    tool_choice: Choosing | None = None
-    thinking: Thinking | None = None
-    output_config: OutputConfig | None = None
-    cache_control: Any = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    context_management: Any = None
-    mcp_servers: Any = None
-    speed: str | None = None
     stop_sequences: list[str] | None = None
     stream: bool | None = None
     temperature: float | None = None
@@ -178,7 +166,7 @@ PLAIN: Final[dict[str, tuple[Any, ...]]] = {
     "workspace_id": (),
 }
 _message = msgspec.json.Decoder(MessageFields)
-_count = msgspec.json.Decoder(CountFields)
+_count = msgspec.json.Decoder(TalkFields)
 
 
 def message(body: bytes, defaults: DefaultsOf = no_defaults) -> CompletionRequest:
@@ -209,6 +197,9 @@ def message(body: bytes, defaults: DefaultsOf = no_defaults) -> CompletionReques
 def counted(body: bytes) -> tuple[str, Conversation]:
     """POST /v1/messages/count_tokens: the model, and what it would be asked; or the BadRequest."""
     fields = decode(_count, body, PLAIN)
+    for name, value in further(fields).items():
+        if value is not None:
+            raise BadRequest(f"{name}: is of an answer, and none is made here; leave it out", name)
     _form(fields.output_config)
     return fields.model, _conversation(fields)[0]
 
@@ -221,7 +212,7 @@ def _form(config: OutputConfig | None) -> ResponseFormat | None:
     return ResponseFormat("json_schema", JsonSchemaFormat("answer", config.format.schema))
 
 
-def _conversation(fields: CountFields | MessageFields) -> tuple[Conversation, AskedTools]:
+def _conversation(fields: TalkFields) -> tuple[Conversation, AskedTools]:
     turns = fields.messages
     blocks = sum(len(turn.content) for turn in turns if isinstance(turn.content, list))
     if not (turns and len(turns) + blocks <= MOST_MESSAGES):
@@ -254,7 +245,7 @@ def _thinking(said: Thinking | None) -> dict[str, Any]:
     return {"enable_thinking": said.type == "adaptive"}
 
 
-def _tools(fields: CountFields | MessageFields) -> tuple[AskedTools, list[dict[str, Any]]]:
+def _tools(fields: TalkFields) -> tuple[AskedTools, list[dict[str, Any]]]:
     sent = []
     for i, tool in enumerate(fields.tools or ()):
         where = f"tools[{i}]"
