@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from dataclasses import fields
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -63,18 +64,29 @@ def test_every_option_of_a_verb_alone_has_a_test_of_its_effect_that_sets_it(verb
 
 def text_of(file: Path, test: str) -> str:
     """A test with what it uses of its file, "" if it is not there."""
-    source = file.read_text(encoding="utf-8")
-    if f"def {test}(" not in source:
+    if f"def {test}(" not in source_of(file):
         return ""
-    texts: dict[str, str] = {}
-    for node in ast.parse(source).body:
-        text = "\n".join(ast.unparse(part) for part in (*getattr(node, "decorator_list", ()), node))
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            texts[node.name] = text
-        elif isinstance(node, ast.Assign):
-            texts |= {target.id: text for target in node.targets if isinstance(target, ast.Name)}
+    texts = dict(texts_of(file))
     found, names = "", [test]
     while names:
         found += (text := texts.pop(names.pop(), ""))
         names += set(re.findall(r"\w+", text)) & texts.keys()
     return found
+
+
+@cache
+def source_of(file: Path) -> str:
+    return file.read_text(encoding="utf-8")
+
+
+@cache
+def texts_of(file: Path) -> dict[str, str]:
+    """What stands at the top level of a file, by its name."""
+    texts: dict[str, str] = {}
+    for node in ast.parse(source_of(file)).body:
+        text = "\n".join(ast.unparse(part) for part in (*getattr(node, "decorator_list", ()), node))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            texts[node.name] = text
+        elif isinstance(node, ast.Assign):
+            texts |= {target.id: text for target in node.targets if isinstance(target, ast.Name)}
+    return texts
