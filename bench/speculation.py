@@ -113,18 +113,24 @@ def _pair(
         for mode in ("off", "ngram")
     }
     rates: dict[str, list[float]] = {"off": [], "ngram": []}
+    busy: dict[str, list[float]] = {"off": [], "ngram": []}
     said: dict[str, Any] = {}
     for turn in range(-1, rounds):
         for mode in list(engines)[:: 1 if turn % 2 else -1]:
-            began = time.perf_counter()
+            began, used = time.perf_counter(), time.process_time()
             outputs = engines[mode].generate(prompts, params)
-            taken = time.perf_counter() - began
+            taken, used = time.perf_counter() - began, time.process_time() - used
             said[mode] = [output.token_ids for output in outputs]
             if turn >= 0:
                 rates[mode].append(sum(map(len, said[mode])) / taken)
+                busy[mode].append(sum(map(len, said[mode])) / used)
         assert said["off"] == said["ngram"], what
     processor = engines["ngram"].processor
     ratios = [on / off for on, off in zip(rates["ngram"], rates["off"], strict=True)]
+    of_cpu = [on / off for on, off in zip(busy["ngram"], busy["off"], strict=True)]
     told = f"{processor.accepted} of {processor.drafted} guesses right"
-    say(f"  {what}, {running} running: {sorted(ratios)[len(ratios) // 2]:.2f}, {told}")
-    return [row("speculation", f"{what}, {running} running, over without ({told})", ratios, "x", least=least)]
+    say(f"  {what}, {running} running: {sorted(ratios)[rounds // 2]:.2f}, {sorted(of_cpu)[rounds // 2]:.2f}, {told}")
+    return [
+        row("speculation", f"{what}, {running} running ({told}): tokens/s over without", ratios, "x", least=least),
+        row("speculation", f"{what}, {running} running: tokens a CPU second over without", of_cpu, "x"),
+    ]

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from random import Random
 
 import pytest
 
 from reflex_runtime.core.batch import Apart, Batch, Done, More, Outcome
-from reflex_runtime.core.cost import TokenCost
+from reflex_runtime.core.cost import Tally, TokenCost, TokenTally
 from reflex_runtime.core.events import RequestPreempted, RequestProgressed
 from reflex_runtime.core.extra import ExtraUnits
 from reflex_runtime.core.flush import FlushPolicy
@@ -201,15 +201,45 @@ def test_l2_guesses_get_what_prompts_leave_of_the_budget() -> None:
 
 
 def test_l5_guesses_take_no_memory_from_others() -> None:
-    pool = UnitPool(4 * 10.0)
-    device = Guessing(memory_bound, 0.9, 4, pool=pool)
-    for _ in range(30):
+    device = Guessing(memory_bound, 0.9, 4, pool=UnitPool(4 * 60.0))
+    while not any(isinstance(event, RequestPreempted) for event in device.scheduler.take_events()):
         device.step()
-        if any(isinstance(event, RequestPreempted) for event in device.scheduler.take_events()):
-            break
-    granted, _, _ = device.steps[-1]
-    assert len(granted) == 3  # memory was short for one more unit each, so one gave way
-    assert device.steps[-1][2] == 0.0
+    assert len(device.steps[-1][0]) == 3  # memory was short for one more unit each, so one gave way
+    assert device.steps[-1][2] == 0.0  # and what it had is not spent on guesses
+    assert sum(extra for _, _, extra in device.steps) > 50
+
+
+def test_l2_who_did_not_get_all_it_wanted_gets_nothing_beyond_it() -> None:
+    class Generous(TokenTally):
+        def extra(self, tickets: Sequence[Ticket], budget: float) -> Sequence[int]:
+            return [1] * len(tickets)
+
+    class Cost(TokenCost):
+        def tally(self) -> Tally:
+            return Generous(2.0)
+
+    scheduler = scheduler_of(flush=FlushPolicy.every_step(8, 8), cost=Cost, resources=UnitPool(100.0))
+    tickets = [ask(scheduler, id=name, client=name) for name in "ab"]
+    batch = take(scheduler, 0.0)
+    scheduler.complete(batch, [More("token", 5.0, extra=(0.9,)), More("token", 1.0, extra=(0.9,))], 0.01, 0.0)
+    batch = take(scheduler, 0.0)
+    assert (batch.grants, batch.extra) == ({tickets[1]: 2.0, tickets[0]: 2.0}, {tickets[1]: 1.0})
+    scheduler.complete(batch, [Done("last", ("token",), 1.0), More(None, 3.0)], 0.01, 0.0)
+    assert (tickets[1].granted, tickets[1].computed, tickets[1].unused) == (3.0, 2.0, 1.0)
+
+
+def test_l2_now_and_then_a_step_has_no_guesses_so_that_their_price_is_known() -> None:
+    device = Guessing(memory_bound, 0.99, 4)
+    device.rate(400)
+    plain = [i for i, (_, _, extra) in enumerate(device.steps) if not extra and i > 50]
+    assert 3 <= len(plain) <= 10
+
+
+def test_l2_the_time_of_guesses_is_not_taken_for_that_of_rows() -> None:
+    device = Guessing(memory_bound, 0.9, 8)
+    device.rate(300)
+    assert device.drafted > 5000
+    assert device.scheduler.cost_model("default").predict(8.0, 0.0, 0.0) == pytest.approx(0.0232, rel=0.1)
 
 
 def test_l4_what_was_granted_less_what_was_of_no_use_is_what_was_needed() -> None:

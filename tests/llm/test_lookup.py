@@ -83,7 +83,7 @@ def test_a_given_draft_is_the_first_guess_and_is_gone_on_with_behind_a_mistake()
 
 def test_the_prompt_is_learned_by_the_first_token_at_the_latest() -> None:
     lookup = Lookup([1, 2, 3, 4, 1], Rates(), [9, 9, 9])
-    lookup.learn(2)
+    lookup.learn(1)
     lookup.follow(2)
     assert lookup.guess(1)[0] == [3]
 

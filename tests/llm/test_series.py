@@ -105,6 +105,7 @@ def test_guessed_tokens_and_those_that_were_right(monkeypatch: pytest.MonkeyPatc
     assert m["reflex_generation_tokens_total"] == 30
     right, tried = (m[f"reflex_spec_decode_num_{kind}_tokens_total"] for kind in ("accepted", "draft"))
     assert 10 < right < tried
+    assert (right, tried) == (m.engine.processor.accepted, m.engine.processor.drafted)
     assert m["reflex_iteration_tokens_total_sum"] == 4 + 29 + tried - right
     assert sum(m[f"reflex_invariant_violations_total/invariant={name}"] for name in INVARIANTS) == 0
 

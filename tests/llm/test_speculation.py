@@ -6,6 +6,7 @@ Guesses are forced: every one is computed that the budget and the blocks leave r
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ import numpy.typing as npt
 import pytest
 
 from llm.models import random_model
+from reflex_runtime.cli import main
 from reflex_runtime.core.batch import Done
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.core.events import BatchScheduled, Event, RequestPreempted, RequestProgressed, RequestSettled
@@ -25,6 +27,9 @@ from reflex_runtime.llm.series import invariants
 from reflex_runtime.llm.torch_runner import TorchRunner
 from reflex_runtime.llm.toy import ByteTokenizer, ToyRunner
 from reflex_runtime.llm.virtual import Kept
+from reflex_runtime.telemetry.journal_reader import read_journal
+from reflex_runtime.telemetry.journal_writer import JournalWriter
+from reflex_runtime.telemetry.steps import courses, unused
 
 PHRASE = [int(token) for token in np.random.default_rng(3).integers(3, 256, 12)]
 PROMPTS = [PHRASE * 3 + PHRASE[:4], PHRASE * 5, [9, 8, 7, 6, 5], PHRASE[:3], [7] * 20]
@@ -263,6 +268,45 @@ def test_l8_a_given_draft_changes_nothing_and_saves_steps() -> None:
     for wrong in ([256], [-1], [1] * 9000):
         with pytest.raises(ConfigError, match="draft_token_ids: "):
             engine.processor.request("one two", params, draft=wrong)
+
+
+def test_l10_a_trace_tells_guesses_from_prompts_and_adds_up(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "steps.jsonl"
+    engine = LLMEngine(Looping(45, 4), ByteTokenizer(), speculate="ngram", max_num_batched_tokens=20)
+    writer = JournalWriter(file, [engine.processor.group])
+    engine._stepper.sinks.append(writer)
+    engine.generate(TEXTS * 2, SamplingParams.greedy(40, ignore_eos=True))
+    writer.close()
+    batches = read_journal(file).batches
+    went = courses(batches)
+    assert [course.conserved for course in went] == [True] * 8
+    assert [(course.outputs, len(course.gaps), course.ended) for course in went] == [(40, 39, "done")] * 8
+    assert sum(course.preemptions for course in went) > 0
+    guessed = sum(member.guessed or 0.0 for batch in batches for member in batch.members)
+    wrong = sum(unused(member) for batch in batches for member in batch.members)
+    assert (guessed, guessed - wrong) == (engine.processor.drafted, engine.processor.accepted)
+    assert main(["trace", str(file)]) == 0
+    told = capsys.readouterr().out
+    assert f"{guessed:g} guessed, of which {guessed - wrong:g} were right" in told
+    assert "holds for all 8 requests" in told
+
+
+def test_l8_nothing_is_guessed_beyond_the_last_token() -> None:
+    class Measured(Looping):
+        longest = 0
+
+        def forward(self, step: Step) -> npt.NDArray[np.float32]:
+            self.longest = max(self.longest, int(step.positions.max()) + 1)
+            return super().forward(step)
+
+    runner = Measured(11, 4, max_model_len=44)  # what it writes last is never computed
+    params = SamplingParams.greedy(40, ignore_eos=True, logit_bias=((98, 100.0),))
+    [output], engine, _ = outputs(runner, "ngram", ["aaaa"], params)
+    assert len(output.token_ids) == 40
+    assert engine.processor.accepted
+    assert runner.longest == 43
 
 
 def test_l1_a_request_with_guesses_can_be_aborted() -> None:

@@ -15,7 +15,7 @@ from reflex_runtime.core.percentile import percentile
 from reflex_runtime.telemetry.colours import Colours, ink, pale, plain, request_name
 from reflex_runtime.telemetry.journal import BatchLine, Member
 from reflex_runtime.telemetry.journal_reader import Journal
-from reflex_runtime.telemetry.steps import Waiter, courses, is_decode, who_waited, why_waiting
+from reflex_runtime.telemetry.steps import Waiter, courses, is_decode, unused, who_waited, why_waiting
 
 if TYPE_CHECKING:
     from reflex_runtime.llm.sequence import RequestOutput
@@ -102,7 +102,8 @@ def _widest(name: str, cells: Sequence[Text]) -> int:
 
 def _long(m: Member) -> str:
     done = "" if m.computed is None or m.known is None else f" · {m.computed:g}/{m.known:g}"
-    return f"{_mark(m)}{request_name(m)} {'decode' if is_decode(m) else f'prefill {m.units:g}'}{done}"
+    guessed = f" +{m.guessed:g} guessed" if m.guessed else ""
+    return f"{_mark(m)}{request_name(m)} {f'decode{guessed}' if is_decode(m) else f'prefill {m.units:g}'}{done}"
 
 
 def _short(m: Member) -> str:
@@ -185,7 +186,10 @@ def step_summary(trace: Journal, batches: Sequence[BatchLine]) -> list[Text]:
     thrown = sum(c.preemptions for c in went)
     again = f", {lost:g} lost to {thrown} preemption{'s' * (thrown != 1)}" if thrown else ""
     found = f"; {cached:g} more found in the prefix cache" if cached else ""
-    lines.append(f"{sum(tokens) - decoded:g} of them prefill, {decoded} decode{again}{found}")
+    guesses = sum(m.guessed or 0.0 for b in batches for m in b.members)
+    right = guesses - sum(unused(m) for b in batches for m in b.members)
+    guessed = f", {guesses:g} guessed, of which {right:g} were right" if guesses else ""
+    lines.append(f"{sum(tokens) - decoded - guesses:g} of them prefill, {decoded} decode{guessed}{again}{found}")
     waited = who_waited(trace.batches, {b.id for b in batches})
     why = Counter(why_waiting(b) or "not told why" for b in batches if waited.get(b.id))
     if why:

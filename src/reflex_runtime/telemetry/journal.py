@@ -302,6 +302,7 @@ class Member(msgspec.Struct, omit_defaults=True):
         fewer), or how it ended: `failed`, `cancelled`, …; None if unknown.
     computed, known, cached: of tokens only, before this batch: how many were in the cache, how many there were (prompt
         and outputs), and how many the prefix cache had on entering with it.
+    guessed, outputs: of tokens only, where it had guesses: how many of `units` they were, and the tokens that came.
     """
 
     seq: int
@@ -316,6 +317,8 @@ class Member(msgspec.Struct, omit_defaults=True):
     computed: float | None = None
     known: float | None = None
     cached: float | None = None
+    guessed: float | None = None
+    outputs: int | None = None
 
 
 class BatchLine(msgspec.Struct, tag_field="kind", tag="batch", kw_only=True):

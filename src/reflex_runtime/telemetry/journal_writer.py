@@ -280,11 +280,18 @@ class JournalWriter:
     def _outcome(self, open_batch: BatchLine, event: RequestSettled | RequestProgressed) -> None:
         """A member's outcome. They follow a finished batch in the order of its grants; what stands between them (a
         request that leaves at the boundary after its step) is not the outcome of a batch."""
-        member = open_batch.members[self._next]
+        members, last = open_batch.members, self._next - 1
+        if last >= 0 and members[last].guessed and members[last].seq == event.ticket.seq:
+            self._next = last  # of a step with guesses several answers come
+        elif self._next == len(members):
+            return
+        member = members[self._next]
         if member.seq == event.ticket.seq:
             member.outcome = "more" if isinstance(event, RequestProgressed) else _ending(event.ticket)
+            if member.guessed and member.outcome in ("more", "done"):
+                member.outputs = (member.outputs or 0) + 1
             self._next += 1
-            if self._next == len(open_batch.members):
+            if self._next == len(members) and not member.guessed:
                 self._flush()
 
     def _failed(self, event: RequestSettled | RequestProgressed) -> None:
@@ -394,7 +401,10 @@ def _members(batch: Batch) -> list[Member]:
         asked = ticket.request
         state = "waiting" if ticket in entered else "resident"
         client, age, limit = str(asked.client), at - ticket.arrived, asked.time_limit
-        members.append(Member(ticket.seq, asked.id, client, units, asked.wants, state, age, limit))
+        member = Member(ticket.seq, asked.id, client, units, asked.wants, state, age, limit)
+        if ticket in batch.extra:
+            member.guessed = batch.extra[ticket]
+        members.append(member)
     return members
 
 

@@ -31,6 +31,7 @@ class ProgressFold:
 
     def __init__(self) -> None:
         self._counts: dict[int, tuple[float, float]] = {}  # seq → computed, known
+        self._guessed: dict[int, bool] = {}  # seq, where the last batch had guesses → whether its first token has come
 
     def __bool__(self) -> bool:
         return bool(self._counts)
@@ -40,6 +41,7 @@ class ProgressFold:
         they run again."""
         entered, counts = set(batch.admitted), self._counts
         found = []
+        self._guessed = dict.fromkeys([ticket.seq for ticket in batch.extra], False)
         for ticket, units in batch.grants.items():
             cached = None
             if ticket in entered:
@@ -52,14 +54,16 @@ class ProgressFold:
                 continue
             found.append(Progress(*before, cached))
             if not failed:
-                counts[ticket.seq] = (before[0] + units, before[1])
+                counts[ticket.seq] = (before[0] + units - batch.extra.get(ticket, 0.0), before[1])
         return found
 
     def answered(self, seq: int) -> None:
-        """Count one more known token."""
+        """Count one more known token. The one before it was computed with it, if it is not the first of its batch."""
         if seq in self._counts:
             computed, known = self._counts[seq]
-            self._counts[seq] = (computed, known + 1.0)
+            self._counts[seq] = (computed + self._guessed.get(seq, False), known + 1.0)
+            if seq in self._guessed:
+                self._guessed[seq] = True
 
     def ended(self, seq: int) -> None:
         self._counts.pop(seq, None)

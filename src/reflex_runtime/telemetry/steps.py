@@ -33,9 +33,14 @@ def is_tokens(batches: Sequence[BatchLine]) -> bool:
 
 def is_decode(member: Member) -> bool:
     """Whether the batch computed its newest token alone, to sample the next from; all else is prefill."""
-    if member.computed is None or member.known is None or member.units != 1.0:
+    if member.computed is None or member.known is None or member.units - (member.guessed or 0.0) != 1.0:
         return False
     return member.known > member.asked and member.computed == member.known - 1.0
+
+
+def unused(member: Member) -> float:
+    """Its guessed tokens that turned out wrong: they were computed for nothing."""
+    return (member.guessed or 0.0) - max(0, (member.outputs or 1) - 1)
 
 
 def samples(member: Member) -> bool:
@@ -103,8 +108,9 @@ class Course:
     """One request through all its batches, in tokens and seconds.
 
     scheduled: granted in all; cached: found in the prefix cache, at every entry; recomputed: computed and lost to
-    preemption. first_step: id of the batch that sampled its first token; first_token: seconds from its arrival to the
-    end of that batch. gaps: seconds between its tokens. ended: how it ended, None if the trace does not show that.
+    preemption; unused: guesses that were wrong. first_step: id of the batch that sampled its first token; first_token:
+    seconds from its arrival to the end of that batch. gaps: seconds between its tokens. ended: how it ended, None if
+    the trace does not show that.
     """
 
     member: Member
@@ -113,6 +119,7 @@ class Course:
     scheduled: float = 0.0
     cached: float = 0.0
     recomputed: float = 0.0
+    unused: float = 0.0
     preemptions: int = 0
     first_step: int | None = None
     first_token: float | None = None
@@ -121,8 +128,8 @@ class Course:
 
     @property
     def conserved(self) -> bool:
-        """Whether Σ scheduled − recomputed = prompt + outputs − 1 − cached, as it must once it is done."""
-        return self.scheduled - self.recomputed == self.member.asked + self.outputs - 1 - self.cached
+        """Whether Σ scheduled − recomputed − unused = prompt + outputs − 1 − cached, as it must once it is done."""
+        return self.scheduled - self.recomputed - self.unused == self.member.asked + self.outputs - 1 - self.cached
 
 
 def courses(batches: Sequence[BatchLine]) -> list[Course]:
@@ -141,13 +148,15 @@ def courses(batches: Sequence[BatchLine]) -> list[Course]:
             course = found.setdefault(m.seq, Course(m, batch.id))
             course.scheduled += m.units
             course.cached += m.cached or 0.0
-            computed[m.seq] = (m.computed or 0.0) + m.units
+            course.unused += unused(m)
+            computed[m.seq] = (m.computed or 0.0) + m.units - unused(m)
             if samples(m):
-                course.outputs += 1
+                course.outputs += m.outputs or 1
                 if course.first_token is None:
                     course.first_step, course.first_token = batch.id, end - (batch.at - m.age)
                 else:
                     course.gaps.append(end - newest[m.seq])
+                course.gaps += [0.0] * ((m.outputs or 1) - 1)  # they come together
                 newest[m.seq] = end
             if m.outcome not in ("more", "apart", None):
                 course.ended = m.outcome

@@ -85,7 +85,10 @@ def test_g9_check_draft_says_how_far_the_model_would_say_the_same() -> None:
         whole = CheckDraft("m", prompt_token_ids=list(PROMPT.encode()), draft_token_ids=plain[:12])
         checked = await engine.check_draft(whole)
         assert (checked.compatible, checked.accepted, checked.token_ids) == (True, 12, plain[:13])
-        assert engine.runtime.running == engine.runtime.waiting == 0
+        long = CheckDraft("m", prompt=PROMPT, draft_token_ids=[(plain[0] + 1) % 256] * 6000)
+        assert (await engine.check_draft(long)).accepted == 0
+        await said(engine)
+        assert engine.runtime.running == engine.runtime.waiting == 0  # what follows a mistake is not generated
         for wrong in ({}, {"prompt": "a", "prompt_token_ids": [1]}, {"prompt": "a" * 9000}):
             with pytest.raises((ConfigError, TooLarge)):
                 await engine.check_draft(CheckDraft("m", draft_token_ids=[1], **wrong))
