@@ -496,7 +496,8 @@ class EmbeddingServeConfig(ServerConfig):
     cache_dir: str = again(LLMServeConfig, "cache_dir", "", group="")
     threads: int = option(0, "CPU threads of a call; 0 is the runner's default", low=0, high=1024)
     max_model_len: int = option(
-        0, "most tokens of a text; 0 is what the directory says, and more is possible up to the model's own places",
+        0, "most tokens of a text, up to the model's own places; 0 is what the directory says, as far as a text's "
+        "attention scores are within 1 GiB",
         low=0, high=1 << 24,
     )
     max_body_bytes: int = again(ServerConfig, "max_body_bytes", 16 * 2**20, group="listening and trust")

@@ -96,8 +96,11 @@ class HFTokenizer:
         self.vocab_size: int = core.get_vocab_size(with_added_tokens=True)
 
     @classmethod
-    def load(cls, directory: Path | str) -> HFTokenizer:
-        """Read tokenizer.json and what stands beside it; ConfigError naming the file that is missing or wrong."""
+    def load(cls, directory: Path | str, as_written: bool = False) -> HFTokenizer:
+        """Read tokenizer.json and what stands beside it; ConfigError naming the file that is missing or wrong.
+
+        as_written: texts begin and end as tokenizer.json says, whatever its settings say of the first token.
+        """
         root = Path(directory)
         settings = _optional(root / SETTINGS_FILE)
         flag = settings.get("add_bos_token")
@@ -107,6 +110,8 @@ class HFTokenizer:
         for name in (CONFIG_FILE, GENERATION_FILE):  # the second, where it says something, stands
             eos = token_ids(root / name, "eos_token_id", _optional(root / name).get("eos_token_id")) or eos
         core = _read_core(root / TOKENIZER_FILE)
+        if as_written:
+            settings = {**settings, "add_bos_token": None}
         return cls(core, root / TOKENIZER_FILE, settings, _read_template(root, settings), eos)
 
     def encode(self, text: str, most: int | None = None) -> list[int]:

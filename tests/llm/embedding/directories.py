@@ -60,7 +60,8 @@ def write_modules(
     ends = [(word, VOCABULARY.index(word)) for word in SPECIAL[2:]]
     core.post_processor = processors.TemplateProcessing(single=ends_with, special_tokens=ends)
     core.save(str(root / "tokenizer.json"))
-    write_json(root / "tokenizer_config.json", {"model_max_length": 10**30, "pad_token": "[PAD]"})
+    settings = {"model_max_length": 10**30, "pad_token": "[PAD]", "add_bos_token": False}
+    write_json(root / "tokenizer_config.json", settings)
     return root
 
 
@@ -107,6 +108,7 @@ def write_graph(root: Path, width: int = 8, **modules: Any) -> Path:
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9)
     onnx.save(model, root / "onnx" / "model.onnx")
     sizes = {"hidden_size": width, "vocab_size": len(VOCABULARY), "max_position_embeddings": 512, "pad_token_id": 0}
+    sizes |= {"num_attention_heads": 2}
     write_json(root / "config.json", {"model_type": "bert", "architectures": ["BertModel"], **sizes})
     return write_modules(root, **modules)
 

@@ -34,4 +34,5 @@ def test_l9_a_call_is_bounded_in_places_and_texts() -> None:
     calls = calls_of([100] * 10, float, 1e9, most=250)
     assert [len(call) for call in calls] == [2] * 5
     assert calls_of([300], float, 1.0, most=250) == [[0]]  # one text may have any length
+    assert [len(call) for call in calls_of([10] * 6, float, 1e9, pairs=250)] == [2, 2, 2]
     assert max(map(len, calls_of([1] * 1000, float, 1e9))) == MOST_TEXTS

@@ -53,6 +53,13 @@ def test_l8_places_of_roberta_begin_behind_that_of_padding(root: Path) -> None:
     assert EmbeddingModel.open(root).max_model_len == 58
 
 
+def test_l8_a_long_text_is_bounded_by_the_memory_of_its_attention(root: Path) -> None:
+    (root / "sentence_bert_config.json").unlink()
+    changed(root / "config.json", max_position_embeddings=40_000, num_attention_heads=16)
+    model = EmbeddingModel.open(root)
+    assert (model.positions, model.max_model_len, model.pairs) == (40_000, 4096, 1 << 24)
+
+
 def test_l8_newer_files_name_the_pooling_as_a_word(root: Path) -> None:
     write_json(root / "1_Pooling" / "config.json", {"pooling_mode": "lasttoken"})
     assert EmbeddingModel.open(root).pooling == ("last",)

@@ -14,11 +14,16 @@ MOST_TEXTS = 64  # texts of one call, so that cutting a batch is brief
 
 
 def calls_of(
-    lengths: Sequence[int], work: Callable[[float], float], fixed: float, most: int = MOST_PLACES
+    lengths: Sequence[int],
+    work: Callable[[float], float],
+    fixed: float,
+    most: int = MOST_PLACES,
+    pairs: int = MOST_PLACES**2,
 ) -> list[list[int]]:
     """The calls: places of `lengths`, each call's longest text first.
 
-    work: of a text by its length, in any unit; fixed: of a call by itself, in the same unit. most: places of one call.
+    work: of a text by its length, in any unit; fixed: of a call by itself, in the same unit. most: places of one call;
+    pairs: of places of the same text, in all texts of one call. A single text may have any length.
     """
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
     count = len(order)
@@ -26,7 +31,8 @@ def calls_of(
     for first in range(count):
         longest = lengths[order[first]]
         each = work(longest)
-        for texts in range(1, min(count - first, MOST_TEXTS, max(1, most // longest)) + 1):
+        room = max(1, min(most // longest, pairs // longest**2))
+        for texts in range(1, min(count - first, MOST_TEXTS, room) + 1):
             total = best[first] + fixed + each * texts
             if total < best[first + texts]:
                 best[first + texts], cut[first + texts] = total, first

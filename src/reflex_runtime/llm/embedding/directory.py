@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, replace
+from math import isqrt
 from pathlib import Path
 from typing import Any, Final
 
@@ -42,7 +43,9 @@ _ENCODERS: Final = frozenset({
     "mpnet", "roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl",
 })  # fmt: skip
 _OFFSET: Final = frozenset({"camembert", "mpnet", "roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl"})
+_HEADS_OF: Final = ("num_attention_heads", "n_heads", "num_heads")
 _HEADS: Final = ("SequenceClassification", "TokenClassification", "QuestionAnswering", "MultipleChoice")
+SCORES: Final = 1 << 30  # bytes of attention scores that a call may have: they grow with the square of a text
 _UNSAID: Final = 1 << 30  # what tokenizers write for "no limit" is far above
 
 
@@ -60,10 +63,10 @@ class EmbeddingModel:
     """A directory, read and checked without the model's weights.
 
     root, transformer: the directory, and the one of the model in it. pooling: ways, whose vectors are put together.
-    normalise: the vector gets length 1. width: of the model's states; vocab_size: of its tokens;
-    dimensions: of the vector. max_model_len: most
-    tokens of a text; positions: most that the model has places for. prompt: stands before every text. lower: texts are
-    lower-cased. matryoshka: lengths that a vector may be cut to; None: none, (): any. curve: see `SizedCost`.
+    normalise: the vector gets length 1. width: of the model's states; vocab_size: of its tokens; dimensions: of the
+    vector. max_model_len: most tokens of a text; positions: most that the model has places for. prompt: stands before
+    every text. lower: texts are lower-cased. matryoshka: lengths that a vector may be cut to; None: none, (): any.
+    curve: see `SizedCost`. pairs: of tokens that look at each other, of all texts of a call: the memory of `SCORES`.
     """
 
     root: Path
@@ -82,6 +85,7 @@ class EmbeddingModel:
     lower: bool
     matryoshka: tuple[int, ...] | None
     curve: float
+    pairs: int
 
     @classmethod
     def open(cls, directory: Path | str, pooling: str = "auto") -> EmbeddingModel:
@@ -99,14 +103,14 @@ class EmbeddingModel:
             dense=(), width=width, vocab_size=_number(transformer / CONFIG_FILE, config, "vocab_size"),
             dimensions=width, max_model_len=0, positions=_positions(transformer, config),
             pad_id=_pad(config), prompt=_prompt(root), lower=False, matryoshka=_matryoshka(root / CONFIG_FILE, config),
-            curve=6.0 * width,
+            curve=6.0 * width, pairs=SCORES // (4 * _number(transformer / CONFIG_FILE, config, *_HEADS_OF)),
         )  # fmt: skip
         for kind, path in modules[1:]:
             model = _followed(model, kind, root / path)
         if pooling != "auto":
             model = _pooled(model, (pooling,))
         length, lower = _limits(root, transformer, model.positions)
-        return replace(model, max_model_len=length, lower=lower)
+        return replace(model, max_model_len=min(length, isqrt(model.pairs)), lower=lower)
 
 
 def is_embedding(directory: Path | str) -> bool:

@@ -43,7 +43,7 @@ def load(
 ) -> LoadedEncoder:
     """Load it. dtype: what it computes in; `auto` is float32. ConfigError naming what is wrong."""
     device, runner = choose(device, runner, dtype)
-    tokenizer = HFTokenizer.load(model.transformer)
+    tokenizer = HFTokenizer.load(model.transformer, as_written=True)
     chosen = "float32" if dtype == "auto" else dtype
     if runner == "openvino":
         encoder: Encoder = OpenVinoEncoder(model, chosen, threads, Path(cache_dir) if cache_dir else None)

@@ -62,7 +62,7 @@ class EmbeddingProcessor(BaseProcessor):
         texts: list[Sequence[int]] = [ticket.request.payload.tokens for ticket in batch.grants]
         lengths = [len(text) for text in texts]
         found: list[Any] = [None] * len(texts)
-        calls = calls_of(lengths, self._work, self._call)
+        calls = calls_of(lengths, self._work, self._call, pairs=self.model.pairs)
         for call in calls:
             rows = embedded(self.model, self.encoder, [texts[place] for place in call])
             for place, row in zip(call, rows, strict=True):
