@@ -16,6 +16,7 @@ import pytest
 from reflex_runtime.cli.logs import JsonLog
 from reflex_runtime.cli.serving import show_settings
 from reflex_runtime.config import ServeConfig
+from reflex_runtime.options import table
 from serving.harness import PATIENCE, Server
 
 SMALL = ("--kv-cache-gb", "0.05")
@@ -87,3 +88,11 @@ def test_x6_an_exception_stays_on_its_line() -> None:
     told = json.loads(text)
     assert (told["message"], told["error"], told["error_message"]) == ("it failed", "ValueError", "no\nsuch thing")
     assert "raise ValueError" in told["traceback"]
+
+
+def test_h10_the_settings_that_are_not_defaults_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    show_settings(ServeConfig(api_key="s3cret", port=8123, latest_only=True), "tiny", [("arm", "EXPORT")])
+    head, *rows, rest = capsys.readouterr().err.splitlines()
+    assert head == "reflex serve tiny"
+    assert [" ".join(row.split()) for row in rows] == ["--port 8123", "--api-key set", "--latest-only on", "arm EXPORT"]
+    assert rest == f" {len(table(ServeConfig())) - 3} settings have their defaults, see --help"

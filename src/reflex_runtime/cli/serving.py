@@ -113,14 +113,21 @@ def options_of(kind: type[Any], served: str) -> dict[str, str]:
 
 
 def show_settings(config: Any, name: str, more: Iterable[tuple[str, str]] = ()) -> None:
-    """The effective configuration as one table, or a line of a log in JSON. name: of what is served. more: rows."""
-    told = dict((*table(config), *more))
+    """The effective configuration: a table of what is not a default, or all of it in a line of a log in JSON.
+
+    name: of what is served. more: rows.
+    """
+    settings = dict(table(config))
     if config.log_format == "json":
-        logging.info("reflex serve %s", name, extra={"settings": told})
+        logging.info("reflex serve %s", name, extra={"settings": settings | dict(more)})
         return
-    width = max(map(len, told))
+    defaults = dict(table(type(config)()))
+    told = {setting: value for setting, value in settings.items() if value != defaults[setting]} | dict(more)
+    width = max(map(len, told), default=0)
     shown = {setting: value if value.isprintable() else repr(value) for setting, value in told.items()}
     rows = [f" {setting:<{width}}  {value}" for setting, value in shown.items()]
+    rest = sum(settings[setting] == default for setting, default in defaults.items())
+    rows.append(f" {rest} settings have their defaults, see --help")
     print(f"reflex serve {name}", *rows, sep="\n", file=sys.stderr, flush=True)
 
 
