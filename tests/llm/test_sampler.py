@@ -9,7 +9,7 @@ import pytest
 
 from reflex_runtime.core.errors import ProcessorError
 from reflex_runtime.ipc.sampling import SamplingParams
-from reflex_runtime.llm.sampler import sample, uniform
+from reflex_runtime.llm.sampler import explain, likeliest, sample, uniform
 from reflex_runtime.llm.sequence import Choice, Sequence
 
 VOCAB = 300
@@ -135,3 +135,24 @@ def test_tokens_ruled_out_by_minus_infinity_never_come() -> None:
     logits[0, 10:] = -np.inf
     assert set(np.flatnonzero(frequencies(logits))) <= set(range(10))
     assert isinstance(sample(np.full((1, VOCAB), -np.inf, np.float32), [sequence()])[0], ProcessorError)
+
+
+@pytest.mark.parametrize("size", [3, 100, 5000, 40_003])
+def test_l8_the_likeliest_are_found_without_sorting_all(size: int) -> None:
+    rng = np.random.default_rng(size)
+    made = rng.normal(size=size), rng.integers(0, 4, size), np.zeros(size), np.arange(size), np.full(size, -np.inf)
+    for row in made:
+        numbers = row.astype(np.float32)
+        expected = sorted(range(size), key=lambda i: (-numbers[i], i))
+        for count in (1, 2, 20):
+            assert likeliest(numbers, count).tolist() == expected[:count]
+
+
+def test_l8_what_is_said_of_a_token_is_exact_to_a_millionth() -> None:
+    rows = np.random.default_rng(1).normal(size=(4, 50_000)).astype(np.float32) * 6
+    wide = rows.astype(np.float64)
+    wide -= wide.max(axis=1, keepdims=True)
+    wide -= np.log(np.exp(wide).sum(axis=1, keepdims=True))
+    for i, choice in enumerate(explain(rows, [7, 8, 9, 10], 5)):
+        assert choice.logprob == pytest.approx(wide[i, 7 + i], abs=1e-6)
+        assert [logprob for _, logprob in choice.top] == pytest.approx(np.sort(wide[i])[::-1][:5], abs=1e-6)

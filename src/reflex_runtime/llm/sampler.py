@@ -19,6 +19,7 @@ from reflex_runtime.core.errors import ProcessorError
 from reflex_runtime.llm.sequence import Choice, Sequence
 
 Logits = npt.NDArray[np.float32]
+_PART = 64  # of a row whose largest number is looked at first
 _COLDEST = 1e-30  # temperature; what is below may be nothing in float32, and the likeliest has 0 / it
 
 
@@ -124,14 +125,20 @@ def explain(logits: Logits, tokens: Seq[int], alternatives: int) -> list[Choice]
     return [_explained(row, token, alternatives) for row, token in zip(logits, tokens, strict=True)]
 
 
-def _explained(logits: Logits, token: int, alternatives: int) -> Choice:
-    row = logits.astype(np.float64)
-    row -= row.max()
-    row -= np.log(np.exp(row).sum())
-    top: tuple[tuple[int, float], ...] = ()
-    if alternatives:
-        n = min(alternatives, len(row))
-        ids = np.argpartition(row, -n)[-n:]
-        ids = ids[np.lexsort((ids, -row[ids]))]
-        top = tuple((int(i), float(row[i])) for i in ids)
-    return Choice(token, float(row[token]), top)
+def _explained(row: npt.NDArray[np.float32], token: int, alternatives: int) -> Choice:
+    most = row.max()
+    total = float(most) + float(np.log(np.exp(row - most).sum(dtype=np.float64)))
+    ids = likeliest(row, alternatives) if alternatives else ()
+    return Choice(token, float(row[token]) - total, tuple((int(i), float(row[i]) - total) for i in ids))
+
+
+def likeliest(row: npt.NDArray[np.float32], count: int) -> npt.NDArray[np.intp]:
+    """The ids of so many of the largest numbers, the largest first; of equal ones the lower id first."""
+    count = min(count, len(row))
+    parts = len(row) // _PART
+    if parts < count:
+        return np.lexsort((np.arange(len(row)), -row))[:count]
+    largest = row[: parts * _PART].reshape(parts, _PART).max(axis=1)
+    least = np.partition(largest, -count)[-count]  # so many numbers are no smaller
+    ids = np.flatnonzero(row >= least)
+    return ids[np.lexsort((ids, -row[ids]))[:count]]
