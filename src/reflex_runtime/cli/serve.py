@@ -39,7 +39,8 @@ examples:
   reflex serve python:my_robot.policy:make          a model in PyTorch, or anything else that Python can call
 
 A directory with a config.json and no reflex_config.json is a language model: reflex serve MODEL_DIR serves it with the
-OpenAI API and has options of its own; reflex serve MODEL_DIR --help shows them.
+OpenAI API and has options of its own; reflex serve MODEL_DIR --help shows them. So it is with the directory of an
+embedding model (modules.json, or an encoder).
 
 Every option also stands in a TOML file (--config, table [serve]) and in the environment (REFLEX_MAX_QUEUE=64).
 Ctrl-C or SIGTERM finishes what was received and leaves; a second Ctrl-C does not wait.
