@@ -3,8 +3,8 @@
 The model computes with 42 million random weights, and which token it says is scripted: what stood one prompt's length
 before, with a given chance, else any other token. So a step costs what it costs, and the share of right guesses is
 known. `copies`: text that repeats its prompt. `half`: six of ten tokens are the prompt's. `other`: nothing repeats. The
-bundled model says what it says: its greedy answers to a few beginnings soon go round in circles, sampled ones do not.
-Both engines of a pair are made once, so the first turn, in which prices are learned, does not count.
+bundled model, in float32, says what it says: greedy answers to a few beginnings soon go round in circles, sampled ones
+do not. Both engines of a pair are made once, so the first turn, in which prices are learned, does not count.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def scripted(runner: Runner, name: str, running: int, rounds: int) -> list[Row]:
 
 
 def _bundled(rounds: int) -> list[Row]:
-    runner, tokenizer = load(SCRIBE, threads=2)
+    runner, tokenizer = load(SCRIBE, threads=2, dtype="float32")
     rows: list[Row] = []
     for name, temperature in (("greedy", 0.0), ("sampled", 1.0)):
         for running, tokens in TOKENS.items():
