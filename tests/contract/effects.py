@@ -161,7 +161,7 @@ EFFECTS: Final[dict[type[Any], dict[str, str]]] = {
         "idle_timeout_s": "test_h10_what_every_server_has_holds_for_embeddings_too",
         "head_timeout_s": "test_h10_what_every_server_has_holds_for_embeddings_too",
         "body_timeout_s": "test_h10_what_every_server_has_holds_for_embeddings_too",
-        "supervise": "test_h10_an_embedding_server_below_a_supervisor_is_its_child",
+        "supervise": "test_without_a_supervisor_the_process_is_the_embedding_server",
         "log_format": "test_l9_a_real_run_logs_in_json_and_ends_with_zero",
         "otel": "test_x6_an_embedding_has_its_tokens_in_its_span_and_its_batch_is_linked",
         "otel_sample": "test_x6_an_embedding_has_its_tokens_in_its_span_and_its_batch_is_linked",
