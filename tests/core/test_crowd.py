@@ -90,6 +90,8 @@ def test_a_crowd_has_batches_of_sixteen_times_the_fixed_part_unless_other_polici
     assert planned(FlushPolicy.window(None), 128, device).max_batch_size == 64
     shared = replace(FlushPolicy.window(None), times_fixed=Planner.SHARED)
     assert planned(shared, 128, device).max_batch_size == 43
+    slow = (0.060, 0.002, 0.03)  # 30 fit into twice its fixed part, 120 into four times
+    assert planned(shared, 128, slow).max_batch_size == 32  # not 64
 
 
 @pytest.mark.parametrize(

@@ -56,7 +56,7 @@ class Planner:
     CLIENTS = 1024  # (tier, time limit, client) followed; those beyond count as one for each time limit, roughly
     KINDS = 64  # (tier, time limit) planned for as they are; if there are more, time limits count roughly
     LONGEST = 2.0  # seconds that a batch may take because of its fixed part
-    CROWD = 2.0  # times as long, where all who come wait for each other
+    CROWD = 2.0  # times as long, where all who come wait for each other, and no other policy for them
     SHARED = 2.0  # times its fixed part, where others would wait for it: half of the device's time
 
     def __init__(self) -> None:
@@ -97,7 +97,9 @@ class Planner:
         budget = self._plan(base, a, b, sigma)
         size = 0
         if base.times_fixed and b > 0.0 and self._alike():
-            size = even_size(self._crowd.callers, budget, min(self.CROWD * base.times_fixed * a, self.LONGEST), a, b)
+            alone = base.times_fixed > self.SHARED
+            longest = min(self.CROWD * base.times_fixed * a, self.LONGEST) if alone else budget
+            size = even_size(self._crowd.callers, budget, longest, a, b)
         if 0 < size < base.max_batch_size:
             return replace(base, max_batch_cost=max(budget, OVER * (a + b * size)), max_batch_size=size)
         return base if budget == base.max_batch_cost else replace(base, max_batch_cost=budget)
