@@ -19,6 +19,7 @@ from reflex_runtime.llm.engine import LLMEngine
 from reflex_runtime.llm.openvino_runner import OpenVinoRunner
 from reflex_runtime.llm.runner import Runner
 from reflex_runtime.llm.sequence import Choice
+from reflex_runtime.llm.terms import Terms
 from reflex_runtime.llm.torch_runner import TorchRunner
 from reflex_runtime.llm.toy import ByteTokenizer, ToyRunner
 
@@ -84,7 +85,7 @@ def test_l8_a_prompt_is_scored_in_chunks_beside_others_and_after_a_preemption(
     plain = engine.generate([TOKENS], params)[0].token_ids  # its blocks are cached from now on
     other = engine.add_request(TOKENS[:50], params)
     engine.step()
-    request = engine.processor.request(TOKENS, params, id="scored")
+    request = engine.processor.request(TOKENS, params, Terms("scored"))
     request.payload.score(alternatives)
     engine._submit(request, TOKENS)
     found = {}
@@ -116,7 +117,7 @@ def test_l8_a_step_that_fails_leaves_no_scores() -> None:
     engine = LLMEngine(Once(), ByteTokenizer(), max_num_batched_tokens=64)
     ids = []
     for name in ("a", "b"):  # the call is repeated for each alone
-        request = engine.processor.request("hello world", SamplingParams.greedy(3), id=name)
+        request = engine.processor.request("hello world", SamplingParams.greedy(3), Terms(name))
         request.payload.score()
         engine._submit(request, "hello world")
         ids.append(request.payload)

@@ -24,6 +24,7 @@ from reflex_runtime.llm.engine import LLMEngine, RequestOutput
 from reflex_runtime.llm.openvino_runner import OpenVinoRunner
 from reflex_runtime.llm.runner import Runner, Step
 from reflex_runtime.llm.series import invariants
+from reflex_runtime.llm.terms import Terms
 from reflex_runtime.llm.torch_runner import TorchRunner
 from reflex_runtime.llm.toy import ByteTokenizer, ToyRunner
 from reflex_runtime.llm.virtual import Kept
@@ -259,7 +260,7 @@ def test_l8_a_given_draft_changes_nothing_and_saves_steps() -> None:
     right = list(plain_output.token_ids)
     for draft, least in ((right, 35), ([*right[:20], 5, *right[21:]], 18), ([7] * 40, 0), (right[:3], 2), ([], 0)):
         engine = LLMEngine(ToyRunner(200, 4), ByteTokenizer(), max_gap_ms=0)
-        request = engine.processor.request("one two", params, draft=draft)
+        request = engine.processor.request("one two", params, Terms(draft=draft))
         engine._submit(request, "one two")
         while engine.unfinished:
             engine.step()
@@ -267,7 +268,7 @@ def test_l8_a_given_draft_changes_nothing_and_saves_steps() -> None:
         assert engine.processor.accepted >= least
     for wrong in ([256], [-1], [1] * 9000):
         with pytest.raises(ConfigError, match="draft_token_ids: "):
-            engine.processor.request("one two", params, draft=wrong)
+            engine.processor.request("one two", params, Terms(draft=wrong))
 
 
 def test_l10_a_trace_tells_guesses_from_prompts_and_adds_up(

@@ -42,11 +42,11 @@ from reflex_runtime.llm.runner import Runner
 from reflex_runtime.llm.sampler import Logits, sample
 from reflex_runtime.llm.sampling_defaults import sampling_defaults
 from reflex_runtime.llm.sequence import RequestOutput, Sequence, TokenOutput
+from reflex_runtime.llm.terms import PLAIN, Terms
 from reflex_runtime.llm.tokenizer import Tokenizer
 from reflex_runtime.llm.toy import ByteTokenizer, ToyRunner
 from reflex_runtime.options import option, validate
 from reflex_runtime.processors.base import BaseProcessor
-from reflex_runtime.telemetry.trace_context import SpanContext
 
 Written = TokenOutput | ProcessorError
 
@@ -139,23 +139,11 @@ class LLMProcessor(BaseProcessor):
         self,
         prompt: str | Seq[int],
         params: SamplingParams,
-        *,
-        id: str | None = None,
-        priority: Priority = Priority.DEFAULT,
-        client: Hashable = "",
-        time_limit: float | None = None,
-        max_gap: float | None = None,
-        span: SpanContext | None = None,
+        terms: Terms = PLAIN,
         matcher: Matcher | None = None,
-        adapter: str = "",
-        draft: Seq[int] | None = None,
-        prompt_logprobs: int | None = None,
     ) -> Request:
-        """A request for this processor. time_limit: seconds until its first token; max_gap: between two of them.
-        span: steps refer to it, if given. matcher: of its constraint, where it is compiled already; it may be that of
-        several requests. adapter: the name of one of the runner's, "" for none. draft: guess the output, as these
-        tokens first; None guesses as configured. prompt_logprobs: report what the model says of the prompt's own
-        tokens, each with so many alternatives; see `Sequence.score`.
+        """A request for this processor. matcher: of its constraint, where it is compiled already; it may be that of
+        several requests.
 
         Raises TooLarge, with the limit, for a request that can never run here; ConfigError for an invalid prompt.
         """
@@ -164,27 +152,27 @@ class LLMProcessor(BaseProcessor):
         self.limits.check_sampling(params)
         if params.constraint is not None:
             matcher = self.constraints.compile(params.constraint) if matcher is None else matcher.copy()
-        if draft:
-            self.limits.check_draft(draft)
-        tokenizer, guesses = self.tokenizer, draft is not None or self.config.speculate != "off"
+        if terms.draft:
+            self.limits.check_draft(terms.draft)
+        tokenizer, guesses = self.tokenizer, terms.draft is not None or self.config.speculate != "off"
         sequence = Sequence(
             ids, params, tokenizer.stream(ids), tokenizer.eos_token_ids, matcher,
-            self.rates if guesses else None, draft or (),
+            self.rates if guesses else None, terms.draft or (),
         )  # fmt: skip
-        sequence.span = span
-        sequence.adapter = self._number_of(adapter)
-        if prompt_logprobs is not None:
-            sequence.score(prompt_logprobs)
+        sequence.span = terms.span
+        sequence.adapter = self._number_of(terms.adapter)
+        if terms.prompt_logprobs is not None:
+            sequence.score(terms.prompt_logprobs)
         return Request(
             sequence,
-            id=_next_id() if id is None else id,
+            id=terms.id or _next_id(),
             group=self.name,
-            client=client,
-            priority=priority,
-            time_limit=time_limit,
+            client=terms.client,
+            priority=terms.priority,
+            time_limit=terms.time_limit,
             wants=float(len(ids)),
             streams=True,
-            max_gap=max_gap,
+            max_gap=terms.max_gap,
         )
 
     def _number_of(self, adapter: str) -> int:
@@ -387,15 +375,13 @@ class LLMEngine:
         """Queue a prompt (text or token ids); returns the request's id. Raises `Rejected` when it may not enter.
 
         params: None is how the model's authors sample it. adapter: the name of one of `adapters`, "" for none.
-        prompt_logprobs: see `LLMProcessor.request`.
+        prompt_logprobs: see `Terms`.
         """
         if request_id in self._tickets:
             raise ConfigError(f"request_id={request_id!r}: is still being generated")
         name = self._free_id() if request_id is None else request_id
-        request = self.processor.request(
-            prompt, params or self._plain, id=name, priority=priority, client=client, time_limit=time_limit,
-            adapter=adapter, prompt_logprobs=prompt_logprobs,
-        )  # fmt: skip
+        terms = Terms(name, priority, client, time_limit, adapter=adapter, prompt_logprobs=prompt_logprobs)
+        request = self.processor.request(prompt, params or self._plain, terms)
         self._submit(request, prompt)
         return request.id
 
@@ -431,7 +417,7 @@ class LLMEngine:
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
         if len(each) != len(prompts):
             raise ConfigError(f"params: {len(each)} for {len(prompts)} prompts; give one, or one each")
-        requests = [self.processor.request(*one, id=self._free_id()) for one in zip(prompts, each, strict=True)]
+        requests = [self.processor.request(*one, Terms(self._free_id())) for one in zip(prompts, each, strict=True)]
         todo = list(zip(requests, prompts, strict=True))[::-1]
         found: dict[str, RequestOutput] = {}
         others: list[RequestOutput] = []

@@ -27,6 +27,7 @@ from reflex_runtime.llm.serving.generation import GenerationRuntime, GenerationS
 from reflex_runtime.llm.serving.generation_device import GenerationDevice
 from reflex_runtime.llm.serving.local_models import LocalModels
 from reflex_runtime.llm.serving.server import ModelServer
+from reflex_runtime.llm.terms import Terms
 from reflex_runtime.llm.toy import ByteTokenizer
 from reflex_runtime.llm.workers.worker_engine import WorkerEngine
 from serving.in_process import Caller
@@ -82,7 +83,7 @@ class Run:
         assert not self.runtime._streams
 
     def submit(self, prompt: str = "robots", max_tokens: int = 5, **more: Any) -> GenerationStream:
-        return self.runtime.submit(self.processor.request(prompt, SamplingParams.greedy(max_tokens), **more))
+        return self.runtime.submit(self.processor.request(prompt, SamplingParams.greedy(max_tokens), Terms(**more)))
 
 
 def engine_says(prompt: str, max_tokens: int) -> tuple[int, ...]:
@@ -367,7 +368,7 @@ def test_l9_after_any_history_every_stream_has_ended_once_and_all_blocks_are_hom
                     params = SamplingParams(draw.randrange(1, 40), seed=draw.randrange(9))
                     priority = draw.choice(list(Priority))
                     client = draw.choice("xyz")
-                    ask = partial(it.processor.request, prompt, params, priority=priority, client=client)
+                    ask = partial(it.processor.request, prompt, params, Terms(priority=priority, client=client))
                     requests = [ask() for _ in range(n)]
                     with contextlib.suppress(QueueFull):
                         live += it.runtime.submit_alike(requests)

@@ -32,6 +32,7 @@ from reflex_runtime.ipc.sampling import SamplingParams
 from reflex_runtime.ipc.spawn import spawned
 from reflex_runtime.llm.labelled_series import labelled
 from reflex_runtime.llm.serving.model_host import ModelPlan, Open
+from reflex_runtime.llm.terms import Terms
 from reflex_runtime.llm.toy import ByteTokenizer
 from reflex_runtime.llm.workers import worker_engine
 from reflex_runtime.llm.workers.workers import Workers, WorkersConfig, opened
@@ -191,7 +192,7 @@ def test_g7_who_leaves_in_the_turn_he_came_is_never_told_of() -> None:
         workers = fleet.workers
 
         def comes_and_goes() -> None:
-            request = workers.request([1, 2, 3], SamplingParams(max_tokens=9), id="brief")
+            request = workers.request([1, 2, 3], SamplingParams(max_tokens=9), Terms("brief"))
             (stream,) = workers.submit_alike([request], asyncio.Event())
             stream.close()
 

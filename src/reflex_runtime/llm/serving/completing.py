@@ -29,6 +29,7 @@ from reflex_runtime.llm.serving.requests import reading as wire
 from reflex_runtime.llm.serving.requests.refusals import BadRequest, too_deep
 from reflex_runtime.llm.serving.served_model import ServedModel
 from reflex_runtime.llm.serving.spans import GenerationSpans, asked_in, first_token
+from reflex_runtime.llm.terms import Terms
 from reflex_runtime.llm.tokenizer import Tokenizer
 from reflex_runtime.llm.tools import ToolFormat
 from reflex_runtime.telemetry.tracing import RequestSpan
@@ -252,24 +253,26 @@ def _requests(
             raise BadRequest(f"min_tokens={params.min_tokens}: there is room for {room} tokens", "min_tokens")
         params = changed(params, max_tokens=room)
     peer = exchange.client
-    client = asked.client if asked.client is not None else f"@{peer[0]}" if peer else ""
-    recorded = None if span is None or not span.context.sampled else span.context
+    terms = Terms(
+        priority=asked.priority,
+        client=asked.client if asked.client is not None else f"@{peer[0]}" if peer else "",
+        time_limit=asked.time_limit,
+        max_gap=asked.max_gap,
+        span=None if span is None or not span.context.sampled else span.context,
+        adapter=adapter,
+        prompt_logprobs=asked.prompt_logprobs,
+    )
     found = []
     for i in range(asked.n):
         index = number * asked.n + i
         seeded = params if params.seed is None or not i else changed(params, seed=(params.seed + i) % (1 << 64))
         name = exchange.request_id + (f"#{index}" if index or asked.n > 1 or len(asked.prompts) > 1 else "")
         try:
-            request = runtime.request(
-                ids, seeded, id=name, priority=asked.priority, client=client, time_limit=asked.time_limit,
-                max_gap=asked.max_gap, span=recorded, matcher=matcher, adapter=adapter,
-                prompt_logprobs=asked.prompt_logprobs,
-            )  # fmt: skip
+            found.append(runtime.request(ids, seeded, replace(terms, id=name), matcher))
         except TooLarge as error:
             raise BadRequest(error.message, asked.field, "context_length_exceeded") from None
         except ConfigError as error:
             raise wire.refused(error, asked.field) from None
-        found.append(request)
     return found
 
 

@@ -8,13 +8,13 @@ What a server asks of a model is `Generator`; here is the one that runs in its o
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Hashable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from collections.abc import Sequence as Seq
 from typing import Protocol, TypeVar
 
 from reflex_runtime.core.batch import Done
 from reflex_runtime.core.events import Event, RequestProgressed
-from reflex_runtime.core.request import Priority, Request, Ticket
+from reflex_runtime.core.request import Request, Ticket
 from reflex_runtime.core.scheduler import Scheduler
 from reflex_runtime.drivers.stream import Bell, Stream
 from reflex_runtime.ipc.engine import Output, OutputStream, ScoredToken
@@ -25,8 +25,8 @@ from reflex_runtime.llm.limits import Limits
 from reflex_runtime.llm.sequence import Choice, TokenOutput
 from reflex_runtime.llm.serving.generation_device import GenerationDevice
 from reflex_runtime.llm.serving.requests.texts import Texts
+from reflex_runtime.llm.terms import PLAIN, Terms
 from reflex_runtime.llm.tokenizer import Conversation, Tokenizer
-from reflex_runtime.telemetry.trace_context import SpanContext
 
 R = TypeVar("R")
 
@@ -59,19 +59,10 @@ class Generator(Protocol[R]):
         self,
         prompt: Seq[int],
         params: SamplingParams,
-        *,
-        id: str,
-        priority: Priority,
-        client: Hashable,
-        time_limit: float | None,
-        max_gap: float | None = None,
-        span: SpanContext | None = None,
+        terms: Terms,
         matcher: Matcher | None = None,
-        adapter: str = "",
-        prompt_logprobs: int | None = None,
     ) -> R:
-        """A request for `submit_alike`. time_limit: seconds until its first token; max_gap: between two of them. span,
-        adapter, prompt_logprobs: see `LLMProcessor.request`; the last only where it `scores`. matcher: what `compiled`
+        """A request for `submit_alike`. terms: with `prompt_logprobs` only where it `scores`. matcher: what `compiled`
         returned for its constraint. Raises TooLarge, ConfigError."""
 
     def prompt_scores(self, request: R) -> Seq[ScoredToken]:
@@ -205,17 +196,10 @@ class GenerationRuntime:
         return await self._texts.compiled(self.processor.constraints.compile, constraint)
 
     def request(
-        self, prompt: Seq[int], params: SamplingParams, *, id: str, priority: Priority = Priority.DEFAULT,
-        client: Hashable = "", time_limit: float | None = None, max_gap: float | None = None,
-        span: SpanContext | None = None, matcher: Matcher | None = None, adapter: str = "",
-        draft: Seq[int] | None = None,
-        prompt_logprobs: int | None = None,
-    ) -> Request:  # fmt: skip
+        self, prompt: Seq[int], params: SamplingParams, terms: Terms = PLAIN, matcher: Matcher | None = None
+    ) -> Request:
         """A request for `submit`: see `LLMProcessor.request`."""
-        return self.processor.request(
-            prompt, params, id=id, priority=priority, client=client, time_limit=time_limit, max_gap=max_gap, span=span,
-            matcher=matcher, adapter=adapter, draft=draft, prompt_logprobs=prompt_logprobs,
-        )  # fmt: skip
+        return self.processor.request(prompt, params, terms, matcher)
 
     def prompt_scores(self, request: Request) -> Seq[ScoredToken]:
         """See `Generator.prompt_scores`."""

@@ -24,6 +24,7 @@ from reflex_runtime.llm.serving.generation import GenerationRuntime, GenerationS
 from reflex_runtime.llm.serving.local_models import LocalModels, opened
 from reflex_runtime.llm.serving.model_host import ModelPlan
 from reflex_runtime.llm.serving.requests.texts import Texts
+from reflex_runtime.llm.terms import Terms
 from reflex_runtime.llm.tokenizer import Conversation, Tokenizer
 from reflex_runtime.options import convert, hints_of
 from reflex_runtime.telemetry.asked_live import AskedLive
@@ -78,20 +79,18 @@ class WorkerEngine:
         if params.guidance is not None:
             params = guided(params)
         guesses = params.draft_model is not None or params.draft_token_ids is not None
-        request = self.runtime.request(
-            await self._prompt(params),
-            params,
+        terms = Terms(
             id=params.request_id or params.stream_id,
             priority=PRIORITIES[params.priority],
             client=params.client,
             time_limit=None if params.timeout_ms is None else params.timeout_ms / 1e3,
             max_gap=None if params.max_gap_ms is None else params.max_gap_ms / 1e3,
             span=parent_of(params.traceparent.encode()) if params.traceparent else None,
-            matcher=await self.runtime.compiled(params.constraint),
             adapter=params.adapter,
             draft=(params.draft_token_ids or []) if guesses else None,
         )
-        stream = self.runtime.submit(request, bell)
+        prompt, matcher = await self._prompt(params), await self.runtime.compiled(params.constraint)
+        stream = self.runtime.submit(self.runtime.request(prompt, params, terms, matcher), bell)
         if leader is not None:
             self.runtime.follow(leader, [stream])
         return stream
@@ -105,7 +104,7 @@ class WorkerEngine:
             return CheckedDraft(True)
         prompt = await self._prompt(GenerateParams(prompt=params.prompt, prompt_token_ids=params.prompt_token_ids))
         greedy = SamplingParams.greedy(len(draft) + 1, ignore_eos=True)
-        stream = self.runtime.submit(self.runtime.request(prompt, greedy, id="check_draft", draft=draft))
+        stream = self.runtime.submit(self.runtime.request(prompt, greedy, Terms("check_draft", draft=draft)))
         try:
             async for output in stream:
                 said.append(output.token_id)

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import os
 import signal
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from math import inf
@@ -22,7 +22,6 @@ from prometheus_client import Gauge
 from prometheus_client.parser import text_string_to_metric_families
 
 from reflex_runtime.core.errors import Cancelled, ReflexError
-from reflex_runtime.core.request import Priority
 from reflex_runtime.drivers.audience import Sink
 from reflex_runtime.ipc.client import ClientConfig, RuntimeClient, start_all
 from reflex_runtime.ipc.engine import ScoredToken
@@ -37,12 +36,12 @@ from reflex_runtime.llm.labelled_series import labelled
 from reflex_runtime.llm.limits import Limits
 from reflex_runtime.llm.serving.model_host import Open, Opening
 from reflex_runtime.llm.serving.requests.texts import Texts
+from reflex_runtime.llm.terms import Terms
 from reflex_runtime.llm.tokenizer import Conversation, Tokenizer
 from reflex_runtime.llm.workers.tokenizer_process import TokenizerProcess
 from reflex_runtime.llm.workers.watching import WorkersLive
 from reflex_runtime.telemetry.processes import LiveProcess, live_process
 from reflex_runtime.telemetry.series import Counter
-from reflex_runtime.telemetry.trace_context import SpanContext
 
 log = logging.getLogger("reflex.server")
 
@@ -273,22 +272,20 @@ class Workers:
             await self._texts.compiled(check_constraint, constraint)
 
     def request(
-        self, prompt: Sequence[int], params: SamplingParams, *, id: str, priority: Priority = Priority.DEFAULT,
-        client: Hashable = "", time_limit: float | None = None, max_gap: float | None = None,
-        span: SpanContext | None = None, matcher: Matcher | None = None, adapter: str = "",
-        prompt_logprobs: int | None = None,
-    ) -> GenerateParams:  # fmt: skip
+        self, prompt: Sequence[int], params: SamplingParams, terms: Terms, matcher: Matcher | None = None
+    ) -> GenerateParams:
         """See `Generator.request`: checked here, so that a request that can never run is not sent."""
-        assert prompt_logprobs is None  # it does not score
+        assert terms.prompt_logprobs is None  # it does not score
         self.limits.check(prompt, params.max_tokens)
         self.limits.check_sampling(params)
         sampling = {name: getattr(params, name) for name in SamplingParams.__struct_fields__}
         ids = prompt if isinstance(prompt, list) else list(prompt)  # not a copy for each choice
         return GenerateParams(
-            **sampling, model_id=self._name, adapter=adapter, prompt_token_ids=ids, priority=priority.name.lower(),
-            client=str(client), request_id=id, timeout_ms=None if time_limit is None else time_limit * 1e3,
-            max_gap_ms=None if max_gap is None else max_gap * 1e3,
-            traceparent="" if span is None else span.traceparent,
+            **sampling, model_id=self._name, adapter=terms.adapter, prompt_token_ids=ids,
+            priority=terms.priority.name.lower(), client=str(terms.client), request_id=terms.id,
+            timeout_ms=None if terms.time_limit is None else terms.time_limit * 1e3,
+            max_gap_ms=None if terms.max_gap is None else terms.max_gap * 1e3,
+            traceparent="" if terms.span is None else terms.span.traceparent,
         )  # fmt: skip
 
     def prompt_scores(self, request: GenerateParams) -> Sequence[ScoredToken]:
