@@ -30,7 +30,11 @@ def guided(params: GenerateParams) -> GenerateParams:
     unknown = sorted(guidance.keys() - {"mode", _OF[mode]})
     if unknown:
         raise ConfigError(f"guidance.{unknown[0]:.100}: is no field of mode {mode!r}")
-    constraint = Constraint(mode, _text(mode, guidance.get(_OF[mode])))
+    try:
+        text = _text(mode, guidance.get(_OF[mode]))
+    except (TypeError, ValueError, RecursionError) as error:  # MessagePack holds what JSON cannot
+        raise ConfigError(f"guidance.{_OF[mode]}: is no JSON: {error}") from None
+    constraint = Constraint(mode, text)
     return msgspec.structs.replace(params, constraint=constraint, guidance=None)
 
 

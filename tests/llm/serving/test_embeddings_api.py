@@ -85,6 +85,15 @@ def test_l9_truncate_prompt_tokens_cuts_and_keeps_the_end(toy: EmbeddingToy) -> 
     assert np.array_equal(toy.vectors(ids("arm a a"), truncate_prompt_tokens=2), toy.vectors([2, ids("arm")[1]]))
 
 
+@pytest.mark.parametrize(("gap", "brief"), [(" ", " "), ("\n", " "), ("x", f" {'x' * 101} ")])
+def test_l9_a_text_that_is_cut_keeps_its_first_tokens_wherever_they_stand(
+    toy: EmbeddingToy, gap: str, brief: str
+) -> None:
+    """A long word is one token, and a run of spaces is none."""
+    long, expected = f"robot {gap * 70_000} arm" + " a" * 9, toy.vectors(f"robot{brief}arm")
+    assert np.array_equal(toy.vectors(long, truncate_prompt_tokens=5 if gap == "x" else 4), expected)
+
+
 def test_l9_many_vectors_are_written_beside_the_loop(toy: EmbeddingToy) -> None:
     texts = [f"{'robot ' * (1 + i % 7)}arm" for i in range(2048)]
     answer = toy.embed([*texts, *texts][:2048], priority="background")

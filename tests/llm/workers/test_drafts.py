@@ -133,6 +133,8 @@ def test_g9_guidance_means_a_constraint(guidance: dict[str, Any], constraint: tu
         ({"mode": "json", "regex": "a"}, "guidance.regex: is no field of mode 'json'"),
         ({"mode": "choice", "choice": []}, "guidance.choice: must be a list of 1 to 1000 texts"),
         ({"mode": "choice", "choice": ["a", ""]}, "guidance.choice: must be"),
+        ({"mode": "json", "schema": {"const": msgspec.msgpack.Ext(1, b"a")}}, "guidance.schema: is no JSON"),
+        ({"mode": "choice", "choice": ["\ud800"]}, "guidance.choice: is no JSON"),
         ({"mode": "regex"}, "guidance.regex: must be a text"),
         ({"mode": "regex", "regex": ""}, "regex: has 0 characters"),
     ],

@@ -23,7 +23,8 @@ from reflex_runtime.llm.serving.local_host import LocalHost
 from reflex_runtime.llm.serving.requests.texts import Texts
 from reflex_runtime.telemetry.trace_context import SpanContext
 
-_PER_TOKEN: Final = 64  # characters of a text that is to be cut, for each token that it keeps: more never have so few
+_PER_TOKEN: Final = 16  # characters of a text that is to be cut, for each token: so much of it is tokenised first
+_CUT_WORD: Final = 128  # tokens that the half of a word may have, where the word is one
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,12 +78,28 @@ class LocalEmbeddings(LocalHost):
 
     def _encode(self, texts: Sequence[str], most: int | None) -> list[list[int]]:
         model, found = self.model, []
-        refused = model.max_model_len if most is None else None
         for text in texts:
-            whole = (model.prompt + (text if most is None else text[: _PER_TOKEN * most])).strip()
-            ids = self.tokenizer.encode(whole.lower() if model.lower else whole, refused)
-            found.append(ids if most is None else self.cut(ids, most))
+            whole = (model.prompt + text).strip()
+            whole = whole.lower() if model.lower else whole
+            if most is None:
+                found.append(self.tokenizer.encode(whole, model.max_model_len))
+            else:
+                found.append(self.cut(self._beginning(whole, most), most))
         return found
+
+    def _beginning(self, text: str, most: int) -> list[int]:
+        """The tokens of the text, or of a beginning of it whose first `most` are those of the text.
+
+        How much of it that takes is not known: a word of any length, or a run of spaces, may be one token, or none.
+        """
+        enough = most + _CUT_WORD
+        end = _PER_TOKEN * enough
+        while end < len(text):
+            ids = self.tokenizer.encode(text[:end])
+            if len(ids) > enough:
+                return ids
+            end *= 4
+        return self.tokenizer.encode(text)
 
     def cut(self, ids: list[int], most: int) -> list[int]:
         """The first tokens, so that there are at most so many; those that end every text stay at the end."""
