@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,6 +14,7 @@ from openai import OpenAI
 from llm.workers.test_workers import Fleet
 from reflex_runtime.ipc.sampling import SamplingParams
 from reflex_runtime.llm.engine import LLMEngine
+from reflex_runtime.llm.serving.answers.completions import Answer
 from serving.openai_toy import Model, Toy
 
 PROMPT = "robots move"
@@ -118,6 +120,22 @@ def test_l9_a_scored_prompt_uses_no_cached_blocks(toy: Toy) -> None:
     assert len(answer["choices"][0]["logprobs"]["tokens"]) == len(long) + 1
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_l9_what_is_told_of_a_prompt_is_written_beside_the_loop(
+    toy: Toy, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    read = Answer._scored
+    others = []
+
+    def scored(self: Answer, index: int) -> Any:
+        others.append(threading.current_thread().name != "toy-server")
+        return read(self, index)
+
+    monkeypatch.setattr(Answer, "_scored", scored)
+    assert toy.complete(PROMPT, max_tokens=2, echo=True, logprobs=1, n=2, stream=stream).status == 200
+    assert others == [True, True]
+
+
 @pytest.mark.parametrize(
     ("fields", "param", "says"),
     [
@@ -125,10 +143,12 @@ def test_l9_a_scored_prompt_uses_no_cached_blocks(toy: Toy) -> None:
         ({"prompt_logprobs": 21}, "prompt_logprobs", "must be in [0, 20]"),
         ({"prompt_logprobs": -1}, "prompt_logprobs", "must be in [0, 20]"),
         ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", "goes without stream"),
+        ({"prompt": ["robots " * 40] * 8, "n": 16, "prompt_logprobs": 20}, "prompt_logprobs", "at most 524288 are"),
+        ({"prompt": ["robots " * 40] * 8, "n": 16, "echo": True, "logprobs": 20}, "echo", "at most 524288 are"),
     ],
 )
 def test_l9_what_cannot_be_told_is_refused_by_name(toy: Toy, fields: Any, param: str, says: str) -> None:
-    answer = toy.complete(PROMPT, **fields)
+    answer = toy.complete(**{"prompt": PROMPT} | fields)
     error = toy.error(answer)
     assert (answer.status, error["param"]) == (400, param)
     assert says in error["message"]

@@ -6,6 +6,7 @@ or not, its request is cancelled.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -40,6 +41,7 @@ from reflex_runtime.web.exchange import Exchange
 from reflex_runtime.web.form import Headers
 
 T = TypeVar("T")
+MOST_SCORES: Final = 1 << 19  # numbers that one answer tells of its prompts: some 40 MB of JSON
 _STREAM: Final[Headers] = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -119,6 +121,7 @@ class Completing:
         except RecursionError:  # the decoder allows a few levels more than others do
             raise too_deep() from None
         _check_tokens(asked, prompts, model.config)
+        _check_scores(asked, prompts)
         try:
             matcher = await runtime.compiled(asked.params.constraint)
         except ConfigError as error:
@@ -211,6 +214,17 @@ def _check_tokens(asked: wire.CompletionRequest, prompts: list[list[int]], confi
         raise BadRequest(f"{name}: {what}", name)
 
 
+def _check_scores(asked: wire.CompletionRequest, prompts: list[list[int]]) -> None:
+    """Refuse more numbers of the prompts' own tokens than one answer may hold."""
+    if asked.prompt_logprobs is None:
+        return
+    told = asked.n * sum(map(len, prompts)) * (1 + asked.prompt_logprobs)
+    if told > MOST_SCORES:
+        name = "echo" if asked.told_of_prompt is None else "prompt_logprobs"
+        what = f"{told} numbers of the prompts' tokens would be told, at most {MOST_SCORES} are"
+        raise BadRequest(f"{name}: {what}; ask for fewer alternatives, choices or prompts", name)
+
+
 def _take_back(streams: list[OutputStream]) -> None:
     """Cancel the generation."""
     for stream in streams:
@@ -287,7 +301,7 @@ async def _whole(
     async for index, outputs in merged(streams, bell):
         first_token(span)
         answer.add(index, outputs)
-    exchange.answer(200, answer.whole())
+    exchange.answer(200, await _made(asked, answer.whole))
 
 
 async def _stream(
@@ -300,7 +314,7 @@ async def _stream(
 ) -> None:
     aside = partial(_pass_on, exchange, streams[0], answer) if len(streams) == 1 else None
     async for index, outputs in merged(streams, bell, aside):
-        events = answer.chunk(index, outputs)
+        events = await _made(asked, partial(answer.chunk, index, outputs))
         if not exchange.begun:
             first_token(span)
             exchange.begin(200, _STREAM, answer.failed)
@@ -310,6 +324,13 @@ async def _stream(
     await exchange.drained()
     exchange.write(answer.end())
     exchange.end()
+
+
+async def _made(asked: wire.CompletionRequest, write: Callable[[], bytes]) -> bytes:
+    """What it writes; beside the loop where that tells of a prompt, which may take seconds."""
+    if asked.prompt_logprobs is None:
+        return write()
+    return await asyncio.get_running_loop().run_in_executor(None, write)
 
 
 def _pass_on(exchange: Exchange, stream: OutputStream, answer: Writer) -> bool:

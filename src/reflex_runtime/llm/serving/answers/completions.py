@@ -301,18 +301,19 @@ class Answer:
             offset += len(text)
         return told
 
-    def _prompt_logprobs(self, index: int) -> PromptLogprobs | msgspec.UnsetType:
-        """The prompt's tokens as `prompt_logprobs` tells them, where it was sent."""
+    def _prompt_logprobs(self, index: int) -> Any:
+        """The prompt's tokens as `prompt_logprobs` tells them, where it was sent: `PromptLogprobs` as JSON. Written
+        token by token, because nothing else runs while one is."""
         scores, most = self._reply.scores, self._reply.asked.told_of_prompt
         if scores is None or most is None:
             return msgspec.UNSET
-        found: PromptLogprobs = [None]
+        found = [b"null"]
         for token in scores(index)[1:]:
             near = {id: rank for rank, (id, _) in enumerate(token.top, 1)}
             own = (token.token_id, token.logprob or 0.0)
             rows = dict([*token.top[:most], own])
-            found.append({str(id): PromptLogprob(p, near.get(id), self._token(id)) for id, p in rows.items()})
-        return found
+            found.append(_encode({str(id): PromptLogprob(p, near.get(id), self._token(id)) for id, p in rows.items()}))
+        return msgspec.Raw(b"[%b]" % b",".join(found))
 
     def _tell(self, logprobs: TextLogprobs | ChatLogprobs, output: Output, offset: int) -> None:
         text = self._token(output.token_id)
