@@ -94,6 +94,17 @@ def test_a_crowd_has_batches_of_sixteen_times_the_fixed_part_unless_other_polici
     assert planned(shared, 128, slow).max_batch_size == 32  # not 64
 
 
+def test_a_client_that_asks_for_more_than_its_share_gets_no_longer_batches_while_another_waits() -> None:
+    """127 callers of one client, and a client that asks ten times a second."""
+    planner = Planner()
+    for i in range(3000):
+        client = "modest" if i % 100 == 0 else "greedy"
+        planner.arrived(Ticket(Request(client=client), i, i / 1e3), i / 1e3, 127)
+    base = FlushPolicy.window(None)
+    policy = planner.policy(base, lambda: (0.0124, 0.0018, 0.03), 3.0, "")
+    assert policy.max_batch_cost <= OVER * base.max_batch_cost
+
+
 @pytest.mark.parametrize(
     ("base", "request_"),
     [

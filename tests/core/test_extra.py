@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from itertools import product
 from random import Random
 
 import pytest
@@ -12,6 +13,7 @@ from reflex_runtime.core.batch import Apart, Batch, Done, More, Outcome
 from reflex_runtime.core.cost import Tally, TokenCost, TokenTally
 from reflex_runtime.core.events import RequestPreempted, RequestProgressed
 from reflex_runtime.core.extra import ExtraUnits
+from reflex_runtime.core.extra import _best as best_of
 from reflex_runtime.core.flush import FlushPolicy
 from reflex_runtime.core.percentile import percentile
 from reflex_runtime.core.request import Request, Ticket, TicketState
@@ -299,3 +301,12 @@ def test_l2_too_many_units_are_cut_to_the_likeliest() -> None:
     assert units.choose(2, asked, 100.0, 0.00025) == [1, 1, 0]
     assert units.choose(2, asked, 100.0, 0.0) == [0, 0, 0]
     assert units.choose(64, asked, 100.0, 1.0) == [0, 0, 0]  # no step of that size was measured
+
+
+def test_chances_that_are_just_worth_their_price_do_not_keep_the_choice_from_ending() -> None:
+    """With them the rate is the same, but for rounding: without them it is a little lower, with them a little higher."""
+    chance = 0.3
+    for ulps in product(range(-2, 3), repeat=2):
+        asked = [[chance + n * 2.0**-54] * times for n, times in zip(ulps, (6, 3), strict=True)]
+        counts = best_of(asked, 2, 0.03, 0.0045)
+        assert len(counts) == 2

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from reflex_runtime.core.batch import Cause, Done, Failed, More
+from reflex_runtime.core.batch import Apart, Cause, Done, Failed, More
 from reflex_runtime.core.cost import TokenCost, UnitCost
 from reflex_runtime.core.errors import (
     Closed,
@@ -355,6 +355,27 @@ def test_a_batch_crashed_when_no_item_of_it_succeeded() -> None:
     ask_many(scheduler, 2)
     finish(scheduler, take(scheduler, 0.0), 0.01, outcome=Failed(ProcessorError("bad")))
     assert [e.crashed for e in scheduler.take_events() if isinstance(e, BatchFinished)] == [True]
+
+
+@pytest.mark.parametrize("left", [0, 1, 2])
+def test_f14_who_left_when_the_batch_began_says_nothing_about_the_processor(left: int) -> None:
+    """Of two: it crashed if the others failed, not if nobody was left."""
+    scheduler = scheduler_of(flush=GREEDY)
+    ask_many(scheduler, 2)
+    outcomes = [Failed(Expired())] * left + [Failed(ProcessorError("bad"))] * (2 - left)
+    scheduler.complete(take(scheduler, 0.0), outcomes, 0.01, 0.01)
+    assert [e.crashed for e in scheduler.take_events() if isinstance(e, BatchFinished)] == [left < 2]
+
+
+def test_f14_a_call_that_failed_for_all_crashed_though_a_part_of_it_had_nobody_left() -> None:
+    scheduler = scheduler_of(flush=GREEDY)
+    ask_many(scheduler, 2)
+    error = ProcessorError("bad")
+    finish(scheduler, take(scheduler, 0.0), 0.01, outcome=Apart(error))
+    for outcome in (Failed(Expired()), Failed(error)):
+        finish(scheduler, take(scheduler, 0.01), 0.01, outcome=outcome)
+    crashed = [e.crashed for e in scheduler.take_events() if isinstance(e, BatchFinished)]
+    assert crashed == [False, False, True]
 
 
 def test_a_wrong_number_of_outcomes_changes_nothing() -> None:

@@ -109,9 +109,11 @@ class Planner:
         if b <= 0.0 or base.max_batch_cost == inf or not demands:
             return base.max_batch_cost
         budget = self._longest(base, a, b)
-        if budget <= a + b or all(limit == inf for _, limit in demands):
+        if budget <= a + b:
             return budget
         fair = self._find_greedy(budget, a, b)
+        if all(limit == inf for _, limit in demands):
+            return budget
         if len(demands) < 2 and not any(d.greedy for d in demands.values()):
             return budget
         grid: list[float] = [(a + b) * (budget / (a + b)) ** (i / 24.0) for i in range(25)]

@@ -93,13 +93,13 @@ class ExtraUnits:
 
 def _best(asked: Sequence[Chances], rows: int, base: float, unit: float) -> list[int]:
     """The counts that make the rate of useful units largest. Each round uses the rate of the one before, which only
-    grows, so it ends (Dinkelbach's method)."""
-    counts: list[int] = []
+    grows, so the counts only shrink (Dinkelbach's method). But for rounding: so it ends when they do not."""
+    counts: list[int] | None = None
     useful, seconds = float(rows), base
     while True:
         price = unit * useful / seconds
         found = [sum([chance > price for chance in chances]) for chances in asked]
-        if found == counts:
+        if counts is not None and sum(found) >= sum(counts):
             return counts
         counts = found
         useful = rows + sum([sum(chances[:n]) for chances, n in zip(asked, counts, strict=True)])

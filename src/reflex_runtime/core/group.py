@@ -374,17 +374,18 @@ class Group:
         waiting = [] if client is None else sorted(client.waiting(), key=lambda ticket: ticket.seq)
         return [*self.preparing.get(request.client, ()), *waiting]
 
-    def crashed(self, partition: Partition, batch: Batch, failed: int) -> bool:
-        """Whether a batch counts as a crash of the processor, not as the fault of a member."""
+    def crashed(self, partition: Partition, batch: Batch, failed: int, faults: int) -> bool:
+        """Whether a batch counts as a crash of the processor, not as the fault of a member. faults: of those members
+        that failed; the others had left when it began, and were not in the call."""
         part = batch.part
         if part is None:
             known = len(batch) == 1 and self.offenders.others_answered(next(iter(batch.grants)).request.client)
-            return failed == len(batch) and not known
+            return faults > 0 and failed == len(batch) and not known
         origin = part.origin
         origin.pending -= 1
-        origin.guilty = origin.guilty or failed > 0
-        if failed < len(batch):
-            origin.served = True
+        origin.guilty = origin.guilty or faults > 0
+        origin.served = origin.served or failed < len(batch)
+        if faults < len(batch):
             partition.suspects.succeeded(part)
         return origin.pending == 0 and not (origin.served and origin.guilty)
 

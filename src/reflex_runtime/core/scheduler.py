@@ -281,7 +281,7 @@ class Scheduler:
         if resources is not None:
             resources.rollback(batch) if failed == n else resources.commit(batch)
         partition.in_flight -= 1
-        crashed = not apart and group.crashed(partition, batch, faults)
+        crashed = not apart and group.crashed(partition, batch, failed, faults)
         if BatchFinished not in self.unheard:
             self._events.append(BatchFinished(now, batch, elapsed, crashed, apart))
         if apart:

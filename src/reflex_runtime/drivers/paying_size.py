@@ -30,17 +30,21 @@ class PayingSize:
     """A controller for one processor: batches as large as they may be, or of one frame.
 
     It compares the times of calls. While the processor never rests, the kind that does not run is tried now and then,
-    with `LEAST` calls. Called by the thread that runs the batches.
+    with `LEAST` calls. `ran` is called by the thread that runs the batches, everything else on any thread.
     name: of the processor, for the log. at_once: how many frames a call computes whatever it is given; None: any.
     """
 
     def __init__(self, name: str, at_once: Callable[[], int | None]) -> None:
         self._name, self._at_once = name, at_once
         self._policies: dict[tuple[FlushPolicy, int], FlushPolicy] = {}
-        self.forget()
+        self._begin()
 
     def forget(self) -> None:
         """The processor takes other times from now on."""
+        self._forgotten = True
+
+    def _begin(self) -> None:
+        self._forgotten = False
         self._alone = self._trying = False
         self._times: dict[bool, deque[float]] = {alone: deque(maxlen=KEPT) for alone in (True, False)}
         self._calls, self._pause, self._ended = 0, FIRST, -inf
@@ -48,7 +52,7 @@ class PayingSize:
     @property
     def alone(self) -> bool:
         """Whether the next batch has one frame only."""
-        return self._alone != self._trying
+        return not self._forgotten and self._alone != self._trying
 
     def arrived(self, ticket: Ticket, now: float, others: int) -> None:
         return
@@ -63,6 +67,8 @@ class PayingSize:
 
     def ran(self, frames: int, began: float, ended: float) -> None:
         """A call came back with results. began, ended: seconds of one clock."""
+        if self._forgotten:  # here, because another thread must not change what is compared
+            self._begin()
         seconds, rested, self._ended = ended - began, began - self._ended, ended
         self._times[frames == 1].append(seconds / frames)
         if self._trying:
