@@ -287,6 +287,17 @@ def test_f14_a_direct_source_opens_no_other_address(kind: str) -> None:
         server.server_close()
 
 
+def test_f14_a_direct_file_opens_no_other_file(tmp_path: Path) -> None:
+    outside = clip(30, ending="ts")
+    (tmp_path / "list.m3u8").write_text(_PLAYLIST.format(outside.as_uri()))
+    with pytest.raises(SourceError, match="playlists are not followed"):
+        VideoSource(tmp_path / "list.m3u8", direct=True).open()
+    for source in (VideoSource(outside, direct=True), VideoSource(tmp_path / "list.m3u8")):
+        source.open()
+        assert source.read() is not None
+        source.close()
+
+
 # -- over TLS, and devices ---------------------------------------------------------------------------------------------
 
 

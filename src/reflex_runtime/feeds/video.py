@@ -34,6 +34,7 @@ NETWORK = ("rtsp", "rtsps", "http", "https")
 _SELF_CONTAINED = (
     "mjpeg,mpjpeg,jpeg_pipe,png_pipe,gif,mov,mp4,matroska,webm,mpegts,mpeg,flv,avi,ogg,asf,nut,ivf,obu,av1,h264,hevc"
 )
+_FILES = f"{_SELF_CONTAINED},image2,apng,webp_pipe,bmp_pipe,tiff_pipe,m4v,mpegvideo,mxf,dv,rm,yuv4mpegpipe"
 
 
 class VideoSource:
@@ -47,8 +48,8 @@ class VideoSource:
     read_timeout: seconds, above 0 up to 600, to wait for a picture's data. A small value finds a frozen camera sooner.
     hwaccel: decode on a device that FFmpeg knows, such as cuda, vaapi, or cuda:1 for the second one; auto takes the
         first that works. Where there is none, or it cannot decode this video, a log line says so and the CPU decodes.
-    direct: read an address of http or https only from there: no redirect is followed, and no playlist or description
-        that names other addresses is read.
+    direct: read an address of http or https, or a file, only from there: no redirect is followed, and no playlist or
+        description that names other addresses or files is read.
     name: the address without user, password and query. total: the frame count in the file, else its duration times
         its rate. corrupt: packets and pictures that could not be decoded, and were skipped.
 
@@ -91,7 +92,7 @@ class VideoSource:
             raise ConfigError(f"VideoSource.size={size!r}: must be width and height in [1, {MAX_SIDE}], or None")
         self._av = _load()
         self._realtime, self._loop, self._size = realtime, loop, size
-        self._direct = direct and self._scheme.startswith("http")
+        self._direct = direct and (self._scheme.startswith("http") or not self._remote)
         self._timeouts = (open_timeout, read_timeout)
         self._hardware = Hardware(hwaccel, self.name) if hwaccel else None
         self._stop = threading.Event()
@@ -174,6 +175,8 @@ class VideoSource:
             form = "v4l2"
         else:
             address = "file:" + os.path.abspath(self._where)  # a colon in a name is no protocol
+            if self._direct:
+                options = {"format_whitelist": _FILES}
         opened: InputContainer = self._av.open(
             address,
             format=form,
