@@ -304,7 +304,7 @@ def test_l2_too_many_units_are_cut_to_the_likeliest() -> None:
 
 
 def test_chances_that_are_just_worth_their_price_do_not_keep_the_choice_from_ending() -> None:
-    """With them the rate is the same, but for rounding: without them it is a little lower, with them a little higher."""
+    """With them the rate is the same, but for rounding: it may be a little higher with them than without."""
     chance = 0.3
     for ulps in product(range(-2, 3), repeat=2):
         asked = [[chance + n * 2.0**-54] * times for n, times in zip(ulps, (6, 3), strict=True)]

@@ -16,7 +16,7 @@ from reflex_runtime.core.percentile import percentile
 from reflex_runtime.core.request import Priority, Request, Ticket, TicketState
 from reflex_runtime.core.resources import UnitPool
 from reflex_runtime.core.scheduler import Scheduler
-from reflex_runtime.core.timed_tokens import ALONE, COLD, SHARE, TimedTokens
+from reflex_runtime.core.timed_tokens import ALONE, COLD, LONGEST, SHARE, TimedTokens
 
 from .helpers import Cached, Generation, scheduler_of, take
 
@@ -284,6 +284,13 @@ def test_l2_sequences_that_allow_a_longer_gap_let_prompts_be_read_in_longer_step
     assert len(device.steps) < len(landing(gap, small).steps) / 2
     one_does_not = landing(gap, small, own=(0.5, None))  # it has the gap of the others
     assert late(one_does_not) <= (gap or 0.1)
+
+
+@pytest.mark.parametrize("gap", [None, 0.05, 3.0])
+def test_l2_no_step_is_longer_than_two_seconds_because_running_sequences_allow_it(gap: float | None) -> None:
+    """Who comes meanwhile waits for its end, and has allowed nothing."""
+    device = landing(gap, large, own=(60.0,))
+    assert LONGEST / 2 < late(device) <= 1.1 * max(LONGEST, gap or 0.0)
 
 
 @pytest.mark.parametrize("gap", [None, 0.1])

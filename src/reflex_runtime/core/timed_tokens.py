@@ -27,7 +27,7 @@ COLD = 64.0  # prompt tokens of a step, while too little was measured
 COLD_ROWS = 8.0  # and sequences, where a gap is promised
 ALONE = 4.0  # times the gap, or the fixed part, that a step of prompts may take while no sequence waits for a token
 EVEN = 2.0  # times the rows of a step, that it may take whatever gap a request asks for
-LONGEST = 2.0  # seconds of a step because of its fixed part
+LONGEST = 2.0  # seconds of a step because of its fixed part, or because its rows allow a long gap
 
 # The fit wants numbers of similar size: rows, prompt tokens and pairs are counted in these units.
 _ROWS, _TOKENS, _PAIRS = 16.0, 64.0, 2.0**20
@@ -41,6 +41,7 @@ class TimedTokens(TokenCost):
     enters, but urgent ones, while one more row would break it; unless a single row already does.
     A request may say a gap of its own (`Request.max_gap`). Prompts then get what the shortest gap of the sequences that
     run leaves, but at least as much time as those take, and it keeps nobody out: one caller must not stop all others.
+    For the same reason a long one makes no step longer than `LONGEST`: who comes meanwhile waits for its end.
     A step without running sequences may take `ALONE` times as long. inf bounds nothing.
     See `TokenCost` for threshold.
     Units beyond those that sequences want are granted where they pay (`extra.py`), within the gap.
@@ -78,7 +79,7 @@ class TimedTokens(TokenCost):
         gap = self.gap
         if own == inf or not self.measured:
             return gap
-        return own if own >= gap else max(own, min(gap, EVEN * self.predict(rows, 0.0, pairs)))
+        return min(own, max(gap, LONGEST)) if own >= gap else max(own, min(gap, EVEN * self.predict(rows, 0.0, pairs)))
 
     def most(self, rows: float, tokens: float, pairs: float, past: float, gap: float) -> float:
         """Tokens of a prompt, of which `past` are computed, that may be added to such a step. gap: that is `allowed`.
