@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import json
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from llm.embedding.directories import VOCABULARY
 from reflex_runtime.core.errors import ProcessorError
 from reflex_runtime.core.events import BatchScheduled, RequestQueued
 from reflex_runtime.llm.serving import embedding_server
+from reflex_runtime.llm.serving.answers import embeddings as answers
 from serving.embedding_toy import EmbeddingToy, toy_directory
 
 
@@ -100,6 +103,26 @@ def test_l9_many_vectors_are_written_beside_the_loop(toy: EmbeddingToy) -> None:
     found = answer.json["data"]
     assert [each["index"] for each in found] == list(range(2048))
     assert np.allclose(found[7]["embedding"], found[0]["embedding"], atol=1e-6)
+
+
+@pytest.mark.parametrize(("form", "count", "beside"), [(True, 2, False), (True, 400, True), (False, 400, True)])
+def test_l9_a_large_answer_is_written_beside_the_loop(
+    form: bool, count: int, beside: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads, part = set(), answers._part
+
+    def seen(*given: Any) -> bytes:
+        threads.add(threading.get_ident())
+        return part(*given)
+
+    monkeypatch.setattr(answers, "_part", seen)
+    rows = list(np.arange(count * 64, dtype=np.float32).reshape(count, 64))
+    body = json.loads(asyncio.run(answers.written(rows, form, '"data":[]', 7)))
+    assert (threading.get_ident() in threads) is not beside
+    assert (body["model"], body["usage"]["total_tokens"], body["object"]) == ('"data":[]', 7, "list")
+    assert [each["index"] for each in body["data"]] == list(range(count))
+    last = body["data"][-1]["embedding"]
+    assert np.array_equal(np.frombuffer(base64.b64decode(last), "<f4") if form else last, rows[-1])
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------

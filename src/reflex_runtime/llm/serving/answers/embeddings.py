@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from base64 import b64encode
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Final
 
 import msgspec
@@ -13,7 +14,7 @@ import numpy.typing as npt
 
 from reflex_runtime.web.json import encode
 
-_AT_ONCE: Final = 20_000  # numbers that are written on the loop; more in a thread, vector by vector
+_AT_ONCE: Final = 20_000  # numbers that are written on the loop; more in a thread
 
 
 class EmbeddingUsage(msgspec.Struct):
@@ -42,13 +43,16 @@ class EmbeddingList(msgspec.Struct):
 
 async def written(rows: Sequence[npt.NDArray[np.float32]], base64: bool, model: str, tokens: int) -> bytes:
     """The body of an answer. rows: the vector of each text."""
-    if len(rows) * len(rows[0]) <= _AT_ONCE or base64:
-        parts = [_part(row, index, base64) for index, row in enumerate(rows)]
-    else:
-        run = asyncio.get_running_loop().run_in_executor
-        parts = [await run(None, _part, row, index, base64) for index, row in enumerate(rows)]
-    whole = EmbeddingList([], model, EmbeddingUsage(tokens, tokens))
-    return encode(whole).replace(b'"data":[]', b'"data":[%b]' % b",".join(parts), 1)
+    write = partial(_written, rows, base64, model, tokens)
+    if len(rows) * len(rows[0]) <= _AT_ONCE:
+        return write()
+    return await asyncio.get_running_loop().run_in_executor(None, write)
+
+
+def _written(rows: Sequence[npt.NDArray[np.float32]], base64: bool, model: str, tokens: int) -> bytes:
+    head, _, tail = encode(EmbeddingList([], model, EmbeddingUsage(tokens, tokens))).partition(b"[]")
+    parts = b",".join([_part(row, index, base64) for index, row in enumerate(rows)])  # joining lets others run, too
+    return b"".join([head, b"[", parts, b"]", tail])
 
 
 def _part(row: npt.NDArray[np.float32], index: int, base64: bool) -> bytes:
