@@ -152,6 +152,11 @@ def _check_names(asked: Sequence[ModelAsked]) -> None:
             if alias in taken:
                 raise ConfigError(f"--alias={one_line(alias)}: names {taken[alias]} already")
             taken[alias] = model.name
+    for model in asked:  # a name without a check, that of a directory, may have a colon
+        for adapter in (text.partition("=")[0] for text in model.config.lora):
+            twice = next((name for name in (model.name, *model.aliases) if f"{name}:{adapter}" in taken), None)
+            if twice is not None:
+                raise ConfigError(f"--lora={adapter}=…: a model is called {one_line(twice)}:{adapter} already")
 
 
 def _divided(config: LLMServeConfig, asked: Sequence[ModelAsked]) -> list[ModelAsked]:

@@ -404,6 +404,8 @@ def test_h10_lora_names_adapters_of_a_model(tmp_path: Path) -> None:
         ("DIR/a", {"lora": ("x",)}, "--lora=x: must be NAME=DIR, DIR a directory of peft with adapter_config.json"),
         ("DIR/a", {"lora": ("b:x=y",)}, "--lora=b:x=y: b is none of a"),
         ("DIR/a", {"lora": ("x=y", "x=z")}, "--lora=x=…: two adapters of a model have this name"),
+        ("b=DIR/a DIR/b:x", {"lora": ("b:x=y",)}, "--lora=x=…: a model is called b:x already"),
+        ("DIR/a DIR/b:x", {"alias": ("b=a",), "lora": ("a:x=y",)}, "--lora=x=…: a model is called b:x already"),
         ("DIR/a", {"lora": ("x y=z",)}, "--lora=x y=z: the name 'x y' must be 1 to 64 letters"),
         ("DIR/a DIR/b", {"lora": ("x=y",)}, "--lora=x=y: must be MODEL:NAME=DIR, MODEL of a, b"),
         ("DIR/a DIR/b", {"lora": ("c:x=y",)}, "--lora=c:x=y: must be MODEL:NAME=DIR, MODEL of a, b"),
