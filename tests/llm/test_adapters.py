@@ -58,11 +58,11 @@ def written(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     """A model, three adapters that differ in all they can, and what the reference writes with each and with none."""
     root = tmp_path_factory.mktemp(request.param)
     base = random_model(request.param, root / "base", head_dim=16)
-    alphas = {"o_proj": 9, "k_proj": 1}
+    alphas = {r"layers\.\d+\.self_attn\.o_proj": 9, "v_proj": 18, "proj": 1}
     found = {
         "all": random_adapter(root / "all", base, 1),
         "query": random_adapter(root / "query", base, 2, 4, ("q_proj", "down_proj"), lora_alpha=3, use_rslora=True),
-        "wide": random_adapter(root / "wide", base, 3, 9, ("v_proj", "o_proj"), alpha_pattern=alphas),
+        "wide": random_adapter(root / "wide", base, 3, 9, ("v_proj", "o_proj"), lora_alpha=5, alpha_pattern=alphas),
     }
     scales: dict[str, Callable[[str], float]] = {
         "all": lambda name: 2.0,
@@ -192,6 +192,7 @@ MERGE = "merge it: PeftModel.from_pretrained"
         ({"lora_alpha": "8"}, 'lora_alpha=\'8\': must be a number above 0'),
         ({"lora_alpha": 0}, "lora_alpha=0: must be a number above 0"),
         ({"alpha_pattern": {"q_proj": -1}}, "alpha_pattern=.*: must be a number above 0"),
+        ({"alpha_pattern": {"q_proj(": 1}}, r"alpha_pattern=.*: the key 'q_proj\(' is no pattern"),
         ({"alpha_pattern": [1]}, r"alpha_pattern=\[1\]: must be an object"),
     ],
 )

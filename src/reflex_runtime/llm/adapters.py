@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -137,19 +137,26 @@ class _Settings:
         patterns = said.get("alpha_pattern") or {}
         if not isinstance(patterns, dict):
             self._refuse("alpha_pattern", "must be an object {layer: number}")
-        self._alphas = {str(key): self._number("alpha_pattern", value) for key, value in patterns.items()}
+        self._alphas = [(self._pattern(key), self._number("alpha_pattern", value)) for key, value in patterns.items()]
 
     def scale(self, layer: str, rank: int) -> float:
         """What B · A is multiplied with."""
-        own = (value for key, value in self._alphas.items() if layer == key or layer.endswith(f".{key}"))
+        own = (value for pattern, value in self._alphas if pattern.match(layer))
         return next(own, self._alpha) / (math.sqrt(rank) if self._said.get("use_rslora") else rank)
+
+    def _pattern(self, key: str) -> re.Pattern[str]:
+        """Which layers a key of alpha_pattern means, as peft matches it: the end of a name, or a pattern of it."""
+        try:
+            return re.compile(rf"(.*\.)?({key})$")
+        except re.error as error:
+            self._refuse("alpha_pattern", f"the key {shorten(key)} is no pattern: {error}")
 
     def _number(self, key: str, value: Any) -> float:
         if type(value) not in (int, float) or not 0 < value < math.inf:
             self._refuse(key, "must be a number above 0")
         return float(value)
 
-    def _refuse(self, key: str, why: str) -> None:
+    def _refuse(self, key: str, why: str) -> NoReturn:
         found = shorten(self._said[key]) if key in self._said else "missing"
         raise ConfigError(f"{self._file}: {key}={found}: {why}")
 
