@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from llm.models import Oracle, random_checkpoint, random_model
+from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.core.events import Event, RequestPreempted
 from reflex_runtime.ipc.sampling import SamplingParams
 from reflex_runtime.llm import engine as module
@@ -87,3 +88,11 @@ def test_l8_a_call_that_fails_in_the_middle_leaves_no_scores(monkeypatch: pytest
     assert all(found[name].prompt_logprobs == once.prompt_logprobs for name in names)
     assert all(found[name].token_ids == once.token_ids for name in names)
     assert len(once.prompt_logprobs) == 10
+
+
+@pytest.mark.parametrize("count", [-1, 21])
+def test_l8_as_many_alternatives_are_told_of_a_prompt_as_of_an_output(count: int) -> None:
+    engine = LLMEngine(ToyRunner(), ByteTokenizer())
+    with pytest.raises(ConfigError, match=rf"prompt_logprobs={count}: must be in \[0, 20\]"):
+        engine.add_request(TOKENS, PARAMS, prompt_logprobs=count)
+    assert engine.unfinished == 0

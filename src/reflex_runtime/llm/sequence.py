@@ -13,8 +13,8 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from reflex_runtime.core.errors import ReflexError
-from reflex_runtime.ipc.sampling import SamplingParams
+from reflex_runtime.core.errors import ConfigError, ReflexError
+from reflex_runtime.ipc.sampling import MOST_LOGPROBS, SamplingParams
 from reflex_runtime.llm.constraint import Matcher
 from reflex_runtime.llm.lookup import Lookup, Rates
 from reflex_runtime.llm.shaping import shaping_of
@@ -158,10 +158,13 @@ class Sequence:
         return "".join(self._pieces)
 
     def score(self, alternatives: int = 0) -> None:
-        """Report what the model says of the prompt's own tokens, each with so many of the likeliest.
+        """Report what the model says of the prompt's own tokens, each with so many of the likeliest. ConfigError for
+        more than an output may have.
 
         To be called before the sequence runs. It then uses no cached blocks, because they hold no logits.
         """
+        if not 0 <= alternatives <= MOST_LOGPROBS:
+            raise ConfigError(f"prompt_logprobs={alternatives!r}: must be in [0, {MOST_LOGPROBS}]")
         self.scores_from, self.alternatives = (0 if self.num_prompt_tokens > 1 else None), alternatives
 
     def scored(self, choices: Seq[Choice]) -> None:
