@@ -51,7 +51,7 @@ def step_table(
     for number, batch in enumerate(rows):
         if gap_after and number == gap_after:
             text = f"… {len(batches) - len(rows):,} steps left out …"
-            table.add_row("", "", Text(text, style="dim"))
+            table.add_row(*[""] * len(before), Text(text, style="dim"))
         who = _step_who(batch, colours, _form(batch, room), room)
         table.add_row(*(c[number] for _, c, _ in before), who, *(c[number] for _, c, _ in behind))
     return table
@@ -65,6 +65,8 @@ def _step_columns(
         ("step", [Text(str(b.id)) for b in rows], True),
         ("tokens", [Text(_of_budget(trace, b)) for b in rows], True),
     ]
+    if len({b.group for b in rows}) > 1:
+        before.insert(1, ("model", [Text(plain(b.group)) for b in rows], False))
     waited = who_waited(trace.batches, {b.id for b in rows})
     members = {m.seq: m for b in trace.batches for m in b.members}
     ever = {m.seq: b.id for b in trace.batches for m in b.members}
@@ -79,9 +81,11 @@ def _step_columns(
     if any(hits):
         behind.append(("cache hits", [_names(m, colours, lambda m: f" {m.cached:g}") for m in hits], False))
     if width >= NARROW_STEPS:
-        if any("blocks_used" in b.notes for b in rows):
-            total = next(b.notes.get("num_blocks", "?") for b in rows if "blocks_used" in b.notes)
-            behind.append((f"blocks\nof {total}", [Text(str(b.notes.get("blocks_used", ""))) for b in rows], True))
+        totals = {str(b.notes.get("num_blocks", "?")) for b in rows if "blocks_used" in b.notes}
+        if len(totals) == 1:
+            behind.append((f"blocks\nof {totals.pop()}", [Text(_blocks(b)) for b in rows], True))
+        elif totals:  # caches of several models
+            behind.append(("blocks", [Text(f"{_blocks(b)}/{b.notes.get('num_blocks', '?')}") for b in rows], True))
         name = "modelled\nms" if all("modelled" in b.notes for b in rows) else "measured\nms"
         behind.append((name, [Text(f"{b.elapsed * 1e3:.2f}") for b in rows], True))
     return before, behind
@@ -91,6 +95,10 @@ def _of_budget(trace: Journal, batch: BatchLine) -> str:
     info = trace.groups.get(batch.group)
     tokens = f"{sum(m.units for m in batch.members):g}"
     return tokens if info is None or info.budget is None else f"{tokens}/{info.budget:g}"
+
+
+def _blocks(batch: BatchLine) -> str:
+    return str(batch.notes.get("blocks_used", ""))
 
 
 def _widest(name: str, cells: Sequence[Text]) -> int:
