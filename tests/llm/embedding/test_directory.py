@@ -125,6 +125,9 @@ def test_l8_what_is_wrong_names_its_file(root: Path, file: str, values: Any, say
         ([("CLIPModel", "")], "must be a Transformer"),
         ([("Transformer", "")], "no module Pooling"),
         ([("Transformer", ""), ("Pooling", "1_Pooling"), ("WordWeights", "2")], "WordWeights, which is not served"),
+        ([("Transformer", ""), ("Pooling", "1_Pooling"), ("Normalize", ""), ("Dense", "2_Dense")], "no other order"),
+        ([("Transformer", ""), ("Dense", "2_Dense"), ("Pooling", "1_Pooling")], "no other order is served"),
+        ([("Transformer", ""), ("Pooling", "1_Pooling"), ("Pooling", "1_Pooling")], "no other order is served"),
         ([("Transformer", "../other"), ("Pooling", "1_Pooling")], "below this directory"),
         ("no list", "below this directory"),
     ],
@@ -133,6 +136,14 @@ def test_l8_modules_that_are_not_served_are_named(root: Path, modules: Any, says
     listed = [{"type": f"st.{kind}", "path": path} for kind, path in modules] if modules != "no list" else {}
     write_json(root / "modules.json", listed)
     with pytest.raises(ConfigError, match=says):
+        EmbeddingModel.open(root)
+
+
+def test_l8_a_layer_on_tokens_is_refused(root: Path) -> None:
+    listed = [("Transformer", ""), ("Pooling", "1_Pooling"), ("Dense", "2_Dense")]
+    write_json(root / "modules.json", [{"type": f"st.{kind}", "path": path} for kind, path in listed])
+    write_json(root / "2_Dense/config.json", {"module_input_name": "token_embeddings"})
+    with pytest.raises(ConfigError, match="module_input_name='token_embeddings': a layer on tokens is not served"):
         EmbeddingModel.open(root)
 
 

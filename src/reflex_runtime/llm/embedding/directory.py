@@ -37,6 +37,7 @@ _BERT_FILES: Final = tuple(
     f"sentence_{kind}_config.json"
     for kind in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
 )
+_ORDER: Final = ("Pooling", "Dense", "Normalize")
 _ACTIVATIONS: Final = ("Identity", "Tanh")
 _ENCODERS: Final = frozenset({
     "albert", "bert", "camembert", "deberta", "deberta-v2", "distilbert", "electra", "ernie", "eurobert", "modernbert",
@@ -146,6 +147,10 @@ def _modules(root: Path) -> list[tuple[str, str]]:
         raise ConfigError(f"{file}: the first module must be a Transformer; other kinds are not served")
     if "Pooling" not in [kind for kind, _ in found]:
         raise ConfigError(f"{file}: has no module Pooling, so it makes no vector of a text")
+    order = [_ORDER.index(kind) for kind, _ in found if kind in _ORDER]
+    if order != sorted(order) or order.count(0) > 1:
+        told = "its modules must be one Pooling, then Dense, then Normalize: no other order is served"
+        raise ConfigError(f"{file}: {told}")
     return found
 
 
@@ -189,6 +194,8 @@ def _dense(place: Path, width: int) -> DenseLayer:
     config = read_json(place / POOLING_FILE)
     activation = str(config.get("activation_function", "torch.nn.modules.activation.Tanh")).rpartition(".")[2]
     file = place / "model.safetensors"
+    if (of := config.get("module_input_name") or "sentence_embedding") != "sentence_embedding":
+        raise ConfigError(f"{place / POOLING_FILE}: module_input_name={of!r}: a layer on tokens is not served")
     if activation not in _ACTIVATIONS:
         raise ConfigError(f"{place / POOLING_FILE}: activation {activation} is not served; Identity and Tanh are")
     if not file.is_file():
