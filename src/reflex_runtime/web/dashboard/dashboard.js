@@ -68,7 +68,8 @@ function tiles(snapshot, groups) {
   const model = snapshot.server.model;
   const speaks = groups.some((g) => g.first_p50 !== null || g.tokens > 0);
   predicts ||= groups.some((g) => g.error !== null);
-  const tokens = !speaks && !model ? [] : [
+  const embeds = model?.dimensions !== undefined; // makes vectors: no tokens, and no cache
+  const tokens = embeds || (!speaks && !model) ? [] : [
     ["tokens a second", round(sum("tokens"))],
     ["first token, p50", milliseconds(worst("first_p50"))],
     ["first token, p99", milliseconds(worst("first_p99"))],
