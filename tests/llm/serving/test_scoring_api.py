@@ -15,6 +15,7 @@ from llm.workers.test_workers import Fleet
 from reflex_runtime.ipc.sampling import SamplingParams
 from reflex_runtime.llm.engine import LLMEngine
 from reflex_runtime.llm.serving.answers.completions import Answer
+from reflex_runtime.llm.toy import ByteTokenizer
 from serving.openai_toy import Model, Toy
 
 PROMPT = "robots move"
@@ -134,6 +135,19 @@ def test_l9_what_is_told_of_a_prompt_is_written_beside_the_loop(
     monkeypatch.setattr(Answer, "_scored", scored)
     assert toy.complete(PROMPT, max_tokens=2, echo=True, logprobs=1, n=2, stream=stream).status == 200
     assert others == [True, True]
+
+
+def test_l9_long_lists_of_token_ids_are_echoed_by_a_thread(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
+    read, names = ByteTokenizer.decode, set[str]()
+
+    def decode(self: ByteTokenizer, ids: Any) -> str:
+        names.add(threading.current_thread().name)
+        return read(self, ids)
+
+    monkeypatch.setattr(ByteTokenizer, "decode", decode)
+    choices = toy.complete([[97] * 400, [98] * 400, [99] * 400], max_tokens=0, echo=True).json["choices"]
+    assert [choice["text"] for choice in choices] == ["a" * 400, "b" * 400, "c" * 400]
+    assert names.isdisjoint({"toy-server"})
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,7 @@ from reflex_runtime.llm.serving.requests import reading as wire
 from reflex_runtime.llm.serving.requests.refusals import BadRequest, too_deep
 from reflex_runtime.llm.serving.served_model import ServedModel
 from reflex_runtime.llm.serving.spans import GenerationSpans, asked_in, first_token
+from reflex_runtime.llm.serving.tokens import beside
 from reflex_runtime.llm.terms import Terms
 from reflex_runtime.llm.tokenizer import Tokenizer
 from reflex_runtime.llm.tools import ToolFormat
@@ -130,15 +131,11 @@ class Completing:
         asked = _aged(asked, exchange)
         made = partial(_requests, runtime, model.adapter, asked, matcher=matcher, exchange=exchange, span=span)
         groups = [made(i, ids) for i, ids in enumerate(prompts)]
+        echoes = await _echoes(asked, runtime.tokenizer) if asked.echo else []
         if exchange.left:
             raise CallerLeft("the caller left before its request was queued")
         for group in groups:  # without an await in between, so that all are queued or none
             streams += runtime.submit_alike(group, bell)
-        echoes: list[str] = []
-        if asked.echo:
-            decode = runtime.tokenizer.decode
-            texts = [prompt if isinstance(prompt, str) else decode(prompt) for prompt in asked.prompts]
-            echoes = [text for text in texts for _ in range(asked.n)]
         self.app.bodies.release(exchange)
         reader = None if asked.conversation is None else _reader(asked, runtime.tokenizer, prompts[0])
         scores = None
@@ -223,6 +220,13 @@ def _check_scores(asked: wire.CompletionRequest, prompts: list[list[int]]) -> No
         name = "echo" if asked.told_of_prompt is None else "prompt_logprobs"
         what = f"{told} numbers of the prompts' tokens would be told, at most {MOST_SCORES} are"
         raise BadRequest(f"{name}: {what}; ask for fewer alternatives, choices or prompts", name)
+
+
+async def _echoes(asked: wire.CompletionRequest, tokenizer: Tokenizer) -> list[str]:
+    """The text with which each choice begins. Its token ids are known to be the model's."""
+    ids = sum(len(prompt) for prompt in asked.prompts if not isinstance(prompt, str))
+    texts = await beside(ids, lambda: [p if isinstance(p, str) else tokenizer.decode(p) for p in asked.prompts])
+    return [text for text in texts for _ in range(asked.n)]
 
 
 def _take_back(streams: list[OutputStream]) -> None:

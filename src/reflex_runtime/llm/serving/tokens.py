@@ -113,7 +113,7 @@ async def tokenized(asked: TextAsked, generator: Generator[Any]) -> bytes:
     texts = None
     if asked.texts:
         token = generator.tokenizer.token
-        texts = await _beside(len(ids), lambda: [token(id) for id in ids])
+        texts = await beside(len(ids), lambda: [token(id) for id in ids])
     return encode(TokenIds(len(ids), generator.limits.max_model_len, ids, texts))
 
 
@@ -127,7 +127,7 @@ async def of_conversation(conversation: Conversation, generator: Generator[Any])
         raise refused(error, "messages") from None
 
 
-async def _beside(tokens: int, work: Callable[[], T]) -> T:
+async def beside(tokens: int, work: Callable[[], T]) -> T:
     """What it returns; of many tokens it is done in a thread."""
     if tokens <= FEW:
         return work()
@@ -160,4 +160,4 @@ async def detokenized(asked: IdsAsked, generator: Generator[Any]) -> bytes:
         told = f"[0, {most - 1}], not {min(asked.tokens)} to {max(asked.tokens)}"
         raise BadRequest(f"tokens: must be in {told}", "tokens")
     decoder = generator.tokenizer.decode
-    return encode(Detokenized(await _beside(len(asked.tokens), lambda: decoder(asked.tokens))))
+    return encode(Detokenized(await beside(len(asked.tokens), lambda: decoder(asked.tokens))))
