@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from reflex_runtime.core.batch import Apart, Cause, Done, Failed, More
+from reflex_runtime.core.batch import Apart, Cause, Done, Failed, More, Outcome
 from reflex_runtime.core.cost import TokenCost, UnitCost
 from reflex_runtime.core.errors import (
     Closed,
@@ -367,15 +367,25 @@ def test_f14_who_left_when_the_batch_began_says_nothing_about_the_processor(left
     assert [e.crashed for e in scheduler.take_events() if isinstance(e, BatchFinished)] == [left < 2]
 
 
-def test_f14_a_call_that_failed_for_all_crashed_though_a_part_of_it_had_nobody_left() -> None:
+@pytest.mark.parametrize("other", [Failed(ProcessorError("bad")), Done()], ids=["fails again", "succeeds alone"])
+def test_f14_a_call_that_failed_crashed_though_a_part_of_it_had_nobody_left(other: Outcome) -> None:
     scheduler = scheduler_of(flush=GREEDY)
     ask_many(scheduler, 2)
-    error = ProcessorError("bad")
-    finish(scheduler, take(scheduler, 0.0), 0.01, outcome=Apart(error))
-    for outcome in (Failed(Expired()), Failed(error)):
+    finish(scheduler, take(scheduler, 0.0), 0.01, outcome=Apart(ProcessorError("bad")))
+    for outcome in (Failed(Expired()), other):
         finish(scheduler, take(scheduler, 0.01), 0.01, outcome=outcome)
     crashed = [e.crashed for e in scheduler.take_events() if isinstance(e, BatchFinished)]
     assert crashed == [False, False, True]
+
+
+def test_f14_a_client_that_had_left_when_its_batch_began_is_no_offender() -> None:
+    """Its next request shares a batch."""
+    scheduler = scheduler_of(flush=GREEDY)
+    ask(scheduler, client="left")
+    finish(scheduler, take(scheduler, 0.0), 0.01, outcome=Failed(Expired()))
+    ask(scheduler, 0.01, client="left")
+    ask(scheduler, 0.01, client="other")
+    assert len(take(scheduler, 0.01)) == 2
 
 
 def test_a_wrong_number_of_outcomes_changes_nothing() -> None:

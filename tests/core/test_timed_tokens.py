@@ -330,6 +330,15 @@ def test_l2_the_gap_of_a_request_is_above_zero(gap: float) -> None:
         Request(max_gap=gap)
 
 
+def test_l2_a_gap_that_cannot_be_kept_gives_prompts_no_more_than_the_gap_of_the_server() -> None:
+    model = landing(0.05, small).scheduler.cost_model("default")
+    assert isinstance(model, TimedTokens)
+    rows = 0.04 / model.predict(1.0, 0.0, 0.0)
+    while model.predict(rows, 0.0, 0.0) < 0.04:
+        rows *= 1.5
+    assert model.allowed(0.001, rows, 0.0) == 0.05
+
+
 def test_l2_a_row_that_was_not_expected_has_its_gap_too() -> None:
     """A group without resources names no rows in advance."""
     device = landing(None, small)

@@ -11,9 +11,10 @@ import pytest
 from drivers.coordinated import nobody_left
 from drivers.virtual import played
 from reflex_runtime import BatchConfig
+from reflex_runtime.core.flush import FlushPolicy
 from reflex_runtime.core.request import Request
 from reflex_runtime.core.returns import JUST_LATE
-from reflex_runtime.drivers.paying_size import FIRST, LEAST, PayingSize
+from reflex_runtime.drivers.paying_size import FIRST, FORMING, LEAST, PayingSize
 from reflex_runtime.sim import Affine, Around, Arrival, Callers, Camera, Every, RecordedArrivals, WorkloadPart
 
 USUAL = Affine(0.005, 0.001)
@@ -172,4 +173,18 @@ def test_f6_a_detector_that_is_replaced_while_calls_are_compared_costs_no_answer
         sizes.ran(frames, now, now := now + seconds)
     assert not sizes.alone
     sizes.ran(8, now, now + 0.8)
+    assert not sizes.alone
+
+
+@pytest.mark.parametrize(("at_once", "size"), [(None, 8), (2, 2), (16, 8)])
+def test_f6_a_batch_is_no_larger_than_the_processor_computes_at_once(at_once: int | None, size: int) -> None:
+    sizes = PayingSize("x", lambda: at_once)
+    policy = sizes.policy(FlushPolicy(max_batch_size=8), lambda: (0.0, 0.0, 0.0), 0.0, "")
+    assert policy.max_batch_size == size
+
+
+def test_f6_frames_that_take_nearly_as_long_alone_share_calls_which_are_formed_once() -> None:
+    sizes, now = PayingSize("x", lambda: None), 0.0
+    for frames, seconds in [(8, 0.8)] * (FIRST + 1) + [(1, 0.1 - FORMING / 2)] * LEAST:
+        sizes.ran(frames, now, now := now + seconds)
     assert not sizes.alone

@@ -13,7 +13,7 @@ import pytest
 from drivers.coordinated import Caller, Coordinator, busy_with, nobody_left
 from feeds.fakes import END, Camera, Clock, Collector, Detector, balanced, ended, frame, number_in
 from reflex_runtime.core.batch import Done, Failed
-from reflex_runtime.core.errors import Expired
+from reflex_runtime.core.errors import Expired, ResultCountMismatch
 from reflex_runtime.drivers.batch_processor import BatchConfig, BatchEntry
 from reflex_runtime.drivers.follow_up import Join
 from reflex_runtime.drivers.submitted_frame import NewestFrame
@@ -53,17 +53,28 @@ class Preparing(Stopping):
         super().__init__()
         self.prepared: list[tuple[int, str]] = []
         self.faults_ahead: set[int] = set()
+        self.answers_more = 0
+        self._held = -1
+        self._preparing, self.go_on = threading.Event(), threading.Event()
 
     def prepare(self, image: Any) -> str:
         number, thread = number_in(image), threading.current_thread().name
         self.prepared.append((number, "feed" if thread.startswith("reflex-feed") else "coordinator"))
         if number in self.faults_ahead:
             raise ValueError("no picture")
+        if number == self._held:
+            self._preparing.set()
+            assert self.go_on.wait(60.0)
         return f"view {number}"
+
+    def hold_up(self, number: int) -> threading.Event:
+        """Preparing it takes until `go_on` is set. Returns what is set when it begins."""
+        self._held = number
+        return self._preparing
 
     def process(self, entries: Sequence[BatchEntry]) -> list[Any]:
         found = super().process(entries)
-        return [(answer, entry.view) for answer, entry in zip(found, entries, strict=True)]
+        return [(answer, entry.view) for answer, entry in zip(found, entries, strict=True)] + [0] * self.answers_more
 
 
 class Behind:
@@ -208,9 +219,63 @@ def test_f14_a_newer_frame_that_cannot_be_prepared_costs_that_one_only() -> None
     assert "no picture" in (behind.feed.snapshot().error or "")
 
 
-@pytest.mark.parametrize("kept", ["stages", "queue"])
+def test_f14_a_frame_that_is_too_old_does_not_hide_that_a_call_has_a_wrong_number_of_results() -> None:
+    behind = Behind(FeedConfig(max_age=0.5))
+    behind.detector.answers_more = 1
+    behind.give(10)
+    others = [behind.coordinator.handle.submit(f"other {n}", frame(n).image) for n in range(2)]
+    behind.clock.now += 0.5
+    behind.detector.next()
+    behind.detector.gate.set()
+    for other in others:
+        with pytest.raises(ResultCountMismatch, match="3 results for 2 requests"):
+            other.result(60.0)
+    behind.end()
+
+
+def test_f14_a_frame_whose_feed_gave_it_up_while_its_batch_began_takes_no_other_out_of_the_queue() -> None:
+    """A neighbour holds the batch up; meanwhile the feed gives up its frame and prepares the next one."""
+    behind, begun, go_on = Behind(), threading.Event(), threading.Event()
+
+    def slow() -> NewestFrame:
+        begun.set()
+        assert go_on.wait(60.0)
+        return NewestFrame(frame(7).image, None, 0, None)
+
+    neighbour = Caller(behind.coordinator.handle, "other", "old", newest=slow)
+    behind.coordinator.asked(1)
+    behind.coordinator.patience = 0.05
+    behind.give(10)
+    behind.detector.gate.set()
+    assert begun.wait(60.0)
+    behind.coordinator.patience = 60.0
+    preparing = behind.detector.hold_up(20)
+    behind.read(20)
+    assert preparing.wait(60.0)
+    behind.read(30)
+    after = behind.coordinator.handle.submit("after", frame(8).image)
+    go_on.set()
+    for _ in range(2):
+        behind.detector.busy()
+        behind.detector.gate.set()
+    assert after.result(60.0)[0] == 8
+    behind.detector.go_on.set()
+    behind.detector.busy()
+    behind.detector.gate.set()
+    behind.sink.wait(1)
+    assert behind.sink.values == [(30, "view 30")]
+    assert behind.end() == {"timeout": 1, "overrun": 1}
+    neighbour.end()
+
+
+@pytest.mark.parametrize("kept", ["stages", "view", "queue"])
 def test_f14_with_stages_before_or_a_longer_queue_the_frame_that_waits_stays(kept: str) -> None:
-    behind = Behind(before=[lambda each: each]) if kept == "stages" else Behind(FeedConfig(queue=2))
+    own: dict[str, Any] = {
+        "stages": {"before": [lambda each: each]},
+        "view": {"view": lambda each: f"view {number_in(each.image)}"},
+        "queue": {"config": FeedConfig(queue=2)},
+    }
+    behind = Behind(**own[kept])
     behind.give(10, 11)
     behind.answer()
     behind.detector.busy()

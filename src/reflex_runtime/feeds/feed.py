@@ -45,7 +45,8 @@ class FeedConfig:
     mode: live or file (see the module); None: as the source is.
     max_age: live: a frame older than this is dropped before it is computed; None: no limit.
     queue: frames between the two threads; None: 1 for live, so that the newest wins, and 4 for file. With more than 1,
-        or with stages before the batch point, the frame that waits for its batch stays the same.
+        with stages before the batch point, or with a view of its own (`Pipeline`), the frame that waits for its batch
+        stays the same.
     restarts: how often the source is opened again, in all; None: without end for live, never for file.
     retries: file: how often a frame is asked again after no answer came in time; then it counts as failed.
     every, fps: one of so many pictures is taken, and of those at most so many a second (see `Taking`); 0 is no limit.
