@@ -303,6 +303,28 @@ def test_l2_too_many_units_are_cut_to_the_likeliest() -> None:
     assert units.choose(64, asked, 100.0, 1.0) == [0, 0, 0]  # no step of that size was measured
 
 
+def test_l2_the_first_guesses_are_taken_to_be_as_dear_as_rows() -> None:
+    """What they cost is not known, and the gap holds all the same."""
+    units = ExtraUnits()
+    for _ in range(3):
+        units.observe(1, 0.0, 0.010)
+    assert units.choose(1, [(0.9,) * 16], 100.0, 0.025) == [2]
+    assert units.choose(1, [(0.9,) * 16], 100.0, 0.250) == [4]
+
+
+def test_l2_the_time_of_prompts_is_not_taken_for_that_of_guesses(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[float] = []
+    monkeypatch.setattr(ExtraUnits, "observe", lambda self, rows, units, elapsed: seen.append(elapsed))
+    device = Guessing(memory_bound, 0.9, 4, gap=0.2)
+    device.rate(10)
+    device.ask("long 9", 3000.0)
+    device.rate(10)
+    with_prompt = {took for granted, took, _ in device.steps if granted.get("long 9", 1.0) > 1.0}
+    assert len(with_prompt) > 3
+    assert not with_prompt & set(seen)
+    assert len(seen) > 5
+
+
 def test_chances_that_are_just_worth_their_price_do_not_keep_the_choice_from_ending() -> None:
     """With them the rate is the same, but for rounding: it may be a little higher with them than without."""
     chance = 0.3

@@ -310,6 +310,15 @@ def test_l8_nothing_is_guessed_beyond_the_last_token() -> None:
     assert runner.longest == 43
 
 
+def test_l8_the_logits_of_guesses_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("reflex_runtime.llm.engine.GUESSED_BYTES", 5 * 4 * ToyRunner.vocab_size)
+    params = SamplingParams.greedy(40, ignore_eos=True)
+    without, _, _ = outputs(Looping(200, 4), "off", TEXTS, params)
+    found, _, seen = outputs(Looping(200, 4), "ngram", TEXTS, params)
+    assert plain(found) == plain(without)
+    assert max(sum(e.batch.extra.values()) for e in seen.events if isinstance(e, BatchScheduled)) == 5
+
+
 def test_l1_a_request_with_guesses_can_be_aborted() -> None:
     engine = LLMEngine(Looping(200, 4), ByteTokenizer(), speculate="ngram")
     request = engine.add_request(TEXTS[0], SamplingParams.greedy(60, ignore_eos=True))

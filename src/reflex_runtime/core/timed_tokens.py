@@ -44,16 +44,17 @@ class TimedTokens(TokenCost):
     For the same reason a long one makes no step longer than `LONGEST`: who comes meanwhile waits for its end.
     A step without running sequences may take `ALONE` times as long. inf bounds nothing.
     See `TokenCost` for threshold.
-    Units beyond those that sequences want are granted where they pay (`extra.py`), within the gap.
+    Units beyond those that sequences want are granted where they pay (`extra.py`), within the gap: at most `most_extra`
+    in a step.
     """
 
-    def __init__(self, threshold: float = inf, gap: float | None = None) -> None:
+    def __init__(self, threshold: float = inf, gap: float | None = None, most_extra: float = inf) -> None:
         super().__init__(threshold)
         if gap is not None and not gap > 0.0:
             raise ConfigError(f"TimedTokens.gap={gap!r}: must be > 0 seconds, or None")
         self._gap = gap
         self._fit = AffineFit()
-        self._extra, self._asked = ExtraUnits(), False
+        self._extra, self._asked, self._most_extra = ExtraUnits(), False, most_extra
 
     @property
     def measured(self) -> bool:
@@ -118,7 +119,7 @@ class TimedTokens(TokenCost):
         far; units: that the budget leaves. gap: shortest one of the rows."""
         self._asked = True
         left = min(gap, self.gap) / (1.0 + SURE * self.sigma) - seconds
-        return self._extra.choose(rows, [ticket.extra for ticket in tickets], units, left)
+        return self._extra.choose(rows, [ticket.extra for ticket in tickets], min(units, self._most_extra), left)
 
     def tally(self) -> Tally:
         return _TimedTokenTally(self)

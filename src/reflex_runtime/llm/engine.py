@@ -52,6 +52,7 @@ Written = TokenOutput | ProcessorError
 
 _PLAIN = SamplingParams()
 SCORED_BYTES = 64 << 20  # of logits of prompts that are scored, in one call of the model
+GUESSED_BYTES = 64 << 20  # of logits of guessed tokens in a step: each gives a row as long as the vocabulary
 _numbers = count()  # of requests: unique in the process
 
 
@@ -124,7 +125,8 @@ class LLMProcessor(BaseProcessor):
         threshold, gap = config.long_prefill_token_threshold or inf, config.max_gap_ms
         if gap is None and config.speculate != "off":
             gap = inf  # bounds nothing, but what steps take is learned
-        by_time = partial(TimedTokens, threshold, gap / 1e3 if gap else None)
+        guessed = float(max(1, GUESSED_BYTES // (4 * self.runner.vocab_size)))
+        by_time = partial(TimedTokens, threshold, gap / 1e3 if gap else None, guessed)
         return GroupConfig(
             name=self.name,
             weight=self._weight,
