@@ -136,6 +136,8 @@ def test_l9_models_take_turns_on_one_device_and_show_what_they_do() -> None:
                 assert {name: (m["running"], m["waiting"]) for name, m in told["models"].items()} == {
                     "small": (1, 1), "large": (0, 1)
                 }  # fmt: skip
+                held = {name: m["kv_cache_usage"] for name, m in told["models"].items()}
+                assert told["kv_cache_usage"] == held["small"] > held["large"] == 0
                 small.go()
                 other.read()
             one.read()
