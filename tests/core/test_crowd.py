@@ -94,6 +94,12 @@ def test_a_crowd_has_batches_of_sixteen_times_the_fixed_part_unless_other_polici
     assert planned(shared, 128, slow).max_batch_size == 32  # not 64
 
 
+def test_no_crowd_has_batches_of_more_than_two_seconds_because_of_the_fixed_part() -> None:
+    fixed, marginal = 0.3, 0.010
+    policy = planned(FlushPolicy.window(None), 1000, (fixed, marginal, 0.03))
+    assert 0.7 * Planner.LONGEST < fixed + marginal * policy.max_batch_size <= OVER * Planner.LONGEST
+
+
 def test_a_client_that_asks_for_more_than_its_share_gets_no_longer_batches_while_another_waits() -> None:
     """127 callers of one client, and a client that asks ten times a second."""
     planner = Planner()
