@@ -226,6 +226,7 @@ def test_l2_who_did_not_get_all_it_wanted_gets_nothing_beyond_it() -> None:
     scheduler.complete(batch, [More("token", 5.0, extra=(0.9,)), More("token", 1.0, extra=(0.9,))], 0.01, 0.0)
     batch = take(scheduler, 0.0)
     assert (batch.grants, batch.extra) == ({tickets[1]: 2.0, tickets[0]: 2.0}, {tickets[1]: 1.0})
+    assert batch.cost == 4.0
     scheduler.complete(batch, [Done("last", ("token",), 1.0), More(None, 3.0)], 0.01, 0.0)
     assert (tickets[1].granted, tickets[1].computed, tickets[1].unused) == (3.0, 2.0, 1.0)
 

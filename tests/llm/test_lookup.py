@@ -130,3 +130,11 @@ def test_a_very_long_sequence_is_looked_up_no_further() -> None:
     lookup = guesser([1, 2, 3] * (LONGEST // 3 + 2), [1, 2, 3])
     assert lookup.guess(5) == ([], ())
     assert len(lookup._triples) == 3
+
+
+@pytest.mark.parametrize("given", [0, 60])
+def test_what_a_sequence_says_beyond_its_longest_takes_no_memory(given: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("reflex_runtime.llm.lookup.LONGEST", 50)
+    lookup = guesser(range(100, 180), range(200, 280), draft=range(300, 300 + given))
+    assert len(lookup._pairs) <= 50
+    assert len(lookup._triples) <= 50

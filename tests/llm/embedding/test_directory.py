@@ -80,6 +80,8 @@ def test_l8_a_bare_encoder_has_the_mean_at_length_one(root: Path) -> None:
         ({"model_type": "llama", "architectures": ["LlamaForCausalLM"]}, False),
         ({"model_type": "bert", "architectures": ["BertLMHeadModel"]}, False),
         ({"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}, False),
+        ({"model_type": "bert", "architectures": 5}, True),
+        ({"model_type": ["bert"], "architectures": [5]}, False),
     ],
 )
 def test_l8_which_server_a_directory_gets(tmp_path: Path, config: Any, embeds: bool) -> None:
@@ -101,12 +103,14 @@ def test_l8_a_decoder_with_modules_is_an_embedding_model(root: Path) -> None:
     [
         ("1_Pooling/config.json", {"pooling_mode_mean_tokens": False}, "pooling ''"),
         ("1_Pooling/config.json", {"pooling_mode": "attention"}, "pooling 'attention'"),
+        ("1_Pooling/config.json", {"pooling_mode": [["mean"]]}, "pooling \"['mean']\""),
         ("1_Pooling/config.json", {"include_prompt": False}, "include_prompt"),
         ("sentence_bert_config.json", {"max_seq_length": "many"}, "max_seq_length"),
         ("config.json", {"hidden_size": None}, "hidden_size"),
         ("config.json", {"model_type": 3}, "model_type"),
         ("config.json", {"matryoshka_dimensions": []}, "matryoshka_dimensions"),
         ("config_sentence_transformers.json", {"default_prompt_name": "q"}, "default_prompt_name"),
+        ("config_sentence_transformers.json", {"default_prompt_name": ["q"]}, "default_prompt_name"),
     ],
 )
 def test_l8_what_is_wrong_names_its_file(root: Path, file: str, values: Any, says: str) -> None:

@@ -123,9 +123,10 @@ def is_embedding(directory: Path | str) -> bool:
         config = read_json(root / CONFIG_FILE) if (root / CONFIG_FILE).is_file() else {}
     except ConfigError:
         return (root / MODULES_FILE).is_file()
-    heads = [name for name in config.get("architectures") or () if isinstance(name, str)]
-    generates = any(name.endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")) for name in heads)
-    return config.get("model_type") in _ENCODERS and not generates
+    generates = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
+    kind = config.get("model_type")
+    encodes = isinstance(kind, str) and kind in _ENCODERS
+    return encodes and not any(name.endswith(generates) for name in _architectures(config))
 
 
 def _modules(root: Path) -> list[tuple[str, str]]:
@@ -183,7 +184,7 @@ def _ways(file: Path) -> tuple[str, ...]:
     names = [said] if isinstance(said, str) else said if isinstance(said, list) else None
     if names is None:
         names = [flag for flag in _FLAGS if config.get(flag)]
-    ways = tuple(_FLAGS.get(name) or _NAMES.get(name, str(name)) for name in names)
+    ways = tuple(_FLAGS.get(name) or _NAMES.get(name, name) for name in map(str, names))
     if not ways or not set(ways) <= set(_FLAGS.values()):
         told = f"pooling {', '.join(ways)!r}: must be one or more of {', '.join(_FLAGS.values())}"
         raise ConfigError(f"{file}: {told}")
@@ -248,7 +249,7 @@ def _prompt(root: Path) -> str:
     name, prompts = settings.get("default_prompt_name"), settings.get("prompts") or {}
     if name is None:
         return ""
-    if not isinstance(prompts, dict) or not isinstance(prompts.get(name), str):
+    if not isinstance(name, str) or not isinstance(prompts, dict) or not isinstance(prompts.get(name), str):
         raise ConfigError(f"{file}: default_prompt_name={name!r}: there is no such prompt")
     return str(prompts[name])
 
@@ -263,10 +264,16 @@ def _matryoshka(file: Path, config: dict[str, Any]) -> tuple[int, ...] | None:
 
 
 def _check_heads(transformer: Path, config: dict[str, Any]) -> None:
-    for name in config.get("architectures") or ():
-        if isinstance(name, str) and any(head in name for head in _HEADS):
+    for name in _architectures(config):
+        if any(head in name for head in _HEADS):
             why = "is a classifier or reranker, which makes no vector of a text, and is not served"
             raise ConfigError(f"{transformer / CONFIG_FILE}: {name} {why}")
+
+
+def _architectures(config: dict[str, Any]) -> list[str]:
+    """The classes that the model's weights are of."""
+    named = config.get("architectures")
+    return [name for name in named if isinstance(name, str)] if isinstance(named, list) else []
 
 
 def _number(file: Path, config: dict[str, Any], *names: str) -> int:
