@@ -62,6 +62,16 @@ def test_l9_clients_share_seconds_not_requests() -> None:
     assert served["long"] == pytest.approx(served["short"], rel=0.3)  # and not 8 to 1, as by requests
 
 
+def test_l9_a_batch_is_as_long_as_the_deadlines_in_it_allow() -> None:
+    """By the budget all would go together, and most would be late."""
+    of = scheduler(1.0)
+    due = [of.submit(Request(client=str(i), wants=30.0, time_limit=0.1), 0.0) for i in range(6)]
+    batch = of.next_batch(0.0)
+    assert batch is not None
+    assert set(batch.grants) <= set(due)
+    assert len(batch) == 2  # 62 ms; with a third one all might be late
+
+
 def test_l9_work_grows_with_the_square_beyond_the_curve() -> None:
     cost = SizedCost(100.0, [((size,), size * (1 + size / 100) * 1e-3) for size in (10, 50, 100, 200)])
     assert cost.seconds(200.0) == pytest.approx(0.6, rel=0.02)
