@@ -78,6 +78,18 @@ def test_l9_work_grows_with_the_square_beyond_the_curve() -> None:
     assert cost.fixed_seconds == pytest.approx(0.0, abs=1e-3)
 
 
+def test_l9_batches_teach_the_work_of_their_texts_not_their_sum() -> None:
+    of, now = scheduler(10.0, curve=100.0), 0.0
+    for size in (10.0, 200.0) * 20:
+        of.submit(Request(wants=size), now)
+        batch = of.next_batch(now)
+        assert batch is not None
+        of.complete(batch, [Done(None)], size * (1 + size / 100) * 1e-3, now)
+        now += 1.0
+    assert of.cost_model("default").seconds(200.0) == pytest.approx(0.6, rel=0.05)
+    assert of.cost_model("default").seconds(10.0) == pytest.approx(0.011, rel=0.1)
+
+
 def test_l9_before_anything_was_measured_a_unit_counts_as_documented() -> None:
     cost = SizedCost()
     assert (cost.seconds(10.0), cost.fixed_seconds, cost.ready) == (10 * UNMEASURED, 0.0, False)

@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from itertools import combinations, pairwise
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
+from reflex_runtime.core.request import Request
+from reflex_runtime.core.scheduler import Scheduler
 from reflex_runtime.llm.embedding.calls import MOST_TEXTS, calls_of
+from reflex_runtime.llm.embedding.directory import EmbeddingModel
+from reflex_runtime.llm.embedding.processor import EmbeddingProcessor
+from reflex_runtime.llm.serving.local_embeddings import TextTokens
+
+from .directories import write_graph
 
 
 def cost(calls: list[list[int]], lengths: list[int], fixed: float) -> float:
@@ -36,3 +47,28 @@ def test_l9_a_call_is_bounded_in_places_and_texts() -> None:
     assert calls_of([300], float, 1.0, most=250) == [[0]]  # one text may have any length
     assert [len(call) for call in calls_of([10] * 6, float, 1e9, pairs=250)] == [2, 2, 2]
     assert max(map(len, calls_of([1] * 1000, float, 1e9))) == MOST_TEXTS
+
+
+def test_l9_the_calls_of_a_batch_keep_the_memory_of_attention(tmp_path: Path) -> None:
+    class Zeros:
+        name = "zeros"
+
+        def states(self, ids: Any, mask: Any) -> Any:
+            shapes.append(ids.shape)
+            return np.zeros((*ids.shape, model.width), np.float32)
+
+        def close(self) -> None:
+            return
+
+    shapes: list[tuple[int, int]] = []
+    model = replace(EmbeddingModel.open(write_graph(tmp_path / "model")), pairs=2 * 3**2)
+    processor = EmbeddingProcessor(
+        model, Zeros(), [((size,), 1.0 + 0.001 * size) for size in (2, 4, 8)], max_batch_cost=10.0
+    )
+    scheduler = Scheduler([processor.group])
+    for _ in range(5):
+        scheduler.submit(Request(TextTokens([5] * 3), wants=3.0), 0.0)
+    batch = scheduler.next_batch(0.0)
+    assert batch is not None
+    assert len(processor.run(batch)) == len(batch) == 5
+    assert sorted(shapes) == [(1, 3), (2, 3), (2, 3)]  # and not the five in one, which would cost less

@@ -198,13 +198,13 @@ def test_l9_what_is_told_of_an_embedding_model(toy: EmbeddingToy) -> None:
 
 
 def test_l9_what_waits_shares_a_batch_in_calls_of_like_lengths(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    taken = [((tokens,), 0.001 + 0.001 * tokens) for tokens in (4, 16, 64)]  # a call costs as much as one token
+    taken = [((tokens,), 0.004 + 0.001 * tokens) for tokens in (4, 16, 64)]  # a call costs as much as four tokens
     monkeypatch.setattr(embedding_server, "measure", lambda model, encoder: taken)
     with EmbeddingToy(root) as toy:
         toy.runner.stop()
         with toy.asking("a", "first") as first:
             toy.runner.wait_inside()
-            texts = {"long": "robot " * 62, "short": "a", "brief": "b"}
+            texts = {"long": "robot " * 62, "short": "a", "brief": "a arm"}
             others = [toy.asking(text, name) for name, text in texts.items()]
             for name in texts:
                 toy.ticket(name)
@@ -213,11 +213,11 @@ def test_l9_what_waits_shares_a_batch_in_calls_of_like_lengths(root: Path, monke
             for caller in [first, *others]:
                 caller.read_until(b'"usage"')
                 caller.sock.close()
-        assert sorted(toy.runner.sizes[before:]) == [6, 64]  # the short ones together: with the long one they were 192
-        assert sum(toy.log.of(BatchScheduled)[-1].batch.grants.values()) == 64 + 3 + 3
-        assert toy.metrics()("reflex_embedding_padding_total") == 0
+        assert sorted(toy.runner.sizes[before:]) == [8, 64]  # the short ones together: with the long one they were 192
+        assert sum(toy.log.of(BatchScheduled)[-1].batch.grants.values()) == 64 + 3 + 4
+        assert toy.metrics()("reflex_embedding_padding_total") == 1
         assert toy.metrics()("reflex_embedding_calls_total") == 3
-        assert toy.metrics()("reflex_prompt_tokens_total") == 73
+        assert toy.metrics()("reflex_prompt_tokens_total") == 74
 
 
 def test_l9_a_full_queue_takes_all_texts_of_a_request_or_none(root: Path) -> None:
