@@ -269,6 +269,12 @@ def test_l9_deadlines_priorities_and_clients_are_the_schedulers(toy: EmbeddingTo
     assert (request.client, request.priority.name, request.wants) == ("me", "URGENT", 3.0)
 
 
+def test_l9_a_deadline_of_an_embedding_counts_from_the_arrival(toy: EmbeddingToy) -> None:
+    answer = toy.embed("a", deadline_ms=0.001)
+    assert answer.status == 504
+    assert "while it was read" in toy.error(answer)["message"]
+
+
 def test_l9_a_text_that_the_model_fails_on_costs_no_other(
     toy: EmbeddingToy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
