@@ -3,7 +3,9 @@ coordinators, whose processor waits for the test."""
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -11,9 +13,10 @@ from typing import Any
 import pytest
 
 from drivers.coordinated import Caller, Coordinator, busy_with, nobody_left
+from drivers.coordinated import Detector as Answering
 from feeds.fakes import END, Camera, Clock, Collector, Detector, balanced, ended, frame, number_in
 from reflex_runtime.core.batch import Done, Failed
-from reflex_runtime.core.errors import Expired, ResultCountMismatch
+from reflex_runtime.core.errors import Expired, ReflexError, ResultCountMismatch
 from reflex_runtime.drivers.batch_processor import BatchConfig, BatchEntry
 from reflex_runtime.drivers.follow_up import Join
 from reflex_runtime.drivers.submitted_frame import NewestFrame
@@ -293,6 +296,42 @@ def test_f5_a_frame_whose_caller_has_left_takes_no_other_out_of_the_queue() -> N
     taken = hand.newest(queue, Pipeline(), ledger, 1.0, lambda: 0.5)
     assert (taken.sequence, hand.frame.sequence, hand.replaced) == (1, 1, False)
     assert queue.get(0.0) is newer
+
+
+class Held:
+    """Stands for a picture."""
+
+
+@pytest.mark.parametrize("why", ["too old", "not prepared", "has no result", "the call fails"])
+def test_f14_a_frame_without_an_answer_is_let_go_at_once(why: str) -> None:
+    """Not when cycles are collected: hundreds of large pictures would wait for that."""
+
+    def newest() -> NewestFrame:
+        if why == "too old":
+            raise Expired
+        if why == "not prepared":
+            raise ValueError("no picture")
+        return NewestFrame(Held(), None, 0, None)
+
+    def answer(entries: Sequence[BatchEntry]) -> Any:
+        if why == "the call fails":
+            raise ValueError("no call")
+        return [ValueError("no result")] * len(entries)
+
+    def ask(coordinator: Coordinator, held: Held) -> None:
+        with pytest.raises(ReflexError):
+            coordinator.handle.submit_and_wait("cam", held, newest=newest)
+
+    coordinator, held = Coordinator(Answering(answer=answer), BatchConfig(max_latency=0.0)), Held()
+    let_go = weakref.ref(held)
+    gc.disable()
+    try:
+        with coordinator:
+            ask(coordinator, held)
+        del held
+        assert let_go() is None
+    finally:
+        gc.enable()
 
 
 # -- a call that is repeated, and a second model -----------------------------------------------------------------------

@@ -166,7 +166,10 @@ class BatchHandle:
         assert outcome is not None
         if isinstance(outcome, Done):
             return outcome.value
-        raise outcome.error.with_traceback(None)  # shared by the callers of a failed batch
+        try:
+            raise outcome.error.with_traceback(None)  # shared by the callers of a failed batch
+        finally:  # it holds this call, whose variables hold it and the frame: a cycle, and pictures are large
+            del given, submitted, outcome
 
     def metrics(self) -> BatchMetrics:
         """Everything counted so far, as one consistent snapshot."""

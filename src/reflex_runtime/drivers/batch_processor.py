@@ -132,6 +132,7 @@ class Owned(BaseProcessor):
             try:
                 entries.append(ticket.request.payload.entry(ticket.arrived))
             except Exception as error:
+                error.__traceback__ = None  # it holds this call, and with it the frames of the batch
                 faults[place] = Failed(error if isinstance(error, ReflexError) else wrapped(error))
         results = self._process(entries) if entries else []
         if not faults:

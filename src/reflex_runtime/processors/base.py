@@ -6,6 +6,7 @@ exceptions), `run_batch` turns it into exactly one outcome per ticket.
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -72,7 +73,13 @@ def run_batch(processor: Processor, batch: Batch) -> list[Outcome]:
     except Exception as error:
         if lost := lost_gpu(error):
             raise lost from error
-        return failure_of(error, batch, processor.repeatable)  # kept in no variable: its traceback keeps the frame
+        # What is raised to callers keeps the calls in its traceback, and these would keep the batch in their variables:
+        # a cycle, with every picture of it.
+        traceback.clear_frames(error.__traceback__)
+        try:
+            return failure_of(error, batch, processor.repeatable)
+        finally:
+            del batch
 
 
 def outcomes_of(results: Sequence[Any], batch: Batch) -> list[Outcome]:
