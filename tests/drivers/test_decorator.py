@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
+import weakref
 from concurrent.futures import ThreadPoolExecutor, wait
 from math import inf, nan
 from typing import Any
@@ -139,6 +141,35 @@ def test_one_bad_item_does_not_fail_its_neighbours() -> None:
     assert isinstance(errors[2], ProcessorError)
     assert isinstance(errors[2].__cause__, ZeroDivisionError)
     assert invert.close()
+
+
+@pytest.mark.parametrize("raises", [False, True], ids=["no result", "the call fails"])
+def test_an_item_without_a_result_is_let_go_at_once(raises: bool) -> None:
+    """Not when cycles are collected."""
+
+    class Item:
+        pass
+
+    @batched()
+    def fails(items: list[Item]) -> list[ValueError]:
+        if raises:
+            raise ValueError
+        return [ValueError()] * len(items)
+
+    def ask(item: Item) -> None:
+        with pytest.raises(ProcessorError):
+            fails(item)
+
+    item = Item()
+    let_go = weakref.ref(item)
+    gc.disable()
+    try:
+        ask(item)
+        assert fails.close()
+        del item
+        assert let_go() is None
+    finally:
+        gc.enable()
 
 
 def test_b19_a_wrong_number_of_results_is_a_clear_error() -> None:

@@ -83,7 +83,10 @@ class BatchedFunction(Handle, Generic[Item, Result]):
         outcome = ticket.outcome
         if isinstance(outcome, Done):
             return outcome.value  # type: ignore[no-any-return]
-        raise outcome.error.with_traceback(None)  # shared by the callers of a failed batch
+        try:
+            raise outcome.error.with_traceback(None)  # shared by the callers of a failed batch
+        finally:  # it holds this call, whose variables hold it and the item: a cycle
+            del ticket, outcome
 
     async def aio(self, item: Item, /, *, priority: Priority = DEFAULT, time_limit: float | None = None) -> Result:
         """The result for one item, without blocking the loop; cancelling the task cancels the item."""
