@@ -76,13 +76,14 @@ class AdapterStack:
     """Several adapters as one. names: in the order of their numbers, which begin at 1. table: [1 + adapters, R].
     layers: by name A [R, inputs] and B [outputs, R], zero where an adapter leaves the layer alone."""
 
-    def __init__(self, adapters: Sequence[LoraAdapter]) -> None:
+    def __init__(self, adapters: Sequence[LoraAdapter], copies: int = 1) -> None:
+        """copies: how often they will be loaded, by processes of their own."""
         if len(adapters) > MOST_ADAPTERS:
             why = f"{len(adapters)} adapters, at most {MOST_ADAPTERS} are served of a model"
             raise ConfigError(f"lora: {why}", field="lora")
         self.names = tuple(adapter.name for adapter in adapters)
         begins = np.cumsum([0, *(adapter.rank for adapter in adapters)])
-        _check_memory(adapters, int(begins[-1]))
+        _check_memory(adapters, int(begins[-1]), copies)
         self.table = np.zeros((1 + len(adapters), begins[-1]), np.float32)
         self.layers: dict[str, tuple[Matrix, Matrix]] = {}
         for number, adapter in enumerate(adapters):
@@ -97,15 +98,15 @@ class AdapterStack:
                 whole_b[:, begin : begin + len(a)] = b
 
     @classmethod
-    def read(cls, directories: Mapping[str, Path], model: ModelConfig) -> AdapterStack:
+    def read(cls, directories: Mapping[str, Path], model: ModelConfig, copies: int = 1) -> AdapterStack:
         """The adapters of these directories, by name. ConfigError names the directory."""
-        return cls([LoraAdapter.read(name, directory, model) for name, directory in directories.items()])
+        return cls([LoraAdapter.read(name, directory, model) for name, directory in directories.items()], copies)
 
 
-def _check_memory(adapters: Sequence[LoraAdapter], ranks: int) -> None:
+def _check_memory(adapters: Sequence[LoraAdapter], ranks: int, copies: int) -> None:
     """Refuse adapters that do not fit into the free memory together. ranks: their sum."""
     widths = {layer: a.shape[1] + len(b) for adapter in adapters for layer, (a, b) in adapter.layers.items()}
-    needed, free = 4 * ranks * sum(widths.values()), free_bytes()
+    needed, free = 4 * copies * ranks * sum(widths.values()), free_bytes()
     if needed > free:
         why = f"take {needed / 1e9:.1f} GB together, and {free / 1e9:.1f} GB are free; load fewer, or of lower ranks"
         raise ConfigError(f"lora: {len(adapters)} adapters {why}", field="lora")

@@ -141,7 +141,7 @@ def check(
     if adapters:
         if not isinstance(model, ModelConfig):
             raise not_adaptable()
-        AdapterStack.read(adapters, model)
+        AdapterStack.read(adapters, model, copies)
     if cache_dir and Path(cache_dir).exists() and not Path(cache_dir).is_dir():
         raise _wrong("cache_dir", str(cache_dir), "is not a directory")
     if max_model_len is not None and max_model_len > model.max_position_embeddings:
