@@ -137,6 +137,21 @@ def test_l9_what_is_told_of_a_prompt_is_written_beside_the_loop(
     assert others == [True, True]
 
 
+@pytest.mark.parametrize(("fields", "beside"), [({}, False), ({"logprobs": 1}, True)])
+def test_l9_logprobs_of_an_answer_are_written_beside_the_loop(
+    toy: Toy, monkeypatch: pytest.MonkeyPatch, fields: Any, beside: bool
+) -> None:
+    read, names = Answer.whole, list[str]()
+
+    def whole(self: Answer) -> bytes:
+        names.append(threading.current_thread().name)
+        return read(self)
+
+    monkeypatch.setattr(Answer, "whole", whole)
+    assert toy.complete(PROMPT, n=2, max_tokens=2, **fields).status == 200
+    assert [name != "toy-server" for name in names] == [beside]
+
+
 def test_l9_long_lists_of_token_ids_are_echoed_by_a_thread(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
     read, names = ByteTokenizer.decode, set[str]()
 

@@ -305,7 +305,8 @@ async def _whole(
     async for index, outputs in merged(streams, bell):
         first_token(span)
         answer.add(index, outputs)
-    exchange.answer(200, await _made(asked, answer.whole))
+    told = asked.prompt_logprobs is not None or asked.params.logprobs is not None
+    exchange.answer(200, await _made(told, answer.whole))
 
 
 async def _stream(
@@ -318,7 +319,7 @@ async def _stream(
 ) -> None:
     aside = partial(_pass_on, exchange, streams[0], answer) if len(streams) == 1 else None
     async for index, outputs in merged(streams, bell, aside):
-        events = await _made(asked, partial(answer.chunk, index, outputs))
+        events = await _made(asked.prompt_logprobs is not None, partial(answer.chunk, index, outputs))
         if not exchange.begun:
             first_token(span)
             exchange.begin(200, _STREAM, answer.failed)
@@ -330,9 +331,9 @@ async def _stream(
     exchange.end()
 
 
-async def _made(asked: wire.CompletionRequest, write: Callable[[], bytes]) -> bytes:
-    """What it writes; beside the loop where that tells of a prompt, which may take seconds."""
-    if asked.prompt_logprobs is None:
+async def _made(long: bool, write: Callable[[], bytes]) -> bytes:
+    """What it writes. long: in a thread, because what the model says of thousands of tokens takes seconds."""
+    if not long:
         return write()
     return await asyncio.get_running_loop().run_in_executor(None, write)
 

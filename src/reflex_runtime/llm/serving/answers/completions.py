@@ -252,10 +252,10 @@ class Answer:
             if (scored := self._scored(index)) is not None:
                 logprobs = _joined(scored, told)
             if self._chat:
-                message = self._message(index, text)
-                choices.append(ChatChoice(index, message, logprobs, self._finished(index)))
+                choice: Any = ChatChoice(index, self._message(index, text), logprobs, self._finished(index))
             else:
-                choices.append(TextChoice(text, index, logprobs, finish, self._prompt_logprobs(index)))
+                choice = TextChoice(text, index, logprobs, finish, self._prompt_logprobs(index))
+            choices.append(msgspec.Raw(_encode(choice)))  # one by one: nothing else runs while one is written
         id, created, model = self._head
         kind = "chat.completion" if self._chat else "text_completion"
         of_prompt = self._prompt_logprobs(0) if self._chat else msgspec.UNSET
