@@ -140,6 +140,8 @@ def test_i18_several_feeds_come_in_one_answer_and_each_picture_names_its_feed(
         while len(seen) > 1:
             seen.discard(named(every))
         assert all(len(cameras.pictures._of[name]) == 1 for name in ("door", "a b"))  # each is made once for both
+    with cameras.play(), cameras.page.asked("/feeds.mjpeg?feed=wall&feed=door") as rest:  # one was removed meanwhile
+        assert named(rest) == "door"
     until(lambda: not cameras.pictures._views)
     told = [cameras.page.ask(f"/feeds.mjpeg?{query}") for query in ("feed=wall", "feed=door&feed=a&feed=b")]
     assert [(code, json.loads(body)["message"]) for code, _, body in told] == [

@@ -100,8 +100,10 @@ class FeedPictures:
         self._stream(exchange, [_named(exchange.path, LARGE)], LARGE)
 
     def _watch_some(self, exchange: Exchange, _: bytes) -> None:
-        names = _asked(exchange.target) or sorted(self._known())[:TOGETHER]
-        self._stream(exchange, names, MIDDLE)
+        known = self._known()
+        names = _asked(exchange.target) or sorted(known)[:TOGETHER]
+        there = [name for name in names if name in known]  # a page may not know yet that another one was removed
+        self._stream(exchange, there or names, MIDDLE)
 
     def _stream(self, exchange: Exchange, names: Sequence[str], size: PictureSize) -> None:
         """Answer with the pictures of these feeds until the caller leaves."""
