@@ -12,7 +12,7 @@ from llm.models import Oracle, random_checkpoint, random_model
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.core.events import Event, RequestPreempted
 from reflex_runtime.ipc.sampling import SamplingParams
-from reflex_runtime.llm import engine as module
+from reflex_runtime.llm import processor as module
 from reflex_runtime.llm.engine import LLMEngine
 from reflex_runtime.llm.openvino_runner import OpenVinoRunner
 from reflex_runtime.llm.runner import Step

@@ -20,9 +20,10 @@ from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.core.events import BatchScheduled, Event, RequestPreempted, RequestProgressed, RequestSettled
 from reflex_runtime.core.extra import ExtraUnits
 from reflex_runtime.ipc.sampling import Constraint, SamplingParams
-from reflex_runtime.llm.engine import LLMEngine, RequestOutput
+from reflex_runtime.llm.engine import LLMEngine
 from reflex_runtime.llm.openvino_runner import OpenVinoRunner
 from reflex_runtime.llm.runner import Runner, Step
+from reflex_runtime.llm.sequence import RequestOutput
 from reflex_runtime.llm.series import invariants
 from reflex_runtime.llm.terms import Terms
 from reflex_runtime.llm.torch_runner import TorchRunner
@@ -311,7 +312,7 @@ def test_l8_nothing_is_guessed_beyond_the_last_token() -> None:
 
 
 def test_l8_the_logits_of_guesses_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("reflex_runtime.llm.engine.GUESSED_BYTES", 5 * 4 * ToyRunner.vocab_size)
+    monkeypatch.setattr("reflex_runtime.llm.processor.GUESSED_BYTES", 5 * 4 * ToyRunner.vocab_size)
     params = SamplingParams.greedy(40, ignore_eos=True)
     without, _, _ = outputs(Looping(200, 4), "off", TEXTS, params)
     found, _, seen = outputs(Looping(200, 4), "ngram", TEXTS, params)

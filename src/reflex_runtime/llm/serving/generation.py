@@ -20,8 +20,8 @@ from reflex_runtime.drivers.stream import Bell, Stream
 from reflex_runtime.ipc.engine import Output, OutputStream, ScoredToken
 from reflex_runtime.ipc.sampling import Constraint, SamplingParams
 from reflex_runtime.llm.constraint import Matcher
-from reflex_runtime.llm.engine import LLMProcessor
 from reflex_runtime.llm.limits import Limits
+from reflex_runtime.llm.processor import LLMProcessor
 from reflex_runtime.llm.sequence import Choice, TokenOutput
 from reflex_runtime.llm.serving.generation_device import GenerationDevice
 from reflex_runtime.llm.serving.requests.texts import Texts

@@ -15,8 +15,8 @@ from prometheus_client import CollectorRegistry
 from reflex_runtime.config import LLMServeConfig
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.drivers.in_thread import in_thread
-from reflex_runtime.llm.engine import EngineConfig, LLMProcessor
 from reflex_runtime.llm.labelled_series import labelled
+from reflex_runtime.llm.processor import EngineConfig, LLMProcessor
 from reflex_runtime.llm.runner import Runner, Step
 from reflex_runtime.llm.series import EngineSeries
 from reflex_runtime.llm.serving.generation import GenerationRuntime

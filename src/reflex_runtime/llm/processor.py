@@ -1,0 +1,297 @@
+"""The processor of tokens: a step of a model is flattened, run and sampled, and each sequence gets its outcome.
+
+`LLMProcessor` has everything that a driver needs to generate tokens: the group of its requests, the requests, and the
+code that runs a batch. A server runs it under the asyncio driver, `LLMEngine` under one whose caller makes every step.
+
+A step is a transaction. The scheduler reserves blocks before it grants units. The processor changes a sequence only
+after the forward pass returned, each sequence separately. Then the scheduler publishes the computed blocks. A request
+that fails or is cancelled in between leaves no trace in the cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from itertools import count
+from math import inf
+
+from reflex_runtime.core.batch import Batch, Done, Failed, More, Outcome
+from reflex_runtime.core.cost import TokenCost
+from reflex_runtime.core.errors import ConfigError, ProcessorError
+from reflex_runtime.core.flush import FlushPolicy
+from reflex_runtime.core.group import GroupConfig
+from reflex_runtime.core.request import Request
+from reflex_runtime.core.timed_tokens import TimedTokens
+from reflex_runtime.ipc.sampling import SamplingParams
+from reflex_runtime.llm.blocks import BlockPool
+from reflex_runtime.llm.constraint import Constraints, Matcher
+from reflex_runtime.llm.lanes import Lane, drafted, flatten, next_rows, num_rows, scores, unchanged_if_it_fails
+from reflex_runtime.llm.limits import Limits
+from reflex_runtime.llm.lookup import Rates
+from reflex_runtime.llm.runner import Runner
+from reflex_runtime.llm.sampler import Logits, sample
+from reflex_runtime.llm.sequence import Sequence, TokenOutput
+from reflex_runtime.llm.terms import PLAIN, Terms
+from reflex_runtime.llm.tokenizer import Tokenizer
+from reflex_runtime.options import option, validate
+from reflex_runtime.processors.base import BaseProcessor
+
+Written = TokenOutput | ProcessorError
+
+SCORED_BYTES = 64 << 20  # of logits of prompts that are scored, in one call of the model
+GUESSED_BYTES = 64 << 20  # of logits of guessed tokens in a step: each gives a row as long as the vocabulary
+_numbers = count()  # of requests: unique in the process
+
+
+def next_id() -> str:
+    """A name for a request, unique in the process."""
+    return f"req-{next(_numbers)}"
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """How steps are formed. Raises ConfigError that names the field, its value and its range.
+
+    max_num_batched_tokens: most tokens in a step, prompts and outputs together; it bounds the memory of a step.
+    max_gap_ms: longest gap between two tokens of a sequence; prompts get the time that is left (`TimedTokens`).
+        0 is 100 ms, or eight times what a step costs without tokens, up to 2 s; None bounds steps by tokens alone.
+    speculate: "ngram" guesses the next tokens by what was said before and computes them where that pays (`lookup.py`);
+        outputs are the same. "off".
+    max_num_seqs: most sequences that generate at the same time.
+    long_prefill_token_threshold: most tokens of one sequence in a step; 0 is no limit of its own.
+    enable_prefix_caching: the common beginning of prompts is computed once.
+    max_queue, max_queued_tokens: most waiting requests, and most of their tokens; further requests are refused at once.
+    """
+
+    max_num_batched_tokens: int = option(2048, low=1, high=1 << 20)
+    max_gap_ms: float | None = option(None, low=0, high=60_000)
+    speculate: str = option("off", choices=("off", "ngram"))
+    max_num_seqs: int = option(256, low=1, high=1 << 16)
+    long_prefill_token_threshold: int = option(0, low=0, high=1 << 20)
+    enable_prefix_caching: bool = True
+    max_queue: int = option(1000, low=1, high=1_000_000)
+    max_queued_tokens: int = option(1_000_000, low=1, high=1 << 40)
+
+    def __post_init__(self) -> None:
+        validate(self, "EngineConfig")
+
+
+class LLMProcessor(BaseProcessor):
+    """Generates tokens. `group` is for the scheduler, `request` makes requests, the driver calls the rest.
+
+    It owns the runner: `stop` closes it. name, weight: of its group, among those that share a device. pool: its blocks.
+    """
+
+    repeatable = True
+
+    def __init__(
+        self,
+        runner: Runner,
+        tokenizer: Tokenizer,
+        config: EngineConfig | None = None,
+        name: str = "default",
+        weight: float = 1.0,
+    ) -> None:
+        self.name, self._weight = name, weight
+        self.runner, self.tokenizer, self.config = runner, tokenizer, config or EngineConfig()
+        self.pool = BlockPool(runner.num_blocks, runner.block_size, self.config.enable_prefix_caching)
+        self.constraints = Constraints(tokenizer.vocabulary)
+        self.rates = Rates()
+        self.drafted = self.accepted = 0  # guessed tokens that steps computed, and those of them that were right
+        self._beside = ThreadPoolExecutor(1, "reflex-constraints")  # its thread starts with the first one
+
+    @property
+    def limits(self) -> Limits:
+        """The limits for requests. A tokenizer may know more tokens than the model, or fewer."""
+        runner, pool = self.runner, self.pool
+        return Limits(runner.vocab_size, runner.max_model_len, pool.num_blocks, pool.block_size)
+
+    @property
+    def group(self) -> GroupConfig:
+        """The group of its requests: tokens as units, blocks as memory, a batch whenever the device is free."""
+        config = self.config
+        threshold, gap = config.long_prefill_token_threshold or inf, config.max_gap_ms
+        if gap is None and config.speculate != "off":
+            gap = inf  # bounds nothing, but what steps take is learned
+        guessed = float(max(1, GUESSED_BYTES // (4 * self.runner.vocab_size)))
+        by_time = partial(TimedTokens, threshold, gap / 1e3 if gap else None, guessed)
+        return GroupConfig(
+            name=self.name,
+            weight=self._weight,
+            flush=FlushPolicy.every_step(config.max_num_batched_tokens, config.max_num_seqs),
+            cost=partial(TokenCost, threshold) if gap is None else by_time,
+            capacity=config.max_queue,
+            max_queued_units=float(config.max_queued_tokens),
+            resources=self.pool,
+        )
+
+    def request(
+        self,
+        prompt: str | Seq[int],
+        params: SamplingParams,
+        terms: Terms = PLAIN,
+        matcher: Matcher | None = None,
+    ) -> Request:
+        """A request for this processor. matcher: of its constraint, where it is compiled already; it may be that of
+        several requests.
+
+        Raises TooLarge, with the limit, for a request that can never run here; ConfigError for an invalid prompt.
+        """
+        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        self.limits.check(ids, params.max_tokens)
+        self.limits.check_sampling(params)
+        if params.constraint is not None:
+            matcher = self.constraints.compile(params.constraint) if matcher is None else matcher.copy()
+        if terms.draft:
+            self.limits.check_draft(terms.draft)
+        tokenizer, guesses = self.tokenizer, terms.draft is not None or self.config.speculate != "off"
+        sequence = Sequence(
+            ids, params, tokenizer.stream(ids), tokenizer.eos_token_ids, matcher,
+            self.rates if guesses else None, terms.draft or (),
+        )  # fmt: skip
+        sequence.span = terms.span
+        sequence.adapter = self._number_of(terms.adapter)
+        if terms.prompt_logprobs is not None:
+            sequence.score(terms.prompt_logprobs)
+        return Request(
+            sequence,
+            id=terms.id or next_id(),
+            group=self.name,
+            client=terms.client,
+            priority=terms.priority,
+            time_limit=terms.time_limit,
+            wants=float(len(ids)),
+            streams=True,
+            max_gap=terms.max_gap,
+        )
+
+    def _number_of(self, adapter: str) -> int:
+        if not adapter:
+            return 0
+        if adapter not in self.runner.adapters:
+            there = ", ".join(self.runner.adapters) or "none"
+            raise ConfigError(f"adapter={adapter!r}: no such adapter is loaded; there is {there}")
+        return self.runner.adapters.index(adapter) + 1
+
+    def run(self, batch: Batch) -> list[Outcome]:
+        """One step of every sequence in the batch. Notes the number of blocks in use, for the trace."""
+        held = self.pool.num_blocks - self.pool.free_blocks
+        batch.notes |= {"blocks_used": held, "num_blocks": self.pool.num_blocks}
+        lanes = [(ticket.request.payload, int(units)) for ticket, units in batch.grants.items()]
+        ends = [i for i, (s, n) in enumerate(lanes) if s.num_computed_tokens + n >= s.num_tokens]
+        matchers = [s.shaping.matcher for s in (lanes[i][0] for i in ends) if s.shaping and s.shaping.matcher]
+        prepared = self._beside.submit(_prepare, matchers) if matchers else None
+        with unchanged_if_it_fails(lanes):
+            lanes = self._scored_before(lanes)
+            step = flatten(lanes)
+            logits = self.runner.forward(step)
+            if prepared is not None:
+                prepared.result()
+        if step.rows is not None:
+            return self._with_rows(lanes, ends, logits)
+        rows = logits if len(ends) == len(lanes) else logits[ends]
+        written = dict(zip(ends, _write([lanes[i][0] for i in ends], rows), strict=True))
+        return [_outcome(sequence, n, written.get(i)) for i, (sequence, n) in enumerate(lanes)]
+
+    def _scored_before(self, lanes: Seq[Lane]) -> list[Lane]:
+        """Compute what would give too many rows of logits at once, of prompts that are scored, in calls before; returns
+        what is left of each lane."""
+        most = max(1, SCORED_BYTES // (4 * self.runner.vocab_size))
+        scoring = sum(sequence.scores_from is not None for sequence, _ in lanes)
+        if not scoring:
+            return list(lanes)
+        kept, left = max(1, most // scoring), list[Lane]()
+        for sequence, n in lanes:
+            while sequence.scores_from is not None and num_rows(sequence, n) > kept:
+                piece = min(n - kept, n - num_rows(sequence, n) + most)
+                if sequence.cached_tokens is None:
+                    sequence.cached_tokens = sequence.num_computed_tokens
+                lane = [(sequence, piece)]
+                step = flatten(lane)
+                logits = self.runner.forward(step)
+                if step.rows is not None:
+                    sequence.scored(scores(lane, logits)[sequence])
+                sequence.num_computed_tokens += piece
+                n -= piece
+            left.append((sequence, n))
+        return left
+
+    def _with_rows(self, lanes: Seq[Lane], ends: Seq[int], logits: Logits) -> list[Outcome]:
+        """The outcomes of a step that has several rows of a sequence: for guesses, or to score a prompt."""
+        scored, at = scores(lanes, logits), next_rows(lanes)
+        written = self._write_drafted([(*lanes[i], at[i]) for i in ends], logits)
+        for sequence, found in scored.items():
+            sequence.scored(found)
+        outcomes: list[Outcome] = []
+        for sequence, n in lanes:
+            *earlier, last = written.get(sequence, (None,))
+            outcomes.append(_outcome(sequence, n, last, tuple(earlier)))
+        return outcomes
+
+    def _write_drafted(self, lanes: Seq[tuple[Sequence, int, int]], logits: Logits) -> dict[Sequence, list[Written]]:
+        """The tokens that these sequences get, of which some have a draft. Each is sampled as without one; as long as
+        it is what was guessed, the logits after it are there. lanes: (sequence, its tokens, its row)."""
+        going = {sequence: (drafted(sequence, n), row) for sequence, n, row in lanes}
+        written: dict[Sequence, list[Written]] = {sequence: [] for sequence in going}
+        self.drafted += sum(count for count, _ in going.values())
+        place = 0
+        while going:
+            outputs = _write(list(going), logits[[row + place for _, row in going.values()]])
+            for sequence, output in zip(list(going), outputs, strict=True):
+                written[sequence].append(output)
+                if (
+                    place < going[sequence][0]
+                    and not isinstance(output, ProcessorError)
+                    and output.finish is None
+                    and output.token_id == sequence.draft[place]
+                ):
+                    self.accepted += 1
+                else:
+                    del going[sequence]
+            place += 1
+        return written
+
+    def stop(self) -> None:
+        self._beside.shutdown()
+        self.runner.close()
+
+
+def _prepare(matchers: Seq[Matcher]) -> None:
+    for matcher in matchers:
+        matcher.prepare()
+
+
+def _write(sequences: Seq[Sequence], rows: Logits) -> list[Written]:
+    """The next token of each sequence, from its row: appended to it. Or its own error."""
+    written: list[Written] = []
+    for sequence, choice in zip(sequences, sample(rows, sequences) if sequences else (), strict=True):
+        if isinstance(choice, ProcessorError):
+            written.append(choice)
+            continue
+        try:
+            written.append(sequence.append(choice))
+        except ProcessorError as error:
+            written.append(error)
+        except Exception as error:  # this token cannot be decoded to text; the other sequences go on
+            written.append(ProcessorError(f"token {choice.token_id} cannot be decoded: {error}"))
+    return written
+
+
+def _outcome(sequence: Sequence, n: int, last: Written | None, earlier: tuple[Written, ...] = ()) -> Outcome:
+    """The outcome of the step for one sequence: a chunk of its prompt, tokens, its last token, or its own error."""
+    if sequence.cached_tokens is None:
+        sequence.cached_tokens = sequence.num_computed_tokens
+    if last is None:
+        sequence.computed(n)
+        return More(None, float(sequence.num_tokens - sequence.num_computed_tokens))
+    if isinstance(last, ProcessorError):
+        return Failed(last, earlier)
+    right = len(sequence.tokens) - 1 - sequence.num_computed_tokens  # the last one is not computed
+    sequence.num_computed_tokens += right
+    if last.finish is not None:
+        return Done(last, earlier, float(n - right))
+    if sequence.lookup is None:
+        return More(last)
+    return More(last, 1.0, None, earlier, float(n - right), sequence.guess())
