@@ -230,9 +230,9 @@ def test_deadlines_that_pass_together_are_answered_in_one_slice_a_turn(monkeypat
     monkeypatch.setattr(audience, "TURN", 0.0)  # one answer is a slice
 
     async def main() -> None:
-        gate, turn = Gate(), 0
+        gate, turn, now = Gate(), 0, [0.0]
         answered: Counter[int] = Counter()
-        async with Batcher({"default": gate}, [GroupConfig(capacity=5000)]) as batcher:
+        async with Batcher({"default": gate}, [GroupConfig(capacity=5000)], clock=lambda: now[0]) as batcher:
             running = batcher.submit(Request("running"))
             await gate.busy()
 
@@ -242,6 +242,7 @@ def test_deadlines_that_pass_together_are_answered_in_one_slice_a_turn(monkeypat
 
             for i in range(300):
                 batcher.submit(Request(i, time_limit=0.02), settled)
+            now[0] = 1.0  # all of them have passed when the first is looked at
             while answered.total() < 300:
                 turn += 1
                 await asyncio.sleep(0)
