@@ -13,6 +13,7 @@ import json
 import shutil
 import sys
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
@@ -142,7 +143,8 @@ def _i64(value: Any) -> Any:
     return ops.constant(np.array(value, np.int64))
 
 
-def main() -> int:
+def converting(convert: Callable[[Path, Path], None]) -> int:
+    """The program: argv names the directory and what to make. Returns its exit status; prints why it is 1."""
     directory, target = (Path(word) for word in sys.argv[1:])
     try:
         convert(directory, target)
@@ -158,4 +160,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(converting(convert))

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import numpy as np
 
-from reflex_runtime.core.errors import ReflexError
 from reflex_runtime.llm.embedding.directory import EmbeddingModel
 from reflex_runtime.llm.embedding.encoder import laid_out
 from reflex_runtime.llm.embedding.openvino_encoder import probe_texts
@@ -26,6 +25,7 @@ import openvino as ov  # noqa: E402
 import torch  # noqa: E402
 
 from reflex_runtime.llm.embedding.transformers_encoder import States, load  # noqa: E402
+from reflex_runtime.llm.openvino_tracing import converting  # noqa: E402
 
 
 def convert(directory: Path, target: Path) -> None:
@@ -48,20 +48,5 @@ def convert(directory: Path, target: Path) -> None:
     np.save(target / PROBE_FILE, expected)
 
 
-def main() -> int:
-    directory, target = (Path(word) for word in sys.argv[1:])
-    try:
-        convert(directory, target)
-    except ReflexError as error:
-        print(error.message, flush=True)
-        return 1
-    except Exception as error:  # the converter and the models raise anything
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        print(f"{directory}: cannot be converted to OpenVINO: {(lines or [type(error).__name__])[-1][:300]}; "
-              "serve it with --runner torch", flush=True)  # fmt: skip
-        return 1
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(converting(convert))
