@@ -16,8 +16,8 @@ from reflex_runtime.feeds.snapshot import DROPS, RuntimeSnapshot
 from reflex_runtime.llm import LLMProcessor
 from reflex_runtime.llm.embedding.series import EmbeddingSeries
 from reflex_runtime.llm.serving.generation import GenerationRuntime
-from reflex_runtime.llm.serving.generation_device import GenerationDevice
 from reflex_runtime.llm.serving.local_models import LocalModels, opened
+from reflex_runtime.llm.serving.model_device import ModelDevice
 from reflex_runtime.llm.serving.model_host import ModelPlan
 from reflex_runtime.llm.serving.model_runtime import ModelRuntime
 from reflex_runtime.llm.toy import ByteTokenizer, ToyRunner
@@ -113,7 +113,7 @@ def test_metrics_md_has_every_series_with_type_labels_and_a_query() -> None:
     feeds = FeedSeries(_nothing, CollectorRegistry()).describe()
     config = LLMServeConfig()
     model = ModelRuntime(config, [ModelPlan("toy", config)], opened(lambda plan: (ToyRunner(), ByteTokenizer())))
-    device = GenerationDevice([LLMProcessor(ToyRunner(), ByteTokenizer())])
+    device = ModelDevice([LLMProcessor(ToyRunner(), ByteTokenizer())])
     LocalModels(device, {"toy": GenerationRuntime(LLMProcessor(ToyRunner(), ByteTokenizer()), device)}, model)
     never: Any = None  # nothing is started
     Workers(WorkersConfig(1, lambda number: never, "", lambda number, restarts: {}), ByteTokenizer(), model)

@@ -410,7 +410,9 @@ class LLMServeConfig(ServerConfig):
         choices=("none", "int8", "int4"),
     )
     cache_dir: str = option(
-        "", "where models converted to OpenVINO are kept; by default in .reflex in the model's directory", metavar="DIR"
+        "", "where models converted to OpenVINO are kept; by default in .reflex in the model's directory, or in the "
+        "user's cache directory where that cannot be written",
+        metavar="DIR",
     )
     threads: int = option(0, "CPU threads of a step; 0 is the runner's default", low=0, high=1024)
     max_model_len: int = option(

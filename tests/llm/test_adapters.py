@@ -17,7 +17,7 @@ from llm.steps import Lane, step
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.core.events import BatchScheduled, RequestPreempted
 from reflex_runtime.llm import LLMEngine, SamplingParams, adapters
-from reflex_runtime.llm.adapters import MOST_ADAPTERS, AdapterStack, LoraAdapter
+from reflex_runtime.llm.adapters import MOST_ADAPTERS, MOST_NUMBER, AdapterStack, LoraAdapter
 from reflex_runtime.llm.checkpoint import Checkpoint
 from reflex_runtime.llm.load import check, describe
 from reflex_runtime.llm.openvino_runner import OpenVinoRunner
@@ -216,6 +216,9 @@ def test_l9_an_adapter_that_does_more_is_refused_by_the_name_of_what_it_does(
         (lambda at: renamed(at, Q_A, Q_A, lambda x: x[:-1]), r"lora_A \[3, 64\] and lora_B \[64, 4\] do not fit"),
         (lambda at: renamed(at, Q_A, Q_A, lambda x: x[0]), r"lora_A \[64\] and lora_B \[64, 4\] do not fit"),
         (lambda at: renamed(at, Q_B, Q_B, lambda x: x * np.float32("nan")), "q_proj: holds numbers that are not fin"),
+        (lambda at: renamed(at, Q_A, Q_A, lambda x: x * np.float32("inf")), "q_proj: holds numbers that are not fin"),
+        (lambda at: renamed(at, Q_A, Q_A, lambda x: x * 0 + 2e6), r"lora_A holds 2e\+06: must be in \[-1e\+06, "),
+        (lambda at: renamed(at, Q_B, Q_B, lambda x: x * 0 - 6e5), r"lora_B times the scale 2 holds 1\.2e\+06: must be"),
         (lambda at: renamed(at, Q_A, Q_A, lambda x: x.astype(np.int32)), "lora_A.weight: dtype I32: must be one of"),
         (lambda at: save_file({}, at / "adapter_model.safetensors"), "holds no tensors"),
         (lambda at: (at / "adapter_model.safetensors").unlink(), "not found; save the adapter with safe_serialization"),
@@ -228,6 +231,37 @@ def test_l9_tensors_that_do_not_fit_the_model_are_refused(
     change(adapter)
     with pytest.raises(ConfigError, match=rf"^{tmp_path}/a/adapter_model.safetensors: .*{says}"):
         LoraAdapter.read("a", adapter, model)
+
+
+@pytest.mark.parametrize("kind", ["openvino", "torch"])
+def test_l9_an_adapter_as_large_as_may_be_changes_nothing_for_others_of_its_step(
+    llama: Path, tmp_path: Path, kind: str
+) -> None:
+    """Its own tokens may be nonsense; those of others are what they are without it, in its blocks later, too."""
+    adapter = random_adapter(tmp_path / "huge", llama)
+    tensors = {name: np.full_like(array, MOST_NUMBER / 2) for name, array in tensors_of(adapter).items()}
+    save_file(tensors, adapter / "adapter_model.safetensors")  # the scale of B is 2
+    config = adapter / "adapter_config.json"
+    config.write_text(config.read_text().replace('"lora_alpha": 8', '"lora_alpha": 4'))
+    prompts = [list(range(3, 40)), list(range(9, 50))]
+
+    def written(adapters: dict[str, Path]) -> list[list[int]]:
+        runner = RUNNERS[kind](llama, num_blocks=8, threads=1, adapters=adapters)
+        engine = LLMEngine(runner, ByteTokenizer(), enable_prefix_caching=False)
+        found: list[list[int]] = []
+        for _ in range(2):
+            params = SamplingParams.greedy(COUNT, ignore_eos=True)
+            asked = [engine.add_request(prompt, params) for prompt in prompts]
+            for name in adapters:
+                engine.add_request(list(range(3, 30)), params, adapter=name)
+            done: dict[str, list[int]] = {}
+            while engine.unfinished:
+                done |= {output.request_id: list(output.token_ids) for output in engine.step()}
+            found += [done[id] for id in asked]
+        engine.close()
+        return found
+
+    assert written({"huge": adapter}) == written({})
 
 
 def test_l9_ranks_and_their_number_are_bounded(

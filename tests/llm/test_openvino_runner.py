@@ -23,8 +23,9 @@ import pytest
 from llm.models import KINDS, Oracle, random_model
 from llm.steps import Lane, greedy, prefill, shuffled, step
 from reflex_runtime.core.errors import ConfigError, ProcessorError
+from reflex_runtime.demo.scribe import SCRIBE
 from reflex_runtime.llm.checkpoint import Checkpoint
-from reflex_runtime.llm.openvino_cache import GraphCache
+from reflex_runtime.llm.openvino_cache import GraphCache, user_cache
 from reflex_runtime.llm.openvino_runner import OpenVinoRunner
 
 openvino_graph: Any = importlib.import_module("reflex_runtime.llm.openvino_graph")
@@ -245,8 +246,11 @@ def test_a_converted_graph_is_kept_used_again_and_replaced_with_its_weights(
     assert newer != kept
 
 
-def test_where_nothing_can_be_kept_each_start_converts(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_where_nothing_can_be_kept_each_start_converts(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = random_model("qwen2", tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(path / "config.json"))
     (path / ".reflex").write_text("a file where the directory should be")
     row = row_of(path)
     assert "cannot be kept" in caplog.text
@@ -254,6 +258,54 @@ def test_where_nothing_can_be_kept_each_start_converts(tmp_path: Path, caplog: p
     (path / ".reflex").unlink()
     np.testing.assert_array_equal(row_of(path, cache=False), row)
     assert not (path / ".reflex").exists()
+
+
+def test_a_graph_of_a_directory_that_cannot_be_written_is_kept_in_the_users_cache(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, users = random_model("qwen2", tmp_path / "model"), tmp_path / "cache"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(users))
+    caplog.set_level("INFO")
+    row_of(path)
+    (kept,) = graphs_in(path)
+    assert not users.exists()
+    kept.rename(tmp_path / "away")
+    (path / ".reflex" / ".lock").unlink()
+    (path / ".reflex").rmdir()
+    (path / ".reflex").write_text("root may write to any directory, but to no file as if it were one")
+    row = row_of(path)
+    (folder,) = (users / "reflex").iterdir()
+    assert folder.name.startswith("model-")
+    assert f"{path}/.reflex: cannot be written; the converted model is kept in {folder}" in caplog.text
+    with monkeypatch.context() as patch:
+        patch.setattr("reflex_runtime.llm.openvino_graph.build", None)  # not needed a second time
+        np.testing.assert_array_equal(row_of(path), row)
+    assert caplog.text.count("cannot be written") == 1
+
+
+def test_a_graph_that_came_with_a_directory_that_cannot_be_written_is_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = random_model("qwen2", tmp_path)
+    row = row_of(path)
+    monkeypatch.setattr("reflex_runtime.llm.openvino_cache._writable", lambda folder: False)
+    monkeypatch.setattr("reflex_runtime.llm.openvino_graph.build", None)
+    np.testing.assert_array_equal(row_of(path), row)
+
+
+def test_the_graph_of_the_bundled_model_is_kept_in_the_users_cache_and_not_in_the_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    made = GraphCache(SCRIBE).export("traced", "key", [sys.executable, "-c", WRITES])
+    assert made.parent.parent == tmp_path / "reflex"
+    assert not (SCRIBE / ".reflex" / made.name).exists()
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert user_cache() == tmp_path / "home" / ".cache" / "reflex"
+
+
+WRITES = "import sys, pathlib; pathlib.Path(sys.argv[-1], 'openvino_model.xml').write_text('<net')"
 
 
 def test_a_graph_appears_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -74,9 +74,10 @@ def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
         anywhere="model",
     )
     parser.add_argument(
-        "model", nargs="+", metavar="[NAME=]MODEL_DIR",
+        "model", nargs="*", metavar="[NAME=]MODEL_DIR",
         help="directory: config.json, tokenizer.json, and safetensors or an export to OpenVINO (openvino_model.xml); "
-        "scribe is the bundled model. Several are served together, each by its name",
+        "scribe is the bundled model. Several are served together, each by its name; none is named where the file of "
+        "--config has tables [models.NAME]",
     )  # fmt: skip
     tables = "TOML file with a table [serve], [models.NAME] for several models, [generate_batcher] for --workers"
     parser.add_argument("--config", type=Path, metavar="FILE", help=tables)

@@ -57,6 +57,8 @@ def models_of(config: LLMServeConfig, words: Sequence[str], file: Path | None = 
             sources[_checked(name, f"{file}: [{MODELS}.{name}]")] = model_directory(str(table["source"]))
         elif name not in sources:
             raise ConfigError(f"{file}: [{MODELS}.{name}]: no such model is served: write {name}=DIR, or give source")
+    if not sources:
+        raise ConfigError("MODEL_DIR: is missing; name a directory, or give tables [models.NAME] with a source")
     if len(sources) > MAX_MODELS:
         raise ConfigError(f"MODEL_DIR: {len(sources)} models are named, at most {MAX_MODELS} are served")
     if config.workers and len(sources) > 1:

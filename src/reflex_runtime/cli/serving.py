@@ -6,13 +6,16 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from reflex_runtime.checked import CHECKPOINT_KEYS, json_keys
 from reflex_runtime.core.errors import ConfigError, ReflexError
 from reflex_runtime.demo.scribe import model_directory
 from reflex_runtime.options import flag, one_line, table
+from reflex_runtime.sources import MODELS, read_toml
 from reflex_runtime.telemetry import files
 
 if TYPE_CHECKING:
@@ -28,6 +31,20 @@ def names_model(args: Sequence[str]) -> bool:
     if any(os.path.isfile(file) for file in files):
         return any(os.path.isfile(file) and not json_keys(file) >= CHECKPOINT_KEYS for file in files)
     return any(_resembles_model(word) for word in words)
+
+
+def tables_name_models(args: Sequence[str]) -> bool:
+    """Whether the file of --config has tables [models.NAME], and no word is the directory of a policy."""
+    words = list(args)
+    if any(os.path.isfile(os.path.join(_source(word), "reflex_config.json")) for word in words):
+        return False
+    files = [word.partition("=")[2] for word in words if word.startswith("--config=")]
+    files += [words[place + 1] for place, word in enumerate(words[:-1]) if word == "--config"]
+    for file in files:
+        with suppress(ConfigError):  # what is wrong with the file is said by what reads it
+            if read_toml(Path(file)).get(MODELS):
+                return True
+    return False
 
 
 def _source(word: str) -> str:

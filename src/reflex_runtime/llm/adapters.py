@@ -26,6 +26,9 @@ ADAPTER_CONFIG: Final = "adapter_config.json"
 ADAPTER_WEIGHTS: Final = "adapter_model.safetensors"
 MOST_ADAPTERS: Final = 32  # of a model
 MOST_RANK: Final = 256  # of an adapter
+# The numbers of trained adapters are below 100. Every adapter is computed for every token of a step and multiplied by
+# zero where it is another's: what overflows float32 there is not a number, in the answers of others, too.
+MOST_NUMBER: Final = 1e6
 MERGE: Final = "merge it: PeftModel.from_pretrained(base, DIR).merge_and_unload().save_pretrained(NEW_DIR)"
 
 _LAYERS: Final = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -68,7 +71,7 @@ class LoraAdapter:
         layers = {}
         for layer, pair in sides.items():
             a, b = _fitting(file, layer, pair, shapes[f"{layer}.weight"])
-            layers[layer] = a, b * np.float32(settings.scale(layer, len(a)))
+            layers[layer] = a, _scaled(file, layer, a, b, settings.scale(layer, len(a)))
         return cls(name, max(len(a) for a, _ in layers.values()), layers)
 
 
@@ -176,3 +179,13 @@ def _fitting(file: Path, layer: str, pair: Mapping[str, Matrix], shape: tuple[in
     if not (np.isfinite(a).all() and np.isfinite(b).all()):
         raise ConfigError(f"{file}: {layer}: holds numbers that are not finite")
     return a, b
+
+
+def _scaled(file: Path, layer: str, a: Matrix, b: Matrix, scale: float) -> Matrix:
+    """B times the scale. ConfigError where it, or A, holds numbers so large that a step could overflow."""
+    for side, largest in (("lora_A", np.abs(a).max()), (f"lora_B times the scale {scale:g}", np.abs(b).max() * scale)):
+        if largest > MOST_NUMBER:
+            told = f"{side} holds {largest:.3g}: must be in [-{MOST_NUMBER:g}, {MOST_NUMBER:g}]"
+            raise ConfigError(f"{file}: {layer}: {told}; is its training broken, or lora_alpha?")
+    scaled: Matrix = b * np.float32(scale)
+    return scaled

@@ -48,7 +48,12 @@ class Limits:
             raise ConfigError(f"prompt: token ids must be in {bounds}, not {min(ids)} to {max(ids)}")
 
     def check_draft(self, ids: Sequence[int]) -> None:
-        """Raises ConfigError for a draft that no output of this model can be."""
+        """Raises ConfigError for a draft that no output of this model can be.
+
+        Its tokens do not count among those that may wait (`max_queued_tokens`): they are no work by themselves, and
+        what is computed of them is bounded step by step. Their memory, some 40 bytes a token, is bounded by this check
+        and by the requests that may wait.
+        """
         if len(ids) > self.max_model_len:
             raise ConfigError(f"draft_token_ids: {len(ids)} tokens; the model's context holds {self.max_model_len}")
         if not (min(ids) >= 0 and max(ids) < self.vocab_size):

@@ -1,4 +1,5 @@
-"""Graphs converted once and kept: beside the checkpoint, or in a directory of their own.
+"""Graphs converted once and kept: beside the checkpoint, in the user's cache where that cannot be, or in a directory
+that was named.
 
 A kept graph is there whole or not at all. Its name changes with the configuration, any weight file, the form of the
 graph and the libraries that made it. One process converts at a time; others wait and then use what it left.
@@ -28,13 +29,18 @@ from reflex_runtime.llm.openvino_export import MODEL_FILE
 
 CACHE_DIR: Final = ".reflex"
 _DRAFT: Final = "draft-"
+_PACKAGE: Final = Path(__file__).resolve().parents[1]  # it may be installed for many users, who may not write there
 _PLACES, _PIECE = 16, 4096  # of a weight file, that are compared: its time alone does not tell, where a build sets it
 log = logging.getLogger("reflex.llm")
 
 
 @dataclass(frozen=True, slots=True)
 class GraphCache:
-    """Where graphs made of a model directory are kept. directory: for all models, None is `.reflex` in the model's."""
+    """Where graphs made of a model directory are kept.
+
+    directory: for all models; None is `.reflex` in the model's own, and the user's cache directory (`user_cache`) where
+    that cannot be written, or the model came with this package.
+    """
 
     root: Path
     directory: Path | None = None
@@ -44,7 +50,7 @@ class GraphCache:
         place = self._place(kind, key)
         if (model := _read(core, place)) is not None:
             return model
-        with self._alone():
+        with _alone(place.parent):
             if (model := _read(core, place)) is not None:
                 return model
             started = time.perf_counter()
@@ -63,7 +69,7 @@ class GraphCache:
         place = self._place(kind, key)
         if _there(place):
             return place
-        with self._alone():
+        with _alone(place.parent):
             if not _there(place):
                 started = time.perf_counter()
                 log.info("%s: converting to OpenVINO with PyTorch, once", self.root)
@@ -85,26 +91,25 @@ class GraphCache:
         digest.update(" ".join(str(one) for one in (*made_by, version("openvino"))).encode())
         return digest.hexdigest()[:16]
 
-    def _folder(self) -> Path:
-        if self.directory is None:
-            return self.root / CACHE_DIR
-        path = self.root.resolve()
-        return self.directory / f"{path.name}-{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
-
     def _place(self, kind: str, key: str) -> Path:
-        return self._folder() / f"openvino-{kind}-{key}"
+        """Where the graph is, or is to be left."""
+        name, (folder, *others) = f"openvino-{kind}-{key}", self._folders()
+        if not others or _there(folder / name) or _writable(folder):
+            return folder / name
+        if not _there(others[0] / name):
+            log.info("%s: cannot be written; the converted model is kept in %s", folder, others[0])
+        return others[0] / name
 
-    @contextmanager
-    def _alone(self) -> Iterator[None]:
-        """No other process converts this model meanwhile; where nothing can be written or locked, no promise."""
-        with ExitStack() as held:
-            with suppress(OSError):
-                self._folder().mkdir(parents=True, exist_ok=True)
-                lock = held.enter_context((self._folder() / ".lock").open("w"))
-                fcntl.flock(lock, fcntl.LOCK_EX)
-                for left in self._folder().glob(f"{_DRAFT}*"):  # of a process that was killed while it converted
-                    shutil.rmtree(left, ignore_errors=True)
-            yield
+    def _folders(self) -> list[Path]:
+        """Where graphs of the model may be, the best one first."""
+        path = self.root.resolve()
+        own, name = self.root / CACHE_DIR, f"{path.name}-{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
+        if self.directory is not None:
+            return [self.directory / name]
+        users = user_cache()
+        if users is None:
+            return [own]
+        return [users / name] if path.is_relative_to(_PACKAGE) else [own, users / name]
 
     def _keep(self, place: Path, kind: str, write: Callable[[Path], None]) -> bool:
         """Write into a draft and move it to its place; older graphs of the kind go. Whether it is there."""
@@ -126,6 +131,36 @@ class GraphCache:
                 log.warning("%s: %s: %s; --cache-dir names another place", place, why, error)
                 return False
         return True
+
+
+def user_cache() -> Path | None:
+    """`reflex` in the user's cache directory: $XDG_CACHE_HOME, else ~/.cache. None where there is no home."""
+    named = os.environ.get("XDG_CACHE_HOME", "")
+    folder = Path(named) if os.path.isabs(named) else Path(os.path.expanduser("~")) / ".cache"
+    return folder / "reflex" if folder.is_absolute() else None
+
+
+def _writable(folder: Path) -> bool:
+    """Whether files can be made there; the folder is made."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return True
+    except OSError:
+        return False
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """No other process converts in this folder meanwhile; where nothing can be written or locked, no promise."""
+    with ExitStack() as held:
+        with suppress(OSError):
+            folder.mkdir(parents=True, exist_ok=True)
+            lock = held.enter_context((folder / ".lock").open("w"))
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            for left in folder.glob(f"{_DRAFT}*"):  # of a process that was killed while it converted
+                shutil.rmtree(left, ignore_errors=True)
+        yield
 
 
 def _there(place: Path) -> bool:

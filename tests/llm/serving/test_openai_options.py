@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from reflex_runtime.cli import main
+from reflex_runtime.cli.serve_models import models_of
 from reflex_runtime.cli.serving import names_model
 from reflex_runtime.cli.worker_settings import gpu_of, load_model
 from reflex_runtime.config import LLMServeConfig
@@ -154,6 +155,25 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     monkeypatch.setattr(module, "serve", serve)
     monkeypatch.setattr(logging, "basicConfig", lambda **given: None)
     return found
+
+
+def test_h10_models_of_the_file_alone_start_the_server_of_models(
+    tmp_path: Path, served: list[tuple[Any, ...]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, policy = tmp_path / "reflex.toml", tmp_path / "policy"
+    tables = '[models.one]\nsource = "scribe"\n[models.two]\nsource = "scribe"'
+    file.write_text(f"[serve]\nport = 0\nsupervise = false\n{tables}")
+    assert main(["serve", "--config", str(file)]) == 0
+    assert main(["serve", "--max-num-seqs", "9", f"--config={file}"]) == 0
+    assert [[plan.name for plan in plans] for _, plans, _ in served] == [["one", "two"]] * 2
+    capsys.readouterr()
+    policy.mkdir()
+    (policy / "reflex_config.json").write_text("{}")
+    assert "models: no such table" in said(capsys, str(policy), "--config", str(file))
+    file.write_text("[models]")
+    assert "models: no such table" in said(capsys, str(policy), "--config", str(file))
+    with pytest.raises(ConfigError, match=r"MODEL_DIR: is missing; name a directory, or give tables"):
+        models_of(LLMServeConfig(), ())
 
 
 def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:

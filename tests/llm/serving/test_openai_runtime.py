@@ -24,8 +24,8 @@ from reflex_runtime.drivers.stream import Bell
 from reflex_runtime.ipc.messages import GenerateParams
 from reflex_runtime.llm import EngineConfig, LLMEngine, LLMProcessor, SamplingParams
 from reflex_runtime.llm.serving.generation import GenerationRuntime, GenerationStream, merged
-from reflex_runtime.llm.serving.generation_device import GenerationDevice
 from reflex_runtime.llm.serving.local_models import LocalModels
+from reflex_runtime.llm.serving.model_device import ModelDevice
 from reflex_runtime.llm.serving.server import ModelServer
 from reflex_runtime.llm.terms import Terms
 from reflex_runtime.llm.toy import ByteTokenizer
@@ -56,7 +56,7 @@ class Run:
         self.processor = LLMProcessor(self.runner, ByteTokenizer(), EngineConfig(**config))
         self.events: list[Event] = []
         self.news = asyncio.Event()  # set with every event
-        self.device = GenerationDevice([self.processor], sinks=[self._saw])
+        self.device = ModelDevice([self.processor], sinks=[self._saw])
         self.runtime = GenerationRuntime(self.processor, self.device, unread=unread, patience=patience)
 
     def _saw(self, event: Event) -> None:

@@ -29,7 +29,7 @@ _NEAR: Final = {"float32": 0.01, "bfloat16": 0.15}  # share of the spread of sta
 
 
 class OpenVinoEncoder:
-    """An `Encoder` on the CPU. cache_dir: where a traced graph is kept; None: in `.reflex` in the model's directory."""
+    """An `Encoder` on the CPU. cache_dir: where a traced graph is kept; see `GraphCache`."""
 
     def __init__(self, model: EmbeddingModel, dtype: str, threads: int | None, cache_dir: Path | None) -> None:
         telemetry_off()

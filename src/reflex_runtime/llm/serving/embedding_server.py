@@ -7,27 +7,32 @@ cancelled.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, Final
 from urllib.parse import unquote
 
+import numpy as np
+
 from reflex_runtime.config import EmbeddingServeConfig
 from reflex_runtime.core.errors import ConfigError, Expired, TooLarge
+from reflex_runtime.core.request import Request
 from reflex_runtime.drivers.in_thread import in_thread
 from reflex_runtime.llm.embedding.directory import EmbeddingModel
 from reflex_runtime.llm.embedding.load import LoadedEncoder
 from reflex_runtime.llm.embedding.pooling import Vectors, normalised
 from reflex_runtime.llm.embedding.processor import EmbeddingProcessor, measure
 from reflex_runtime.llm.serving.answers.embeddings import written
-from reflex_runtime.llm.serving.generation_device import GenerationDevice
 from reflex_runtime.llm.serving.life import ServingLife
 from reflex_runtime.llm.serving.local_embeddings import EmbeddingWait, LocalEmbeddings, text_request
+from reflex_runtime.llm.serving.model_device import ModelDevice
 from reflex_runtime.llm.serving.openapi.embeddings import document
 from reflex_runtime.llm.serving.pages import MODELS, ServingPages
 from reflex_runtime.llm.serving.requests.embeddings import PATH, EmbeddingRequest, embedding
 from reflex_runtime.llm.serving.requests.reading import refused
 from reflex_runtime.llm.serving.requests.refusals import BadRequest, ModelNotFound, too_deep
 from reflex_runtime.llm.serving.spans import GenerationSpans
+from reflex_runtime.llm.serving.tokens import beside
 from reflex_runtime.telemetry.tracing import RequestSpan
 from reflex_runtime.web.app import App
 from reflex_runtime.web.bodies import LARGE
@@ -74,7 +79,7 @@ class EmbeddingService(ServingLife[LocalEmbeddings]):
             loaded.model, loaded.encoder, measured, max_batch_cost=config.max_batch_cost_ms / 1e3,
             capacity=config.max_queue, max_queued_tokens=config.max_queued_tokens,
         )  # fmt: skip
-        device = GenerationDevice([processor], watchdog=config.watchdog_s, on_fatal=self.lost)
+        device = ModelDevice([processor], watchdog=config.watchdog_s, on_fatal=self.lost)
         host = LocalEmbeddings(loaded, device, config.trace, self.registry)
         try:
             await device.start()
@@ -137,17 +142,17 @@ class EmbeddingServer:
         tokens = sum(map(len, texts))
         if span is not None:
             span.attributes |= {"gen_ai.request.model": asked.model, "gen_ai.usage.input_tokens": tokens}
-        self._queue(exchange, wait, asked, texts, span)
+        await self._queue(exchange, wait, asked, texts, span)
         self.app.entered(exchange)
         self.app.bodies.release(exchange)
         rows: Sequence[Vectors] = await wait.rows()
         if asked.dimensions is not None and asked.dimensions < self.service.model.dimensions:
-            rows = [normalised(row[None, : asked.dimensions])[0] for row in rows]
+            rows = await beside(len(rows), partial(_cut, rows, asked.dimensions))
         exchange.answer(200, await written(rows, asked.base64, self.service.name, tokens))
         if self._spans is not None:
             self._spans.answered(exchange)
 
-    def _queue(
+    async def _queue(
         self,
         exchange: Exchange,
         wait: EmbeddingWait,
@@ -155,26 +160,26 @@ class EmbeddingServer:
         texts: Sequence[Sequence[int]],
         span: RequestSpan | None,
     ) -> None:
-        limit = asked.time_limit
-        if limit is not None:  # it counts from when the request reached this machine
-            limit -= time.monotonic() - exchange.started
-            if limit <= 0.0:
-                raise Expired("its deadline passed while it was read")
         if exchange.left:
             raise CallerLeft("the caller left before its request was queued")
         peer = exchange.client
         client = asked.client if asked.client is not None else f"@{peer[0]}" if peer else ""
         recorded = None if span is None or not span.context.sampled else span.context
         several = len(texts) > 1
-        wait.submit(
-            [
-                text_request(
+
+        def made() -> Iterator[Request]:
+            for place, text in enumerate(texts):
+                limit = asked.time_limit
+                if limit is not None:  # it counts from when the request reached this machine
+                    limit -= time.monotonic() - exchange.started
+                    if limit <= 0.0:
+                        raise Expired("its deadline passed before all of it was queued")
+                yield text_request(
                     text, id=exchange.request_id + (f"#{place}" if several else ""), priority=asked.priority,
                     client=client, time_limit=limit, span=recorded,
-                )
-                for place, text in enumerate(texts)
-            ]
-        )  # fmt: skip
+                )  # fmt: skip
+
+        await wait.submit(made(), len(texts))
 
     # -- checks --------------------------------------------------------------------------------------------------------
 
@@ -206,25 +211,35 @@ class EmbeddingServer:
             else:
                 ids = [text for text in asked.texts if not isinstance(text, str)]
                 texts = ids if most is None else [text[:most] for text in ids]
-        except TooLarge as error:
-            raise BadRequest(error.message, "input", "context_length_exceeded") from None
+        except TooLarge:
+            told = f"a text has more than the {longest} tokens that the model takes; truncate_prompt_tokens cuts it"
+            raise BadRequest(f"input: {told}", "input", "context_length_exceeded") from None
         except ConfigError as error:
             raise refused(error, "input") from None
-        vocabulary = self.service.model.vocab_size
-        for place, text in enumerate(texts):
-            where = "input" if len(texts) == 1 else f"input[{place}]"
-            if not text:
-                raise BadRequest(f"{where}: has no tokens", "input")
-            if len(text) > longest:
-                told = f"has {len(text)} tokens, and the model takes {longest}; truncate_prompt_tokens cuts it"
-                raise BadRequest(f"{where}: {told}", "input", "context_length_exceeded")
-            if not 0 <= min(text) <= max(text) < vocabulary:
-                raise BadRequest(f"{where}: token ids must be in [0, {vocabulary - 1}]", "input")
         total, allowed = sum(map(len, texts)), self.service.config.max_queued_tokens
+        await beside(total, lambda: _check_tokens(texts, longest, self.service.model.vocab_size))
         if total > allowed and len(texts) > 1:
             told = f"all texts have {total} tokens, at most {allowed} may wait (--max-queued-tokens)"
             raise BadRequest(f"input: {told}", "input")
         return texts
+
+
+def _check_tokens(texts: Sequence[Sequence[int]], longest: int, vocabulary: int) -> None:
+    """BadRequest for a text that has none, too many, or others than the model's."""
+    for place, text in enumerate(texts):
+        where = "input" if len(texts) == 1 else f"input[{place}]"
+        if not text:
+            raise BadRequest(f"{where}: has no tokens", "input")
+        if len(text) > longest:
+            told = f"has {len(text)} tokens, and the model takes {longest}; truncate_prompt_tokens cuts it"
+            raise BadRequest(f"{where}: {told}", "input", "context_length_exceeded")
+        if not 0 <= min(text) <= max(text) < vocabulary:
+            raise BadRequest(f"{where}: token ids must be in [0, {vocabulary - 1}]", "input")
+
+
+def _cut(rows: Sequence[Vectors], dimensions: int) -> Sequence[Vectors]:
+    """Matryoshka vectors: their first numbers, at length 1."""
+    return list(normalised(np.stack(rows)[:, :dimensions]))
 
 
 def _check_dimensions(asked: int, model: EmbeddingModel) -> None:

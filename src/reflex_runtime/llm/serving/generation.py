@@ -23,7 +23,7 @@ from reflex_runtime.llm.constraint import Matcher
 from reflex_runtime.llm.limits import Limits
 from reflex_runtime.llm.processor import LLMProcessor
 from reflex_runtime.llm.sequence import Choice, TokenOutput
-from reflex_runtime.llm.serving.generation_device import GenerationDevice
+from reflex_runtime.llm.serving.model_device import ModelDevice
 from reflex_runtime.llm.serving.requests.texts import Texts
 from reflex_runtime.llm.terms import PLAIN, Terms
 from reflex_runtime.llm.tokenizer import Conversation, Tokenizer
@@ -157,7 +157,7 @@ class GenerationRuntime:
     scores = True
 
     def __init__(
-        self, processor: LLMProcessor, device: GenerationDevice, *, unread: int = UNREAD, patience: float = PATIENCE
+        self, processor: LLMProcessor, device: ModelDevice, *, unread: int = UNREAD, patience: float = PATIENCE
     ) -> None:
         self.processor, self.device, self.batcher = processor, device, device.batcher
         self.unread, self._patience = unread, patience

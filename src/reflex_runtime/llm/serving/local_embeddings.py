@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
@@ -16,10 +16,11 @@ from reflex_runtime.core.batch import Done
 from reflex_runtime.core.errors import Cancelled
 from reflex_runtime.core.request import Priority, Request, Ticket
 from reflex_runtime.drivers.batcher import Batcher
+from reflex_runtime.drivers.slices import SLICE
 from reflex_runtime.llm.embedding.load import LoadedEncoder
 from reflex_runtime.llm.embedding.series import EmbeddingSeries
-from reflex_runtime.llm.serving.generation_device import GenerationDevice
 from reflex_runtime.llm.serving.local_host import LocalHost
+from reflex_runtime.llm.serving.model_device import ModelDevice
 from reflex_runtime.llm.serving.requests.texts import Texts
 from reflex_runtime.telemetry.trace_context import SpanContext
 
@@ -39,7 +40,7 @@ class LocalEmbeddings(LocalHost):
     """A `ServingHost` of one embedding model."""
 
     def __init__(
-        self, loaded: LoadedEncoder, device: GenerationDevice, trace: str, registry: CollectorRegistry
+        self, loaded: LoadedEncoder, device: ModelDevice, trace: str, registry: CollectorRegistry
     ) -> None:
         super().__init__(device, trace)
         self.model, self._encoder, self.tokenizer = loaded
@@ -125,12 +126,20 @@ class EmbeddingWait:
         self._left = 0
         self._done: asyncio.Future[None] | None = None
 
-    def submit(self, requests: Sequence[Request]) -> None:
-        """Queue all of them, or none. Raises `Rejected`."""
+    async def submit(self, requests: Iterable[Request], count: int) -> None:
+        """Queue all of them, or none. Raises `Rejected`, or the error of one that has ended meanwhile.
+
+        requests: so many, made as they are queued. Thousands are queued in slices, and the loop does other work in
+        between.
+        """
         self._done = asyncio.get_running_loop().create_future()
-        self._rows, self._left = [None] * len(requests), len(requests)
+        self._rows, self._left = [None] * count, count
         try:
             for place, request in enumerate(requests):
+                if place and place % SLICE == 0:
+                    await asyncio.sleep(0)
+                    if self._done.done():  # the caller left, or a text that was queued has failed
+                        self._done.result()
                 self._tickets.append(self._batcher.submit(request, partial(self._settled, place)))
         except BaseException:
             self.take_back()
@@ -146,14 +155,14 @@ class EmbeddingWait:
         return self._rows
 
     def take_back(self) -> None:
-        """Nobody waits any more: cancel what is not answered."""
+        """The answer is not wanted any more: cancel what is not answered."""
         tickets, self._tickets = self._tickets, []
         if self._left:
             for ticket in tickets:
                 self._batcher.cancel(ticket)
         if self._done is not None and not self._done.done():
             self._done.set_exception(Cancelled("its caller left"))
-            self._done.exception()  # it may be that nobody waits
+            self._done.exception()  # it may be that nothing waits for it
 
     def _settled(self, place: int, ticket: Ticket) -> None:
         self._left -= 1

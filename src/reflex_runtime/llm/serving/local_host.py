@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from reflex_runtime.drivers.audience import Sink
-from reflex_runtime.llm.serving.generation_device import GenerationDevice
+from reflex_runtime.llm.serving.model_device import ModelDevice
 from reflex_runtime.telemetry.journal_writer import JournalWriter
 from reflex_runtime.telemetry.lines import turn_all
 from reflex_runtime.telemetry.processes import LiveProcess
@@ -14,7 +14,7 @@ from reflex_runtime.telemetry.processes import LiveProcess
 class LocalHost:
     """The part of a `ServingHost` that is the same for every kind of model. trace: file of its batches, or ""."""
 
-    def __init__(self, device: GenerationDevice, trace: str) -> None:
+    def __init__(self, device: ModelDevice, trace: str) -> None:
         self.device = device
         self.trace = JournalWriter(trace, device.groups) if trace else None
         if self.trace is not None:

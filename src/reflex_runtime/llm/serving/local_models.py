@@ -20,8 +20,8 @@ from reflex_runtime.llm.processor import EngineConfig, LLMProcessor
 from reflex_runtime.llm.runner import Runner, Step
 from reflex_runtime.llm.series import EngineSeries
 from reflex_runtime.llm.serving.generation import GenerationRuntime
-from reflex_runtime.llm.serving.generation_device import GenerationDevice
 from reflex_runtime.llm.serving.local_host import LocalHost
+from reflex_runtime.llm.serving.model_device import ModelDevice
 from reflex_runtime.llm.serving.model_host import ModelPlan, Opening
 from reflex_runtime.llm.tokenizer import Tokenizer
 from reflex_runtime.telemetry.series import Counter
@@ -68,7 +68,7 @@ class LocalModels(LocalHost):
     The series of a model that is alone are in the server's registry; those of several have the label `model`.
     """
 
-    def __init__(self, device: GenerationDevice, runtimes: Mapping[str, GenerationRuntime], opening: Opening) -> None:
+    def __init__(self, device: ModelDevice, runtimes: Mapping[str, GenerationRuntime], opening: Opening) -> None:
         """runtimes: by the name of their model."""
         super().__init__(device, opening.config.trace)
         own = {name: opening.registry if len(runtimes) == 1 else CollectorRegistry() for name in runtimes}
@@ -133,7 +133,7 @@ def opened(load: Load) -> Callable[[Opening], Awaitable[LocalModels]]:
                 processor.stop()
             raise
         opening.reached("warming")
-        device = GenerationDevice(processors, watchdog=opening.config.watchdog_s, on_fatal=opening.lost)
+        device = ModelDevice(processors, watchdog=opening.config.watchdog_s, on_fatal=opening.lost)
         pairs = zip(opening.plans, processors, strict=True)
         models = LocalModels(device, {plan.name: GenerationRuntime(of, device) for plan, of in pairs}, opening)
 

@@ -13,7 +13,7 @@ import msgspec
 from reflex_runtime.core.request import PRIORITIES, Priority
 from reflex_runtime.llm.serving.requests.decoding import decode
 from reflex_runtime.llm.serving.requests.reading import client_named, prompts_of, time_limit_of
-from reflex_runtime.llm.serving.requests.refusals import BadRequest, renamed
+from reflex_runtime.llm.serving.requests.refusals import BadRequest
 from reflex_runtime.web.fields import Whole
 
 PATH: Final = "/v1/embeddings"
@@ -54,8 +54,7 @@ _decoder = msgspec.json.Decoder(EmbeddingFields)
 def embedding(body: bytes) -> EmbeddingRequest:
     """The request in this body, or the BadRequest that names what is wrong."""
     fields = decode(_decoder, body, {})
-    with renamed({"prompt": "input"}):
-        texts = prompts_of(fields.input)
+    texts = prompts_of(fields.input, "input", "texts")
     if fields.dimensions is not None and fields.dimensions < 1:
         raise BadRequest(f"dimensions={fields.dimensions}: must be at least 1", "dimensions")
     most = fields.truncate_prompt_tokens

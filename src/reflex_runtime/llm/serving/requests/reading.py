@@ -258,15 +258,15 @@ def _bias(said: dict[str, float] | None) -> Iterator[tuple[int, float]]:
         yield int(key), by
 
 
-def prompts_of(sent: msgspec.Raw) -> list[str | list[int]]:
-    """One text, several, token ids, or several lists of them."""
+def prompts_of(sent: msgspec.Raw, name: str = "prompt", what: str = "prompts") -> list[str | list[int]]:
+    """One text, several, token ids, or several lists of them. name: of its field; what: errors call several of them."""
     raw = bytes(sent)
     if len(raw) > PIECE and b'"' not in raw:
-        return _many_ids(raw)
+        return _many_ids(raw, name, what)
     try:
         prompt = _PROMPT.decode(raw)
     except msgspec.ValidationError as error:
-        raise BadRequest(at_fault(error, "prompt"), "prompt") from None
+        raise BadRequest(at_fault(error, name), name) from None
     if isinstance(prompt, str):
         found: list[str | list[int]] = [prompt]
     elif prompt and all(type(token) is int for token in prompt):
@@ -274,32 +274,32 @@ def prompts_of(sent: msgspec.Raw) -> list[str | list[int]]:
     else:
         found = list(prompt)
     if not 1 <= len(found) <= MOST_PROMPTS:
-        raise BadRequest(f"prompt: holds {len(found)} prompts, must hold 1 to {MOST_PROMPTS}", "prompt")
+        raise BadRequest(f"{name}: holds {len(found)} {what}, must hold 1 to {MOST_PROMPTS}", name)
     kind = type(found[0])
     for one in found:
         if type(one) is not kind or not isinstance(one, (str, list)):
-            raise BadRequest("prompt: must be a text, texts, token ids, or lists of token ids", "prompt")
+            raise BadRequest(f"{name}: must be a text, texts, token ids, or lists of token ids", name)
         if isinstance(one, list) and not all(type(token) is int for token in one):
-            raise BadRequest("prompt: token ids must be whole numbers", "prompt")
+            raise BadRequest(f"{name}: token ids must be whole numbers", name)
         if not one:
-            raise BadRequest("prompt: is empty; at least one token is needed", "prompt")
+            raise BadRequest(f"{name}: is empty; at least one token is needed", name)
     return found
 
 
-def _many_ids(raw: bytes) -> list[str | list[int]]:
+def _many_ids(raw: bytes, name: str, what: str) -> list[str | list[int]]:
     """Token ids, or lists of them, of which there may be too many to be decoded at once."""
     lists, tokens = raw.count(b"[") - 1, raw.count(b",") + 1
     if tokens > MOST_TOKENS:
-        raise BadRequest(f"prompt: holds {tokens} tokens, at most {MOST_TOKENS} are taken", "prompt")
+        raise BadRequest(f"{name}: holds {tokens} tokens, at most {MOST_TOKENS} are taken", name)
     if lists > MOST_PROMPTS:
-        raise BadRequest(f"prompt: holds {lists} prompts, must hold 1 to {MOST_PROMPTS}", "prompt")
+        raise BadRequest(f"{name}: holds {lists} {what}, must hold 1 to {MOST_PROMPTS}", name)
     try:
         parts = [bytes(part) for part in _LISTS.decode(raw)] if lists > 0 else [raw]
         found: list[str | list[int]] = [_ids(part) for part in parts]
     except msgspec.DecodeError:
-        raise BadRequest("prompt: must be a text, texts, token ids, or lists of token ids", "prompt") from None
+        raise BadRequest(f"{name}: must be a text, texts, token ids, or lists of token ids", name) from None
     if [] in found:
-        raise BadRequest("prompt: is empty; at least one token is needed", "prompt")
+        raise BadRequest(f"{name}: is empty; at least one token is needed", name)
     return found
 
 

@@ -25,7 +25,7 @@ class GroupProcessor(Processor, Protocol):
     def group(self) -> GroupConfig: ...
 
 
-class GenerationDevice:
+class ModelDevice:
     """One scheduler and one thread for all models; those that have work share its time by weight.
 
     processors: taken over; closed with the device. watchdog: seconds that a step may take until its callers are told; a
