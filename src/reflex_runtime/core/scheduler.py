@@ -1,9 +1,9 @@
-"""The scheduler: the life cycle of tickets, and nothing else.
+"""The scheduler: inputs, questions, and the order in which the parts are asked.
 
-What may live here: state transitions and the order in which the parts are asked. What may not: a clock, a thread, a
-loop, I/O, randomness, or any rule about whether (`admission`), when (`holding`), how much (`cost`) and who
-(`order`, `select`); `forming` composes those into one batch. Inputs carry `now`, seconds on one monotonic clock that
-never goes back. Two questions are answered: which batch next (`next_batch`), and when to ask again (`wake_at`).
+What may not live here: a clock, a thread, a loop, I/O, randomness, or any rule about whether (`admission`), when
+(`holding`), how much (`cost`) and who (`order`, `select`); `forming` composes those into one batch, and `transitions`
+carries out what becomes of a ticket. Inputs carry `now`, seconds on one monotonic clock that never goes back. Two
+questions are answered: which batch next (`next_batch`), and when to ask again (`wake_at`).
 
 A driver does, under one lock:
 
@@ -32,28 +32,24 @@ Theory of operation. `next_batch` decides in this order; the first step that yie
  9. A group with `gap_chance` runs only if a gap is likely to be long enough (`Holding.gap_at`).
 10. Shed and preempted tickets leave, the members move to RUNNING, clients are charged (`_apply`, `_take`, `_begin`).
 
-`complete` then teaches the cost model the batch's time (`_ended`), and settles, keeps or requeues its members.
+`complete` then teaches the cost model the batch's time, and settles, keeps or requeues its members (`transitions`).
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterable, Sequence
 from dataclasses import replace
 from math import inf
 from typing import Any
 
 from reflex_runtime.core.admission import admit, in_time
 from reflex_runtime.core.ahead import Ahead, may_lead, put_back
-from reflex_runtime.core.batch import Apart, Batch, Done, Failed, More, Outcome
+from reflex_runtime.core.batch import Apart, Batch, Failed, Outcome
 from reflex_runtime.core.errors import (
     Cancelled,
     ConfigError,
     Displaced,
-    Drained,
-    Dropped,
-    Expired,
-    ProcessorError,
     ReflexError,
     Rejected,
     Shed,
@@ -64,17 +60,13 @@ from reflex_runtime.core.events import (
     BatchScheduled,
     Event,
     RequestAbandoned,
-    RequestPreempted,
-    RequestProgressed,
     RequestQueued,
     RequestRejected,
-    RequestSettled,
     SchedulerPaused,
 )
 from reflex_runtime.core.forming import Formed, Former
 from reflex_runtime.core.group import Group, GroupConfig
 from reflex_runtime.core.holding import Holding
-from reflex_runtime.core.isolation import Origin
 from reflex_runtime.core.leaving import Leaving
 from reflex_runtime.core.order import Partition
 from reflex_runtime.core.request import (
@@ -82,23 +74,17 @@ from reflex_runtime.core.request import (
     RESIDENT,
     RUNNING,
     SETTLED,
-    TRANSITIONS,
     WAITING,
     AdmittedBatch,
     Request,
     Ticket,
-    TicketState,
 )
 from reflex_runtime.core.tenants import Tenants
+from reflex_runtime.core.transitions import Transitions, is_fault
 
 IDLE_POLLS = 256  # most times in a batch's `idle_polls`
 _BAD = (Failed, Apart)
-_event = tuple.__new__  # twice a request: a NamedTuple's own constructor is a Python function around this
-
-
-def _is_fault(error: BaseException) -> bool:
-    """Whether it is the processor's or a request's, and not overload, a deadline or a cancellation."""
-    return not isinstance(error, Dropped)
+_event = tuple.__new__  # for each request: a NamedTuple's own constructor is a Python function around this
 
 
 class Scheduler:
@@ -122,12 +108,12 @@ class Scheduler:
         self._in_flight: dict[Batch, None] = {}
         self._ahead = Ahead()
         self._leaving = Leaving(self._groups)
-        self._events: list[Event] = []
+        self._moves = Transitions(self._groups, self._leaving, self._holding)
+        self._events = self._moves.events
         self.unheard: Collection[type[Any]] = ()  # RequestQueued, BatchScheduled, BatchFinished are not made if in here
         self._now = -inf
         self._idle_polls: deque[float] = deque(maxlen=IDLE_POLLS)
         self._tickets = self._batches = 0
-        self.settled = 0  # tickets that have ended, so that a driver knows whether callers wait for events
         self._closed = False
 
     # -- inputs ------------------------------------------------------------------------------------------------------
@@ -155,9 +141,10 @@ class Scheduler:
             raise
         self._tickets += 1
         for old in replaced:
-            self._drop(old, Superseded("a newer request of the same client replaced it"))
+            self._moves.drop(old, Superseded("a newer request of the same client replaced it"), self._now)
         if displaced is not None:
-            self._drop(displaced, Displaced("the queue is full, and a request that comes before it took its place"))
+            full_up = Displaced("the queue is full, and a request that comes before it took its place")
+            self._moves.drop(displaced, full_up, self._now)
         if ready:
             self._enter(group, ticket, now)
         else:
@@ -182,19 +169,19 @@ class Scheduler:
         if ticket.state is not PREPARING:
             return
         if isinstance(made, ReflexError):
-            self._drop(ticket, made)
+            self._moves.drop(ticket, made, self._now)
             return
         group = self._groups[ticket.request.group]
-        self._end_preparing(group, ticket)
+        self._moves.end_preparing(group, ticket, self._now)
         if ticket.deadline < inf:  # the rest of it: from now on the ticket counts as one that has just arrived
             made = replace(made, time_limit=max(0.0, ticket.deadline - now))
         ticket.request, ticket.stage, ticket.wants = made, made.stage, made.wants
         try:
             in_time(group, ticket, now)
         except Rejected as error:
-            self._end_unready(ticket, error)
+            self._moves.end_unready(ticket, error, self._now)
             return
-        self._move(ticket, WAITING)
+        self._moves.move(ticket, WAITING)
         ticket.arrived, ticket.ready_at, ticket.seq = now, now, self._tickets
         self._tickets += 1
         self._enter(group, ticket, now)
@@ -208,7 +195,7 @@ class Scheduler:
         if ticket.state is RUNNING:
             ticket.cancel_requested = True
         elif ticket.state is not SETTLED:
-            self._drop(ticket, Cancelled("cancelled by the caller"))
+            self._moves.drop(ticket, Cancelled("cancelled by the caller"), self._now)
 
     def abandon(self, ticket: Ticket, now: float) -> None:
         """The caller stopped waiting. The ticket keeps its place until it is answered or the next batch is formed."""
@@ -253,7 +240,7 @@ class Scheduler:
         a time. Returns whether more must settle: call it again."""
         self._input(now)
         self._take_back()
-        self._closed, self._holding.draining = True, drain
+        self._closed, self._holding.draining, self._moves.drained = True, drain, not drain
         if not drain:
             self._settle_leaving(forming=False)
         return not drain and self._leaving.behind
@@ -267,7 +254,7 @@ class Scheduler:
         group = self._groups[batch.group]
         apart = isinstance(outcomes[0], Apart)
         failed = sum([isinstance(outcome, _BAD) for outcome in outcomes])
-        faults = failed and sum([isinstance(outcome, _BAD) and _is_fault(outcome.error) for outcome in outcomes])
+        faults = failed and sum([isinstance(outcome, _BAD) and is_fault(outcome.error) for outcome in outcomes])
         if not failed:  # first: if it raises, the batch is still in flight, and a driver can let it fail
             group.cost.observe(batch, elapsed)
         self._input(now)
@@ -285,9 +272,10 @@ class Scheduler:
         if BatchFinished not in self.unheard:
             self._events.append(BatchFinished(now, batch, elapsed, crashed, apart))
         if apart:
-            self._settle(group, partition, self._apart(partition, batch))
+            self._moves.settle(group, partition, self._moves.apart(partition, batch, self._now), self._now)
         else:
-            self._settle(group, partition, self._ended(group, partition, batch, outcomes, elapsed / n))
+            ended = self._moves.ended(group, partition, batch, outcomes, elapsed / n, self._now)
+            self._moves.settle(group, partition, ended, self._now)
 
     # -- questions ---------------------------------------------------------------------------------------------------
 
@@ -360,6 +348,11 @@ class Scheduler:
         return at if len(self._in_flight) >= self._max_batches else min(at, self._holding.ends_at(self._now))
 
     @property
+    def settled(self) -> int:
+        """Tickets that have ended, so that a driver knows whether callers wait for events."""
+        return self._moves.settled
+
+    @property
     def behind(self) -> bool:
         """Whether the last call settled some of very many tickets that must leave, and the next one is due at once."""
         return self._leaving.behind
@@ -375,7 +368,8 @@ class Scheduler:
 
     def take_events(self) -> list[Event]:
         """The events since the last call, oldest first."""
-        events, self._events = self._events, []
+        events = self._events[:]
+        self._events.clear()
         return events
 
     def take_left(self, group: str) -> tuple[Ticket, ...]:
@@ -442,9 +436,8 @@ class Scheduler:
         return forming and not self._leaving.holds_up
 
     def _settle_leaving(self, forming: bool) -> None:
-        drained = self._closed and not self._holding.draining
-        for ticket, error in self._leaving.due(self._now, drained, forming):
-            self._drop(ticket, error)
+        for ticket, error in self._leaving.due(self._now, self._moves.drained, forming):
+            self._moves.drop(ticket, error, self._now)
 
     # -- forming -------------------------------------------------------------------------------------------------------
 
@@ -476,9 +469,9 @@ class Scheduler:
     def _apply(self, group: Group, formed: Formed) -> None:
         """Carry out the other decisions of forming: shed, preempted."""
         for ticket in formed.shed:
-            self._drop(ticket, Shed("its deadline can no longer be met"))
+            self._moves.drop(ticket, Shed("its deadline can no longer be met"), self._now)
         for ticket in formed.preempted:
-            self._preempt(group, ticket)
+            self._moves.preempt(group, ticket, self._now)
 
     def _take(self, group: Group, partition: Partition, formed: Formed) -> Batch:
         """Move the members of a batch out of the queue."""
@@ -549,161 +542,6 @@ class Scheduler:
             del self._in_flight[batch]
             group = self._groups[batch.group]
             put_back(group, group.active[batch.partition], batch)
-
-    # -- completing ----------------------------------------------------------------------------------------------------
-
-    def _ended(
-        self, group: Group, partition: Partition, batch: Batch, outcomes: Sequence[Outcome], share: float
-    ) -> Iterator[tuple[Ticket, Done | Failed]]:
-        """Move the tickets of a batch to their next state, and publish those that end."""
-        settled, evidence, took = group.cost.settled, group.evidence, 0.0
-        done: list[Ticket] = []
-        for (ticket, units), outcome in zip(batch.grants.items(), outcomes, strict=True):
-            ticket.shared += share
-            if evidence.pending and evidence.probes(ticket):
-                group.clients.shares.charge(ticket.queue.client, share / ticket.request.weight)
-            if isinstance(outcome, Done):
-                ticket.computed += units - outcome.unused
-                ticket.unused += outcome.unused
-                if outcome.earlier:
-                    self._publish(ticket, outcome.earlier)
-                settled(ticket)
-                done.append(ticket)
-                took += ticket.shared
-                yield ticket, outcome
-            elif isinstance(outcome, More):
-                error = self._stay(partition, ticket, units, outcome)
-                if error is not None:
-                    yield ticket, Failed(error)
-            else:
-                assert not isinstance(outcome, Apart)
-                self._publish(ticket, outcome.earlier)
-                if len(batch) == 1 and _is_fault(outcome.error):
-                    group.offenders.failed(ticket.request.client)
-                yield ticket, outcome
-        if done:
-            group.ran(took / len(done))
-            group.offenders.answered(done)
-
-    def _apart(self, partition: Partition, batch: Batch) -> Iterator[tuple[Ticket, Failed]]:
-        """Queue the members of a call that failed as a whole again, in halves; settle those that leave now."""
-        part = batch.part
-        origin = Origin() if part is None else part.origin
-        origin.pending -= part is not None
-        wanted = {ticket: units - batch.extra.get(ticket, 0.0) for ticket, units in batch.grants.items()}
-        partition.suspects.split(wanted if batch.extra else batch.grants, origin)
-        for ticket, units in batch.grants.items():
-            ticket.recomputed += units
-            error = self._reside(partition, ticket)
-            if error is not None:
-                yield ticket, Failed(error)
-
-    def _stay(self, partition: Partition, ticket: Ticket, units: float, more: More) -> ReflexError | None:
-        """Keep a ticket that ran as a resident until its next step. Returns the error if it leaves instead."""
-        value, wants, stage, earlier, unused, extra = more  # at once: this runs for every token
-        if not 0.0 < wants < inf:
-            return ProcessorError(f"More.wants={wants!r}: must be finite and > 0")
-        self._groups[ticket.request.group].steps = True
-        ticket.computed += units
-        ticket.wants, ticket.extra = wants, extra
-        if stage is not None:
-            ticket.stage = stage
-        if unused:
-            ticket.computed -= unused
-            ticket.unused += unused
-        if earlier:
-            self._publish(ticket, earlier)
-        self._events.append(_event(RequestProgressed, (self._now, ticket, value)))
-        if value is not None and ticket.request.streams:
-            ticket.answered, ticket.deadline = True, inf  # a stream's deadline is for its first answer
-        return self._reside(partition, ticket)
-
-    def _publish(self, ticket: Ticket, earlier: tuple[Any, ...]) -> None:
-        """Publish what came before the last answer of a step."""
-        for value in earlier:
-            self._events.append(_event(RequestProgressed, (self._now, ticket, value)))
-
-    def _reside(self, partition: Partition, ticket: Ticket) -> ReflexError | None:
-        """Make a ticket that ran wait for its next call. Returns the error if it leaves instead."""
-        self._move(ticket, RESIDENT)
-        partition.residents[ticket] = None
-        error = self._boundary(ticket)
-        if error is None and ticket.deadline < inf:
-            partition.deadlines.push(ticket.deadline, ticket)
-        return error
-
-    def _boundary(self, ticket: Ticket) -> ReflexError | None:
-        """The error with which a resident leaves at this boundary, or None."""
-        if ticket.cancel_requested or ticket.abandoned:
-            return Cancelled("cancelled by the caller")
-        if self._closed and not self._holding.draining:
-            return Drained("the server is shutting down")
-        if ticket.deadline <= self._now:
-            return Expired("its deadline passed before it was answered")
-        return None
-
-    def _preempt(self, group: Group, ticket: Ticket) -> None:
-        """Preempt a resident, whose resources are released: it starts over from the front of its queue."""
-        ticket.lost = ticket.computed
-        ticket.recomputed += ticket.computed
-        ticket.wants += ticket.computed
-        ticket.computed, ticket.extra = 0.0, ()
-        ticket.stage = ticket.request.stage
-        self._move(ticket, WAITING)
-        group.requeue(ticket)
-        group.left.append(ticket)
-        self._events.append(RequestPreempted(self._now, ticket))
-
-    def _drop(self, ticket: Ticket, error: ReflexError) -> None:
-        """End a ticket that does not run."""
-        group = self._groups[ticket.request.group]
-        if ticket.state is PREPARING:
-            self._end_preparing(group, ticket)
-            self._end_unready(ticket, error)
-            return
-        self._settle(group, group.active[ticket.request.partition], ((ticket, Failed(error)),))
-
-    def _end_preparing(self, group: Group, ticket: Ticket) -> None:
-        group.end_preparing(ticket, self._now)
-        self._leaving.unready.discard(ticket)
-
-    def _end_unready(self, ticket: Ticket, error: ReflexError) -> None:
-        self._move(ticket, SETTLED)
-        ticket.outcome = Failed(error)
-        self.settled += 1
-        self._events.append(_event(RequestSettled, (self._now, ticket)))
-
-    def _settle(self, group: Group, partition: Partition, ended: Iterable[tuple[Ticket, Done | Failed]]) -> None:
-        """End tickets of one partition, each exactly once."""
-        now, events, resources, residents = self._now, self._events, group.config.resources, partition.residents
-        for ticket, outcome in ended:
-            state = ticket.state
-            if ticket.cancel_requested:  # while it ran: its result is dropped
-                outcome = Failed(Cancelled("cancelled by the caller"))
-            if state is WAITING:
-                partition.take(ticket)
-                partition.tidy()
-                group.backlog.remove(ticket)
-                group.dequeue(1, ticket.wants)
-            elif residents and (state is RESIDENT or (isinstance(outcome, Failed) and ticket in residents)):
-                group.left.append(ticket)
-            if resources is not None and state is not WAITING:
-                resources.release(ticket)
-            assert state is not SETTLED, ticket
-            ticket.state = SETTLED
-            ticket.outcome = outcome
-            self.settled += 1
-            if ticket.deadline < inf and state is not RUNNING:  # it was discarded when it was scheduled
-                partition.deadlines.discard(ticket)
-            group.leave(ticket, partition, isinstance(outcome, Done), now)
-            events.append(_event(RequestSettled, (now, ticket)))
-        group.settled(partition)
-        self._holding.changed(partition)
-
-    @staticmethod
-    def _move(ticket: Ticket, state: TicketState) -> None:
-        assert state in TRANSITIONS[ticket.state], (ticket, state)
-        ticket.state = state
 
     # -- small things --------------------------------------------------------------------------------------------------
 
