@@ -193,6 +193,16 @@ def test_l2_urgent_requests_enter_although_the_promise_breaks() -> None:
     assert "urgent" in device.steps[-1][0]
 
 
+def test_l2_urgent_requests_break_no_promise_to_urgent_ones() -> None:
+    device = Device(0.2, large, seqs=64)
+    for i in range(60):
+        device.ask(f"run {i}", 4, 200, Priority.URGENT)
+    device.run()
+    assert 12 <= max(len(step) for step, _ in device.steps) <= 35
+    assert late(device) <= 0.2
+    assert all(len(times) == 200 for times in device.tokens.values())
+
+
 @pytest.mark.parametrize("there", [0.0, 1000.0])
 def test_l2_a_preempted_sequence_is_read_again_within_the_gap(there: float) -> None:
     """What it wrote is a part of its prompt then; none of that, or the first of it, is in the cache."""

@@ -38,7 +38,8 @@ class TimedTokens(TokenCost):
 
     gap: seconds, most; None is `BUDGET`, or `TIMES_FIXED` times the fixed part of a step where that is more, at most
     `LONGEST`: then 1/8 of the time goes to fixed parts. A gap that is given is a promise, so no further sequence
-    enters, but urgent ones, while one more row would break it; unless a single row already does.
+    enters while one more row would break it; unless a single row already does. Urgent ones enter beside others, and
+    break it for them, but not for each other.
     A request may say a gap of its own (`Request.max_gap`). Prompts then get what the shortest gap of the sequences that
     run leaves, but at least as much time as those take, and it keeps nobody out: one caller must not stop all others.
     For the same reason a long one makes no step longer than `LONGEST`: who comes meanwhile waits for its end.
@@ -105,9 +106,9 @@ class TimedTokens(TokenCost):
         linear = (self._fit.slope("tokens") or 0.0) / _TOKENS + 2.0 * quadratic * past
         return floor(2.0 * seconds / max(1e-12, linear + sqrt(linear * linear + 4.0 * quadratic * seconds)))
 
-    def closed(self, ticket: Ticket, rows: float, pairs: float) -> bool:
-        """Whether the ticket may not enter beside so many rows, because one more would break the promise."""
-        if self._gap is None or self._gap == inf or ticket.tier is URGENT:
+    def closed(self, rows: float, pairs: float) -> bool:
+        """Whether nobody may enter beside so many rows, because one more would break the promise."""
+        if self._gap is None or self._gap == inf:
             return False
         if not self.measured:
             return rows >= COLD_ROWS
@@ -166,12 +167,13 @@ def _counts(rows: float, tokens: float, pairs: float) -> Counts:
 class _TimedTokenTally(TokenTally):
     """Counts granted units, and the rows, prompt tokens and pairs of the step. Knows the shortest gap of its rows."""
 
-    __slots__ = ("_expected", "_gap", "_model", "_own", "_pairs", "_read", "_rows", "_tokens")
+    __slots__ = ("_expected", "_gap", "_model", "_own", "_pairs", "_read", "_rows", "_tokens", "_urgent")
 
     def __init__(self, model: TimedTokens) -> None:
         super().__init__(model.threshold)
         self._model = model
         self._rows = self._tokens = self._pairs = 0.0
+        self._urgent = 0  # of the rows, and of the members whose prompts are read
         self._read = 0  # members whose prompts are read: rows soon
         self._expected: set[Ticket] = set()
         self._own = inf  # shortest gap of the rows, and what is `allowed`
@@ -189,6 +191,7 @@ class _TimedTokenTally(TokenTally):
     def expect(self, tickets: Iterable[Ticket]) -> None:
         self._expected.update(tickets)
         self._rows += len(self._expected)
+        self._urgent += sum([ticket.tier is URGENT for ticket in self._expected])
         self._pairs += sum([ticket.computed for ticket in self._expected])
         for gap in {ticket.request.max_gap for ticket in self._expected}:
             self._keep(gap)
@@ -199,11 +202,18 @@ class _TimedTokenTally(TokenTally):
         if units <= 1.0 and ticket.computed and not enters:  # it runs: to leave it out would make its gap longer
             return units
         model, totals = self._model, (self._rows, self._tokens, self._pairs)
-        if enters and model.closed(ticket, self._rows + self._read, self._pairs):
+        if enters and self._closed(ticket):
             return 0.0
         if not self._read:  # the step has rows only, so far
             self._gap = model.allowed(self._own, self._rows, self._pairs)
         return min(units, model.most(*totals, ticket.computed, self._gap))
+
+    def _closed(self, ticket: Ticket) -> bool:
+        """Whether it would break the promise. An urgent ticket may, but not for urgent rows."""
+        rows, pairs = self._rows + self._read, self._pairs
+        if ticket.tier is URGENT and rows:
+            rows, pairs = self._urgent, pairs * self._urgent / rows
+        return self._model.closed(rows, pairs)
 
     def extra(self, tickets: Sequence[Ticket], budget: float) -> Sequence[int]:
         return self._model.extra(tickets, round(self._rows), self.seconds, budget - self.cost, self._own)
@@ -213,6 +223,7 @@ class _TimedTokenTally(TokenTally):
         if ticket in self._expected:
             return
         self._pairs += units * (ticket.computed + 0.5 * units)
+        self._urgent += ticket.tier is URGENT
         if units == 1.0 and ticket.computed:
             self._rows += 1.0
             self._keep(ticket.request.max_gap)
