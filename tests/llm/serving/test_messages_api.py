@@ -210,7 +210,7 @@ def _block(type: str, **more: Any) -> Any:
     [
         ({"max_tokens": None}, "max_tokens: expected"),
         ({"max_tokens": 0}, "max_tokens=0: must be >= 1"),
-        ({"messages": []}, "messages: holds 0 messages"),
+        ({"messages": []}, "messages: holds 0, must"),
         ({"messages": [*HI, {"role": "assistant", "content": "I"}]}, "messages: ends with the assistant's"),
         ({"messages": [{"role": "system", "content": "x"}]}, "messages[0].role: invalid enum value"),
         ({"messages": [{"role": "user", "content": []}]}, "messages[0].content: is empty"),
@@ -247,6 +247,14 @@ def test_l9_what_a_message_cannot_ask_is_refused_by_name(toy: Toy, fields: Any, 
     status, kind, message = refused(toy, ASK | fields)
     assert (status, kind) == (400, "invalid_request_error")
     assert message.startswith(told)
+
+
+def test_l9_what_is_not_utf8_is_no_json_also_where_it_is_passed_on_as_it_is(toy: Toy) -> None:
+    use = {"type": "tool_use", "id": "1", "name": "x", "input": {"a": "HERE"}}
+    body = json.dumps(ASK | {"messages": [*HI, {"role": "assistant", "content": [use]}, *HI]}).encode()
+    status, kind, message = refused(toy, body.replace(b"HERE", b"\xff"))
+    assert (status, kind) == (400, "invalid_request_error")
+    assert message.startswith("the body is not JSON")
 
 
 def test_l9_bounds_of_messages_hold(toy: Toy) -> None:

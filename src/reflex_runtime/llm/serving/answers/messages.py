@@ -38,8 +38,8 @@ class MessageAnswer(PartWriter):
 
     def end(self) -> bytes:
         about = {"stop_reason": self._reason(), "stop_sequence": self._stopped}
-        ended = _event("message_delta", delta=about, usage=self._usage())
-        return ended + _event("message_stop")
+        ended = self._event("message_delta", delta=about, usage=self._usage())
+        return ended + self._event("message_stop")
 
     def failed(self, error: ReflexError) -> bytes:
         return b"event: error\ndata: " + _error(error, self._reply.id) + b"\n\n"
@@ -103,17 +103,10 @@ class MessageAnswer(PartWriter):
         self._content.append(block)
         return self._event("content_block_stop", index=len(self._content) - 1)
 
-    def _event(self, type: str, **fields: Any) -> bytes:
-        return _event(type, **fields) if self._reply.asked.stream else b""
-
 
 def _block(kind: Kind, text: str) -> dict[str, Any]:
     """signature: of a thought; there is none that could be checked."""
     return {"type": "text", "text": text} if kind == "text" else {"type": "thinking", "thinking": text, "signature": ""}
-
-
-def _event(type: str, **fields: Any) -> bytes:
-    return b"event: %b\ndata: %b\n\n" % (type.encode(), encode({"type": type, **fields}))
 
 
 def _error(error: ReflexError, request_id: str) -> bytes:

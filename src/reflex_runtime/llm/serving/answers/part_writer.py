@@ -6,14 +6,20 @@ A part begins when the first of its text comes and ends before the next one; a c
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from typing import Literal
+from typing import Any, Literal
 
 from reflex_runtime.ipc.engine import Output
 from reflex_runtime.llm.reasoning import Thought
 from reflex_runtime.llm.serving.answers.replies import Answering, PartReader
 from reflex_runtime.llm.tools import ToolCall
+from reflex_runtime.web.json import encode
 
 Kind = Literal["thought", "text"]
+
+
+def event(type: str, **fields: Any) -> bytes:
+    """A server-sent event of that type."""
+    return b"event: %b\ndata: %b\n\n" % (type.encode(), encode({"type": type, **fields}))
 
 
 class PartWriter:
@@ -49,6 +55,9 @@ class PartWriter:
     def add(self, index: int, outputs: Seq[Output]) -> None:
         """See `Writer.add`."""
         self.chunk(index, outputs)
+
+    def _event(self, type: str, **fields: Any) -> bytes:
+        return event(type, **fields) if self._reply.asked.stream else b""
 
     def _take(self, part: str | Thought | ToolCall) -> bytes:
         if isinstance(part, ToolCall):

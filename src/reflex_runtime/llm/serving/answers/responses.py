@@ -115,11 +115,8 @@ class ResponseAnswer(PartWriter):
         return self._event(type, item_id=self._id(), output_index=len(self._items), content_index=0, **fields)
 
     def _event(self, type: str, **fields: Any) -> bytes:
-        if not self._reply.asked.stream:
-            return b""
-        told = {"type": type, "sequence_number": self._number, **fields}
         self._number += 1
-        return b"event: %b\ndata: %b\n\n" % (type.encode(), encode(told))
+        return super()._event(type, sequence_number=self._number - 1, **fields)
 
 
 def _part(kind: Kind, text: str) -> dict[str, Any]:

@@ -226,6 +226,6 @@ def _chat(model: dict[str, Any], limits: Limits | None) -> dict[str, Any]:
         "safety_identifier": common["user"],
     }
     empty: dict[str, list[Any]] = {"store": [], "modalities": [[]], "verbosity": [""], "service_tier": [""]}
-    plain = without_effect({name: of for name, of in wire.PLAIN.items() if name not in ("echo", "suffix")}, empty)
+    plain = without_effect(wire.plain_of(wire.ChatFields), empty)
     fields = plain | fields
     return closed(fields, "model", "messages")

@@ -42,6 +42,8 @@ def decode(decoder: msgspec.json.Decoder[F], body: bytes, plain: Mapping[str, tu
     """The fields, or the BadRequest that names what is wrong. plain: fields that are known and not supported, with the
     values that have no effect; None and empty values have none either."""
     try:
+        if not body.isascii():
+            body.decode()  # msgspec does not look into what it skips or leaves raw
         if body.count(b",") > MOST_VALUES:
             _check_values(_parts(decoder.type).decode(body))
         fields = decoder.decode(body)

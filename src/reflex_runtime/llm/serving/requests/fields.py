@@ -56,23 +56,28 @@ class MoreFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     max_gap_ms: float | None = None
 
 
-def further(fields: MoreFields) -> dict[str, Any]:
-    """What a request says beyond its API."""
-    return {name: getattr(fields, name) for name in MoreFields.__struct_fields__}
+def said_as(kind: type[MoreFields], fields: MoreFields) -> dict[str, Any]:
+    """What a request says in the fields of that kind."""
+    return {name: getattr(fields, name) for name in kind.__struct_fields__}
 
 
-class CommonFields(MoreFields, kw_only=True):
-    """What completions and chats may say. null counts as absent."""
+class SampledFields(MoreFields, kw_only=True):
+    """What requests of OpenAI's APIs may say of what is generated, and how. null counts as absent."""
 
     model: str
-    n: Whole | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    stop: str | list[str] | None = None
     temperature: float | None = None
     top_p: float | None = None
-    max_tokens: Whole | None = None
     user: str | None = None
+
+
+class CommonFields(SampledFields, kw_only=True):
+    """What completions and chats may say."""
+
+    n: Whole | None = None
+    stream_options: StreamOptions | None = None
+    stop: str | list[str] | None = None
+    max_tokens: Whole | None = None
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
@@ -135,18 +140,42 @@ class ChatFields(CommonFields, kw_only=True):
 
 
 OF_ANSWERS = ("refusal", "annotations", "audio", "function_call")  # in a message
-# Values without effect, of fields that are not supported. None and empty values have none either.
+# Values without effect, of fields that are not supported by any API that knows them. None and empty values have none
+# either.
 PLAIN: dict[str, tuple[Any, ...]] = {
-    "suffix": (),
+    "access_programs": (),
     "audio": (),
+    "background": (False,),
+    "background_options": (),
+    "container": (),
+    "context_management": (),
+    "conversation": (),
+    "diagnostics": (),
     "function_call": ("none", "auto"),
     "functions": (),
+    "image": (),
+    "include": (),
+    "inference_geo": (),
+    "max_tool_calls": (),
+    "mcp_servers": (),
     "modalities": (["text"],),
     "moderation": (),
     "prediction": (),
+    "previous_response_id": (),
+    "reasoning": ({"effort": None}, {"effort": None, "summary": None}, {"effort": "none"}),
     "reasoning_effort": ("none",),
-    "store": (False,),
     "service_tier": ("auto", "default"),
+    "speed": ("standard",),
+    "store": (False,),
+    "suffix": (),
+    "truncation": ("disabled",),
+    "user_profile_id": (),
     "verbosity": ("medium",),
     "web_search_options": (),
+    "workspace_id": (),
 }
+
+
+def plain_of(kind: type[msgspec.Struct], **own: tuple[Any, ...]) -> dict[str, tuple[Any, ...]]:
+    """The values of `PLAIN` of the fields of a body. own: of fields that another API supports or knows otherwise."""
+    return {name: of for name, of in (PLAIN | own).items() if name in kind.__struct_fields__}

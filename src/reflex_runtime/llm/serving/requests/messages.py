@@ -7,44 +7,35 @@ that templates know: `enable_thinking`, and messages with the role tool.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, Final, Literal
 
 import msgspec
 from msgspec.structs import replace as changed
 
-from reflex_runtime.llm.serving.requests.decoding import MOST_MESSAGES, MOST_VALUES, decode
-from reflex_runtime.llm.serving.requests.fields import CommonFields, MoreFields, further
+from reflex_runtime.llm.serving.requests.decoding import decode
+from reflex_runtime.llm.serving.requests.fields import CommonFields, MessagePart, MoreFields, plain_of, said_as
 from reflex_runtime.llm.serving.requests.forms import JsonSchemaFormat, ResponseFormat
-from reflex_runtime.llm.serving.requests.reading import (
-    CompletionRequest,
-    DefaultsOf,
-    conversing,
-    no_defaults,
+from reflex_runtime.llm.serving.requests.reading import CompletionRequest, DefaultsOf, conversing, no_defaults
+from reflex_runtime.llm.serving.requests.refusals import BadRequest, renamed
+from reflex_runtime.llm.serving.requests.talks import (
+    check_arguments,
+    check_length,
     sent_call,
     template_variables,
+    text_of,
 )
-from reflex_runtime.llm.serving.requests.refusals import BadRequest, renamed
-from reflex_runtime.llm.serving.requests.tool_fields import (
-    AskedTools,
-    ChosenFunction,
-    ChosenTool,
-    ToolField,
-    ToolFunction,
-    tools_of,
-)
+from reflex_runtime.llm.serving.requests.tool_fields import AskedTools, ChosenFunction, ToolFunction, tools_of
 from reflex_runtime.llm.tokenizer import Conversation
 from reflex_runtime.web.fields import Whole
 
 PATH, COUNT = "/v1/messages", "/v1/messages/count_tokens"
 
 
-class Block(msgspec.Struct):
+class Block(MessagePart):
     """A block of a message. What else it says is of a type that is not taken, or has no effect (`cache_control`)."""
 
-    type: str
-    text: str | None = None
     thinking: str | None = None
     id: str | None = None
     name: str | None = None
@@ -153,18 +144,9 @@ class InputTokens(msgspec.Struct):
     input_tokens: int
 
 
-PLAIN: Final[dict[str, tuple[Any, ...]]] = {
-    "container": (),
-    "context_management": (),
-    "diagnostics": (),
-    "include_stop_str_in_output": (False,),
-    "inference_geo": (),
-    "mcp_servers": (),
-    "service_tier": ("auto", "standard_only"),
-    "speed": ("standard",),
-    "user_profile_id": (),
-    "workspace_id": (),
-}
+PLAIN: Final = plain_of(
+    MessageFields, include_stop_str_in_output=(False,), service_tier=("auto", "standard_only")
+)
 _message = msgspec.json.Decoder(MessageFields)
 _count = msgspec.json.Decoder(TalkFields)
 
@@ -181,7 +163,7 @@ def message(body: bytes, defaults: DefaultsOf = no_defaults) -> CompletionReques
         stream=fields.stream,
         user=None if fields.metadata is None else fields.metadata.user_id,
         response_format=_form(fields.output_config),
-        **further(fields),
+        **said_as(MoreFields, fields),
     )
     names = {
         "stop": "stop_sequences",
@@ -197,7 +179,7 @@ def message(body: bytes, defaults: DefaultsOf = no_defaults) -> CompletionReques
 def counted(body: bytes) -> tuple[str, Conversation]:
     """POST /v1/messages/count_tokens: the model, and what it would be asked; or the BadRequest."""
     fields = decode(_count, body, PLAIN)
-    for name, value in further(fields).items():
+    for name, value in said_as(MoreFields, fields).items():
         if value is not None:
             raise BadRequest(f"{name}: is of an answer, and none is made here; leave it out", name)
     _form(fields.output_config)
@@ -215,17 +197,14 @@ def _form(config: OutputConfig | None) -> ResponseFormat | None:
 def _conversation(fields: TalkFields) -> tuple[Conversation, AskedTools]:
     turns = fields.messages
     blocks = sum(len(turn.content) for turn in turns if isinstance(turn.content, list))
-    if not (turns and len(turns) + blocks <= MOST_MESSAGES):
-        told = f"messages: holds {len(turns)} messages and {blocks} blocks, must hold 1 to {MOST_MESSAGES}"
-        raise BadRequest(told, "messages")
+    check_length("messages", len(turns), blocks)
     if turns[-1].role == "assistant":
         raise BadRequest("messages: ends with the assistant's; to go on in one is not supported here", "messages")
-    inputs = (bytes(b.input) for turn in turns if isinstance(turn.content, list) for b in turn.content)
-    if sum(one.count(b",") for one in inputs) > MOST_VALUES:
-        raise BadRequest(f"messages: the inputs of tools hold more than {MOST_VALUES} values", "messages")
+    inputs = (b.input for turn in turns if isinstance(turn.content, list) for b in turn.content)
+    check_arguments("messages", (bytes(one).decode() for one in inputs))
     messages: list[dict[str, Any]] = []
     if fields.system:
-        messages.append({"role": "system", "content": _text("system", fields.system)})
+        messages.append({"role": "system", "content": text_of("system", fields.system, "text")})
     for i, turn in enumerate(turns):
         messages += _turn(f"messages[{i}]", turn)
     tools, shown = _tools(fields)
@@ -254,19 +233,17 @@ def _tools(fields: TalkFields) -> tuple[AskedTools, list[dict[str, Any]]]:
         for name in ("allowed_callers", "defer_loading", "input_examples"):
             if getattr(tool, name) not in (None, False, [], ["direct"]):
                 raise BadRequest(f"{where}.{name}: is not supported here; leave it out", f"{where}.{name}")
-        function = ToolFunction(tool.name, tool.description, tool.input_schema, tool.strict)
-        sent.append(ToolField("function", function))
-    named: str | ChosenTool | None = None
+        sent.append(ToolFunction(tool.name, tool.description, tool.input_schema, tool.strict))
+    named: str | ChosenFunction | None = None
     parallel = True
     if (choice := fields.tool_choice) is not None:
         if (choice.type == "tool") != (choice.name is not None):
             raise BadRequest("tool_choice.name: goes with type tool, and with no other", "tool_choice.name")
         named = {"auto": "auto", "any": "required", "none": "none"}.get(choice.type)
         if choice.name is not None:
-            named = ChosenTool("function", ChosenFunction(choice.name))
+            named = ChosenFunction(choice.name)
         parallel = not choice.disable_parallel_tool_use
-    with renamed({f"tools[{i}].function": f"tools[{i}]" for i in range(len(sent))}):
-        return tools_of(sent, named, parallel)
+    return tools_of(sent, named, parallel)
 
 
 def _turn(where: str, turn: Turn) -> Iterator[dict[str, Any]]:
@@ -301,17 +278,7 @@ def _turn(where: str, turn: Turn) -> Iterator[dict[str, Any]]:
 def _result(where: str, block: Block) -> dict[str, Any]:
     if block.tool_use_id is None:
         raise BadRequest(f"{where}.tool_use_id: is missing", f"{where}.tool_use_id")
-    text = _text(f"{where}.content", block.content or "")
+    text = text_of(f"{where}.content", block.content or "", "text")
     if block.is_error:
         text = f"Error: {text}"  # templates know no other way to say so
     return {"role": "tool", "tool_call_id": block.tool_use_id, "content": text}
-
-
-def _text(where: str, content: str | Sequence[Block]) -> str:
-    if isinstance(content, str):
-        return content
-    for i, block in enumerate(content):
-        if block.type != "text" or block.text is None:
-            told = f"{where}[{i}]: has type {block.type[:50]!r}; only type text, with its text, is taken"
-            raise BadRequest(told, f"{where}[{i}]")
-    return "\n".join(block.text or "" for block in content)

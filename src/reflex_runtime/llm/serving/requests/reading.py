@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from dataclasses import fields as fields_of
-from typing import Any, NoReturn
+from typing import Any
 
 import msgspec
 
@@ -16,21 +15,30 @@ from reflex_runtime.core.request import PRIORITIES, Priority
 from reflex_runtime.ipc.messages import LONGEST_GAP_MS, SHORTEST_GAP_MS
 from reflex_runtime.ipc.sampling import MOST_LOGPROBS, SamplingParams
 from reflex_runtime.llm.sampling_defaults import SamplingDefaults
-from reflex_runtime.llm.serving.requests.decoding import MOST_MESSAGES, MOST_VALUES, at_fault, decode
+from reflex_runtime.llm.serving.requests.decoding import at_fault, decode
 from reflex_runtime.llm.serving.requests.fields import (
     MOST_CHOICES,
     MOST_PROMPTS,
     MOST_TOKENS,
     OF_ANSWERS,
-    PLAIN,
     ChatFields,
     CommonFields,
     CompletionFields,
     Message,
+    plain_of,
 )
 from reflex_runtime.llm.serving.requests.forms import constraint_of
 from reflex_runtime.llm.serving.requests.refusals import BadRequest
-from reflex_runtime.llm.serving.requests.tool_fields import NO_TOOLS, AskedTools, tools_of
+from reflex_runtime.llm.serving.requests.talks import (
+    check_arguments,
+    check_length,
+    no_effort,
+    role_of,
+    sent_call,
+    template_variables,
+    text_of,
+)
+from reflex_runtime.llm.serving.requests.tool_fields import NO_TOOLS, AskedTools, ChosenTool, tools_of
 from reflex_runtime.llm.tokenizer import Conversation
 from reflex_runtime.web.fields import check_id
 
@@ -39,7 +47,6 @@ PIECE = 1 << 16  # bytes of token ids decoded at a time: nothing else runs meanw
 _OF_SAMPLING = re.compile(r"SamplingParams\.(\w+)=")
 _OF_MESSAGE = re.compile(r"(\w+(?:\[\d+\])?(?:\.\w+)?)[:=]")
 _AS_SAID = tuple(field.name for field in fields_of(SamplingDefaults))  # where a request says them
-_OWN_VARIABLES = frozenset({"messages", "tools", "add_generation_prompt"})  # of templates: not to be overwritten
 
 _PROMPT = msgspec.json.Decoder(str | list[Any])
 _LISTS = msgspec.json.Decoder(list[msgspec.Raw])
@@ -87,8 +94,8 @@ class CompletionRequest:
         return self.prompt_field or ("prompt" if self.conversation is None else "messages")
 
 
-_completion = msgspec.json.Decoder(CompletionFields)
-_chat = msgspec.json.Decoder(ChatFields)
+_completion, _chat = msgspec.json.Decoder(CompletionFields), msgspec.json.Decoder(ChatFields)
+_PLAIN_TEXT, _PLAIN_CHAT = plain_of(CompletionFields), plain_of(ChatFields)
 _NONE = SamplingDefaults()
 
 
@@ -99,7 +106,7 @@ def no_defaults(model: str) -> SamplingDefaults:
 
 def completion(body: bytes, defaults: DefaultsOf = no_defaults) -> CompletionRequest:
     """POST /v1/completions, or the BadRequest that names what is wrong. defaults: of a model, by its name."""
-    fields = decode(_completion, body, PLAIN)
+    fields = decode(_completion, body, _PLAIN_TEXT)
     if fields.best_of is not None and fields.best_of != (fields.n or 1):
         raise BadRequest(f"best_of={fields.best_of}: must equal n={fields.n or 1}, or be left out", "best_of")
     most = 16 if fields.max_tokens is None else fields.max_tokens
@@ -114,17 +121,15 @@ def completion(body: bytes, defaults: DefaultsOf = no_defaults) -> CompletionReq
 
 def chat(body: bytes, defaults: DefaultsOf = no_defaults) -> CompletionRequest:
     """POST /v1/chat/completions, or the BadRequest that names what is wrong. defaults: of a model, by its name."""
-    return chat_request(decode(_chat, body, PLAIN), defaults)
+    return chat_request(decode(_chat, body, _PLAIN_CHAT), defaults)
 
 
 def chat_request(fields: ChatFields, defaults: DefaultsOf = no_defaults) -> CompletionRequest:
     """What these fields ask for, or the BadRequest that names what is wrong. defaults: of a model, by its name."""
+    check_length("messages", len(fields.messages))
     calls = (call for message in fields.messages for call in message.tool_calls or ())
-    if sum(call.function.arguments.count(",") for call in calls) > MOST_VALUES:  # they are JSON inside of texts
-        raise BadRequest(f"messages: the arguments in their tool_calls hold more than {MOST_VALUES} values", "messages")
-    messages = [_message(i, message) for i, message in enumerate(fields.messages[:MOST_MESSAGES])]
-    if not 1 <= len(fields.messages) <= MOST_MESSAGES:
-        raise BadRequest(f"messages: holds {len(fields.messages)}, must hold 1 to {MOST_MESSAGES}", "messages")
+    check_arguments("messages", (call.function.arguments for call in calls))
+    messages = [_message(i, message) for i, message in enumerate(fields.messages)]
     both = fields.max_completion_tokens, fields.max_tokens
     if None not in both and both[0] != both[1]:
         differ = f"max_tokens={both[1]}: differs from max_completion_tokens={both[0]}; send one of them"
@@ -135,7 +140,9 @@ def chat_request(fields: ChatFields, defaults: DefaultsOf = no_defaults) -> Comp
     if fields.top_logprobs is not None and not 0 <= fields.top_logprobs <= MOST_LOGPROBS:
         raise BadRequest(f"top_logprobs={fields.top_logprobs}: must be in [0, {MOST_LOGPROBS}]", "top_logprobs")
     logprobs = (fields.top_logprobs or 0) if fields.logprobs else None
-    tools, shown = tools_of(fields.tools or [], fields.tool_choice, fields.parallel_tool_calls)
+    choice = fields.tool_choice.function if isinstance(fields.tool_choice, ChosenTool) else fields.tool_choice
+    functions = [tool.function for tool in fields.tools or ()]
+    tools, shown = tools_of(functions, choice, fields.parallel_tool_calls, ".function")
     variables = no_effort(fields.reasoning_effort) | template_variables(fields.chat_template_kwargs)
     conversation = Conversation(messages, shown, variables)
     return conversing(fields, conversation, getattr(fields, name), name, defaults, tools, logprobs)
@@ -155,19 +162,6 @@ def conversing(
     if tools.forced and asked.params.constraint is not None:
         raise BadRequest(f"tool_choice: demands a call, and {asked.form_field} another form; send one", "tool_choice")
     return replace(asked, tools=tools) if tools.tools else asked
-
-
-def no_effort(said: str | None) -> dict[str, Any]:
-    """What templates know an effort of "none" as. said: nothing else was sent (`PLAIN`)."""
-    return {"enable_thinking": False} if said == "none" else {}
-
-
-def template_variables(said: dict[str, Any] | None) -> dict[str, Any]:
-    """What `chat_template_kwargs` say; BadRequest for a name that is not theirs to set."""
-    for name in said or {}:
-        if name in _OWN_VARIABLES or not name.isidentifier() or name.startswith("_"):
-            raise BadRequest(f"chat_template_kwargs: {name[:50]!r} cannot be set", "chat_template_kwargs")
-    return said or {}
 
 
 def _asked(
@@ -332,18 +326,10 @@ def _message(place: int, message: Message) -> dict[str, Any]:
     for name in OF_ANSWERS:
         if getattr(message, name) not in (None, [], ""):
             raise BadRequest(f"{where}.{name}: is not supported here; leave it out", f"{where}.{name}")
-    content = message.content
-    if isinstance(content, list):
-        for i, part in enumerate(content):
-            if part.type != "text" or part.text is None:
-                name = f"{where}.content[{i}]"
-                raise BadRequest(f"{name}: has type {part.type[:50]!r}; only type text, with its text, is taken", name)
-        content = "\n".join(part.text or "" for part in content)
-    if content is None and not message.tool_calls:
+    if message.content is None and not message.tool_calls:
         raise BadRequest(f"{where}.content: is missing", f"{where}.content")
-    # Instructions of the application: templates know them under the older name.
-    role = "system" if message.role == "developer" else message.role
-    found: dict[str, Any] = {"role": role, "content": content or ""}
+    text = text_of(f"{where}.content", message.content or "", "text")
+    found: dict[str, Any] = {"role": role_of(message.role), "content": text}
     for name in ("name", "tool_call_id", "reasoning_content"):
         if getattr(message, name) is not None:
             found[name] = getattr(message, name)
@@ -353,23 +339,6 @@ def _message(place: int, message: Message) -> dict[str, Any]:
             name, arguments = call.function.name, call.function.arguments
             calls.append(sent_call(f"{where}.tool_calls[{i}].function.arguments", call.id, name, arguments))
     return found
-
-
-def _no_json(constant: str) -> NoReturn:
-    raise ValueError(constant)
-
-
-def sent_call(where: str, id: str, name: str, text: str) -> dict[str, Any]:
-    """A call that an assistant made, as templates know it. where: the name of its arguments; text: those as JSON."""
-    try:
-        arguments = json.loads(text or "{}", parse_constant=_no_json)
-        if "\\u" in text:
-            json.dumps(arguments, ensure_ascii=False).encode()  # half of a character: nothing can tokenise it
-    except (ValueError, RecursionError):
-        arguments = None
-    if not isinstance(arguments, dict):
-        raise BadRequest(f"{where}: must be a JSON object", where)
-    return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def refused(error: ConfigError, field: str) -> BadRequest:

@@ -11,27 +11,21 @@ from typing import Any, Final, Literal
 
 import msgspec
 
-from reflex_runtime.llm.serving.requests.decoding import MOST_MESSAGES, MOST_VALUES, decode
-from reflex_runtime.llm.serving.requests.fields import ChatFields, MoreFields, further
+from reflex_runtime.llm.serving.requests.decoding import decode
+from reflex_runtime.llm.serving.requests.fields import ChatFields, MessagePart, SampledFields, plain_of, said_as
 from reflex_runtime.llm.serving.requests.forms import JsonSchemaFormat, ResponseFormat
-from reflex_runtime.llm.serving.requests.reading import (
-    CompletionRequest,
-    DefaultsOf,
-    conversing,
-    no_defaults,
+from reflex_runtime.llm.serving.requests.reading import CompletionRequest, DefaultsOf, conversing, no_defaults
+from reflex_runtime.llm.serving.requests.refusals import BadRequest, renamed
+from reflex_runtime.llm.serving.requests.talks import (
+    check_arguments,
+    check_length,
     no_effort,
+    role_of,
     sent_call,
     template_variables,
+    text_of,
 )
-from reflex_runtime.llm.serving.requests.refusals import BadRequest, renamed
-from reflex_runtime.llm.serving.requests.tool_fields import (
-    AskedTools,
-    ChosenFunction,
-    ChosenTool,
-    ToolField,
-    ToolFunction,
-    tools_of,
-)
+from reflex_runtime.llm.serving.requests.tool_fields import AskedTools, ChosenFunction, ToolFunction, tools_of
 from reflex_runtime.llm.tokenizer import Conversation
 from reflex_runtime.web.fields import Whole
 
@@ -40,26 +34,19 @@ MOST_METADATA: Final = 16
 MOST_KEY, MOST_VALUE = 64, 512  # characters of it; the answer repeats them
 
 
-class ContentPart(msgspec.Struct):
-    """A part of a message's content. What else it says is of a type that is not taken, or has no effect."""
-
-    type: str
-    text: str | None = None
-
-
 class InputItem(msgspec.Struct, forbid_unknown_fields=True):
     """An item of a conversation: a message, a call, its result, or a thought. id and status are of earlier answers."""
 
     type: str = "message"
     role: Literal["system", "developer", "user", "assistant"] | None = None
-    content: str | list[ContentPart] | None = None
+    content: str | list[MessagePart] | None = None
     id: Any = None
     status: Any = None
     phase: Any = None
     call_id: str | None = None
     name: str | None = None
     arguments: str | None = None
-    output: str | list[ContentPart] | None = None
+    output: str | list[MessagePart] | None = None
     summary: Any = None
     encrypted_content: Any = None
 
@@ -104,23 +91,18 @@ class Padding(msgspec.Struct, forbid_unknown_fields=True):
     include_obfuscation: bool | None = None
 
 
-class ResponseFields(MoreFields, kw_only=True):
-    """The body of POST /v1/responses. null counts as absent."""
+class ResponseFields(SampledFields, kw_only=True):
+    """The body of POST /v1/responses."""
 
-    model: str
     input: str | list[InputItem]
     instructions: str | None = None
     max_output_tokens: Whole | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    stream: bool | None = None
     stream_options: Padding | None = None
     text: TextConfig | None = None
     tools: list[FlatTool] | None = None
     tool_choice: Literal["none", "auto", "required"] | FlatChoice | None = None
     parallel_tool_calls: bool | None = None
     metadata: dict[str, str] | None = None
-    user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_options: Any = None
@@ -144,24 +126,7 @@ class ResponseFields(MoreFields, kw_only=True):
     truncation: str | None = None
 
 
-PLAIN: Final[dict[str, tuple[Any, ...]]] = {
-    "access_programs": (),
-    "background": (False,),
-    "background_options": (),
-    "context_management": (),
-    "conversation": (),
-    "image": (),
-    "include": (),
-    "max_tool_calls": (),
-    "moderation": (),
-    "previous_response_id": (),
-    "prompt": (),
-    "reasoning": ({"effort": None}, {"effort": None, "summary": None}, {"effort": "none"}),
-    "service_tier": ("auto", "default"),
-    "store": (False,),
-    "top_logprobs": (0,),
-    "truncation": ("disabled",),
-}
+PLAIN: Final = plain_of(ResponseFields, prompt=(), top_logprobs=(0,))
 _response = msgspec.json.Decoder(ResponseFields)
 
 
@@ -172,15 +137,10 @@ def response(body: bytes, defaults: DefaultsOf = no_defaults) -> CompletionReque
     variables = no_effort((fields.reasoning or {}).get("effort")) | template_variables(fields.chat_template_kwargs)
     conversation = Conversation(_messages(fields), shown, variables)
     common = ChatFields(
-        model=fields.model,
         messages=[],
-        temperature=fields.temperature,
-        top_p=fields.top_p,
-        stream=fields.stream,
-        user=fields.user,
         safety_identifier=fields.safety_identifier,
         response_format=_form(fields.text),
-        **further(fields),
+        **said_as(SampledFields, fields),
     )
     if fields.stream_options is not None and not fields.stream:
         raise BadRequest("stream_options: needs stream to be true", "stream_options")
@@ -247,11 +207,10 @@ def _tools(fields: ResponseFields) -> tuple[AskedTools, list[dict[str, Any]]]:
         if tool.type != "function" or tool.name is None:
             name = f"tools[{i}]"
             raise BadRequest(f"{name}: has type {tool.type[:50]!r}; only type function, with its name, is taken", name)
-        sent.append(ToolField("function", ToolFunction(tool.name, tool.description, tool.parameters, tool.strict)))
+        sent.append(ToolFunction(tool.name, tool.description, tool.parameters, tool.strict))
     choice = fields.tool_choice
-    chosen = ChosenTool("function", ChosenFunction(choice.name)) if isinstance(choice, FlatChoice) else choice
-    with renamed({f"tools[{i}].function": f"tools[{i}]" for i in range(len(sent))}):
-        return tools_of(sent, chosen, fields.parallel_tool_calls)
+    chosen = ChosenFunction(choice.name) if isinstance(choice, FlatChoice) else choice
+    return tools_of(sent, chosen, fields.parallel_tool_calls)
 
 
 # -- the conversation --------------------------------------------------------------------------------------------------
@@ -265,12 +224,8 @@ def _messages(fields: ResponseFields) -> list[dict[str, Any]]:
     if isinstance(fields.input, str):
         return [*found, {"role": "user", "content": fields.input}]
     items = fields.input
-    parts = sum(len(item.content) for item in items if isinstance(item.content, list))
-    if not (items and len(items) + parts <= MOST_MESSAGES):
-        told = f"input: holds {len(items)} items and {parts} parts, must hold 1 to {MOST_MESSAGES}"
-        raise BadRequest(told, "input")
-    if sum((item.arguments or "").count(",") for item in items) > MOST_VALUES:  # they are JSON inside of texts
-        raise BadRequest(f"input: the arguments of its calls hold more than {MOST_VALUES} values", "input")
+    check_length("input", len(items), sum(len(item.content) for item in items if isinstance(item.content, list)))
+    check_arguments("input", (item.arguments or "" for item in items))
     thought = ""
     for i, item in enumerate(items):
         where = f"input[{i}]"
@@ -292,8 +247,7 @@ def _messages(fields: ResponseFields) -> list[dict[str, Any]]:
 
 def _item(where: str, item: InputItem) -> dict[str, Any]:
     if item.type == "message" and item.role is not None:
-        role = "system" if item.role == "developer" else item.role
-        return {"role": role, "content": _text(f"{where}.content", item.content)}
+        return {"role": role_of(item.role), "content": _text(f"{where}.content", item.content)}
     if item.type == "function_call" and item.call_id is not None and item.name is not None:
         call = sent_call(f"{where}.arguments", item.call_id, item.name, item.arguments or "")
         return {"role": "assistant", "content": "", "tool_calls": [call]}
@@ -307,16 +261,10 @@ def _thought(where: str, item: InputItem) -> str:
     if item.encrypted_content is not None:
         name = f"{where}.encrypted_content"
         raise BadRequest(f"{name}: is not supported here; leave it out", name)
-    return "" if item.content is None else _text(f"{where}.content", item.content, "reasoning_text")
+    return "" if item.content is None else text_of(f"{where}.content", item.content, "reasoning_text")
 
 
-def _text(where: str, content: str | list[ContentPart] | None, *kinds: str) -> str:
-    if isinstance(content, str):
-        return content
+def _text(where: str, content: str | list[MessagePart] | None) -> str:
     if content is None:
         raise BadRequest(f"{where}: is missing", where)
-    for i, part in enumerate(content):
-        if part.type not in (kinds or ("input_text", "output_text", "text")) or part.text is None:
-            name = f"{where}[{i}]"
-            raise BadRequest(f"{name}: has type {part.type[:50]!r}; only text, with its text, is taken", name)
-    return "\n".join(part.text or "" for part in content)
+    return text_of(where, content, "input_text", "output_text", "text")

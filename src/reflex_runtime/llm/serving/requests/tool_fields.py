@@ -91,26 +91,27 @@ NO_TOOLS = AskedTools()
 
 
 def tools_of(
-    sent: Sequence[ToolField], choice: str | ChosenTool | None, parallel: bool | None
+    sent: Sequence[ToolFunction], choice: str | ChosenFunction | None, parallel: bool | None, inside: str = ""
 ) -> tuple[AskedTools, list[dict[str, Any]]]:
-    """The tools, and what a chat template shows the model of them. BadRequest names what is wrong."""
+    """The tools, and what a chat template shows the model of them. BadRequest names what is wrong. inside: where in an
+    entry of `tools` its function stands."""
     if len(sent) > MOST_TOOLS:
         raise BadRequest(f"tools: holds {len(sent)}, at most {MOST_TOOLS} are taken", "tools")
-    tools = [Tool(tool.function.name, tool.function.parameters or {"type": "object"}) for tool in sent]
+    tools = [Tool(function.name, function.parameters or {"type": "object"}) for function in sent]
     for i, tool in enumerate(tools):
         if not re.fullmatch(NAME, tool.name):
-            name = f"tools[{i}].function.name"
+            name = f"tools[{i}]{inside}.name"
             raise BadRequest(f"{name}={tool.name[:80]!r}: must be 1 to 64 letters, digits, _, - or .", name)
     if choice == "none":
         return NO_TOOLS, []
-    named = None if choice is None or isinstance(choice, str) else choice.function.name
+    named = choice.name if isinstance(choice, ChosenFunction) else None
     if (choice == "required" or named is not None) and not tools:
         raise BadRequest("tool_choice: demands a call, and there are no tools", "tool_choice")
     if named is not None and named not in {tool.name for tool in tools}:
         raise BadRequest(f"tool_choice: {named[:80]!r} is none of the tools", "tool_choice")
     may = tuple(tool for tool in tools if named in (None, tool.name))
     several = parallel is not False and named is None
-    shown = [{"type": "function", "function": _shown(tool.function)} for tool in sent]
+    shown = [{"type": "function", "function": _shown(function)} for function in sent]
     return AskedTools(may, choice == "required" or named is not None, several), shown
 
 
