@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
-import os
 import socket
-import sys
 from collections.abc import Iterator, Sequence
 from functools import partial
 from importlib.util import find_spec
@@ -16,11 +14,20 @@ from typing import TYPE_CHECKING, Any
 from reflex_runtime.cli import logs
 from reflex_runtime.cli.replicas import devices_of, providers_of, replica_plans
 from reflex_runtime.cli.serve_policies import PolicyAsked, plans_of, policies_of
-from reflex_runtime.cli.serving import check_trace, options_of, show_settings, url, warn_if_open
+from reflex_runtime.cli.serving import (
+    check_trace,
+    options_of,
+    plain_form,
+    run_server,
+    serve_parser,
+    show_settings,
+    supervised,
+    warn_if_open,
+)
 from reflex_runtime.config import OWN_SETTINGS, LLMServeConfig, ServeConfig
 from reflex_runtime.core.affine import DEFAULT_COST
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.options import Places, add_options, one_line
+from reflex_runtime.options import Places, one_line
 from reflex_runtime.sources import POLICIES, environment, read
 
 if TYPE_CHECKING:
@@ -28,7 +35,7 @@ if TYPE_CHECKING:
     from reflex_runtime.web.serve import Door, Make
     from reflex_runtime.web.supervisor import Parent
 
-_EPILOG = """\
+_EXAMPLES = """\
 examples:
   reflex serve ./my-export
   reflex serve ./my-export --max-batch-cost-ms 250                        deeper batches, longer waits
@@ -41,23 +48,14 @@ examples:
 A directory with a config.json and no reflex_config.json is a language model: reflex serve MODEL_DIR serves it with the
 OpenAI API and has options of its own; reflex serve MODEL_DIR --help shows them. So it is with the directory of an
 embedding model (modules.json, or an encoder).
-
-Every option also stands in a TOML file (--config, table [serve]) and in the environment (REFLEX_MAX_QUEUE=64).
-Ctrl-C or SIGTERM finishes what was received and leaves; a second Ctrl-C does not wait.
-Exit status: 0 after a drain, 1 when the policy could not be started or was lost again and again (with
---no-supervise: when the device was lost), 2 for a wrong option or export, 130 after a second Ctrl-C.
 """
 
 
 def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
     """Register the verb for a policy."""
-    parser = verbs.add_parser(
-        "serve",
-        description="Serve a robot policy over HTTP. Concurrent requests share forward passes, within a cost budget.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        elsewhere=options_of(LLMServeConfig, "language models"),
-    )
+    what = "Serve a robot policy over HTTP. Concurrent requests share forward passes, within a cost budget."
+    elsewhere = options_of(LLMServeConfig, "language models")
+    parser = serve_parser(verbs, ServeConfig, what, _EXAMPLES, elsewhere=elsewhere)
     parser.add_argument(
         "source",
         nargs="?",
@@ -65,32 +63,17 @@ def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
         help="export directory (docs/exports.md), lerobot:DIR, openpi:DIR, or python:package.module:make for a "
         "policy of your own in Python (docs/policies.md); may be left out with --policy-a",
     )
-    parser.add_argument("--config", type=Path, metavar="FILE", help="TOML file with a table [serve]")
-    add_options(parser, ServeConfig)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Check everything that can be checked, then open the port, then load."""
-    from reflex_runtime.cli import status_of
-    from reflex_runtime.web import listen
-    from reflex_runtime.web.form import PLAIN
-    from reflex_runtime.web.supervisor import supervise
-
     logs.begin()
     config, places = read(ServeConfig, "serve", args.config, environment(), vars(args), (POLICIES,))
     logs.use(config.log_format)
     asked = policies_of(config, args.source, args.config)
     serve = partial(_serve, config, places, asked)
-    if not config.supervise:
-        return serve()
-    try:
-        sock = listen.bind(config.host, config.port)
-    except ConfigError:
-        _checked(config, places, asked)  # what is wrong besides is said first: another port would not mend it
-        raise
-    told = ("reflex", "serve")
-    return supervise(sock, listen.BACKLOG, lambda parent: status_of(lambda: serve(sock, parent), told), PLAIN)
+    return supervised(config, lambda: _checked(config, places, asked), serve, plain_form)
 
 
 def _serve(
@@ -102,28 +85,15 @@ def _serve(
 ) -> int:
     """The server itself: alone, or below a supervisor that has bound its socket."""
     from reflex_runtime.web import listen
-    from reflex_runtime.web.serve import serve
 
     plans = _checked(config, places, asked)
     sock = sock or listen.bind(config.host, config.port)
     address = sock.getsockname()
     models = [spec.model_id for plan in plans for spec in plan.specs.values()]
     _announce(config, asked, ", ".join(dict.fromkeys(models)), address)
-    sources = [source for policy in asked for source in policy.sources.values()]
+    sources = ", ".join(source for policy in asked for source in policy.sources.values())
     make, door = _made(config, places, asked, plans, sock)
-    status, clean = serve(
-        make,
-        door,
-        config.drain_timeout_s,
-        lambda: logging.info("listening on %s, loading %s", url(address), ", ".join(sources)),
-        lambda runtime: _ready(runtime, address),
-        parent,
-    )
-    if not clean:
-        logging.shutdown()
-        sys.stderr.flush()
-        os._exit(status)
-    return status
+    return run_server(config, make, door, address, sources, _ready, parent)
 
 
 def _made(
@@ -200,10 +170,6 @@ def _own(asked: Sequence[PolicyAsked]) -> Iterator[tuple[str, str]]:
         yield f"policy {policy.name}", ", ".join(told)
 
 
-def _ready(runtime: Any, address: Any) -> None:
-    where = url(address)
+def _ready(runtime: Any, where: str) -> None:
     modes = ", ".join(dict.fromkeys(served.spec.inference_mode for served in runtime.policies.values()))
-    if runtime.state == "ready":
-        logging.info("ready on %s (%s), pages: %s/dashboard and /docs", where, modes, where)
-    else:
-        logging.error("not serving on %s: %s: %s", where, runtime.state, runtime.error)
+    logging.info("ready on %s (%s), pages: %s/dashboard and /docs", where, modes, where)

@@ -17,16 +17,16 @@ from reflex_runtime.cli import logs
 from reflex_runtime.cli.serving import (
     api_form,
     check_trace,
-    leave_if_hung,
     options_of,
+    run_server,
+    serve_parser,
     show_settings,
     supervised,
-    url,
     warn_if_open,
 )
 from reflex_runtime.config import EmbeddingServeConfig, LLMServeConfig
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.options import add_options, flag
+from reflex_runtime.options import flag
 from reflex_runtime.sources import environment, load
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from reflex_runtime.llm.serving.embedding_server import EmbeddingService
     from reflex_runtime.web.supervisor import Parent
 
-_EPILOG = """\
+_EXAMPLES = """\
 examples:
   reflex serve ./all-MiniLM-L6-v2
   reflex serve ./bge-small-en-v1.5 --max-batch-cost-ms 30    shorter batches: short texts wait less behind long ones
@@ -43,41 +43,28 @@ examples:
 then, with any client of the OpenAI API:
   curl localhost:8000/v1/embeddings -H 'Content-Type: application/json' \\
     -d '{"model": "all-MiniLM-L6-v2", "input": ["a robot arm", "a camera"]}'
-
-Every option also stands in a TOML file (--config, table [serve]) and in the environment (REFLEX_MAX_QUEUE=64).
-Ctrl-C or SIGTERM finishes what was received and leaves; a second Ctrl-C does not wait.
-Exit status: 0 after a drain, 1 when the model could not be started or was lost again and again (with --no-supervise:
-when it was lost), 2 for a wrong option or directory, 130 after a second Ctrl-C.
 """
 
 
 def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
     """Register the verb for an embedding model."""
-    parser = verbs.add_parser(
-        "serve",
-        description="Serve an embedding model over HTTP with the OpenAI API. Texts share batches within a cost budget.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        elsewhere=options_of(LLMServeConfig, "models that generate"),
-    )
+    what = "Serve an embedding model over HTTP with the OpenAI API. Texts share batches within a cost budget."
+    elsewhere = options_of(LLMServeConfig, "models that generate")
+    parser = serve_parser(verbs, EmbeddingServeConfig, what, _EXAMPLES, elsewhere=elsewhere)
     parser.add_argument(
         "model", type=Path, metavar="MODEL_DIR",
         help="directory of sentence-transformers (modules.json), or of an encoder (BERT, RoBERTa and others)",
     )  # fmt: skip
-    parser.add_argument("--config", type=Path, metavar="FILE", help="TOML file with a table [serve]")
-    add_options(parser, EmbeddingServeConfig)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Check everything that can be checked, then open the port, then load."""
-    from reflex_runtime.cli import status_of
-
     logs.begin()
     config = load(EmbeddingServeConfig, "serve", args.config, environment(), vars(args))
     logs.use(config.log_format)
     serve = partial(_serve, config, args.model)
-    return supervised(config, lambda: _checked(config, args.model), serve, api_form, status_of)
+    return supervised(config, lambda: _checked(config, args.model), serve, api_form)
 
 
 def _checked(config: EmbeddingServeConfig, directory: Path) -> EmbeddingModel:
@@ -107,7 +94,7 @@ def _serve(
     from reflex_runtime.llm.embedding.load import load as load_encoder
     from reflex_runtime.llm.serving.embedding_server import serving_embeddings
     from reflex_runtime.web import listen
-    from reflex_runtime.web.serve import serve
+    from reflex_runtime.web.serve import ListeningPort
 
     model = _checked(config, directory)
     name = config.served_model_name or directory.resolve().name
@@ -118,24 +105,14 @@ def _serve(
     loading = partial(
         load_encoder, model, config.device, config.runner, config.dtype, config.threads or None, config.cache_dir
     )
-    status, clean = serve(
-        serving_embeddings(config, name, model, loading),
-        sock,
-        config.drain_timeout_s,
-        lambda: logging.info("listening on %s, loading %s", url(address), directory),
-        lambda service: _ready(service, address),
-        parent,
-    )
-    return leave_if_hung(status, clean)
+    make = serving_embeddings(config, name, model, loading)
+    return run_server(config, make, ListeningPort(sock), address, str(directory), _ready, parent)
 
 
-def _ready(service: EmbeddingService, address: Any) -> None:
-    if service.host is not None and service.state == "ready":
-        model, where = service.model, url(address)
-        ways = " + ".join(model.pooling)
-        told = f"{ways} of {model.max_model_len:,} tokens at most, {model.dimensions:,} dimensions"
-        runner = service.host.health()["runner"]
-        pages = f"{where}/dashboard and /docs"
-        logging.info("ready on %s (%s, %s), as %s, pages: %s", where, told, runner, service.name, pages)
-    else:
-        logging.error("not serving on %s: %s: %s", url(address), service.state, service.error)
+def _ready(service: EmbeddingService, where: str) -> None:
+    assert service.host is not None
+    model = service.model
+    ways = " + ".join(model.pooling)
+    told = f"{ways} of {model.max_model_len:,} tokens at most, {model.dimensions:,} dimensions"
+    runner = service.host.health()["runner"]
+    logging.info("ready on %s (%s, %s), as %s, pages: %s/dashboard and /docs", where, told, runner, service.name, where)

@@ -22,16 +22,16 @@ from reflex_runtime.cli.serve_models import ModelAsked, models_of, plans_of, row
 from reflex_runtime.cli.serving import (
     api_form,
     check_trace,
-    leave_if_hung,
     options_of,
+    run_server,
+    serve_parser,
     show_settings,
     supervised,
-    url,
     warn_if_open,
 )
 from reflex_runtime.cli.worker_settings import gpu_of, load_model, settings_of, trace_of
 from reflex_runtime.config import LLMServeConfig, ServeConfig
-from reflex_runtime.options import add_options, one_line
+from reflex_runtime.options import one_line
 from reflex_runtime.sources import MODELS, environment, load
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 BATCHER = "generate_batcher"  # the table of the configuration file that is about the way to runtime processes
 
-_EPILOG = """\
+_EXAMPLES = """\
 examples:
   reflex serve scribe                                          the bundled model: stories, and this project's words
   reflex serve ./my-model
@@ -55,39 +55,26 @@ examples:
 then, with any client of the OpenAI API:
   curl localhost:8000/v1/completions -H 'Content-Type: application/json' \\
     -d '{"model": "scribe", "prompt": "Once there was", "max_tokens": 60}'
-
-Every option also stands in a TOML file (--config, table [serve]) and in the environment (REFLEX_MAX_NUM_SEQS=64).
-Ctrl-C or SIGTERM finishes what was received and leaves; a second Ctrl-C does not wait.
-Exit status: 0 after a drain, 1 when the model could not be started or was lost again and again (with --no-supervise:
-when it was lost), 2 for a wrong option or directory, 130 after a second Ctrl-C.
 """
 
 
 def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
     """Register the verb for a language model."""
-    parser = verbs.add_parser(
-        "serve",
-        description="Serve a language model over HTTP with the OpenAI API, by continuous batching.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        elsewhere=options_of(ServeConfig, "policies"),
-        anywhere="model",
-    )
+    what = "Serve a language model over HTTP with the OpenAI API, by continuous batching."
+    tables = "a table [serve], [models.NAME] for several models, [generate_batcher] for --workers"
+    elsewhere = options_of(ServeConfig, "policies")
+    parser = serve_parser(verbs, LLMServeConfig, what, _EXAMPLES, tables, elsewhere=elsewhere, anywhere="model")
     parser.add_argument(
         "model", nargs="*", metavar="[NAME=]MODEL_DIR",
         help="directory: config.json, tokenizer.json, and safetensors or an export to OpenVINO (openvino_model.xml); "
         "scribe is the bundled model. Several are served together, each by its name; none is named where the file of "
         "--config has tables [models.NAME]",
     )  # fmt: skip
-    tables = "TOML file with a table [serve], [models.NAME] for several models, [generate_batcher] for --workers"
-    parser.add_argument("--config", type=Path, metavar="FILE", help=tables)
-    add_options(parser, LLMServeConfig)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Check everything that can be checked, then open the port, then load."""
-    from reflex_runtime.cli import status_of
     from reflex_runtime.ipc.generate_config import GenerateBatcherConfig
 
     logs.begin()
@@ -100,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
         logging.warning("%s: [%s] has no effect without --workers", args.config, BATCHER)
     asked = models_of(config, args.model, args.config)
     serve = partial(_serve, config, batcher, asked)
-    return supervised(config, lambda: _checked(config, asked), serve, api_form, status_of)
+    return supervised(config, lambda: _checked(config, asked), serve, api_form)
 
 
 def _checked(config: LLMServeConfig, asked: Sequence[ModelAsked]) -> list[ModelPlan]:
@@ -124,7 +111,7 @@ def _serve(
     from reflex_runtime.llm.serving.local_models import opened
     from reflex_runtime.llm.serving.server import serving
     from reflex_runtime.web import listen
-    from reflex_runtime.web.serve import serve
+    from reflex_runtime.web.serve import ListeningPort
 
     plans = _checked(config, asked)
     if config.workers:
@@ -141,15 +128,8 @@ def _serve(
             whose = f"{plan.name}: " if len(plans) > 1 else ""
             logging.info("%srequests that do not say how they are sampled: %s (generation_config.json)", whose, told)
     directories = ", ".join(str(plan.directory) for plan in plans)
-    status, clean = serve(
-        serving(config, plans, open),
-        sock,
-        config.drain_timeout_s,
-        lambda: logging.info("listening on %s, loading %s", url(address), directories),
-        lambda models: _ready(models, address),
-        parent,
-    )
-    return leave_if_hung(status, clean, warn=not config.workers)  # processes of workers have ended
+    make = serving(config, plans, open)
+    return run_server(config, make, ListeningPort(sock), address, directories, _ready, parent)
 
 
 def _one_bound(config: LLMServeConfig, batcher: GenerateBatcherConfig) -> tuple[LLMServeConfig, GenerateBatcherConfig]:
@@ -196,17 +176,13 @@ def _announce(
     warn_if_open(config, address)
 
 
-def _ready(models: ModelRuntime, address: Any) -> None:
-    if models.host is not None and models.state == "ready":
-        told, where = models.host.health(), url(address)
-        for model in models.models:
-            limits = models.host.generator(model.name).limits
-            runner = told.get("models", {}).get(model.name, told)["runner"]
-            room = f"context {limits.max_model_len:,} tokens, cache {limits.cache_tokens:,}"
-            adapters = [f"{model.name}:{adapter}" for adapter in model.plan.adapters]
-            names = ", ".join((model.name, *model.plan.aliases, *adapters))
-            logging.info(
-                "ready on %s (%s, %s), as %s, pages: %s/dashboard and /docs", where, runner, room, names, where
-            )
-    else:
-        logging.error("not serving on %s: %s: %s", url(address), models.state, models.error)
+def _ready(models: ModelRuntime, where: str) -> None:
+    assert models.host is not None
+    told = models.host.health()
+    for model in models.models:
+        limits = models.host.generator(model.name).limits
+        runner = told.get("models", {}).get(model.name, told)["runner"]
+        room = f"context {limits.max_model_len:,} tokens, cache {limits.cache_tokens:,}"
+        adapters = [f"{model.name}:{adapter}" for adapter in model.plan.adapters]
+        names = ", ".join((model.name, *model.plan.aliases, *adapters))
+        logging.info("ready on %s (%s, %s), as %s, pages: %s/dashboard and /docs", where, runner, room, names, where)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from reflex_runtime.cli.serving import told_of
 from reflex_runtime.cli.worker_settings import adapters_of, check_model
 from reflex_runtime.config import MAX_MODELS, MODEL_SETTINGS, LLMServeConfig
 from reflex_runtime.core.errors import ConfigError
@@ -183,7 +183,7 @@ def plans_of(asked: Sequence[ModelAsked]) -> list[ModelPlan]:
 
     plans = []
     for model in asked:
-        with _told(model.where):
+        with told_of(model.where):
             if model.directory.is_dir() and is_embedding(model.directory):
                 alone = f"it is served alone: reflex serve {model.directory}"
                 raise ConfigError(f"{model.directory}: is an embedding model, not one that generates; {alone}")
@@ -221,14 +221,3 @@ def rows_of(asked: Sequence[ModelAsked]) -> Iterator[tuple[str, str]]:
             if name in MODEL_SETTINGS - {"alias", "lora", "kv_cache_gb"}
         ]
         yield f"model {model.name}", ", ".join(told)
-
-
-@contextmanager
-def _told(where: str) -> Iterator[None]:
-    """Errors say which model they are of."""
-    try:
-        yield
-    except ConfigError as error:
-        raise (ConfigError(where + error.message) if where else error) from None
-
-

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from reflex_runtime.cli.serving import told_of
 from reflex_runtime.config import DEFAULT_POLICY, MAX_POLICIES, OWN_SETTINGS, ServeConfig
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.options import Places, check_needs, one_line
@@ -58,7 +58,7 @@ def policies_of(config: ServeConfig, source: str | None, file: Path | None = Non
         own, settings, places = own_settings(file, POLICIES, name, tables.get(name, {}), base, OWN_SETTINGS)
         settings = replace(settings, inject_fault=_faults(config.inject_fault, name, names))
         given = source if plain and name == DEFAULT_POLICY else named.get(name) or own.source or None
-        with _told(where):
+        with told_of(where):
             found.append(PolicyAsked(name, slots_of(settings, given), settings, places, own.weight, where))
     return found
 
@@ -148,7 +148,7 @@ def plans_of(
     check_memory(asked)
     plans = []
     for policy in asked:
-        with _told(policy.where):
+        with told_of(policy.where):
             device = DeviceOptions(dtype=device_of(policy.config).dtype) if elsewhere else device_of(policy.config)
             specs = {slot: read_source(source, device) for slot, source in policy.sources.items()}
             for spec in specs.values() if elsewhere else ():
@@ -157,7 +157,7 @@ def plans_of(
     check_needs(config, places, _missing([spec for plan in plans for spec in plan.specs.values()]))
     for policy, plan in zip(asked, plans, strict=True):
         check_needs(policy.config, policy.places, _missing(list(plan.specs.values())))
-        with _told(policy.where):
+        with told_of(policy.where):
             for provider in elsewhere or (policy.config.provider,):
                 _check_device(replace(policy.config, provider=provider), plan.specs)
             _check(policy.config, plan.specs)
@@ -241,12 +241,3 @@ def _check_specs(config: ServeConfig, specs: Mapping[str, PolicySource]) -> None
             if given and not spec.staged:
                 why = "only decomposed policies denoise step by step"
                 raise ConfigError(f"{flag}: {spec.source} is monolithic, and {why}; leave {flag} out")
-
-
-@contextmanager
-def _told(where: str) -> Iterator[None]:
-    """Errors say which policy they are of."""
-    try:
-        yield
-    except ConfigError as error:
-        raise (ConfigError(where + error.message) if where else error) from None

@@ -2,24 +2,55 @@
 
 from __future__ import annotations
 
+import argparse
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from reflex_runtime.checked import CHECKPOINT_KEYS, json_keys
 from reflex_runtime.core.errors import ConfigError, ReflexError
 from reflex_runtime.demo.scribe import model_directory
-from reflex_runtime.options import flag, one_line, table
+from reflex_runtime.options import add_options, flag, one_line, table
 from reflex_runtime.sources import MODELS, read_toml
 from reflex_runtime.telemetry import files
 
 if TYPE_CHECKING:
     from reflex_runtime.web.form import ErrorForm
+    from reflex_runtime.web.serve import Door, Make
+    from reflex_runtime.web.supervisor import Parent
+
+_CLOSING: Final = """
+Every option also stands in a TOML file (--config, table [serve]) and in the environment (REFLEX_MAX_QUEUE=64).
+Ctrl-C or SIGTERM finishes what was received and leaves; a second Ctrl-C does not wait.
+Exit status: 0 after a drain, 1 when the model could not be started or was lost again and again (with --no-supervise:
+when it was lost), 2 for a wrong option or directory, 130 after a second Ctrl-C.
+"""
+
+
+def serve_parser(
+    verbs: argparse._SubParsersAction[Any],
+    config: type[Any],
+    description: str,
+    examples: str,
+    tables: str = "a table [serve]",
+    **more: Any,
+) -> argparse.ArgumentParser:
+    """The verb with the options of that configuration. tables: of its file. more: see `Parser`."""
+    parser: argparse.ArgumentParser = verbs.add_parser(
+        "serve",
+        description=description,
+        epilog=examples + _CLOSING,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        **more,
+    )
+    parser.add_argument("--config", type=Path, metavar="FILE", help=f"TOML file with {tables}")
+    add_options(parser, config)
+    return parser
 
 
 def names_model(args: Sequence[str]) -> bool:
@@ -73,13 +104,12 @@ def supervised(
     check: Callable[[], object],
     serve: Callable[..., int],
     form: Callable[[], ErrorForm],
-    status_of: Callable[[Callable[[], int], Sequence[str]], int],
 ) -> int:
     """Serve below a supervisor, unless the settings say otherwise. check: raises what is wrong with what is served.
-    serve: the server itself, alone or with the socket and the supervisor. form: makes that of errors meanwhile.
-    status_of: runs a command and tells its errors."""
+    serve: the server itself, alone or with the socket and the supervisor. form: makes that of errors meanwhile."""
     if not config.supervise:
         return serve()
+    from reflex_runtime.cli import status_of
     from reflex_runtime.web import listen
     from reflex_runtime.web.supervisor import supervise
 
@@ -105,11 +135,38 @@ def api_form() -> ErrorForm:
     return ErrorForm(refuse, keeps_id=True)
 
 
-def leave_if_hung(status: int, clean: bool, warn: bool = True) -> int:
-    """The exit status; where a thread hangs in a model, leave at once, because the interpreter's end may crash."""
+def plain_form() -> ErrorForm:
+    """Errors in the policies' form, for the supervisor."""
+    from reflex_runtime.web.form import PLAIN
+
+    return PLAIN
+
+
+def run_server(
+    config: Any,
+    make: Make,
+    door: Door,
+    address: Any,
+    loading: str,
+    ready: Callable[[Any, str], None],
+    parent: Parent | None,
+) -> int:
+    """Serve until a signal; the exit status. loading: what is. ready: logs what is ready, and at which address. Where a
+    thread hangs in a model, leave at once, because the interpreter's end may crash."""
+    from reflex_runtime.web.serve import serve
+
+    def settled(served: Any) -> None:
+        if served.state == "ready":
+            ready(served, url(address))
+        else:
+            logging.error("not serving on %s: %s: %s", url(address), served.state, served.error)
+
+    def listening() -> None:
+        logging.info("listening on %s, loading %s", url(address), loading)
+
+    status, clean = serve(make, door, config.drain_timeout_s, listening, settled, parent)
     if not clean:
-        if warn:
-            logging.warning("the model is still at work; leaving without it")
+        logging.warning("a thread is still at work; leaving without it")
         logging.shutdown()
         sys.stderr.flush()
         os._exit(status)
@@ -168,3 +225,12 @@ def check_trace(path: str) -> None:
             files.check(path)
         except OSError as error:
             raise ConfigError(f"--trace={one_line(path)}: cannot be written: {error.strerror}") from None
+
+
+@contextmanager
+def told_of(where: str) -> Iterator[None]:
+    """Errors from within begin with that."""
+    try:
+        yield
+    except ConfigError as error:
+        raise (ConfigError(where + error.message) if where else error) from None
