@@ -75,6 +75,7 @@ if TYPE_CHECKING:  # the same names as in _NAMES, for type checkers and editors
     from reflex_runtime.drivers.coordinator import BatchCoordinator as BatchCoordinator
     from reflex_runtime.drivers.decorator import batched as batched
     from reflex_runtime.drivers.follow_up import FollowUp as FollowUp
+    from reflex_runtime.drivers.submitted_frame import FrameOptions as FrameOptions
     from reflex_runtime.drivers.submitted_frame import NewestFrame as NewestFrame
     from reflex_runtime.drivers.submitted_frame import SubmittedFrame as SubmittedFrame
     from reflex_runtime.feeds.runtime import Runtime as Runtime
@@ -116,7 +117,7 @@ _NAMES = {
     "drivers.coordinator": "BatchCoordinator",
     "drivers.decorator": "batched",
     "drivers.follow_up": "FollowUp",
-    "drivers.submitted_frame": "NewestFrame SubmittedFrame",
+    "drivers.submitted_frame": "FrameOptions NewestFrame SubmittedFrame",
     "feeds.runtime": "Runtime",
     "processors.base": "BaseProcessor Processor",
     "processors.function": "FunctionProcessor",

@@ -5,13 +5,13 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 
 from reflex_runtime.core.errors import ProcessorError
 from reflex_runtime.drivers.batch_processor import BatchEntry
-from reflex_runtime.drivers.submitted_frame import NewestFrame
+from reflex_runtime.drivers.submitted_frame import FrameOptions, NewestFrame
 from reflex_runtime.feeds.feed import Feed
 from reflex_runtime.feeds.frame import Frame
 from reflex_runtime.feeds.pipeline import Result
@@ -175,11 +175,10 @@ class Point:
         frame: Any,
         view: Any = None,
         *,
-        sequence: int | None = None,
-        pts: float | None = None,
-        time_limit: float | None = None,
         newest: Callable[[], NewestFrame] | None = None,
+        **options: Unpack[FrameOptions],
     ) -> Any:
+        sequence, time_limit = options.get("sequence"), options.get("time_limit")
         if newest is not None:
             _, view, sequence, _, time_limit = newest()
         assert sequence is not None

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from itertools import count
-from typing import Any, Protocol
+from typing import Any, Protocol, Unpack
 
 from reflex_runtime.core.batch import Done
 from reflex_runtime.core.errors import (
@@ -24,7 +24,7 @@ from reflex_runtime.drivers.batch_processor import BatchConfig, BatchProcessor
 from reflex_runtime.drivers.device import Clock
 from reflex_runtime.drivers.follow_up import FollowUp, FrameParts
 from reflex_runtime.drivers.relay import Relay, Sleeper
-from reflex_runtime.drivers.submitted_frame import GivenFrame, NewestFrame, SubmittedFrame
+from reflex_runtime.drivers.submitted_frame import FrameOptions, GivenFrame, NewestFrame, SubmittedFrame
 from reflex_runtime.telemetry.batch_metrics import BatchMetrics
 
 log = logging.getLogger("reflex.coordinator")
@@ -103,14 +103,7 @@ class BatchHandle:
         return prepare
 
     def submit(
-        self,
-        feed_id: str,
-        frame: Any,
-        view: Any = None,
-        *,
-        sequence: int | None = None,
-        pts: float | None = None,
-        time_limit: float | None = None,
+        self, feed_id: str, frame: Any, view: Any = None, **options: Unpack[FrameOptions]
     ) -> Future[Any]:
         """A future of the frame's result. Never blocks; raises `QueueFull`, `InFlightCapReached` or `Closed`.
 
@@ -119,7 +112,7 @@ class BatchHandle:
         """
         future = _Pending()
         coordinator = self._coordinator
-        submitted = self._submit(self._given(feed_id, frame, view, sequence, pts), time_limit, future.settled)
+        submitted = self._submit(GivenFrame(feed_id, frame, view, **options), future.settled)
         future.take_back = lambda: coordinator.cancel(submitted)
         if future.done():  # `settled` came before
             future.take_back = None
@@ -131,15 +124,12 @@ class BatchHandle:
         frame: Any,
         view: Any = None,
         *,
-        sequence: int | None = None,
-        pts: float | None = None,
-        time_limit: float | None = None,
         newest: Callable[[], NewestFrame] | None = None,
+        **options: Unpack[FrameOptions],
     ) -> Any:
         """The frame's result; blocks this thread for at most max_latency + response_timeout.
 
-        sequence: the frame's number in its feed; counted here if not given. pts: seconds in its stream.
-        time_limit: seconds from now after which it is not worth computing.
+        sequence, pts, time_limit: see `FrameOptions`.
         newest: called once, when the batch begins, on the thread that runs it, and must be quick: what is computed
             instead, such as a frame that came meanwhile. It keeps the place in the queue. What it raises is raised
             here, as a ProcessorError if it is none of the runtime's, and costs no other frame anything.
@@ -152,9 +142,9 @@ class BatchHandle:
         if coordinator.answers_here:
             raise ConfigError(f"{coordinator.id}: submit_and_wait on the thread that answers would wait for itself")
         sleeper, relay = Sleeper(), coordinator.relay
-        given = self._given(feed_id, frame, view, sequence, pts, newest)
+        given = GivenFrame(feed_id, frame, view, newest, **options)
         del frame, view  # once another takes its place, nothing keeps it
-        submitted = self._submit(given, time_limit, lambda _: relay.answered(sleeper))
+        submitted = self._submit(given, lambda _: relay.answered(sleeper))
         try:
             answered = relay.wait(sleeper, coordinator.patience)
         except BaseException:  # interrupted: the answer has no reader
@@ -177,31 +167,20 @@ class BatchHandle:
 
     # -- within --------------------------------------------------------------------------------------------------------
 
-    def _given(
-        self,
-        feed_id: str,
-        frame: Any,
-        view: Any,
-        sequence: int | None,
-        pts: float | None,
-        newest: Callable[[], NewestFrame] | None = None,
-    ) -> GivenFrame:
-        numbers = self._sequences.get(feed_id)
-        if numbers is None:
-            numbers = self._new_feed(feed_id)
-        return GivenFrame(feed_id, frame, view, next(numbers) if sequence is None else sequence, pts, newest)
-
-    def _submit(
-        self, given: GivenFrame, time_limit: float | None, settled: Callable[[SubmittedFrame], None]
-    ) -> SubmittedFrame:
+    def _submit(self, given: GivenFrame, settled: Callable[[SubmittedFrame], None]) -> SubmittedFrame:
         """Raises the `Rejected` that says why not. settled: called at its end with what this returns."""
+        numbers = self._sequences.get(given.feed_id)
+        if numbers is None:
+            numbers = self._new_feed(given.feed_id)
+        if given.sequence is None:
+            given.sequence = next(numbers)
         coordinator = self._coordinator
         then = coordinator.then
         if then is None:
             frame = SubmittedFrame(given.feed_id, settled)
         else:
             frame = FrameParts(then, given, coordinator.admit_part, settled, coordinator.clock)
-        request = Request(given, group=coordinator.id, client=given.feed_id, time_limit=time_limit)
+        request = Request(given, group=coordinator.id, client=given.feed_id, time_limit=given.time_limit)
         try:
             coordinator.admit(request, frame)
         except Rejected as error:

@@ -111,7 +111,7 @@ class FrameParts(SubmittedFrame):
             self._count()
             return
         given, group = self._given, self._follow.processor.id
-        payload = GivenFrame(given.feed_id, part, None, given.sequence, given.pts)
+        payload = GivenFrame(given.feed_id, part, sequence=given.sequence, pts=given.pts)
         request = Request(payload, group=group, client=given.feed_id, time_limit=limit)
         try:
             ticket = self._admit(request, partial(self._part, number))

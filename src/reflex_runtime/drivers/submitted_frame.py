@@ -4,13 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from math import inf
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 from reflex_runtime.core.batch import Done, Failed
 from reflex_runtime.core.request import Ticket
 from reflex_runtime.drivers.batch_processor import BatchEntry
 
 _entry = tuple.__new__  # a NamedTuple's own constructor is a Python function around this
+
+
+class FrameOptions(TypedDict, total=False):
+    """What may be said of a frame that is submitted.
+
+    sequence: its number in its feed; counted if not given. pts: seconds in its stream. time_limit: seconds from now
+    after which it is not worth computing.
+    """
+
+    sequence: int | None
+    pts: float | None
+    time_limit: float | None
 
 
 class NewestFrame(NamedTuple):
@@ -30,19 +42,21 @@ class GivenFrame:
     this frame's error, and its neighbours run without it.
     """
 
-    __slots__ = ("_fault", "_newest", "deadline", "feed_id", "frame", "pts", "sequence", "view")
+    __slots__ = ("_fault", "_newest", "deadline", "feed_id", "frame", "pts", "sequence", "time_limit", "view")
 
     def __init__(
         self,
         feed_id: str,
         frame: Any,
-        view: Any,
-        sequence: int,
-        pts: float | None,
+        view: Any = None,
         newest: Callable[[], NewestFrame] | None = None,
+        *,
+        sequence: int | None = None,
+        pts: float | None = None,
+        time_limit: float | None = None,
     ) -> None:
         self.feed_id, self.frame, self.view, self.sequence, self.pts = feed_id, frame, view, sequence, pts
-        self.deadline = inf
+        self.time_limit, self.deadline = time_limit, inf
         self._newest = newest
         self._fault: Exception | None = None
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, Unpack
 
 from reflex_runtime.core.errors import ConfigError, ProcessorError
-from reflex_runtime.drivers.submitted_frame import NewestFrame
+from reflex_runtime.drivers.submitted_frame import FrameOptions, NewestFrame
 from reflex_runtime.feeds.frame import Frame
 from reflex_runtime.feeds.framing import Region
 
@@ -46,10 +46,8 @@ class SubmitHandle(Protocol):
         frame: Any,
         view: Any = None,
         *,
-        sequence: int | None = None,
-        pts: float | None = None,
-        time_limit: float | None = None,
         newest: Callable[[], NewestFrame] | None = None,
+        **options: Unpack[FrameOptions],
     ) -> Any:
         """The frame's result."""
 

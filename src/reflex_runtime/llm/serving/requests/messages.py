@@ -201,7 +201,7 @@ def _conversation(fields: TalkFields) -> tuple[Conversation, AskedTools]:
     if turns[-1].role == "assistant":
         raise BadRequest("messages: ends with the assistant's; to go on in one is not supported here", "messages")
     inputs = (b.input for turn in turns if isinstance(turn.content, list) for b in turn.content)
-    check_arguments("messages", (bytes(one).decode() for one in inputs))
+    check_arguments("messages", "inputs of their tool_use", (bytes(one).decode() for one in inputs))
     messages: list[dict[str, Any]] = []
     if fields.system:
         messages.append({"role": "system", "content": text_of("system", fields.system, "text")})

@@ -128,7 +128,7 @@ def chat_request(fields: ChatFields, defaults: DefaultsOf = no_defaults) -> Comp
     """What these fields ask for, or the BadRequest that names what is wrong. defaults: of a model, by its name."""
     check_length("messages", len(fields.messages))
     calls = (call for message in fields.messages for call in message.tool_calls or ())
-    check_arguments("messages", (call.function.arguments for call in calls))
+    check_arguments("messages", "arguments of their tool_calls", (call.function.arguments for call in calls))
     messages = [_message(i, message) for i, message in enumerate(fields.messages)]
     both = fields.max_completion_tokens, fields.max_tokens
     if None not in both and both[0] != both[1]:

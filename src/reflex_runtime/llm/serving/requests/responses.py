@@ -225,7 +225,7 @@ def _messages(fields: ResponseFields) -> list[dict[str, Any]]:
         return [*found, {"role": "user", "content": fields.input}]
     items = fields.input
     check_length("input", len(items), sum(len(item.content) for item in items if isinstance(item.content, list)))
-    check_arguments("input", (item.arguments or "" for item in items))
+    check_arguments("input", "arguments of its function_calls", (item.arguments or "" for item in items))
     thought = ""
     for i, item in enumerate(items):
         where = f"input[{i}]"

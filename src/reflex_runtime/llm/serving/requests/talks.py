@@ -23,10 +23,13 @@ def check_length(where: str, messages: int, parts: int = 0) -> None:
         raise BadRequest(f"{where}: holds {held}, must hold 1 to {MOST_MESSAGES}", where)
 
 
-def check_arguments(where: str, texts: Iterable[str]) -> None:
-    """Refuse more values in the arguments of calls than may be decoded at once: they are JSON inside of texts."""
+def check_arguments(where: str, what: str, texts: Iterable[str]) -> None:
+    """Refuse more values in the arguments of calls than may be decoded at once: they are JSON inside of texts.
+
+    what: as its callers know them.
+    """
     if sum(text.count(",") for text in texts) > MOST_VALUES:
-        raise BadRequest(f"{where}: the arguments of its calls hold more than {MOST_VALUES} values", where)
+        raise BadRequest(f"{where}: the {what} hold more than {MOST_VALUES} values", where)
 
 
 def text_of(where: str, content: str | Sequence[MessagePart], *kinds: str) -> str:
