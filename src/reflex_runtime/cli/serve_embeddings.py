@@ -94,7 +94,6 @@ def _serve(
     from reflex_runtime.llm.embedding.load import load as load_encoder
     from reflex_runtime.llm.serving.embedding_server import serving_embeddings
     from reflex_runtime.web import listen
-    from reflex_runtime.web.serve import ListeningPort
 
     model = _checked(config, directory)
     name = config.served_model_name or directory.resolve().name
@@ -106,7 +105,7 @@ def _serve(
         load_encoder, model, config.device, config.runner, config.dtype, config.threads or None, config.cache_dir
     )
     make = serving_embeddings(config, name, model, loading)
-    return run_server(config, make, ListeningPort(sock), address, str(directory), _ready, parent)
+    return run_server(config, make, sock, address, str(directory), _ready, parent)
 
 
 def _ready(service: EmbeddingService, where: str) -> None:

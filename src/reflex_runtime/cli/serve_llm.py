@@ -111,7 +111,6 @@ def _serve(
     from reflex_runtime.llm.serving.local_models import opened
     from reflex_runtime.llm.serving.server import serving
     from reflex_runtime.web import listen
-    from reflex_runtime.web.serve import ListeningPort
 
     plans = _checked(config, asked)
     if config.workers:
@@ -129,7 +128,7 @@ def _serve(
             logging.info("%srequests that do not say how they are sampled: %s (generation_config.json)", whose, told)
     directories = ", ".join(str(plan.directory) for plan in plans)
     make = serving(config, plans, open)
-    return run_server(config, make, ListeningPort(sock), address, directories, _ready, parent)
+    return run_server(config, make, sock, address, directories, _ready, parent)
 
 
 def _one_bound(config: LLMServeConfig, batcher: GenerateBatcherConfig) -> tuple[LLMServeConfig, GenerateBatcherConfig]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import socket
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -145,7 +146,7 @@ def plain_form() -> ErrorForm:
 def run_server(
     config: Any,
     make: Make,
-    door: Door,
+    door: socket.socket | Door,
     address: Any,
     loading: str,
     ready: Callable[[Any, str], None],

@@ -23,7 +23,7 @@ from reflex_runtime.core.percentile import percentile
 from reflex_runtime.core.request import Request, Ticket
 from reflex_runtime.core.scheduler import Scheduler
 from reflex_runtime.rendezvous import owner
-from reflex_runtime.sim.replay import teach
+from reflex_runtime.sim.recorded import teach
 from reflex_runtime.sim.report import Report
 from reflex_runtime.sim.run import Run, simulate
 from reflex_runtime.sim.service import Affine, Noisy

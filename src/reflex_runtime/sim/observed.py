@@ -31,7 +31,7 @@ from reflex_runtime.core.batch import Cause
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.core.percentile import percentile
 from reflex_runtime.core.request import Request
-from reflex_runtime.sim.replay import request_of
+from reflex_runtime.sim.recorded import request_of
 from reflex_runtime.sim.sharing import HURRIED, Stolen, shares_cores, stolen_in
 from reflex_runtime.sim.workload import Arrival, RecordedArrivals, RequestStream, WorkloadPart
 from reflex_runtime.telemetry.journal import BatchLine

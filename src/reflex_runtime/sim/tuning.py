@@ -17,7 +17,8 @@ from typing import Final, Literal, NamedTuple, get_args
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.core.percentile import percentile
 from reflex_runtime.sim.observed import ObservedLoad, RecordedGroup, observe
-from reflex_runtime.sim.replay import Changes, MeasuredDevice, RecordedSteps, flush_of, scheduler_of
+from reflex_runtime.sim.recorded import Changes, RecordedSteps, flush_of, scheduler_of
+from reflex_runtime.sim.replay import MeasuredDevice
 from reflex_runtime.sim.report import Report
 from reflex_runtime.sim.run import Run, simulate
 from reflex_runtime.sim.sharing import HURRIED, HURRIED_BY, alone, shares_cores, stolen_in
