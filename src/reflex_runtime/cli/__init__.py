@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import argparse
-import errno
-import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from types import MappingProxyType
 from typing import Any, NoReturn
 
-from reflex_runtime.core.errors import ReflexError
+from reflex_runtime.cli.exit_status import status_of
 from reflex_runtime.options import did_you_mean, one_line, one_of
 from reflex_runtime.processors.quiet import telemetry_off
 from reflex_runtime.version import __version__
 
 _MISSING = "the following arguments are required: "  # argparse's words
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 VERBS = {
     "serve": "serve a robot policy (POST /act) or a language model (the OpenAI API) over HTTP",
@@ -159,44 +155,3 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(args.run(args))
 
     return status_of(run, told)
-
-
-def status_of(run: Callable[[], int], told: Sequence[str]) -> int:
-    """Run a command: returns its exit status, and prints one line for an error. told: returns the words before the
-    line."""
-    try:
-        status = run()
-        sys.stdout.flush()  # here, where what is wrong with it can still be told
-        return status
-    except ReflexError as error:
-        print(f"{' '.join(told)}: {error.message}", file=sys.stderr)
-        return 2
-    except BrokenPipeError:  # the reader of our output has what it wanted, as with `reflex trace FILE | head`
-        return 0
-    except SystemExit as error:  # so does rich say it
-        if isinstance(error.__context__, BrokenPipeError):
-            return 0
-        raise
-    except OSError as error:
-        full = error.errno in _FULL
-        if not full and error.filename is None:
-            raise
-        where = f"{one_line(error.filename)}: " if error.filename is not None else ""
-        print(f"{' '.join(told)}: {where}{error.strerror}", file=sys.stderr)
-        return 1 if full else 2
-    except KeyboardInterrupt:
-        print(f"{' '.join(told)}: interrupted", file=sys.stderr)
-        return 130
-    finally:
-        _let_go()
-
-
-def _let_go() -> None:
-    """What standard output could not take is dropped: the interpreter would try again at its end, and complain."""
-    try:
-        sys.stdout.flush()
-    except OSError:
-        with suppress(OSError, ValueError):  # ValueError: it is no file
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, sys.stdout.fileno())
-            os.close(nowhere)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from reflex_runtime.checked import CHECKPOINT_KEYS, json_keys
+from reflex_runtime.cli.exit_status import status_of
 from reflex_runtime.core.errors import ConfigError, ReflexError
 from reflex_runtime.demo.scribe import model_directory
 from reflex_runtime.options import add_options, flag, one_line, table
@@ -110,7 +111,6 @@ def supervised(
     serve: the server itself, alone or with the socket and the supervisor. form: makes that of errors meanwhile."""
     if not config.supervise:
         return serve()
-    from reflex_runtime.cli import status_of
     from reflex_runtime.web import listen
     from reflex_runtime.web.supervisor import supervise
 
