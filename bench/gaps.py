@@ -9,7 +9,8 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from bench.report import Row, row, say
 from reflex_runtime.core.batch import Done, More, Outcome
@@ -18,7 +19,7 @@ from reflex_runtime.core.events import RequestProgressed, RequestSettled
 from reflex_runtime.core.flush import FlushPolicy
 from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.core.percentile import percentile
-from reflex_runtime.core.request import Request
+from reflex_runtime.core.request import Priority, Request
 from reflex_runtime.core.resources import UnitPool
 from reflex_runtime.core.scheduler import Scheduler
 from reflex_runtime.core.timed_tokens import TimedTokens
@@ -29,6 +30,17 @@ MODELS: dict[str, tuple[StepTimes, float, tuple[float | None, ...]]] = {
     "0.5 B": ((0.080, 0.003, 0.0045, 1.5e-6), 0.5, (None, 0.15)),
 }
 REQUESTS, SEQUENCES, NOISE = 128, 64, 0.05
+
+
+class Arrival(NamedTuple):
+    """A prompt, and how many tokens are to be generated."""
+
+    at: float
+    name: str
+    prompt: int
+    outputs: int
+    client: str
+    priority: Priority = Priority.DEFAULT
 
 
 def gaps(scale: float) -> list[Row]:
@@ -51,23 +63,46 @@ def gaps(scale: float) -> list[Row]:
 def _run(
     what: str, times: StepTimes, budget: int, cost: Callable[[], CostModel], rate: float | None, n: int
 ) -> list[Row]:
-    flush = FlushPolicy.every_step(budget, SEQUENCES)
-    scheduler = Scheduler([GroupConfig(flush=flush, cost=cost, resources=UnitPool(1e9), capacity=n)])
     chance = random.Random(3)
     todo, at = [], 0.0
     for i in range(n):
         at += 0.0 if rate is None else chance.expovariate(rate)
         prompt = round(math.exp(chance.uniform(math.log(16), math.log(4000))))
-        todo.append((at, f"{i}", prompt, chance.randint(16, 128)))
-    total = {name: prompt + outputs - 1 for _, name, prompt, outputs in todo}
-    came = {name: arrives for arrives, name, _, _ in todo}
+        todo.append(Arrival(at, f"{i}", prompt, chance.randint(16, 128), f"{i}"))
+    came = {each.name: each.at for each in todo}
+    tokens, now = play(todo, times, budget, cost, chance)
+    between = sorted(b - a for one in tokens.values() for a, b in itertools.pairwise(one))
+    first = sorted(one[0] - came[name] for name, one in tokens.items())
+    computed = sum(each.prompt + each.outputs for each in todo)
+    return [
+        row("gaps", f"{what}: tokens/s", [computed / now], "/s"),
+        row("gaps", f"{what}: gap p99", [1e3 * percentile(between, 0.99)], "ms"),
+        row("gaps", f"{what}: first token p50", [percentile(first, 0.5)], "s"),
+        row("gaps", f"{what}: first token p99", [percentile(first, 0.99)], "s"),
+    ]
+
+
+def play(
+    todo: Sequence[Arrival],
+    times: StepTimes,
+    budget: int,
+    cost: Callable[[], CostModel],
+    chance: random.Random,
+    until: float = math.inf,
+) -> tuple[dict[str, list[float]], float]:
+    """When each token of each answer came, and when the last step ended. todo: in order of time. until: no step begins
+    after that."""
+    flush = FlushPolicy.every_step(budget, SEQUENCES)
+    scheduler = Scheduler([GroupConfig(flush=flush, cost=cost, resources=UnitPool(1e9), capacity=len(todo))])
+    total = {each.name: each.prompt + each.outputs - 1 for each in todo}
     tokens: dict[str, list[float]] = {name: [] for name in total}
-    waiting, now = todo[::-1], 0.0
-    while waiting or not scheduler.idle:
-        while waiting and (waiting[-1][0] <= now or scheduler.idle):
-            arrives, name, prompt, _ = waiting.pop()
-            now = max(now, arrives)
-            scheduler.submit(Request(id=name, client=name, wants=float(prompt), streams=True), now)
+    waiting, now = list(reversed(todo)), 0.0
+    while now < until and (waiting or not scheduler.idle):
+        while waiting and (waiting[-1].at <= now or scheduler.idle):
+            one = waiting.pop()
+            now = max(now, one.at)
+            made = Request(id=one.name, client=one.client, wants=float(one.prompt), streams=True, priority=one.priority)
+            scheduler.submit(made, now)
         batch = scheduler.next_batch(now)
         assert batch is not None
         seconds, outcomes = times[0], list[Outcome]()
@@ -84,12 +119,4 @@ def _run(
         for event in scheduler.take_events():
             if isinstance(event, RequestSettled) or (isinstance(event, RequestProgressed) and event.value is not None):
                 tokens[event.ticket.id].append(now)
-    between = sorted(b - a for one in tokens.values() for a, b in itertools.pairwise(one))
-    first = sorted(one[0] - came[name] for name, one in tokens.items())
-    computed = sum(prompt + outputs for _, _, prompt, outputs in todo)
-    return [
-        row("gaps", f"{what}: tokens/s", [computed / now], "/s"),
-        row("gaps", f"{what}: gap p99", [1e3 * percentile(between, 0.99)], "ms"),
-        row("gaps", f"{what}: first token p50", [percentile(first, 0.5)], "s"),
-        row("gaps", f"{what}: first token p99", [percentile(first, 0.99)], "s"),
-    ]
+    return tokens, now

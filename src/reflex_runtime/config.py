@@ -444,6 +444,11 @@ class LLMServeConfig(ServerConfig):
         "beside the next token where that gives more tokens a second; answers stay the same",
         choices=("off", "ngram"),
     )
+    default_tiers: bool = option(
+        False,
+        "a request that names no priority is urgent if it streams, and background if it holds several prompts; else "
+        "all are default",
+    )
     max_queue: int = option(1000, "most waiting requests; beyond it 429", low=1, high=1_000_000, group="queue")
     max_queued_tokens: int = option(
         1_000_000, "most prompt tokens of waiting requests; beyond it 429", low=1, high=1_000_000_000, unit="tokens"

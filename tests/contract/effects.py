@@ -119,6 +119,7 @@ EFFECTS: Final[dict[type[Any], dict[str, str]]] = {
         "max_num_batched_tokens": "test_h10_max_num_batched_tokens_bounds_a_step",
         "max_num_seqs": "test_h10_max_num_seqs_bounds_who_is_generated_at_a_time",
         "long_prefill_token_threshold": "test_h10_long_prefill_token_threshold_bounds_a_prompts_part_of_a_step",
+        "default_tiers": "test_h10_default_tiers_put_streams_before_others_and_batches_behind_them",
         "speculate": "test_h10_speculate_computes_guesses_and_counts_them",
         "prefix_caching": "test_h10_no_prefix_caching_computes_prompts_again",
         "max_queue": "test_l9_a_full_queue_is_429_with_a_hint_when_to_come_again",

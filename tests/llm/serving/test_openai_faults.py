@@ -313,6 +313,27 @@ def test_l9_the_priority_is_the_requests(name: str) -> None:
         assert request.client == "me"
 
 
+@pytest.mark.parametrize("mapped", [True, False])
+def test_h10_default_tiers_put_streams_before_others_and_batches_behind_them(mapped: bool) -> None:
+    asked: dict[str, dict[str, Any]] = {
+        "stream": {"stream": True},
+        "whole": {},
+        "batch": {"prompt": ["a", "b"]},
+        "batch that streams": {"prompt": ["a", "b"], "stream": True},
+        "named": {"stream": True, "priority": "background"},
+        "named default": {"stream": True, "priority": "default"},
+    }
+    found = {}
+    with Toy(default_tiers=mapped) as toy:
+        for kind, fields in asked.items():
+            before = len(toy.log.of(RequestQueued))
+            assert toy.complete(**{"prompt": "a", "max_tokens": 1} | fields).status == 200
+            toy.log.wait(RequestQueued, before + len(fields.get("prompt", "a")))
+            found[kind] = {event.ticket.request.priority.name for event in toy.log.of(RequestQueued)[before:]}
+    told = {"stream": "URGENT", "batch": "BACKGROUND", "batch that streams": "BACKGROUND"} if mapped else {}
+    assert found == {kind: {told.get(kind, "DEFAULT")} for kind in asked} | {"named": {"BACKGROUND"}}
+
+
 # -- bodies ------------------------------------------------------------------------------------------------------------
 
 
@@ -558,7 +579,7 @@ def test_l9_a_reader_that_takes_nothing_at_the_end_is_one_line_in_the_log(caplog
     with Toy(send_buffer=4096, drain_timeout_s=0.2) as toy:
         with toy.open("slow", max_tokens=6000, stream=True, receive_buffer=2048) as slow:
             slow.read_until(b"data: ")
-            toy.complete("x", max_tokens=300)  # by then its socket is full
+            toy.complete("x", max_tokens=1000)  # by then its socket and the buffers before it are full
             toy.stop()
             toy.join()
         assert (toy.status, toy.clean) == (0, True)

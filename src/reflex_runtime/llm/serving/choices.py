@@ -118,12 +118,14 @@ def aged(asked: wire.CompletionRequest, exchange: Exchange) -> wire.CompletionRe
     return replace(asked, time_limit=left)
 
 
-def terms_of(asked: wire.CompletionRequest, adapter: str, exchange: Exchange, span: RequestSpan | None) -> Terms:
-    """How its choices are served. id: of the request."""
+def terms_of(
+    asked: wire.CompletionRequest, adapter: str, by_kind: bool, exchange: Exchange, span: RequestSpan | None
+) -> Terms:
+    """How its choices are served. id: of the request. by_kind: see `CompletionRequest.tier`."""
     peer = exchange.client
     return Terms(
         id=exchange.request_id,
-        priority=asked.priority,
+        priority=asked.tier(by_kind),
         client=asked.client if asked.client is not None else f"@{peer[0]}" if peer else "",
         time_limit=asked.time_limit,
         max_gap=asked.max_gap,

@@ -105,7 +105,7 @@ class Underway:
         asked, prompts = await tokenised(runtime, self._asked, model.config)
         matcher = await matcher_of(runtime, asked)
         asked = aged(asked, exchange)
-        terms = terms_of(asked, model.adapter, exchange, self._span)
+        terms = terms_of(asked, model.adapter, model.config.default_tiers, exchange, self._span)
         groups = [requests_of(runtime, asked, i, ids, terms, matcher) for i, ids in enumerate(prompts)]
         self._echoes = await echoes(asked, runtime.tokenizer)
         if exchange.left:

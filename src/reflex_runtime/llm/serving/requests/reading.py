@@ -75,7 +75,7 @@ class CompletionRequest:
     stream: bool
     include_usage: bool
     usage_always: bool
-    priority: Priority
+    priority: Priority | None
     client: str | None
     time_limit: float | None
     max_gap: float | None
@@ -87,6 +87,14 @@ class CompletionRequest:
     tools: AskedTools = NO_TOOLS
     prompt_field: str = ""
     said: dict[str, Any] = field(default_factory=dict)
+
+    def tier(self, by_kind: bool) -> Priority:
+        """Its priority; of one that names none by its kind, or the default one."""
+        if self.priority is not None or not by_kind:
+            return Priority.DEFAULT if self.priority is None else self.priority
+        if len(self.prompts) > 1:
+            return Priority.BACKGROUND
+        return Priority.URGENT if self.stream else Priority.DEFAULT
 
     @property
     def field(self) -> str:
@@ -193,7 +201,7 @@ def _asked(
         stream=bool(fields.stream),
         include_usage=fields.stream_options is not None and bool(fields.stream_options.include_usage),
         usage_always=fields.stream_options is not None and bool(fields.stream_options.continuous_usage_stats),
-        priority=PRIORITIES[fields.priority or "default"],
+        priority=None if fields.priority is None else PRIORITIES[fields.priority],
         client=user if user is not None else identifier,
         time_limit=time_limit_of(fields.deadline_ms),
         max_gap=None if gap is None else gap / 1e3,
