@@ -10,6 +10,10 @@ import pytest
 
 CHROMIUM = shutil.which("chromium")
 QUIET = ["--no-sandbox", "--disable-background-networking", "--disable-component-update", "--disable-sync"]
+QUIET += ["--disable-gpu"]  # there is none: otherwise the CPU computes what one would
+# Pages draw ten times a second: sixty pictures of a second, painted without a GPU, take a core.
+TEN_A_SECOND = """const frame = window.requestAnimationFrame.bind(window);
+window.requestAnimationFrame = (draw) => setTimeout(() => frame(draw), 100);"""
 needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="Debian's chromium is not installed")
 Browser = Any  # Playwright's, which need not be installed
 
@@ -27,6 +31,7 @@ class Looked:
         self.page.on("pageerror", lambda error: self.wrong.append(str(error)))
         self.page.on("console", lambda said: self.wrong.append(said.text) if said.type == "error" else None)
         self.page.on("request", lambda asked: self._asks(asked.url))
+        self.page.add_init_script(TEN_A_SECOND)
         self.page.goto(self.url)
 
     def _asks(self, url: str) -> None:

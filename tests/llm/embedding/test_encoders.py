@@ -17,7 +17,6 @@ from reflex_runtime.llm.checkpoint import read_table
 from reflex_runtime.llm.embedding.directory import EmbeddingModel
 from reflex_runtime.llm.embedding.load import LoadedEncoder, load
 from reflex_runtime.llm.embedding.processor import embedded
-from reflex_runtime.llm.embedding.tracing import convert
 
 TEXTS = ["robot", "a robot arm moves", "Robots " * 20, "  x y z ", "the quick brown fox jumps over a lazy dog"]
 KINDS = {
@@ -39,6 +38,8 @@ def vectors(of: LoadedEncoder, texts: list[str]) -> Any:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_l8_vectors_are_those_of_sentence_transformers_on_both_runners(tmp_path: Path, kind: str) -> None:
+    from reflex_runtime.llm.embedding.tracing import convert  # it imports `transformers`: only where this test runs
+
     path = write_random(tmp_path, kind, **KINDS[kind])
     told = KINDS[kind]
     expected = formula(path, TEXTS, told["pooling"], told.get("normalise", True))

@@ -6,15 +6,11 @@ A field that a new version of a client knows has no sample here: the test says s
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import pytest
-from anthropic.types.message_create_params import MessageCreateParamsNonStreaming
-from openai.types.chat.completion_create_params import CompletionCreateParamsNonStreaming as ChatParams
-from openai.types.completion_create_params import CompletionCreateParamsNonStreaming as TextParams
-from openai.types.embedding_create_params import EmbeddingCreateParams
-from openai.types.responses.response_create_params import ResponseCreateParamsNonStreaming
 
 from reflex_runtime.llm.serving.requests.embeddings import EmbeddingFields
 from reflex_runtime.llm.serving.requests.fields import ChatFields, CompletionFields
@@ -31,17 +27,22 @@ CALL: Final = {"tools": [{"type": "function", "function": FUNCTION}]}
 
 
 class Api(NamedTuple):
-    """path: of the endpoint. least: what a request must say. known: fields of the client, and those that are read
-    here. samples: values that mean something where others would not fit; those of `SAMPLES` otherwise."""
+    """path: of the endpoint. least: what a request must say. client, ours: the class of its fields in the client, and
+    of those that are read here. samples: values that mean something where others would not fit; those of `SAMPLES`
+    otherwise."""
 
     path: str
     least: dict[str, Any]
-    known: frozenset[str]
+    client: str
+    ours: Any
     samples: dict[str, Any]
 
-
-def fields(client: Any, ours: Any) -> frozenset[str]:
-    return frozenset(client.__annotations__) | frozenset(ours.__struct_fields__)
+    @property
+    def known(self) -> frozenset[str]:
+        """Fields of the client, and those that are read here."""
+        module, _, name = self.client.rpartition(".")
+        theirs = getattr(import_module(module), name)
+        return frozenset(theirs.__annotations__) | frozenset(self.ours.__struct_fields__)
 
 
 HI: Final = [{"role": "user", "content": "hi"}]
@@ -49,19 +50,22 @@ APIS: Final = {
     "chat completions": Api(
         "/v1/chat/completions",
         {"model": "toy", "messages": HI, "max_tokens": 2},
-        fields(ChatParams, ChatFields),
+        "openai.types.chat.completion_create_params.CompletionCreateParamsNonStreaming",
+        ChatFields,
         {"logprobs": True, "top_logprobs": {"top_logprobs": 2, "logprobs": True}},
     ),
     "completions": Api(
         "/v1/completions",
         {"model": "toy", "prompt": "hi", "max_tokens": 2},
-        fields(TextParams, CompletionFields),
+        "openai.types.completion_create_params.CompletionCreateParamsNonStreaming",
+        CompletionFields,
         {"best_of": 2},
     ),
     "responses": Api(
         "/v1/responses",
         {"model": "toy", "input": "hi", "max_output_tokens": 2},
-        fields(ResponseCreateParamsNonStreaming, ResponseFields),
+        "openai.types.responses.response_create_params.ResponseCreateParamsNonStreaming",
+        ResponseFields,
         {
             "metadata": {"a": "b"},
             "prompt": {"id": "p"},
@@ -75,7 +79,8 @@ APIS: Final = {
     "messages": Api(
         "/v1/messages",
         {"model": "toy", "messages": HI, "max_tokens": 2},
-        fields(MessageCreateParamsNonStreaming, MessageFields),
+        "anthropic.types.message_create_params.MessageCreateParamsNonStreaming",
+        MessageFields,
         {
             "metadata": {"user_id": "me"},
             "service_tier": "priority",
@@ -88,7 +93,8 @@ APIS: Final = {
     "embeddings": Api(
         "/v1/embeddings",
         {"model": "toy", "input": "a robot"},
-        fields(EmbeddingCreateParams, EmbeddingFields),
+        "openai.types.embedding_create_params.EmbeddingCreateParams",
+        EmbeddingFields,
         {"dimensions": 4, "encoding_format": "base64", "truncate_prompt_tokens": 2},
     ),
 }  # fmt: skip

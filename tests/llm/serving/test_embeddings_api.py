@@ -13,8 +13,8 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
-from openai import BadRequestError, OpenAI
 
+from late import late
 from llm.embedding.directories import VOCABULARY
 from reflex_runtime.core.errors import Cancelled, ProcessorError, QueueFull
 from reflex_runtime.core.events import BatchScheduled, RequestQueued
@@ -24,6 +24,8 @@ from reflex_runtime.llm.serving import embedding_server
 from reflex_runtime.llm.serving.answers import embeddings as answers
 from reflex_runtime.llm.serving.local_embeddings import EmbeddingWait, text_request
 from serving.embedding_toy import EmbeddingToy, toy_directory
+
+openai = late("openai")
 
 
 @pytest.fixture(scope="module")
@@ -38,8 +40,8 @@ def toy(root: Path) -> Iterator[EmbeddingToy]:
 
 
 @pytest.fixture(scope="module")
-def client(toy: EmbeddingToy) -> OpenAI:
-    return OpenAI(base_url=f"http://127.0.0.1:{toy.port}/v1", api_key="none", max_retries=0)
+def client(toy: EmbeddingToy) -> Any:
+    return openai.OpenAI(base_url=f"http://127.0.0.1:{toy.port}/v1", api_key="none", max_retries=0)
 
 
 def ids(text: str) -> list[int]:
@@ -50,7 +52,7 @@ def ids(text: str) -> list[int]:
 # -- what is answered --------------------------------------------------------------------------------------------------
 
 
-def test_l9_the_openai_client_gets_vectors_in_order_and_usage(client: OpenAI) -> None:
+def test_l9_the_openai_client_gets_vectors_in_order_and_usage(client: Any) -> None:
     texts = ["robot", "arm a", "robot arm x"]
     found = client.embeddings.create(model="toy", input=texts)  # asks for base64 by itself
     assert [each.index for each in found.data] == [0, 1, 2]
@@ -164,9 +166,9 @@ def test_l9_a_wrong_field_of_an_embedding_is_named(toy: EmbeddingToy, fields: An
     assert says in error["message"]
 
 
-def test_l9_a_text_that_is_too_long_is_refused_as_the_api_does(client: OpenAI) -> None:
+def test_l9_a_text_that_is_too_long_is_refused_as_the_api_does(client: Any) -> None:
     for text in ("robot " * 63, "robot " * 200_000):  # counted, and refused before it is
-        with pytest.raises(BadRequestError) as told:
+        with pytest.raises(openai.BadRequestError) as told:
             client.embeddings.create(model="toy", input=["a", text])
         assert (told.value.code, told.value.param) == ("context_length_exceeded", "input")
         assert "prompt " not in told.value.message

@@ -6,12 +6,13 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-import anthropic
 import pytest
 
+from late import late
 from reflex_runtime.llm import LLMEngine, SamplingParams
 from serving.openai_toy import MOVE_PARAMETERS, TALK, Model, Speaker, Toy
 
+anthropic = late("anthropic")
 PATH, COUNT = "/v1/messages", "/v1/messages/count_tokens"
 HI: list[Any] = [{"role": "user", "content": "hi"}]
 ASK: dict[str, Any] = {"model": "toy", "max_tokens": 9, "messages": HI}

@@ -9,14 +9,15 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-import openai
 import pytest
 
+from late import late
 from reflex_runtime.core.errors import ConfigError, TooLarge
 from reflex_runtime.llm import LLMEngine, SamplingParams, constraint
 from reflex_runtime.llm.toy import ByteTokenizer
 from serving.openai_toy import Model, Speaker, Toy
 
+openai = late("openai")
 GREEDY = {"model": "toy", "temperature": 0}
 
 

@@ -7,15 +7,16 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-import openai
 import pytest
 
+from late import late
 from reflex_runtime.llm import LLMEngine, SamplingParams
 from reflex_runtime.llm.serving.requests.messages import message
 from reflex_runtime.llm.serving.requests.reading import chat
 from reflex_runtime.llm.serving.requests.responses import response
 from serving.openai_toy import MOVE_PARAMETERS, TALK, Model, Speaker, Toy
 
+openai = late("openai")
 PATH = "/v1/responses"
 ASK: dict[str, Any] = {"model": "toy", "input": "hi", "temperature": 0, "max_output_tokens": 9}
 MOVE: dict[str, Any] = {

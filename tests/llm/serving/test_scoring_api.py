@@ -9,14 +9,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from openai import OpenAI
 
+from late import late
 from llm.workers.test_workers import Fleet
 from reflex_runtime.ipc.sampling import SamplingParams
 from reflex_runtime.llm.engine import LLMEngine
 from reflex_runtime.llm.serving.answers.completions import Answer
 from reflex_runtime.llm.toy import ByteTokenizer
 from serving.openai_toy import Model, Toy
+
+openai = late("openai")
 
 PROMPT = "robots move"
 
@@ -40,7 +42,7 @@ def texts(logprobs: Any) -> str:
 
 
 def test_l9_echo_with_logprobs_tells_the_prompt_and_then_the_answer(toy: Toy, told: Any) -> None:
-    client = OpenAI(base_url=f"http://127.0.0.1:{toy.port}/v1", api_key="none")
+    client = openai.OpenAI(base_url=f"http://127.0.0.1:{toy.port}/v1", api_key="none")
     answer = client.completions.create(model="toy", prompt=PROMPT, max_tokens=3, temperature=0, echo=True, logprobs=2)
     choice = answer.choices[0]
     assert choice.logprobs is not None
