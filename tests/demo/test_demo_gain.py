@@ -50,7 +50,10 @@ def test_lanes_show_waits_calls_and_answers_of_the_window() -> None:
     assert Lanes.of(run_of()).answered == 0
 
 
-def test_the_demo_plays_without_and_with_batching(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_demo_plays_without_and_with_batching(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("reflex_runtime.cli.demo.CONTROL_HZ", 0.0)  # as fast as the simulator can
     options = ["--robots", "2", "--episodes", "1", "--call-ms", "5", "--out", str(tmp_path)]
     assert main(["demo", *options]) == 0, capsys.readouterr().out
     out = capsys.readouterr().out

@@ -28,7 +28,10 @@ pytestmark = pytest.mark.filterwarnings(r"ignore:connect\(\) must be used as a c
 SEEN = RobotView(np.zeros((64, 64, 3), np.uint8), np.zeros(4, np.float32), "close the drawer", "x", executed=5)
 
 
-def test_the_demo_plays_through_the_stock_client(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_demo_plays_through_the_stock_client(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("reflex_runtime.cli.demo.CONTROL_HZ", 0.0)  # as fast as the simulator can
     options = ["--wire", "openpi", "--robots", "2", "--episodes", "1", "--call-ms", "5", "--out", str(tmp_path)]
     assert main(["demo", *options]) == 0, capsys.readouterr().out
     assert re.search(r"chunks, refused +│ +[1-9]\d*, 0 │ +[1-9]\d*, 0 ", capsys.readouterr().out)

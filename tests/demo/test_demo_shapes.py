@@ -81,17 +81,17 @@ def test_a_box_is_where_the_shape_is_drawn() -> None:
 
 def test_shapes_move_evenly_and_stay() -> None:
     scene = Shapes(5, count=1)
-    centres = np.array([((b[1] + b[3]) / 2, (b[2] + b[4]) / 2) for i in range(2000) for b in scene.truth(i)])
-    assert len(centres) == 2000
+    centres = np.array([((b[1] + b[3]) / 2, (b[2] + b[4]) / 2) for i in range(600) for b in scene.truth(i)])
+    assert len(centres) == 600
     assert abs(np.diff(centres, axis=0)).max() < 10
     assert np.ptp(centres, axis=0).min() > 50
 
 
 def test_a_hidden_shape_is_not_in_the_truth() -> None:
-    hidden = [(seed, i) for seed in range(12) for i in range(0, 300, 10) if len(Shapes(seed, count=8).truth(i)) < 8]
-    assert hidden
-    seed, i = hidden[0]
-    assert len(Shapes(seed, count=8).truth(i)) >= 4
+    scenes = [Shapes(seed, count=8) for seed in range(12)]
+    shown = [len(scene.truth(i)) for scene in scenes for i in range(0, 300, 10)]
+    assert min(shown) < 8
+    assert min(shown) >= 4
 
 
 @pytest.mark.parametrize(
@@ -265,10 +265,10 @@ def test_the_detector_finds_shapes_it_never_saw(detector: OnnxFrames) -> None:
 def test_the_detector_finds_them_in_a_decoded_video(detector: OnnxFrames, tmp_path: Path) -> None:
     seen = []
     for seed in range(HELD_OUT, HELD_OUT + 4):
-        write_video(tmp_path / "v.mp4", 1.5, fps=20, seed=seed)
+        write_video(tmp_path / "v.mp4", 1.5, fps=7, seed=seed)
         with av.open(str(tmp_path / "v.mp4")) as container:
             pictures = [frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]
-        seen += [(picture, Shapes(seed).truth(i)) for i, picture in enumerate(pictures)][::3]
+        seen += [(picture, Shapes(seed).truth(i)) for i, picture in enumerate(pictures)]
     precision, recall, _ = figures(detector, seen)
     assert precision >= 0.9
     assert recall >= 0.9
