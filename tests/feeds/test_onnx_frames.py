@@ -19,7 +19,7 @@ from reflex_runtime.drivers.batch_processor import BatchConfig, BatchEntry
 from reflex_runtime.drivers.coordinator import BatchCoordinator
 from reflex_runtime.feeds.detectors import fitting
 from reflex_runtime.feeds.onnx import OnnxFrames
-from reflex_runtime.processors.onnx import OnnxSession
+from reflex_runtime.processors.onnx_session import OnnxSession
 
 Dim = str | int
 LAST: tuple[Dim, ...] = ("n", 6, 8, 3)  # [n, h, w, 3]

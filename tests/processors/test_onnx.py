@@ -17,7 +17,10 @@ from reflex_runtime.core.batch import Batch, Cause, Done, Failed
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.core.request import Request, Ticket
 from reflex_runtime.processors.base import run_batch
-from reflex_runtime.processors.onnx import CUDA, OPENVINO, OnnxProcessor, OnnxSession, TensorSpec
+from reflex_runtime.processors.onnx import OnnxProcessor
+from reflex_runtime.processors.onnx_session import OnnxSession
+from reflex_runtime.processors.ports import TensorSpec
+from reflex_runtime.processors.providers import CUDA, OPENVINO
 
 Dim = str | int
 

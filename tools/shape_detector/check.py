@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from reflex_runtime.demo.shapes import DETECTOR, LABELS, Shapes, Truth, hits, write_video
 from reflex_runtime.drivers.batch_processor import BatchEntry
 from reflex_runtime.feeds.onnx import OnnxFrames
-from reflex_runtime.processors.onnx import OnnxSession
+from reflex_runtime.processors.onnx_session import OnnxSession
 
 HELD_OUT = 1_000_000  # seeds from here on were never trained on
 Seen = tuple[NDArray[np.uint8], list[Truth]]

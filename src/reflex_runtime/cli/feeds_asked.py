@@ -101,7 +101,7 @@ def refusal_of(config: FeedsConfig, error: Exception) -> ConfigError:
 def onnx_asked(config: FeedsConfig, flag: str = "--onnx", id: str = "onnx") -> OnnxFrames:
     from reflex_runtime.demo.shapes import DETECTOR
     from reflex_runtime.feeds.onnx import OnnxFrames
-    from reflex_runtime.processors.onnx import PROVIDERS, check_provider
+    from reflex_runtime.processors.providers import PROVIDERS, check_provider
 
     path = DETECTOR if config.onnx == "shapes" else Path(config.onnx)
     if not path.is_file():

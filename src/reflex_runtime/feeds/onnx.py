@@ -20,7 +20,8 @@ from reflex_runtime.feeds.detectors.recognise import Trial, dialect_of
 from reflex_runtime.feeds.detectors.results import result_of
 from reflex_runtime.feeds.picture_input import FittedPicture, PictureInput, PixelScale, picture_input
 from reflex_runtime.options import did_you_mean, one_line, one_of
-from reflex_runtime.processors.onnx import PROVIDERS, OnnxSession
+from reflex_runtime.processors.onnx_session import OnnxSession
+from reflex_runtime.processors.providers import PROVIDERS
 
 log = logging.getLogger("reflex.feeds")
 

@@ -25,7 +25,7 @@ from reflex_runtime.demo.exports import KINDS, export_dir
 from reflex_runtime.policies.doctor import doctor
 from reflex_runtime.policies.doctor.doctor import Clocks, Diagnosis, Finding, examine
 from reflex_runtime.policies.export.memory import GB
-from reflex_runtime.processors.onnx import CUDA
+from reflex_runtime.processors.providers import CUDA
 
 Change = Callable[[dict[str, Any]], Any]
 
@@ -458,9 +458,8 @@ def test_t7_model_load(mono: Path) -> None:
 
 
 def test_t7_model_load_blames_a_provider_that_starts_nothing(mono: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from reflex_runtime.processors import onnx as processor
-
-    monkeypatch.setattr(processor, "_check_provider", lambda ort, provider: None)  # offered, and without its driver
+    for user in ("onnx_session", "providers"):  # offered, and without its driver
+        monkeypatch.setattr(f"reflex_runtime.processors.{user}.check_provider", lambda provider: None)
     finding = failed(mono, "model_load", provider=CUDA)
     assert finding.actual.endswith("on the CPU it loads")
     assert finding.environment

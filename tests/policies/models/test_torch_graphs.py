@@ -33,7 +33,7 @@ from reflex_runtime.policies.models.torch_models import TorchStaged, TorchWhole 
 from reflex_runtime.policies.serving.slots import group_of  # noqa: E402
 from reflex_runtime.policies.source import read_source  # noqa: E402
 from reflex_runtime.processors.by_hand import run_through  # noqa: E402
-from reflex_runtime.processors.onnx import CUDA  # noqa: E402
+from reflex_runtime.processors.providers import CUDA  # noqa: E402
 from serving.in_process import one_policy  # noqa: E402
 
 from .recorder import Recorder  # noqa: E402

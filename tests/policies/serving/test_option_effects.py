@@ -21,7 +21,7 @@ from reflex_runtime.policies import Export
 from reflex_runtime.policies.serving import slots
 from reflex_runtime.policies.serving.app import App
 from reflex_runtime.policies.serving.runtime import PolicyRuntime
-from reflex_runtime.processors.onnx import CPU, CUDA
+from reflex_runtime.processors.providers import CPU, CUDA
 from serving.harness import PATIENCE, STATE
 from serving.in_process import Caller, one_policy, with_app
 from serving.pair import Pair

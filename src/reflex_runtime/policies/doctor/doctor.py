@@ -18,7 +18,7 @@ from reflex_runtime.policies.doctor.findings import CheckContext, Clocks, Findin
 from reflex_runtime.policies.export.memory import total_memory
 from reflex_runtime.policies.policy.spec import PolicySpec
 from reflex_runtime.policies.source import is_export
-from reflex_runtime.processors.onnx import CPU
+from reflex_runtime.processors.providers import CPU
 from reflex_runtime.version import __version__
 
 

@@ -27,7 +27,7 @@ from reflex_runtime.policies.export.onnx_file import Declared, NotOnnx, OnnxFile
 from reflex_runtime.policies.policy.prompt import STATE_BINS
 from reflex_runtime.policies.serving.wire_names import OPENPI
 from reflex_runtime.policies.wires.observations import Reading
-from reflex_runtime.processors.onnx import TensorSpec, kinds_of
+from reflex_runtime.processors.ports import TensorSpec, kinds_of
 
 TINY_STD: Final = 1e-6
 """A state that varies less is constant: dividing by it turns the last bit of a sensor into a large number."""

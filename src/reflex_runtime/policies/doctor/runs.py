@@ -30,8 +30,8 @@ from reflex_runtime.policies.export.memory import SHARE, Room
 from reflex_runtime.policies.load import load_policy
 from reflex_runtime.policies.policy.spec import PYTHON, DeviceOptions, PolicySpec
 from reflex_runtime.policies.source import is_export, read_source
-from reflex_runtime.processors import onnx
-from reflex_runtime.processors.onnx import CPU, CUDA
+from reflex_runtime.processors import providers
+from reflex_runtime.processors.providers import CPU, CUDA
 
 SAMPLES: Final = 8
 """Requests made up; batch parity is looked at for 2, 4 and 8 of them."""
@@ -68,7 +68,7 @@ def check_source(context: CheckContext) -> Finding:
 
 def check_provider(context: CheckContext) -> Finding:
     try:
-        onnx.check_provider(context.provider)
+        providers.check_provider(context.provider)
     except ConfigError as error:
         return failed(
             f"{context.provider} in this onnxruntime", error.message,

@@ -25,7 +25,7 @@ from reflex_runtime.policies.lerobot.features import WEIGHTS, WHOLE, Features
 from reflex_runtime.policies.policy.model import PolicySource, StagedModel, WholeModel
 from reflex_runtime.policies.policy.robot import Embodiment, Size, WireMap
 from reflex_runtime.policies.policy.spec import LEROBOT, DeviceOptions
-from reflex_runtime.processors.onnx import CPU, CUDA
+from reflex_runtime.processors.providers import CPU, CUDA
 
 CONFIG_FILE: Final = "config.json"
 PROCESSORS: Final = ("policy_preprocessor.json", "policy_postprocessor.json")

@@ -20,7 +20,7 @@ from reflex_runtime.policies.policy.observation import Observation
 from reflex_runtime.policies.policy.spec import DeviceOptions, PolicySpec
 from reflex_runtime.policies.policy.units import Floats
 from reflex_runtime.processors.cuda_graphs import Record, recorder
-from reflex_runtime.processors.onnx import CPU, CUDA
+from reflex_runtime.processors.providers import CPU, CUDA
 
 try:
     import torch

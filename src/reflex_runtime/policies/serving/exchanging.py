@@ -17,7 +17,7 @@ from reflex_runtime.policies.rollout.rollout import Rollout
 from reflex_runtime.policies.rollout.versions import Version
 from reflex_runtime.policies.serving.slots import WARM_SIZES, Slot, check_alike, load
 from reflex_runtime.policies.source import read_source, weight_of
-from reflex_runtime.processors.onnx import PROVIDERS
+from reflex_runtime.processors.providers import PROVIDERS
 from reflex_runtime.sources import environment
 from reflex_runtime.web.errors import Conflict, NotFound
 

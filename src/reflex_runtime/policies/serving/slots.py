@@ -31,7 +31,7 @@ from reflex_runtime.policies.policy.rtc import Rtc
 from reflex_runtime.policies.policy.spec import DeviceOptions
 from reflex_runtime.policies.rollout.slo import SloTracker
 from reflex_runtime.policies.rollout.versions import SlotProcessor, Version
-from reflex_runtime.processors.onnx import PROVIDERS
+from reflex_runtime.processors.providers import PROVIDERS
 
 SHADOW = "shadow"
 SHADOW_QUEUE = 16  # sampled requests that may wait for a gap
