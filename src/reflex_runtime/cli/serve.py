@@ -93,7 +93,7 @@ def _serve(
     _announce(config, asked, ", ".join(dict.fromkeys(models)), address)
     sources = ", ".join(source for policy in asked for source in policy.sources.values())
     make, door = _made(config, places, asked, plans, sock)
-    return run_server(config, make, door, address, sources, _ready, parent)
+    return run_server(config, make, door, address, sources, _ready, parent, warn=False)  # the runtime says it
 
 
 def _made(

@@ -128,7 +128,8 @@ def _serve(
             logging.info("%srequests that do not say how they are sampled: %s (generation_config.json)", whose, told)
     directories = ", ".join(str(plan.directory) for plan in plans)
     make = serving(config, plans, open)
-    return run_server(config, make, sock, address, directories, _ready, parent)
+    warn = not config.workers  # processes of workers have ended
+    return run_server(config, make, sock, address, directories, _ready, parent, warn)
 
 
 def _one_bound(config: LLMServeConfig, batcher: GenerateBatcherConfig) -> tuple[LLMServeConfig, GenerateBatcherConfig]:

@@ -151,9 +151,10 @@ def run_server(
     loading: str,
     ready: Callable[[Any, str], None],
     parent: Parent | None,
+    warn: bool = True,
 ) -> int:
     """Serve until a signal; the exit status. loading: what is. ready: logs what is ready, and at which address. Where a
-    thread hangs in a model, leave at once, because the interpreter's end may crash."""
+    thread hangs in a model, leave at once, because the interpreter's end may crash; warn: say so."""
     from reflex_runtime.web.serve import serve
 
     def settled(served: Any) -> None:
@@ -167,7 +168,8 @@ def run_server(
 
     status, clean = serve(make, door, config.drain_timeout_s, listening, settled, parent)
     if not clean:
-        logging.warning("a thread is still at work; leaving without it")
+        if warn:
+            logging.warning("the model is still at work; leaving without it")
         logging.shutdown()
         sys.stderr.flush()
         os._exit(status)
