@@ -38,7 +38,7 @@ def test_p20_a_camera_that_is_left_out_is_black_and_its_mask_false() -> None:
     assert list(one.actions[0]) == [0.0, 0.0]
     masks = policy.prepare(**sent("front")).row("image_masks")
     assert (masks.tolist(), masks.dtype) == ([True, False], np.bool_)
-    assert policy.look({"front": picture(0, 80, 60)}) == 80 * 60 // 8  # only what is there is decoded
+    assert policy.fields.look({"front": picture(0, 80, 60)}) == 80 * 60 // 8  # only what is there is decoded
 
 
 def test_p20_only_cameras_that_are_marked_may_be_left_out() -> None:
@@ -46,7 +46,7 @@ def test_p20_only_cameras_that_are_marked_may_be_left_out() -> None:
     with pytest.raises(InvalidRequest, match=r"images\.front: missing, and this policy needs it"):
         policy.prepare(**sent("wrist"))
     with pytest.raises(InvalidRequest, match=r"images\.front: missing"):
-        policy.look({"wrist": picture(0)})
+        policy.fields.look({"wrist": picture(0)})
 
 
 def test_p20_a_black_picture_is_not_a_missing_one_to_the_prefix_cache() -> None:

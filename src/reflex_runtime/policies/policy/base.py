@@ -5,8 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
-from math import isfinite
 from typing import Any, ClassVar, get_args
 
 import numpy as np
@@ -17,24 +15,18 @@ from reflex_runtime.core.cost import CostModel
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.core.request import Priority, Request, Ticket, TicketState
 from reflex_runtime.core.time_cost import TimeCost
+from reflex_runtime.policies.policy.fields import ObservationFields
 from reflex_runtime.policies.policy.history import Glimpse, ObservationHistory, together
 from reflex_runtime.policies.policy.model import PolicyModel
 from reflex_runtime.policies.policy.observation import (
-    MAX_REQUEST_PIXELS,
     ActionChunk,
     CacheUse,
-    Doubt,
-    Image,
     Observation,
     Sent,
-    decode_image,
     noise_of,
-    pixels_of,
-    resize_image,
     seed_of,
 )
 from reflex_runtime.policies.policy.spec import PolicySpec
-from reflex_runtime.policies.policy.units import transformed
 from reflex_runtime.processors.base import BaseProcessor
 from reflex_runtime.processors.by_hand import TimedBatch, run_through
 from reflex_runtime.web.errors import InvalidRequest
@@ -77,6 +69,7 @@ class Policy(BaseProcessor):
         self.captured_sizes = tuple(model.captured_sizes)
         self.any_thread = model.any_thread
         self.padded_stages: tuple[str, ...] = self.stages
+        self.fields = ObservationFields(spec)
         self.shape: Hashable = _shape(spec)
         self.history = ObservationHistory(spec.observation_steps) if spec.observation_steps > 1 else None
         steps = f"{spec.num_denoising_steps} steps"
@@ -84,18 +77,6 @@ class Policy(BaseProcessor):
         self._classes = {use: f"{kind}, {steps}" for use, kind in kinds.items()}
 
     # -- worker thread -------------------------------------------------------------------------------------------------
-
-    def reads(self, camera: str) -> bool:
-        """Whether it uses an image with this name: the names of its own images, and "image" if it has only one."""
-        return camera in self.spec.images or (camera == "image" and len(self.spec.images) == 1)
-
-    def look(self, images: Mapping[str, Sent]) -> int:
-        """Pixels that `prepare` will decode, from the headers alone; InvalidRequest for a missing or wrong field."""
-        pixels = sum(pixels_of(*found) for found in self._all_found(images).values())
-        if pixels > MAX_REQUEST_PIXELS:
-            most = f"at most {MAX_REQUEST_PIXELS:,} are accepted"
-            raise InvalidRequest(f"images: {pixels:,} pixels to decode in all, {most}", "images")
-        return pixels
 
     def prepare(
         self,
@@ -121,12 +102,12 @@ class Policy(BaseProcessor):
 
         Raises InvalidRequest naming the field when something this policy needs is missing or wrong.
         """
-        spec = self.spec
-        sent = self._all_found(images or {}) if spec.images else {}
+        spec, fields = self.spec, self.fields
+        sent = fields.found(images or {}) if spec.images else {}
         if spec.takes_text:
-            self._check_text(instruction)
-        robot_state, normalised = self._state(state)
-        tokens, mask = self._tokens(instruction or "", normalised) if spec.takes_text else (None, None)
+            fields.check_text(instruction)
+        robot_state, normalised = fields.state(state)
+        tokens, mask = fields.tokens(instruction or "", normalised) if spec.takes_text else (None, None)
         if seed is None:
             seed = seed_of(request_id) if spec.takes_noise else 0
         elif not 0 <= seed < 1 << 64:
@@ -134,16 +115,12 @@ class Policy(BaseProcessor):
         observation = Observation({}, tokens, normalised, seed, request_id, episode_id or "", executed=executed)
         observation.token_mask, observation.robot_state = mask, robot_state
         if spec.images:
-            observation.images = {
-                name: self._image(name, *sent[name]) if name in sent else _black(size)
-                for name, size in spec.images.items()
-            }
-            observation.present = {name: name in sent for name in spec.images}
+            observation.images, observation.present = fields.pictures(sent)
         if self.history is not None:
             observation = self._with_past(observation, self.history, time.monotonic() if received is None else received)
         if instruction:
             observation.instruction = instruction
-            observation.doubts = self._doubts(instruction)
+            observation.doubts = fields.doubts(instruction)
         observation.ready = self.model.prepare(observation)
         return self._prepared(observation)
 
@@ -158,81 +135,6 @@ class Policy(BaseProcessor):
         past = history.before(o.episode_id, moment) if o.episode_id else ()
         with_past = together((*past, moment), history.steps)
         return replace(o, **with_past, moment=moment, past=tuple(one.request_id for one in past))
-
-    def _all_found(self, images: Mapping[str, Sent]) -> dict[str, tuple[Sent, str]]:
-        """`_found` of every camera, without those that were left out and may be."""
-        found = {}
-        for name in self.spec.images:
-            sent, field = self._found(name, images)
-            if sent is not None:
-                found[name] = sent, field
-        return found
-
-    def _found(self, name: str, images: Mapping[str, Sent]) -> tuple[Sent | None, str]:
-        """The image sent for one of its cameras, None where it may be left out, and the field name for errors."""
-        # The field is as the caller would write it: `image` and `image_wrist` stand alone, others in `images`.
-        field = name if name in ("image", "image_wrist") else f"images.{name}"
-        sent = images.get(name)
-        if sent is None and "image" in images and len(self.spec.images) == 1:
-            sent, field = images["image"], "image"
-        if sent is None and name not in self.spec.optional_images:
-            raise InvalidRequest(f"{field}: missing, and this policy needs it", field)
-        return sent, field
-
-    def _image(self, name: str, sent: Sent, field: str) -> Image:
-        size, resize = self.spec.images[name], self.spec.resize
-        if isinstance(sent, bytes | bytearray | memoryview):
-            return decode_image(bytes(sent), field) if resize == "none" else decode_image(
-                bytes(sent), field, size, resize
-            )
-        pixels_of(sent, field)
-        return sent if resize == "none" else resize_image(sent, *size, resize)
-
-    def _doubts(self, instruction: str) -> tuple[Doubt, ...]:
-        tokenizer = self.spec.tokenizer
-        if not self.spec.takes_text:
-            return (Doubt("instruction_ignored", "instruction: this policy reads no text; it changes nothing"),)
-        if tokenizer is not None and not tokenizer.knows(instruction):
-            return (Doubt("instruction_unknown", "instruction: the policy knows none of its words"),)
-        return ()
-
-    def _check_text(self, instruction: str | None) -> None:
-        if not instruction or not instruction.strip():
-            raise InvalidRequest("instruction: missing, and this policy needs it", "instruction")
-
-    def _tokens(
-        self, instruction: str, state: NDArray[np.float32] | None
-    ) -> tuple[NDArray[np.int64] | None, NDArray[np.bool_] | None]:
-        """Tokens and their mask; None where its model makes the tokens."""
-        tokenizer, prompt = self.spec.tokenizer, self.spec.prompt
-        if tokenizer is None:
-            return None, None
-        return tokenizer.row(prompt.render(instruction, state) if prompt else instruction, self.spec.max_tokens)
-
-    def _state(
-        self, state: Sequence[float] | NDArray[Any] | None
-    ) -> tuple[NDArray[np.float32] | None, NDArray[np.float32] | None]:
-        """The state after its transforms, and normalised; both None where the policy takes none."""
-        if state is None:
-            if self.spec.takes_state:
-                raise InvalidRequest("state: missing, and this policy needs it", "state")
-            return None, None
-        try:
-            sent = np.asarray(state)
-        except ValueError:  # ragged lists
-            sent = np.array(None)
-        dim, norm, transforms = self.spec.state_dim, self.spec.state_norm, self.spec.state_transforms
-        if sent.shape != (dim,) or sent.dtype.kind not in "fiu":
-            raise InvalidRequest(f"state: must be {dim} numbers", "state")
-        changed: NDArray[np.float32] = sent
-        values = changed
-        if norm is not None or transforms or sent.dtype != np.float32:
-            with np.errstate(all="ignore"):  # values too large for float32 become infinite, and are refused as such
-                changed = transformed(sent.astype(np.float32, copy=False), transforms)
-                values = changed if norm is None else norm.normalise(changed)
-        if not isfinite(sum(values.tolist())):  # for some dozen numbers twice as fast as numpy
-            raise InvalidRequest("state: must be finite numbers", "state")
-        return (changed, values) if self.spec.takes_state else (None, None)
 
     # -- event loop ----------------------------------------------------------------------------------------------------
 
@@ -419,14 +321,6 @@ class Policy(BaseProcessor):
 
     def _describe(self) -> dict[str, Any]:
         raise NotImplementedError
-
-
-@cache
-def _black(size: tuple[int, int]) -> Image:
-    """A black picture of that size, read only."""
-    black = np.zeros((*size, 3), np.uint8)
-    black.setflags(write=False)
-    return black
 
 
 def _usual(batches: Sequence[TimedBatch]) -> list[TimedBatch]:

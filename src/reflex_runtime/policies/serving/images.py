@@ -53,9 +53,9 @@ class Pictures:
 
     def look(self) -> int:
         """Pixels to be decoded, or the 422 of what can be seen without decoding."""
-        reads = self._policy.reads
+        reads = self._policy.fields.reads
         self.sent = {name: _sent(image, field) for name, field, image in self._question.images if reads(name)}
-        return self._policy.look(self.sent)
+        return self._policy.fields.look(self.sent)
 
 
 def _sent(image: Image, field: str) -> Sent:
