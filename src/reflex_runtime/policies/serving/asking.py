@@ -8,8 +8,8 @@ A wire makes an `Ask` when a request begins to come, and calls
     fail    instead of `ask`, where the request cannot be read
     leave   when the caller has gone
 
-and `Ask.settle` is called once, with the answer or the error. Admission, versions, deadlines, shadow, recording and
-counting happen here for all of them. Nothing is a coroutine: a task costs more than all of the scheduling.
+and `Ask.settle` is called once, with the answer or the error (`Ends`). Admission, versions, deadlines and the queue are
+here for all of them. Nothing is a coroutine: a task costs more than all of the scheduling.
 
 What comes in one turn of the loop is queued together, and what settles together is answered together, each step for all
 of them before the next step: its code and data are then in the processor's caches, which saves a third of the time.
@@ -17,40 +17,27 @@ of them before the next step: its code and data are then in the processor's cach
 
 from __future__ import annotations
 
-import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
-from typing import Any, TypeVar
 
-from reflex_runtime.core.batch import Done
 from reflex_runtime.core.errors import Closed, Expired, ReflexError
-from reflex_runtime.core.events import RequestAnswered
-from reflex_runtime.core.request import AdmittedBatch, Request, Ticket
+from reflex_runtime.core.request import Request
 from reflex_runtime.options import did_you_mean
 from reflex_runtime.placing import identity_of
-from reflex_runtime.policies import ActionChunk, Observation, Policy
-from reflex_runtime.policies.policy.observation import Doubt
-from reflex_runtime.policies.rollout.shadowing import Shadowing
+from reflex_runtime.policies import Observation
 from reflex_runtime.policies.serving.ask import Ask
-from reflex_runtime.policies.serving.images import Pictures, check_names
-from reflex_runtime.policies.serving.preparing import SHADOW_CLIENT, SHADOW_SHARE, SHARES, Job
-from reflex_runtime.policies.serving.preparing import Done as Made
-from reflex_runtime.policies.serving.question import ActAnswer, Question, Timing
-from reflex_runtime.policies.serving.recorded import asked_and_answered
+from reflex_runtime.policies.serving.ends import Ends
+from reflex_runtime.policies.serving.images import check_names, job_of, observe
+from reflex_runtime.policies.serving.preparing import SHARES, Job
+from reflex_runtime.policies.serving.question import Question
 from reflex_runtime.policies.serving.runtime import PolicyRuntime
 from reflex_runtime.policies.serving.served import ServedPolicy
 from reflex_runtime.policies.serving.spans import begin_span, join_span
 from reflex_runtime.policies.wires.observations import Reading, Readings
-from reflex_runtime.telemetry.trace_context import within
-from reflex_runtime.version import __version__
 from reflex_runtime.web.errors import CallerLeft, TooManyRequests, known
 from reflex_runtime.web.fields import invalid
 from reflex_runtime.web.json import printable
-
-log = logging.getLogger("reflex.server")
-
-T = TypeVar("T")
 
 
 class Asking:
@@ -66,9 +53,8 @@ class Asking:
         self._served = runtime.default if policy is None else runtime.policies[policy]
         self._named: dict[tuple[str, bool], Asking] = {}  # others, by policy and whether they are fixed to it
         self._readings: dict[str, Readings] = {}
-        self._described: tuple[AdmittedBatch, dict[str, Any]] | None = None
         self._came: list[tuple[Ask, Question]] = []  # in this turn of the loop
-        self._over: list[tuple[Ask, Ticket]] = []  # settled, and not answered yet
+        self._ends = Ends(runtime, self._served or runtime.first)
 
     @property
     def served(self) -> ServedPolicy:
@@ -129,7 +115,7 @@ class Asking:
         try:
             self._check_open()
         except ReflexError as error:
-            self.fail(ask, error)
+            self._ends.fail(ask, error)
         return not ask.ended
 
     def ask(self, ask: Ask, question: Question, received: float | None = None) -> None:
@@ -149,7 +135,7 @@ class Asking:
             asking = self if question.policy is None else self.of(question.policy)
             ask.served = asking.served
         except Exception as error:
-            self.fail(ask, error)
+            self._ends.fail(ask, error)
             return
         if not asking._came:
             self.runtime.batcher.soon(asking._queue)
@@ -165,7 +151,7 @@ class Asking:
         identity = identity_of(robot, episode)
         if not identity or home.serves(identity, episode or "") or not hand_on(identity, episode or ""):
             return False
-        self._end(ask)
+        self._ends.end(ask)
         return True
 
     def take(self, ask: Ask, read: Callable[[], Question], received: float | None = None) -> None:
@@ -180,34 +166,17 @@ class Asking:
         try:
             question = read()
         except Exception as error:
-            self.fail(ask, error)
+            self._ends.fail(ask, error)
         else:
             self.ask(ask, question, received)
 
     def leave(self, ask: Ask) -> None:
         """The caller has gone: take the request back."""
-        ask.left = True
-        if ask.ticket is not None and ask.ticket.outcome is None:
-            self.runtime.batcher.cancel(ask.ticket)
+        self._ends.leave(ask)
 
     def fail(self, ask: Ask, failure: Exception) -> None:
         """Settle the request with an error, unless it is settled."""
-        if ask.ended:
-            return
-        spans = self.runtime.spans
-        if spans is None:
-            self._failed(ask, failure)
-            return
-        with within(begin_span(spans, ask).context):
-            self._failed(ask, failure)
-
-    def _failed(self, ask: Ask, failure: Exception) -> None:
-        error = known(failure, ask.request_id)
-        self._publish(ask, error.outcome, error.http_status, time.monotonic(), error=error)
-        if ask.placement is not None and ask.served is not None:
-            ask.served.rollout.untold(ask.placement)
-        ask.settle(error)
-        self._end(ask)
+        self._ends.fail(ask, failure)
 
     def _check_open(self) -> None:
         runtime, limit, others = self.runtime, self.config.max_concurrent, self.runtime.active - 1
@@ -222,41 +191,15 @@ class Asking:
         if runtime.state == "draining":
             raise Closed("the server is shutting down", retry_after=1.0)
 
-    def _end(self, ask: Ask) -> None:
-        ask.ended = True
-        if ask.version is not None:
-            ask.version.users -= 1
-            ask.version = None
-        if ask.entered:
-            ask.entered = False
-            self.runtime.active -= 1
-
     # -- queueing ------------------------------------------------------------------------------------------------------
 
     def _queue(self) -> None:
         """Submit what has come: ready to run, or with its pictures to be decoded once it is admitted."""
         came, self._came = self._came, []
-        placed = [one for one in came if self._try(self._place, *one)]
-        made = [(one[0], request) for one in placed if (request := self._try(self._prepare, *one)) is not None]
+        placed = [one for one in came if self._ends.attempt(self._place, *one)]
+        made = [(one[0], request) for one in placed if (request := self._ends.attempt(self._prepare, *one)) is not None]
         for one in made:
-            self._try(self._submit, *one)
-
-    def _try(self, step: Callable[..., T], ask: Ask, *arguments: Any) -> T | None:
-        """A step of one request; None if that fails the request."""
-        try:
-            return step(ask, *arguments)
-        except Exception as error:
-            self._fail_alone(ask, error)
-            return None
-
-    def _fail_alone(self, ask: Ask, error: Exception) -> None:
-        """Settle one of several with an error. One that cannot be told it ends nevertheless, and touches no other."""
-        try:
-            self.fail(ask, error)
-        except Exception:
-            log.exception("request %s: its error could not be delivered", ask.request_id)
-            self._end(ask)
-        self.leave(ask)  # it may be queued
+            self._ends.attempt(self._submit, *one)
 
     def _place(self, ask: Ask, question: Question) -> bool:
         """Choose the version that answers. False if the request was answered before its turn came."""
@@ -277,10 +220,10 @@ class Asking:
         client = question.robot_id or question.episode_id or ask.client
         limit = _time_limit(ask, question, self.served.config.deadline_ms)
         if not question.images:
-            observation = _observe(policy, ask.request_id, question, ask.received)
+            observation = observe(policy, ask.request_id, question, ask.received)
             return policy.request(observation, client=client, priority=priority, time_limit=limit)
         done = partial(self._prepared, ask)
-        job = _job(policy, ask.request_id, question, ask.received, client, SHARES[priority], done)
+        job = job_of(policy, ask.request_id, question, ask.received, client, SHARES[priority], done)
         return policy.reservation(
             job, ask.request_id, question.episode_id or "", client=client, priority=priority, time_limit=limit
         )
@@ -289,7 +232,7 @@ class Asking:
         if ask.left:  # perhaps since another row of its call failed in this turn
             raise CallerLeft("the caller left")
         job = request.payload if isinstance(request.payload, Job) else None
-        ask.ticket = self.runtime.batcher.submit(request, partial(self._settled, ask), ready=job is None)
+        ask.ticket = self.runtime.batcher.submit(request, partial(self._ends.settled, ask), ready=job is None)
         if job is not None:
             self.runtime.preparing.add(job)
         if ask.span is not None:
@@ -312,120 +255,6 @@ class Asking:
             made = known(error, ask.request_id)
         self.runtime.batcher.prepared(ticket, made)
 
-    # -- answers -------------------------------------------------------------------------------------------------------
-
-    def _settled(self, ask: Ask, ticket: Ticket) -> None:
-        if not self._over:
-            self.runtime.audience.then(self._answer)
-        self._over.append((ask, ticket))
-
-    def _answer(self) -> None:
-        """Answer those whose requests have settled."""
-        over, self._over = self._over, []
-        now = time.monotonic()
-        made = [(*one, answer) for one in over if (answer := self._try(self._made, *one, now)) is not None]
-        for ask, _, answer in made:
-            try:
-                ask.settle(answer)
-            except Exception as error:
-                self._fail_alone(ask, error)
-        for ask, ticket, answer in made:
-            try:
-                self._answered(ask, ticket, answer, now)
-            except Exception:
-                log.exception("request %s: its answer was sent, and could not be counted", ask.request_id)
-
-    def _answered(self, ask: Ask, ticket: Ticket, answer: ActAnswer, now: float) -> None:
-        if ask.ended:  # it could not be written
-            return
-        try:
-            self._publish(ask, "ok", 200, now, answer, ticket.outcome.value)
-        finally:
-            self._end(ask)
-        if ask.served is not None and ask.served.shadow is not None:
-            self._ask_shadow(ask.served.shadow, ask, ticket, ticket.outcome.value)
-
-    def _made(self, ask: Ask, ticket: Ticket, now: float) -> ActAnswer | None:
-        """The answer; None if the request has none and was told so."""
-        outcome = ticket.outcome
-        if not isinstance(outcome, Done):
-            if isinstance(ticket.request.payload, Job):  # its pictures need not be decoded
-                self.runtime.preparing.discard(ticket.request.payload)
-            self.fail(ask, outcome.error)
-            _forget_frames(outcome.error)
-            return None
-        chunk: ActionChunk = outcome.value
-        admission, started, version, served = ticket.admission, ticket.started, ask.version, ask.served
-        assert admission is not None
-        assert started is not None
-        assert version is not None
-        assert served is not None
-        if self._described is None or self._described[0] is not admission:  # the same for all of one batch
-            self._described = (admission, _batch_of(admission))
-        total = now - ask.received
-        spent, latency, doubts = _ms(total), served.config.inject_latency_ms, ticket.request.payload.doubts
-        mode, model_hash, config_hash = version.told
-        return ActAnswer(
-            actions=chunk.actions,
-            num_actions=chunk.actions.shape[0],
-            action_dim=chunk.actions.shape[1],
-            latency_ms=spent,
-            hz=_ms(1e-3 / total) if total > 0 else 0.0,
-            denoising_steps=chunk.denoising_steps,
-            inference_mode=mode,
-            model_hash=model_hash,
-            config_hash=config_hash,
-            reflex_version=__version__,
-            request_id=ask.request_id,
-            timing=Timing(_ms(started - ticket.arrived), _ms(now - started), spent, _ms(now - ask.started)),
-            batch=self._described[1],
-            cache=chunk.cache,
-            guard=chunk.guard.as_dict() if chunk.guard is not None else None,
-            rtc=chunk.rtc,
-            policy_changed=ask.moved or (ask.placement is not None and ask.placement.changed),
-            injected={"latency_ms": latency} if latency else None,
-            warnings=self._warnings(ticket.request.group, doubts) if doubts else [],
-        )
-
-    def _warnings(self, slot: str, doubts: Sequence[Doubt]) -> list[str]:
-        for doubt in doubts:
-            self.runtime.metrics.warned(slot, doubt.kind)
-        return [doubt.message for doubt in doubts]
-
-    def _ask_shadow(self, shadow: Shadowing, ask: Ask, ticket: Ticket, chunk: ActionChunk) -> None:
-        if ask.question is None or not shadow.takes(ask.request_id):
-            return
-        request_id, question, received = ask.request_id, ask.question, ask.received
-
-        def job(policy: Policy, done: Made) -> Job:
-            return _job(policy, request_id, question, received, SHADOW_CLIENT, SHADOW_SHARE, done)
-
-        shadow.ask(request_id, ticket.request.group, chunk.actions, job)
-
-    def _publish(
-        self,
-        ask: Ask,
-        outcome: str,
-        status: int,
-        now: float,
-        answer: ActAnswer | None = None,
-        chunk: ActionChunk | None = None,
-        error: ReflexError | None = None,
-    ) -> None:
-        runtime, placement = self.runtime, ask.placement
-        served = ask.served or self._served or runtime.first  # an error that names no policy counts somewhere
-        slot = served.group(served.served[0] if placement is None else placement.slot)
-        detail = None
-        if runtime.journals and ask.question is not None:
-            try:
-                detail = asked_and_answered(ask, slot, now, answer, chunk, error, served.config.deadline_ms)
-            except Exception:  # the caller gets the answer all the same
-                log.exception("request %s could not be recorded", ask.request_id)
-        times = now - ask.started, now - ask.received
-        fields = now, slot, outcome, status, times[0], ask.ticket, detail, times[1], ask.wire, error, ask.span
-        runtime.audience.publish(tuple.__new__(RequestAnswered, fields))  # its own constructor takes twice the time
-
-
 def _time_limit(ask: Ask, question: Question, default_ms: float) -> float | None:
     """Seconds that are left of its deadline, None without one. default_ms: of requests that bring none; 0 is none."""
     limit = default_ms if question.deadline_ms is None else question.deadline_ms
@@ -435,47 +264,3 @@ def _time_limit(ask: Ask, question: Question, default_ms: float) -> float | None
     if left <= 0.0:
         raise Expired("its deadline passed while it was read")
     return left
-
-
-def _job(
-    policy: Policy, request_id: str, question: Question, received: float, client: Any, share: float, done: Made
-) -> Job:
-    pictures = Pictures(question, policy)
-    return Job(client, share, pictures.look, partial(_observe, policy, request_id, question, received, pictures), done)
-
-
-def _observe(
-    policy: Policy, request_id: str, question: Question, received: float, pictures: Pictures | None = None
-) -> Observation:
-    return policy.prepare(
-        images=None if pictures is None else pictures.sent,
-        instruction=question.instruction,
-        state=question.state_vector(),
-        episode_id=question.episode_id or "",
-        request_id=request_id,
-        seed=question.seed,
-        executed=question.executed,
-        received=received,
-    )
-
-
-def _forget_frames(error: BaseException | None) -> None:
-    """Drop the tracebacks of an error that was sent: their frames hold the batch, the batch this ticket, the ticket the
-    error. With a fifth of the requests bad the collector took a twentieth of the server's time."""
-    while error is not None:
-        error.__traceback__ = None
-        error = error.__cause__ or error.__context__
-
-
-def _batch_of(admission: AdmittedBatch) -> dict[str, Any]:
-    return {
-        "id": admission.id,
-        "size": admission.size,
-        "reason": admission.reason,
-        "cost_ms": round(admission.cost * 1e3, 3),
-    }
-
-
-def _ms(seconds: float) -> float:
-    """Milliseconds to three places, at a quarter of what `round` costs."""
-    return int(seconds * 1e6 + 0.5) / 1e3

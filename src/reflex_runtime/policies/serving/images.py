@@ -9,13 +9,15 @@ import base64
 import binascii
 from collections.abc import Iterable
 from collections.abc import Set as AbstractSet
+from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from reflex_runtime.policies import Policy, PolicySpec
+from reflex_runtime.policies import Observation, Policy, PolicySpec
 from reflex_runtime.policies.policy.observation import Sent
+from reflex_runtime.policies.serving.preparing import Done, Job
 from reflex_runtime.policies.serving.question import Array, Image, Question, array_of
 from reflex_runtime.web.fields import invalid
 from reflex_runtime.web.json import printable
@@ -92,3 +94,27 @@ def decoded_base64(text: str) -> bytes:
     if text.find("=", 0, len(text) - 2) >= 0:
         raise ValueError("padding before its end")
     return b"".join(base64.b64decode(text[at : at + PIECE], validate=True) for at in range(0, len(text), PIECE))
+
+
+def job_of(
+    policy: Policy, request_id: str, question: Question, received: float, client: Any, share: float, done: Done
+) -> Job:
+    """The decoding of a question's pictures; its value is the observation."""
+    pictures = Pictures(question, policy)
+    return Job(client, share, pictures.look, partial(observe, policy, request_id, question, received, pictures), done)
+
+
+def observe(
+    policy: Policy, request_id: str, question: Question, received: float, pictures: Pictures | None = None
+) -> Observation:
+    """What the policy makes of a question, and of its pictures if it has some."""
+    return policy.prepare(
+        images=None if pictures is None else pictures.sent,
+        instruction=question.instruction,
+        state=question.state_vector(),
+        episode_id=question.episode_id or "",
+        request_id=request_id,
+        seed=question.seed,
+        executed=question.executed,
+        received=received,
+    )
