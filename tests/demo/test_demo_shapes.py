@@ -81,8 +81,8 @@ def test_a_box_is_where_the_shape_is_drawn() -> None:
 
 def test_shapes_move_evenly_and_stay() -> None:
     scene = Shapes(5, count=1)
-    centres = np.array([((b[1] + b[3]) / 2, (b[2] + b[4]) / 2) for i in range(600) for b in scene.truth(i)])
-    assert len(centres) == 600
+    centres = np.array([((b[1] + b[3]) / 2, (b[2] + b[4]) / 2) for i in range(2000) for b in scene.truth(i)])
+    assert len(centres) == 2000
     assert abs(np.diff(centres, axis=0)).max() < 10
     assert np.ptp(centres, axis=0).min() > 50
 

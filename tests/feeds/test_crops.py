@@ -21,6 +21,8 @@ from reflex_runtime.feeds.frame import Frame
 from reflex_runtime.feeds.outputs.crops import FRAMES, MOST
 from reflex_runtime.feeds.pipeline import Result
 
+LONG = "\N{CJK UNIFIED IDEOGRAPH-20000}" * 64  # 256 bytes: too long for the name of a file
+
 
 def result(number: int, value: Any, feed: str = "a") -> Result:
     return Result(Frame(lit((16, 8, 48, 56), RED, (64, 64)), number, 0.0, 0.0), feed, value, 0.0)
@@ -76,7 +78,7 @@ def test_f14_crops_are_of_the_first_boxes_within_the_frame_and_have_a_name_that_
     assert names(tmp_path) == ["a"]
 
 
-@pytest.mark.parametrize("feed", ["..", ".", "../other", "/etc", "a/b", "a\0b", "x" * 200, "camera 1", "\udc80"])
+@pytest.mark.parametrize("feed", ["..", ".", "../other", "/etc", "a/b", "a\0b", "x" * 200, "camera 1", "\udc80", LONG])
 def test_f14_crops_of_a_feed_whose_name_is_no_folders_stay_below_theirs(tmp_path: Path, feed: str) -> None:
     written(tmp_path / "out", result(1, {"boxes": [[16, 8, 48, 56]]}, feed))
     assert names(tmp_path) == ["out"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import shutil
@@ -315,11 +316,13 @@ def test_f14_results_go_to_a_file_which_is_written_anew_or_to_standard_output(tm
 
 
 def test_f14_annotate_and_trace_write_where_they_were_told(tmp_path: Path) -> None:
-    arguments = (*(f"{name}=shapes:seconds=0.2,realtime=0" for name in "ab"), "--onnx", "shapes")
+    long = "\N{CJK UNIFIED IDEOGRAPH-20000}" * 64  # 256 bytes: too long for the name of a file
+    arguments = (*(f"{name}=shapes:seconds=0.2,realtime=0" for name in ("a", long)), "--onnx", "shapes")
     feeds = ran(*arguments, "--annotate", "out/deep", "--trace", "t.jsonl", cwd=tmp_path)
-    assert sorted(path.name for path in (tmp_path / "out" / "deep").iterdir()) == ["a.mp4", "b.mp4"]
+    name = f"feed-{hashlib.sha256(long.encode()).hexdigest()[:16]}.mp4"
+    assert sorted(path.name for path in (tmp_path / "out" / "deep").iterdir()) == ["a.mp4", name]
     assert sum(batch.size for batch in read_journal(tmp_path / "t.jsonl").batches) == 6
-    said = "wrote videos: out/deep/a.mp4, out/deep/b.mp4; trace: t.jsonl (reflex trace t.jsonl)"
+    said = f"wrote videos: out/deep/a.mp4, out/deep/{name}; trace: t.jsonl (reflex trace t.jsonl)"
     assert feeds.log[-1].endswith(said)
 
 

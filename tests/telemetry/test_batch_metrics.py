@@ -98,7 +98,7 @@ class Play:
     def tell(self) -> None:
         for event in self.scheduler.take_events():
             self.meter(event)
-            if isinstance(event, BatchFinished):
+            if isinstance(event, BatchFinished) and {fate(ticket) for ticket in event.batch.grants} != {"dropped"}:
                 self.crashes.append(event.crashed)
 
     def truth(self, feed: str) -> dict[str, int]:
@@ -284,14 +284,15 @@ def test_f13_an_item_is_counted_as_it_ended(outcome: Outcome, counted: str) -> N
 def test_f13_one_answer_ends_the_row_of_errors() -> None:
     play = Play()
     rows = []
-    for outcomes in ([FAULT], [FAULT], [FAULT, Done(1)], [FAULT]):
+    left = Failed(Expired())
+    for outcomes in ([FAULT], [FAULT], [left], [FAULT], [left, Done(1)], [FAULT], [FAULT, Done(1)], [FAULT]):
         for feed in ("cam1", "cam2"):
             play.submit(feed)
         play.now += 0.05
         play.begin()
         play.end(outcomes)
         rows.append(play.meter.snapshot().consecutive_errors)
-    assert rows == [1, 2, 0, 1]
+    assert rows == [1, 2, 2, 3, 0, 1, 0, 1], "one that was in no call ends none"
 
 
 @pytest.mark.parametrize("n", [1, 2, 99, 100, 101, 512, 513, 700])

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from reflex_runtime.config import FeedsConfig
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.feeds.sinks import AnnotatedVideo, JsonLines
+from reflex_runtime.feeds.spec import path_name
 from reflex_runtime.feeds.words import in_one_line
 from reflex_runtime.options import one_line
 from reflex_runtime.telemetry import files
@@ -114,7 +115,7 @@ class ResultStream:
 
 def annotated(config: FeedsConfig, name: str) -> Path:
     """The video of a feed with what was found drawn on it."""
-    return Path(config.annotate, f"{name}.mp4")
+    return Path(config.annotate, f"{path_name(name)}.mp4")
 
 
 def check_outputs(config: FeedsConfig, specs: Sequence[FeedSpec], file: Path | None = None) -> None:

@@ -24,6 +24,7 @@ from reflex_runtime.options import convert, did_you_mean, hints_of, one_line
 from reflex_runtime.sources import read_toml
 
 NAME = r"^(?!\.\.?$)[\w.-]{1,64}$"  # of a feed; . and .. would be other folders of --crops
+_PATH_BYTES = 200  # of 255 that the name of a file may have: endings follow, such as .mp4.1
 PER_FEED = (
     "realtime", "loop", "max_age_ms", "restarts", "read_timeout_s", "every", "fps", "rotate", "roi", "hwaccel",
 )  # fmt: skip
@@ -82,10 +83,12 @@ class FeedSpec:
 
 
 def path_name(feed: str) -> str:
-    """A feed's name as one part of a path or of a topic. One that a program gave may be several parts, or none."""
-    if re.fullmatch(NAME, feed):
+    """A feed's name as one part of a path or of a topic. One that a program gave may be several parts, or none, and 64
+    letters of some alphabets are longer than the name of a file may be."""
+    data = feed.encode("utf-8", "surrogatepass")
+    if re.fullmatch(NAME, feed) and len(data) <= _PATH_BYTES:
         return feed
-    return "feed-" + hashlib.sha256(feed.encode("utf-8", "surrogatepass")).hexdigest()[:16]
+    return "feed-" + hashlib.sha256(data).hexdigest()[:16]
 
 
 def is_file(source: str) -> bool:

@@ -19,7 +19,7 @@ from math import inf
 from types import MappingProxyType
 from typing import Any
 
-from reflex_runtime.core.batch import Done
+from reflex_runtime.core.batch import Done, Failed
 from reflex_runtime.core.errors import Closed, Dropped, InFlightCapReached
 from reflex_runtime.core.events import (
     BatchFinished,
@@ -130,7 +130,8 @@ class BatchMetrics(_Counters):
     batches_dispatched: batches formed. batch_sizes: how many of them had each size. fill_ratio: their items over what
     they could have held; None before the first. formation: from the arrival of a batch's oldest item until it was
     formed. processing: of the calls that came back, or were given up. consecutive_errors: batches in a row without any
-    result. feeds: by feed; those idle for longest are left out beyond 4096, and stay in the sums.
+    result; one whose frames were all too old is none of them, and ends no row. feeds: by feed; those idle for longest
+    are left out beyond 4096, and stay in the sums.
     """
 
     batches_dispatched: int = 0
@@ -229,8 +230,10 @@ class BatchMeter:
             self._scheduled(event)
         elif isinstance(event, BatchFinished):
             self._processing.add(event.elapsed)
-            if not event.apart:  # what becomes of its members is not known yet
-                self.errors_in_a_row = self.errors_in_a_row + 1 if event.crashed else 0
+            if event.crashed:
+                self.errors_in_a_row += 1
+            elif not event.apart and not all(_left(ticket) for ticket in event.batch.grants):
+                self.errors_in_a_row = 0  # apart: what becomes of its members is not known yet
         elif isinstance(event, RequestRejected):
             self._rejected(event)
         elif isinstance(event, RequestAbandoned):
@@ -299,6 +302,11 @@ class BatchMeter:
             for counter, count in self._feeds.pop(name).counters().items():
                 self._forgotten[counter] += count
         self._limit = max(FEEDS, len(self._feeds) + FEEDS // 4)  # what is pending is never forgotten
+
+
+def _left(ticket: Ticket) -> bool:
+    """Whether it was in no call, as a frame that is too old when its batch begins: it says nothing of the processor."""
+    return isinstance(ticket.outcome, Failed) and isinstance(ticket.outcome.error, Dropped)
 
 
 def _metrics(
