@@ -277,7 +277,7 @@ def test_b21_a_client_pays_for_the_pictures_that_were_decoded_at_once() -> None:
 # -- a server ----------------------------------------------------------------------------------------------------------
 
 HELD = '''
-import reflex_runtime.policies.policy.base as policy
+import reflex_runtime.policies.policy.fields as policy
 
 decode = policy.decode_image
 def held(data, *how):
