@@ -74,7 +74,13 @@ def write_random(root: Path, kind: str, **modules: Any) -> Path:
         "vocab_size": len(VOCABULARY), "hidden_size": WIDTH, "num_hidden_layers": 2, "num_attention_heads": 4,
         "intermediate_size": 64, "max_position_embeddings": 66, "pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 3,
     }  # fmt: skip
-    more = {"Qwen3": {"num_key_value_heads": 2, "head_dim": 8}, "ModernBert": {"local_attention": 8}}
+    both_ways = {"use_bidirectional_attention": True, "sliding_window": 9, "query_pre_attn_scalar": 8}
+    layers = {"layer_types": ["sliding_attention", "full_attention"]}
+    more = {
+        "Qwen3": {"num_key_value_heads": 2, "head_dim": 8},
+        "ModernBert": {"local_attention": 8},
+        "Gemma3Text": {"num_key_value_heads": 2, "head_dim": 8, "initializer_range": 0.2, **both_ways, **layers},
+    }
     config = getattr(transformers, f"{kind}Config")(**common | more.get(kind, {}))
     torch.manual_seed(3)
     getattr(transformers, f"{kind}Model")(config).eval().save_pretrained(root)

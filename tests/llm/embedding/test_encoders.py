@@ -23,6 +23,7 @@ KINDS = {
     "Bert": {"pooling": ["mean"]},
     "XLMRoberta": {"pooling": ["cls"]},
     "Qwen3": {"pooling": ["last"], "ends_with": "$A [SEP]"},
+    "Gemma3Text": {"pooling": ["mean"]},  # as in EmbeddingGemma, tokens see both ways, in some layers through a window
     "ModernBert": {"pooling": ["max", "mean_sqrt_len", "weightedmean"], "normalise": False},
 }
 

@@ -24,7 +24,7 @@ telemetry_off()
 import openvino as ov  # noqa: E402
 import torch  # noqa: E402
 
-from reflex_runtime.llm.embedding.transformers_encoder import States, load  # noqa: E402
+from reflex_runtime.llm.embedding.transformers_encoder import States, load, masks_by_broadcasting  # noqa: E402
 from reflex_runtime.llm.openvino_tracing import converting  # noqa: E402
 
 
@@ -35,12 +35,13 @@ def convert(directory: Path, target: Path) -> None:
     ids, mask = map(torch.from_numpy, laid_out(probe_texts(model), model.pad_id))
     with torch.inference_mode(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of the tracer, and of models that are traced
-        expected = states(ids, mask).float().numpy()
-        traced = ov.convert_model(  # with another length than the probe's: one that was built in would show there
-            states,
-            example_input={"input_ids": ids[:, :3], "attention_mask": mask[:, :3]},
-            input=[(ov.PartialShape([-1, -1]), ov.Type.i64)] * 2,
-        )
+        expected = states(ids, mask).float().numpy()  # with the masks of transformers, so that it shows if ours differ
+        with masks_by_broadcasting():
+            traced = ov.convert_model(  # with another length than the probe's: one that was built in would show there
+                states,
+                example_input={"input_ids": ids[:, :3], "attention_mask": mask[:, :3]},
+                input=[(ov.PartialShape([-1, -1]), ov.Type.i64)] * 2,
+            )
     traced.inputs[0].get_tensor().set_names({"input_ids"})
     traced.inputs[1].get_tensor().set_names({"attention_mask"})
     traced.outputs[0].get_tensor().set_names({"last_hidden_state"})

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import os
 import warnings
-from contextlib import suppress
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +23,9 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     import transformers
+    from transformers import AttentionMaskInterface
+
+_ATTENTION: Final = "eager"  # written out
 
 
 def load(model: EmbeddingModel, dtype: Any = torch.float32) -> Any:
@@ -31,8 +35,9 @@ def load(model: EmbeddingModel, dtype: Any = torch.float32) -> Any:
         transformers.utils.logging.disable_progress_bar()
     try:
         loaded = transformers.AutoModel.from_pretrained(
-            model.transformer, dtype=dtype, attn_implementation="eager", local_files_only=True, trust_remote_code=False
-        )
+            model.transformer, dtype=dtype, attn_implementation=_ATTENTION, local_files_only=True,
+            trust_remote_code=False,
+        )  # fmt: skip
     except Exception as error:  # a model's code can raise anything
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         told = (lines or [type(error).__name__])[0][:300]
@@ -52,6 +57,22 @@ class States(torch.nn.Module):  # type: ignore[misc]
         return self.model(
             input_ids=input_ids, attention_mask=attention_mask, return_dict=False, **self._more
         )[0]  # fmt: skip
+
+
+@contextmanager
+def masks_by_broadcasting() -> Iterator[None]:
+    """While it is open, masks are made without `torch.vmap`, which cannot be traced. Gemma 3 asks for it where tokens
+    see both ways. Masks that need it come out wrong: compare what was traced with what the model gives outside."""
+    usual = AttentionMaskInterface()[_ATTENTION]
+
+    def broadcast(*given: Any, **more: Any) -> Any:
+        return usual(*given, **more | {"use_vmap": False})
+
+    AttentionMaskInterface.register(_ATTENTION, broadcast)
+    try:
+        yield
+    finally:
+        AttentionMaskInterface.register(_ATTENTION, usual)
 
 
 class TorchEncoder:
