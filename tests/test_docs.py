@@ -21,7 +21,8 @@ from reflex_runtime.llm.serving.model_device import ModelDevice
 from reflex_runtime.llm.serving.model_host import ModelPlan
 from reflex_runtime.llm.serving.model_runtime import ModelRuntime
 from reflex_runtime.llm.toy import ByteTokenizer, ToyRunner
-from reflex_runtime.llm.workers.workers import Workers, WorkersConfig
+from reflex_runtime.llm.workers.line import WorkersConfig
+from reflex_runtime.llm.workers.workers import Workers
 from reflex_runtime.options import described, flag, headed
 from reflex_runtime.replicas.views import replica_series
 from reflex_runtime.telemetry.metrics import Metrics
@@ -116,7 +117,7 @@ def test_metrics_md_has_every_series_with_type_labels_and_a_query() -> None:
     device = ModelDevice([LLMProcessor(ToyRunner(), ByteTokenizer())])
     LocalModels(device, {"toy": GenerationRuntime(LLMProcessor(ToyRunner(), ByteTokenizer()), device)}, model)
     never: Any = None  # nothing is started
-    Workers(WorkersConfig(1, lambda number: never, "", lambda number, restarts: {}), ByteTokenizer(), model)
+    Workers(WorkersConfig(1, lambda _: never, lambda *_: {}), {"toy": ByteTokenizer()}, model)
     spans = CollectorRegistry()
     span_series(spans)
     embeddings = CollectorRegistry()

@@ -458,7 +458,9 @@ class LLMServeConfig(ServerConfig):
         group="the cache",
     )
     kv_cache_gb: float = option(
-        0.0, "memory for keys and values, of all models together; 0 takes 1 GiB", low=0, high=100_000, unit="GB"
+        0.0,
+        "memory for keys and values in each process; models without their own share it evenly; 0 is 1 GiB",
+        low=0, high=100_000, unit="GB",
     )
     prefix_caching: bool = option(True, "the common beginning of prompts is computed once")
     watchdog_s: float = option(

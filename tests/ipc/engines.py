@@ -12,7 +12,7 @@ import logging
 import os
 import socket
 import sys
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -89,8 +89,8 @@ class StubEngine:
     asked: ids, in the order in which they came here. streams: by id. closes: (drain, timeout) of each `close`.
     """
 
-    def __init__(self, model: LoadModel | None = None, most: int = 8) -> None:
-        self.model, self.most = model, most
+    def __init__(self, models: Sequence[LoadModel] = (), most: int = 8) -> None:
+        self.models, self.most = models, most
         self.gates: dict[str, asyncio.Event] = {}
         self.faults: dict[str, Exception] = {}
         self.asked: list[str] = []
@@ -99,11 +99,11 @@ class StubEngine:
         self.close_gate: asyncio.Event | None = None
         self.clean = True
 
-    def info(self) -> dict[str, Any]:
-        return {"context": 128, "options": {} if self.model is None else self.model.options}
+    def info(self) -> dict[str, dict[str, Any]]:
+        return {model.model_id: {"context": 128, "options": model.options} for model in self.models}
 
-    def state(self) -> dict[str, Any]:
-        return {"state": "ready"}
+    def state(self) -> dict[str, dict[str, Any]]:
+        return {model.model_id: {"state": "ready"} for model in self.models}
 
     def metrics(self) -> str:
         return f"streams {len(self.streams)}\n"
@@ -223,12 +223,14 @@ async def ends(codec: Codec = Codec.MSGPACK, models: tuple[str, ...] = ("m",), *
     engines: dict[str, StubEngine] = {}
     gates: dict[str, asyncio.Event] = {}
 
-    async def load(params: LoadModel) -> StubEngine:
-        if params.model_id in gates:
-            await gates[params.model_id].wait()
-        if params.path == "nowhere":
-            raise FileNotFoundError("nowhere")
-        engines[params.model_id] = engine = StubEngine(params)
+    async def load(asked: Sequence[LoadModel]) -> StubEngine:
+        engine = StubEngine(asked)
+        for params in asked:
+            if params.model_id in gates:
+                await gates[params.model_id].wait()
+            if params.path == "nowhere":
+                raise FileNotFoundError("nowhere")
+            engines[params.model_id] = engine
         return engine
 
     worker = Worker(load, **more)
@@ -282,11 +284,11 @@ class Talker(StubEngine):
 def _main() -> int:
     logging.basicConfig(level=logging.INFO, stream=sys.stderr)
 
-    async def load(params: LoadModel) -> Talker:
+    async def load(asked: Sequence[LoadModel]) -> Talker:
         print("loading", flush=True)
-        if params.path:
-            raise ReflexError(f"no model at {params.path}")
-        return Talker(params, most=1000)
+        if asked[0].path:
+            raise ReflexError(f"no model at {asked[0].path}")
+        return Talker(asked, most=1000)
 
     status, clean = asyncio.run(serve(load))
     return status if clean else 99

@@ -110,13 +110,14 @@ def _serve(
     """The server itself: alone, or below a supervisor that has bound its socket."""
     from reflex_runtime.llm.serving.local_models import opened
     from reflex_runtime.llm.serving.server import serving
+    from reflex_runtime.llm.workers.line import one_bound
     from reflex_runtime.web import listen
 
     plans = _checked(config, asked)
     if config.workers:
-        config, batcher = _one_bound(plans[0].config, batcher)
-        plans = [replace(plans[0], config=config)]
-        open = _in_workers(plans[0].directory, config, batcher)
+        plans = [replace(plan, config=one_bound(plan.config, batcher)[0]) for plan in plans]
+        open = _in_workers(config, plans, batcher)
+        config, batcher = one_bound(plans[0].config if len(plans) == 1 else config, batcher)  # for all that is shown
     else:
         open = opened(lambda plan: load_model(plan.directory, plan.config))
     sock = sock or listen.bind(config.host, config.port)
@@ -132,31 +133,23 @@ def _serve(
     return run_server(config, make, sock, address, directories, _ready, parent, warn)
 
 
-def _one_bound(config: LLMServeConfig, batcher: GenerateBatcherConfig) -> tuple[LLMServeConfig, GenerateBatcherConfig]:
-    """Bounds of the queue stand in two places; the smaller one holds, and is the one shown everywhere."""
-    requests = min(config.max_queue, batcher.max_pending)
-    tokens = min(config.max_queued_tokens, batcher.max_pending_tokens)
-    return (
-        replace(config, max_queue=requests, max_queued_tokens=tokens),
-        replace(batcher, max_pending=requests, max_pending_tokens=tokens),
-    )
-
-
-def _in_workers(model: Path, config: LLMServeConfig, batcher: GenerateBatcherConfig) -> Open:
-    """How to open the model in runtime processes."""
+def _in_workers(config: LLMServeConfig, plans: Sequence[ModelPlan], batcher: GenerateBatcherConfig) -> Open:
+    """How to open the models in runtime processes."""
+    from reflex_runtime.ipc.client import ClientConfig
     from reflex_runtime.ipc.spawn import spawned
     from reflex_runtime.llm.tokenizer import HFTokenizer
-    from reflex_runtime.llm.workers.workers import WorkersConfig, opened
+    from reflex_runtime.llm.workers.line import WorkersConfig
+    from reflex_runtime.llm.workers.workers import opened
 
     command = [sys.executable, "-m", "reflex_runtime", "worker"]
     workers = WorkersConfig(
         count=config.workers,
         spawn=lambda number: spawned(command, env=gpu_of(config, number)),
-        path=str(model.resolve()),
-        options=partial(settings_of, config),
+        options=settings_of,
         batcher=batcher,
+        client=ClientConfig(start_timeout_s=ClientConfig().start_timeout_s * len(plans)),
     )
-    return opened(workers, HFTokenizer.load(model))
+    return opened(workers, {plan.name: HFTokenizer.load(plan.directory) for plan in plans})
 
 
 def _traces(config: LLMServeConfig) -> list[str]:

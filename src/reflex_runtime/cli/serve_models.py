@@ -61,11 +61,6 @@ def models_of(config: LLMServeConfig, words: Sequence[str], file: Path | None = 
         raise ConfigError("MODEL_DIR: is missing; name a directory, or give tables [models.NAME] with a source")
     if len(sources) > MAX_MODELS:
         raise ConfigError(f"MODEL_DIR: {len(sources)} models are named, at most {MAX_MODELS} are served")
-    if config.workers and len(sources) > 1:
-        raise ConfigError(
-            f"--workers={config.workers}: runtime processes run one model, and {len(sources)} are named: "
-            "leave it out, or start a server for each"
-        )
     aliases, adapters = _aliases(config, list(sources)), _adapters(config, list(sources))
     found = []
     for name, directory in sources.items():
@@ -197,15 +192,16 @@ def plans_of(asked: Sequence[ModelAsked]) -> list[ModelPlan]:
 
 
 def _check_memory(asked: Sequence[ModelAsked]) -> None:
-    """Whether the caches of several models fit together: each was checked as if it were alone."""
+    """Whether the caches of several models fit together, in all processes: each was checked as if it were alone."""
     from reflex_runtime.llm.load import choose
     from reflex_runtime.llm.memory import free_bytes
 
-    configs = [model.config for model in asked]
+    configs, copies = [model.config for model in asked], max(1, asked[0].config.workers)
     devices = {choose(c.device, c.runner, c.dtype, quantization=c.quantization)[0] for c in configs}
-    total, free = sum(config.kv_cache_gb or _CACHE_GB for config in configs), free_bytes() / 1e9
+    total, free = copies * sum(config.kv_cache_gb or _CACHE_GB for config in configs), free_bytes() / 1e9
     if len(asked) > 1 and devices == {"cpu"} and total > free:
-        raise ConfigError(f"kv_cache_gb: the models' caches take {total:.2f} GB together, and {free:.2f} GB are free")
+        where = f" in {copies} processes" if copies > 1 else " together"
+        raise ConfigError(f"kv_cache_gb: the models' caches take {total:.2f} GB{where}, and {free:.2f} GB are free")
 
 
 def rows_of(asked: Sequence[ModelAsked]) -> Iterator[tuple[str, str]]:

@@ -120,6 +120,8 @@ def show(told: Mapping[str, Any], url: str, console: Console, snapshot: LiveSnap
     for first in range(0, len(lines), ABREAST):
         some = lines[first : first + ABREAST]
         console.print(_abreast(some, told.get("workers", [])))
+    if told.get("models"):
+        console.print(_models(told["models"]))
     for line in lines:
         if line["client"]["last_error"]:
             console.print(Text(f"{line['name']}, last lost: {line['client']['last_error']}", "yellow"))
@@ -162,7 +164,8 @@ def _models(told: Mapping[str, Mapping[str, Any]]) -> Table:
     for heading in ("model", "running", "waiting", "cache held", "context", "runner"):
         table.add_column(heading, no_wrap=heading != "runner")
     for name, model in told.items():
-        held, context = f"{model['kv_cache_usage']:.0%}", f"{model['max_model_len']:,}"
+        usage = model.get("kv_cache_usage")  # none while no process answers
+        held, context = "-" if usage is None else f"{usage:.0%}", f"{model['max_model_len']:,}"
         table.add_row(name, str(model["running"]), str(model["waiting"]), held, context, model["runner"])
     return table
 

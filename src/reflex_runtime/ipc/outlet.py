@@ -42,14 +42,15 @@ class Outlet:
     """
 
     __slots__ = (
-        "arrived", "begun", "bell", "credits", "engine", "final", "first", "gone", "id", "leader", "stalled", "stream",
+        "arrived", "begun", "bell", "credits", "engine", "final", "first", "gone", "id", "leader", "model_id",
+        "stalled", "stream",
     )  # fmt: skip
 
     def __init__(
         self, params: GenerateParams, engine: Engine, leader: Outlet | None, arrived: float,
         rang: Callable[[Outlet], None],
     ) -> None:  # fmt: skip
-        self.id, self.credits = params.stream_id, params.credits
+        self.id, self.model_id, self.credits = params.stream_id, params.model_id, params.credits
         self.engine, self.leader, self.arrived = engine, leader, arrived
         self.bell = _Bell(self, rang)
         self.begun = asyncio.Event()
@@ -95,7 +96,7 @@ class Outlets:
         if len(self.live) >= MOST_STREAMS:
             raise QueueFull(f"{MOST_STREAMS} streams are live")
         leader = self.live.get(params.follows) if params.follows else None
-        if leader is not None and leader.engine is not engine:
+        if leader is not None and (leader.engine is not engine or leader.model_id != params.model_id):
             leader = None
         self.live[id] = outlet = Outlet(params, engine, leader, self._clock(), self._rang)
         self._empty.clear()

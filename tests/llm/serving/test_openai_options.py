@@ -24,7 +24,7 @@ from reflex_runtime.core.events import BatchScheduled
 from reflex_runtime.ipc.generate_config import GenerateBatcherConfig
 from reflex_runtime.llm.memory import blocks_in
 from reflex_runtime.llm.workers import workers
-from reflex_runtime.llm.workers.workers import WorkersConfig
+from reflex_runtime.llm.workers.line import WorkersConfig, one_bound
 from reflex_runtime.options import flag, table
 from reflex_runtime.sources import load
 from serving.harness import Server
@@ -303,7 +303,7 @@ def test_h10_beside_a_gpu_what_its_runner_cannot_do_is_refused_before_the_port_o
 def in_workers(monkeypatch: pytest.MonkeyPatch) -> list[WorkersConfig]:
     """How the command would start runtime processes."""
     found: list[WorkersConfig] = []
-    monkeypatch.setattr(workers, "opened", lambda config, tokenizer: found.append(config))
+    monkeypatch.setattr(workers, "opened", lambda config, tokenizers: found.append(config))
     return found
 
 
@@ -316,18 +316,20 @@ def test_h10_workers_run_the_model_with_the_same_settings(
     more = ["--max-num-seqs", "9", "--trace", str(model_dir / "steps.jsonl"), "--api-key", "secret"]
     assert main(["serve", "--no-supervise", str(model_dir), "--port", "0", "--workers", "2", *more]) == 0
     (config,) = in_workers
-    assert (config.count, config.path) == (2, str(model_dir))
-    told = config.options(1, 0)
-    assert config.options(1, 2)["trace"] == str(model_dir / "steps.worker-1.2.jsonl")
+    assert config.count == 2
+    (plan,) = served[-1][1]
+    assert plan.directory == model_dir
+    told = config.options(plan.config, 1, 0)
+    assert config.options(plan.config, 1, 2)["trace"] == str(model_dir / "steps.worker-1.2.jsonl")
     assert sorted(file.name for file in model_dir.glob("steps*")) == ["steps.worker-0.jsonl", "steps.worker-1.jsonl"]
     assert (told["max_num_seqs"], told["trace"]) == (9, str(model_dir / "steps.worker-1.jsonl"))
     assert told["threads"] == 4  # its part of the cores: threads of two models on one core wait for each other
     assert not {"api_key", "port", "host", "workers"} & told.keys()
     assert LLMServeConfig(**told).max_num_seqs == 9
     assert main(["serve", "--no-supervise", str(model_dir), "--port", "0", "--workers", "1", "--threads", "3"]) == 0
-    assert in_workers[1].options(0, 0)["threads"] == 3
+    assert in_workers[1].options(served[-1][1][0].config, 0, 0)["threads"] == 3
     assert main(["serve", "--no-supervise", str(model_dir), "--port", "0", "--workers", "1"]) == 0
-    assert in_workers[2].options(0, 0)["threads"] == 0
+    assert in_workers[2].options(served[-1][1][0].config, 0, 0)["threads"] == 0
 
 
 @pytest.mark.parametrize(
@@ -367,7 +369,8 @@ def test_g11_the_section_of_the_file_is_honoured(
     assert in_workers[1].batcher == GenerateBatcherConfig()
     bounds = ["--max-queue", "5", "--max-queued-tokens", "50"]
     assert main(["serve", "--no-supervise", str(model_dir), "--workers", "1", "--port", "0", *bounds]) == 0
-    assert in_workers[2].batcher == GenerateBatcherConfig(max_pending=5, max_pending_tokens=50)
+    bounded = GenerateBatcherConfig(max_pending=5, max_pending_tokens=50)
+    assert one_bound(served[2][1][0].config, in_workers[2].batcher)[1] == bounded
     assert (served[0][0].max_queue, served[0][0].max_queued_tokens) == (77, 999)  # what n choices are measured against
     capsys.readouterr()
     for wrong, said_of_it in (

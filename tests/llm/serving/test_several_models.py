@@ -413,7 +413,6 @@ def test_h10_lora_names_adapters_of_a_model(tmp_path: Path) -> None:
         ("DIR/a DIR/b", {"lora": ("c:x=y",)}, "--lora=c:x=y: must be MODEL:NAME=DIR, MODEL of a, b"),
         ("DIR/a", {"alias": ("x y",)}, "--alias=x y: the name 'x y' must be 1 to 64 letters, digits"),
         ("-x=DIR/a", {}, "the name '-x' must be 1 to 64"),
-        ("DIR/a DIR/b", {"workers": 2}, "--workers=2: runtime processes run one model, and 2 are named"),
         (" ".join(f"m{i}=DIR/a" for i in range(17)), {}, "MODEL_DIR: 17 models are named, at most 16 are served"),
         ("DIR/a", {"file": "[models.x]\nweight = 2"}, r"\[models.x\]: no such model is served: write x=DIR, or give"),
         ("DIR/a", {"file": "[models.a]\nport = 2"}, r"\[models.a\] port: is a setting of the whole server"),
@@ -452,6 +451,9 @@ def test_h11_caches_that_do_not_fit_together_are_told_before_anything_is_loaded(
     monkeypatch.setattr(memory, "free_bytes", lambda device="cpu": 900_000_000)
     with pytest.raises(ConfigError, match=r"the models' caches take 1\.00 GB together, and 0\.90 GB are free"):
         serve_models._check_memory(both)
+    monkeypatch.setattr(memory, "free_bytes", lambda device="cpu": 1_900_000_000)
+    with pytest.raises(ConfigError, match=r"the models' caches take 2\.00 GB in 2 processes, and 1\.90 GB are free"):
+        serve_models._check_memory(asked(tmp_path, "one=scribe", "two=scribe", kv_cache_gb=1.0, workers=2))
 
 
 def test_h11_an_embedding_model_beside_others_is_told_to_be_served_alone(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ PROMPT = "one two three"
 @asynccontextmanager
 async def loaded() -> AsyncIterator[WorkerEngine]:
     load = loading(make, lambda: None, lambda path: ByteTokenizer())
-    engine = await load(LoadModel("m", "toy", {"max_num_seqs": 4}))
+    engine = await load([LoadModel("m", "toy", {"max_num_seqs": 4})])
     assert isinstance(engine, WorkerEngine)
     try:
         yield engine
@@ -52,11 +52,11 @@ async def said(engine: WorkerEngine, **params: Any) -> tuple[list[int], str]:
 def test_g9_a_draft_that_the_front_sends_changes_nothing_and_is_computed() -> None:
     async def work(engine: WorkerEngine) -> None:
         plain, _ = await said(engine, ignore_eos=True, max_tokens=200)
-        assert engine.runtime.processor.drafted == 0
+        assert engine.runtime("m").processor.drafted == 0
         for more in ({"draft_token_ids": plain}, {"draft_model": "ngram"}, {"draft_token_ids": [5] * 40}):
             assert (await said(engine, ignore_eos=True, max_tokens=200, **more))[0] == plain
-        assert engine.runtime.processor.accepted > 0
-        assert engine.state()["speculation"]["accepted_tokens"] == engine.runtime.processor.accepted
+        assert engine.runtime("m").processor.accepted > 0
+        assert engine.state()["m"]["speculation"]["accepted_tokens"] == engine.runtime("m").processor.accepted
 
     play(work)
 
@@ -88,12 +88,13 @@ def test_g9_check_draft_says_how_far_the_model_would_say_the_same() -> None:
         long = CheckDraft("m", prompt=PROMPT, draft_token_ids=[(plain[0] + 1) % 256] * 6000)
         assert (await engine.check_draft(long)).accepted == 0
         await said(engine)
-        assert engine.runtime.running == engine.runtime.waiting == 0  # what follows a mistake is not generated
+        runtime = engine.runtime("m")
+        assert runtime.running == runtime.waiting == 0  # what follows a mistake is not generated
         for wrong in ({}, {"prompt": "a", "prompt_token_ids": [1]}, {"prompt": "a" * 9000}):
             with pytest.raises((ConfigError, TooLarge)):
                 await engine.check_draft(CheckDraft("m", draft_token_ids=[1], **wrong))
         with pytest.raises(ConfigError, match="only its tokenizer"):
-            await TokenizerEngine(ByteTokenizer()).check_draft(whole)
+            await TokenizerEngine("m", ByteTokenizer()).check_draft(whole)
 
     play(work)
 

@@ -24,6 +24,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from reflex_runtime.cli import main
 from reflex_runtime.cli.status import ask
 from reflex_runtime.cli.worker_settings import trace_of
+from reflex_runtime.config import LLMServeConfig
 from reflex_runtime.core.errors import ConfigError, ReflexError
 from reflex_runtime.ipc.client import ClientConfig, WorkerUnavailable
 from reflex_runtime.ipc.generate_config import GenerateBatcherConfig
@@ -35,7 +36,8 @@ from reflex_runtime.llm.serving.model_host import ModelPlan, Open
 from reflex_runtime.llm.terms import Terms
 from reflex_runtime.llm.toy import ByteTokenizer
 from reflex_runtime.llm.workers import worker_engine
-from reflex_runtime.llm.workers.workers import Workers, WorkersConfig, opened
+from reflex_runtime.llm.workers.line import WorkersConfig
+from reflex_runtime.llm.workers.workers import Workers, opened
 from reflex_runtime.telemetry import asked_live
 from reflex_runtime.telemetry.journal_reader import read_journal
 from serving.harness import Server, pause
@@ -54,7 +56,7 @@ class Fleet(Toy):
         step_ms: float = 0.0,
         batcher: GenerateBatcherConfig | None = None,
         client: ClientConfig | None = None,
-        options: Callable[[int, int], dict[str, Any]] = lambda number, restarts: {},
+        options: Callable[[LLMServeConfig, int, int], dict[str, Any]] = lambda config, number, restarts: {},
         **config: Any,
     ) -> None:
         super().__init__(**config)
@@ -62,20 +64,19 @@ class Fleet(Toy):
         self._made = WorkersConfig(
             count,
             lambda number: spawned([sys.executable, str(CHILD)], env={**os.environ, "TOY_STEP_MS": str(step_ms)}),
-            "toy",
             options,
             batcher or GenerateBatcherConfig(),
             client or ClientConfig(backoff_s=0.05),
         )
 
     def opening(self) -> Open:
-        return opened(self._made, ByteTokenizer())
+        return opened(self._made, {plan.name: ByteTokenizer() for plan in self.plans()})
 
     def plans(self) -> list[ModelPlan]:
         return [ModelPlan("toy", self.config, adapters=("poet",))]
 
-    def came(self, runtime: Any) -> None:
-        self.workers = runtime
+    def come(self, product: Any) -> None:
+        self.workers = product.host
 
     def health(self) -> Any:
         return self.get("/health").json
@@ -192,8 +193,9 @@ def test_g7_who_leaves_in_the_turn_he_came_is_never_told_of() -> None:
         workers = fleet.workers
 
         def comes_and_goes() -> None:
-            request = workers.request([1, 2, 3], SamplingParams(max_tokens=9), Terms("brief"))
-            (stream,) = workers.submit_alike([request], asyncio.Event())
+            generator = workers.generator("toy")
+            request = generator.request([1, 2, 3], SamplingParams(max_tokens=9), Terms("brief"))
+            (stream,) = generator.submit_alike([request], asyncio.Event())
             stream.close()
 
         fleet.on_loop(comes_and_goes)
@@ -228,7 +230,7 @@ def test_x4_a_process_counts_nothing_once_nobody_looks(monkeypatch: pytest.Monke
     model = Mock(add_sink=sinks.append, remove_sink=sinks.remove, queues=dict, health=dict)
 
     async def check() -> None:
-        engine = worker_engine.WorkerEngine(model, "toy", CollectorRegistry())
+        engine = worker_engine.WorkerEngine(model, ["toy"], CollectorRegistry())
         for _ in range(2):
             engine.live()
             assert [engine.live().number, len(sinks)] == [2, 1]
@@ -464,7 +466,7 @@ def test_g13_reflex_status_of_a_server_without_processes(capsys: pytest.CaptureF
 
 
 def test_g14_a_model_that_cannot_be_loaded_ends_the_start() -> None:
-    with Fleet(2, options=lambda number, _: {"max_num_seqs": -1 if number else 4}, wait_ready=False) as fleet:
+    with Fleet(2, options=lambda _, number, restarts: {"max_num_seqs": -1 if number else 4}, wait_ready=False) as fleet:
         fleet.join()
     assert (fleet.status, fleet.clean) == (2, True)
 
@@ -504,7 +506,7 @@ def test_g14_the_command_with_two_workers_one_of_which_is_killed(capfd: pytest.C
 
 
 def test_g14_a_process_that_was_started_again_leaves_the_trace_of_the_lost_one_alone(tmp_path: Path) -> None:
-    def options(number: int, restarts: int) -> dict[str, Any]:
+    def options(_: LLMServeConfig, number: int, restarts: int) -> dict[str, Any]:
         return {"trace": trace_of(str(tmp_path / "steps.jsonl"), number, restarts)}
 
     with Fleet(options=options) as fleet:

@@ -90,6 +90,10 @@ class LocalModels(LocalHost):
             body["kv_cache_usage"] = max(one["kv_cache_usage"] for one in told)
         return body | self.of_device()
 
+    def health_of(self, name: str) -> dict[str, Any]:
+        """What /health says of one model, and of the device."""
+        return self._models[name].health() | self.of_device()
+
     def refresh(self) -> None:
         """Bring the series up to date."""
         super().refresh()
@@ -97,7 +101,11 @@ class LocalModels(LocalHost):
             model.refresh()
 
     async def metrics(self) -> bytes:
-        """The series of several models; that of one are in the server's registry."""
+        """See `ServingHost.metrics`."""
+        return self.of_each()
+
+    def of_each(self) -> bytes:
+        """The series of several models, up to date; those of one are in the server's registry."""
         self.refresh()
         pages = {name: registry.collect() for name, registry in self._registries.items()}
         return labelled("model", pages) if pages else b""

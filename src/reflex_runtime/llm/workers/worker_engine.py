@@ -1,9 +1,9 @@
-"""The engine of a runtime process: a `LocalModels` of one model behind the methods of `ipc.worker`."""
+"""The engine of a runtime process: `LocalModels` behind the methods of `ipc.worker`."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -36,39 +36,52 @@ Make = Callable[[Path, LLMServeConfig], tuple[Runner, Tokenizer]]
 
 
 class WorkerEngine:
-    """One model of a runtime process: an `ipc.engine.Engine`."""
+    """The models of a runtime process that share its device: an `ipc.engine.Engine`."""
 
-    def __init__(self, model: LocalModels, name: str, registry: CollectorRegistry, spans: Spans | None = None) -> None:
-        """name: of the model. spans: of its steps; closed with the engine."""
-        self._model, self._registry, self._spans = model, registry, spans
-        self.runtime = model.generator(name)
-        self._live = AskedLive(model.add_sink, model.remove_sink, self._told)
+    def __init__(
+        self,
+        models: LocalModels,
+        names: Iterable[str],
+        registry: CollectorRegistry,
+        spans: Spans | None = None,
+    ) -> None:
+        """names: of the models. spans: of their steps; closed with the engine."""
+        self._models, self._registry, self._spans = models, registry, spans
+        self._runtimes = {name: models.generator(name) for name in names}
+        self._live = AskedLive(models.add_sink, models.remove_sink, self._told)
         if spans is not None:
-            model.add_sink(spans)
+            models.add_sink(spans)
 
-    def info(self) -> dict[str, Any]:
+    def runtime(self, name: str) -> GenerationRuntime:
+        """That of a model; of the only one where there is no name."""
+        return self._runtimes[name] if name else next(iter(self._runtimes.values()))
+
+    def info(self) -> dict[str, dict[str, Any]]:
         """The limits, by which a front checks requests, and the runner's name."""
-        return asdict(self.runtime.limits) | {"runner": self.runtime.processor.runner.name}
+        return {
+            name: asdict(runtime.limits) | {"runner": runtime.processor.runner.name}
+            for name, runtime in self._runtimes.items()
+        }
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> dict[str, dict[str, Any]]:
         """As /health of a server without workers."""
-        return {"state": self._model.state} | self._model.health()
+        return {name: {"state": self._models.state} | self._models.health_of(name) for name in self._runtimes}
 
     def metrics(self) -> str:
         """Prometheus text."""
-        self._model.refresh()
-        return generate_latest(self._registry).decode()
+        of_models = self._models.of_each()  # first: it brings what is in the registry up to date, too
+        return (generate_latest(self._registry) + of_models).decode()
 
     def live(self) -> LiveSnapshot:
         """See `Engine.live`."""
         return self._live.snapshot()
 
     def _told(self) -> dict[str, Any]:
-        return {"queues": self._model.queues()} | self._model.health()  # the first has events delivered
+        return {"queues": self._models.queues()} | self._models.health()  # the first has events delivered
 
     async def tokenize(self, params: Tokenize) -> list[int]:
         """A text, or a conversation in the model's own form."""
-        return await tokenized(self.runtime, params)
+        return await tokenized(self.runtime(params.model_id), params)
 
     async def submit(
         self, params: GenerateParams, bell: asyncio.Event, leader: GenerationStream | None
@@ -89,10 +102,11 @@ class WorkerEngine:
             adapter=params.adapter,
             draft=(params.draft_token_ids or []) if guesses else None,
         )
-        prompt, matcher = await self._prompt(params), await self.runtime.compiled(params.constraint)
-        stream = self.runtime.submit(self.runtime.request(prompt, params, terms, matcher), bell)
+        runtime = self.runtime(params.model_id)
+        prompt, matcher = await self._prompt(params), await runtime.compiled(params.constraint)
+        stream = runtime.submit(runtime.request(prompt, params, terms, matcher), bell)
         if leader is not None:
-            self.runtime.follow(leader, [stream])
+            runtime.follow(leader, [stream])
         return stream
 
     async def check_draft(self, params: CheckDraft) -> CheckedDraft:
@@ -102,9 +116,11 @@ class WorkerEngine:
             return CheckedDraft(False, reason)
         if not draft:
             return CheckedDraft(True)
-        prompt = await self._prompt(GenerateParams(prompt=params.prompt, prompt_token_ids=params.prompt_token_ids))
+        runtime, ids = self.runtime(params.model_id), params.prompt_token_ids
+        asked = GenerateParams(model_id=params.model_id, prompt=params.prompt, prompt_token_ids=ids)
+        prompt = await self._prompt(asked)
         greedy = SamplingParams.greedy(len(draft) + 1, ignore_eos=True)
-        stream = self.runtime.submit(self.runtime.request(prompt, greedy, Terms("check_draft", draft=draft)))
+        stream = runtime.submit(runtime.request(prompt, greedy, Terms("check_draft", draft=draft)))
         try:
             async for output in stream:
                 said.append(output.token_id)
@@ -117,7 +133,7 @@ class WorkerEngine:
     async def close(self, drain: bool, timeout: float) -> bool:
         """Every stream has ended when it returns; whether the device thread has, too."""
         self._live.close()
-        closed = await self._model.close(timeout, drain)
+        closed = await self._models.close(timeout, drain)
         if self._spans is not None:
             await in_thread(self._spans.close)
         return closed
@@ -132,17 +148,17 @@ class WorkerEngine:
 
 
 class TokenizerEngine:
-    """A model's tokenizer alone: the engine of a `TokenizerProcess`."""
+    """A model's tokenizer alone: the engine of a `TokenizerProcess`. name: of the model."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._texts = Texts(tokenizer)
+    def __init__(self, name: str, tokenizer: Tokenizer) -> None:
+        self._name, self._texts = name, Texts(tokenizer)
 
-    def info(self) -> dict[str, Any]:
+    def info(self) -> dict[str, dict[str, Any]]:
         """That only the tokenizer is loaded."""
-        return {"only": "tokenizer"}
+        return {self._name: {"only": "tokenizer"}}
 
-    def state(self) -> dict[str, Any]:
-        return {"state": "ready"}
+    def state(self) -> dict[str, dict[str, Any]]:
+        return {self._name: {"state": "ready"}}
 
     def metrics(self) -> str:
         return ""
@@ -184,9 +200,8 @@ async def tokenized(texts: Texts | GenerationRuntime, params: Tokenize) -> list[
 class _Opening:
     """The settings of `LocalModels` in a runtime process."""
 
-    def __init__(self, config: LLMServeConfig, name: str, lost: Callable[[], None]) -> None:
-        self.config, self.lost = config, lost
-        self.plans: Sequence[ModelPlan] = [ModelPlan(name, config)]
+    def __init__(self, plans: Sequence[ModelPlan], lost: Callable[[], None]) -> None:
+        self.config, self.plans, self.lost = plans[0].config, plans, lost  # of trace and watchdog all say the same
         self.registry = CollectorRegistry()
 
     def reached(self, state: str) -> None:
@@ -194,24 +209,33 @@ class _Opening:
 
 
 def loading(make: Make, lost: Callable[[], None], tokenizer: Callable[[Path], Tokenizer]) -> Load:
-    """The `Load` of a runtime process: `make` loads a model, `tokenizer` a tokenizer alone. lost: called on the loop
+    """The `Load` of a runtime process: `make` loads each model, `tokenizer` a tokenizer alone. lost: called on the loop
     when a model is lost for good.
 
     It raises ConfigError for options that `reflex serve MODEL_DIR` does not have, and for a directory without a model.
     """
 
-    async def load(params: LoadModel) -> WorkerEngine | TokenizerEngine:
-        if not params.path:
+    async def load(asked: Sequence[LoadModel]) -> WorkerEngine | TokenizerEngine:
+        if not all(model.path for model in asked):
             raise ConfigError("load_model: needs path, the directory of the model")
-        if params.only == "tokenizer":
-            return TokenizerEngine(tokenizer(Path(params.path)))
-        opening = _Opening(_config(params.options), params.model_id, lost)
+        if any(model.only for model in asked):
+            if len(asked) > 1:
+                raise ConfigError("load_models: only: models that share a device are loaded whole; use load_model")
+            return TokenizerEngine(asked[0].model_id, tokenizer(Path(asked[0].path)))
+        plans = [ModelPlan(m.model_id, _config(m.options), Path(m.path), _weight(m)) for m in asked]
+        opening = _Opening(plans, lost)
         spans = spans_of(opening.config.otel, 1.0, opening.registry, StepSpans)  # of what the server has chosen
-        model = await opened(lambda plan: make(Path(params.path), plan.config))(opening)
+        models = await opened(lambda plan: make(plan.directory, plan.config))(opening)
         freeze_loaded()
-        return WorkerEngine(model, params.model_id, opening.registry, spans)
+        return WorkerEngine(models, [plan.name for plan in plans], opening.registry, spans)
 
     return load
+
+
+def _weight(asked: LoadModel) -> float:
+    if not 0.01 <= asked.weight <= 100.0:
+        raise ConfigError(f"load_model: weight={asked.weight!r}: must be in [0.01, 100]")
+    return asked.weight
 
 
 def _config(options: dict[str, Any]) -> LLMServeConfig:

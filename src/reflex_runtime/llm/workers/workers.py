@@ -1,128 +1,49 @@
-"""A model in runtime processes: the server parses and tokenises, the processes compute.
+"""Models in runtime processes: the server parses and tokenises, the processes compute.
 
-Each process has its own copy of the model, its own queue and its own places. A request goes to the process with the
-fewest unfinished requests, and stays there. When a process dies its requests fail at once and it is started again; the
-others go on.
+Each process has its own copy of every model, and for each its own queue and its own places; the models of a process
+share its device, as they do in one process. A request goes to the process with the fewest unfinished requests, and
+stays there. When a process dies its requests fail at once and it is started again; the others go on.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import signal
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
-from math import inf
 from typing import Any
 
-import msgspec
 from prometheus_client import Gauge
 from prometheus_client.parser import text_string_to_metric_families
 
-from reflex_runtime.core.errors import Cancelled, ReflexError
 from reflex_runtime.drivers.audience import Sink
-from reflex_runtime.ipc.client import ClientConfig, RuntimeClient, start_all
-from reflex_runtime.ipc.engine import ScoredToken
-from reflex_runtime.ipc.generate_batcher import GenerateBatcher
-from reflex_runtime.ipc.generate_config import GenerateBatcherConfig
-from reflex_runtime.ipc.messages import LOAD, METRICS, STATE, GenerateParams, LoadModel
-from reflex_runtime.ipc.registry import StreamHandle, StreamRegistry
-from reflex_runtime.ipc.sampling import Constraint, SamplingParams
-from reflex_runtime.ipc.spawn import Opener
-from reflex_runtime.llm.constraint import Matcher, check_constraint
+from reflex_runtime.ipc.client import start_all
+from reflex_runtime.ipc.messages import METRICS, STATE
 from reflex_runtime.llm.labelled_series import labelled
-from reflex_runtime.llm.limits import Limits
 from reflex_runtime.llm.serving.model_host import Open, Opening
-from reflex_runtime.llm.serving.requests.texts import Texts
-from reflex_runtime.llm.terms import Terms
-from reflex_runtime.llm.tokenizer import Conversation, Tokenizer
+from reflex_runtime.llm.tokenizer import Tokenizer
+from reflex_runtime.llm.workers.line import Line, WorkersConfig
+from reflex_runtime.llm.workers.remote_generator import RemoteGenerator
 from reflex_runtime.llm.workers.tokenizer_process import TokenizerProcess
 from reflex_runtime.llm.workers.watching import WorkersLive
 from reflex_runtime.telemetry.processes import LiveProcess, live_process
 from reflex_runtime.telemetry.series import Counter
 
-log = logging.getLogger("reflex.server")
-
-ASKED_WITHIN = 2.0  # seconds for an answer for /status or /metrics; a process that takes longer is left out
 ENDS_WITHIN, AT_LEAST = 10.0, 2.0  # seconds for a process to exit: at most, of the time that is left, and at least
 
 
-@dataclass(frozen=True, slots=True)
-class WorkersConfig:
-    """count: processes. spawn: starts one, by its number. path: of the model. batcher, client: settings of each line.
-    options: settings of `reflex serve MODEL_DIR` for a process, by its number and its restarts."""
-
-    count: int
-    spawn: Callable[[int], Opener]
-    path: str
-    options: Callable[[int, int], dict[str, Any]]
-    batcher: GenerateBatcherConfig = field(default_factory=GenerateBatcherConfig)
-    client: ClientConfig = field(default_factory=ClientConfig)
-
-
-class Line:
-    """One runtime process with its client, streams and batcher."""
-
-    def __init__(self, number: int, config: WorkersConfig, opening: Opening) -> None:
-        self.name = f"worker-{number}"
-        self.limits: Limits | None = None
-        self.about: dict[str, Any] = {}
-        self._load: Callable[[int], LoadModel] = lambda restarts: LoadModel(
-            opening.plans[0].name, config.path, config.options(number, restarts)
-        )
-        self.registry = StreamRegistry(config.batcher.stream_limit)
-        self.client = RuntimeClient(
-            config.spawn(number), config.client, name=self.name, prepare=self._prepare,
-            on_note=self.registry.note, on_lost=self.registry.lost,
-        )  # fmt: skip
-        self.registry.say = self.client.notify
-        self.batcher = GenerateBatcher(self.client, self.registry, config.batcher, registry_of_series=opening.registry)
-
-    @property
-    def unfinished(self) -> int:
-        """Its requests that have not ended."""
-        return self.registry.unfinished
-
-    async def _prepare(self, client: RuntimeClient) -> None:
-        """Load the model: after every start of the process."""
-        about = await client.request(LOAD, self._load(client.restarts), timeout=None)
-        names = Limits.__dataclass_fields__
-        self.limits = Limits(**{name: about.pop(name) for name in names})
-        self.about = about
-
-    async def ask(self, method: str) -> Any:
-        """The result of a call without params; None when the process does not answer."""
-        try:
-            return await self.client.request(method, {}, timeout=ASKED_WITHIN) if self.client.ready else None
-        except ReflexError:
-            return None
-
-    def health(self) -> dict[str, Any]:
-        client = self.client
-        found = {"name": self.name, "state": client.state, "pid": client.pid, "restarts": client.restarts}
-        active = self.registry.active_count()
-        found |= {"running": active, "waiting": self.unfinished - active}
-        return found | ({"last_error": client.last_error} if client.last_error else {})
-
-    def process(self) -> LiveProcess:
-        client, running = self.client, self.registry.active_count()
-        state, why = client.state, client.last_error or ""
-        return live_process(self.name, client.pid, state, client.restarts, running, self.unfinished - running, why)
-
-
 class Workers:
-    """A `ModelHost` of runtime processes, and the `Generator` in front of them. Made by `opened`."""
+    """A `ModelHost` of runtime processes. tokenizers: by the name of their model. Made by `opened`."""
 
-    scores = False  # what a model says of prompts does not travel
-
-    def __init__(self, config: WorkersConfig, tokenizer: Tokenizer, opening: Opening) -> None:
-        self._opening, self._name = opening, opening.plans[0].name
-        self._tokenizing = TokenizerProcess(config.spawn(config.count), config.client, self._name, config.path)
-        self._texts = Texts(tokenizer, lambda what: self._tokenizing.tokenize(what, self.limits.max_model_len))
-        self._sending: set[asyncio.Task[None]] = set()
+    def __init__(self, config: WorkersConfig, tokenizers: Mapping[str, Tokenizer], opening: Opening) -> None:
+        self._opening = opening
+        paths = {plan.name: str(plan.directory.resolve()) for plan in opening.plans}
+        self._tokenizing = TokenizerProcess(config.spawn(config.count), config.client, paths)
         self.lines = [Line(number, config, opening) for number in range(config.count)]
+        self._generators = {
+            name: RemoteGenerator(name, self.lines, tokenizers[name], self._tokenizing) for name in paths
+        }
         self._ready = Gauge(
             "reflex_worker_ready", "Whether the runtime process takes requests", ["worker"], registry=opening.registry
         )
@@ -132,7 +53,7 @@ class Workers:
         self._refresh()
 
     async def start(self) -> None:
-        """Start all processes; returns when every one has loaded the model. Raises the error of the first that
+        """Start all processes; returns when every one has loaded the models. Raises the error of the first that
         fails."""
         self._opening.reached("loading")
         clients = [*(line.client for line in self.lines), self._tokenizing.client]
@@ -141,13 +62,12 @@ class Workers:
         except BaseException:
             await self.close(0.0)
             raise
-        self._texts.most = self.limits.max_model_len
+        for generator in self._generators.values():
+            generator.loaded()
 
-    # -- the host ------------------------------------------------------------------------------------------------------
-
-    def generator(self, name: str) -> Workers:
-        """See `ModelHost.generator`: the processes have one model."""
-        return self
+    def generator(self, name: str) -> RemoteGenerator:
+        """See `ModelHost.generator`."""
+        return self._generators[name]
 
     @property
     def state(self) -> str:
@@ -155,10 +75,11 @@ class Workers:
         return "ready" if any(line.client.ready for line in self.lines) else "restarting"
 
     def health(self) -> dict[str, Any]:
+        """What /health says of the model; of several, what it says of each, and of all together."""
         workers = [line.health() for line in self.lines]
-        return {
-            "runner": self.lines[0].about.get("runner", ""),
-            "max_model_len": self.limits.max_model_len,
+        each = {name: _of_model(generator) for name, generator in self._generators.items()}
+        body = {"models": each} if len(each) > 1 else next(iter(each.values()))
+        return body | {
             "running": sum(worker["running"] for worker in workers),
             "waiting": sum(worker["waiting"] for worker in workers),
             "model_loaded": self.state == "ready",
@@ -167,24 +88,30 @@ class Workers:
         }
 
     async def status(self) -> dict[str, Any]:
-        """The statistics of each line, and the state that its process reports."""
+        """The statistics of each line, and the state that its process reports. Of several models also how full the
+        fullest cache of each is."""
         states = await asyncio.gather(*(line.ask(STATE) for line in self.lines))
-        return {
-            "lines": [
-                {
-                    "name": line.name,
-                    "client": line.client.stats(),
-                    "streams": line.registry.snapshot(),
-                    "generate": line.batcher.get_stats(),
-                    "engine": state,
-                }
-                for line, state in zip(self.lines, states, strict=True)
-            ]
-        }
+        lines = [
+            {
+                "name": line.name,
+                "client": line.client.stats(),
+                "streams": line.streams(),
+                "generate": line.generate(),
+                "engine": state,
+            }
+            for line, state in zip(self.lines, states, strict=True)
+        ]
+        if len(self._generators) == 1:
+            return {"lines": lines}
+        each = {name: _of_model(generator) for name, generator in self._generators.items()}
+        for name, told in each.items():
+            known = [state["models"][name]["kv_cache_usage"] for state in states if state and name in state["models"]]
+            told |= {"kv_cache_usage": max(known)} if known else {}
+        return {"models": each, "lines": lines}
 
     def get_batch_stats(self) -> dict[str, Any]:
         """`generate`: `GenerateBatcher.get_stats` of each process."""
-        return {"generate": {line.name: line.batcher.get_stats() for line in self.lines}}
+        return {"generate": {line.name: line.generate() for line in self.lines}}
 
     def _refresh(self) -> None:
         """Update the series in the registry."""
@@ -204,12 +131,14 @@ class Workers:
     def add_sink(self, sink: Sink) -> None:
         """See `ModelHost.add_sink`: the batches are messages to the processes."""
         for line in self.lines:
-            line.batcher.add_sink(sink)
+            for lane in line.lanes.values():
+                lane.batcher.add_sink(sink)
 
     def remove_sink(self, sink: Sink) -> None:
         """See `ModelHost.remove_sink`."""
         for line in self.lines:
-            line.batcher.remove_sink(sink)
+            for lane in line.lanes.values():
+                lane.batcher.remove_sink(sink)
 
     def fold(self) -> WorkersLive:
         """See `ModelHost.fold`: the steps of the processes."""
@@ -223,7 +152,7 @@ class Workers:
 
     def queues(self) -> dict[str, Any]:
         """What waits for each process."""
-        return {line.name: line.batcher.queue() for line in self.lines}
+        return {line.name: line.queue() for line in self.lines}
 
     def turn(self) -> None:
         """See `ModelHost.turn`."""
@@ -236,95 +165,25 @@ class Workers:
         """See `ModelHost.close`. No process is left."""
         loop = asyncio.get_running_loop()
         until = loop.time() + timeout
-        await asyncio.gather(*(line.batcher.close(timeout > 0, timeout) for line in self.lines))
-        done = await asyncio.gather(*(line.registry.wait_idle(max(0.0, until - loop.time())) for line in self.lines))
+        lanes = [lane for line in self.lines for lane in line.lanes.values()]
+        await asyncio.gather(*(lane.batcher.close(timeout > 0, timeout) for lane in lanes))
+        await asyncio.gather(*(lane.registry.wait_idle(max(0.0, until - loop.time())) for lane in lanes))
         within = min(ENDS_WITHIN, max(AT_LEAST, until - loop.time()))
-        closing = [line.client.close(within, idle) for line, idle in zip(self.lines, done, strict=True)]
+        closing = [line.client.close(within, line.running == 0) for line in self.lines]
         await asyncio.gather(*closing, self._tokenizing.client.close(within))
-        self._texts.close()
+        for generator in self._generators.values():
+            generator.close()
         return True
 
-    # -- the generator -------------------------------------------------------------------------------------------------
 
-    @property
-    def tokenizer(self) -> Tokenizer:
-        """The server's own: tokenising here delays no step."""
-        return self._texts.tokenizer
-
-    @property
-    def limits(self) -> Limits:
-        """Those of the model in every process."""
-        found = self.lines[0].limits
-        assert found is not None, "Workers.start was not awaited"
-        return found
-
-    async def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """The tokens of each prompt."""
-        return await self._texts.encode(texts)
-
-    async def encode_chat(self, conversation: Conversation) -> list[int]:
-        """The tokens of a conversation in the model's own form. ConfigError when it has none."""
-        return await self._texts.encode_chat(conversation)
-
-    async def compiled(self, constraint: Constraint | None) -> None:
-        """See `Generator.compiled`: checked here, compiled in the process that generates."""
-        if constraint is not None:
-            await self._texts.compiled(check_constraint, constraint)
-
-    def request(
-        self, prompt: Sequence[int], params: SamplingParams, terms: Terms, matcher: Matcher | None = None
-    ) -> GenerateParams:
-        """See `Generator.request`: checked here, so that a request that can never run is not sent."""
-        assert terms.prompt_logprobs is None  # it does not score
-        self.limits.check(prompt, params.max_tokens)
-        self.limits.check_sampling(params)
-        sampling = {name: getattr(params, name) for name in SamplingParams.__struct_fields__}
-        ids = prompt if isinstance(prompt, list) else list(prompt)  # not a copy for each choice
-        return GenerateParams(
-            **sampling, model_id=self._name, adapter=terms.adapter, prompt_token_ids=ids,
-            priority=terms.priority.name.lower(), client=str(terms.client), request_id=terms.id,
-            timeout_ms=None if terms.time_limit is None else terms.time_limit * 1e3,
-            max_gap_ms=None if terms.max_gap is None else terms.max_gap * 1e3,
-            traceparent="" if terms.span is None else terms.span.traceparent,
-        )  # fmt: skip
-
-    def prompt_scores(self, request: GenerateParams) -> Sequence[ScoredToken]:
-        """Nothing: it does not score."""
-        return ()
-
-    def submit_alike(self, requests: Sequence[GenerateParams], bell: asyncio.Event) -> list[StreamHandle]:
-        """See `Generator.submit_alike`. All go to the same process, whose cache then has their prompt."""
-        line = self._line()
-        handles: list[StreamHandle] = []
-        for request in requests:
-            handle = line.registry.register(bell=bell)
-            follows = handles[0].id if handles else None
-            handles.append(handle)
-            params = msgspec.structs.replace(request, stream_id=handle.id, follows=follows)
-            task = asyncio.create_task(self._send(line, handle, params))
-            self._sending.add(task)
-            task.add_done_callback(self._sending.discard)
-        return handles
-
-    def _line(self) -> Line:
-        """The ready line with the fewest unfinished requests."""
-        ready = [line for line in self.lines if line.client.ready]
-        if not ready:
-            raise min((line.client.unavailable() for line in self.lines), key=_soonest)
-        return min(ready, key=lambda line: line.unfinished)
-
-    @staticmethod
-    async def _send(line: Line, handle: StreamHandle, params: GenerateParams) -> None:
-        """Send a request; an error before it begins ends its stream."""
-        if handle.closed:  # its reader left before this task began
-            return
-        try:
-            await line.batcher.enqueue(params, params.priority)
-        except Cancelled:
-            pass  # its reader left
-        except ReflexError as error:
-            if not handle.ended:
-                line.registry.release(handle, error)
+def _of_model(generator: RemoteGenerator) -> dict[str, Any]:
+    """What /health says of one model."""
+    return {
+        "runner": generator.lanes[0].about.get("runner", ""),
+        "max_model_len": generator.limits.max_model_len,
+        "running": sum(lane.running for lane in generator.lanes),
+        "waiting": sum(lane.waiting for lane in generator.lanes),
+    }
 
 
 def _page(pages: Mapping[str, str]) -> bytes:
@@ -332,15 +191,11 @@ def _page(pages: Mapping[str, str]) -> bytes:
     return labelled("worker", {name: text_string_to_metric_families(text) for name, text in pages.items()})
 
 
-def _soonest(error: ReflexError) -> float:
-    return inf if error.retry_after is None else error.retry_after
-
-
-def opened(config: WorkersConfig, tokenizer: Tokenizer) -> Open:
-    """How to open a model in runtime processes."""
+def opened(config: WorkersConfig, tokenizers: Mapping[str, Tokenizer]) -> Open:
+    """How to open models in runtime processes."""
 
     async def open(opening: Opening) -> Workers:
-        workers = Workers(config, tokenizer, opening)
+        workers = Workers(config, tokenizers, opening)
         await workers.start()
         return workers
 
