@@ -24,6 +24,7 @@ from reflex_runtime.ipc.messages import (
     CHUNK,
     EVENT,
     LOAD,
+    PROMPT,
     STATS,
     TERMINAL,
     BatchResult,
@@ -33,6 +34,7 @@ from reflex_runtime.ipc.messages import (
     LoadModel,
     StreamChunk,
     StreamEvent,
+    StreamPrompt,
     StreamStats,
     Tokenize,
 )
@@ -40,7 +42,8 @@ from reflex_runtime.ipc.peer import Peer
 from reflex_runtime.ipc.worker import Worker, serve
 
 PATIENCE = 60.0  # seconds until a test that waits is broken
-_READERS = {CHUNK: Reader(StreamChunk), STATS: Reader(StreamStats), EVENT: Reader(StreamEvent)}
+_KINDS = {CHUNK: StreamChunk, PROMPT: StreamPrompt, STATS: StreamStats, EVENT: StreamEvent}
+_READERS: dict[str, Reader[Any]] = {method: Reader(kind) for method, kind in _KINDS.items()}
 _ANY, _BATCH = Reader(Any), Reader(BatchResult)
 
 
@@ -61,6 +64,7 @@ class StubStream(Stream[Out]):
         self.params, self.leader, self._most = params, leader, most
         self.prompt_tokens, self.cached_tokens, self.completion_tokens = 3, 1, 0
         self.held = self.closed = False
+        self.prompt_scores: list[Any] = []
 
     def say(self, *texts: str, finish: str | None = None) -> None:
         """A token for each text. finish: of the last, which ends it."""
@@ -155,11 +159,14 @@ class Front:
         self._look()
 
     def of(self, stream_id: str) -> list[Any]:
-        """What was said of a stream, as short words: its tokens' texts, `|` for is_final, stats, events."""
+        """What was said of a stream, as short words: how many tokens of its prompt were told of, its tokens' texts, `|`
+        for is_final, stats, events."""
         found: list[Any] = []
         for method, params in self.said:
             if params.stream_id == stream_id:
-                if method == CHUNK:
+                if method == PROMPT:
+                    found.append(len(params.tokens))
+                elif method == CHUNK:
                     found += [token.text for token in params.tokens] + ["|"] * params.is_final
                 else:
                     found.append("stats" if method == STATS else f"<{params.event}>")

@@ -22,6 +22,7 @@ PARAMS: dict[str, Any] = {
     messages.CHECK_DRAFT: messages.CheckDraft,
     messages.CANCEL: messages.StreamId,
     messages.CHUNK: messages.StreamChunk,
+    messages.PROMPT: messages.StreamPrompt,
     messages.STATS: messages.StreamStats,
     messages.EVENT: messages.StreamEvent,
     messages.CREDIT: messages.Credit,

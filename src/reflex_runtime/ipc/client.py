@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 from reflex_runtime.core.errors import Closed, ConfigError, CutShort, ProcessorHung, ReflexError, Rejected, WaitTimeout
 from reflex_runtime.ipc.frames import METHOD_NOT_FOUND, Codec, Notification, ProtocolError, Reader, RpcError, RpcRequest
-from reflex_runtime.ipc.messages import CHUNK, EVENT, INFO, PROTOCOL, SHUTDOWN, STATS, Info, Shutdown
+from reflex_runtime.ipc.messages import CHUNK, EVENT, INFO, PROMPT, PROTOCOL, SHUTDOWN, STATS, Info, Shutdown
 from reflex_runtime.ipc.peer import ConnectionLost, Peer, RawAnswer
 from reflex_runtime.ipc.spawn import Link, Opener, StartFailed
 from reflex_runtime.options import option, validate
@@ -33,7 +33,7 @@ State = Literal["starting", "ready", "restarting", "open", "stopped"]
 GRACE = 1.0  # seconds for a process to exit after its connection has ended, so that its exit status is known
 SOON = 1.0  # seconds until a retry while a start is under way
 _DAY = 86400.0
-_COUNTED = frozenset({CHUNK, STATS, EVENT})  # by name; other names come from outside and may be many
+_COUNTED = frozenset({CHUNK, PROMPT, STATS, EVENT})  # by name; other names come from outside and may be many
 
 
 class WorkerUnavailable(Rejected):

@@ -41,6 +41,8 @@ class OutputStream(Protocol):
     """One request's tokens, made in this process or in another.
 
     prompt_tokens, cached_tokens: of the prompt, and how many of them the prefix cache had; known once it has begun.
+    prompt_scores: what the model says of the prompt's tokens from the second on, where that was asked for; complete
+    before there is output.
     completion_tokens: so far. ended: whether no more will come; the bell has rung then, and outputs may be unread.
     """
 
@@ -48,6 +50,8 @@ class OutputStream(Protocol):
     def prompt_tokens(self) -> int: ...
     @property
     def cached_tokens(self) -> int: ...
+    @property
+    def prompt_scores(self) -> Sequence[ScoredToken]: ...
     @property
     def completion_tokens(self) -> int: ...
     @property

@@ -35,7 +35,7 @@ from reflex_runtime.drivers.dispatcher import Dispatcher
 from reflex_runtime.ipc.batcher_stats import UNSENT, BatchDispatched, BatcherStats, alone
 from reflex_runtime.ipc.generate_calls import Call, RuntimeConnection, RuntimeMessages, SentBatch
 from reflex_runtime.ipc.generate_config import OPTIONS, GenerateBatcherConfig
-from reflex_runtime.ipc.messages import BATCH_GENERATE, WINDOW, GenerateParams
+from reflex_runtime.ipc.messages import BATCH_GENERATE, MOST_SCORES, WINDOW, GenerateParams
 from reflex_runtime.ipc.registry import StreamHandle, StreamRegistry
 
 GROUP = "generate"
@@ -218,6 +218,7 @@ class GenerateBatcher:
         if params.credits != WINDOW:
             handle.window = params.credits
         handle.most = params.max_tokens
+        handle.scores_left = 0 if params.prompt_logprobs is None else MOST_SCORES
         id = params.request_id or str((telemetry or {}).get("request_id", ""))
         return msgspec.structs.replace(
             params, stream_id=handle.id, priority=priority, request_id=id, credits=handle.window

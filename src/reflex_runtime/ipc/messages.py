@@ -12,13 +12,14 @@ import msgspec
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.core.request import PRIORITIES
 from reflex_runtime.ipc.frames import RpcError
-from reflex_runtime.ipc.sampling import SamplingParams
+from reflex_runtime.ipc.sampling import MOST_LOGPROBS, SamplingParams
 
 INFO, STATE, METRICS, LIVE = "runtime/info", "runtime/state", "runtime/metrics", "runtime/live"
 LOAD, LOAD_MODELS, UNLOAD, TOKENIZE = "load_model", "load_models", "unload_model", "tokenize"
 GENERATE, BATCH_GENERATE, CANCEL, SHUTDOWN = "generate", "batch_generate", "cancel", "shutdown"
 CHECK_DRAFT = "check_draft"
 CHUNK, STATS, EVENT, CREDIT = "stream.chunk", "stream.stats", "stream.event", "stream.credit"
+PROMPT = "stream.prompt"
 
 DRAFT, GUIDANCE = "draft", "guidance"  # capabilities
 NGRAM = "ngram"  # the draft model that looks up what was said before
@@ -30,6 +31,7 @@ TERMINAL: frozenset[str] = frozenset({"completed", "cancelled", "error"})
 
 WINDOW = 64  # tokens that a stream may be ahead of its reader, unless its request says otherwise
 MOST_CREDITS = 1_000_000  # at a time
+MOST_SCORES = 1 << 19  # numbers that are told of the tokens of a prompt: some 40 MB of JSON
 SHORTEST_GAP_MS, LONGEST_GAP_MS = 1, 60_000  # between two tokens
 
 
@@ -89,7 +91,8 @@ class GenerateParams(SamplingParams, frozen=True, kw_only=True, omit_defaults=Tr
     stream_id: unique among the streams that have not ended. adapter: the name of one that is loaded with the model, ""
     for none. prompt: one of `prompt`, `prompt_token_ids`, `messages`.
     traceparent: of the request's span, where it is recorded. timeout_ms: until the first token; max_gap_ms: between
-    two. follows: a stream with the same prompt; this request waits until that stream has computed it. credits: tokens
+    two. prompt_logprobs: how many alternatives to report for each token of the prompt, None for nothing. follows: a
+    stream with the same prompt; this request waits until that stream has computed, and told of, it. credits: tokens
     that may be sent before `stream.credit` grants more. draft_model: what guesses the next tokens; `ngram` looks up
     what was said before. draft_token_ids: what the output is expected to begin with. guidance: see `guided`. They need
     the capabilities `draft` and `guidance`.
@@ -107,6 +110,7 @@ class GenerateParams(SamplingParams, frozen=True, kw_only=True, omit_defaults=Tr
     traceparent: str = ""
     timeout_ms: float | None = None
     max_gap_ms: float | None = None
+    prompt_logprobs: int | None = None
     follows: str | None = None
     credits: int = WINDOW
     draft_model: str | None = None
@@ -122,6 +126,9 @@ class GenerateParams(SamplingParams, frozen=True, kw_only=True, omit_defaults=Tr
         gap, low, high = self.max_gap_ms, SHORTEST_GAP_MS, LONGEST_GAP_MS
         if gap is not None and not low <= gap <= high:
             raise ConfigError(f"max_gap_ms={gap!r}: must be in [{low}, {high}] or absent")
+        told = self.prompt_logprobs
+        if told is not None and not 0 <= told <= MOST_LOGPROBS:
+            raise ConfigError(f"prompt_logprobs={told!r}: must be in [0, {MOST_LOGPROBS}] or absent")
 
 
 class CheckDraft(msgspec.Struct):
@@ -207,6 +214,22 @@ class StreamChunk(msgspec.Struct):
     stream_id: str
     tokens: list[Token]
     is_final: bool
+
+
+class PromptToken(msgspec.Struct, array_like=True):
+    """One token of a prompt that was scored. top: the likeliest (id, logprob)."""
+
+    token_id: int
+    logprob: float | None
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class StreamPrompt(msgspec.Struct):
+    """`stream.prompt`: what the model says of the next tokens of the prompt, from its second on. All of them come
+    before the first `stream.chunk` of the stream, and of those that follow it."""
+
+    stream_id: str
+    tokens: list[PromptToken]
 
 
 class StreamStats(msgspec.Struct):

@@ -2,7 +2,8 @@
 
 An engine sets the bell of a stream that has new tokens. At the end of that turn of the loop the tokens of all such
 streams are sent together, so that a step is one write. Tokens of a stream without credits stay with its engine, which
-holds that stream alone.
+holds that stream alone. What a model says of a prompt is sent before, a part in each turn of the loop, so that it
+delays no other stream's tokens.
 """
 
 from __future__ import annotations
@@ -18,11 +19,14 @@ from reflex_runtime.ipc.messages import (
     CHUNK,
     EVENT,
     MOST_CREDITS,
+    PROMPT,
     STATS,
     EventName,
     GenerateParams,
+    PromptToken,
     StreamChunk,
     StreamEvent,
+    StreamPrompt,
     StreamStats,
     Token,
 )
@@ -32,18 +36,20 @@ log = logging.getLogger("reflex.ipc")
 
 MOST_STREAMS = 10_000  # live at a time
 LONGEST_ID = 200  # characters
+SCORES_A_TURN = 4096  # numbers that are told of prompts in one turn of the loop: some 60 KB
 
 
 class Outlet:
     """A stream from its request to its terminal event.
 
     leader: a stream asked for before it, with the same prompt. stream: None until its engine has taken it. gone: why it
-    will not begin. begun: set when that is decided.
+    will not begin. begun: set when that is decided. told: tokens of its prompt that were told of, None where that is
+    not asked for. first_told: a leader that is not told of yet; behind: the streams that wait for this one so.
     """
 
     __slots__ = (
-        "arrived", "begun", "bell", "credits", "engine", "final", "first", "gone", "id", "leader", "model_id",
-        "stalled", "stream",
+        "arrived", "begun", "behind", "bell", "credits", "engine", "final", "first", "first_told", "gone", "id",
+        "leader", "model_id", "stalled", "stream", "told",
     )  # fmt: skip
 
     def __init__(
@@ -58,6 +64,11 @@ class Outlet:
         self.gone: ReflexError | None = None
         self.first: float | None = None  # when its first token was sent
         self.stalled = self.final = False
+        self.told: int | None = None if params.prompt_logprobs is None else 0
+        self.behind: list[Outlet] = []
+        self.first_told = leader if leader is not None and leader.told is not None else None
+        if self.first_told is not None:
+            self.first_told.behind.append(self)
 
 
 class _Bell(asyncio.Event):
@@ -80,6 +91,7 @@ class Outlets:
         self._clock = clock
         self._news: dict[Outlet, None] = {}
         self._asked = False
+        self._scores = 0  # numbers of prompts that may still be told in this turn
         self._empty = asyncio.Event()
         self._empty.set()
 
@@ -147,7 +159,7 @@ class Outlets:
         peer = self.peer
         if peer is None or peer.congested:
             return  # `on_relief` calls it again
-        news, self._news = self._news, {}
+        news, self._news, self._scores = self._news, {}, SCORES_A_TURN
         for outlet in news:
             if outlet.stream is not None:
                 try:
@@ -184,6 +196,8 @@ class Outlets:
 
     def _send(self, peer: Peer, outlet: Outlet, stream: EngineStream) -> None:
         unread = stream.unread
+        if unread and not self._told(peer, outlet, stream):
+            return
         if unread and outlet.credits:
             outputs = stream.take(min(unread, outlet.credits))
             outlet.credits -= len(outputs)
@@ -205,6 +219,33 @@ class Outlets:
         elif not outlet.stalled:  # it has no credits; one event for each time that its engine holds it
             outlet.stalled = True
             peer.notify(EVENT, StreamEvent(outlet.id, "backpressure"))
+
+    def _told(self, peer: Peer, outlet: Outlet, stream: EngineStream) -> bool:
+        """Tell of its prompt, as much as this turn has room for. Whether its tokens may be sent: all was told, also by
+        the stream that it follows."""
+        if outlet.told is not None:
+            begin = end = outlet.told
+            scores = stream.prompt_scores
+            while end < len(scores) and self._scores > 0:
+                self._scores -= 1 + len(scores[end].top)
+                end += 1
+            if end > begin:
+                tokens = [PromptToken(one.token_id, one.logprob, one.top) for one in scores[begin:end]]
+                peer.notify(PROMPT, StreamPrompt(outlet.id, tokens))
+            outlet.told = end
+            if end < len(scores):
+                self._rang(outlet)  # the rest in the next turn
+                return False
+            outlet.told = None
+            self._go_on(outlet)
+        return outlet.first_told is None
+
+    def _go_on(self, outlet: Outlet) -> None:
+        """Those that follow it wait no longer."""
+        behind, outlet.behind = outlet.behind, []
+        for follower in behind:
+            follower.first_told = None
+            self._rang(follower)
 
     def _failed(self, peer: Peer, outlet: Outlet, error: ReflexError) -> None:
         if isinstance(error, Cancelled):  # by its engine, which has held it too long
@@ -230,6 +271,7 @@ class Outlets:
     def _forget(self, outlet: Outlet) -> None:
         self.live.pop(outlet.id, None)
         self._news.pop(outlet, None)
+        self._go_on(outlet)
         if not self.live:
             self._empty.set()
 

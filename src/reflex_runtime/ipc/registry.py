@@ -24,13 +24,17 @@ from reflex_runtime.ipc.messages import (
     CHUNK,
     CREDIT,
     EVENT,
+    MOST_SCORES,
+    PROMPT,
     STATS,
     TERMINAL,
     WINDOW,
     Credit,
+    PromptToken,
     StreamChunk,
     StreamEvent,
     StreamId,
+    StreamPrompt,
     StreamStats,
     Token,
 )
@@ -44,8 +48,9 @@ WINDOWS = 4  # that may be unread; a runtime that keeps to its credits stays wit
 class StreamHandle(Stream[Token]):
     """One stream, for its one reader. See `Stream`; made by `StreamRegistry.register`.
 
-    prompt_tokens, cached_tokens, completion_tokens, ttft_ms: so far; final once it has ended. reserved: whether it
-    holds a place. window: tokens that the runtime may be ahead of the reader. token_s: seconds from one token to the
+    prompt_tokens, cached_tokens, completion_tokens, ttft_ms: so far; final once it has ended. prompt_scores: see
+    `OutputStream`; scores_left: numbers that may still come of them, 0 where nothing was asked for. reserved: whether
+    it holds a place. window: tokens that the runtime may be ahead of the reader. token_s: seconds from one token to the
     next, once it has ended. For the batcher: partition; most: tokens it may have; on_left: called when its reader
     leaves before it ended; on_end: called once, when it ends.
     """
@@ -60,8 +65,10 @@ class StreamHandle(Stream[Token]):
         "on_end",
         "on_left",
         "partition",
+        "prompt_scores",
         "prompt_tokens",
         "reserved",
+        "scores_left",
         "token_s",
         "ttft_ms",
         "window",
@@ -73,6 +80,8 @@ class StreamHandle(Stream[Token]):
         self.prompt_tokens = self.cached_tokens = self.completion_tokens = 0
         self.ttft_ms: float | None = None
         self.most, self.token_s = 0, 0.0
+        self.prompt_scores: list[PromptToken] = []
+        self.scores_left = 0
         self.reserved = False
         self.on_left: Callable[[], None] | None = None
         self.on_end: Callable[[], object] | None = None
@@ -125,10 +134,11 @@ class StreamRegistry:
         self._holders: dict[StreamHandle, None] = {}  # of a place
         self._idle = Idle(lambda: not self._holders)
         self.prefix, self._number = secrets.token_hex(4), 0
-        kinds = ((CHUNK, StreamChunk), (STATS, StreamStats), (EVENT, StreamEvent))
+        kinds = ((CHUNK, StreamChunk), (PROMPT, StreamPrompt), (STATS, StreamStats), (EVENT, StreamEvent))
         self._readers = {kind: Reader(of) for kind, of in kinds}
         self._notes: dict[str, Callable[[StreamHandle, Any], None]] = {
             CHUNK: self._chunk,
+            PROMPT: self._prompt,
             STATS: self._stats,
             EVENT: self._event,
         }
@@ -247,6 +257,15 @@ class StreamRegistry:
             self._give_up(handle, ProtocolError(f"the runtime is over {WINDOWS} windows ahead of the reader"))
         elif chunk.tokens:
             handle.push(chunk.tokens)
+
+    def _prompt(self, handle: StreamHandle, said: StreamPrompt) -> None:
+        handle.scores_left -= sum(1 + len(token.top) for token in said.tokens)
+        if handle.ended:
+            self.stray["after_the_end"] += 1
+        elif handle.scores_left < 0:
+            self._give_up(handle, ProtocolError(f"{PROMPT}: not asked for, or more than {MOST_SCORES} numbers"))
+        else:
+            handle.prompt_scores += said.tokens
 
     def _stats(self, handle: StreamHandle, stats: StreamStats) -> None:
         handle.prompt_tokens, handle.cached_tokens = stats.prompt_tokens, stats.cached_tokens

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -12,8 +11,10 @@ import pytest
 
 from late import late
 from llm.workers.test_workers import Fleet
+from reflex_runtime.ipc.messages import BATCH_GENERATE
 from reflex_runtime.ipc.sampling import SamplingParams
 from reflex_runtime.llm.engine import LLMEngine
+from reflex_runtime.llm.sequence import Sequence
 from reflex_runtime.llm.serving.answers.completions import Answer
 from reflex_runtime.llm.toy import ByteTokenizer
 from serving.openai_toy import Model, Toy
@@ -185,10 +186,86 @@ def test_l9_what_cannot_be_told_is_refused_by_name(toy: Toy, fields: Any, param:
     assert says in error["message"]
 
 
-def test_l9_with_workers_it_is_refused_by_name() -> None:
-    with Fleet() as fleet:
-        for fields, param in (({"echo": True, "logprobs": 0}, "echo"), ({"prompt_logprobs": 0}, "prompt_logprobs")):
-            answer = fleet.complete(PROMPT, **fields)
-            assert (answer.status, fleet.error(answer)["param"]) == (400, param)
-            assert "--workers" in fleet.error(answer)["message"]
-        assert json.loads(fleet.complete(PROMPT, echo=True, max_tokens=1).body)["choices"][0]["text"][:6] == "robots"
+@pytest.mark.parametrize("prompt", ["hi", "a prompt of more than one block of the cache"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_l9_a_prompt_is_scored_once_for_all_its_choices(
+    toy: Toy, prompt: str, stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    score, asked = Sequence.score, list[str]()
+
+    def counted(self: Sequence, alternatives: int = 0) -> None:
+        asked.append(self.request_id)
+        score(self, alternatives)
+
+    monkeypatch.setattr(Sequence, "score", counted)
+    fields = {"n": 3, "max_tokens": 2, "temperature": 1, "seed": 1, "echo": True, "logprobs": 1}
+    if stream:
+        with toy.open([prompt, "b"], stream=True, **fields) as caller:
+            caller.read()
+        first = dict[int, Any]()
+        for choice in (event["choices"][0] for event in caller.said):
+            first.setdefault(choice["index"], choice["logprobs"]["token_logprobs"])
+    else:
+        choices = toy.complete([prompt, "b"], **fields).json["choices"]
+        first = {choice["index"]: choice["logprobs"]["token_logprobs"] for choice in choices}
+    assert len(asked) == 2
+    found = [first[index][: len(prompt)] for index in range(3)]
+    assert found[0][0] is None
+    assert None not in found[0][1:]
+    assert found == [found[0]] * 3
+    assert len(first) == 6
+
+
+@pytest.fixture(scope="module")
+def fleet() -> Iterator[Fleet]:
+    with Fleet(2) as made:
+        yield made
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"echo": True, "logprobs": 2, "max_tokens": 3},
+        {"prompt": [PROMPT, "a", "x" * 300], "echo": True, "logprobs": 0, "max_tokens": 0},
+        {"prompt": [[1, 2, 3], [4]], "echo": True, "logprobs": 20, "max_tokens": 1},
+        {"prompt_logprobs": 3, "logprobs": 1, "n": 3, "seed": 7, "temperature": 1, "max_tokens": 2},
+        {"prompt": "y" * 900, "prompt_logprobs": 20, "max_tokens": 1},
+    ],
+)
+def test_l9_with_workers_a_prompt_is_told_as_without(toy: Toy, fleet: Fleet, fields: Any) -> None:
+    asked = {"prompt": PROMPT} | fields
+    expected, found = toy.complete(**asked), fleet.complete(**asked)
+    if toy.runner.max_model_len < 900 and expected.status == 400:
+        with Toy() as long:
+            expected = long.complete(**asked)
+    assert (expected.status, found.status) == (200, 200), (expected.body, found.body)
+    assert found.json["choices"] == expected.json["choices"]
+    assert found.json["usage"] == expected.json["usage"]
+
+
+def test_l9_with_workers_a_stream_begins_with_its_prompt_and_each_prompt_is_scored_once(fleet: Fleet) -> None:
+    assert fleet.workers is not None
+    said = list[Any]()
+    for line in fleet.workers.lines:
+        call = line.client.call
+
+        def heard(method: str, params: Any, call: Any = call) -> Any:
+            said.extend(params["requests"] if method == BATCH_GENERATE else [])
+            return call(method, params)
+
+        line.client.call = heard  # type: ignore[method-assign]
+    with fleet.open("x" * 500, n=3, max_tokens=2, stream=True, echo=True, logprobs=20) as caller:
+        caller.read()
+    first = dict[int, Any]()
+    for choice in (event["choices"][0] for event in caller.said):
+        first.setdefault(choice["index"], choice["logprobs"])
+    assert [len(first[index]["tokens"]) >= 500 for index in range(3)] == [True] * 3
+    assert first[1]["token_logprobs"][:500] == first[2]["token_logprobs"][:500] == first[0]["token_logprobs"][:500]
+    assert [one.prompt_logprobs for one in said] == [20, None, None]
+    chat = {"model": "toy", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 1, "prompt_logprobs": 0}
+    answer = fleet.post("/v1/chat/completions", chat).json
+    assert len(answer["prompt_logprobs"]) == answer["usage"]["prompt_tokens"]
+    answer = fleet.complete(["robots " * 40] * 8, n=16, prompt_logprobs=20)
+    assert (answer.status, fleet.error(answer)["param"]) == (400, "prompt_logprobs")
+    parts = [line["client"]["received"].get("stream.prompt", 0) for line in fleet.status_page()["lines"]]
+    assert sum(parts) >= 3  # 500 tokens with 20 alternatives are 10,479 numbers

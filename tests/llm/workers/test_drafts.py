@@ -16,6 +16,7 @@ from reflex_runtime.ipc.guidance import guided
 from reflex_runtime.ipc.messages import CheckDraft, GenerateParams, LoadModel
 from reflex_runtime.ipc.sampling import Constraint
 from reflex_runtime.llm.toy import ByteTokenizer
+from reflex_runtime.llm.workers import worker_engine
 from reflex_runtime.llm.workers.worker_engine import TokenizerEngine, WorkerEngine, loading
 
 from .toy_worker import make
@@ -40,6 +41,19 @@ def play(work: Callable[[WorkerEngine], Awaitable[None]]) -> None:
             await work(engine)
 
     asyncio.run(main())
+
+
+def test_l9_a_runtime_process_tells_no_more_of_a_prompt_than_a_front_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_engine, "MOST_SCORES", 6)
+
+    async def work(engine: WorkerEngine) -> None:
+        with pytest.raises(ConfigError, match=r"prompt_logprobs: 8 numbers of the prompt would be told, at most 6 are"):
+            await said(engine, prompt="abcd", prompt_logprobs=1)
+        assert len((await said(engine, prompt="abc", prompt_logprobs=1, max_tokens=2))[0]) == 2
+        with pytest.raises(ConfigError, match=r"prompt_logprobs=21: must be in \[0, 20\] or absent"):
+            await said(engine, prompt_logprobs=21)
+
+    play(work)
 
 
 async def said(engine: WorkerEngine, **params: Any) -> tuple[list[int], str]:

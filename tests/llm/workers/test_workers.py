@@ -347,7 +347,7 @@ def test_g14_who_asks_is_told_when_the_first_of_them_is_tried_again() -> None:
 
 
 def test_g14_a_deadline_holds_at_the_engine_too() -> None:
-    with Fleet(step_ms=2, options=lambda number, _: {"max_num_seqs": 1}) as fleet:
+    with Fleet(step_ms=2, options=lambda _, number, restarts: {"max_num_seqs": 1}) as fleet:
         with fleet.open("long", max_tokens=8000, stream=True) as long:
             long.read_until(b"data: ")
             late = fleet.complete("late", max_tokens=3, deadline_ms=300)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Final
+from typing import Any
 
 from msgspec.structs import replace as changed
 
 from reflex_runtime.config import LLMServeConfig
 from reflex_runtime.core.errors import ConfigError, Expired, TooLarge
+from reflex_runtime.ipc.messages import MOST_SCORES
 from reflex_runtime.llm.constraint import Matcher
 from reflex_runtime.llm.reasoning import ThoughtParser, in_thought
 from reflex_runtime.llm.serving.answers.replies import PartReader
@@ -24,17 +25,12 @@ from reflex_runtime.llm.tools import ToolFormat
 from reflex_runtime.telemetry.tracing import RequestSpan
 from reflex_runtime.web.exchange import Exchange
 
-MOST_SCORES: Final = 1 << 19  # numbers that one answer tells of its prompts: some 40 MB of JSON
-
 
 async def tokenised(
     runtime: Generator[Any], asked: wire.CompletionRequest, config: LLMServeConfig
 ) -> tuple[wire.CompletionRequest, list[list[int]]]:
     """The request, a call forced where it demands one, and the tokens of its prompts. Raises BadRequest."""
     _check_choices(asked, config)
-    if asked.prompt_logprobs is not None and not runtime.scores:
-        name = "echo" if asked.echo else "prompt_logprobs"
-        raise BadRequest(f"{name}: what the model says of a prompt is not told with --workers", name)
     try:
         asked = _with_tools(asked, runtime.tokenizer.tool_format)
         prompts = await _tokens(runtime, asked)
@@ -143,7 +139,8 @@ def requests_of(
     terms: Terms,
     matcher: Matcher | None,
 ) -> list[Any]:
-    """The requests of the prompt of that number, one for each choice. Raises BadRequest where they could never run."""
+    """The requests of the prompt of that number, one for each choice; the first is asked what the model says of the
+    prompt. Raises BadRequest where they could never run."""
     params = asked.params
     if asked.max_tokens is None:  # as many as there is room for
         room = runtime.limits.room(len(ids))
@@ -156,7 +153,8 @@ def requests_of(
         seeded = params if params.seed is None or not i else changed(params, seed=(params.seed + i) % (1 << 64))
         name = terms.id + (f"#{index}" if index or asked.n > 1 or len(asked.prompts) > 1 else "")
         try:
-            found.append(runtime.request(ids, seeded, replace(terms, id=name), matcher))
+            own = replace(terms, id=name, prompt_logprobs=None if i else terms.prompt_logprobs)
+            found.append(runtime.request(ids, seeded, own, matcher))
         except TooLarge as error:
             raise BadRequest(error.message, asked.field, "context_length_exceeded") from None
         except ConfigError as error:

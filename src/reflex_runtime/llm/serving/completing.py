@@ -115,9 +115,8 @@ class Underway:
         if asked.conversation is not None:
             self._reader = reader_of(asked, runtime.tokenizer, prompts[0])
         if asked.prompt_logprobs is not None:
-            firsts = [Choice(ids[0]) for ids in prompts for _ in range(asked.n)]
-            told = [runtime.prompt_scores(request) for group in groups for request in group]
-            self._scores = lambda index: [firsts[index], *told[index]]
+            first = [(Choice(ids[0]), stream) for ids, stream in zip(prompts, self._streams[:: asked.n], strict=True)]
+            self._scores = partial(_prompt_tokens, first, asked.n)
         self._asked = replace(asked, prompts=[], conversation=None)
 
     def answering(self) -> Answering:
@@ -181,6 +180,12 @@ async def _made(long: bool, write: Callable[[], bytes]) -> bytes:
     if not long:
         return write()
     return await asyncio.get_running_loop().run_in_executor(None, write)
+
+
+def _prompt_tokens(first: Sequence[tuple[ScoredToken, OutputStream]], n: int, index: int) -> list[ScoredToken]:
+    """The prompt of a choice. first: the first token of each prompt, and the stream that tells of the others."""
+    token, stream = first[index // n]
+    return [token, *stream.prompt_scores]
 
 
 def _usage(streams: list[OutputStream], asked: wire.CompletionRequest) -> Usage:

@@ -17,12 +17,12 @@ from reflex_runtime.core.events import Event, RequestProgressed
 from reflex_runtime.core.request import Request, Ticket
 from reflex_runtime.core.scheduler import Scheduler
 from reflex_runtime.drivers.stream import Bell, Stream
-from reflex_runtime.ipc.engine import Output, OutputStream, ScoredToken
+from reflex_runtime.ipc.engine import Output, OutputStream
 from reflex_runtime.ipc.sampling import Constraint, SamplingParams
 from reflex_runtime.llm.constraint import Matcher
 from reflex_runtime.llm.limits import Limits
 from reflex_runtime.llm.processor import LLMProcessor
-from reflex_runtime.llm.sequence import Choice, TokenOutput
+from reflex_runtime.llm.sequence import Sequence, TokenOutput
 from reflex_runtime.llm.serving.model_device import ModelDevice
 from reflex_runtime.llm.serving.requests.texts import Texts
 from reflex_runtime.llm.terms import PLAIN, Terms
@@ -35,10 +35,7 @@ PATIENCE = 120.0  # seconds that a held stream may wait for its reader: it occup
 
 
 class Generator(Protocol[R]):
-    """What generates tokens for the requests (R) of one event loop: in this process, or in others. scores: whether it
-    says what the model thinks of prompts."""
-
-    scores: bool
+    """What generates tokens for the requests (R) of one event loop: in this process, or in others."""
 
     @property
     def tokenizer(self) -> Tokenizer: ...
@@ -62,11 +59,8 @@ class Generator(Protocol[R]):
         terms: Terms,
         matcher: Matcher | None = None,
     ) -> R:
-        """A request for `submit_alike`. terms: with `prompt_logprobs` only where it `scores`. matcher: what `compiled`
+        """A request for `submit_alike`. matcher: what `compiled`
         returned for its constraint. Raises TooLarge, ConfigError."""
-
-    def prompt_scores(self, request: R) -> Seq[ScoredToken]:
-        """What the model says of the prompt's tokens from the second on, once the request has its first token."""
 
     def submit_alike(self, requests: Seq[R], bell: asyncio.Event) -> Seq[OutputStream]:
         """Admit requests with the same prompt, which is computed once: all of them or none. Raises `Rejected`; where
@@ -74,8 +68,8 @@ class Generator(Protocol[R]):
 
 
 class GenerationStream(Stream[TokenOutput]):
-    """A request's tokens in this process: see `OutputStream`. held: whether it makes no tokens until it is read, or
-    until the request it follows has begun."""
+    """A request's tokens in this process: see `OutputStream`. scores: whether its prompt is scored. held: whether it
+    makes no tokens until it is read, or until the request it follows has begun."""
 
     __slots__ = (
         "_followers",
@@ -85,17 +79,20 @@ class GenerationStream(Stream[TokenOutput]):
         "cached_tokens",
         "completion_tokens",
         "held",
+        "prompt_scores",
         "prompt_tokens",
+        "scores",
     )
 
-    def __init__(self, runtime: GenerationRuntime, bell: asyncio.Event | None, prompt_tokens: int) -> None:
+    def __init__(self, runtime: GenerationRuntime, bell: asyncio.Event | None, sequence: Sequence) -> None:
         super().__init__(bell)
         self._runtime = runtime
         self._ticket: Ticket | None = None  # None before it is submitted, and once it is not wanted
         self._followers: tuple[GenerationStream, ...] = ()
         self._stalls: asyncio.TimerHandle | None = None
         self.held = False
-        self.prompt_tokens, self.cached_tokens, self.completion_tokens = prompt_tokens, 0, 0
+        self.prompt_tokens, self.cached_tokens, self.completion_tokens = sequence.num_prompt_tokens, 0, 0
+        self.prompt_scores, self.scores = sequence.prompt_choices, sequence.scores_from is not None
 
     # -- the runtime's -------------------------------------------------------------------------------------------------
 
@@ -154,7 +151,6 @@ class GenerationRuntime:
     """
 
     events = frozenset({RequestProgressed})  # as a sink; ends come to each stream's own callback
-    scores = True
 
     def __init__(
         self, processor: LLMProcessor, device: ModelDevice, *, unread: int = UNREAD, patience: float = PATIENCE
@@ -201,17 +197,12 @@ class GenerationRuntime:
         """A request for `submit`: see `LLMProcessor.request`."""
         return self.processor.request(prompt, params, terms, matcher)
 
-    def prompt_scores(self, request: Request) -> Seq[ScoredToken]:
-        """See `Generator.prompt_scores`."""
-        found: list[Choice] = request.payload.prompt_choices
-        return found
-
     def submit(self, request: Request, bell: asyncio.Event | None = None) -> GenerationStream:
         """Admit a request that `processor.request` made. Raises `Rejected`.
 
         bell: set whenever there is something to read, for a reader of several streams.
         """
-        stream = GenerationStream(self, bell, request.payload.num_prompt_tokens)
+        stream = GenerationStream(self, bell, request.payload)
         stream._ticket = ticket = self.batcher.submit(request, self._settled)
         self._streams[ticket] = stream
         return stream
@@ -231,9 +222,11 @@ class GenerationRuntime:
         return streams
 
     def follow(self, first: GenerationStream, others: Seq[GenerationStream]) -> None:
-        """The others wait until the first has computed the prompt, and find it in the prefix cache."""
+        """The others wait until the first has computed the prompt, and find it in the prefix cache. Where the first is
+        asked what the model says of the prompt, that is known before any of them has a token."""
         pool, computes = self.processor.pool, not (first.ended or first.completion_tokens)
-        if others and computes and pool.prefix_caching and first.prompt_tokens > pool.block_size:
+        cached = pool.prefix_caching and first.prompt_tokens > pool.block_size
+        if others and computes and (cached or first.scores):
             first.follow(others)
             self._set_held(others)
 

@@ -9,7 +9,6 @@ from math import inf
 import msgspec
 
 from reflex_runtime.core.errors import Cancelled, ReflexError
-from reflex_runtime.ipc.engine import ScoredToken
 from reflex_runtime.ipc.messages import GenerateParams
 from reflex_runtime.ipc.registry import StreamHandle
 from reflex_runtime.ipc.sampling import Constraint, SamplingParams
@@ -24,8 +23,6 @@ from reflex_runtime.llm.workers.tokenizer_process import TokenizerProcess
 
 class RemoteGenerator:
     """The `Generator` of one model. lines: of all processes, each of which has the model."""
-
-    scores = False  # what a model says of prompts does not travel
 
     def __init__(self, name: str, lines: Sequence[Line], tokenizer: Tokenizer, tokenizing: TokenizerProcess) -> None:
         self._name, self._lines = name, lines
@@ -74,7 +71,6 @@ class RemoteGenerator:
         self, prompt: Sequence[int], params: SamplingParams, terms: Terms, matcher: Matcher | None = None
     ) -> GenerateParams:
         """See `Generator.request`: checked here, so that a request that can never run is not sent."""
-        assert terms.prompt_logprobs is None  # it does not score
         self.limits.check(prompt, params.max_tokens)
         self.limits.check_sampling(params)
         sampling = {name: getattr(params, name) for name in SamplingParams.__struct_fields__}
@@ -84,12 +80,9 @@ class RemoteGenerator:
             priority=terms.priority.name.lower(), client=str(terms.client), request_id=terms.id,
             timeout_ms=None if terms.time_limit is None else terms.time_limit * 1e3,
             max_gap_ms=None if terms.max_gap is None else terms.max_gap * 1e3,
+            prompt_logprobs=terms.prompt_logprobs,
             traceparent="" if terms.span is None else terms.span.traceparent,
         )  # fmt: skip
-
-    def prompt_scores(self, request: GenerateParams) -> Sequence[ScoredToken]:
-        """Nothing: it does not score."""
-        return ()
 
     def submit_alike(self, requests: Sequence[GenerateParams], bell: asyncio.Event) -> list[StreamHandle]:
         """See `Generator.submit_alike`. All go to the same process, whose cache then has their prompt."""

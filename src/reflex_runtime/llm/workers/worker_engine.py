@@ -16,7 +16,15 @@ from reflex_runtime.core.request import PRIORITIES
 from reflex_runtime.drivers.in_thread import in_thread
 from reflex_runtime.drivers.process_memory import freeze_loaded
 from reflex_runtime.ipc.guidance import guided
-from reflex_runtime.ipc.messages import NGRAM, CheckDraft, CheckedDraft, GenerateParams, LoadModel, Tokenize
+from reflex_runtime.ipc.messages import (
+    MOST_SCORES,
+    NGRAM,
+    CheckDraft,
+    CheckedDraft,
+    GenerateParams,
+    LoadModel,
+    Tokenize,
+)
 from reflex_runtime.ipc.sampling import SamplingParams
 from reflex_runtime.ipc.worker import Load
 from reflex_runtime.llm.runner import Runner
@@ -101,9 +109,11 @@ class WorkerEngine:
             span=parent_of(params.traceparent.encode()) if params.traceparent else None,
             adapter=params.adapter,
             draft=(params.draft_token_ids or []) if guesses else None,
+            prompt_logprobs=params.prompt_logprobs,
         )
         runtime = self.runtime(params.model_id)
         prompt, matcher = await self._prompt(params), await runtime.compiled(params.constraint)
+        _check_scores(params, prompt)
         stream = runtime.submit(runtime.request(prompt, params, terms, matcher), bell)
         if leader is not None:
             runtime.follow(leader, [stream])
@@ -188,6 +198,13 @@ def _incompatible(draft_model: str) -> str:
     if draft_model == NGRAM:
         return ""
     return f"draft_model={draft_model[:100]!r}: must be {NGRAM!r}; drafts of another model are not served"
+
+
+def _check_scores(params: GenerateParams, prompt: Sequence[int]) -> None:
+    """Raises ConfigError where more would be told of the prompt than a front takes."""
+    told = 0 if params.prompt_logprobs is None else len(prompt) * (1 + params.prompt_logprobs)
+    if told > MOST_SCORES:
+        raise ConfigError(f"prompt_logprobs: {told} numbers of the prompt would be told, at most {MOST_SCORES} are")
 
 
 async def tokenized(texts: Texts | GenerationRuntime, params: Tokenize) -> list[int]:
