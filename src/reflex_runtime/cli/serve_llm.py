@@ -14,7 +14,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from reflex_runtime.cli import logs

@@ -191,10 +191,10 @@ def test_l9_what_cannot_be_told_is_refused_by_name(toy: Toy, fields: Any, param:
 def test_l9_a_prompt_is_scored_once_for_all_its_choices(
     toy: Toy, prompt: str, stream: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    score, asked = Sequence.score, list[str]()
+    score, asked = Sequence.score, list[int]()
 
     def counted(self: Sequence, alternatives: int = 0) -> None:
-        asked.append(self.request_id)
+        asked.append(alternatives)
         score(self, alternatives)
 
     monkeypatch.setattr(Sequence, "score", counted)
@@ -208,7 +208,7 @@ def test_l9_a_prompt_is_scored_once_for_all_its_choices(
     else:
         choices = toy.complete([prompt, "b"], **fields).json["choices"]
         first = {choice["index"]: choice["logprobs"]["token_logprobs"] for choice in choices}
-    assert len(asked) == 2
+    assert asked == [1, 1]
     found = [first[index][: len(prompt)] for index in range(3)]
     assert found[0][0] is None
     assert None not in found[0][1:]
