@@ -101,6 +101,22 @@ def test_l9_the_cache_of_prompts_is_told(toy: Toy, client: Any) -> None:
     assert (second.cache_read_input_tokens, second.input_tokens) == (96, 12)
 
 
+@pytest.mark.parametrize("as_blocks", [True, False])
+def test_l9_a_line_of_billing_is_no_part_of_the_prompt(toy: Toy, client: Any, as_blocks: bool) -> None:
+    """It differs in every request of an agent: behind it nothing would be found in the cache."""
+
+    def asked(line: str) -> Any:
+        rules = f"{as_blocks} {'Be brief. ' * 12}"
+        system: Any = [block(line), block(rules)] if as_blocks else f"{line}\n{rules}"
+        return client.messages.create(**ASK, system=system).usage
+
+    asked("x-anthropic-billing-header: cc_version=2; cch=71fea;")
+    usage = asked("x-anthropic-billing-header: cc_version=2; cch=0aaa9;")
+    assert (usage.cache_read_input_tokens, usage.input_tokens < 16) == (144, True), usage
+    other = asked("x-anthropic-other: 1")
+    assert other.cache_read_input_tokens <= 16
+
+
 def test_l9_thoughts_texts_and_calls_are_blocks(talking: Any) -> None:
     ask = ASK | {"max_tokens": 200, "tools": [MOVE]}
     found = talking.messages.create(**ask)

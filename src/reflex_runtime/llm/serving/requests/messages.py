@@ -147,6 +147,7 @@ class InputTokens(msgspec.Struct):
 PLAIN: Final = plain_of(
     MessageFields, include_stop_str_in_output=(False,), service_tier=("auto", "standard_only")
 )
+_BILLING: Final = "x-anthropic-billing-header:"
 _message = msgspec.json.Decoder(MessageFields)
 _count = msgspec.json.Decoder(TalkFields)
 
@@ -203,13 +204,20 @@ def _conversation(fields: TalkFields) -> tuple[Conversation, AskedTools]:
     inputs = (b.input for turn in turns if isinstance(turn.content, list) for b in turn.content)
     check_arguments("messages", "inputs of their tool_use", (bytes(one).decode() for one in inputs))
     messages: list[dict[str, Any]] = []
-    if fields.system:
-        messages.append({"role": "system", "content": text_of("system", fields.system, "text")})
+    if system := _instructions(fields.system or ""):
+        messages.append({"role": "system", "content": system})
     for i, turn in enumerate(turns):
         messages += _turn(f"messages[{i}]", turn)
     tools, shown = _tools(fields)
     more = _thinking(fields.thinking) | template_variables(fields.chat_template_kwargs)
     return Conversation(messages, shown, more), tools
+
+
+def _instructions(system: str | list[Block]) -> str:
+    """Without the line of billing that some agents send first. Its value differs in every request, so no prompt would
+    begin like an earlier one."""
+    text = text_of("system", system, "text")
+    return text.partition("\n")[2] if text.startswith(_BILLING) else text
 
 
 def _thinking(said: Thinking | None) -> dict[str, Any]:
