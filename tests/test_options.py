@@ -123,7 +123,7 @@ def test_h10_what_a_needed_setting_needs_is_needed_too() -> None:
 @pytest.fixture(autouse=True)
 def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     """What should have been refused must not serve for ever; and the file of a key need not be there."""
-    monkeypatch.setattr("reflex_runtime.config._key_in", lambda file: "key")
+    monkeypatch.setattr("reflex_runtime.config.checks._key_in", lambda file: "key")
     monkeypatch.setattr("reflex_runtime.web.listen.bind", None)
     monkeypatch.setattr("reflex_runtime.cli.feeds_session.FeedsSession", None)
 

@@ -1,0 +1,28 @@
+"""The settings of the commands: frozen values, declared with `option`."""
+
+from reflex_runtime.config.feeds import FeedsConfig
+from reflex_runtime.config.models import MAX_MODELS, MODEL_SETTINGS, EmbeddingServeConfig, LLMServeConfig
+from reflex_runtime.config.policies import (
+    DEFAULT_POLICY,
+    MAX_POLICIES,
+    OWN_SETTINGS,
+    OwnSettings,
+    RayConfig,
+    ServeConfig,
+)
+from reflex_runtime.config.server import ServerConfig
+
+__all__ = [
+    "DEFAULT_POLICY",
+    "MAX_MODELS",
+    "MAX_POLICIES",
+    "MODEL_SETTINGS",
+    "OWN_SETTINGS",
+    "EmbeddingServeConfig",
+    "FeedsConfig",
+    "LLMServeConfig",
+    "OwnSettings",
+    "RayConfig",
+    "ServeConfig",
+    "ServerConfig",
+]

@@ -1,0 +1,197 @@
+"""The settings of `reflex feeds`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from reflex_runtime.config.checks import check_endpoint, check_trust
+from reflex_runtime.options import option, validate
+
+
+@dataclass(frozen=True, slots=True)
+class FeedsConfig:
+    """The settings of `reflex feeds`."""
+
+    processor: str = option(
+        "", "your processor: module:name of a class, of a function that returns one, or of an instance",
+        metavar="MODULE:NAME",
+        group="the processor",
+    )
+    onnx: str = option(
+        "", "a detector or classifier in ONNX, as the processor; shapes is the bundled one", metavar="FILE"
+    )
+    size: str = option(
+        "", "with --onnx: size that frames are brought to, where the graph leaves it open; by default what it was "
+        "exported for",
+        metavar="640|WxH", needs="onnx",
+    )
+    resize: str = option(
+        "auto", "with --onnx: letterbox keeps the shape of a frame, stretch does not, crop takes its middle; auto is "
+        "what the kind of model needs",
+        choices=("auto", "letterbox", "stretch", "crop"), needs="onnx",
+    )
+    names: str = option(
+        "", "with --onnx: file with the names of the classes, one a line or as a list; by default those in the graph",
+        metavar="FILE", needs="onnx",
+    )
+    score: float | None = option(
+        None, "with --onnx: what scores less is left out; by default 0.25 for YOLO, 0.5 for other detectors, 0 for "
+        "classifiers",
+        low=0, high=1, metavar="SCORE", needs="onnx",
+    )
+    iou: float | None = option(
+        None, "with --onnx: of two boxes of a class that share more of their union than this, the better one stays; "
+        "0.7 by default. For graphs that do not do it themselves",
+        low=0, high=1, metavar="SHARE", needs="onnx",
+    )
+    classes: tuple[str, ...] = option(
+        (), "with --onnx: the only classes to report, by name or number, with commas", metavar="NAME,…", needs="onnx"
+    )
+    max_detections: int = option(
+        0, "with --onnx: most detections of a frame; 0 is 300, and the 5 best classes of a classifier",
+        low=0, high=1000, needs="onnx",
+    )
+    provider: str = option("cpu", "with --onnx: cpu, cuda, openvino or an ONNX Runtime provider name", needs="onnx")
+    threads: int = option(1, "with --onnx: ONNX Runtime threads per call", low=1, high=256, needs="onnx")
+    then: str = option(
+        "", "a second model in ONNX, such as a classifier: it is asked about what was found, each box as a picture",
+        metavar="FILE",
+    )
+    then_classes: tuple[str, ...] = option(
+        (), "with --then: the only classes that it is asked about, by name or number, with commas", metavar="NAME,…",
+        needs="then",
+    )
+    then_most: int = option(
+        16, "with --then: most boxes of a frame that it is asked about, those with the highest scores", low=1, high=300,
+        needs="then",
+    )
+    then_batch_size: int = option(
+        8, "with --then: most boxes in a call of the second model", low=1, high=4096, needs="then"
+    )
+    startup_timeout_s: float = option(30.0, "how long the processor may take to start", low=0.1, high=3600, unit="s")
+    max_batch_size: int = option(4, "most frames in a call of the processor", low=1, high=4096, group="batching")
+    max_latency_ms: float = option(
+        50.0, "longest time that a free processor waits for feeds that are due; it waits only if that pays",
+        low=0, high=60_000, unit="ms",
+    )
+    queue_capacity: int = option(
+        0, "most frames waiting for the processor; 0 is four batches, and at least one place per feed",
+        low=0, high=1_000_000
+    )
+    response_timeout_s: float = option(
+        5.0, "time that a feed waits for its answer, in addition to --max-latency-ms", low=0.01, high=3600, unit="s"
+    )
+    watchdog_s: float = option(
+        60.0, "a batch that runs longer is reported and its feeds go on without it; 0 is off",
+        low=0, high=3600, unit="s"
+    )
+    realtime: bool = option(
+        False, "play files at their own pace, as if they were cameras: the newest frame wins", needs="a file",
+        group="the feeds",
+    )
+    loop: bool = option(False, "start files over when they end; needs --realtime", needs="a file")
+    max_age_ms: float = option(
+        1000.0, "live: a frame older than this is dropped, not computed", low=1, high=3_600_000, unit="ms",
+        needs="a live feed",
+    )
+    restarts: int = option(
+        0, "live: total number of times that a lost source is opened again; 0 is no limit",
+        low=0, high=1_000_000, needs="a live feed",
+    )
+    read_timeout_s: float = option(
+        5.0, "a camera that sends nothing for this long counts as lost", low=0.1, high=600, unit="s", needs="a camera"
+    )
+    every: int = option(1, "take one of so many pictures", low=1, high=1_000_000)
+    fps: float = option(0.0, "take at most so many pictures a second; 0 takes all", low=0, high=1000)
+    rotate: str = option("0", "turn pictures clockwise by so many degrees", choices=("0", "90", "180", "270"))
+    roi: str = option(
+        "", "the part of the (turned) picture that the processor gets, in pixels; results are in pixels of the whole "
+        "picture",
+        metavar="X,Y,W,H",
+    )
+    hwaccel: str = option(
+        "", "decode on a device: auto, or one that FFmpeg knows, such as cuda or vaapi. Where it does not work, a line "
+        "says so and the CPU decodes",
+        metavar="DEVICE", needs="a video",
+    )
+    duration_s: float = option(
+        0.0, "stop this long after the start of the feeds; 0 runs until every feed has ended", low=0, high=1e9, unit="s"
+    )
+    track: bool = option(
+        False, "number the objects of each feed from frame to frame, by ByteTrack", group="after the batch"
+    )
+    track_score: float = option(
+        0.5, "a detection that scores this begins a track; others only continue one", low=0, high=1, needs="track"
+    )
+    zone: tuple[str, ...] = option(
+        (), "count detections inside of this polygon, in pixels of the frame", metavar="NAME=X1,Y1,…", repeat=True
+    )
+    line: tuple[str, ...] = option(
+        (), "count objects that cross this line", metavar="NAME=X1,Y1,X2,Y2", repeat=True, needs="track"
+    )
+    stage: tuple[str, ...] = option(
+        (), "your own stage: module:name of a function that gets and returns a result, or of a class, which may keep "
+        "state",
+        metavar="MODULE:NAME", repeat=True,
+    )
+    results: str = option(
+        "", "write every result to FILE as a JSON line; - is standard output; FILE.parquet is a folder of Parquet",
+        metavar="FILE",
+        group="results",
+    )
+    annotate: str = option("", "write each feed to DIR as a video with the results drawn on it", metavar="DIR")
+    crops: str = option("", "write what was found as pictures below DIR, cut out of the frames", metavar="DIR")
+    crops_keep: int = option(
+        1000, "pictures of a feed that --crops keeps; older ones are deleted", low=1, high=1_000_000, needs="crops"
+    )
+    trace: str = option("", "write every batch to FILE as a JSON line; read it with reflex trace", metavar="FILE")
+    publish: str = option(
+        "", "publish every result to this MQTT broker, under TOPIC/feeds/NAME; mqtts is over TLS. While the broker is "
+        "away the newest results wait",
+        metavar="mqtt://HOST/TOPIC", secret=True, group="receivers",
+    )
+    publish_qos: int = option(
+        0, "MQTT quality of service: 0 at most once, 1 at least once, 2 exactly once", low=0, high=2, needs="publish"
+    )
+    publish_user: str = option("", "user at the broker, unless it stands in --publish", metavar="NAME", needs="publish")
+    publish_password: str = option(
+        "", "password at the broker, unless it stands in --publish; better set as REFLEX_PUBLISH_PASSWORD",
+        secret=True, needs="publish_user",
+    )
+    webhook: str = option(
+        "", "POST every result to this URL, as JSON lines, several in a request where they come fast; tried again when "
+        "the server is away, and the newest results wait",
+        metavar="URL", secret=True,
+    )
+    table: bool | None = option(
+        None,
+        "a live table on standard error, by default if that is a terminal; otherwise a line per feed every 5 s",
+        group="watching",
+    )
+    port: int = option(
+        -1, "port for /dashboard, /feeds, /metrics and /health; 0 picks a free one, -1 is off", low=-1, high=65535
+    )
+    host: str = option("127.0.0.1", "address to bind for --port", needs="port")
+    api_key: str = option(
+        "", "key that callers of --port must send as Authorization: Bearer or X-Reflex-Key", secret=True, needs="port"
+    )
+    api_key_file: str = option("", "file that holds the key", metavar="FILE", needs="port")
+    allow_host: tuple[str, ...] = option(
+        (), "without a key: a further host name of --port; * is any", metavar="NAME", repeat=True, needs="port",
+        unless="api_key",
+    )
+    add_files: str = option(
+        "", "folder of files that POST /feeds may name; by default only cameras can be added", metavar="DIR",
+        needs="api_key",
+    )
+    otel: str = option(
+        "", "send spans of frames and batches to this OpenTelemetry collector, over OTLP/HTTP",
+        metavar="http://HOST:4318",
+        group="spans",
+    )
+    otel_sample: float = option(1.0, "share of the frames that get a span", low=0, high=1, needs="otel")
+
+    def __post_init__(self) -> None:
+        validate(self)
+        check_endpoint(self.otel)
+        check_trust(self)

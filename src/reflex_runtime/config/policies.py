@@ -1,0 +1,307 @@
+"""The settings of `reflex serve` for policies, and of `reflex ray`."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from reflex_runtime.config.checks import check_address, sizes_of
+from reflex_runtime.config.server import ServerConfig
+from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.options import one_line, option, validate
+
+DEFAULT_POLICY = "default"  # the name of SOURCE; its policy is asked where a request names none
+MAX_POLICIES = 32
+_ZMQ_ADDRESS = r"tcp://(\*|localhost|[0-9.]{7,15}|\[[0-9a-fA-F:.]{2,45}\]):(?P<port>[0-9]{1,5})"
+
+
+@dataclass(frozen=True)
+class ServeConfig(ServerConfig):
+    """The settings of `reflex serve` for a policy."""
+
+    provider: str = option(
+        "cpu", "execution provider: cpu, cuda or an ONNX Runtime provider name; there is no silent fallback to another",
+        group="what is served",
+    )
+    threads: int = option(1, "threads of the model per call", low=1, high=256)
+    dtype: str = option(
+        "stored", "type of the weights and numbers of a model in PyTorch; by default that of the file",
+        choices=("stored", "float32", "bfloat16", "float16"), needs="a model in PyTorch",
+    )
+    compile: bool = option(
+        False, "compile a model in PyTorch with torch.compile; warming up then takes minutes",
+        needs="a model in PyTorch",
+    )
+    cuda_graphs: str = option(
+        "",
+        "batch sizes, 1 to 4096, to capture as CUDA graphs and to pad to (in PyTorch the steps of staged policies); "
+        "without SIZES 1,2,4,8,16,32; GPU only",
+        metavar="SIZES", bare="1,2,4,8,16,32",
+    )
+    replicas: int = option(
+        1, "processes that each have a copy of the policy, behind one port; see docs/replicas.md", low=1, high=64
+    )
+    devices: str = option(
+        "", "a replica for each device, such as cuda:0,cuda:1 or cpu,cpu", metavar="DEVICES"
+    )
+    robot_id: str = option("", "name of the robot this server belongs to, shown on /health")
+    on_bad_action: str = option(
+        "error", "for an action that is not finite: answer an error, or repeat (hold) the episode's last good action",
+        choices=("error", "hold"),
+    )
+    policy: tuple[str, ...] = option(
+        (), "a further policy: its name in requests, and its source; see docs/several-policies.md",
+        metavar="NAME=SOURCE", repeat=True,
+        group="several policies",
+    )
+    policy_a: str = option(
+        "", "export of slot a; with --policy-b, two versions side by side", metavar="DIR",
+        group="two versions",
+    )
+    policy_b: str = option("", "export of slot b", metavar="DIR")
+    split: int = option(
+        50, "percent of the episodes that go to a; at 100 b is loaded and warm but gets none",
+        low=0, high=100, needs="policy_b", unless="ramp",
+    )
+    shadow_policy: str = option(
+        "", "export that runs copies of requests when the device is idle; its answers are compared, not sent",
+        metavar="DIR",
+    )
+    shadow_sample: float = option(
+        0.1, "share of the requests that are copied to the shadow", low=0, high=1, needs="shadow_policy"
+    )
+    ramp: str = option(
+        "", "b's share in percent, stage by stage, such as 5,20,50,100", metavar="PERCENTS", needs="policy_b"
+    )
+    ramp_every: str = option(
+        "10m", "how long a stage of the ramp lasts, and how long the guard watches after a hot swap", metavar="TIME",
+        needs="ramp|guard",
+    )
+    guard: str = option(
+        "", "limits for b on a ramp, and for a new policy after a hot swap; beyond them it is rolled back",
+        metavar="p99=150ms,error=1%",
+    )
+    ramp_evidence: bool = option(
+        False, "a stage also waits until outcomes show that b is not worse than a by more than --ramp-margin",
+        needs="ramp",
+    )
+    ramp_margin: float = option(
+        5.0, "the margin, in percentage points of success", low=0.1, high=50, unit="points", needs="ramp_evidence"
+    )
+    max_concurrent: int = option(
+        0, "most HTTP requests in progress; beyond it 429; 0 is off", low=0, high=1_000_000,
+        group="listening and trust",
+    )
+    gr00t: str = option(
+        "", "also serve clients of GR00T, on this ZeroMQ address; elsewhere than loopback only with --api-key",
+        metavar="tcp://127.0.0.1:5555",
+    )
+    gr00t_config: str = option(
+        "n1.6", "the release whose form get_modality_config has; all else is answered in the caller's own",
+        choices=("n1.6", "n1.5"), needs="gr00t",
+    )
+    oip_grpc: str = option(
+        "", "also serve OIP (Triton, KServe) over gRPC; elsewhere than loopback only with --api-key",
+        metavar="HOST:PORT",
+    )
+    lerobot: str = option(
+        "", "also serve LeRobot's asynchronous clients, over gRPC; elsewhere than loopback only with --api-key",
+        metavar="HOST:PORT",
+    )
+    max_batch_cost_ms: float | None = option(
+        None,
+        "most predicted device time of a batch; larger values favour throughput, smaller ones tail latency; by default "
+        "100, or eight times the fixed part of the model's time if that is more (twice beside other policies)",
+        low=10, high=10_000, unit="ms",
+        group="batching",
+    )
+    batch_timeout_ms: float | None = option(
+        None,
+        "longest time that a free device waits for clients whose next request is due; by default as long as a batch "
+        "may take; 0: it never waits",
+        low=0, high=1000, unit="ms",
+    )
+    max_batch_size: int = option(256, "most requests in a batch, whatever their cost", low=1, high=4096)
+    cost_model: str = option(
+        "affine",
+        "how batch time is predicted: affine learns a fixed and a marginal part, median takes measured time / size",
+        choices=("affine", "median"),
+    )
+    brief_ms: float = option(
+        0.3,
+        "batches that are proven to be this brief run on the event loop, without a hand-over to the device thread; "
+        "0: none do",
+        low=0, high=5, unit="ms",
+    )
+    max_batch: int = option(1, "ignored, accepted for old scripts; use --max-batch-cost-ms", low=1, high=100_000)
+    deadline_ms: float = option(
+        0.0, "time limit for requests that have none; 0 is none", low=0, high=600_000, unit="ms",
+        group="deadlines and queue",
+    )
+    max_queue: int = option(1000, "most waiting requests per slot; beyond it 503 queue_full", low=1, high=100_000)
+    max_queue_s: float = option(
+        2.0,
+        "most waiting predicted device time per slot, without background; beyond it 503 queue_full; 0 is no limit",
+        low=0, high=3600, unit="s",
+    )
+    latest_only: bool = option(
+        False, "a newer request of the same robot replaces its waiting older one (409 superseded)"
+    )
+    max_in_flight_per_client: int = option(
+        0, "most unanswered requests per robot; beyond it 429 client_at_capacity; 0 is off", low=0, high=100_000
+    )
+    slo: str = option("", "latency objective, such as p99=150ms", metavar="pNN=MSms")
+    slo_mode: str = option(
+        "log_only", "when the objective is violated: log it, answer 503, or shrink the budget",
+        choices=("log_only", "503", "degrade"), needs="slo",
+    )
+    rtc: bool | None = option(
+        None, "real-time chunking: a chunk continues the episode's last one",
+        group="chunks and the prefix cache",
+    )
+    rtc_per_episode: bool = option(
+        False, "allow --rtc with two policies: a chunk never continues one of the other policy", needs="rtc"
+    )
+    rtc_schedule: str = option(
+        "LINEAR", "how the weight of the old chunk falls up to the horizon", choices=("ZEROS", "ONES", "LINEAR", "EXP"),
+        needs="rtc",
+    )
+    rtc_horizon: int = option(
+        10, "number of actions of the new chunk that the old one affects", low=1, high=1000, needs="rtc"
+    )
+    adaptive_steps: bool = option(
+        False, "stop denoising when the velocity changes by less than 1 %, after 2 steps at the earliest"
+    )
+    prefix_cache_mb: float = option(
+        256.0, "memory for cached prefixes; 0 is off", low=0, high=1_000_000, unit="MB",
+        needs="a decomposed export",
+    )
+    prefix_max_age_chunks: int = option(
+        0,
+        "chunks for which a cached prefix is used although the images changed (the policy does not see the new ones)",
+        low=0,
+        high=1000,
+        needs="prefix_cache_mb",
+    )
+    watchdog_s: float = option(
+        10.0, "a batch that runs longer is given up and its callers get an error; 0 is off", low=0, high=3600, unit="s",
+        group="faults and the end",
+    )
+    max_consecutive_crashes: int = option(
+        5, "crashed batches in a row until /health says degraded; 0 is off", low=0, high=10_000
+    )
+    probe_cooldown_s: float = option(
+        30.0,
+        "while degraded, time until one request is admitted as a probe; doubled if it crashes too, up to 16 times",
+        low=0, high=480, unit="s", needs="max_consecutive_crashes",
+    )
+    drain_timeout_s: float = option(10.0, "time to finish queued requests after SIGTERM", low=0, high=600, unit="s")
+    trace: str = option(
+        "", "write every batch to FILE as a JSON line; read it with reflex trace", metavar="FILE",
+        group="recording and trace",
+    )
+    record: str = option(
+        "", "write every request and answer to a file in DIR; read it with reflex replay and reflex report",
+        metavar="DIR",
+    )
+    record_images: str = option(
+        "hash_only", "what is recorded of images; only full can be replayed through a model that sees images",
+        choices=("full", "hash_only", "none"),
+        needs="record",
+    )
+    record_no_gzip: bool = option(False, "do not compress recordings", needs="record")
+    record_max_mb: int = option(
+        0, "size of a file after which the next one begins; 0 is no limit", low=0, high=1_000_000, unit="MiB",
+        needs="record",
+    )
+    inject_latency_ms: float = option(
+        0.0, "latency added to every batch", low=0, high=60_000, unit="ms",
+        group="drills",
+    )
+    inject_fault: tuple[str, ...] = option(
+        (), "a fault, SLOT:KIND:RATE[:MS], where KIND is raise, nan, hang, slow or die", metavar="FAULT", repeat=True
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _ = self.captured_sizes
+        found = re.fullmatch(_ZMQ_ADDRESS, self.gr00t)
+        if self.gr00t and (found is None or int(found["port"]) > 65535):
+            expected = "tcp://ADDRESS:PORT with localhost, a numeric address or *, and a port up to 65535"
+            raise ConfigError(f"--gr00t={one_line(self.gr00t)}: must be {expected}", field="gr00t")
+        check_address("oip_grpc", self.oip_grpc)
+        check_address("lerobot", self.lerobot)
+
+    @property
+    def captured_sizes(self) -> tuple[int, ...]:
+        """What `cuda_graphs` names."""
+        return sizes_of(self.cuda_graphs) if self.cuda_graphs else ()
+
+
+@dataclass(frozen=True, slots=True)
+class RayConfig:
+    """What `reflex ray` has besides the settings of `reflex serve`: how many replicas there are, what each takes."""
+
+    replicas: int = option(
+        2, "fewest replicas, each with the whole policy and a device of its own", low=1, high=1000, group="replicas"
+    )
+    max_replicas: int = option(
+        0, "most replicas; more than --replicas: Ray adds and removes replicas with the load; 0: as many as --replicas",
+        low=0, high=1000,
+    )
+    target_backlog_s: float = option(
+        0.2, "waiting work of a replica, in predicted seconds of its device, above which there are to be more replicas",
+        low=0.001, high=3600, unit="s", needs="max_replicas",
+    )
+    scale_out_delay_s: float = option(
+        10.0, "how long more replicas must be needed before they start", low=0, high=3600, unit="s",
+        needs="max_replicas",
+    )
+    scale_in_delay_s: float = option(
+        300.0, "how long fewer replicas must be enough before one is drained", low=0, high=86_400, unit="s",
+        needs="max_replicas",
+    )
+    scale_in_wait_s: float = option(
+        60.0, "how long a replica that is drained waits for the websockets that are open on it", low=0, high=86_400,
+        unit="s",
+    )
+    replica_cpus: float = option(
+        0.0, "CPUs that Ray reserves for a replica; 0: as many as --threads", low=0, high=1024
+    )
+    replica_gpus: float = option(
+        -1.0, "GPUs that Ray reserves for a replica; -1: one with --provider cuda, else none", low=-1, high=64
+    )
+
+    def __post_init__(self) -> None:
+        validate(self)
+        if 0 < self.max_replicas < self.replicas:
+            told = f"--max-replicas={self.max_replicas}: must be at least --replicas={self.replicas}, or 0"
+            raise ConfigError(told, field="max_replicas")
+
+    @property
+    def scales(self) -> bool:
+        """Whether their number follows the load."""
+        return self.max_replicas > self.replicas
+
+
+OWN_SETTINGS = frozenset({
+    "provider", "threads", "dtype", "compile", "cuda_graphs", "on_bad_action",
+    "policy_a", "policy_b", "split", "shadow_policy", "shadow_sample",
+    "ramp", "ramp_every", "guard", "ramp_evidence", "ramp_margin",
+    "max_batch_cost_ms", "batch_timeout_ms", "max_batch_size", "cost_model",
+    "deadline_ms", "max_queue", "max_queue_s", "latest_only", "max_in_flight_per_client", "slo", "slo_mode",
+    "rtc", "rtc_per_episode", "rtc_schedule", "rtc_horizon", "adaptive_steps",
+    "prefix_cache_mb", "prefix_max_age_chunks", "max_consecutive_crashes", "probe_cooldown_s",
+})  # fmt: skip
+"""The settings that each of several policies may have to itself, in its table [policies.NAME]."""
+
+
+@dataclass(frozen=True, slots=True)
+class OwnSettings:
+    """What a table [policies.NAME] may have beside `OWN_SETTINGS`, and [models.NAME] beside `MODEL_SETTINGS`."""
+
+    source: str = option("", "where the policy or the model comes from, as SOURCE or MODEL_DIR")
+    weight: float = option(1.0, "share of the device's time against the others", low=0.01, high=100)
+
+    def __post_init__(self) -> None:
+        validate(self, "policy")
