@@ -14,7 +14,8 @@ import pytest
 
 from ipc.watching import LOOPS, PATIENCE, QUICK, Script, Watch, alive, child, children, failure, nothing_left, run
 from reflex_runtime.core.errors import Closed, ConfigError, CutShort, Rejected
-from reflex_runtime.ipc.client import ClientConfig, RuntimeClient, WorkerUnavailable
+from reflex_runtime.ipc.client import RuntimeClient, WorkerUnavailable
+from reflex_runtime.ipc.client_config import ClientConfig
 from reflex_runtime.ipc.peer import ConnectionLost
 from reflex_runtime.ipc.spawn import StartFailed
 
@@ -126,7 +127,8 @@ def test_g14_heartbeats_that_are_answered_keep_it_and_what_is_known_of_it_fresh(
         assert client.info == first
         assert client.info is not first
         assert client.restarts == 0
-        beat = client._beat
+        assert client._heartbeat is not None
+        beat = client._heartbeat._timer
         script.links[0].peer.abort()
         assert beat is not None
         assert beat.cancelled()
@@ -140,7 +142,8 @@ def test_g14_without_heartbeats_nobody_asks() -> None:
         client = Watch().client(Script("well"), limits(heartbeat_s=0))
         await client.start()
         assert client.stats()["sent"]["runtime/info"] == 1
-        assert client._beat is None
+        assert client._heartbeat is not None
+        assert client._heartbeat._timer is None
         await client.close()
 
     run(test())

@@ -134,7 +134,7 @@ def _serve(
 
 def _in_workers(config: LLMServeConfig, plans: Sequence[ModelPlan], batcher: GenerateBatcherConfig) -> Open:
     """How to open the models in runtime processes."""
-    from reflex_runtime.ipc.client import ClientConfig
+    from reflex_runtime.ipc.client_config import ClientConfig
     from reflex_runtime.ipc.spawn import spawned
     from reflex_runtime.llm.tokenizer import HFTokenizer
     from reflex_runtime.llm.workers.line import WorkersConfig

@@ -12,9 +12,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # the same names as in _NAMES, for type checkers and editors
-    from reflex_runtime.ipc.client import ClientConfig as ClientConfig
     from reflex_runtime.ipc.client import RuntimeClient as RuntimeClient
     from reflex_runtime.ipc.client import WorkerUnavailable as WorkerUnavailable
+    from reflex_runtime.ipc.client_config import ClientConfig as ClientConfig
     from reflex_runtime.ipc.frames import Codec as Codec
     from reflex_runtime.ipc.frames import ProtocolError as ProtocolError
     from reflex_runtime.ipc.generate_batcher import GenerateBatcher as GenerateBatcher
@@ -29,7 +29,8 @@ if TYPE_CHECKING:  # the same names as in _NAMES, for type checkers and editors
     from reflex_runtime.ipc.worker import serve as serve
 
 _NAMES = {
-    "client": "ClientConfig RuntimeClient WorkerUnavailable",
+    "client": "RuntimeClient WorkerUnavailable",
+    "client_config": "ClientConfig",
     "frames": "Codec ProtocolError",
     "generate_batcher": "GenerateBatcher",
     "generate_config": "GenerateBatcherConfig",

@@ -15,16 +15,16 @@ import random
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable
 from contextvars import ContextVar
-from dataclasses import dataclass
 from typing import Any, Literal
 
-from reflex_runtime.core.errors import Closed, ConfigError, CutShort, ProcessorHung, ReflexError, Rejected, WaitTimeout
+from reflex_runtime.core.errors import Closed, ConfigError, CutShort, ReflexError, Rejected, WaitTimeout
+from reflex_runtime.ipc.client_config import ClientConfig
 from reflex_runtime.ipc.frames import METHOD_NOT_FOUND, Codec, Notification, ProtocolError, Reader, RpcError, RpcRequest
+from reflex_runtime.ipc.heartbeat import Heartbeat
 from reflex_runtime.ipc.messages import CHUNK, EVENT, INFO, PROMPT, PROTOCOL, SHUTDOWN, STATS, Info, Shutdown
 from reflex_runtime.ipc.peer import ConnectionLost, Peer, RawAnswer
 from reflex_runtime.ipc.spawn import Link, Opener, StartFailed
-from reflex_runtime.options import option, validate
-from reflex_runtime.pacing import Pulse, Restarts
+from reflex_runtime.pacing import Restarts
 
 log = logging.getLogger("reflex.ipc")
 
@@ -32,7 +32,6 @@ State = Literal["starting", "ready", "restarting", "open", "stopped"]
 
 GRACE = 1.0  # seconds for a process to exit after its connection has ended, so that its exit status is known
 SOON = 1.0  # seconds until a retry while a start is under way
-_DAY = 86400.0
 _COUNTED = frozenset({CHUNK, PROMPT, STATS, EVENT})  # by name; other names come from outside and may be many
 
 
@@ -40,36 +39,6 @@ class WorkerUnavailable(Rejected):
     """There is no runtime process right now. retry_after: seconds until the next start."""
 
     code = "worker_unavailable"
-
-
-@dataclass(frozen=True, slots=True)
-class ClientConfig:
-    """Limits of one runtime process, in seconds.
-
-    call_timeout_s: of a `request` without a timeout of its own. start_timeout_s: from the start of the process until it
-    is prepared. heartbeat_s: between heartbeats; 0: none. hung_after_s: that a heartbeat may stay unanswered.
-    backoff_s, backoff_max_s: before the first restart, and at most. steady_s: after a life of this length the back-off
-    starts anew. most_failures: failed starts and shorter lives in a row that open the breaker; then one trial start
-    every cooldown_s.
-    """
-
-    call_timeout_s: float = option(30.0, low=0, above=True, high=_DAY, unit="seconds")
-    start_timeout_s: float = option(600.0, low=0, above=True, high=_DAY, unit="seconds")
-    heartbeat_s: float = option(5.0, low=0, high=_DAY, unit="seconds")
-    hung_after_s: float = option(20.0, low=0, above=True, high=_DAY, unit="seconds")
-    backoff_s: float = option(0.2, low=0, above=True, high=_DAY, unit="seconds")
-    backoff_max_s: float = option(10.0, low=0, above=True, high=_DAY, unit="seconds")
-    steady_s: float = option(30.0, low=0, high=_DAY, unit="seconds")
-    most_failures: int = option(5, low=1, high=1000)
-    cooldown_s: float = option(60.0, low=0, above=True, high=_DAY, unit="seconds")
-
-    def __post_init__(self) -> None:
-        validate(self, "ClientConfig")
-        for low, high in (("heartbeat_s", "hung_after_s"), ("backoff_s", "backoff_max_s")):
-            if getattr(self, low) > getattr(self, high):
-                raise ConfigError(
-                    f"ClientConfig.{low}={getattr(self, low)!r}: must be at most {high}={getattr(self, high)!r}"
-                )
 
 
 _PREPARES: ContextVar[RuntimeClient | None] = ContextVar("prepares", default=None)
@@ -123,7 +92,7 @@ class RuntimeClient:
         self._link: Link | None = None  # set also while the process is prepared, and until it is reaped
         self._since = math.nan  # when it became ready
         self._next_start = math.nan
-        self._beat: asyncio.TimerHandle | None = None
+        self._heartbeat: Heartbeat | None = None  # of the process that was ready last
         self._life: asyncio.Task[None] | None = None
         self._first: asyncio.Future[None] | None = None
         self._closing: asyncio.Task[None] | None = None
@@ -259,8 +228,8 @@ class RuntimeClient:
         if math.isnan(self._since) or self._link is None or peer is not self._link.peer:
             return  # it was never ready: `_ready_link` raises
         lived, self._since = asyncio.get_running_loop().time() - self._since, math.nan
-        if self._beat is not None:
-            self._beat.cancel()
+        if self._heartbeat is not None:
+            self._heartbeat.stop()
         if self.state == "stopped":
             self._tell(self.on_lost, CutShort(f"{self.name} was shut down"))
             return
@@ -344,32 +313,13 @@ class RuntimeClient:
         self.start_failed = False
         log.info("%s is ready, process %s", self.name, self.pid)
         self._become("ready")
-        pulse = Pulse(self.config.heartbeat_s, self.config.hung_after_s)
-        if self.config.heartbeat_s > 0:
-            self._ask(link.peer, pulse)
+        heartbeat = Heartbeat(link.peer, self.config.heartbeat_s, self.config.hung_after_s, self._informed)
+        self._heartbeat = heartbeat
         await asyncio.wait({link.peer.ended})
-        return pulse.over
+        return heartbeat.hung
 
-    def _ask(self, peer: Peer, pulse: Pulse) -> None:
-        """Send a heartbeat."""
-        answer = peer.call(INFO, {})
-        answer.add_done_callback(lambda done: done.cancelled() or done.exception())  # `_tick` looks at it
-        self._await_tick(peer, pulse, answer)
-
-    def _await_tick(self, peer: Peer, pulse: Pulse, answer: asyncio.Future[RawAnswer]) -> None:
-        loop = asyncio.get_running_loop()
-        self._beat = loop.call_later(pulse.next(loop.time()), self._tick, peer, pulse, answer)
-
-    def _tick(self, peer: Peer, pulse: Pulse, answer: asyncio.Future[RawAnswer]) -> None:
-        if not pulse.tick(answer.done(), asyncio.get_running_loop().time()):
-            peer.abort(ProcessorHung(f"nothing was answered for {self.config.hung_after_s:g} s"))
-        elif not answer.done():
-            self._await_tick(peer, pulse, answer)
-        else:
-            if answer.exception() is None:
-                with contextlib.suppress(ProtocolError):  # any answer shows that it is alive
-                    self.info = _reader(Info).read(answer.result().raw, answer.result().codec)
-            self._ask(peer, pulse)
+    def _informed(self, info: Info) -> None:
+        self.info = info
 
     async def _rest(self) -> None:
         wait = self._restarts.wait()

@@ -14,7 +14,8 @@ from typing import Any
 import msgspec
 
 from reflex_runtime.core.errors import ReflexError
-from reflex_runtime.ipc.client import ClientConfig, RuntimeClient, start_all
+from reflex_runtime.ipc.client import RuntimeClient, start_all
+from reflex_runtime.ipc.client_config import ClientConfig
 from reflex_runtime.ipc.frames import Codec, Notification, Reader
 from reflex_runtime.ipc.peer import Handler
 from reflex_runtime.ipc.spawn import Link, StartFailed, spawned

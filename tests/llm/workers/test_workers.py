@@ -26,7 +26,8 @@ from reflex_runtime.cli.status import ask
 from reflex_runtime.cli.worker_settings import trace_of
 from reflex_runtime.config import LLMServeConfig
 from reflex_runtime.core.errors import ConfigError, ReflexError
-from reflex_runtime.ipc.client import ClientConfig, WorkerUnavailable
+from reflex_runtime.ipc.client import WorkerUnavailable
+from reflex_runtime.ipc.client_config import ClientConfig
 from reflex_runtime.ipc.generate_config import GenerateBatcherConfig
 from reflex_runtime.ipc.messages import BATCH_GENERATE
 from reflex_runtime.ipc.sampling import SamplingParams

@@ -15,7 +15,8 @@ from prometheus_client import CollectorRegistry
 
 from reflex_runtime.config import LLMServeConfig
 from reflex_runtime.core.errors import ReflexError
-from reflex_runtime.ipc.client import ClientConfig, RuntimeClient
+from reflex_runtime.ipc.client import RuntimeClient
+from reflex_runtime.ipc.client_config import ClientConfig
 from reflex_runtime.ipc.frames import Codec, Notification, ProtocolError, Reader
 from reflex_runtime.ipc.generate_batcher import GenerateBatcher
 from reflex_runtime.ipc.generate_config import GenerateBatcherConfig

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from reflex_runtime.core.errors import ConfigError, ReflexError, TooLarge
-from reflex_runtime.ipc.client import ClientConfig, RuntimeClient
+from reflex_runtime.ipc.client import RuntimeClient
+from reflex_runtime.ipc.client_config import ClientConfig
 from reflex_runtime.ipc.messages import LOAD, TOKENIZE, LoadModel, Tokenize
 from reflex_runtime.ipc.spawn import Opener
 from reflex_runtime.llm.tokenizer import Conversation
