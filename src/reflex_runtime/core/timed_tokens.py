@@ -140,9 +140,9 @@ class TimedTokens(TokenCost):
             else:
                 tokens += units
         more = sum(extra.values())
-        if self._asked and rows and not tokens:
-            self._extra.observe(rows, more, elapsed)
-        took = elapsed - more * self._extra.unit(rows)  # without them
+        if self._asked:
+            self._extra.observe(rows, tokens, more, elapsed)
+        took = elapsed - self._extra.seconds(rows, more)  # without them
         self._fit.observe(_counts(rows, tokens, pairs), max(took, 0.2 * elapsed))
 
     def snapshot(self) -> list[dict[str, Any]]:
