@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from reflex_runtime.core.affine import AffineFit
+from reflex_runtime.core.affine import AffineFit, Counts
 
 WARM = 3  # steps of a size, without extra units and with them, before they count
 MARGIN = 1.1  # times the price that units must bring: what is learned is not exact
@@ -81,7 +81,8 @@ class _Steps:
     def observe(self, rows: int, units: float, changed: bool, elapsed: float) -> None:
         before, self.before = self.before, elapsed if changed and not units else None
         usual = elapsed - min(self.change * self.predict(rows), 0.5 * elapsed) if changed else elapsed
-        self.fit.observe({"rows": rows / _ROWS} | ({"units": units / _UNITS} if units else {}), usual)
+        counts: Counts = {"rows": rows / _ROWS, "units": units / _UNITS} if units else {"rows": rows / _ROWS}
+        self.fit.observe(counts, usual)
         if units:
             self.extended, self.since, self.together = self.extended + 1, 0, self.together + 1
             if self.together >= self.most:
