@@ -36,7 +36,7 @@ from reflex_runtime.llm.embedding.directory import EmbeddingModel
 from reflex_runtime.llm.embedding.encoder import Encoder
 from reflex_runtime.llm.embedding.openvino_encoder import OpenVinoEncoder
 from reflex_runtime.llm.embedding.processor import EmbeddingProcessor, embedded, measure
-from reflex_runtime.llm.serving.local_embeddings import TextTokens
+from reflex_runtime.llm.serving.embedding_runtime import TextTokens
 
 STATIC = 8  # texts of a static batch
 CALLERS, BULK = 32, 128

@@ -121,7 +121,7 @@ def test_metrics_md_has_every_series_with_type_labels_and_a_query() -> None:
     spans = CollectorRegistry()
     span_series(spans)
     embeddings = CollectorRegistry()
-    EmbeddingSeries(int, int, embeddings)
+    EmbeddingSeries("default", int, int, embeddings)
     registries = (Metrics().registry, model.registry, spans, embeddings)
     collected = [family for registry in registries for family in registry.collect()]
     for family in [*collected, *feeds, *replica_series([])]:

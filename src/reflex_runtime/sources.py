@@ -11,7 +11,14 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from reflex_runtime.config import FeedsConfig, LLMServeConfig, OwnSettings, RayConfig, ServeConfig
+from reflex_runtime.config import (
+    EmbeddingServeConfig,
+    FeedsConfig,
+    LLMServeConfig,
+    OwnSettings,
+    RayConfig,
+    ServeConfig,
+)
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.options import Places, check_needs, convert, did_you_mean, flag, hints_of, one_line
 
@@ -117,7 +124,8 @@ def _settings_in(environ: Mapping[str, str]) -> dict[str, str]:
     An orchestrator that runs a service called reflex describes it in variables such as REFLEX_PORT=tcp://10.0.0.1:80:
     those are no settings.
     """
-    known = {f.name for kind in (ServeConfig, LLMServeConfig, FeedsConfig, RayConfig) for f in fields(kind)}
+    kinds = (ServeConfig, LLMServeConfig, EmbeddingServeConfig, FeedsConfig, RayConfig)
+    known = {f.name for kind in kinds for f in fields(kind)}
     found = {}
     for variable, text in environ.items():
         rest = variable.removeprefix("REFLEX_")

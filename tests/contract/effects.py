@@ -145,6 +145,7 @@ EFFECTS: Final[dict[type[Any], dict[str, str]]] = {
         "trace": "test_h10_trace_writes_every_step",
     },
     EmbeddingServeConfig: {
+        "alias": "test_h10_alias_is_a_further_name_of_an_embedding_model",
         "served_model_name": "test_h10_an_embedding_model_is_served_under_the_directorys_name_unless_said",
         "device": "test_h10_what_is_said_of_an_embedding_model_goes_to_its_loader",
         "runner": "test_h10_what_is_said_of_an_embedding_model_goes_to_its_loader",

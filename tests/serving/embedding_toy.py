@@ -14,7 +14,9 @@ from llm.embedding.directories import write_graph
 from reflex_runtime.config import EmbeddingServeConfig
 from reflex_runtime.llm.embedding.directory import EmbeddingModel
 from reflex_runtime.llm.embedding.load import LoadedEncoder, load
-from reflex_runtime.llm.serving.embedding_server import serving_embeddings
+from reflex_runtime.llm.serving.local_models import opened
+from reflex_runtime.llm.serving.model_host import EmbeddingPlan
+from reflex_runtime.llm.serving.server import serving
 from reflex_runtime.web.serve import Make
 
 from .harness import Answer
@@ -53,13 +55,14 @@ class EmbeddingToy(Toy):
         super().__init__(GatedEncoder(), **config)
         self.embedding = EmbeddingModel.open(root)
 
-    def loaded(self) -> LoadedEncoder:
-        found = load(self.embedding, "cpu", "openvino", "auto", 1, "")
+    def loaded(self, plan: EmbeddingPlan) -> LoadedEncoder:
+        found = load(plan.model, "cpu", "openvino", "auto", 1, "")
         self.runner.encoder = found.encoder
         return found._replace(encoder=self.runner)
 
     def making(self) -> Make:
-        make = serving_embeddings(self.config, self.config.served_model_name, self.embedding, self.loaded)
+        plans = [EmbeddingPlan(self.config.served_model_name, self.config, self.embedding)]
+        make = serving(self.config, [], opened(self.load, self.loaded), plans)
 
         def made(on_lost: Any, lives: Any) -> Any:
             app, service = make(on_lost, lives)

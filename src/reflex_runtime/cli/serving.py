@@ -18,7 +18,7 @@ from reflex_runtime.cli.exit_status import status_of
 from reflex_runtime.core.errors import ConfigError, ReflexError
 from reflex_runtime.demo.scribe import model_directory
 from reflex_runtime.options import add_options, flag, one_line, table
-from reflex_runtime.sources import MODELS, read_toml
+from reflex_runtime.sources import MODELS, tables_of
 from reflex_runtime.telemetry import files
 
 if TYPE_CHECKING:
@@ -66,18 +66,23 @@ def names_model(args: Sequence[str]) -> bool:
     return any(_resembles_model(word) for word in words)
 
 
-def tables_name_models(args: Sequence[str]) -> bool:
-    """Whether the file of --config has tables [models.NAME], and no word is the directory of a policy."""
+def table_sources(args: Sequence[str]) -> list[str]:
+    """The sources of the tables [models.NAME] in the file of --config, "" for a table without one."""
     words = list(args)
-    if any(os.path.isfile(os.path.join(_source(word), "reflex_config.json")) for word in words):
-        return False
     files = [word.partition("=")[2] for word in words if word.startswith("--config=")]
     files += [words[place + 1] for place, word in enumerate(words[:-1]) if word == "--config"]
+    found: list[str] = []
     for file in files:
         with suppress(ConfigError):  # what is wrong with the file is said by what reads it
-            if read_toml(Path(file)).get(MODELS):
-                return True
-    return False
+            found += [str(table.get("source", "")) for table in tables_of(Path(file), MODELS).values()]
+    return found
+
+
+def tables_name_models(args: Sequence[str]) -> bool:
+    """Whether the file of --config has tables [models.NAME], and no word is the directory of a policy."""
+    if any(os.path.isfile(os.path.join(_source(word), "reflex_config.json")) for word in args):
+        return False
+    return bool(table_sources(args))
 
 
 def _source(word: str) -> str:
@@ -86,9 +91,10 @@ def _source(word: str) -> str:
 
 
 def names_embedding(args: Sequence[str]) -> bool:
-    """Whether one of the words is the directory of an embedding model, and none that of a policy or of a language
-    model: beside one, what serves those says that it does not go."""
-    words = [word for word in args if not word.startswith("-") and os.path.isdir(word)]
+    """Whether one of the words, or of the sources in the file of --config, is the directory of an embedding model, and
+    none that of a policy or of a language model: those are served by what serves both kinds."""
+    given = [*(_source(word) for word in args if not word.startswith("-")), *filter(None, table_sources(args))]
+    words = [word for word in given if os.path.isdir(word)]
     if any(os.path.isfile(os.path.join(word, "reflex_config.json")) for word in words):
         return False
     files = ("modules.json", "config.json")
@@ -98,7 +104,7 @@ def names_embedding(args: Sequence[str]) -> bool:
     from reflex_runtime.llm.embedding.directory import is_embedding
 
     embedding = [word for word in likely if is_embedding(word)]
-    return bool(embedding) and not names_model([word for word in args if word not in embedding])
+    return bool(embedding) and not names_model([word for word in given if word not in embedding])
 
 
 def supervised(

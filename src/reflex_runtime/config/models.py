@@ -121,12 +121,19 @@ MODEL_SETTINGS = frozenset({
 })  # fmt: skip
 """The settings that each of several language models may have to itself, in its table [models.NAME]."""
 
+EMBEDDING_SETTINGS = frozenset({
+    "alias", "runner", "dtype", "pooling", "threads", "max_model_len", "max_batch_cost_ms", "max_queue",
+    "max_queued_tokens",
+})  # fmt: skip
+"""Those of an embedding model."""
+
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingServeConfig(ServerConfig):
     """The settings of `reflex serve MODEL_DIR` for an embedding model."""
 
     served_model_name: str = again(LLMServeConfig, "served_model_name", "", group="what is served")
+    alias: tuple[str, ...] = again(LLMServeConfig, "alias", (), group="")
     device: str = again(LLMServeConfig, "device", "auto", group="")
     runner: str = again(LLMServeConfig, "runner", "auto", group="")
     dtype: str = option(

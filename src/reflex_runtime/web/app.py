@@ -246,10 +246,13 @@ class App:
             self._trust.check("POST" if guarded else "GET" if crosses else exchange.method, exchange.headers)
             if route is not None and route.changes and exchange.method == route.method:
                 check_direct(exchange.client, exchange.headers)
-        elif route is None or not route.open:
-            plain, borne = keys_in(exchange.headers)
-            if not (hmac.compare_digest(plain, self._key) | hmac.compare_digest(borne, self._key)):
-                raise Unauthorized("send the key as Authorization: Bearer KEY, X-Reflex-Key or x-api-key")
+        elif (route is None or not route.open) and not self.knows(exchange):
+            raise Unauthorized("send the key as Authorization: Bearer KEY, X-Reflex-Key or x-api-key")
+
+    def knows(self, exchange: Exchange) -> bool:
+        """Whether this caller sent the key, or none is needed; for paths that tell more to those who have it."""
+        plain, borne = keys_in(exchange.headers)
+        return not self._key or hmac.compare_digest(plain, self._key) | hmac.compare_digest(borne, self._key)
 
     def may_change(self, exchange: Exchange) -> bool:
         """Whether this caller may change state; for paths that do not always change it."""

@@ -16,7 +16,7 @@ from reflex_runtime.core.scheduler import Scheduler
 from reflex_runtime.llm.embedding.calls import MOST_TEXTS, calls_of
 from reflex_runtime.llm.embedding.directory import EmbeddingModel
 from reflex_runtime.llm.embedding.processor import EmbeddingProcessor
-from reflex_runtime.llm.serving.local_embeddings import TextTokens
+from reflex_runtime.llm.serving.embedding_runtime import TextTokens
 
 from .directories import write_graph
 

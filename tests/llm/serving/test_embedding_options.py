@@ -14,11 +14,12 @@ import pytest
 
 from llm.embedding.directories import write_graph, write_json
 from reflex_runtime.cli import main
+from reflex_runtime.cli.embedding_settings import load_encoder
 from reflex_runtime.config import EmbeddingServeConfig
 from reflex_runtime.core.events import BatchScheduled
 from reflex_runtime.core.sized_cost import SizedCost
 from reflex_runtime.llm.embedding import load as loading
-from reflex_runtime.llm.serving import embedding_server
+from reflex_runtime.llm.serving import local_models, server
 from reflex_runtime.options import flag
 from serving.collector import Collector
 from serving.embedding_toy import EmbeddingToy
@@ -32,17 +33,18 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What the command would serve: (config, name, model, load, seconds of the end), one each time it gets as far."""
+    """What the command would serve: (its plan, its open, seconds of the end), one each time it gets as far."""
     from reflex_runtime.web import serve as module
 
     found: list[Any] = []
 
     def serve(made: tuple[Any, ...], sock: socket.socket, drain_s: float, *told: Any) -> tuple[int, bool]:
         sock.close()
-        found.append((*made, drain_s))
+        (plan,) = made[3]
+        found.append((plan, made[2], drain_s))
         return 0, True
 
-    monkeypatch.setattr(embedding_server, "serving_embeddings", lambda *made: made)
+    monkeypatch.setattr(server, "serving", lambda *made: made)
     monkeypatch.setattr(module, "serve", serve)
     monkeypatch.setattr(logging, "basicConfig", lambda **given: None)
     for name in (f.name for f in fields(EmbeddingServeConfig)):
@@ -69,9 +71,9 @@ def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 def test_h10_an_embedding_model_is_served_under_the_directorys_name_unless_said(root: Path, served: list[Any]) -> None:
     begun(root)
     begun(root, "--served-model-name", "other", "--drain-timeout-s", "7", "--pooling", "cls", "--max-model-len", "9")
-    assert [made[1] for made in served] == ["my-model", "other"]
-    assert [made[4] for made in served] == [30.0, 7.0]
-    assert [(made[2].pooling, made[2].max_model_len) for made in served] == [(("mean",), 64), (("cls",), 9)]
+    assert [plan.name for plan, *_ in served] == ["my-model", "other"]
+    assert [made[-1] for made in served] == [30.0, 7.0]
+    assert [(plan.model.pooling, plan.model.max_model_len) for plan, *_ in served] == [(("mean",), 64), (("cls",), 9)]
 
 
 def test_h10_what_is_said_of_an_embedding_model_goes_to_its_loader(
@@ -83,15 +85,15 @@ def test_h10_what_is_said_of_an_embedding_model_goes_to_its_loader(
     begun(root)
     options = "--device cuda --runner torch --dtype bfloat16 --threads 3 --cache-dir kept"
     begun(root, *options.split())
-    for made in served:
-        made[3]()
+    for plan, *_ in served:
+        load_encoder(plan)
     assert asked == [("auto", "auto", "auto", None, ""), ("cuda", "torch", "bfloat16", 3, "kept")]
 
 
 def test_h10_max_batch_cost_ms_bounds_what_shares_a_batch(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     work = SizedCost(6.0 * 8).work
     taken = [((tokens,), 0.001 * work(tokens)) for tokens in (4, 16, 64)]  # a millisecond a token, of brief texts
-    monkeypatch.setattr(embedding_server, "measure", lambda model, encoder: taken)
+    monkeypatch.setattr(local_models, "measure", lambda model, encoder: taken)
 
     def sizes(**config: Any) -> list[int]:
         with EmbeddingToy(root, **config) as toy:

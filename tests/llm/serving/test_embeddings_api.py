@@ -18,11 +18,11 @@ from late import late
 from llm.embedding.directories import VOCABULARY
 from reflex_runtime.core.errors import Cancelled, ProcessorError, QueueFull
 from reflex_runtime.core.events import BatchScheduled, RequestQueued
-from reflex_runtime.core.request import PRIORITIES
+from reflex_runtime.core.request import Request
 from reflex_runtime.drivers.slices import SLICE
-from reflex_runtime.llm.serving import embedding_server
+from reflex_runtime.llm.serving import local_models
 from reflex_runtime.llm.serving.answers import embeddings as answers
-from reflex_runtime.llm.serving.local_embeddings import EmbeddingWait, text_request
+from reflex_runtime.llm.serving.embedding_runtime import EmbeddingWait
 from serving.embedding_toy import EmbeddingToy, toy_directory
 
 openai = late("openai")
@@ -187,7 +187,7 @@ def test_l9_another_model_and_other_apis(toy: EmbeddingToy) -> None:
     for path in ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"):
         answer = toy.post(path, {})
         assert answer.status == 404
-        assert "makes vectors of texts" in toy.error(answer)["message"]
+        assert "make vectors of texts" in toy.error(answer)["message"]
 
 
 def test_l9_what_is_told_of_an_embedding_model(toy: EmbeddingToy) -> None:
@@ -207,7 +207,7 @@ def test_l9_what_is_told_of_an_embedding_model(toy: EmbeddingToy) -> None:
 
 def test_l9_what_waits_shares_a_batch_in_calls_of_like_lengths(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     taken = [((tokens,), 0.004 + 0.001 * tokens) for tokens in (4, 16, 64)]  # a call costs as much as four tokens
-    monkeypatch.setattr(embedding_server, "measure", lambda model, encoder: taken)
+    monkeypatch.setattr(local_models, "measure", lambda model, encoder: taken)
     with EmbeddingToy(root) as toy:
         toy.runner.stop()
         with toy.asking("a", "first") as first:
@@ -324,9 +324,7 @@ def test_l9_a_caller_that_leaves_while_its_texts_are_queued_frees_them_all() -> 
 
 
 def texts_of(count: int) -> Iterator[Any]:
-    return (
-        text_request([1], id=str(i), priority=PRIORITIES["default"], client="", time_limit=None) for i in range(count)
-    )
+    return (Request([1], id=str(i)) for i in range(count))
 
 
 def test_l9_deadlines_priorities_and_clients_are_the_schedulers(toy: EmbeddingToy) -> None:

@@ -151,7 +151,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
         found.append(made)
         return 0, True
 
-    monkeypatch.setattr(server, "serving", lambda config, plans, open: (config, plans, open))
+    monkeypatch.setattr(server, "serving", lambda config, plans, open, embeddings: (config, plans, open))
     monkeypatch.setattr(module, "serve", serve)
     monkeypatch.setattr(logging, "basicConfig", lambda **given: None)
     return found

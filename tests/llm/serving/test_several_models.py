@@ -14,7 +14,7 @@ import pytest
 
 from reflex_runtime.cli import main, serve_models
 from reflex_runtime.cli.serve_models import ModelAsked, models_of, plans_of, rows_of
-from reflex_runtime.cli.serving import names_embedding, names_model
+from reflex_runtime.cli.serving import names_model
 from reflex_runtime.cli.worker_settings import adapters_of
 from reflex_runtime.config import MODEL_SETTINGS, LLMServeConfig
 from reflex_runtime.core.errors import ConfigError
@@ -450,19 +450,11 @@ def test_h11_caches_that_do_not_fit_together_are_told_before_anything_is_loaded(
     both = asked(tmp_path, "one=scribe", "two=scribe", kv_cache_gb=1.0)
     monkeypatch.setattr(memory, "free_bytes", lambda device="cpu": 900_000_000)
     with pytest.raises(ConfigError, match=r"the models' caches take 1\.00 GB together, and 0\.90 GB are free"):
-        serve_models._check_memory(both)
+        serve_models._check_memory([config for _, config in serve_models._generating(both)])
     monkeypatch.setattr(memory, "free_bytes", lambda device="cpu": 1_900_000_000)
+    both = asked(tmp_path, "one=scribe", "two=scribe", kv_cache_gb=1.0, workers=2)
     with pytest.raises(ConfigError, match=r"the models' caches take 2\.00 GB in 2 processes, and 1\.90 GB are free"):
-        serve_models._check_memory(asked(tmp_path, "one=scribe", "two=scribe", kv_cache_gb=1.0, workers=2))
-
-
-def test_h11_an_embedding_model_beside_others_is_told_to_be_served_alone(tmp_path: Path) -> None:
-    (tmp_path / "a").mkdir()
-    (tmp_path / "a" / "modules.json").write_text("[]")
-    assert not names_embedding(["scribe", str(tmp_path / "a")])
-    assert names_embedding([str(tmp_path / "a")])
-    with pytest.raises(ConfigError, match=r"^model a: .*/a: is an embedding model, .* served alone: reflex serve .*/a"):
-        plans_of(asked(tmp_path, "DIR/a", "one=scribe"))
+        serve_models._check_memory([config for _, config in serve_models._generating(both)])
 
 
 def test_h10_a_word_with_a_name_is_a_models_directory_too(tmp_path: Path) -> None:

@@ -28,7 +28,8 @@ class EmbeddingProcessor(BaseProcessor):
     """A `GroupProcessor` whose payloads are texts' tokens, and whose values their vectors, float32.
 
     encoder: taken over. max_batch_cost: predicted seconds of a batch. capacity, max_queued_tokens: of texts that wait.
-    measured: calls that ran before, from which the costs are known from the first batch on; see `measure`.
+    measured: calls that ran before, from which the costs are known from the first batch on; see `measure`. name,
+    weight: of its group.
     """
 
     def __init__(
@@ -41,6 +42,7 @@ class EmbeddingProcessor(BaseProcessor):
         capacity: int = 4096,
         max_queued_tokens: int = 1_000_000,
         name: str = "default",
+        weight: float = 1.0,
     ) -> None:
         self.model, self.encoder, self.name = model, encoder, name
         self._measured = measured
@@ -49,6 +51,7 @@ class EmbeddingProcessor(BaseProcessor):
         self._call = known.fixed_seconds / max(known.seconds(1.0) / known.work(1.0), 1e-12)  # in units of work
         self.group = GroupConfig(
             name=name,
+            weight=weight,
             flush=FlushPolicy.window(max_batch_cost, 0.0, MOST_TEXTS),
             capacity=capacity,
             max_queued_units=float(max_queued_tokens),

@@ -17,11 +17,15 @@ _SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.
 
 
 class EmbeddingSeries:
-    """A sink that keeps the series in `registry`. waiting, running: texts that do, read at the scrape."""
+    """A sink that keeps the series of one model's group in `registry`. waiting, running: texts that do, read at the
+    scrape."""
 
     events = frozenset({BatchScheduled, BatchFinished, RequestSettled})
 
-    def __init__(self, waiting: Callable[[], int], running: Callable[[], int], registry: CollectorRegistry) -> None:
+    def __init__(
+        self, group: str, waiting: Callable[[], int], running: Callable[[], int], registry: CollectorRegistry
+    ) -> None:
+        self._group = group
         for name, told, read in (("waiting", "wait", waiting), ("running", "are computed", running)):
             gauge = Gauge(f"reflex_num_requests_{name}", f"Texts that {told}, now", registry=registry)
             gauge.set_function(read)
@@ -42,19 +46,25 @@ class EmbeddingSeries:
         self._e2e = histogram("reflex_e2e_request_latency_seconds", "Arrival to the vector", _SECONDS).labels()
 
     def __call__(self, event: Event) -> None:
-        if isinstance(event, BatchScheduled):
+        if isinstance(event, RequestSettled):
+            if event.ticket.request.group == self._group:
+                self._settled(event)
+        elif not isinstance(event, (BatchScheduled, BatchFinished)) or event.batch.group != self._group:
+            return  # another model's
+        elif isinstance(event, BatchScheduled):
             self._tokens.observe(sum(event.batch.grants.values()))
             self._texts.observe(len(event.batch))
             for ticket in event.batch.admitted:
                 self._queue.observe(event.at - ticket.arrived)
-        elif isinstance(event, BatchFinished):
+        else:
             self._calls.inc(event.batch.notes.get("calls", 0))
             self._padded.inc(event.batch.notes.get("padding", 0))
-        elif isinstance(event, RequestSettled):
-            outcome = event.ticket.outcome
-            if isinstance(outcome, Done):
-                self._ends.labels("stop").inc()
-                self._prompts.inc(event.ticket.request.wants)
-                self._e2e.observe(event.at - event.ticket.arrived)
-            else:
-                self._ends.labels(outcome.error.code if isinstance(outcome.error, ReflexError) else "failed").inc()
+
+    def _settled(self, event: RequestSettled) -> None:
+        outcome = event.ticket.outcome
+        if isinstance(outcome, Done):
+            self._ends.labels("stop").inc()
+            self._prompts.inc(event.ticket.request.wants)
+            self._e2e.observe(event.at - event.ticket.arrived)
+        else:
+            self._ends.labels(outcome.error.code if isinstance(outcome.error, ReflexError) else "failed").inc()

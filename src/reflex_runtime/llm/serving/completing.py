@@ -52,7 +52,7 @@ class Completing:
         host: ModelHost = exchange.ask  # what was ready when it entered answers it, also in a drain
         span = None if self._spans is None else self._spans.begin(exchange)
         asked = await self.decoded(lambda body: dialect.read(body, self.models.defaults_of), body)
-        model = self.models.find(asked.model)
+        model = self.models.generating(asked.model)
         if span is not None:
             asked_in(span, asked, model.name)
         underway = Underway(exchange, model, host.generator(model.plan.name), asked, span)

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from prometheus_client import CollectorRegistry
 
-from reflex_runtime.config import LLMServeConfig
+from reflex_runtime.config import EmbeddingServeConfig, LLMServeConfig
 from reflex_runtime.drivers.audience import Sink
+from reflex_runtime.llm.embedding.directory import EmbeddingModel
 from reflex_runtime.llm.sampling_defaults import SamplingDefaults
 from reflex_runtime.llm.serving.generation import Generator
 from reflex_runtime.telemetry.processes import LiveProcess
@@ -21,7 +22,7 @@ if TYPE_CHECKING:  # a runtime process loads this module and serves no HTTP
 
 @dataclass(frozen=True, slots=True)
 class ModelPlan:
-    """A model that is to be served.
+    """A language model that is to be served.
 
     name: by which clients ask for it; aliases: further names. config: the server's settings, with the model's own in
     their place. directory: of its files. weight: its share of the device's time, against the other models. adapters:
@@ -35,6 +36,22 @@ class ModelPlan:
     aliases: tuple[str, ...] = ()
     adapters: tuple[str, ...] = ()
     defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingPlan:
+    """An embedding model that is to be served. model: its directory, read. The rest as in `ModelPlan`."""
+
+    name: str
+    config: EmbeddingServeConfig
+    model: EmbeddingModel
+    weight: float = 1.0
+    aliases: tuple[str, ...] = ()
+
+    @property
+    def directory(self) -> Path:
+        """Of its files."""
+        return self.model.root
 
 
 class ServingHost(Protocol):
@@ -76,18 +93,23 @@ class ServingHost(Protocol):
 
 
 class ModelHost(ServingHost, Protocol):
-    """Where models run that generate: in this process (`LocalModels`), or in runtime processes (`Workers`)."""
+    """Where models run: in this process (`LocalModels`, embedding models too), or in runtime processes (`Workers`)."""
 
     def generator(self, name: str) -> Generator[Any]:
         """What generates for the model of this name."""
 
 
 class Opening(Protocol):
-    """What a host gets when it is opened. plans: of the models that it runs. registry: for its series."""
+    """What a host gets when it is opened. plans: of the models that it runs and that generate; embeddings: of those
+    that make vectors. registry: for its series."""
 
-    config: LLMServeConfig
     plans: Sequence[ModelPlan]
+    embeddings: Sequence[EmbeddingPlan]
     registry: CollectorRegistry
+
+    @property
+    def config(self) -> LLMServeConfig | EmbeddingServeConfig:
+        """The server's settings."""
 
     def reached(self, state: str) -> None:
         """It is `loading`, or `warming`."""

@@ -31,10 +31,10 @@ def _refuse(error: ReflexError, request_id: str, packed: bool) -> Refusal:
 class ServingPages:
     """The application of one model server, with what is the same for every kind of model.
 
-    described: makes the OpenAPI document, of the paths that need no key (None: all).
+    described: makes the OpenAPI document, of the paths that need no key (None: all), and with the models' names or not.
     """
 
-    def __init__(self, life: ServingLife[Any], described: Callable[[tuple[str, ...] | None], bytes]) -> None:
+    def __init__(self, life: ServingLife[Any], described: Callable[[tuple[str, ...] | None, bool], bytes]) -> None:
         self._life, self._described = life, described
 
     def app(
@@ -87,10 +87,12 @@ class ServingPages:
         exchange.answer(200, encode({"version": __version__}))
 
     def _openapi(self, exchange: Exchange, _: bytes) -> None:
-        exchange.answer(200, self._document())
+        exchange.answer(200, self._document(exchange))
 
     def _docs(self, exchange: Exchange, _: bytes) -> None:
-        exchange.answer(200, page(self._document(), exchange.headers.get(b"host", b"")), b"text/html; charset=utf-8")
+        shown = page(self._document(exchange), exchange.headers.get(b"host", b""))
+        exchange.answer(200, shown, b"text/html; charset=utf-8")
 
-    def _document(self) -> bytes:
-        return self._described(OPEN_PATHS if self._app.has_key else None)
+    def _document(self, exchange: Exchange) -> bytes:
+        """The models are named to those who may ask /v1/models."""
+        return self._described(OPEN_PATHS if self._app.has_key else None, self._app.knows(exchange))

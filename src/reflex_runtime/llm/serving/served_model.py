@@ -6,11 +6,11 @@ import time
 from dataclasses import asdict
 from typing import Any
 
-from reflex_runtime.llm.serving.model_host import ModelHost, ModelPlan
+from reflex_runtime.llm.serving.model_host import EmbeddingPlan, ModelHost, ModelPlan
 
 
 class ServedModel:
-    """One model of a server, or an adapter of one. adapter: its name, "" for the model itself."""
+    """One language model of a server, or an adapter of one. adapter: its name, "" for the model itself."""
 
     def __init__(self, plan: ModelPlan, adapter: str = "") -> None:
         self.plan, self.adapter, self.config, self.defaults = plan, adapter, plan.config, plan.defaults
@@ -25,3 +25,18 @@ class ServedModel:
             card["max_model_len"] = host.generator(self.plan.name).limits.max_model_len
             card["sampling_defaults"] = asdict(self.defaults)
         return card
+
+
+class ServedEmbedding:
+    """One embedding model of a server."""
+
+    def __init__(self, plan: EmbeddingPlan) -> None:
+        self.plan, self.model, self.config, self.name = plan, plan.model, plan.config, plan.name
+        self.created = int(time.time())
+
+    def card(self, name: str, host: ModelHost | None) -> dict[str, Any]:
+        """The model under one of its names, as /v1/models tells it."""
+        model = self.model
+        card: dict[str, Any] = {"id": name, "object": "model", "created": self.created, "owned_by": "reflex"}
+        card |= {"root": self.name, "parent": None, "max_model_len": model.max_model_len}
+        return card | {"dimensions": model.dimensions, "pooling": list(model.pooling), "normalised": model.normalise}

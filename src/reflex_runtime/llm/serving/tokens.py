@@ -6,23 +6,46 @@ They need the tokenizer alone; nothing is queued.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import msgspec
 
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.llm.serving.generation import Generator
 from reflex_runtime.llm.serving.requests.decoding import decode
 from reflex_runtime.llm.serving.requests.fields import ChatFields, Message
 from reflex_runtime.llm.serving.requests.reading import chat_request, refused, token_ids
 from reflex_runtime.llm.serving.requests.refusals import BadRequest, too_deep
 from reflex_runtime.llm.serving.requests.tool_fields import ToolField
-from reflex_runtime.llm.tokenizer import Conversation
+from reflex_runtime.llm.tokenizer import Conversation, Tokenizer
 from reflex_runtime.web.json import encode
 
 T = TypeVar("T")
 FEW = 1000  # tokens; the texts of more are made beside the loop
+
+
+class TextLimits(Protocol):
+    """vocab_size: ids below it are tokens. max_model_len: most that the model takes."""
+
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def max_model_len(self) -> int: ...
+
+
+class TextReader(Protocol):
+    """What knows the tokens of a model of any kind: a `Generator`, or an `EmbeddingRuntime`."""
+
+    @property
+    def tokenizer(self) -> Tokenizer: ...
+    @property
+    def limits(self) -> TextLimits: ...
+
+    async def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """The tokens of each text, as the model would get them."""
+
+    async def encode_chat(self, conversation: Conversation) -> list[int]:
+        """The tokens of a conversation in the model's own form. ConfigError when it has none."""
 
 
 class TokenizeFields(msgspec.Struct, forbid_unknown_fields=True):
@@ -101,26 +124,26 @@ def tokenize_fields(body: bytes) -> TextAsked:
     return TextAsked(fields.model, fields.prompt, conversation, bool(fields.return_token_strs))
 
 
-async def tokenized(asked: TextAsked, generator: Generator[Any]) -> bytes:
+async def tokenized(asked: TextAsked, model: TextReader) -> bytes:
     """The answer to POST /tokenize."""
     if asked.conversation is not None:
-        ids = await of_conversation(asked.conversation, generator)
+        ids = await of_conversation(asked.conversation, model)
     else:
         try:
-            (ids,) = await generator.encode([asked.prompt or ""])
+            (ids,) = await model.encode([asked.prompt or ""])
         except ConfigError as error:
             raise refused(error, "prompt") from None
     texts = None
     if asked.texts:
-        token = generator.tokenizer.token
+        token = model.tokenizer.token
         texts = await beside(len(ids), lambda: [token(id) for id in ids])
-    return encode(TokenIds(len(ids), generator.limits.max_model_len, ids, texts))
+    return encode(TokenIds(len(ids), model.limits.max_model_len, ids, texts))
 
 
-async def of_conversation(conversation: Conversation, generator: Generator[Any]) -> list[int]:
+async def of_conversation(conversation: Conversation, model: TextReader) -> list[int]:
     """Its tokens in the model's own form; BadRequest where it has none."""
     try:
-        return await generator.encode_chat(conversation)
+        return await model.encode_chat(conversation)
     except RecursionError:
         raise too_deep() from None
     except ConfigError as error:
@@ -150,14 +173,14 @@ def detokenize_fields(body: bytes) -> IdsAsked:
     return IdsAsked(fields.model, token_ids(bytes(fields.tokens), "tokens"))
 
 
-async def detokenized(asked: IdsAsked, generator: Generator[Any]) -> bytes:
+async def detokenized(asked: IdsAsked, model: TextReader) -> bytes:
     """The answer to POST /detokenize."""
-    longest = generator.limits.max_model_len
+    longest = model.limits.max_model_len
     if len(asked.tokens) > longest:
         raise BadRequest(f"tokens: holds {len(asked.tokens)}, and the model's context {longest}", "tokens")
-    most = generator.limits.vocab_size
+    most = model.limits.vocab_size
     if asked.tokens and not (min(asked.tokens) >= 0 and max(asked.tokens) < most):
         told = f"[0, {most - 1}], not {min(asked.tokens)} to {max(asked.tokens)}"
         raise BadRequest(f"tokens: must be in {told}", "tokens")
-    decoder = generator.tokenizer.decode
+    decoder = model.tokenizer.decode
     return encode(Detokenized(await beside(len(asked.tokens), lambda: decoder(asked.tokens))))

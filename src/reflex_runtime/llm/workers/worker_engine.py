@@ -30,7 +30,7 @@ from reflex_runtime.ipc.worker import Load
 from reflex_runtime.llm.runner import Runner
 from reflex_runtime.llm.serving.generation import GenerationRuntime, GenerationStream
 from reflex_runtime.llm.serving.local_models import LocalModels, opened
-from reflex_runtime.llm.serving.model_host import ModelPlan
+from reflex_runtime.llm.serving.model_host import EmbeddingPlan, ModelPlan
 from reflex_runtime.llm.serving.requests.texts import Texts
 from reflex_runtime.llm.terms import Terms
 from reflex_runtime.llm.tokenizer import Conversation, Tokenizer
@@ -219,6 +219,7 @@ class _Opening:
 
     def __init__(self, plans: Sequence[ModelPlan], lost: Callable[[], None]) -> None:
         self.config, self.plans, self.lost = plans[0].config, plans, lost  # of trace and watchdog all say the same
+        self.embeddings: Sequence[EmbeddingPlan] = ()
         self.registry = CollectorRegistry()
 
     def reached(self, state: str) -> None:

@@ -1,4 +1,4 @@
-"""/openapi.json of a model server: the served part of the OpenAI API, as strict as its validation.
+"""/openapi.json of a server of models, of any kind: the served part of the OpenAI API, as strict as its validation.
 
 Unsupported fields of that API are listed with the values that have no effect. JSON Schema cannot say that
 prompt and `max_tokens` share the model's context, that `min_tokens` is at most `max_tokens`, that a biased token is in
@@ -11,7 +11,8 @@ and `top_logprobs` needs `logprobs`, and that token ids are written without a po
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from reflex_runtime.core.request import PRIORITIES
 from reflex_runtime.ipc.messages import LONGEST_GAP_MS, SHORTEST_GAP_MS
@@ -20,13 +21,15 @@ from reflex_runtime.llm.limits import Limits
 from reflex_runtime.llm.serving import tokens
 from reflex_runtime.llm.serving.answers import completions as answers
 from reflex_runtime.llm.serving.openapi import talks
+from reflex_runtime.llm.serving.openapi.embeddings import DescribedEmbeddings, embedding_paths
 from reflex_runtime.llm.serving.openapi.pages import ERROR, ERRORS, failures_of, page_paths
-from reflex_runtime.llm.serving.openapi.schemas import closed, maybe, numerals, ref, within, without_effect
+from reflex_runtime.llm.serving.openapi.schemas import closed, maybe, model_named, numerals, ref, within, without_effect
 from reflex_runtime.llm.serving.requests import fields as wire
 from reflex_runtime.llm.serving.requests import messages
 from reflex_runtime.llm.serving.requests.decoding import MOST_MESSAGES
 from reflex_runtime.llm.serving.requests.forms import MOST_TEXTS
 from reflex_runtime.llm.serving.requests.tool_fields import MOST_TOOLS, CalledTool, ToolField
+from reflex_runtime.llm.serving.tokens import TextLimits
 from reflex_runtime.web.fields import MAX_ID_BYTES
 from reflex_runtime.web.json import JSON_TYPE
 from reflex_runtime.web.openapi import finished
@@ -41,13 +44,44 @@ _STRUCTURED: dict[str, dict[str, Any]] = {
 }
 
 
-def document(models: Sequence[str], each: Sequence[Limits], most: int, unguarded: Sequence[str] | None) -> bytes:
-    """The OpenAPI 3.1 document.
+@dataclass(frozen=True, slots=True)
+class Described:
+    """The language models of a document. names: every name; most: choices that may wait, of each model; limits: of
+    each, none before they are there. What all of them take is described."""
 
-    models: every name. each: the limits of each model, none before they are there; what all of them take is described.
-    most: choices that may wait. unguarded: paths without a key; None: all.
-    """
-    model, limits = {"enum": list(models)}, _narrowest(each)
+    names: Sequence[str]
+    most: Sequence[int]
+    limits: Sequence[Limits]
+
+
+def document(
+    models: Described, embeddings: DescribedEmbeddings, unguarded: Sequence[str] | None, named: bool = True
+) -> bytes:
+    """The OpenAPI 3.1 document. unguarded: paths without a key; None: all. named: whether it may name the models."""
+    names = [*models.names, *embeddings.names]
+    paths, schemas, kinds = dict[str, Any](), {"Error": ERROR}, list[type]()
+    if models.names:
+        paths |= _generating_paths(models, named)
+        schemas["MessageError"] = talks.MESSAGE_ERROR
+        kinds += [answers.Body, answers.TextChoice, answers.ChatChoice, ToolField, CalledTool, messages.InputTokens]
+    if embeddings.names:
+        found, kind = embedding_paths(embeddings, named)
+        paths |= found
+        kinds.append(kind)
+    limits = _narrowest([*models.limits, *embeddings.limits])
+    asked = model_named(names, named), model_named(models.names, named) if models.names else None
+    paths["/tokenize"] = {"post": _small("Token ids of a text or a conversation", _tokenize(*asked), tokens.TokenIds)}
+    text = _detokenize(asked[0], limits)
+    paths["/detokenize"] = {"post": _small("The text of token ids", text, tokens.Detokenized)}
+    paths |= page_paths()
+    for kind in (*kinds, tokens.TokenIds, tokens.Detokenized):
+        schemas |= answers.schemas(kind)
+    return finished(f"Reflex, {', '.join(names)}" if named else "Reflex", paths, schemas, unguarded)
+
+
+def _generating_paths(models: Described, named: bool) -> dict[str, Any]:
+    """What language models are asked."""
+    model, limits, most = model_named(models.names, named), _narrowest(models.limits), min(models.most)
     text = _post("Text goes on", _completion(model, limits, most), _choices(answers.TextChoice))
     chat = _post("A conversation goes on", _chat(model, limits), _choices(answers.ChatChoice))
     paths: dict[str, Any] = {"/v1/completions": {"post": text}, "/v1/chat/completions": {"post": chat}}
@@ -59,23 +93,23 @@ def document(models: Sequence[str], each: Sequence[Limits], most: int, unguarded
     paths["/v1/messages"] = {"post": message}
     counted = _small("Tokens of messages", talks.count_schema(common), messages.InputTokens, of_message)
     paths["/v1/messages/count_tokens"] = {"post": counted}
-    content = paths["/v1/completions"]["post"]["requestBody"]["content"][JSON_TYPE]
-    content["example"] = {"model": models[0], "prompt": "Once there was"}
-    paths["/tokenize"] = {"post": _small("Token ids of a text or a conversation", _tokenize(model), tokens.TokenIds)}
-    paths["/detokenize"] = {"post": _small("The text of token ids", _detokenize(model, limits), tokens.Detokenized)}
-    paths |= page_paths()
-    schemas = {"Error": ERROR, of_message: talks.MESSAGE_ERROR}
-    named = (answers.Body, answers.TextChoice, answers.ChatChoice, ToolField, CalledTool)
-    for kind in (*named, tokens.TokenIds, tokens.Detokenized, messages.InputTokens):
-        schemas |= answers.schemas(kind)
-    return finished(f"Reflex, {', '.join(models)}", paths, schemas, unguarded)
+    content = text["requestBody"]["content"][JSON_TYPE]
+    content["example"] = {"model": models.names[0] if named else "MODEL", "prompt": "Once there was"}
+    return paths
 
 
-def _narrowest(each: Sequence[Limits]) -> Limits | None:
+def _narrowest(each: Sequence[TextLimits]) -> NarrowLimits | None:
     """What holds for every model; None before they are there."""
     if not each:
         return None
-    return Limits(*(min(getattr(limits, name) for limits in each) for name in Limits.__dataclass_fields__))
+    return NarrowLimits(min(of.vocab_size for of in each), min(of.max_model_len for of in each))
+
+
+class NarrowLimits(NamedTuple):
+    """What all models of a document take."""
+
+    vocab_size: int
+    max_model_len: int
 
 
 def _choices(choice: type) -> dict[str, Any]:
@@ -109,20 +143,22 @@ def _small(summary: str, request: dict[str, Any], answer: type, error: str = "Er
     return {"summary": summary, "requestBody": body, "responses": {"200": done} | wrong}
 
 
-def _tokenize(model: dict[str, Any]) -> dict[str, Any]:
-    both = {"model": maybe(model), "return_token_strs": maybe({"type": "boolean"})}
+def _tokenize(model: dict[str, Any], talking: dict[str, Any] | None) -> dict[str, Any]:
+    """talking: the models that take conversations; None: none does."""
+    both = {"return_token_strs": maybe({"type": "boolean"})}
     both |= {name: {"enum": [None, plain]} for name, plain in tokens.PLAIN.items()}
-    text = closed(both | {"prompt": {"type": "string"}}, "prompt")
-    talk = closed(both | {"messages": _messages()}, "messages")
-    return {"anyOf": [text, talk]}
+    text = closed(both | {"model": maybe(model), "prompt": {"type": "string"}}, "prompt")
+    if talking is None:
+        return text
+    return {"anyOf": [text, closed(both | {"model": maybe(talking), "messages": _messages()}, "messages")]}
 
 
-def _detokenize(model: dict[str, Any], limits: Limits | None) -> dict[str, Any]:
+def _detokenize(model: dict[str, Any], limits: NarrowLimits | None) -> dict[str, Any]:
     ids = {"type": "array", "items": within(0, 2**31 if limits is None else limits.vocab_size - 1), "maxItems": 1000}
     return closed({"tokens": ids, "model": maybe(model)}, "tokens")
 
 
-def _common(model: dict[str, Any], limits: Limits | None) -> dict[str, Any]:
+def _common(model: dict[str, Any], limits: NarrowLimits | None) -> dict[str, Any]:
     most = limits.max_model_len - 1 if limits is not None else 2**31
     vocabulary = limits.vocab_size - 1 if limits is not None else 2**31
     text = {"type": "string", "minLength": 1, "maxLength": 1000}
@@ -169,7 +205,7 @@ def _schema_format() -> dict[str, Any]:
     return closed({"type": {"const": "json_schema"}, "json_schema": schema}, "type", "json_schema")
 
 
-def _completion(model: dict[str, Any], limits: Limits | None, most: int) -> dict[str, Any]:
+def _completion(model: dict[str, Any], limits: NarrowLimits | None, most: int) -> dict[str, Any]:
     vocabulary = limits.vocab_size - 1 if limits is not None else 2**31
     text = {"type": "string", "minLength": 1}
     ids = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": vocabulary}, "minItems": 1}
@@ -208,7 +244,7 @@ def _messages() -> dict[str, Any]:
     return {"type": "array", "items": message, "minItems": 1, "maxItems": MOST_MESSAGES}
 
 
-def _chat(model: dict[str, Any], limits: Limits | None) -> dict[str, Any]:
+def _chat(model: dict[str, Any], limits: NarrowLimits | None) -> dict[str, Any]:
     common = _common(model, limits)
     fields = common | {
         "messages": _messages(),

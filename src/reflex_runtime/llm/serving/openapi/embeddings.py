@@ -1,4 +1,4 @@
-"""/openapi.json of an embedding server, as strict as its validation.
+"""What /openapi.json says of embedding models, as strict as their validation.
 
 JSON Schema cannot say how many tokens a text has, that all texts share what may wait, and that token ids are written
 without a point.
@@ -7,48 +7,65 @@ without a point.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from reflex_runtime.core.request import PRIORITIES
 from reflex_runtime.llm.embedding.directory import EmbeddingModel
-from reflex_runtime.llm.serving.answers import completions as answers
 from reflex_runtime.llm.serving.answers.embeddings import EmbeddingList
-from reflex_runtime.llm.serving.openapi.pages import ERROR, ERRORS, failures_of, page_paths
-from reflex_runtime.llm.serving.openapi.schemas import closed, maybe, ref, within
+from reflex_runtime.llm.serving.openapi.pages import ERRORS, failures_of
+from reflex_runtime.llm.serving.openapi.schemas import closed, maybe, model_named, ref, within
 from reflex_runtime.llm.serving.requests.embeddings import FORMATS, PATH
 from reflex_runtime.llm.serving.requests.fields import MOST_PROMPTS
 from reflex_runtime.web.fields import MAX_ID_BYTES
 from reflex_runtime.web.json import JSON_TYPE
-from reflex_runtime.web.openapi import finished
 
 
-def document(name: str, model: EmbeddingModel, most: int, unguarded: Sequence[str] | None) -> bytes:
-    """The OpenAPI 3.1 document. most: texts that may wait. unguarded: paths without a key; None: all."""
-    request = {"required": True, "content": {JSON_TYPE: {"schema": _fields(name, model, most)}}}
-    request["content"][JSON_TYPE]["example"] = {"model": name, "input": "Once there was"}  # type: ignore[index]
+@dataclass(frozen=True, slots=True)
+class DescribedEmbeddings:
+    """The embedding models of a document. names: every name; most: texts that may wait, of each model; limits: each
+    model. What all of them take is described."""
+
+    names: Sequence[str]
+    most: Sequence[int]
+    limits: Sequence[EmbeddingModel]
+
+
+def embedding_paths(models: DescribedEmbeddings, named: bool) -> tuple[dict[str, Any], type]:
+    """What embedding models are asked, and the kind of its answer. named: whether it may name them."""
+    request = {"required": True, "content": {JSON_TYPE: {"schema": _fields(models, named)}}}
+    example = {"model": models.names[0] if named else "MODEL", "input": "Once there was"}
+    request["content"][JSON_TYPE]["example"] = example  # type: ignore[index]
     done = {"description": "a vector of each text", "content": {JSON_TYPE: {"schema": ref(EmbeddingList)}}}
     embed = {"summary": "Vectors of texts", "requestBody": request, "responses": {"200": done} | failures_of(*ERRORS)}
-    schemas = {"Error": ERROR} | answers.schemas(EmbeddingList)
-    return finished(f"Reflex, {name}", {PATH: {"post": embed}} | page_paths(), schemas, unguarded)
+    return {PATH: {"post": embed}}, EmbeddingList
 
 
-def _fields(name: str, model: EmbeddingModel, most: int) -> dict[str, Any]:
-    text = {"type": "string", "minLength": 1}
-    ids = {"type": "array", "items": within(0, model.vocab_size - 1), "minItems": 1, "maxItems": model.max_model_len}
-    most, user = min(most, MOST_PROMPTS), r"^[^\u0000-\u001f\u007f-\u009f]*$"
+def _dimensions(each: Sequence[EmbeddingModel]) -> dict[str, Any]:
+    """The lengths of vectors that every model takes."""
+    if all(model.matryoshka == () for model in each):
+        return within(1, min(model.dimensions for model in each))
+    lengths = [
+        set(range(1, model.dimensions + 1)) if model.matryoshka == () else {*(model.matryoshka or ()), model.dimensions}
+        for model in each
+    ]
+    return {"enum": sorted(set.intersection(*lengths))}
+
+
+def _fields(models: DescribedEmbeddings, named: bool) -> dict[str, Any]:
+    each, text = models.limits, {"type": "string", "minLength": 1}
+    longest, vocabulary = min(model.max_model_len for model in each), min(model.vocab_size for model in each)
+    ids = {"type": "array", "items": within(0, vocabulary - 1), "minItems": 1, "maxItems": longest}
+    most, user = min(*models.most, MOST_PROMPTS), r"^[^\u0000-\u001f\u007f-\u009f]*$"
     several = [{"type": "array", "items": of, "minItems": 1, "maxItems": most} for of in (text, ids)]
-    whole = model.dimensions
-    dimensions = {"enum": [whole]} if not model.matryoshka else {"enum": sorted({*model.matryoshka, whole})}
-    if model.matryoshka == ():
-        dimensions = within(1, whole)
     return closed(
         {
-            "model": {"const": name},
+            "model": model_named(models.names, named),
             "input": {"anyOf": [text, ids, *several]},
             "encoding_format": maybe({"enum": list(FORMATS)}),
-            "dimensions": maybe(dimensions),
+            "dimensions": maybe(_dimensions(each)),
             "user": maybe({"type": "string", "maxLength": MAX_ID_BYTES, "pattern": user}),
-            "truncate_prompt_tokens": maybe({"anyOf": [{"const": -1}, within(1, model.max_model_len)]}),
+            "truncate_prompt_tokens": maybe({"anyOf": [{"const": -1}, within(1, longest)]}),
             "priority": maybe({"enum": list(PRIORITIES)}),
             "deadline_ms": maybe({"type": "number", "exclusiveMinimum": 0, "maximum": 600_000}),
         },

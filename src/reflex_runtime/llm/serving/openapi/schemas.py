@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 NULL = {"type": "null"}
@@ -43,3 +43,8 @@ def without_effect(plain: Mapping[str, tuple[Any, ...]], empty: Mapping[str, lis
     """Fields that are known and not supported: the values that are taken. empty: those of fields whose type does not
     allow every empty value."""
     return {name: {"enum": [None, *values, *empty.get(name, ["", [], {}])]} for name, values in plain.items()}
+
+
+def model_named(names: Sequence[str], named: bool) -> dict[str, Any]:
+    """The name of a model: one of these, or any where they must not be told."""
+    return {"enum": list(names)} if named else {"type": "string", "minLength": 1}

@@ -1,4 +1,4 @@
-"""An embedding model in this process: loaded in a thread of its own, its texts tokenised, queued and answered."""
+"""An embedding model in this process: its texts are tokenised beside the loop, queued, and waited for."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ import numpy.typing as npt
 from prometheus_client import CollectorRegistry
 
 from reflex_runtime.core.batch import Done
-from reflex_runtime.core.errors import Cancelled
+from reflex_runtime.core.errors import Cancelled, ConfigError
 from reflex_runtime.core.request import Priority, Request, Ticket
 from reflex_runtime.drivers.batcher import Batcher
 from reflex_runtime.drivers.slices import SLICE
-from reflex_runtime.llm.embedding.load import LoadedEncoder
+from reflex_runtime.llm.embedding.directory import EmbeddingModel
+from reflex_runtime.llm.embedding.processor import EmbeddingProcessor
 from reflex_runtime.llm.embedding.series import EmbeddingSeries
-from reflex_runtime.llm.serving.local_host import LocalHost
 from reflex_runtime.llm.serving.model_device import ModelDevice
 from reflex_runtime.llm.serving.requests.texts import Texts
+from reflex_runtime.llm.tokenizer import Conversation, Tokenizer
 from reflex_runtime.telemetry.trace_context import SpanContext
 
 _PER_TOKEN: Final = 16  # characters of a text that is to be cut, for each token: so much of it is tokenised first
@@ -36,39 +37,75 @@ class TextTokens:
     span: SpanContext | None = None
 
 
-class LocalEmbeddings(LocalHost):
-    """A `ServingHost` of one embedding model."""
+class EmbeddingRuntime:
+    """One embedding model of this process: its texts are tokenised here, and queued on the device.
+
+    processor: of the model, one of `device`'s.
+    """
 
     def __init__(
-        self, loaded: LoadedEncoder, device: ModelDevice, trace: str, registry: CollectorRegistry
+        self, processor: EmbeddingProcessor, tokenizer: Tokenizer, device: ModelDevice, registry: CollectorRegistry
     ) -> None:
-        super().__init__(device, trace)
-        self.model, self._encoder, self.tokenizer = loaded
-        self._texts = Texts(self.tokenizer)
-        empty, brief = self.tokenizer.encode(""), self.tokenizer.encode("a")
+        self.model, self.tokenizer, self.batcher = processor.model, tokenizer, device.batcher
+        self.group = processor.name
+        self._encoder = processor.encoder
+        self._texts = Texts(tokenizer)
+        empty, brief = tokenizer.encode(""), tokenizer.encode("a")
         self._ending = _common_end(empty, brief)
-        device.batcher.add_sink(EmbeddingSeries(lambda: self.waiting, lambda: self.running, registry))
+        series = EmbeddingSeries(self.group, lambda: self.waiting, lambda: self.running, registry)
+        device.batcher.add_sink(series)
+
+    @property
+    def limits(self) -> EmbeddingModel:
+        """What texts are measured against."""
+        return self.model
 
     @property
     def waiting(self) -> int:
         """Texts that are in no batch."""
-        return self.device.batcher.scheduler.queued("default")
+        return self.batcher.scheduler.queued(self.group)
 
     @property
     def running(self) -> int:
         """Texts that are being computed."""
-        return self.device.batcher.scheduler.unsettled("default") - self.waiting
+        return self.batcher.scheduler.unsettled(self.group) - self.waiting
 
     def health(self) -> dict[str, Any]:
         """What /health says of it."""
-        told = {
+        return {
             "runner": self._encoder.name,
             "max_model_len": self.model.max_model_len,
             "dimensions": self.model.dimensions,
             "running": self.running,
             "waiting": self.waiting,
         }
-        return told | self.of_device()
+
+    def refresh(self) -> None:
+        """Its series are up to date."""
+
+    def close(self) -> None:
+        """Tokenise nothing more. The device is closed by itself."""
+        self._texts.close()
+
+    def request(
+        self,
+        tokens: Sequence[int],
+        *,
+        id: str,
+        priority: Priority,
+        client: str,
+        time_limit: float | None,
+        span: SpanContext | None = None,
+    ) -> Request:
+        """The request of one text, for `EmbeddingWait.submit`."""
+        return Request(
+            TextTokens(tokens, span), id=id, group=self.group, priority=priority, client=client, time_limit=time_limit,
+            wants=float(len(tokens)),
+        )  # fmt: skip
+
+    async def encode_chat(self, conversation: Conversation) -> list[int]:
+        """ConfigError: it has no form for conversations."""
+        raise ConfigError("messages: this model makes vectors of texts, and has no form of conversations; send prompt")
 
     async def encode(self, texts: Sequence[str], most: int | None = None) -> list[list[int]]:
         """The tokens of each text, with what the model has before and around every text.
@@ -108,12 +145,6 @@ class LocalEmbeddings(LocalHost):
             return ids
         ending = ids[len(ids) - self._ending :] if self._ending < most else []
         return ids[: most - len(ending)] + ending
-
-    async def close(self, timeout: float, drain: bool = True) -> bool:
-        """See `ServingHost.close`."""
-        clean = await super().close(timeout, drain)
-        self._texts.close()
-        return clean
 
 
 class EmbeddingWait:
@@ -176,22 +207,6 @@ class EmbeddingWait:
             done.set_exception(outcome.error)
         elif not self._left:
             done.set_result(None)
-
-
-def text_request(
-    tokens: Sequence[int],
-    *,
-    id: str,
-    priority: Priority,
-    client: str,
-    time_limit: float | None,
-    span: SpanContext | None = None,
-) -> Request:
-    """The request of one text, for `EmbeddingWait.submit`."""
-    return Request(
-        TextTokens(tokens, span), id=id, priority=priority, client=client, time_limit=time_limit,
-        wants=float(len(tokens)),
-    )  # fmt: skip
 
 
 def _common_end(one: Sequence[int], other: Sequence[int]) -> int:
