@@ -1,50 +1,40 @@
-"""HTTP/1.1 on a connection. httptools parses; this module has the order of requests and answers, and their limits.
+"""HTTP/1.1 on a connection: the order of requests and answers, and their limits.
 
 - The application gets one request at a time; pipelined requests behind it wait for their turn.
 - Invalid HTTP is answered in the application's own form, after the answers that are still due.
-- The head of a request is limited in bytes. `Connections` limits the time for head and body, and the number of
-  connections.
+- `Connections` limits the time for head and body, and the number of connections.
 - What comes on all connections in one turn of the loop is read together, each step for all of them (`App.read`).
-- A request's age counts from when it reached this machine; a busy process reads it later.
 - A caller that sends a whole request and then closes its sending side still gets an answer. If the request waits in a
   queue, this counts as a disconnect, and the answer says so: the two look the same on the wire.
-- A request for a websocket hands the connection over to `WebSocket`, if the path has one. Any other upgrade is declined
-  by answering in HTTP/1.1, body included.
+- A request for a websocket hands the connection over to `WebSocket`, if the path has one.
 """
 
 from __future__ import annotations
 
 import asyncio
-import http
 import os
 import secrets
 import time
 from collections import deque
-from email.utils import formatdate
-from functools import lru_cache, partial
+from functools import partial
 from typing import Final, cast
-from urllib.parse import unquote
-
-import httptools
 
 from reflex_runtime.core.errors import ReflexError
 from reflex_runtime.web.app import App
-from reflex_runtime.web.arrival import arrived, file_of
+from reflex_runtime.web.arrival import file_of
 from reflex_runtime.web.bodies import LARGE
 from reflex_runtime.web.connections import ANSWERED, BODY, HEAD, IDLE, SLOW
-from reflex_runtime.web.errors import BodyTooLarge, CallerLeft, ClientError, Overloaded
+from reflex_runtime.web.errors import BodyTooLarge, CallerLeft, Overloaded
 from reflex_runtime.web.exchange import CLOSE, Exchange, retry_headers
 from reflex_runtime.web.form import Headers
+from reflex_runtime.web.http_bytes import answer, as_sent
+from reflex_runtime.web.request_parser import RequestParser
 from reflex_runtime.web.websocket import WebSocket, handshake, query_of
 
-MAX_HEAD: Final = 64 * 1024  # bytes
 MAX_PIPELINE: Final = 16  # requests waiting behind another on their connection; with more of them it is not read
 MAX_AHEAD: Final = 64 * 1024  # bytes of a body whose turn has not come; with more the connection is not read
 LARGE_BODY: Final = 64 * 1024  # bytes; connections with a larger body are read in turns
 AT_ONCE: Final = 16 * 1024  # bytes that are read when they come: less waits for the end of the loop's turn
-_FRAMING: Final = (b"content-length", b"transfer-encoding")
-_PHRASES: Final = {status.value: status.phrase for status in http.HTTPStatus} | {499: "Client Closed Request"}
-_STATUS: Final = {code: f"HTTP/1.1 {code} {phrase}\r\n".encode() for code, phrase in _PHRASES.items()}
 
 
 class HttpConnection(asyncio.Protocol):
@@ -57,25 +47,23 @@ class HttpConnection(asyncio.Protocol):
         self.phase = ANSWERED
         self.heard = 0.0
         self._loop = asyncio.get_running_loop()
-        self._parser = _parser_for(self)
         self._turns: deque[Exchange] = deque()  # unanswered, with their head; the first is being answered
         self._coming: Exchange | None = None  # the last whose head has come
         self._resumed: asyncio.Future[None] | None = None  # set while the caller does not read
         self._late = b""  # the answer of the first, if it came while the caller did not read
-        self._in_head = self._skip_head = self._refusing = self._ended = self._lost = False
+        self._refusing = self._ended = self._lost = False
         self._rests = self._paused = False
-        self._head = 0
         self._unread = b""  # what has come and is not parsed; `_seen`: when it came
-        self._arrived = self._seen = 0.0
-        self._url, self._headers = b"", list[tuple[bytes, bytes]]()
+        self._seen = 0.0
 
     # -- the transport -------------------------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)
         peer = transport.get_extra_info("peername")
-        self._client = (str(peer[0]), int(peer[1])) if isinstance(peer, tuple) and len(peer) > 1 else None
+        client = (str(peer[0]), int(peer[1])) if isinstance(peer, tuple) and len(peer) > 1 else None
         self._file = file_of(transport)
+        self._requests = RequestParser(self, self._file, client)
         try:
             self.app.connections.enter(self, self._loop)
         except Overloaded as error:
@@ -96,17 +84,17 @@ class HttpConnection(asyncio.Protocol):
         data, self._unread = self._unread, b""
         if not data or self._refusing:
             return False
-        self._arrived = 0.0
-        error = self._parse(data)
+        error = self._requests.feed(data, self._seen)
         if self._lost:  # it is a websocket now
             return False
         if error is not None:
             self._refuse(error)
-        elif self._in_head:  # what came with its beginning is not counted: it may end another
-            self._head = 0 if self._head < 0 else self._head + len(data)
-            if self._head > MAX_HEAD:
-                self._refuse(ClientError(f"the head of the request has over {MAX_HEAD} bytes"))
         return True
+
+    def came(self, exchange: Exchange) -> None:
+        """See `Receiver`."""
+        self._coming = exchange
+        self._turns.append(exchange)
 
     def go_on(self) -> None:
         """Open and hand over what was parsed."""
@@ -145,7 +133,7 @@ class HttpConnection(asyncio.Protocol):
             if turns[0].wanted:
                 self.app.fail(turns[0], CallerLeft("the caller left before it had sent its request"))
         self._coming = None
-        del self._parser  # breaks the reference cycle of the two
+        self._requests.close()
 
     def pause_writing(self) -> None:
         if self._resumed is None:
@@ -194,16 +182,16 @@ class HttpConnection(asyncio.Protocol):
         None, and nothing has happened, if one of those is not complete, or an answer is still being sent.
         """
         asked = list(self._turns)
-        unsent = self._lost or self.transport.get_write_buffer_size() or self._in_head or self._unread
+        unsent = self._lost or self.transport.get_write_buffer_size() or self._requests.in_head or self._unread
         if unsent or asked[:1] != [exchange] or not all(e.whole or e.upgrades for e in asked):
             return None
-        parts = [_as_sent(exchange, body), *(_as_sent(e, b"".join(e.body)) for e in asked[1:])]
+        parts = [as_sent(exchange, body), *(as_sent(e, b"".join(e.body)) for e in asked[1:])]
         file = os.dup(self._file)
         self.app.leave(exchange)
         self.app.connections.leave(self)
         self._lost, self._coming = True, None
         self._turns.clear()
-        del self._parser  # breaks the reference cycle of the two
+        self._requests.close()
         self.transport.set_protocol(asyncio.Protocol())
         self.transport.abort()
         return file, b"".join(parts)
@@ -224,7 +212,7 @@ class HttpConnection(asyncio.Protocol):
         elif self._coming is not None and not self._coming.whole:  # answered before its end: the rest is dropped
             phase = BODY
         else:
-            phase = HEAD if self._in_head else IDLE
+            phase = HEAD if self._requests.in_head else IDLE
         if phase is BODY:
             self.heard = self._loop.time()
         if anew or phase is not self.phase:
@@ -249,11 +237,11 @@ class HttpConnection(asyncio.Protocol):
         exchange.wanted = self.app.open(exchange)
         ahead, exchange.body, exchange.size = exchange.body, [], 0
         for part in ahead:
-            self._take(exchange, part)
+            self.take(exchange, part)
         if exchange.wanted and not exchange.whole and exchange.headers.get(b"expect", b"").lower() == b"100-continue":
             self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
-    def _take(self, exchange: Exchange, part: bytes) -> None:
+    def take(self, exchange: Exchange, part: bytes) -> None:
         """A part of the body of the request whose turn it is."""
         if not exchange.wanted:
             return
@@ -328,7 +316,8 @@ class HttpConnection(asyncio.Protocol):
     def reply(self, exchange: Exchange, status: int, headers: Headers, body: bytes) -> None:
         if not self._turns or self._turns[0] is not exchange:
             return
-        data = self._head_of(exchange, status, headers, b"" if exchange.method == "HEAD" else body)
+        _say_close(exchange, headers)
+        data = answer(status, headers, b"" if exchange.method == "HEAD" else body)
         if self._resumed is None:
             self.transport.write(data)
             self._next(exchange)
@@ -341,7 +330,8 @@ class HttpConnection(asyncio.Protocol):
                 headers.append((b"transfer-encoding", b"chunked"))
             else:
                 exchange.keep_alive = False
-            self.transport.write(self._head_of(exchange, status, headers))
+            _say_close(exchange, headers)
+            self.transport.write(answer(status, headers))
 
     def write(self, exchange: Exchange, data: bytes) -> None:
         if data and self._turns and self._turns[0] is exchange and exchange.method != "HEAD":
@@ -360,104 +350,10 @@ class HttpConnection(asyncio.Protocol):
     def abort(self) -> None:
         self.transport.abort()
 
-    @staticmethod
-    def _head_of(exchange: Exchange, status: int, headers: Headers, body: bytes = b"") -> bytes:
-        """The head of an answer, and its body behind it."""
-        if CLOSE in headers:
-            exchange.keep_alive = False
-        elif not exchange.keep_alive:
-            headers.append(CLOSE)
-        lines = [b"%b: %b\r\n" % header for header in headers]
-        return b"".join([_STATUS[status], _date(), *lines, b"\r\n", body])
-
-    # -- the parser ----------------------------------------------------------------------------------------------------
-
-    def _parse(self, data: bytes) -> ClientError | None:
-        """Feed the parser; returns an error in the data, or None."""
-        while data:
-            try:
-                self._parser.feed_data(data)
-                return None
-            except httptools.HttpParserUpgrade as upgrade:
-                data = data[upgrade.args[0] :]
-                if self._upgrade(data):
-                    return None
-                if not self._decline_upgrade():
-                    return ClientError("the request is not framed as its headers say")
-            except httptools.HttpParserError as error:
-                if isinstance(error.__context__, ClientError):  # one of our own callbacks raised it
-                    return error.__context__
-                in_body = self._coming is not None and not self._coming.whole and not self._in_head
-                return ClientError(
-                    "the body broke off: it is not framed as its headers say" if in_body else "this is not HTTP/1.1"
-                )
-        return None
-
-    def on_message_begin(self) -> None:
-        """httptools: a request begins."""
-        if not self._skip_head:
-            self._in_head, self._head = True, -1
-            self._url, self._headers = b"", []
-            if not self._arrived:
-                self._arrived = min(self._seen, arrived(self._file))
-
-    def on_url(self, url: bytes) -> None:
-        """httptools: a part of its target."""
-        if not self._skip_head:
-            self._url += url
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        """httptools: a header."""
-        if not self._skip_head:
-            self._headers.append((name.lower(), value))
-
-    def on_headers_complete(self) -> None:
-        """httptools: its head has come."""
-        if self._skip_head:
-            return
-        self._in_head = False
-        version = self._parser.get_http_version()
-        if version not in ("1.1", "1.0"):
-            raise ClientError(f"HTTP/{version} is not spoken here, HTTP/1.1 is")
-        headers = dict(self._headers)
-        if b"host" not in headers or len(headers) < len(self._headers):
-            hosts = sum(name == b"host" for name, _ in self._headers)
-            if hosts > 1 or (not hosts and version == "1.1"):
-                raise ClientError(f"the request has {hosts} Host headers, HTTP/1.1 wants one")
-        self._coming = Exchange(
-            self.app,
-            self,
-            self._parser.get_method().decode("ascii"),
-            _path_of(self._url),
-            headers,
-            self._client,
-            self._arrived,
-            version == "1.1" and self._parser.should_keep_alive(),
-            version == "1.1",
-        )
-        self._coming.target = self._url
-        self._turns.append(self._coming)
-
-    def on_body(self, data: bytes) -> None:
-        """httptools: a part of its body."""
-        exchange = self._coming
-        assert exchange is not None
-        if exchange.opened:
-            self._take(exchange, data)
-        else:
-            exchange.body.append(data)
-            exchange.size += len(data)
-
-    def on_message_complete(self) -> None:
-        """httptools: all of it has come."""
-        if self._coming is not None and not self._parser.should_upgrade():  # else its body is still to come
-            self._coming.whole = True
-
     # -- offers to upgrade ---------------------------------------------------------------------------------------------
 
-    def _upgrade(self, rest: bytes) -> bool:
-        """Hand the connection over to a websocket if the request and its path allow it. rest: the bytes after the
-        request."""
+    def upgrade(self, rest: bytes) -> bool:
+        """Hand the connection over to a websocket if the request and its path allow it. See `Receiver`."""
         exchange = self._coming
         assert exchange is not None
         if self._turns[0] is not exchange or exchange.headers.get(b"upgrade", b"").lower() != b"websocket":
@@ -467,11 +363,9 @@ class HttpConnection(asyncio.Protocol):
         route = exchange.route
         if not exchange.wanted or route is None or route.socket is None:
             return False
-        head = b"".join(b"%s: %s\r\n" % header for header in self._headers)
-        start = b"%s %s HTTP/%s\r\n" % (exchange.method.encode(), self._url, self._parser.get_http_version().encode())
         try:
-            protocol = handshake(start + head + b"\r\n", route.most)
-            websocket = WebSocket(self.app, self.transport, protocol, exchange.number, query_of(self._url))
+            protocol = handshake(self._requests.head, route.most)
+            websocket = WebSocket(self.app, self.transport, protocol, exchange.number, query_of(exchange.target))
             websocket.headers, websocket.may_change = exchange.headers, self.app.may_change(exchange)
             session = route.socket(websocket)
         except Exception as error:
@@ -482,22 +376,8 @@ class HttpConnection(asyncio.Protocol):
         self.app.connections.leave(self)
         self._lost, self._coming = True, None
         self._turns.clear()
-        del self._parser  # breaks the reference cycle of the two
+        self._requests.close()
         websocket.begin(session, rest)
-        return True
-
-    def _decline_upgrade(self) -> bool:
-        """Ignore the upgrade: a new parser gets the framing and then reads the body. False if that is not possible."""
-        framing = [(name, value) for name, value in self._headers if name in _FRAMING]
-        self._parser = _parser_for(self)
-        self._skip_head = True
-        head = b"".join(b"%s: %s\r\n" % pair for pair in framing)
-        try:
-            self._parser.feed_data(b"POST / HTTP/1.1\r\n" + (head or b"content-length: 0\r\n") + b"\r\n")
-        except httptools.HttpParserError:
-            return False
-        finally:
-            self._skip_head = False
         return True
 
     # -- refusing ------------------------------------------------------------------------------------------------------
@@ -522,40 +402,13 @@ class HttpConnection(asyncio.Protocol):
                 (b"content-length", b"%d" % len(told.body)),
                 CLOSE,
             ]
-            lines = [b"%s: %s\r\n" % header for header in headers]
-            self.transport.write(b"".join([_STATUS[told.status], _date(), *lines, b"\r\n", told.body]))
+            self.transport.write(answer(told.status, headers, told.body))
         self.transport.close()
 
 
-def _parser_for(connection: HttpConnection) -> httptools.HttpRequestParser:
-    parser = httptools.HttpRequestParser(connection)
-    parser.set_dangerous_leniencies(lenient_data_after_close=True)  # what is pipelined behind the last is not read
-    return parser
-
-
-def _as_sent(exchange: Exchange, body: bytes) -> bytes:
-    """The bytes of a request, as another process can read them."""
-    version = b"1.1" if exchange.streams else b"1.0"
-    lines = [b"%s %s HTTP/%s\r\n" % (exchange.method.encode(), exchange.target, version)]
-    for name, value in exchange.headers.items():
-        if name not in _FRAMING and name != b"expect":
-            lines.append(b"%s: %s\r\n" % (name, value))
-    if body or exchange.method == "POST":
-        lines.append(b"content-length: %d\r\n" % len(body))
-    return b"".join([*lines, b"\r\n", body])
-
-
-@lru_cache(maxsize=64)
-def _path_of(target: bytes) -> str:
-    """The path of a request's target, decoded."""
-    return unquote(httptools.parse_url(target).path.decode("ascii"))
-
-
-@lru_cache(maxsize=1)
-def _date_at(second: int) -> bytes:
-    return b"date: %s\r\n" % formatdate(second, usegmt=True).encode()
-
-
-def _date() -> bytes:
-    """The header that says when an answer was made."""
-    return _date_at(int(time.time()))
+def _say_close(exchange: Exchange, headers: Headers) -> None:
+    """An answer says it if the connection ends with it."""
+    if CLOSE in headers:
+        exchange.keep_alive = False
+    elif not exchange.keep_alive:
+        headers.append(CLOSE)
