@@ -109,6 +109,23 @@ def test_l9_an_unknown_name_is_404_with_the_names_that_there_are(two: Two) -> No
     assert two.error(answer)["message"] == "model: is missing; there are small, tiny, gpt-4o:mini, large"
 
 
+def test_l9_answers_are_counted_by_model_and_only_by_names_that_are_served() -> None:
+    with Two() as two:
+        assert [two.complete(model=name, max_tokens=1).status for name in ("small", "tiny", "large")] == [200] * 3
+        assert two.complete(model="made up").status == 404
+        assert two.post("/v1/completions", b"{").status == 400
+        assert two.post("/tokenize", {"model": "large", "prompt": "hi"}).status == 200
+        assert two.get("/health").status == 200
+        family = "reflex_openai_requests_total"
+        told = [(dict(labels), n) for (name, labels), n in two.metrics().samples.items() if name == family and n]
+    found = {(labels["path"], labels["status"], labels["model"]): n for labels, n in told}
+    assert found == {
+        ("/v1/completions", "200", "small"): 2, ("/v1/completions", "200", "large"): 1,
+        ("/v1/completions", "404", "unknown"): 1, ("/v1/completions", "400", "unknown"): 1,
+        ("/tokenize", "200", "large"): 1, ("/health", "200", ""): 1,
+    }  # fmt: skip
+
+
 def test_l9_each_model_has_its_own_limits(two: Two) -> None:
     assert two.complete("hi", model="small", n=4, max_tokens=1).status == 200
     answer = two.complete("hi", model="large", n=4, max_tokens=1)

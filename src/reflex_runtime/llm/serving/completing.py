@@ -23,7 +23,7 @@ from reflex_runtime.llm.serving.model_host import ModelHost
 from reflex_runtime.llm.serving.model_runtime import ModelRuntime
 from reflex_runtime.llm.serving.requests import reading as wire
 from reflex_runtime.llm.serving.requests.refusals import too_deep
-from reflex_runtime.llm.serving.served_model import ServedModel
+from reflex_runtime.llm.serving.served_model import ServedModel, counted
 from reflex_runtime.llm.serving.spans import GenerationSpans, asked_in, first_token
 from reflex_runtime.telemetry.tracing import RequestSpan
 from reflex_runtime.web.app import App
@@ -52,7 +52,7 @@ class Completing:
         host: ModelHost = exchange.ask  # what was ready when it entered answers it, also in a drain
         span = None if self._spans is None else self._spans.begin(exchange)
         asked = await self.decoded(lambda body: dialect.read(body, self.models.defaults_of), body)
-        model = self.models.generating(asked.model)
+        model = counted(exchange, self.models.generating(asked.model))
         if span is not None:
             asked_in(span, asked, model.name)
         underway = Underway(exchange, model, host.generator(model.plan.name), asked, span)

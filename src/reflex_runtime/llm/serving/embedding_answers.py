@@ -23,7 +23,7 @@ from reflex_runtime.llm.serving.model_runtime import ModelRuntime
 from reflex_runtime.llm.serving.requests.embeddings import EmbeddingRequest, embedding
 from reflex_runtime.llm.serving.requests.reading import refused
 from reflex_runtime.llm.serving.requests.refusals import BadRequest, too_deep
-from reflex_runtime.llm.serving.served_model import ServedEmbedding
+from reflex_runtime.llm.serving.served_model import ServedEmbedding, counted
 from reflex_runtime.llm.serving.spans import GenerationSpans
 from reflex_runtime.llm.serving.tokens import beside
 from reflex_runtime.telemetry.tracing import RequestSpan
@@ -48,7 +48,7 @@ class EmbeddingAnswers:
         except RecursionError:
             raise too_deep() from None
         del body  # what it says is decoded
-        model = self.models.embedding(asked.model)
+        model = counted(exchange, self.models.embedding(asked.model))
         _check(asked, model)
         runtime: EmbeddingRuntime = host.embedder(model.name)
         wait = EmbeddingWait(runtime.batcher)

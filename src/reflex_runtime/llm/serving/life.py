@@ -47,12 +47,17 @@ H = TypeVar("H", bound=ServingHost)
 class ServingLife(Generic[H]):
     """The life of one host. `start` returns when it is ready or has failed.
 
-    name: of what is served, for people. on_fatal: called on the loop when a model is lost for good. lives: what the
-    server's supervisor knows, where there is one.
+    name: of what is served, for people. several: models, so that answers are counted for each. on_fatal: called on the
+    loop when a model is lost for good. lives: what the server's supervisor knows, where there is one.
     """
 
     def __init__(
-        self, config: LifeSettings, name: str, on_fatal: Callable[[], None] | None, lives: Lives | None
+        self,
+        config: LifeSettings,
+        name: str,
+        on_fatal: Callable[[], None] | None,
+        lives: Lives | None,
+        several: bool = False,
     ) -> None:
         self.lives = lives
         self.error = ""
@@ -65,9 +70,9 @@ class ServingLife(Generic[H]):
         self._name, self._writes, self._on_fatal = name, bool(config.trace), on_fatal
         self._state = "initializing"
         self._clean = True
-        self._answers = Counter(
-            "reflex_openai_requests_total", "Answers over HTTP", ("path", "status"), registry=self.registry
-        )
+        self._several = several
+        labels = ("path", "status", "model") if several else ("path", "status")
+        self._answers = Counter("reflex_openai_requests_total", "Answers over HTTP", labels, registry=self.registry)
 
     async def open(self) -> H:
         """Make the host; called once. What it raises means that a model could not be loaded."""
@@ -185,6 +190,7 @@ class ServingLife(Generic[H]):
         more = await self.host.metrics() if self.host is not None else b""
         return generate_latest(self.registry) + more
 
-    def answered(self, path: str, status: int) -> None:
-        """The server answered a request. path: of a known endpoint, so that there are few."""
-        self._answers.labels(path, str(status)).inc()
+    def answered(self, path: str, status: int, model: str) -> None:
+        """The server answered a request. path: of a known endpoint, and model: one that is served, so that there are
+        few."""
+        self._answers.labels(path, str(status), *((model,) if self._several else ())).inc()

@@ -56,7 +56,7 @@ class ModelRuntime(ServingLife[ModelHost]):
         self.models = [ServedModel(plan) for plan in plans]
         self.embedding_models = [ServedEmbedding(plan) for plan in embeddings]
         self._by_name = _named(self.models, self.embedding_models)
-        super().__init__(config, ", ".join(model.name for model in self.all), on_fatal, lives)
+        super().__init__(config, ", ".join(model.name for model in self.all), on_fatal, lives, len(self.all) > 1)
 
     async def open(self) -> ModelHost:
         """See `ServingLife.open`."""

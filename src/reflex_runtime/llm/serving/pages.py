@@ -67,7 +67,7 @@ class ServingPages:
         return self._app
 
     def _count(self, exchange: Exchange, status: int) -> None:
-        self._life.answered("other" if exchange.route is None else exchange.route.path, status)
+        self._life.answered("other" if exchange.route is None else exchange.route.path, status, exchange.about)
 
     def _health(self, exchange: Exchange, _: bytes) -> None:
         body = self._life.health()

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import time
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from reflex_runtime.llm.serving.model_host import EmbeddingPlan, ModelHost, ModelPlan
+
+if TYPE_CHECKING:  # a runtime process loads this module and serves no HTTP
+    from reflex_runtime.web.exchange import Exchange
+
+UNKNOWN: Final = "unknown"  # the model of a request that names none that is served, in counts
+S = TypeVar("S", bound="ServedModel | ServedEmbedding")
 
 
 class ServedModel:
@@ -40,3 +46,9 @@ class ServedEmbedding:
         card: dict[str, Any] = {"id": name, "object": "model", "created": self.created, "owned_by": "reflex"}
         card |= {"root": self.name, "parent": None, "max_model_len": model.max_model_len}
         return card | {"dimensions": model.dimensions, "pooling": list(model.pooling), "normalised": model.normalise}
+
+
+def counted(exchange: Exchange, model: S) -> S:
+    """The model, under whose name the answer of the request is counted from now on."""
+    exchange.about = model.plan.name
+    return model

@@ -28,7 +28,7 @@ from reflex_runtime.llm.serving.requests import messages, responses
 from reflex_runtime.llm.serving.requests import reading as wire
 from reflex_runtime.llm.serving.requests.embeddings import PATH as EMBEDDINGS
 from reflex_runtime.llm.serving.requests.refusals import BadRequest
-from reflex_runtime.llm.serving.served_model import ServedEmbedding, ServedModel
+from reflex_runtime.llm.serving.served_model import UNKNOWN, ServedEmbedding, ServedModel, counted
 from reflex_runtime.llm.serving.spans import GenerationSpans
 from reflex_runtime.web.app import App
 from reflex_runtime.web.exchange import Exchange, Route
@@ -89,6 +89,7 @@ class ModelServer:
         self.app.spawn(exchange, self._embedding.answer(exchange, body))
 
     def _enter(self, exchange: Exchange) -> None:
+        exchange.about = UNKNOWN
         exchange.ask = self.models.ready()  # also of a request that is read while the server drains
 
     def _missing(self, path: str) -> str:
@@ -113,7 +114,7 @@ class ModelServer:
     def _count_tokens(self, exchange: Exchange, body: bytes) -> None:
         async def count() -> None:
             name, conversation = await self._completing.decoded(messages.counted, body)
-            generator = exchange.ask.generator(self.models.generating(name).plan.name)
+            generator = exchange.ask.generator(counted(exchange, self.models.generating(name)).plan.name)
             ids = await tokens.of_conversation(conversation, generator)
             exchange.answer(200, encode(messages.InputTokens(len(ids))))
 
@@ -131,6 +132,7 @@ class ModelServer:
         if fields.model is None and len(self.models.all) > 1:
             raise BadRequest(f"model: is missing; there are {', '.join(self.models.names)}", "model")
         model = self.models.all[0] if fields.model is None else self.models.find(fields.model)
+        counted(exchange, model)
         of_kind = exchange.ask.generator if isinstance(model, ServedModel) else exchange.ask.embedder
         exchange.answer(200, await answer(fields, of_kind(model.plan.name)))
 
