@@ -239,6 +239,22 @@ def test_l9_alike_requests_wait_for_the_first_ones_prompt_and_enter_all_or_none(
     run(main())
 
 
+@pytest.mark.parametrize("scored", [0, None])
+def test_l9_those_that_follow_wait_until_the_first_knows_what_is_said_of_the_prompt(scored: int | None) -> None:
+    async def main() -> None:
+        async with Run() as it:
+            terms = [Terms(prompt_logprobs=scored), Terms()]  # of a prompt that is not worth caching
+            first, second = it.runtime.submit_alike(
+                [it.processor.request("short", SamplingParams.greedy(2), each) for each in terms]
+            )
+            assert second.held is (scored is not None)
+            assert len([o async for o in second]) == 2
+            assert [len(stream.prompt_scores) for stream in (first, second)] == [0 if scored is None else 4, 0]
+            assert len([o async for o in first]) == 2
+
+    run(main())
+
+
 def test_l9_those_that_follow_go_on_when_the_first_one_ends_early() -> None:
     async def main() -> None:
         async with Run(max_num_batched_tokens=16) as it:
