@@ -72,6 +72,9 @@ def test_l9_one_client_asks_both_kinds_of_one_server(both: Both) -> None:
     for name in ("embed", "text-embedding-3-small"):
         found = client.embeddings.create(model=name, input=["robot", "arm"])
         assert (found.model, len(found.data[1].embedding)) == (name, 8)
+    answers = both.metrics()
+    assert answers("reflex_openai_requests_total", path="/v1/chat/completions", status="200", model="toy") == 1
+    assert answers("reflex_openai_requests_total", path="/v1/embeddings", status="200", model="embed") == 2
     cards = {card.id: card.model_dump() for card in client.models.list()}
     assert list(cards) == ["toy", "embed", "text-embedding-3-small"]
     assert (cards["embed"]["dimensions"], cards["text-embedding-3-small"]["root"]) == (8, "embed")
