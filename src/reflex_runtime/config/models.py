@@ -55,7 +55,7 @@ class LLMServeConfig(ServerConfig):
         0, "most tokens of one request, prompt and output; 0 is the model's own limit", low=0, high=1 << 24
     )
     workers: int = option(
-        0, "runtime processes, each with its own copy of the model; 0 runs the model in the server's process",
+        0, "runtime processes, each with its own copy of every model; 0 runs them in the server's process",
         low=0, high=64
     )
     max_body_bytes: int = again(ServerConfig, "max_body_bytes", 4 * 2**20, group="listening and trust")
