@@ -499,7 +499,8 @@ def byte_tokenizer(directory: Path) -> None:
     (directory / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
 
 
-def test_l9_the_command_serves_checkpoints_and_an_adapter_to_the_openai_client(tmp_path: Path) -> None:
+@pytest.mark.parametrize("workers", [0, 1])
+def test_l9_the_command_serves_checkpoints_and_an_adapter_to_the_openai_client(workers: int, tmp_path: Path) -> None:
     import openai
 
     from llm.models import random_adapter, random_model
@@ -509,7 +510,7 @@ def test_l9_the_command_serves_checkpoints_and_an_adapter_to_the_openai_client(t
     more = (f"second={directory}", "--lora", f"second:poet={adapter}", "--alias", "other=second")
     byte_tokenizer(directory)
     (directory / "generation_config.json").write_text('{"top_k": 1, "temperature": 0.9, "eos_token_id": 2}')
-    options = ("--dtype", "float32", "--runner", "openvino", "--kv-cache-gb", "0.05")
+    options = ("--dtype", "float32", "--runner", "openvino", "--kv-cache-gb", "0.05", "--workers", str(workers))
     with Server(directory, *more, *options, until="as second, other") as server:
         assert server.get("/health").json["state"] == "ready"
         with openai.OpenAI(base_url=f"http://127.0.0.1:{server.port}/v1", api_key="any") as client:
@@ -527,7 +528,8 @@ def test_l9_the_command_serves_checkpoints_and_an_adapter_to_the_openai_client(t
             assert second.choices[0].text == whole.choices[0].text
             poet = client.completions.create(prompt="Robots that", **ask | {"model": "second:poet"})
             assert poet.choices[0].text != whole.choices[0].text
-        assert server.metrics()("reflex_generation_tokens_total", model="tiny-llama") == 32
+        whose = {"model": "tiny-llama"} | ({"worker": "worker-0"} if workers else {})
+        assert server.metrics()("reflex_generation_tokens_total", **whose) == 32
         assert server.metrics()("reflex_generation_tokens_total", model="second") == 16
         assert server.stop() == 0
     assert any("settings have their defaults" in line for line in server.log)

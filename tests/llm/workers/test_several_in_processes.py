@@ -80,6 +80,8 @@ def test_l9_each_model_has_its_own_limits_and_settings_in_the_processes(two: Two
     assert [(one.model_id, one.weight, one.options["max_num_seqs"]) for one in asked] == [
         ("small", 1.0, 1), ("large", 3.0, two.config.max_num_seqs)
     ]  # fmt: skip
+    lanes = two.workers.lines[1].lanes
+    assert {name: lane.batcher.config.max_pending for name, lane in lanes.items()} == {"small": 1000, "large": 3}
 
 
 def test_l9_models_of_a_process_share_one_device_by_weight(tmp_path: Path) -> None:
