@@ -44,6 +44,20 @@ def test_l8_temperature_0_takes_the_likeliest() -> None:
     assert chosen(logits, [sequence(temperature=0.0)] * 20) == logits.argmax(axis=1).tolist()
 
 
+@pytest.mark.parametrize(
+    "params", [{}, {"temperature": 0.0}, {"logprobs": 3}, {"logit_bias": ((7, 50.0),)}, {"bad": True}], ids=str
+)
+def test_l8_rows_of_a_larger_array_are_those_rows(params: dict[str, Any]) -> None:
+    """Also beside a row that is not asked for and not finite."""
+    logits, wanted = rows(20), [3, 17, 5, 5, 11]
+    logits[4], logits[11] = np.nan, np.inf if params.pop("bad", False) else logits[11]
+    several = [sequence(n, seed=5, **params) for n in range(5)]
+    alone = sample(logits[wanted], several)
+    for best in (None, logits.argmax(axis=1)):
+        found = sample(logits, several, wanted, best)
+        assert [str(one) for one in found] == [str(one) for one in alone]
+
+
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 1.7])
 def test_l8_tokens_come_as_often_as_they_are_likely(temperature: float) -> None:
     logits = rows(1)

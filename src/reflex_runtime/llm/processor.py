@@ -17,6 +17,9 @@ from functools import partial
 from itertools import count
 from math import inf
 
+import numpy as np
+import numpy.typing as npt
+
 from reflex_runtime.core.batch import Batch, Done, Failed, More, Outcome
 from reflex_runtime.core.cost import TokenCost
 from reflex_runtime.core.errors import ConfigError, ProcessorError
@@ -191,8 +194,8 @@ class LLMProcessor(BaseProcessor):
                 prepared.result()
         if step.rows is not None:
             return self._with_rows(lanes, ends, logits)
-        rows = logits if len(ends) == len(lanes) else logits[ends]
-        written = dict(zip(ends, _write([lanes[i][0] for i in ends], rows), strict=True))
+        rows = None if len(ends) == len(lanes) else ends
+        written = dict(zip(ends, _write([lanes[i][0] for i in ends], logits, rows), strict=True))
         return [_outcome(sequence, n, written.get(i)) for i, (sequence, n) in enumerate(lanes)]
 
     def _scored_before(self, lanes: Seq[Lane]) -> list[Lane]:
@@ -236,9 +239,9 @@ class LLMProcessor(BaseProcessor):
         going = {sequence: (drafted(sequence, n), row) for sequence, n, row in lanes}
         written: dict[Sequence, list[Written]] = {sequence: [] for sequence in going}
         self.drafted += sum(count for count, _ in going.values())
-        place = 0
+        place, best = 0, logits.argmax(axis=1)
         while going:
-            outputs = _write(list(going), logits[[row + place for _, row in going.values()]])
+            outputs = _write(list(going), logits, [row + place for _, row in going.values()], best)
             for sequence, output in zip(list(going), outputs, strict=True):
                 written[sequence].append(output)
                 if (
@@ -263,10 +266,12 @@ def _prepare(matchers: Seq[Matcher]) -> None:
         matcher.prepare()
 
 
-def _write(sequences: Seq[Sequence], rows: Logits) -> list[Written]:
-    """The next token of each sequence, from its row: appended to it. Or its own error."""
+def _write(
+    sequences: Seq[Sequence], logits: Logits, rows: Seq[int] | None = None, best: npt.NDArray[np.intp] | None = None
+) -> list[Written]:
+    """The next token of each sequence, from its row: appended to it. Or its own error. rows, best: see `sample`."""
     written: list[Written] = []
-    for sequence, choice in zip(sequences, sample(rows, sequences) if sequences else (), strict=True):
+    for sequence, choice in zip(sequences, sample(logits, sequences, rows, best) if sequences else (), strict=True):
         if isinstance(choice, ProcessorError):
             written.append(choice)
             continue

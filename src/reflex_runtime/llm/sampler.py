@@ -23,29 +23,38 @@ _PART = 64  # of a row whose largest number is looked at first
 _COLDEST = 1e-30  # temperature; what is below may be nothing in float32, and the likeliest has 0 / it
 
 
-def sample(logits: Logits, sequences: Seq[Sequence]) -> list[Choice | ProcessorError]:
+def sample(
+    logits: Logits,
+    sequences: Seq[Sequence],
+    rows: Seq[int] | None = None,
+    best: npt.NDArray[np.intp] | None = None,
+) -> list[Choice | ProcessorError]:
     """The next token of each sequence from its row of logits [n, vocab_size].
+
+    rows: which row is whose; None: they are in order. best: the place of the largest number of each row of the logits,
+    where a caller that samples from them several times has looked already. Neither copies a row.
 
     A row without a finite best value, or of which the request's own form leaves nothing, fails that sequence alone: a
     ProcessorError takes the place of its token.
     """
-    best = logits.argmax(axis=1)  # a NaN counts as the largest: it is found here too
-    finite = np.isfinite(logits[np.arange(len(best)), best])
+    at = np.arange(len(sequences)) if rows is None else np.array(rows, np.intp)
+    best = (logits.argmax(axis=1) if best is None else best)[at]  # a NaN counts as the largest: it is found here too
+    finite = np.isfinite(logits[at, best])
     shaped = [i for i, s in enumerate(sequences) if s.shaping is not None and finite[i]]
-    own, failed = _shaped(logits[shaped], [sequences[i] for i in shaped]) if shaped else (logits[:0], {})
+    own, failed = _shaped(logits[at[shaped]], [sequences[i] for i in shaped]) if shaped else (logits[:0], {})
     if shaped:
         best[shaped] = own.argmax(axis=1)
     tokens = best.tolist()
     drawing = [i for i, s in enumerate(sequences) if s.params.temperature > 0.0 and finite[i]]
     if drawing:
-        rows, place = logits[drawing], {i: at for at, i in enumerate(drawing)}
+        drawn, place = logits[at[drawing]], {i: n for n, i in enumerate(drawing)}
         for i, row in zip(shaped, own, strict=True):
             if i in place:
-                rows[place[i]] = row
-        for i, token in zip(drawing, _draw(rows, [sequences[i] for i in drawing]), strict=True):
+                drawn[place[i]] = row
+        for i, token in zip(drawing, _draw(drawn, [sequences[i] for i in drawing]), strict=True):
             tokens[i] = token
     found: list[Choice | ProcessorError] = []
-    errors = {shaped[at]: error for at, error in failed.items()}
+    errors = {shaped[n]: error for n, error in failed.items()}
     for i, (sequence, token) in enumerate(zip(sequences, tokens, strict=True)):
         if i in errors:
             found.append(errors[i])
@@ -54,7 +63,7 @@ def sample(logits: Logits, sequences: Seq[Sequence]) -> list[Choice | ProcessorE
         elif sequence.params.logprobs is None:
             found.append(Choice(token))
         else:
-            found.append(_explained(logits[i], token, sequence.params.logprobs))
+            found.append(_explained(logits[at[i]], token, sequence.params.logprobs))
     return found
 
 
