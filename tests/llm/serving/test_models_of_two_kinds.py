@@ -17,40 +17,9 @@ from reflex_runtime.cli.serve_models import ModelAsked, models_of, plans_of, row
 from reflex_runtime.config import EMBEDDING_SETTINGS, EmbeddingServeConfig, LLMServeConfig
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.core.events import BatchScheduled
-from reflex_runtime.llm.embedding.directory import EmbeddingModel
-from reflex_runtime.llm.embedding.load import LoadedEncoder, load
-from reflex_runtime.llm.serving.local_models import opened
-from reflex_runtime.llm.serving.model_host import EmbeddingPlan
-from reflex_runtime.llm.serving.server import serving
 from reflex_runtime.sources import own_settings
-from reflex_runtime.web.serve import Make
-from serving.openai_toy import Caller, Toy
-
-
-class Both(Toy):
-    """A server of the toy as `toy`, and of a small embedding model as `embed` and `text-embedding-3-small`."""
-
-    def __init__(self, root: Path, generates: bool = True, **config: Any) -> None:
-        super().__init__(**config)
-        self.root, self.generates = root, generates
-
-    def making(self) -> Make:
-        settings = EmbeddingServeConfig(max_queue=20)
-        plans = [EmbeddingPlan("embed", settings, EmbeddingModel.open(self.root), 3.0, ("text-embedding-3-small",))]
-        if not self.generates:
-            plans.append(EmbeddingPlan("first", settings, EmbeddingModel.open(self.root, "cls")))
-        generating = self.plans() if self.generates else []
-        return serving(self.config, generating, opened(self.load, self.encoder), plans)
-
-    def encoder(self, plan: EmbeddingPlan) -> LoadedEncoder:
-        return load(plan.model, "cpu", "openvino", "auto", 1, "")
-
-    def come(self, product: Any) -> None:
-        self.batcher = product.host.device.batcher
-        self.batcher.add_sink(self.log)
-
-    def embed(self, text: Any = "robot", **fields: Any) -> Any:
-        return self.post("/v1/embeddings", {"model": "embed", "input": text} | fields)
+from serving.both_toy import Both
+from serving.openai_toy import Caller
 
 
 @pytest.fixture(scope="module")
@@ -145,7 +114,8 @@ def test_l9_what_is_told_of_models_of_two_kinds(both: Both) -> None:
     names = paths["/v1/embeddings"]["post"]["requestBody"]["content"]["application/json"]["schema"]["properties"]
     assert names["model"] == {"enum": ["embed", "text-embedding-3-small"]}
     (fields, _) = paths["/tokenize"]["post"]["requestBody"]["content"]["application/json"]["schema"]["anyOf"]
-    assert fields["properties"]["model"]["anyOf"][0] == {"enum": ["toy", "embed", "text-embedding-3-small"]}
+    assert fields["properties"]["model"] == {"enum": ["toy", "embed", "text-embedding-3-small"]}
+    assert fields["required"] == ["prompt", "model"]
     assert both.get("/docs").status == 200
 
 

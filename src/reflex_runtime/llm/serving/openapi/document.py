@@ -69,9 +69,12 @@ def document(
         paths |= found
         kinds.append(kind)
     limits = _narrowest([*models.limits, *embeddings.limits])
-    asked = model_named(names, named), model_named(models.names, named) if models.names else None
-    paths["/tokenize"] = {"post": _small("Token ids of a text or a conversation", _tokenize(*asked), tokens.TokenIds)}
-    text = _detokenize(asked[0], limits)
+    one = len(models.most) + len(embeddings.most) == 1  # its name may be left out
+    model, talking = (_asked(of, named, one) if of else None for of in (names, models.names))
+    assert model is not None
+    told = _tokenize(model, talking)
+    paths["/tokenize"] = {"post": _small("Token ids of a text or a conversation", told, tokens.TokenIds)}
+    text = _detokenize(model, limits)
     paths["/detokenize"] = {"post": _small("The text of token ids", text, tokens.Detokenized)}
     paths |= page_paths()
     for kind in (*kinds, tokens.TokenIds, tokens.Detokenized):
@@ -144,18 +147,30 @@ def _small(summary: str, request: dict[str, Any], answer: type, error: str = "Er
 
 
 def _tokenize(model: dict[str, Any], talking: dict[str, Any] | None) -> dict[str, Any]:
-    """talking: the models that take conversations; None: none does."""
+    """model, talking: the fields that name a model, and one that takes conversations; None: none does."""
     both = {"return_token_strs": maybe({"type": "boolean"})}
     both |= {name: {"enum": [None, plain]} for name, plain in tokens.PLAIN.items()}
-    text = closed(both | {"model": maybe(model), "prompt": {"type": "string"}}, "prompt")
+    text = closed(both | model | {"prompt": {"type": "string"}}, "prompt", *_required(model))
     if talking is None:
         return text
-    return {"anyOf": [text, closed(both | {"model": maybe(talking), "messages": _messages()}, "messages")]}
+    return {"anyOf": [text, closed(both | talking | {"messages": _messages()}, "messages", *_required(talking))]}
+
+
+def _asked(names: Sequence[str], named: bool, one: bool) -> dict[str, Any]:
+    """The field of a question to the tokenizer that names the model."""
+    model = model_named(names, named)
+    return {"model": maybe(model) if one else model}
+
+
+def _required(fields: dict[str, Any]) -> list[str]:
+    """Those that may not be null."""
+    return [name for name, of in fields.items() if "anyOf" not in of]
 
 
 def _detokenize(model: dict[str, Any], limits: NarrowLimits | None) -> dict[str, Any]:
-    ids = {"type": "array", "items": within(0, 2**31 if limits is None else limits.vocab_size - 1), "maxItems": 1000}
-    return closed({"tokens": ids, "model": maybe(model)}, "tokens")
+    most = 1000 if limits is None else min(1000, limits.max_model_len)
+    ids = {"type": "array", "items": within(0, 2**31 if limits is None else limits.vocab_size - 1), "maxItems": most}
+    return closed({"tokens": ids} | model, "tokens", *_required(model))
 
 
 def _common(model: dict[str, Any], limits: NarrowLimits | None) -> dict[str, Any]:
