@@ -20,6 +20,7 @@ telemetry_off()
 picture.DPI = 50  # a PNG in a third of the time; what commands draw in processes of their own has the usual size
 for _library in ("OMP", "OPENBLAS"):  # as many processes run as there are cores: threads would wait for each other
     os.environ.setdefault(f"{_library}_NUM_THREADS", "1")
+gc.set_threshold(20_000, 5, 20)  # simulations make many objects and hardly a cycle: 8 % of their time
 os.environ["no_proxy"] = os.environ["NO_PROXY"] = "127.0.0.1,localhost,::1"
 
 APART = ("demo", "lerobot", "on_ray")  # what they import is found, or set up, by their `conftest.py`

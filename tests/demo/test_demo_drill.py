@@ -162,7 +162,8 @@ def test_demo_ab_breaks_b_and_brings_it_back(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("reflex_runtime.cli.demo_ab.SPLIT", 50)  # of few episodes some begin on b after it is mended
-    options = ["--robots", "3", "--episodes", "6", "--serve", "--probe-cooldown-s 0.3", "--out", str(tmp_path)]
+    monkeypatch.setattr("reflex_runtime.cli.demo_ab.CONTROL_HZ", 400.0)  # five times as fast, as is the cool-down
+    options = ["--robots", "3", "--episodes", "6", "--serve", "--probe-cooldown-s 0.06", "--out", str(tmp_path)]
     assert main(["demo", "--ab", *options]) == 0, capsys.readouterr().out
     out = capsys.readouterr().out
     for words in ("every call of b fails", "asks anew", "b is drained", "b is mended", "the probe, and is back"):

@@ -1,6 +1,7 @@
 """A real `reflex serve` in a process of its own, and clients that speak to it over real sockets.
 
-Nothing here sleeps: a server is ready when its pipe says so, and a state is reached when /metrics shows it.
+Nothing here sleeps: a server is ready when its pipe says so, and a state is reached when /metrics shows it. They are
+asked again when the server has rung: its scheduler took an input, or its sinks an event.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from forked import Forked, reflex
 from reflex_runtime.cli.serving import names_model
 
 PATIENCE = 60.0  # seconds until a test gives up; nothing waits this long unless it is broken
+UNHEARD = 0.05  # seconds until a test asks again for what rings no bell
 STATE = [0.1, -0.2]
 
 
@@ -79,9 +81,49 @@ TimeCost.observe = lambda self, batch, elapsed: _learn(self, batch, {takes})
 """
 
 
-def pause() -> None:
-    """Between two questions: whoever asks without one takes a core from the process that it waits for."""
-    threading.Event().wait(0.002)
+# Run in the process of a policy server: it rings when its scheduler took an input, or its sinks were told of one.
+_RINGS = """
+def _ringing():
+    import os
+    from reflex_runtime.core.scheduler import Scheduler
+    from reflex_runtime.drivers.audience import Audience
+    bell = os.open({pipe!r}, os.O_WRONLY | os.O_NONBLOCK)
+
+    def rings(owner, name):
+        plain = getattr(owner, name)
+        def ringing(*given, **named):
+            try:
+                return plain(*given, **named)
+            finally:
+                try:
+                    os.write(bell, b".")
+                except OSError:  # nobody listens any more, or there are thousands that nobody has heard
+                    pass
+        setattr(owner, name, ringing)
+
+    for name in ("submit", "prepared", "complete", "cancel", "abandon"):
+        rings(Scheduler, name)
+    for name in ("tell", "publish"):
+        rings(Audience, name)
+
+_ringing()
+"""
+
+_bells: set[int] = set()  # of the servers that run, for reading
+
+
+def changed() -> None:
+    """Wait until something has happened in a server, since this was last called.
+
+    Only what happens in a policy server's own process rings. Replicas, models and what a clock alone changes are asked
+    again after `UNHEARD`.
+    """
+    bells = select.poll()
+    for bell in list(_bells):
+        bells.register(bell, select.POLLIN)
+    for bell, _ in bells.poll(1e3 * UNHEARD):
+        with contextlib.suppress(BlockingIOError):  # another thread has heard it
+            os.read(bell, 65536)
 
 
 class Latch:
@@ -139,12 +181,19 @@ class Server:
             self._gate = os.open(pipe, os.O_RDWR)  # for both, so that neither end ever waits to be opened
             before += _HELD.format(pipe=pipe)
             options = (*options, "--watchdog-s", "0", "--brief-ms", "0")  # a busy machine takes its time
+        warm = not cold and not names_model([str(export)])
+        self._bell = -1
+        if warm:
+            pipe = f"{self._folder.name}/bell"
+            os.mkfifo(pipe)
+            self._bell = os.open(pipe, os.O_RDWR | os.O_NONBLOCK)
+            _bells.add(self._bell)
+            before += _RINGS.format(pipe=pipe)
         alone = [] if supervised else ["--no-supervise"]
         arguments = ["serve", str(export), "--port", "0", *alone, *options]
         run = f"{before}\nimport sys; from reflex_runtime.cli import main; sys.exit(main({arguments!r}))"
         clean = {name: value for name, value in os.environ.items() if not name.startswith("REFLEX_")}
         clean |= env or {}
-        warm = not cold and not names_model([str(export)])
         self.process: Forked | subprocess.Popen[bytes] = Forked(run, env=clean) if warm else _cold(run, clean)
         self.log: list[str] = []
         self.told = threading.Condition()
@@ -178,6 +227,9 @@ class Server:
         self.process.stderr.close()
         if self._gate >= 0:
             os.close(self._gate)
+        if self._bell >= 0:
+            _bells.remove(self._bell)
+            os.close(self._bell)
         self._folder.cleanup()
 
     def release(self) -> None:
@@ -232,11 +284,11 @@ class Server:
                     raise AssertionError(f"fewer than {times} times {text!r} in the log:\n" + "\n".join(self.log))
 
     def wait_until(self, what: Callable[[], bool]) -> None:
-        """Ask the server for its health until something is so."""
+        """Look again whenever something has happened until something is so."""
         end = time.monotonic() + PATIENCE
         while not what():
             assert time.monotonic() < end, "\n".join(self.log)
-            self.get("/health")
+            changed()
 
     def kill(self) -> None:
         """Kill it without a word, as a test does on purpose: on the way out this is no surprise."""
@@ -294,6 +346,7 @@ class Server:
             seen = self.metrics()
             if what(seen):
                 return seen
+            changed()
         moved = "\n".join(k for k in seen.text.splitlines() if not k.startswith("#") and not k.endswith(" 0.0"))
         raise AssertionError("never reached; what is not zero:\n" + moved)
 

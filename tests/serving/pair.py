@@ -15,7 +15,7 @@ import numpy as np
 from reflex_runtime.policies.rollout.router import bucket
 
 from .exports import WEIGHTS, expected, write_tiny
-from .harness import PATIENCE, STATE, Answer, Server, pause
+from .harness import PATIENCE, STATE, Answer, Server, changed
 
 WEIGHTS_OF = {"v1": WEIGHTS, "v2": -WEIGHTS, "v3": 2 * WEIGHTS}
 
@@ -85,7 +85,7 @@ def rollout(server: Server) -> Any:
     return server.get("/diagnostics/rollout").json
 
 
-def until(what: Callable[[], Any], meanwhile: Callable[[], Any] = pause) -> Any:
+def until(what: Callable[[], Any], meanwhile: Callable[[], Any] = changed) -> Any:
     """The first true value of `what`, asked again and again; `meanwhile` is done in between."""
     end = time.monotonic() + PATIENCE
     while not (found := what()):

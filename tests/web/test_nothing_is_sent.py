@@ -21,7 +21,7 @@ from pathlib import Path
 
 import pytest
 
-from serving.harness import pause
+from serving.harness import changed
 
 PATIENCE = 240.0  # seconds until a test gives up: imports under strace take long on a busy machine
 CALLS = "connect,sendto,sendmsg,sendmmsg"
@@ -136,7 +136,7 @@ def see(address: str) -> None:
     while not re.search(r"^reflex_feed_frames_processed_total\S* [1-9]", text, re.MULTILINE):
         with urllib.request.urlopen(address + "/metrics") as answer:
             text = answer.read().decode()
-        pause()
+        changed()
 
 
 SERVERS = {

@@ -41,7 +41,7 @@ from reflex_runtime.llm.workers.line import WorkersConfig
 from reflex_runtime.llm.workers.workers import Workers, opened
 from reflex_runtime.telemetry import asked_live
 from reflex_runtime.telemetry.journal_reader import read_journal
-from serving.harness import Server, pause
+from serving.harness import Server, changed
 from serving.openai_toy import Toy
 
 CHILD = Path(__file__).with_name("toy_worker.py")
@@ -93,7 +93,7 @@ class Fleet(Toy):
         end = time.monotonic() + PATIENCE
         while not holds(found := self.health()):
             assert time.monotonic() < end, found
-            pause()
+            changed()
         return found
 
     def kill(self, number: int = 0, how: int = signal.SIGKILL) -> int:
@@ -543,7 +543,7 @@ def test_g14_at_sighup_the_trace_goes_on_in_a_new_file(workers: int, tmp_path: P
         until = time.monotonic() + PATIENCE
         while not (kept.exists() and '"footer"' in kept.read_text()):
             assert time.monotonic() < until
-            pause()
+            changed()
         assert server.ask("POST", "/v1/completions", body, head).status == 200
         assert server.stop() == 0
     assert [bool(read_journal(path).batches) for path in (kept, file)] == [True, True]

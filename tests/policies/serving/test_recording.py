@@ -32,7 +32,7 @@ from reflex_runtime.telemetry.journal import JournalError, RequestLine
 from reflex_runtime.telemetry.journal_reader import Journal, read_journal
 from reflex_runtime.version import __version__
 from serving.exports import WEIGHTS, write_tiny
-from serving.harness import PATIENCE, STATE, Answer, Server, pause
+from serving.harness import PATIENCE, STATE, Answer, Server, changed
 from serving.pair import admin
 from serving.requests import busy, marked, queued
 
@@ -134,7 +134,7 @@ def wait(what: Callable[[], bool]) -> None:
     end = time.monotonic() + PATIENCE
     while not what():
         assert time.monotonic() < end
-        pause()
+        changed()
 
 
 def robots(server: Server, bodies: Sequence[Sequence[dict[str, Any]]]) -> list[Answer]:
