@@ -22,6 +22,7 @@ from reflex_runtime.llm.checkpoint import Checkpoint
 from reflex_runtime.llm.load import check, choose, describe
 from reflex_runtime.llm.openvino_export import OpenVinoExport, is_export
 from reflex_runtime.llm.openvino_graph import build
+from reflex_runtime.llm.openvino_paging import unpaged
 from reflex_runtime.llm.openvino_runner import OpenVinoRunner
 
 BOUND = 2e-3  # as in test_openvino_runner
@@ -63,6 +64,35 @@ def test_another_architecture_gives_the_tokens_of_transformers_in_mixed_batches(
 def test_what_paged_attention_would_lose_is_found_when_it_is_loaded(tmp_path: Path) -> None:
     exported(tmp_path / "slopes", slopes=True)
     assert "change by" in refused(tmp_path / "slopes")
+
+
+def test_what_an_export_gives_before_paging_is_computed_once_and_kept(
+    gpt2: tuple[Path, Oracle], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It compiles the graph once more: a third of a start. What is kept is still what paging is compared with."""
+    path = shutil.copytree(gpt2[0], tmp_path / "export", ignore=shutil.ignore_patterns(".reflex"))
+    computed: list[Any] = []
+
+    def counted(*given: Any) -> Any:
+        computed.append(given)
+        return unpaged(*given)
+
+    monkeypatch.setattr("reflex_runtime.llm.openvino_runner.unpaged", counted)
+    for expected in (1, 1):
+        runner(path)
+        assert len(computed) == expected
+    (kept,) = (path / ".reflex").rglob("probe.npy")
+    np.save(kept, np.load(kept)[::-1])
+    assert "change by" in refused(path)
+    kept.write_bytes(b"half")
+    runner(path)
+    assert len(computed) == 2
+    (path / "config.json").write_text((path / "config.json").read_text() + " ")
+    runner(path)
+    assert len(computed) == 3  # of another model
+    assert len(list((path / ".reflex").rglob("probe.npy"))) == 1
+    runner(path, cache=False)
+    assert len(computed) == 4
 
 
 def test_logits_may_be_bounded_behind_the_last_product(gpt2: tuple[Path, Oracle], tmp_path: Path) -> None:

@@ -23,9 +23,12 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
+import numpy.typing as npt
+
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.llm.model_config import CONFIG_FILE
-from reflex_runtime.llm.openvino_export import MODEL_FILE
+from reflex_runtime.llm.openvino_export import MODEL_FILE, PROBE_FILE
 
 CACHE_DIR: Final = ".reflex"
 _DRAFT: Final = "draft-"
@@ -78,6 +81,19 @@ class GraphCache:
                 log.info("%s: converted in %.1f s", place, time.perf_counter() - started)
         return place
 
+    def array(self, kind: str, key: str, compute: Callable[[], npt.NDArray[np.float32]]) -> npt.NDArray[np.float32]:
+        """The numbers of that kind and key: from the cache, else computed and left there."""
+        place = self._place(kind, key)
+        if (found := _numbers(place)) is not None:
+            return found
+        with _alone(place.parent):
+            if (found := _numbers(place)) is not None:
+                return found
+            made = compute()
+            shutil.rmtree(place, ignore_errors=True)  # what could not be read
+            self._keep(place, kind, lambda draft: np.save(draft / PROBE_FILE, made))
+        return made
+
     def key(self, files: list[Path], *made_by: object) -> str:
         """Changes with the configuration, any weight file and what makes graphs of them."""
         digest = hashlib.sha256((self.root / CONFIG_FILE).read_bytes())
@@ -127,7 +143,7 @@ class GraphCache:
                 shutil.rmtree(draft, ignore_errors=True)
         except (OSError, RuntimeError) as error:
             if not _there(place):
-                why = "the converted graph cannot be kept, so each start converts it"
+                why = "what is made once cannot be kept, so each start makes it anew"
                 log.warning("%s: %s: %s; --cache-dir names another place", place, why, error)
                 return False
         return True
@@ -166,6 +182,14 @@ def _alone(folder: Path) -> Iterator[None]:
 def _there(place: Path) -> bool:
     """Whether a graph is there and can be looked at."""
     return os.path.isfile(place / MODEL_FILE)  # Path.is_file raises where it may not look
+
+
+def _numbers(place: Path) -> npt.NDArray[np.float32] | None:
+    """The array kept there, or None."""
+    with suppress(OSError, ValueError, EOFError):
+        found: npt.NDArray[np.float32] = np.load(place / PROBE_FILE, allow_pickle=False)
+        return found
+    return None
 
 
 def _read(core: Any, place: Path) -> Any:

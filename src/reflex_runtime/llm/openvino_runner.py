@@ -91,7 +91,7 @@ class OpenVinoRunner:
         keep_stored(model)
         ids, expected = probe(config.vocab_size), made.expected
         if made.checked and expected is None:
-            expected = unpaged(core, model, settings, ids)
+            expected = made.unpaged(_HINTS[dtype], lambda: unpaged(core, model, settings, ids))
         page(model, root, config.windows, self.max_model_len)
         compiled = core.compile_model(model, "CPU", settings)
         self.vocab_size = config.vocab_size

@@ -33,13 +33,21 @@ log = logging.getLogger("reflex.llm")
 @dataclass(frozen=True, slots=True)
 class GraphSource:
     """model: the graph. expected: the logits after the tokens of `probe` by the reference, or None where they are not
-    known. checked: whether paging must be checked. kept: what the graph's weights lie in."""
+    known. checked: whether paging must be checked. kept: what the graph's weights lie in. cache, key: where numbers of
+    this very graph are kept."""
 
     config: ModelConfig | OpenVinoExport
     model: Any
     expected: npt.NDArray[np.float32] | None
     checked: bool
     kept: Any = None
+    cache: GraphCache | None = None
+    key: str = ""
+
+    def unpaged(self, hint: str, compute: Callable[[], npt.NDArray[np.float32]]) -> npt.NDArray[np.float32]:
+        """The logits after the tokens of `probe`, computed in `hint` before the graph is paged: of an earlier start, or
+        computed now, which compiles the graph once more."""
+        return compute() if self.cache is None else self.cache.array(f"logits-{hint}", self.key, compute)
 
 
 def source(core: Any, root: Path, weights: str, cache: GraphCache | None) -> GraphSource:
@@ -74,17 +82,18 @@ def traced(root: Path, cache: GraphCache) -> Path:
 
 def _export(core: Any, root: Path, weights: str, cache: GraphCache | None) -> GraphSource:
     config = OpenVinoExport.open(root)
+    files = [file for file in (root / MODEL_FILE, (root / MODEL_FILE).with_suffix(".bin")) if file.is_file()]
+    key = "" if cache is None else cache.key(files, weights, _rounding(weights))
     if weights != "auto":
-        files = [root / MODEL_FILE, (root / MODEL_FILE).with_suffix(".bin")]
 
         def build() -> Any:
             return _rounded(read_graph(root), weights)
 
         kept = None if cache is None else cache.graph(core, _kind(weights), cache.key(files, _rounding(weights)), build)
-        return GraphSource(config, build() if kept is None else kept, None, True)
+        return GraphSource(config, build() if kept is None else kept, None, True, None, cache, key)
     probe = root / PROBE_FILE
     expected: npt.NDArray[np.float32] | None = np.load(probe, allow_pickle=False) if probe.is_file() else None
-    return GraphSource(config, read_graph(root), expected, True)
+    return GraphSource(config, read_graph(root), expected, True, None, cache, key)
 
 
 def _rounded(model: Any, weights: str) -> Any:
