@@ -21,6 +21,7 @@ from reflex_runtime.core.sized_cost import SizedCost
 from reflex_runtime.llm.embedding import load as loading
 from reflex_runtime.llm.serving import local_models, server
 from reflex_runtime.options import flag
+from reflex_runtime.sources import load as load_settings
 from serving.collector import Collector
 from serving.embedding_toy import EmbeddingToy
 from serving.harness import Server
@@ -140,6 +141,10 @@ def test_x6_an_embedding_has_its_tokens_in_its_span_and_its_batch_is_linked(root
         (batch,) = collector.wait(1, lambda s: bool(s.links))
         assert {span for _, span in batch.links} == {good.span}
         assert not [s for s in collector.wait(3, lambda s: True) if s.attributes.get("gen_ai.usage.input_tokens") == 4]
+
+
+def test_h10_what_only_embedding_models_have_stands_in_the_environment_too() -> None:
+    assert load_settings(EmbeddingServeConfig, "serve", None, {"REFLEX_POOLING": "cls"}, {}).pooling == "cls"
 
 
 @pytest.mark.parametrize(
