@@ -14,7 +14,6 @@ from prometheus_client import CollectorRegistry, Gauge, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from reflex_runtime.core.batch import Cause, Done
-from reflex_runtime.core.errors import ReflexError
 from reflex_runtime.core.events import BatchFinished, BatchScheduled, Event, RequestAnswered
 from reflex_runtime.telemetry.series import Counter, CounterChild, Histogram
 
@@ -275,8 +274,3 @@ class _Slot:
             self.miss.inc()
         elif cache != "off":
             self.hit.inc()
-
-
-def outcome_of(error: BaseException) -> str:
-    """The outcome label of an error."""
-    return error.outcome if isinstance(error, ReflexError) else "failed"

@@ -7,11 +7,10 @@ import logging
 
 import pytest
 
-from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.policies.rollout.breaker import Breaker
 from reflex_runtime.policies.rollout.comparison import Comparison
 from reflex_runtime.policies.rollout.ramp import Ramp, RampGuard
-from reflex_runtime.policies.rollout.rollout import Change, Rollout, check_split
+from reflex_runtime.policies.rollout.rollout import Change, Rollout
 from reflex_runtime.web.errors import Conflict, Degraded, NotFound
 from serving.pair import episodes
 
@@ -260,9 +259,3 @@ def test_everything_it_tells_is_json(versions: Versions) -> None:
     assert [c["ago_s"] for c in told["changes"]] == [5.0, 2.0]
     with pytest.raises(NotFound, match="no slot 'x'; the slots are a, b"):
         versions.rollout.reset("x", 6.0)
-
-
-@pytest.mark.parametrize("value", [-1, 101, 50.0, "50", True, None])
-def test_v1_a_split_is_a_whole_percentage(value: object) -> None:
-    with pytest.raises(ConfigError, match=r"\[0, 100\]"):
-        check_split(value)

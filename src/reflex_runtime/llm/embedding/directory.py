@@ -22,7 +22,6 @@ from reflex_runtime.llm.model_config import CONFIG_FILE, read_json
 
 MODULES_FILE: Final = "modules.json"
 POOLING_FILE: Final = "config.json"
-POOLINGS: Final = ("auto", "mean", "cls", "last")
 # how sentence-transformers writes each way of pooling, in the order in which it puts their vectors together
 _FLAGS: Final = {
     "pooling_mode_cls_token": "cls",

@@ -152,20 +152,8 @@ class Policy(BaseProcessor):
         Quick; for the thread that submits, immediately before it does. time_limit: seconds.
         """
         observation, stage, wants = self._enter(observation)
-        return Request(
-            payload=observation,
-            id=observation.request_id,
-            group=self.slot,
-            partition=self.shape,
-            client=client,
-            priority=priority,
-            time_limit=time_limit,
-            shape=self.shape,
-            cost_class=self.cost_class(observation.cache),
-            stage=stage,
-            weight=weight,
-            wants=wants,
-        )
+        told = observation.request_id, observation.cache, stage, wants
+        return self._request(observation, *told, client=client, priority=priority, time_limit=time_limit, weight=weight)
 
     def reservation(
         self,
@@ -179,19 +167,21 @@ class Policy(BaseProcessor):
     ) -> Request:
         """The request to admit before its pictures are decoded: the cheapest that it may become, so that it is not
         refused for a deadline that it can meet. `Scheduler.prepared` gets the one of `request`."""
-        cache, stage, wants = self._at_best(bool(episode_id))
+        told = request_id, *self._at_best(bool(episode_id))
+        return self._request(payload, *told, client=client, priority=priority, time_limit=time_limit)
+
+    def _request(self, payload: Any, id: str, cache: CacheUse, stage: str, wants: float, **terms: Any) -> Request:
+        """terms: of its caller."""
         return Request(
             payload=payload,
-            id=request_id,
+            id=id,
             group=self.slot,
             partition=self.shape,
-            client=client,
-            priority=priority,
-            time_limit=time_limit,
             shape=self.shape,
             cost_class=self.cost_class(cache),
             stage=stage,
             wants=wants,
+            **terms,
         )
 
     def cost_class(self, cache: CacheUse) -> str:

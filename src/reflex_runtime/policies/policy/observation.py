@@ -37,9 +37,6 @@ class Doubt(NamedTuple):
     message: str
 
 
-DOUBTS: tuple[str, ...] = ("instruction_ignored", "instruction_unknown")
-
-
 @dataclass(slots=True, eq=False)  # treated as frozen; freezing it would cost as much as the rest of `prepare`
 class Observation:
     """The input of a policy, ready for its model: decoded and resized.

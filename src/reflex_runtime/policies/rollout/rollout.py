@@ -13,7 +13,6 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
-from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.policies.rollout.breaker import Breaker, Poison
 from reflex_runtime.policies.rollout.comparison import Comparison, wilson
 from reflex_runtime.policies.rollout.ramp import Decision, GuardWatch, Ramp, RampGuard
@@ -355,10 +354,3 @@ class Rollout:
 def _described(successes: int, episodes: int) -> dict[str, Any]:
     low, high = wilson(successes, episodes) if episodes else (0.0, 1.0)
     return {"episodes": episodes, "successes": successes, "low": round(low, 4), "high": round(high, 4)}
-
-
-def check_split(value: Any) -> int:
-    """The split in a request body, checked."""
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= 100:
-        raise ConfigError(f"split={value!r}: must be a whole number in [0, 100]")
-    return value
