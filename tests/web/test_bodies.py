@@ -19,6 +19,7 @@ import msgpack
 import pytest
 
 from reflex_runtime.config import LLMServeConfig
+from reflex_runtime.llm.serving.requests import prompts
 from reflex_runtime.llm.serving.requests import reading as openai
 from reflex_runtime.llm.serving.server import ModelServer
 from reflex_runtime.policies.policy.observation import InvalidRequest
@@ -358,7 +359,7 @@ def test_l9_token_ids_by_the_hundred_thousand_are_what_they_are_by_the_dozen() -
 
 MANY = 100_000
 TOO_MANY: dict[str, tuple[str, str]] = {
-    "tokens": ("prompt", "[" + "1," * openai.MOST_TOKENS + "1]"),
+    "tokens": ("prompt", "[" + "1," * prompts.MOST_TOKENS + "1]"),
     "prompts": ("prompt", "[" + "[1]," * MANY + "[1]]"),
     "not whole": ("prompt", "[" + "1," * MANY + "1.5]"),
     "not numbers": ("prompt", "[" + "1," * MANY + "null]"),

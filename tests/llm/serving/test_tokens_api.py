@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from reflex_runtime.llm.serving import tokens
-from reflex_runtime.llm.serving.requests import reading
+from reflex_runtime.llm.serving.requests import prompts
 from reflex_runtime.version import __version__
 from serving.openai_toy import Model, Toy
 
@@ -76,12 +76,12 @@ def test_l9_a_large_conversation_is_read_beside_the_loop(toy: Toy, monkeypatch: 
 def test_l9_many_token_ids_are_decoded_piece_by_piece(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two million took 85 ms at once, in which no other thread ran."""
     lengths: list[int] = []
-    plain = reading._IDS.decode
-    monkeypatch.setattr(reading, "PIECE", 8)
-    monkeypatch.setattr(reading, "_IDS", SimpleNamespace(decode=lambda raw: lengths.append(len(raw)) or plain(raw)))
+    plain = prompts._IDS.decode
+    monkeypatch.setattr(prompts, "PIECE", 8)
+    monkeypatch.setattr(prompts, "_IDS", SimpleNamespace(decode=lambda raw: lengths.append(len(raw)) or plain(raw)))
     assert toy.post("/detokenize", {"tokens": list(b"a" * 100)}).json == {"prompt": "a" * 100}
     assert max(lengths) < 20
-    monkeypatch.setattr(reading, "MOST_TOKENS", 99)
+    monkeypatch.setattr(prompts, "MOST_TOKENS", 99)
     assert "at most 99 are taken" in toy.error(toy.post("/detokenize", {"tokens": list(b"a" * 100)}))["message"]
 
 

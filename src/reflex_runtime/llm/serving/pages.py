@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any, Final
 
 from reflex_runtime.core.errors import ReflexError
-from reflex_runtime.llm.serving.answers.completions import error_body, told
+from reflex_runtime.llm.serving.answers.errors import error_body, told
 from reflex_runtime.llm.serving.life import ServingLife
 from reflex_runtime.llm.serving.watching import watchers_of
 from reflex_runtime.telemetry import metrics

@@ -1,4 +1,4 @@
-"""Answers and errors in the shapes that clients of the OpenAI API expect, whole or as server-sent events.
+"""Answers in the shapes that clients of the OpenAI API expect, whole or as server-sent events.
 
 An `Answer` takes every output of every choice and makes what is sent: `chunk` at once, or `whole` at the end.
 """
@@ -7,18 +7,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence as Seq
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
-from reflex_runtime.core.errors import InFlightCapReached, QueueFull, ReflexError, TooLarge
+from reflex_runtime.core.errors import ReflexError
 from reflex_runtime.ipc.engine import Output
 from reflex_runtime.llm.reasoning import Thought
+from reflex_runtime.llm.serving.answers.errors import error_body
 from reflex_runtime.llm.serving.answers.replies import Answering, Usage
-from reflex_runtime.llm.serving.requests.refusals import BadRequest, ModelNotFound
 from reflex_runtime.llm.serving.requests.tool_fields import CalledFunction, CalledTool
 from reflex_runtime.llm.tools import ToolCall
-from reflex_runtime.web.errors import Unauthorized, api_error
 
 DONE = b"data: [DONE]\n\n"
 _encode = msgspec.json.Encoder().encode
@@ -338,54 +337,6 @@ def _joined(first: TextLogprobs, then: Any) -> TextLogprobs:
 
 def _bytes(text: str) -> list[int] | None:
     return None if "\ufffd" in text else list(text.encode())
-
-
-class Told(NamedTuple):
-    """An error as it goes on the wire."""
-
-    status: int
-    type: str
-    code: str
-    message: str
-    param: str | None
-
-
-def told(error: ReflexError) -> Told:
-    """An error in the API's words: its classes of status and type, and its codes where it has its own."""
-    status, code, message = error.http_status, error.code, error.message
-    param = error.param if isinstance(error, BadRequest) else None
-    if isinstance(error, BadRequest):
-        code = error.told or code
-    elif isinstance(error, (QueueFull, InFlightCapReached)):
-        status = 429  # the API's clients wait and retry
-    elif isinstance(error, TooLarge):
-        status, code = 400, "context_length_exceeded"
-    elif isinstance(error, ModelNotFound):
-        code, param = "model_not_found", "model"
-    elif isinstance(error, Unauthorized):
-        code = "invalid_api_key"
-    if isinstance(error, QueueFull):
-        message = _queue_full(error)
-    kind = (
-        "server_error"
-        if status >= 500
-        else {401: "authentication_error", 429: "rate_limit_error"}.get(status, "invalid_request_error")
-    )
-    return Told(status, kind, code, message, param)
-
-
-def _queue_full(error: QueueFull) -> str:
-    details = error.details
-    if "max_queued_units" in details:
-        waiting, most = details.get("queued_units", 0), details["max_queued_units"]
-        return f"{waiting:.0f} tokens wait already, at most {most:.0f} may"
-    return f"the queue is full: {details.get('max_queue')} requests wait already"
-
-
-def error_body(error: ReflexError) -> bytes:
-    """The body of an answer that is no success."""
-    found = told(error)
-    return _encode(api_error(found.message, found.type, found.code, found.param))
 
 
 def schemas(kind: type) -> dict[str, Any]:

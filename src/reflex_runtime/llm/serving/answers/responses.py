@@ -6,7 +6,7 @@ import time
 from typing import Any, Final
 
 from reflex_runtime.core.errors import ReflexError
-from reflex_runtime.llm.serving.answers.completions import told
+from reflex_runtime.llm.serving.answers.errors import told
 from reflex_runtime.llm.serving.answers.part_writer import Kind, PartWriter
 from reflex_runtime.llm.serving.answers.replies import Answering
 from reflex_runtime.llm.tools import ToolCall

@@ -12,7 +12,8 @@ import msgspec
 
 from reflex_runtime.core.request import PRIORITIES, Priority
 from reflex_runtime.llm.serving.requests.decoding import decode
-from reflex_runtime.llm.serving.requests.reading import client_named, prompts_of, time_limit_of
+from reflex_runtime.llm.serving.requests.prompts import prompts_of
+from reflex_runtime.llm.serving.requests.reading import client_named, time_limit_of
 from reflex_runtime.llm.serving.requests.refusals import BadRequest
 from reflex_runtime.web.fields import Whole
 
