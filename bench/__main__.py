@@ -17,6 +17,7 @@ from pathlib import Path
 from bench import (
     adapters,
     ahead,
+    cached,
     cameras,
     capacity,
     core,
@@ -49,8 +50,8 @@ from bench.report import Row, as_json, say, table
 CASES = ("core", "scaling", "ahead", "library", "feeds", "llm", "workers", "small", "alone", "closed", "arriving")
 CASES += ("closed-pictures", "arriving-pictures", "capacity", "costs", "faults", "hostile", "pictures", "soak")
 CASES += ("versions", "wires", "torch", "soak-mixed", "replicas", "replica-killed", "tune", "tune-pinned")
-CASES += ("detectors", "cameras", "forms", "gaps", "tiers", "adapters", "speculation")
-USUAL = CASES[:-23]  # the others are asked for by name
+CASES += ("detectors", "cameras", "forms", "gaps", "tiers", "adapters", "speculation", "cached")
+USUAL = CASES[:-24]  # the others are asked for by name
 
 
 def main() -> int:
@@ -81,6 +82,7 @@ def main() -> int:
             "cameras": lambda: cameras.cameras(scale),
             "llm": lambda: llm.llm(Path(root, "llm"), args.out, scale),
             "gaps": lambda: gaps.gaps(scale),
+            "cached": lambda: cached.cached(scale),
             "tiers": lambda: tiers.tiers(scale),
             "adapters": lambda: adapters.adapters(Path(root, "adapters"), scale),
             "forms": lambda: forms.forms(Path(root, "forms"), scale),

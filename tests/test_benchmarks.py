@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 
 import pytest
 from bench.apps.ablated import STAGES
+from bench.cached import OURS, WAYS, Replayed, replay, working_set
 from bench.capacity import HIGHEST, IN_TIME, LOWEST, STEPS, Halving
+from bench.conversations import TRACES, chats, trace
 from bench.load import masked
 from bench.report import row, table
 from websockets.frames import Frame, Opcode
 from websockets.streams import StreamReader
+
+from reflex_runtime.llm.blocks import BlockPool
 
 
 @pytest.mark.parametrize(
@@ -46,3 +51,28 @@ def test_the_page_of_costs_has_every_stage_that_is_measured_in_their_order() -> 
     places = [text.find(f"| {what}") for what, _ in STAGES.values()]
     assert -1 not in places
     assert places == sorted(places)
+
+
+def test_conversations_are_replayed_through_the_pool() -> None:
+    asked = sorted(chats(random.Random(1), 20), key=lambda one: one.at)
+    replayed = [Replayed(one, i) for i, one in enumerate(asked)]
+    most = working_set(replayed)
+    assert 0 < most < len({block for one in replayed for block in one.blocks})
+    uses: dict[bytes, list[int]] = {}
+    for one in reversed(replayed):
+        for block in one.wanted:
+            uses.setdefault(block, []).append(one.number)
+    found = {}
+    for way, make in WAYS.items():
+        pool = BlockPool(max(150, most // 2), 64)
+        found[way], _ = replay(replayed, pool, None if make is None else make(pool, uses))
+        assert pool.usage == 0.0
+    assert found[OURS] == found["LRU"] < max(found.values()) == found["foreseen"]  # no two of them begin alike
+
+
+def test_traces_of_conversations_are_the_same_each_time() -> None:
+    for name in TRACES:
+        first = trace(name, 1)
+        assert first == trace(name, 1)
+        assert [one.at for one in first] == sorted(one.at for one in first)
+        assert {sum(tokens for _, tokens in one.texts) <= one.prompt for one in first} == {True}

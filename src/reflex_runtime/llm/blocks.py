@@ -2,14 +2,14 @@
 
 `BlockPool` is the core's `Resources`. A sequence holds a table of blocks. A full block is identified by the digest of
 all tokens up to its end (the digest of the block before it, and its own tokens), so a sequence with the same beginning
-and the same adapter finds and shares it. A free block keeps its content until it is needed. The free list is ordered by
-time of release; a hit takes a block out of its middle. Both cost O(1).
+and the same adapter finds and shares it. A free block keeps its content until it is needed; which one is needed first,
+`free_blocks.py` decides.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Collection
 from collections.abc import Sequence as Seq
 from hashlib import blake2b
@@ -17,6 +17,7 @@ from hashlib import blake2b
 from reflex_runtime.core.batch import Batch
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.core.request import Request, Ticket
+from reflex_runtime.llm.free_blocks import FreeBlocks
 from reflex_runtime.llm.sequence import Sequence
 
 
@@ -33,8 +34,10 @@ class BlockPool:
             raise ConfigError(f"BlockPool.block_size={block_size!r}: must be >= 1 token")
         self.num_blocks, self.block_size, self.prefix_caching = num_blocks, block_size, prefix_caching
         self._holders = [0] * num_blocks
-        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))  # next to hand out first
+        self._free = FreeBlocks(num_blocks)
         self._digest_of: list[bytes | None] = [None] * num_blocks
+        self._next_of: list[bytes | None] = [None] * num_blocks  # the digest of the first block that followed it
+        self._shared = [False] * num_blocks  # whether different blocks followed it, or one behind it
         self._block_of: dict[bytes, int] = {}
 
     @property
@@ -81,7 +84,7 @@ class BlockPool:
             if block is None:
                 break
             if self._holders[block] == 0:
-                del self._free[block]
+                self._free.remove(block)
             self._holders[block] += 1
             sequence.blocks.append(block)
         sequence.published = len(sequence.blocks)
@@ -99,11 +102,10 @@ class BlockPool:
         if more > len(self._free):
             return False
         for _ in range(more):
-            block, _ = self._free.popitem(last=False)
+            block = self._free.take()
             digest = self._digest_of[block]
             if digest is not None:
-                del self._block_of[digest]
-                self._digest_of[block] = None
+                self._forget(block, digest)
             self._holders[block] = 1
             sequence.blocks.append(block)
         return True
@@ -152,8 +154,8 @@ class BlockPool:
             del sequence.blocks[needed:]
 
     def release(self, ticket: Ticket) -> None:
-        """Take the sequence's blocks back. Blocks without a known prefix are handed out next; those with one last, the
-        longest prefix first among them."""
+        """Take the sequence's blocks back. Blocks without a known prefix are handed out next; of its others the far end
+        before its beginning."""
         sequence: Sequence = ticket.request.payload
         self._give_back(sequence.blocks)
         sequence.blocks.clear()
@@ -163,9 +165,7 @@ class BlockPool:
         for block in reversed(blocks):
             self._holders[block] -= 1
             if self._holders[block] == 0:
-                self._free[block] = None
-                if self._digest_of[block] is None:
-                    self._free.move_to_end(block, last=False)
+                self._free.add(block, self._digest_of[block] is not None, self._shared[block])
 
     # -- the prefix cache ----------------------------------------------------------------------------------------------
 
@@ -179,7 +179,31 @@ class BlockPool:
             if digest not in self._block_of:  # else the same step computed it twice: one is enough
                 self._block_of[digest] = block
                 self._digest_of[block] = digest
+                past = self._free.published(digest)
+                if past is not None:
+                    self._shared[block], self._next_of[block] = past
+                if i:
+                    self._follows(sequence.digests, i)
         sequence.published = full
+
+    def _follows(self, digests: Seq[bytes], place: int) -> None:
+        """A block is known that follows the one before it. Where another one did already, they share all before."""
+        before = self._block_of.get(digests[place - 1])
+        if before is None:
+            return
+        if self._next_of[before] is None:
+            self._next_of[before] = digests[place]
+        elif self._next_of[before] != digests[place]:
+            for digest in reversed(digests[:place]):
+                block = self._block_of.get(digest)
+                if block is None or self._shared[block]:  # then all before it are shared already
+                    break
+                self._shared[block] = True
+
+    def _forget(self, block: int, digest: bytes) -> None:
+        del self._block_of[digest]
+        self._free.forgot(digest, self._shared[block], self._next_of[block])
+        self._digest_of[block], self._next_of[block], self._shared[block] = None, None, False
 
     def _extend_digests(self, sequence: Sequence, full: int) -> None:
         size, digests, tokens = self.block_size, sequence.digests, sequence.tokens
@@ -196,12 +220,15 @@ class BlockPool:
         O(everything): for tests and debugging.
         """
         held = Counter(block for sequence in sequences for block in sequence.blocks)
-        wrong = []
+        free = Counter(self._free.blocks())
+        wrong = [f"block {block}: free {times} times" for block, times in free.items() if times > 1]
         for block, (counted, digest) in enumerate(zip(self._holders, self._digest_of, strict=True)):
             if counted != held[block]:
                 wrong.append(f"block {block}: {counted} holders counted, {held[block]} found")
-            if bool(held[block]) == (block in self._free):
+            if bool(held[block]) == (block in free):
                 wrong.append(f"block {block}: {'held and free' if held[block] else 'neither held nor free'}")
+            if digest is None and (self._shared[block] or self._next_of[block] is not None):
+                wrong.append(f"block {block}: knows nothing, and what follows it")
             if digest is not None and self._block_of.get(digest) != block:
                 wrong.append(f"block {block}: what it knows leads to block {self._block_of.get(digest)}")
         if len(self._block_of) != sum(digest is not None for digest in self._digest_of):
