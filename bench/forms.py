@@ -16,7 +16,7 @@ from typing import Any
 
 import jsonschema
 
-from bench.llm import BUDGET, VOCAB, Words, write_model
+from bench.llm import BUDGET, VOCAB, Words, fastest, write_model
 from bench.report import Row, row, say
 from reflex_runtime.demo.scribe import SCRIBE
 from reflex_runtime.ipc.sampling import Constraint
@@ -181,7 +181,7 @@ def _throughput(directory: Path, scale: float) -> list[Row]:
     """Tokens a second with and without a form, in turns."""
     from reflex_runtime.llm.openvino_runner import OpenVinoRunner
 
-    runner = OpenVinoRunner(directory, dtype="bfloat16", threads=2, num_blocks=1200)
+    runner = OpenVinoRunner(directory, dtype=fastest(), threads=2, num_blocks=1200)
     config = {"max_num_batched_tokens": BUDGET, "max_num_seqs": RUNNING, "enable_prefix_caching": False}
     engine = LLMEngine(runner, Spelled(), **config)
     plain = SamplingParams.greedy(TOKENS, ignore_eos=True)

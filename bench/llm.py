@@ -17,18 +17,21 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from bench.report import Row, row, say
+from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.core.events import BatchScheduled, Event, RequestProgressed, RequestSettled
 from reflex_runtime.core.percentile import percentile
 from reflex_runtime.core.request import Priority
 from reflex_runtime.drivers.process_memory import COLLECTIONS
 from reflex_runtime.llm import LLMEngine, SamplingParams
 from reflex_runtime.llm.checkpoint import Checkpoint
+from reflex_runtime.llm.openvino_runner import OpenVinoRunner, check_bfloat16
 from reflex_runtime.llm.toy import ByteTokenizer
 
 PRECISIONS = {"bfloat16": "bf16", "float32": "f32"}
@@ -43,16 +46,27 @@ def llm(root: Path, out: Path, scale: float) -> list[Row]:
     gc.freeze()
     gc.set_threshold(*COLLECTIONS)  # as the server sets it
     rows: list[Row] = []
-    for dtype in PRECISIONS:
-        directory = write_model(root / f"llama-{PRECISIONS[dtype]}", dtype)
-        rows += _against_genai(directory, dtype, scale)
-    directory = root / "llama-bf16"
+    for dtype, weights in (("bfloat16", "auto"), ("float32", "auto"), ("float32", "int8")):
+        if dtype == fastest() or dtype == "float32":
+            directory = write_model(root / f"llama-{PRECISIONS[dtype]}-{weights}", dtype)
+            rows += _against_genai(directory, dtype, weights, scale)
+    directory = write_model(root / "llama", fastest())
     rows += _overhead(directory, scale)
     rows += _long_prompt(directory, out, scale)
     rows += _urgent(directory)
     rows += _shared_prefix(directory, scale)
     _over_concurrency(directory, out, scale)
     return rows
+
+
+@cache
+def fastest() -> str:
+    """What products are computed in: bfloat16 where the processor has instructions for it."""
+    try:
+        check_bfloat16()
+    except ConfigError:
+        return "float32"
+    return "bfloat16"
 
 
 # -- the model ---------------------------------------------------------------------------------------------------------
@@ -142,8 +156,6 @@ class Ours:
 
     def __init__(self, directory: Path, dtype: str, runner: Any = None, **config: Any) -> None:
         if runner is None:
-            from reflex_runtime.llm.openvino_runner import OpenVinoRunner
-
             runner = OpenVinoRunner(directory, dtype=dtype, threads=2, num_blocks=BLOCKS)
         config = {"max_num_batched_tokens": BUDGET, "max_num_seqs": REQUESTS, "enable_prefix_caching": False} | config
         self.engine = LLMEngine(runner, Words(), sinks=[self._watch], **config)
@@ -272,10 +284,12 @@ def _arriving(rival: Any, some: Sequence[Ask], rate: float, seed: int) -> tuple[
     return firsts, gaps
 
 
-def _against_genai(directory: Path, dtype: str, scale: float) -> list[Row]:
-    """Offline throughput and arrivals, taking turns."""
+def _against_genai(directory: Path, dtype: str, weights: str, scale: float) -> list[Row]:
+    """Offline throughput and arrivals, taking turns. weights: "auto", or the bits they are rounded to."""
+    runner = OpenVinoRunner(directory, dtype=dtype, threads=2, num_blocks=BLOCKS, weights=weights)
+    ours, genai = Ours(directory, dtype, runner), GenAI(directory, dtype)
+    dtype = dtype if weights == "auto" else f"{weights} weights, {dtype}"
     say(f"  {dtype}: offline, in turns")
-    ours, genai = Ours(directory, dtype), GenAI(directory, dtype)
     some, short = asks(), asks(REQUESTS // 4)
     for rival in (ours, genai):
         _offline(rival, short)
@@ -309,7 +323,7 @@ def _against_genai(directory: Path, dtype: str, scale: float) -> list[Row]:
 def _overhead(directory: Path, scale: float) -> list[Row]:
     """What a step takes beside the model, with 64 sequences that decode."""
     say("  scheduler and Python, per step")
-    ours = Ours(directory, "bfloat16")
+    ours = Ours(directory, fastest())
     times, shares = [], []
     for _ in range(max(3, round(5 * scale))):
         names = [ours.add(Ask(ask.prompt[:64], 120)) for ask in asks()]
@@ -334,7 +348,7 @@ def _landing(directory: Path, budget: int) -> tuple[list[float], float, list[tup
 
     (gaps of the decodes, median seconds of a step at budget, (when, gap) of one of them).
     """
-    ours = Ours(directory, "bfloat16", max_num_batched_tokens=budget)
+    ours = Ours(directory, fastest(), max_num_batched_tokens=budget)
     running = [ours.add(Ask(ask.prompt[:32], 200)) for ask in asks(16)]
     for _ in range(30):
         ours.step()
@@ -381,7 +395,7 @@ def _urgent(directory: Path) -> list[Row]:
     """An urgent request on an engine that is full of background work."""
     say("  an urgent request on a full engine")
     steps, seconds = [], []
-    ours = Ours(directory, "bfloat16", max_num_seqs=16)
+    ours = Ours(directory, fastest(), max_num_seqs=16)
     for number in range(5):
         for ask in asks(32, number):
             ours.add(ask, Priority.BACKGROUND)
@@ -412,7 +426,7 @@ def _shared_prefix(directory: Path, scale: float) -> list[Row]:
     seconds: dict[bool, list[float]] = {False: [], True: []}
     for _ in range(max(3, round(3 * scale))):
         for caching in (False, True):
-            ours = Ours(directory, "bfloat16", enable_prefix_caching=caching)
+            ours = Ours(directory, fastest(), enable_prefix_caching=caching)
             began = time.perf_counter()
             names, tokens = [ours.add(ask) for ask in some], 0
             while ours.busy:
@@ -434,7 +448,7 @@ def _over_concurrency(directory: Path, out: Path, scale: float) -> None:
     """The picture of throughput over concurrency."""
     say("  throughput over concurrency")
     points: dict[str, list[tuple[float, float]]] = {}
-    ours, genai = Ours(directory, "bfloat16"), GenAI(directory, "bfloat16")
+    ours, genai = Ours(directory, fastest()), GenAI(directory, fastest())
     for n in (1, 2, 4, 8, 16, 32, 64):
         some = [Ask(ask.prompt[:128], 64) for ask in asks(n)]
         for rival in (ours, genai):
@@ -443,7 +457,7 @@ def _over_concurrency(directory: Path, out: Path, scale: float) -> None:
     ours.engine.close()
     _draw_lines(
         out / "llm-concurrency.png", points, "requests at a time", "output tokens a second",
-        "Throughput over concurrency, 40 M parameters, bfloat16", marks=True,
+        f"Throughput over concurrency, 40 M parameters, {fastest()}", marks=True,
     )  # fmt: skip
 
 
