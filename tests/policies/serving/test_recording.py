@@ -70,6 +70,7 @@ def test_t3_at_sighup_trace_and_recording_go_on_in_new_files(there: Path, tmp_pa
         wait(lambda: any("one" in path.read_text() for path in (there.iterdir() if there.is_dir() else ())))
         server.process.send_signal(signal.SIGHUP)
         wait(lambda: Path(f"{trace}.1").exists() and '"footer"' in Path(f"{trace}.1").read_text())
+        wait(lambda: any('"footer"' in path.read_text() for path in there.iterdir()))  # each has a thread that writes
         assert server.act(request_id="two").status == 200
         assert server.stop() == 0
     traced = [[m.id for b in read_journal(path).batches for m in b.members] for path in (Path(f"{trace}.1"), trace)]
