@@ -109,7 +109,8 @@ try:
     main(sys.argv[1:])
 finally:
     heavy = {"numpy", "rich", "onnxruntime", "matplotlib"} & sys.modules.keys()
-    print(sorted(heavy | {m for m in sys.modules if m.startswith("reflex_runtime.cli.")}), file=sys.stderr)
+    modules = {m for m in sys.modules if m.startswith("reflex_runtime.cli.")} - {"reflex_runtime.cli.exit_status"}
+    print(sorted(heavy | modules), file=sys.stderr)
 """
 
     def imported(*words: str) -> str:
