@@ -670,6 +670,29 @@ def test_g10_options_that_cannot_be_grouped_go_by_themselves() -> None:
     run(main())
 
 
+@pytest.mark.parametrize(
+    "config",
+    [
+        replace(HELD, ungroupable_options=("follows",)),
+        GenerateBatcherConfig(ungroupable_options=("prompt_logprobs",), pause_on_backpressure_ms=1000.0),
+    ],
+    ids=["the first is held", "messages of its kind pause"],
+)
+def test_g10_a_request_goes_behind_the_one_that_it_follows(config: GenerateBatcherConfig) -> None:
+    async def main() -> None:
+        async with world(config) as made:
+            await warm(made)
+            await made.ask("slow", prompt_logprobs=1)
+            made.runtime.end("slow", "backpressure")
+            await made.round()
+            made.runtime.messages.clear()
+            asked = [made.ask("first", prompt_logprobs=1), made.ask("second", follows="first")]
+            await asyncio.gather(*asked)
+            assert made.runtime.ids == ["first", "second"]
+
+    run(main())
+
+
 def test_g10_single_calls_keep_to_room_tiers_and_refusals() -> None:
     async def main() -> None:
         async with world(GenerateBatcherConfig(enabled=False, stream_limit=1, max_pending=3)) as made:

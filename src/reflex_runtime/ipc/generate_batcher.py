@@ -233,7 +233,7 @@ class GenerateBatcher:
         why = self._off or self._why_alone(params, "timeout_ms" if timeout_ms is not None else "")
         guidance = params.guidance or {}
         key = (params.model_id, params.draft_model or "", str(guidance.get("mode", "")))
-        handle.partition = (*key, why) if why else key
+        handle.partition = self._behind(params.follows, key) or ((*key, why) if why else key)
         request = Request(
             payload=call,
             id=params.request_id or params.stream_id,
@@ -251,6 +251,13 @@ class GenerateBatcher:
             self._refused += 1
             raise
         handle.on_left = lambda: self._abort(call, Cancelled("its stream was closed"))
+
+    def _behind(self, follows: str | None, key: tuple[str, str, str]) -> Hashable:
+        """The partition of the stream that a request follows, where they could share a message: partitions are sent in
+        any order, and the runtime must know that stream first. None where it follows none."""
+        first = self._registry.find(follows) if follows else None
+        same = first is not None and isinstance(first.partition, tuple) and first.partition[:3] == key
+        return first.partition if first is not None and same else None
 
     def _why_alone(self, params: GenerateParams, also: str) -> str:
         """Why a request cannot share a message; "" when it can. also: an option in use beside those of the params."""
