@@ -251,6 +251,7 @@ def test_h10_options_of_the_model_are_checked_before_the_port_opens_and_named_as
     monkeypatch.setattr("reflex_runtime.web.listen.bind", None)
     monkeypatch.setattr("reflex_runtime.llm.load._sees_cuda", lambda: False)
     monkeypatch.setattr("reflex_runtime.llm.load.free_bytes", lambda *device: 20_000_000_000)
+    monkeypatch.setattr("reflex_runtime.llm.openvino_runner._has_bfloat16", lambda core: True)
     assert says in said(capsys, str(model_dir), *options.split())
 
 
