@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from math import inf, nan
 from random import Random
 
 import pytest
@@ -349,6 +350,20 @@ def test_l2_the_first_guesses_are_taken_to_be_as_dear_as_rows() -> None:
         units.observe(1, 0.0, 0.0, 0.010)
     assert units.choose(1, [(0.9,) * 16], 100.0, 0.025) == [2]
     assert units.choose(1, [(0.9,) * 16], 100.0, 0.250) == [4]
+
+
+def test_l2_a_time_that_says_nothing_is_ignored() -> None:
+    """A coarse clock shows the same time before and after a step."""
+    units, without = ExtraUnits(), ExtraUnits()
+    for i in range(60):
+        extra = i % 4 // 2 * (2.0 + i % 3)
+        for each in (units, without):
+            each.observe(2, 0.0, extra, 0.010 + 0.0001 * extra)
+        for nothing in (0.0, -1.0, inf, nan):
+            units.observe(2, 0.0, extra, nothing)
+    assert units.seconds(2, 4.0) == without.seconds(2, 4.0) > 0.0
+    asked = [(0.9, 0.8, 0.7), (0.95, 0.2)]
+    assert units.choose(2, asked, 100.0, 1.0) == without.choose(2, asked, 100.0, 1.0) == [3, 2]
 
 
 def test_l2_the_time_of_prompts_is_not_taken_for_that_of_guesses(monkeypatch: pytest.MonkeyPatch) -> None:

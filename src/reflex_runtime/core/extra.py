@@ -16,6 +16,7 @@ they raise the rate of useful units:
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import inf
 from typing import NamedTuple
 
 from reflex_runtime.core.affine import AffineFit, Counts
@@ -109,10 +110,11 @@ class ExtraUnits:
         return 0.0 if price is None else price.unit * units
 
     def observe(self, rows: int, tokens: float, units: float, elapsed: float) -> None:
-        """A step took so long: so many rows that got their next token, tokens of prompts, and extra units."""
+        """A step took so long: so many rows that got their next token, tokens of prompts, and extra units. A time that
+        is not finite or not above zero, as a coarse clock shows, is ignored."""
         changed = rows + tokens + units != self._total
         self._total, self._units = rows + tokens + units, units
-        if rows and not tokens:
+        if rows and not tokens and 0.0 < elapsed < inf:
             self._steps.setdefault(rows.bit_length(), _Steps()).observe(rows, units, changed, elapsed)
 
     def choose(self, rows: int, asked: Sequence[Chances], most: float, seconds: float) -> list[int]:

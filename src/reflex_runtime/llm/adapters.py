@@ -156,8 +156,8 @@ class _Settings:
             self._refuse("alpha_pattern", f"the key {shorten(key)} is no pattern: {error}")
 
     def _number(self, key: str, value: Any) -> float:
-        if type(value) not in (int, float) or not 0 < value < math.inf:
-            self._refuse(key, "must be a number above 0")
+        if type(value) not in (int, float) or not 0 < value <= MOST_NUMBER:  # in float32 inf · 0 is not a number
+            self._refuse(key, f"must be a number above 0, at most {MOST_NUMBER:g}")
         return float(value)
 
     def _refuse(self, key: str, why: str) -> NoReturn:
