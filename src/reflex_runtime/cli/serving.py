@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import re
 import socket
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from reflex_runtime.web.serve import Door, Make
     from reflex_runtime.web.supervisor import Parent
 
+_NAMED: Final = re.compile(r"\w[\w.-]*=")
 _CLOSING: Final = """
 Every option also stands in a TOML file (--config, table [serve]) and in the environment (REFLEX_MAX_QUEUE=64).
 Ctrl-C or SIGTERM finishes what was received and leaves; a second Ctrl-C does not wait.
@@ -63,7 +65,7 @@ def names_model(args: Sequence[str]) -> bool:
     files = [os.path.join(model_directory(word), "config.json") for word in words]
     if any(os.path.isfile(file) for file in files):
         return any(os.path.isfile(file) and not json_keys(file) >= CHECKPOINT_KEYS for file in files)
-    return any(_resembles_model(word) for word in words)
+    return any(_resembles_model(word) for word in words) or _named(args)
 
 
 def table_sources(args: Sequence[str]) -> list[str]:
@@ -83,6 +85,15 @@ def tables_name_models(args: Sequence[str]) -> bool:
     if any(os.path.isfile(os.path.join(_source(word), "reflex_config.json")) for word in args):
         return False
     return bool(table_sources(args))
+
+
+def _named(args: Sequence[str]) -> bool:
+    """Whether a word is written NAME=DIR, as models are, that is no option's value."""
+    before = ["", *args]
+    return any(
+        _NAMED.match(word) and not os.path.exists(word) and not last.startswith("-")
+        for last, word in zip(before, args, strict=False)
+    )
 
 
 def _source(word: str) -> str:

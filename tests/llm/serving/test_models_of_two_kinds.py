@@ -12,8 +12,9 @@ import pytest
 from openai import OpenAI
 
 from llm.embedding.directories import VOCABULARY, write_graph, write_json
-from reflex_runtime.cli import _module
+from reflex_runtime.cli import _module, main
 from reflex_runtime.cli.serve_models import ModelAsked, models_of, plans_of, rows_of
+from reflex_runtime.cli.serving import names_model
 from reflex_runtime.config import EMBEDDING_SETTINGS, EmbeddingServeConfig, LLMServeConfig
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.core.events import BatchScheduled
@@ -246,3 +247,16 @@ def test_h10_what_is_named_decides_which_options_there_are(tmp_path: Path, root:
     assert _module("serve", ["--config", str(file), "scribe"]) == "serve_llm"
     write_json(tmp_path / "reflex_config.json", {})
     assert _module("serve", ["--config", str(file), str(tmp_path)]) == "serve"
+
+
+@pytest.mark.parametrize("words", [["chat=./nope", "embed=./x"], ["--port", "0", "chat=./nope", "embed=./x"]])
+def test_h11_a_named_directory_that_is_missing_is_told_of_as_a_model(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["serve", "--no-supervise", *words]) == 2
+    assert "reflex serve: model chat: nope/config.json: cannot be read: No such file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["--policy", "arm=./nope"], ["./nope"], ["python:a.b:c"], ["--policy=arm=./nope"]])
+def test_h11_values_of_options_and_sources_of_policies_name_no_model(words: list[str]) -> None:
+    assert not names_model(words)
