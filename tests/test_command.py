@@ -16,6 +16,7 @@ import reflex_runtime
 from reflex_runtime import cli
 from reflex_runtime.config import LLMServeConfig, ServeConfig
 from reflex_runtime.options import flag, headed
+from reflex_runtime.sources import read_toml
 from serving.exports import write_tiny
 
 REFLEX = [sys.executable, "-m", "reflex_runtime"]
@@ -249,3 +250,15 @@ def test_help_has_every_option_below_its_heading(
         for field in options:
             place = text.index(f"\n  {flag(field.name)}", place)
     assert len(headed(kind)) >= 7
+
+
+def test_a_file_of_settings_may_be_a_pipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As with `--config <(…)`: what tells the models and what reads the settings get the same from it."""
+    reads, writes = os.pipe()
+    with os.fdopen(reads), os.fdopen(writes, "w") as file:
+        file.write("[serve]\nno_such = 1\n")
+        file.close()
+        given = ["serve", str(write_tiny(tmp_path)), "--config", f"/dev/fd/{reads}", "--port", "99999"]
+        assert cli.main(given) == 2
+        assert f"/dev/fd/{reads}: [serve] no_such: no such setting" in capsys.readouterr().err
+        assert read_toml(Path(f"/dev/fd/{reads}")) == {"serve": {"no_such": 1}}

@@ -144,11 +144,24 @@ def _settings_in(environ: Mapping[str, str]) -> dict[str, str]:
 def read_toml(file: Path) -> dict[str, Any]:
     """The file's tables; ConfigError when it cannot be read."""
     try:
-        return tomllib.loads(file.read_text(encoding="utf-8"))
+        return tomllib.loads(_text_of(file))
     except OSError as error:
         raise ConfigError(f"--config={file}: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"--config={file}: not TOML: {error}") from error
+
+
+_piped: dict[tuple[Path, int], str] = {}  # what has come out of pipes, by path and inode
+
+
+def _text_of(file: Path) -> str:
+    """A pipe, as `--config <(...)` names one, gives its text once, and several parts read it: it is kept."""
+    if not file.is_fifo():
+        return file.read_text(encoding="utf-8")
+    pipe = (file, file.stat().st_ino)
+    if pipe not in _piped:
+        _piped[pipe] = file.read_text(encoding="utf-8")
+    return _piped[pipe]
 
 
 def _table(file: Path, section: str, beside: tuple[str, ...]) -> dict[str, Any]:
