@@ -20,7 +20,7 @@ from reflex_runtime.drivers.audience import Audience
 from reflex_runtime.drivers.brief import BriefBatches
 from reflex_runtime.policies import ActionChunk
 from reflex_runtime.policies.rollout.versions import SlotProcessor
-from reflex_runtime.policies.serving import act, asking, fields
+from reflex_runtime.policies.serving import act, asking, ends, fields
 from reflex_runtime.policies.serving.question import ActAnswer, Timing
 from reflex_runtime.web.form import JSON
 
@@ -35,9 +35,16 @@ ANSWER = ActAnswer(
 BODY = fields.encode_json(copy(ANSWER))  # encoding changes it
 
 
+def _replace(owner: type[Any], name: str, by: Callable[..., Any]) -> None:
+    """A method by another. One that is not there would replace nothing, and the figures would be of something else."""
+    if name not in vars(owner):
+        raise AttributeError(f"{owner.__name__}.{name}: there is no such method to be replaced")
+    setattr(owner, name, by)
+
+
 def _http() -> None:
-    act.Act.enter = lambda self, exchange: None  # type: ignore[method-assign]
-    act.Act.run = lambda self, exchange, body: exchange.answer(200, BODY, JSON)  # type: ignore[method-assign]
+    _replace(act.Act, "enter", lambda self, exchange: None)
+    _replace(act.Act, "run", lambda self, exchange, body: exchange.answer(200, BODY, JSON))
 
 
 def _json() -> None:
@@ -46,42 +53,42 @@ def _json() -> None:
         exchange.answer(200, fields.encode_json(copy(ANSWER)), JSON)
 
     _http()
-    act.Act.run = run  # type: ignore[method-assign]
+    _replace(act.Act, "run", run)
 
 
 def _request() -> None:
     def submit(self: asking.Asking, ask: Any, request: Any) -> None:
         ask.settle(copy(ANSWER))
-        self._end(ask)
+        self._ends.end(ask)
 
-    asking.Asking._submit = submit  # type: ignore[method-assign]
+    _replace(asking.Asking, "_submit", submit)
 
 
 def _on_loop(on: bool = True) -> None:
-    BriefBatches.group = lambda self, name: on  # type: ignore[method-assign]
-    BriefBatches.fits = lambda self, batch: on  # type: ignore[method-assign]
+    _replace(BriefBatches, "group", lambda self, name: on)
+    _replace(BriefBatches, "fits", lambda self, batch: on)
 
 
 def _without_answer() -> None:
-    def answer(self: asking.Asking) -> None:
+    def answer(self: ends.Ends) -> None:
         over, self._over = self._over, []
         for ask, _ in over:
             ask.settle(copy(ANSWER))
-            self._end(ask)
+            self.end(ask)
 
-    asking.Asking._answer = answer  # type: ignore[method-assign]
+    _replace(ends.Ends, "_answer", answer)
     _without_sinks()
 
 
 def _without_sinks() -> None:
-    asking.Asking._publish = lambda self, *args, **named: None  # type: ignore[method-assign]
-    Audience._listening = lambda self, kind: []  # type: ignore[method-assign]
+    _replace(ends.Ends, "_publish", lambda self, *args, **named: None)
+    _replace(Audience, "_listening", lambda self, kind: [])
     _on_loop()
 
 
 def _core() -> None:
     chunk = Done(ActionChunk(ACTIONS, 1, "off"))
-    SlotProcessor.run = lambda self, batch: [chunk] * len(batch)  # type: ignore[method-assign]
+    _replace(SlotProcessor, "run", lambda self, batch: [chunk] * len(batch))
     _without_answer()
 
 
