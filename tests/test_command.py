@@ -138,6 +138,10 @@ finally:
             "serve . --max-num-seqs=2",
             "reflex serve: unrecognized arguments: --max-num-seqs=2; --max-num-seqs is an option of language models",
         ),
+        (
+            "serve scribe --max-batch-cost-ms 5",
+            "reflex serve: unrecognized arguments: --max-batch-cost-ms; --max-batch-cost-ms is an option of embedding ",
+        ),
         ("feeds a=b.mp4 --relatime", "reflex feeds: unrecognized arguments: --relatime; did you mean --realtime?"),
         ("simulate --zzzz", "reflex simulate: unrecognized arguments: --zzzz"),
         ("--versoin", "reflex: --versoin: no such option; did you mean --version?"),

@@ -64,8 +64,8 @@ def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
     """Register the verb for a language model."""
     what = "Serve a language model over HTTP with the OpenAI API, by continuous batching."
     tables = "a table [serve], [models.NAME] for several models, [generate_batcher] for --workers"
-    elsewhere = options_of(EmbeddingServeConfig, "embedding models, for their table [models.NAME]")
-    elsewhere |= options_of(ServeConfig, "policies")
+    elsewhere = options_of(ServeConfig, "policies")
+    elsewhere |= options_of(EmbeddingServeConfig, "embedding models, for their table [models.NAME]")
     parser = serve_parser(verbs, LLMServeConfig, what, _EXAMPLES, tables, elsewhere=elsewhere, anywhere="model")
     parser.add_argument(
         "model", nargs="*", metavar="[NAME=]MODEL_DIR",
