@@ -1,4 +1,4 @@
-"""Thousands of cancels or answers in one turn of the loop are done in slices, with other work in between."""
+"""Thousands of requests, cancels or answers are done in slices: a turn of the loop each, with other work in between."""
 
 from __future__ import annotations
 
@@ -11,7 +11,24 @@ from reflex_runtime.core.request import Ticket
 from reflex_runtime.core.scheduler import Scheduler
 
 TURN: Final = 0.004  # seconds after which the rest of the events is for the next turn of the loop
-SLICE: Final = 64  # requests cancelled, and answers delivered, in one turn of the loop: a few milliseconds
+SLICE: Final = 64  # requests queued or cancelled, and answers delivered, in one turn of the loop: a few milliseconds
+
+
+class Slices:
+    """Of one caller that makes or queues its requests one after the other."""
+
+    def __init__(self) -> None:
+        self._done = 0  # in this turn of the loop
+
+    async def next(self, count: int = 1) -> bool:
+        """So many requests are next: in this turn of the loop, or in the next one where it has a slice of them. Whether
+        others had their turn."""
+        full = self._done > 0 and self._done + count > SLICE
+        if full:
+            self._done = 0
+            await asyncio.sleep(0)
+        self._done += count
+        return full
 
 
 class Cancels:

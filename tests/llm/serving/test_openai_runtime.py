@@ -11,15 +11,18 @@ import os
 import random
 from collections.abc import Coroutine
 from functools import partial
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any, TypeVar, cast
 
 import pytest
 from prometheus_client import CollectorRegistry
 
+from reflex_runtime.config import LLMServeConfig
 from reflex_runtime.core.errors import Cancelled, ConfigError, ProcessorError, QueueFull, ReflexError
 from reflex_runtime.core.events import Event, RequestQueued, RequestSettled
 from reflex_runtime.core.request import Priority, TicketState
+from reflex_runtime.drivers.slices import SLICE
 from reflex_runtime.drivers.stream import Bell
 from reflex_runtime.ipc.messages import GenerateParams
 from reflex_runtime.llm import EngineConfig, LLMEngine, LLMProcessor, SamplingParams
@@ -346,6 +349,37 @@ def test_l9_a_caller_that_leaves_while_it_is_answered_is_noticed() -> None:
         assert await model.stop(asyncio.get_running_loop().time() + PATIENCE, app.wait_idle)
         assert isinstance(model.host, LocalModels)
         assert model.host.generator("toy").processor.pool.free_blocks == runner.num_blocks
+
+    run(main())
+
+
+@pytest.mark.parametrize("leaves", [False, True], ids=["", "a caller that leaves takes them back"])
+def test_l9_thousands_of_choices_are_queued_in_slices_with_other_work_in_between(leaves: bool) -> None:
+    async def main() -> None:
+        runner = Model()
+        model = toy_models(runner, LLMServeConfig(max_queue=2048))
+        await model.start()
+        app, generator = ModelServer(model).app, model.host.generator("toy")
+        runner.stop()
+        caller = Caller(app, "/v1/completions")
+        asked = {"model": "toy", "prompt": [f"{i}" for i in range(500)], "n": 4, "max_tokens": 1}
+        caller.say(json.dumps(asked).encode())
+        sizes = [0]
+        while sizes[-1] < (1000 if leaves else 2000):
+            await asyncio.sleep(0)  # a turn of the loop
+            sizes.append(generator.waiting + generator.running)
+        assert max(later - before for before, later in pairwise(sizes)) <= SLICE
+        if leaves:
+            caller.leave()
+        runner.go()
+        if not leaves:
+            assert (await caller.wire.written.get()).startswith(b"HTTP/1.1 200 OK")
+        app.close()
+        await app.wait_idle()
+        model.drain()
+        assert await model.stop(asyncio.get_running_loop().time() + PATIENCE, app.wait_idle)
+        assert generator.waiting + generator.running == 0
+        assert generator.processor.pool.free_blocks == runner.num_blocks
 
     run(main())
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, Final
 
 from msgspec.structs import replace as changed
 
 from reflex_runtime.config import LLMServeConfig
 from reflex_runtime.core.errors import ConfigError, Expired, TooLarge
+from reflex_runtime.drivers.slices import Slices
 from reflex_runtime.ipc.messages import MOST_SCORES
 from reflex_runtime.llm.constraint import Matcher
 from reflex_runtime.llm.reasoning import ThoughtParser, in_thought
@@ -24,6 +25,8 @@ from reflex_runtime.llm.tokenizer import Tokenizer
 from reflex_runtime.llm.tools import ToolFormat
 from reflex_runtime.telemetry.tracing import RequestSpan
 from reflex_runtime.web.exchange import Exchange
+
+_LOOKED_AT: Final = 256  # tokens of a prompt that take as long as the rest of its request: they are checked and copied
 
 
 async def tokenised(
@@ -131,16 +134,17 @@ def terms_of(
     )
 
 
-def requests_of(
+async def requests_of(
     runtime: Generator[Any],
     asked: wire.CompletionRequest,
     number: int,
     ids: list[int],
     terms: Terms,
     matcher: Matcher | None,
+    slices: Slices,
 ) -> list[Any]:
     """The requests of the prompt of that number, one for each choice; the first is asked what the model says of the
-    prompt. Raises BadRequest where they could never run."""
+    prompt. slices: of all prompts, since thousands are made. Raises BadRequest where they could never run."""
     params = asked.params
     if asked.max_tokens is None:  # as many as there is room for
         room = runtime.limits.room(len(ids))
@@ -149,6 +153,7 @@ def requests_of(
         params = changed(params, max_tokens=room)
     found = []
     for i in range(asked.n):
+        await slices.next(1 + len(ids) // _LOOKED_AT)
         index = number * asked.n + i
         seeded = params if params.seed is None or not i else changed(params, seed=(params.seed + i) % (1 << 64))
         name = terms.id + (f"#{index}" if index or asked.n > 1 or len(asked.prompts) > 1 else "")

@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any, Final, TypeVar
 
 from reflex_runtime.core.errors import ReflexError
+from reflex_runtime.drivers.slices import Slices
 from reflex_runtime.drivers.stream import Bell
 from reflex_runtime.ipc.engine import OutputStream, ScoredToken
 from reflex_runtime.llm.sequence import Choice
@@ -100,17 +101,21 @@ class Underway:
         self._scores: Callable[[int], Sequence[ScoredToken]] | None = None
 
     async def queue(self) -> None:
-        """Queue all its choices, or none. Raises BadRequest, Rejected, CallerLeft."""
+        """Queue all its choices, or none: where one is refused, `close` takes back those before it. Raises BadRequest,
+        Rejected, CallerLeft."""
         exchange, model, runtime = self._exchange, self._model, self._runtime
         asked, prompts = await tokenised(runtime, self._asked, model.config)
         matcher = await matcher_of(runtime, asked)
         asked = aged(asked, exchange)
         terms = terms_of(asked, model.adapter, model.config.default_tiers, exchange, self._span)
-        groups = [requests_of(runtime, asked, i, ids, terms, matcher) for i, ids in enumerate(prompts)]
+        slices = Slices()
+        made = (requests_of(runtime, asked, i, ids, terms, matcher, slices) for i, ids in enumerate(prompts))
+        groups = [await each for each in made]  # all of them before one is queued: what could never run is refused
         self._echoes = await echoes(asked, runtime.tokenizer)
-        if exchange.left:
-            raise CallerLeft("the caller left before its request was queued")
-        for group in groups:  # without an await in between, so that all are queued or none
+        for group in groups:
+            await slices.next(asked.n)
+            if exchange.left:
+                raise CallerLeft("the caller left before its request was queued")
             self._streams += runtime.submit_alike(group, self._bell)
         if asked.conversation is not None:
             self._reader = reader_of(asked, runtime.tokenizer, prompts[0])

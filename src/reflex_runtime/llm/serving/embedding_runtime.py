@@ -16,7 +16,7 @@ from reflex_runtime.core.batch import Done
 from reflex_runtime.core.errors import Cancelled, ConfigError
 from reflex_runtime.core.request import Priority, Request, Ticket
 from reflex_runtime.drivers.batcher import Batcher
-from reflex_runtime.drivers.slices import SLICE
+from reflex_runtime.drivers.slices import Slices
 from reflex_runtime.llm.embedding.directory import EmbeddingModel
 from reflex_runtime.llm.embedding.processor import EmbeddingProcessor
 from reflex_runtime.llm.embedding.series import EmbeddingSeries
@@ -165,12 +165,11 @@ class EmbeddingWait:
         """
         self._done = asyncio.get_running_loop().create_future()
         self._rows, self._left = [None] * count, count
+        slices = Slices()
         try:
             for place, request in enumerate(requests):
-                if place and place % SLICE == 0:
-                    await asyncio.sleep(0)
-                    if self._done.done():  # the caller left, or a text that was queued has failed
-                        self._done.result()
+                if await slices.next() and self._done.done():  # the caller left, or a text that was queued has failed
+                    self._done.result()
                 self._tickets.append(self._batcher.submit(request, partial(self._settled, place)))
         except BaseException:
             self.take_back()
