@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import Final
 
 from reflex_runtime.core.request import Ticket
@@ -29,6 +30,12 @@ class Slices:
             await asyncio.sleep(0)
         self._done += count
         return full
+
+
+def in_order(lock: asyncio.Lock, count: int) -> AbstractAsyncContextManager[None]:
+    """While it is open, so many requests are queued. Of those with more than a slice one goes after the other, or two
+    that do not fit together would both be refused. lock: of the queue."""
+    return lock if count > SLICE else nullcontext()
 
 
 class Cancels:

@@ -384,6 +384,29 @@ def test_l9_thousands_of_choices_are_queued_in_slices_with_other_work_in_between
     run(main())
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_l9_of_two_requests_that_do_not_fit_together_the_first_is_queued(seed: int) -> None:
+    async def main() -> None:
+        runner = Model()
+        model = toy_models(runner)
+        await model.start()
+        app, generator = ModelServer(model).app, model.host.generator("toy")
+        runner.stop()
+        callers = [Caller(app, "/v1/completions") for _ in range(2)]
+        for caller in callers:
+            caller.say(json.dumps({"model": "toy", "prompt": ["x"] * (700 + seed), "max_tokens": 1}).encode())
+        assert (await callers[1].answer()).status == 429
+        runner.go()
+        assert (await callers[0].answer()).status == 200
+        app.close()
+        await app.wait_idle()
+        model.drain()
+        assert await model.stop(asyncio.get_running_loop().time() + PATIENCE, app.wait_idle)
+        assert generator.waiting + generator.running == 0
+
+    run(main())
+
+
 def test_l9_what_could_never_run_is_refused_before_it_is_queued() -> None:
     async def main() -> None:
         async with Run(Model(num_blocks=4)) as it:

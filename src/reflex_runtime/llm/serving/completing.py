@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any, Final, TypeVar
 
 from reflex_runtime.core.errors import ReflexError
-from reflex_runtime.drivers.slices import Slices
+from reflex_runtime.drivers.slices import Slices, in_order
 from reflex_runtime.drivers.stream import Bell
 from reflex_runtime.ipc.engine import OutputStream, ScoredToken
 from reflex_runtime.llm.sequence import Choice
@@ -112,11 +112,12 @@ class Underway:
         made = (requests_of(runtime, asked, i, ids, terms, matcher, slices) for i, ids in enumerate(prompts))
         groups = [await each for each in made]  # all of them before one is queued: what could never run is refused
         self._echoes = await echoes(asked, runtime.tokenizer)
-        for group in groups:
-            await slices.next(asked.n)
-            if exchange.left:
-                raise CallerLeft("the caller left before its request was queued")
-            self._streams += runtime.submit_alike(group, self._bell)
+        async with in_order(runtime.queueing, asked.n * len(groups)):
+            for group in groups:
+                await slices.next(asked.n)
+                if exchange.left:
+                    raise CallerLeft("the caller left before its request was queued")
+                self._streams += runtime.submit_alike(group, self._bell)
         if asked.conversation is not None:
             self._reader = reader_of(asked, runtime.tokenizer, prompts[0])
         if asked.prompt_logprobs is not None:

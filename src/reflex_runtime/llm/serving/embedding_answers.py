@@ -15,6 +15,7 @@ import numpy as np
 
 from reflex_runtime.core.errors import ConfigError, Expired, TooLarge
 from reflex_runtime.core.request import Request
+from reflex_runtime.drivers.slices import in_order
 from reflex_runtime.llm.embedding.directory import EmbeddingModel
 from reflex_runtime.llm.embedding.pooling import Vectors, normalised
 from reflex_runtime.llm.serving.answers.embeddings import written
@@ -78,8 +79,6 @@ async def _queue(
     texts: Sequence[Sequence[int]],
     span: RequestSpan | None,
 ) -> None:
-    if exchange.left:
-        raise CallerLeft("the caller left before its request was queued")
     peer = exchange.client
     client = asked.client if asked.client is not None else f"@{peer[0]}" if peer else ""
     recorded = None if span is None or not span.context.sampled else span.context
@@ -97,7 +96,10 @@ async def _queue(
                 client=client, time_limit=limit, span=recorded,
             )  # fmt: skip
 
-    await wait.submit(made(), len(texts))
+    async with in_order(runtime.queueing, len(texts)):
+        if exchange.left:
+            raise CallerLeft("the caller left before its request was queued")
+        await wait.submit(made(), len(texts))
 
 
 def _check(asked: EmbeddingRequest, served: ServedEmbedding) -> None:

@@ -47,7 +47,7 @@ class EmbeddingRuntime:
         self, processor: EmbeddingProcessor, tokenizer: Tokenizer, device: ModelDevice, registry: CollectorRegistry
     ) -> None:
         self.model, self.tokenizer, self.batcher = processor.model, tokenizer, device.batcher
-        self.group = processor.name
+        self.group, self.queueing = processor.name, asyncio.Lock()
         self._encoder = processor.encoder
         self._texts = Texts(tokenizer)
         empty, brief = tokenizer.encode(""), tokenizer.encode("a")

@@ -35,8 +35,11 @@ PATIENCE = 120.0  # seconds that a held stream may wait for its reader: it occup
 
 
 class Generator(Protocol[R]):
-    """What generates tokens for the requests (R) of one event loop: in this process, or in others."""
+    """What generates tokens for the requests (R) of one event loop: in this process, or in others. queueing: see
+    `in_order`."""
 
+    @property
+    def queueing(self) -> asyncio.Lock: ...
     @property
     def tokenizer(self) -> Tokenizer: ...
     @property
@@ -158,6 +161,7 @@ class GenerationRuntime:
         self.processor, self.device, self.batcher = processor, device, device.batcher
         self.unread, self._patience = unread, patience
         self.holds = 0
+        self.queueing = asyncio.Lock()
         self._streams: dict[Ticket, GenerationStream] = {}
         self._texts = Texts(processor.tokenizer, most=processor.limits.max_model_len)
         self.batcher.add_sink(self)

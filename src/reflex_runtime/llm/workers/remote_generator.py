@@ -25,7 +25,7 @@ class RemoteGenerator:
     """The `Generator` of one model. lines: of all processes, each of which has the model."""
 
     def __init__(self, name: str, lines: Sequence[Line], tokenizer: Tokenizer, tokenizing: TokenizerProcess) -> None:
-        self._name, self._lines = name, lines
+        self._name, self._lines, self.queueing = name, lines, asyncio.Lock()
         self._texts = Texts(tokenizer, lambda what: tokenizing.tokenize(name, what, self.limits.max_model_len))
         self._sending: set[asyncio.Task[None]] = set()
 
