@@ -293,6 +293,16 @@ def test_f2_entries_carry_what_the_feed_sent() -> None:
     assert arrivals == sorted(arrivals)
 
 
+@pytest.mark.parametrize("name", ["newest", "deadline", "sequence_number"])
+def test_f2_what_may_not_be_said_of_a_frame_is_an_error(name: str) -> None:
+    detector = Detector()
+    with Coordinator(detector) as handle:
+        with pytest.raises(TypeError, match=name):
+            handle.submit("cam1", "a", **{name: None})
+        handle.submit_and_wait("cam1", "b")
+    assert [[e.frame for e in call] for call in detector.calls] == [["b"]]
+
+
 def test_f2_feeds_beyond_those_it_knows_are_served_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "KNOWN_FEEDS", 3)
     detector = Detector()

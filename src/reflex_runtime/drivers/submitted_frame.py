@@ -50,6 +50,7 @@ class GivenFrame:
         frame: Any,
         view: Any = None,
         newest: Callable[[], NewestFrame] | None = None,
+        /,
         *,
         sequence: int | None = None,
         pts: float | None = None,
