@@ -137,18 +137,23 @@ class Batcher(Generic[V]):
         self._audience.remove(sink)
 
     def submit(
-        self, request: Request, settled: Callable[[Ticket], None] | None = None, ready: bool = True
+        self,
+        request: Request,
+        settled: Callable[[Ticket], None] | None = None,
+        ready: bool = True,
+        held: bool = False,
     ) -> Ticket:
         """Admit a request; `ticket.waiter` is a future of its value. Raises `Rejected`. Only on the loop.
 
         settled: called on the loop with the settled ticket, instead of a future, if no coroutine waits.
-        ready: False if something must be done before it can run; no batch takes it before `prepared`.
+        ready: False if something must be done before it can run; no batch takes it before `prepared`. held: it gets
+        nothing until `Scheduler.resume`.
         """
         loop = self._loop
         if loop is None:
             raise RuntimeError("Batcher: not started; use `async with Batcher(…) as batcher`, or await batcher.start()")
         try:
-            ticket = self.device.submit(request, settled or loop.create_future(), wake=False, ready=ready)
+            ticket = self.device.submit(request, settled or loop.create_future(), wake=False, ready=ready, held=held)
         except Rejected:
             self._pump_soon()
             raise

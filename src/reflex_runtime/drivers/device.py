@@ -112,15 +112,19 @@ class Device:
                 raise ConfigError("Device.start: already started")
             self._spawn(prepare)
 
-    def submit(self, request: Request, waiter: Any = None, wake: bool = True, ready: bool = True) -> Ticket:
+    def submit(
+        self, request: Request, waiter: Any = None, wake: bool = True, ready: bool = True, held: bool = False
+    ) -> Ticket:
         """Admit a request; its end is in the events. Raises `Rejected` (also an event).
 
         wake: False leaves it to a later `wake`, so that requests that come together wake the device once.
-        ready: False if no batch may take it before `prepared`.
+        ready: False if no batch may take it before `prepared`. held: `Scheduler.hold` before the device sees it.
         """
         with self._lock:
             settled = self.scheduler.settled
             ticket = self.scheduler.submit(request, self.clock(), ready)
+            if held:
+                self.scheduler.hold(ticket, self.clock())
             ticket.waiter = waiter
             if wake and self._bell.waiting and self._must_wake(ticket):
                 self._bell.ring()

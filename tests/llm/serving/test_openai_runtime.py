@@ -157,7 +157,7 @@ def test_l9_what_was_closed_before_it_was_read_never_looks_like_a_whole_answer()
     async def main() -> None:
         async with Run() as it:
             ended, between = it.submit(max_tokens=3), it.submit(max_tokens=3)
-            while ended.unread < 3:
+            while min(ended.unread, between.unread) < 3:
                 it.news.clear()
                 await it.news.wait()
             ended.close()
@@ -302,11 +302,41 @@ def test_l9_nobody_waits_for_one_that_has_begun() -> None:
             first = it.submit("x" * 100, max_tokens=400)
             assert len([o async for o in it.submit("y" * 100, max_tokens=9)]) == 9
             assert first.held  # by its reader, who reads nothing
-            other = it.submit("x" * 100)
-            it.runtime.follow(first, [other])
+            asked = it.processor.request("x" * 100, SamplingParams.greedy(5))
+            other = it.runtime.submit(asked, None, first)
             async with asyncio.timeout(PATIENCE):
                 assert len([o async for o in other]) == 5
             first.close()
+
+    run(main())
+
+
+def test_l9_a_choice_waits_for_the_first_also_where_a_step_begins_while_they_are_queued() -> None:
+    async def main() -> None:
+        async with Run(max_num_batched_tokens=64, long_prefill_token_threshold=16) as it:
+            prompt, greedy = "robots and arms " * 8, SamplingParams.greedy(2)
+            assert len([o async for o in it.submit(prompt, max_tokens=1)]) == 1  # the cache has the prompt now
+            it.runner.stop()
+            runs = it.submit("x", max_tokens=500)
+            await asyncio.to_thread(it.runner.wait_inside)
+            queue, queued = it.runtime.batcher.submit, []
+
+            def then_step(*args: Any, **more: Any) -> Any:
+                queued.append(queue(*args, **more))
+                if len(queued) == 2:
+                    it.runner.step()
+                return queued[-1]
+
+            it.runtime.batcher.submit = then_step  # type: ignore[method-assign]
+            asked = [it.processor.request(prompt, greedy, Terms(prompt_logprobs=of)) for of in (0, None)]
+            first, second = it.runtime.submit_alike(asked)
+            it.runner.step()
+            assert (second.completion_tokens, second.held) == (0, True)
+            it.runner.go()
+            assert await second.read()
+            assert len(first.prompt_scores) == len(prompt) - 1
+            for stream in (runs, first, second):
+                stream.close()
 
     run(main())
 

@@ -15,7 +15,6 @@ from typing import Protocol, TypeVar
 from reflex_runtime.core.batch import Done
 from reflex_runtime.core.events import Event, RequestProgressed
 from reflex_runtime.core.request import Request, Ticket
-from reflex_runtime.core.scheduler import Scheduler
 from reflex_runtime.drivers.stream import Bell, Stream
 from reflex_runtime.ipc.engine import Output, OutputStream
 from reflex_runtime.ipc.sampling import Constraint, SamplingParams
@@ -201,14 +200,22 @@ class GenerationRuntime:
         """A request for `submit`: see `LLMProcessor.request`."""
         return self.processor.request(prompt, params, terms, matcher)
 
-    def submit(self, request: Request, bell: asyncio.Event | None = None) -> GenerationStream:
+    def submit(
+        self, request: Request, bell: asyncio.Event | None = None, first: GenerationStream | None = None
+    ) -> GenerationStream:
         """Admit a request that `processor.request` made. Raises `Rejected`.
 
-        bell: set whenever there is something to read, for a reader of several streams.
+        bell: set whenever there is something to read, for a reader of several streams. first: one with the same prompt.
+        This one waits until that has computed it, and finds it in the prefix cache; where that is asked what the model
+        says of the prompt, it is known before this one has a token.
         """
         stream = GenerationStream(self, bell, request.payload)
-        stream._ticket = ticket = self.batcher.submit(request, self._settled)
+        waits = first is not None and self._computes(first)
+        stream._ticket = ticket = self.batcher.submit(request, self._settled, held=waits)
         self._streams[ticket] = stream
+        if first is not None and waits:
+            stream.held = True
+            first.follow([stream])
         return stream
 
     def submit_alike(self, requests: Seq[Request], bell: asyncio.Event | None = None) -> list[GenerationStream]:
@@ -216,23 +223,18 @@ class GenerationRuntime:
         streams: list[GenerationStream] = []
         try:
             for request in requests:
-                stream = self.submit(request, bell)
-                streams.append(stream)
+                streams.append(self.submit(request, bell, streams[0] if streams else None))
         except BaseException:
             for stream in streams:
                 stream.close()
             raise
-        self.follow(streams[0], streams[1:])
         return streams
 
-    def follow(self, first: GenerationStream, others: Seq[GenerationStream]) -> None:
-        """The others wait until the first has computed the prompt, and find it in the prefix cache. Where the first is
-        asked what the model says of the prompt, that is known before any of them has a token."""
-        pool, computes = self.processor.pool, not (first.ended or first.completion_tokens)
+    def _computes(self, first: GenerationStream) -> bool:
+        """Whether it is to compute its prompt still, and others have something of that."""
+        pool = self.processor.pool
         cached = pool.prefix_caching and first.prompt_tokens > pool.block_size
-        if others and computes and (cached or first.scores):
-            first.follow(others)
-            self._set_held(others)
+        return not (first.ended or first.completion_tokens) and (cached or first.scores)
 
     @property
     def waiting(self) -> int:
@@ -257,7 +259,10 @@ class GenerationRuntime:
         """Its reader is slow: grant it no more tokens until `resume`."""
         self.holds += 1
         stream._stalls = asyncio.get_running_loop().call_later(self._patience, stream.close)
-        self._set_held([stream])
+        stream.held = True
+        ticket = stream._ticket
+        if ticket is not None:
+            self.batcher.device.input(lambda scheduler, now: scheduler.hold(ticket, now))
 
     def resume(self, stream: GenerationStream) -> None:
         stream.held = False
@@ -267,17 +272,6 @@ class GenerationRuntime:
         ticket = stream._ticket
         if ticket is not None and not stream.ended:
             self.batcher.device.input(lambda scheduler, now: scheduler.resume(ticket, now))
-
-    def _set_held(self, streams: Seq[GenerationStream]) -> None:
-        tickets = [stream._ticket for stream in streams if stream._ticket is not None]
-        for stream in streams:
-            stream.held = True
-
-        def hold(scheduler: Scheduler, now: float) -> None:
-            for ticket in tickets:
-                scheduler.hold(ticket, now)
-
-        self.batcher.device.input(hold)
 
     def _settled(self, ticket: Ticket) -> None:
         self._streams.pop(ticket).settled(ticket)

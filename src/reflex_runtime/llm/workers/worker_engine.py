@@ -114,10 +114,7 @@ class WorkerEngine:
         runtime = self.runtime(params.model_id)
         prompt, matcher = await self._prompt(params), await runtime.compiled(params.constraint)
         _check_scores(params, prompt)
-        stream = runtime.submit(runtime.request(prompt, params, terms, matcher), bell)
-        if leader is not None:
-            runtime.follow(leader, [stream])
-        return stream
+        return runtime.submit(runtime.request(prompt, params, terms, matcher), bell, leader)
 
     async def check_draft(self, params: CheckDraft) -> CheckedDraft:
         """The draft is computed like any other, until a token is not the one that the model says."""
