@@ -180,7 +180,7 @@ def test_l8_rounded_weights_are_near_and_take_less_room(tmp_path: Path, weights:
     (rows,) = greedy(OpenVinoRunner(path, num_blocks=5, threads=1, weights=weights), [Lane(tokens)], 1, shuffled(5))
     expected = Oracle(path).logits(tokens)[-1]
     off = np.abs(rows[0][1] - expected).max() / np.ptp(expected)
-    assert (1e-4 < off < 0.08) if weights == "int8" else (0.03 < off < 0.6)
+    assert (1e-4 < off < 0.1) if weights == "int8" else (0.03 < off < 0.6)
     (graph,) = (path / ".reflex").glob(f"openvino-{weights}-*")
     size, plain = (graph / "openvino_model.bin").stat().st_size, (path / "model.safetensors").stat().st_size
     assert 0.2 < size / plain < 0.35 if weights == "int8" else size / plain < 0.25

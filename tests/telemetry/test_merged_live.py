@@ -80,5 +80,5 @@ def test_x4_groups_of_processes_are_one_with_the_worst_tail() -> None:
 def test_x4_queues_are_added_and_what_is_no_number_stays() -> None:
     one = {"queued": 2, "paused": False, "by": {"urgent": 1}, "name": "x"}
     assert added(one, {"queued": 3, "paused": True, "by": {"urgent": 2, "more": 1}, "name": "y"}) == {
-        "queued": 5, "paused": False, "by": {"urgent": 3}, "name": "x",
+        "queued": 5, "paused": False, "by": {"urgent": 3, "more": 1}, "name": "x",
     }  # fmt: skip

@@ -65,7 +65,7 @@ class LiveParts:
 
 
 def added(one: Any, other: Any) -> Any:
-    """Two queues, as a scheduler tells them, as one: numbers are added, all else is that of the first."""
+    """Two queues, as a scheduler tells them, as one: numbers are added, all else is that of the first that has it."""
     if isinstance(one, dict) and isinstance(other, dict):
         return other | {key: added(value, other[key]) if key in other else value for key, value in one.items()}
     number = isinstance(one, int | float) and isinstance(other, int | float) and not isinstance(one, bool)
