@@ -477,4 +477,4 @@ def test_h11_caches_that_do_not_fit_together_are_told_before_anything_is_loaded(
 def test_h10_a_word_with_a_name_is_a_models_directory_too(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
     assert names_model(["--port", "0", f"small={tmp_path}", "other=scribe"])
-    assert not names_model(["small=./nowhere", "--policy", "arm=./nowhere"])
+    assert not names_model(["--policy", "arm=./nowhere"])
