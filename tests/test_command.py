@@ -191,7 +191,7 @@ def test_reflex_alone_lists_its_verbs() -> None:
         ("serve . --rtc-schedule linear", "; did you mean LINEAR?"),
         (
             "serve nowhere --no-supervise",
-            "nowhere: not found, expected an export directory; to write the bundled one there: "
+            "nowhere: not found, expected an export directory; bundled: "
             "reflex demo-export nowhere",
         ),
         (

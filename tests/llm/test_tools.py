@@ -111,6 +111,7 @@ def test_l9_a_call_that_is_demanded_fits_its_schema(form: ToolFormat, several: b
         assert output.finish_reason == "stop"
         said, calls, count = read(form, output.text, 9)
         assert (said, count) == ("", len(calls))
+        assert not set("\t\r") & set(output.text)  # no blanks at which a weak model would spend its answer
         for name, arguments in calls:
             jsonschema.validate(arguments, next(tool.parameters for tool in TOOLS if tool.name == name))
         counts.add(count)

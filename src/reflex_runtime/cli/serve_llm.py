@@ -176,8 +176,10 @@ def _announce(
 ) -> None:
     """The settings in force, and what deserves a warning."""
     workers = isinstance(config, LLMServeConfig) and config.workers > 0
-    shown = asdict(batcher).items() if workers and batcher is not None else ()
-    rows = [*rows_of(asked), *((f"{BATCHER}.{name}", one_line(value)) for name, value in shown)]
+    rows = list(rows_of(asked))
+    if workers and batcher is not None:
+        own = asdict(batcher).items() - asdict(type(batcher)()).items()
+        rows += [(f"{BATCHER}.{name}", one_line(value)) for name, value in sorted(own)]
     show_settings(config, ", ".join(model.name for model in asked), rows)
     warn_if_open(config, address)
 

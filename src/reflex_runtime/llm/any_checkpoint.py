@@ -63,5 +63,5 @@ def require(root: Path) -> None:
     if needed:
         named = read_json(root / CONFIG_FILE).get("architectures")
         told = f"architectures={named}: needs {' and '.join(needed)}: in a clone, pip install '.[convert]'"
-        other = "or serve what `optimum-cli export openvino` makes of it elsewhere"
+        other = "or serve what `optimum-cli export openvino --task text-generation-with-past` makes of it elsewhere"
         raise ConfigError(f"{root / CONFIG_FILE}: {told}; {other}")

@@ -245,7 +245,8 @@ def _architecture(keys: _Keys) -> str:
         export = "any other decoder is served from `optimum-cli export openvino`"
         keys.wrong("architectures", f"a list of one of {_list(ARCHITECTURES)}; {export}")
     if keys.values.get("quantization_config") is not None:
-        keys.wrong("quantization_config", f"absent: weights must be {_list(DTYPES)}")
+        other = "serve the model that they were made of, with --quantization int4 or int8"
+        keys.wrong("quantization_config", f"absent: rounded weights are not read; {other}")
     if keys.values.get("hidden_act", "silu") not in ("silu", "swish"):
         keys.wrong("hidden_act", "'silu'")
     return str(names[0])

@@ -14,12 +14,12 @@ from secrets import token_hex
 from typing import Any, Final, Literal
 
 from reflex_runtime.ipc.sampling import Constraint
-from reflex_runtime.llm.constraint import SPACES
 
 ToolFormat = Literal["hermes", "llama3", "mistral"]
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 _GAP: Final = re.compile(r"[ \n\t;]*")
 _MOST: Final = 16  # calls that are forced at once
+_SPACE: Final = r"\x20?"  # between the tokens of forced arguments: a weak model would spend its answer on blanks
 _ARGUMENTS: Final = {"hermes": "arguments", "llama3": "parameters", "mistral": "arguments"}
 
 
@@ -55,7 +55,7 @@ def forced(form: ToolFormat, tools: Sequence[Tool], several: bool) -> Constraint
     """The constraint under which an output is one call of these tools, or several."""
     key, rules = _ARGUMENTS[form], [f"call: {' | '.join(f'call_{i}' for i in range(len(tools)))}"]
     for i, tool in enumerate(tools):
-        schema = tool.parameters | {"x-guidance": {"whitespace_pattern": SPACES}}
+        schema = tool.parameters | {"x-guidance": {"whitespace_pattern": _SPACE}}
         begin = json.dumps(f'{{"name": {json.dumps(tool.name)}, "{key}": ')
         rules += [f'call_{i}: {begin} args_{i} "}}"', f"args_{i}: %json {json.dumps(schema)}"]
     begin, between, end = {

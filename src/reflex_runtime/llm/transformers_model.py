@@ -112,7 +112,7 @@ def describe(directory: Path) -> Any:
         told = f"model_type={config.model_type!r} is no decoder of text in transformers {transformers.__version__}"
         raise ConfigError(f"{directory / 'config.json'}: {told}")
     if getattr(config, "quantization_config", None) is not None:
-        why = "must be absent; --quantization rounds weights that are not rounded yet"
+        why = "rounded weights are not read; serve the model that they were made of, with --quantization int4 or int8"
         raise ConfigError(f"{directory / 'config.json'}: quantization_config: {why}")
     return config.get_text_config(decoder=True)
 
@@ -150,7 +150,7 @@ def layers_of(model: Any) -> dict[int, Attention]:
     if sorted(found) != list(range(count)):
         told = f"{len(found)} of {count} layers have attention that can be replaced"
         why = "it keeps other state than keys and values, which is not served, or has attention of its own; then serve"
-        why += " what `optimum-cli export openvino` makes of it"
+        why += " what `optimum-cli export openvino --task text-generation-with-past` makes of it"
         raise ConfigError(f"{model.config.model_type}: {told}: {why}")
     if any(asked.value_dim != asked.head_dim for asked in found.values()):
         raise ConfigError(f"{model.config.model_type}: keys and values have different sizes, which is not served")

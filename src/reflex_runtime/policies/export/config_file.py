@@ -122,7 +122,8 @@ def read_json(file: Path) -> Any:
     try:
         return json.loads(file.read_bytes(), object_pairs_hook=no_duplicates, parse_constant=no_constant)
     except FileNotFoundError:
-        raise ConfigError(f"{file}: not found, expected in an export directory (docs/exports.md)") from None
+        told = "not found, expected in an export directory (docs/exports.md); a language model's has a config.json"
+        raise ConfigError(f"{file}: {told}") from None
     except (ValueError, RecursionError) as error:
         if isinstance(error, ConfigError):
             raise

@@ -100,7 +100,7 @@ def check_directory(path: Path, hint: str = "", what: str = "an export directory
 
 
 def _bundled(path: Path) -> str:
-    return f"; to write the bundled one there: reflex demo-export {path}"
+    return f"; bundled: reflex demo-export {path} writes a robot policy there, reflex serve scribe is a language model"
 
 
 def _hint(path: Path) -> str:

@@ -74,7 +74,8 @@ class AskedTools:
     def constraint(self, form: ToolFormat | None) -> Constraint | None:
         """What the answer must be, where it has to be a call. BadRequest when the model knows no tools."""
         if form is None:
-            raise BadRequest("tools: this model's chat template knows none, or writes calls in no known form", "tools")
+            why = "this model's chat template knows none, or writes calls in no known form"
+            raise BadRequest(f"tools: {why}; models such as Qwen3 and Llama 3 have one that does", "tools")
         if not self.forced:
             return None
         try:
