@@ -201,6 +201,7 @@ def test_l9_embeddings_are_refused_by_name(toy: Toy, client: Any) -> None:
     told = "this server's models generate text; serve an embedding model beside them for it"
     assert caught.value.body["message"] == f"/v1/embeddings: is not served here: {told}"
     assert toy.error(toy.get("/v1/embedding"))["message"] == "/v1/embedding: no such path"
+    assert toy.error(toy.get("/"))["message"] == "/: there is no page here; look at /docs and /dashboard"
 
 
 def test_l9_a_conversation_is_answered(toy: Toy, client: Any) -> None:

@@ -94,7 +94,8 @@ class ModelServer:
 
     def _missing(self, path: str) -> str:
         """What is said of a path that is not served."""
-        known, why = path.rstrip("/"), "no such path; the pages are /docs and /dashboard"
+        known = path.rstrip("/")
+        why = "no such path" if known else "there is no page here; look at /docs and /dashboard"
         if not self.models.models and known in (messages.COUNT, *(dialect.path for dialect in DIALECTS)):
             why = f"this server's models make vectors of texts, and generate none; ask {EMBEDDINGS}"
         elif known == EMBEDDINGS:
