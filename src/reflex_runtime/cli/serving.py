@@ -60,7 +60,7 @@ def serve_parser(
 def names_model(args: Sequence[str]) -> bool:
     """Whether one of the words is the directory of a language model, and none that of a policy."""
     words = [_source(word) for word in args if not word.startswith("-")]
-    if any(os.path.isfile(os.path.join(word, "reflex_config.json")) for word in words):  # whatever the words are
+    if _policy_among(words):  # whatever the other words are
         return False
     files = [os.path.join(model_directory(word), "config.json") for word in words]
     if any(os.path.isfile(file) for file in files):
@@ -82,9 +82,11 @@ def table_sources(args: Sequence[str]) -> list[str]:
 
 def tables_name_models(args: Sequence[str]) -> bool:
     """Whether the file of --config has tables [models.NAME], and no word is the directory of a policy."""
-    if any(os.path.isfile(os.path.join(_source(word), "reflex_config.json")) for word in args):
-        return False
-    return bool(table_sources(args))
+    return not _policy_among(map(_source, args)) and bool(table_sources(args))
+
+
+def _policy_among(directories: Iterable[str]) -> bool:
+    return any(os.path.isfile(os.path.join(directory, "reflex_config.json")) for directory in directories)
 
 
 def _named(args: Sequence[str]) -> bool:
@@ -106,7 +108,7 @@ def names_embedding(args: Sequence[str]) -> bool:
     none that of a policy or of a language model: those are served by what serves both kinds."""
     given = [*(_source(word) for word in args if not word.startswith("-")), *filter(None, table_sources(args))]
     words = [word for word in given if os.path.isdir(word)]
-    if any(os.path.isfile(os.path.join(word, "reflex_config.json")) for word in words):
+    if _policy_among(words):
         return False
     files = ("modules.json", "config.json")
     likely = [word for word in words if any(os.path.isfile(os.path.join(word, file)) for file in files)]
