@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests import budgets
 
 PACKAGE = "reflex_runtime"
 SOURCE = Path(__file__).resolve().parent.parent / "src" / PACKAGE
@@ -191,3 +192,20 @@ def test_x7_ray_is_imported_in_cluster_alone() -> None:
     for module, path in modules():
         found = {name.split(".")[0] for _, name in imports(ast.parse(path.read_text()), module, False)}
         assert "ray" not in found or part_of(module) == "cluster", module
+
+
+def test_no_folder_is_larger_than_its_budget() -> None:
+    assert budgets.faults(budgets.sizes(), budgets.ceilings()) == []
+
+
+def test_a_budget_only_falls() -> None:
+    ceilings = {"core": 100, "gone": 10, "grown": 100, "small": 100, "total lines": 300}
+    sizes = {"core": 95, "grown": 101, "new": 20, "small": 89, "total lines": 305}
+    assert [line.split(";")[0] for line in budgets.faults(sizes, ceilings)] == [
+        "gone: 0, more than 10% below its ceiling of 10",
+        "grown: 101, above its ceiling of 100",
+        "new: 20, and no ceiling: python tests/budgets.py --write",
+        "small: 89, more than 10% below its ceiling of 100",
+        "total lines: 305, above its ceiling of 300",
+    ]
+    assert budgets.lowered(sizes, ceilings) == {"core": 95, "grown": 100, "new": 20, "small": 89, "total lines": 300}
