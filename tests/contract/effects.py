@@ -303,7 +303,6 @@ EFFECTS: Final[dict[type[Any], dict[str, str]]] = {
         "priority": "test_priority_is_of_all_or_of_each",
         "step_ms": "test_step_ms_is_what_a_step_takes",
         "sweep": "test_l3_l10_steps_over_budget",
-        "slo": "test_l10_the_choice_is_the_one_brute_force_makes",
     },
 }
 OF_VERBS: Final[dict[str, dict[str, str]]] = {

@@ -1,20 +1,17 @@
-"""`reflex trace --sweep` and `--slo`: the figures against the schedule itself, the knee, the choice, the refusal."""
+"""`reflex trace --sweep`: the figures against the schedule itself, the knee, the refusal."""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
 from PIL import Image
 
 from reflex_runtime.cli import main, trace_search
-from reflex_runtime.cli.trace_search import bounds_of, budgets_of
+from reflex_runtime.cli.trace_search import budgets_of
 from reflex_runtime.llm import trace_batches
-from reflex_runtime.sim.slo import Bounds, Tried, best, budgets_for, grid, refusal
 from reflex_runtime.sim.sweep import in_words, knee
 from reflex_runtime.sim.tokens import Measured
 from reflex_runtime.telemetry import picture
@@ -116,7 +113,7 @@ def test_other_flags_hold_in_a_sweep(capsys: pytest.CaptureFixture[str]) -> None
 
 
 def measured(budget: int, steps: int) -> Measured:
-    return Measured(budget, [1] * steps, [1], [0.0], [0.0], 0.0, [])
+    return Measured(budget, [1] * steps, [1], [0.0])
 
 
 def test_the_knee_is_where_more_buys_nothing() -> None:
@@ -158,130 +155,7 @@ def test_what_is_no_sweep_is_refused(text: str, capsys: pytest.CaptureFixture[st
 
 def test_a_part_of_many_runs_is_none(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["trace", *L3, "--sweep", "4..8", "--from", "2"]) == 2
-    assert "--from=2: shows a part of one trace; --sweep and --slo make many runs" in capsys.readouterr().err
-
-
-# -- slo ---------------------------------------------------------------------------------------------------------------
-
-LANDING = ["tell me", "a" * 60, "b" * 25]
-STEP = (0.004, 0.0005)  # seconds, and seconds a token
-
-
-def by_hand(prompts: Sequence[str], budget: int, threshold: int) -> tuple[float, float, float]:
-    """Total, longest first token, longest gap: from the steps of `trace_batches` and the time of each."""
-    ids, schedule = trace_batches(
-        prompts, 8, max_num_batched_tokens=budget, long_prefill_token_threshold=threshold
-    )
-    now, so_far, tokens = 0.0, dict.fromkeys(ids, 0), {name: [] for name in ids}  # type: ignore[var-annotated]
-    for step in schedule:
-        now += STEP[0] + STEP[1] * sum(step.values())
-        for name, units in step.items():
-            so_far[name] += units
-            if so_far[name] >= len(prompts[ids.index(name)]):
-                tokens[name].append(now)
-    ttft = max(times[0] for times in tokens.values())
-    gap = max(b - a for times in tokens.values() for a, b in pairwise(times))
-    return now, ttft, gap
-
-
-def test_l10_the_choice_is_the_one_brute_force_makes(capsys: pytest.CaptureFixture[str]) -> None:
-    out = run(
-        capsys, "--prompts", *LANDING, "--max-tokens", "8", "--step-ms", "4+0.5", "--sweep", "16..64:x2",
-        "--slo", "ttft=82ms,gap=17.5ms",
-    )  # fmt: skip
-    table = {(int(r[0]), 0 if r[1] == "off" else int(r[1])): [float(x) for x in (r[2], r[4], r[5])] for r in rows(out)}
-    settings = [(16, 0), (16, 8), (32, 0), (32, 8), (32, 16), (64, 0), (64, 8), (64, 16), (64, 32)]
-    assert list(table) == settings
-    truth = {setting: by_hand(LANDING, *setting) for setting in settings}
-    for setting, figures in table.items():
-        assert figures == pytest.approx([1e3 * x for x in truth[setting]], abs=0.051), setting
-    within = [s for s in settings if truth[s][1] <= 0.082 and truth[s][2] <= 0.0175]
-    assert 0 < len(within) < len(settings)
-    chosen = min(within, key=lambda s: truth[s][0])
-    assert f"--max-num-batched-tokens {chosen[0]} --long-prefill-token-threshold {chosen[1]}" in out
-    marked = [row for row in rows(out) if row[-1] == "◀ most throughput"]
-    assert [(int(r[0]), r[1]) for r in marked] == [(chosen[0], str(chosen[1] or "off"))]
-    assert chosen != min(settings, key=lambda s: truth[s][0])  # the bounds cost throughput
-
-
-def test_the_first_token_counts_from_the_arrival(capsys: pytest.CaptureFixture[str]) -> None:
-    argv = ("--prompts", "a", "b", "--at", "0,30", "--max-tokens", "40", "--step-ms", "4+0.5", "--sweep", "8..8")
-    out = run(capsys, *argv, "--slo", "ttft=5ms")
-    assert rows(out)[0] == ["8", "off", "320.0", "250", "5.0", "5.0", "◀ most throughput"]  # 70 steps, 80 tokens
-
-
-@pytest.mark.parametrize(
-    ("slo", "says"),
-    [
-        ("ttft=1ms", "ttft ≤ 1 ms fails in all of them: best "),
-        ("gap=4ms,ttft=10s", "gap ≤ 4 ms fails in all of them: best "),
-        ("gap=4ms,ttft=10s", "ttft ≤ 10000 ms can be kept: best "),
-        ("ttft=66ms,gap=0.01s", "but not both at once: where gap is kept, ttft is "),
-    ],
-)
-def test_l10_nothing_qualifies_is_exit_1_and_says_which_bound(
-    capsys: pytest.CaptureFixture[str], slo: str, says: str
-) -> None:
-    argv = ["trace", "--prompts", *LANDING, "--max-tokens", "8", "--step-ms", "4+0.5", "--sweep", "8..64:x2"]
-    assert main([*argv, "--slo", slo]) == 1
-    out, err = capsys.readouterr()
-    assert err.startswith("reflex trace: --slo: none of 10 settings keeps ")
-    assert says in err
-    assert err.count("\n") == 1
-    assert "◀" not in out
-    assert "missed" in out
-
-
-def test_the_best_is_the_fastest_and_of_equals_the_gentlest() -> None:
-    tried = [
-        Tried(16, 0, 2.0, 0.1, 0.01, 9), Tried(32, 0, 1.0, 0.1, 0.03, 9), Tried(32, 8, 1.0, 0.2, 0.02, 9),
-        Tried(64, 0, 0.5, 0.1, 0.09, 9),
-    ]  # fmt: skip
-    assert best(tried, Bounds(gap=0.05)) == tried[2]
-    assert best(tried, Bounds(ttft=0.1, gap=0.05)) == tried[1]
-    assert best(tried, Bounds()) == tried[3]
-    assert best(tried, Bounds(ttft=0.01)) is None
-    told = refusal(tried, Bounds(0.01))
-    assert "ttft ≤ 10 ms fails in all of them: best 100 ms with budget 64, threshold off" in told
-
-
-def test_settings_are_those_that_differ() -> None:
-    assert grid([8, 20]) == [(8, 0), (20, 0), (20, 8), (20, 16)]
-    assert budgets_for(90, 3) == [8, 12, 16, 24, 32, 48, 64, 96, 128]
-    assert budgets_for(3, 1) == [8, 12, 16]
-    assert budgets_for(500, 64)[0] == 64
-
-
-def test_too_many_settings_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["trace", *L3, "--sweep", "1000..1499", "--slo", "gap=1s"]) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    settings = sum(1 + len([n for n in range(3, 11) if 1 << n < b]) for b in range(1000, 1500))
-    assert err == f"reflex trace: --sweep: {settings:,} settings of budget and threshold; must be at most 2048\n"
-
-
-def test_bounds_are_read() -> None:
-    assert bounds_of("ttft=200ms,gap=0.04s") == (0.2, 0.04)
-    assert bounds_of("gap=1s") == (None, 1.0)
-    assert str(Bounds(0.2, 0.04)) == "ttft ≤ 200 ms and gap ≤ 40 ms"
-
-
-NO_BOUNDS = ["", "ttft", "ttft=200", "ttft=0ms", "ttft=1ms,ttft=2ms", "tpot=4ms", "gap=-1ms", "gap=2d"]
-
-
-@pytest.mark.parametrize("text", NO_BOUNDS)
-def test_what_is_no_bound_is_refused(text: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["trace", *L3, f"--slo={text}"]) == 2
-    assert capsys.readouterr().err == (
-        f"reflex trace: --slo={text}: must be ttft=TIME,gap=TIME, or one of them, with TIME such as 200ms or 0.2s in "
-        "(0, 86400] s\n"
-    )
-
-
-def test_measured_step_times_are_fitted_first(capsys: pytest.CaptureFixture[str]) -> None:
-    out = run(capsys, *L3, "--step-ms", "measured", "--slo", "ttft=1000s", "--sweep", "8..32:x2")
-    assert re.search(r"measured over \d+ steps of toy: [\d.e-]+ ms \+ [\d.e-]+ ms a token", out)
-    assert "◀ most throughput" in out
+    assert "--from=2: shows a part of one trace; --sweep makes many runs" in capsys.readouterr().err
 
 
 def test_progress_is_told_only_where_somebody_waits(

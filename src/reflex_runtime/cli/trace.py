@@ -55,9 +55,8 @@ examples:
 
   reflex trace --prompts "hello world" "goodbye" --max-num-batched-tokens 8      watch continuous batching
   reflex trace --prompts "hello world" "goodbye" --sweep 4..64                   steps over budget, and the knee
-  reflex trace --prompts @prompts.txt --slo ttft=200ms,gap=40ms                  the best setting within bounds
 
-exit codes: 0 fine, 1 the file cannot be read (file and line are named) or no setting meets --slo, 2 bad arguments
+exit codes: 0 fine, 1 the file cannot be read (file and line are named), 2 bad arguments
 """
 
 
@@ -105,7 +104,7 @@ def run(args: argparse.Namespace) -> int:
         _check(args)
         if not args.prompts:
             return _show(console, args, args.file)
-        if "sweep" in args or "slo" in args:
+        if "sweep" in args:
             return search(console, args, args.out)
         setup = setup_of(args)
         with TemporaryDirectory(prefix="reflex-") as scratch:

@@ -55,9 +55,6 @@ class PromptsConfig:
         "run the prompts at every budget from LOW to HIGH and compare the number of steps",
         metavar="LOW..HIGH[:STEP|:xFACTOR]",
     )
-    slo: str = option(
-        "", "search budget and threshold for bounds on first token and gap: ttft=200ms,gap=40ms", metavar="BOUNDS"
-    )
 
     def __post_init__(self) -> None:
         validate(self)

@@ -26,8 +26,8 @@ LONGEST: Final = 600.0
 MOST: Final = 256 << 20  # bytes; what follows is not read
 _AT_ONCE: Final = 1 << 16
 _OTHERS: Final = {
-    "llm": "serves a language model, whose budget is one of tokens: reflex trace --prompts FILE --slo finds it, see "
-    "docs/continuous-batching.md",
+    "llm": "serves a language model, whose budget is one of tokens: reflex trace --prompts @FILE --sweep shows what "
+    "each buys, see docs/continuous-batching.md",
     "feeds": "is reflex feeds, whose frames have no journal of requests; tune reads policy servers",
 }
 

@@ -15,17 +15,12 @@ The engine is a parameter, so that nothing here depends on a language model.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from statistics import median
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-from reflex_runtime.core.events import BatchFinished, BatchScheduled, Event, RequestProgressed, RequestSettled
+from reflex_runtime.core.events import BatchScheduled, Event, RequestProgressed, RequestSettled
 from reflex_runtime.core.request import Priority
-from reflex_runtime.sim.service import line_through
-
-FIT_BUDGETS = (32, 256, 2048)
 
 Progress = Callable[[str], None]
 
@@ -91,23 +86,14 @@ class StepTime:
     def __str__(self) -> str:
         return f"{self.fixed * 1e3:.4g} ms + {self.per_token * 1e3:.4g} ms a token"
 
-    @classmethod
-    def fit(cls, steps: Iterable[tuple[float, float]]) -> StepTime:
-        """Through measured (tokens, seconds), by least squares; neither part is negative."""
-        return cls(*line_through((tokens, seconds, 1.0) for tokens, seconds in steps))
-
 
 class Measured(NamedTuple):
-    """One run in figures. Tokens per step; by request the step of its first token (from 1), seconds to it and the
-    longest gap between its tokens; seconds in all, and of each step."""
+    """One run in figures. Tokens per step; by request the step of its first token (from 1), and seconds to it."""
 
     budget: int
     tokens: list[int]
     first_step: list[int]
     first_token: list[float]
-    gap: list[float]
-    seconds: float
-    elapsed: list[float]
 
     @property
     def wasted(self) -> float:
@@ -143,50 +129,21 @@ class TokenRuns:
     def measure(self, budget: int, **changes: Any) -> Measured:
         """Run the prompts with at most `budget` tokens in a step. changes: further settings of the engine."""
         tokens: list[int] = []
-        elapsed: list[float] = []
-        newest: dict[str, float] = {}
         first: dict[str, tuple[int, float]] = {}
-        gaps: dict[str, float] = {}
 
         def watch(event: Event) -> None:
             if isinstance(event, BatchScheduled):
                 tokens.append(int(sum(event.batch.grants.values())))
-            elif isinstance(event, BatchFinished):
-                elapsed.append(event.elapsed)
             elif isinstance(event, RequestSettled) or (
                 isinstance(event, RequestProgressed) and event.value is not None
             ):
-                name = event.ticket.id
-                if name in first:
-                    gaps[name] = max(gaps[name], event.at - newest[name])
-                else:
-                    first[name], gaps[name] = (len(tokens), event.at - event.ticket.arrived), 0.0
-                newest[name] = event.at
+                first.setdefault(event.ticket.id, (len(tokens), event.at - event.ticket.arrived))
 
-        engine, clock = self.start([watch], max_num_batched_tokens=budget, **changes)
-        started = clock()
+        engine, _ = self.start([watch], max_num_batched_tokens=budget, **changes)
         drive(engine, self.prompts)
         return Measured(
             budget,
             tokens,
             [first[p.name][0] for p in self.prompts],
             [first[p.name][1] for p in self.prompts],
-            [gaps[p.name] for p in self.prompts],
-            clock() - started,
-            elapsed,
         )
-
-    def fit(self, progress: Progress = lambda _: None) -> tuple[StepTime, int]:
-        """Measure the time of steps under three budgets; returns the fit and the number of steps measured.
-
-        It fits medians of steps of one size: the first step of a size is slow, and so is an interrupted one.
-        """
-        took: defaultdict[int, list[float]] = defaultdict(list)
-        for number, budget in enumerate(FIT_BUDGETS * 3):
-            progress(f"measuring the model, run {number + 1} of {3 * len(FIT_BUDGETS)}")
-            run = self.measure(budget)
-            if number >= len(FIT_BUDGETS):  # the first round warms up
-                for tokens, seconds in zip(run.tokens, run.elapsed, strict=True):
-                    took[tokens].append(seconds)
-        fitted = StepTime.fit((tokens, median(seconds)) for tokens, seconds in took.items())
-        return fitted, sum(map(len, took.values()))
