@@ -1,18 +1,14 @@
-"""Who may import whom. The arrows are those of the design; any other one fails here."""
+"""Who may import whom, by the arrows of the design, and how large each folder may be."""
 
 from __future__ import annotations
 
 import ast
 import subprocess
 import sys
-from collections.abc import Iterator
-from pathlib import Path
+from typing import Final
 
-import pytest
 from tests import budgets
-
-PACKAGE = "reflex_runtime"
-SOURCE = Path(__file__).resolve().parent.parent / "src" / PACKAGE
+from tests.sources import PACKAGE, Module, module_of, modules, of, part_of
 
 MIDDLE = {"core", "processors", "drivers", "telemetry"}
 MODULES = {"version", "pacing", "checked", "options", "rendezvous", "placing"}  # every part may read them
@@ -45,96 +41,113 @@ READS_CONFIG = {"web", "policies", "llm", "feeds", "cluster", "replicas"}
 ALONE = {(own, f"{PACKAGE}.core.errors") for own in ("config", "options", "sources", "checked")}
 TOP = {"demo", "bench", "cli", "__main__", "__init__"}  # may import everything; nobody imports cli
 
+# Inside a slice, a sub-folder imports itself and what is to the left of it. `.` is the modules of the folder itself
+# that have no place of their own.
+ORDER: Final = {
+    "policies": "policy models export lerobot . __init__ rollout serving wires serving/app records doctor",
+    "llm": ". embedding serving/requests serving/answers serving/openapi serving workers __init__",
+    "feeds": "detectors . stages outputs __init__",
+    "web": ". dashboard",
+}
+# What still imports to the right: a module, and where. A line that is no longer needed fails; no line is added.
+UPWARD: Final = {
+    "feeds.fleet: stages",
+    "feeds.runtime: outputs",
+    "feeds.series: outputs",
+    "feeds.snapshot: outputs",
+    "feeds.words: outputs",
+    "llm.serving.openapi.document: serving",
+    "policies.lerobot.exporting: .",
+    "policies.models.onnx_models: export",
+    "policies.rollout.shadowing: serving",
+    "policies.serving.act: wires",
+    "policies.serving.asking: wires",
+    "policies.serving.openapi: wires",
+    "policies.serving.views: wires",
+}
+
 CORE_FORBIDDEN = {"time", "threading", "asyncio", "random", "logging", "os", "socket"}
 CORE_FORBIDDEN |= {"subprocess", "multiprocessing", "concurrent", "queue", "select", "selectors", "signal", "datetime"}
 CORE_FORBIDDEN |= {"secrets", "uuid", "io", "pathlib", "tempfile", "sched", "contextvars", "numpy"}
+WAYS_OUT = {"open", "print", "input", "__import__", "eval", "exec", "hash", "id"}
 
 
-def part_of(module: str) -> str | None:
-    """core for reflex_runtime.core.cost; __init__ for the package itself; None for anything that is not ours."""
-    names = module.split(".")
-    if names[0] != PACKAGE:
-        return None
-    return names[1] if len(names) > 1 else "__init__"
-
-
-def imports(tree: ast.AST, module: str, is_package: bool) -> Iterator[tuple[int, str]]:
-    """(line, absolute name) of everything a module imports, wherever in it the import stands."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            for alias in node.names:
-                yield node.lineno, alias.name
-        elif isinstance(node, ast.ImportFrom):
-            base = node.module or ""
-            if node.level:
-                parents = module.split(".")[: -node.level + (1 if is_package else 0) or None]
-                base = ".".join([*parents, base]) if base else ".".join(parents)
-            if base == PACKAGE:  # from reflex_runtime import core
-                for alias in node.names:
-                    yield node.lineno, f"{base}.{alias.name}"
-            else:
-                yield node.lineno, base
-
-
-def modules() -> list[tuple[str, Path]]:
+def arrows(module: Module) -> list[tuple[int, str]]:
+    """(line, part) of every import of another part of ours."""
     found = []
-    for path in sorted(SOURCE.rglob("*.py")):
-        names = [PACKAGE, *path.relative_to(SOURCE).with_suffix("").parts]
-        if names[-1] == "__init__" and len(names) > 2:
-            names.pop()
-        found.append((".".join(names), path))
+    for line, name in module.imports:
+        part = part_of(name)
+        alone = any(own == module.part and f"{name}.".startswith(f"{target}.") for own, target in ALONE)
+        if part is not None and part != module.part and not alone:
+            found.append((line, part))
     return found
 
 
-def arrows(module: str, text: str, is_package: bool) -> Iterator[tuple[int, str]]:
-    """(line, part) of every import of another part of ours."""
-    own = part_of(module)
-    for line, name in imports(ast.parse(text), module, is_package):
-        part = part_of(name)
-        if part is not None and part != own and (own, name) not in ALONE:
-            yield line, part
+def test_every_import_is_an_arrow_of_the_design() -> None:
+    parts = {module.part for module in modules().values()}
+    wrong = [f"{part} has no place in the list of layers" for part in parts - BELOW.keys() - TOP]
+    for module in modules().values():
+        own = module.part
+        allowed = BELOW.get(own, set()) | MODULES | ({"config", "sources"} if own in READS_CONFIG else set())
+        for line, part in arrows(module):
+            if part == "cli" and own != "__main__":
+                wrong.append(f"{module.name}:{line}: nobody imports cli")
+            elif own not in TOP and part not in allowed:
+                wrong.append(f"{module.name}:{line} imports {part}: not an arrow of the design")
+    assert wrong == []
 
 
-@pytest.mark.parametrize(("module", "path"), modules(), ids=[m for m, _ in modules()])
-def test_every_import_is_an_arrow_of_the_design(module: str, path: Path) -> None:
-    own = part_of(module)
-    assert own in BELOW or own in TOP, f"{own} has no place in the list of layers"
-    for line, part in arrows(module, path.read_text(), path.stem == "__init__"):
-        where = f"{path.name}:{line} imports {part}"
-        assert part != "cli" or own == "__main__", f"{where}: nobody imports cli"
-        if own not in TOP:
-            allowed = BELOW[own] | MODULES | ({"config", "sources"} if own in READS_CONFIG else set())
-            assert part in allowed, f"{where}: not an arrow of the design"
+def place(slice_: str, name: str) -> int:
+    """How far to the right a module of a slice stands."""
+    order = ORDER[slice_].split()
+    names = name.split(".")[2:] or ["__init__"]
+    for length in range(len(names), 0, -1):
+        if "/".join(names[:length]) in order:
+            return order.index("/".join(names[:length]))
+    return order.index(".")
 
 
-def test_what_a_policy_is_depends_on_nothing_that_reads_or_serves_one() -> None:
-    own = f"{PACKAGE}.policies.policy"
-    for module, path in modules():
-        if module.startswith(own):
-            for line, name in imports(ast.parse(path.read_text()), module, path.stem == "__init__"):
-                above = name.startswith(f"{PACKAGE}.policies") and not name.startswith(own)
-                assert not above, f"{path.name}:{line} imports {name}"
+def test_a_sub_folder_imports_what_is_to_the_left_of_it() -> None:
+    found: dict[str, str] = {}
+    for slice_, order in ORDER.items():
+        for module in of(slice_):
+            own = place(slice_, module.name)
+            for line, name in module.imports:
+                target = module_of(name)
+                if target is not None and part_of(target) == slice_ and place(slice_, target) > own:
+                    key = f"{module.name.removeprefix(f'{PACKAGE}.')}: {order.split()[place(slice_, target)]}"
+                    found[key] = f"{key}: line {line} imports {target}"
+    assert [text for key, text in found.items() if key not in UPWARD] == []
+    assert sorted(UPWARD - found.keys()) == [], "these import nothing to the right any more: take them out of UPWARD"
 
 
-@pytest.mark.parametrize(
-    ("module", "path"), [m for m in modules() if part_of(m[0]) == "core"], ids=lambda value: str(value).split(".")[-1]
-)
-def test_the_core_imports_value_like_standard_modules_only(module: str, path: Path) -> None:
-    for line, name in imports(ast.parse(path.read_text()), module, path.stem == "__init__"):
-        root = name.split(".")[0]
-        where = f"{path.name}:{line} imports {name}"
-        assert root == PACKAGE or root in sys.stdlib_module_names, f"{where}: a third-party package"
-        assert root not in CORE_FORBIDDEN, f"{where}: the core is pure"
+def test_every_sub_folder_has_a_place_in_the_order_of_its_slice() -> None:
+    folders = {path.parent.relative_to(budgets.SOURCE) for path in budgets.SOURCE.rglob("*.py")}
+    wrong = []
+    for folder in folders:
+        slice_, names = folder.parts[:1], folder.parts[1:]
+        if names and "/".join(names) not in ORDER.get(slice_[0], "").split():
+            wrong.append(str(folder))
+    assert wrong == []
+
+
+def test_the_core_imports_value_like_standard_modules_only() -> None:
+    wrong = []
+    for module in of("core"):
+        for line, name in module.imports:
+            root = name.split(".")[0]
+            if root in CORE_FORBIDDEN or root not in {PACKAGE, *sys.stdlib_module_names}:
+                wrong.append(f"{module.name}:{line} imports {name}: the core is pure")
+    assert wrong == []
 
 
 def test_the_core_has_no_other_way_to_the_outside() -> None:
-    for module, path in modules():
-        if part_of(module) == "core":
-            for node in ast.walk(ast.parse(path.read_text())):
-                if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-                    assert node.func.id not in {"open", "print", "input", "__import__", "eval", "exec", "hash", "id"}, (
-                        f"{path.name}:{node.lineno} calls {node.func.id}"
-                    )
+    wrong = []
+    for module in of("core"):
+        for node in ast.walk(module.tree):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in WAYS_OUT:
+                wrong += [f"{module.name}:{node.lineno} calls {node.func.id}"]
+    assert wrong == []
 
 
 def test_the_reader_of_imports_sees_every_form() -> None:
@@ -146,15 +159,11 @@ from ..sim import clock
 def late():
     from reflex_runtime.cli import main
 """
-    assert [part for _, part in arrows("reflex_runtime.drivers.batcher", text, False)] == [
-        "policies",
-        "llm",
-        "core",
-        "sim",
-        "cli",
-    ]
-    assert list(arrows("reflex_runtime.core.cost", "from . import batch\nfrom .batch import Batch\n", False)) == []
-    assert [p for _, p in arrows("reflex_runtime.core", "from .. import feeds\n", True)] == ["feeds"]
+    found = arrows(Module("reflex_runtime.drivers.batcher", text=text))
+    assert [part for _, part in found] == ["policies", "llm", "core", "sim", "cli"]
+    assert arrows(Module("reflex_runtime.core.cost", text="from . import batch\nfrom .batch import Batch\n")) == []
+    text = "from .. import feeds\n"
+    assert [part for _, part in arrows(Module("reflex_runtime.core", text=text, is_package=True))] == ["feeds"]
 
 
 def test_a_language_models_server_loads_nothing_of_robot_policies() -> None:
@@ -167,8 +176,7 @@ def test_a_language_models_server_loads_nothing_of_robot_policies() -> None:
 
 def test_no_module_imports_itself_by_way_of_others() -> None:
     """Imports inside functions and those for type checkers count too."""
-    files = dict(modules())
-    graph = {name: {m for m in _needed(path, files) if m != name} for name, path in files.items()}
+    graph = {name: {module_of(used) for _, used in m.imports} - {name, None} for name, m in modules().items()}
     while graph:  # what needs nothing that is left, or is needed by nothing that is left, cannot be in a circle
         needed = set().union(*graph.values())
         done = {name for name, needs in graph.items() if not needs & graph.keys() or name not in needed}
@@ -176,22 +184,9 @@ def test_no_module_imports_itself_by_way_of_others() -> None:
         graph = {name: needs for name, needs in graph.items() if name not in done}
 
 
-def _needed(path: Path, files: dict[str, Path]) -> set[str]:
-    found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith(PACKAGE):
-            for alias in node.names:
-                full = f"{node.module}.{alias.name}"
-                found.add(full if full in files else node.module)
-        elif isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names if alias.name in files}
-    return found & files.keys()
-
-
 def test_x7_ray_is_imported_in_cluster_alone() -> None:
-    for module, path in modules():
-        found = {name.split(".")[0] for _, name in imports(ast.parse(path.read_text()), module, False)}
-        assert "ray" not in found or part_of(module) == "cluster", module
+    found = {module.part for module in modules().values() for _, name in module.imports if name.split(".")[0] == "ray"}
+    assert found <= {"cluster"}
 
 
 def test_no_folder_is_larger_than_its_budget() -> None:

@@ -95,7 +95,8 @@ def test_x7_every_replica_records_what_it_answers(server: Server, folder: Path) 
     """The last test of this server, which it ends."""
     for name in NAMES:
         assert server.act(robot_id=of(name), episode_id=f"end-{name}", request_id=f"last-{name}").status == 200
-        assert outcome(server, f"end-{name}").json["counted"]
+        # 404 until the front has heard of the episode, a moment after the replica has answered.
+        until(lambda name=name: (told := outcome(server, f"end-{name}")).status == 200 and told.json["counted"])
     asked = server.metrics()("reflex_requests_total", outcome="ok")
     until(lambda: server.get("/health").json["recording"]["recorded"] >= asked)
     assert server.stop() == 0
