@@ -25,7 +25,7 @@ from reflex_runtime.policies.serving.ask import Ask
 from reflex_runtime.policies.serving.asking import Asking
 from reflex_runtime.policies.serving.question import ActAnswer, Question
 from reflex_runtime.policies.serving.wire_names import LEROBOT
-from reflex_runtime.policies.wires.lerobot_pickle import OBSERVATION, SETUP, PickledArray, read_pickle, write_actions
+from reflex_runtime.policies.wires.lerobot_pickle import OBSERVATION, SETUP, read_pickle, write_actions
 from reflex_runtime.policies.wires.observations import Reading
 from reflex_runtime.policies.wires.openpi import Episodes
 from reflex_runtime.policies.wires.protobuf import Field, Message, parse, serialize
@@ -58,7 +58,7 @@ class LerobotSetup:
         if not all(isinstance(name, str) for name in rename.values()):
             raise invalid("rename_map", "rename_map: must be texts")
         self.policy_type: str = _of(sent, "policy_type", str)
-        self.checkpoint = str(sent.get("pretrained_name_or_path"))[:MAX_NAME]  # may name a policy that is served
+        self.checkpoint = sent.get("pretrained_name_or_path")  # may name a policy that is served
         self.steps: int = _of(sent, "actions_per_chunk", int)
         if self.steps < 1:
             raise invalid("actions_per_chunk", "actions_per_chunk: must be at least 1")
@@ -94,9 +94,9 @@ class LerobotSetup:
             found[name] = np.array([_number(raw, motor) for motor in motors], np.float64)
         for name, camera in self.cameras.items():
             picture = _seen(raw, camera)
-            if not isinstance(picture, PickledArray) or picture.array is None:
+            if not isinstance(picture, np.ndarray):
                 raise invalid(printable(camera), printable(f"{camera}: must be an array"))
-            found[name] = picture.array
+            found[name] = picture
         return found | ({"task": _of(raw, "task", str)} if "task" in raw else {})
 
 
@@ -195,7 +195,8 @@ class LerobotService:
         setup = LerobotSetup(sent)
         await self._started()
         self._asking.runtime.need_policy()
-        asking = self._asking.one(setup.checkpoint if setup.checkpoint in self._asking.runtime.policies else None)
+        named = isinstance(setup.checkpoint, str) and setup.checkpoint in self._asking.runtime.policies
+        asking = self._asking.one(setup.checkpoint if named else None)
         setup.check(asking.reading(LEROBOT))
         robot = self._robot(call)
         robot.setup, robot.asking = setup, asking

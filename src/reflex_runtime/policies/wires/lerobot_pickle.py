@@ -1,15 +1,17 @@
-"""The pickles of LeRobot's clients, read without `pickle`: no name in them is ever looked up or called.
+"""The pickles of LeRobot's clients, read by an `Unpickler` that knows ten names, each a class of this file.
 
-A small machine reads the opcodes that its two messages have and makes numbers, texts, lists, maps, arrays and
-`Pickled` objects of them. Any other opcode or name is refused. Bytes are views of the message, arrays views of those.
-The answer, a list of `TimedAction`s with tensors, is written opcode by opcode, without torch.
+A pickle of a few hundred bytes can still claim gigabytes, and lists that hold the one before twice double with every
+line. So its opcodes are checked before it is loaded: which they are, how many, and how large the value would be with
+every shared part counted each time. The answer, a list of `TimedAction`s with tensors, is written opcode by opcode,
+without torch.
 """
 
 from __future__ import annotations
 
+import io
+import pickle
+import pickletools
 import struct
-from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any, Final
 
 import numpy as np
@@ -20,281 +22,190 @@ from reflex_runtime.web.errors import ClientError
 from reflex_runtime.web.json import printable
 
 MAX_OPCODES: Final = 5000
+MAX_PARTS: Final = 20_000  # of a value; a part that is shared counts each time
+MAX_DEPTH: Final = 20
 HELPERS: Final = "lerobot.async_inference.helpers"
 SETUP, OBSERVATION = "RemotePolicyConfig", "TimedObservation"
-_NUMPY: Final = {  # of numpy 1 and 2
-    ("numpy", "ndarray"): "ndarray",
-    ("numpy", "dtype"): "dtype",
-    **{(f"numpy.{core}.multiarray", "_reconstruct"): "reconstruct" for core in ("core", "_core")},
-    **{(f"numpy.{core}.multiarray", "scalar"): "scalar" for core in ("core", "_core")},
-    **{(f"numpy.{core}.numeric", "_frombuffer"): "frombuffer" for core in ("core", "_core")},
-}
-_NAMES: Final = _NUMPY | {(HELPERS, SETUP): SETUP, (HELPERS, OBSERVATION): OBSERVATION}
-
-
-@dataclass(frozen=True, slots=True)
-class _Name:
-    """A name of the closed set."""
-
-    name: str
-
-
-@dataclass(slots=True, eq=False)
-class Pickled:
-    """An object of LeRobot with its fields."""
-
-    kind: str
-    fields: dict[str, Any] = field(default_factory=dict)
-
-
-@dataclass(slots=True, eq=False)
-class PickledArray:
-    """An array; a later opcode gives its contents."""
-
-    array: NDArray[Any] | None = None
-
-
-@dataclass(slots=True, eq=False)
-class _Dtype:
-    """A numpy type. name: with the byte order that a later opcode gives."""
-
-    name: str
-
-
-class _Mark:
-    pass
-
-
-_MARK: Final = _Mark()
+# What Python's pickler writes from protocol 2 on, for values that a message may hold.
+_OPCODES: Final = {
+    "PROTO", "FRAME", "STOP", "MARK", "NONE", "NEWTRUE", "NEWFALSE", "BININT", "BININT1", "BININT2", "LONG1",
+    "BINFLOAT", "SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8", "SHORT_BINBYTES", "BINBYTES", "BINBYTES8",
+    "BYTEARRAY8", "EMPTY_TUPLE", "TUPLE1", "TUPLE2", "TUPLE3", "TUPLE", "EMPTY_LIST", "APPEND", "APPENDS", "EMPTY_DICT",
+    "SETITEM", "SETITEMS", "MEMOIZE", "BINPUT", "LONG_BINPUT", "BINGET", "LONG_BINGET", "GLOBAL", "STACK_GLOBAL",
+    "REDUCE", "NEWOBJ", "BUILD",
+}  # fmt: skip
+_MEMO: Final = ("MEMOIZE", "BINPUT", "LONG_BINPUT")
+_CHANGES: Final = ("APPEND", "APPENDS", "SETITEM", "SETITEMS", "BUILD")  # the value below what they take
 
 
 def read_pickle(data: bytes, kind: str) -> dict[str, Any]:
     """The fields of an object of this kind; ClientError if the pickle holds anything else."""
     try:
-        found = _Machine(data).run()
+        _check(data)
+        found = _Unpickler(io.BytesIO(data)).load()
+        if type(found) is _CLASSES[HELPERS, kind] and found.value is not None:
+            fields: dict[str, Any] = _plain(found.value)
+            return fields
     except ClientError:
         raise
-    except (IndexError, KeyError, ValueError, TypeError, UnicodeDecodeError):
+    except Exception:  # a broken pickle raises whatever its opcodes meet
         wrong = "the message is no pickle of LeRobot's: it breaks off, or has something else where an array is expected"
         raise ClientError(wrong) from None
-    if not isinstance(found, Pickled) or found.kind != kind:
-        raise ClientError(f"the message must be a pickled {kind}")
-    return found.fields
+    raise ClientError(f"the message must be a pickled {kind}")
 
 
-class _Machine:
-    """Reads one pickle. stack: values so far. at: read position."""
+# -- before it is loaded -----------------------------------------------------------------------------------------------
 
-    def __init__(self, data: bytes) -> None:
-        self._data, self._view = data, memoryview(data).toreadonly()
-        self._stack: list[Any] = []
-        self._memo: dict[int, Any] = {}
-        self.at = 0
 
-    def run(self) -> Any:
-        """The value of the pickle."""
-        for _ in range(MAX_OPCODES):
-            opcode = self._data[self.at]
-            self.at += 1
-            if opcode == 0x2E:  # STOP
-                return self._stack.pop()
-            step = _OPCODES.get(opcode)
-            if step is None:
-                raise ClientError(f"the pickle has an opcode that is not read here: {opcode:#04x}")
-            step(self)
-        raise ClientError(f"the pickle has over {MAX_OPCODES} opcodes: send arrays as arrays")
+class _Part:
+    """A value on the stack of a pickle. parts, depth: of the value. used: it is in another one, and may not change."""
 
-    # -- what opcodes read ---------------------------------------------------------------------------------------------
+    __slots__ = ("depth", "parts", "used")
 
-    def take(self, size: int) -> memoryview:
-        self.at += size
-        if self.at > len(self._data):
-            raise IndexError
-        return self._view[self.at - size : self.at]
+    def __init__(self) -> None:
+        self.parts, self.depth, self.used = 1, 1, False
 
-    def number(self, form: struct.Struct) -> Any:
-        return form.unpack(self.take(form.size))[0]
+    def hold(self, taken: list[_Part]) -> None:
+        for part in taken:
+            part.used = True
+            self.parts += part.parts
+            self.depth = max(self.depth, part.depth + 1)
+        if self.used or self.parts > MAX_PARTS or self.depth > MAX_DEPTH:
+            wrong = f"over {MAX_PARTS} parts, over {MAX_DEPTH} levels, or a part that changes after it is used"
+            raise ClientError(f"the pickle has {wrong}: send arrays as arrays")
 
-    def length(self, width: int) -> int:
-        return int.from_bytes(self.take(width), "little")
 
-    def line(self) -> str:
-        end = self._data.index(b"\n", self.at, self.at + 200)
-        return bytes(self.take(end + 1 - self.at))[:-1].decode()
-
-    # -- what they do --------------------------------------------------------------------------------------------------
-
-    def push(self, value: Any) -> None:
-        self._stack.append(value)
-
-    def pop_to_mark(self) -> list[Any]:
-        at = len(self._stack) - 1
-        while self._stack[at] is not _MARK:
-            at -= 1
-            if at < 0:
+def _check(data: bytes) -> None:
+    """Follow the opcodes without making their values; ClientError for what may not be loaded."""
+    stack: list[_Part] = []
+    marks: list[int] = []
+    memo: dict[int, _Part] = {}
+    argument: Any
+    for count, (opcode, argument, _) in enumerate(pickletools.genops(data)):
+        name, before = opcode.name, opcode.stack_before
+        if name not in _OPCODES:
+            raise ClientError(f"the pickle has an opcode that is not read here: {name}")
+        place = argument if name in _MEMO and argument is not None else len(memo)
+        if count >= MAX_OPCODES or place > MAX_OPCODES:  # the Unpickler makes its memo as long as the largest place
+            raise ClientError(f"the pickle has over {MAX_OPCODES} opcodes: send arrays as arrays")
+        if name == "LONG1" and argument.bit_length() > 64:
+            raise ClientError("the pickle holds a number of more than 64 bits")
+        if name == "MARK":
+            marks.append(len(stack))
+        elif name in _MEMO:
+            memo[place] = stack[-1]
+        elif name in ("BINGET", "LONG_BINGET"):
+            stack.append(memo[argument])
+        else:
+            changed = name in _CHANGES
+            at = marks.pop() if pickletools.stackslice in before else len(stack) - len(before) + changed
+            if at < changed:
                 raise IndexError
-        found = self._stack[at + 1 :]
-        del self._stack[at:]
-        return found
-
-    def pop(self, count: int) -> list[Any]:
-        if len(self._stack) < count:
-            raise IndexError
-        found = self._stack[len(self._stack) - count :]
-        del self._stack[len(self._stack) - count :]
-        return found
-
-    def memoize(self, place: int | None = None) -> None:
-        self._memo[len(self._memo) if place is None else place] = self._stack[-1]
-
-    def recall(self, place: int) -> None:
-        self.push(self._memo[place])
-
-    def append(self, values: list[Any]) -> None:
-        self._into(list).extend(values)
-
-    def set_items(self, flat: list[Any]) -> None:
-        target = self._into(dict)
-        for key, value in zip(flat[::2], flat[1::2], strict=True):
-            if not isinstance(key, str):
-                raise ClientError("the pickle holds a map whose keys are not texts")
-            target[key] = value
-
-    def _into(self, kind: type[Any]) -> Any:
-        if type(self._stack[-1]) is not kind:
-            raise TypeError
-        return self._stack[-1]
-
-    def name(self, module: Any, name: Any) -> None:
-        known = _NAMES.get((module, name)) if isinstance(module, str) and isinstance(name, str) else None
-        if known is None:
-            raise ClientError(printable(f"the pickle names {str(module)[:80]}.{str(name)[:80]}, which is never loaded"))
-        self.push(_Name(known))
-
-    def make(self) -> None:
-        """NEWOBJ: an object of LeRobot without its fields."""
-        kind, arguments = self.pop(2)
-        if not isinstance(kind, _Name) or kind.name not in (SETUP, OBSERVATION) or arguments != ():
-            raise TypeError
-        self.push(Pickled(kind.name))
-
-    def call(self) -> None:
-        """REDUCE: numpy's arrays, types and numbers."""
-        target, arguments = self.pop(2)
-        if not isinstance(target, _Name) or not isinstance(arguments, tuple):
-            raise TypeError
-        if target.name == "reconstruct":
-            self.push(PickledArray())
-        elif target.name == "dtype":
-            self.push(_Dtype(_text(arguments[0])))
-        elif target.name == "frombuffer":
-            data, dtype, shape, order = arguments
-            self.push(PickledArray(_array(data, dtype, shape, order == "F")))
-        elif target.name == "scalar":
-            dtype, data = arguments
-            number = _array(data, dtype, (), False)
-            if number.dtype.kind not in "biuf":
-                raise TypeError
-            self.push(number.item())
-        else:
-            raise TypeError
-
-    def build(self) -> None:
-        """BUILD: the contents of an object."""
-        target, state = self.pop(2)
-        if isinstance(target, Pickled) and type(state) is dict:
-            target.fields = state
-        elif isinstance(target, PickledArray):
-            _, shape, dtype, fortran, data = state
-            target.array = _array(data, dtype, shape, fortran is True)
-        elif isinstance(target, _Dtype):
-            order = _text(state[1])
-            target.name = ("|" if order not in ("<", ">", "|") else order) + target.name
-        else:
-            raise TypeError
-        self.push(target)
+            taken, stack[at:] = stack[at:], ()
+            if changed or opcode.stack_after:
+                stack += () if changed else (_Part(),)
+                stack[-1].hold(taken)
 
 
-def _text(value: Any) -> str:
-    if not isinstance(value, str):
+# -- while it is loaded ------------------------------------------------------------------------------------------------
+
+
+class _Built:
+    """What a pickle may build. It may call each of these classes with anything, and give it any state.
+
+    `__setstate__` is on all of them: without it a pickle could set attributes of the classes themselves.
+    """
+
+    value: Any = None
+
+    def __setstate__(self, state: Any) -> None:
         raise TypeError
-    return value
+
+
+class _Fields(_Built):
+    def __setstate__(self, state: Any) -> None:
+        self.value = dict(state)
+
+
+class _Setup(_Fields):
+    pass
+
+
+class _Observation(_Fields):
+    pass
+
+
+class _Dtype(_Built):
+    def __init__(self, name: str, *_: Any) -> None:
+        self.value = name
+
+    def __setstate__(self, state: Any) -> None:
+        self.value = (state[1] if state[1] in ("<", ">") else "|") + self.value
+
+
+class _Array(_Built):
+    def __init__(self, data: Any, dtype: Any, shape: Any, order: Any) -> None:
+        self.value = _array(data, dtype, shape, order == "F")
+
+
+class _EmptyArray(_Built):
+    def __init__(self, *_: Any) -> None:
+        pass
+
+    def __setstate__(self, state: Any) -> None:
+        _, shape, dtype, fortran, data = state
+        self.value = _array(data, dtype, shape, fortran is True)
+
+
+class _Scalar(_Built):
+    def __init__(self, dtype: Any, data: Any) -> None:
+        number = _array(data, dtype, (), False)
+        if number.dtype.kind not in "biuf":
+            raise TypeError
+        self.value = number.item()
+
+
+_CLASSES: Final[dict[tuple[str, str], type[_Built]]] = {
+    (HELPERS, SETUP): _Setup,
+    (HELPERS, OBSERVATION): _Observation,
+    ("numpy", "ndarray"): _Built,
+    ("numpy", "dtype"): _Dtype,
+    **{(f"numpy.{core}.multiarray", "_reconstruct"): _EmptyArray for core in ("core", "_core")},  # of numpy 1 and 2
+    **{(f"numpy.{core}.multiarray", "scalar"): _Scalar for core in ("core", "_core")},
+    **{(f"numpy.{core}.numeric", "_frombuffer"): _Array for core in ("core", "_core")},
+}
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> type[_Built]:
+        if (module, name) not in _CLASSES:
+            raise ClientError(printable(f"the pickle names {module[:80]}.{name[:80]}, which is never loaded"))
+        return _CLASSES[module, name]
 
 
 def _array(data: Any, dtype: Any, shape: Any, fortran: bool) -> NDArray[Any]:
-    if not isinstance(dtype, _Dtype) or not isinstance(shape, tuple):
+    if type(dtype) is not _Dtype or not isinstance(shape, tuple):
         raise TypeError
+    if isinstance(data, bytearray):
+        data = memoryview(data).toreadonly()
     if not fortran:
-        return array_in(data, dtype.name, list(shape))
-    return array_in(data, dtype.name, list(reversed(shape))).T
+        return array_in(data, dtype.value, list(shape))
+    return array_in(data, dtype.value, list(reversed(shape))).T
 
 
-_INT, _FLOAT = struct.Struct("<i"), struct.Struct(">d")
-
-
-def _long(machine: _Machine) -> None:
-    size = machine.length(1)
-    if size > 9:
-        raise ClientError("the pickle holds a number of more than 64 bits")
-    machine.push(int.from_bytes(machine.take(size), "little", signed=True))
-
-
-def _tuple(count: int) -> Callable[[_Machine], None]:
-    return lambda m: m.push(tuple(m.pop(count)))
-
-
-def _texts(width: int) -> Callable[[_Machine], None]:
-    return lambda m: m.push(bytes(m.take(m.length(width))).decode())
-
-
-def _data(width: int) -> Callable[[_Machine], None]:
-    return lambda m: m.push(m.take(m.length(width)))
-
-
-def _map(machine: _Machine) -> None:
-    flat = machine.pop_to_mark()
-    machine.push({})
-    machine.set_items(flat)
-
-
-_OPCODES: Final[dict[int, Callable[[_Machine], Any]]] = {
-    0x80: lambda m: m.take(1),  # PROTO
-    0x95: lambda m: m.take(8),  # FRAME
-    ord("("): lambda m: m.push(_MARK),
-    ord("0"): lambda m: m.pop(1),
-    ord("1"): lambda m: m.pop_to_mark(),
-    ord("N"): lambda m: m.push(None),
-    0x88: lambda m: m.push(True),
-    0x89: lambda m: m.push(False),
-    ord("J"): lambda m: m.push(m.number(_INT)),
-    ord("K"): lambda m: m.push(m.length(1)),
-    ord("M"): lambda m: m.push(m.length(2)),
-    0x8A: _long,
-    ord("G"): lambda m: m.push(m.number(_FLOAT)),
-    0x8C: _texts(1), ord("X"): _texts(4), 0x8D: _texts(8),
-    ord("C"): _data(1), ord("B"): _data(4), 0x8E: _data(8), 0x96: _data(8),
-    ord(")"): lambda m: m.push(()),
-    0x85: _tuple(1), 0x86: _tuple(2), 0x87: _tuple(3),
-    ord("t"): lambda m: m.push(tuple(m.pop_to_mark())),
-    ord("]"): lambda m: m.push([]),
-    ord("l"): lambda m: m.push(m.pop_to_mark()),
-    ord("a"): lambda m: m.append(m.pop(1)),
-    ord("e"): lambda m: m.append(m.pop_to_mark()),
-    ord("}"): lambda m: m.push({}),
-    ord("d"): _map,
-    ord("s"): lambda m: m.set_items(m.pop(2)),
-    ord("u"): lambda m: m.set_items(m.pop_to_mark()),
-    0x94: lambda m: m.memoize(),
-    ord("q"): lambda m: m.memoize(m.length(1)),
-    ord("r"): lambda m: m.memoize(m.length(4)),
-    ord("h"): lambda m: m.recall(m.length(1)),
-    ord("j"): lambda m: m.recall(m.length(4)),
-    ord("c"): lambda m: m.name(m.line(), m.line()),
-    0x93: lambda m: m.name(*m.pop(2)),
-    ord("R"): lambda m: m.call(),
-    0x81: lambda m: m.make(),
-    ord("b"): lambda m: m.build(),
-}  # fmt: skip
+def _plain(value: Any) -> Any:
+    """A loaded value with numbers and arrays in place of what stands for them."""
+    if isinstance(value, dict):
+        if not all(isinstance(key, str) for key in value):
+            raise ClientError("the pickle holds a map whose keys are not texts")
+        return {key: _plain(part) for key, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(_plain, value))
+    if type(value) in (_Array, _EmptyArray, _Scalar) and value.value is not None:
+        return value.value
+    if isinstance(value, (_Built, type)):
+        raise TypeError
+    return value
 
 
 # -- the answer --------------------------------------------------------------------------------------------------------
@@ -314,7 +225,7 @@ def write_actions(actions: NDArray[np.floating[Any]], timestamp: float, timestep
 
 
 def _float(value: float) -> bytes:
-    return b"G" + _FLOAT.pack(value)
+    return b"G" + struct.pack(">d", value)
 
 
 def _whole(value: int) -> bytes:
