@@ -1,9 +1,9 @@
 """Two cameras on the bundled detector, with a stage of one's own, and what became of their frames."""
 
 from reflex_runtime import BatchConfig, Runtime
-from reflex_runtime.demo.shapes import DETECTOR, ShapesSource
 from reflex_runtime.feeds import Pipeline, Result
 from reflex_runtime.feeds.onnx import OnnxFrames
+from reflex_runtime.feeds.shapes import DETECTOR, ShapesSource
 
 seen: dict[str, set[str]] = {"door": set(), "yard": set()}
 

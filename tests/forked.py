@@ -24,17 +24,20 @@ from pathlib import Path
 from typing import IO, Final
 
 PATIENCE: Final = 60.0  # seconds until a test gives up
+_TESTS: Final = Path(__file__).parent
 _SIZE: Final = 64  # bytes of a message in either direction
 
 # Each request is five descriptors: the program, where to tell pid and status, and the three standard ones.
 _FORKS = """
 import gc, json, os, select, signal, socket, sys
+sys.path += os.environ["TESTS"].split(":")
 from reflex_runtime.processors.quiet import telemetry_off
 telemetry_off()
 import uvloop, httptools, onnxruntime, numpy.random
 import reflex_runtime.web.serve
 import reflex_runtime.cli.feeds_session, reflex_runtime.feeds.spec
-import reflex_runtime.demo.markers, reflex_runtime.demo.shapes, reflex_runtime.drivers.coordinator
+import reflex_runtime.drivers.coordinator
+import feeds.chaos, feeds.markers  # sources of their own, for `reflex feeds`
 import reflex_runtime.feeds.onnx, reflex_runtime.feeds.runtime, reflex_runtime.feeds.series
 import reflex_runtime.feeds.status, reflex_runtime.feeds.video, reflex_runtime.feeds.fleet
 import reflex_runtime.feeds.fresh, reflex_runtime.feeds.replaceable
@@ -109,7 +112,8 @@ def _forks() -> socket.socket:
     with theirs:
         process = subprocess.Popen(
             [sys.executable, "-c", _FORKS, str(theirs.fileno())],
-            env=os.environ | {"OPENBLAS_NUM_THREADS": "1"},  # so that it has one thread
+            # One thread of OpenBLAS, so that there is one in all.
+            env=os.environ | {"OPENBLAS_NUM_THREADS": "1", "TESTS": f"{_TESTS}:{_TESTS.parent}"},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             pass_fds=[theirs.fileno()],

@@ -221,7 +221,7 @@ def test_reflex_alone_lists_its_verbs() -> None:
         ("replay {serv}", "give --model DIR, to run its model, or --schedule, to run the scheduler; one of the two"),
         ("report {serv} --format jsn", "--format=jsn: must be one of text, json; did you mean json?"),
         ("feeds {serv}", "must be NAME=SOURCE, such as serv={serv}"),
-        ("feeds a=chaos:seeed=3 --onnx shapes", "; did you mean seed?"),
+        ("feeds a=shapes:seeed=3 --onnx shapes", "; did you mean seed?"),
         ("status http://nowhere.invalid", "no such host"),
         ("status http://127.0.0.1:1", "nothing listens there; start one with reflex serve, or give its URL"),
         ("bench http://127.0.0.1:1 --wire opnpi", "; did you mean openpi?"),

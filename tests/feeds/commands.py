@@ -23,6 +23,7 @@ from typing import Any, Self
 
 import pytest
 
+from feeds import chaos, markers  # noqa: F401 — sources of their own, for `main` in this process
 from forked import Forked
 from reflex_runtime.cli import main
 

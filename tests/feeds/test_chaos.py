@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from feeds.chaos import ChaosSource, number_of
 from feeds.fakes import PATIENCE
-from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.feeds.chaos import ChaosSource, number_of
 from reflex_runtime.feeds.source import SourceError
 
 
@@ -176,27 +175,3 @@ def test_a_text_tells_everything() -> None:
     assert plain == {name: vars(same)[name] for name in plain}
     assert source._random.getstate() == same._random.getstate()
     assert ChaosSource.of("chaos:freeze_s=3")._freeze_s == (3.0, 3.0)
-
-
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [
-        ("chaos:speed=3", "chaos:speed=3: must be one of seed, length"),
-        ("chaos:length=many", "chaos:length=many: must be a whole number"),
-        ("chaos:size=axb", "chaos:size=axb: must be WIDTHxHEIGHT"),
-        ("chaos:live=yes", "chaos:live=yes: must be 0 or 1"),
-        ("chaos:freeze=1.5", "ChaosSource.freeze=1.5: must be in [0, 1]"),
-        ("chaos:lose=nan", "ChaosSource.lose=nan: must be in [0, 1]"),
-        ("chaos:short=0.5", "ChaosSource.short=0.5: must be 0 without a length"),
-        ("chaos:length=0", "ChaosSource.length=0: must be >= 1"),
-        ("chaos:size=4x4", "ChaosSource.size=(4, 4): must be"),
-        ("chaos:fps=-1", "ChaosSource.fps=-1.0: must be in [0, 10000]"),
-        ("chaos:freeze_s=3-1", "ChaosSource.freeze_s=(3.0, 1.0): must be two times"),
-        ("chaos:flood_length=0", "ChaosSource.flood_length=0: must be"),
-        ("chaos:read_timeout=0", "ChaosSource.read_timeout=0.0: must be in (0, 600]"),
-    ],
-)
-def test_a_wrong_option_is_named(text: str, says: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        ChaosSource.of(text)
-    assert says in str(caught.value)

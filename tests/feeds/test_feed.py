@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from feeds.chaos import ChaosSource
 from feeds.fakes import (
     END,
     PATIENCE,
@@ -39,7 +40,6 @@ from reflex_runtime.core.errors import (
     WaitTimeout,
 )
 from reflex_runtime.feeds.capture import Backoff
-from reflex_runtime.feeds.chaos import ChaosSource
 from reflex_runtime.feeds.feed import Feed, FeedConfig
 from reflex_runtime.feeds.frame import Frame
 from reflex_runtime.feeds.pipeline import Pipeline

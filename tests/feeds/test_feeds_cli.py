@@ -42,7 +42,7 @@ ENDLESS = "a=shapes:seed=1"
         ((SHORT, "--processor", "mine:Sizes", "--score", "0.3"), "--score needs --onnx"),
         ((SHORT, "--processor", "mine:Sizes", "--provider", "cuda"), "--provider needs --onnx"),
         ((SHORT, "--processor", "mine:Sizes", "--threads", "2"), "--threads needs --onnx"),
-        (("a=shapes:fps=1e308",), "a: shapes:fps=1e308: must be in (0, 1000]"),
+        (("a=shapes:fps=1e308",), "a: shapes:fps=1e+308: must be in (0, 1000]"),
         ((SHORT, "--frob"), "unrecognized arguments: --frob"),
         ((SHORT, "--onnx", "none.onnx"), "--onnx=none.onnx: no such file"),
         ((SHORT, "--onnx", "shapes", "--queue-capacity", "3"), "--queue-capacity=3: must be at least --max-batch"),

@@ -13,17 +13,17 @@ from typing import Any
 
 import av
 import numpy as np
+from tools.shape_detector.scoring import hits, write_scene
 
 from feeds.commands import PATIENCE, Feeds, by_feed, figures, ran, results, scratch, together
 from feeds.graphs import BLUE, RED, bright_graph, lit
+from feeds.markers import MarkerPictures, write_marker_video
 from feeds.rtsp import RtspCamera
 from feeds.videos import write_video
-from reflex_runtime.demo import shapes
-from reflex_runtime.demo.markers import MarkerPictures, write_marker_video
-from reflex_runtime.demo.shapes import Shapes, hits
+from reflex_runtime.feeds.shapes import Shapes
 from reflex_runtime.telemetry.journal_reader import read_journal
 
-READER = ("--processor", "reflex_runtime.demo.markers:MarkerReader")
+READER = ("--processor", "feeds.markers:MarkerReader")
 
 
 def numbers(lines: list[Any]) -> list[int]:
@@ -129,8 +129,8 @@ def test_f14_a_camera_that_dies_and_comes_back_is_connected_again(tmp_path: Path
 
 
 def test_f14_two_videos_and_a_camera_on_the_bundled_detector_are_answered_drawn_and_true(tmp_path: Path) -> None:
-    shapes.write_video(tmp_path / "door.mp4", 2.0, 15, seed=1)
-    shapes.write_video(tmp_path / "yard.mp4", 1.0, 15, seed=2, size=(640, 480), count=5)
+    write_scene(tmp_path / "door.mp4", 2.0, 15, seed=1)
+    write_scene(tmp_path / "yard.mp4", 1.0, 15, seed=2, size=(640, 480), count=5)
     scene = Shapes(9)
     with RtspCamera([scene.picture(i) for i in range(30)], fps=15) as camera:
         arguments = ("door=door.mp4", "yard=yard.mp4", f"cam={camera.url}", "--onnx", "shapes")

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
+from feeds.chaos import ChaosSource
 from feeds.fakes import END, PATIENCE, Camera, Collector, Detector, Endless, Log, Tracker
 from reflex_runtime.core.errors import Closed, ConfigError, ProcessorError
 from reflex_runtime.drivers.batch_processor import BatchConfig
-from reflex_runtime.feeds.chaos import ChaosSource
 from reflex_runtime.feeds.pipeline import Pipeline
 from reflex_runtime.feeds.runtime import Runtime
 from reflex_runtime.feeds.sinks import AnnotatedVideo, JsonLines

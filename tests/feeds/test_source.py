@@ -16,15 +16,15 @@ import psutil
 import pytest
 from PIL import Image
 
+from feeds.chaos import ChaosSource
 from feeds.videos import SIZE, clip, encoded, number_of, picture, write_video
 from reflex_runtime.config import FeedsConfig
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.feeds import video
-from reflex_runtime.feeds.chaos import ChaosSource
 from reflex_runtime.feeds.hardware import Hardware
-from reflex_runtime.feeds.opening import source_of
+from reflex_runtime.feeds.opening import DRAWN, source_of
 from reflex_runtime.feeds.source import Source, SourceError
-from reflex_runtime.feeds.spec import FeedSpec, source_of_spec, specs_of
+from reflex_runtime.feeds.spec import source_of_spec, specs_of
 from reflex_runtime.feeds.video import VideoSource
 
 
@@ -65,11 +65,12 @@ def test_f14_a_text_names_a_source(text: str, kind: type, live: bool) -> None:
     assert source.live is live
 
 
-def test_a_scheme_can_be_added() -> None:
+def test_a_program_can_add_a_source_that_draws(monkeypatch: pytest.MonkeyPatch) -> None:
     made = ChaosSource(3)
     asked = []
-    assert source_of("shapes:seed=1", schemes={"shapes": lambda text: asked.append(text) or made}) is made
-    assert asked == ["shapes:seed=1"]
+    monkeypatch.setitem(DRAWN, "lines", lambda text: asked.append(text) or made)
+    assert source_of("lines:seed=1") is made
+    assert asked == ["lines:seed=1"]
 
 
 @pytest.mark.parametrize(
@@ -358,8 +359,6 @@ def test_a_program_reads_the_feeds_of_a_configuration_file(tmp_path: Path) -> No
     assert (door.name, door.source, door.config.max_age_ms) == ("door", "chaos:seed=7", 300)
     assert (yard.name, yard.config.max_age_ms) == ("yard", FeedsConfig().max_age_ms)
     assert source_of_spec(door).live
-    made = ChaosSource.of("chaos:seed=9")
-    assert source_of_spec(FeedSpec("x", "shapes:seed=1", FeedsConfig()), {"shapes": lambda text: made}) is made
 
 
 # -- decoding on a device ----------------------------------------------------------------------------------------------

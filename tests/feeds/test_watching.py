@@ -23,7 +23,7 @@ def test_x4_the_stream_of_feeds_has_their_batches_their_figures_and_what_is_not_
     runtime, detector = Runtime(), Detector()
     coordinator = runtime.coordinator(detector, BatchConfig(max_batch_size=4, max_latency=0.0))
     pictures = FeedPictures(lambda: runtime.names)
-    fleet = FeedFleet(runtime, coordinator, None, FeedsConfig(), lambda spec: [], lambda config: OnnxFrames(""), {})
+    fleet = FeedFleet(runtime, coordinator, None, FeedsConfig(), lambda spec: [], lambda config: OnnxFrames(""))
     page = Page(lambda: FeedPages(runtime, coordinator, pictures, fleet))
     door, lost = Camera(), Camera(refuse=[SourceError("no route")] * 1000)
     runtime.feed("door", door, Pipeline(batch=coordinator), [pictures.take])

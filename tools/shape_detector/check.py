@@ -12,10 +12,11 @@ from pathlib import Path
 import av
 import numpy as np
 from numpy.typing import NDArray
+from scoring import hits, write_scene
 
-from reflex_runtime.demo.shapes import DETECTOR, LABELS, Shapes, Truth, hits, write_video
 from reflex_runtime.drivers.batch_processor import BatchEntry
 from reflex_runtime.feeds.onnx import OnnxFrames
+from reflex_runtime.feeds.shapes import DETECTOR, LABELS, Shapes, Truth
 from reflex_runtime.processors.onnx_session import OnnxSession
 
 HELD_OUT = 1_000_000  # seeds from here on were never trained on
@@ -32,7 +33,7 @@ def scenes(size: tuple[int, int], count: int) -> Iterator[Seen]:
 def videos(directory: Path) -> Iterator[Seen]:
     for seed in range(HELD_OUT, HELD_OUT + 20):
         path, scene = directory / f"{seed}.mp4", Shapes(seed)
-        write_video(path, 50 / 15, seed=seed)
+        write_scene(path, 50 / 15, seed=seed)
         with av.open(str(path)) as container:
             for i, frame in enumerate(container.decode(video=0)):
                 yield frame.to_ndarray(format="rgb24"), scene.truth(i)

@@ -18,7 +18,7 @@ sources:
   video.mp4                          a file: every frame is answered, none is dropped
   rtsp://user:secret@camera/stream   a camera: the newest frame wins; also rtsps, http, https and /dev/video0
   pictures/                          a directory: each picture once, results name the file
-  shapes:seed=3,fps=15               moving shapes, for trying it out; markers:feed=1,fps=15; chaos:seed=7
+  shapes:seed=3,fps=15               moving shapes, for trying it out
 
 examples:
   reflex feeds a=shapes:seed=1 b=shapes:seed=2 --onnx shapes --annotate out      the bundled detector, no camera needed
@@ -70,14 +70,14 @@ def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Check everything that can be checked, start, watch, stop, sum up."""
-    from reflex_runtime.cli.feeds_asked import missing, processor_asked, schemes
+    from reflex_runtime.cli.feeds_asked import missing, processor_asked
     from reflex_runtime.cli.feeds_files import check_outputs
     from reflex_runtime.feeds.outputs.opening import outputs_of
     from reflex_runtime.feeds.spec import source_of_spec, specs_of
 
     config, places = read(FeedsConfig, "feeds", args.config, environment(), vars(args), ("feed",))
     specs = specs_of(args.feeds, args.config, config)
-    sources = {spec.name: source_of_spec(spec, schemes()) for spec in specs}
+    sources = {spec.name: source_of_spec(spec) for spec in specs}
     check_needs(config, places, missing(specs, sources))
     check_outputs(config, specs, args.config)
     outputs = outputs_of(config)

@@ -16,17 +16,8 @@ from reflex_runtime.options import one_line
 if TYPE_CHECKING:
     from reflex_runtime.feeds.cascade import SecondModel
     from reflex_runtime.feeds.onnx import OnnxFrames
-    from reflex_runtime.feeds.opening import SourceMaker
     from reflex_runtime.feeds.source import Source
     from reflex_runtime.feeds.spec import FeedSpec
-
-
-def schemes() -> dict[str, SourceMaker]:
-    """Sources that draw their own pictures."""
-    from reflex_runtime.demo.markers import markers_source
-    from reflex_runtime.demo.shapes import shapes_source
-
-    return {"shapes": shapes_source, "markers": markers_source}
 
 
 def missing(specs: Sequence[FeedSpec], sources: Mapping[str, Source]) -> dict[str, str]:
@@ -99,8 +90,8 @@ def refusal_of(config: FeedsConfig, error: Exception) -> ConfigError:
 
 
 def onnx_asked(config: FeedsConfig, flag: str = "--onnx", id: str = "onnx") -> OnnxFrames:
-    from reflex_runtime.demo.shapes import DETECTOR
     from reflex_runtime.feeds.onnx import OnnxFrames
+    from reflex_runtime.feeds.shapes import DETECTOR
     from reflex_runtime.processors.providers import PROVIDERS, check_provider
 
     path = DETECTOR if config.onnx == "shapes" else Path(config.onnx)

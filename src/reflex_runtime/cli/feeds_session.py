@@ -15,7 +15,7 @@ from math import inf
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from reflex_runtime.cli.feeds_asked import batching_asked, onnx_asked, refusal_of, schemes, second_model_asked
+from reflex_runtime.cli.feeds_asked import batching_asked, onnx_asked, refusal_of, second_model_asked
 from reflex_runtime.cli.feeds_files import FeedFiles
 from reflex_runtime.cli.feeds_signals import Signals
 from reflex_runtime.cli.feeds_table import Board
@@ -153,7 +153,7 @@ class FeedsSession:
     def _fleet(self, coordinator: BatchCoordinator, pictures: FeedPictures | None) -> FeedFleet:
         detector = self._processor if isinstance(self._processor, ReplaceableDetector) else None
         sinks = partial(self._sinks_of, pictures)
-        return FeedFleet(self._runtime, coordinator, detector, self._config, sinks, onnx_asked, schemes(), self._look)
+        return FeedFleet(self._runtime, coordinator, detector, self._config, sinks, onnx_asked, self._look)
 
     def _sinks_of(self, pictures: FeedPictures | None, spec: FeedSpec) -> list[Callable[[Any], None]]:
         taking = [each.take for each in self._outputs]

@@ -13,7 +13,7 @@ from reflex_runtime.drivers.coordinator import BatchCoordinator
 from reflex_runtime.feeds.consume import Sink
 from reflex_runtime.feeds.fresh import check_fresh
 from reflex_runtime.feeds.onnx import FrameLimits, OnnxFrames
-from reflex_runtime.feeds.opening import SourceMaker
+from reflex_runtime.feeds.opening import DRAWN
 from reflex_runtime.feeds.pipeline import Pipeline
 from reflex_runtime.feeds.replaceable import DetectorVersion, ReplaceableDetector
 from reflex_runtime.feeds.runtime import Runtime
@@ -31,8 +31,8 @@ class FeedFleet:
     """Makes feeds of their specs. Every method may be called on any thread; changes happen one after another.
 
     detector: None where the processor is one of the user's, which has no limits and is not replaced. sinks: makes those
-    of a feed. made: a detector of the settings with --onnx in them. schemes: see `source_of`. removed: called after a
-    feed was removed.
+    of a feed. made: a detector of the settings with --onnx in them. removed: called after a feed was
+    removed.
     Raises ConfigError for what cannot be done; `details["field"]` names the field of the request.
     """
 
@@ -44,11 +44,10 @@ class FeedFleet:
         config: FeedsConfig,
         sinks: Callable[[FeedSpec], Sequence[Sink]],
         made: Callable[[FeedsConfig], OnnxFrames],
-        schemes: Mapping[str, SourceMaker],
         removed: Callable[[], None] = lambda: None,
     ) -> None:
         self._runtime, self._coordinator, self._detector = runtime, coordinator, detector
-        self._config, self._sinks, self._made, self._schemes = config, sinks, made, schemes
+        self._config, self._sinks, self._made = config, sinks, made
         self._removed = removed
         self._specs: dict[str, FeedSpec] = {}
         self._turn = threading.Lock()
@@ -65,9 +64,9 @@ class FeedFleet:
                 raise ConfigError(f"name={name}: there is such a feed", field="name", conflict=True)
             if len(self._specs) >= MOST:
                 raise ConfigError(f"there are {MOST} feeds, which is the most", field="name", conflict=True)
-            check_fresh(name, source, self._schemes, self._config.add_files)
+            check_fresh(name, source, DRAWN, self._config.add_files)
             spec = spec_of(name, source, own, self._config)
-            opened = source_of_spec(spec, self._schemes, direct=True)
+            opened = source_of_spec(spec, direct=True)
             self._limit(name, wanted)
             try:
                 self._start(spec, opened)

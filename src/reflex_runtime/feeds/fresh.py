@@ -41,7 +41,7 @@ def check_fresh(
     scheme, colon, _ = source.partition(":")
     if colon and scheme.lower() in NETWORK:
         _check_address(source, scheme.lower(), look_up)
-    elif not (colon and (scheme.lower() == "chaos" or scheme.lower() in drawn)):
+    elif not (colon and (scheme.lower() in drawn)):
         _check_file(source, files)
 
 

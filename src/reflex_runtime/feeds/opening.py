@@ -7,19 +7,20 @@ import inspect
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Final
 
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.drivers.batch_processor import BatchProcessor
-from reflex_runtime.feeds.chaos import ChaosSource
 from reflex_runtime.feeds.folder import PictureFolder
+from reflex_runtime.feeds.shapes import shapes_source
 from reflex_runtime.feeds.source import Source
 from reflex_runtime.feeds.video import NETWORK, VideoSource, without_secrets
 from reflex_runtime.feeds.words import told
 from reflex_runtime.options import one_line
 
-SourceMaker = Callable[[str], Source]  # gets the whole text, scheme included
+# Sources that draw their own pictures, by the word before the colon. Each gets the whole text. A program may add some.
+DRAWN: Final[dict[str, Callable[[str], Source]]] = {"shapes": shapes_source}
 
 
 def source_of(
@@ -31,28 +32,25 @@ def source_of(
     read_timeout: float = 5.0,
     hwaccel: str = "",
     direct: bool = False,
-    schemes: Mapping[str, SourceMaker] | None = None,
 ) -> Source:
     """The source that a text names. Raises ConfigError; whether anything is there shows at `open`.
 
-    text: a path to a file; an address with rtsp, rtsps, http or https; a device like /dev/video0; `chaos:` with
-        options, as in chaos:seed=7,length=200; a directory of pictures. Text before a colon that is in `schemes` goes
-        to its maker.
+    text: a path to a file; an address with rtsp, rtsps, http or https; a device like /dev/video0; a directory of
+        pictures; one of `DRAWN` with options, as in shapes:seed=7,fps=15.
     realtime, loop, size, read_timeout, hwaccel, direct: see VideoSource; read_timeout counts for connecting, too.
     """
     scheme = match[1].lower() if (match := re.match(r"([A-Za-z][A-Za-z0-9+.-]+):", text)) else ""
-    makers: dict[str, SourceMaker] = {"chaos": ChaosSource.of, **(schemes or {})}
-    if scheme in makers:
+    if scheme in DRAWN:
         if realtime or loop:
             raise ConfigError(f"realtime={realtime}, loop={loop}: must be False for {scheme}:, which is no file")
-        return makers[scheme](text)
+        return DRAWN[scheme](text)
     if os.path.isdir(text):
         if realtime or loop or size:
             found = f"realtime={realtime}, loop={loop}, size={size}"
             raise ConfigError(f"{found}: must be False and None for {one_line(text)}, a directory of pictures")
         return PictureFolder(text)
     if not text or ("://" in text and scheme not in NETWORK):
-        known = ", ".join([*(f"{name}://" for name in NETWORK), *(f"{name}:" for name in makers)])
+        known = ", ".join([*(f"{name}://" for name in NETWORK), *(f"{name}:" for name in DRAWN)])
         name = without_secrets(text)
         raise ConfigError(f"source={name!r}: must be a path, a device /dev/video*, or start with {known}")
     return VideoSource(

@@ -16,7 +16,7 @@ from reflex_runtime.config import FeedsConfig
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.feeds.folder import pictures_in
 from reflex_runtime.feeds.framing import Region
-from reflex_runtime.feeds.opening import SourceMaker, source_of
+from reflex_runtime.feeds.opening import DRAWN, source_of
 from reflex_runtime.feeds.source import Source
 from reflex_runtime.feeds.video import without_secrets
 from reflex_runtime.feeds.words import in_one_line
@@ -29,7 +29,6 @@ PER_FEED = (
     "realtime", "loop", "max_age_ms", "restarts", "read_timeout_s", "every", "fps", "rotate", "roi", "hwaccel",
 )  # fmt: skip
 _OF_STAGES = ("track", "track_score", "zone", "line", "stage")  # of a feed in a file
-_DRAWN = ("chaos:", "shapes:", "markers:")
 _FILE, _PLAYED, _FOLDER = "a file without realtime", "a file", "a directory of pictures"
 _DRAWN_KIND, _CAMERA = "drawn", "a camera"
 _FILES = (_FILE, _PLAYED)
@@ -63,7 +62,7 @@ class FeedSpec:
     @property
     def video(self) -> bool:
         """Whether it has to be decoded: a file, an address or a device."""
-        return not self.folder and not self.source.lower().startswith(_DRAWN)
+        return not self.folder and not is_drawn(self.source)
 
     @property
     def region(self) -> Region | None:
@@ -93,7 +92,12 @@ def path_name(feed: str) -> str:
 
 def is_file(source: str) -> bool:
     """Whether a source is a path to a file: no address, no device, nothing drawn."""
-    return "://" not in source and not source.lower().startswith((*_DRAWN, "/dev/video"))
+    return "://" not in source and not source.startswith("/dev/video") and not is_drawn(source)
+
+
+def is_drawn(source: str) -> bool:
+    """Whether a source draws its own pictures."""
+    return source.lower().startswith(tuple(f"{name}:" for name in DRAWN))
 
 
 def is_folder(source: str) -> bool:
@@ -213,7 +217,7 @@ def _spec(name: str, source: str, config: FeedsConfig, own: Any, where: str) -> 
 
 
 def _kind(source: str, realtime: bool) -> str:
-    if source.lower().startswith(_DRAWN):
+    if is_drawn(source):
         return _DRAWN_KIND
     if is_folder(source):
         return _FOLDER
@@ -225,10 +229,8 @@ def _public(text: str) -> str:
     return one_line(without_secrets(text))
 
 
-def source_of_spec(
-    spec: FeedSpec, schemes: Mapping[str, SourceMaker] | None = None, direct: bool = False
-) -> Source:
-    """The source of a feed. schemes, direct: see `source_of`. ConfigError for a file that is not there."""
+def source_of_spec(spec: FeedSpec, direct: bool = False) -> Source:
+    """The source of a feed. direct: see `source_of`. ConfigError for a file that is not there."""
     where = f"{spec.name}={_public(spec.source)}"
     if spec.file is not None and not spec.file.exists():
         raise ConfigError(f"{where}: no such file")
@@ -243,7 +245,6 @@ def source_of_spec(
             read_timeout=own.read_timeout_s,
             hwaccel=own.hwaccel,
             direct=direct,
-            schemes=schemes,
         )
     except ConfigError as error:
         raise ConfigError(f"{spec.name}: {in_one_line(error.message)}") from None

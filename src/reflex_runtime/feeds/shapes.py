@@ -1,31 +1,35 @@
-"""A scene with the truth attached: circles, squares and triangles that move over a noisy ground.
+"""Moving shapes as a source: pictures computed from their number, whose truth is known without looking at them.
 
-Picture i is computed from the seed and i alone. So a video of it, a live camera of it and the boxes that a detector
-should find need no file, no recording and no labels by hand, and two machines agree on all of them.
+Picture i follows from the seed and i alone. So a feed, and the boxes that a detector should find, need no camera, no
+file and no labels by hand, and two machines agree on all of them. `DETECTOR` finds the shapes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from math import cos, pi, sin
+from math import ceil, cos, floor, pi, sin
 from pathlib import Path
-from typing import Final
+from threading import TIMEOUT_MAX, Event
+from typing import Any, Final, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image as Pillow
 
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.demo import drawn
-from reflex_runtime.demo.drawn import DrawnSource, Image, frames_in
+from reflex_runtime.feeds.source import Picture, SourceError
+from reflex_runtime.options import convert, one_of
 
 LABELS: Final = ("circle", "square", "triangle")
+DETECTOR: Final = Path(__file__).parent / "detectors" / "shapes.onnx"
+MAX_SIDE: Final = 4096
 
-DETECTOR: Final = Path(__file__).parent / "models" / "shapes.onnx"
-"""The detector of these shapes that comes with the package; how it was made and what it measured stands beside it."""
-
+Image = NDArray[np.uint8]  # RGB [height, width, 3]
 Truth = tuple[str, float, float, float, float]  # label, x0, y0, x1, y1 in pixels
+Made = TypeVar("Made")
 
 _CORNERS: Final = {"square": 4, "triangle": 3}
 _SMALLEST, _LARGEST = 0.065, 0.15  # radius of the circle around a shape, of the picture's smaller side
@@ -33,6 +37,116 @@ _GROUND, _SHAPE, _NOISE = (25, 130), (60, 215), 40  # brightness: with the noise
 _BRIGHT = 185  # least brightness of a shape's brightest colour channel: it stands out from any ground
 _ROAM = 32  # the noise lies under the picture at another place in each frame, by up to this many pixels
 _SEEN = 2 / 3  # a shape of which less is visible is not in the truth
+
+
+class DrawnSource:
+    """A source whose picture i is `draw(i)`, shown at i / fps seconds.
+
+    name: for people. fps: pictures per second, in (0, 1000]. frames: pictures in all, None without end.
+    live: pictures appear at their time, and a reader that comes late has missed some, as with a camera; otherwise they
+    wait for the reader, as in a file. Opened again, it begins again at picture 0.
+    """
+
+    def __init__(
+        self, name: str, draw: Callable[[int], Image], fps: float = 15.0, frames: int | None = None, live: bool = True
+    ) -> None:
+        check("fps", fps, 0 < fps <= 1000, "in (0, 1000]")
+        check("frames", frames, frames is None or frames >= 1, ">= 1, or None for no end")
+        self.name, self.live, self.total = name, live, frames
+        self.fps = fps
+        self._draw = draw
+        self._interrupted = Event()
+        self._next, self._began = 0, 0.0
+        self._open = False
+
+    def open(self) -> None:
+        self._check()
+        self._next, self._began, self._open = 0, time.monotonic(), True
+
+    def read(self) -> Picture | None:
+        """The next picture and its time. The array is new at every call."""
+        self._check()
+        if not self._open:
+            raise SourceError(f"{self.name}: not open")
+        if self.live:
+            passed = time.monotonic() - self._began
+            self._next = max(self._next, floor(passed * self.fps))
+            wait = self._next / self.fps - passed
+            if self._more() and wait > 0 and self._interrupted.wait(min(wait, TIMEOUT_MAX)):
+                self._check()
+        if not self._more():
+            return None
+        i, self._next = self._next, self._next + 1
+        return self._draw(i), i / self.fps
+
+    def close(self) -> None:
+        self._open = False
+
+    def interrupt(self) -> None:
+        """End a wait, now and from now on."""
+        self._interrupted.set()
+
+    def _more(self) -> bool:
+        return self.total is None or self._next < self.total
+
+    def _check(self) -> None:
+        if self._interrupted.is_set():
+            raise SourceError(f"{self.name}: interrupted")
+
+
+class ShapesSource(DrawnSource):
+    """`Shapes` as a camera, or with realtime=False as a file, read as fast as possible. `scene`: what it draws."""
+
+    def __init__(
+        self,
+        seed: int = 0,
+        fps: float = 15.0,
+        seconds: float | None = None,
+        realtime: bool = True,
+        size: tuple[int, int] = (320, 240),
+        count: int = 3,
+    ) -> None:
+        check("seconds", seconds, seconds is None or 0 < seconds <= 1e9, "in (0, 1e9], or None for no end")
+        self.scene = Shapes(seed, size, count)
+        frames = None if seconds is None else max(1, ceil(seconds * fps - 1e-9))
+        super().__init__(f"shapes:seed={seed},fps={fps:g},size={size[0]}x{size[1]}", self.scene.picture, fps, frames,
+                         realtime)  # fmt: skip
+
+
+def shapes_source(text: str) -> ShapesSource:
+    """From a text: shapes:seed=3,fps=15,seconds=10,size=320x240,count=3,realtime=false. Raises ConfigError."""
+    known = {"seed": int, "fps": float, "seconds": float, "size": size_of, "count": int, "realtime": bool}
+    return made_of(text, ShapesSource, known)
+
+
+def made_of(text: str, make: Callable[..., Made], known: Mapping[str, Any]) -> Made:
+    """What `make` makes of the options in SCHEME:NAME=VALUE,NAME=VALUE. known: the type of each, or a function of its
+    text. Raises ConfigError."""
+    scheme, _, options = text.partition(":")
+    found: dict[str, Any] = {}
+    for name, _, value in (item.partition("=") for item in options.split(",") if item):
+        if name not in known:
+            raise ConfigError(f"{scheme}:{name}: {one_of(name, known)}")
+        kind, where = known[name], f"{scheme}:{name}"
+        found[name] = convert(value, kind, where) if isinstance(kind, type) else kind(value, where)
+    try:
+        return make(**found)
+    except ConfigError as error:
+        raise ConfigError(f"{scheme}:{error.message}") from None
+
+
+def size_of(text: str, where: str) -> tuple[int, int]:
+    """(320, 240) for 320x240. Raises ConfigError."""
+    sides = re.fullmatch(r"(\d{1,5})x(\d{1,5})", text)
+    if sides is None:
+        raise ConfigError(f"{where}={text}: must be a size like 320x240")
+    return int(sides[1]), int(sides[2])
+
+
+def check(name: str, value: object, right: bool, must: str) -> None:
+    """Raise ConfigError unless the value is right."""
+    if not right:
+        raise ConfigError(f"{name}={value!r}: must be {must}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,12 +207,9 @@ class Shapes:
     """
 
     def __init__(self, seed: int, size: tuple[int, int] = (320, 240), count: int = 3, speed: float = 4.0) -> None:
-        if words := _wrong(size):
-            raise ConfigError(f"size={size!r}: {words}")
-        if not 1 <= count <= 20:
-            raise ConfigError(f"count={count!r}: must be 1 … 20")
-        if not seed >= 0:
-            raise ConfigError(f"seed={seed!r}: must be >= 0")
+        check("size", size, all(32 <= side <= MAX_SIDE for side in size), f"width and height in [32, {MAX_SIDE}]")
+        check("count", count, 1 <= count <= 20, "1 … 20")
+        check("seed", seed, seed >= 0, ">= 0")
         self.seed, self.size, self.count = seed, (int(size[0]), int(size[1])), count
         rng = np.random.default_rng(seed)
         self._ground = _ground(rng, self.size)
@@ -163,83 +274,3 @@ def _ground(rng: np.random.Generator, size: tuple[int, int]) -> Image:
     """Soft patches of colour: a few random pixels, enlarged."""
     few = rng.integers(*_GROUND, (int(rng.integers(3, 9)), int(rng.integers(3, 9)), 3), np.uint8)
     return np.array(Pillow.fromarray(few).resize(size, Pillow.Resampling.BILINEAR))
-
-
-def hits(
-    truth: Sequence[Truth], boxes: Sequence[Sequence[float]], labels: Sequence[str], least: float = 0.5
-) -> list[float]:
-    """Overlaps (intersection over union) of the shapes that were found, at most one box to a shape.
-
-    A box finds a shape of its label that it overlaps by at least `least`. Boxes come best first. Precision is then
-    len(hits) / len(boxes), recall len(hits) / len(truth).
-    """
-    left, found = list(truth), []
-    for box, label in zip(boxes, labels, strict=True):
-        overlaps = [(_overlap(box, shape[1:]), k) for k, shape in enumerate(left) if shape[0] == label]
-        overlap, k = max(overlaps, default=(0.0, -1))
-        if overlap >= least:
-            found.append(overlap)
-            left.pop(k)
-    return found
-
-
-def _overlap(a: Sequence[float], b: Sequence[float]) -> float:
-    width, height = min(a[2], b[2]) - max(a[0], b[0]), min(a[3], b[3]) - max(a[1], b[1])
-    if width <= 0 or height <= 0:
-        return 0.0
-    both = width * height
-    return both / ((a[2] - a[0]) * (a[3] - a[1]) + (b[2] - b[0]) * (b[3] - b[1]) - both)
-
-
-def write_video(
-    path: Path, seconds: float, fps: float = 15.0, seed: int = 0, size: tuple[int, int] = (320, 240), count: int = 3
-) -> None:
-    """A video of the scene. Its picture i is `Shapes(seed, size, count).picture(i)`, as far as the codec keeps it."""
-    scene = Shapes(seed, size, count)
-    frames = frames_in(seconds, fps) or 0
-    drawn.write_video(path, (scene.picture(i) for i in range(frames)), fps)
-
-
-class ShapesSource(DrawnSource):
-    """The scene as a camera, or with realtime=False as a file, read as fast as possible.
-
-    `scene` tells the truth about each picture: its number is pts · fps.
-    """
-
-    def __init__(
-        self,
-        seed: int = 0,
-        fps: float = 15.0,
-        seconds: float | None = None,
-        realtime: bool = True,
-        size: tuple[int, int] = (320, 240),
-        count: int = 3,
-    ) -> None:
-        self.scene = Shapes(seed, size, count)
-        name = f"shapes:seed={seed},fps={fps:g},size={size[0]}x{size[1]}"
-        super().__init__(name, self.scene.picture, fps, frames_in(seconds, fps), realtime)
-
-
-def shapes_source(text: str) -> ShapesSource:
-    """`shapes:seed=3,fps=15,seconds=10,size=320x240,count=3,realtime=false` → the source; every option may be left out.
-
-    Raises ConfigError.
-    """
-    numbers: drawn.Kinds = {
-        "seed": drawn.whole, "fps": drawn.fps_of, "seconds": drawn.seconds_of, "count": drawn.whole
-    }  # fmt: skip
-    options = drawn.options_of(text, {**numbers, "size": _size_of, "realtime": drawn.flag})
-    return drawn.made_of(text, ShapesSource, options)
-
-
-def _size_of(text: str) -> tuple[int, int]:
-    size = drawn.size_of(text)
-    if words := _wrong(size):
-        raise ValueError(words)
-    return size
-
-
-def _wrong(size: tuple[int, int]) -> str:
-    """What a size must be, if it is not."""
-    fits = len(size) == 2 and all(32 <= side <= drawn.MAX_SIDE for side in size)
-    return "" if fits else f"must be width and height in [32, {drawn.MAX_SIDE}]"

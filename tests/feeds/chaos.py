@@ -1,4 +1,4 @@
-"""A camera that misbehaves on purpose, the same way every time for one seed: for tests and drills."""
+"""A camera that misbehaves on purpose, the same way every time for one seed: `chaos:` as a source of the command."""
 
 from __future__ import annotations
 
@@ -6,20 +6,16 @@ import random
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.feeds.opening import DRAWN
+from reflex_runtime.feeds.shapes import made_of, size_of
 from reflex_runtime.feeds.source import Picture, SourceError
-from reflex_runtime.options import one_of
 
 Clock = Callable[[], float]
 Wait = Callable[[threading.Event, float], bool]  # sleeps that long or until the event is set; returns whether it is
-
-MAX_SIDE = 4096
-MAX_SECONDS = 3600.0
 
 
 class ChaosSource:
@@ -28,7 +24,7 @@ class ChaosSource:
     seed: decides every fault and every picture; two sources of one seed and the same options are alike.
     length: pictures until the end, counted over losses: reopened, it goes on where it was. None: it has no end.
     short: probability that it ends before that, at a place drawn evenly. `total` says `length` all the same.
-    size: width and height in pixels, in [8, 4096]. fps: pictures per second; 0 gives them as fast as they are read.
+    size: width and height in pixels. fps: pictures per second; 0 gives them as fast as they are read.
     live: as `Source.live`. read_timeout: seconds after which a freeze counts as lost.
 
     Probabilities in [0, 1], of each picture:
@@ -63,17 +59,6 @@ class ChaosSource:
         clock: Clock = time.monotonic,
         wait: Wait = threading.Event.wait,
     ) -> None:
-        chances = {"short": short, "freeze": freeze, "bad_pts": bad_pts, "resize": resize, "flood": flood}
-        for field, value in (chances | {"lose": lose, "refuse": refuse}).items():
-            _check(field, value, 0.0 <= value <= 1.0, "in [0, 1]")
-        _check("length", length, length is None or length >= 1, ">= 1 pictures, or None")
-        _check("short", short, not short or length is not None, "0 without a length")
-        _check("size", size, len(size) == 2 and all(8 <= side <= MAX_SIDE for side in size), f"in [8, {MAX_SIDE}]")
-        _check("fps", fps, 0.0 <= fps <= 10_000.0, "in [0, 10000] pictures per second")
-        ordered = len(freeze_s) == 2 and 0.0 <= freeze_s[0] <= freeze_s[1] <= MAX_SECONDS
-        _check("freeze_s", freeze_s, ordered, f"two times in [0, {MAX_SECONDS:g}] seconds, the shorter first")
-        _check("flood_length", flood_length, 1 <= flood_length <= 100_000, "in [1, 100000] pictures")
-        _check("read_timeout", read_timeout, 0.0 < read_timeout <= 600.0, "in (0, 600] seconds")
         self.name = f"chaos:seed={seed}"
         self.live = live
         self.total = length
@@ -95,18 +80,8 @@ class ChaosSource:
 
     @classmethod
     def of(cls, text: str) -> ChaosSource:
-        """From a text: chaos:seed=7,length=200,freeze=0.01,freeze_s=0.5-2,size=64x48,live=0. Raises ConfigError."""
-        options: dict[str, Any] = {}
-        for part in filter(None, text.removeprefix("chaos:").split(",")):
-            field, _, value = part.partition("=")
-            if field not in _FORMS:
-                raise ConfigError(f"chaos:{part}: {one_of(part, _FORMS)}")
-            parse, form = _FORMS[field]
-            try:
-                options[field] = parse(value)
-            except ValueError:
-                raise ConfigError(f"chaos:{part}: must be {form}") from None
-        return cls(**options)
+        """From a text: chaos:seed=7,length=200,freeze=0.01,freeze_s=0.5-2,size=64x48,live=0."""
+        return made_of(text, cls, _KNOWN)
 
     def open(self) -> None:
         self._check_interrupted()
@@ -189,40 +164,12 @@ def _numbered(number: int, size: tuple[int, int]) -> NDArray[np.uint8]:
     return image
 
 
-def _check(field: str, value: object, right: bool, must: str) -> None:
-    if not right:
-        raise ConfigError(f"ChaosSource.{field}={value!r}: must be {must}")
+def _between(text: str, where: str) -> tuple[float, float]:
+    first, _, second = text.partition("-")
+    return float(first), float(second or first)
 
 
-def _pair(separator: str, number: Callable[[str], Any]) -> Callable[[str], Any]:
-    def parse(text: str) -> Any:
-        first, found, second = text.partition(separator)
-        return number(first), number(second if found else first)
-
-    return parse
-
-
-def _flag(text: str) -> bool:
-    if text not in ("0", "1"):
-        raise ValueError(text)
-    return text == "1"
-
-
-_NUMBER, _WHOLE = (float, "a number"), (int, "a whole number")
-_FORMS: dict[str, tuple[Callable[[str], Any], str]] = {
-    "seed": _WHOLE,
-    "length": _WHOLE,
-    "short": _NUMBER,
-    "size": (_pair("x", int), "WIDTHxHEIGHT"),
-    "fps": _NUMBER,
-    "live": (_flag, "0 or 1"),
-    "freeze": _NUMBER,
-    "freeze_s": (_pair("-", float), "SECONDS or SHORTEST-LONGEST"),
-    "bad_pts": _NUMBER,
-    "resize": _NUMBER,
-    "flood": _NUMBER,
-    "flood_length": _WHOLE,
-    "lose": _NUMBER,
-    "refuse": _NUMBER,
-    "read_timeout": _NUMBER,
-}
+_KNOWN = dict.fromkeys(("short", "fps", "freeze", "bad_pts", "resize", "flood", "lose", "refuse"), float)
+_KNOWN |= {"read_timeout": float, "seed": int, "length": int, "flood_length": int, "live": bool}
+_KNOWN |= {"size": size_of, "freeze_s": _between}
+DRAWN["chaos"] = ChaosSource.of

@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from reflex_runtime.core.errors import ConfigError, ProcessorError
-from reflex_runtime.demo.markers import (
+from feeds.markers import (
     NUMBERS,
     MarkerCamera,
     MarkerPictures,
@@ -21,6 +20,7 @@ from reflex_runtime.demo.markers import (
     read_markers,
     write_marker_video,
 )
+from reflex_runtime.core.errors import ProcessorError
 from reflex_runtime.drivers.batch_processor import BatchConfig, BatchEntry
 from reflex_runtime.drivers.coordinator import BatchCoordinator
 
@@ -108,24 +108,6 @@ def test_the_camera_shows_its_feed_and_counts() -> None:
         seen.append(read_markers(picture[0]))
     assert seen == [[12, 0], [12, 1], [12, 2], [12, 3]]
     assert MarkerCamera(1).live
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("markers:fps=3", "say the feed's number"),
-        ("markers:feed=1000", "^markers:feed=1000: must be 0 … 999"),
-        ("markers:feed=-1", "feed=-1"),
-        ("markers:feed=1,size=39x60", "^markers:size=39x60: must be "),
-        ("markers:feed=1,size=5000x60", "^markers:size=5000x60: must be .* at most 4096"),
-        ("markers:feed=1,fps=1001", r"^markers:fps=1001: must be in \(0, 1000\]$"),
-        ("markers:feed=x", "^markers:feed=x: must be a whole number$"),
-        ("markers:feed=1,frames=0", "frames=0"),
-    ],
-)
-def test_wrong_settings_say_what_is_wrong(text: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        markers_source(text)
 
 
 def test_routing_is_proved_by_content_behind_a_coordinator() -> None:

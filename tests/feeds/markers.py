@@ -11,13 +11,15 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
+import cv2
 import numpy as np
 from numpy.typing import NDArray
+from tools.shape_detector.scoring import write_pictures
 
-from reflex_runtime.core.errors import ConfigError, ProcessorError
-from reflex_runtime.demo import drawn
-from reflex_runtime.demo.drawn import DrawnSource, Image
+from reflex_runtime.core.errors import ProcessorError
 from reflex_runtime.drivers.batch_processor import BatchEntry
+from reflex_runtime.feeds.opening import DRAWN
+from reflex_runtime.feeds.shapes import DrawnSource, Image, made_of, size_of
 
 NUMBERS: Final = 1000
 """Markers in the dictionary (5×5, 1000). Feeds are below it, frames count modulo it."""
@@ -31,16 +33,14 @@ class MarkerPictures:
     """The pictures of one feed.
 
     feed: 0 … 999. size: width and height in pixels; a marker's cell is a 20th of the width or a 9th of the height,
-    whichever is less, and at least 2 pixels: 40 × 18 is the smallest picture. Codecs need 4 pixels: 80 × 36. No side is
-    longer than 4096.
+    whichever is less, and at least 2 pixels: 40 × 18 is the smallest picture. Codecs need 4 pixels: 80 × 36.
     """
 
     def __init__(self, feed: int, size: tuple[int, int] = (160, 120)) -> None:
-        if not 0 <= feed < NUMBERS:
-            raise ConfigError(f"feed={feed!r}: must be 0 … {NUMBERS - 1}")
+        assert 0 <= feed < NUMBERS
+        assert size[0] >= 40
+        assert size[1] >= 18
         self.feed = feed
-        if words := _wrong(size):
-            raise ConfigError(f"size={size!r}: {words}")
         self._cell = min(size[0] // 20, size[1] // 9)
         side = _CELLS * self._cell
         middle = size[0] // 2
@@ -77,28 +77,11 @@ class MarkerCamera(DrawnSource):
 
 
 def markers_source(text: str) -> MarkerCamera:
-    """`markers:feed=3,fps=15,frames=100,size=160x120,live=false` → the source; every option but `feed` may be left out.
-
-    Raises ConfigError.
-    """
-    numbers: drawn.Kinds = {"feed": drawn.whole, "fps": drawn.fps_of, "frames": drawn.whole}
-    found = drawn.options_of(text, {**numbers, "size": _size_of, "live": drawn.flag})
-    if "feed" not in found:
-        raise ConfigError(f"{text}: say the feed's number, as in markers:feed=3")
-    return drawn.made_of(text, MarkerCamera, found)
+    """From a text: markers:feed=3,fps=15,frames=100,size=160x120,live=false; feed must be there."""
+    return made_of(text, MarkerCamera, {"feed": int, "fps": float, "frames": int, "size": size_of, "live": bool})
 
 
-def _size_of(text: str) -> tuple[int, int]:
-    size = drawn.size_of(text)
-    if words := _wrong(size):
-        raise ValueError(words)
-    return size
-
-
-def _wrong(size: tuple[int, int]) -> str:
-    """What a size must be, if it is not."""
-    fits = size[0] >= 40 and size[1] >= 18 and max(size) <= drawn.MAX_SIDE
-    return "" if fits else f"must be at least 40 x 18 pixels for two markers, and a side at most {drawn.MAX_SIDE}"
+DRAWN["markers"] = markers_source
 
 
 def write_marker_video(
@@ -106,7 +89,7 @@ def write_marker_video(
 ) -> None:
     """A video of pictures 0 … frames - 1 of a feed."""
     pictures = MarkerPictures(feed, size)
-    drawn.write_video(path, (pictures.picture(i) for i in range(frames)), fps)
+    write_pictures(path, (pictures.picture(i) for i in range(frames)), fps)
 
 
 class MarkerReader:
@@ -122,7 +105,7 @@ class MarkerReader:
         self.id = id
 
     def on_start(self) -> None:
-        """Load the dictionary, so that the first frame does not wait for it. Raises ConfigError without OpenCV."""
+        """Load the dictionary, so that the first frame does not wait for it."""
         _numbers()
 
     def process(self, entries: Sequence[BatchEntry]) -> list[Any]:
@@ -138,7 +121,6 @@ def read_markers(picture: Image) -> list[int]:
     Dark regions are looked at one by one, as OpenCV's own detector would, which compares each with 4000 patterns and
     takes milliseconds. A marker that stands upright needs one look into a table.
     """
-    cv2 = _cv2()
     grey = cv2.cvtColor(picture, cv2.COLOR_RGB2GRAY)
     _, dark = cv2.threshold(grey, 0, 255, cv2.THRESH_BINARY_INV | cv2.THRESH_OTSU)
     outlines, _ = cv2.findContours(dark, cv2.RETR_EXTERNAL, cv2.CHAIN_APPROX_SIMPLE)
@@ -172,7 +154,7 @@ def _number(dark: NDArray[np.uint8]) -> int | None:
 @cache
 def _patterns() -> NDArray[np.bool_]:
     """[1000, 7, 7]: which cells of each marker are light."""
-    aruco = _cv2().aruco
+    aruco = cv2.aruco
     dictionary = aruco.getPredefinedDictionary(aruco.DICT_5X5_1000)
     drawings = [aruco.generateImageMarker(dictionary, number, _CELLS) for number in range(NUMBERS)]
     return np.stack(drawings) > 127
@@ -181,11 +163,3 @@ def _patterns() -> NDArray[np.bool_]:
 @cache
 def _numbers() -> dict[bytes, int]:
     return {pattern.tobytes(): number for number, pattern in enumerate(_patterns())}
-
-
-def _cv2() -> Any:
-    try:
-        import cv2
-    except ImportError as error:
-        raise ConfigError("OpenCV is not installed: in a clone, pip install '.[demo]'") from error
-    return cv2
