@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 unexport PYTHONDONTWRITEBYTECODE  # the tests start hundreds of processes: each would compile all that it imports
 
-.PHONY: setup demo test test-lerobot test-ray lint bench docs clean
+.PHONY: setup demo test test-long test-lerobot test-ray lint bench docs clean
 
 setup: .venv/ready           ## make .venv with everything for development
 
@@ -21,11 +21,11 @@ setup: .venv/ready           ## make .venv with everything for development
 demo: .venv/demo             ## simulated robots on a real policy, with the batches drawn; installs what they need alone
 	$(BIN)/reflex demo
 
-test: setup                  ## every test; those that measure time run alone, after the others
-	@failed=0; \
-	$(BIN)/python -m pytest -m "not timing" --numprocesses 2 --dist worksteal || failed=1; \
-	$(BIN)/python -m pytest -m timing $$(grep -rl --include='test_*.py' 'pytest\.mark\.timing' tests) || failed=1; \
-	exit $$failed
+test: setup                  ## every promise; the tests of a file run in one process, so that its server starts once
+	$(BIN)/python -m pytest -m "not long" --numprocesses 2 --dist loadfile
+
+test-long: setup             ## what measures time, more messages and seeds of the same tests, and the benchmarks' own tests
+	$(BIN)/python -m pytest -m long tests clients bench
 
 # LeRobot wants versions of its own, and 5 GB: an environment of its own, on Python 3.12 where there is one.
 LEROBOT_PYTHON ?= $(shell python3.12 --version >/dev/null 2>&1 && echo python3.12 || \

@@ -16,6 +16,5 @@ def test_example_runs_and_prints(path: Path) -> None:
     assert done.stdout.strip(), "an example that shows nothing"
 
 
-@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
-def test_example_is_short(path: Path) -> None:
-    assert len(path.read_text(encoding="utf-8").splitlines()) < 60
+def test_examples_are_short() -> None:
+    assert [path.name for path in EXAMPLES if len(path.read_text(encoding="utf-8").splitlines()) >= 60] == []

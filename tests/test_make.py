@@ -1,4 +1,4 @@
-"""`make test` runs two passes and fails if either fails. `make demo` installs what the demo needs and no more."""
+"""`make test` runs all but the long tests. `make demo` installs what the demo needs and no more."""
 
 from __future__ import annotations
 
@@ -7,10 +7,8 @@ import subprocess
 import tomllib
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parent.parent
-# Stands in for every program: notes each call, makes the environment, and fails the pass that FAILS names.
+# Stands in for every program: notes each call, makes the environment, and fails if it is what FAILS names.
 PYTHON = """#!/bin/sh
 echo "$*" >> "$(dirname "$0")/calls"
 case "$*" in "-m venv "*) mkdir -p "$3";; esac
@@ -18,22 +16,20 @@ case "$*" in *"-m $FAILS"*) exit 1;; esac
 """
 
 
-@pytest.mark.parametrize(("fails", "status"), [("nothing", 0), ("not timing", 2), ("timing", 2)])
-def test_make_test_runs_both_passes_and_fails_if_one_does(tmp_path: Path, fails: str, status: int) -> None:
+def test_make_test_runs_all_but_what_is_long_and_fails_with_it(tmp_path: Path) -> None:
     python = tmp_path / "python"
     python.write_text(PYTHON)
     python.chmod(0o755)
-    done = subprocess.run(
-        ["make", "--old-file=setup", f"BIN={tmp_path}", "test"],
-        cwd=ROOT, env={"PATH": "/usr/bin:/bin", "FAILS": fails}, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == status, done.stderr
-    parallel, serial = (tmp_path / "calls").read_text().splitlines()
-    assert parallel == "-m pytest -m not timing --numprocesses 2 --dist worksteal"
-    passes, files = serial.split(" tests/", 1)
-    assert passes == "-m pytest -m timing"
-    assert f"tests/{Path(__file__).name}" not in files.split()
-    assert "telemetry/test_journal_disk.py" in files
+    told = {"test": "-m pytest -m not long --numprocesses 2 --dist loadfile"}
+    told["test-long"] = "-m pytest -m long tests clients bench"
+    for target, command in told.items():
+        for fails, status in (("nothing", 0), ("pytest", 2)):
+            done = subprocess.run(
+                ["make", "--old-file=setup", f"BIN={tmp_path}", target],
+                cwd=ROOT, env={"PATH": "/usr/bin:/bin", "FAILS": fails}, capture_output=True, text=True, check=False,
+            )  # fmt: skip
+            assert done.returncode == status, done.stderr
+            assert (tmp_path / "calls").read_text().splitlines()[-1] == command
 
 
 def test_make_demo_installs_the_demo_alone_and_make_setup_everything(tmp_path: Path) -> None:

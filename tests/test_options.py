@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from dataclasses import Field, fields
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -21,8 +22,7 @@ from serving.exports import write_tiny
 KINDS: tuple[type[Any], ...] = (
     ServeConfig, LLMServeConfig, EmbeddingServeConfig, FeedsConfig, RayConfig, SimulateConfig, PromptsConfig,
 )  # fmt: skip
-OPTIONS = [pytest.param(kind, field, id=f"{kind.__name__}-{field.name}") for kind in KINDS for field in fields(kind)]
-NEEDY = [option for option in OPTIONS if option.values[1].metadata["needs"] or option.values[1].metadata["unless"]]
+OPTIONS = [(kind, field) for kind in KINDS for field in fields(kind)]
 TEXTS = {"ramp": "5,100", "ramp_every": "2m", "slo": "p99=150ms", "guard": "p99=150ms", "cuda_graphs": "1,2", "at": "0"}
 TEXTS |= {"replicas": "auto", "fail": "0@1-2"}
 TEXTS |= {"think": "5", "max_tokens": "5", "step_ms": "1+1", "sweep": "4..8", "provider": "cuda"}
@@ -74,37 +74,53 @@ def given(kind: type[Any], flags: dict[str, Any], missing: Any = None, only: str
     check_needs(config, {only: places[only]} if only else places, missing)
 
 
-@pytest.mark.parametrize(("kind", "field"), OPTIONS)
+def refusal(kind: type[Any], flags: dict[str, Any], missing: Any = None, only: str = "") -> ConfigError | None:
+    try:
+        given(kind, flags, missing, only)
+    except ConfigError as error:
+        return error
+    return None
+
+
 def test_h10_an_option_that_needs_nothing_is_taken_alone_and_another_with_what_it_needs(
-    kind: type[Any], field: Field[Any], caplog: pytest.LogCaptureFixture
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    given(kind, {field.name: another(kind, field)} | company(kind, field.name))
+    found = [refusal(kind, {field.name: another(kind, field)} | company(kind, field.name)) for kind, field in OPTIONS]
+    assert [str(error) for error in found if error is not None] == []
     assert not caplog.records
 
 
-@pytest.mark.parametrize(("kind", "field"), NEEDY)
+def without_what_they_need() -> Iterator[tuple[type[Any], str, Any, dict[str, Any]]]:
+    """(kind, an option, its value, settings in which it lacks what it needs or has no effect)."""
+    for kind, field in OPTIONS:
+        name, value, needs = field.name, another(kind, field), field.metadata["needs"]
+        if needs:
+            yield kind, name, value, {k: v for k, v in OFF.items() if k in needs and f"{k}={v}" not in needs}
+        for word in filter(None, field.metadata["unless"].split("|")):
+            other, _, wanted = word.partition("=")
+            bad = next(f for f in fields(kind) if f.name == other)
+            found = {other: wanted or another(kind, bad)} | company(kind, name) | company(kind, other)
+            yield kind, name, value, found
+
+
 def test_h10_an_option_without_what_it_needs_is_refused_on_the_command_line_and_warned_of_elsewhere(
-    kind: type[Any], field: Field[Any], caplog: pytest.LogCaptureFixture
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    name, value, needs, unless = field.name, another(kind, field), field.metadata["needs"], field.metadata["unless"]
-    wrong: list[dict[str, Any]] = []
-    if needs:
-        wrong.append({name: value} | {k: v for k, v in OFF.items() if k in needs and f"{k}={v}" not in needs})
-    for word in filter(None, unless.split("|")):
-        other, _, wanted = word.partition("=")
-        bad = next(f for f in fields(kind) if f.name == other)
-        wrong.append({name: value, other: wanted or another(kind, bad)} | company(kind, name) | company(kind, other))
-    assert wrong
-    for flags in wrong:
-        with pytest.raises(ConfigError, match=rf"^{flag(name)} (needs|has no effect with) ") as refused:
-            given(kind, flags, EveryFact(), only=name)
-        assert refused.value.details["field"] == name
+    wrong = []
+    for kind, name, value, others in without_what_they_need():
+        error = refusal(kind, {name: value} | others, EveryFact(), only=name)
+        if error is None or error.details["field"] != name:
+            wrong.append(f"{kind.__name__}.{name}: {error}")
+        elif not str(error).startswith((f"{flag(name)} needs ", f"{flag(name)} has no effect with ")):
+            wrong.append(str(error))
         if kind in KINDS[:3]:  # the others do not read the environment
             caplog.clear()
             text = value[0] if isinstance(value, tuple) else value
-            given(kind, flags | {name: f"${text}"}, EveryFact(), only=name)
-            (record,) = caplog.records
-            assert record.getMessage().startswith(f"REFLEX_{name.upper()} has no effect: it ")
+            given(kind, others | {name: f"${text}"}, EveryFact(), only=name)
+            found = [record.getMessage() for record in caplog.records]
+            if len(found) != 1 or not found[0].startswith(f"REFLEX_{name.upper()} has no effect: it "):
+                wrong.append(f"{kind.__name__}.{name} from the environment: {found}")
+    assert wrong == []
 
 
 def test_h10_off_is_off_and_needs_nothing() -> None:
@@ -135,61 +151,52 @@ def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return str(line)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "needed"),
-    [
-        ("--split 80", "--policy-b"),
-        ("--shadow-sample 0.5", "--shadow-policy"),
-        ("--slo-mode 503", "--slo"),
-        ("--rtc-schedule ONES", "--rtc"),
-        ("--rtc-horizon 5", "--rtc"),
-        ("--rtc-per-episode", "--rtc"),
-        ("--ramp 5,100", "--policy-b"),
-        ("--ramp-every 5m", "--ramp or --guard"),
-        ("--ramp-evidence", "--ramp"),
-        ("--ramp-margin 3", "--ramp-evidence"),
-        ("--record-images full", "--record"),
-        ("--record-no-gzip", "--record"),
-        ("--record-max-mb 5", "--record"),
-        ("--prefix-cache-mb 64", "a decomposed export: {export} is monolithic"),
-        ("--prefix-max-age-chunks 2", "a decomposed export: {export} is monolithic"),
-        ("--gr00t-config n1.5", "--gr00t"),
-        ("--probe-cooldown-s 5 --max-consecutive-crashes 0", "--max-consecutive-crashes"),
-    ],
-)
-def test_h10_reflex_serve_refuses_an_option_without_effect(
-    arguments: str, needed: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+SERVE = [
+    ("--split 80", "--policy-b"),
+    ("--shadow-sample 0.5", "--shadow-policy"),
+    ("--slo-mode 503", "--slo"),
+    ("--rtc-schedule ONES", "--rtc"),
+    ("--rtc-horizon 5", "--rtc"),
+    ("--rtc-per-episode", "--rtc"),
+    ("--ramp 5,100", "--policy-b"),
+    ("--ramp-every 5m", "--ramp or --guard"),
+    ("--ramp-evidence", "--ramp"),
+    ("--ramp-margin 3", "--ramp-evidence"),
+    ("--record-images full", "--record"),
+    ("--record-no-gzip", "--record"),
+    ("--record-max-mb 5", "--record"),
+    ("--prefix-cache-mb 64", "a decomposed export: {export} is monolithic"),
+    ("--prefix-max-age-chunks 2", "a decomposed export: {export} is monolithic"),
+    ("--gr00t-config n1.5", "--gr00t"),
+    ("--probe-cooldown-s 5 --max-consecutive-crashes 0", "--max-consecutive-crashes"),
+]
+FEEDS = [
+    ("a.mp4", "--max-age-ms 5", "a live feed"),
+    ("a.mp4", "--restarts 5", "a live feed"),
+    ("a.mp4", "--read-timeout-s 9", "a camera"),
+    ("shapes:", "--realtime", "a file"),
+    ("shapes:", "--loop", "a file"),
+    ("shapes:", "--host 127.0.0.1", "--port"),
+]
+
+
+def test_h10_reflex_serve_refuses_an_option_without_effect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     export = write_tiny(tmp_path / "tiny")
-    words = arguments.split()
-    line = f"reflex serve: {words[0]} needs {needed.format(export=export)}"
-    assert said(capsys, "serve", str(export), "--no-supervise", *words) == line  # in this process
+    lines = [said(capsys, "serve", str(export), "--no-supervise", *words.split()) for words, _ in SERVE]  # here
+    assert lines == [
+        f"reflex serve: {words.split()[0]} needs {needed.format(export=export)}" for words, needed in SERVE
+    ]
 
 
-@pytest.mark.parametrize(
-    ("feed", "arguments", "needed"),
-    [
-        ("a.mp4", "--max-age-ms 5", "a live feed"),
-        ("a.mp4", "--restarts 5", "a live feed"),
-        ("a.mp4", "--read-timeout-s 9", "a camera"),
-        ("shapes:", "--realtime", "a file"),
-        ("shapes:", "--loop", "a file"),
-        ("shapes:", "--host 127.0.0.1", "--port"),
-    ],
-)
 def test_h10_reflex_feeds_refuses_an_option_without_effect(
-    feed: str,
-    arguments: str,
-    needed: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("a.mp4").touch()
-    words = arguments.split()
-    line = said(capsys, "feeds", f"a={feed}", "--onnx", "shapes", *words)
-    assert line.startswith(f"reflex feeds: {words[0]} needs {needed}")
+    for feed, arguments, needed in FEEDS:
+        words = arguments.split()
+        line = said(capsys, "feeds", f"a={feed}", "--onnx", "shapes", *words)
+        assert line.startswith(f"reflex feeds: {words[0]} needs {needed}"), line
 
 
 def test_h10_reflex_simulate_refuses_an_option_without_effect(capsys: pytest.CaptureFixture[str]) -> None:
@@ -206,22 +213,20 @@ def test_h10_reflex_simulate_refuses_an_option_without_effect(capsys: pytest.Cap
 # -- names that are none -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("variable", "says"),
-    [
+def test_h10_a_variable_that_is_no_setting_is_warned_of_with_the_nearest_name(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    for variable, says in (
         ("REFLEX_MAX_QEUE", "REFLEX_MAX_QEUE: no such setting; did you mean REFLEX_MAX_QUEUE?"),
         ("REFLEX_max_queue", "REFLEX_max_queue: no such setting; did you mean REFLEX_MAX_QUEUE?"),
         ("REFLEX_SKIP_2POLICY_MEMORY_CHEK", "did you mean REFLEX_SKIP_2POLICY_MEMORY_CHECK?"),
         ("REFLEX_ZZZ", "REFLEX_ZZZ: no such setting"),
-    ],
-)
-def test_h10_a_variable_that_is_no_setting_is_warned_of_with_the_nearest_name(
-    variable: str, says: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    load(ServeConfig, "serve", None, {variable: "5"}, {})
-    (record,) = caplog.records
-    assert record.levelno == logging.WARNING
-    assert record.getMessage().endswith(says)
+    ):
+        caplog.clear()
+        load(ServeConfig, "serve", None, {variable: "5"}, {})
+        (record,) = caplog.records
+        assert record.levelno == logging.WARNING
+        assert record.getMessage().endswith(says)
 
 
 def test_h10_a_variable_of_another_command_and_what_is_not_ours_is_no_misspelling(

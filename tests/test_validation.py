@@ -24,9 +24,8 @@ class Both(Base):
     wait: float | None = option(None, "a time", low=0, above=True, high=60, unit="seconds", group="last")
 
 
-@pytest.mark.parametrize(
-    ("given", "says"),
-    [
+def test_a_value_outside_its_range_or_of_another_type_is_refused() -> None:
+    cases: list[tuple[dict[str, Any], str]] = [
         ({"size": 10}, r"Both\.size=10: must be in \[1, 9\]"),
         ({"size": True}, r"Both\.size=True: must be a whole number in \[1, 9\]"),
         ({"size": 2.0}, r"Both\.size=2\.0: must be a whole number in"),
@@ -34,11 +33,10 @@ class Both(Base):
         ({"wait": float("nan")}, r"Both\.wait=nan: must be in"),
         ({"wait": "soon"}, r"Both\.wait='soon': must be a number in"),
         ({"port": None}, r"Both\.port=None: must be a whole number"),
-    ],
-)
-def test_a_value_outside_its_range_or_of_another_type_is_refused(given: dict[str, Any], says: str) -> None:
-    with pytest.raises(ConfigError, match=says):
-        validate(Both(**given), "Both")
+    ]
+    for given, says in cases:
+        with pytest.raises(ConfigError, match=says):
+            validate(Both(**given), "Both")
 
 
 def test_what_is_none_by_default_may_be_none() -> None:

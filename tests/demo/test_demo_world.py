@@ -67,7 +67,7 @@ def test_a_millimetre_changes_the_picture() -> None:
     assert (after.image != before.image).any()
 
 
-@pytest.mark.timing
+@pytest.mark.long
 def test_a_picture_takes_less_than_a_millisecond_of_a_core(record_property: pytest.RecordProperty) -> None:
     medians = {}
     for task in INSTRUCTIONS:

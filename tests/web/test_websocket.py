@@ -473,7 +473,7 @@ async def _longest_turn(stop: asyncio.Event) -> float:
     return longest
 
 
-@pytest.mark.timing
+@pytest.mark.long
 @pytest.mark.parametrize("opcode", [Opcode.BINARY, Opcode.PING, Opcode.CONT])
 def test_w1_thousands_of_empty_frames_do_not_hold_the_loop(opcode: Opcode) -> None:
     async def check(run: Running) -> None:

@@ -1,22 +1,24 @@
-"""The repository's benchmarks as a package: what their verdicts and their own websocket client rest on."""
+"""What the verdicts of the benchmarks and their own websocket client rest on. `make test-long` runs it."""
 
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from websockets.frames import Frame, Opcode
+from websockets.streams import StreamReader
+
 from bench.apps.ablated import ANSWER, STAGES
 from bench.cached import OURS, WAYS, Replayed, replay, working_set
 from bench.capacity import HIGHEST, IN_TIME, LOWEST, STEPS, Halving
 from bench.conversations import TRACES, chats, trace
 from bench.load import masked
 from bench.report import row, table
-from websockets.frames import Frame, Opcode
-from websockets.streams import StreamReader
-
 from reflex_runtime.drivers.audience import Audience
 from reflex_runtime.drivers.brief import BriefBatches
 from reflex_runtime.llm.blocks import BlockPool
@@ -27,6 +29,9 @@ from reflex_runtime.policies.serving.ends import Ends
 from serving.exports import write_tiny
 from serving.harness import STATE
 from serving.in_process import Caller, with_app
+
+ROOT = Path(__file__).parents[1]
+pytestmark = pytest.mark.long
 
 
 @pytest.mark.parametrize(
@@ -58,7 +63,7 @@ def test_frames_of_the_load_generator_are_frames(size: int) -> None:
 
 
 def test_the_page_of_costs_has_every_stage_that_is_measured_in_their_order() -> None:
-    text = (Path(__file__).parents[1] / "docs" / "costs.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "costs.md").read_text(encoding="utf-8")
     places = [text.find(f"| {what}") for what, _ in STAGES.values()]
     assert -1 not in places
     assert places == sorted(places)
@@ -120,3 +125,9 @@ def test_a_server_without_some_stages_answers_and_leaves_them_out(stage: str, tm
         assert len(counted) == (at >= list(STAGES).index("sinks"))
 
     with_app(write_tiny(tmp_path / "tiny"), check)
+
+
+def test_the_benchmarks_start() -> None:
+    command = [sys.executable, "-m", "bench", "--help"]
+    told = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT, timeout=60).stdout
+    assert "wires" in told
