@@ -23,11 +23,11 @@ WIDE = 120  # columns if the output is not a terminal
 _STYLES = {"pass": "green", "fail": "bold red", "warn": "yellow", "skip": "dim"}
 
 _DESCRIPTION = """\
-Check an export directory, or another policy. First without loading it: its files and weights, normalisation,
-configuration, the graphs' inputs and batch axis, the robot's file, text, memory for two versions, the provider. Then
-load it as `reflex serve` does and run it: actions, determinism, a batch compared with its members alone, the needs of
---rtc. Last, the clocks of this machine. Of lerobot:DIR, openpi:DIR and python:package.module:make, the check
-`source` stands for those of files and graphs.
+Check an export directory, or another policy. First without loading it: its files, configuration, normalisation, the
+robot's file, text, memory for two versions, the provider. Then load it as `reflex serve` does and run it: the graphs'
+inputs and batch axis, actions, determinism, a batch compared with its members alone, the needs of --rtc. Last, the
+clocks of this machine. Of lerobot:DIR, openpi:DIR and python:package.module:make, the check `source` stands for those
+of files and graphs.
 
 A check passes, fails, warns, or is skipped because one that it needs failed. Below a failure or warning stands what was
 expected and what to do.
@@ -45,7 +45,7 @@ examples:
   remediation, environment, duration_ms} in their order. Texts are for people and may change; ids, statuses and keys
   stay. environment is true if the fault is in this machine and not in the export.
 ids:
-  files normalisation config wires opset inputs dynamic_batch embodiment tokenizer memory provider model_load actions
+  files config wires normalisation embodiment tokenizer memory provider model_load inputs dynamic_batch actions cameras
   determinism batch_parity rtc_boundary clock, and for what is no export: source
 
 exit codes: 0 nothing failed, 1 the export failed a check, 2 bad arguments, 3 only checks of this machine failed
@@ -113,8 +113,8 @@ def _show(console: Console, diagnosis: Diagnosis) -> None:
     table.add_column(overflow="fold", ratio=1)
     table.add_column(no_wrap=True, justify="right")
     for check in diagnosis.checks:
-        style = _STYLES[check.finding.status]
-        table.add_row(Text(check.finding.status, style), Text(check.id, style), _told(check), _ms(check.duration))
+        style = _STYLES[check.status]
+        table.add_row(Text(check.status, style), Text(check.id, style), _told(check), _ms(check.duration))
     console.print(table)
     counts = diagnosis.as_dict()["counts"]
     total = sum(check.duration for check in diagnosis.checks)
@@ -125,12 +125,10 @@ def _show(console: Console, diagnosis: Diagnosis) -> None:
 
 def _told(check: Check) -> Text:
     """The result of a check; for a failure or warning also what was expected and what to do."""
-    found = check.finding
-    if found.status in ("pass", "skip"):
-        return Text(found.actual, style="" if found.status == "pass" else "dim")
-    return Text.assemble(
-        found.actual, ("\nexpected: ", "dim"), found.expected, ("\n→ ", _STYLES[found.status]), found.remediation
-    )
+    if check.status in ("pass", "skip"):
+        return Text(check.actual, style="" if check.status == "pass" else "dim")
+    arrow = ("\n→ ", _STYLES[check.status])
+    return Text.assemble(check.actual, ("\nexpected: ", "dim"), check.expected, arrow, check.remediation)
 
 
 def _ms(seconds: float) -> Text:

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.processors.ports import Port, TensorSpec, match, names_of, port_of
+from reflex_runtime.processors.ports import BatchAxisError, Port, TensorSpec, match, port_of
 from reflex_runtime.processors.providers import CPU, CUDA, check_provider, onnxruntime_here
 
 Rows = Mapping[str, Any]  # tensor name → array [rows, …], or what `OnnxSession.place` made of one
@@ -49,9 +49,9 @@ class OnnxSession:
     """One graph. Its first axis is the batch axis of every input and output.
 
     path: the .onnx file; external data lies beside it.
-    metadata: what the file says of itself, by key.
-    inputs, outputs: what is expected; a name, type or size that differs is a ConfigError. Inputs must be all of the
-        graph's, outputs may be some of them and are then the only ones computed. None expects nothing.
+    metadata: what the file says of itself, by key. half: it computes in 16 bits, as far as inputs and outputs tell.
+    inputs, outputs: what is expected, as `match` checks it. Outputs named are the only ones computed. None expects
+        nothing.
     provider: the execution provider, never another one silently. threads: intra-op threads; one by default, because
         the processes of one machine otherwise fight for its cores.
     captured_sizes: batch sizes to capture as CUDA graphs, ascending; needs the CUDA provider, a symbolic batch axis
@@ -85,12 +85,10 @@ class OnnxSession:
         self._session, self._ort = _open(path, provider, threads, bool(captured_sizes))
         self.inputs = {p.name: p for p in (port_of(path, arg) for arg in self._session.get_inputs())}
         self.outputs = {p.name: p for p in (port_of(path, arg) for arg in self._session.get_outputs())}
+        self.half = any(port.dtype == np.float16 for port in (*self.inputs.values(), *self.outputs.values()))
         self.metadata: dict[str, str] = dict(self._session.get_modelmeta().custom_metadata_map)
         if inputs is not None:
             match(path, "input", inputs, self.inputs)
-            unknown = sorted(set(self.inputs) - {spec.name for spec in inputs})
-            if unknown:
-                raise ConfigError(f"{path}: input {unknown[0]!r}: unknown, expected only {names_of(inputs)}")
         if outputs is not None:
             match(path, "output", outputs, self.outputs)
         self._wanted = [spec.name for spec in outputs] if outputs is not None else list(self.outputs)
@@ -225,11 +223,12 @@ class OnnxSession:
         for port, dims in axes.items():
             if dims not in ((None,), (1,)):
                 found = f"a fixed size of {dims[0]}" if dims else "no axis at all"
-                raise ConfigError(f"{self.path}: {port}: leading axis: found {found}, expected a symbolic size, or 1")
+                wanted = "expected a symbolic size, or 1"
+                raise BatchAxisError(f"{self.path}: {port}: leading axis: found {found}, {wanted}")
         symbolic = [port for port, dims in axes.items() if dims == (None,)]
         if symbolic and len(symbolic) < len(axes):
             fixed = next(port for port in axes if port not in symbolic)
-            raise ConfigError(
+            raise BatchAxisError(
                 f"{self.path}: {fixed}: leading axis is 1 but that of {symbolic[0]} is symbolic; make them agree"
             )
         return bool(symbolic)
@@ -244,7 +243,7 @@ class OnnxSession:
             if not port.dims or port.dims[0] not in (None, size):
                 found = f"a fixed size of {port.dims[0]}" if port.dims else "no axis at all"
                 wanted = f"{size} as that of its inputs"
-                raise ConfigError(f"{self.path}: output {name!r}: leading axis: found {found}, expected {wanted}")
+                raise BatchAxisError(f"{self.path}: output {name!r}: leading axis: found {found}, expected {wanted}")
         return size
 
     def _ports(self) -> list[tuple[str, Port]]:

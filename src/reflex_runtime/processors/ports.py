@@ -57,21 +57,36 @@ def port_of(path: Path, arg: Any) -> Port:
     return Port(arg.name, np.dtype(dtype), tuple(d if isinstance(d, int) else None for d in arg.shape))
 
 
+class PortMismatch(ConfigError):
+    """The inputs or outputs of a graph are not those that its caller expects."""
+
+
+class BatchAxisError(ConfigError):
+    """The first axes of a graph's inputs and outputs are no batch axis."""
+
+
 def match(path: Path, what: str, specs: Sequence[TensorSpec], ports: Mapping[str, Port]) -> None:
-    """ConfigError where the ports of a graph are not those that are expected. what: inputs or outputs."""
-    for spec in specs:
-        port = ports.get(spec.name)
-        if port is None:
-            raise ConfigError(
-                f"{path}: {what} {spec.name!r}: not in the graph, which has {', '.join(map(repr, ports))}"
-            )
-        if spec.kind and port.dtype.kind not in spec.kind:
-            raise ConfigError(f"{path}: {what} {spec.name!r}: found {port.dtype}, expected {kinds_of(spec)}")
-        if spec.dims is not None and not fits(spec.dims, port.dims[1:]):
-            found = shown(port.dims[1:])
-            raise ConfigError(
-                f"{path}: {what} {spec.name!r}: found {found} after the batch axis, expected {shown(spec.dims)}"
-            )
+    """PortMismatch, with every difference, where the ports of a graph are not as expected. what: input or output.
+
+    Inputs must be all of the graph's, outputs may be some of them."""
+    problems = [f"{what} {spec.name!r}: {found}" for spec in specs if (found := _mismatch(spec, ports))]
+    names = [spec.name for spec in specs]
+    expected = ", ".join(map(repr, names))
+    unknown = sorted(set(ports) - set(names)) if what == "input" and not problems else ()
+    problems += [f"input {name!r}: unknown, expected only {expected}" for name in unknown]
+    if problems:
+        raise PortMismatch(f"{path}: {'; '.join(problems)}")
+
+
+def _mismatch(spec: TensorSpec, ports: Mapping[str, Port]) -> str:
+    port = ports.get(spec.name)
+    if port is None:
+        return f"not in the graph, which has {', '.join(map(repr, ports))}"
+    if spec.kind and port.dtype.kind not in spec.kind:
+        return f"found {port.dtype}, expected {kinds_of(spec)}"
+    if spec.dims is not None and not fits(spec.dims, port.dims[1:]):
+        return f"found {shown(port.dims[1:])} after the batch axis, expected {shown(spec.dims)}"
+    return ""
 
 
 def kinds_of(spec: TensorSpec) -> str:
@@ -90,8 +105,3 @@ def fits(dims: Sequence[int | None], declared: Sequence[int | None]) -> bool:
 def shown(dims: Sequence[int | None]) -> str:
     """Sizes as errors show them."""
     return "[" + ", ".join("any" if d is None else str(d) for d in dims) + "]"
-
-
-def names_of(specs: Sequence[TensorSpec]) -> str:
-    """As errors show them."""
-    return ", ".join(repr(spec.name) for spec in specs)

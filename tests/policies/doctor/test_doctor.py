@@ -22,20 +22,21 @@ from policies import means
 from policies.tiny import ACTIONS, CHUNK, EMBODIMENT, STATE, write_export
 from reflex_runtime.cli import main
 from reflex_runtime.demo.exports import KINDS, export_dir
-from reflex_runtime.policies.doctor import doctor
-from reflex_runtime.policies.doctor.doctor import Clocks, Diagnosis, Finding, examine
+from reflex_runtime.policies.doctor import checks, doctor
+from reflex_runtime.policies.doctor.checks import Clocks
+from reflex_runtime.policies.doctor.doctor import Check, Diagnosis, examine
 from reflex_runtime.policies.export.memory import GB
 from reflex_runtime.processors.providers import CUDA
 
 Change = Callable[[dict[str, Any]], Any]
 
 
-def found(diagnosis: Diagnosis, name: str) -> Finding:
+def found(diagnosis: Diagnosis, name: str) -> Check:
     (check,) = [check for check in diagnosis.checks if check.id == name]
-    return check.finding
+    return check
 
 
-def failed(root: Path, name: str, status: str = "fail", **options: Any) -> Finding:
+def failed(root: Path, name: str, status: str = "fail", **options: Any) -> Check:
     """The finding of one check, of which it is asserted that it ends so and says what to do."""
     finding = found(examine(root, **options), name)
     assert finding.status == status, finding
@@ -76,18 +77,18 @@ def split(tmp_path: Path) -> Path:
 def test_t7_the_bundled_exports_are_fit_to_serve(kind: Any) -> None:
     diagnosis = examine(export_dir("v2", kind), clocks=ticking(1e-3))
     assert diagnosis.exit_code == 0
-    unusual = {check.id: check.finding.status for check in diagnosis.checks if check.finding.status != "pass"}
+    unusual = {check.id: check.status for check in diagnosis.checks if check.status != "pass"}
     assert unusual == ({} if kind == "decomposed" else {"rtc_boundary": "skip"})
     assert "0 at most" in found(diagnosis, "batch_parity").actual
     assert all(check.duration >= 0.0 for check in diagnosis.checks)
 
 
 def test_t7_every_check_of_the_contract_has_an_id() -> None:
-    ids = [name for name, _, _ in doctor._EXPORT]
+    ids = [name for name, *_ in checks.EXPORT]
     named = {"model_load", "provider", "inputs", "normalisation", "determinism", "dynamic_batch", "batch_parity"}
     assert named | {"memory", "rtc_boundary", "clock"} <= set(ids)
-    for i, (_, needs, _) in enumerate(doctor._EXPORT):
-        assert set(needs) <= set(ids[:i]), "a check may need earlier ones only"
+    for i, rule in enumerate(checks.EXPORT):
+        assert set(rule.needs) <= set(ids[:i]), "a check may need earlier ones only"
 
 
 # -- files -------------------------------------------------------------------------------------------------------------
@@ -97,21 +98,22 @@ def _truncate(file: Path) -> None:
     file.write_bytes(file.read_bytes()[:-40])
 
 
-FILES: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "no configuration": (lambda root: (root / "reflex_config.json").unlink(), "not found"),
-    "not JSON": (lambda root: (root / "reflex_config.json").write_text("{"), "not JSON"),
-    "no object": (lambda root: (root / "reflex_config.json").write_text("[]"), "found list"),
+FILES: dict[str, tuple[Callable[[Path], Any], str, str]] = {
+    "no configuration": (lambda root: (root / "reflex_config.json").unlink(), "config", "not found"),
+    "not JSON": (lambda root: (root / "reflex_config.json").write_text("{"), "config", "not JSON"),
+    "no object": (lambda root: (root / "reflex_config.json").write_text("[]"), "config", "expected an object"),
     "a link to nothing": (
         lambda root: ((root / "model.onnx").unlink(), (root / "model.onnx").symlink_to("blobs/7")),
+        "files",
         "link to nothing",
     ),
-    "no graph": (lambda root: (root / "model.onnx").unlink(), "no *.onnx"),
-    "a graph cut off": (lambda root: _truncate(root / "model.onnx"), "model.onnx"),
-    "an empty graph": (lambda root: (root / "model.onnx").write_bytes(b""), "empty"),
-    "no graph at all": (lambda root: (root / "model.onnx").write_bytes(b"PK\x03\x04 a zip file"), "not an ONNX"),
-    "a web page": (lambda root: (root / "model.onnx").write_bytes(b"<!DOCTYPE html><html>"), "ONNX"),
+    "no graph": (lambda root: (root / "model.onnx").unlink(), "config", "model.onnx: not found"),
+    "a graph cut off": (lambda root: _truncate(root / "model.onnx"), "model_load", "model.onnx"),
+    "an empty graph": (lambda root: (root / "model.onnx").write_bytes(b""), "model_load", "model.onnx"),
+    "a web page": (lambda root: (root / "model.onnx").write_bytes(b"<!DOCTYPE html>"), "model_load", "model.onnx"),
     "a large-file pointer": (
         lambda root: (root / "model.onnx").write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n"),
+        "files",
         "Git LFS",
     ),
 }
@@ -119,14 +121,13 @@ FILES: dict[str, tuple[Callable[[Path], Any], str]] = {
 
 @pytest.mark.parametrize("case", FILES)
 def test_t7_files(mono: Path, case: str) -> None:
-    damage, told = FILES[case]
+    damage, check, told = FILES[case]
     damage(mono)
-    assert told in failed(mono, "files").actual
+    assert told in failed(mono, check).actual
     diagnosis = examine(mono)
     assert diagnosis.exit_code == 1
-    skipped = {check.id for check in diagnosis.checks if check.finding.status == "skip"}
-    assert {"config", "model_load", "actions", "batch_parity"} <= skipped
-    assert found(diagnosis, "config").actual.startswith("needs a check that did not pass: files failed")
+    skipped = {check.id for check in diagnosis.checks if check.status == "skip"}
+    assert {"actions", "batch_parity"} <= skipped
     assert found(diagnosis, "clock").status == "pass", "what needs nothing is looked at"
 
 
@@ -134,13 +135,14 @@ def test_t7_every_truncation_of_a_graph_is_a_finding(mono: Path) -> None:
     whole = (mono / "model.onnx").read_bytes()
     for size in (*range(0, len(whole) - 20, 37), *range(len(whole) - 20, len(whole))):
         (mono / "model.onnx").write_bytes(whole[:size])
-        assert found(examine(mono), "files").status == "fail"
+        assert examine(mono).exit_code == 1
 
 
 def move_weights_out(root: Path, name: str) -> Path:
     model = onnx.load(root / "model.onnx")
-    model.graph.node.append(helper.make_node("Identity", ["more"], ["nothing"]))
-    model.graph.initializer.append(numpy_helper.from_array(np.zeros(1000, np.float32), "more"))
+    zero = helper.make_node("ReduceMean", ["more"], ["nothing"], keepdims=0)
+    more = numpy_helper.from_array(np.zeros(1000, np.float32), "more")
+    insert_before_output(model, zero, helper.make_node("Add", ["made", "nothing"], ["chunk"]), constants=(more,))
     onnx.save(model, root / "model.onnx", save_as_external_data=True, location=name, size_threshold=1000)
     return root / name
 
@@ -150,16 +152,16 @@ def test_t7_external_data(mono: Path) -> None:
     assert examine(mono).exit_code == 0
     whole = data.read_bytes()
     data.write_bytes(whole[:-8])
-    assert f"{len(whole) - 8} bytes" in failed(mono, "files").actual
+    assert f"file_length: {len(whole) - 8}" in failed(mono, "model_load").actual
     data.unlink()
-    finding = failed(mono, "files")
-    assert "weights are in model.onnx.data, which is not there" in finding.actual
-    assert f"copy model.onnx.data into {mono}" in finding.remediation
+    assert "model.onnx.data" in failed(mono, "model_load").actual
 
 
 def test_t7_external_data_that_no_hash_counts_is_a_warning(mono: Path) -> None:
+    (mono / "README.md").write_text("notes")
+    assert found(examine(mono), "files").status == "pass"
     move_weights_out(mono, "weights")
-    assert "does not count in model_hash" in failed(mono, "files", "warn").remediation
+    assert failed(mono, "files", "warn").actual.startswith("weights holds weights")
 
 
 @pytest.fixture
@@ -182,32 +184,17 @@ def test_t7_files_of_another_user(open_to_all: Path) -> None:
     finally:
         os.seteuid(before)
     assert "Permission denied" in finding.actual
-    assert f"chmod a+r {root / 'model.onnx'}" in finding.remediation
+    assert "chmod a+r" in finding.remediation
 
 
 # -- normalisation and configuration -----------------------------------------------------------------------------------
 
 RANGE = {"q01": [1.0, 0.0], "q99": [2.0, 1.0]}
 NORMS: dict[str, tuple[Change, str, str]] = {
-    "zero": (lambda c: c["state_norm"].update(std=[1.0, 0.0]), "fail", "state_norm.std[1] is 0"),
-    "negative": (lambda c: c["action_norm"].update(std=[-1.0, 1.0]), "fail", "action_norm.std[0] is -1"),
-    "tiny": (lambda c: c["state_norm"].update(std=[1.0, 1e-8]), "fail", "state_norm.std[1] is 1e-08, tiny"),
-    "tiny action": (lambda c: c["action_norm"].update(std=[1.0, 1e-8]), "warn", "this joint will not move"),
-    "not finite": (lambda c: c["state_norm"].update(mean=[0.0, float("nan")]), "fail", "state_norm.mean[1] is nan"),
-    "infinite": (lambda c: c["action_norm"].update(std=[1.0, float("inf")]), "fail", "action_norm.std[1] is inf"),
-    "too long": (lambda c: c["state_norm"].update(mean=[0.0] * 3), "fail", "mean: 3 numbers for 2 dimensions"),
-    "too short": (lambda c: c["action_norm"].update(std=[1.0]), "fail", "std: 1 numbers for 2 dimensions"),
-    "no numbers": (lambda c: c["action_norm"].update(std="1 1"), "fail", "std: expected a list of numbers"),
-    "no mean": (lambda c: c["action_norm"].pop("mean"), "fail", "mean: expected a list"),
-    "no object": (lambda c: c.update(action_norm=[1.0]), "fail", "action_norm: found list"),
+    "tiny": (lambda c: c["state_norm"].update(std=[1.0, 1e-8]), "warn", "state_norm: dimension 1 varies by 1e-08"),
+    "tiny action": (lambda c: c["action_norm"].update(std=[1.0, 1e-8]), "warn", "action_norm: dimension 1 varies"),
     "range": (lambda c: c.update(state_norm=RANGE), "pass", "state_norm and action_norm"),
-    "no range": (lambda c: c.update(state_norm=RANGE | {"q99": [1, 1]}), "fail", "q99[0] − q01[0] is 0"),
-    "turned range": (lambda c: c.update(action_norm=RANGE | {"q99": [0, 1]}), "fail", "q99[0] − q01[0] is -1"),
-    "tiny range": (lambda c: c.update(state_norm=RANGE | {"q99": [1 + 1e-9, 1]}), "fail", "is 1e-09, tiny"),
-    "epsilon": (
-        lambda c: c.update(state_norm=RANGE | {"q99": [1, 1], "epsilon": 1e-6}), "warn", "this dimension never varied",
-    ),
-    "two kinds": (lambda c: c["state_norm"].update(RANGE), "fail", "state_norm: mean/std and q01/q99"),
+    "epsilon": (lambda c: c.update(state_norm=RANGE | {"q99": [1, 1], "epsilon": 1e-6}), "warn", "dimension 0 varies"),
     "no state norm": (lambda c: c.pop("state_norm"), "warn", "no state_norm"),
     "no action norm": (lambda c: c.pop("action_norm"), "warn", "no action_norm"),
 }
@@ -219,17 +206,13 @@ def test_t7_normalisation(tmp_path: Path, case: str) -> None:
     root = write_export(tmp_path / "x", change=change)
     finding = found(examine(root), "normalisation") if status == "pass" else failed(root, "normalisation", status)
     assert told in finding.actual
-    assert found(examine(root), "config").status == ("skip" if status == "fail" else "pass")
 
 
-def test_t7_normalisation_in_both_files(tmp_path: Path) -> None:
-    norm = {"mean": [0.0, 0.0], "std": [1.0, 1.0]}
-    root = write_export(tmp_path / "x", embodiment=EMBODIMENT | {"action_norm": norm})
-    assert "action_norm is in reflex_config.json and in embodiment.json" in failed(root, "normalisation").actual
-    root = write_export(
-        tmp_path / "y", change=lambda c: c.pop("action_norm"), embodiment=EMBODIMENT | {"action_norm": norm}
-    )
-    assert found(examine(root), "normalisation").status == "pass"
+@pytest.mark.parametrize("std", [[1.0, 0.0], [1.0, float("nan")], [1.0], "1 1"])
+def test_t7_normalisation_that_no_export_may_have_is_the_loaders_error(tmp_path: Path, std: Any) -> None:
+    root = write_export(tmp_path / "x", change=lambda c: c["state_norm"].update(std=std))
+    assert "reflex_config.json: " in failed(root, "config").actual
+    assert found(examine(root), "normalisation").status == "skip"
 
 
 TWO: Any = {"front": ("u", [4, 6, 3]), "wrist": ("u", [4, 6, 3])}
@@ -296,25 +279,19 @@ def test_t7_wires(tmp_path: Path) -> None:
     assert found(examine(root), "wires").actual == wanted
 
 
-def test_t7_opset(tmp_path: Path, split: Path) -> None:
-    root = write_export(tmp_path / "x", change=lambda c: c.update(opset=13))
-    finding = failed(root, "opset", "warn")
-    assert (finding.expected, finding.actual) == ("opset 13", "model 17")
-    edit(split / "vlm_prefix.onnx", lambda model: setattr(model.opset_import[0], "version", 16))
-    assert failed(split, "opset", "warn").actual == "prefix 16, expert 17"
-
-
 # -- the graphs --------------------------------------------------------------------------------------------------------
 
 INPUTS: dict[str, tuple[Change, str]] = {
-    "name": (lambda c: c["inputs"].update(front="image"), "model: inputs.front: no tensor 'image'; there are 'rgb'"),
-    "output": (lambda c: c["outputs"].update(actions="y"), "model: outputs.actions: no tensor 'y'"),
-    "size": (lambda c: c.update(chunk_size=5), "'x' float32[batch, 4, 2], expected [batch, 5, 2]"),
-    "rank": (lambda c: c["inputs"].update(state="x", noise="pose"), "expected [batch, 2]"),
-    "type": (lambda c: c["inputs"].update(tokens="rgb", front="ids"), "'rgb' uint8[batch, 4, 6, 3], expected int32"),
+    "names": (
+        lambda c: c["inputs"].update(front="image", tokens="words"),
+        "input 'image': not in the graph, which has 'rgb', 'ids', 'pose', 'x'; input 'words': not in the graph",
+    ),
+    "output": (lambda c: c["outputs"].update(actions="y"), "output 'y': not in the graph"),
+    "size": (lambda c: c.update(chunk_size=5), "input 'x': found [4, 2] after the batch axis, expected [5, 2]"),
+    "type": (lambda c: c["inputs"].update(tokens="rgb", front="ids"), "input 'rgb': found uint8, expected int32"),
     "an unknown input": (
         lambda c: (c["inputs"].pop("tokens"), c.pop("tokenizer"), c.pop("max_tokens")),
-        "input 'ids' int64[batch, 3]",
+        "input 'ids': unknown",
     ),
 }
 
@@ -324,7 +301,7 @@ def test_t7_inputs(tmp_path: Path, case: str) -> None:
     change, told = INPUTS[case]
     root = write_export(tmp_path / "x", change=change)
     assert told in failed(root, "inputs").actual
-    assert found(examine(root), "model_load").status == "skip"
+    assert found(examine(root), "actions").status == "skip"
 
 
 def test_t7_weights_that_older_files_list_as_inputs_need_no_role(mono: Path) -> None:
@@ -334,13 +311,6 @@ def test_t7_weights_that_older_files_list_as_inputs_need_no_role(mono: Path) -> 
 
     edit(mono / "model.onnx", listed)
     assert examine(mono).exit_code == 0
-
-
-def test_t7_inputs_of_both_graphs_are_looked_at(tmp_path: Path) -> None:
-    root = write_export(tmp_path / "x", "decomposed", lambda c: c["inputs"].update(time="when", front="picture"))
-    actual = failed(root, "inputs").actual
-    assert "prefix: inputs.front: no tensor 'picture'" in actual
-    assert "expert: inputs.time: no tensor 'when'" in actual
 
 
 def _fix_axis(file: Path, names: set[str], size: int) -> None:
@@ -358,15 +328,14 @@ def test_t7_dynamic_batch(tmp_path: Path, mono: Path, split: Path) -> None:
     assert found(examine(single), "batch_parity").status == "pass"
 
     _fix_axis(split / "vlm_prefix.onnx", {"rgb", "ids", "keys", "values"}, 1)
-    actual = failed(split, "dynamic_batch", "warn").actual
-    assert actual.startswith("only expert has one; prefix: fixed at 1"), "and whether both graphs have it"
+    assert "fixed at 1" in failed(split, "dynamic_batch", "warn").actual, "in one of the two graphs"
 
     fixed = write_export(tmp_path / "fixed", batch=4)
-    assert "'rgb' uint8[4, 4, 6, 3]" in failed(fixed, "dynamic_batch").actual
+    assert "a fixed size of 4" in failed(fixed, "dynamic_batch").actual
 
     _fix_axis(mono / "model.onnx", {"pose"}, 1)
     finding = failed(mono, "dynamic_batch")
-    assert finding.actual == "model: 'pose' float32[1, 2], others are symbolic"
+    assert "input 'pose': leading axis is 1 but that of" in finding.actual
     assert "dynamic_axes" in finding.remediation
 
     def no_axis(model: Any) -> None:
@@ -430,7 +399,7 @@ def test_t7_provider(mono: Path) -> None:
     assert "onnxruntime-gpu" in finding.actual
     assert diagnosis.exit_code == 3
     assert found(diagnosis, "model_load").actual == "needs a check that did not pass: provider failed"
-    assert found(diagnosis, "dynamic_batch").status == "pass", "what needs no runtime is looked at"
+    assert found(diagnosis, "embodiment").status == "pass", "what needs no runtime is looked at"
 
 
 def test_t7_without_onnxruntime(mono: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -442,7 +411,7 @@ def test_t7_without_onnxruntime(mono: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def test_t7_a_faulty_export_counts_more_than_the_machine(tmp_path: Path) -> None:
     root = write_export(tmp_path / "x", change=lambda c: c["state_norm"].update(std=[0.0, 1.0]))
     diagnosis = examine(root, "NoSuchProvider")
-    assert [c.id for c in diagnosis.checks if c.finding.status == "fail"] == ["normalisation", "provider"]
+    assert [c.id for c in diagnosis.checks if c.status == "fail"] == ["config", "provider"]
     assert diagnosis.exit_code == 1
 
 
@@ -518,23 +487,16 @@ def _mean_over_batch(model: Any, share: float = 1.0) -> None:
     )
 
 
-@pytest.mark.parametrize("share", [1.0, 1e-3])
-def test_t7_batch_parity_of_rows_that_influence_each_other(mono: Path, share: float) -> None:
-    edit(mono / "model.onnx", lambda m: _mean_over_batch(m, share))
+def test_t7_batch_parity_of_rows_that_influence_each_other(mono: Path) -> None:
+    edit(mono / "model.onnx", _mean_over_batch)
     finding = failed(mono, "batch_parity")
     assert "within 0.0001" in finding.expected
     assert "--max-batch-size 1" in finding.remediation
 
 
-def test_t7_batch_parity_in_16_bits_has_a_wider_bound(mono: Path) -> None:
-    half = numpy_helper.from_array(np.zeros(1, np.float16), "half_weight")
-    edit(mono / "model.onnx", lambda m: (_mean_over_batch(m, 1e-3), m.graph.initializer.append(half)))
-    assert "within 0.02" in found(examine(mono), "batch_parity").expected
-    assert found(examine(mono), "batch_parity").status == "pass"
-    edit(mono / "model.onnx", lambda m: setattr(
-        next(c for c in m.graph.initializer if c.name == "share"), "raw_data", np.array(1.0, np.float32).tobytes()
-    ))  # fmt: skip
-    assert failed(mono, "batch_parity").actual.startswith("differs by")
+def test_t7_batch_parity_no_better_than_16_bits_is_a_warning(mono: Path) -> None:
+    edit(mono / "model.onnx", lambda m: _mean_over_batch(m, 1e-3))
+    assert "weights in 16 bits" in failed(mono, "batch_parity", "warn").remediation
 
 
 def test_t7_batch_parity_of_rows_at_different_steps(split: Path) -> None:
@@ -643,11 +605,11 @@ def test_t7_clock_that_was_never_set_where_the_files_are_as_old(mono: Path) -> N
 def test_t7_a_check_that_breaks_is_a_finding_and_the_others_are_made(
     mono: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def breaks(context: Any) -> Finding:
+    def breaks(context: Any) -> str:
         raise ZeroDivisionError("in the check")
 
-    checks = tuple((name, needs, breaks if name == "memory" else look) for name, needs, look in doctor._EXPORT)
-    monkeypatch.setattr(doctor, "_EXPORT", checks)
+    rules = [rule._replace(look=breaks) if rule.id == "memory" else rule for rule in checks.EXPORT]
+    monkeypatch.setattr(doctor, "EXPORT", rules)
     assert "ZeroDivisionError: in the check" in failed(mono, "memory").actual
     assert found(examine(mono), "batch_parity").status == "pass"
 
@@ -671,7 +633,7 @@ def test_t7_command_in_json_is_stable(mono: Path, capsys: pytest.CaptureFixture[
     told = json.loads(capsys.readouterr().out)
     assert (told["schema_version"], told["exit_code"], told["threads"]) == (1, 3, 2)
     assert (told["model_id"], told["provider"], told["export_dir"]) == ("tiny", "NoSuchProvider", str(mono))
-    assert [check["id"] for check in told["checks"]] == [name for name, _, _ in doctor._EXPORT]
+    assert [check["id"] for check in told["checks"]] == [name for name, *_ in checks.EXPORT]
     keys = {"id", "status", "expected", "actual", "remediation", "environment", "duration_ms"}
     assert all(set(check) == keys for check in told["checks"])
     assert sum(told["counts"].values()) == len(told["checks"])

@@ -28,7 +28,6 @@ from policies.tiny import (
 )
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.policies import DecomposedPolicy, Export, load_policy
-from reflex_runtime.policies.export.onnx_file import NotOnnx, read_onnx
 from reflex_runtime.policies.policy.spec import DeviceOptions
 
 Change = Callable[[dict[str, Any]], Any]
@@ -322,19 +321,17 @@ def test_export_missing_files_are_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("data", "next_step"),
+    ("data", "told"),
     [
         (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 4\n", "run git lfs pull"),
-        (b"", "copy or export it again"),
-        (b"no model", "copy or export it again"),
+        (b"", "onnxruntime cannot load it"),
+        (b"no model", "onnxruntime cannot load it"),
     ],
 )
-def test_export_a_model_file_that_was_not_copied_whole_says_what_to_do(
-    tmp_path: Path, data: bytes, next_step: str
-) -> None:
-    (tmp_path / "model.onnx").write_bytes(data)
-    with pytest.raises(NotOnnx, match=next_step):
-        read_onnx(tmp_path / "model.onnx")
+def test_export_a_model_file_that_was_not_copied_whole_is_named(tmp_path: Path, data: bytes, told: str) -> None:
+    (write_export(tmp_path) / "model.onnx").write_bytes(data)
+    with pytest.raises(ConfigError, match=rf"model\.onnx: .*{told}"):
+        load_policy(tmp_path)
 
 
 # -- the configuration against the graphs ------------------------------------------------------------------------------

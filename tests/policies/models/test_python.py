@@ -176,16 +176,16 @@ def test_p6_the_doctor_tells_json_alone_however_much_a_model_prints(
 
 def test_p6_the_doctor_runs_what_a_factory_made(here: Path) -> None:
     good = examine("python:my_policy:make")
-    found = {check.id: check.finding for check in good.checks}
+    found = {check.id: check for check in good.checks}
     assert list(found) == [
         "source", "embodiment", "memory", "model_load", "actions", "cameras", "determinism", "batch_parity",
         "rtc_boundary", "clock",
     ]  # fmt: skip
     assert good.exit_code == 0
     assert found["source"].actual.startswith("mine, custom, monolithic")
-    mixing = {check.id: check.finding.status for check in examine("python:my_policy:mixing").checks}
+    mixing = {check.id: check.status for check in examine("python:my_policy:mixing").checks}
     assert mixing["batch_parity"] == "fail"
-    broken = {check.id: check.finding for check in examine("python:my_policy:broken").checks}
+    broken = {check.id: check for check in examine("python:my_policy:broken").checks}
     assert (broken["source"].status, broken["actions"].status) == ("fail", "skip")
     assert "KeyError: 'weights'" in broken["source"].actual
 

@@ -1,8 +1,7 @@
-"""Looks at an export before a robot does: every check says what it expected, what it found and what to do about it.
+"""Looks at a policy before a robot does: makes every check, and says what it expected, what it found and what to do.
 
-Checks run in a fixed order, cheap ones that need nothing loaded first, and one that needs what another found broken is
-skipped and says so. `examine` never raises for what is wrong with the export: that is what it reports. The checks are
-in `doctor_files` and `doctor_runs`.
+Checks run in a fixed order; one that needs what another found broken is skipped and says so. Most findings are the
+loader's own errors, listed. `examine` never raises for what is wrong with the policy: that is what it reports.
 """
 
 from __future__ import annotations
@@ -11,42 +10,49 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Literal
 
-from reflex_runtime.policies.doctor import files, runs
-from reflex_runtime.policies.doctor.findings import CheckContext, Clocks, Finding, Status, failed, skipped
+from reflex_runtime.core.errors import ReflexError
+from reflex_runtime.policies.doctor.checks import (
+    EXPORT,
+    OTHER,
+    CheckContext,
+    CheckFailure,
+    CheckRule,
+    CheckSkipped,
+    CheckWarning,
+    Clocks,
+)
 from reflex_runtime.policies.export.memory import total_memory
 from reflex_runtime.policies.policy.spec import PolicySpec
 from reflex_runtime.policies.source import is_export
 from reflex_runtime.processors.providers import CPU
 from reflex_runtime.version import __version__
 
+Status = Literal["pass", "fail", "warn", "skip"]
+
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One check that was made. duration: seconds."""
+    """One check that was made. environment: the fault is in this machine, not in the policy. duration: seconds."""
 
     id: str
-    finding: Finding
-    duration: float
+    status: Status
+    expected: str
+    actual: str
+    remediation: str = ""
+    environment: bool = False
+    duration: float = 0.0
 
     def as_dict(self) -> dict[str, Any]:
         """JSON-safe."""
-        found = self.finding
-        return {
-            "id": self.id,
-            "status": found.status,
-            "expected": found.expected,
-            "actual": found.actual,
-            "remediation": found.remediation,
-            "environment": found.environment,
-            "duration_ms": round(self.duration * 1e3, 3),
-        }
+        names = ("id", "status", "expected", "actual", "remediation", "environment")
+        return {name: getattr(self, name) for name in names} | {"duration_ms": round(self.duration * 1e3, 3)}
 
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """All checks of one export, in the order they were made."""
+    """All checks of one policy, in the order they were made."""
 
     source: str
     provider: str
@@ -56,15 +62,15 @@ class Diagnosis:
 
     @property
     def exit_code(self) -> int:
-        """0: nothing failed. 1: the export failed a check. 3: all that failed is this machine's."""
-        failed = [check.finding for check in self.checks if check.finding.status == "fail"]
+        """0: nothing failed. 1: the policy failed a check. 3: all that failed is this machine's."""
+        failed = [check for check in self.checks if check.status == "fail"]
         if not failed:
             return 0
-        return 3 if all(finding.environment for finding in failed) else 1
+        return 3 if all(check.environment for check in failed) else 1
 
     def as_dict(self) -> dict[str, Any]:
         """JSON-safe; the keys stand in `reflex doctor --help`."""
-        counts = Counter(check.finding.status for check in self.checks)
+        counts = Counter(check.status for check in self.checks)
         return {
             "schema_version": 1,
             "reflex_version": __version__,
@@ -91,73 +97,42 @@ def examine(
 ) -> Diagnosis:
     """Make every check of a source, as in `read_source`.
 
-    provider, threads: as in `OnnxSession`, and as the export would be served. instruction: one it has to understand;
-    default its own first words. rtc_horizon: actions of a chunk that anchor the next one; named, an export that cannot
+    provider, threads: as in `OnnxSession`, and as the policy would be served. instruction: one it has to understand;
+    default its own first words. rtc_horizon: actions of a chunk that anchor the next one; named, a policy that cannot
     do it fails, else it is a warning for the default. clocks, total_memory: for tests.
     """
     clocks = clocks or Clocks()
     context = CheckContext(str(source), provider, threads, instruction, rtc_horizon, clocks, total_memory)
     context.began = clocks.together()
-    checks: list[Check] = []
-    broken: dict[str, Status] = {}
-    for name, needs, look in _EXPORT if is_export(context.source) else _OTHER:
-        began = clocks.monotonic()
-        missing = [need for need in needs if need in broken]
-        if missing:
-            told = [f"{need} {'failed' if broken[need] == 'fail' else 'was skipped'}" for need in missing]
-            finding = skipped(f"needs a check that did not pass: {', '.join(told)}")
-        else:
-            finding = _looked(look, context)
-        if finding.status in ("fail", "skip"):
-            broken[name] = finding.status
-        checks.append(Check(name, finding, clocks.monotonic() - began))
-    return Diagnosis(context.source, provider, threads, context.loaded, checks)
+    checks: dict[str, Check] = {}
+    for rule in EXPORT if is_export(context.source) else OTHER:
+        broken = [checks[need] for need in rule.needs if checks[need].status in ("fail", "skip")]
+        checks[rule.id] = _skipped(rule, broken) if broken else _made(rule, context)
+    return Diagnosis(context.source, provider, threads, context.loaded, list(checks.values()))
 
 
-def _looked(look: Callable[[CheckContext], Finding], context: CheckContext) -> Finding:
+def _skipped(rule: CheckRule, broken: Sequence[Check]) -> Check:
+    told = [f"{check.id} {'failed' if check.status == 'fail' else 'was skipped'}" for check in broken]
+    return Check(rule.id, "skip", "", f"needs a check that did not pass: {', '.join(told)}")
+
+
+def _made(rule: CheckRule, context: CheckContext) -> Check:
+    began = context.clocks.monotonic()
+
+    def check(status: Status, actual: str, remedy: str = "", environment: bool = False) -> Check:
+        expected = "" if status == "skip" else rule.expected
+        return Check(rule.id, status, expected, actual, remedy, environment, context.clocks.monotonic() - began)
+
     try:
-        return look(context)
-    except Exception as error:  # whatever an export makes a check do, the other checks are made
-        return failed(
-            "a check that ends", f"{type(error).__name__}: {error}",
-            "this check met something that it does not know; please report it with this text",
-        )
-
-
-_Checks = tuple[tuple[str, tuple[str, ...], Callable[[CheckContext], Finding]], ...]
-
-_RUNS: Final[_Checks] = (
-    ("actions", ("model_load",), runs.check_actions),
-    ("cameras", ("actions",), runs.check_cameras),
-    ("determinism", ("actions",), runs.check_determinism),
-    ("batch_parity", ("actions",), runs.check_batch_parity),
-    ("rtc_boundary", ("actions",), runs.check_rtc_boundary),
-    ("clock", (), runs.check_clock),
-)
-"""Those of a loaded model, of any source."""
-
-_EXPORT: Final[_Checks] = (
-    ("files", (), files.check_files),
-    ("normalisation", ("files",), files.check_normalisation),
-    ("config", ("files", "normalisation"), files.check_config),
-    ("wires", ("config",), files.check_wires),
-    ("opset", ("config",), files.check_opset),
-    ("inputs", ("config",), files.check_inputs),
-    ("dynamic_batch", ("inputs",), files.check_dynamic_batch),
-    ("embodiment", ("config",), runs.check_embodiment),
-    ("tokenizer", ("config",), runs.check_tokenizer),
-    ("memory", ("config",), runs.check_memory),
-    ("provider", (), runs.check_provider),
-    ("model_load", ("config", "inputs", "dynamic_batch", "provider"), runs.check_model_load),
-    *_RUNS,
-)
-"""Id, the checks whose findings it needs, and the check, in the order they are made."""
-
-_OTHER: Final[_Checks] = (
-    ("source", (), runs.check_source),
-    ("embodiment", ("source",), runs.check_embodiment),
-    ("memory", ("source",), runs.check_memory),
-    ("model_load", ("source",), runs.check_model_load),
-    *_RUNS,
-)
-"""The same for what is no export: its own reader checks its files."""
+        return check("pass", rule.look(context))
+    except CheckSkipped as skip:
+        return check("skip", str(skip))
+    except CheckFailure as fault:
+        return check("fail", fault.actual, fault.remedy or rule.remedy, fault.environment or rule.environment)
+    except CheckWarning as doubt:
+        return check("warn", doubt.actual, doubt.remedy or rule.remedy)
+    except ReflexError as error:
+        return check("fail", error.message, rule.remedy, rule.environment)
+    except Exception as error:  # whatever a policy makes a check do, the other checks are made
+        met = "this check met something that it does not know; please report it with this text"
+        return check("fail", f"{type(error).__name__}: {error}", met)

@@ -23,9 +23,8 @@ from reflex_runtime.policies.export.config_file import (
     whole,
 )
 from reflex_runtime.policies.export.embodiment import read_embodiment
-from reflex_runtime.policies.export.model_files import config_hash, model_bytes, model_hash
+from reflex_runtime.policies.export.model_files import check_files, config_hash, model_bytes, model_hash
 from reflex_runtime.policies.export.norms import read_action_transforms, read_norm, read_state_transforms
-from reflex_runtime.policies.export.onnx_file import NotOnnx, read_onnx
 from reflex_runtime.policies.export.prompt_key import read_prompt
 from reflex_runtime.policies.export.roles import MASKS, ROLES, Graph, Roles
 from reflex_runtime.policies.export.wires import read_wires
@@ -69,21 +68,8 @@ class Export(PolicySource):
         """Read and check the directory. The graphs themselves are opened, and checked against it, by `open`."""
         root = Path(path)
         check_directory(root, _hint(root))
+        check_files(root)
         return _load(root)
-
-    def check(self) -> None:
-        """That every graph is whole, by its outline: a file of gigabytes that was copied in part is found at once."""
-        for graph in self.graphs.values():
-            try:
-                found = read_onnx(graph.file)
-            except (NotOnnx, OSError) as error:
-                raise ConfigError(f"{graph.file}: {error}") from None
-            for data in found.external:
-                file = graph.file.parent / data.location
-                size = file.stat().st_size if file.is_file() else 0
-                if size < data.end:
-                    again = "copy it again (git lfs pull, where it was cloned)"
-                    raise ConfigError(f"{file}: has {size} bytes, {graph.file.name} needs {data.end}; {again}")
 
     def open(self, device: DeviceOptions) -> OnnxStaged | OnnxWhole:
         if not self.staged:

@@ -4,12 +4,41 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
+from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from typing import Final
 
+from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.policies.export.config_file import CONFIG_FILE
 
 MODEL_PATTERNS: Final = ("*.onnx", "*.onnx.data", "*.bin", "*.safetensors")
+_LFS: Final = b"version https://git-lfs."  # how a file begins that Git LFS has not fetched
+
+
+def check_files(root: Path) -> list[Path]:
+    """The files of an export; ConfigError for one that cannot be read or was not fetched."""
+    files = sorted(file for pattern in (*MODEL_PATTERNS, "*.json") for file in root.rglob(pattern))
+    for file in files:
+        try:
+            with file.open("rb") as stream:
+                head = stream.read(len(_LFS))
+        except OSError as error:
+            raise ConfigError(f"{file}: {'a link to nothing' if file.is_symlink() else error.strerror}") from None
+        if head == _LFS:
+            raise ConfigError(f"{file}: a Git LFS pointer, not the file itself: run git lfs pull, and copy again")
+    return files
+
+
+def uncounted(root: Path) -> str:
+    """The name of a file that a graph names for its weights, and that no pattern matches; "" if there is none."""
+    others = [file.name for file in root.iterdir() if not any(file.match(p) for p in (*MODEL_PATTERNS, "*.json"))]
+    graphs = [file for file in root.glob("*.onnx") if file.stat().st_size]
+    for graph in graphs if others else ():
+        with graph.open("rb") as stream, mmap(stream.fileno(), 0, access=ACCESS_READ) as data:
+            for name in others:
+                if data.find(bytes([len(name.encode())]) + name.encode()) >= 0:  # a text has its length before it
+                    return name
+    return ""
 
 
 def model_hash(root: Path) -> str:

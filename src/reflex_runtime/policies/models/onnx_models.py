@@ -38,7 +38,7 @@ class OnnxWhole(WholeModel):
         self._graph, self._session = graph, _opened(graph, device)
         self.provider, self.captured_sizes = device.provider, tuple(device.captured_sizes)
         self.any_thread = device.provider == CPU
-        self.batched = self._session.dynamic_batch
+        self.batched, self.half = self._session.dynamic_batch, self._session.half
 
     def chunk(self, rows: Sequence[Observation], noise: Floats | None) -> Floats:
         given = {
@@ -67,6 +67,7 @@ class OnnxStaged(StagedModel):
         self.provider, self.captured_sizes = device.provider, tuple(device.captured_sizes)
         self.any_thread = device.provider == CPU
         self.batched = self._prefix.dynamic_batch and self._expert.dynamic_batch
+        self.half = self._prefix.half or self._expert.half
         for made, read in past_kv.items():
             left, right = self._prefix.outputs[made], self._expert.inputs[read]
             fit = len(left.dims) == len(right.dims) and all(
