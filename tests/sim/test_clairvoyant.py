@@ -6,10 +6,9 @@ from itertools import product
 from random import Random
 
 import pytest
-
-from reflex_runtime.sim import compare
-from reflex_runtime.sim import rules as named
-from reflex_runtime.sim.clairvoyant import most_on_time
+from bench.sim import compare
+from bench.sim import rules as named
+from bench.sim.clairvoyant import most_on_time
 
 FIXED, MARGINAL, LIMIT = 0.020, 0.002, 0.060
 

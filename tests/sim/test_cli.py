@@ -51,44 +51,12 @@ def test_every_kind_of_thinking_is_understood(think: str, capsys: pytest.Capture
         (("--arrivals", "closed", "--think", "exp:1,2"), "--think=exp:1,2"),
         (("--arrivals", "closed", "--think", "exp:0"), "--think=exp:0"),
         (("--warmup-s", "60"), r"--warmup-s=60: must be in \[0, 60\) s"),
-        (("--stages", "--compare"), "--stages with --compare: leave out one of them"),
-        (("--stages", "--ratios", "1,x"), r"--ratios=1,x: must be up to 16 different numbers in \[0.1, 1000\]"),
-        (("--stages", "--ratios", "1,1"), "--ratios=1,1: must be"),
-        (("--stages", "--ratios", "0.01"), "--ratios=0.01: must be"),
-        (("--stages", "--ratios", "nan"), "--ratios=nan: must be"),
-        (("--stages", "--ratios", ",".join(map(str, range(1, 18)))), "must be up to 16"),
-        (("--ratios", "3"), "--ratios"),
-        (("--stages", "--picture", "x"), "--stages with --picture: leave out one of them"),
-        (("--compare", "--slo-ms", "22"), r"--slo-ms=22: must be in \(22, 600000\] ms"),
     ],
 )
 def test_b2_wrong_values_name_flag_value_and_range(argv: tuple[str, ...], message: str) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
         call(*argv)
     assert "\n" not in caught.value.message
-
-
-def test_compare_prints_its_tables_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    picture = tmp_path / "new" / "rules.png"
-    assert call("--compare", "--duration-s", "1", "--warmup-s", "0.5", "--picture", str(picture)) == 0
-    out = capsys.readouterr().out
-    for heading in ("on time, offered", "requests/s · p50", "lost · p95 ms", "one greedy feed", "urgent in overload"):
-        assert heading in out
-    assert sorted(p.name for p in (tmp_path / "new").iterdir()) == ["rules.png", "rules.svg"]
-
-
-def test_stages_prints_its_table(capsys: pytest.CaptureFixture[str]) -> None:
-    assert call("--stages", "--duration-s", "1", "--warmup-s", "0.2") == 0
-    heading, *rows = capsys.readouterr().out.splitlines()
-    assert heading.split("  ")[0] == "mean / p99 ms"
-    assert "16 robots, 500 ± 25" in {row.split("  ")[0] for row in rows}
-
-
-def test_the_table_by_ratios_has_eight_rows_for_each(capsys: pytest.CaptureFixture[str]) -> None:
-    assert call("--stages", "--ratios", "1,30", "--duration-s", "1", "--warmup-s", "0.2") == 0
-    heading, *rows = capsys.readouterr().out.splitlines()
-    assert heading.split("  ")[0] == "mean / p99 ms"
-    assert [row.split(",")[0] for row in rows] == ["1:1"] * 8 + ["30:1"] * 8
 
 
 def test_the_picture_of_one_run_is_the_same_each_time(tmp_path: Path) -> None:

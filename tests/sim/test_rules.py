@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from random import Random
 
 import pytest
+from bench.sim import compare
+from bench.sim import rules as named
+from bench.sim.__main__ import main
+from bench.sim.rivals import EarlyDrop, HoldAlways, MarginalWait
 
 from reflex_runtime.core.request import Request
 from reflex_runtime.sim import (
@@ -25,11 +30,8 @@ from reflex_runtime.sim import (
     Setting,
     Think,
     WorkloadPart,
-    compare,
     simulate,
 )
-from reflex_runtime.sim import rules as named
-from reflex_runtime.sim.rivals import EarlyDrop, HoldAlways, MarginalWait
 
 BENCH = compare.Bench(duration=7.0)
 
@@ -89,6 +91,15 @@ def test_nobody_waits_for_callers_that_do_not_come_back_soon() -> None:
     assert window.p50 is not None
     assert always.p50 is not None
     assert window.p50 <= always.p50
+
+
+def test_compare_prints_its_tables_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    picture = tmp_path / "new" / "rules.png"
+    assert main(["compare", "--duration-s", "1", "--warmup-s", "0.5", "--picture", str(picture)]) == 0
+    out = capsys.readouterr().out
+    for heading in ("on time, offered", "requests/s · p50", "lost · p95 ms", "one greedy feed", "urgent in overload"):
+        assert heading in out
+    assert sorted(p.name for p in (tmp_path / "new").iterdir()) == ["rules.png", "rules.svg"]
 
 
 # -- feeds: who is waited for, and whether it pays ---------------------------------------------------------------------

@@ -8,6 +8,7 @@ from itertools import pairwise
 from math import inf
 
 import pytest
+from bench.sim import rules as named
 
 from reflex_runtime.core.adapt import Planner
 from reflex_runtime.core.batch import Batch, Outcome
@@ -36,7 +37,6 @@ from reflex_runtime.sim import (
     WorkloadPart,
     simulate,
 )
-from reflex_runtime.sim import rules as named
 
 DEVICE = Noisy(Affine(0.020, 0.002), 0.05)
 ALL_RULES = [*RULES.values(), named.EARLY_DROP, named.MARGINAL_WAIT, named.HOLD_ALWAYS]

@@ -1,4 +1,4 @@
-"""Joins at step boundaries against whole chunks (contract B23): the table of `reflex simulate --stages`."""
+"""Joins at step boundaries against whole chunks (contract B23): the table of `python -m bench.sim stages`."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-
-from reflex_runtime.core import forming
-from reflex_runtime.sim.compare import Bench
-from reflex_runtime.sim.stages import (
+from bench.sim.__main__ import main
+from bench.sim.compare import Bench
+from bench.sim.stages import (
     ALWAYS,
     CASES,
     LARGE,
@@ -24,6 +23,8 @@ from reflex_runtime.sim.stages import (
     stages,
     stages_table,
 )
+
+from reflex_runtime.core import forming
 from reflex_runtime.sim.workload import Normal
 
 PAGE = Path(__file__).parents[2] / "docs/simulator.md"
@@ -100,14 +101,14 @@ def test_a_device_of_a_ratio_answers_one_robot_as_fast_as_before(ratio: float) -
 @pytest.mark.parametrize(
     ("flags", "cases", "name"),
     [
-        ("--stages", CASES, "8 robots, 500 ± 25"),
-        ("--stages --ratios 1,3,10,30", ratio_cases([1, 3, 10, 30]), "10:1, 4 robots, 500 ± 25"),
+        ("stages", CASES, "8 robots, 500 ± 25"),
+        ("stages --ratios 1,3,10,30", ratio_cases([1, 3, 10, 30]), "10:1, 4 robots, 500 ± 25"),
     ],
 )
 def test_the_tables_of_the_page_are_what_its_commands_print(flags: str, cases: Sequence[Case], name: str) -> None:
     """A row of each, with the duration, warm-up and noise that the page names."""
     page = PAGE.read_text()
-    command = re.search(rf"`reflex simulate {flags} (--duration-s .*?)`", " ".join(page.split()))
+    command = re.search(rf"`python -m bench.sim {flags} (--duration-s .*?)`", " ".join(page.split()))
     assert command is not None
     _, duration, _, warmup, _, noise = command[1].split()
     bench = Bench(duration=float(duration), warmup=float(warmup), noise=float(noise))
@@ -116,3 +117,23 @@ def test_the_tables_of_the_page_are_what_its_commands_print(flags: str, cases: S
     rows = [line.split() for line in page.splitlines() if line.strip().startswith(f"{name}  ")]
     assert rows == [printed.split()]
     assert all(f"    {case.name}  " in page for case in cases)
+
+
+def test_stages_prints_its_table(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["stages", "--duration-s", "1", "--warmup-s", "0.2"]) == 0
+    heading, *rows = capsys.readouterr().out.splitlines()
+    assert heading.split("  ")[0] == "mean / p99 ms"
+    assert "16 robots, 500 ± 25" in {row.split("  ")[0] for row in rows}
+
+
+def test_the_table_by_ratios_has_eight_rows_for_each(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["stages", "--ratios", "1,30", "--duration-s", "1", "--warmup-s", "0.2"]) == 0
+    heading, *rows = capsys.readouterr().out.splitlines()
+    assert heading.split("  ")[0] == "mean / p99 ms"
+    assert [row.split(",")[0] for row in rows] == ["1:1"] * 8 + ["30:1"] * 8
+
+
+@pytest.mark.parametrize("text", ["1,x", "1,1", "0.01", "nan"])
+def test_wrong_ratios_are_one_line(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["stages", "--ratios", text]) == 2
+    assert capsys.readouterr().err.startswith(f"bench.sim: --ratios={text}: must be different numbers in [0.1, 1000]")

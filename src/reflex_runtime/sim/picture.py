@@ -1,12 +1,11 @@
-"""Pictures of simulated runs, as SVG and PNG side by side: latency, batch sizes, and rules against each other."""
+"""The picture of a simulated run: latency, batch sizes, and the distribution of latencies."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from reflex_runtime.sim.report import Report
 from reflex_runtime.sim.run import Run
 from reflex_runtime.telemetry.picture import saved
 
@@ -61,25 +60,6 @@ def _run_figure(run: Run, title: str) -> Figure:
     for axes in (top, middle):
         if axes.get_legend_handles_labels()[0]:
             axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=8, markerscale=3)
-    return figure
-
-
-def draw_overload(results: Mapping[str, Mapping[str, Report]], path: Path, slo: float) -> list[Path]:
-    """On-time share over offered load, one line per rule."""
-    return _saved(path, lambda: _overload_figure(results, slo))
-
-
-def _overload_figure(results: Mapping[str, Mapping[str, Report]], slo: float) -> Figure:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 5), layout="constrained")
-    axes = figure.subplots()
-    for (rule, by_rate), marker in zip(results.items(), "osv^DPX*", strict=False):
-        poisson = {float(name.removesuffix("/s")): report for name, report in by_rate.items() if name.endswith("/s")}
-        rates, shares = list(poisson), [report.on_time or 0.0 for report in poisson.values()]
-        axes.plot(rates, shares, marker=marker, label=rule, linewidth=2.5 if rule == "window" else 1.2)
-    axes.set(xlabel="offered, requests/s", ylabel=f"answered within {slo * 1e3:g} ms", ylim=(-0.02, 1.02))
-    axes.legend(fontsize=8)
     return figure
 
 

@@ -13,8 +13,6 @@ from reflex_runtime.core.flush import FlushPolicy
 from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.core.scheduler import Scheduler
 from reflex_runtime.core.time_cost import TimeCost
-from reflex_runtime.drivers.batch_processor import BatchConfig
-from reflex_runtime.sim.rivals import EarlyDrop, HoldAlways, MarginalWait
 from reflex_runtime.sim.run import Decider
 from reflex_runtime.sim.service import Affine
 
@@ -47,14 +45,8 @@ class Rule:
     blind: bool = True
 
 
-def _window(s: Setting, planned: bool = True, cap: int = 0) -> Decider:
-    flush = FlushPolicy.window(s.max_batch_cost, s.hold)
-    controller = Planner() if planned else None
-    return Scheduler([GroupConfig(flush=flush, controller=controller, max_in_flight_per_client=cap)])
-
-
-def _unheld(s: Setting) -> Decider:
-    return Scheduler([GroupConfig(flush=FlushPolicy.window(s.max_batch_cost, 0.0), controller=Planner())])
+def _window(s: Setting) -> Decider:
+    return Scheduler([GroupConfig(flush=FlushPolicy.window(s.max_batch_cost, s.hold), controller=Planner())])
 
 
 def _by_cost(s: Setting) -> Decider:
@@ -62,19 +54,13 @@ def _by_cost(s: Setting) -> Decider:
     return Scheduler([GroupConfig(flush=flush, cost=partial(TimeCost, affine=False))])
 
 
-def _by_size(s: Setting, size: int = 0) -> Decider:
-    flush = FlushPolicy.by_size(size or s.max_batch_size, s.batch_timeout)
+def _by_size(s: Setting) -> Decider:
+    flush = FlushPolicy.by_size(s.max_batch_size, s.batch_timeout)
     return Scheduler([GroupConfig(flush=flush, cost=UnitCost)])
 
 
-def _greedy(s: Setting, cap: int = 0) -> Decider:
-    flush = FlushPolicy(max_batch_size=s.max_batch_size)
-    return Scheduler([GroupConfig(flush=flush, cost=UnitCost, max_in_flight_per_client=cap)])
-
-
-def _feeds(s: Setting) -> Decider:
-    config = BatchConfig(max_batch_size=s.max_batch_size, max_latency=s.batch_timeout)
-    return Scheduler([config.group("default")])
+def _greedy(s: Setting) -> Decider:
+    return Scheduler([GroupConfig(flush=FlushPolicy(max_batch_size=s.max_batch_size), cost=UnitCost)])
 
 
 WINDOW = Rule("window", _window, blind=False)
@@ -82,14 +68,3 @@ BY_COST = Rule("by_cost", _by_cost)
 BY_SIZE = Rule("by_size", _by_size)
 GREEDY = Rule("greedy", _greedy)
 RULES = {rule.name: rule for rule in (WINDOW, BY_COST, BY_SIZE, GREEDY)}  # what the runtime offers
-
-COUNT_8 = Rule("count 8 + timeout", partial(_by_size, size=8))
-COUNT_32 = Rule("count 32 + timeout", partial(_by_size, size=32))
-ONE_IN_FLIGHT = Rule("greedy, one in flight per client", partial(_greedy, cap=1))
-UNHELD = Rule("no hold", _unheld, blind=False)
-UNPLANNED = Rule("window without planner", partial(_window, planned=False), blind=False)
-EARLY_DROP = Rule("early drop (Nexus)", lambda s: EarlyDrop(s.device.of), blind=False)
-MARGINAL_WAIT = Rule("marginal wait (BentoML)", lambda s: MarginalWait(s.device.of, s.goal), blind=False)
-FEEDS = Rule("feeds", _feeds)  # a coordinator's
-WINDOW_3 = Rule("window of 3 ms", lambda s: HoldAlways(0.003))
-HOLD_ALWAYS = Rule("hold always", lambda s: HoldAlways(s.batch_timeout))

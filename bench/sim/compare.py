@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from bench.sim import rules
+from bench.sim.clairvoyant import most_on_time
+from bench.sim.rivals import WholeGroup
 from reflex_runtime.core.request import Priority, Request
-from reflex_runtime.sim import rules
-from reflex_runtime.sim.clairvoyant import most_on_time
 from reflex_runtime.sim.report import Report, columns
-from reflex_runtime.sim.rivals import WholeGroup
 from reflex_runtime.sim.rules import DEVICE, Rule, Setting
 from reflex_runtime.sim.run import simulate
 from reflex_runtime.sim.service import Affine, Noisy, Service

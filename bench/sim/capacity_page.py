@@ -1,6 +1,6 @@
 """The table and the picture of docs/capacity.md: how many devices 10, 100, 1,000 and 10,000 robots need.
 
-    python tools/capacity_page.py          the table, and docs/images/capacity.png
+    python -m bench.sim.capacity_page          the table, and docs/images/capacity.png
 """
 
 from __future__ import annotations
@@ -8,8 +8,10 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from matplotlib.figure import Figure
+
+from bench.sim.fleet import FleetPlan, Outage, run_fleet, size_fleet
 from reflex_runtime.sim import Affine
-from reflex_runtime.sim.fleet import FleetPlan, Outage, run_fleet, size_fleet
 from reflex_runtime.telemetry.colours import FAINT, PALETTE, RULE
 from reflex_runtime.telemetry.picture import saved
 
@@ -43,9 +45,7 @@ def main() -> None:
             path.unlink()
 
 
-def _figure(found: dict[str, list[tuple[int, int]]]) -> object:
-    from matplotlib.figure import Figure
-
+def _figure(found: dict[str, list[tuple[int, int]]]) -> Figure:
     figure = Figure(figsize=(7.0, 4.0), facecolor="white", layout="constrained")
     axes = figure.subplots()
     for (name, points), colour in zip(found.items(), (PALETTE[4], PALETTE[1]), strict=True):

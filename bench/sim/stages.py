@@ -1,8 +1,8 @@
 """Compares joins at step boundaries with whole chunks, for robots on a policy with a prefix and denoise steps.
 
-These are the rows of `reflex simulate --stages`, for one device or for several ratios of prefix to step. *Whole chunks*
-and *rule* are the real scheduler, with one-shot work and with work in stages. *Always join* runs the prefix of new
-requests before the residents' next step at any cost.
+These are the rows of `python -m bench.sim stages`, for one device or for several ratios of prefix to step. *Whole
+chunks* and *rule* are the real scheduler, with one-shot work and with work in stages. *Always join* runs the prefix of
+new requests before the residents' next step at any cost.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from bench.sim.compare import Bench, Progress, Results
+from bench.sim.rivals import AlwaysJoin
 from reflex_runtime.core.batch import Done, More, Outcome
 from reflex_runtime.core.flush import FlushPolicy
 from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.core.request import Request, Ticket
 from reflex_runtime.core.scheduler import Scheduler
 from reflex_runtime.core.time_cost import TimeCost
-from reflex_runtime.sim.compare import Bench, Progress, Results
 from reflex_runtime.sim.report import Report, columns
-from reflex_runtime.sim.rivals import AlwaysJoin
 from reflex_runtime.sim.run import Decider, simulate
 from reflex_runtime.sim.service import Affine, Noisy, Service, Staged
 from reflex_runtime.sim.workload import Callers, Exponential, Normal, Think
