@@ -14,6 +14,7 @@ import pytest
 
 import reflex_runtime
 from reflex_runtime import cli
+from reflex_runtime.cli.progress import ProgressLine
 from reflex_runtime.config import LLMServeConfig, ServeConfig
 from reflex_runtime.options import flag, headed
 from reflex_runtime.sources import read_toml
@@ -266,3 +267,17 @@ def test_a_file_of_settings_may_be_a_pipe(tmp_path: Path, capsys: pytest.Capture
         assert cli.main(given) == 2
         assert f"/dev/fd/{reads}: [serve] no_such: no such setting" in capsys.readouterr().err
         assert read_toml(Path(f"/dev/fd/{reads}")) == {"serve": {"no_such": 1}}
+
+
+def test_progress_is_told_now_and_then(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr("reflex_runtime.cli.progress.time.monotonic", lambda: now[0])
+    line = ProgressLine("requests")
+    for done in range(1, 12):
+        now[0] = float(done)
+        line(done)
+    line(12, 20)
+    now[0] = 99.0
+    line(13, 20)
+    line(20, 20)
+    assert capsys.readouterr().err == "5 requests\n10 requests\n13 of 20 requests\n"

@@ -324,11 +324,6 @@ OF_VERBS: Final[dict[str, dict[str, str]]] = {
         "--format": "test_the_command_prints_text_or_json_and_draws",
         "--out": "test_the_command_prints_text_or_json_and_draws",
         "--margin": "test_the_command_prints_text_or_json_and_draws",
-        "--to-lerobot": "test_only_one_episode",
-        "--frames": "test_steps_need_a_control_rate",
-        "--fps": "test_steps_need_a_control_rate",
-        "--rerun": "test_a_missing_rerun_names_the_extra",
-        "--episode": "test_only_one_episode",
     },
     "tune": {
         "--aim": "test_aim_is_what_is_improved",

@@ -14,7 +14,8 @@ import pytest
 HUB = Path(tempfile.mkdtemp(prefix="tiny-hub-"))
 atexit.register(shutil.rmtree, HUB, ignore_errors=True)
 os.environ["HF_HUB_CACHE"], os.environ["HF_HUB_OFFLINE"] = str(HUB), "1"  # before anything imports huggingface_hub
-sys.path.insert(0, str(Path(__file__).parent / "tiny"))
+CLIENT = Path(__file__).parents[2] / "clients" / "lerobot_policy_reflex" / "src"
+sys.path[:0] = [str(Path(__file__).parent / "tiny"), str(CLIENT)]
 
 
 @pytest.fixture(scope="session")

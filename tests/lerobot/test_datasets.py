@@ -1,4 +1,4 @@
-"""LeRobot's own loader on what `reflex report --to-lerobot` writes. Runs where LeRobot can be imported.
+"""LeRobot's own loader on what `lerobot_policy_reflex.dataset` writes. Runs where LeRobot can be imported.
 
 This folder is no package: it would be imported in LeRobot's place.
 """
@@ -15,13 +15,12 @@ import pytest
 pytest.importorskip("lerobot.datasets.lerobot_dataset", exc_type=ImportError)
 
 import torch
-from lerobot.datasets.compute_stats import get_feature_stats
 from lerobot.datasets.dataset_tools import delete_episodes, merge_datasets
 from lerobot.datasets.lerobot_dataset import LeRobotDataset
 from torch.utils.data import DataLoader, Subset
 
+from lerobot_policy_reflex.dataset import main
 from policies.records.fleet import Fleet, chunk_of, picture, two_robots
-from reflex_runtime.cli import main
 
 try:
     from lerobot.utils.feature_utils import dataset_to_policy_features  # 0.6
@@ -46,7 +45,7 @@ def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 @pytest.fixture
 def fleet(tmp_path: Path, offline: None) -> Path:
     recording = two_robots(tmp_path / "recordings")
-    assert main(["report", str(recording), "--to-lerobot", str(tmp_path / "fleet")]) == 0
+    main([str(recording), "--root", str(tmp_path / "fleet")])
     return tmp_path / "fleet"
 
 
@@ -63,7 +62,8 @@ def test_lerobot_reads_every_frame_of_requests(fleet: Path) -> None:
         assert frame["slot"] == "prod"
         seen = frame["observation.images.top"].numpy().transpose(1, 2, 0) * 255.0
         assert np.abs(seen - picture(number)).mean() < 8.0
-    assert [data.meta.episodes[i]["success"] for i in range(2)] == [True, None]
+    about = json.loads((fleet / "meta" / "reflex.json").read_text())
+    assert [episode["success"] for episode in about["episodes"]] == [True, None]
 
 
 def test_an_episode_alone_and_batches_for_training(fleet: Path) -> None:
@@ -85,7 +85,7 @@ def test_steps_give_the_executed_actions_that_follow_an_observation(tmp_path: Pa
     recorded.look(1, "e", 0.2, executed=3)
     recorded.look(2, "e", 0.4, executed=2)
     target = tmp_path / "steps"
-    assert main(["report", str(recorded.close()), "--to-lerobot", str(target), "--frames", "steps"]) == 0
+    main([str(recorded.close()), "--root", str(target), "--frames", "steps"])
     data = opened(target, delta_timestamps={"action": [i / 20 for i in range(4)]})
     executed = torch.tensor(np.array([*chunk_of(0)[:3], *chunk_of(1)[:2], chunk_of(2)[0]]))
     seen = [i for i, fresh in enumerate(data.hf_dataset["observed"]) if fresh]
@@ -96,27 +96,6 @@ def test_steps_give_the_executed_actions_that_follow_an_observation(tmp_path: Pa
         assert frame["action_is_pad"].tolist() == [False] * len(ahead) + [True] * (4 - len(ahead))
         pixels = frame["observation.images.top"].numpy().transpose(1, 2, 0) * 255.0
         assert np.abs(pixels - picture(number)).mean() < 8.0
-
-
-def test_statistics_are_those_that_lerobot_computes(fleet: Path) -> None:
-    data = opened(fleet)
-    for name in ("action", "chunk", "observation.state", "executed"):
-        values = np.stack([np.atleast_1d(data[i][name].numpy()) for i in range(4)]).astype(np.float64)
-        theirs = get_feature_stats(values, axis=0, keepdims=False)
-        lines = json.loads((fleet / "meta" / "stats.json").read_text())
-        assert set(lines[name]) == set(theirs)
-        ours = _episode_stats(fleet, name)
-        width = (theirs["max"] - theirs["min"]) / 5000 + 1e-6  # of a bin of their histogram
-        for stat, value in theirs.items():
-            assert np.all(np.abs(ours[stat] - value) <= (width if stat.startswith("q") else 1e-5)), (name, stat)
-
-
-def _episode_stats(fleet: Path, name: str) -> dict[str, np.ndarray]:
-    import pyarrow.parquet
-
-    line = pyarrow.parquet.read_table(fleet / "meta" / "episodes" / "chunk-000" / "file-000.parquet").to_pylist()[0]
-    mark = f"stats/{name}/"
-    return {key.removeprefix(mark): np.array(value) for key, value in line.items() if key.startswith(mark)}
 
 
 def test_lerobots_own_tools_take_it(fleet: Path, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import torch
 
 HERE = Path(__file__).resolve().parent
@@ -52,12 +53,57 @@ class PolicyProcessorPipeline:
         return self.to_output(self.to_transition(value))
 
 
+class LeRobotDataset:
+    """Keeps what it is given, and refuses what LeRobot's would: other columns, kinds or shapes than it was made for."""
+
+    stands_in = True
+
+    def __init__(self, fps: int, features: dict[str, Any], robot_type: str) -> None:
+        self.fps, self.features, self.robot_type = fps, features, robot_type
+        self.episodes: list[list[dict[str, Any]]] = []
+        self.finalized = False
+        self._rows: list[dict[str, Any]] = []
+
+    @classmethod
+    def create(
+        cls, repo_id: str, fps: int, features: dict[str, Any], root: Path, robot_type: str, use_videos: bool
+    ) -> LeRobotDataset:
+        (root / "meta").mkdir(parents=True)
+        return cls(fps, features, robot_type)
+
+    def add_frame(self, frame: dict[str, Any]) -> None:
+        assert frame.keys() == self.features.keys() | {"task"}
+        for name, about in self.features.items():
+            if about["dtype"] != "string":
+                kind = "uint8" if about["dtype"] == "video" else about["dtype"]
+                assert (frame[name].dtype, frame[name].shape) == (np.dtype(kind), about["shape"]), name
+        self._rows.append(frame)
+
+    def save_episode(self) -> None:
+        assert self._rows
+        self.episodes.append(self._rows)
+        self._rows = []
+
+    def finalize(self) -> None:
+        self.finalized = True
+
+    @property
+    def num_episodes(self) -> int:
+        return len(self.episodes)
+
+    @property
+    def num_frames(self) -> int:
+        return sum(map(len, self.episodes))
+
+
 def _stand_in() -> None:
     def same(value: Any) -> Any:
         return value
 
     parts: dict[str, dict[str, Any]] = {
         "": {},
+        ".datasets": {},
+        ".datasets.lerobot_dataset": {"LeRobotDataset": LeRobotDataset},
         ".configs": {},
         ".configs.policies": {"PreTrainedConfig": PreTrainedConfig},
         ".policies": {},

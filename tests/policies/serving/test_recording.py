@@ -21,7 +21,6 @@ from typing import Any
 import msgpack
 import numpy as np
 import PIL.Image
-import pyarrow.parquet
 import pytest
 
 from forked import reflex
@@ -584,27 +583,6 @@ def test_t5_without_images_the_flag_that_is_missing_is_named(seeing: Path, there
     done = reflex("replay", only(there), "--model", seeing)
     assert done.returncode == 2
     assert "--record-images full" in done.stderr
-
-
-def test_episodes_of_a_server_become_a_dataset_of_what_was_sent_and_answered(
-    seeing: Path, there: Path, tmp_path: Path
-) -> None:
-    with Server(seeing, "--record", str(there), "--record-images", "full") as server:
-        asked = [body | {"robot_id": f"robot-{i}"} for i in range(2) for body in pictured(i, 4)]
-        answers = {body["request_id"]: server.post(body).json for body in asked}
-        server.ask("POST", "/episodes/episode-1/outcome", b'{"success": true}')
-        server.stop()
-    done = reflex("report", there, "--to-lerobot", tmp_path / "fleet")
-    assert done.returncode == 0, done.stderr
-    rows = pyarrow.parquet.read_table(tmp_path / "fleet" / "data" / "chunk-000" / "file-000.parquet").to_pylist()
-    actions = [np.array(answers[body["request_id"]]["actions"], np.float32) for body in asked]
-    assert np.array_equal([row["chunk"] for row in rows], np.reshape(actions, (8, -1)))
-    assert np.array_equal([row["observation.state"] for row in rows], np.float32([body["state"] for body in asked]))
-    assert [row["executed"] for row in rows] == [1, 1, 1, -1] * 2
-    lines = pyarrow.parquet.read_table(tmp_path / "fleet" / "meta" / "episodes" / "chunk-000" / "file-000.parquet")
-    told = lines.select(["episode_id", "robot_id", "success"]).to_pylist()
-    assert [tuple(line.values()) for line in told] == [("episode-0", "robot-0", None), ("episode-1", "robot-1", True)]
-    assert json.loads((tmp_path / "fleet" / "meta" / "info.json").read_text())["robot_type"] == "bench-arm"
 
 
 def stated(i: int, n: int) -> list[dict[str, Any]]:

@@ -7,7 +7,7 @@ it shows what the server knew at every moment.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -15,9 +15,8 @@ from typing import Any
 
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.core.percentile import percentile
-from reflex_runtime.policies.records.episodes import journals_in
 from reflex_runtime.policies.rollout.comparison import Comparison, wilson
-from reflex_runtime.telemetry.journal import Header, Note, RequestLine
+from reflex_runtime.telemetry.journal import Header, JournalError, Note, RequestLine
 from reflex_runtime.telemetry.journal_reader import JournalReader
 
 WIDTH = 80
@@ -218,6 +217,30 @@ class RolloutReport:
         if self.mixed:
             lines.append(f"  {self.mixed:,} episodes were answered by two policies and count for neither")
         return "\n".join(lines)
+
+
+def journals_in(paths: Iterable[Path], policy: str | None = None) -> dict[Path, Header]:
+    """The journals among files and directories with their headers, in the order in which they were written.
+
+    policy: the one of several to read. ConfigError where it is not there, or where there are several and it is None.
+    JournalError for a file that is no journal, or when there is none.
+    """
+    paths = list(paths)
+    headers = {path: JournalReader(path, policy).header for path in _files(paths)}
+    for path, header in headers.items():
+        if header.served:
+            raise ConfigError(f"{path}: has several policies: choose {' or '.join(header.served)} with --policy NAME")
+    if not headers:
+        raise JournalError(f"{', '.join(map(str, paths))}: no recordings (.jsonl, .jsonl.gz) there")
+    return dict(sorted(headers.items(), key=lambda found: (found[1].started_at, found[1].session_id, found[1].part)))
+
+
+def _files(paths: Iterable[Path]) -> Iterator[Path]:
+    for path in paths:
+        if path.is_dir():
+            yield from sorted(p for p in path.iterdir() if p.name.endswith((".jsonl", ".jsonl.gz")))
+        else:
+            yield path
 
 
 def report(
