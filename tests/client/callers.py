@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from reflex_runtime.client import AsyncClient, Client, Episode
+
+from .stub import NAMED
 
 
 class Time:
@@ -43,6 +46,8 @@ class Caller:
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         method = getattr(self.client, name)
+        if name == "act":
+            method = partial(method, **NAMED)
         if self.kind == "sync":
             return method  # type: ignore[no-any-return]
         return lambda *args, **fields: self.runner.run(method(*args, **fields))

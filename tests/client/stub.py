@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import socket
+import ssl
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Self
 
 import msgpack
@@ -18,6 +20,8 @@ ANSWER = {
     "actions": ACTIONS, "num_actions": 3, "action_dim": 2, "latency_ms": 1.5, "request_id": "mine", "cache": "off",
     "timing": {"queue_ms": 0.5, "total_ms": 1.5}, "batch": {"id": 7, "size": 2, "reason": "timeout"}, "guard": None,
 }  # fmt: skip
+UNNAMED = {name: value for name, value in ANSWER.items() if name != "request_id"}
+NAMED = {"request_id": "mine"}  # the request that ANSWER answers
 PICTURE = np.random.default_rng(0).integers(0, 256, (6, 8, 3), np.uint8)
 PATIENCE = 60.0  # seconds until a test gives up
 
@@ -44,12 +48,17 @@ class Stub:
 
     script: list[Any]
     port: int = 0
+    path: Path | None = None  # of a Unix socket
+    tls: ssl.SSLContext | None = None
     seen: list[Seen] = field(default_factory=list)
     connections: int = 0
 
     def __enter__(self) -> Self:
-        self._listener = socket.create_server(("127.0.0.1", self.port))
-        self.port = self._listener.getsockname()[1]
+        if self.path is None:
+            self._listener = socket.create_server(("127.0.0.1", self.port))
+            self.port = self._listener.getsockname()[1]
+        else:
+            self._listener = socket.create_server(str(self.path), family=socket.AF_UNIX)
         self._open: list[socket.socket] = []
         self._threads: list[threading.Thread] = []
         self.idle, self.asked = threading.Event(), threading.Event()
@@ -69,6 +78,10 @@ class Stub:
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
+    def say(self, message: bytes) -> None:
+        """Send on the newest connection what nobody asked for."""
+        self._open[-1].sendall(message)
+
     def _accept(self) -> None:
         while True:
             try:
@@ -84,6 +97,11 @@ class Stub:
         self._threads[-1].start()
 
     def _serve(self, sock: socket.socket, number: int) -> None:
+        if self.tls is not None:
+            try:
+                sock = self.tls.wrap_socket(sock, server_side=True)
+            except OSError:  # the client does not trust it
+                return
         with suppress(OSError), sock, sock.makefile("rb") as stream:
             while line := stream.readline():
                 method, path, _ = line.decode().split()

@@ -10,7 +10,7 @@ import pytest
 from reflex_runtime.client import InvalidRequest, NotFound, ProcessorFailed, Unauthorized
 
 from .callers import Make
-from .stub import ANSWER, Stub, refusal, reply
+from .stub import ANSWER, NAMED, Stub, refusal, reply
 
 
 def test_health_is_an_answer_whatever_it_says(make: Make) -> None:
@@ -53,8 +53,8 @@ def told(stub: Stub) -> list[Any]:
 
 def test_an_episode_carries_its_ids_and_reports_how_it_ended(make: Make) -> None:
     def body(episode: Any, act: Any) -> None:
-        act(state=[1.0])
-        act(state=[2.0], instruction="close it")
+        act(state=[1.0], **NAMED)
+        act(state=[2.0], instruction="close it", **NAMED)
         episode.success, episode.reward = True, 0.5
 
     with Stub([reply(), reply(ANSWER | {"policy_changed": True}), OUTCOME]) as stub:

@@ -13,7 +13,7 @@ import pytest
 from reflex_runtime.client import AsyncClient, Client
 
 from .callers import Make
-from .stub import PICTURE, Stub, refusal, reply
+from .stub import PICTURE, UNNAMED, Stub, refusal, reply
 
 
 def test_act_sends_msgpack_with_raw_pictures(make: Make) -> None:
@@ -50,8 +50,8 @@ def test_x7_the_episode_or_else_the_robot_is_named_in_a_header_too(make: Make) -
 
 def test_numbers_of_numpy_are_numbers(make: Make) -> None:
     with Stub([reply()]) as stub:
-        make(stub.url).act(seed=np.int64(3), executed=np.int32(8), deadline_ms=np.float32(250.0), request_id="x")
-    assert stub.seen[0].fields == {"seed": 3, "executed": 8, "deadline_ms": 250.0, "request_id": "x"}
+        make(stub.url).act(seed=np.int64(3), executed=np.int32(8), deadline_ms=np.float32(250.0))
+    assert stub.seen[0].fields == {"seed": 3, "executed": 8, "deadline_ms": 250.0, "request_id": "mine"}
 
 
 @pytest.mark.parametrize(("encoding", "kind", "exact"), [("png", "PNG", True), ("jpeg", "JPEG", False)])
@@ -75,10 +75,10 @@ def test_json_carries_raw_pictures_as_png_and_files_as_they_are(make: Make) -> N
 
 
 def test_a_request_id_is_made_and_stays_through_every_attempt(make: Make) -> None:
-    with Stub([refusal(), reply(), reply()]) as stub:
+    with Stub([refusal(), reply(UNNAMED), reply(UNNAMED)]) as stub:
         caller = make(stub.url)
-        caller.act(state=[1.0])
-        caller.act(state=[1.0])
+        caller.act(request_id=None)
+        caller.act(request_id=None)
     ids = [seen.fields["request_id"] for seen in stub.seen]
     assert ids[0] == ids[1] != ids[2]
     assert len(ids[0]) == 32

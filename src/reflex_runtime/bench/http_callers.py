@@ -13,12 +13,12 @@ import numpy as np
 
 from reflex_runtime.bench.caller import WireAnswer
 from reflex_runtime.bench.expected import Expected, Observed
+from reflex_runtime.bench.streams import Streams
 from reflex_runtime.bench.target import HTTP, Target
 from reflex_runtime.client.answers import chunk, refused
 from reflex_runtime.client.errors import BadAnswer
 from reflex_runtime.client.exchange import Reply
 from reflex_runtime.client.requests import Wire, encoded, observation
-from reflex_runtime.client.streams import Streams
 
 
 class _HttpCaller:

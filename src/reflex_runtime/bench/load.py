@@ -20,9 +20,9 @@ from reflex_runtime.bench.caller import Frames, WireCaller
 from reflex_runtime.bench.callers import CALLERS
 from reflex_runtime.bench.expected import Observed, read_observation
 from reflex_runtime.bench.probe import WireProbe, advice, at, meet
+from reflex_runtime.bench.streams import Streams
 from reflex_runtime.bench.target import HTTP, ServerLook, Target, look
 from reflex_runtime.client.errors import ClientError, Unreachable
-from reflex_runtime.client.streams import Streams
 from reflex_runtime.core.errors import ReflexError
 from reflex_runtime.core.request import Request
 from reflex_runtime.drivers.loop import loop_factory

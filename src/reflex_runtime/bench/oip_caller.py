@@ -9,11 +9,11 @@ from typing import Any, ClassVar, Final
 
 from reflex_runtime.bench.caller import WireAnswer
 from reflex_runtime.bench.expected import Expected, Observed
+from reflex_runtime.bench.streams import Streams
 from reflex_runtime.bench.target import HTTP, Target
 from reflex_runtime.client.answers import decoded, refused
 from reflex_runtime.client.errors import BadAnswer, NotFound, ServerError
 from reflex_runtime.client.exchange import Reply, Send
-from reflex_runtime.client.streams import Streams
 
 _HEAD: Final = "Inference-Header-Content-Length"
 _LENGTH: Final = struct.Struct("<I")  # length of the JSON; precedes it in a frame

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final
 from urllib.parse import urlsplit
 
+from reflex_runtime.bench.streams import Address, Streams
 from reflex_runtime.client.answers import decoded
 from reflex_runtime.client.errors import BadAnswer, NotFound
-from reflex_runtime.client.exchange import Address, Reply, Send
-from reflex_runtime.client.streams import Streams
+from reflex_runtime.client.exchange import Reply, Send
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.options import one_line
 

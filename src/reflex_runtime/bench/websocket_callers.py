@@ -16,10 +16,11 @@ from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidMes
 
 from reflex_runtime.bench.caller import WireAnswer
 from reflex_runtime.bench.expected import Expected, Observed
+from reflex_runtime.bench.streams import broken, not_connected
 from reflex_runtime.bench.target import HTTP, WEBSOCKET, Target
 from reflex_runtime.client.answers import refused
 from reflex_runtime.client.errors import BadAnswer, ServerError, TimedOut, Unreachable
-from reflex_runtime.client.exchange import Reply, broken, not_connected
+from reflex_runtime.client.exchange import Reply
 from reflex_runtime.policies.wires import openpi_codec, vla_eval_codec, xpolicylab_codec
 from reflex_runtime.policies.wires.vla_eval_codec import EvalMessage
 from reflex_runtime.policies.wires.xpolicylab_codec import LabFrame

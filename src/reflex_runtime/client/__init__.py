@@ -22,9 +22,9 @@ Errors, one class per error code of the server (`docs/errors.md`):
 send and how long to pause, and the two classes do so. The package imports nothing from the rest of `reflex_runtime`.
 """
 
-from reflex_runtime.client.aio import AsyncClient, AsyncEpisode
 from reflex_runtime.client.answers import Chunk
-from reflex_runtime.client.calls import GRACE
+from reflex_runtime.client.calls import FIRST_PAUSE, GRACE, LONGEST_PAUSE, Retries
+from reflex_runtime.client.clients import AsyncClient, AsyncEpisode, Client, Episode
 from reflex_runtime.client.errors import (
     BadAnswer,
     Cancelled,
@@ -57,15 +57,14 @@ from reflex_runtime.client.errors import (
     Unreachable,
 )
 from reflex_runtime.client.exchange import MAX_ANSWER
-from reflex_runtime.client.requests import Encoding, Picture, Priority, Wire
-from reflex_runtime.client.retries import FIRST_PAUSE, LONGEST_PAUSE, Retries
-from reflex_runtime.client.sync import Client, Episode
+from reflex_runtime.client.requests import ActFields, Encoding, Picture, Priority, Wire
 
 __all__ = [
     "FIRST_PAUSE",
     "GRACE",
     "LONGEST_PAUSE",
     "MAX_ANSWER",
+    "ActFields",
     "AsyncClient",
     "AsyncEpisode",
     "BadAnswer",

@@ -87,6 +87,8 @@ def chunk(reply: Reply, request_id: str, attempts: int) -> Chunk:
         if raw.get(name, size) != size:
             raise BadAnswer(f"{name} is {raw[name]!r}, and there are {size}", status=200)
     told = _text(raw.get("request_id"))
+    if request_id and told not in (None, request_id):
+        raise BadAnswer(f"it answers request {told!r}", status=200)
     return Chunk(
         actions=actions,
         request_id=request_id if told is None else told,

@@ -7,19 +7,53 @@ after a `Pause`. The generator's return value is the call's result.
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias, TypeVar
 from urllib.parse import quote
 
 from reflex_runtime.client.answers import Chunk, chunk, decoded, refused
-from reflex_runtime.client.errors import BadAnswer, ClientError, Unreachable
+from reflex_runtime.client.errors import BadAnswer, ClientError, ServerError, Unreachable
 from reflex_runtime.client.exchange import Reply, Send
 from reflex_runtime.client.requests import Encoding, Wire, encoded, observation
-from reflex_runtime.client.retries import Retries
+from reflex_runtime.pacing import doubled
 
 GRACE: Final = 0.5
 """Seconds beyond its deadline that an answer is waited for: the server is to say itself that it came too late."""
+
+
+FIRST_PAUSE, LONGEST_PAUSE = 0.1, 2.0  # seconds between attempts where the server names none, doubling
+
+
+@dataclass(slots=True)
+class Retries:
+    """Whether and when to ask again. Pure: times are passed in.
+
+    most: further attempts. until: the next attempt must begin by then. spread: a random number in [0, 1); up to a tenth
+    is added to each pause, so that robots that were refused together do not return together.
+
+    Only requests that cannot run twice (`retry_safe`) are repeated, and not those that were late or that a newer
+    request replaced. The pause is at least Retry-After, else 0.1 s, doubling to 2 s.
+    """
+
+    most: int
+    until: float
+    spread: Callable[[], float] = random.random
+    made: int = 0
+
+    def after(self, error: ClientError, now: float) -> float | None:
+        """Seconds to wait before the next attempt, or None to give up."""
+        if not error.retry_safe or self.made >= self.most or (isinstance(error, ServerError) and error.stale):
+            return None
+        pause = error.retry_after
+        if pause is None:
+            pause = doubled(FIRST_PAUSE, LONGEST_PAUSE, self.made)
+        pause *= 1.0 + 0.1 * self.spread()
+        if now + pause >= self.until:
+            return None
+        self.made += 1
+        return pause
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from reflex_runtime.client.answers import Chunk
 from reflex_runtime.client.calls import Call, Calls
 from reflex_runtime.client.errors import ClientError
+from reflex_runtime.client.requests import ActFields
 
 log = logging.getLogger("reflex.client")
 
@@ -51,9 +51,11 @@ class BaseEpisode:
         except ClientError as lost:
             log.warning("the outcome of episode %s (success=%s) was not taken: %s", self.episode_id, self.success, lost)
 
-    def _carried(self, fields: Mapping[str, Any]) -> dict[str, Any]:
-        known = {"episode_id": self.episode_id, "robot_id": self.robot_id, "instruction": self.instruction}
-        return known | dict(fields)
+    def _carried(self, fields: ActFields) -> ActFields:
+        known: ActFields = {
+            "episode_id": self.episode_id, "robot_id": self.robot_id, "instruction": self.instruction
+        }  # fmt: skip
+        return known | fields
 
     def _seen(self, chunk: Chunk) -> Chunk:
         self.changed = self.changed or chunk.policy_changed

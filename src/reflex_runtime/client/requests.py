@@ -6,8 +6,8 @@ import base64
 import io
 import json
 import uuid
-from collections.abc import Mapping
-from typing import Any, Literal
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, TypedDict
 
 import msgspec
 import numpy as np
@@ -21,13 +21,31 @@ Encoding = Literal["raw", "png", "jpeg"]
 Priority = Literal["urgent", "default", "background"]
 
 
-def named(found: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of an `act` by name, out of its locals()."""
-    return {name: value for name, value in found.items() if name != "self"}
+class ActFields(TypedDict, total=False):
+    """What `act` takes, by name.
+
+    image: the policy's only picture; images: by the policy's names. state: [n], in the robot's units. seed: of the
+    noise, else made from request_id. deadline_ms: from this call on, all attempts included. executed: how many actions
+    of the last chunk were executed.
+    """
+
+    image: Picture | None
+    images: Mapping[str, Picture] | None
+    instruction: str | None
+    state: Sequence[float] | NDArray[Any] | None
+    episode_id: str | None
+    robot_id: str | None
+    seed: int | None
+    priority: Priority | None
+    deadline_ms: float | None
+    request_id: str | None
+    executed: int | None
 
 
 def observation(fields: Mapping[str, Any], wire: Wire, encoding: Encoding) -> dict[str, Any]:
     """The fields of POST /act; ValueError for values that no server would accept."""
+    if unknown := fields.keys() - ActFields.__annotations__.keys():
+        raise TypeError(f"act() takes no {', '.join(sorted(unknown))}")
     sent = {
         name: value.item() if isinstance(value, np.generic) else value
         for name, value in fields.items()

@@ -1,30 +1,90 @@
-"""The kept-alive connections of the async client, and HTTP/1.1 over asyncio's streams (the standard library has
-none)."""
+"""Kept-alive connections for measuring: HTTP/1.1 over asyncio's streams, at a tenth of what httpx takes a request."""
 
 from __future__ import annotations
 
 import asyncio
 import http.client
 import io
+import select
 import ssl
 from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
 
-from reflex_runtime.client.errors import BadAnswer
-from reflex_runtime.client.exchange import (
-    Address,
-    Reply,
-    Send,
-    Stale,
-    bounded,
-    broken,
-    not_connected,
-    not_http,
-    readable,
-    too_late,
-    why,
-)
+from reflex_runtime.client.errors import BadAnswer, TimedOut, Unreachable
+from reflex_runtime.client.exchange import MAX_ANSWER, Reply, Send
 
 _MAX_HEAD = 64 << 10
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """The server's address. host: as it is resolved. prefix: the path before the server's own paths."""
+
+    secure: bool
+    host: str
+    port: int
+    prefix: str
+
+    @classmethod
+    def of(cls, url: str) -> Address:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ValueError(f"url={url!r}: expected http://HOST:PORT or https://HOST")
+        secure = parts.scheme == "https"
+        return cls(secure, parts.hostname, parts.port or (443 if secure else 80), parts.path.rstrip("/"))
+
+    @property
+    def netloc(self) -> str:
+        """HOST:PORT, an IPv6 address in brackets."""
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+    def __str__(self) -> str:
+        return f"{'https' if self.secure else 'http'}://{self.netloc}{self.prefix}"
+
+
+class Stale(Exception):
+    """The connection was closed, perhaps long ago, before any of the answer came."""
+
+
+def readable(sock: Any) -> bool:
+    """Whether an idle kept-alive connection can be read: then the server has closed it."""
+    if sock is None:
+        return True
+    if hasattr(select, "poll"):  # select cannot take numbers above 1023
+        poll = select.poll()
+        poll.register(sock, select.POLLIN)
+        return bool(poll.poll(0))
+    return bool(select.select([sock], [], [], 0)[0])
+
+
+def bounded(size: int, status: int) -> int:
+    """The size of an answer; BadAnswer if it is too large."""
+    if not 0 <= size <= MAX_ANSWER:
+        raise BadAnswer(f"{size} bytes, at most {MAX_ANSWER} are read", status=status)
+    return size
+
+
+def not_connected(error: Exception, address: Address) -> Unreachable:
+    kind = TimedOut if isinstance(error, TimeoutError) else Unreachable
+    return kind(f"cannot connect to {address}: {why(error)}", retry_safe=True)
+
+
+def broken(error: Exception, address: Address) -> Unreachable:
+    return Unreachable(f"{address} closed the connection before it had answered: {why(error)}")
+
+
+def too_late(send: Send, address: Address) -> TimedOut:
+    return TimedOut(f"no answer from {address} within {send.limit:.3g} s")
+
+
+def not_http(error: Exception) -> BadAnswer:
+    return BadAnswer(f"not HTTP/1.1: {error}")
+
+
+def why(error: Exception) -> str:
+    return str(error) or type(error).__name__
 
 
 class Streams:
