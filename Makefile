@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 unexport PYTHONDONTWRITEBYTECODE  # the tests start hundreds of processes: each would compile all that it imports
 
-.PHONY: setup demo test test-long test-lerobot test-ray lint bench docs clean
+.PHONY: setup demo test test-long test-lerobot test-ray lint messages bench docs clean
 
 setup: .venv/ready           ## make .venv with everything for development
 
@@ -54,6 +54,11 @@ lint: setup                  ## ruff and mypy --strict
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
+messages:                     ## generate the gRPC messages from messages.proto
+	python3 -m venv .venv-protoc
+	.venv-protoc/bin/pip install -q 'grpcio-tools==1.73.1' 'setuptools<80'
+	cd src && ../.venv-protoc/bin/python -m grpc_tools.protoc -I. --python_out=. reflex_runtime/policies/wires/messages.proto
+
 bench: setup                 ## the figures of docs/benchmarks.md, about twenty minutes
 	$(BIN)/python -m bench
 
@@ -61,4 +66,4 @@ docs: setup                  ## check that the pages tell what is there
 	$(BIN)/python -m pytest tests/test_docs.py tests/test_pages.py
 
 clean:
-	rm -rf .venv .venv-lerobot .venv-ray demo-out bench-out .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-lerobot .venv-ray .venv-protoc demo-out bench-out .pytest_cache .mypy_cache .ruff_cache .hypothesis

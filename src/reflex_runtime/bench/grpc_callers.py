@@ -16,22 +16,8 @@ from reflex_runtime.bench.target import GRPC, HTTP, Target
 from reflex_runtime.client.answers import refused
 from reflex_runtime.client.errors import BadAnswer, ClientError, NotFound, ServerError, TimedOut, Unreachable
 from reflex_runtime.client.exchange import Reply
-from reflex_runtime.policies.wires.protobuf import Field, Message, parse, serialize
+from reflex_runtime.policies.wires import messages_pb2 as messages
 
-_PARAMETER: Final[Message] = {
-    1: Field("key", "text"), 2: Field("value", {2: Field("int", "int"), 3: Field("text", "text")}),
-}  # fmt: skip
-_PARAMETERS: Final = Field("parameters", _PARAMETER, many=True)
-_TENSOR: Final[Message] = {1: Field("name", "text"), 2: Field("datatype", "text"), 3: Field("shape", "int", many=True)}
-_NAMED: Final[Message] = {1: Field("name", "text")}
-_MODEL: Final[Message] = {1: Field("name", "text"), 4: Field("inputs", _TENSOR, many=True)}
-_INFER: Final[Message] = {
-    1: Field("model_name", "text"), 4: _PARAMETERS, 5: Field("inputs", _TENSOR, many=True),
-    7: Field("raw", "bytes", many=True),
-}  # fmt: skip
-_INFERRED: Final[Message] = {4: _PARAMETERS, 5: Field("outputs", _TENSOR, many=True)}
-_BYTES: Final[Message] = {1: Field("data", "bytes")}
-_PART: Final[Message] = {1: Field("state", "uint"), 2: Field("data", "bytes")}
 _BEGIN, _MIDDLE, _END = 1, 2, 3
 _SIZE: Final = 2 << 20  # bytes of a part
 _HELPERS: Final = "lerobot.async_inference.helpers"
@@ -98,30 +84,33 @@ class OipGrpcCaller(_GrpcCaller):
         """Read the inputs of the model."""
         if not self._target.model:
             raise NotFound("the model's name is not known: give the server's http:// URL", code="not_found")
-        model = parse(await self._call("ModelMetadata", serialize({"name": self._target.model}, _NAMED)), _MODEL)
-        self.announced = model | {"inputs": [item | {"shape": item["shape"].tolist()} for item in model["inputs"]]}
+        asked = messages.ModelRequest(name=self._target.model).SerializeToString()
+        model = messages.ModelMetadataResponse.FromString(await self._call("ModelMetadata", asked))
+        self.announced = {"inputs": [
+            {"name": item.name, "datatype": item.datatype, "shape": list(item.shape)} for item in model.inputs
+        ]}  # fmt: skip
 
     def frame(self, observed: Observed, deadline_ms: float) -> bytes:
         """A request with one row and raw contents."""
-        inputs, raw = [], []
+        sent = messages.ModelInferRequest(model_name=self._target.model)
+        if deadline_ms:
+            sent.parameters["timeout"].int64_param = round(1e3 * deadline_ms)
         for name, value in observed.items():
             if isinstance(value, str):
                 data, kind, shape = struct.pack("<I", len(value.encode())) + value.encode(), "BYTES", [1, 1]
             else:
                 data, kind, shape = value.tobytes(), TYPES[str(value.dtype)], [1, *value.shape]
-            inputs.append({"name": name, "datatype": kind, "shape": shape})
-            raw.append(data)
-        limit = [{"key": "timeout", "value": {"int": round(1e3 * deadline_ms)}}] if deadline_ms else []
-        sent = {"model_name": self._target.model, "parameters": limit, "inputs": inputs, "raw": raw}
-        return serialize(sent, _INFER)
+            sent.inputs.add(name=name, datatype=kind, shape=shape)
+            sent.raw_input_contents.append(data)
+        return bytes(sent.SerializeToString())
 
     async def ask(self, frame: bytes) -> WireAnswer:
         """Send it and read the shape of the actions."""
-        answer = parse(await self._call("ModelInfer", frame), _INFERRED)
-        told = {entry.get("key"): entry.get("value", {}).get("text") for entry in answer["parameters"]}
+        answer = messages.ModelInferResponse.FromString(await self._call("ModelInfer", frame))
+        told = answer.parameters["reflex"].string_param if "reflex" in answer.parameters else "[{}]"
         try:
-            batch = json.loads(told.get("reflex") or "[{}]")[0].get("batch", {})
-            return WireAnswer(tuple(answer["outputs"][0]["shape"].tolist()), int(batch.get("size", 0)))
+            batch = json.loads(told)[0].get("batch", {})
+            return WireAnswer(tuple(answer.outputs[0].shape), int(batch.get("size", 0)))
         except (ValueError, IndexError, AttributeError) as error:
             raise BadAnswer(f"no outputs in the answer: {error!r}") from None
 
@@ -168,7 +157,7 @@ class LerobotCaller(_GrpcCaller):
             "lerobot_features": features,
         }
         policy |= {"actions_per_chunk": 1000, "device": "cpu", "rename_map": {}}
-        setup = serialize({"data": _pickled("RemotePolicyConfig", policy)}, _BYTES)
+        setup = bytes(messages.Pickle(data=_pickled("RemotePolicyConfig", policy)).SerializeToString())
         observation = {"timestamp": 0.0, "timestep": 0, "observation": seen, "must_go": True}
         return struct.pack("<I", len(setup)) + setup + _pickled("TimedObservation", observation)
 
@@ -180,8 +169,8 @@ class LerobotCaller(_GrpcCaller):
             await self._call("SendPolicyInstructions", setup)
             self._set = setup
         await self._call("SendObservations", _parts(data))
-        answer = parse(await self._call("GetActions", b""), _BYTES).get("data", b"")
-        steps = [opcode.name for opcode, _, _ in pickletools.genops(bytes(answer))] if answer else []
+        answer = messages.Pickle.FromString(await self._call("GetActions", b"")).data
+        steps = [opcode.name for opcode, _, _ in pickletools.genops(answer)] if answer else []
         count = steps.count("NEWOBJ") or steps.count("TUPLE3")  # opcodes of LeRobot's own servers, or of ours
         if not count:
             raise BadAnswer("no actions came for the observation")
@@ -198,5 +187,6 @@ def _parts(data: bytes) -> list[bytes]:
     found = []
     for at in range(0, len(data), _SIZE):
         state = _END if at + _SIZE >= len(data) else _BEGIN if at == 0 else _MIDDLE
-        found.append(serialize({"state": state, "data": data[at : at + _SIZE]}, _PART))
+        part = messages.ObservationPart(transfer_state=state, data=data[at : at + _SIZE])
+        found.append(bytes(part.SerializeToString()))
     return found

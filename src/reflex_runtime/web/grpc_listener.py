@@ -1,7 +1,8 @@
 """gRPC on a listener of its own: calls in, an answer or a status to each, on the event loop.
 
-Messages are bytes here: a wire brings its own codec. A call is counted, its key checked, and its bytes held among the
-request bodies, until it is answered; one that its caller cancels ends as a cancelled coroutine.
+Messages are bytes here, so that they are counted and bounded before a wire parses them. A call is counted, its key
+checked, and its bytes held among the request bodies, until it is answered; one that its caller cancels ends as a
+cancelled coroutine.
 """
 
 from __future__ import annotations
@@ -18,10 +19,11 @@ from typing import Any, Final, Protocol, TypeVar
 
 import grpc
 import grpc.aio
+from google.protobuf.message import DecodeError
 
 from reflex_runtime.core.errors import Closed, ConfigError, ReflexError
 from reflex_runtime.web.app import App
-from reflex_runtime.web.errors import BodyTooLarge, TooSlow, Unauthorized, describe_error, known
+from reflex_runtime.web.errors import BodyTooLarge, ClientError, TooSlow, Unauthorized, describe_error, known
 
 T = TypeVar("T")
 
@@ -94,6 +96,21 @@ def settle(settled: asyncio.Future[T], result: T) -> None:
     """Set the result that a call awaits, unless the call was cancelled."""
     if not settled.done():
         settled.set_result(result)
+
+
+def parse(kind: Any, data: bytes) -> Any:
+    """A message of a generated class; ClientError if the bytes are none."""
+    try:
+        return kind.FromString(data)
+    except DecodeError:
+        wrong = f"the message is no {kind.DESCRIPTOR.name}: it breaks off, or a text in it is not UTF-8"
+        raise ClientError(wrong) from None
+
+
+def serialize(message: Any) -> bytes:
+    """The bytes of a message."""
+    data: bytes = message.SerializeToString()
+    return data
 
 
 Method = Callable[[GrpcCall, bytes], Awaitable[bytes]]

@@ -6,6 +6,7 @@ import io
 import json
 import queue
 import random
+import resource
 import signal
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
@@ -19,6 +20,7 @@ import pytest
 from tritonclient.grpc import InferenceServerClient, InferInput, InferRequestedOutput, service_pb2
 from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 
+from reflex_runtime.policies.wires import messages_pb2 as messages
 from reflex_runtime.policies.wires.oip_grpc import decode
 from reflex_runtime.web.errors import ClientError, InvalidRequest
 from serving.exports import ACTIONS, CHUNK, WEIGHTS, expected, write_tiny
@@ -292,6 +294,52 @@ def test_w49_messages_are_read_as_protobuf_writes_them() -> None:
     }  # fmt: skip
     with pytest.raises(ClientError, match="raw_input_contents"):
         decode(request(raw_input_contents=[b"1"]).SerializeToString())
+
+
+def test_w49_our_messages_are_those_of_the_protocol() -> None:
+    pairs = {
+        "InferTensor": service_pb2.ModelInferRequest.InferInputTensor,
+        "InferTensorContents": service_pb2.InferTensorContents,
+        "InferParameter": service_pb2.InferParameter,
+        "InferRequestedOutput": service_pb2.ModelInferRequest.InferRequestedOutputTensor,
+        "TensorMetadata": service_pb2.ModelMetadataResponse.TensorMetadata,
+        "ModelRequest": service_pb2.ModelMetadataRequest,
+    }
+    for name, own in messages.DESCRIPTOR.message_types_by_name.items():
+        if name in ("Pickle", "ObservationPart"):  # LeRobot's
+            continue
+        stock = (pairs.get(name) or getattr(service_pb2, name)).DESCRIPTOR
+        for field in own.fields:
+            theirs = stock.fields_by_number[field.number]
+            assert (field.name, field.type, field.is_repeated) == (theirs.name, theirs.type, theirs.is_repeated)
+
+
+def _field(number: int, data: bytes) -> bytes:
+    length = b""
+    size = len(data)
+    while size > 0x7F:
+        length, size = length + bytes([size & 0x7F | 0x80]), size >> 7
+    return bytes([number << 3 | 2]) + length + bytes([size]) + data
+
+
+def test_w49_a_message_that_grows_when_it_is_parsed_is_refused_before() -> None:
+    plain = service_pb2.ModelInferRequest(model_name="m").SerializeToString()
+    raw = service_pb2.ModelInferRequest(raw_input_contents=[bytes(3 << 20)]).SerializeToString()
+    many = b"\x2a\0" * (1 << 20)  # tensors without fields, two bytes each
+    for bomb in (
+        many, many[:10_000], _field(5, _field(5, b"\x42\0" * (1 << 20))), raw + many,
+        _field(5, _field(5, _field(2, bytes(2 << 20)))),
+        b"\x0b\x0c" + many, b"\x09" + bytes(8) + many, b"\x0d" + bytes(4) + many,
+        b"\x3a" + b"\x81\x80\x80\x80\x80\x80\x80\x80\x80\x02" + b"a" + many,  # a length of 2^64 + 1
+    ):  # fmt: skip
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        with pytest.raises(ClientError, match=r"the request has over 4096 fields|the message is no ModelInferRequest$"):
+            decode(plain + bomb)
+        assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 20 << 10
+    with pytest.raises(ClientError, match="breaks off"):
+        decode(raw[:-1])
+    with pytest.raises(ClientError, match="has 1 elements"):
+        decode(raw)
 
 
 def test_w49_fifty_thousand_broken_requests_raise_nothing_but_ours() -> None:

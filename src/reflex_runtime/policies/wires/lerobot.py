@@ -25,14 +25,14 @@ from reflex_runtime.policies.serving.ask import Ask
 from reflex_runtime.policies.serving.asking import Asking
 from reflex_runtime.policies.serving.question import ActAnswer, Question
 from reflex_runtime.policies.serving.wire_names import LEROBOT
+from reflex_runtime.policies.wires import messages_pb2 as messages
 from reflex_runtime.policies.wires.lerobot_pickle import OBSERVATION, SETUP, read_pickle, write_actions
 from reflex_runtime.policies.wires.observations import Reading
 from reflex_runtime.policies.wires.openpi import Episodes
-from reflex_runtime.policies.wires.protobuf import Field, Message, parse, serialize
 from reflex_runtime.web.bodies import Bodies
 from reflex_runtime.web.errors import ClientError, Conflict
 from reflex_runtime.web.fields import invalid
-from reflex_runtime.web.grpc_listener import GrpcCall, Reported, settle
+from reflex_runtime.web.grpc_listener import GrpcCall, Reported, parse, serialize, settle
 from reflex_runtime.web.json import printable
 
 SERVICE: Final = "transport.AsyncInference"
@@ -44,8 +44,6 @@ MAX_NAME: Final = 256  # characters of a motor's name
 RATE_HZ: Final = 30.0  # of actions, if the export gives no rate
 TYPES: Final = ("act", "smolvla", "diffusion", "tdmpc", "vqbet", "pi0", "pi0_fast", "pi05", "groot")
 _BEGIN, _MIDDLE, _END = 1, 2, 3
-_BYTES: Final[Message] = {1: Field("data", "bytes")}
-_PART: Final[Message] = {1: Field("state", "uint"), 2: Field("data", "bytes")}
 _STATE, _IMAGES = "observation.state", "observation.images."
 
 
@@ -191,7 +189,7 @@ class LerobotService:
 
     async def instruct(self, call: GrpcCall, data: bytes) -> bytes:
         """Wait until the policy is ready, then compare the setup with it."""
-        sent = read_pickle(bytes(parse(data, _BYTES).get("data", b"")), SETUP)
+        sent = read_pickle(parse(messages.Pickle, data).data, SETUP)
         setup = LerobotSetup(sent)
         await self._started()
         self._asking.runtime.need_policy()
@@ -225,7 +223,7 @@ class LerobotService:
             self._bodies.release(seen)
         step = 1.0 / (robot.asking.served.spec.embodiment.control_rate_hz or RATE_HZ)
         pickled = write_actions(answer.actions[: seen.steps], seen.timestamp, seen.timestep, step)
-        return serialize({"data": pickled}, _BYTES)
+        return serialize(messages.Pickle(data=pickled))
 
     def _question(self, robot: LerobotRobot, setup: LerobotSetup, sent: Mapping[str, Any]) -> Question:
         seen = setup.observation(_of(sent, "observation", dict))
@@ -274,14 +272,14 @@ class LerobotService:
 
 async def _joined(parts: AsyncIterator[bytes]) -> bytes:
     """Join the parts of a message, from BEGIN to END."""
-    found: list[memoryview] = []
-    async for part in parts:
-        values = parse(part, _PART)
-        state = values.get("state", 0)
+    found: list[bytes] = []
+    async for sent in parts:
+        part = parse(messages.ObservationPart, sent)
+        state = part.transfer_state
         if state not in (_BEGIN, _MIDDLE, _END):
             raise ClientError(f"transfer_state: {state} is not one of {_BEGIN}, {_MIDDLE}, {_END}")
         found = [] if state == _BEGIN else found
-        found.append(values.get("data", memoryview(b"")))
+        found.append(part.data)
         if state == _END:
             return b"".join(found)
     raise ClientError("the observation breaks off before its last part")

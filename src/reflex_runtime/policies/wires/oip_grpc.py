@@ -1,9 +1,9 @@
-"""The Open Inference Protocol over gRPC: its messages, and the service."""
+"""The Open Inference Protocol over gRPC: its messages within bounds, and the service."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, Final
 
@@ -12,85 +12,89 @@ from reflex_runtime.policies.serving.ask import Ask
 from reflex_runtime.policies.serving.asking import Asking
 from reflex_runtime.policies.serving.question import ActAnswer
 from reflex_runtime.policies.serving.wire_names import OIP
+from reflex_runtime.policies.wires import messages_pb2 as messages
 from reflex_runtime.policies.wires import oip
 from reflex_runtime.policies.wires.oip_tensors import Tensor, tensor_of_bytes, tensor_of_values
-from reflex_runtime.policies.wires.protobuf import Field, Message, parse, serialize
 from reflex_runtime.web.errors import ClientError
-from reflex_runtime.web.grpc_listener import GrpcCall, Reported, settle
+from reflex_runtime.web.grpc_listener import GrpcCall, Reported, parse, serialize, settle
 
 SERVICE: Final = "inference.GRPCInferenceService"
 MOST_MS: Final = 600_000.0  # a longer deadline counts as none
-_PARAMETER: Final[Message] = {
-    1: Field("bool", "bool"), 2: Field("int", "int"), 3: Field("text", "text"), 4: Field("double", "double"),
-    5: Field("uint", "uint"),
-}  # fmt: skip
-_PARAMETERS: Final = Field("parameters", {1: Field("key", "text"), 2: Field("value", _PARAMETER)}, many=True)
-_NAMED: Final[Message] = {1: Field("name", "text"), 2: Field("version", "text")}
-_LIVE: Final[Message] = {1: Field("live", "bool")}
-_READY: Final[Message] = {1: Field("ready", "bool")}
-_SERVER: Final[Message] = {
-    1: Field("name", "text"), 2: Field("version", "text"), 3: Field("extensions", "text", many=True)
-}  # fmt: skip
-_PORT: Final[Message] = {
-    1: Field("name", "text"), 2: Field("datatype", "text"), 3: Field("shape", "int", many=True)
-}  # fmt: skip
-_MODEL: Final[Message] = {
-    1: Field("name", "text"), 2: Field("versions", "text", many=True), 3: Field("platform", "text"),
-    4: Field("inputs", _PORT, many=True), 5: Field("outputs", _PORT, many=True),
-}  # fmt: skip
-_CONTENTS: Final[Message] = {
-    1: Field("BOOL", "bool", many=True), 2: Field("INT32", "int", many=True), 3: Field("INT64", "int", many=True),
-    4: Field("UINT32", "uint", many=True), 5: Field("UINT64", "uint", many=True), 6: Field("FP32", "float", many=True),
-    7: Field("FP64", "double", many=True), 8: Field("BYTES", "bytes", many=True),
-}  # fmt: skip
-_WIDER: Final = {"INT8": "INT32", "INT16": "INT32", "UINT8": "UINT32", "UINT16": "UINT32"}  # field of their values
-_TENSOR: Final[Message] = {**_PORT, 4: _PARAMETERS, 5: Field("contents", _CONTENTS)}
-_REQUEST: Final[Message] = {
-    1: Field("model_name", "text"), 2: Field("model_version", "text"), 3: Field("id", "text"), 4: _PARAMETERS,
-    5: Field("inputs", _TENSOR, many=True), 6: Field("outputs", {1: Field("name", "text")}, many=True),
-    7: Field("raw", "bytes", many=True),
-}  # fmt: skip
-_ANSWER: Final[Message] = {
-    1: Field("model_name", "text"), 2: Field("model_version", "text"), 3: Field("id", "text"), 4: _PARAMETERS,
-    5: Field("outputs", _PORT, many=True), 6: Field("raw", "bytes", many=True),
+MAX_FIELDS: Final = 4096  # of a request
+MAX_OTHER: Final = 1 << 20  # bytes of a request that are not raw tensors
+_RAW: Final = 7  # number of the field raw_input_contents
+_CONTENTS: Final = {  # field of the values of a datatype
+    "BOOL": "bool", "INT8": "int", "INT16": "int", "INT32": "int", "INT64": "int64", "UINT8": "uint",
+    "UINT16": "uint", "UINT32": "uint", "UINT64": "uint64", "FP32": "fp32", "FP64": "fp64", "BYTES": "bytes",
 }  # fmt: skip
 
 
 def decode(data: bytes) -> tuple[str, str, oip.InferRequest]:
     """(model, version, request); ClientError names what is wrong."""
-    sent = parse(data, _REQUEST)
-    raw = sent["raw"]
-    if raw and len(raw) != len(sent["inputs"]):
-        raise ClientError(f"raw_input_contents: has {len(raw)} elements, and there are {len(sent['inputs'])} inputs")
-    inputs = [_tensor(tensor, raw[place] if raw else None) for place, tensor in enumerate(sent["inputs"])]
-    outputs = [output.get("name", "") for output in sent["outputs"]]
-    asked = oip.InferRequest(inputs, _parameters(sent["parameters"]), outputs, sent.get("id", ""))
-    return sent.get("model_name", ""), sent.get("model_version", ""), asked
+    _check_size(data)
+    sent = parse(messages.ModelInferRequest, data)
+    raw = sent.raw_input_contents
+    if raw and len(raw) != len(sent.inputs):
+        raise ClientError(f"raw_input_contents: has {len(raw)} elements, and there are {len(sent.inputs)} inputs")
+    inputs = [_tensor(tensor, raw[place] if raw else None) for place, tensor in enumerate(sent.inputs)]
+    parameters = {name: _parameter(value) for name, value in sent.parameters.items()}
+    asked = oip.InferRequest(inputs, parameters, [output.name for output in sent.outputs], sent.id)
+    return sent.model_name, sent.model_version, asked
 
 
 def encode(model: str, sent_id: str, answers: Sequence[ActAnswer]) -> bytes:
     """The answer to an infer request."""
     actions = oip.actions_of(answers)
-    told = {
-        "model_name": model,
-        "model_version": oip.VERSION,
-        "id": sent_id,
-        "parameters": [{"key": "reflex", "value": {"text": oip.details_of(answers)}}],
-        "outputs": [{"name": oip.ACTIONS, "datatype": "FP32", "shape": actions.shape}],
-        "raw": [actions.tobytes()],
-    }
-    return serialize(told, _ANSWER)
+    answer = messages.ModelInferResponse(model_name=model, model_version=oip.VERSION, id=sent_id)
+    answer.parameters["reflex"].string_param = oip.details_of(answers)
+    answer.outputs.add(name=oip.ACTIONS, datatype="FP32", shape=actions.shape)
+    answer.raw_output_contents.append(actions.tobytes())
+    return serialize(answer)
 
 
-def _tensor(sent: Mapping[str, Any], raw: memoryview | None) -> Tensor:
-    name, datatype, shape = sent.get("name", ""), sent.get("datatype", ""), sent["shape"].tolist()
+def _check_size(data: bytes) -> None:
+    """Refuse a request that becomes far larger when it is parsed: two bytes can be a tensor without any field."""
+    at = fields = raw = 0
+    try:
+        while at < len(data):
+            tag, at = _varint(data, at)
+            if tag & 7 == 0:
+                _, at = _varint(data, at)
+            elif tag & 7 == 2:
+                size, at = _varint(data, at)
+                at += size
+                raw += size if tag >> 3 == _RAW else 0
+            else:
+                at += {1: 8, 5: 4}[tag & 7]  # groups are none of this protocol
+            fields += 1
+            if fields > MAX_FIELDS or at - raw > MAX_OTHER:
+                wrong = f"over {MAX_FIELDS} fields, or over {MAX_OTHER} bytes beside raw_input_contents"
+                raise ClientError(f"the request has {wrong}: send tensors as raw bytes")
+    except (IndexError, KeyError):
+        raise ClientError("the message is no ModelInferRequest") from None
+
+
+def _varint(data: bytes, at: int) -> tuple[int, int]:
+    value = 0
+    for shift in range(0, 70, 7):
+        value |= (data[at] & 0x7F) << shift
+        at += 1
+        if data[at - 1] < 0x80:
+            return value % 2**64, at
+    raise IndexError
+
+
+def _tensor(sent: Any, raw: bytes | None) -> Tensor:
     if raw is not None:
-        return tensor_of_bytes(name, datatype, shape, raw)
-    return tensor_of_values(name, datatype, shape, sent.get("contents", {}).get(_WIDER.get(datatype, datatype), []))
+        return tensor_of_bytes(sent.name, sent.datatype, list(sent.shape), raw)
+    field = _CONTENTS.get(sent.datatype)
+    values = list(getattr(sent.contents, f"{field}_contents")) if field else []
+    return tensor_of_values(sent.name, sent.datatype, list(sent.shape), values)
 
 
-def _parameters(sent: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    return {entry.get("key", ""): next(iter(entry.get("value", {}).values()), None) for entry in sent}
+def _parameter(sent: Any) -> Any:
+    field = sent.WhichOneof("value")
+    return getattr(sent, field) if field else None
 
 
 class OipService:
@@ -113,21 +117,21 @@ class OipService:
             self._asking.fail(Ask(OIP, call.id, call.peer, lambda result: None, call.started, call), error)
 
     async def live(self, call: GrpcCall, data: bytes) -> bytes:
-        return serialize({"live": True}, _LIVE)
+        return serialize(messages.ServerLiveResponse(live=True))
 
     async def ready(self, call: GrpcCall, data: bytes) -> bytes:
-        return serialize({"ready": self._runtime.health == "ready"}, _READY)
+        return serialize(messages.ServerReadyResponse(ready=self._runtime.health == "ready"))
 
     async def server(self, call: GrpcCall, data: bytes) -> bytes:
-        return serialize(oip.server_metadata(), _SERVER)
+        return serialize(messages.ServerMetadataResponse(**oip.server_metadata()))
 
     async def model_ready(self, call: GrpcCall, data: bytes) -> bytes:
         asking, _ = self._model_of(data)
-        return serialize({"ready": asking.served.health == "ready"}, _READY)
+        return serialize(messages.ModelReadyResponse(ready=asking.served.health == "ready"))
 
     async def model(self, call: GrpcCall, data: bytes) -> bytes:
         asking, name = self._model_of(data)
-        return serialize(oip.model_metadata(asking.served.spec, name), _MODEL)
+        return serialize(messages.ModelMetadataResponse(**oip.model_metadata(asking.served.spec, name)))
 
     async def infer(self, call: GrpcCall, data: bytes) -> bytes:
         model, version, sent = decode(data)
@@ -147,5 +151,5 @@ class OipService:
         return encode(name, sent.id, result)
 
     def _model_of(self, data: bytes) -> tuple[Asking, str]:
-        sent = parse(data, _NAMED)
-        return oip.model_of(self._asking, sent.get("name", ""), sent.get("version", ""))
+        sent = parse(messages.ModelRequest, data)
+        return oip.model_of(self._asking, sent.name, sent.version)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from math import prod
 from typing import Any, Final
@@ -49,14 +50,14 @@ def tensor_of_bytes(name: str, datatype: str, shape: Sequence[int], data: bytes 
 
 
 def tensor_of_values(name: str, datatype: str, shape: Sequence[int], values: Any) -> Tensor:
-    """A tensor from numbers or texts in C order: a list (in JSON it may be nested) or an array."""
+    """A tensor from numbers or texts in C order: a list, which may be nested."""
     size = _size(name, shape)
-    flat = values if isinstance(values, np.ndarray) else _flat(name, values)
+    flat = _flat(name, values)
     if len(flat) != size:
         raise invalid(printable(name), printable(f"{name}: {len(flat)} values do not make shape {list(shape)}"))
     if datatype == "BYTES":
         _check_texts(name, size)
-        if not all(isinstance(value, (str, bytes, memoryview)) for value in flat):
+        if not all(isinstance(value, (str, bytes)) for value in flat):
             raise invalid(printable(name), printable(f"{name}: BYTES must be texts"))
         return Tensor(name, datatype, tuple(shape), [_bytes(value) for value in flat])
     dtype = np.dtype(_dtype(name, datatype))
@@ -66,23 +67,16 @@ def tensor_of_values(name: str, datatype: str, shape: Sequence[int], values: Any
         raise invalid(printable(name), f"{name}: shape {list(shape)} is no array") from None
 
 
-def _array(name: str, datatype: str, flat: Any, dtype: np.dtype[Any]) -> NDArray[Any]:
+def _array(name: str, datatype: str, flat: list[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
     kinds = {bool} if dtype.kind == "b" else {int, float} if dtype.kind == "f" else {int}
-    right = flat.dtype.kind == dtype.kind if isinstance(flat, np.ndarray) else set(map(type, flat)) <= kinds
-    array: NDArray[Any] = np.empty(0, dtype)
-    if right:
-        try:
-            array = np.array(flat, dtype)
-            right = dtype.kind == "f" or not isinstance(flat, np.ndarray) or bool((array == flat).all())
-        except OverflowError:
-            right = False
-    if not right:
-        raise invalid(printable(name), printable(f"{name}: holds what is no {datatype}"))
-    return array
+    if set(map(type, flat)) <= kinds:
+        with suppress(OverflowError):
+            return np.array(flat, dtype)
+    raise invalid(printable(name), printable(f"{name}: holds what is no {datatype}"))
 
 
-def _bytes(value: str | bytes | memoryview) -> bytes:
-    return value.encode("utf-8", "surrogatepass") if isinstance(value, str) else bytes(value)
+def _bytes(value: str | bytes) -> bytes:
+    return value.encode("utf-8", "surrogatepass") if isinstance(value, str) else value
 
 
 def _flat(name: str, values: Any) -> list[Any]:
