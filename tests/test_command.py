@@ -130,18 +130,18 @@ finally:
     [
         ("sevre", "reflex: sevre: no such verb; did you mean serve?; there are serve, status, "),
         ("serve --max-batch-cots-ms=5", "reflex serve: unrecognized arguments: --max-batch-cots-ms=5; did you mean "),
-        ("serve scribe --kv-cache-bg 1", "reflex serve: unrecognized arguments: --kv-cache-bg; did you mean --kv"),
+        ("serve scribe --kv-cache-bg 1", "reflex serve: unrecognized arguments: --kv-cache-bg 1; did you mean --kv"),
         (
             "serve scribe --gr00t :1",
-            "reflex serve: unrecognized arguments: --gr00t; --gr00t is an option of policies",
+            "reflex serve: unrecognized arguments: --gr00t :1; --gr00t is an option of policies",
         ),
         (
             "serve . --max-num-seqs=2",
             "reflex serve: unrecognized arguments: --max-num-seqs=2; --max-num-seqs is an option of language models",
         ),
         (
-            "serve scribe --max-batch-cost-ms 5",
-            "reflex serve: unrecognized arguments: --max-batch-cost-ms; --max-batch-cost-ms is an option of embedding ",
+            "serve scribe scribe",
+            "reflex serve: unrecognized arguments: scribe; write reflex serve MODEL_DIR; reflex serve --help shows all",
         ),
         ("feeds a=b.mp4 --relatime", "reflex feeds: unrecognized arguments: --relatime; did you mean --realtime?"),
         ("simulate --zzzz", "reflex simulate: unrecognized arguments: --zzzz"),

@@ -8,18 +8,16 @@ from typing import Any, get_type_hints
 
 from prometheus_client import CollectorRegistry
 
-from reflex_runtime.config import EmbeddingServeConfig, FeedsConfig, LLMServeConfig, ServeConfig
+from reflex_runtime.config import FeedsConfig, LLMServeConfig, ServeConfig
 from reflex_runtime.core.errors import ReflexError
 from reflex_runtime.feeds.outputs.outbox import OUTPUT_DROPS
 from reflex_runtime.feeds.series import FeedSeries
 from reflex_runtime.feeds.snapshot import DROPS, RuntimeSnapshot
 from reflex_runtime.llm import LLMProcessor
-from reflex_runtime.llm.embedding.series import EmbeddingSeries
 from reflex_runtime.llm.serving.generation import GenerationRuntime
-from reflex_runtime.llm.serving.local_models import LocalModels, opened
-from reflex_runtime.llm.serving.model_device import ModelDevice
+from reflex_runtime.llm.serving.lifecycle import ServerState
+from reflex_runtime.llm.serving.local_model import LocalModel, opened
 from reflex_runtime.llm.serving.model_host import ModelPlan
-from reflex_runtime.llm.serving.model_runtime import ModelRuntime
 from reflex_runtime.llm.toy import ByteTokenizer, ToyRunner
 from reflex_runtime.llm.workers.line import WorkersConfig
 from reflex_runtime.llm.workers.workers import Workers
@@ -89,11 +87,6 @@ def test_language_models_md_has_every_setting_as_it_is() -> None:
     assert table in page("language-models.md"), "the table is now:\n" + table
 
 
-def test_embeddings_md_has_every_setting_as_it_is() -> None:
-    table = settings_table(EmbeddingServeConfig)
-    assert table in page("embeddings.md"), "the table is now:\n" + table
-
-
 def test_feeds_md_has_every_reason_for_which_a_frame_is_dropped() -> None:
     rows = dict(re.findall(r"^\| `(\w+)` \| (.+) \|$", page("feeds.md"), re.MULTILINE))
     assert {reason: rows.get(reason) for reason in DROPS} == DROPS
@@ -112,17 +105,14 @@ def test_metrics_md_has_every_series_with_type_labels_and_a_query() -> None:
     sections = dict(re.findall(r"^### `(\w+)`\n(.*?)(?=^##|\Z)", text, re.MULTILINE | re.DOTALL))
     registered = {}
     feeds = FeedSeries(_nothing, CollectorRegistry()).describe()
-    config = LLMServeConfig()
-    model = ModelRuntime(config, [ModelPlan("toy", config)], opened(lambda plan: (ToyRunner(), ByteTokenizer())))
-    device = ModelDevice([LLMProcessor(ToyRunner(), ByteTokenizer())])
-    LocalModels(device, {"toy": GenerationRuntime(LLMProcessor(ToyRunner(), ByteTokenizer()), device)}, model)
+    plan = ModelPlan("toy", LLMServeConfig())
+    model = ServerState(plan, opened(lambda plan: (ToyRunner(), ByteTokenizer())))
+    LocalModel(GenerationRuntime(LLMProcessor(ToyRunner(), ByteTokenizer())), model)
     never: Any = None  # nothing is started
-    Workers(WorkersConfig(1, lambda _: never, lambda *_: {}), {"toy": ByteTokenizer()}, model)
+    Workers(WorkersConfig(1, lambda _: never, lambda *_: {}), ByteTokenizer(), model)
     spans = CollectorRegistry()
     span_series(spans)
-    embeddings = CollectorRegistry()
-    EmbeddingSeries("default", int, int, embeddings)
-    registries = (Metrics().registry, model.registry, spans, embeddings)
+    registries = (Metrics().registry, model.registry, spans)
     collected = [family for registry in registries for family in registry.collect()]
     for family in [*collected, *feeds, *replica_series([])]:
         registered[family.name + ("_total" if family.type == "counter" else "")] = family

@@ -167,7 +167,7 @@ def late():
 
 
 def test_a_language_models_server_loads_nothing_of_robot_policies() -> None:
-    wanted = "llm.serving.server", "llm.serving.local_models", "llm.workers.workers", "web.serve"
+    wanted = "llm.serving.server", "llm.serving.local_model", "llm.workers.workers", "web.serve"
     code = "import sys\n" + "".join(f"import {PACKAGE}.{name}\n" for name in wanted)
     code += f"print([name for name in sys.modules if name.startswith('{PACKAGE}.policies')])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=True)

@@ -11,14 +11,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from reflex_runtime.config import (
-    EmbeddingServeConfig,
-    FeedsConfig,
-    LLMServeConfig,
-    OwnSettings,
-    RayConfig,
-    ServeConfig,
-)
+from reflex_runtime.config import FeedsConfig, LLMServeConfig, OwnSettings, RayConfig, ServeConfig
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.options import Places, check_needs, convert, did_you_mean, flag, hints_of, one_line
 
@@ -26,7 +19,7 @@ log = logging.getLogger("reflex.config")
 
 C = TypeVar("C")
 
-POLICIES, MODELS = "policies", "models"  # the tables of a file with a table for each of several policies, or models
+POLICIES = "policies"  # the tables of a file with a table for each of several policies
 
 
 def load(
@@ -124,7 +117,7 @@ def _settings_in(environ: Mapping[str, str]) -> dict[str, str]:
     An orchestrator that runs a service called reflex describes it in variables such as REFLEX_PORT=tcp://10.0.0.1:80:
     those are no settings.
     """
-    kinds = (ServeConfig, LLMServeConfig, EmbeddingServeConfig, FeedsConfig, RayConfig)
+    kinds = (ServeConfig, LLMServeConfig, FeedsConfig, RayConfig)
     known = {f.name for kind in kinds for f in fields(kind)}
     found = {}
     for variable, text in environ.items():

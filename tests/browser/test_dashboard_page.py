@@ -10,7 +10,6 @@ import pytest
 from browser.looked import Browser, Looked, needs_browser
 from browser.prefix_proxy import PrefixProxy
 from feeds.commands import Feeds
-from serving.embedding_toy import EmbeddingToy, toy_directory
 from serving.harness import STATE, Server
 from serving.openai_toy import Model, Toy
 
@@ -50,18 +49,6 @@ def test_x4_tokens_are_seen(browser: Browser) -> None:
         look.until("#tiles", "first token, p99")
         look.until("#tiles", "cache held")
         assert look.wrong == []
-        look.page.close()
-
-
-def test_x4_a_model_of_vectors_shows_no_tokens_and_no_cache(browser: Browser, tmp_path: Path) -> None:
-    with EmbeddingToy(toy_directory(tmp_path / "model", [2, 4])) as toy:
-        look = Looked(browser, toy)
-        look.until("#link", "live")
-        assert toy.embed("robots", user="chat-7").status == 200
-        look.until("#clients", "chat-7")
-        look.until("#tiles", "answers a second")
-        tiles = look.page.inner_text("#tiles")
-        assert not any(name in tiles for name in ("tokens", "cache held"))
         look.page.close()
 
 

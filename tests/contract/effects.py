@@ -13,13 +13,12 @@ from reflex_runtime.cli import build_parser
 from reflex_runtime.cli.bench import BenchConfig
 from reflex_runtime.cli.simulate import SimulateConfig
 from reflex_runtime.cli.trace_prompts import PromptsConfig
-from reflex_runtime.config import EmbeddingServeConfig, FeedsConfig, LLMServeConfig, RayConfig, ServeConfig
+from reflex_runtime.config import FeedsConfig, LLMServeConfig, RayConfig, ServeConfig
 from reflex_runtime.options import flag
 
 COMMANDS: Final[dict[type[Any], str]] = {
     ServeConfig: "serve",
     LLMServeConfig: "serve MODEL",
-    EmbeddingServeConfig: "serve EMBEDDER",
     FeedsConfig: "feeds",
     RayConfig: "ray",
     SimulateConfig: "simulate",
@@ -103,8 +102,7 @@ EFFECTS: Final[dict[type[Any], dict[str, str]]] = {
     },
     LLMServeConfig: {
         "served_model_name": "test_h10_the_served_name_is_the_directorys_unless_said",
-        "lora": "test_h10_lora_names_adapters_of_a_model",
-        "alias": "test_h10_alias_is_a_further_name_of_one_model",
+        "lora": "test_h10_lora_names_adapters_of_the_model",
         "device": "test_h10_what_is_said_of_the_model_goes_to_its_loader",
         "runner": "test_h10_what_is_said_of_the_model_goes_to_its_loader",
         "dtype": "test_h10_what_is_said_of_the_model_goes_to_its_loader",
@@ -143,39 +141,6 @@ EFFECTS: Final[dict[type[Any], dict[str, str]]] = {
         "allow_host": "test_h5_allow_host_names_what_else_it_is_called",
         "cors": "test_h5_cors_lets_the_pages_of_a_site_ask_and_read",
         "trace": "test_h10_trace_writes_every_step",
-    },
-    EmbeddingServeConfig: {
-        "alias": "test_h10_alias_is_a_further_name_of_an_embedding_model",
-        "served_model_name": "test_h10_an_embedding_model_is_served_under_the_directorys_name_unless_said",
-        "device": "test_h10_what_is_said_of_an_embedding_model_goes_to_its_loader",
-        "runner": "test_h10_what_is_said_of_an_embedding_model_goes_to_its_loader",
-        "dtype": "test_h10_what_is_said_of_an_embedding_model_goes_to_its_loader",
-        "pooling": "test_h10_an_embedding_model_is_served_under_the_directorys_name_unless_said",
-        "cache_dir": "test_h10_what_is_said_of_an_embedding_model_goes_to_its_loader",
-        "threads": "test_h10_what_is_said_of_an_embedding_model_goes_to_its_loader",
-        "max_model_len": "test_h10_an_embedding_model_is_served_under_the_directorys_name_unless_said",
-        "max_batch_cost_ms": "test_h10_max_batch_cost_ms_bounds_what_shares_a_batch",
-        "max_queue": "test_l9_a_full_queue_takes_all_texts_of_a_request_or_none",
-        "max_queued_tokens": "test_l9_max_queued_tokens_bounds_the_texts_that_wait",
-        "max_body_bytes": "test_h10_a_body_over_max_body_bytes_is_413",
-        "max_bodies_mb": "test_h10_what_every_server_has_holds_for_embeddings_too",
-        "max_connections": "test_h10_what_every_server_has_holds_for_embeddings_too",
-        "idle_timeout_s": "test_h10_what_every_server_has_holds_for_embeddings_too",
-        "head_timeout_s": "test_h10_what_every_server_has_holds_for_embeddings_too",
-        "body_timeout_s": "test_h10_what_every_server_has_holds_for_embeddings_too",
-        "supervise": "test_without_a_supervisor_the_process_is_the_embedding_server",
-        "log_format": "test_l9_a_real_run_logs_in_json_and_ends_with_zero",
-        "otel": "test_x6_an_embedding_has_its_tokens_in_its_span_and_its_batch_is_linked",
-        "otel_sample": "test_x6_an_embedding_has_its_tokens_in_its_span_and_its_batch_is_linked",
-        "watchdog_s": "test_b19_a_batch_that_hangs_is_answered_after_watchdog_s",
-        "drain_timeout_s": "test_h10_an_embedding_model_is_served_under_the_directorys_name_unless_said",
-        "host": "test_h11_an_embedding_server_from_outside_without_a_key_warns_and_a_port_in_use_is_one_line",
-        "port": "test_h11_an_embedding_server_from_outside_without_a_key_warns_and_a_port_in_use_is_one_line",
-        "api_key": "test_h10_a_body_over_max_body_bytes_is_413",
-        "api_key_file": "test_h10_what_every_server_has_holds_for_embeddings_too",
-        "allow_host": "test_h10_what_every_server_has_holds_for_embeddings_too",
-        "cors": "test_h10_what_every_server_has_holds_for_embeddings_too",
-        "trace": "test_l9_the_journal_of_batches_is_read_as_others_are",
     },
     RayConfig: {
         "replicas": "test_x7_replicas_max_replicas_and_their_delays_are_rays",

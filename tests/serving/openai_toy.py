@@ -21,9 +21,9 @@ from reflex_runtime.core.events import Event, RequestQueued, RequestSettled
 from reflex_runtime.core.request import Ticket
 from reflex_runtime.drivers.loop import loop_factory
 from reflex_runtime.llm.runner import Step
-from reflex_runtime.llm.serving.local_models import opened
+from reflex_runtime.llm.serving.lifecycle import ServerState
+from reflex_runtime.llm.serving.local_model import opened
 from reflex_runtime.llm.serving.model_host import ModelPlan, Open
-from reflex_runtime.llm.serving.model_runtime import ModelRuntime
 from reflex_runtime.llm.serving.server import serving as making
 from reflex_runtime.llm.toy import ByteTokenizer, ToyRunner
 from reflex_runtime.web.listen import bind
@@ -119,10 +119,9 @@ class Speaker(Model):
         return logits
 
 
-def toy_models(runner: ToyRunner, config: LLMServeConfig | None = None) -> ModelRuntime:
-    """The toy as the one model of a server that is to be started."""
-    config = config or LLMServeConfig()
-    return ModelRuntime(config, [ModelPlan("toy", config)], opened(lambda plan: (runner, ByteTokenizer())))
+def toy_model(runner: ToyRunner, config: LLMServeConfig | None = None) -> ServerState:
+    """The toy as the model of a server that is to be started."""
+    return ServerState(ModelPlan("toy", config or LLMServeConfig()), opened(lambda plan: (runner, ByteTokenizer())))
 
 
 class Log:
@@ -175,13 +174,13 @@ class Toy:
 
     settings: type[Any] = LLMServeConfig
 
-    def plans(self) -> list[ModelPlan]:
-        """The models that are served."""
-        return [ModelPlan(self.config.served_model_name, self.config)]
+    def plan(self) -> ModelPlan:
+        """The model that is served."""
+        return ModelPlan(self.config.served_model_name, self.config)
 
     def making(self) -> Make:
         """What is served."""
-        return making(self.config, self.plans(), self.opening())
+        return making(self.plan(), self.opening())
 
     def opening(self) -> Open:
         """How the model is opened: in this process."""
@@ -204,7 +203,7 @@ class Toy:
         """What generates, once the model is ready."""
         assert self.model is not None
         assert self.model.host is not None
-        return self.model.host.generator(self.model.models[0].name)
+        return self.model.host.generator
 
     def _run(self) -> None:
         sock = bind("127.0.0.1", 0)

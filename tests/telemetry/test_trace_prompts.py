@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import subprocess
@@ -82,24 +81,6 @@ def test_l10_a_trace_read_back_shows_the_same(capsys: pytest.CaptureFixture[str]
     again = shown(capsys, "trace.jsonl")
     assert again == [line for line in lines if not line.startswith((" A ", " B ", "wrote"))]
     assert rows(shown(capsys, "trace.jsonl", "--from", "3", "--to", "4")) == rows(lines)[2:4]
-
-
-def test_l10_steps_of_several_models_say_which_one_and_of_how_many_blocks(capsys: pytest.CaptureFixture[str]) -> None:
-    shown(capsys, *L3)
-    lines = [json.loads(line) for line in Path("trace.jsonl").read_text().splitlines()]
-    for line in lines:
-        if line["kind"] == "header":
-            (own,) = line["groups"].values()
-            line["groups"] = {"small": own, "large": own}
-        elif line["kind"] == "batch":
-            line["group"] = "large" if line["id"] == 6 else "small"
-            line["notes"]["num_blocks"] = 64 if line["id"] == 6 else 4096
-    Path("two.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    table = shown(capsys, "two.jsonl")
-    found = [re.sub(r" {2,}", " | ", line.strip()) for line in table if re.match(r" *\d+ +(small|large) ", line)]
-    assert found[0] == "1 | small | 8/8 | ▸A prefill 8 · 0/11 | B: budget spent | 1/4096 | 2.40"
-    assert found[5] == "6 | large | 1/8 | B decode · 9/10 | 1/64 | 2.05"
-    assert rows(shown(capsys, "two.jsonl", "--group", "large")) == ["6 | 1/8 | B decode · 9/10 | 1 | 2.05"]
 
 
 @pytest.mark.parametrize("columns", [60, 80, 100, 160])

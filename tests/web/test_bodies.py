@@ -35,7 +35,7 @@ from reflex_runtime.web.errors import CallerLeft, Overloaded
 from reflex_runtime.web.exchange import Exchange
 from serving.harness import PATIENCE, STATE
 from serving.in_process import Caller, nothing, with_app
-from serving.openai_toy import Model, Toy, toy_models
+from serving.openai_toy import Model, Toy, toy_model
 
 MB = 2**20
 
@@ -146,7 +146,7 @@ def test_l9_bodies_over_max_bodies_mb_in_all_are_503_and_a_prompt_is_let_go_once
 
     async def main() -> None:
         config = LLMServeConfig(max_bodies_mb=1.0)
-        model = toy_models(runner, config)
+        model = toy_model(runner, config)
         await model.start()
         app = ModelServer(model).app
         runner.stop()

@@ -225,7 +225,7 @@ STUCK = """
 import sys, threading
 from reflex_runtime.config import LLMServeConfig
 from reflex_runtime.llm.toy import ByteTokenizer, ToyRunner
-from reflex_runtime.llm.serving.local_models import opened
+from reflex_runtime.llm.serving.local_model import opened
 from reflex_runtime.web.listen import bind
 from reflex_runtime.llm.serving.model_host import ModelPlan
 from reflex_runtime.llm.serving.server import serving
@@ -247,7 +247,7 @@ def ready(model):
 import logging
 logging.basicConfig(stream=sys.stderr, level=logging.INFO)
 config = LLMServeConfig()
-make = serving(config, [ModelPlan("toy", config)], opened(lambda plan: (runner, ByteTokenizer())))
+make = serving(ModelPlan("toy", config), opened(lambda plan: (runner, ByteTokenizer())))
 serve(make, sock, config.drain_timeout_s, None, ready)
 """
 

@@ -21,8 +21,6 @@ from reflex_runtime.llm.serving.openapi.schemas import numerals
 from reflex_runtime.policies.export.directory import Export
 from reflex_runtime.policies.serving.openapi import act_example, document
 from reflex_runtime.web.openapi import page
-from serving.both_toy import Both
-from serving.embedding_toy import EmbeddingToy, toy_directory
 from serving.exports import write_tiny
 from serving.harness import Server
 from serving.openai_toy import Toy
@@ -80,23 +78,6 @@ def test_h7_the_names_of_tokens_are_described_up_to_the_last_one(most: int) -> N
     pattern = re.compile(numerals(most))
     assert [i for i in range(12 * most + 20) if pattern.search(str(i))] == list(range(most + 1))
     assert not any(map(pattern.search, ("", "-1", "007", "1.0", "1 ")))
-
-
-@pytest.mark.timeout(600)  # minutes on a busy machine
-def test_h7_an_embedding_server_is_as_it_is_described(tmp_path: Path) -> None:
-    with EmbeddingToy(toy_directory(tmp_path / "model", [2, 4]), max_queue=20) as server:
-        tried(tmp_path, server.port)
-        docs = server.get("/docs")
-        assert (docs.status, docs.headers["content-type"]) == (200, "text/html; charset=utf-8")
-        assert server.metrics()("reflex_prompt_tokens_total") > 0
-
-
-@pytest.mark.timeout(600)  # minutes on a busy machine
-def test_h7_a_server_of_both_kinds_takes_what_is_described(tmp_path: Path) -> None:
-    """It takes more, too: what every model takes is described."""
-    with Both(toy_directory(tmp_path / "model", [2, 4]), max_queue=20) as server:
-        paths = (f"--include-path={path}" for path in ("/tokenize", "/detokenize", "/v1/embeddings", "/v1/models/{id}"))
-        tried(tmp_path, server.port, "--mode", "positive", *paths)
 
 
 @pytest.mark.timeout(600)  # minutes on a busy machine

@@ -131,11 +131,9 @@ def build_parser(words: Sequence[str]) -> argparse.ArgumentParser:
 def _module(verb: str, words: Sequence[str]) -> str:
     """The module of a verb. What is served decides which one serves, and so which options there are."""
     if verb == "serve":
-        from reflex_runtime.cli.serving import names_embedding, names_model, tables_name_models
+        from reflex_runtime.cli.serving import names_model
 
-        if names_embedding(words):
-            return "serve_embeddings"
-        return "serve_llm" if names_model(words) or tables_name_models(words) else "serve"
+        return "serve_llm" if names_model(words) else "serve"
     return verb.replace("-", "_")
 
 

@@ -46,8 +46,7 @@ examples:
   reflex serve python:my_robot.policy:make          a model in PyTorch, or anything else that Python can call
 
 A directory with a config.json and no reflex_config.json is a language model: reflex serve MODEL_DIR serves it with the
-OpenAI API and has options of its own; reflex serve MODEL_DIR --help shows them. So it is with the directory of an
-embedding model (modules.json, or an encoder).
+OpenAI API and has options of its own; reflex serve MODEL_DIR --help shows them.
 """
 
 

@@ -9,16 +9,16 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import re
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
 
 from reflex_runtime.cli import logs
-from reflex_runtime.cli.embedding_settings import load_encoder
-from reflex_runtime.cli.serve_models import ModelAsked, models_of, plans_of, rows_of
 from reflex_runtime.cli.serving import (
     api_form,
     check_trace,
@@ -29,19 +29,21 @@ from reflex_runtime.cli.serving import (
     supervised,
     warn_if_open,
 )
-from reflex_runtime.cli.worker_settings import gpu_of, load_model, settings_of, trace_of
-from reflex_runtime.config import EmbeddingServeConfig, LLMServeConfig, ServeConfig
+from reflex_runtime.cli.worker_settings import adapters_of, check_model, gpu_of, load_model, settings_of, trace_of
+from reflex_runtime.config import LLMServeConfig, ServeConfig
+from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.demo.scribe import model_directory
 from reflex_runtime.options import one_line
-from reflex_runtime.sources import MODELS, environment, load
+from reflex_runtime.sources import environment, load
 
 if TYPE_CHECKING:
     from reflex_runtime.ipc.generate_config import GenerateBatcherConfig
-    from reflex_runtime.llm.serving.model_host import EmbeddingPlan, ModelHost, ModelPlan, Open
-    from reflex_runtime.llm.serving.model_runtime import ModelRuntime
-    from reflex_runtime.llm.serving.served_model import ServedEmbedding, ServedModel
+    from reflex_runtime.llm.serving.lifecycle import ServerState
+    from reflex_runtime.llm.serving.model_host import ModelPlan, Open
     from reflex_runtime.web.supervisor import Parent
 
 BATCHER = "generate_batcher"  # the table of the configuration file that is about the way to runtime processes
+_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,63}")
 
 _EXAMPLES = """\
 examples:
@@ -49,8 +51,6 @@ examples:
   reflex serve ./my-model
   reflex serve ./my-model --max-num-batched-tokens 512         shorter steps: more even gaps between tokens
   reflex serve ./my-model --long-prefill-token-threshold 256   long prompts leave room for others beside them
-  reflex serve small=./my-model large=./my-large-model         two models on one device; a request's model says which
-  reflex serve chat=./my-model embed=./all-MiniLM-L6-v2        a language model, and one that makes vectors of texts
   reflex serve ./my-model --workers 1                          the model in a process of its own: reflex status shows it
   reflex serve ./my-model --trace steps.jsonl                  then: reflex trace steps.jsonl
 
@@ -63,15 +63,13 @@ then, with any client of the OpenAI API:
 def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
     """Register the verb for a language model."""
     what = "Serve a language model over HTTP with the OpenAI API, by continuous batching."
-    tables = "a table [serve], [models.NAME] for several models, [generate_batcher] for --workers"
+    tables = "a table [serve], [generate_batcher] for --workers"
     elsewhere = options_of(ServeConfig, "policies")
-    elsewhere |= options_of(EmbeddingServeConfig, "embedding models, for their table [models.NAME]")
-    parser = serve_parser(verbs, LLMServeConfig, what, _EXAMPLES, tables, elsewhere=elsewhere, anywhere="model")
+    parser = serve_parser(verbs, LLMServeConfig, what, _EXAMPLES, tables, elsewhere=elsewhere)
     parser.add_argument(
-        "model", nargs="*", metavar="[NAME=]MODEL_DIR",
+        "model", metavar="MODEL_DIR",
         help="directory: config.json, tokenizer.json, and safetensors or an export to OpenVINO (openvino_model.xml); "
-        "scribe is the bundled model. Several are served together, each by its name; none is named where the file of "
-        "--config has tables [models.NAME]",
+        "scribe is the bundled model",
     )  # fmt: skip
     parser.set_defaults(run=run)
 
@@ -81,69 +79,82 @@ def run(args: argparse.Namespace) -> int:
     from reflex_runtime.ipc.generate_config import GenerateBatcherConfig
 
     logs.begin()
-    config = load(LLMServeConfig, "serve", args.config, environment(), vars(args), (BATCHER, MODELS))
+    config = load(LLMServeConfig, "serve", args.config, environment(), vars(args), (BATCHER,))
     logs.use(config.log_format)
     if config.log_format != "text":
         os.environ["REFLEX_LOG_FORMAT"] = config.log_format  # for the runtime processes, from their first line on
-    batcher = load(GenerateBatcherConfig, BATCHER, args.config, {}, {}, beside=("serve", MODELS))
+    batcher = load(GenerateBatcherConfig, BATCHER, args.config, {}, {}, beside=("serve",))
     if batcher != GenerateBatcherConfig() and not config.workers:
         logging.warning("%s: [%s] has no effect without --workers", args.config, BATCHER)
-    asked = models_of(config, args.model, args.config)
-    serve = partial(serve_models, config, batcher, asked)
-    return supervised(config, lambda: checked(config, asked), serve, api_form)
+    config = replace(config, lora=tuple(_adapters(config.lora)))
+    directory = model_directory(args.model)
+    serve = partial(_serve, config, batcher, directory)
+    return supervised(config, lambda: plan_of(config, directory), serve, api_form)
 
 
-def checked(
-    config: LLMServeConfig | EmbeddingServeConfig, asked: Sequence[ModelAsked]
-) -> tuple[list[ModelPlan], list[EmbeddingPlan]]:
-    """What is served: see `plans_of`. ConfigError for what can be found before a model is loaded."""
+def _adapters(given: tuple[str, ...]) -> Iterator[str]:
+    """--lora, each directory in full: it is read in other processes, too."""
+    names = set[str]()
+    for text in given:
+        name, equals, directory = text.partition("=")
+        where = f"--lora={one_line(text)}"
+        if not (equals and directory):
+            raise ConfigError(f"{where}: must be NAME=DIR, DIR a directory of peft with adapter_config.json")
+        if not _NAME.fullmatch(name):
+            what = "must be 1 to 64 letters, digits, and . _ / -, and begin with a letter or a digit"
+            raise ConfigError(f"{where}: the name {one_line(name)!r} {what}")
+        if name in names:
+            raise ConfigError(f"--lora={name}=…: two adapters have this name")
+        names.add(name)
+        yield f"{name}={Path(directory).resolve()}"
+
+
+def plan_of(config: LLMServeConfig, directory: Path) -> ModelPlan:
+    """What is served. ConfigError for what can be found before the model is loaded."""
+    from reflex_runtime.llm.load import describe
+    from reflex_runtime.llm.sampling_defaults import sampling_defaults
+    from reflex_runtime.llm.serving.model_host import ModelPlan
+    from reflex_runtime.llm.tokenizer import HFTokenizer
     from reflex_runtime.telemetry.tracing import check_otel
 
     for path in _traces(config):
         check_trace(path)
     check_otel(config.otel)
-    return plans_of(asked)
+    check_model(config, describe(directory))
+    HFTokenizer.load(directory)
+    name = config.served_model_name or directory.resolve().name
+    return ModelPlan(name, config, directory, tuple(adapters_of(config)), sampling_defaults(directory))
 
 
-def serve_models(
-    config: LLMServeConfig | EmbeddingServeConfig,
-    batcher: GenerateBatcherConfig | None,
-    asked: Sequence[ModelAsked],
+def _serve(
+    config: LLMServeConfig,
+    batcher: GenerateBatcherConfig,
+    directory: Path,
     sock: socket.socket | None = None,
     parent: Parent | None = None,
 ) -> int:
-    """The server itself: alone, or below a supervisor that has bound its socket. batcher: None where no model
-    generates."""
-    from reflex_runtime.llm.serving.local_models import opened
+    """The server itself: alone, or below a supervisor that has bound its socket."""
+    from reflex_runtime.llm.serving.local_model import opened
     from reflex_runtime.llm.serving.server import serving
     from reflex_runtime.llm.workers.line import one_bound
     from reflex_runtime.web import listen
 
-    plans, embeddings = checked(config, asked)
-    workers = isinstance(config, LLMServeConfig) and config.workers > 0
-    if isinstance(config, LLMServeConfig) and workers:
-        assert batcher is not None
-        plans = [replace(plan, config=one_bound(plan.config, batcher)[0]) for plan in plans]
-        open = _in_workers(config, plans, batcher)
-        config, batcher = one_bound(plans[0].config if len(plans) == 1 else config, batcher)  # for all that is shown
+    plan = plan_of(config, directory)
+    if config.workers:
+        config, batcher = one_bound(config, batcher)  # for all that is shown
+        plan = replace(plan, config=config)
+        open = _in_workers(plan, batcher)
     else:
-        open = opened(lambda plan: load_model(plan.directory, plan.config), load_encoder)
+        open = opened(lambda plan: load_model(plan.directory, plan.config))
     sock = sock or listen.bind(config.host, config.port)
     address = sock.getsockname()
-    _announce(config, batcher, asked, address)
-    for plan in plans:
-        if told := str(plan.defaults):
-            whose = f"{plan.name}: " if len(plans) > 1 else ""
-            logging.info("%srequests that do not say how they are sampled: %s (generation_config.json)", whose, told)
-    directories = ", ".join(str(model.directory) for model in asked)
-    make = serving(config, plans, open, embeddings)
-    warn = not workers  # processes of workers have ended
-    return run_server(config, make, sock, address, directories, _ready, parent, warn)
+    _announce(plan, batcher, address)
+    warn = not config.workers  # processes of workers have ended
+    return run_server(config, serving(plan, open), sock, address, str(directory), _ready, parent, warn)
 
 
-def _in_workers(config: LLMServeConfig, plans: Sequence[ModelPlan], batcher: GenerateBatcherConfig) -> Open:
-    """How to open the models in runtime processes."""
-    from reflex_runtime.ipc.client_config import ClientConfig
+def _in_workers(plan: ModelPlan, batcher: GenerateBatcherConfig) -> Open:
+    """How to open the model in runtime processes."""
     from reflex_runtime.ipc.spawn import spawned
     from reflex_runtime.llm.tokenizer import HFTokenizer
     from reflex_runtime.llm.workers.line import WorkersConfig
@@ -151,59 +162,36 @@ def _in_workers(config: LLMServeConfig, plans: Sequence[ModelPlan], batcher: Gen
 
     command = [sys.executable, "-m", "reflex_runtime", "worker"]
     workers = WorkersConfig(
-        count=config.workers,
-        spawn=lambda number: spawned(command, env=gpu_of(config, number)),
+        count=plan.config.workers,
+        spawn=lambda number: spawned(command, env=gpu_of(plan.config, number)),
         options=settings_of,
         batcher=batcher,
-        client=ClientConfig(start_timeout_s=ClientConfig().start_timeout_s * len(plans)),
     )
-    return opened(workers, {plan.name: HFTokenizer.load(plan.directory) for plan in plans})
+    return opened(workers, HFTokenizer.load(plan.directory))
 
 
-def _traces(config: LLMServeConfig | EmbeddingServeConfig) -> list[str]:
+def _traces(config: LLMServeConfig) -> list[str]:
     """The files of --trace: one, or one of each runtime process."""
     if not config.trace:
         return []
-    workers = config.workers if isinstance(config, LLMServeConfig) else 0
-    return [trace_of(config.trace, number) for number in range(workers)] or [config.trace]
+    return [trace_of(config.trace, number) for number in range(config.workers)] or [config.trace]
 
 
-def _announce(
-    config: LLMServeConfig | EmbeddingServeConfig,
-    batcher: GenerateBatcherConfig | None,
-    asked: Sequence[ModelAsked],
-    address: Any,
-) -> None:
+def _announce(plan: ModelPlan, batcher: GenerateBatcherConfig, address: Any) -> None:
     """The settings in force, and what deserves a warning."""
-    workers = isinstance(config, LLMServeConfig) and config.workers > 0
-    rows = list(rows_of(asked))
-    if workers and batcher is not None:
+    rows = list[tuple[str, str]]()
+    if plan.config.workers:
         own = asdict(batcher).items() - asdict(type(batcher)()).items()
-        rows += [(f"{BATCHER}.{name}", one_line(value)) for name, value in sorted(own)]
-    show_settings(config, ", ".join(model.name for model in asked), rows)
-    warn_if_open(config, address)
+        rows = [(f"{BATCHER}.{name}", one_line(value)) for name, value in sorted(own)]
+    show_settings(plan.config, plan.name, rows)
+    warn_if_open(plan.config, address)
+    if told := str(plan.defaults):
+        logging.info("requests that do not say how they are sampled: %s (generation_config.json)", told)
 
 
-def _ready(models: ModelRuntime, where: str) -> None:
-    from reflex_runtime.llm.serving.served_model import ServedModel
-
-    assert models.host is not None
-    told = models.host.health()
-    for model in models.all:
-        runner = told.get("models", {}).get(model.name, told)["runner"]
-        adapters = model.plan.adapters if isinstance(model, ServedModel) else ()
-        names = ", ".join((model.name, *model.plan.aliases, *(f"{model.name}:{adapter}" for adapter in adapters)))
-        what = _told_of(model, models.host)
-        logging.info("ready on %s (%s, %s), as %s, pages: %s/dashboard and /docs", where, runner, what, names, where)
-
-
-def _told_of(model: ServedModel | ServedEmbedding, host: ModelHost) -> str:
-    """What a model takes and makes."""
-    from reflex_runtime.llm.serving.served_model import ServedModel
-
-    if isinstance(model, ServedModel):
-        limits = host.generator(model.name).limits
-        return f"context {limits.max_model_len:,} tokens, cache {limits.cache_tokens:,}"
-    of = model.model
-    ways = " + ".join(of.pooling)
-    return f"{ways} of {of.max_model_len:,} tokens at most, {of.dimensions:,} dimensions"
+def _ready(model: ServerState, where: str) -> None:
+    assert model.host is not None
+    runner, limits = model.host.health()["runner"], model.host.generator.limits
+    what = f"context {limits.max_model_len:,} tokens, cache {limits.cache_tokens:,}"
+    names = ", ".join(model.names)
+    logging.info("ready on %s (%s, %s), as %s, pages: %s/dashboard and /docs", where, runner, what, names, where)

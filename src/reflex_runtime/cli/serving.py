@@ -5,11 +5,10 @@ from __future__ import annotations
 import argparse
 import logging
 import os
-import re
 import socket
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -19,7 +18,6 @@ from reflex_runtime.cli.exit_status import status_of
 from reflex_runtime.core.errors import ConfigError, ReflexError
 from reflex_runtime.demo.scribe import model_directory
 from reflex_runtime.options import add_options, flag, one_line, table
-from reflex_runtime.sources import MODELS, tables_of
 from reflex_runtime.telemetry import files
 
 if TYPE_CHECKING:
@@ -27,7 +25,6 @@ if TYPE_CHECKING:
     from reflex_runtime.web.serve import Door, Make
     from reflex_runtime.web.supervisor import Parent
 
-_NAMED: Final = re.compile(r"\w[\w.-]*=")
 _CLOSING: Final = """
 Every option also stands in a TOML file (--config, table [serve]) and in the environment (REFLEX_MAX_QUEUE=64).
 Ctrl-C or SIGTERM finishes what was received and leaves; a second Ctrl-C does not wait.
@@ -59,65 +56,13 @@ def serve_parser(
 
 def names_model(args: Sequence[str]) -> bool:
     """Whether one of the words is the directory of a language model, and none that of a policy."""
-    words = [_source(word) for word in args if not word.startswith("-")]
-    if _policy_among(words):  # whatever the other words are
+    words = [word for word in args if not word.startswith("-")]
+    if any(os.path.isfile(os.path.join(word, "reflex_config.json")) for word in words):  # whatever the others are
         return False
     files = [os.path.join(model_directory(word), "config.json") for word in words]
     if any(os.path.isfile(file) for file in files):
         return any(os.path.isfile(file) and not json_keys(file) >= CHECKPOINT_KEYS for file in files)
-    return any(_resembles_model(word) for word in words) or _named(args)
-
-
-def table_sources(args: Sequence[str]) -> list[str]:
-    """The sources of the tables [models.NAME] in the file of --config, "" for a table without one."""
-    words = list(args)
-    files = [word.partition("=")[2] for word in words if word.startswith("--config=")]
-    files += [words[place + 1] for place, word in enumerate(words[:-1]) if word == "--config"]
-    found: list[str] = []
-    for file in files:
-        with suppress(ConfigError):  # what is wrong with the file is said by what reads it
-            found += [str(table.get("source", "")) for table in tables_of(Path(file), MODELS).values()]
-    return found
-
-
-def tables_name_models(args: Sequence[str]) -> bool:
-    """Whether the file of --config has tables [models.NAME], and no word is the directory of a policy."""
-    return not _policy_among(map(_source, args)) and bool(table_sources(args))
-
-
-def _policy_among(directories: Iterable[str]) -> bool:
-    return any(os.path.isfile(os.path.join(directory, "reflex_config.json")) for directory in directories)
-
-
-def _named(args: Sequence[str]) -> bool:
-    """Whether a word is written NAME=DIR, as models are, that is no option's value."""
-    before = ["", *args]
-    return any(
-        _NAMED.match(word) and not os.path.exists(word) and not last.startswith("-")
-        for last, word in zip(before, args, strict=False)
-    )
-
-
-def _source(word: str) -> str:
-    """The directory that it names: of a model it may be written NAME=DIR."""
-    return word if os.path.exists(word) else word.partition("=")[2] or word
-
-
-def names_embedding(args: Sequence[str]) -> bool:
-    """Whether one of the words, or of the sources in the file of --config, is the directory of an embedding model, and
-    none that of a policy or of a language model: those are served by what serves both kinds."""
-    given = [*(_source(word) for word in args if not word.startswith("-")), *filter(None, table_sources(args))]
-    words = [word for word in given if os.path.isdir(word)]
-    if _policy_among(words):
-        return False
-    files = ("modules.json", "config.json")
-    likely = [word for word in words if any(os.path.isfile(os.path.join(word, file)) for file in files)]
-    if not likely:
-        return False
-    from reflex_runtime.llm.embedding.directory import is_embedding
-
-    embedding = [word for word in likely if is_embedding(word)]
-    return bool(embedding) and not names_model([word for word in given if word not in embedding])
+    return any(_resembles_model(word) for word in words)
 
 
 def supervised(

@@ -22,7 +22,7 @@ WIDE = 120  # columns where the output is no terminal and COLUMNS does not say
 ABREAST = 4  # processes beside each other
 PARTITIONS = 20  # shown; --json has all
 MOST = 16 * 2**20  # bytes of a snapshot
-_HEAD = frozenset({"status", "state", "model", "running", "waiting", "error", "policies", "models"})  # told elsewhere
+_HEAD = frozenset({"status", "state", "model", "running", "waiting", "error", "policies"})  # told elsewhere
 _TABLES = frozenset({"feeds", "coordinators", "outputs", "slots", "verdict", "restarts"})  # in the tables of a snapshot
 _STATES = {"open": "given up for a while"}
 _STYLES = {"ready": "green", "ok": "green", "starting": "yellow", "restarting": "bold yellow"}
@@ -120,8 +120,6 @@ def show(told: Mapping[str, Any], url: str, console: Console, snapshot: LiveSnap
     for first in range(0, len(lines), ABREAST):
         some = lines[first : first + ABREAST]
         console.print(_abreast(some, told.get("workers", [])))
-    if told.get("models"):
-        console.print(_models(told["models"]))
     for line in lines:
         if line["client"]["last_error"]:
             console.print(Text(f"{line['name']}, last lost: {line['client']['last_error']}", "yellow"))
@@ -142,8 +140,6 @@ def _plain(told: Mapping[str, Any], console: Console, but: frozenset[str]) -> No
     console.print(table)
     if told.get("policies") and not but:
         console.print(_policies(told["policies"]))
-    if told.get("models"):
-        console.print(_models(told["models"]))
 
 
 def _policies(told: Mapping[str, Mapping[str, Any]]) -> Table:
@@ -155,18 +151,6 @@ def _policies(told: Mapping[str, Mapping[str, Any]]) -> Table:
         slots = ", ".join(f"{slot} {found['verdict']}" for slot, found in policy["slots"].items())
         state = str(policy["state"])
         table.add_row(name, Text(state, _STYLES.get(state, "bold red")), slots, str(policy["export_dir"]))
-    return table
-
-
-def _models(told: Mapping[str, Mapping[str, Any]]) -> Table:
-    """A row for each of several language models."""
-    table = Table(box=None, pad_edge=False)
-    for heading in ("model", "running", "waiting", "cache held", "context", "runner"):
-        table.add_column(heading, no_wrap=heading != "runner")
-    for name, model in told.items():
-        usage = model.get("kv_cache_usage")  # none while no process answers
-        held, context = "-" if usage is None else f"{usage:.0%}", f"{model['max_model_len']:,}"
-        table.add_row(name, str(model["running"]), str(model["waiting"]), held, context, model["runner"])
     return table
 
 

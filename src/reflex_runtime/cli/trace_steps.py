@@ -84,8 +84,6 @@ def _step_columns(
         totals = {str(b.notes.get("num_blocks", "?")) for b in rows if "blocks_used" in b.notes}
         if len(totals) == 1:
             behind.append((f"blocks\nof {totals.pop()}", [Text(_blocks(b)) for b in rows], True))
-        elif totals:  # caches of several models
-            behind.append(("blocks", [Text(f"{_blocks(b)}/{b.notes.get('num_blocks', '?')}") for b in rows], True))
         name = "modelled\nms" if all("modelled" in b.notes for b in rows) else "measured\nms"
         behind.append((name, [Text(f"{b.elapsed * 1e3:.2f}") for b in rows], True))
     return before, behind

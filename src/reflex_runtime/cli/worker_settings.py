@@ -18,8 +18,7 @@ if TYPE_CHECKING:
 
 GPUS = "CUDA_VISIBLE_DEVICES"
 _OF_THE_FRONT = {
-    "workers", "supervise", "host", "port", "api_key", "api_key_file", "allow_host", "served_model_name", "alias",
-    "log_format",
+    "workers", "supervise", "host", "port", "api_key", "api_key_file", "allow_host", "served_model_name", "log_format",
 }  # fmt: skip
 
 
@@ -60,7 +59,7 @@ def _options(config: LLMServeConfig) -> dict[str, Any]:
 
 
 def adapters_of(config: LLMServeConfig) -> dict[str, Path]:
-    """The directories of --lora by the adapters' names, of a configuration that is one model's."""
+    """The directories of --lora by the adapters' names."""
     pairs = (text.partition("=") for text in config.lora)
     return {name: Path(directory) for name, _, directory in pairs}
 

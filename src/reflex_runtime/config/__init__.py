@@ -1,13 +1,7 @@
 """The settings of the commands: frozen values, declared with `option`."""
 
 from reflex_runtime.config.feeds import FeedsConfig
-from reflex_runtime.config.models import (
-    EMBEDDING_SETTINGS,
-    MAX_MODELS,
-    MODEL_SETTINGS,
-    EmbeddingServeConfig,
-    LLMServeConfig,
-)
+from reflex_runtime.config.models import LLMServeConfig
 from reflex_runtime.config.policies import (
     DEFAULT_POLICY,
     MAX_POLICIES,
@@ -20,12 +14,8 @@ from reflex_runtime.config.server import ServerConfig
 
 __all__ = [
     "DEFAULT_POLICY",
-    "EMBEDDING_SETTINGS",
-    "MAX_MODELS",
     "MAX_POLICIES",
-    "MODEL_SETTINGS",
     "OWN_SETTINGS",
-    "EmbeddingServeConfig",
     "FeedsConfig",
     "LLMServeConfig",
     "OwnSettings",

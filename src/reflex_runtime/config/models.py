@@ -1,4 +1,4 @@
-"""The settings of `reflex serve` for language models and embedding models."""
+"""The settings of `reflex serve` for language models."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 from reflex_runtime.config.server import ServerConfig
 from reflex_runtime.options import again, option
-
-MAX_MODELS = 16
 
 
 @dataclass(frozen=True)
@@ -18,13 +16,9 @@ class LLMServeConfig(ServerConfig):
         "", "model name that clients use and /v1/models lists; by default the directory's name", metavar="NAME",
         group="what is served",
     )
-    alias: tuple[str, ...] = option(
-        (), "a further name of the model; of several models, ALIAS=MODEL says which", metavar="ALIAS[=MODEL]",
-        repeat=True,
-    )
     lora: tuple[str, ...] = option(
         (), "a LoRA adapter (PEFT directory): requests ask for MODEL:NAME, and share steps with those that ask for the "
-        "model itself; of several models, MODEL:NAME=DIR",
+        "model itself",
         metavar="NAME=DIR", repeat=True,
     )
     device: str = option(
@@ -55,7 +49,7 @@ class LLMServeConfig(ServerConfig):
         0, "most tokens of one request, prompt and output; 0 is the model's own limit", low=0, high=1 << 24
     )
     workers: int = option(
-        0, "runtime processes, each with its own copy of every model; 0 runs them in the server's process",
+        0, "runtime processes, each with its own copy of the model; 0 runs it in the server's process",
         low=0, high=64
     )
     max_body_bytes: int = again(ServerConfig, "max_body_bytes", 4 * 2**20, group="listening and trust")
@@ -95,7 +89,7 @@ class LLMServeConfig(ServerConfig):
     )
     kv_cache_gb: float = option(
         0.0,
-        "memory for keys and values in each process; models without their own share it evenly; 0 is 1 GiB",
+        "memory for keys and values in each process; 0 is 1 GiB",
         low=0, high=100_000, unit="GB",
     )
     prefix_caching: bool = option(True, "the common beginning of prompts is computed once")
@@ -110,67 +104,5 @@ class LLMServeConfig(ServerConfig):
     )
     trace: str = option(
         "", "write every step to FILE as a JSON line; read it with reflex trace", metavar="FILE",
-        group="trace",
-    )
-
-
-MODEL_SETTINGS = frozenset({
-    "alias", "lora", "runner", "dtype", "quantization", "threads", "max_model_len",
-    "max_gap_ms", "max_num_batched_tokens", "max_num_seqs", "long_prefill_token_threshold", "speculate",
-    "max_queue", "max_queued_tokens", "block_size", "kv_cache_gb", "prefix_caching",
-})  # fmt: skip
-"""The settings that each of several language models may have to itself, in its table [models.NAME]."""
-
-EMBEDDING_SETTINGS = frozenset({
-    "alias", "runner", "dtype", "pooling", "threads", "max_model_len", "max_batch_cost_ms", "max_queue",
-    "max_queued_tokens",
-})  # fmt: skip
-"""Those of an embedding model."""
-
-
-@dataclass(frozen=True, slots=True)
-class EmbeddingServeConfig(ServerConfig):
-    """The settings of `reflex serve MODEL_DIR` for an embedding model."""
-
-    served_model_name: str = again(LLMServeConfig, "served_model_name", "", group="what is served")
-    alias: tuple[str, ...] = again(LLMServeConfig, "alias", (), group="")
-    device: str = again(LLMServeConfig, "device", "auto", group="")
-    runner: str = again(LLMServeConfig, "runner", "auto", group="")
-    dtype: str = option(
-        "auto", "number format of the computation; auto is float32", choices=("auto", "float32", "bfloat16")
-    )
-    pooling: str = option(
-        "auto",
-        "how the states of a text's tokens become its vector: their mean, that of the first token (cls) or of the last "
-        "one; auto is what the directory says, and mean where it says nothing",
-        choices=("auto", "mean", "cls", "last"),
-    )
-    cache_dir: str = again(LLMServeConfig, "cache_dir", "", group="")
-    threads: int = option(0, "CPU threads of a call; 0 is the runner's default", low=0, high=1024)
-    max_model_len: int = option(
-        0, "most tokens of a text, up to the model's own places; 0 is what the directory says, as far as a text's "
-        "attention scores are within 1 GiB",
-        low=0, high=1 << 24,
-    )
-    max_body_bytes: int = again(ServerConfig, "max_body_bytes", 16 * 2**20, group="listening and trust")
-    max_batch_cost_ms: float = option(
-        100.0,
-        "most predicted time of a batch; smaller values let short texts wait less, larger ones pad less",
-        low=1, high=60_000, unit="ms",
-        group="batching",
-    )
-    max_queue: int = option(4096, "most waiting texts; beyond it 429", low=1, high=1_000_000, group="queue")
-    max_queued_tokens: int = option(
-        1_000_000, "most tokens of waiting texts; beyond it 429", low=1, high=1_000_000_000, unit="tokens"
-    )
-    watchdog_s: float = option(
-        60.0,
-        "a batch that runs longer ends with an error for its callers; after twice the time the server ends; 0 is off",
-        low=0, high=3600, unit="s",
-        group="faults and the end",
-    )
-    drain_timeout_s: float = again(LLMServeConfig, "drain_timeout_s", 30.0, group="")
-    trace: str = option(
-        "", "write every batch to FILE as a JSON line; read it with reflex trace", metavar="FILE",
         group="trace",
     )

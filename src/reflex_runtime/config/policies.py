@@ -298,9 +298,9 @@ OWN_SETTINGS = frozenset({
 
 @dataclass(frozen=True, slots=True)
 class OwnSettings:
-    """What a table [policies.NAME] may have beside `OWN_SETTINGS`, and [models.NAME] beside `MODEL_SETTINGS`."""
+    """What a table [policies.NAME] may have beside `OWN_SETTINGS`."""
 
-    source: str = option("", "where the policy or the model comes from, as SOURCE or MODEL_DIR")
+    source: str = option("", "where the policy comes from, as SOURCE")
     weight: float = option(1.0, "share of the device's time against the others", low=0.01, high=100)
 
     def __post_init__(self) -> None:

@@ -1,4 +1,4 @@
-"""The series of several runtime processes, or of several models, as one page: each sample says whose it is."""
+"""The series of several runtime processes as one page: each sample says whose it is."""
 
 from __future__ import annotations
 

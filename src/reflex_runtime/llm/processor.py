@@ -84,20 +84,13 @@ class EngineConfig:
 class LLMProcessor(BaseProcessor):
     """Generates tokens. `group` is for the scheduler, `request` makes requests, the driver calls the rest.
 
-    It owns the runner: `stop` closes it. name, weight: of its group, among those that share a device. pool: its blocks.
+    It owns the runner: `stop` closes it. pool: its blocks.
     """
 
     repeatable = True
+    name = "default"  # of its group
 
-    def __init__(
-        self,
-        runner: Runner,
-        tokenizer: Tokenizer,
-        config: EngineConfig | None = None,
-        name: str = "default",
-        weight: float = 1.0,
-    ) -> None:
-        self.name, self._weight = name, weight
+    def __init__(self, runner: Runner, tokenizer: Tokenizer, config: EngineConfig | None = None) -> None:
         self.runner, self.tokenizer, self.config = runner, tokenizer, config or EngineConfig()
         self.pool = BlockPool(runner.num_blocks, runner.block_size, self.config.enable_prefix_caching)
         self.constraints = Constraints(tokenizer.vocabulary)
@@ -122,7 +115,6 @@ class LLMProcessor(BaseProcessor):
         by_time = partial(TimedTokens, threshold, gap / 1e3 if gap else None, guessed)
         return GroupConfig(
             name=self.name,
-            weight=self._weight,
             flush=FlushPolicy.every_step(config.max_num_batched_tokens, config.max_num_seqs),
             cost=partial(TokenCost, threshold) if gap is None else by_time,
             capacity=config.max_queue,

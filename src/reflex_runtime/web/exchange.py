@@ -107,10 +107,9 @@ class Exchange:
     (address, port), None if unknown.
     started: when it reached this machine; received: when all of it had been read, 0.0 before (`time.monotonic`).
     number: our own id of the request. request_id: goes out as X-Request-Id. route: what answers it; None before that is
-    known. ask: what the product keeps with it. left: the caller has gone; on_left is called when that happens. about:
-    what it asks for, in the product's words, for its counts. begun: the head of a streamed answer was sent. done: it is
-    answered. held: bytes of its body that `Bodies` counts. moved: another server answered what it continues. cross:
-    headers for the page of another site that asked.
+    known. ask: what the product keeps with it. left: the caller has gone; on_left is called when that happens. begun:
+    the head of a streamed answer was sent. done: it is answered. held: bytes of its body that `Bodies` counts. moved:
+    another server answered what it continues. cross: headers for the page of another site that asked.
 
     The rest is for the connection. opened: its turn has come. wanted: its body must be read or handed over. whole: it
     is complete. broken: why it never will be. upgrades: it asks for a websocket, and may have it now.
@@ -118,7 +117,6 @@ class Exchange:
 
     __slots__ = (
         "_on_error",
-        "about",
         "app",
         "ask",
         "begun",
@@ -170,7 +168,7 @@ class Exchange:
         self.target = b""
         self.started = started or time.monotonic()
         self.received = 0.0
-        self.number = self.request_id = self.about = ""
+        self.number = self.request_id = ""
         self.route: Route | None = None
         self.on_left: Callable[[], None] | None = None
         self.ask: Any = None

@@ -12,11 +12,9 @@ from typing import Any, Final, NamedTuple
 
 import pytest
 
-from reflex_runtime.llm.serving.requests.embeddings import EmbeddingFields
 from reflex_runtime.llm.serving.requests.fields import ChatFields, CompletionFields
 from reflex_runtime.llm.serving.requests.messages import MessageFields
 from reflex_runtime.llm.serving.requests.responses import ResponseFields
-from serving.embedding_toy import EmbeddingToy, toy_directory
 from serving.openai_toy import Toy
 
 PAGE = Path(__file__).parents[3] / "docs" / "model-apis.md"
@@ -89,13 +87,6 @@ APIS: Final = {
                 "tools": [{"name": "move", "input_schema": {"type": "object"}}], "tool_choice": {"type": "any"},
             },
         },
-    ),
-    "embeddings": Api(
-        "/v1/embeddings",
-        {"model": "toy", "input": "a robot"},
-        "openai.types.embedding_create_params.EmbeddingCreateParams",
-        EmbeddingFields,
-        {"dimensions": 4, "encoding_format": "base64", "truncate_prompt_tokens": 2},
     ),
 }  # fmt: skip
 SAMPLES: Final[dict[str, Any]] = {
@@ -185,11 +176,9 @@ WITHOUT_EFFECT: Final = frozenset(
 
 
 @pytest.fixture(scope="module")
-def toys(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Toy]]:
-    """The server of each API: that of the embeddings has a model of its own, whose vectors may be cut to 4."""
-    root = toy_directory(tmp_path_factory.mktemp("embedding") / "model", [4])
-    with Toy() as server, EmbeddingToy(root) as embedder:
-        yield {name: embedder if name == "embeddings" else server for name in APIS}
+def toy() -> Iterator[Toy]:
+    with Toy() as server:
+        yield server
 
 
 def answered(toy: Toy, name: str, field: str) -> str:
@@ -209,22 +198,22 @@ def answered(toy: Toy, name: str, field: str) -> str:
     return REFUSED
 
 
-def table(toys: dict[str, Toy]) -> str:
+def table(toy: Toy) -> str:
     names = sorted(frozenset[str]().union(*(api.known for api in APIS.values())))
     rows = [f"| field | {' | '.join(APIS)} |", "| --- " * (1 + len(APIS)) + "|"]
     for field in names:
-        cells = [answered(toys[name], name, field) if field in api.known else "–" for name, api in APIS.items()]
+        cells = [answered(toy, name, field) if field in api.known else "–" for name, api in APIS.items()]
         rows.append(f"| `{field}` | {' | '.join(cells)} |")
     return "\n".join(rows)
 
 
-def test_l9_every_field_of_the_apis_stands_in_the_table_as_it_is_answered(toys: dict[str, Toy]) -> None:
-    found = table(toys)
+def test_l9_every_field_of_the_apis_stands_in_the_table_as_it_is_answered(toy: Toy) -> None:
+    found = table(toy)
     assert found in PAGE.read_text("utf-8"), f"the table is now:\n{found}"
 
 
-def test_l9_a_field_of_no_api_is_refused_by_all(toys: dict[str, Toy]) -> None:
-    for name, api in APIS.items():
-        answer = toys[name].post(api.path, api.least | {"temprature": 1})
+def test_l9_a_field_of_no_api_is_refused_by_all(toy: Toy) -> None:
+    for api in APIS.values():
+        answer = toy.post(api.path, api.least | {"temprature": 1})
         assert answer.status == 400
         assert answer.json["error"]["message"].startswith("temprature: ")

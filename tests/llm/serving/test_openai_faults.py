@@ -533,6 +533,27 @@ def test_b20_when_the_time_is_over_streams_end_with_an_error() -> None:
     assert (toy.status, toy.clean) == (0, False)
 
 
+def test_b20_what_is_still_tokenised_when_the_server_ends_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Toy() as toy:
+        assert toy.model is not None
+        assert toy.model.host is not None
+        inside, go = threading.Event(), threading.Event()
+        tokenizer: Any = toy.model.host.generator.tokenizer
+
+        def encode(text: str, most: int | None = None) -> list[int]:
+            inside.set()
+            assert go.wait(PATIENCE)
+            return list(text.encode())
+
+        monkeypatch.setattr(tokenizer, "encode", encode)
+        with toy.open("x" * 3000, max_tokens=2) as caller:
+            assert inside.wait(PATIENCE)
+            toy.stop()
+            toy.until(lambda: toy.model is not None and toy.model.state == "draining")
+            go.set()
+            assert caller.read_until(b'"finish_reason"').startswith(b"HTTP/1.1 200 OK")
+
+
 def test_b20_a_request_that_does_not_come_to_its_end_is_answered() -> None:
     with Toy() as toy, socket.create_connection(("127.0.0.1", toy.port), timeout=PATIENCE) as sock:
         sock.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{")

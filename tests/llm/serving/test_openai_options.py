@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 
 from reflex_runtime.cli import main
-from reflex_runtime.cli.serve_models import models_of
 from reflex_runtime.cli.serving import names_model
 from reflex_runtime.cli.worker_settings import gpu_of, load_model
 from reflex_runtime.config import LLMServeConfig
@@ -140,7 +139,7 @@ def model_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
-    """What the command would serve: (config, plans, open), one for each time it got as far."""
+    """What the command would serve: (plan, open), one for each time it got as far."""
     from reflex_runtime.llm.serving import server
     from reflex_runtime.web import serve as module
 
@@ -151,29 +150,10 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
         found.append(made)
         return 0, True
 
-    monkeypatch.setattr(server, "serving", lambda config, plans, open, embeddings: (config, plans, open))
+    monkeypatch.setattr(server, "serving", lambda plan, open: (plan, open))
     monkeypatch.setattr(module, "serve", serve)
     monkeypatch.setattr(logging, "basicConfig", lambda **given: None)
     return found
-
-
-def test_h10_models_of_the_file_alone_start_the_server_of_models(
-    tmp_path: Path, served: list[tuple[Any, ...]], capsys: pytest.CaptureFixture[str]
-) -> None:
-    file, policy = tmp_path / "reflex.toml", tmp_path / "policy"
-    tables = '[models.one]\nsource = "scribe"\n[models.two]\nsource = "scribe"'
-    file.write_text(f"[serve]\nport = 0\nsupervise = false\n{tables}")
-    assert main(["serve", "--config", str(file)]) == 0
-    assert main(["serve", "--max-num-seqs", "9", f"--config={file}"]) == 0
-    assert [[plan.name for plan in plans] for _, plans, _ in served] == [["one", "two"]] * 2
-    capsys.readouterr()
-    policy.mkdir()
-    (policy / "reflex_config.json").write_text("{}")
-    assert "models: no such table" in said(capsys, str(policy), "--config", str(file))
-    file.write_text("[models]")
-    assert "models: no such table" in said(capsys, str(policy), "--config", str(file))
-    with pytest.raises(ConfigError, match=r"MODEL_DIR: is missing; name a directory, or give tables"):
-        models_of(LLMServeConfig(), ())
 
 
 def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -191,7 +171,7 @@ def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 def test_h10_the_served_name_is_the_directorys_unless_said(model_dir: Path, served: list[Any]) -> None:
     assert main(["serve", "--no-supervise", str(model_dir), "--port", "0"]) == 0
     assert main(["serve", "--no-supervise", str(model_dir), "--port", "0", "--served-model-name", "other"]) == 0
-    assert [plans[0].name for _, plans, _ in served] == ["my-model", "other"]
+    assert [plan.name for plan, _ in served] == ["my-model", "other"]
 
 
 def test_h10_drain_timeout_s_is_how_long_the_end_may_take(
@@ -218,7 +198,7 @@ def test_h10_what_is_said_of_the_model_goes_to_its_loader(
     rounded = ["--quantization", "int4", "--cache-dir", "kept"]
     for more in ([], [*options.split(), "--kv-cache-gb", "1.5"], rounded):
         assert main(["serve", "--no-supervise", str(model_dir), "--port", "0", *more]) == 0
-        load_model(model_dir, served[-1][1][0].config)
+        load_model(model_dir, served[-1][0].config)
     auto = {"device": "auto", "runner": "auto", "dtype": "auto", "quantization": "none", "cache_dir": ""}
     auto |= {"adapters": {}}
     none = dict.fromkeys(("block_size", "kv_cache_bytes", "max_model_len", "threads"))
@@ -304,7 +284,7 @@ def test_h10_beside_a_gpu_what_its_runner_cannot_do_is_refused_before_the_port_o
 def in_workers(monkeypatch: pytest.MonkeyPatch) -> list[WorkersConfig]:
     """How the command would start runtime processes."""
     found: list[WorkersConfig] = []
-    monkeypatch.setattr(workers, "opened", lambda config, tokenizers: found.append(config))
+    monkeypatch.setattr(workers, "opened", lambda config, tokenizer: found.append(config))
     return found
 
 
@@ -318,7 +298,7 @@ def test_h10_workers_run_the_model_with_the_same_settings(
     assert main(["serve", "--no-supervise", str(model_dir), "--port", "0", "--workers", "2", *more]) == 0
     (config,) = in_workers
     assert config.count == 2
-    (plan,) = served[-1][1]
+    plan = served[-1][0]
     assert plan.directory == model_dir
     told = config.options(plan.config, 1, 0)
     assert config.options(plan.config, 1, 2)["trace"] == str(model_dir / "steps.worker-1.2.jsonl")
@@ -328,9 +308,9 @@ def test_h10_workers_run_the_model_with_the_same_settings(
     assert not {"api_key", "port", "host", "workers"} & told.keys()
     assert LLMServeConfig(**told).max_num_seqs == 9
     assert main(["serve", "--no-supervise", str(model_dir), "--port", "0", "--workers", "1", "--threads", "3"]) == 0
-    assert in_workers[1].options(served[-1][1][0].config, 0, 0)["threads"] == 3
+    assert in_workers[1].options(served[-1][0].config, 0, 0)["threads"] == 3
     assert main(["serve", "--no-supervise", str(model_dir), "--port", "0", "--workers", "1"]) == 0
-    assert in_workers[2].options(served[-1][1][0].config, 0, 0)["threads"] == 0
+    assert in_workers[2].options(served[-1][0].config, 0, 0)["threads"] == 0
 
 
 @pytest.mark.parametrize(
@@ -371,8 +351,9 @@ def test_g11_the_section_of_the_file_is_honoured(
     bounds = ["--max-queue", "5", "--max-queued-tokens", "50"]
     assert main(["serve", "--no-supervise", str(model_dir), "--workers", "1", "--port", "0", *bounds]) == 0
     bounded = GenerateBatcherConfig(max_pending=5, max_pending_tokens=50)
-    assert one_bound(served[2][1][0].config, in_workers[2].batcher)[1] == bounded
-    assert (served[0][0].max_queue, served[0][0].max_queued_tokens) == (77, 999)  # what n choices are measured against
+    assert one_bound(served[2][0].config, in_workers[2].batcher)[1] == bounded
+    shown = served[0][0].config
+    assert (shown.max_queue, shown.max_queued_tokens) == (77, 999)  # what n choices are measured against
     capsys.readouterr()
     for wrong, said_of_it in (
         ("max_hold_ms = -1", "generate_batcher.max_hold_ms=-1.0: must be in [0, 1000]"),
@@ -404,7 +385,7 @@ def test_h10_file_then_environment_then_flags_and_the_table_tells(
     monkeypatch.setenv("REFLEX_BLOCK_SIZE", "32")
     options = ["--config", str(file), "--block-size", "64", "--runner", "torch"]
     assert main(["serve", "--no-supervise", str(model_dir), *options]) == 0
-    config = served[0][0]
+    config = served[0][0].config
     assert (config.max_queue, config.max_num_seqs, config.block_size, config.prefix_caching) == (7, 9, 64, False)
     shown = capsys.readouterr().err
     assert "reflex serve my-model" in shown
@@ -508,11 +489,11 @@ def test_l9_the_command_serves_checkpoints_and_an_adapter_to_the_openai_client(w
 
     directory = random_model("llama", tmp_path / "tiny-llama")
     adapter = random_adapter(tmp_path / "poet", directory)
-    more = (f"second={directory}", "--lora", f"second:poet={adapter}", "--alias", "other=second")
+    more = ("--lora", f"poet={adapter}")
     byte_tokenizer(directory)
     (directory / "generation_config.json").write_text('{"top_k": 1, "temperature": 0.9, "eos_token_id": 2}')
     options = ("--dtype", "float32", "--runner", "openvino", "--kv-cache-gb", "0.05", "--workers", str(workers))
-    with Server(directory, *more, *options, until="as second, other") as server:
+    with Server(directory, *more, *options, until="as tiny-llama, tiny-llama:poet") as server:
         assert server.get("/health").json["state"] == "ready"
         with openai.OpenAI(base_url=f"http://127.0.0.1:{server.port}/v1", api_key="any") as client:
             ask = {"model": "tiny-llama", "temperature": 0, "max_tokens": 8, "extra_body": {"ignore_eos": True}}
@@ -525,13 +506,10 @@ def test_l9_the_command_serves_checkpoints_and_an_adapter_to_the_openai_client(w
             assert "".join(part.choices[0].text for part in parts) == whole.choices[0].text
             chat = client.chat.completions.create(messages=[{"role": "user", "content": "hi"}], **ask)
             assert chat.choices[0].finish_reason == "length"
-            second = client.completions.create(prompt="Robots that", **ask | {"model": "other"})
-            assert second.choices[0].text == whole.choices[0].text
-            poet = client.completions.create(prompt="Robots that", **ask | {"model": "second:poet"})
+            poet = client.completions.create(prompt="Robots that", **ask | {"model": "tiny-llama:poet"})
             assert poet.choices[0].text != whole.choices[0].text
-        whose = {"model": "tiny-llama"} | ({"worker": "worker-0"} if workers else {})
-        assert server.metrics()("reflex_generation_tokens_total", **whose) == 32
-        assert server.metrics()("reflex_generation_tokens_total", model="second") == 16
+        whose = {"worker": "worker-0"} if workers else {}
+        assert server.metrics()("reflex_generation_tokens_total", **whose) == 40
         assert server.stop() == 0
     assert any("settings have their defaults" in line for line in server.log)
     assert any("loading" in line for line in server.log)

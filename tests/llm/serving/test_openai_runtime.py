@@ -27,14 +27,13 @@ from reflex_runtime.drivers.stream import Bell
 from reflex_runtime.ipc.messages import GenerateParams
 from reflex_runtime.llm import EngineConfig, LLMEngine, LLMProcessor, SamplingParams
 from reflex_runtime.llm.serving.generation import GenerationRuntime, GenerationStream, merged
-from reflex_runtime.llm.serving.local_models import LocalModels
-from reflex_runtime.llm.serving.model_device import ModelDevice
+from reflex_runtime.llm.serving.local_model import LocalModel
 from reflex_runtime.llm.serving.server import ModelServer
 from reflex_runtime.llm.terms import Terms
 from reflex_runtime.llm.toy import ByteTokenizer
 from reflex_runtime.llm.workers.worker_engine import WorkerEngine
 from serving.in_process import Caller
-from serving.openai_toy import PATIENCE, Model, toy_models
+from serving.openai_toy import PATIENCE, Model, toy_model
 
 T = TypeVar("T")
 
@@ -59,21 +58,19 @@ class Run:
         self.processor = LLMProcessor(self.runner, ByteTokenizer(), EngineConfig(**config))
         self.events: list[Event] = []
         self.news = asyncio.Event()  # set with every event
-        self.device = ModelDevice([self.processor], sinks=[self._saw])
-        self.runtime = GenerationRuntime(self.processor, self.device, unread=unread, patience=patience)
+        self.runtime = GenerationRuntime(self.processor, sinks=[self._saw], unread=unread, patience=patience)
 
     def _saw(self, event: Event) -> None:
         self.events.append(event)
         self.news.set()
 
     async def __aenter__(self) -> Run:
-        await self.device.start()
+        await self.runtime.start()
         return self
 
     async def __aexit__(self, kind: Any, *rest: Any) -> None:
         self.runner.go()
-        assert await self.device.close(drain=kind is None)
-        self.runtime.close()
+        assert await self.runtime.close(drain=kind is None)
         if kind is None:
             assert self.processor.pool.free_blocks == self.processor.pool.num_blocks
             assert not self.processor.pool.check([])
@@ -276,8 +273,8 @@ def test_g1_a_request_of_another_process_is_queued_as_it_was_asked() -> None:
         async with Run() as it:
             batcher = it.runtime.batcher
             sinks = {"add_sink": batcher.add_sink, "remove_sink": batcher.remove_sink}
-            model = SimpleNamespace(generator=lambda name: it.runtime, **sinks)
-            engine = WorkerEngine(cast(Any, model), ["toy"], CollectorRegistry())
+            model = SimpleNamespace(generator=it.runtime, **sinks)
+            engine = WorkerEngine("toy", cast(Any, model), CollectorRegistry())
             asked = GenerateParams(
                 stream_id="s-1", prompt_token_ids=[1] * 40, max_tokens=3, priority="urgent", client="c",
                 request_id="r", timeout_ms=5000.0, max_gap_ms=250.0,
@@ -365,7 +362,7 @@ def test_l9_merged_raises_the_first_error() -> None:
 def test_l9_a_caller_that_leaves_while_it_is_answered_is_noticed() -> None:
     async def main() -> None:
         runner = Model()
-        model = toy_models(runner)
+        model = toy_model(runner)
         await model.start()
         app = ModelServer(model).app
         caller = Caller(app, "/v1/completions")
@@ -377,8 +374,8 @@ def test_l9_a_caller_that_leaves_while_it_is_answered_is_noticed() -> None:
         assert caller.wire.written.qsize() < 8000
         model.drain()
         assert await model.stop(asyncio.get_running_loop().time() + PATIENCE, app.wait_idle)
-        assert isinstance(model.host, LocalModels)
-        assert model.host.generator("toy").processor.pool.free_blocks == runner.num_blocks
+        assert isinstance(model.host, LocalModel)
+        assert model.host.generator.processor.pool.free_blocks == runner.num_blocks
 
     run(main())
 
@@ -387,9 +384,9 @@ def test_l9_a_caller_that_leaves_while_it_is_answered_is_noticed() -> None:
 def test_l9_thousands_of_choices_are_queued_in_slices_with_other_work_in_between(leaves: bool) -> None:
     async def main() -> None:
         runner = Model()
-        model = toy_models(runner, LLMServeConfig(max_queue=2048))
+        model = toy_model(runner, LLMServeConfig(max_queue=2048))
         await model.start()
-        app, generator = ModelServer(model).app, model.host.generator("toy")
+        app, generator = ModelServer(model).app, model.host.generator
         runner.stop()
         caller = Caller(app, "/v1/completions")
         asked = {"model": "toy", "prompt": [f"{i}" for i in range(500)], "n": 4, "max_tokens": 1}
@@ -418,9 +415,9 @@ def test_l9_thousands_of_choices_are_queued_in_slices_with_other_work_in_between
 def test_l9_of_two_requests_that_do_not_fit_together_the_first_is_queued(seed: int) -> None:
     async def main() -> None:
         runner = Model()
-        model = toy_models(runner)
+        model = toy_model(runner)
         await model.start()
-        app, generator = ModelServer(model).app, model.host.generator("toy")
+        app, generator = ModelServer(model).app, model.host.generator
         runner.stop()
         callers = [Caller(app, "/v1/completions") for _ in range(2)]
         for caller in callers:

@@ -71,10 +71,10 @@ class Fleet(Toy):
         )
 
     def opening(self) -> Open:
-        return opened(self._made, {plan.name: ByteTokenizer() for plan in self.plans()})
+        return opened(self._made, ByteTokenizer())
 
-    def plans(self) -> list[ModelPlan]:
-        return [ModelPlan("toy", self.config, adapters=("poet",))]
+    def plan(self) -> ModelPlan:
+        return ModelPlan("toy", self.config, adapters=("poet",))
 
     def come(self, product: Any) -> None:
         self.workers = product.host
@@ -194,7 +194,7 @@ def test_g7_who_leaves_in_the_turn_he_came_is_never_told_of() -> None:
         workers = fleet.workers
 
         def comes_and_goes() -> None:
-            generator = workers.generator("toy")
+            generator = workers.generator
             request = generator.request([1, 2, 3], SamplingParams(max_tokens=9), Terms("brief"))
             (stream,) = generator.submit_alike([request], asyncio.Event())
             stream.close()
@@ -231,7 +231,7 @@ def test_x4_a_process_counts_nothing_once_nobody_looks(monkeypatch: pytest.Monke
     model = Mock(add_sink=sinks.append, remove_sink=sinks.remove, queues=dict, health=dict)
 
     async def check() -> None:
-        engine = worker_engine.WorkerEngine(model, ["toy"], CollectorRegistry())
+        engine = worker_engine.WorkerEngine("toy", model, CollectorRegistry())
         for _ in range(2):
             engine.live()
             assert [engine.live().number, len(sinks)] == [2, 1]

@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Final, TypeVar
 
+from reflex_runtime.config import LLMServeConfig
 from reflex_runtime.core.errors import ReflexError
 from reflex_runtime.drivers.slices import Slices, in_order
 from reflex_runtime.drivers.stream import Bell
@@ -20,11 +21,10 @@ from reflex_runtime.llm.sequence import Choice
 from reflex_runtime.llm.serving.answers.replies import Answering, Cached, ModelApi, PartReader, Usage, Writer
 from reflex_runtime.llm.serving.choices import aged, echoes, matcher_of, reader_of, requests_of, terms_of, tokenised
 from reflex_runtime.llm.serving.generation import Generator, merged
+from reflex_runtime.llm.serving.lifecycle import ServerState
 from reflex_runtime.llm.serving.model_host import ModelHost
-from reflex_runtime.llm.serving.model_runtime import ModelRuntime
 from reflex_runtime.llm.serving.requests import reading as wire
 from reflex_runtime.llm.serving.requests.refusals import too_deep
-from reflex_runtime.llm.serving.served_model import ServedModel, counted
 from reflex_runtime.llm.serving.spans import GenerationSpans, asked_in, first_token
 from reflex_runtime.telemetry.tracing import RequestSpan
 from reflex_runtime.web.app import App
@@ -42,21 +42,21 @@ _STREAM: Final[Headers] = [
 
 
 class Completing:
-    """Answers what is asked of the models. app: reads bodies and carries answers. spans: None without tracing."""
+    """Answers what is asked of the model. app: reads bodies and carries answers. spans: None without tracing."""
 
-    def __init__(self, models: ModelRuntime, app: App, spans: GenerationSpans | None) -> None:
-        self.models = models
+    def __init__(self, state: ServerState, app: App, spans: GenerationSpans | None) -> None:
+        self.state = state
         self.app = app
         self._spans = spans
 
     async def complete(self, exchange: Exchange, body: bytes, dialect: ModelApi) -> None:
         host: ModelHost = exchange.ask  # what was ready when it entered answers it, also in a drain
         span = None if self._spans is None else self._spans.begin(exchange)
-        asked = await self.decoded(lambda body: dialect.read(body, self.models.defaults_of), body)
-        model = counted(exchange, self.models.generating(asked.model))
+        asked = await self.decoded(lambda body: dialect.read(body, self.state.defaults), body)
         if span is not None:
-            asked_in(span, asked, model.name)
-        underway = Underway(exchange, model, host.generator(model.plan.name), asked, span)
+            asked_in(span, asked)
+        adapter = self.state.adapter(asked.model)
+        underway = Underway(exchange, host.generator, asked, self.state.plan.config, adapter, span)
         del body, asked  # once it is queued, its texts are not kept
         exchange.on_left = underway.close
         try:
@@ -83,17 +83,19 @@ class Completing:
 
 class Underway:
     """A request on its way to the model and back: `queue`, `answering`, `send`, and `close` in any case. runtime: has
-    the model. span: None without tracing."""
+    the model. adapter: that it asks for, or "". span: None without tracing."""
 
     def __init__(
         self,
         exchange: Exchange,
-        model: ServedModel,
         runtime: Generator[Any],
         asked: wire.CompletionRequest,
+        config: LLMServeConfig,
+        adapter: str,
         span: RequestSpan | None,
     ) -> None:
-        self._exchange, self._model, self._runtime, self._asked, self._span = exchange, model, runtime, asked, span
+        self._exchange, self._runtime, self._asked, self._span = exchange, runtime, asked, span
+        self._config, self._adapter = config, adapter
         self._bell = Bell()
         self._streams: list[OutputStream] = []
         self._echoes: list[str] = []
@@ -103,11 +105,11 @@ class Underway:
     async def queue(self) -> None:
         """Queue all its choices, or none: where one is refused, `close` takes back those before it. Raises BadRequest,
         Rejected, CallerLeft."""
-        exchange, model, runtime = self._exchange, self._model, self._runtime
-        asked, prompts = await tokenised(runtime, self._asked, model.config)
+        exchange, runtime, config = self._exchange, self._runtime, self._config
+        asked, prompts = await tokenised(runtime, self._asked, config)
         matcher = await matcher_of(runtime, asked)
         asked = aged(asked, exchange)
-        terms = terms_of(asked, model.adapter, model.config.default_tiers, exchange, self._span)
+        terms = terms_of(asked, self._adapter, config.default_tiers, exchange, self._span)
         slices = Slices()
         made = (requests_of(runtime, asked, i, ids, terms, matcher, slices) for i, ids in enumerate(prompts))
         groups = [await each for each in made]  # all of them before one is queued: what could never run is refused

@@ -8,13 +8,16 @@ What a server asks of a model is `Generator`; here is the one that runs in its o
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Callable, Iterable
 from collections.abc import Sequence as Seq
 from typing import Protocol, TypeVar
 
 from reflex_runtime.core.batch import Done
-from reflex_runtime.core.events import Event, RequestProgressed
+from reflex_runtime.core.events import BatchFinished, Event, RequestProgressed
 from reflex_runtime.core.request import Request, Ticket
+from reflex_runtime.drivers.audience import Sink
+from reflex_runtime.drivers.batcher import Batcher
 from reflex_runtime.drivers.stream import Bell, Stream
 from reflex_runtime.ipc.engine import Output, OutputStream
 from reflex_runtime.ipc.sampling import Constraint, SamplingParams
@@ -22,10 +25,11 @@ from reflex_runtime.llm.constraint import Matcher
 from reflex_runtime.llm.limits import Limits
 from reflex_runtime.llm.processor import LLMProcessor
 from reflex_runtime.llm.sequence import Sequence, TokenOutput
-from reflex_runtime.llm.serving.model_device import ModelDevice
 from reflex_runtime.llm.serving.requests.texts import Texts
 from reflex_runtime.llm.terms import PLAIN, Terms
 from reflex_runtime.llm.tokenizer import Conversation, Tokenizer
+
+log = logging.getLogger("reflex.server")
 
 R = TypeVar("R")
 
@@ -145,29 +149,59 @@ class GenerationStream(Stream[TokenOutput]):
 
 
 class GenerationRuntime:
-    """Generates tokens for the requests of one event loop, on one model.
+    """Generates tokens for the requests of one event loop, on one model whose steps run in a thread.
 
-    processor: of the model, one of `device`'s. unread: outputs of a stream that may wait for its reader. patience:
-    seconds that a stream is held for a reader that takes nothing; then it is taken back. holds: how often a stream was
-    held for its reader.
+    processor: taken over; closed with the runtime. watchdog: seconds that a step may take until its callers are told; a
+    model that has not come back in twice that time is given up (`on_fatal`, on the loop, once). sinks: see `Batcher`.
+    unread: outputs of a stream that may wait for its reader. patience: seconds that a stream is held for a reader that
+    takes nothing; then it is taken back. holds: how often a stream was held for its reader.
     """
 
-    events = frozenset({RequestProgressed})  # as a sink; ends come to each stream's own callback
+    events = frozenset({BatchFinished, RequestProgressed})  # as a sink; ends come to each stream's own callback
 
     def __init__(
-        self, processor: LLMProcessor, device: ModelDevice, *, unread: int = UNREAD, patience: float = PATIENCE
+        self,
+        processor: LLMProcessor,
+        *,
+        watchdog: float = 60.0,
+        sinks: Iterable[Sink] = (),
+        on_fatal: Callable[[], None] | None = None,
+        unread: int = UNREAD,
+        patience: float = PATIENCE,
     ) -> None:
-        self.processor, self.device, self.batcher = processor, device, device.batcher
-        self.unread, self._patience = unread, patience
+        self.processor, self.unread, self._patience = processor, unread, patience
+        # A step that hangs may still write to the cache: no other step may run before it has returned.
+        self.batcher = Batcher(
+            {processor.name: processor}, [processor.group], [self, *sinks], watchdog,
+            on_fatal=self._given_up, one_thread=True,
+        )  # fmt: skip
         self.holds = 0
         self.queueing = asyncio.Lock()
+        self._watchdog, self._on_fatal = watchdog, on_fatal
+        self._hung: asyncio.TimerHandle | None = None
         self._streams: dict[Ticket, GenerationStream] = {}
         self._texts = Texts(processor.tokenizer, most=processor.limits.max_model_len)
-        self.batcher.add_sink(self)
 
-    def close(self) -> None:
-        """Tokenise nothing more. The device is closed by itself."""
+    async def start(self, prepare: Callable[[], object] | None = None) -> None:
+        """Start the thread. prepare: see `Batcher.start`."""
+        await self.batcher.start(prepare)
+
+    async def close(self, drain: bool = True, timeout: float = 10.0) -> bool:
+        """Refuse new requests, finish those accepted within `timeout` seconds, end the rest with an error.
+
+        Every stream has ended when it returns. Returns whether the thread has, too.
+        """
+        ended = await self.batcher.close(drain, timeout)
+        if self._hung is not None:
+            self._hung.cancel()
         self._texts.close()
+        return ended and not self.batcher.device.busy
+
+    @property
+    def hangs(self) -> bool:
+        """Whether a step was given up and has not come back."""
+        device = self.batcher.device
+        return device.busy and device.running_since is None
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
@@ -249,11 +283,13 @@ class GenerationRuntime:
     # -- streams -------------------------------------------------------------------------------------------------------
 
     def __call__(self, event: Event) -> None:
-        """A sink: hand a token to its stream."""
-        if isinstance(event, RequestProgressed) and event.value is not None:  # a chunk of a prompt gives no token
-            stream = self._streams.get(event.ticket)
-            if stream is not None:  # else it is another model's
-                stream.said(event.value)
+        """A sink: hand a token to its stream, and watch a step that was given up."""
+        if isinstance(event, RequestProgressed):
+            if event.value is not None:  # a chunk of a prompt gives no token
+                self._streams[event.ticket].said(event.value)
+        elif isinstance(event, BatchFinished) and event.crashed and self.hangs and self._hung is None:
+            loop, count = asyncio.get_running_loop(), self.batcher.device.hung
+            self._hung = loop.call_later(self._watchdog, self._still_hangs, count)
 
     def hold(self, stream: GenerationStream) -> None:
         """Its reader is slow: grant it no more tokens until `resume`."""
@@ -275,6 +311,22 @@ class GenerationRuntime:
 
     def _settled(self, ticket: Ticket) -> None:
         self._streams.pop(ticket).settled(ticket)
+
+    # -- a step that hangs ---------------------------------------------------------------------------------------------
+
+    def _still_hangs(self, count: int) -> None:
+        """Called one time limit after a step was given up: if it has not returned by then, the model is lost."""
+        self._hung = None
+        if self.hangs and self.batcher.device.hung == count:
+            log.error("a step has not come back in %g s: the model is given up", 2 * self._watchdog)
+            while self.batcher.device.input(lambda scheduler, now: scheduler.close(now, drain=False)):
+                pass
+            self._given_up()
+
+    def _given_up(self) -> None:
+        on_fatal, self._on_fatal = self._on_fatal, None
+        if on_fatal is not None:
+            on_fatal()
 
 
 async def merged(

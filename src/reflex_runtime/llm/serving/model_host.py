@@ -1,17 +1,16 @@
-"""What runs the models of a server: what it is given, and what the server asks of it."""
+"""What runs the model of a server: what it is given, and what the server asks of it."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from prometheus_client import CollectorRegistry
 
-from reflex_runtime.config import EmbeddingServeConfig, LLMServeConfig
+from reflex_runtime.config import LLMServeConfig
 from reflex_runtime.drivers.audience import Sink
-from reflex_runtime.llm.embedding.directory import EmbeddingModel
 from reflex_runtime.llm.sampling_defaults import SamplingDefaults
 from reflex_runtime.llm.serving.generation import Generator
 from reflex_runtime.telemetry.processes import LiveProcess
@@ -22,40 +21,25 @@ if TYPE_CHECKING:  # a runtime process loads this module and serves no HTTP
 
 @dataclass(frozen=True, slots=True)
 class ModelPlan:
-    """A language model that is to be served.
+    """The model that is to be served.
 
-    name: by which clients ask for it; aliases: further names. config: the server's settings, with the model's own in
-    their place. directory: of its files. weight: its share of the device's time, against the other models. adapters:
-    names of its LoRA adapters. defaults: how it is sampled where a request does not say it.
+    name: by which clients ask for it. directory: of its files. adapters: names of its LoRA adapters. defaults: how it
+    is sampled where a request does not say it.
     """
 
     name: str
     config: LLMServeConfig
     directory: Path = Path()
-    weight: float = 1.0
-    aliases: tuple[str, ...] = ()
     adapters: tuple[str, ...] = ()
     defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
 
 
-@dataclass(frozen=True, slots=True)
-class EmbeddingPlan:
-    """An embedding model that is to be served. model: its directory, read. The rest as in `ModelPlan`."""
-
-    name: str
-    config: EmbeddingServeConfig
-    model: EmbeddingModel
-    weight: float = 1.0
-    aliases: tuple[str, ...] = ()
+class ModelHost(Protocol):
+    """Where the model runs: in this process (`LocalModel`), or in runtime processes (`Workers`)."""
 
     @property
-    def directory(self) -> Path:
-        """Of its files."""
-        return self.model.root
-
-
-class ServingHost(Protocol):
-    """Where models of any kind run."""
+    def generator(self) -> Generator[Any]:
+        """What generates."""
 
     @property
     def state(self) -> str:
@@ -92,24 +76,11 @@ class ServingHost(Protocol):
         """Finish open requests within `timeout` seconds, end the rest. Returns whether nothing is left running."""
 
 
-class ModelHost(ServingHost, Protocol):
-    """Where models run: in this process (`LocalModels`, embedding models too), or in runtime processes (`Workers`)."""
-
-    def generator(self, name: str) -> Generator[Any]:
-        """What generates for the model of this name."""
-
-
 class Opening(Protocol):
-    """What a host gets when it is opened. plans: of the models that it runs and that generate; embeddings: of those
-    that make vectors. registry: for its series."""
+    """What a host gets when it is opened. registry: for its series."""
 
-    plans: Sequence[ModelPlan]
-    embeddings: Sequence[EmbeddingPlan]
+    plan: ModelPlan
     registry: CollectorRegistry
-
-    @property
-    def config(self) -> LLMServeConfig | EmbeddingServeConfig:
-        """The server's settings."""
 
     def reached(self, state: str) -> None:
         """It is `loading`, or `warming`."""

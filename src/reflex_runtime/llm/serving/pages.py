@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from reflex_runtime.core.errors import ReflexError
 from reflex_runtime.llm.serving.answers.errors import error_body, told
-from reflex_runtime.llm.serving.life import ServingLife
+from reflex_runtime.llm.serving.lifecycle import ServerState
 from reflex_runtime.llm.serving.watching import watchers_of
 from reflex_runtime.telemetry import metrics
 from reflex_runtime.version import __version__
@@ -29,13 +29,13 @@ def _refuse(error: ReflexError, request_id: str, packed: bool) -> Refusal:
 
 
 class ServingPages:
-    """The application of one model server, with what is the same for every kind of model.
+    """The application of one model server.
 
-    described: makes the OpenAPI document, of the paths that need no key (None: all), and with the models' names or not.
+    described: makes the OpenAPI document, of the paths that need no key (None: all), and with the model's name or not.
     """
 
-    def __init__(self, life: ServingLife[Any], described: Callable[[tuple[str, ...] | None, bool], bytes]) -> None:
-        self._life, self._described = life, described
+    def __init__(self, state: ServerState, described: Callable[[tuple[str, ...] | None, bool], bytes]) -> None:
+        self._state, self._described = state, described
 
     def app(
         self,
@@ -57,7 +57,7 @@ class ServingPages:
         ]
         self._app = App(
             settings,
-            {route.path: route for route in [*pages, *routes, *dashboard_routes(watchers_of(self._life))]},
+            {route.path: route for route in [*pages, *routes, *dashboard_routes(watchers_of(self._state))]},
             ErrorForm(_refuse, keeps_id=True),
             find=lambda path: card if path.startswith(MODELS + "/") else None,
             on_answer=self._count,
@@ -67,17 +67,17 @@ class ServingPages:
         return self._app
 
     def _count(self, exchange: Exchange, status: int) -> None:
-        self._life.answered("other" if exchange.route is None else exchange.route.path, status, exchange.about)
+        self._state.answered("other" if exchange.route is None else exchange.route.path, status)
 
     def _health(self, exchange: Exchange, _: bytes) -> None:
-        body = self._life.health()
+        body = self._state.health()
         exchange.answer(200 if body["status"] == "ok" else 503, encode(body))
 
     async def _metrics(self, exchange: Exchange) -> None:
-        exchange.answer(200, await self._life.metrics(), metrics.CONTENT_TYPE.encode())
+        exchange.answer(200, await self._state.metrics(), metrics.CONTENT_TYPE.encode())
 
     async def _status(self, exchange: Exchange) -> None:
-        exchange.answer(200, encode(await self._life.status()))
+        exchange.answer(200, encode(await self._state.status()))
 
     def _later(self, answer: Any, exchange: Exchange, _: bytes) -> None:
         answering: Coroutine[Any, Any, None] = answer(exchange)
@@ -94,5 +94,5 @@ class ServingPages:
         exchange.answer(200, shown, b"text/html; charset=utf-8")
 
     def _document(self, exchange: Exchange) -> bytes:
-        """The models are named to those who may ask /v1/models."""
+        """The model is named to those who may ask /v1/models."""
         return self._described(OPEN_PATHS if self._app.has_key else None, self._app.knows(exchange))

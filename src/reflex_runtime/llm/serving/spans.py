@@ -6,7 +6,6 @@ https://opentelemetry.io/docs/specs/semconv/gen-ai/. Prompts and completions are
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 from typing import Final
 
 from reflex_runtime.core.errors import ReflexError
@@ -24,11 +23,10 @@ _PROVIDER: Final = "reflex"
 
 
 class GenerationSpans:
-    """Makes the spans of the requests to a server's models. All of it happens on the event loop."""
+    """Makes the spans of the requests to a server's model. All of it happens on the event loop. model: its name."""
 
-    def __init__(self, spans: Spans, model: str, operations: Mapping[str, str]) -> None:
-        """model: its name where there is one only, else "". operations: by the path of a route; the others chat."""
-        self._spans, self._model, self._operations = spans, model, operations
+    def __init__(self, spans: Spans, model: str) -> None:
+        self._spans, self._model = spans, model
 
     def begin(self, exchange: Exchange) -> RequestSpan:
         """The span of a request that is being answered in this task; `exchange.ask` from now on."""
@@ -38,8 +36,8 @@ class GenerationSpans:
 
     def _begun(self, exchange: Exchange) -> RequestSpan:
         route = "" if exchange.route is None else exchange.route.path
-        operation = self._operations.get(route, "chat")
-        span = self._spans.begin(f"{operation} {self._model}".strip(), exchange.headers)
+        operation = "text_completion" if route == "/v1/completions" else "chat"
+        span = self._spans.begin(f"{operation} {self._model}", exchange.headers)
         span.attributes |= {
             "http.request.method": exchange.method,
             "http.route": route,
@@ -61,12 +59,11 @@ class GenerationSpans:
         if span.moments:
             span.attributes["gen_ai.response.time_to_first_chunk"] = span.moments[0][1] - exchange.started
 
-    def answered(self, exchange: Exchange, answer: Writer | None = None) -> None:
-        """It has its whole answer. answer: None where it is no text."""
+    def answered(self, exchange: Exchange, answer: Writer) -> None:
+        """It has its whole answer."""
         span: RequestSpan = exchange.ask
-        if answer is not None:
-            told: dict[str, Attribute] = {"id": answer.id, "finish_reasons": answer.finish_reasons}
-            span.attributes |= {f"gen_ai.response.{name}": value for name, value in told.items()}
+        told: dict[str, Attribute] = {"id": answer.id, "finish_reasons": answer.finish_reasons}
+        span.attributes |= {f"gen_ai.response.{name}": value for name, value in told.items()}
         self._end(exchange, span, None)
 
     def failed(self, exchange: Exchange, error: ReflexError) -> None:
@@ -87,11 +84,11 @@ class GenerationSpans:
         )
 
 
-def asked_in(span: RequestSpan, asked: CompletionRequest, model: str) -> None:
-    """What a request asks for, without its texts. model: the one that its name means."""
+def asked_in(span: RequestSpan, asked: CompletionRequest) -> None:
+    """What a request asks for, without its texts."""
     params = asked.params
-    span.name = f"{span.attributes['gen_ai.operation.name']} {model}"
-    span.attributes["gen_ai.response.model"] = model
+    span.name = f"{span.attributes['gen_ai.operation.name']} {asked.model}"
+    span.attributes["gen_ai.response.model"] = asked.model
     found: dict[str, Attribute] = {
         "gen_ai.request.model": asked.model,
         "gen_ai.request.stream": asked.stream,

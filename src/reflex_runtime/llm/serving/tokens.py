@@ -6,47 +6,24 @@ They need the tokenizer alone; nothing is queued.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol, TypeVar
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
 from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.llm.serving.generation import Generator
 from reflex_runtime.llm.serving.requests.decoding import decode
 from reflex_runtime.llm.serving.requests.fields import ChatFields, Message
 from reflex_runtime.llm.serving.requests.prompts import token_ids
 from reflex_runtime.llm.serving.requests.reading import chat_request, refused
 from reflex_runtime.llm.serving.requests.refusals import BadRequest, too_deep
 from reflex_runtime.llm.serving.requests.tool_fields import ToolField
-from reflex_runtime.llm.tokenizer import Conversation, Tokenizer
+from reflex_runtime.llm.tokenizer import Conversation
 from reflex_runtime.web.json import encode
 
 T = TypeVar("T")
 FEW = 1000  # tokens; the texts of more are made beside the loop
-
-
-class TextLimits(Protocol):
-    """vocab_size: ids below it are tokens. max_model_len: most that the model takes."""
-
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def max_model_len(self) -> int: ...
-
-
-class TextReader(Protocol):
-    """What knows the tokens of a model of any kind: a `Generator`, or an `EmbeddingRuntime`."""
-
-    @property
-    def tokenizer(self) -> Tokenizer: ...
-    @property
-    def limits(self) -> TextLimits: ...
-
-    async def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """The tokens of each text, as the model would get them."""
-
-    async def encode_chat(self, conversation: Conversation) -> list[int]:
-        """The tokens of a conversation in the model's own form. ConfigError when it has none."""
 
 
 class TokenizeFields(msgspec.Struct, forbid_unknown_fields=True):
@@ -125,7 +102,7 @@ def tokenize_fields(body: bytes) -> TextAsked:
     return TextAsked(fields.model, fields.prompt, conversation, bool(fields.return_token_strs))
 
 
-async def tokenized(asked: TextAsked, model: TextReader) -> bytes:
+async def tokenized(asked: TextAsked, model: Generator[Any]) -> bytes:
     """The answer to POST /tokenize."""
     if asked.conversation is not None:
         ids = await of_conversation(asked.conversation, model)
@@ -141,7 +118,7 @@ async def tokenized(asked: TextAsked, model: TextReader) -> bytes:
     return encode(TokenIds(len(ids), model.limits.max_model_len, ids, texts))
 
 
-async def of_conversation(conversation: Conversation, model: TextReader) -> list[int]:
+async def of_conversation(conversation: Conversation, model: Generator[Any]) -> list[int]:
     """Its tokens in the model's own form; BadRequest where it has none."""
     try:
         return await model.encode_chat(conversation)
@@ -174,7 +151,7 @@ def detokenize_fields(body: bytes) -> IdsAsked:
     return IdsAsked(fields.model, token_ids(bytes(fields.tokens), "tokens"))
 
 
-async def detokenized(asked: IdsAsked, model: TextReader) -> bytes:
+async def detokenized(asked: IdsAsked, model: Generator[Any]) -> bytes:
     """The answer to POST /detokenize."""
     longest = model.limits.max_model_len
     if len(asked.tokens) > longest:

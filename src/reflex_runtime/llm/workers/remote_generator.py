@@ -1,4 +1,4 @@
-"""Generates with one model in runtime processes: tokenised and measured here, computed there."""
+"""Generates with the model in runtime processes: tokenised and measured here, computed there."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from reflex_runtime.llm.limits import Limits
 from reflex_runtime.llm.serving.requests.texts import Texts
 from reflex_runtime.llm.terms import Terms
 from reflex_runtime.llm.tokenizer import Conversation, Tokenizer
-from reflex_runtime.llm.workers.line import Line, ModelLane
+from reflex_runtime.llm.workers.line import Line
 from reflex_runtime.llm.workers.tokenizer_process import TokenizerProcess
 
 
 class RemoteGenerator:
-    """The `Generator` of one model. lines: of all processes, each of which has the model."""
+    """The `Generator` of a model of this name. lines: of all processes, each of which has the model."""
 
     def __init__(self, name: str, lines: Sequence[Line], tokenizer: Tokenizer, tokenizing: TokenizerProcess) -> None:
         self._name, self._lines, self.queueing = name, lines, asyncio.Lock()
-        self._texts = Texts(tokenizer, lambda what: tokenizing.tokenize(name, what, self.limits.max_model_len))
+        self._texts = Texts(tokenizer, lambda what: tokenizing.tokenize(what, self.limits.max_model_len))
         self._sending: set[asyncio.Task[None]] = set()
 
     def loaded(self) -> None:
@@ -38,11 +38,6 @@ class RemoteGenerator:
         self._texts.close()
 
     @property
-    def lanes(self) -> list[ModelLane]:
-        """The model's in each process."""
-        return [line.lanes[self._name] for line in self._lines]
-
-    @property
     def tokenizer(self) -> Tokenizer:
         """The server's own: tokenising here delays no step."""
         return self._texts.tokenizer
@@ -50,7 +45,7 @@ class RemoteGenerator:
     @property
     def limits(self) -> Limits:
         """Those of the model in every process."""
-        found = self._lines[0].lanes[self._name].limits
+        found = self._lines[0].limits
         assert found is not None, "Workers.start was not awaited"
         return found
 
@@ -86,37 +81,37 @@ class RemoteGenerator:
 
     def submit_alike(self, requests: Sequence[GenerateParams], bell: asyncio.Event) -> list[StreamHandle]:
         """See `Generator.submit_alike`. All go to the same process, whose cache then has their prompt."""
-        lane = self._lane()
+        line = self._line()
         handles: list[StreamHandle] = []
         for request in requests:
-            handle = lane.registry.register(bell=bell)
+            handle = line.registry.register(bell=bell)
             follows = handles[0].id if handles else None
             handles.append(handle)
             params = msgspec.structs.replace(request, stream_id=handle.id, follows=follows)
-            task = asyncio.create_task(self._send(lane, handle, params))
+            task = asyncio.create_task(self._send(line, handle, params))
             self._sending.add(task)
             task.add_done_callback(self._sending.discard)
         return handles
 
-    def _lane(self) -> ModelLane:
-        """The model's in the ready process with the fewest unfinished requests, which share its device."""
+    def _line(self) -> Line:
+        """The ready process with the fewest unfinished requests."""
         ready = [line for line in self._lines if line.client.ready]
         if not ready:
             raise min((line.client.unavailable() for line in self._lines), key=_soonest)
-        return min(ready, key=lambda line: line.unfinished).lanes[self._name]
+        return min(ready, key=lambda line: line.unfinished)
 
     @staticmethod
-    async def _send(lane: ModelLane, handle: StreamHandle, params: GenerateParams) -> None:
+    async def _send(line: Line, handle: StreamHandle, params: GenerateParams) -> None:
         """Send a request; an error before it begins ends its stream."""
         if handle.closed:  # its reader left before this task began
             return
         try:
-            await lane.batcher.enqueue(params, params.priority)
+            await line.batcher.enqueue(params, params.priority)
         except Cancelled:
             pass  # its reader left
         except ReflexError as error:
             if not handle.ended:
-                lane.registry.release(handle, error)
+                line.registry.release(handle, error)
 
 
 def _soonest(error: ReflexError) -> float:

@@ -1,13 +1,11 @@
 """Tokenises long prompts in a process of its own.
 
 A tokenizer holds the interpreter for tens of milliseconds over a megabyte: in the server's process every stream would
-wait that long for its next token, in a model's process every step. It is a runtime process with the tokenizers of the
-models alone. While it is not ready, the server tokenises itself.
+wait that long for its next token, in a model's process every step. It is a runtime process with the model's
+tokenizer alone. While it is not ready, the server tokenises itself.
 """
 
 from __future__ import annotations
-
-from collections.abc import Mapping
 
 from reflex_runtime.core.errors import ConfigError, ReflexError, TooLarge
 from reflex_runtime.ipc.client import RuntimeClient
@@ -18,20 +16,19 @@ from reflex_runtime.llm.tokenizer import Conversation
 
 
 class TokenizerProcess:
-    """See the module. paths: of the models, by their ids."""
+    """See the module. name: of the model. path: of its directory."""
 
-    def __init__(self, open: Opener, config: ClientConfig, paths: Mapping[str, str]) -> None:
-        self._loads = [LoadModel(name, path, only="tokenizer") for name, path in paths.items()]
+    def __init__(self, open: Opener, config: ClientConfig, name: str, path: str) -> None:
+        self._load = LoadModel(name, path, only="tokenizer")
         self.client = RuntimeClient(open, config, name="tokenizer", prepare=self._prepare)
 
     async def _prepare(self, client: RuntimeClient) -> None:
-        for load in self._loads:
-            await client.request(LOAD, load)
+        await client.request(LOAD, self._load)
 
-    async def tokenize(self, name: str, what: str | Conversation, most: int) -> list[int] | None:
-        """The model's tokens of a text or a conversation; None when the process does not answer. Raises ConfigError for
+    async def tokenize(self, what: str | Conversation, most: int) -> list[int] | None:
+        """The tokens of a text or a conversation; None when the process does not answer. Raises ConfigError for
         what cannot be tokenised, TooLarge for more than `most` tokens."""
-        said = Tokenize(name, most=most)
+        said = Tokenize(self._load.model_id, most=most)
         if isinstance(what, str):
             said.text = what
         else:

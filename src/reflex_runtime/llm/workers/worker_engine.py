@@ -1,9 +1,9 @@
-"""The engine of a runtime process: `LocalModels` behind the methods of `ipc.worker`."""
+"""The engine of a runtime process: `LocalModel` behind the methods of `ipc.worker`."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -29,8 +29,8 @@ from reflex_runtime.ipc.sampling import SamplingParams
 from reflex_runtime.ipc.worker import Load
 from reflex_runtime.llm.runner import Runner
 from reflex_runtime.llm.serving.generation import GenerationRuntime, GenerationStream
-from reflex_runtime.llm.serving.local_models import LocalModels, opened
-from reflex_runtime.llm.serving.model_host import EmbeddingPlan, ModelPlan
+from reflex_runtime.llm.serving.local_model import LocalModel, opened
+from reflex_runtime.llm.serving.model_host import ModelPlan
 from reflex_runtime.llm.serving.requests.texts import Texts
 from reflex_runtime.llm.terms import Terms
 from reflex_runtime.llm.tokenizer import Conversation, Tokenizer
@@ -44,52 +44,41 @@ Make = Callable[[Path, LLMServeConfig], tuple[Runner, Tokenizer]]
 
 
 class WorkerEngine:
-    """The models of a runtime process that share its device: an `ipc.engine.Engine`."""
+    """The model of a runtime process: an `ipc.engine.Engine`."""
 
     def __init__(
-        self,
-        models: LocalModels,
-        names: Iterable[str],
-        registry: CollectorRegistry,
-        spans: Spans | None = None,
+        self, name: str, model: LocalModel, registry: CollectorRegistry, spans: Spans | None = None
     ) -> None:
-        """names: of the models. spans: of their steps; closed with the engine."""
-        self._models, self._registry, self._spans = models, registry, spans
-        self._runtimes = {name: models.generator(name) for name in names}
-        self._live = AskedLive(models.add_sink, models.remove_sink, self._told)
+        """spans: of its steps; closed with the engine."""
+        self._name, self._model, self._registry, self._spans = name, model, registry, spans
+        self.runtime = model.generator
+        self._live = AskedLive(model.add_sink, model.remove_sink, self._told)
         if spans is not None:
-            models.add_sink(spans)
-
-    def runtime(self, name: str) -> GenerationRuntime:
-        """That of a model; of the only one where there is no name."""
-        return self._runtimes[name] if name else next(iter(self._runtimes.values()))
+            model.add_sink(spans)
 
     def info(self) -> dict[str, dict[str, Any]]:
         """The limits, by which a front checks requests, and the runner's name."""
-        return {
-            name: asdict(runtime.limits) | {"runner": runtime.processor.runner.name}
-            for name, runtime in self._runtimes.items()
-        }
+        return {self._name: asdict(self.runtime.limits) | {"runner": self.runtime.processor.runner.name}}
 
     def state(self) -> dict[str, dict[str, Any]]:
         """As /health of a server without workers."""
-        return {name: {"state": self._models.state} | self._models.health_of(name) for name in self._runtimes}
+        return {self._name: {"state": self._model.state} | self._model.health()}
 
     def metrics(self) -> str:
         """Prometheus text."""
-        of_models = self._models.of_each()  # first: it brings what is in the registry up to date, too
-        return (generate_latest(self._registry) + of_models).decode()
+        self._model.refresh()
+        return generate_latest(self._registry).decode()
 
     def live(self) -> LiveSnapshot:
         """See `Engine.live`."""
         return self._live.snapshot()
 
     def _told(self) -> dict[str, Any]:
-        return {"queues": self._models.queues()} | self._models.health()  # the first has events delivered
+        return {"queues": self._model.queues()} | self._model.health()  # the first has events delivered
 
     async def tokenize(self, params: Tokenize) -> list[int]:
         """A text, or a conversation in the model's own form."""
-        return await tokenized(self.runtime(params.model_id), params)
+        return await tokenized(self.runtime, params)
 
     async def submit(
         self, params: GenerateParams, bell: asyncio.Event, leader: GenerationStream | None
@@ -111,7 +100,7 @@ class WorkerEngine:
             draft=(params.draft_token_ids or []) if guesses else None,
             prompt_logprobs=params.prompt_logprobs,
         )
-        runtime = self.runtime(params.model_id)
+        runtime = self.runtime
         prompt, matcher = await self._prompt(params), await runtime.compiled(params.constraint)
         _check_scores(params, prompt)
         return runtime.submit(runtime.request(prompt, params, terms, matcher), bell, leader)
@@ -123,7 +112,7 @@ class WorkerEngine:
             return CheckedDraft(False, reason)
         if not draft:
             return CheckedDraft(True)
-        runtime, ids = self.runtime(params.model_id), params.prompt_token_ids
+        runtime, ids = self.runtime, params.prompt_token_ids
         asked = GenerateParams(model_id=params.model_id, prompt=params.prompt, prompt_token_ids=ids)
         prompt = await self._prompt(asked)
         greedy = SamplingParams.greedy(len(draft) + 1, ignore_eos=True)
@@ -140,7 +129,7 @@ class WorkerEngine:
     async def close(self, drain: bool, timeout: float) -> bool:
         """Every stream has ended when it returns; whether the device thread has, too."""
         self._live.close()
-        closed = await self._models.close(timeout, drain)
+        closed = await self._model.close(timeout, drain)
         if self._spans is not None:
             await in_thread(self._spans.close)
         return closed
@@ -212,11 +201,10 @@ async def tokenized(texts: Texts | GenerationRuntime, params: Tokenize) -> list[
 
 
 class _Opening:
-    """The settings of `LocalModels` in a runtime process."""
+    """See `Opening`, in a runtime process."""
 
-    def __init__(self, plans: Sequence[ModelPlan], lost: Callable[[], None]) -> None:
-        self.config, self.plans, self.lost = plans[0].config, plans, lost  # of trace and watchdog all say the same
-        self.embeddings: Sequence[EmbeddingPlan] = ()
+    def __init__(self, plan: ModelPlan, lost: Callable[[], None]) -> None:
+        self.plan, self.lost = plan, lost
         self.registry = CollectorRegistry()
 
     def reached(self, state: str) -> None:
@@ -224,33 +212,25 @@ class _Opening:
 
 
 def loading(make: Make, lost: Callable[[], None], tokenizer: Callable[[Path], Tokenizer]) -> Load:
-    """The `Load` of a runtime process: `make` loads each model, `tokenizer` a tokenizer alone. lost: called on the loop
+    """The `Load` of a runtime process: `make` loads a model, `tokenizer` a tokenizer alone. lost: called on the loop
     when a model is lost for good.
 
     It raises ConfigError for options that `reflex serve MODEL_DIR` does not have, and for a directory without a model.
     """
 
     async def load(asked: Sequence[LoadModel]) -> WorkerEngine | TokenizerEngine:
-        if not all(model.path for model in asked):
+        (model,) = asked
+        if not model.path:
             raise ConfigError("load_model: needs path, the directory of the model")
-        if any(model.only for model in asked):
-            if len(asked) > 1:
-                raise ConfigError("load_models: only: models that share a device are loaded whole; use load_model")
-            return TokenizerEngine(asked[0].model_id, tokenizer(Path(asked[0].path)))
-        plans = [ModelPlan(m.model_id, _config(m.options), Path(m.path), _weight(m)) for m in asked]
-        opening = _Opening(plans, lost)
-        spans = spans_of(opening.config.otel, 1.0, opening.registry, StepSpans)  # of what the server has chosen
-        models = await opened(lambda plan: make(plan.directory, plan.config))(opening)
+        if model.only:
+            return TokenizerEngine(model.model_id, tokenizer(Path(model.path)))
+        opening = _Opening(ModelPlan(model.model_id, _config(model.options), Path(model.path)), lost)
+        spans = spans_of(opening.plan.config.otel, 1.0, opening.registry, StepSpans)  # of what the server has chosen
+        local = await opened(lambda plan: make(plan.directory, plan.config))(opening)
         freeze_loaded()
-        return WorkerEngine(models, [plan.name for plan in plans], opening.registry, spans)
+        return WorkerEngine(model.model_id, local, opening.registry, spans)
 
     return load
-
-
-def _weight(asked: LoadModel) -> float:
-    if not 0.01 <= asked.weight <= 100.0:
-        raise ConfigError(f"load_model: weight={asked.weight!r}: must be in [0.01, 100]")
-    return asked.weight
 
 
 def _config(options: dict[str, Any]) -> LLMServeConfig:

@@ -1,8 +1,8 @@
-"""Models in runtime processes: the server parses and tokenises, the processes compute.
+"""The model in runtime processes: the server parses and tokenises, the processes compute.
 
-Each process has its own copy of every model, and for each its own queue and its own places; the models of a process
-share its device, as they do in one process. A request goes to the process with the fewest unfinished requests, and
-stays there. When a process dies its requests fail at once and it is started again; the others go on.
+Each process has its own copy of the model, its own queue and its own places. A request goes to the process with the
+fewest unfinished requests, and stays there. When a process dies its requests fail at once and it is started again; the
+others go on.
 """
 
 from __future__ import annotations
@@ -34,16 +34,14 @@ ENDS_WITHIN, AT_LEAST = 10.0, 2.0  # seconds for a process to exit: at most, of 
 
 
 class Workers:
-    """A `ModelHost` of runtime processes. tokenizers: by the name of their model. Made by `opened`."""
+    """A `ModelHost` of runtime processes. Made by `opened`."""
 
-    def __init__(self, config: WorkersConfig, tokenizers: Mapping[str, Tokenizer], opening: Opening) -> None:
-        self._opening = opening
-        paths = {plan.name: str(plan.directory.resolve()) for plan in opening.plans}
-        self._tokenizing = TokenizerProcess(config.spawn(config.count), config.client, paths)
+    def __init__(self, config: WorkersConfig, tokenizer: Tokenizer, opening: Opening) -> None:
+        self._opening, plan = opening, opening.plan
+        path = str(plan.directory.resolve())
+        self._tokenizing = TokenizerProcess(config.spawn(config.count), config.client, plan.name, path)
         self.lines = [Line(number, config, opening) for number in range(config.count)]
-        self._generators = {
-            name: RemoteGenerator(name, self.lines, tokenizers[name], self._tokenizing) for name in paths
-        }
+        self.generator = RemoteGenerator(plan.name, self.lines, tokenizer, self._tokenizing)
         self._ready = Gauge(
             "reflex_worker_ready", "Whether the runtime process takes requests", ["worker"], registry=opening.registry
         )
@@ -53,7 +51,7 @@ class Workers:
         self._refresh()
 
     async def start(self) -> None:
-        """Start all processes; returns when every one has loaded the models. Raises the error of the first that
+        """Start all processes; returns when every one has loaded the model. Raises the error of the first that
         fails."""
         self._opening.reached("loading")
         clients = [*(line.client for line in self.lines), self._tokenizing.client]
@@ -62,12 +60,7 @@ class Workers:
         except BaseException:
             await self.close(0.0)
             raise
-        for generator in self._generators.values():
-            generator.loaded()
-
-    def generator(self, name: str) -> RemoteGenerator:
-        """See `ModelHost.generator`."""
-        return self._generators[name]
+        self.generator.loaded()
 
     @property
     def state(self) -> str:
@@ -75,11 +68,11 @@ class Workers:
         return "ready" if any(line.client.ready for line in self.lines) else "restarting"
 
     def health(self) -> dict[str, Any]:
-        """What /health says of the model; of several, what it says of each, and of all together."""
+        """See `ModelHost.health`."""
         workers = [line.health() for line in self.lines]
-        each = {name: _of_model(generator) for name, generator in self._generators.items()}
-        body = {"models": each} if len(each) > 1 else next(iter(each.values()))
-        return body | {
+        return {
+            "runner": self.lines[0].about.get("runner", ""),
+            "max_model_len": self.generator.limits.max_model_len,
             "running": sum(worker["running"] for worker in workers),
             "waiting": sum(worker["waiting"] for worker in workers),
             "model_loaded": self.state == "ready",
@@ -88,30 +81,23 @@ class Workers:
         }
 
     async def status(self) -> dict[str, Any]:
-        """The statistics of each line, and the state that its process reports. Of several models also how full the
-        fullest cache of each is."""
+        """The statistics of each line, and the state that its process reports."""
         states = await asyncio.gather(*(line.ask(STATE) for line in self.lines))
         lines = [
             {
                 "name": line.name,
                 "client": line.client.stats(),
-                "streams": line.streams(),
-                "generate": line.generate(),
+                "streams": line.registry.snapshot(),
+                "generate": line.batcher.get_stats(),
                 "engine": state,
             }
             for line, state in zip(self.lines, states, strict=True)
         ]
-        if len(self._generators) == 1:
-            return {"lines": lines}
-        each = {name: _of_model(generator) for name, generator in self._generators.items()}
-        for name, told in each.items():
-            known = [state["models"][name]["kv_cache_usage"] for state in states if state and name in state["models"]]
-            told |= {"kv_cache_usage": max(known)} if known else {}
-        return {"models": each, "lines": lines}
+        return {"lines": lines}
 
     def get_batch_stats(self) -> dict[str, Any]:
         """`generate`: `GenerateBatcher.get_stats` of each process."""
-        return {"generate": {line.name: line.generate() for line in self.lines}}
+        return {"generate": {line.name: line.batcher.get_stats() for line in self.lines}}
 
     def _refresh(self) -> None:
         """Update the series in the registry."""
@@ -131,14 +117,12 @@ class Workers:
     def add_sink(self, sink: Sink) -> None:
         """See `ModelHost.add_sink`: the batches are messages to the processes."""
         for line in self.lines:
-            for lane in line.lanes.values():
-                lane.batcher.add_sink(sink)
+            line.batcher.add_sink(sink)
 
     def remove_sink(self, sink: Sink) -> None:
         """See `ModelHost.remove_sink`."""
         for line in self.lines:
-            for lane in line.lanes.values():
-                lane.batcher.remove_sink(sink)
+            line.batcher.remove_sink(sink)
 
     def fold(self) -> WorkersLive:
         """See `ModelHost.fold`: the steps of the processes."""
@@ -152,7 +136,7 @@ class Workers:
 
     def queues(self) -> dict[str, Any]:
         """What waits for each process."""
-        return {line.name: line.queue() for line in self.lines}
+        return {line.name: line.batcher.queue() for line in self.lines}
 
     def turn(self) -> None:
         """See `ModelHost.turn`."""
@@ -165,25 +149,13 @@ class Workers:
         """See `ModelHost.close`. No process is left."""
         loop = asyncio.get_running_loop()
         until = loop.time() + timeout
-        lanes = [lane for line in self.lines for lane in line.lanes.values()]
-        await asyncio.gather(*(lane.batcher.close(timeout > 0, timeout) for lane in lanes))
-        await asyncio.gather(*(lane.registry.wait_idle(max(0.0, until - loop.time())) for lane in lanes))
+        await asyncio.gather(*(line.batcher.close(timeout > 0, timeout) for line in self.lines))
+        await asyncio.gather(*(line.registry.wait_idle(max(0.0, until - loop.time())) for line in self.lines))
         within = min(ENDS_WITHIN, max(AT_LEAST, until - loop.time()))
         closing = [line.client.close(within, line.running == 0) for line in self.lines]
         await asyncio.gather(*closing, self._tokenizing.client.close(within))
-        for generator in self._generators.values():
-            generator.close()
+        self.generator.close()
         return True
-
-
-def _of_model(generator: RemoteGenerator) -> dict[str, Any]:
-    """What /health says of one model."""
-    return {
-        "runner": generator.lanes[0].about.get("runner", ""),
-        "max_model_len": generator.limits.max_model_len,
-        "running": sum(lane.running for lane in generator.lanes),
-        "waiting": sum(lane.waiting for lane in generator.lanes),
-    }
 
 
 def _page(pages: Mapping[str, str]) -> bytes:
@@ -191,11 +163,11 @@ def _page(pages: Mapping[str, str]) -> bytes:
     return labelled("worker", {name: text_string_to_metric_families(text) for name, text in pages.items()})
 
 
-def opened(config: WorkersConfig, tokenizers: Mapping[str, Tokenizer]) -> Open:
-    """How to open models in runtime processes."""
+def opened(config: WorkersConfig, tokenizer: Tokenizer) -> Open:
+    """How to open the model in runtime processes."""
 
     async def open(opening: Opening) -> Workers:
-        workers = Workers(config, tokenizers, opening)
+        workers = Workers(config, tokenizer, opening)
         await workers.start()
         return workers
 

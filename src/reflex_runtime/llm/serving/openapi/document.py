@@ -1,4 +1,4 @@
-"""/openapi.json of a server of models, of any kind: the served part of the OpenAI API, as strict as its validation.
+"""/openapi.json of a model server: the served part of the OpenAI API, as strict as its validation.
 
 Unsupported fields of that API are listed with the values that have no effect. JSON Schema cannot say that
 prompt and `max_tokens` share the model's context, that `min_tokens` is at most `max_tokens`, that a biased token is in
@@ -11,8 +11,7 @@ and `top_logprobs` needs `logprobs`, and that token ids are written without a po
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from reflex_runtime.core.request import PRIORITIES
 from reflex_runtime.ipc.messages import LONGEST_GAP_MS, SHORTEST_GAP_MS
@@ -21,7 +20,6 @@ from reflex_runtime.llm.limits import Limits
 from reflex_runtime.llm.serving import tokens
 from reflex_runtime.llm.serving.answers import completions as answers
 from reflex_runtime.llm.serving.openapi import talks
-from reflex_runtime.llm.serving.openapi.embeddings import DescribedEmbeddings, embedding_paths
 from reflex_runtime.llm.serving.openapi.pages import ERROR, ERRORS, failures_of, page_paths
 from reflex_runtime.llm.serving.openapi.schemas import closed, maybe, model_named, numerals, ref, within, without_effect
 from reflex_runtime.llm.serving.requests import fields as wire
@@ -29,7 +27,6 @@ from reflex_runtime.llm.serving.requests import messages
 from reflex_runtime.llm.serving.requests.decoding import MOST_MESSAGES
 from reflex_runtime.llm.serving.requests.forms import MOST_TEXTS
 from reflex_runtime.llm.serving.requests.tool_fields import MOST_TOOLS, CalledTool, ToolField
-from reflex_runtime.llm.serving.tokens import TextLimits
 from reflex_runtime.web.fields import MAX_ID_BYTES
 from reflex_runtime.web.json import JSON_TYPE
 from reflex_runtime.web.openapi import finished
@@ -44,75 +41,39 @@ _STRUCTURED: dict[str, dict[str, Any]] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Described:
-    """The language models of a document. names: every name; most: choices that may wait, of each model; limits: of
-    each, none before they are there. What all of them take is described."""
-
-    names: Sequence[str]
-    most: Sequence[int]
-    limits: Sequence[Limits]
-
-
 def document(
-    models: Described, embeddings: DescribedEmbeddings, unguarded: Sequence[str] | None, named: bool = True
+    names: Sequence[str], most: int, limits: Limits | None, unguarded: Sequence[str] | None, named: bool = True
 ) -> bytes:
-    """The OpenAPI 3.1 document. unguarded: paths without a key; None: all. named: whether it may name the models."""
-    names = [*models.names, *embeddings.names]
-    paths, schemas, kinds = dict[str, Any](), {"Error": ERROR}, list[type]()
-    if models.names:
-        paths |= _generating_paths(models, named)
-        schemas["MessageError"] = talks.MESSAGE_ERROR
-        kinds += [answers.Body, answers.TextChoice, answers.ChatChoice, ToolField, CalledTool, messages.InputTokens]
-    if embeddings.names:
-        found, kind = embedding_paths(embeddings, named)
-        paths |= found
-        kinds.append(kind)
-    limits = _narrowest([*models.limits, *embeddings.limits])
-    one = len(models.most) + len(embeddings.most) == 1  # its name may be left out
-    model, talking = (_asked(of, named, one) if of else None for of in (names, models.names))
-    assert model is not None
-    told = _tokenize(model, talking)
-    paths["/tokenize"] = {"post": _small("Token ids of a text or a conversation", told, tokens.TokenIds)}
-    text = _detokenize(model, limits)
-    paths["/detokenize"] = {"post": _small("The text of token ids", text, tokens.Detokenized)}
-    paths |= page_paths()
-    for kind in (*kinds, tokens.TokenIds, tokens.Detokenized):
-        schemas |= answers.schemas(kind)
-    return finished(f"Reflex, {', '.join(names)}" if named else "Reflex", paths, schemas, unguarded)
-
-
-def _generating_paths(models: Described, named: bool) -> dict[str, Any]:
-    """What language models are asked."""
-    model, limits, most = model_named(models.names, named), _narrowest(models.limits), min(models.most)
+    """The OpenAPI 3.1 document. names: those that may be asked for; most: choices that may wait; limits: None before
+    the model is there. unguarded: paths without a key; None: all. named: whether it may name the model."""
+    model = model_named(names, named)
     text = _post("Text goes on", _completion(model, limits, most), _choices(answers.TextChoice))
     chat = _post("A conversation goes on", _chat(model, limits), _choices(answers.ChatChoice))
-    paths: dict[str, Any] = {"/v1/completions": {"post": text}, "/v1/chat/completions": {"post": chat}}
     common = _common(model, limits)
     of_message = "MessageError"
     talk, said = talks.responses_schema(common), talks.messages_schema(common)
-    paths["/v1/responses"] = {"post": _post("A response to a conversation", talk, talks.RESPONSE, "response.completed")}
+    response = _post("A response to a conversation", talk, talks.RESPONSE, "response.completed")
     message = _post("A message that goes on a conversation", said, talks.MESSAGE, "message_stop", of_message)
-    paths["/v1/messages"] = {"post": message}
     counted = _small("Tokens of messages", talks.count_schema(common), messages.InputTokens, of_message)
-    paths["/v1/messages/count_tokens"] = {"post": counted}
     content = text["requestBody"]["content"][JSON_TYPE]
-    content["example"] = {"model": models.names[0] if named else "MODEL", "prompt": "Once there was"}
-    return paths
-
-
-def _narrowest(each: Sequence[TextLimits]) -> NarrowLimits | None:
-    """What holds for every model; None before they are there."""
-    if not each:
-        return None
-    return NarrowLimits(min(of.vocab_size for of in each), min(of.max_model_len for of in each))
-
-
-class NarrowLimits(NamedTuple):
-    """What all models of a document take."""
-
-    vocab_size: int
-    max_model_len: int
+    content["example"] = {"model": names[0] if named else "MODEL", "prompt": "Once there was"}
+    questions = {
+        "/v1/completions": text,
+        "/v1/chat/completions": chat,
+        "/v1/responses": response,
+        "/v1/messages": message,
+        "/v1/messages/count_tokens": counted,
+        "/tokenize": _small("Token ids of a text or a conversation", _tokenize(model), tokens.TokenIds),
+        "/detokenize": _small("The text of token ids", _detokenize(model, limits), tokens.Detokenized),
+    }
+    schemas = {"Error": ERROR, "MessageError": talks.MESSAGE_ERROR}
+    for kind in (
+        answers.Body, answers.TextChoice, answers.ChatChoice, ToolField, CalledTool, messages.InputTokens,
+        tokens.TokenIds, tokens.Detokenized,
+    ):  # fmt: skip
+        schemas |= answers.schemas(kind)
+    paths = {path: {"post": question} for path, question in questions.items()} | page_paths()
+    return finished(f"Reflex, {', '.join(names)}" if named else "Reflex", paths, schemas, unguarded)
 
 
 def _choices(choice: type) -> dict[str, Any]:
@@ -146,34 +107,20 @@ def _small(summary: str, request: dict[str, Any], answer: type, error: str = "Er
     return {"summary": summary, "requestBody": body, "responses": {"200": done} | wrong}
 
 
-def _tokenize(model: dict[str, Any], talking: dict[str, Any] | None) -> dict[str, Any]:
-    """model, talking: the fields that name a model, and one that takes conversations; None: none does."""
-    both = {"return_token_strs": maybe({"type": "boolean"})}
+def _tokenize(model: dict[str, Any]) -> dict[str, Any]:
+    both = {"model": maybe(model), "return_token_strs": maybe({"type": "boolean"})}
     both |= {name: {"enum": [None, plain]} for name, plain in tokens.PLAIN.items()}
-    text = closed(both | model | {"prompt": {"type": "string"}}, "prompt", *_required(model))
-    if talking is None:
-        return text
-    return {"anyOf": [text, closed(both | talking | {"messages": _messages()}, "messages", *_required(talking))]}
+    text = closed(both | {"prompt": {"type": "string"}}, "prompt")
+    return {"anyOf": [text, closed(both | {"messages": _messages()}, "messages")]}
 
 
-def _asked(names: Sequence[str], named: bool, one: bool) -> dict[str, Any]:
-    """The field of a question to the tokenizer that names the model."""
-    model = model_named(names, named)
-    return {"model": maybe(model) if one else model}
-
-
-def _required(fields: dict[str, Any]) -> list[str]:
-    """Those that may not be null."""
-    return [name for name, of in fields.items() if "anyOf" not in of]
-
-
-def _detokenize(model: dict[str, Any], limits: NarrowLimits | None) -> dict[str, Any]:
+def _detokenize(model: dict[str, Any], limits: Limits | None) -> dict[str, Any]:
     most = 1000 if limits is None else min(1000, limits.max_model_len)
     ids = {"type": "array", "items": within(0, 2**31 if limits is None else limits.vocab_size - 1), "maxItems": most}
-    return closed({"tokens": ids} | model, "tokens", *_required(model))
+    return closed({"tokens": ids, "model": maybe(model)}, "tokens")
 
 
-def _common(model: dict[str, Any], limits: NarrowLimits | None) -> dict[str, Any]:
+def _common(model: dict[str, Any], limits: Limits | None) -> dict[str, Any]:
     most = limits.max_model_len - 1 if limits is not None else 2**31
     vocabulary = limits.vocab_size - 1 if limits is not None else 2**31
     text = {"type": "string", "minLength": 1, "maxLength": 1000}
@@ -220,7 +167,7 @@ def _schema_format() -> dict[str, Any]:
     return closed({"type": {"const": "json_schema"}, "json_schema": schema}, "type", "json_schema")
 
 
-def _completion(model: dict[str, Any], limits: NarrowLimits | None, most: int) -> dict[str, Any]:
+def _completion(model: dict[str, Any], limits: Limits | None, most: int) -> dict[str, Any]:
     vocabulary = limits.vocab_size - 1 if limits is not None else 2**31
     text = {"type": "string", "minLength": 1}
     ids = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": vocabulary}, "minItems": 1}
@@ -259,7 +206,7 @@ def _messages() -> dict[str, Any]:
     return {"type": "array", "items": message, "minItems": 1, "maxItems": MOST_MESSAGES}
 
 
-def _chat(model: dict[str, Any], limits: NarrowLimits | None) -> dict[str, Any]:
+def _chat(model: dict[str, Any], limits: Limits | None) -> dict[str, Any]:
     common = _common(model, limits)
     fields = common | {
         "messages": _messages(),

@@ -1,4 +1,4 @@
-"""What /openapi.json says of every kind of model server: errors, and the pages that are not asked of a model."""
+"""What /openapi.json says of a model server beside its questions: errors, and pages."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ ERROR = {
 }
 _OBJECT = {JSON_TYPE: {"schema": {"type": "object"}}}
 _GETS: dict[str, tuple[str, tuple[str, ...], dict[str, Any]]] = {
-    "/v1/models": ("the models that are served", ("200",), _OBJECT),
+    "/v1/models": ("the model that is served, and its adapters", ("200",), _OBJECT),
     "/health": ("200 only when ready, else 503", ("200", "503"), _OBJECT),
     "/status": ("requests that wait and run, and how batches were formed", ("200",), _OBJECT),
     "/metrics": ("Prometheus text", ("200",), {"text/plain": {"schema": {"type": "string"}}}),

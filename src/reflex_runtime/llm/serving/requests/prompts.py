@@ -17,15 +17,15 @@ _LISTS = msgspec.json.Decoder(list[msgspec.Raw])
 _IDS = msgspec.json.Decoder(list[int])
 
 
-def prompts_of(sent: msgspec.Raw, name: str = "prompt", what: str = "prompts") -> list[str | list[int]]:
-    """One text, several, token ids, or several lists of them. name: of its field; what: errors call several of them."""
+def prompts_of(sent: msgspec.Raw) -> list[str | list[int]]:
+    """One text, several, token ids, or several lists of them."""
     raw = bytes(sent)
     if len(raw) > PIECE and b'"' not in raw:
-        return _many_ids(raw, name, what)
+        return _many_ids(raw)
     try:
         prompt = _PROMPT.decode(raw)
     except msgspec.ValidationError as error:
-        raise BadRequest(at_fault(error, name), name) from None
+        raise BadRequest(at_fault(error, "prompt"), "prompt") from None
     if isinstance(prompt, str):
         found: list[str | list[int]] = [prompt]
     elif prompt and all(type(token) is int for token in prompt):
@@ -33,32 +33,32 @@ def prompts_of(sent: msgspec.Raw, name: str = "prompt", what: str = "prompts") -
     else:
         found = list(prompt)
     if not 1 <= len(found) <= MOST_PROMPTS:
-        raise BadRequest(f"{name}: holds {len(found)} {what}, must hold 1 to {MOST_PROMPTS}", name)
+        raise BadRequest(f"prompt: holds {len(found)} prompts, must hold 1 to {MOST_PROMPTS}", "prompt")
     kind = type(found[0])
     for one in found:
         if type(one) is not kind or not isinstance(one, (str, list)):
-            raise BadRequest(f"{name}: must be a text, texts, token ids, or lists of token ids", name)
+            raise BadRequest("prompt: must be a text, texts, token ids, or lists of token ids", "prompt")
         if isinstance(one, list) and not all(type(token) is int for token in one):
-            raise BadRequest(f"{name}: token ids must be whole numbers", name)
+            raise BadRequest("prompt: token ids must be whole numbers", "prompt")
         if not one:
-            raise BadRequest(f"{name}: is empty; at least one token is needed", name)
+            raise BadRequest("prompt: is empty; at least one token is needed", "prompt")
     return found
 
 
-def _many_ids(raw: bytes, name: str, what: str) -> list[str | list[int]]:
+def _many_ids(raw: bytes) -> list[str | list[int]]:
     """Token ids, or lists of them, of which there may be too many to be decoded at once."""
     lists, tokens = raw.count(b"[") - 1, raw.count(b",") + 1
     if tokens > MOST_TOKENS:
-        raise BadRequest(f"{name}: holds {tokens} tokens, at most {MOST_TOKENS} are taken", name)
+        raise BadRequest(f"prompt: holds {tokens} tokens, at most {MOST_TOKENS} are taken", "prompt")
     if lists > MOST_PROMPTS:
-        raise BadRequest(f"{name}: holds {lists} {what}, must hold 1 to {MOST_PROMPTS}", name)
+        raise BadRequest(f"prompt: holds {lists} prompts, must hold 1 to {MOST_PROMPTS}", "prompt")
     try:
         parts = [bytes(part) for part in _LISTS.decode(raw)] if lists > 0 else [raw]
         found: list[str | list[int]] = [_ids(part) for part in parts]
     except msgspec.DecodeError:
-        raise BadRequest(f"{name}: must be a text, texts, token ids, or lists of token ids", name) from None
+        raise BadRequest("prompt: must be a text, texts, token ids, or lists of token ids", "prompt") from None
     if [] in found:
-        raise BadRequest(f"{name}: is empty; at least one token is needed", name)
+        raise BadRequest("prompt: is empty; at least one token is needed", "prompt")
     return found
 
 

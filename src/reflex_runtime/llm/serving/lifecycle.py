@@ -1,4 +1,4 @@
-"""The life of what `reflex serve` serves in this process or others: its states, its series, and those who watch it.
+"""The model that `reflex serve MODEL_DIR` serves: its names, its states, its series, and those who watch it.
 
 States: initializing → loading → warming → ready; `warmup_failed`; `degraded` while a step hangs; `restarting` while no
 runtime process is there; `draining`. The object exists, and has a state, before a model is loaded.
@@ -8,75 +8,91 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, generate_latest
 
 from reflex_runtime.core.errors import Closed, ConfigError
 from reflex_runtime.drivers.audience import Sink
 from reflex_runtime.drivers.in_thread import in_thread
-from reflex_runtime.llm.serving.model_host import ServingHost
+from reflex_runtime.llm.sampling_defaults import SamplingDefaults
+from reflex_runtime.llm.serving.model_host import ModelHost, ModelPlan, Open
+from reflex_runtime.llm.serving.requests.refusals import ModelNotFound
 from reflex_runtime.telemetry.series import Counter
 from reflex_runtime.telemetry.tracing import StepSpans, spans_of
 from reflex_runtime.web.errors import NotReady
+from reflex_runtime.web.json import printable
 
 if TYPE_CHECKING:  # a runtime process loads this module and serves no HTTP
     from reflex_runtime.web.supervisor import Lives
 
 log = logging.getLogger("reflex.server")
 
+NAMED = 20  # names that an error tells
 UNTOLD = 1.0  # seconds at the end in which answers that are made are sent
 
 
-class LifeSettings(Protocol):
-    """The settings of a life. trace: file of its batches, or ""."""
+class ServerState:
+    """The model of one server: its names, its state, its series. `start` returns when it is ready or has failed.
 
-    @property
-    def otel(self) -> str: ...
-    @property
-    def otel_sample(self) -> float: ...
-    @property
-    def trace(self) -> str: ...
-
-
-H = TypeVar("H", bound=ServingHost)
-
-
-class ServingLife(Generic[H]):
-    """The life of one host. `start` returns when it is ready or has failed.
-
-    name: of what is served, for people. several: models, so that answers are counted for each. on_fatal: called on the
-    loop when a model is lost for good. lives: what the server's supervisor knows, where there is one.
+    open: makes the host, called once; what it raises means that the model could not be loaded. on_fatal: called on the
+    loop when the model is lost for good. lives: what the server's supervisor knows, where there is one.
     """
 
     def __init__(
-        self,
-        config: LifeSettings,
-        name: str,
-        on_fatal: Callable[[], None] | None,
-        lives: Lives | None,
-        several: bool = False,
+        self, plan: ModelPlan, open: Open, on_fatal: Callable[[], None] | None = None, lives: Lives | None = None
     ) -> None:
-        self.lives = lives
+        self.plan, self.lives = plan, lives
         self.error = ""
         self.unusable = False  # a directory or an option is wrong: there is nothing to wait for
         self.registry = CollectorRegistry()
-        self.host: H | None = None
+        self.host: ModelHost | None = None
         self.on_drain: list[Callable[[], None]] = []
-        self.spans = spans_of(config.otel, config.otel_sample, self.registry, StepSpans)
+        self.spans = spans_of(plan.config.otel, plan.config.otel_sample, self.registry, StepSpans)
         self._sinks: list[Sink] = [] if self.spans is None else [self.spans]
-        self._name, self._writes, self._on_fatal = name, bool(config.trace), on_fatal
+        self._adapters = {plan.name: "", **{f"{plan.name}:{adapter}": adapter for adapter in plan.adapters}}
+        self._created = int(time.time())
+        self._open, self._on_fatal = open, on_fatal
         self._state = "initializing"
         self._clean = True
-        self._several = several
-        labels = ("path", "status", "model") if several else ("path", "status")
-        self._answers = Counter("reflex_openai_requests_total", "Answers over HTTP", labels, registry=self.registry)
+        self._answers = Counter(
+            "reflex_openai_requests_total", "Answers over HTTP", ("path", "status"), registry=self.registry
+        )
 
-    async def open(self) -> H:
-        """Make the host; called once. What it raises means that a model could not be loaded."""
-        raise NotImplementedError
+    # -- names ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def names(self) -> list[str]:
+        """Every name that a request may ask for: the model's, and MODEL:ADAPTER of its adapters."""
+        return list(self._adapters)
+
+    def adapter(self, name: str) -> str:
+        """The adapter that this name asks for, "" for the model itself. Raises ModelNotFound with the names that there
+        are."""
+        found = self._adapters.get(name)
+        if found is None:
+            verb = "does" if len(self._adapters) == 1 else "do"
+            names = ", ".join(map(repr, self.names[:NAMED])) + (", …" if len(self._adapters) > NAMED else "")
+            raise ModelNotFound(printable(f"the model {name[:200]!r} does not exist; {names} {verb}"))
+        return found
+
+    def defaults(self, name: str) -> SamplingDefaults:
+        """How a request is sampled that does not say it. Raises ModelNotFound."""
+        self.adapter(name)
+        return self.plan.defaults
+
+    def card(self, name: str) -> dict[str, Any]:
+        """What /v1/models tells of this name. Raises ModelNotFound."""
+        card: dict[str, Any] = {"id": name, "object": "model", "created": self._created, "owned_by": "reflex"}
+        card |= {"root": self.plan.name, "parent": self.plan.name if self.adapter(name) else None}
+        if self.host is not None:
+            card["max_model_len"] = self.host.generator.limits.max_model_len
+            card["sampling_defaults"] = asdict(self.plan.defaults)
+        return card
 
     # -- its states ----------------------------------------------------------------------------------------------------
 
@@ -84,7 +100,7 @@ class ServingLife(Generic[H]):
     def state(self) -> str:
         return self.host.state if self._state == "ready" and self.host is not None else self._state
 
-    def ready(self) -> H:
+    def ready(self) -> ModelHost:
         """What answers requests. Raises if it cannot: nothing is loaded yet, or no more are accepted."""
         if self._state == "draining":
             raise Closed("the server is shutting down", retry_after=1.0)
@@ -101,7 +117,7 @@ class ServingLife(Generic[H]):
         """
         self._clean = False
         try:
-            self.host = await self.open()
+            self.host = await self._open(self)
         except Exception as error:
             self._state = "warmup_failed"
             self.unusable = isinstance(error, ConfigError)  # the message says what to mend, so no stack is logged
@@ -115,7 +131,7 @@ class ServingLife(Generic[H]):
         self._clean = True
 
     def add_sink(self, sink: Sink) -> None:
-        """Call it with the events of the models' batches, from now on or from their start on."""
+        """Call it with the events of the model's batches, from now on or from their start on."""
         self._sinks.append(sink)
         if self.host is not None:
             self.host.add_sink(sink)
@@ -138,7 +154,7 @@ class ServingLife(Generic[H]):
     @property
     def writes_files(self) -> bool:
         """Whether it writes a trace."""
-        return self._writes
+        return bool(self.plan.config.trace)
 
     def turn_files(self) -> None:
         """See `ModelHost.turn`."""
@@ -170,7 +186,7 @@ class ServingLife(Generic[H]):
         body: dict[str, Any] = {
             "status": "ok" if state == "ready" else state,
             "state": state,
-            "model": self._name,
+            "model": self.plan.name,
             "model_loaded": self.host is not None and self._state in ("ready", "draining"),
         }
         if self.host is not None:
@@ -190,7 +206,6 @@ class ServingLife(Generic[H]):
         more = await self.host.metrics() if self.host is not None else b""
         return generate_latest(self.registry) + more
 
-    def answered(self, path: str, status: int, model: str) -> None:
-        """The server answered a request. path: of a known endpoint, and model: one that is served, so that there are
-        few."""
-        self._answers.labels(path, str(status), *((model,) if self._several else ())).inc()
+    def answered(self, path: str, status: int) -> None:
+        """The server answered a request. path: of a known endpoint, so that there are few."""
+        self._answers.labels(path, str(status)).inc()
