@@ -13,9 +13,9 @@ from openpi_client import msgpack_numpy as stock
 from policies.tiny import write_export
 from reflex_runtime.core.errors import ReflexError
 from reflex_runtime.policies import Export
+from reflex_runtime.policies.wires.bounded_msgpack import MAX_DEPTH, MAX_VALUES
 from reflex_runtime.policies.wires.observations import Reading
 from reflex_runtime.policies.wires.openpi_codec import decode, encode
-from reflex_runtime.policies.wires.packed import MAX_DEPTH, MAX_VALUES
 from reflex_runtime.web.errors import ClientError
 
 OBSERVATION: dict[str, Any] = {

@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 
 from reflex_runtime.policies.wires.arrays import array_in, nd_in
-from reflex_runtime.policies.wires.packed import unpack
+from reflex_runtime.policies.wires.bounded_msgpack import unpack
 from reflex_runtime.web.errors import ClientError
 
 _MAGIC: Final = b"\x93NUMPY"

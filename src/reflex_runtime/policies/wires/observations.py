@@ -15,7 +15,7 @@ from reflex_runtime.policies.policy.spec import PolicySpec
 from reflex_runtime.policies.serving.question import Image
 from reflex_runtime.policies.serving.served import ServedPolicy
 from reflex_runtime.policies.serving.wire_names import GROOT
-from reflex_runtime.policies.wires.packed import MAX_TEXT
+from reflex_runtime.policies.wires.bounded_msgpack import MAX_TEXT
 from reflex_runtime.web.errors import InvalidRequest
 from reflex_runtime.web.fields import invalid
 from reflex_runtime.web.json import printable

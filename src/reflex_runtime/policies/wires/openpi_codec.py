@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from reflex_runtime.policies.wires.arrays import array_in, type_of
-from reflex_runtime.policies.wires.packed import unpack
+from reflex_runtime.policies.wires.bounded_msgpack import unpack
 from reflex_runtime.web.errors import ClientError
 
 

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 
 from reflex_runtime.policies.wires.arrays import array_in
-from reflex_runtime.policies.wires.packed import unpack
+from reflex_runtime.policies.wires.bounded_msgpack import unpack
 from reflex_runtime.web.errors import ClientError
 from reflex_runtime.web.json import printable
 

@@ -11,8 +11,6 @@ import struct
 from collections.abc import Callable
 from typing import Any, Final
 
-import numpy as np
-
 from reflex_runtime.web.errors import ClientError
 
 MAX_VALUES: Final = 20_000  # in a frame, keys included
@@ -31,9 +29,6 @@ _BINS: Final = {0xC4: 1, 0xC5: 2, 0xC6: 4}  # bytes that their length takes
 _TEXTS: Final = {0xD9: 1, 0xDA: 2, 0xDB: 4}
 _LISTS: Final = {0xDC: 2, 0xDD: 4}
 _MAPS: Final = {0xDE: 2, 0xDF: 4}
-_RUNS: Final = {0xCA: np.dtype([("tag", "u1"), ("value", ">f4")]), 0xCB: np.dtype([("tag", "u1"), ("value", ">f8")])}
-_RUN: Final = 16  # numbers: shorter lists are read one by one
-_BYTE: Final = np.uint8(0x7F)  # the largest whole number that is its own tag
 
 
 def unpack(data: bytes, hook: Hook) -> Any:
@@ -116,29 +111,7 @@ class _Reader:
 
     def _list(self, size: int, depth: int) -> list[Any]:
         self._enter(size, depth)
-        if size >= _RUN and (run := self._run(size)) is not None:
-            return run
         return [self.value(depth + 1) for _ in range(size)]
-
-    def _run(self, size: int) -> list[Any] | None:
-        """The numbers of a list that has nothing but floats of one size, or small whole numbers; None for others. A
-        state that comes as a list is one, and takes a hundredth of the time so."""
-        data, at = self._data, self.at
-        tag = data[at]
-        if tag in _RUNS:
-            kind = _RUNS[tag]
-            self.at = end = at + size * kind.itemsize
-            if end <= len(data):
-                numbers = np.frombuffer(data, kind, size, at)
-                if (numbers["tag"] == tag).all():
-                    found: list[Any] = numbers["value"].tolist()
-                    return found
-        elif tag <= _BYTE:
-            self.at = end = at + size
-            if end <= len(data) and (np.frombuffer(data, np.uint8, size, at) <= _BYTE).all():
-                return list(data[at:end])
-        self.at = at
-        return None
 
     def _map(self, size: int, depth: int) -> Any:
         self._enter(2 * size, depth)

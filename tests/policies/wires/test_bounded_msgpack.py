@@ -10,7 +10,7 @@ from typing import Any
 import msgpack
 import pytest
 
-from reflex_runtime.policies.wires.packed import MAX_VALUES, unpack
+from reflex_runtime.policies.wires.bounded_msgpack import MAX_VALUES, unpack
 from reflex_runtime.web.errors import ClientError
 
 
@@ -24,25 +24,15 @@ def float32(value: float) -> float:
 
 LISTS = {
     "floats": [0.5, -1.0, math.inf, 1e30] * 8,
-    "small whole numbers": [*range(128)],
-    "127 and 128": [127] * 20 + [128],
-    "negative": [1] * 20 + [-1],
-    "a float among whole numbers": [1] * 20 + [1.0],
-    "a whole number among floats": [1.0] * 20 + [1],
-    "a text among floats": [1.0] * 20 + ["x"],
-    "a list among floats": [1.0] * 20 + [[1.0] * 20],
+    "whole numbers": [*range(129), -1, -33, 2**31, -(2**31), 2**64 - 1, -(2**63)],
     "lists": [[1.0, 2.0]] * 20,
-    "texts": ["a"] * 20,
-    "none": [None] * 20,
-    "fifteen": [1.0] * 15,
-    "sixteen": [1.0] * 16,
-    "seventeen": [1] * 17,
+    "others": [1, 1.0, "x", None, True, {}],
 }
 
 
 @pytest.mark.parametrize("name", LISTS)
 @pytest.mark.parametrize("single", [False, True])
-def test_w6_lists_of_numbers_are_read_as_they_were(name: str, single: bool) -> None:
+def test_w6_lists_are_read_as_they_were(name: str, single: bool) -> None:
     sent = {"before": 1, "list": LISTS[name], "behind": "x"}
     frame = msgpack.packb(sent, use_single_float=single)
     found = unpack(frame, same)
@@ -67,11 +57,10 @@ def test_w6_a_list_that_breaks_off_is_refused_wherever_it_does(name: str) -> Non
         unpack(frame + b"\x00", same)
 
 
-def test_w6_lists_of_numbers_count_as_values() -> None:
+def test_w6_values_are_bounded() -> None:
     assert len(unpack(msgpack.packb([0.5] * MAX_VALUES), same)) == MAX_VALUES
-    for value in (0.5, 1):
-        with pytest.raises(ClientError, match=f"over {MAX_VALUES} values"):
-            unpack(msgpack.packb([value] * (MAX_VALUES + 1)), same)
+    with pytest.raises(ClientError, match=f"over {MAX_VALUES} values"):
+        unpack(msgpack.packb([1] * (MAX_VALUES + 1)), same)
 
 
 def test_w6_random_values_are_read_as_the_library_reads_them() -> None:
