@@ -24,7 +24,7 @@ from reflex_runtime.llm.workers.workers import Workers
 from reflex_runtime.options import described, flag, headed
 from reflex_runtime.replicas.views import replica_series
 from reflex_runtime.telemetry.metrics import Metrics
-from reflex_runtime.telemetry.spans import span_series
+from reflex_runtime.telemetry.span_export import span_series
 
 DOCS = Path(__file__).parent.parent / "docs"
 # Never in an answer of the server.

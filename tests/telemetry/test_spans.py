@@ -16,9 +16,8 @@ from reflex_runtime.core.batch import Batch, Cause
 from reflex_runtime.core.events import BatchFinished, RequestSettled
 from reflex_runtime.core.request import Request, Ticket
 from reflex_runtime.telemetry.span_export import SpanExport
-from reflex_runtime.telemetry.spans import BatchFacts, RequestFacts, SpanFacts, TicketRun
-from reflex_runtime.telemetry.trace_context import SpanContext, parent_of, within
-from reflex_runtime.telemetry.tracing import Spans
+from reflex_runtime.telemetry.spans import RequestSpan, Spans, batch_span, request_span
+from reflex_runtime.telemetry.trace_context import Span, SpanContext, parent_of, within
 from serving.collector import Collector
 
 TRACE, SPAN = 0x4BF92F3577B34DA6A3CE929D0E0E4736, 0x00F067AA0BA902B7
@@ -76,7 +75,7 @@ def test_x6_links_are_bounded_and_the_rest_is_counted() -> None:
     for ticket in tickets[:150]:
         spans.joined(ticket, spans.begin("infer act"))
     spans(BatchFinished(2.0, batch_of(tickets), 0.25, False))
-    span = put[0].span()
+    span = put[0]
     assert (len(span.links), span.attributes["reflex.batch.unlinked"]) == (128, 72)
     assert span.end - span.start == 0.25
     for ticket in tickets:
@@ -85,8 +84,8 @@ def test_x6_links_are_bounded_and_the_rest_is_counted() -> None:
     assert len(put) == 1  # a batch without a recorded request has no span
 
 
-def facts(name: str = "infer act") -> SpanFacts:
-    return RequestFacts(name, SpanContext(TRACE, SPAN), 0, 1.0, 2.0, "ok", 200, "", "", None, None, {})
+def span_named(name: str = "infer act") -> Span:
+    return Span(name, SpanContext(TRACE, SPAN), 0, True, 1.0, 2.0, {})
 
 
 def test_x6_a_full_queue_drops_and_counts_and_what_has_room_is_sent() -> None:
@@ -97,25 +96,24 @@ def test_x6_a_full_queue_drops_and_counts_and_what_has_room_is_sent() -> None:
 
     with Collector(held=True) as collector:
         export = SpanExport(collector.url, registry, capacity=3)
-        export.put(facts())
+        export.put(span_named())
         collector.wait_asked()
-        assert [export.put(facts(str(i))) for i in range(5)] == [True] * 3 + [False] * 2
+        assert [export.put(span_named(str(i))) for i in range(5)] == [True] * 3 + [False] * 2
         assert count("queue_full") == 2
         collector.release()
         assert export.close(60.0)
         assert [span.name for span in collector.spans] == ["infer act", "0", "1", "2"]
-        assert not export.put(facts())
+        assert not export.put(span_named())
     assert (count("exported"), count("queue_full"), count("failed")) == (4, 3, 0)
 
 
 def test_x6_half_a_character_in_the_text_of_an_error_does_not_cost_the_spans_beside_it() -> None:
-    broken = RequestFacts(
-        "infer act", SpanContext(TRACE, SPAN), 0, 1.0, 2.0, "failed", 500, "internal", "robot \ud800", None, None, {}
-    )
+    asked = RequestSpan("infer act", SpanContext(TRACE, SPAN))
+    broken = request_span(asked, 1.0, 2.0, "failed", 500, "internal", "robot \ud800", None)
     registry = CollectorRegistry()
     with Collector() as collector:
         export = SpanExport(collector.url, registry)
-        export.put(facts())
+        export.put(span_named())
         export.put(broken)
         assert export.close(60.0)
         assert [span.message for span in collector.spans] == ["", "robot \\ud800"]
@@ -126,7 +124,7 @@ def test_x6_spans_that_a_collector_refuses_are_counted(caplog: pytest.LogCapture
     registry = CollectorRegistry()
     with Collector(answers=400) as collector:
         export = SpanExport(collector.url, registry)
-        export.put(facts())
+        export.put(span_named())
         assert export.close(60.0)
     assert registry.get_sample_value("reflex_spans_total", {"result": "failed"}) == 1
     (line,) = [record.getMessage() for record in caplog.records if "takes no spans" in record.getMessage()]
@@ -134,13 +132,16 @@ def test_x6_spans_that_a_collector_refuses_are_counted(caplog: pytest.LogCapture
 
 
 def test_x6_the_page_has_every_attribute() -> None:
-    run = TicketRun(1.0, 1.5, 2.0, None, 1, 0.1)
-    request = facts()._replace(code="x", run=run).span()  # type: ignore[attr-defined]
-    batch = BatchFacts(
-        SpanContext(1, 1), (), 1.0, 1.0, 1, "g", "s", "c", "r", 1.0, 1.0, 1, 1, "budget", True, True, {"NAME": 1}
-    ).span()
-    told = {*request.attributes, *batch.attributes, *(name for name, _ in request.moments)}
+    ticket = Ticket(Request(), 1, 1.0)
+    ticket.arrived, ticket.started = 1.5, 2.0
+    batch = Batch(1, "g", "", "s", Cause.IDLE, 1.0, 1.0, 1.0, {ticket: 1.0}, (ticket,), (), "budget")
+    batch.notes["NAME"] = 1
+    asked = RequestSpan("infer act", SpanContext(TRACE, SPAN))
+    request = request_span(asked, 1.0, 2.0, "failed", 500, "x", "", ticket)
+    ran = batch_span(BatchFinished(2.0, batch, 1.0, True, True), SpanContext(1, 1), ())
+    told = {*request.attributes, *ran.attributes, *(name for name, _ in request.moments)}
     assert {name for name in told if f"`{name}`" not in PAGE} == set()
+    assert len(told) == 21
 
 
 def test_x6_a_line_about_a_request_has_the_ids_of_its_span() -> None:

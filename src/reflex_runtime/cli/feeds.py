@@ -84,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
     if config.add_files and not Path(config.add_files).is_dir():
         raise ConfigError(f"--add-files={one_line(config.add_files)}: no such folder")
     if config.otel:
-        from reflex_runtime.telemetry.tracing import check_otel
+        from reflex_runtime.telemetry.spans import check_otel
 
         check_otel(config.otel)
     output = sys.stdout

@@ -129,7 +129,7 @@ class FeedsSession:
             closing.callback(trace.close)
             sinks.append(trace)
         if self._config.otel:
-            from reflex_runtime.telemetry.tracing import FrameSpans, spans_of
+            from reflex_runtime.telemetry.spans import FrameSpans, spans_of
 
             spans = spans_of(self._config.otel, self._config.otel_sample, self._series(), FrameSpans)
             assert spans is not None

@@ -113,7 +113,7 @@ def _made(
 
 def _checked(config: ServeConfig, places: Places, asked: Sequence[PolicyAsked]) -> list[PolicyPlan]:
     """What is served. ConfigError for what can be found before anything is loaded."""
-    from reflex_runtime.telemetry.tracing import check_otel
+    from reflex_runtime.telemetry.spans import check_otel
 
     devices = devices_of(config, places)
     plans = plans_of(config, places, asked, () if devices == [""] else providers_of(config, devices))

@@ -1,7 +1,7 @@
-"""Sends spans to an OpenTelemetry collector, over OTLP/HTTP, on a thread of its own.
+"""Sends spans to an OpenTelemetry collector: the SDK's queue and thread, and its exporter over OTLP/HTTP.
 
-Callers only append to a bounded queue. A collector that is down or slow costs spans, which are counted and logged
-seldom, and never delays an answer.
+What is added here are counts of what became of spans, a line of the log now and then, and an end that waits no longer
+than it may. A collector that is down or slow costs spans, and never delays an answer.
 """
 
 from __future__ import annotations
@@ -10,9 +10,8 @@ import logging
 import os
 import threading
 import time
-from collections import deque
-from collections.abc import Iterator, Sequence
-from typing import Any, Final, overload
+from collections.abc import Sequence
+from typing import Final
 from urllib.parse import urlsplit
 
 import requests
@@ -20,7 +19,7 @@ from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExport
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import Event as SpanEvent
 from opentelemetry.sdk.trace import ReadableSpan
-from opentelemetry.sdk.trace.export import SpanExportResult
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import Link as SpanLink
 from opentelemetry.trace import SpanContext as SdkContext
@@ -28,24 +27,22 @@ from opentelemetry.trace import SpanKind, Status, StatusCode, TraceFlags, TraceS
 from prometheus_client import CollectorRegistry
 
 from reflex_runtime.pacing import Throttle
-from reflex_runtime.telemetry.spans import SpanFacts, span_series
-from reflex_runtime.telemetry.trace_context import SpanContext
+from reflex_runtime.telemetry.series import Counter, CounterChild
+from reflex_runtime.telemetry.trace_context import Span, SpanContext
 from reflex_runtime.version import __version__
 
 log = logging.getLogger("reflex.telemetry")
 
 CAPACITY: Final = 8192  # spans that wait to be sent
-CHUNK: Final = 512  # spans sent at once: the default of the OpenTelemetry SDK
-GATHER: Final = 0.5  # seconds the thread waits for more spans after the first
+CHUNK: Final = 512  # spans sent at once: the default of the SDK
+GATHER_MS: Final = 500.0  # until fewer of them are sent
+RESULTS: Final = ("exported", "queue_full", "failed")
 SELDOM: Final = 60.0  # seconds between two lines about spans that were lost
-_TURN: Final = 0.0005  # seconds of work after which the thread releases the interpreter
-_BREATH: Final = 0.0001  # seconds that it pauses then
-_UNSET, _KINDS = Status(StatusCode.UNSET), {True: SpanKind.SERVER, False: SpanKind.INTERNAL}
-_EXPORTERS: Final = "opentelemetry.exporter"  # the logger of the library
+_SAMPLED, _UNSET = TraceFlags(TraceFlags.SAMPLED), Status(StatusCode.UNSET)
 
 
-class SpanExport:
-    """The queue of spans, and the thread that sends them.
+class SpanExport(SpanExporter):
+    """The queue of spans, and what sends them.
 
     endpoint: of the collector, http(s)://HOST:PORT; /v1/traces is added unless its path ends so. OTEL_SERVICE_NAME,
     OTEL_RESOURCE_ATTRIBUTES and the variables OTEL_EXPORTER_OTLP_… (headers, certificates, timeout, compression) count.
@@ -54,130 +51,77 @@ class SpanExport:
     def __init__(self, endpoint: str, registry: CollectorRegistry, capacity: int = CAPACITY) -> None:
         self._where, self._capacity = endpoint, capacity
         self._series = span_series(registry)
-        self._queue: deque[SpanFacts] = deque()
-        self._some, self._hurry = threading.Event(), threading.Event()
-        self._told = self._closed = self._given_up = False
-        self._sending = 0  # spans on their way
+        self._put = self._taken = self._settled = 0  # spans that were queued, that went out, whose end is known
+        self._closed = self._given_up = False
         self._lost, self._reason = Throttle(SELDOM), LastReason()
         own: dict[str, str | int] = {"service.version": __version__, "process.pid": os.getpid()}
         if not os.environ.get("OTEL_SERVICE_NAME"):
             own["service.name"] = "reflex"
         self._resource, self._scope = Resource.create(own), InstrumentationScope("reflex_runtime", __version__)
         self._exporter = OTLPSpanExporter(_traces(endpoint), session=_session(endpoint))
-        self._thread = threading.Thread(target=self._main, name="reflex-spans", daemon=True)
-        self._thread.start()
+        self._processor = BatchSpanProcessor(self, capacity, GATHER_MS, min(CHUNK, capacity))
 
-    def put(self, facts: SpanFacts) -> bool:
+    def put(self, span: Span) -> bool:
         """Queue a span; False where there is no room, which is counted. Never waits."""
-        if self._closed or len(self._queue) >= self._capacity:
+        if self._closed or self._put - self._taken >= self._capacity:  # the SDK would drop the oldest, uncounted
             self._series["queue_full"].inc()
             return False
-        self._queue.append(facts)
-        if not self._told:
-            self._told = True
-            self._some.set()
-        elif len(self._queue) == CHUNK:
-            self._hurry.set()
+        self._put += 1
+        self._processor.on_end(self._readable(span))
         return True
 
     def close(self, timeout: float) -> bool:
         """Try to send what waits. Returns whether that was over within so many seconds; what was not sent counts."""
         self._closed = True
-        self._hurry.set()
-        self._some.set()
-        self._thread.join(timeout)
-        left = len(self._queue) + self._sending
-        if self._thread.is_alive():
-            self._given_up = True
-            self._exporter.shutdown()  # type: ignore[no-untyped-call]  # ends its pauses between attempts
-            self._series["failed"].inc(left)
-            log.warning("%s: %d spans were not sent within %g s and are lost", self._where, left, timeout)
-            return False
-        return True
+        ending = threading.Thread(target=self._processor.shutdown, name="reflex-spans-end", daemon=True)
+        ending.start()
+        ending.join(timeout)
+        if not ending.is_alive():
+            return True
+        self._given_up, left = True, self._put - self._settled
+        self.shutdown()  # ends the pauses between attempts
+        self._series["failed"].inc(left)
+        log.warning("%s: %d spans were not sent within %g s and are lost", self._where, left, timeout)
+        return False
 
-    # -- on the thread -------------------------------------------------------------------------------------------------
+    # -- on the SDK's thread -------------------------------------------------------------------------------------------
 
-    def _main(self) -> None:
-        while not (self._closed and not self._queue) and not self._given_up:
-            self._some.wait()
-            self._hurry.wait(GATHER)
-            self._hurry.clear()
-            self._some.clear()
-            self._told = False
-            while self._queue and not self._given_up:
-                self._send([self._queue.popleft() for _ in range(min(CHUNK, len(self._queue)))])
-        if not self._given_up:
-            self._exporter.shutdown()  # type: ignore[no-untyped-call]
-
-    def _send(self, facts: list[SpanFacts]) -> None:
-        self._sending = len(facts)
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        self._taken += len(spans)
         self._reason.text = ""
-        try:
-            sent = self._exporter.export(_Paced(self, facts)) is SpanExportResult.SUCCESS
-        except Exception as error:
-            sent, self._reason.text = False, f"{type(error).__name__}: {error}"
+        result = SpanExportResult.FAILURE if self._given_up else self._exporter.export(spans)
         if self._given_up:  # they are counted
-            return
-        self._sending = 0
-        self._series["exported" if sent else "failed"].inc(len(facts))
-        now = time.monotonic()
-        if not sent and self._lost.count(now):
+            return result
+        self._settled += len(spans)
+        sent = result is SpanExportResult.SUCCESS
+        self._series["exported" if sent else "failed"].inc(len(spans))
+        if not sent and self._lost.count(time.monotonic()):
             lost, full = self._series["failed"].value, self._series["queue_full"].value
             why = self._reason.text[:300] or "it did not take them"
             log.warning("%s takes no spans: %s (%d lost, and %d without room)", self._where, why, lost, full)
+        return result
 
-    def made(self, facts: SpanFacts) -> ReadableSpan:
+    def shutdown(self) -> None:
+        self._exporter.shutdown()  # type: ignore[no-untyped-call]
+
+    def _readable(self, span: Span) -> ReadableSpan:
         """The span as the SDK has it."""
-        span, ahead = facts.span(), time.time_ns() - time.monotonic_ns()
-        parent = None
-        if span.parent:
-            parent = SdkContext(span.context.trace_id, span.parent, True, TraceFlags(TraceFlags.SAMPLED))
+        ahead = time.time_ns() - time.monotonic_ns()
+        parent = SdkContext(span.context.trace_id, span.parent, True, _SAMPLED) if span.parent else None
         return ReadableSpan(
             name=span.name,
             context=_context(span.context),
             parent=parent,
             resource=self._resource,
             attributes=span.attributes,
-            events=[SpanEvent(name, timestamp=_ns(at, ahead)) for name, at in span.moments],
+            events=[SpanEvent(name, timestamp=int(at * 1e9) + ahead) for name, at in span.moments],
             links=[SpanLink(_context(link)) for link in span.links],
-            kind=_KINDS[span.server],
+            kind=SpanKind.SERVER if span.server else SpanKind.INTERNAL,
             status=_UNSET if span.error is None else Status(StatusCode.ERROR, span.error),
-            start_time=_ns(span.start, ahead),
-            end_time=_ns(span.end, ahead),
+            start_time=int(span.start * 1e9) + ahead,
+            end_time=int(span.end * 1e9) + ahead,
             instrumentation_scope=self._scope,
         )
-
-    @property
-    def hurries(self) -> bool:
-        """Whether it no longer pauses for others."""
-        return self._closed
-
-
-class _Paced(Sequence[ReadableSpan]):
-    """Spans that are made as they are read, in short slices, so that other threads get the interpreter."""
-
-    def __init__(self, export: SpanExport, facts: list[SpanFacts]) -> None:
-        self._export, self._facts = export, facts
-
-    def __len__(self) -> int:
-        return len(self._facts)
-
-    @overload
-    def __getitem__(self, index: int) -> ReadableSpan: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[ReadableSpan]: ...
-    def __getitem__(self, index: int | slice) -> ReadableSpan | Sequence[ReadableSpan]:
-        if isinstance(index, slice):
-            return _Paced(self._export, self._facts[index])
-        return self._export.made(self._facts[index])
-
-    def __iter__(self) -> Iterator[ReadableSpan]:
-        breath = time.monotonic() + _TURN
-        for facts in self._facts:
-            yield self._export.made(facts)
-            if time.monotonic() > breath and not self._export.hurries:
-                time.sleep(_BREATH)
-                breath = time.monotonic() + _TURN
 
 
 class LastReason(logging.Handler):
@@ -186,7 +130,7 @@ class LastReason(logging.Handler):
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
         self.text = ""
-        library = logging.getLogger(_EXPORTERS)
+        library = logging.getLogger("opentelemetry.exporter")
         library.propagate = False
         library.handlers[:] = [self]
 
@@ -199,7 +143,7 @@ def _traces(endpoint: str) -> str:
     return plain if plain.endswith("/v1/traces") else f"{plain}/v1/traces"
 
 
-def _session(endpoint: str) -> Any:
+def _session(endpoint: str) -> requests.Session:
     """Without the environment's proxy for a collector on this machine."""
     session = requests.Session()
     host = urlsplit(endpoint).hostname or ""
@@ -212,6 +156,7 @@ def _context(context: SpanContext) -> SdkContext:
     return SdkContext(context.trace_id, context.span_id, False, TraceFlags(int(context.sampled)), state)
 
 
-def _ns(at: float, ahead: int) -> int:
-    """A time of the events as nanoseconds since the epoch. ahead: what the wall clock has more, in nanoseconds."""
-    return int(at * 1e9) + ahead
+def span_series(registry: CollectorRegistry) -> dict[str, CounterChild]:
+    """The counters of what became of spans, by `RESULTS`. Each is written by one thread."""
+    spans = Counter("reflex_spans_total", "Spans by what became of them", ("result",), registry)
+    return {result: spans.labels(result) for result in RESULTS}

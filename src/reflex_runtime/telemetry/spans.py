@@ -1,184 +1,265 @@
-"""Spans of requests and batches: facts, copied where events come, and what they say, worked out where they are sent.
+"""The spans of a server: a fold over its events, for OpenTelemetry (`--otel`).
 
-Pure. Times are seconds on the clock of the events. docs/tracing.md lists every attribute.
+A batch is a span of a trace of its own, and refers to the spans of its requests by links: it belongs to all of them.
+Times are seconds on the clock of the events. docs/tracing.md lists every attribute.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Final, NamedTuple, Protocol
+import random
+from collections.abc import Callable, Mapping
+from importlib.util import find_spec
+from typing import Any, Final
 
 from prometheus_client import CollectorRegistry
 
-from reflex_runtime.core.request import AdmittedBatch, Ticket
-from reflex_runtime.telemetry.series import Counter, CounterChild
-from reflex_runtime.telemetry.trace_context import SpanContext
+from reflex_runtime.core.batch import Failed
+from reflex_runtime.core.errors import ConfigError, ReflexError
+from reflex_runtime.core.events import (
+    BatchFinished,
+    Event,
+    RequestAnswered,
+    RequestQueued,
+    RequestRejected,
+    RequestSettled,
+)
+from reflex_runtime.core.request import Request, Ticket
+from reflex_runtime.telemetry.trace_context import Attribute, Span, SpanContext, parent_in
 
+CLOSE_S: Final = 2.0  # seconds that a drain waits for the collector at most
 LINKS: Final = 128  # of a batch to its requests: the default limit of the OpenTelemetry SDK
 LONGEST: Final = 200  # characters of a text
-RESULTS: Final = ("exported", "queue_full", "failed")
-
-Attribute = str | bool | int | float | list[str]
+_NEEDED: Final = ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http")
 
 
-class Span(NamedTuple):
-    """A span that has ended, as it is sent.
+class RequestSpan:
+    """The span of a request that is being answered.
 
-    parent: a span id, 0 without. server: it answers a caller. error: why it failed, None where it did not; a caller's
-    own mistake or cancellation is no failure. moments: (name, time). links: the spans it refers to.
+    parent: id of the caller's span, 0 without. batch: the span of its first batch, once that has ended. attributes,
+    moments: what the product has to say.
     """
 
-    name: str
-    context: SpanContext
-    parent: int
-    server: bool
-    start: float
-    end: float
-    attributes: dict[str, Attribute]
-    error: str | None = None
-    moments: tuple[tuple[str, float], ...] = ()
-    links: tuple[SpanContext, ...] = ()
+    __slots__ = ("attributes", "batch", "context", "moments", "name", "parent")
+
+    def __init__(self, name: str, context: SpanContext, parent: int = 0) -> None:
+        self.name, self.context, self.parent = name, context, parent
+        self.batch: SpanContext | None = None
+        self.attributes: dict[str, Attribute] = {}
+        self.moments: tuple[tuple[str, float], ...] = ()
 
 
-class SpanFacts(Protocol):
-    """What is known of a span, without a payload: cheap to make, and held until it is sent."""
+class Spans:
+    """A sink that makes the spans of one server. All of it happens on one thread, that of the events.
 
-    def span(self) -> Span: ...
+    put: takes a span that has ended; never waits. sample: the share of requests without a parent that are
+    recorded; one with a parent is recorded if its parent is. A batch is recorded if one of its requests is.
+    """
 
+    events: frozenset[type[Any]] = frozenset({BatchFinished, RequestAnswered, RequestSettled})
 
-class TicketRun(NamedTuple):
-    """The way of a request through the scheduler. Times as of its `Ticket`; started None where it never ran."""
+    def __init__(
+        self, put: Callable[[Span], object], sample: float = 1.0, close: Callable[[float], bool] | None = None
+    ) -> None:
+        """close: sends what is left within so many seconds; whether all was sent."""
+        self._put, self._sample, self._close = put, sample, close
+        self._members: dict[Ticket, RequestSpan] = {}  # recorded, and not settled
+        self._random = random.Random()  # seeded by the system: a fork makes its own `Spans`
 
-    admitted: float
-    ready: float
-    started: float | None
-    first: AdmittedBatch | None
-    batches: int
-    device: float
+    def begin(self, name: str, headers: Mapping[bytes, bytes] | None = None) -> RequestSpan:
+        """The span of a request that has come. headers: with its parent, where its wire has any."""
+        parent = parent_in(headers or {})
+        if parent is None:
+            return RequestSpan(name, self._new(self._random.random() < self._sample))
+        return RequestSpan(name, self._child(parent), parent.span_id)
 
-    @classmethod
-    def of(cls, ticket: Ticket) -> TicketRun:
-        return cls(ticket.admitted, ticket.arrived, ticket.started, ticket.admission, ticket.batches, ticket.shared)
+    def joined(self, ticket: Ticket, span: RequestSpan) -> None:
+        """The request is this ticket: batches that it is in refer to it. Called before it is told as settled."""
+        if span.context.sampled:  # its outcome may be there already: events come late
+            self._members[ticket] = span
 
+    def close(self, timeout: float = CLOSE_S) -> bool:
+        """Send what is left. Blocks; returns whether all of it was sent within so many seconds."""
+        return self._close is None or self._close(timeout)
 
-class RequestFacts(NamedTuple):
-    """A request that has its answer. server: a caller waited for it. code, message: of its error, "" without.
-    batch: its first. more: attributes of the product. moments: of the product."""
+    # -- the sink ------------------------------------------------------------------------------------------------------
 
-    name: str
-    context: SpanContext
-    parent: int
-    start: float
-    end: float
-    outcome: str
-    status: int
-    code: str
-    message: str
-    run: TicketRun | None
-    batch: SpanContext | None
-    more: Mapping[str, Attribute]
-    moments: tuple[tuple[str, float], ...] = ()
-    server: bool = True
+    def __call__(self, event: Event) -> None:
+        if isinstance(event, RequestSettled):
+            self._members.pop(event.ticket, None)
+        elif isinstance(event, BatchFinished):
+            if self._members:
+                self._finished(event)
+        elif isinstance(event, RequestAnswered) and event.span is not None:
+            self._answered(event)
 
-    def span(self) -> Span:
-        found: dict[str, Attribute] = {**self.more, "reflex.outcome": self.outcome}
-        moments = self.moments
-        if self.code:
-            found["error.type"] = self.code
-        if self.run is not None:
-            found |= _ran(self.run)
-            moments = (*_moments(self.run), *moments)
-        failed = self.status >= 500
-        return Span(
-            self.name, self.context, self.parent, self.server, self.start, self.end,
-            {name: _short(value) for name, value in found.items()},
-            str(_short(self.message)) or self.outcome if failed else None,
-            moments, () if self.batch is None else (self.batch,),
-        )  # fmt: skip
+    def _finished(self, event: BatchFinished) -> None:
+        batch, members = event.batch, self._members
+        links = [found for ticket in batch.grants if (found := members.get(ticket)) is not None]
+        if not links:
+            return
+        context = self._new(True)
+        for ticket in batch.admitted:
+            if (entered := members.get(ticket)) is not None:
+                entered.batch = context
+        self._put(batch_span(event, context, tuple(span.context for span in links[:LINKS])))
 
+    def _answered(self, event: RequestAnswered) -> None:
+        span: RequestSpan = event.span
+        if not span.context.sampled:
+            return
+        span.attributes["reflex.slot"] = event.slot
+        code, message = ("", "") if event.error is None else (event.error.code, event.error.message)
+        start = event.at - event.latency
+        self._put(request_span(span, start, event.at, event.outcome, event.status, code, message, event.ticket))
 
-def _moments(run: TicketRun) -> tuple[tuple[str, float], ...]:
-    queued = [("reflex.queued", run.admitted)]
-    if run.ready > run.admitted:
-        queued.append(("reflex.prepared", run.ready))
-    if run.started is not None:
-        queued.append(("reflex.started", run.started))
-    return tuple(queued)
+    def _new(self, sampled: bool) -> SpanContext:
+        bits = self._random.getrandbits
+        return SpanContext(bits(128) or 1, bits(64) or 1, sampled)
 
-
-def _ran(run: TicketRun) -> dict[str, Attribute]:
-    found: dict[str, Attribute] = {}
-    if run.started is not None:
-        found["reflex.queue.seconds"] = run.started - run.ready
-        found["reflex.device.seconds"] = run.device
-        found["reflex.batches"] = run.batches
-    if run.first is not None:
-        found["reflex.batch.id"] = run.first.id
-        found["reflex.batch.size"] = run.first.size
-        found["reflex.batch.cause"] = run.first.cause
-    return found
+    def _child(self, parent: SpanContext) -> SpanContext:
+        return parent._replace(span_id=self._random.getrandbits(64) or 1)
 
 
-class BatchFacts(NamedTuple):
-    """A batch that has ended. links: its requests that are recorded, of `size`; at most `LINKS` are sent. notes: of its
-    processor."""
+class StepSpans(Spans):
+    """The same for a model whose requests come as sequences that know their span; see `Sequence.span`."""
 
-    context: SpanContext
-    links: tuple[SpanContext, ...]
-    start: float
-    elapsed: float
-    id: int
-    group: str
-    stage: str
-    cause: str
-    reason: str
-    cost: float
-    expected: float
-    size: int
-    entered: int
-    short_of: str
-    crashed: bool
-    apart: bool
-    notes: Mapping[str, Any]
+    events = Spans.events | {RequestQueued}
 
-    def span(self) -> Span:
-        links = self.links[:LINKS]
-        found: dict[str, Attribute] = {
-            "reflex.group": self.group,
-            "reflex.batch.id": self.id,
-            "reflex.batch.size": self.size,
-            "reflex.batch.entered": self.entered,
-            "reflex.batch.unlinked": self.size - len(links),
-            "reflex.batch.cause": self.cause,
-            "reflex.batch.reason": self.reason,
-            "reflex.batch.cost": self.cost,
-        }
-        if self.stage:
-            found["reflex.batch.stage"] = self.stage
-        if self.expected > 0.0:
-            found["reflex.batch.expected_seconds"] = self.expected
-        if self.short_of:
-            found["reflex.batch.short_of"] = self.short_of
-        if self.apart:
-            found["reflex.batch.apart"] = True
-        if self.crashed or self.apart:
-            found["error.type"] = "processor_failed"
-        for name, value in self.notes.items():
-            if isinstance(value, bool | int | float):
-                found[f"reflex.note.{name}"] = value
-        error = "its members run again in smaller batches" if self.apart else "no result" if self.crashed else None
-        return Span(
-            f"batch {self.group} {self.stage}".rstrip(), self.context, 0, False, self.start, self.start + self.elapsed,
-            {name: _short(value) for name, value in found.items()}, error, (), links,
-        )  # fmt: skip
+    def __call__(self, event: Event) -> None:
+        if isinstance(event, RequestQueued):
+            context = getattr(event.ticket.request.payload, "span", None)
+            if context is not None:
+                self.joined(event.ticket, RequestSpan("", context))
+        else:
+            super().__call__(event)
 
 
-def _short(value: Attribute) -> Attribute:
-    """Text that UTF-8 can carry, and not too much of it."""
-    return value[:LONGEST].encode("utf-8", "backslashreplace").decode() if isinstance(value, str) else value
+class FrameSpans(Spans):
+    """The same for the frames of feeds: nobody answers them, so that a span is a frame's way through the scheduler."""
+
+    events = frozenset({RequestQueued, RequestRejected, BatchFinished, RequestSettled})
+
+    def __call__(self, event: Event) -> None:
+        if isinstance(event, RequestQueued):
+            if self._random.random() < self._sample:
+                self.joined(event.ticket, RequestSpan("frame", self._new(True)))
+        elif isinstance(event, RequestSettled):
+            span, ticket = self._members.pop(event.ticket, None), event.ticket
+            if span is not None:
+                error = ticket.outcome.error if isinstance(ticket.outcome, Failed) else None
+                self._put(_frame(span, ticket.request, ticket.admitted, event.at, error, ticket))
+        elif isinstance(event, RequestRejected):
+            if self._random.random() < self._sample:
+                span = RequestSpan("frame", self._new(True))
+                self._put(_frame(span, event.request, event.at, event.at, event.error, None))
+        else:
+            super().__call__(event)
 
 
-def span_series(registry: CollectorRegistry) -> dict[str, CounterChild]:
-    """The counters of what became of spans, by `RESULTS`. Each is written by one thread."""
-    spans = Counter("reflex_spans_total", "Spans by what became of them", ("result",), registry)
-    return {result: spans.labels(result) for result in RESULTS}
+def _frame(
+    span: RequestSpan, request: Request, start: float, end: float, error: BaseException | None, ticket: Ticket | None
+) -> Span:
+    span.name = f"{span.name} {request.group}"
+    span.attributes = {"reflex.feed": str(request.client), "reflex.group": request.group}
+    if error is None:
+        told = "ok", 200, "", ""
+    elif isinstance(error, ReflexError):
+        told = error.outcome, error.http_status, error.code, error.message
+    else:
+        told = "failed", 500, "internal", str(error)
+    return request_span(span, start, end, *told, ticket)._replace(server=False)
+
+
+def request_span(
+    span: RequestSpan, start: float, end: float, outcome: str, status: int, code: str, message: str,
+    ticket: Ticket | None,
+) -> Span:  # fmt: skip
+    """Of a request that has its answer. code, message: of its error, "" without. ticket: None if it was not queued."""
+    found: dict[str, Attribute] = {**span.attributes, "reflex.outcome": outcome}
+    moments: list[tuple[str, float]] = []
+    if code:
+        found["error.type"] = code
+    if ticket is not None:
+        moments.append(("reflex.queued", ticket.admitted))
+        if ticket.arrived > ticket.admitted:
+            moments.append(("reflex.prepared", ticket.arrived))
+        if ticket.started is not None:
+            moments.append(("reflex.started", ticket.started))
+            found["reflex.queue.seconds"] = ticket.started - ticket.arrived
+            found["reflex.device.seconds"] = ticket.shared
+            found["reflex.batches"] = ticket.batches
+        if (batch := ticket.admission) is not None:
+            found["reflex.batch.id"] = batch.id
+            found["reflex.batch.size"] = batch.size
+            found["reflex.batch.cause"] = batch.cause
+    error = (_short(message) or outcome) if status >= 500 else None
+    links = () if span.batch is None else (span.batch,)
+    return Span(span.name, span.context, span.parent, True, start, end, _plain(found), error,
+                (*moments, *span.moments), links)  # fmt: skip
+
+
+def batch_span(event: BatchFinished, context: SpanContext, links: tuple[SpanContext, ...]) -> Span:
+    """Of a batch that has ended. links: its requests that are recorded, `LINKS` at most."""
+    batch = event.batch
+    found: dict[str, Attribute] = {
+        "reflex.group": batch.group,
+        "reflex.batch.id": batch.id,
+        "reflex.batch.size": len(batch),
+        "reflex.batch.entered": len(batch.admitted),
+        "reflex.batch.unlinked": len(batch) - len(links),
+        "reflex.batch.cause": batch.cause.value,
+        "reflex.batch.reason": batch.reason.value,
+        "reflex.batch.cost": batch.cost,
+    }
+    if batch.stage:
+        found["reflex.batch.stage"] = batch.stage
+    if batch.expected > 0.0:
+        found["reflex.batch.expected_seconds"] = batch.expected
+    if batch.short_of:
+        found["reflex.batch.short_of"] = batch.short_of
+    if event.apart:
+        found["reflex.batch.apart"] = True
+    if event.crashed or event.apart:
+        found["error.type"] = "processor_failed"
+    for name, value in batch.notes.items():
+        if isinstance(value, bool | int | float):
+            found[f"reflex.note.{name}"] = value
+    error = "its members run again in smaller batches" if event.apart else "no result" if event.crashed else None
+    return Span(
+        f"batch {batch.group} {batch.stage}".rstrip(), context, 0, False, batch.scheduled_at,
+        batch.scheduled_at + event.elapsed, _plain(found), error, (), links,
+    )  # fmt: skip
+
+
+def _plain(found: dict[str, Attribute]) -> dict[str, Attribute]:
+    return {name: _short(value) if isinstance(value, str) else value for name, value in found.items()}
+
+
+def _short(text: str) -> str:
+    """What UTF-8 can carry, and not too much of it."""
+    return text[:LONGEST].encode("utf-8", "backslashreplace").decode()
+
+
+def check_otel(endpoint: str) -> None:
+    """ConfigError where the packages for `--otel` are missing."""
+    if endpoint and not all(map(_is_there, _NEEDED)):
+        raise ConfigError("--otel needs opentelemetry-sdk and opentelemetry-exporter-otlp-proto-http: "
+                          "in a clone, pip install '.[otel]'")  # fmt: skip
+
+
+def spans_of(endpoint: str, sample: float, registry: CollectorRegistry, kind: type[Spans] = Spans) -> Spans | None:
+    """The spans of a server, sent to this collector; None without one. registry: for their series."""
+    if not endpoint:
+        return None
+    check_otel(endpoint)
+    from reflex_runtime.telemetry.span_export import SpanExport
+
+    export = SpanExport(endpoint, registry)
+    return kind(export.put, sample, export.close)
+
+
+def _is_there(module: str) -> Any:
+    try:
+        return find_spec(module)
+    except ModuleNotFoundError:  # not even the package around it
+        return None

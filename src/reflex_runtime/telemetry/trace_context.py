@@ -1,4 +1,4 @@
-"""W3C Trace Context: what callers say of the trace that their request belongs to.
+"""Spans and their ids, and W3C Trace Context: what callers say of the trace that their request belongs to.
 
 https://www.w3.org/TR/trace-context/. A header that is not as the standard has it counts as none: a request is never
 refused for it.
@@ -19,6 +19,8 @@ _current: ContextVar[SpanContext | None] = ContextVar("reflex_span", default=Non
 _PARENT = re.compile(rb"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-[!-~]*)?")
 _MEMBER = re.compile(rb"[a-z0-9][a-z0-9_*/@-]{0,255}=[ -+\--<>-~]{0,255}[!-+\--<>-~]")
 
+Attribute = str | bool | int | float | list[str]
+
 
 class SpanContext(NamedTuple):
     """A span by its ids, as others refer to it. trace_id: 128 bits; span_id: 64 bits; neither is 0.
@@ -35,6 +37,25 @@ class SpanContext(NamedTuple):
     def traceparent(self) -> str:
         """The header that makes it the parent of what is asked with it."""
         return f"00-{self.trace_id:032x}-{self.span_id:016x}-{self.sampled:02x}"
+
+
+class Span(NamedTuple):
+    """A span that has ended, as it is sent. It holds no payload.
+
+    parent: a span id, 0 without. server: it answers a caller. error: why it failed, None where it did not; a caller's
+    own mistake or cancellation is no failure. moments: (name, time). links: the spans it refers to.
+    """
+
+    name: str
+    context: SpanContext
+    parent: int
+    server: bool
+    start: float
+    end: float
+    attributes: dict[str, Attribute]
+    error: str | None = None
+    moments: tuple[tuple[str, float], ...] = ()
+    links: tuple[SpanContext, ...] = ()
 
 
 def parent_in(headers: Mapping[bytes, bytes]) -> SpanContext | None:

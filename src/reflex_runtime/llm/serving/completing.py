@@ -26,7 +26,7 @@ from reflex_runtime.llm.serving.model_host import ModelHost
 from reflex_runtime.llm.serving.requests import reading as wire
 from reflex_runtime.llm.serving.requests.refusals import too_deep
 from reflex_runtime.llm.serving.spans import GenerationSpans, asked_in, first_token
-from reflex_runtime.telemetry.tracing import RequestSpan
+from reflex_runtime.telemetry.spans import RequestSpan
 from reflex_runtime.web.app import App
 from reflex_runtime.web.bodies import LARGE
 from reflex_runtime.web.errors import CallerLeft

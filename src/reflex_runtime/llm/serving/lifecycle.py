@@ -23,7 +23,7 @@ from reflex_runtime.llm.sampling_defaults import SamplingDefaults
 from reflex_runtime.llm.serving.model_host import ModelHost, ModelPlan, Open
 from reflex_runtime.llm.serving.requests.refusals import ModelNotFound
 from reflex_runtime.telemetry.series import Counter
-from reflex_runtime.telemetry.tracing import StepSpans, spans_of
+from reflex_runtime.telemetry.spans import StepSpans, spans_of
 from reflex_runtime.web.errors import NotReady
 from reflex_runtime.web.json import printable
 

@@ -12,9 +12,8 @@ from reflex_runtime.core.errors import ReflexError
 from reflex_runtime.core.events import RequestAnswered
 from reflex_runtime.llm.serving.answers.replies import Usage, Writer
 from reflex_runtime.llm.serving.requests.reading import CompletionRequest
-from reflex_runtime.telemetry.spans import Attribute
-from reflex_runtime.telemetry.trace_context import follow, within
-from reflex_runtime.telemetry.tracing import RequestSpan, Spans
+from reflex_runtime.telemetry.spans import RequestSpan, Spans
+from reflex_runtime.telemetry.trace_context import Attribute, follow, within
 from reflex_runtime.web.exchange import Exchange
 
 WIRE: Final = "openai"

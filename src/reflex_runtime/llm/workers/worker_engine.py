@@ -37,8 +37,8 @@ from reflex_runtime.llm.tokenizer import Conversation, Tokenizer
 from reflex_runtime.options import convert, hints_of
 from reflex_runtime.telemetry.asked_live import AskedLive
 from reflex_runtime.telemetry.live import LiveSnapshot
+from reflex_runtime.telemetry.spans import Spans, StepSpans, spans_of
 from reflex_runtime.telemetry.trace_context import parent_of
-from reflex_runtime.telemetry.tracing import Spans, StepSpans, spans_of
 
 Make = Callable[[Path, LLMServeConfig], tuple[Runner, Tokenizer]]
 

@@ -12,7 +12,7 @@ from reflex_runtime.policies.rollout.rollout import Placement
 from reflex_runtime.policies.rollout.versions import Version
 from reflex_runtime.policies.serving.question import ActAnswer, Question
 from reflex_runtime.policies.serving.served import ServedPolicy
-from reflex_runtime.telemetry.tracing import RequestSpan
+from reflex_runtime.telemetry.spans import RequestSpan
 
 Settle = Callable[[ActAnswer | ReflexError], None]
 

@@ -33,7 +33,7 @@ from reflex_runtime.telemetry.journal import Warm
 from reflex_runtime.telemetry.journal_writer import JournalWriter, Recording
 from reflex_runtime.telemetry.lines import LineTarget, turn_all
 from reflex_runtime.telemetry.metrics import Metrics
-from reflex_runtime.telemetry.tracing import spans_of
+from reflex_runtime.telemetry.spans import spans_of
 from reflex_runtime.web.errors import NotReady
 from reflex_runtime.web.exchange import Exchange
 from reflex_runtime.web.supervisor import Lives

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from reflex_runtime.policies.serving.ask import Ask
-from reflex_runtime.telemetry.tracing import RequestSpan, Spans
+from reflex_runtime.telemetry.spans import RequestSpan, Spans
 
 
 def begin_span(spans: Spans, ask: Ask) -> RequestSpan:
