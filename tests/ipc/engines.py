@@ -12,7 +12,7 @@ import logging
 import os
 import socket
 import sys
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -93,8 +93,8 @@ class StubEngine:
     asked: ids, in the order in which they came here. streams: by id. closes: (drain, timeout) of each `close`.
     """
 
-    def __init__(self, models: Sequence[LoadModel] = (), most: int = 8) -> None:
-        self.models, self.most = models, most
+    def __init__(self, model: LoadModel | None = None, most: int = 8) -> None:
+        self.model, self.most = model, most
         self.gates: dict[str, asyncio.Event] = {}
         self.faults: dict[str, Exception] = {}
         self.asked: list[str] = []
@@ -103,11 +103,11 @@ class StubEngine:
         self.close_gate: asyncio.Event | None = None
         self.clean = True
 
-    def info(self) -> dict[str, dict[str, Any]]:
-        return {model.model_id: {"context": 128, "options": model.options} for model in self.models}
+    def info(self) -> dict[str, Any]:
+        return {"context": 128, "options": {} if self.model is None else self.model.options}
 
-    def state(self) -> dict[str, dict[str, Any]]:
-        return {model.model_id: {"state": "ready"} for model in self.models}
+    def state(self) -> dict[str, Any]:
+        return {"state": "ready"}
 
     def metrics(self) -> str:
         return f"streams {len(self.streams)}\n"
@@ -230,15 +230,13 @@ async def ends(codec: Codec = Codec.MSGPACK, models: tuple[str, ...] = ("m",), *
     engines: dict[str, StubEngine] = {}
     gates: dict[str, asyncio.Event] = {}
 
-    async def load(asked: Sequence[LoadModel]) -> StubEngine:
-        engine = StubEngine(asked)
-        for params in asked:
-            if params.model_id in gates:
-                await gates[params.model_id].wait()
-            if params.path == "nowhere":
-                raise FileNotFoundError("nowhere")
-            engines[params.model_id] = engine
-        return engine
+    async def load(asked: LoadModel) -> StubEngine:
+        if asked.model_id in gates:
+            await gates[asked.model_id].wait()
+        if asked.path == "nowhere":
+            raise FileNotFoundError("nowhere")
+        engines[asked.model_id] = StubEngine(asked)
+        return engines[asked.model_id]
 
     worker = Worker(load, **more)
     front = Front()
@@ -291,10 +289,10 @@ class Talker(StubEngine):
 def _main() -> int:
     logging.basicConfig(level=logging.INFO, stream=sys.stderr)
 
-    async def load(asked: Sequence[LoadModel]) -> Talker:
+    async def load(asked: LoadModel) -> Talker:
         print("loading", flush=True)
-        if asked[0].path:
-            raise ReflexError(f"no model at {asked[0].path}")
+        if asked.path:
+            raise ReflexError(f"no model at {asked.path}")
         return Talker(asked, most=1000)
 
     status, clean = asyncio.run(serve(load))

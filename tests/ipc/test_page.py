@@ -17,7 +17,6 @@ from reflex_runtime.ipc.generate_config import GenerateBatcherConfig
 PAGE = (Path(__file__).parents[2] / "docs" / "workers.md").read_text(encoding="utf-8")
 PARAMS: dict[str, Any] = {
     messages.LOAD: messages.LoadModel,
-    messages.LOAD_MODELS: messages.LoadModels,
     messages.BATCH_GENERATE: messages.BatchGenerate,
     messages.CHECK_DRAFT: messages.CheckDraft,
     messages.CANCEL: messages.StreamId,
@@ -30,7 +29,6 @@ PARAMS: dict[str, Any] = {
 RESULTS: dict[str, Any] = {
     messages.INFO: messages.Info,
     messages.LOAD: dict[str, Any],
-    messages.LOAD_MODELS: dict[str, Any],
     messages.BATCH_GENERATE: messages.BatchResult,
     messages.CHECK_DRAFT: messages.CheckedDraft,
 }

@@ -733,55 +733,6 @@ def test_unloading_ends_the_streams_of_that_model_with_an_error() -> None:
     play(main())
 
 
-def test_g9_models_that_are_loaded_together_share_an_engine_and_leave_together() -> None:
-    async def main() -> None:
-        async with ends(models=()) as both:
-            asked = [{"model_id": "m", "weight": 2.0}, {"model_id": "n", "options": {"threads": 1}}]
-            infos = (await both.call("load_models", {"models": asked}))["models"]
-            assert infos == (await both.call("runtime/info", {}))["models"]
-            assert infos["n"] == {"context": 128, "options": {"threads": 1}}
-            assert both.engines["m"] is both.engines["n"]
-            assert [model.weight for model in both.engine.models] == [2.0, 1.0]
-            assert set((await both.call("runtime/state", {}))["models"]) == {"m", "n"}
-            others = [params(id, model_id="n", follows=leader) for id, leader in (("b", "a"), ("c", "b"))]
-            await both.batch(params("a"), *others)
-            leaders = {id: stream.leader for id, stream in both.engine.streams.items()}
-            assert leaders == {"a": None, "b": None, "c": both.engine.streams["b"]}  # another model's prompt is no use
-            assert await both.call("unload_model", {"model_id": "n"}) == {"clean": True}
-            await both.front.until(lambda: both.front.ended("a", "b", "c"))
-            with pytest.raises(ConfigError, match=r"model_id='m': must be one of \[\]"):
-                await both.call("generate", params("late"))
-            assert len(both.engine.closes) == 1
-
-    play(main())
-
-
-@pytest.mark.parametrize(
-    ("ids", "said"),
-    [
-        ([], "models is empty"),
-        (["x", "x"], "'x': two models have this id"),
-        (["x", "m"], "'m': it is loaded"),
-        (["x", ""], "1 to 200"),
-        (["x", "y", "z"], "'z': 3 models are loaded, and no more can be"),
-    ],
-)
-def test_g9_of_models_that_cannot_be_loaded_together_none_is(
-    ids: list[str], said: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(models, "MOST_MODELS", 3)
-
-    async def main() -> None:
-        async with ends() as both:
-            with pytest.raises(ConfigError, match=said):
-                await both.call("load_models", {"models": [{"model_id": id} for id in ids]})
-            assert (await both.call("runtime/state", {}))["loading"] == []
-            assert list(both.engines) == ["m"]
-            await both.call("load_model", {"model_id": "x"})
-
-    play(main())
-
-
 def test_an_engine_that_does_not_come_back_is_not_waited_for() -> None:
     async def main() -> None:
         async with ends(grace=0.01) as both:

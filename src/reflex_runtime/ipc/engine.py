@@ -74,14 +74,13 @@ class EngineStream(OutputStream, Protocol):
 
 
 class Engine(Protocol):
-    """Loaded models that share one device. Everything is called on the loop. Where params have no `model_id`, there is
-    only one model."""
+    """A loaded model. Everything is called on the loop."""
 
-    def info(self) -> dict[str, dict[str, Any]]:
-        """What `load_model` answers for each model, by id; JSON-safe."""
+    def info(self) -> dict[str, Any]:
+        """What `load_model` answers; JSON-safe."""
 
-    def state(self) -> dict[str, dict[str, Any]]:
-        """The part of each model in `runtime/state`, by id; JSON-safe."""
+    def state(self) -> dict[str, Any]:
+        """Its part of `runtime/state`; JSON-safe."""
 
     def metrics(self) -> str:
         """Prometheus text, or nothing."""
@@ -103,4 +102,4 @@ class Engine(Protocol):
         """Admit nothing more; every stream has ended when it returns. Whether no thread is at work any more."""
 
 
-Load = Callable[[Sequence[LoadModel]], Awaitable[Engine]]  # of one model, or of several that share a device
+Load = Callable[[LoadModel], Awaitable[Engine]]

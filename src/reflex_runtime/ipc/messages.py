@@ -15,7 +15,7 @@ from reflex_runtime.ipc.frames import RpcError
 from reflex_runtime.ipc.sampling import MOST_LOGPROBS, SamplingParams
 
 INFO, STATE, METRICS, LIVE = "runtime/info", "runtime/state", "runtime/metrics", "runtime/live"
-LOAD, LOAD_MODELS, UNLOAD, TOKENIZE = "load_model", "load_models", "unload_model", "tokenize"
+LOAD, UNLOAD, TOKENIZE = "load_model", "unload_model", "tokenize"
 GENERATE, BATCH_GENERATE, CANCEL, SHUTDOWN = "generate", "batch_generate", "cancel", "shutdown"
 CHECK_DRAFT = "check_draft"
 CHUNK, STATS, EVENT, CREDIT = "stream.chunk", "stream.stats", "stream.event", "stream.credit"
@@ -50,25 +50,16 @@ class Info(msgspec.Struct):
 
 class LoadModel(msgspec.Struct):
     """Params of `load_model`. path: the model's directory. options: settings of `reflex serve MODEL_DIR`, by name.
-    only: `tokenizer` loads just the tokenizer, for `tokenize`. weight: share of the device's time, against the models
-    that are loaded with this one."""
+    only: `tokenizer` loads just the tokenizer, for `tokenize`."""
 
     model_id: str
     path: str = ""
     options: dict[str, Any] = {}
     only: Literal["", "tokenizer"] = ""
-    weight: float = 1.0
-
-
-class LoadModels(msgspec.Struct):
-    """Params of `load_models`: models that share one device, and are unloaded together. Result: {"models": the answer
-    of `load_model` for each, by id}."""
-
-    models: list[LoadModel]
 
 
 class UnloadModel(msgspec.Struct):
-    """Params of `unload_model`. Streams of the model, and of those that were loaded with it, end with `error`."""
+    """Params of `unload_model`. Streams of the model end with `error`."""
 
     model_id: str
 

@@ -1,10 +1,10 @@
-"""The models of a runtime process: loaded, found by id, unloaded. Those loaded together share an engine."""
+"""The models of a runtime process: loaded, found by id, unloaded. Each has an engine."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Coroutine, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,11 +19,10 @@ MOST_MODELS = 64
 
 
 @dataclass(slots=True, eq=False)
-class LoadedModels:
-    """Models that were loaded together. closing: the result of their engine's `close`; from then on it admits
-    nothing."""
+class LoadedModel:
+    """closing: the result of its engine's `close`; from then on it admits nothing."""
 
-    ids: tuple[str, ...]
+    id: str
     engine: Engine
     closing: asyncio.Future[bool] | None = None
 
@@ -44,44 +43,36 @@ class Models:
         self.loading: set[str] = set()
         self.shut = False
         self._load, self._outlets, self._grace = load, outlets, grace
-        self._models: dict[str, LoadedModels] = {}
+        self._models: dict[str, LoadedModel] = {}
 
-    def __iter__(self) -> Iterator[LoadedModels]:
-        return iter(dict.fromkeys(self._models.values()))
+    def __iter__(self) -> Iterator[LoadedModel]:
+        return iter(self._models.values())
 
-    def get(self, id: str) -> LoadedModels:
+    def get(self, id: str) -> LoadedModel:
         """The model of that id; without an id, the only one. Raises ConfigError, Closed."""
         self._check_open()
         model = next(iter(self)) if not id and len(self._models) == 1 else self._models.get(id)
         if model is None:
             raise ConfigError(f"model_id={id[:LONGEST_ID]!r}: must be one of {sorted(self._models)}, which are loaded")
         if model.closing is not None:
-            raise Closed(f"model {_named(model)} is being unloaded")
+            raise Closed(f"model {model.id!r} is being unloaded")
         return model
 
-    def load(self, asked: Sequence[LoadModel]) -> Coroutine[Any, Any, dict[str, dict[str, Any]]]:
-        """Load models that share an engine; its `info`. Raises ConfigError, Closed; the coroutine raises what `load`
-        raises."""
-        if not asked:
-            raise ConfigError("load_models: models is empty")
-        new = set[str]()
-        for id in (model.model_id for model in asked):
-            if not (0 < len(id) <= LONGEST_ID and id.isprintable()):
-                raise ConfigError(f"load_model: model_id={id[:50]!r}: must be 1 to {LONGEST_ID} printable characters")
-            if id in self._models or id in self.loading:
-                raise ConfigError(f"load_model: model_id={id!r}: it is loaded")
-            if id in new:
-                raise ConfigError(f"load_models: model_id={id!r}: two models have this id")
-            if len(self._models) + len(self.loading) + len(new) >= MOST_MODELS:
-                raise ConfigError(f"load_model: model_id={id!r}: {MOST_MODELS} models are loaded, and no more can be")
-            new.add(id)
+    def load(self, asked: LoadModel) -> Coroutine[Any, Any, dict[str, Any]]:
+        """Load a model; its engine's `info`. Raises ConfigError, Closed; the coroutine raises what `load` raises."""
+        id = asked.model_id
+        if not (0 < len(id) <= LONGEST_ID and id.isprintable()):
+            raise ConfigError(f"load_model: model_id={id[:50]!r}: must be 1 to {LONGEST_ID} printable characters")
+        if id in self._models or id in self.loading:
+            raise ConfigError(f"load_model: model_id={id!r}: it is loaded")
+        if len(self._models) + len(self.loading) >= MOST_MODELS:
+            raise ConfigError(f"load_model: model_id={id!r}: {MOST_MODELS} models are loaded, and no more can be")
         self._check_open()
-        self.loading |= new
+        self.loading.add(id)
         return self._loaded(asked)
 
     def unload(self, id: str) -> Coroutine[Any, Any, dict[str, bool]]:
-        """Close a model and those loaded with it; their streams end with an error. clean: whether no thread of them is
-        at work any more."""
+        """Close a model; its streams end with an error. clean: whether no thread of it is at work any more."""
         model = self.get(id)
         model.close(False, self._grace)
         return self._unloaded(model)
@@ -98,42 +89,37 @@ class Models:
         if self.shut:
             raise Closed("the runtime process shuts down")
 
-    async def _loaded(self, asked: Sequence[LoadModel]) -> dict[str, dict[str, Any]]:
-        ids = tuple(model.model_id for model in asked)
+    async def _loaded(self, asked: LoadModel) -> dict[str, Any]:
+        id = asked.model_id
         try:
             engine = await self._load(asked)
         except Exception:
-            self.loading.difference_update(ids)
+            self.loading.discard(id)
             raise
-        self.loading.difference_update(ids)  # not after a cancellation: a thread may still be loading
-        model = LoadedModels(ids, engine)
+        self.loading.discard(id)  # not after a cancellation: a thread may still be loading
+        model = LoadedModel(id, engine)
         if self.shut:
             await self._closed(model, False, self._grace)
             self._check_open()
-        self._models |= dict.fromkeys(ids, model)
+        self._models[id] = model
         return engine.info()
 
-    async def _unloaded(self, model: LoadedModels) -> dict[str, bool]:
+    async def _unloaded(self, model: LoadedModel) -> dict[str, bool]:
         clean = await self._closed(model, False, self._grace)
-        for id in model.ids:
-            self._models.pop(id, None)
+        self._models.pop(model.id, None)
         return {"clean": clean}
 
-    async def _closed(self, model: LoadedModels, drain: bool, timeout: float) -> bool:
+    async def _closed(self, model: LoadedModel, drain: bool, timeout: float) -> bool:
         """Close an engine; its streams end. False when it does not close in time."""
         closing = model.close(drain, timeout)
         await asyncio.wait([closing], timeout=timeout + self._grace)
         clean = False
         if not closing.done():
-            log.error("model %s does not close in time", _named(model))
+            log.error("model %r does not close in time", model.id)
         elif (error := closing.exception()) is not None:
-            log.error("model %s could not be closed", _named(model), exc_info=error)
+            log.error("model %r could not be closed", model.id, exc_info=error)
         else:
             clean = closing.result()
         if not drain:
-            self._outlets.end(Drained(f"model {_named(model)} was unloaded"), model.engine)
+            self._outlets.end(Drained(f"model {model.id!r} was unloaded"), model.engine)
         return clean
-
-
-def _named(model: LoadedModels) -> str:
-    return ", ".join(map(repr, model.ids))

@@ -115,7 +115,6 @@ class StreamRegistry:
     say: sends the runtime a notification. on_room: called when the number of free places may have changed.
     on_event: called with every `backpressure` and `slowConsumer` of a stream that holds a place. on_completed: called
     with every stream that completes while it is read.
-    prefix: with which the ids that it makes up begin, before "-".
     stray: notifications that were dropped, by reason: unknown or ended streams, unknown methods, malformed ones.
     """
 
@@ -133,7 +132,7 @@ class StreamRegistry:
         self._streams: dict[str, StreamHandle] = {}  # registered and not ended, or ended for its reader alone
         self._holders: dict[StreamHandle, None] = {}  # of a place
         self._idle = Idle(lambda: not self._holders)
-        self.prefix, self._number = secrets.token_hex(4), 0
+        self._prefix, self._number = secrets.token_hex(4), 0
         kinds = ((CHUNK, StreamChunk), (PROMPT, StreamPrompt), (STATS, StreamStats), (EVENT, StreamEvent))
         self._readers = {kind: Reader(of) for kind, of in kinds}
         self._notes: dict[str, Callable[[StreamHandle, Any], None]] = {
@@ -154,7 +153,7 @@ class StreamRegistry:
         """
         if stream_id is None:
             self._number += 1
-            stream_id = f"{self.prefix}-{self._number}"
+            stream_id = f"{self._prefix}-{self._number}"
         elif not (isinstance(stream_id, str) and 1 <= len(stream_id) <= MAX_ID and stream_id.isprintable()):
             raise ConfigError(f"stream_id={stream_id!r:.220}: must be 1 to {MAX_ID} printable characters")
         if stream_id in self._streams:

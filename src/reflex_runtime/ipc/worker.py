@@ -43,7 +43,6 @@ from reflex_runtime.ipc.messages import (
     INFO,
     LIVE,
     LOAD,
-    LOAD_MODELS,
     METRICS,
     PROTOCOL,
     SHUTDOWN,
@@ -59,7 +58,6 @@ from reflex_runtime.ipc.messages import (
     Info,
     Item,
     LoadModel,
-    LoadModels,
     Shutdown,
     Started,
     StreamId,
@@ -81,7 +79,7 @@ GRACE = 5.0  # seconds that work may take beyond its time limit
 
 
 _PARAMS, _BATCH = Reader(GenerateParams), Reader(BatchGenerate)
-_LOAD, _LOAD_MODELS, _UNLOAD = Reader(LoadModel), Reader(LoadModels), Reader(UnloadModel)
+_LOAD, _UNLOAD = Reader(LoadModel), Reader(UnloadModel)
 _TOKENIZE = Reader(Tokenize)
 _CHECK_DRAFT = Reader(CheckDraft)
 _STREAM_ID, _CREDIT, _SHUTDOWN = Reader(StreamId), Reader(Credit), Reader(Shutdown)
@@ -115,7 +113,7 @@ class Worker:
         self._batches, self._batched, self._last = 0, 0, BatchResult([])
         self._methods: dict[str, Callable[[Any, Codec], Any]] = {
             INFO: self._info, STATE: self._state, METRICS: self._metrics, LIVE: self._live,
-            LOAD: self._load, LOAD_MODELS: self._load_models, UNLOAD: self._unload, TOKENIZE: self._tokenize,
+            LOAD: self._load, UNLOAD: self._unload, TOKENIZE: self._tokenize,
             GENERATE: self._generate, CANCEL: self._cancel, SHUTDOWN: self._shutdown, CHECK_DRAFT: self._check_draft,
         }  # fmt: skip
         if BATCH_GENERATE in self.capabilities:
@@ -192,9 +190,7 @@ class Worker:
     # -- the process ---------------------------------------------------------------------------------------------------
 
     def _info(self, params: Any, codec: Codec) -> Info:
-        models = dict[str, dict[str, Any]]()
-        for model in self._models:
-            models |= model.engine.info() if model.closing is None else {}
+        models = {model.id: model.engine.info() for model in self._models if model.closing is None}
         codecs = [codec.label for codec in Codec]
         return Info(self._name, self._version, PROTOCOL, os.getpid(), codecs, sorted(self.capabilities), models)
 
@@ -202,7 +198,7 @@ class Worker:
         live, last = self._outlets.live.values(), self._last
         beginning = sum(outlet.stream is None for outlet in live)
         return {
-            "models": {id: told for model in self._models for id, told in model.engine.state().items()},
+            "models": {model.id: model.engine.state() for model in self._models},
             "loading": sorted(self._models.loading),
             "closing": self._stopping is not None,
             "streams": {"live": len(live) - beginning, "beginning": beginning},
@@ -216,7 +212,7 @@ class Worker:
         return {"text": "".join(model.engine.metrics() for model in self._models)}
 
     def _live(self, params: Any, codec: Codec) -> dict[str, Any]:
-        return {model.ids[0]: model.engine.live() for model in self._models}
+        return {model.id: model.engine.live() for model in self._models}
 
     def _shutdown(self, params: Any, codec: Codec) -> Coroutine[Any, Any, dict[str, bool]]:
         return _clean(self._told_to_stop(params, codec))
@@ -253,11 +249,7 @@ class Worker:
     # -- models --------------------------------------------------------------------------------------------------------
 
     def _load(self, params: Any, codec: Codec) -> Coroutine[Any, Any, dict[str, Any]]:
-        asked = _LOAD.read(params, codec)
-        return _one_of(self._models.load([asked]), asked.model_id)
-
-    def _load_models(self, params: Any, codec: Codec) -> Coroutine[Any, Any, dict[str, Any]]:
-        return _all_of(self._models.load(_LOAD_MODELS.read(params, codec).models))
+        return self._models.load(_LOAD.read(params, codec))
 
     def _unload(self, params: Any, codec: Codec) -> Coroutine[Any, Any, dict[str, bool]]:
         return self._models.unload(_UNLOAD.read(params, codec).model_id)
@@ -392,14 +384,6 @@ async def _answer(peer: Peer, request: RpcRequest, work: Coroutine[Any, Any, Any
         peer.refuse(request, ProcessorError(f"{type(error).__name__}: {error}"))
     else:
         peer.respond(request, result)
-
-
-async def _one_of(loading: Coroutine[Any, Any, dict[str, dict[str, Any]]], id: str) -> dict[str, Any]:
-    return (await loading)[id]
-
-
-async def _all_of(loading: Coroutine[Any, Any, dict[str, dict[str, Any]]]) -> dict[str, Any]:
-    return {"models": await loading}
 
 
 async def _clean(stopping: asyncio.Task[bool]) -> dict[str, bool]:

@@ -274,7 +274,7 @@ def test_g1_a_request_of_another_process_is_queued_as_it_was_asked() -> None:
             batcher = it.runtime.batcher
             sinks = {"add_sink": batcher.add_sink, "remove_sink": batcher.remove_sink}
             model = SimpleNamespace(generator=it.runtime, **sinks)
-            engine = WorkerEngine("toy", cast(Any, model), CollectorRegistry())
+            engine = WorkerEngine(cast(Any, model), CollectorRegistry())
             asked = GenerateParams(
                 stream_id="s-1", prompt_token_ids=[1] * 40, max_tokens=3, priority="urgent", client="c",
                 request_id="r", timeout_ms=5000.0, max_gap_ms=250.0,

@@ -27,7 +27,7 @@ PROMPT = "one two three"
 @asynccontextmanager
 async def loaded() -> AsyncIterator[WorkerEngine]:
     load = loading(make, lambda: None, lambda path: ByteTokenizer())
-    engine = await load([LoadModel("m", "toy", {"max_num_seqs": 4})])
+    engine = await load(LoadModel("m", "toy", {"max_num_seqs": 4}))
     assert isinstance(engine, WorkerEngine)
     try:
         yield engine
@@ -70,7 +70,7 @@ def test_g9_a_draft_that_the_front_sends_changes_nothing_and_is_computed() -> No
         for more in ({"draft_token_ids": plain}, {"draft_model": "ngram"}, {"draft_token_ids": [5] * 40}):
             assert (await said(engine, ignore_eos=True, max_tokens=200, **more))[0] == plain
         assert engine.runtime.processor.accepted > 0
-        assert engine.state()["m"]["speculation"]["accepted_tokens"] == engine.runtime.processor.accepted
+        assert engine.state()["speculation"]["accepted_tokens"] == engine.runtime.processor.accepted
 
     play(work)
 
@@ -108,7 +108,7 @@ def test_g9_check_draft_says_how_far_the_model_would_say_the_same() -> None:
             with pytest.raises((ConfigError, TooLarge)):
                 await engine.check_draft(CheckDraft("m", draft_token_ids=[1], **wrong))
         with pytest.raises(ConfigError, match="only its tokenizer"):
-            await TokenizerEngine("m", ByteTokenizer()).check_draft(whole)
+            await TokenizerEngine(ByteTokenizer()).check_draft(whole)
 
     play(work)
 

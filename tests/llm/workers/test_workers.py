@@ -231,7 +231,7 @@ def test_x4_a_process_counts_nothing_once_nobody_looks(monkeypatch: pytest.Monke
     model = Mock(add_sink=sinks.append, remove_sink=sinks.remove, queues=dict, health=dict)
 
     async def check() -> None:
-        engine = worker_engine.WorkerEngine("toy", model, CollectorRegistry())
+        engine = worker_engine.WorkerEngine(model, CollectorRegistry())
         for _ in range(2):
             engine.live()
             assert [engine.live().number, len(sinks)] == [2, 1]

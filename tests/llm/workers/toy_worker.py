@@ -18,28 +18,23 @@ from reflex_runtime.llm.workers.worker_engine import loading
 
 
 class Paced(ToyRunner):
-    """The toy, with steps that take a moment where TOY_STEP_MS says so. With its adapter it says a's. letter: what it
-    always says; "" for what the toy says."""
+    """The toy, with steps that take a moment where TOY_STEP_MS says so. With its adapter it says a's."""
 
     adapters = ("poet",)
 
-    def __init__(self, letter: str) -> None:
+    def __init__(self) -> None:
         super().__init__(4096, 16, 8192)
-        self._letter = letter
 
     def forward(self, step: Step) -> npt.NDArray[np.float32]:
         time.sleep(float(os.environ.get("TOY_STEP_MS", "0")) / 1e3)
         logits = super().forward(step)
         if step.adapters is not None:
             logits[step.adapters > 0, ord("a")] = 1000.0
-        elif self._letter:
-            logits[:, ord(self._letter)] = 1000.0
         return logits
 
 
 def make(path: Path, config: LLMServeConfig) -> tuple[ToyRunner, ByteTokenizer]:
-    """A directory whose name is a letter has a model that says it."""
-    return Paced(path.name if len(path.name) == 1 else ""), ByteTokenizer()
+    return Paced(), ByteTokenizer()
 
 
 if __name__ == "__main__":

@@ -46,23 +46,21 @@ Make = Callable[[Path, LLMServeConfig], tuple[Runner, Tokenizer]]
 class WorkerEngine:
     """The model of a runtime process: an `ipc.engine.Engine`."""
 
-    def __init__(
-        self, name: str, model: LocalModel, registry: CollectorRegistry, spans: Spans | None = None
-    ) -> None:
+    def __init__(self, model: LocalModel, registry: CollectorRegistry, spans: Spans | None = None) -> None:
         """spans: of its steps; closed with the engine."""
-        self._name, self._model, self._registry, self._spans = name, model, registry, spans
+        self._model, self._registry, self._spans = model, registry, spans
         self.runtime = model.generator
         self._live = AskedLive(model.add_sink, model.remove_sink, self._told)
         if spans is not None:
             model.add_sink(spans)
 
-    def info(self) -> dict[str, dict[str, Any]]:
+    def info(self) -> dict[str, Any]:
         """The limits, by which a front checks requests, and the runner's name."""
-        return {self._name: asdict(self.runtime.limits) | {"runner": self.runtime.processor.runner.name}}
+        return asdict(self.runtime.limits) | {"runner": self.runtime.processor.runner.name}
 
-    def state(self) -> dict[str, dict[str, Any]]:
+    def state(self) -> dict[str, Any]:
         """As /health of a server without workers."""
-        return {self._name: {"state": self._model.state} | self._model.health()}
+        return {"state": self._model.state} | self._model.health()
 
     def metrics(self) -> str:
         """Prometheus text."""
@@ -144,17 +142,17 @@ class WorkerEngine:
 
 
 class TokenizerEngine:
-    """A model's tokenizer alone: the engine of a `TokenizerProcess`. name: of the model."""
+    """A model's tokenizer alone: the engine of a `TokenizerProcess`."""
 
-    def __init__(self, name: str, tokenizer: Tokenizer) -> None:
-        self._name, self._texts = name, Texts(tokenizer)
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._texts = Texts(tokenizer)
 
-    def info(self) -> dict[str, dict[str, Any]]:
+    def info(self) -> dict[str, Any]:
         """That only the tokenizer is loaded."""
-        return {self._name: {"only": "tokenizer"}}
+        return {"only": "tokenizer"}
 
-    def state(self) -> dict[str, dict[str, Any]]:
-        return {self._name: {"state": "ready"}}
+    def state(self) -> dict[str, Any]:
+        return {"state": "ready"}
 
     def metrics(self) -> str:
         return ""
@@ -218,17 +216,16 @@ def loading(make: Make, lost: Callable[[], None], tokenizer: Callable[[Path], To
     It raises ConfigError for options that `reflex serve MODEL_DIR` does not have, and for a directory without a model.
     """
 
-    async def load(asked: Sequence[LoadModel]) -> WorkerEngine | TokenizerEngine:
-        (model,) = asked
-        if not model.path:
+    async def load(asked: LoadModel) -> WorkerEngine | TokenizerEngine:
+        if not asked.path:
             raise ConfigError("load_model: needs path, the directory of the model")
-        if model.only:
-            return TokenizerEngine(model.model_id, tokenizer(Path(model.path)))
-        opening = _Opening(ModelPlan(model.model_id, _config(model.options), Path(model.path)), lost)
+        if asked.only:
+            return TokenizerEngine(tokenizer(Path(asked.path)))
+        opening = _Opening(ModelPlan(asked.model_id, _config(asked.options), Path(asked.path)), lost)
         spans = spans_of(opening.plan.config.otel, 1.0, opening.registry, StepSpans)  # of what the server has chosen
-        local = await opened(lambda plan: make(plan.directory, plan.config))(opening)
+        model = await opened(lambda plan: make(plan.directory, plan.config))(opening)
         freeze_loaded()
-        return WorkerEngine(model.model_id, local, opening.registry, spans)
+        return WorkerEngine(model, opening.registry, spans)
 
     return load
 
