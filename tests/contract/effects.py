@@ -292,7 +292,6 @@ OF_VERBS: Final[dict[str, dict[str, str]]] = {
     },
     "tune": {
         "--aim": "test_aim_is_what_is_improved",
-        "--picture": "test_it_says_what_to_set_and_what_comes_and_draws",
         "--seconds": "test_x4_tune_says_what_it_cannot_watch",
         "--api-key": "test_x4_tune_says_what_it_cannot_watch",
     },

@@ -13,7 +13,7 @@ import pytest
 from reflex_runtime.cli import main
 from reflex_runtime.core.flush import FlushPolicy
 from reflex_runtime.core.group import GroupConfig
-from reflex_runtime.sim import Affine, Around, Callers, Fixed, Noisy, tuning
+from reflex_runtime.sim import Affine, Around, Callers, Fixed, Noisy, search
 from sim.journals import journal_of, write
 
 DEVICE = Noisy(Affine(0.020, 0.002), 0.03)
@@ -24,9 +24,9 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Few settings, simulated for a short time."""
     for name, value in (
         ("HOLDS", (0.0, 0.005, inf)), ("BUDGETS", (0.05, 0.1, 0.2)), ("SIZES", (2, 16)), ("MOST", 200), ("LEAST", 0.5),
-        ("AGAIN", 3), ("LONG", 3.0),
+        ("LONG", 3.0),
     ):  # fmt: skip
-        monkeypatch.setattr(tuning, name, value)
+        monkeypatch.setattr(search, name, value)
 
 
 
@@ -35,19 +35,16 @@ def journal(path: Path, hold: float = 0.0, callers: int = 8, think: float = 0.00
     return write(journal_of(group, Callers(callers, Around(think, think / 3)), DEVICE, 2.0)[0], path / "run.jsonl")
 
 
-def test_it_says_what_to_set_and_what_comes_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_says_what_to_set_and_what_comes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = journal(tmp_path)
-    assert main(["tune", str(file), "--picture", str(tmp_path / "new" / "tuned")]) == 0
+    assert main(["tune", str(file)]) == 0
     printed = capsys.readouterr()
     assert "8 callers wait for their answer, then" in printed.out
     assert "budget 100 ms, hold \u2264 0 ms, size \u2264 256" in printed.out
     (line,) = [line for line in printed.out.splitlines() if line.startswith("set ")]
     assert "--batch-timeout-ms" in line
-    now, then, least, most = (float(cell) for cell in row(printed.out, "answers/s")[:4])
+    now, then = (float(cell) for cell in row(printed.out, "answers/s")[:2])
     assert then > 1.2 * now
-    assert now < least <= then <= most
-    assert all((tmp_path / "new" / f"tuned.{kind}").stat().st_size > 10_000 for kind in ("svg", "png"))
-    assert "wrote " in printed.err
 
 
 def row(text: str, name: str) -> list[str]:

@@ -6,7 +6,6 @@ import argparse
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from reflex_runtime.cli.progress import ProgressLine
@@ -17,7 +16,7 @@ from reflex_runtime.telemetry.journal import JournalError
 from reflex_runtime.telemetry.journal_reader import Journal, read_journal
 
 if TYPE_CHECKING:
-    from reflex_runtime.sim.tuning import TunedFigures, Tuning
+    from reflex_runtime.sim.search import TunedFigures, Tuning
 
 _EPILOG = """\
 examples:
@@ -25,7 +24,6 @@ examples:
   reflex tune http://127.0.0.1:8000 --seconds 120 --api-key KEY
   reflex tune run.jsonl                        a file of reflex serve --trace FILE or --record DIR
   reflex tune run.jsonl --aim p99              what lowers the slowest answers
-  reflex tune run.jsonl --picture tuned        also draw it, into tuned.svg and tuned.png
 
 The load and the device's times are taken from the recording, and the scheduler runs in virtual time with some fifty
 settings. docs/tuning.md says how, and how near the predictions were in a benchmark.
@@ -58,13 +56,12 @@ def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
         help="what to improve: p50, p95, p99 (of latency), throughput or on-time; by default on-time if more than "
         "one request in a hundred is not answered in time, else p95",
     )
-    add("--picture", type=Path, metavar="PATH", help="draw the settings and the latencies into PATH.svg and PATH.png")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Tune; returns the exit code."""
-    from reflex_runtime.sim.tuning import AIMS, Tuner
+    from reflex_runtime.sim.search import AIMS, Tuner
 
     if args.aim is not None and args.aim not in AIMS:
         raise ConfigError(f"--aim={args.aim}: {one_of(args.aim, AIMS)}")
@@ -76,11 +73,6 @@ def run(args: argparse.Namespace) -> int:
         print(f"reflex tune: {error.message}", file=sys.stderr)
         return 1
     print(told(tuning, tuner.present.in_words(), args.source))
-    if args.picture is not None:
-        from reflex_runtime.sim.tuning_picture import draw_tuning
-
-        paths = draw_tuning(tuning, args.picture)
-        print(f"wrote {' and '.join(str(path) for path in paths)}", file=sys.stderr)
     return 0
 
 
@@ -95,7 +87,7 @@ def _journal(args: argparse.Namespace) -> AbstractContextManager[Journal]:
 def told(tuning: Tuning, present: str, source: str) -> str:
     """The result as text."""
     from reflex_runtime.sim.report import columns
-    from reflex_runtime.sim.tuning import TRUSTED
+    from reflex_runtime.sim.search import TRUSTED
 
     load, before, after = tuning.load, tuning.before, tuning.after
     lines = [
@@ -113,11 +105,8 @@ def told(tuning: Tuning, present: str, source: str) -> str:
     if tuning.why:
         lines += ["", columns(rows[0], rows[1:]), "", f"Nothing to change: {tuning.why}."]
         return "\n".join(lines)
-    least, most = tuning.expected
-    rows = _rows(
-        {"measured": tuning.measured, "predicted": tuning.predicted, "at least": least, "at most": most,
-         "simulated now": before.figures, "simulated then": after.figures}
-    )  # fmt: skip
+    simulated = {"simulated now": before.figures, "simulated then": after.figures}
+    rows = _rows({"measured": tuning.measured, "predicted": tuning.predicted} | simulated)
     flags = after.knobs.flags(before.knobs)
     if after.knobs.hold != before.knobs.hold and after.knobs.hold == float("inf"):
         flags.append("and no --batch-timeout-ms")

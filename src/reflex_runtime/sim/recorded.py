@@ -1,21 +1,52 @@
-"""The scheduler of a journal: its groups as they were set, or with other settings, its cost models and its requests."""
+"""What a journal says of a run: the scheduler as it was set, or with other settings, and the load as callers.
+
+A caller that waits for its answer before it asks again would ask sooner after a faster answer. So the recorded times
+alone do not say what another setting would bring. Each client of the journal becomes one of three kinds:
+
+- *returns*: it never asks before its answer, and its think times (answer to next request) are more regular than its
+  gaps (request to request). It asks again so long after the answer.
+- *by the clock*: it never asks before its answer, and its gaps are more regular. It asks after the gap, or at once if
+  the answer comes later than that.
+- *does not wait*: it asks before its answer, or only once. Its requests come at the recorded times.
+
+Connections of a pool take turns: a connection that was free for long asks next, whoever is behind it. Their think times
+are long and nearly those of the one before; they do not wait.
+"""
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from math import inf
-from typing import Any
+from statistics import StatisticsError, correlation, median
+from typing import Any, Literal, NamedTuple
 
 from reflex_runtime.core.adapt import Planner
 from reflex_runtime.core.batch import Batch, Cause, Done, More, Outcome
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.core.flush import FlushPolicy
 from reflex_runtime.core.group import GroupConfig
+from reflex_runtime.core.percentile import percentile
 from reflex_runtime.core.request import Priority, Request, Ticket
 from reflex_runtime.core.scheduler import Scheduler
 from reflex_runtime.core.time_cost import TimeCost
-from reflex_runtime.telemetry.journal import GroupInfo, RequestLine, Warm
+from reflex_runtime.sim.workload import Arrival, RecordedArrivals, RequestStream, WorkloadPart
+from reflex_runtime.telemetry.journal import BatchLine, GroupInfo, RequestLine, Warm
 from reflex_runtime.telemetry.journal_reader import Journal
+
+Kind = Literal["returns", "by the clock", "does not wait"]
+
+OVERLAPS = 0.02  # share of a client's requests that may come before its last answer: it was cancelled, or is shared
+FEW = 4  # requests of a client that show no habit
+CLEARLY = 0.0001  # seconds by which gaps must be more regular than think times, as for holds
+POOLED = 0.9  # correlation of one think time with the next, and of gaps, of connections of a pool, whose
+LONG = 2.0  # think times are that many times the latency
+WHOLE = 0.9  # share of the recording in which a caller must ask to be there all the time
+
+
+# -- the scheduler -----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,3 +174,221 @@ class RecordedSteps:
             return Done()
         at = stages.index(ticket.stage)
         return More(wants=left, stage=stages[min(at + 1, len(stages) - 1)])
+
+
+# -- the load ----------------------------------------------------------------------------------------------------------
+
+
+class SeenRequest(NamedTuple):
+    """A request of the journal. Seconds of the scheduler's clock.
+
+    came: when it was asked; ready: when it could first run; ended: when it had its answer or its error. served: seconds
+    from the request at the server to its answer, encoding included.
+    """
+
+    request: Request
+    came: float
+    ready: float
+    ended: float
+    outcome: str
+    served: float
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedCaller:
+    """A client that waits for its answers; a part of a workload.
+
+    requests: in turn, from the first again after the last. pauses: likewise, seconds from an answer to the next
+    request, or with `by_clock` from one request to the next. first, until: when it asks first, and not any more.
+    """
+
+    requests: Sequence[Request]
+    pauses: Sequence[float]
+    by_clock: bool
+    first: float
+    until: float = inf
+    prepared_in: float = 0.0
+
+    def streams(self, seed: str) -> Sequence[RequestStream]:
+        return (_RecordedCallerStream(self),)
+
+
+class _RecordedCallerStream:
+    waits = True
+
+    def __init__(self, caller: RecordedCaller) -> None:
+        self._caller = caller
+        self._asked = 0
+        self._last = 0.0
+
+    def next(self, now: float) -> Arrival | None:
+        caller, turn = self._caller, self._asked
+        if turn == 0:
+            at = caller.first
+        else:
+            pause = caller.pauses[(turn - 1) % len(caller.pauses)]
+            at = max(now, self._last + pause) if caller.by_clock else now + pause
+        if at > caller.until:
+            return None
+        self._asked, self._last = turn + 1, at
+        return Arrival(at, caller.requests[turn % len(caller.requests)], prepared_in=caller.prepared_in)
+
+
+@dataclass(frozen=True, slots=True)
+class ObservedLoad:
+    """The load of a journal. Seconds.
+
+    parts: to simulate. span: how long it lasts. steady: all callers wait and were there all the time, so it may be
+    simulated for longer. clients: how many of each kind. pauses: all think times, all gaps. open_rate: requests a
+    second that do not wait. between: what passes between two batches while work waits. prepared_in: seconds that a
+    request's pictures take, one after the other.
+    """
+
+    requests: Sequence[SeenRequest]
+    parts: Sequence[WorkloadPart]
+    span: float
+    steady: bool
+    clients: Mapping[Kind, int]
+    pauses: Mapping[Kind, Sequence[float]]
+    open_rate: float
+    between: float
+    prepared_in: float
+
+    def text(self) -> str:
+        """One line for people."""
+        told = []
+        for kind, what in (("returns", "wait for their answer, then"), ("by the clock", "ask by the clock, every")):
+            ranked = sorted(self.pauses.get(kind, ()))  # type: ignore[call-overload]
+            if ranked:
+                middle, high = (1e3 * percentile(ranked, share) for share in (0.5, 0.95))
+                told.append(f"{self.clients[kind]} callers {what} {middle:.1f} ms (p95 {high:.1f})")  # type: ignore[index]
+        if self.open_rate:
+            told.append(f"{self.open_rate:.1f} requests/s that do not wait")
+        return "; ".join(told)
+
+
+def observe(journal: Journal) -> ObservedLoad:
+    """Fit the callers of a journal. ConfigError when it has too few requests to say anything."""
+    seen = seen_requests(journal)
+    if len(seen) < 2 or seen[-1].came <= seen[0].came:
+        raise ConfigError(f"{journal.path}: {len(seen)} requests came to the scheduler; too few to fit a load to")
+    first = seen[0].came
+    span = max(one.came for one in seen) - first + 1e-9
+    prepared_in = _preparing(seen)
+    parts: list[WorkloadPart] = []
+    pooled = _pooled(seen)
+    clients: Counter[Kind] = Counter()
+    pauses: defaultdict[Kind, list[float]] = defaultdict(list)
+    unasked: list[Arrival] = []
+    steady = True
+    for own in _by_client(seen).values():
+        kind, values = ("does not wait", []) if pooled else habit(own)
+        clients[kind] += 1
+        if kind == "does not wait":
+            unasked += [Arrival(s.came - first, s.request, prepared_in=prepared_in * (s.ready > s.came)) for s in own]
+            continue
+        pauses[kind] += values
+        begins, last = own[0].came - first, own[-1].came - first
+        whole = last - begins >= WHOLE * span
+        steady = steady and whole
+        pictures = prepared_in if any(s.ready > s.came for s in own) else 0.0
+        requests = [s.request for s in own]
+        until = inf if whole else last
+        parts.append(RecordedCaller(requests, values, kind == "by the clock", begins, until, pictures))
+    if unasked:
+        parts.append(RecordedArrivals(unasked))
+    return ObservedLoad(
+        seen, parts, span, steady and not unasked, clients, pauses, len(unasked) / span,
+        _between(journal.batches, seen), prepared_in,
+    )  # fmt: skip
+
+
+def seen_requests(journal: Journal) -> list[SeenRequest]:
+    """The requests that came to the scheduler, in the order in which they came."""
+    finished = {seq: b.finished for b in journal.batches for seq in b.seqs}
+    ended = {e.ticket: e.at for e in journal.ended}
+    found = []
+    for line in journal.requests:
+        asked = line.schedule
+        if asked is None:
+            continue
+        came = asked.arrived if asked.admitted is None else asked.admitted
+        request = request_of(line)
+        if request.time_limit is not None:  # what was left of it when it was ready is recorded
+            request = replace(request, time_limit=request.time_limit + asked.arrived - came)
+        end = came
+        if asked.ticket is not None:
+            end = ended.get(asked.ticket, finished.get(asked.ticket, asked.arrived))
+        served = line.latency.total_ms / 1e3
+        found.append(SeenRequest(request, came, asked.arrived, max(end, came), line.outcome, served))
+    return sorted(found, key=lambda one: one.came)
+
+
+def habit(own: Sequence[SeenRequest]) -> tuple[Kind, list[float]]:
+    """What kind of caller a client is, and its pauses. own: its requests, in order."""
+    if len(own) < FEW:
+        return "does not wait", []
+    overlaps = sum(later.came < earlier.ended for earlier, later in pairwise(own))
+    if overlaps > OVERLAPS * len(own):
+        return "does not wait", []
+    thinks = [max(0.0, later.came - earlier.ended) for earlier, later in pairwise(own)]
+    gaps = [later.came - earlier.came for earlier, later in pairwise(own)]
+    if _spread(gaps) < _spread(thinks) - CLEARLY:
+        return "by the clock", gaps
+    return "returns", thinks
+
+
+def _pooled(seen: Sequence[SeenRequest]) -> bool:
+    """Whether the clients are connections of a pool."""
+    clients = _by_client(seen)
+    after = sorted(
+        (later.came, later.came - earlier.ended, later.came - earlier.came)
+        for own in clients.values()
+        for earlier, later in pairwise(own)
+        if earlier.ended <= later.came
+    )
+    if len(after) < 8 or len(clients) < 3:
+        return False
+    thinks, gaps = [think for _, think, _ in after], [gap for _, _, gap in after]
+    long = median(thinks) > LONG * median(one.ended - one.came for one in seen)
+    return long and _with_next(thinks) > POOLED and _with_next(gaps) > POOLED
+
+
+def _with_next(values: Sequence[float]) -> float:
+    """The correlation of each value with the next; 0 if they do not differ."""
+    try:
+        return correlation(values[:-1], values[1:])
+    except StatisticsError:
+        return 0.0
+
+
+def _by_client(seen: Sequence[SeenRequest]) -> dict[tuple[str, Hashable], list[SeenRequest]]:
+    found: dict[tuple[str, Hashable], list[SeenRequest]] = defaultdict(list)
+    for one in seen:
+        found[one.request.group, one.request.client].append(one)
+    return found
+
+
+def _spread(values: Sequence[float]) -> float:
+    ranked = sorted(values)
+    return percentile(ranked, 0.75) - percentile(ranked, 0.25)
+
+
+def _preparing(seen: Sequence[SeenRequest]) -> float:
+    """Seconds that a request takes to be prepared, as if one followed the other; 0 where none are."""
+    prepared = sorted((one for one in seen if one.ready > one.came), key=lambda one: one.ready)
+    if not prepared:
+        return 0.0
+    before = [-inf, *(one.ready for one in prepared)]
+    return median(one.ready - max(one.came, last) for one, last in zip(prepared, before, strict=False))
+
+
+def _between(batches: Sequence[BatchLine], seen: Sequence[SeenRequest]) -> float:
+    """The median time from one batch's end to the start of the next, where that had no reason to wait."""
+    ordered = sorted(batches, key=lambda b: b.at)
+    gaps = []
+    for last, this in pairwise(ordered):
+        waiting = any(this.at - m.age <= last.finished for m in this.members)
+        if waiting and not this.looked and this.cause != Cause.TIMEOUT:
+            gaps.append(max(0.0, this.finished - this.elapsed - last.finished))
+    return median(gaps) if gaps else 0.0

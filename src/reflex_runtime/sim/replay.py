@@ -31,10 +31,9 @@ class MeasuredDevice:
     else a line fitted to all of them; times one of the recorded ratios to that, drawn anew for each batch.
 
     warm: what warm-up measured. It counts for the line, because the recorded batches may all have had one size.
-    steeper: share by which each request beyond the largest size seen costs more than on the line.
     """
 
-    def __init__(self, batches: Sequence[BatchLine], warm: Iterable[Warm] = (), steeper: float = 0.0) -> None:
+    def __init__(self, batches: Sequence[BatchLine], warm: Iterable[Warm] = ()) -> None:
         by_stage: dict[tuple[str, str], dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
         for batch in batches:
             if not batch.crashed and not batch.apart and batch.size:
@@ -45,10 +44,7 @@ class MeasuredDevice:
             key: {n: median(seen) for n, seen in sizes.items() if len(seen) >= 3} for key, sizes in by_stage.items()
         }
         warmed = list(warm)
-        known = {key: _with_warm(key, sizes, warmed) for key, sizes in by_stage.items()}
-        self._lines = {key: _line(sizes) for key, sizes in known.items()}
-        self._largest = {key: max(sizes) for key, sizes in known.items()}
-        self._steeper = steeper
+        self._lines = {key: _line(_with_warm(key, sizes, warmed)) for key, sizes in by_stage.items()}
         self._ratios = {
             key: [seconds / self._usual(key, n) for n, seen in sizes.items() for seconds in seen]
             for key, sizes in by_stage.items()
@@ -68,7 +64,7 @@ class MeasuredDevice:
         known = self._medians[key].get(n)
         if known is None:
             fixed, marginal = self._lines[key]
-            known = fixed + marginal * (n + self._steeper * max(0, n - self._largest[key]))
+            known = fixed + marginal * n
         return max(known, NO_TIME)
 
 

@@ -106,7 +106,6 @@ def simulate(
     outcome: Callable[[Ticket, float], Outcome] | None = None,
     between: float = 0.0,
     lead: float | None = None,
-    stolen: float = 0.0,
 ) -> Run:
     """Run a workload through a scheduler in virtual time. Same arguments, same result, byte for byte.
 
@@ -119,10 +118,9 @@ def simulate(
     between: seconds that the device waits before each batch, while its driver completes the last one and forms this.
     lead: seconds before the predicted end of a batch at which the next one is formed ahead, where it may be: it then
     starts without that wait. None forms none ahead; otherwise the scheduler is a `Scheduler`.
-    stolen: seconds by which each request that comes while a batch runs makes it longer, where both share cores.
     """
     loop = _Loop(scheduler, service, duration, warmup, seed, blind, sinks, outcome or _outcome)
-    loop.between, loop.lead, loop.stolen = between, lead, stolen
+    loop.between, loop.lead = between, lead
     return loop.run(workload)
 
 
@@ -149,8 +147,7 @@ class _Loop:
         self._shown: dict[Request, Request] = {}  # what a blind scheduler is shown instead
         self._asked: dict[Ticket, tuple[RequestStream, Arrival]] = {}
         self._running: Batch | None = None  # the one started last
-        self._late = 0.0  # seconds by which requests have made it longer
-        self.between = self.stolen = 0.0
+        self.between = 0.0
         self.lead: float | None = None
 
     def run(self, workload: WorkloadPart | Iterable[WorkloadPart]) -> Run:
@@ -186,14 +183,11 @@ class _Loop:
         heappush(self._agenda, (time, self._entries, action))
 
     def _plan(self, stream: RequestStream, arrival: Arrival | None) -> None:
-        if arrival is not None and arrival.busy_at is not None and self._running is not None:
-            arrival = arrival._replace(at=arrival.busy_at)
         if arrival is not None and arrival.at < self._run.duration:
             self._at(arrival.at, lambda: self._arrive(stream, arrival))
 
     def _arrive(self, stream: RequestStream, arrival: Arrival) -> None:
         now, request = self._clock.now(), arrival.request
-        self._late += self.stolen
         for _ in range(arrival.overrun):
             self._ended(arrival, now, "overrun", 0.0)
         try:
@@ -216,22 +210,14 @@ class _Loop:
     def _start(self, batch: Batch, wait: float) -> None:
         now = self._clock.now() + wait
         taken = self._service.seconds(batch, now, self._noise)
-        self._running, self._late = batch, 0.0
-        self._at(now + taken, lambda: self._end(batch, now, taken))
+        self._running = batch
+        self._at(now + taken, lambda: self._finish(batch, now, taken))
         if self.lead is not None:
             self._at(max(now, now + batch.expected - self.lead), lambda: self._form_ahead(batch))
 
     def _form_ahead(self, running: Batch) -> None:
         if running is self._running:
             self._scheduler.form_ahead(self._clock.now())  # type: ignore[attr-defined]
-
-    def _end(self, batch: Batch, started: float, taken: float) -> None:
-        """Its own time is over; what requests took from it follows."""
-        late, self._late = self._late, 0.0
-        if late > 0.0:
-            self._at(self._clock.now() + late, lambda: self._end(batch, started, taken + late))
-        else:
-            self._finish(batch, started, taken)
 
     def _finish(self, batch: Batch, started: float, taken: float) -> None:
         now = self._clock.now()

@@ -20,8 +20,7 @@ class Arrival(NamedTuple):
     """A request and the time it is made, in seconds.
 
     since: from when its latency counts, if that is earlier. overrun: older frames that it replaced before they were
-    asked. prepared_in: seconds that it takes before it can run; requests are prepared one after the other. busy_at:
-    when it is made instead, if a batch runs while its caller is told the last answer.
+    asked. prepared_in: seconds that it takes before it can run; requests are prepared one after the other.
     """
 
     at: float
@@ -29,7 +28,6 @@ class Arrival(NamedTuple):
     since: float | None = None
     overrun: int = 0
     prepared_in: float = 0.0
-    busy_at: float | None = None
 
 
 class RequestStream(Protocol):

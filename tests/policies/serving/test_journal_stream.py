@@ -18,7 +18,7 @@ from reflex_runtime.drivers.in_thread import in_thread
 from reflex_runtime.policies.serving import journal_stream
 from reflex_runtime.policies.serving.runtime import PolicyRuntime
 from reflex_runtime.replicas.front import FrontRuntime
-from reflex_runtime.sim import tuning
+from reflex_runtime.sim import search
 from reflex_runtime.telemetry.journal_reader import Journal, read_journal
 from reflex_runtime.web.app import App
 from reflex_runtime.web.errors import Conflict
@@ -213,9 +213,9 @@ def test_x4_tune_watches_a_server(
     server: Server, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("HOLDS", "BUDGETS", "SIZES"):  # few settings, and each for a short time
-        monkeypatch.setattr(tuning, name, getattr(tuning, name)[:1])
-    monkeypatch.setattr(tuning, "MOST", 50)
-    monkeypatch.setattr(tuning, "LEAST", 0.1)
+        monkeypatch.setattr(search, name, getattr(search, name)[:1])
+    monkeypatch.setattr(search, "MOST", 50)
+    monkeypatch.setattr(search, "LEAST", 0.1)
     url = f"http://127.0.0.1:{server.port}"
     with asking(server) as statuses:
         assert main(["tune", url, "--seconds", "1", "--api-key", "s3cret"]) == 0

@@ -1,28 +1,23 @@
 """Which budget, hold and size would serve a recorded load best, and what they would bring.
 
-The load and the device are those of a journal (`observed.py`, `MeasuredDevice`); the scheduler is the shipped one, in
+The load and the device are those of a journal (`recorded.py`, `MeasuredDevice`); the scheduler is the shipped one, in
 virtual time. The present settings are simulated too: what is predicted is the *change* that a setting brings, applied
 to what was measured. An error that both simulations share, such as a network that neither has, then has no effect.
-It is simulated again with the journal's batches resampled, which gives a range.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from math import inf
-from random import Random
 from typing import Final, Literal, NamedTuple, get_args
 
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.core.percentile import percentile
-from reflex_runtime.sim.observed import ObservedLoad, RecordedGroup, observe
-from reflex_runtime.sim.recorded import Changes, RecordedSteps, flush_of, scheduler_of
+from reflex_runtime.sim.recorded import Changes, ObservedLoad, RecordedSteps, flush_of, observe, scheduler_of
 from reflex_runtime.sim.replay import MeasuredDevice
 from reflex_runtime.sim.report import Report
 from reflex_runtime.sim.run import Run, simulate
-from reflex_runtime.sim.sharing import HURRIED, HURRIED_BY, alone, shares_cores, stolen_in
-from reflex_runtime.sim.workload import WorkloadPart
 from reflex_runtime.telemetry.journal_reader import Journal
 
 Aim = Literal["p50", "p95", "p99", "throughput", "on-time"]
@@ -35,10 +30,6 @@ LONG: Final = 20.0  # seconds that a steady load is simulated for, at least
 MOST: Final = 2_500  # requests of one simulated run, about
 LEAST: Final = 2.0  # seconds of one
 SEEDS: Final = 3  # of the runs that decide
-AGAIN: Final = 8  # times that the journal is resampled, for the range of what is predicted
-BLOCKS: Final = 20  # of batches, that are resampled as a whole: a machine is slow for some time, not for a batch
-STEEPEST: Final = 0.5  # of sizes beyond those seen, more or less; see `MeasuredDevice`
-ERRORS: Final = 1.0  # standard errors of what a request takes from a batch, more or less
 WORTH: Final = 0.05  # share by which a setting must be better to be proposed
 SPARED: Final = 0.01  # share that a further changed setting must bring
 MISSED: Final = 0.01  # share of requests without an answer in time from which on that is what to improve
@@ -102,10 +93,8 @@ class TriedKnobs:
 @dataclass(frozen=True, slots=True)
 class Tuning:
     """The result. aim: what was improved. measured: the figures of the journal. before, after: simulated, of the
-    present settings and of the proposed ones, which are the same where nothing helps. tried: all of them.
-
-    changes: the simulated ratio of after to before for each resampling of the journal; none where nothing helps.
-    why: one sentence on why nothing helps; empty where something does. lines: two runs, for the picture.
+    present settings and of the proposed ones, which are the same where nothing helps. why: one sentence on why nothing
+    helps; empty where something does.
     """
 
     aim: Aim
@@ -113,22 +102,20 @@ class Tuning:
     measured: TunedFigures
     before: TriedKnobs
     after: TriedKnobs
-    tried: Sequence[TriedKnobs]
-    changes: Sequence[tuple[TunedFigures, TunedFigures]]
     why: str
-    latencies: tuple[Sequence[float], Sequence[float]] = field(default=((), ()))
 
     @property
     def predicted(self) -> TunedFigures:
-        """The measured figures after the simulated change."""
-        return predicted(self.measured, self.before.figures, self.after.figures)
+        """The measured figures after the simulated change: times and rates by its ratio, shares by its difference."""
+        measured, before, after = self.measured, self.before.figures, self.after.figures
 
-    @property
-    def expected(self) -> tuple[TunedFigures, TunedFigures]:
-        """The lowest and the highest figures of this and of what the resampled journals predict."""
-        found = [self.predicted, *(predicted(self.measured, *change) for change in self.changes)]
-        columns = list(zip(*found, strict=True))
-        return TunedFigures(*map(min, columns)), TunedFigures(*map(max, columns))
+        def ratio(name: str) -> float:
+            seen, was, will = (float(getattr(figures, name)) for figures in (measured, before, after))
+            return seen * will / was if was > 0.0 else will
+
+        told = {name: ratio(name) for name in ("p50", "p95", "p99", "throughput", "batch", "busy")}
+        told["on_time"] = min(1.0, max(0.0, measured.on_time + after.on_time - before.on_time))
+        return TunedFigures(**{**told, "busy": min(1.0, told["busy"])})
 
     @property
     def off(self) -> float:
@@ -136,27 +123,6 @@ class Tuning:
         pairs = [(self.before.figures.p50, self.measured.p50)]
         pairs.append((self.before.figures.throughput, self.measured.throughput))
         return max(abs(simulated / seen - 1.0) for simulated, seen in pairs if seen > 0.0)
-
-
-def predicted(measured: TunedFigures, before: TunedFigures, after: TunedFigures) -> TunedFigures:
-    """Measured figures after a simulated change: times and rates by its ratio, the share on time by its difference."""
-
-    def ratio(name: str) -> float:
-        seen, was, will = (float(getattr(figures, name)) for figures in (measured, before, after))
-        return seen * will / was if was > 0.0 else will
-
-    on_time = min(1.0, max(0.0, measured.on_time + after.on_time - before.on_time))
-    names = ("p50", "p95", "p99", "throughput", "batch", "busy")
-    told = {name: ratio(name) for name in names} | {"on_time": on_time}
-    return TunedFigures(**{**told, "busy": min(1.0, told["busy"])})
-
-
-class Likely(NamedTuple):
-    """What may have been recorded. stolen: seconds that a request takes from a batch, see `simulate`."""
-
-    device: MeasuredDevice
-    stolen: float
-    parts: Sequence[WorkloadPart]
 
 
 class Tuner:
@@ -174,9 +140,7 @@ class Tuner:
         scheduler_of(journal)  # or says why not
         self.load = observe(journal)
         self.present = present(journal)
-        self._came = [one.came for one in self.load.requests]
-        own = alone(journal.batches, self._came, self.load.stolen.seconds)
-        self._device = MeasuredDevice(own, journal.warm.values())
+        self._device = MeasuredDevice(journal.batches, journal.warm.values())
         self._found: dict[tuple[Knobs, int], TunedFigures] = {}
         self._reached: dict[Knobs, tuple[float, int]] = {}  # predicted seconds and size of the largest batches
         self._runs = 0
@@ -185,23 +149,20 @@ class Tuner:
         self._span = min(span, max(LEAST, MOST / rate))
         self.warmup = min(1.0, 0.1 * self._span)
 
-    def simulate(self, knobs: Knobs, seed: int = 0, like: Likely | None = None) -> Run:
-        """One run. like: what is simulated; by default what the journal says most likely."""
-        device, stolen, parts = like or Likely(self._device, self.load.stolen.seconds, self.load.parts)
+    def simulate(self, knobs: Knobs, seed: int = 0) -> Run:
+        """One run."""
         self._runs += 1
         self._progress(self._runs, None)
         budget = None if knobs.budget == self.present.budget else knobs.budget  # the present one may be no fixed number
-        changes = Changes(budget, knobs.hold, knobs.size)
         return simulate(
-            scheduler_of(self.journal, changes),
-            parts,
-            device,
+            scheduler_of(self.journal, Changes(budget, knobs.hold, knobs.size)),
+            self.load.parts,
+            self._device,
             duration=self._span,
             warmup=self.warmup,
             seed=seed,
             outcome=RecordedSteps(self.journal),
             between=self.load.between,
-            stolen=stolen,
         )
 
     def figures(self, knobs: Knobs, seed: int = 0) -> TunedFigures:
@@ -220,39 +181,6 @@ class Tuner:
         each = [self.figures(knobs, seed) for seed in range(SEEDS)]
         mean = TunedFigures(*(sum(values) / len(each) for values in zip(*each, strict=True)))
         return TriedKnobs(knobs, mean, each)
-
-    def changes(self, before: Knobs, after: Knobs) -> list[tuple[TunedFigures, TunedFigures]]:
-        """The figures of two settings with each resampling of the journal's batches.
-
-        They differ in what the journal leaves open: the times of its batches, what requests take from them, the times
-        of sizes beyond those seen, and the chances of callers.
-        """
-        found = []
-        for turn in range(AGAIN):
-            like = self._resampled(turn)
-            runs = (self.simulate(knobs, SEEDS + turn, like) for knobs in (before, after))
-            one, other = (figures_of(Report.of(run)) for run in runs)
-            found.append((one, other))
-        return found
-
-    def _resampled(self, turn: int) -> Likely:
-        rng = Random(f"{turn}/again")
-        timed = [one for one in self.journal.batches if not one.crashed and not one.apart and one.size]
-        ordered = sorted(timed, key=lambda b: b.at)
-        size = max(1, len(ordered) // BLOCKS)
-        blocks = [ordered[i : i + size] for i in range(0, len(ordered), size)]
-        batches = [batch for block in rng.choices(blocks, k=len(blocks)) for batch in block]
-        warm = list(self.journal.warm.values())
-        shared = shares_cores(self.journal)
-        found = stolen_in(batches, self._came, shared)
-        turns = (turn, (5 * turn + 2) % AGAIN, (3 * turn + 1) % AGAIN)
-        steep, more, late = (2.0 * place / (AGAIN - 1) - 1.0 for place in turns)  # each from -1 to 1
-        stolen = max(0.0, found.seconds + ERRORS * more * found.error)
-        parts = [
-            replace(part, hurried=HURRIED + late * HURRIED_BY) if shared and isinstance(part, RecordedGroup) else part
-            for part in self.load.parts
-        ]
-        return Likely(MeasuredDevice(alone(batches, self._came, stolen), warm, STEEPEST * steep), stolen, parts)
 
     def measured(self) -> TunedFigures:
         """What the journal itself has, over the span that a run reports. Latency is the server's own: from the request
@@ -285,11 +213,8 @@ class Tuner:
         if not self._better(chosen, before, after):
             after = before
         why = "" if after is not before else self._why(before.figures)
-        tried = [TriedKnobs(knobs, found, [found]) for (knobs, seed), found in self._found.items() if seed == 0]
-        runs = [_latencies(self.simulate(one.knobs)) for one in (before, after)]
-        changes = [] if why else self.changes(before.knobs, after.knobs)
         self._progress(self._runs, self._runs)
-        return Tuning(chosen, self.load, measured, before, after, tried, changes, why, (runs[0], runs[1]))
+        return Tuning(chosen, self.load, measured, before, after, why)
 
     def _search(self, aim: Aim) -> Knobs:
         base = best = self.present
@@ -395,8 +320,3 @@ def figures_of(report: Report) -> TunedFigures:
         report.p50 or 0.0, report.p95 or 0.0, report.p99 or 0.0, report.throughput,
         1.0 if report.on_time is None else report.on_time, report.batch_size or 0.0, min(1.0, report.busy),
     )  # fmt: skip
-
-
-def _latencies(run: Run) -> list[float]:
-    """Of answered requests, ascending."""
-    return sorted(a.latency for a in run.answers if a.outcome == "ok" and a.arrived >= run.warmup)
