@@ -40,7 +40,7 @@ import reflex_runtime.drivers.coordinator
 import feeds.chaos, feeds.markers  # sources of their own, for `reflex feeds`
 import reflex_runtime.feeds.onnx, reflex_runtime.feeds.runtime, reflex_runtime.feeds.series
 import reflex_runtime.feeds.status, reflex_runtime.feeds.video, reflex_runtime.feeds.fleet
-import reflex_runtime.feeds.fresh, reflex_runtime.feeds.replaceable
+import reflex_runtime.feeds.detector_slot
 import reflex_runtime.feeds.outputs.opening, reflex_runtime.feeds.stages.opening
 import encodings.idna, shlex, PIL.ImageFile, rich._emoji_codes
 import reflex_runtime.policies.models.onnx_models, reflex_runtime.policies.serving.app

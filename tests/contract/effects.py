@@ -208,7 +208,6 @@ EFFECTS: Final[dict[type[Any], dict[str, str]]] = {
         "api_key": "test_f14_who_may_watch_feeds_is_as_on_every_server",
         "api_key_file": "test_f14_who_may_watch_feeds_is_as_on_every_server",
         "allow_host": "test_f14_who_may_watch_feeds_is_as_on_every_server",
-        "add_files": "test_f14_add_files_is_the_folder_of_files_that_may_be_added_while_it_runs",
     },
     SimulateConfig: {
         "rate": "test_rate_is_what_is_offered",

@@ -15,10 +15,10 @@ from reflex_runtime.core.batch import Done, Failed
 from reflex_runtime.core.errors import ConfigError, Expired, ProcessorError
 from reflex_runtime.drivers.batch_processor import BatchConfig
 from reflex_runtime.feeds.cascade import SecondModel
+from reflex_runtime.feeds.detector_slot import DetectorSlot
 from reflex_runtime.feeds.draw import annotated
 from reflex_runtime.feeds.onnx import OnnxFrames
 from reflex_runtime.feeds.pipeline import Pipeline
-from reflex_runtime.feeds.replaceable import ReplaceableDetector
 from reflex_runtime.feeds.runtime import Runtime
 from reflex_runtime.feeds.sinks import JsonLines
 from reflex_runtime.telemetry.health import BatchSubmissionRejected
@@ -34,7 +34,7 @@ def crops(folder: Path, **options: Any) -> SecondModel:
 
 
 def test_i18_boxes_of_all_feeds_are_classified_and_each_frame_has_its_own(tmp_path: Path) -> None:
-    detector = ReplaceableDetector(OnnxFrames(bright_graph(tmp_path / "first.onnx", "raw", SIZE)), ["red", "blue"])
+    detector = DetectorSlot(OnnxFrames(bright_graph(tmp_path / "first.onnx", "raw", SIZE)), ["red", "blue"])
     found, cameras = Collector(), {name: Camera(live=False) for name in ("a", "b", "c")}
     colours = {"a": RED, "b": BLUE, "c": (0, 0, 0)}
     lines = JsonLines(tmp_path / "lines.jsonl")
@@ -58,18 +58,18 @@ def test_i18_boxes_of_all_feeds_are_classified_and_each_frame_has_its_own(tmp_pa
 
 
 def test_i18_a_new_detector_must_have_the_classes_that_the_second_model_is_asked_about(tmp_path: Path) -> None:
-    detector = ReplaceableDetector(OnnxFrames(bright_graph(tmp_path / "first.onnx", "raw", SIZE)), ["red", "2"])
+    detector = DetectorSlot(OnnxFrames(bright_graph(tmp_path / "first.onnx", "raw", SIZE)), ["red", "2"])
     detector.on_start()
     before = {"model": detector.current.name}
     assert detector.labels(before) == {"red", "blue"}
     names = {"names": "{0: 'red', 1: 'green', 2: 'violet'}"}
-    detector.replace(OnnxFrames(bright_graph(tmp_path / "violet.onnx", "rows", SIZE, metadata=names)))
+    detector.change(OnnxFrames(bright_graph(tmp_path / "violet.onnx", "rows", SIZE, metadata=names)), {})
     assert detector.labels({"model": detector.current.name}) == {"red", "violet"}
     assert detector.labels(before) == {"red", "blue"}  # a batch of the one before may still run
     names = {"names": "{0: 'rot', 1: 'green', 2: 'blue'}"}
     with pytest.raises(ConfigError, match="needed classes=red: the graph has 3 classes"):
-        detector.replace(OnnxFrames(bright_graph(tmp_path / "other.onnx", "raw", SIZE, metadata=names)))
-    assert detector.current.path.name == "violet.onnx"
+        detector.change(OnnxFrames(bright_graph(tmp_path / "other.onnx", "raw", SIZE, metadata=names)), {})
+    assert detector.current.detector.path.name == "violet.onnx"
 
 
 class TwoBoxes:

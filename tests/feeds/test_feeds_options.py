@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-import shutil
 import socket
 from contextlib import closing
 from http.client import HTTPConnection
@@ -16,12 +15,11 @@ import psutil
 import pytest
 from PIL import Image
 
-from feeds.commands import PATIENCE, Feeds, by_feed, figures, ran, refusal, results, scratch, together
+from feeds.commands import PATIENCE, Feeds, figures, ran, refusal, results, scratch, together
 from feeds.graphs import RED, bright_graph, lit
 from feeds.rtsp import RtspCamera
 from feeds.videos import clip, picture, write_video
 from reflex_runtime.cli import build_parser
-from reflex_runtime.feeds.replaceable import version_of
 from reflex_runtime.telemetry.journal_reader import read_journal
 from serving.collector import Collector
 from serving.pair import until
@@ -426,24 +424,6 @@ def test_f14_then_most_and_then_batch_size_bound_what_it_is_asked(tmp_path: Path
     assert sizes["number"] == ({1}, [None] * 3)
 
 
-def test_i18_the_detector_of_a_run_is_replaced_and_every_frame_is_answered(tmp_path: Path) -> None:
-    first = bright_graph(tmp_path / "first.onnx", "raw", (64, 48))
-    other = bright_graph(tmp_path / "other.onnx", "rows", (96, 96))
-    endless = [f"{name}=shapes:seed={seed},realtime=false" for seed, name in enumerate("ab")]
-    run = ("--onnx", "first.onnx", "--port", "0", "--api-key", "k", "--results=-")
-    with Feeds(*endless, *run, cwd=tmp_path) as feeds:
-        feeds.wait_out(20)
-        assert post(feeds, "/admin/load", path="other.onnx") == 200
-        lines = feeds.wait_out(len(feeds.out) + 20)
-        feeds.wait_log(f"{version_of(other)} runs now, in place of {version_of(first)}")
-        assert feeds.stop() == 0
-    for found in by_feed(lines).values():
-        assert [line["sequence"] for line in found] == list(range(len(found)))
-        versions = [line["value"]["model"] for line in found]
-        assert versions == sorted(versions, key=[version_of(first), version_of(other)].index)
-        assert {versions[0], versions[-1]} == {version_of(first), version_of(other)}
-
-
 TWO_BOXES = """
 class Two:
     id = "two"
@@ -454,34 +434,6 @@ class Two:
     def on_stop(self):
         pass
 """
-
-
-def test_f14_add_files_is_the_folder_of_files_that_may_be_added_while_it_runs(tmp_path: Path) -> None:
-    (tmp_path / "videos").mkdir()
-    shutil.copy(clip(3), tmp_path / "videos" / "door.mp4")
-    shutil.copy(clip(3), tmp_path / "other.mp4")
-    run = ("--port", "0", "--api-key", "k", "--results=-")
-    with Feeds(*SIZES, *run, "--add-files", "videos", cwd=scratch(tmp_path)) as feeds:
-        assert post(feeds, "/feeds", name="other", source="other.mp4") == 422
-        assert post(feeds, "/admin/load", path="x.onnx") == 422  # --processor is the user's own
-        assert post(feeds, "/feeds", name="door", source="videos/door.mp4") == 201
-        assert [line["feed"] for line in feeds.wait_out(3)] == ["door"] * 3
-        assert feeds.wait() == 0  # every file that there was has ended
-
-
-def test_f14_a_run_ends_when_what_is_left_has_ended_after_a_feed_was_removed(tmp_path: Path) -> None:
-    shutil.copy(clip(3), tmp_path / "door.mp4")
-    run = ("door=door.mp4", "yard=markers:feed=1,fps=10", "--port", "0", "--api-key", "k")
-    with Feeds(*SIZES, *run, cwd=scratch(tmp_path)) as feeds:
-        feeds.wait_log("door: came to its end")
-        assert post(feeds, "/feeds/yard", "DELETE") == 200
-        assert feeds.wait() == 0
-
-
-def post(feeds: Feeds, path: str, method: str = "POST", /, **fields: str) -> int:
-    with closing(HTTPConnection("127.0.0.1", feeds.port, timeout=PATIENCE)) as connection:
-        connection.request(method, path, json.dumps(fields), {"X-Reflex-Key": "k"})
-        return connection.getresponse().status
 
 
 def asked(feeds: Feeds, headers: dict[str, str]) -> int:

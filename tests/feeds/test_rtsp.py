@@ -246,58 +246,6 @@ def test_f14_http_that_freezes_is_lost() -> None:
     assert re.fullmatch(r"http://127\.0\.0\.1:\d+/video: no frame for 0\.3 s", str(error))
 
 
-_PLAYLIST = "#EXTM3U\n#EXT-X-VERSION:3\n#EXT-X-TARGETDURATION:2\n#EXTINF:2,\n{}\n#EXT-X-ENDLIST\n"
-_SDP = "v=0\no=- 0 0 IN IP4 127.0.0.1\ns=x\nc=IN IP4 127.0.0.1\nt=0 0\nm=video 9 RTP/AVP 26\n"
-
-
-@pytest.mark.parametrize("kind", ["redirect", "list.m3u8", "list.sdp"])
-def test_f14_a_direct_source_opens_no_other_address(kind: str) -> None:
-    data, asked = clip(30, ending="ts").read_bytes(), []
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            asked.append(self.path)
-            target = f"http://127.0.0.1:{self.server.server_port}/inside"  # type: ignore[attr-defined]
-            bodies = {"/inside": data, "/list.m3u8": _PLAYLIST.format(target).encode(), "/list.sdp": _SDP.encode()}
-            kinds = {"/list.m3u8": "application/vnd.apple.mpegurl", "/list.sdp": "application/sdp"}
-            self.send_response(302 if self.path == "/redirect" else 200)
-            self.send_header("Location", target)
-            self.send_header("Content-Type", kinds.get(self.path, "video/mp2t"))
-            self.end_headers()
-            self.wfile.write(bodies.get(self.path, b""))
-
-        def log_message(self, *arguments: object) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
-    thread.start()
-    try:
-        url = f"http://127.0.0.1:{server.server_port}"
-        with pytest.raises(SourceError, match="redirects and playlists are not followed"):
-            VideoSource(f"{url}/{kind}", direct=True).open()
-        assert set(asked) == {f"/{kind}"}
-        for source in (VideoSource(f"{url}/inside", direct=True), VideoSource(f"{url}/redirect")):
-            source.open()
-            assert source.read() is not None
-            source.close()
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
-
-
-def test_f14_a_direct_file_opens_no_other_file(tmp_path: Path) -> None:
-    outside = clip(30, ending="ts")
-    (tmp_path / "list.m3u8").write_text(_PLAYLIST.format(outside.as_uri()))
-    with pytest.raises(SourceError, match="playlists are not followed"):
-        VideoSource(tmp_path / "list.m3u8", direct=True).open()
-    for source in (VideoSource(outside, direct=True), VideoSource(tmp_path / "list.m3u8")):
-        source.open()
-        assert source.read() is not None
-        source.close()
-
-
 # -- over TLS, and devices ---------------------------------------------------------------------------------------------
 
 

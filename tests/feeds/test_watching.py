@@ -8,10 +8,7 @@ from typing import Any
 
 from feeds.fakes import Camera, Detector
 from feeds.pages import Page
-from reflex_runtime.config import FeedsConfig
 from reflex_runtime.drivers.batch_processor import BatchConfig
-from reflex_runtime.feeds.fleet import FeedFleet
-from reflex_runtime.feeds.onnx import OnnxFrames
 from reflex_runtime.feeds.pictures import FeedPictures
 from reflex_runtime.feeds.pipeline import Pipeline
 from reflex_runtime.feeds.runtime import Runtime
@@ -23,8 +20,7 @@ def test_x4_the_stream_of_feeds_has_their_batches_their_figures_and_what_is_not_
     runtime, detector = Runtime(), Detector()
     coordinator = runtime.coordinator(detector, BatchConfig(max_batch_size=4, max_latency=0.0))
     pictures = FeedPictures(lambda: runtime.names)
-    fleet = FeedFleet(runtime, coordinator, None, FeedsConfig(), lambda spec: [], lambda config: OnnxFrames(""))
-    page = Page(lambda: FeedPages(runtime, coordinator, pictures, fleet))
+    page = Page(lambda: FeedPages(runtime, coordinator, pictures))
     door, lost = Camera(), Camera(refuse=[SourceError("no route")] * 1000)
     runtime.feed("door", door, Pipeline(batch=coordinator), [pictures.take])
     runtime.feed("yard", lost, Pipeline(batch=coordinator), [pictures.take])
@@ -51,3 +47,31 @@ def snapshot(stream: Any, found: Callable[[dict[str, Any]], Any]) -> dict[str, A
         told: dict[str, Any] = json.loads(stream.readline())
         if found(told):
             return told
+
+
+def test_h7_the_document_describes_every_path_and_who_may_ask() -> None:
+    runtime = Runtime()
+    coordinator = runtime.coordinator(Detector(), BatchConfig())
+    pictures = FeedPictures(lambda: runtime.names)
+    page = Page(lambda: FeedPages(runtime, coordinator, pictures, key=True), api_key="k")
+    with page.server:
+        document = json.loads(page.ask("/openapi.json")[2])
+        pages = page.server._pages()  # those that are served
+        own = {path for path in pages.routes if not path.startswith("/dashboard/")}
+        own |= {"/feeds/{name}.jpg", "/feeds/{name}.mjpeg"}
+        assert own - {"/openapi.json", "/docs"} <= document["paths"].keys()
+        for path, methods in document["paths"].items():
+            assert methods.keys() == {"get"}
+            status = page.ask(path.replace("{name}", "x"))[0]
+            assert (status == 401) == ("security" in methods["get"]), (path, status)
+        assert "GET /feeds/{name}.mjpeg" in page.ask("/docs")[2].decode()
+
+
+def test_i18_nothing_can_be_changed_over_http() -> None:
+    runtime = Runtime()
+    coordinator = runtime.coordinator(Detector(), BatchConfig())
+    page = Page(lambda: FeedPages(runtime, coordinator, FeedPictures(lambda: runtime.names), key=True), api_key="k")
+    with page.server:
+        asked = (("POST", "/feeds"), ("DELETE", "/feeds/door"), ("PATCH", "/feeds/door"), ("POST", "/admin/load"))
+        for method, path in asked:
+            assert page.ask(path, method, b"{}", X_Reflex_Key="k")[0] in (404, 405)

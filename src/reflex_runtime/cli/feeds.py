@@ -5,13 +5,17 @@ from __future__ import annotations
 import argparse
 import sys
 from contextlib import redirect_stdout
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from reflex_runtime.config import FeedsConfig
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.options import add_options, check_needs, one_line
+from reflex_runtime.options import add_options, check_needs
 from reflex_runtime.sources import environment, read
+
+if TYPE_CHECKING:
+    from reflex_runtime.feeds.fleet import FeedPlan
 
 _EPILOG = """\
 sources:
@@ -25,7 +29,7 @@ examples:
   reflex feeds yard=rtsp://10.0.0.7/live --onnx yolo11n.onnx --classes person,car --results found.jsonl
   reflex feeds door=door.mp4 yard=rtsp://10.0.0.7/live --processor mypkg:Detector --results found.jsonl
   reflex feeds door=rtsp://10.0.0.7/live door.roi=0,200,1280,520 yard=yard.mp4 --fps 5 --onnx yolo11n.onnx
-  reflex feeds --config cameras.toml --port 9000                     http://127.0.0.1:9000/feeds shows and changes them
+  reflex feeds --config cameras.toml --port 9000                     http://127.0.0.1:9000/feeds shows them
   reflex feeds yard=rtsp://10.0.0.7/live --onnx yolo11n.onnx --then makes.onnx --then-classes car
 
 cameras.toml:
@@ -36,7 +40,8 @@ cameras.toml:
   name = "door"
   source = "rtsp://10.0.0.7/live"
   max_age_ms = 300             # also per feed: realtime, loop, restarts, read_timeout_s, every, fps,
-                               # rotate, roi, hwaccel
+                               # rotate, roi, hwaccel, score, classes
+SIGHUP reads the file again: feeds come, go and change, and others are not touched.
 
 Every option also stands in the file's table [feeds] and in the environment (REFLEX_MAX_BATCH_SIZE=8).
 Ctrl-C stops in order: what is in the processor is still answered and written. A second one does not wait.
@@ -70,19 +75,14 @@ def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Check everything that can be checked, start, watch, stop, sum up."""
-    from reflex_runtime.cli.feeds_asked import missing, processor_asked
+    from reflex_runtime.cli.feeds_asked import processor_asked
     from reflex_runtime.cli.feeds_files import check_outputs
     from reflex_runtime.feeds.outputs.opening import outputs_of
-    from reflex_runtime.feeds.spec import source_of_spec, specs_of
 
-    config, places = read(FeedsConfig, "feeds", args.config, environment(), vars(args), ("feed",))
-    specs = specs_of(args.feeds, args.config, config)
-    sources = {spec.name: source_of_spec(spec) for spec in specs}
-    check_needs(config, places, missing(specs, sources))
-    check_outputs(config, specs, args.config)
+    plan = plan_of(args)
+    config = plan.config
+    check_outputs(config)
     outputs = outputs_of(config)
-    if config.add_files and not Path(config.add_files).is_dir():
-        raise ConfigError(f"--add-files={one_line(config.add_files)}: no such folder")
     if config.otel:
         from reflex_runtime.telemetry.spans import check_otel
 
@@ -92,5 +92,21 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("--table with --results=-: both would write to this terminal; send one of them to a file")
     from reflex_runtime.cli.feeds_session import FeedsSession  # not before: what is refused needs none of it
 
+    again = partial(plan_of, args) if args.config is not None else None
     with redirect_stdout(sys.stderr if config.results == "-" else output):  # what a processor prints is no result
-        return FeedsSession(config, specs, sources, processor_asked(config), output, outputs).run()
+        return FeedsSession(plan, processor_asked(plan), output, outputs, again).run()
+
+
+def plan_of(args: argparse.Namespace) -> FeedPlan:
+    """The feeds that flags, environment and file ask for, checked as far as they can be before they run."""
+    from reflex_runtime.cli.feeds_asked import missing
+    from reflex_runtime.cli.feeds_files import check_places
+    from reflex_runtime.feeds.fleet import FeedPlan
+    from reflex_runtime.feeds.spec import source_of_spec, specs_of
+
+    config, places = read(FeedsConfig, "feeds", args.config, environment(), vars(args), ("feed",))
+    specs = specs_of(args.feeds, args.config, config)
+    sources = {spec.name: source_of_spec(spec) for spec in specs}
+    check_needs(config, places, missing(specs, sources))
+    check_places(config, specs, args.config)
+    return FeedPlan(config, specs, sources, args.config)

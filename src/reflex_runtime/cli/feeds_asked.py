@@ -6,7 +6,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from reflex_runtime.config import FeedsConfig
 from reflex_runtime.core.errors import ConfigError
@@ -15,6 +15,7 @@ from reflex_runtime.options import one_line
 
 if TYPE_CHECKING:
     from reflex_runtime.feeds.cascade import SecondModel
+    from reflex_runtime.feeds.fleet import FeedPlan
     from reflex_runtime.feeds.onnx import OnnxFrames
     from reflex_runtime.feeds.source import Source
     from reflex_runtime.feeds.spec import FeedSpec
@@ -28,15 +29,14 @@ def missing(specs: Sequence[FeedSpec], sources: Mapping[str, Source]) -> dict[st
         "a live feed": any(source.live for source in sources.values()),
         "a camera": any(spec.file is None for spec in specs),
     }
-    if not specs:  # they are added later
-        return {}
     return {fact: "no feed is one" for fact, holds in found.items() if not holds}
 
 
-def processor_asked(config: FeedsConfig) -> BatchProcessor:
+def processor_asked(plan: FeedPlan) -> BatchProcessor:
     """The processor that --processor or --onnx names."""
     from reflex_runtime.feeds.opening import processor_of
 
+    config = plan.config
     if config.processor and config.onnx:
         raise ConfigError("--processor and --onnx: give one of them, not both")
     if not config.processor and not config.onnx:
@@ -45,15 +45,15 @@ def processor_asked(config: FeedsConfig) -> BatchProcessor:
         )
     if config.processor:
         return processor_of(config.processor)
-    from reflex_runtime.feeds.replaceable import ReplaceableDetector
+    from reflex_runtime.feeds.detector_slot import DetectorSlot
 
-    return ReplaceableDetector(onnx_asked(config), config.then_classes)
+    return DetectorSlot(onnx_asked(config), config.then_classes, plan.limits)
 
 
 def second_model_asked(config: FeedsConfig, detector: BatchProcessor, frames: int) -> SecondModel:
     """The second model. frames: most that wait for the first one."""
     from reflex_runtime.feeds.cascade import SecondModel
-    from reflex_runtime.feeds.replaceable import ReplaceableDetector
+    from reflex_runtime.feeds.detector_slot import DetectorSlot
 
     size = config.then_batch_size
     batching = BatchConfig(
@@ -68,7 +68,7 @@ def second_model_asked(config: FeedsConfig, detector: BatchProcessor, frames: in
     def labels(value: Any) -> Collection[Any] | None:
         if not config.then_classes:
             return None
-        return detector.labels(value) if isinstance(detector, ReplaceableDetector) else given
+        return detector.labels(value) if isinstance(detector, DetectorSlot) else given
 
     plain = replace(config, size="", resize="auto", names="", score=None, iou=None, classes=(), max_detections=0)
     model = onnx_asked(replace(plain, onnx=config.then), "--then", "then")
@@ -134,16 +134,18 @@ def _names(file: str) -> dict[int, str]:
         raise ConfigError(f"--names={one_line(file)}: {error.message}") from None
 
 
-def batching_asked(config: FeedsConfig, feeds: int) -> BatchConfig:
-    from reflex_runtime.feeds.fleet import MOST
+MOST: Final = 256  # feeds of a run whose file may name more of them later
 
+
+def batching_asked(config: FeedsConfig, feeds: int, more: bool) -> BatchConfig:
+    """more: whether feeds may come later."""
     size, capacity = config.max_batch_size, config.queue_capacity
     if 0 < capacity < size:
         raise ConfigError(f"--queue-capacity={capacity}: must be at least --max-batch-size={size}, or 0")
     return BatchConfig(
         max_batch_size=size,
         max_latency=config.max_latency_ms / 1e3,
-        queue_capacity=capacity or max(4 * size, feeds if config.port < 0 else MOST),
+        queue_capacity=capacity or max(4 * size, max(feeds, MOST) if more else feeds),
         response_timeout=config.response_timeout_s,
         startup_timeout=config.startup_timeout_s,
         watchdog=config.watchdog_s,

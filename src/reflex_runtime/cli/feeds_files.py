@@ -118,17 +118,24 @@ def annotated(config: FeedsConfig, name: str) -> Path:
     return Path(config.annotate, f"{path_name(name)}.mp4")
 
 
-def check_outputs(config: FeedsConfig, specs: Sequence[FeedSpec], file: Path | None = None) -> None:
-    """That everything can be written, and that nothing is written over what is read. file: the configuration."""
-    outputs = [("--results", config.results, Path(config.results))] if config.results not in ("", "-") else []
-    outputs += [("--trace", config.trace, Path(config.trace))] if config.trace else []
-    for flag, value, path in outputs:
+def check_outputs(config: FeedsConfig) -> None:
+    """That everything can be written."""
+    for flag, value in _written(config):
+        path = Path(value)
         if path.is_dir() and not is_parquet(value):
             raise ConfigError(f"{flag}={one_line(value)}: is a directory, must be a file")
     if config.crops:
         _check_folder("--crops", config.crops)
     if config.annotate:
         _check_folder("--annotate", config.annotate)
+    for flag, value in _written(config):
+        _check_file(flag, value, Path(value))
+
+
+def check_places(config: FeedsConfig, specs: Sequence[FeedSpec], file: Path | None = None) -> None:
+    """That nothing is written over what is read, or written twice. file: the configuration."""
+    outputs = [(flag, value, Path(value)) for flag, value in _written(config)]
+    if config.annotate:
         outputs += [("--annotate", config.annotate, annotated(config, spec.name)) for spec in specs]
     taken = {_place(spec.file): f"which {spec.name} reads" for spec in specs if spec.file is not None}
     for model in filter(None, (config.onnx, config.then)):
@@ -139,9 +146,12 @@ def check_outputs(config: FeedsConfig, specs: Sequence[FeedSpec], file: Path | N
         if (use := taken.get(_place(path))) is not None:
             raise ConfigError(f"{flag}={one_line(value)}: would write over {one_line(path)}, {use}")
         taken[_place(path)] = f"which {flag} writes"
-    for flag, value, path in outputs:
-        if flag != "--annotate":
-            _check_file(flag, value, path)
+
+
+def _written(config: FeedsConfig) -> list[tuple[str, str]]:
+    """Files that are written, by flag."""
+    results = [("--results", config.results)] if config.results not in ("", "-") else []
+    return results + ([("--trace", config.trace)] if config.trace else [])
 
 
 def is_parquet(results: str) -> bool:

@@ -7,11 +7,9 @@ import os
 import signal
 import sys
 import threading
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
-from math import inf
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -19,12 +17,11 @@ from reflex_runtime.cli.feeds_asked import batching_asked, onnx_asked, refusal_o
 from reflex_runtime.cli.feeds_files import FeedFiles
 from reflex_runtime.cli.feeds_signals import Signals
 from reflex_runtime.cli.feeds_table import Board
-from reflex_runtime.config import FeedsConfig
-from reflex_runtime.core.errors import ProcessorError
-from reflex_runtime.feeds.fleet import FeedFleet
-from reflex_runtime.feeds.replaceable import ReplaceableDetector
+from reflex_runtime.core.errors import Closed, ConfigError, ProcessorError
+from reflex_runtime.feeds.detector_slot import DetectorSlot
+from reflex_runtime.feeds.fleet import FeedFleet, FeedPlan
 from reflex_runtime.feeds.runtime import Runtime, StopReport
-from reflex_runtime.feeds.words import undecoded
+from reflex_runtime.feeds.words import in_one_line, undecoded
 from reflex_runtime.telemetry.health import FeedEnded, FeedFailed, FeedStageError, StageError
 from reflex_runtime.telemetry.one_group import OneGroup
 
@@ -35,40 +32,40 @@ if TYPE_CHECKING:
     from reflex_runtime.drivers.coordinator import BatchCoordinator
     from reflex_runtime.feeds.outputs.output import AnyOutput
     from reflex_runtime.feeds.pictures import FeedPictures
-    from reflex_runtime.feeds.source import Source
     from reflex_runtime.feeds.spec import FeedSpec
 
-_LOST, _READER_GONE, _WAKE = "lost", "reader gone", ""
+_LOST, _READER_GONE, _OVER, _TIME = "lost", "reader gone", "over", "time"
+_HANGUP = getattr(signal, "SIGHUP", None)
 
 
 class FeedsSession:
-    """What a run owns, and how it goes. output: standard output."""
+    """What a run owns, and how it goes.
+
+    output: standard output. again: reads the configuration file once more; None without one. Raises ConfigError.
+    """
 
     def __init__(
         self,
-        config: FeedsConfig,
-        specs: Sequence[FeedSpec],
-        sources: Mapping[str, Source],
+        plan: FeedPlan,
         processor: BatchProcessor,
         output: Any,
         outputs: Sequence[AnyOutput] = (),
+        again: Callable[[], FeedPlan] | None = None,
     ) -> None:
-        self._config = config
-        self._specs = specs
-        self._sources = sources
+        self._plan, self._again = plan, again
+        self._config = config = plan.config
         self._processor = processor
-        self._batching = batching_asked(config, len(specs))
+        self._batching = batching_asked(config, len(plan.specs), again is not None)
         self._then = second_model_asked(config, processor, self._batching.capacity) if config.then else None
         self._runtime = Runtime()
         self._outputs = [self._runtime.output(each) for each in outputs]
         on_screen = config.results == "-" and output.isatty()  # then there is no room for a table
         self._board = Board(self._runtime, False if on_screen and config.table is None else config.table)
         self._registry: CollectorRegistry | None = None
-        self._news: SimpleQueue[str] = SimpleQueue()  # why to stop; the one queue that a signal handler may put into
-        self._started = threading.Event()
-        self._waiting = False  # the main thread looks at the news
-        self._signal = 0
-        self._hurried = False  # by a second signal
+        self._news: SimpleQueue[str] = SimpleQueue()  # why to stop
+        self._begun = threading.Event()  # the start has ended, or was given up
+        self._hangups: SimpleQueue[None] = SimpleQueue()
+        self._signal = 0  # the first one that asked for a stop
         self._events = self._runtime.events()
         self._faults = False  # a stage or a sink failed
         groups = [self._batching.group(processor.id)]
@@ -78,14 +75,11 @@ class FeedsSession:
 
     def run(self) -> int:
         """Returns the exit status."""
-        handlers = Signals(self._signalled, lambda: self._news.put(_WAKE))
-        with handlers:
-            try:
-                status, clean = self._run()
-            except KeyboardInterrupt:
-                when = "without waiting" if self._waiting else "before it had started"
-                logging.warning("stopped by %s %s", signal.Signals(self._signal).name, when)
-                _leave(128 + self._signal)
+        numbers = {signal.SIGINT, signal.SIGTERM}
+        if _HANGUP is not None and (self._again or signal.getsignal(_HANGUP) != signal.SIG_IGN):  # nohup
+            numbers.add(_HANGUP)
+        with Signals(numbers, self._signalled):
+            status, clean = self._run()
         if not clean:
             _leave(status)
         return status
@@ -96,19 +90,17 @@ class FeedsSession:
             coordinator = self._coordinator(closing)
             pictures = self._pictures() if self._config.port >= 0 else None
             fleet = self._fleet(coordinator, pictures)
-            fleet.begin(self._specs, self._sources)
             if pictures is not None:
-                self._status(coordinator, pictures, fleet, closing)
-            watcher = threading.Thread(target=self._watch, args=(coordinator,), name="reflex-feeds-watch", daemon=True)
-            watcher.start()
+                self._status(coordinator, pictures, closing)
+            watcher = _thread("reflex-feeds-watch", partial(self._watch, coordinator, fleet))
             self._say_what_starts(coordinator)
             try:
                 self._start()
+                _thread("reflex-feeds-reload", partial(self._reload, fleet))
                 with self._board:
-                    why = self._wait()
+                    why = self._wait(fleet)
             except BaseException:
-                if not self._hurried:
-                    self._runtime.stop()
+                self._runtime.stop()
                 raise
             report = self._runtime.stop()
             watcher.join(2.0)
@@ -151,17 +143,16 @@ class FeedsSession:
         return FeedPictures(lambda: self._runtime.names)
 
     def _fleet(self, coordinator: BatchCoordinator, pictures: FeedPictures | None) -> FeedFleet:
-        detector = self._processor if isinstance(self._processor, ReplaceableDetector) else None
+        detector = self._processor if isinstance(self._processor, DetectorSlot) else None
         sinks = partial(self._sinks_of, pictures)
-        return FeedFleet(self._runtime, coordinator, detector, self._config, sinks, onnx_asked, self._look)
+        gone = pictures.gone if pictures is not None else lambda name: None
+        return FeedFleet(self._runtime, coordinator, detector, self._plan, sinks, onnx_asked, gone)
 
     def _sinks_of(self, pictures: FeedPictures | None, spec: FeedSpec) -> list[Callable[[Any], None]]:
         taking = [each.take for each in self._outputs]
         return [*self._files.sinks_of(spec), *taking, *([] if pictures is None else [pictures.take])]
 
-    def _status(
-        self, coordinator: BatchCoordinator, pictures: FeedPictures, fleet: FeedFleet, closing: ExitStack
-    ) -> None:
+    def _status(self, coordinator: BatchCoordinator, pictures: FeedPictures, closing: ExitStack) -> None:
         from reflex_runtime.cli.serving import url, warn_if_open
         from reflex_runtime.feeds.series import FeedSeries
         from reflex_runtime.feeds.status import StatusServer, health_of
@@ -173,7 +164,7 @@ class FeedsSession:
             self._config,
             registry,
             lambda: health_of(self._runtime.snapshot(), {coordinator.id: coordinator.lost}),
-            lambda: FeedPages(self._runtime, coordinator, pictures, fleet),
+            lambda: FeedPages(self._runtime, coordinator, pictures, bool(self._config.api_key)),
         )
         closing.enter_context(server)
         warn_if_open(self._config, server.address)
@@ -182,37 +173,35 @@ class FeedsSession:
     # -- running -------------------------------------------------------------------------------------------------------
 
     def _start(self) -> None:
-        """Start the feeds on another thread: a signal may come at any step of the main one, and what has been started
-        by half cannot be stopped."""
+        """Start the feeds on a thread of their own: the start of a model may take long, and is given up at a signal."""
         errors: list[BaseException] = []
 
         def start() -> None:
             try:
                 self._runtime.start()
-                self._waiting = True  # from now on a signal is news, and ends what runs in order
             except BaseException as error:
                 errors.append(error)
-            self._started.set()
+            self._begun.set()
 
-        threading.Thread(target=start, name="reflex-feeds-start", daemon=True).start()
-        self._started.wait()
+        _thread("reflex-feeds-start", start)
+        self._begun.wait()
+        if self._signal:
+            self._runtime.stop()
+            logging.warning("stopped by %s before it had started", _name(self._signal))
+            _leave(128 + self._signal)
         if errors:
             raise refusal_of(self._config, errors[0]) if isinstance(errors[0], ProcessorError) else errors[0]
         self._files.begin()
 
-    def _wait(self) -> str:
+    def _wait(self, fleet: FeedFleet) -> str:
         """Why it stops: a signal's name, or what there is no more."""
-        self._look()  # feeds may have ended before the watcher began
-        until = time.monotonic() + self._config.duration_s if self._config.duration_s else inf
+        self._look(fleet)  # feeds may have ended before the watcher began
         try:
-            while True:
-                left = None if until == inf else max(0.0, until - time.monotonic())
-                if (why := self._news.get(timeout=left)) != _WAKE:
-                    return why
+            return self._news.get(timeout=self._config.duration_s or None)
         except Empty:
-            return "time"
+            return _TIME
 
-    def _watch(self, coordinator: BatchCoordinator) -> None:
+    def _watch(self, coordinator: BatchCoordinator, fleet: FeedFleet) -> None:
         """Say what happens, and notice the end. On a thread of its own."""
         lost = False
         for event in self._events:
@@ -226,26 +215,43 @@ class FeedsSession:
             else:
                 self._board.tell(event)
             if isinstance(event, (FeedEnded, FeedFailed)):
-                self._look()
+                self._look(fleet)
 
-    def _look(self) -> None:
-        if self._runtime.names and self._runtime.over:  # without feeds it waits for some to be added
-            self._news.put("over")
+    def _look(self, fleet: FeedFleet) -> None:
+        if fleet.over:
+            self._news.put(_OVER)
+
+    def _reload(self, fleet: FeedFleet) -> None:
+        """Take over what the configuration file says, at each SIGHUP. On a thread of its own: a model may be loaded."""
+        while self._again is not None:
+            self._hangups.get()
+            file = self._plan.file
+            try:
+                logging.info("%s was read again: %s", file, fleet.change(self._again()))
+            except ConfigError as error:
+                logging.error("%s changes nothing: %s", file, in_one_line(error.message.removeprefix(f"{file}: ")))
+            except Closed:
+                return
+            except Exception:
+                logging.exception("%s changes nothing", file)
+            self._look(fleet)
 
     def _signalled(self, number: int) -> None:
-        """In the main thread, between any two of its steps: nothing here may wait for it."""
-        if self._hurried:  # it is on its way out
-            return
-        again, self._signal = self._signal, number
-        self._hurried = bool(again)
-        if again or not self._waiting:
-            raise KeyboardInterrupt
-        self._news.put(signal.Signals(number).name)
+        """On the thread of signals."""
+        if number == _HANGUP and self._again is not None:
+            self._hangups.put(None)
+        elif self._signal:  # it is on its way out
+            logging.warning("stopped by %s without waiting", _name(number))
+            _leave(128 + number)
+        else:
+            begun = self._begun.is_set()
+            self._signal = number
+            self._news.put(_name(number)) if begun else self._begun.set()
 
     # -- log lines -----------------------------------------------------------------------------------------------------
 
     def _say_what_starts(self, coordinator: BatchCoordinator) -> None:
-        feeds, batching = len(self._specs), self._batching
+        feeds, batching = len(self._plan.specs), self._batching
         number, wait = f"{feeds} feed{'s'[: feeds != 1]}", f"{1e3 * batching.max_latency:g} ms"
         most = batching.max_batch_size
         logging.info("starting: %s on %s, batches of at most %d frames or %s", number, coordinator.id, most, wait)
@@ -272,6 +278,16 @@ class FeedsSession:
                 logging.error("%s: none of %d results arrived at %s%s", name, output.taken, output.where, why)
                 complete = False
         return self._files.complete() and complete
+
+
+def _name(number: int) -> str:
+    return signal.Signals(number).name
+
+
+def _thread(name: str, main: Callable[[], None]) -> threading.Thread:
+    thread = threading.Thread(target=main, name=name, daemon=True)
+    thread.start()
+    return thread
 
 
 def _leave(status: int) -> NoReturn:

@@ -1,33 +1,30 @@
-"""Signals of a run of `reflex feeds`: each is news for the main thread."""
+"""Signals of a run of `reflex feeds`: each is news for a thread of its own."""
 
 from __future__ import annotations
 
 import signal
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 
 class Signals:
-    """While it is entered, SIGINT, SIGTERM and SIGHUP call `stop(number)` on the main thread.
+    """While it is entered, `came(number)` is called on a thread of its own for each of these signals.
 
-    wake: called on another thread for each; lets the main thread go on. It alone runs handlers, and one that waits for
-    a lock is not interrupted if the kernel gives the signal to another thread.
+    The interpreter writes the numbers into a socket as they come, whichever thread the kernel gives them to.
     """
 
-    def __init__(self, stop: Callable[[int], None], wake: Callable[[], None]) -> None:
-        self._stop, self._wake = stop, wake
+    def __init__(self, numbers: Collection[int], came: Callable[[int], None]) -> None:
+        self._numbers, self._came = numbers, came
         self._before: dict[int, Any] = {}
         self._told, self._tell = socket.socketpair()
         self._tell.setblocking(False)
         self._tell_before = -1
 
     def __enter__(self) -> None:
-        hangup = getattr(signal, "SIGHUP", signal.SIGTERM)
-        for number in {signal.SIGINT, signal.SIGTERM, hangup}:
-            if number != hangup or signal.getsignal(number) != signal.SIG_IGN:  # nohup
-                self._before[number] = signal.signal(number, lambda n, _: self._stop(n))
+        for number in self._numbers:
+            self._before[number] = signal.signal(number, lambda *_: None)
         self._tell_before = signal.set_wakeup_fd(self._tell.fileno(), warn_on_full_buffer=False)
         threading.Thread(target=self._listen, name="reflex-feeds-signals", daemon=True).start()
 
@@ -39,5 +36,6 @@ class Signals:
 
     def _listen(self) -> None:
         with self._told:
-            while self._told.recv(16):
-                self._wake()
+            while numbers := self._told.recv(16):
+                for number in filter(self._numbers.__contains__, numbers):
+                    self._came(number)

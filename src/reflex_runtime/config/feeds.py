@@ -180,10 +180,6 @@ class FeedsConfig:
         (), "without a key: a further host name of --port; * is any", metavar="NAME", repeat=True, needs="port",
         unless="api_key",
     )
-    add_files: str = option(
-        "", "folder of files that POST /feeds may name; by default only cameras can be added", metavar="DIR",
-        needs="api_key",
-    )
     otel: str = option(
         "", "send spans of frames and batches to this OpenTelemetry collector, over OTLP/HTTP",
         metavar="http://HOST:4318",

@@ -179,10 +179,6 @@ class Feed:
                 self._finish()
             raise
 
-    def change_rate(self, every: int, fps: float) -> None:
-        """Take pictures at another rate from the next one on; see `FeedConfig`."""
-        self._taking.change(every, fps)
-
     def signal(self) -> None:
         """Let it end: the source is interrupted, frames that wait are dropped, one at the batch point gets its answer.
 

@@ -1,179 +1,131 @@
-"""The feeds of a run, by name: added, changed and removed while it goes on, and the detector that all of them share."""
+"""The feeds of a run as its configuration asks for them; when that is read again, only those that it changes notice."""
 
 from __future__ import annotations
 
+import logging
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import fields, replace
-from typing import Any, Final
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Final
 
 from reflex_runtime.config import FeedsConfig
-from reflex_runtime.core.errors import Closed, ConfigError, ProcessorError
+from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.drivers.coordinator import BatchCoordinator
 from reflex_runtime.feeds.consume import Sink
-from reflex_runtime.feeds.fresh import check_fresh
+from reflex_runtime.feeds.detector_slot import DetectorSlot, Limits, version_of
 from reflex_runtime.feeds.onnx import FrameLimits, OnnxFrames
-from reflex_runtime.feeds.opening import DRAWN
 from reflex_runtime.feeds.pipeline import Pipeline
-from reflex_runtime.feeds.replaceable import DetectorVersion, ReplaceableDetector
 from reflex_runtime.feeds.runtime import Runtime
 from reflex_runtime.feeds.source import Source
-from reflex_runtime.feeds.spec import PER_FEED, FeedSpec, set_in, source_of_spec, spec_of
+from reflex_runtime.feeds.spec import OF_STAGES, PER_FEED, FeedSpec
 from reflex_runtime.feeds.stages.opening import stages_of
-from reflex_runtime.feeds.video import without_secrets
+from reflex_runtime.options import flag
 
-MOST: Final = 256  # feeds of a run to which some are added
-OF_RATE: Final = ("every", "fps")
-OF_DETECTOR: Final = ("size", "resize", "names", "score", "iou", "classes", "max_detections")
+log = logging.getLogger("reflex.feeds")
+
+OF_DETECTOR: Final = ("onnx", "size", "resize", "names", "score", "iou", "classes", "max_detections")
+
+
+@dataclass(frozen=True, slots=True)
+class FeedPlan:
+    """A configuration that was read and checked. sources: of each feed, not opened yet. file: where it was read."""
+
+    config: FeedsConfig
+    specs: Sequence[FeedSpec]
+    sources: Mapping[str, Source]
+    file: Path | None = None
+
+    @property
+    def limits(self) -> Limits:
+        """What feeds want in place of the general `score` and `classes`."""
+        found = {}
+        for spec in self.specs:
+            score, classes = spec.config.score, spec.config.classes
+            if (score, classes) != (self.config.score, self.config.classes):
+                found[spec.name] = FrameLimits(score, tuple(name.strip() for name in classes))
+        return found
 
 
 class FeedFleet:
-    """Makes feeds of their specs. Every method may be called on any thread; changes happen one after another.
+    """Makes feeds of a plan, and of later ones.
 
-    detector: None where the processor is one of the user's, which has no limits and is not replaced. sinks: makes those
-    of a feed. made: a detector of the settings with --onnx in them. removed: called after a feed was
-    removed.
-    Raises ConfigError for what cannot be done; `details["field"]` names the field of the request.
+    detector: None where the processor is the user's own, which is not replaced. sinks: makes those of a feed. made: a
+    detector of the settings with --onnx in them. gone: called with the name of each feed that there is no more.
     """
 
     def __init__(
         self,
         runtime: Runtime,
         coordinator: BatchCoordinator,
-        detector: ReplaceableDetector | None,
-        config: FeedsConfig,
+        detector: DetectorSlot | None,
+        plan: FeedPlan,
         sinks: Callable[[FeedSpec], Sequence[Sink]],
         made: Callable[[FeedsConfig], OnnxFrames],
-        removed: Callable[[], None] = lambda: None,
+        gone: Callable[[str], None] = lambda name: None,
     ) -> None:
         self._runtime, self._coordinator, self._detector = runtime, coordinator, detector
-        self._config, self._sinks, self._made = config, sinks, made
-        self._removed = removed
-        self._specs: dict[str, FeedSpec] = {}
+        self._plan, self._sinks, self._made, self._gone = plan, sinks, made, gone
         self._turn = threading.Lock()
+        for spec in plan.specs:
+            self._add(spec, plan.sources[spec.name], self._pipeline(spec))
 
-    def begin(self, specs: Iterable[FeedSpec], sources: Mapping[str, Source]) -> None:
-        """The feeds of the command line."""
-        for spec in specs:
-            self._start(spec, sources[spec.name])
+    @property
+    def over(self) -> bool:
+        """Whether every feed is over."""
+        with self._turn:  # not while some are exchanged
+            return self._runtime.over
 
-    def add(self, name: str, source: str, own: Mapping[str, Any], wanted: FrameLimits) -> dict[str, Any]:
-        """Add a feed and start it. own: its settings, of `PER_FEED`."""
-        with self._turn:
-            if name in self._specs:
-                raise ConfigError(f"name={name}: there is such a feed", field="name", conflict=True)
-            if len(self._specs) >= MOST:
-                raise ConfigError(f"there are {MOST} feeds, which is the most", field="name", conflict=True)
-            check_fresh(name, source, DRAWN, self._config.add_files)
-            spec = spec_of(name, source, own, self._config)
-            opened = source_of_spec(spec, direct=True)
-            self._limit(name, wanted)
-            try:
-                self._start(spec, opened)
-            except BaseException:
-                self._forget(name)
-                raise
-        return self.told(name)
+    def change(self, plan: FeedPlan) -> str:
+        """Make feeds of this plan: those whose settings are the same go on, untouched. Returns what was done, in words.
 
-    def change(
-        self, name: str, wanted: Callable[[FrameLimits], FrameLimits], own: Mapping[str, Any]
-    ) -> dict[str, Any]:
-        """Other limits for a feed, from its next batch on, and another rate, from its next picture on. KeyError if
-        there is none.
-
-        wanted: makes the limits of those that it has then: changes before it count. own: settings of `OF_RATE`; None is
-        what the command says.
+        Raises ConfigError for what cannot be; then nothing has changed.
         """
+        before, after = ({spec.name: spec for spec in each.specs} for each in (self._plan, plan))
+        same = {name for name, spec in after.items() if name in before and spec.same_as(before[name])}
+        new = [(after[name], plan.sources[name], self._pipeline(after[name])) for name in after if name not in same]
+        if len(after) > (room := self._coordinator.config.capacity):
+            raise ConfigError(f"{len(after)} feeds: this run has room for {room}")
+        detector = self._change_detector(plan)
         with self._turn:
-            spec = self._specs[name]
-            given = {key: getattr(self._config, key) if value is None else value for key, value in own.items()}
-            spec = replace(spec, config=set_in(spec.config, given, OF_RATE))
-            self._limit(name, wanted(self.limits_of(name)))
-            self._runtime.change_rate(name, spec.config.every, spec.config.fps)
-            self._specs[name] = spec
-        return self.told(name)
-
-    def remove(self, name: str) -> dict[str, Any]:
-        """Stop a feed and forget it; what it has in the processor is still answered. KeyError if there is none."""
-        with self._turn:
-            del self._specs[name]
-            ended = self._runtime.remove(name)
-            self._forget(name)
-        self._removed()
-        return {"name": name, "ended": ended}
-
-    def replace(self, path: str, own: Mapping[str, Any]) -> DetectorVersion:
-        """Another detector for all feeds. own: its settings, of `OF_DETECTOR`; others as on the command line."""
-        if self._detector is None:
-            raise ConfigError("path: a processor of your own (--processor) is not replaced", field="path")
-        with self._turn:
-            try:
-                made = self._made(set_in(self._config, {"onnx": path, **own}, ("onnx", *OF_DETECTOR)))
-            except ConfigError as error:
-                message = error.message.replace("--onnx=", "path=", 1).removeprefix("--")
-                raise ConfigError(message, field=error.details.get("field", "path")) from None
-            version = self._detector.replace(made)
-            self._coordinator.relearn()
-        return version
-
-    def limits_of(self, name: str) -> FrameLimits:
-        return FrameLimits() if self._detector is None else self._detector.limits.get(name, FrameLimits())
-
-    def told(self, name: str) -> dict[str, Any]:
-        """A feed with its settings, JSON-safe. KeyError if there is none."""
-        spec, wanted = self._specs[name], self.limits_of(name)
-        feed = self._runtime.feed_snapshots()[name]
-        return {
-            "name": name,
-            "source": without_secrets(spec.source),
-            "mode": feed.mode,
-            "state": feed.state,
-            "frames": feed.frames,
-            "answered": feed.processed,
-            "fps": round(feed.fps, 2),
-            "error": feed.error,
-            "settings": {f.name: getattr(spec.config, f.name) for f in fields(spec.config) if f.name in PER_FEED},
-            "score": wanted.score,
-            "classes": None if wanted.classes is None else list(wanted.classes),
+            for name in before.keys() - same:
+                self._runtime.remove(name)
+            for spec, source, pipeline in new:
+                self._add(spec, source, pipeline)
+        for name in before.keys() - after.keys():
+            self._gone(name)
+        later = _at_the_next_start(self._plan.config, plan.config)
+        self._plan = plan
+        told = {
+            "new": sorted(after.keys() - before.keys()),
+            "changed": sorted(after.keys() & before.keys() - same),
+            "gone": sorted(before.keys() - after.keys()),
         }
+        parts = [f"{what}: {', '.join(names)}" for what, names in told.items() if names]
+        parts += [f"{len(same)} as before"] * bool(same) + [detector] * bool(detector)
+        return "; ".join([*parts, *later])
 
-    @property
-    def has_key(self) -> bool:
-        """Whether callers need one."""
-        return bool(self._config.api_key)
+    def _change_detector(self, plan: FeedPlan) -> str:
+        if self._detector is None or not plan.config.onnx:
+            return ""
+        made, before = self._made(plan.config), self._detector.current.name
+        same = all(getattr(plan.config, name) == getattr(self._plan.config, name) for name in OF_DETECTOR)
+        same = same and version_of(made.path) == before
+        self._detector.change(None if same else made, plan.limits)
+        if same:
+            return ""
+        self._coordinator.relearn()
+        return f"{self._detector.current.name} runs now, in place of {before}"
 
-    @property
-    def version(self) -> str | None:
-        """The detector that runs the next batch."""
-        return None if self._detector is None else self._detector.current.name
+    def _pipeline(self, spec: FeedSpec) -> Pipeline:
+        return Pipeline(batch=self._coordinator, after=stages_of(spec.config), region=spec.region)
 
-    # -- within --------------------------------------------------------------------------------------------------------
+    def _add(self, spec: FeedSpec, source: Source, pipeline: Pipeline) -> None:
+        self._runtime.feed(spec.name, source, pipeline, self._sinks(spec), **spec.options(source.live))
 
-    def _start(self, spec: FeedSpec, source: Source) -> None:
-        self._runtime.feed(
-            spec.name,
-            source,
-            Pipeline(batch=self._coordinator, after=stages_of(spec.config), region=spec.region),
-            self._sinks(spec),
-            **spec.options(source.live),
-        )
-        self._specs[spec.name] = spec
 
-    def _limit(self, name: str, wanted: FrameLimits) -> None:
-        given = "score" if wanted.classes is None else "classes"
-        if self._detector is not None:
-            if wanted == FrameLimits():
-                self._detector.forget(name)
-                return
-            try:
-                self._detector.limit(name, wanted)
-            except ConfigError as error:
-                raise ConfigError(error.message, field=given) from None
-            except ProcessorError:
-                raise Closed("the detector is not running (yet, or any more)", retry_after=1.0) from None
-        elif wanted != FrameLimits():
-            raise ConfigError(f"{given}: has no effect on a processor of your own (--processor)", field=given)
-
-    def _forget(self, name: str) -> None:
-        if self._detector is not None:
-            self._detector.forget(name)
+def _at_the_next_start(before: FeedsConfig, after: FeedsConfig) -> list[str]:
+    """What is said of settings that a run keeps."""
+    kept = (f.name for f in fields(before) if f.name not in {*PER_FEED, *OF_STAGES, *OF_DETECTOR})
+    changed = [flag(name) for name in kept if getattr(before, name) != getattr(after, name)]
+    return [f"at the next start: {', '.join(changed)}"] if changed else []

@@ -30,14 +30,9 @@ class Taking:
     EARLY: Final = 0.25
 
     def __init__(self, every: int = 1, fps: float = 0.0) -> None:
-        self._count = 0
-        self.change(every, fps)
-
-    def change(self, every: int, fps: float) -> None:
-        """Another rate from the next picture on. On any thread."""
-        self._last = inf  # time begins anew
+        self._count, self._due = 0, 0.0
+        self._last = inf  # so that time begins anew
         self._every, self._period = every, 1.0 / fps if fps else 0.0
-        self._due = 0.0
 
     @property
     def all(self) -> bool:

@@ -31,13 +31,12 @@ def source_of(
     size: tuple[int, int] | None = None,
     read_timeout: float = 5.0,
     hwaccel: str = "",
-    direct: bool = False,
 ) -> Source:
     """The source that a text names. Raises ConfigError; whether anything is there shows at `open`.
 
     text: a path to a file; an address with rtsp, rtsps, http or https; a device like /dev/video0; a directory of
         pictures; one of `DRAWN` with options, as in shapes:seed=7,fps=15.
-    realtime, loop, size, read_timeout, hwaccel, direct: see VideoSource; read_timeout counts for connecting, too.
+    realtime, loop, size, read_timeout, hwaccel: see VideoSource; read_timeout counts for connecting, too.
     """
     scheme = match[1].lower() if (match := re.match(r"([A-Za-z][A-Za-z0-9+.-]+):", text)) else ""
     if scheme in DRAWN:
@@ -61,7 +60,6 @@ def source_of(
         open_timeout=read_timeout,
         read_timeout=read_timeout,
         hwaccel=hwaccel,
-        direct=direct,
     )
 
 

@@ -98,6 +98,11 @@ class FeedView:
         if self.task is not None:
             self.task.cancel()
 
+    def end(self) -> None:
+        """On any thread: there is no such feed any more."""
+        with suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self.close)
+
     def came(self, result: Result) -> None:
         """The feed has a result."""
         if self._hungry:

@@ -74,9 +74,9 @@ class FeedPictures:
         return next((route for suffix, route in self._routes.items() if path.endswith(suffix)), None)
 
     def gone(self, feed: str) -> None:
-        """A feed was removed: nobody waits for its pictures any more."""
+        """On any thread: a feed was removed, and nobody waits for its pictures any more."""
         for view in self._of.get(feed, ()):
-            view.close()
+            view.end()
 
     def close(self) -> None:
         """End every answer."""

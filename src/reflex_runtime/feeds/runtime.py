@@ -188,12 +188,6 @@ class Runtime:
             feed.signal()  # lets go of its sinks, if nothing did yet
             raise
 
-    def change_rate(self, name: str, every: int, fps: float) -> None:
-        """Let a feed take pictures at another rate; see `FeedConfig`. KeyError if there is none."""
-        with self._lock:
-            feed = self._feeds[name]
-        feed.change_rate(every, fps)
-
     def remove(self, name: str, timeout: float = 2.0) -> bool:
         """Stop a feed and forget it. Returns whether its threads ended within `timeout`; KeyError if there is none.
 

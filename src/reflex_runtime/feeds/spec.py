@@ -27,8 +27,9 @@ NAME = r"^(?!\.\.?$)[\w.-]{1,64}$"  # of a feed; . and .. would be other folders
 _PATH_BYTES = 200  # of 255 that the name of a file may have: endings follow, such as .mp4.1
 PER_FEED = (
     "realtime", "loop", "max_age_ms", "restarts", "read_timeout_s", "every", "fps", "rotate", "roi", "hwaccel",
+    "score", "classes",
 )  # fmt: skip
-_OF_STAGES = ("track", "track_score", "zone", "line", "stage")  # of a feed in a file
+OF_STAGES = ("track", "track_score", "zone", "line", "stage")  # of a feed in a file
 _FILE, _PLAYED, _FOLDER = "a file without realtime", "a file", "a directory of pictures"
 _DRAWN_KIND, _CAMERA = "drawn", "a camera"
 _FILES = (_FILE, _PLAYED)
@@ -69,6 +70,12 @@ class FeedSpec:
         """The part of its pictures that the processor gets; None for all."""
         return Region.of(self.config.roi) if self.config.roi else None
 
+    def same_as(self, other: FeedSpec) -> bool:
+        """Whether it is the same feed: of the general settings only its own count."""
+        settings = (*PER_FEED, *OF_STAGES)
+        same = all(getattr(self.config, name) == getattr(other.config, name) for name in settings)
+        return same and (self.name, self.source) == (other.name, other.source)
+
     def options(self, live: bool) -> dict[str, Any]:
         """Its settings as `Runtime.feed` takes them. live: of its source."""
         own = self.config
@@ -107,15 +114,14 @@ def is_folder(source: str) -> bool:
 
 def specs_of(texts: Sequence[str], file: Path | None, config: FeedsConfig) -> list[FeedSpec]:
     """The feeds of a configuration file and of texts NAME=SOURCE, with the settings of texts NAME.SETTING=VALUE for one
-    feed alone. ConfigError for a name given twice, and for none, unless some may be added later."""
+    feed alone. ConfigError for a name given twice, and for none."""
     feeds, own = _taken_apart(texts)
     specs = [
         *(_of_file(file, config, own) if file is not None else ()),
         *(_of_text(text, config, own) for text in feeds),
     ]
-    if not specs and config.port < 0:
-        elsewhere = "--config FILE with tables [[feed]], or --port, to add some by POST /feeds"
-        raise ConfigError(f"no feeds: give NAME=SOURCE, {_EXAMPLE}, or {elsewhere}")
+    if not specs:
+        raise ConfigError(f"no feeds: give NAME=SOURCE, {_EXAMPLE}, or --config FILE with tables [[feed]]")
     names: set[str] = set()
     for spec in specs:
         if spec.name in names:
@@ -164,13 +170,8 @@ def _of_file(file: Path, config: FeedsConfig, more: Mapping[str, Mapping[str, st
                 raise ConfigError(f"{where}: {key}: must be there, and be text")
         own = {key.replace("-", "_"): value for key, value in table.items() if key not in ("name", "source")}
         own |= more.get(table["name"], {})
-        settings = set_in(config, own, (*PER_FEED, *_OF_STAGES), f"{where}: ")
+        settings = set_in(config, own, (*PER_FEED, *OF_STAGES), f"{where}: ")
         yield _spec(table["name"], table["source"], settings, own.keys(), where)
-
-
-def spec_of(name: str, source: str, own: Mapping[str, Any], config: FeedsConfig) -> FeedSpec:
-    """The feed of a request. own: its settings, of `PER_FEED`."""
-    return _spec(name, source, set_in(config, own, PER_FEED), own.keys(), one_line(name))
 
 
 def set_in(config: FeedsConfig, own: Mapping[str, Any], known: Sequence[str], where: str = "") -> FeedsConfig:
@@ -180,33 +181,31 @@ def set_in(config: FeedsConfig, own: Mapping[str, Any], known: Sequence[str], wh
     for name, value in own.items():
         if name not in known:
             words = f"no such setting of a feed; there are {', '.join(known)}"
-            raise ConfigError(f"{where}{one_line(name)}: {words}", field=name)
-        try:
-            values[name] = convert(value, hints[name], f"{where}{name}")
-        except ConfigError as error:
-            raise ConfigError(error.message, field=name) from None
+            raise ConfigError(f"{where}{one_line(name)}: {words}")
+        values[name] = convert(value, hints[name], f"{where}{name}")
     try:
         return FeedsConfig(**values)
     except ConfigError as error:
-        message, field = f"{where}{error.message.removeprefix('--')}", error.details.get("field")
-        raise ConfigError(message, field=field) from None
+        raise ConfigError(f"{where}{error.message.removeprefix('--')}") from None
 
 
 def _spec(name: str, source: str, config: FeedsConfig, own: Any, where: str) -> FeedSpec:
     if not re.fullmatch(NAME, name):
         words = "the name must be 1 to 64 letters, digits, '.', '-' or '_', and neither . nor .."
-        raise ConfigError(f"{where}: {words}", field="name")
+        raise ConfigError(f"{where}: {words}")
     if config.roi:
         try:
             Region.of(config.roi)
         except ConfigError as error:
-            raise ConfigError(f"{where}: {error.message}", field="roi") from None
+            raise ConfigError(f"{where}: {error.message}") from None
+    for setting in ("score", "classes"):
+        if setting in own and not config.onnx:
+            raise ConfigError(f"{where}: {setting}: has no effect on a processor of your own (--processor)")
     kind = _kind(source, config.realtime)
     for settings, of, kinds in _ONLY:
         for setting in settings if kind not in kinds else ():
             if setting in own and getattr(config, setting):
-                words = f"{where}: {setting}: is for {of}, and {_public(source)} is {kind}"
-                raise ConfigError(words, field=setting)
+                raise ConfigError(f"{where}: {setting}: is for {of}, and {_public(source)} is {kind}")
     if kind not in _FILES:  # general settings of the command that do not apply to this source
         config = set_in(config, {"realtime": False, "loop": False}, PER_FEED, f"{where}: ")
     if kind in (_DRAWN_KIND, _FOLDER):
@@ -229,8 +228,8 @@ def _public(text: str) -> str:
     return one_line(without_secrets(text))
 
 
-def source_of_spec(spec: FeedSpec, direct: bool = False) -> Source:
-    """The source of a feed. direct: see `source_of`. ConfigError for a file that is not there."""
+def source_of_spec(spec: FeedSpec) -> Source:
+    """The source of a feed. ConfigError for a file that is not there."""
     where = f"{spec.name}={_public(spec.source)}"
     if spec.file is not None and not spec.file.exists():
         raise ConfigError(f"{where}: no such file")
@@ -244,7 +243,6 @@ def source_of_spec(spec: FeedSpec, direct: bool = False) -> Source:
             loop=own.loop,
             read_timeout=own.read_timeout_s,
             hwaccel=own.hwaccel,
-            direct=direct,
         )
     except ConfigError as error:
         raise ConfigError(f"{spec.name}: {in_one_line(error.message)}") from None

@@ -5,7 +5,6 @@ Only this module reads with PyAV, which is imported when a source is made.
 
 from __future__ import annotations
 
-import errno
 import itertools
 import os
 import re
@@ -30,11 +29,6 @@ if TYPE_CHECKING:
 MAX_SIDE = 8192  # pixels; a header with more is an error or an attack, and would exhaust the memory
 MAX_BARREN = 300  # packets in a row without a picture; by default encoders send a key frame every 250
 NETWORK = ("rtsp", "rtsps", "http", "https")
-# Forms that hold pictures themselves. Others, such as HLS, DASH and SDP, name addresses that FFmpeg opens.
-_SELF_CONTAINED = (
-    "mjpeg,mpjpeg,jpeg_pipe,png_pipe,gif,mov,mp4,matroska,webm,mpegts,mpeg,flv,avi,ogg,asf,nut,ivf,obu,av1,h264,hevc"
-)
-_FILES = f"{_SELF_CONTAINED},image2,apng,webp_pipe,bmp_pipe,tiff_pipe,m4v,mpegvideo,mxf,dv,rm,yuv4mpegpipe"
 
 
 class VideoSource:
@@ -48,8 +42,6 @@ class VideoSource:
     read_timeout: seconds, above 0 up to 600, to wait for a picture's data. A small value finds a frozen camera sooner.
     hwaccel: decode on a device that FFmpeg knows, such as cuda, vaapi, or cuda:1 for the second one; auto takes the
         first that works. Where there is none, or it cannot decode this video, a log line says so and the CPU decodes.
-    direct: read an address of http or https, or a file, only from there: no redirect is followed, and no playlist or
-        description that names other addresses or files is read.
     name: the address without user, password and query. total: the frame count in the file, else its duration times
         its rate. corrupt: packets and pictures that could not be decoded, and were skipped.
 
@@ -74,7 +66,6 @@ class VideoSource:
         open_timeout: float = 5.0,
         read_timeout: float = 5.0,
         hwaccel: str = "",
-        direct: bool = False,
     ) -> None:
         self._where = os.fspath(where)
         self._scheme = self._where.partition("://")[0].lower() if "://" in self._where else ""
@@ -92,7 +83,6 @@ class VideoSource:
             raise ConfigError(f"VideoSource.size={size!r}: must be width and height in [1, {MAX_SIDE}], or None")
         self._av = _load()
         self._realtime, self._loop, self._size = realtime, loop, size
-        self._direct = direct and (self._scheme.startswith("http") or not self._remote)
         self._timeouts = (open_timeout, read_timeout)
         self._hardware = Hardware(hwaccel, self.name) if hwaccel else None
         self._stop = threading.Event()
@@ -169,14 +159,10 @@ class VideoSource:
             options = {"rtsp_transport": "tcp", "allowed_media_types": "video", "timeout": limit, "fpsprobesize": "1"}
         elif self._scheme:
             options = {"rw_timeout": limit}
-            if self._direct:
-                options |= {"max_redirects": "0", "format_whitelist": _SELF_CONTAINED}
         elif self._remote:
             form = "v4l2"
         else:
             address = "file:" + os.path.abspath(self._where)  # a colon in a name is no protocol
-            if self._direct:
-                options = {"format_whitelist": _FILES}
         opened: InputContainer = self._av.open(
             address,
             format=form,
@@ -272,8 +258,6 @@ class VideoSource:
         known = self._av.error
         refused = isinstance(error, known.HTTPUnauthorizedError | known.HTTPForbiddenError | known.LookupError)
         why = getattr(error, "strerror", None) or type(error).__name__
-        if self._direct and self._container is None and getattr(error, "errno", 0) in (errno.EIO, errno.EINVAL):
-            why += " (of a source that was added, redirects and playlists are not followed)"
         return SourceError(f"{self.name}: {why}", retryable=self._remote and not refused)
 
     def _interrupted(self) -> SourceError:

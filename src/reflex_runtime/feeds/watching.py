@@ -7,9 +7,7 @@ from functools import partial
 from typing import Any, Final
 
 from reflex_runtime.drivers.coordinator import BatchCoordinator
-from reflex_runtime.feeds.control import FeedControl
 from reflex_runtime.feeds.described import described_routes
-from reflex_runtime.feeds.fleet import FeedFleet
 from reflex_runtime.feeds.pictures import FeedPictures
 from reflex_runtime.feeds.runtime import Runtime
 from reflex_runtime.feeds.snapshot import FeedSnapshot
@@ -38,24 +36,25 @@ class FeedsLive(Live):
 
 
 class FeedPages:
-    """/dashboard, /feeds, the pictures of the feeds of one coordinator, and their control; see `StatusPages`."""
+    """/dashboard, /feeds, and the pictures of the feeds of one coordinator; see `StatusPages`.
+
+    key: whether callers need one.
+    """
 
     def __init__(
-        self, runtime: Runtime, coordinator: BatchCoordinator, pictures: FeedPictures, fleet: FeedFleet
+        self, runtime: Runtime, coordinator: BatchCoordinator, pictures: FeedPictures, key: bool = False
     ) -> None:
         told = partial(_server, runtime, coordinator)
         fold = partial(FeedsLive, coordinator)
         self._watchers = Watchers(fold, coordinator.add_sink, coordinator.remove_sink, told)
         self._pictures = pictures
-        self._control = FeedControl(fleet, pictures.gone)
         status = Route("/status", partial(_status, runtime, coordinator))
-        pages = [*dashboard_routes(self._watchers), grid_route((self._control.add,)), self._control.load, status]
-        pages += described_routes(fleet.has_key)
+        pages = [*dashboard_routes(self._watchers), grid_route(), status, *described_routes(key)]
         self.routes = {route.path: route for route in pages} | pictures.routes
 
     def find(self, path: str) -> Route | None:
-        """The route of a picture or of a feed."""
-        return self._pictures.find(path) or self._control.find(path)
+        """The route of a picture."""
+        return self._pictures.find(path)
 
     def close(self) -> None:
         """End every answer."""

@@ -1,6 +1,6 @@
 // The page of all feeds: their newest frames, which come in one answer for all that are in sight.
 import { Tiles, paint, parts } from "./feeds.js";
-import { $, ask, get, say, watch } from "./link.js";
+import { $, get, say, watch } from "./link.js";
 
 const SETTLES = 200; // milliseconds until what is in sight is asked for: a scroll changes it often
 const AGAIN = 1000; // milliseconds until the next try
@@ -8,23 +8,12 @@ const MOST = 64; // feeds that the server sends in one answer
 const SIZES = { small: "12rem", middle: "20rem", large: "36rem" };
 const STEPS = { ArrowLeft: () => -1, ArrowRight: () => 1, ArrowUp: (columns) => -columns, ArrowDown: (columns) => columns };
 
-const number = (text) => (text === "" ? null : Number(text));
-const parted = (text) => text.split(",").map((name) => name.trim()).filter(Boolean);
-const FIELDS = { score: number, classes: (text) => (parted(text).length ? parted(text) : null), fps: number };
-
 class Grid extends Tiles {
   constructor(section) {
     super(section, get);
     this.asked = ""; // the feeds that are asked for
     document.addEventListener("visibilitychange", () => this.looked());
     this.tiles.addEventListener("keydown", (event) => this.move(event));
-    this.one = new One($("one"), this.large);
-    $("add").addEventListener("submit", add);
-  }
-
-  enlarge(name) {
-    this.one.open(name);
-    return super.enlarge(name);
   }
 
   looked() {
@@ -64,74 +53,6 @@ class Grid extends Tiles {
     tiles[tiles.indexOf(document.activeElement) + step(columns)]?.focus();
     event.preventDefault();
   }
-}
-
-// What may be changed of the feed that is enlarged; only what was changed here is sent. Texts of classes are names with
-// commas.
-class One {
-  constructor(form, large) {
-    this.form = form;
-    this.large = large;
-    this.said = form.querySelector("span");
-    form.addEventListener("submit", (event) => {
-      event.preventDefault();
-      this.apply();
-    });
-    form.elements.remove.addEventListener("click", () => this.remove());
-  }
-
-  async open(name) {
-    const path = this.path = `/feeds/${encodeURIComponent(name)}`;
-    this.said.textContent = "";
-    this.sure(false);
-    this.form.reset(); // what stands there is of the feed before
-    this.known = this.texts();
-    const answer = await get(path);
-    if (!answer.ok) return;
-    const { score, classes, settings } = await answer.json();
-    if (path !== this.path) return; // another one was opened meanwhile
-    const told = { score: score ?? "", classes: classes?.join(",") ?? "", fps: settings.fps || "" };
-    for (const [name, text] of Object.entries(told)) {
-      const field = this.form.elements[name];
-      if (field.value === this.known[name]) field.value = text; // not what was written meanwhile
-      this.known[name] = String(text);
-    }
-  }
-
-  texts() {
-    const { score, classes, fps } = this.form.elements;
-    return { score: score.value, classes: classes.value, fps: fps.value };
-  }
-
-  async apply() {
-    const path = this.path, texts = this.texts(), fields = {};
-    for (const [name, text] of Object.entries(texts)) if (text !== this.known[name]) fields[name] = FIELDS[name](text);
-    const told = await ask(path, fields, "PATCH");
-    if (path !== this.path) return;
-    this.said.textContent = told;
-    if (told === "done") this.known = texts;
-  }
-
-  async remove() {
-    if (!this.certain) return this.sure(true);
-    const told = await ask(this.path, undefined, "DELETE");
-    this.said.textContent = told;
-    if (told === "done") this.large.close();
-  }
-
-  // Removing takes two presses.
-  sure(certain) {
-    this.certain = certain;
-    this.form.elements.remove.textContent = certain ? "Press again to remove it" : "Remove the feed";
-  }
-}
-
-async function add(event) {
-  event.preventDefault();
-  const form = event.target, said = form.querySelector("span");
-  said.textContent = "asking";
-  said.textContent = await ask("/feeds", Object.fromEntries(new FormData(form)));
-  if (said.textContent === "done") form.reset();
 }
 
 let grid = null;

@@ -1,0 +1,218 @@
+"""SIGHUP: the configuration is read again by a real process, and only the feeds that it changes notice.
+
+The videos carry their feed and frame number, and every frame of a file is answered: one that is lost, repeated or mixed
+up shows. They are longer than a test, as the processor takes its time.
+"""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tools.shape_detector.scoring import write_scene
+
+from feeds.commands import Feeds, by_feed, refusal, scratch
+from feeds.graphs import bright_graph, lit
+from feeds.markers import write_marker_video
+from feeds.videos import clip, write_video
+from reflex_runtime.feeds.detector_slot import version_of
+
+READER = 'processor = "slow:SlowReader"\n'
+SLOW = """
+from threading import Event
+from feeds.markers import MarkerReader
+
+class SlowReader(MarkerReader):
+    def process(self, entries):
+        Event().wait(0.01)
+        return super().process(entries)
+"""
+ENDLESS = "shapes:realtime=false,size=64x48"
+
+
+def feed(name: str, source: str, *more: str) -> str:
+    return f'[[feed]]\nname = "{name}"\nsource = "{source}"\n' + "".join(f"{line}\n" for line in more)
+
+
+class Configured:
+    """A run of feeds with a configuration file that a test writes again."""
+
+    def __init__(self, folder: Path, *feeds: str, general: str = READER, arguments: tuple[str, ...] = ()) -> None:
+        (folder / "slow.py").write_text(SLOW)
+        self.file = folder / "cameras.toml"
+        self.write(*feeds, general=general)
+        self.feeds = Feeds("--config", "cameras.toml", "--results=-", *arguments, cwd=folder)
+        self.told = 0
+
+    def write(self, *feeds: str, general: str = READER) -> None:
+        self.file.write_text(f"[feeds]\n{general}{''.join(feeds)}")
+
+    def reload(self, *feeds: str, general: str = READER) -> str:
+        """Write it, signal, and return the line that says what came of it."""
+        self.write(*feeds, general=general)
+        return self.hup()
+
+    def hup(self) -> str:
+        self.feeds.process.send_signal(signal.SIGHUP)
+        self.told += 1
+        return self.feeds.wait_log("cameras.toml ", self.told).partition("cameras.toml ")[2]
+
+    def more(self, count: int = 12) -> dict[str, list[Any]]:
+        """Every result so far, once there are so many more."""
+        return by_feed(self.feeds.wait_out(len(self.feeds.out) + count))
+
+
+def uninterrupted(lines: list[Any]) -> bool:
+    """Whether no frame is missing, and each is the one after that before it in the video."""
+    return [line["sequence"] for line in lines] == list(range(len(lines)))
+
+
+def test_i18_feeds_come_go_and_change_and_the_others_are_not_touched(tmp_path: Path) -> None:
+    for number, name in enumerate(("door", "gate", "yard", "hall"), 1):
+        write_marker_video(tmp_path / f"{name}.mp4", number, 900, size=(80, 36))
+    door, gate, yard, hall = (feed(name, f"{name}.mp4") for name in ("door", "gate", "yard", "hall"))
+    made = Configured(tmp_path, door, gate, yard)
+    with made.feeds as feeds:
+        assert made.more(20).keys() == {"door", "gate", "yard"}
+        told = made.reload(door, feed("gate", "gate.mp4", "every = 3"), hall)
+        assert told == "was read again: new: hall; changed: gate; gone: yard; 1 as before"
+        made.more(30)
+        assert feeds.stop() == 0
+        lines = feeds.wait_out(0)
+    found = by_feed(lines)
+    after = by_feed(lines[[line["feed"] for line in lines].index("hall") :])
+    assert uninterrupted(found["door"]), "it went on, and lost nothing"
+    assert after.keys() == {"door", "gate", "hall"}
+    again = [line["sequence"] for line in found["gate"]].index(0, 1)
+    assert uninterrupted(found["gate"][:again])
+    assert [line["sequence"] for line in found["gate"][again:]] == list(range(0, 3 * len(found["gate"][again:]), 3))
+    assert uninterrupted(found["hall"])
+    numbers = {"door": 1, "gate": 2, "yard": 3, "hall": 4}
+    for name, lines in found.items():
+        assert {line["value"]["feed"] for line in lines} == {numbers[name]}
+
+
+def test_i18_tracks_of_a_feed_go_on_while_another_one_changes(tmp_path: Path) -> None:
+    pytest.importorskip("trackers")
+    for seed, name in enumerate(("door", "gate")):
+        write_scene(tmp_path / f"{name}.mp4", 20, seed=seed)
+    general = 'onnx = "shapes"\ntrack = true\nrealtime = true\n'
+    door, gate = feed("door", "door.mp4"), feed("gate", "gate.mp4")
+    made = Configured(tmp_path, door, gate, general=general)
+    with made.feeds as feeds:
+        made.more(30)
+        assert "changed: gate; 1 as before" in made.reload(door, gate + "score = 0.9\n", general=general)
+        made.more(30)
+        assert feeds.stop() == 0
+        lines = feeds.wait_out(0)
+    begun = [(line["feed"], line["sequence"]) for line in lines].index(("gate", 0), 20)  # anew
+    before, after = (ids(by_feed(part)["door"]) for part in (lines[:begun], lines[begun:]))
+    assert before & after, "the same objects have the same numbers"
+    assert [line["sequence"] for line in by_feed(lines)["door"]].count(0) == 1
+
+
+def ids(lines: list[Any]) -> set[int]:
+    return {number for line in lines for number in line["value"]["tracker_ids"] if number is not None}
+
+
+def test_i18_a_file_that_is_wrong_changes_nothing_and_a_line_names_the_file_and_the_key(tmp_path: Path) -> None:
+    write_marker_video(tmp_path / "door.mp4", 1, 900, size=(80, 36))
+    door = feed("door", "door.mp4")
+    wrong = {
+        "[[feed]\n": "not TOML",
+        door + feed("gate", "gate.mp4"): "gate=gate.mp4: no such file",
+        door + feed("gate", "door.mp4", "colour = 3"): "feed 2: colour: no such setting of a feed",
+        door + feed("gate", "door.mp4", "fps = -1"): "feed 2: fps=-1: must be in [0, 1000]",
+        door + feed("gate", "door.mp4", "score = 0.5"): "feed 2: score: has no effect on a processor of your own",
+        door + feed("gate", "door.mp4", 'stage = ["no.such:stage"]'): "--stage=no.such:stage: cannot be imported",
+        door + door: "two feeds are called door",
+        "": "no feeds: give NAME=SOURCE",
+        "max_batch_size = 0\n" + door: "--max-batch-size=0: must be in [1, 4096]",
+        "max_batchsize = 8\n" + door: "[feeds] max_batchsize: no such setting; did you mean max_batch_size?",
+        "[[feeds]]\n" + door: "not TOML",
+    }
+    made = Configured(tmp_path, door)
+    with made.feeds as feeds:
+        made.more(5)
+        for text, says in wrong.items():
+            told = made.reload(text)
+            assert told.startswith("changes nothing: "), told
+            assert says in told
+        assert "1 as before" in made.reload(door)
+        made.more(5)
+        assert feeds.stop() == 0
+        assert uninterrupted(feeds.wait_out(0))
+    assert sum("cameras.toml" in line for line in feeds.log) == len(wrong) + 1, "a line each"
+
+
+def test_i18_another_detector_takes_the_next_batch_and_no_frame_is_lost(tmp_path: Path) -> None:
+    first = bright_graph(tmp_path / "first.onnx", "raw", (64, 48))
+    other = bright_graph(tmp_path / "other.onnx", "rows", (96, 96))
+    feeds_ = [feed(name, ENDLESS) for name in "ab"]
+    made = Configured(tmp_path, *feeds_, general='onnx = "first.onnx"\n')
+    with made.feeds as feeds:
+        made.more(20)
+        told = made.reload(*feeds_, general='onnx = "other.onnx"\nthreads = 2\n')
+        assert told == (
+            f"was read again: 2 as before; {version_of(other)} runs now, in place of {version_of(first)}; "
+            "at the next start: --threads"
+        )
+        made.more(20)
+        assert "changes nothing: --onnx=gone.onnx: no such file" in made.reload(*feeds_, general='onnx = "gone.onnx"\n')
+        other.write_bytes(b"no graph")
+        assert "other.onnx" in made.reload(*feeds_, general='onnx = "other.onnx"\n')
+        other.write_bytes(first.read_bytes())  # the same name, another file
+        assert f"{version_of(other)} runs now" in made.hup()
+        made.more(20)
+        assert feeds.stop() == 0
+        lines = feeds.wait_out(0)
+    for found in by_feed(lines).values():
+        assert uninterrupted(found)
+        versions = [line["value"]["model"] for line in found]
+        assert versions == sorted(versions, key=list(dict.fromkeys(versions)).index), "never back"
+        assert len(set(versions)) == 3
+
+
+def test_i18_each_feed_reports_its_own_classes_and_scores(tmp_path: Path) -> None:
+    bright_graph(tmp_path / "model.onnx", "raw", (64, 48))
+    write_video(tmp_path / "red.mp4", [lit((8, 8, 40, 40), (150, 0, 0), (64, 48))] * 500)  # scores 0.6
+    general = 'onnx = "model.onnx"\nclasses = ["red"]\nrealtime = true\n'
+    feeds_ = [feed("a", "red.mp4"), feed("b", "red.mp4", 'classes = ["blue"]')]
+    made = Configured(tmp_path, *feeds_, general=general, arguments=("c=red.mp4", "c.score=0.9"))
+    with made.feeds as feeds:
+        found = made.more(30)
+        labels = {name: {tuple(line["value"]["labels"]) for line in lines} for name, lines in found.items()}
+        assert labels == {"a": {("red",)}, "b": {()}, "c": {()}}
+        told = made.reload(feeds_[0], feed("b", "red.mp4", "classes = []"), general=general)
+        assert "changed: b; 2 as before" in told
+        made.more(20)
+        again = by_feed(feeds.wait_out(0))["b"]
+        begun = [line["sequence"] for line in again].index(0, 1)
+        assert {tuple(line["value"]["labels"]) for line in again[begun:]} == {("red",)}
+        wrong = made.reload(feeds_[0], feed("b", "red.mp4", 'classes = ["re"]'), general=general)
+        assert "model.onnx: feed b: classes=re: the graph has 3 classes; did you mean red?" in wrong
+        assert feeds.stop() == 0
+
+
+def test_i18_a_class_that_the_detector_lacks_is_refused_at_the_start(tmp_path: Path) -> None:
+    bright_graph(tmp_path / "model.onnx", "raw", (64, 48))
+    with Feeds("a=shapes:", "a.classes=re", "--onnx", "model.onnx", cwd=tmp_path) as feeds:
+        assert feeds.wait() == 2
+    assert "--onnx=model.onnx: feed a: classes=re: the graph has 3 classes; did you mean red?" in feeds.log[-1]
+
+
+def test_i18_limits_need_a_detector(capsys: pytest.CaptureFixture[str]) -> None:
+    said = refusal(capsys, "a=shapes:", "a.score=0.5", "--processor", "feeds.markers:MarkerReader")
+    assert "score: has no effect on a processor of your own (--processor)" in said
+
+
+def test_f14_a_run_ends_when_what_is_left_has_ended_after_a_feed_is_gone(tmp_path: Path) -> None:
+    (tmp_path / "door.mp4").write_bytes(clip(3).read_bytes())
+    door, general = feed("door", "door.mp4"), 'processor = "mine:Sizes"\n'
+    made = Configured(scratch(tmp_path), door, feed("yard", ENDLESS), general=general)
+    with made.feeds as feeds:
+        feeds.wait_log("door: came to its end")
+        assert "gone: yard" in made.reload(door, general=general)
+        assert feeds.wait() == 0
