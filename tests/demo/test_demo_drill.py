@@ -183,7 +183,7 @@ def test_demo_ab_breaks_b_and_brings_it_back(
     assert {(line.slot, line.error.slug) for line in failed if line.error} == {("b", "processor_failed")}
     assert f"b failed {len(failed)} calls" in out
     assert re.search(r"a against b: \w", out)
-    for name in ("report.png", "report.svg", "batches.png", "batches.svg"):
+    for name in ("batches.png", "batches.svg"):
         assert (tmp_path / name).stat().st_size > 10_000
     batches = [json.loads(line) for line in (tmp_path / "batches.jsonl").read_text().splitlines()[1:]]
     assert {b["group"] for b in batches if b["kind"] == "batch"} == {"a", "b"}

@@ -77,7 +77,7 @@ def run_ab(console: Console, args: argparse.Namespace, trace: Path) -> int:
         console.print(f"[red]{failure}[/red]")
     if result.calls:
         console.print()
-        _report(console, sorted(_recordings(kept) - before), args.out / "report")
+        _report(console, sorted(_recordings(kept) - before))
         console.print()
         draw(console, trace, args.out / "batches", around_the_crashes)
     return 1 if result.failures else 0
@@ -143,14 +143,11 @@ def _survived(console: Console, drill: Drill) -> None:
         console.print(f"[yellow]the drill is not complete: {drill.missing}[/yellow]")
 
 
-def _report(console: Console, recordings: list[Path], prefix: Path) -> None:
-    """A against B, as `reflex report` tells it, and its picture."""
+def _report(console: Console, recordings: list[Path]) -> None:
+    """A against B, as `reflex report` tells it."""
     from reflex_runtime.policies.records.report import report
-    from reflex_runtime.policies.records.report_picture import draw_report
 
     found = report(recordings)
     console.print(found.text(), markup=False, highlight=False, soft_wrap=True)
     files = " ".join(str(path) for path in recordings)
-    drawn = draw_report(found, prefix) if found.moments else ()
-    pictures = ", ".join(str(path) for path in drawn) or "none, no episode was played to its end"
-    console.print(f"\nthis is reflex report {files}, pictures: {pictures}", soft_wrap=True)
+    console.print(f"\nthis is reflex report {files}", soft_wrap=True)

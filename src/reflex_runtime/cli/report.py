@@ -1,4 +1,4 @@
-"""`reflex report`: A against B out of journals, as text, JSON and a picture."""
+"""`reflex report`: A against B out of journals, as text or JSON."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ examples:
   reflex report recordings/                       everything that was recorded there
   reflex report monday.jsonl.gz tuesday.jsonl.gz  two files as one run
   reflex report recordings/ --format json         for programs
-  reflex report recordings/ --out ab              also ab.svg and ab.png: success and e-values over time
 
 An e-value of 1,000 decides: if both are equally good, the chance that it ever reaches 1,000 is at most 1 in 1,000.
 
@@ -41,7 +40,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     add("paths", type=Path, nargs="+", metavar="FILE|DIR", help="journals, or directories of them")
     add("--policy", metavar="NAME", help="the policy to report, where several were served (docs/several-policies.md)")
     add("--format", default="text", metavar="text|json", help="form of the output (default text)")
-    add("--out", type=Path, metavar="PREFIX", help="also draw PREFIX.svg and PREFIX.png")
     add(
         "--margin",
         default="5",
@@ -69,9 +67,4 @@ def run(args: argparse.Namespace) -> int:
         print(f"reflex report: {error.message}", file=sys.stderr)
         return 1
     print(json.dumps(found.as_dict(), indent=1) if args.format == "json" else found.text())
-    if args.out is not None:
-        from reflex_runtime.policies.records.report_picture import draw_report
-
-        paths = draw_report(found, args.out)
-        print(f"wrote {' and '.join(str(p) for p in paths)}", file=sys.stderr)
     return 0

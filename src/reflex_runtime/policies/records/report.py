@@ -82,18 +82,6 @@ class SlotReport:
 
 
 @dataclass(frozen=True, slots=True)
-class Moment:
-    """Counts and evidence after one finished episode or one decision. at: seconds since the epoch.
-
-    counts: slot → (successes, episodes). e: (a better, b better, b not worse); None where there is nothing to compare.
-    """
-
-    at: float
-    counts: dict[str, tuple[int, int]]
-    e: tuple[float, float, float] | None
-
-
-@dataclass(frozen=True, slots=True)
 class Event:
     """A decision on the timeline. at: seconds since the epoch."""
 
@@ -105,12 +93,11 @@ class Event:
 
 @dataclass(slots=True)
 class RolloutReport:
-    """The report. moments, timeline: in order of time."""
+    """The report. timeline: in order of time."""
 
     files: list[Path]
     slots: dict[str, SlotReport] = field(default_factory=dict)
     comparison: Comparison | None = None
-    moments: list[Moment] = field(default_factory=list)
     timeline: list[Event] = field(default_factory=list)
     divergence: list[dict[str, Any]] = field(default_factory=list)
     started: float = 0.0
@@ -316,7 +303,7 @@ def _tell_models(found: RolloutReport, headers: Iterable[Header]) -> None:
 
 
 def _follow(found: RolloutReport, notes: Sequence[Note]) -> None:
-    """Fold outcomes and decisions, in order, into the comparison, the counts over time and the timeline."""
+    """Fold outcomes and decisions, in order, into the comparison and the timeline."""
     owners: dict[str, set[str]] = {}
     for name, slot in found.slots.items():
         for episode in slot.started:
@@ -333,10 +320,10 @@ def _follow(found: RolloutReport, notes: Sequence[Note]) -> None:
             if episode in told:
                 continue
             told.add(episode)
-            _ended(found, at, owners.get(episode, set()), note.fields)
+            _ended(found, owners.get(episode, set()), note.fields)
 
 
-def _ended(found: RolloutReport, at: float, owners: set[str], fields: dict[str, Any]) -> None:
+def _ended(found: RolloutReport, owners: set[str], fields: dict[str, Any]) -> None:
     """Count one episode's outcome, the first of several. An episode that two slots answered counts for none."""
     name = fields.get("slot") or (next(iter(owners)) if len(owners) == 1 else None)
     if len(owners - {"shadow"}) > 1 or fields.get("counted") is False:
@@ -349,14 +336,6 @@ def _ended(found: RolloutReport, at: float, owners: set[str], fields: dict[str, 
     slot.successes += success
     if found.comparison is not None and name in ("a", "b"):
         found.comparison.add(name, success)
-    _remember(found, at)
-
-
-def _remember(found: RolloutReport, at: float) -> None:
-    c = found.comparison
-    e = None if c is None else (c.e_a_better, c.e_b_better, c.e_not_inferior)
-    counts = {name: (slot.successes, slot.finished) for name, slot in found.slots.items()}
-    found.moments.append(Moment(at, counts, e))
 
 
 def _decided(found: RolloutReport, at: float, fields: dict[str, Any]) -> None:
@@ -388,7 +367,6 @@ def _loaded(found: RolloutReport, at: float, slot: SlotReport, version: str) -> 
     if found.comparison is not None:
         before = found.comparison
         found.comparison = Comparison(before.split, before.alpha, before.margin)
-    _remember(found, at)
 
 
 # -- text --------------------------------------------------------------------------------------------------------------
