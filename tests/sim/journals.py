@@ -26,8 +26,8 @@ from reflex_runtime.telemetry.journal import (
     RequestLine,
     Scheduled,
 )
-from reflex_runtime.telemetry.journal_head import info_of
 from reflex_runtime.telemetry.journal_reader import Journal
+from reflex_runtime.telemetry.journal_writer import info_of
 
 WHEN = datetime(2026, 1, 1, tzinfo=UTC)
 

@@ -28,8 +28,8 @@ from reflex_runtime.sim.recorded import Changes, _group
 from reflex_runtime.sim.replay import MeasuredDevice, recorded_report, replay_schedule, side_by_side
 from reflex_runtime.sim.replay_measured import replay_measured
 from reflex_runtime.telemetry.journal import BatchLine, GroupInfo, Member
-from reflex_runtime.telemetry.journal_head import info_of
 from reflex_runtime.telemetry.journal_reader import Journal, read_journal
+from reflex_runtime.telemetry.journal_writer import info_of
 
 Robot = Callable[[Served], Awaitable[None]]
 

@@ -19,9 +19,9 @@ from reflex_runtime.core.request import Priority, Request, Ticket
 from reflex_runtime.core.scheduler import Scheduler
 from reflex_runtime.core.time_cost import TimeCost
 from reflex_runtime.sim.replay_measured import replay_measured
-from reflex_runtime.telemetry.answered import Answered
 from reflex_runtime.telemetry.journal_reader import Journal, read_journal
 from reflex_runtime.telemetry.journal_writer import JournalWriter, Recording
+from reflex_runtime.telemetry.request_record import RequestRecord
 
 TURNS = 12  # requests of each client
 
@@ -142,7 +142,7 @@ class Virtual:
                 self.then.pop(event.ticket)()
 
     def answered(self, name: str, error: Any, ticket: Ticket | None) -> None:
-        detail = Answered(request_id=name, arrived=self.now, slot="prod")
+        detail = RequestRecord(request_id=name, arrived=self.now, slot="prod")
         outcome = "ok" if error is None else error.outcome
         self.journal(RequestAnswered(self.now, "prod", outcome, 200, 0.0, ticket, detail))
 

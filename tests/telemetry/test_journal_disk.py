@@ -22,9 +22,9 @@ from reflex_runtime.core.events import RequestAnswered
 from reflex_runtime.policies.policy.observation import decode_image
 from reflex_runtime.policies.records.report import report
 from reflex_runtime.telemetry import journal_writer as module
+from reflex_runtime.telemetry.files import turn_all
 from reflex_runtime.telemetry.journal import JournalError, RequestLine
 from reflex_runtime.telemetry.journal_reader import read_journal
-from reflex_runtime.telemetry.lines import turn_all
 from serving.pair import until
 
 from .test_journal_recording import Run, asked, record, recorder

@@ -18,10 +18,9 @@ from reflex_runtime.core.events import BatchFinished, BatchScheduled, RequestAns
 from reflex_runtime.core.flush import FlushPolicy
 from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.core.request import AdmittedBatch, Priority, Request, Ticket
-from reflex_runtime.telemetry.answered import Answered, short
-from reflex_runtime.telemetry.journal_head import hardware, info_of
 from reflex_runtime.telemetry.journal_reader import read_journal
-from reflex_runtime.telemetry.journal_writer import JournalWriter, Recording
+from reflex_runtime.telemetry.journal_writer import JournalWriter, Recording, hardware, info_of
+from reflex_runtime.telemetry.request_record import RequestRecord, short
 
 HEADER = {
     "model_hash": "0123456789abcdef",
@@ -43,7 +42,7 @@ class Run:
         self.recorder, self.now = recorder, now
         self.tickets = self.batches = 0
 
-    def batch(self, *answers: Answered, slot: str = "prod", stage: str = "", outcome: str = "ok") -> None:
+    def batch(self, *answers: RequestRecord, slot: str = "prod", stage: str = "", outcome: str = "ok") -> None:
         """One batch that answers these."""
         tickets = []
         for answered in answers:
@@ -68,7 +67,7 @@ class Run:
             self.recorder(RequestAnswered(self.now, slot, outcome, status, 0.021, ticket, answered, wire="http"))
 
 
-def asked(i: int, **changes: Any) -> Answered:
+def asked(i: int, **changes: Any) -> RequestRecord:
     fields: dict[str, Any] = {
         "request_id": f"request-{i}",
         "episode_id": "ep_7",
@@ -83,7 +82,7 @@ def asked(i: int, **changes: Any) -> Answered:
         "batch_s": 0.0205,
         "measured_ms": 9.75,
     }
-    return Answered(**fields | changes)
+    return RequestRecord(**fields | changes)
 
 
 PLACE = frozenset({"gzip", "images", "max_bytes"})
@@ -97,7 +96,7 @@ def recorder(directory: Path, **changes: Any) -> JournalWriter:
     return JournalWriter(to, **told | {name: value for name, value in changes.items() if name not in PLACE})
 
 
-def record(directory: Path, *batches: list[Answered], **changes: Any) -> Path:
+def record(directory: Path, *batches: list[RequestRecord], **changes: Any) -> Path:
     made = recorder(directory, **changes)
     run = Run(made)
     for answers in batches:

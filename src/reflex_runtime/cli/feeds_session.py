@@ -22,8 +22,8 @@ from reflex_runtime.feeds.detector_slot import DetectorSlot
 from reflex_runtime.feeds.fleet import FeedFleet, FeedPlan
 from reflex_runtime.feeds.runtime import Runtime, StopReport
 from reflex_runtime.feeds.words import in_one_line, undecoded
+from reflex_runtime.telemetry.batch_metrics import OneGroup
 from reflex_runtime.telemetry.health import FeedEnded, FeedFailed, FeedStageError, StageError
-from reflex_runtime.telemetry.one_group import OneGroup
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry

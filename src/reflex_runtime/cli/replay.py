@@ -15,8 +15,8 @@ from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.options import one_of, whole
 from reflex_runtime.telemetry.files import create, write_all
 from reflex_runtime.telemetry.journal import JournalError
-from reflex_runtime.telemetry.journal_head import hardware
 from reflex_runtime.telemetry.journal_reader import Journal, read_journal
+from reflex_runtime.telemetry.journal_writer import hardware
 
 if TYPE_CHECKING:
     from reflex_runtime.policies.records.replayed import ModelReplay

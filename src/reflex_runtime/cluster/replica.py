@@ -31,7 +31,7 @@ from reflex_runtime.core.errors import ReflexError
 from reflex_runtime.drivers.in_thread import in_thread
 from reflex_runtime.policies.serving.runtime import PolicyRuntime
 from reflex_runtime.policies.serving.watching import asked_live, watchers_of
-from reflex_runtime.telemetry.asked_live import AskedLive
+from reflex_runtime.telemetry.live import OnDemandLive
 from reflex_runtime.web import asgi
 from reflex_runtime.web.app import App
 from reflex_runtime.web.dashboard import dashboard_routes
@@ -79,7 +79,7 @@ class RayReplica:
         self._lost = False
         self._busy = BusyShare(time.monotonic())
         self._peers = RayPeers()
-        self._live: AskedLive | None = None
+        self._live: OnDemandLive | None = None
         self._changes: dict[str, PeerRequest] = {}  # by path: the last one that was done
         self._settled_at = 0.0  # until then it asks what was changed meanwhile
 

@@ -19,7 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from reflex_runtime.core.events import Event
 from reflex_runtime.telemetry.live import LiveSnapshot
 from reflex_runtime.telemetry.merged_live import LiveParts, added
-from reflex_runtime.telemetry.pages import rendered
+from reflex_runtime.telemetry.series import rendered
 from reflex_runtime.web.form import JSON
 
 WITHIN: Final = 5.0  # seconds for a replica to answer

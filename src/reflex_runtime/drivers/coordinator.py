@@ -37,8 +37,7 @@ from reflex_runtime.drivers.device import Clock, Device
 from reflex_runtime.drivers.follow_up import FollowUp
 from reflex_runtime.drivers.relay import Relay
 from reflex_runtime.drivers.submitted_frame import SubmittedFrame
-from reflex_runtime.telemetry.batch_metrics import BatchMeter, BatchMetrics
-from reflex_runtime.telemetry.one_group import OneGroup
+from reflex_runtime.telemetry.batch_metrics import BatchMeter, BatchMetrics, OneGroup
 
 log = logging.getLogger("reflex.coordinator")
 

@@ -31,8 +31,8 @@ from reflex_runtime.feeds.pipeline import Pipeline
 from reflex_runtime.feeds.snapshot import FeedSnapshot, RuntimeSnapshot
 from reflex_runtime.feeds.source import Source
 from reflex_runtime.feeds.subscription import Events
+from reflex_runtime.telemetry.batch_metrics import OneGroup
 from reflex_runtime.telemetry.health import Health, HealthEvent, ThreadDetached
-from reflex_runtime.telemetry.one_group import OneGroup
 
 log = logging.getLogger("reflex.feeds")
 

@@ -12,8 +12,7 @@ from reflex_runtime.feeds.pictures import FeedPictures
 from reflex_runtime.feeds.runtime import Runtime
 from reflex_runtime.feeds.snapshot import FeedSnapshot
 from reflex_runtime.feeds.status import WELL, answers, health_of
-from reflex_runtime.telemetry.live import Live, LiveSnapshot
-from reflex_runtime.telemetry.processes import own_process
+from reflex_runtime.telemetry.live import Live, LiveSnapshot, own_process
 from reflex_runtime.version import __version__
 from reflex_runtime.web.dashboard import dashboard_routes, grid_route
 from reflex_runtime.web.exchange import Exchange, Route

@@ -35,8 +35,8 @@ from reflex_runtime.replicas.messages import Forget, Members, MovedEpisodes, Not
 from reflex_runtime.replicas.placing_table import ReplicaTable
 from reflex_runtime.replicas.quiet_start import may_leave_idle
 from reflex_runtime.replicas.replica import Replica, ReplicaPlan, closed, started
+from reflex_runtime.telemetry.files import LineTarget
 from reflex_runtime.telemetry.journal_writer import JournalWriter
-from reflex_runtime.telemetry.lines import LineTarget
 from reflex_runtime.web.app import App
 from reflex_runtime.web.connection import HttpConnection
 from reflex_runtime.web.errors import Conflict, NotReady

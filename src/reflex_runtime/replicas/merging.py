@@ -9,7 +9,7 @@ from prometheus_client import Metric
 from prometheus_client.core import Sample
 from prometheus_client.parser import text_string_to_metric_families
 
-from reflex_runtime.telemetry.pages import rendered
+from reflex_runtime.telemetry.series import rendered
 
 _ADDED: Final = frozenset(  # gauges
     {"reflex_policy_runtime_queue_depth", "reflex_in_flight_requests", "reflex_backlog_seconds"}

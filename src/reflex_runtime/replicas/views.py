@@ -24,8 +24,8 @@ from reflex_runtime.replicas.merging import PageSum
 from reflex_runtime.replicas.messages import AskReplica, ReplicaAnswer
 from reflex_runtime.replicas.replica import Replica, answers
 from reflex_runtime.replicas.watching import MergedLive
+from reflex_runtime.telemetry.live import LiveProcess, live_process, own_process
 from reflex_runtime.telemetry.metrics import CONTENT_TYPE
-from reflex_runtime.telemetry.processes import LiveProcess, live_process, own_process
 from reflex_runtime.version import __version__
 from reflex_runtime.web.app import App
 from reflex_runtime.web.errors import NotReady

@@ -9,9 +9,8 @@ import msgspec
 
 from reflex_runtime.core.events import Event
 from reflex_runtime.replicas.replica import Replica
-from reflex_runtime.telemetry.live import LiveSnapshot
+from reflex_runtime.telemetry.live import LiveProcess, LiveSnapshot
 from reflex_runtime.telemetry.merged_live import LiveParts, added
-from reflex_runtime.telemetry.processes import LiveProcess
 from reflex_runtime.web.dashboard import STREAM
 
 _DECODE = msgspec.json.Decoder(LiveSnapshot).decode

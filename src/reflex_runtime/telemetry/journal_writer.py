@@ -7,16 +7,17 @@ killed process loses little. A disk error ends the journal, is kept in `error`, 
 
 from __future__ import annotations
 
+import os
 import platform
 import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from math import inf
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final, Self
+from typing import Any, Final, NamedTuple, Self
 
 import msgspec
 
@@ -33,21 +34,28 @@ from reflex_runtime.core.events import (
 )
 from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.core.request import Ticket
-from reflex_runtime.telemetry.answered import Answered, Taken, add_payload, facts_of, request_line, scheduled
+from reflex_runtime.core.time_cost import TimeCost
+from reflex_runtime.telemetry.files import LineFile, LineTarget, LineWriter, text, utc
 from reflex_runtime.telemetry.journal import (
     IMAGE_MODES,
     KINDS,
     BatchLine,
     EndedLine,
     Footer,
+    GroupInfo,
     Header,
     ImageMode,
     Member,
     Warm,
 )
-from reflex_runtime.telemetry.journal_head import info_of
-from reflex_runtime.telemetry.lines import LineFile, LineTarget, LineWriter, text, utc
-from reflex_runtime.telemetry.progress import ProgressFold
+from reflex_runtime.telemetry.request_record import (
+    QueuedRecord,
+    RequestRecord,
+    add_payload,
+    facts_of,
+    request_line,
+    scheduled,
+)
 from reflex_runtime.version import __version__
 
 CAPACITY = 4096  # lines that wait to be written; a batch of 256 members takes some 30 kB
@@ -90,7 +98,7 @@ class Recording:
         return LineFile(path, self.gzip, private=self.images == "full")
 
 
-_Item = BatchLine | EndedLine | Taken | bytes
+_Item = BatchLine | EndedLine | QueuedRecord | bytes
 
 
 class JournalWriter:
@@ -315,7 +323,7 @@ class JournalWriter:
 
     def _answered(self, event: RequestAnswered) -> None:
         answered, ticket = event.detail, event.ticket
-        if not isinstance(answered, Answered):
+        if not isinstance(answered, RequestRecord):
             return
         if self._recording is None:
             answered = copy(answered)
@@ -325,7 +333,7 @@ class JournalWriter:
             self._too_large += 1
             return
         entered = [] if answered.batch is None else self._entered.get(answered.batch.id, [])
-        taken = Taken(answered, event.outcome, event.status, event.wire, entered)
+        taken = QueuedRecord(answered, event.outcome, event.status, event.wire, entered)
         if ticket is not None:
             taken.ticket, taken.arrived, taken.facts = ticket.seq, ticket.arrived, facts_of(ticket.request)
             taken.admitted = ticket.admitted if ticket.admitted < ticket.arrived else None
@@ -379,7 +387,7 @@ class JournalWriter:
             return _safe(_tidy(item))
         return _safe(item) if isinstance(item, EndedLine) else self._request(item)
 
-    def _request(self, taken: Taken) -> bytes:
+    def _request(self, taken: QueuedRecord) -> bytes:
         self._written_bytes += taken.answered.image_bytes
         line = request_line(taken, self.recorded, self._origin, self._began)
         if self._recording is not None:
@@ -455,3 +463,110 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(v) for v in value]
     return value
+
+
+def info_of(group: GroupConfig) -> GroupInfo:
+    """The units of a group's numbers, and the settings from which a replay builds it again."""
+    model, budget = group.cost(), group.flush.max_batch_cost
+    return GroupInfo(
+        unit=model.unit,
+        budget=budget if budget < inf else None,
+        max_size=group.flush.max_batch_size,
+        flush={name: None if value == inf else value for name, value in asdict(group.flush).items()},
+        capacity=group.capacity,
+        max_queued_seconds=group.max_queued_seconds if group.max_queued_seconds < inf else None,
+        max_in_flight_per_client=group.max_in_flight_per_client,
+        weight=group.weight,
+        tenant=group.tenant or msgspec.UNSET,
+        latest_only=group.latest_only,
+        promote_after=group.promote_after,
+        planned=group.controller is not None,
+        cost=_cost(model) if isinstance(model, TimeCost) else None,
+    )
+
+
+def _cost(model: TimeCost) -> dict[str, Any]:
+    found = {"stages": list(model.stages), "affine": model.affine, "sizes": list(model.sizes)}
+    if model.sizes:
+        found["padded_stages"] = list(model.padded_stages)
+    return found
+
+
+def warmed(slot: str, batches: Iterable[tuple[Batch, float]], finished: Iterable[Ticket]) -> Warm | None:
+    """A slot's warm-up: its (batch, seconds) and the tickets that ran to their end; None when it was empty."""
+    ran = [(batch.stage, len(batch), elapsed) for batch, elapsed in batches]
+    tickets = list(finished)
+    if not ran or not tickets:
+        return None
+    one = tickets[0].request
+    return Warm(slot, str(one.shape), str(one.cost_class), one.wants, ran, [t.shared for t in tickets])
+
+
+def hardware() -> dict[str, Any]:
+    """The facts of this machine that decide a model's speed; a server adds its accelerator."""
+    model = ""
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
+            model = next((line.partition(":")[2].strip() for line in file if line.startswith("model name")), "")
+    except OSError:
+        model = platform.processor()
+    return {"system": platform.system(), "machine": platform.machine(), "cpu": model, "cores": os.cpu_count() or 0}
+
+
+class Progress(NamedTuple):
+    """Of one member before its batch, in tokens; None where its beginning was not seen.
+
+    computed: in the cache, those found there included. known: prompt and outputs. cached: found in the prefix cache on
+    entering with this batch; None when it found nothing or did not enter.
+    """
+
+    computed: float | None
+    known: float | None
+    cached: float | None
+
+
+class ProgressFold:
+    """Counts computed and known tokens of every request that has run and has not ended. A preempted request starts over
+    when it enters again; what it knew stays known.
+
+    False while there is none: events of other work cost one test each.
+    """
+
+    def __init__(self) -> None:
+        self._counts: dict[int, tuple[float, float]] = {}  # seq → computed, known
+        self._guessed: dict[int, bool] = {}  # seq, where the last batch had guesses → whether its first token has come
+
+    def __bool__(self) -> bool:
+        return bool(self._counts)
+
+    def ran(self, batch: Batch, failed: bool = False) -> list[Progress]:
+        """What the members of a finished batch had before it, in the order of its grants. failed: the call failed, and
+        they run again."""
+        entered, counts = set(batch.admitted), self._counts
+        found = []
+        self._guessed = dict.fromkeys([ticket.seq for ticket in batch.extra], False)
+        for ticket, units in batch.grants.items():
+            cached = None
+            if ticket in entered:
+                cached = batch.cached.get(ticket)
+                known = counts[ticket.seq][1] if ticket.seq in counts else ticket.request.wants
+                counts[ticket.seq] = (cached or 0.0, known)
+            before = counts.get(ticket.seq)
+            if before is None:
+                found.append(Progress(None, None, None))
+                continue
+            found.append(Progress(*before, cached))
+            if not failed:
+                counts[ticket.seq] = (before[0] + units - batch.extra.get(ticket, 0.0), before[1])
+        return found
+
+    def answered(self, seq: int) -> None:
+        """Count one more known token. The one before it was computed with it, if it is not the first of its batch."""
+        if seq in self._counts:
+            computed, known = self._counts[seq]
+            self._counts[seq] = (computed + self._guessed.get(seq, False), known + 1.0)
+            if seq in self._guessed:
+                self._guessed[seq] = True
+
+    def ended(self, seq: int) -> None:
+        self._counts.pop(seq, None)

@@ -6,9 +6,14 @@ list in a snapshot is bounded, and what was left out is counted.
 
 from __future__ import annotations
 
+import asyncio
+import os
+import time
 from collections import OrderedDict, deque
-from collections.abc import Hashable, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any, Final, Protocol
 
 import msgspec
 
@@ -34,6 +39,7 @@ NAME = 48  # characters of a client's name: names often differ at their end
 REMEMBERED = 1024  # clients whose figures are kept
 WINDOW = 512  # latencies of a group, and
 OWN = 64  # of a client, that percentiles are taken from
+UNSEEN: Final = 2.0  # seconds until a fold without a question ends
 RATE_S = 5.0  # seconds over which rates are taken
 
 
@@ -328,3 +334,100 @@ def _name(client: Hashable) -> str:
 def _us(seconds: float) -> float:
     """In whole microseconds: half of the text."""
     return round(seconds, 6)
+
+
+# -- processes ---------------------------------------------------------------------------------------------------------
+
+
+class ServerLives(Protocol):
+    """restarts: of the server. last_exit: how the one before ended."""
+
+    @property
+    def restarts(self) -> int: ...
+    @property
+    def last_exit(self) -> str | None: ...
+
+
+class LiveProcess(msgspec.Struct):
+    """A process of a server.
+
+    state: ready, or what keeps it from answering. restarts: how often it was started again. memory: resident bytes,
+    None if the system does not tell. running, waiting: requests that it computes, and that wait for it; None where
+    other processes compute. why: how its predecessor ended, or why it is not ready.
+    """
+
+    name: str
+    pid: int | None
+    state: str
+    restarts: int
+    memory: int | None
+    running: int | None
+    waiting: int | None
+    why: str
+
+
+def live_process(
+    name: str, pid: int | None, state: str, restarts: int, running: int | None, waiting: int | None, why: str = ""
+) -> LiveProcess:
+    """A process with its memory now. why: at most 200 characters of it are kept."""
+    return LiveProcess(name, pid, state, restarts, memory_of(pid), running, waiting, why[:200])
+
+
+def own_process(
+    state: str, lives: ServerLives | None, running: int | None, waiting: int | None, why: str = ""
+) -> LiveProcess:
+    """This process, the server. lives: what its supervisor knows, where there is one."""
+    restarts, last_exit = (lives.restarts, lives.last_exit) if lives is not None else (0, None)
+    return live_process("server", os.getpid(), state, restarts, running, waiting, why or last_exit or "")
+
+
+def memory_of(pid: int | None) -> int | None:
+    """Resident bytes of a process of this machine; None without a pid, and where the system does not tell."""
+    if pid is None:
+        return None
+    try:
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * _page()
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+@cache
+def _page() -> int:
+    return os.sysconf("SC_PAGE_SIZE")
+
+
+class OnDemandLive:
+    """The live folds of a process that another one shows.
+
+    Each that asks has a fold of its own, so that none takes what another has not seen. add, remove: a fold as a sink
+    of the process's events; it is one from the first question until its asker has been silent for `UNSEEN` seconds.
+
+    server: what the process itself tells; called before each snapshot, so that it may have events delivered. Everything
+    happens on the loop."""
+
+    def __init__(
+        self, add: Callable[[Live], None], remove: Callable[[Live], None], server: Callable[[], Mapping[str, Any]]
+    ) -> None:
+        self._add, self._remove, self._server = add, remove, server
+        self._folds: dict[str, tuple[Live, asyncio.TimerHandle]] = {}  # by asker
+
+    def snapshot(self, asker: str = "") -> LiveSnapshot:
+        """What has happened since the last one for this asker."""
+        if asker in self._folds:
+            live, lapse = self._folds[asker]
+            lapse.cancel()
+        else:
+            live = Live(time.monotonic())
+            self._add(live)
+        self._folds[asker] = live, asyncio.get_running_loop().call_later(UNSEEN, self._end, asker)
+        told = self._server()
+        return live.snapshot(time.monotonic(), told)
+
+    def close(self) -> None:
+        """The process ends."""
+        for _, lapse in self._folds.values():
+            lapse.cancel()
+
+    def _end(self, asker: str) -> None:
+        live, _ = self._folds.pop(asker)
+        self._remove(live)

@@ -13,7 +13,7 @@ from itertools import accumulate
 from math import inf
 from typing import Any, NamedTuple
 
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.utils import floatToGoString
 
@@ -134,3 +134,23 @@ def _histogram(
     for values, (counts, total) in samples:
         family.add_metric(values, list(zip(names, accumulate(counts), strict=True)), total)
     return family
+
+
+class _Families:
+    """A collector of existing families."""
+
+    def __init__(self, families: Iterable[Metric]) -> None:
+        self._families = families
+
+    def describe(self) -> Iterable[Metric]:
+        return ()
+
+    def collect(self) -> Iterable[Metric]:
+        return self._families
+
+
+def rendered(families: Iterable[Metric]) -> bytes:
+    """Their page."""
+    registry = CollectorRegistry()
+    registry.register(_Families(families))
+    return generate_latest(registry)

@@ -39,7 +39,7 @@ from reflex_runtime.llm.toy import ByteTokenizer
 from reflex_runtime.llm.workers import worker_engine
 from reflex_runtime.llm.workers.line import WorkersConfig
 from reflex_runtime.llm.workers.workers import Workers, opened
-from reflex_runtime.telemetry import asked_live
+from reflex_runtime.telemetry import live
 from reflex_runtime.telemetry.journal_reader import read_journal
 from serving.harness import Server, changed
 from serving.openai_toy import Toy
@@ -226,7 +226,7 @@ def test_x4_the_page_shows_the_steps_of_all_processes_and_who_asks() -> None:
 
 
 def test_x4_a_process_counts_nothing_once_nobody_looks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(asked_live, "UNSEEN", 0.0)
+    monkeypatch.setattr(live, "UNSEEN", 0.0)
     sinks: list[Any] = []
     model = Mock(add_sink=sinks.append, remove_sink=sinks.remove, queues=dict, health=dict)
 

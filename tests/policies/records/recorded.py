@@ -16,9 +16,8 @@ from reflex_runtime.core.request import Ticket
 from reflex_runtime.drivers.batcher import Batcher
 from reflex_runtime.policies import ActionChunk, Policy, served_by
 from reflex_runtime.policies.policy.observation import seed_of
-from reflex_runtime.telemetry.answered import Answered
-from reflex_runtime.telemetry.journal_head import warmed
-from reflex_runtime.telemetry.journal_writer import JournalWriter, Recording
+from reflex_runtime.telemetry.journal_writer import JournalWriter, Recording, warmed
+from reflex_runtime.telemetry.request_record import RequestRecord
 
 PATIENCE = 60.0  # seconds until a test that waits is broken
 
@@ -100,7 +99,7 @@ class Served:
         except ReflexError as failed:
             error = failed
         now = time.monotonic()
-        answered = Answered(
+        answered = RequestRecord(
             request_id=sent["request_id"],
             episode_id=sent.get("episode_id"),
             instruction=sent.get("instruction"),

@@ -23,8 +23,8 @@ from reflex_runtime.policies.policy.rtc import Rtc
 from reflex_runtime.policies.records.replay import replay_model
 from reflex_runtime.policies.records.replayed import ModelReplay, ReplayedRequest, distance
 from reflex_runtime.processors.base import Processor
-from reflex_runtime.telemetry.journal_head import hardware
 from reflex_runtime.telemetry.journal_reader import read_journal
+from reflex_runtime.telemetry.journal_writer import hardware
 
 from .recorded import Served, serve
 

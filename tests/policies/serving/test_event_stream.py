@@ -25,10 +25,10 @@ from reflex_runtime.policies.rollout.slo import Objective, SloTracker
 from reflex_runtime.policies.rollout.verdict import VerdictSink
 from reflex_runtime.policies.serving.app import application
 from reflex_runtime.policies.serving.failures import FailureLog
-from reflex_runtime.telemetry.answered import Answered
 from reflex_runtime.telemetry.journal_reader import read_journal
 from reflex_runtime.telemetry.journal_writer import JournalWriter, Recording
 from reflex_runtime.telemetry.metrics import Metrics
+from reflex_runtime.telemetry.request_record import RequestRecord
 from reflex_runtime.web.app import App
 from serving.harness import STATE
 from serving.in_process import Caller, nothing, one_policy
@@ -45,7 +45,7 @@ def _history(tell: Callable[[Event], None]) -> None:
             tell(event)
             if isinstance(event, RequestSettled):
                 ticket, outcome, status = event.ticket, "failed" if crashes else "ok", 500 if crashes else 200
-                detail = Answered(request_id=ticket.id, slot="prod", arrived=now)
+                detail = RequestRecord(request_id=ticket.id, slot="prod", arrived=now)
                 tell(RequestAnswered(event.at, "prod", outcome, status, 0.5 + i, ticket, detail, 0.01 * i))
 
 

@@ -20,9 +20,9 @@ from reflex_runtime.llm.series import EngineSeries
 from reflex_runtime.llm.serving.generation import GenerationRuntime
 from reflex_runtime.llm.serving.model_host import ModelPlan, Opening
 from reflex_runtime.llm.tokenizer import Tokenizer
+from reflex_runtime.telemetry.files import turn_all
 from reflex_runtime.telemetry.journal_writer import JournalWriter
-from reflex_runtime.telemetry.lines import turn_all
-from reflex_runtime.telemetry.processes import LiveProcess
+from reflex_runtime.telemetry.live import LiveProcess
 from reflex_runtime.telemetry.series import Counter
 
 Load = Callable[[ModelPlan], tuple[Runner, Tokenizer]]

@@ -8,8 +8,7 @@ from typing import Any
 
 from reflex_runtime.core.events import Event
 from reflex_runtime.llm.serving.lifecycle import ServerState
-from reflex_runtime.telemetry.live import Live, LiveSnapshot
-from reflex_runtime.telemetry.processes import own_process
+from reflex_runtime.telemetry.live import Live, LiveSnapshot, own_process
 from reflex_runtime.version import __version__
 from reflex_runtime.web.watchers import Fold, Watchers
 

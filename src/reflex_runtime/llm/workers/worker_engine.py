@@ -35,8 +35,7 @@ from reflex_runtime.llm.serving.requests.texts import Texts
 from reflex_runtime.llm.terms import Terms
 from reflex_runtime.llm.tokenizer import Conversation, Tokenizer
 from reflex_runtime.options import convert, hints_of
-from reflex_runtime.telemetry.asked_live import AskedLive
-from reflex_runtime.telemetry.live import LiveSnapshot
+from reflex_runtime.telemetry.live import LiveSnapshot, OnDemandLive
 from reflex_runtime.telemetry.spans import Spans, StepSpans, spans_of
 from reflex_runtime.telemetry.trace_context import parent_of
 
@@ -50,7 +49,7 @@ class WorkerEngine:
         """spans: of its steps; closed with the engine."""
         self._model, self._registry, self._spans = model, registry, spans
         self.runtime = model.generator
-        self._live = AskedLive(model.add_sink, model.remove_sink, self._told)
+        self._live = OnDemandLive(model.add_sink, model.remove_sink, self._told)
         if spans is not None:
             model.add_sink(spans)
 

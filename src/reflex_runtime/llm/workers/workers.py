@@ -27,7 +27,7 @@ from reflex_runtime.llm.workers.line import Line, WorkersConfig
 from reflex_runtime.llm.workers.remote_generator import RemoteGenerator
 from reflex_runtime.llm.workers.tokenizer_process import TokenizerProcess
 from reflex_runtime.llm.workers.watching import WorkersLive
-from reflex_runtime.telemetry.processes import LiveProcess, live_process
+from reflex_runtime.telemetry.live import LiveProcess, live_process
 from reflex_runtime.telemetry.series import Counter
 
 ENDS_WITHIN, AT_LEAST = 10.0, 2.0  # seconds for a process to exit: at most, of the time that is left, and at least

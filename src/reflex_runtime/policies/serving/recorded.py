@@ -13,9 +13,9 @@ from reflex_runtime.policies.serving.ask import Ask
 from reflex_runtime.policies.serving.images import pixels_in
 from reflex_runtime.policies.serving.question import ActAnswer, Array, Question, array_of
 from reflex_runtime.policies.serving.served import ServedPolicy
-from reflex_runtime.telemetry.answered import Answered, SentImage
 from reflex_runtime.telemetry.journal import PolicyHead
-from reflex_runtime.telemetry.journal_head import hardware
+from reflex_runtime.telemetry.journal_writer import hardware
+from reflex_runtime.telemetry.request_record import RequestRecord, SentImage
 
 
 def asked_and_answered(
@@ -26,7 +26,7 @@ def asked_and_answered(
     chunk: ActionChunk | None,
     error: ReflexError | None,
     deadline_ms: float,
-) -> Answered:
+) -> RequestRecord:
     """One request that could be read. answer, chunk: of a 200; error: of anything else.
 
     deadline_ms: what requests are given that bring none; 0 is none.
@@ -34,7 +34,7 @@ def asked_and_answered(
     question, ticket, placement = ask.question, ask.ticket, ask.placement
     assert question is not None
     state = question.state
-    found = Answered(
+    found = RequestRecord(
         ask.request_id,
         question.episode_id,
         question.robot_id,

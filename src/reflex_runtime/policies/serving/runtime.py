@@ -29,9 +29,9 @@ from reflex_runtime.policies.serving.preparing import Preparing
 from reflex_runtime.policies.serving.recorded import header_of
 from reflex_runtime.policies.serving.served import PolicyPlan, ServedPolicy
 from reflex_runtime.policies.serving.slots import SHADOW, Slot
+from reflex_runtime.telemetry.files import LineTarget, turn_all
 from reflex_runtime.telemetry.journal import Warm
 from reflex_runtime.telemetry.journal_writer import JournalWriter, Recording
-from reflex_runtime.telemetry.lines import LineTarget, turn_all
 from reflex_runtime.telemetry.metrics import Metrics
 from reflex_runtime.telemetry.spans import spans_of
 from reflex_runtime.web.errors import NotReady

@@ -32,7 +32,7 @@ from reflex_runtime.policies.serving.preparing import Preparing
 from reflex_runtime.policies.serving.slots import SHADOW, WARM_SIZES, Slot, check_alike, faults_of, group_of, load
 from reflex_runtime.policies.serving.wire_names import WIRES
 from reflex_runtime.telemetry.journal import Warm
-from reflex_runtime.telemetry.journal_head import warmed
+from reflex_runtime.telemetry.journal_writer import warmed
 from reflex_runtime.telemetry.metrics import Metrics
 from reflex_runtime.web.errors import SloViolated
 

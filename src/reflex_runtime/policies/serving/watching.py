@@ -9,9 +9,7 @@ from typing import Any
 
 from reflex_runtime.policies.serving.runtime import PolicyRuntime
 from reflex_runtime.policies.serving.served import ServedPolicy
-from reflex_runtime.telemetry.asked_live import AskedLive
-from reflex_runtime.telemetry.live import Live
-from reflex_runtime.telemetry.processes import own_process
+from reflex_runtime.telemetry.live import Live, OnDemandLive, own_process
 from reflex_runtime.version import __version__
 from reflex_runtime.web.watchers import Fold, Watchers
 
@@ -28,9 +26,9 @@ def watchers_of(runtime: PolicyRuntime, elsewhere: Callable[[float], Fold] | Non
     return watchers
 
 
-def asked_live(runtime: PolicyRuntime) -> AskedLive:
+def asked_live(runtime: PolicyRuntime) -> OnDemandLive:
     """The same for those who watch another process."""
-    return AskedLive(runtime.audience.add, runtime.audience.remove, partial(_server, runtime))
+    return OnDemandLive(runtime.audience.add, runtime.audience.remove, partial(_server, runtime))
 
 
 def _nothing(_: Any) -> None:

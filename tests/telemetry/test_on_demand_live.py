@@ -9,7 +9,7 @@ from reflex_runtime.core.batch import Done
 from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.core.request import Request
 from reflex_runtime.core.scheduler import Scheduler
-from reflex_runtime.telemetry.asked_live import AskedLive
+from reflex_runtime.telemetry.live import OnDemandLive
 
 
 def test_x7_two_that_ask_see_every_batch_each() -> None:
@@ -27,7 +27,7 @@ def test_x7_two_that_ask_see_every_batch_each() -> None:
                     sink(event)
 
     async def check() -> None:
-        asked = AskedLive(sinks.append, sinks.remove, dict)
+        asked = OnDemandLive(sinks.append, sinks.remove, dict)
         for asker in ("r0", "r1"):
             asked.snapshot(asker)
         run()

@@ -29,7 +29,7 @@ from reflex_runtime.telemetry.journal import (
 SentImage = bytes | str | NDArray[Any]
 
 
-class Answered(msgspec.Struct):
+class RequestRecord(msgspec.Struct):
     """The `detail` of a `RequestAnswered`: references only, cheap to make where every microsecond counts.
 
     images: as sent, by name: PNG or JPEG bytes, base64 text (a data URL will do), or uint8 [h, w, 3].
@@ -96,19 +96,19 @@ def scheduled(ticket: int | None, arrived: float, facts: Facts) -> Scheduled:
     return Scheduled(ticket, arrived, str(client), int(priority), limit, *keys, stage, weight, wants)
 
 
-def _scheduled(taken: Taken, facts: Facts) -> Scheduled:
+def _scheduled(taken: QueuedRecord, facts: Facts) -> Scheduled:
     made = scheduled(taken.ticket, taken.arrived, facts)
     made.admitted, made.ready = taken.admitted, taken.ready
     return made
 
 
-class Taken(msgspec.Struct):
+class QueuedRecord(msgspec.Struct):
     """An answer as it waits to be written. entered: ids of those that entered with its batch.
 
     ticket, arrived, admitted, ready, facts: of a request that came to the scheduler, see `Scheduled`.
     """
 
-    answered: Answered
+    answered: RequestRecord
     outcome: str
     status: int
     wire: str
@@ -120,7 +120,7 @@ class Taken(msgspec.Struct):
     facts: Facts | None = None
 
 
-def request_line(taken: Taken, seq: int, origin: float, began: float) -> RequestLine:
+def request_line(taken: QueuedRecord, seq: int, origin: float, began: float) -> RequestLine:
     """The line without its payload. began: UTC at `origin`."""
     a = taken.answered
     batch = a.batch
@@ -150,7 +150,7 @@ def request_line(taken: Taken, seq: int, origin: float, began: float) -> Request
     )
 
 
-def add_payload(line: RequestLine, a: Answered, images: ImageMode) -> None:
+def add_payload(line: RequestLine, a: RequestRecord, images: ImageMode) -> None:
     """Add the contents of the request and the answer."""
     if a.actions is not None:
         line.response = Given(short(a.actions), a.actions.shape[0], a.actions.shape[1])
