@@ -15,7 +15,7 @@ from reflex_runtime.llm import LLMEngine, SamplingParams
 from reflex_runtime.llm.tokenizer import Conversation, HFTokenizer
 from reflex_runtime.llm.torch_runner import TorchRunner
 
-LIMIT = 10_000_000  # bytes of the whole directory
+LIMIT = 3_500_000  # bytes of the whole directory
 STORY = [{"role": "user", "content": "Tell me a story about a robot called Ada who lost a red key."}]
 CHATS = [
     STORY,

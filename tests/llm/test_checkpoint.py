@@ -13,7 +13,7 @@ import pytest
 
 from llm.models import LLAMA3, library, random_model
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.llm.checkpoint import Checkpoint
+from reflex_runtime.llm.checkpoint import Checkpoint, _float8
 
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -109,6 +109,24 @@ def test_tensors_of_every_dtype_and_in_shards_equal_those_of_transformers(tmp_pa
     for name, reference in state.items():
         np.testing.assert_array_equal(whole.tensor(name), reference.float().numpy())
         np.testing.assert_array_equal(shards.tensor(name), reference.float().numpy())
+
+
+def test_tensors_of_8_bits_equal_those_of_torch(tmp_path: Path) -> None:
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    random_model("qwen2", tmp_path, dtype="bfloat16")
+    file = tmp_path / "model.safetensors"
+    small = {name: weight.to(torch.float8_e4m3fn) for name, weight in load_file(file).items()}
+    save_file(small, file)
+    checkpoint = Checkpoint.open(tmp_path)
+    for name, weight in small.items():
+        np.testing.assert_array_equal(checkpoint.tensor(name), weight.float().numpy())
+        kind, data, _ = checkpoint.raw(name)
+        assert (kind, data.tobytes()) == ("BF16", weight.bfloat16().contiguous().view(torch.uint8).numpy().tobytes())
+        np.testing.assert_array_equal(checkpoint.tensor(name), weight.float().numpy())
+    every = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    np.testing.assert_array_equal(_float8(), every.float().numpy())
 
 
 ROPES: dict[str, dict[str, Any]] = {
@@ -238,7 +256,7 @@ def test_wrong_tensors_are_named(root: Path) -> None:
     write_weights(file, {**SHAPES, Q: (8, 4)})
     assert f"model.safetensors: tensor {Q}: found shape [8, 4], expected [8, 8]" in refusal(root)
     write_weights(file, SHAPES, dtype="I16")
-    assert "dtype I16: must be one of F32, F16, BF16" in refusal(root)
+    assert "dtype I16: must be one of F32, F16, BF16, F8_E4M3" in refusal(root)
     write_weights(file, {**SHAPES, "x": (2,)}, y=3)
     assert "tensor y: expected dtype, shape and data_offsets, found 3" in refusal(root)
     write_weights(file, SHAPES, y={"dtype": "F32", "shape": [2], "data_offsets": [0, 4]})

@@ -122,6 +122,11 @@ def train(model: Scribe, learn: Sources, check: Sources, args: argparse.Namespac
     return figures
 
 
+def stored(weight: Tensor) -> Tensor:
+    """Matrices in 8 bits, and no finer than 1/128: few different numbers are what a wheel compresses well."""
+    return (weight * 128).round().div(128).to(torch.float8_e4m3fn) if weight.ndim == 2 else weight.bfloat16()
+
+
 def save(model: Scribe, tokenizer: Tokenizer, out: Path) -> None:
     """The directory that `transformers` would write."""
     out.mkdir(parents=True, exist_ok=True)
@@ -143,7 +148,7 @@ def save(model: Scribe, tokenizer: Tokenizer, out: Path) -> None:
     for name, content in [("config", config), ("tokenizer_config", about), ("generation_config", generation)]:
         (out / f"{name}.json").write_text(json.dumps(content, indent=2) + "\n")
     tokenizer.save(str(out / "tokenizer.json"))
-    weights = {name: weight.detach().bfloat16().contiguous() for name, weight in model.named_parameters()}
+    weights = {name: stored(weight.detach()).contiguous() for name, weight in model.named_parameters()}
     save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
 
 

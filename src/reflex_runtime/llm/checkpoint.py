@@ -8,8 +8,8 @@ here: numpy has no bfloat16, and so errors can name the tensor.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path, PurePosixPath
 from typing import Any, Final
 
@@ -35,8 +35,8 @@ __all__ = ["CONFIG_FILE", "EMBEDDING", "HEAD", "Checkpoint", "ModelConfig", "Rop
 WEIGHTS_FILE: Final = "model.safetensors"
 INDEX_FILE: Final = "model.safetensors.index.json"
 
-_WIDTHS: Final = {"F32": 4, "F16": 2, "BF16": 2}
-_DTYPES: Final = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+_WIDTHS: Final = {"F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1}
+_DTYPES: Final = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "F8_E4M3": "bfloat16"}
 _AGAIN: Final = "copy it again (git lfs pull, where it was cloned)"
 _MAX_HEADER: Final = 100_000_000  # bytes; the format's own limit
 
@@ -56,16 +56,28 @@ class TensorPlace:
         if self.dtype not in _WIDTHS:
             wanted = ", ".join(_WIDTHS)
             raise ConfigError(f"{self.file}: tensor {name}: dtype {self.dtype}: must be one of {wanted}")
+        if self.dtype == "F8_E4M3":
+            return _float8()[self.data].reshape(self.shape)
         if self.dtype == "BF16":  # the upper half of a float32
             return (self.data.view(np.uint16).astype(np.uint32) << 16).view(np.float32).reshape(self.shape)
         kind = np.float16 if self.dtype == "F16" else np.float32
         return self.data.view(kind).astype(np.float32, copy=False).reshape(self.shape)
 
 
+@cache
+def _float8() -> npt.NDArray[np.float32]:
+    """The number of each of the 256 bytes: a sign, four bits of exponent and three of mantissa, without infinities."""
+    byte = np.arange(256)
+    exponent, mantissa = byte >> 3 & 15, byte & 7
+    value = np.where(exponent == 0, mantissa / 8 * 2.0**-6, (1 + mantissa / 8) * 2.0 ** (exponent - 7.0))
+    value[byte & 127 == 127] = np.nan
+    return np.where(byte & 128, -value, value).astype(np.float32)
+
+
 class Checkpoint:
     """An opened directory: `path`, `config`, and tensors by name. Made by `open`, which has checked all of it."""
 
-    def __init__(self, path: Path, config: ModelConfig, places: Mapping[str, TensorPlace]) -> None:
+    def __init__(self, path: Path, config: ModelConfig, places: dict[str, TensorPlace]) -> None:
         self.path, self.config, self._places = path, config, places
 
     @classmethod
@@ -103,8 +115,12 @@ class Checkpoint:
         return EMBEDDING if self.config.tie_word_embeddings else HEAD
 
     def raw(self, name: str) -> tuple[str, npt.NDArray[np.uint8], tuple[int, ...]]:
-        """(dtype "F32", "F16" or "BF16"; its bytes, read-only and still in the file; shape)."""
+        """(dtype "F32", "F16" or "BF16"; its bytes, read-only; shape). They are still in the file, except those of 8
+        bits, which are BF16 here, and kept for whom they are shared with."""
         place = self._places[name]
+        if place.dtype == "F8_E4M3":
+            wide = (place.array(name).view(np.uint32) >> 16).astype(np.uint16).view(np.uint8).reshape(-1)
+            place = self._places[name] = replace(place, dtype="BF16", data=wide)
         return place.dtype, place.data, place.shape
 
     def tensor(self, name: str) -> npt.NDArray[np.float32]:
