@@ -310,12 +310,12 @@ def test_missing_and_broken_files_are_named(root: Path) -> None:
     settings(root, chat_template=5)
     assert refusal(root) == "ROOT/tokenizer_config.json: chat_template: must be a Jinja template, found int"
     settings(root, add_bos_token="yes")
-    assert refusal(root) == "ROOT/tokenizer_config.json: add_bos_token='yes': must be true or false"
+    assert refusal(root) == 'ROOT/tokenizer_config.json: add_bos_token: found "yes", expected true or false'
     (root / "tokenizer_config.json").write_text("{")
     assert refusal(root).startswith("ROOT/tokenizer_config.json: is not JSON")
     settings(root)
     (root / "generation_config.json").write_text('{"eos_token_id": "x"}')
-    assert refusal(root).startswith("ROOT/generation_config.json: eos_token_id='x': must be a token id")
+    assert refusal(root).startswith('ROOT/generation_config.json: eos_token_id: found "x", expected a token id')
     (root / "generation_config.json").unlink()
     (root / "tokenizer.json").write_text("{}")
     assert refusal(root).startswith("ROOT/tokenizer.json: is not a tokenizer: ")

@@ -12,15 +12,18 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, NoReturn
+from typing import Annotated, Final, Literal
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
+from msgspec import Meta
 
+from reflex_runtime.checked import JsonObject, shorten
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.llm.checkpoint import read_json, read_table
 from reflex_runtime.llm.memory import free_bytes
-from reflex_runtime.llm.model_config import ModelConfig, shorten
+from reflex_runtime.llm.model_config import ModelConfig
 
 ADAPTER_CONFIG: Final = "adapter_config.json"
 ADAPTER_WEIGHTS: Final = "adapter_model.safetensors"
@@ -121,48 +124,49 @@ def not_adaptable() -> ConfigError:
     return ConfigError(f"lora: {why}; {MERGE}", field="lora")
 
 
+_Scale = Annotated[  # in float32 inf · 0 is not a number
+    float, Meta(gt=0.0, le=MOST_NUMBER, description=f"a number above 0, at most {MOST_NUMBER:g}")
+]
+
+
+class _AdapterFile(msgspec.Struct, kw_only=True):
+    """The keys of adapter_config.json that say how the layers are scaled, or that it is another kind of adapter."""
+
+    peft_type: Annotated[Literal["LORA"], Meta(description='"LORA"')]
+    bias: Annotated[Literal["none"], Meta(description=f'"none": biases are not served; {MERGE}')] = "none"
+    lora_alpha: _Scale
+    alpha_pattern: Annotated[
+        dict[str, _Scale], Meta(description=f"an object {{layer: a number above 0, at most {MOST_NUMBER:g}}}")
+    ] = {}
+    use_rslora: Annotated[bool, Meta(description="true or false")] = False
+
+
 class _Settings:
     """adapter_config.json: refuses what is not served, and knows the scale of each layer."""
 
     def __init__(self, file: Path) -> None:
-        self._file, self._said = file, read_json(file)
-        said = self._said
-        if said.get("peft_type") != "LORA":
-            self._refuse("peft_type", 'must be "LORA"')
-        if said.get("bias") not in (None, "none"):
-            self._refuse("bias", f'must be "none": biases are not served; {MERGE}')
+        keys = JsonObject(file, read_json(file))
+        self._said = keys.read(_AdapterFile)
         for key in _REFUSED:
-            if said.get(key):
-                self._refuse(key, f"is not served; {MERGE}")
-        begun = said.get("init_lora_weights")
+            if keys.values.get(key):
+                keys.wrong(key, f"nothing: it is not served; {MERGE}")
+        begun = keys.get("init_lora_weights")
         if isinstance(begun, str) and begun.lower().startswith(_CHANGES_BASE):
-            self._refuse("init_lora_weights", f"changes the model, too; {MERGE}")
-        self._alpha = self._number("lora_alpha", said.get("lora_alpha"))
-        patterns = said.get("alpha_pattern") or {}
-        if not isinstance(patterns, dict):
-            self._refuse("alpha_pattern", "must be an object {layer: number}")
-        self._alphas = [(self._pattern(key), self._number("alpha_pattern", value)) for key, value in patterns.items()]
+            keys.wrong("init_lora_weights", f"another: it changes the model, too; {MERGE}")
+        self._alphas = [(_pattern(keys, key), scale) for key, scale in self._said.alpha_pattern.items()]
 
     def scale(self, layer: str, rank: int) -> float:
         """What B · A is multiplied with."""
         own = (value for pattern, value in self._alphas if pattern.match(layer))
-        return next(own, self._alpha) / (math.sqrt(rank) if self._said.get("use_rslora") else rank)
+        return next(own, self._said.lora_alpha) / (math.sqrt(rank) if self._said.use_rslora else rank)
 
-    def _pattern(self, key: str) -> re.Pattern[str]:
-        """Which layers a key of alpha_pattern means, as peft matches it: the end of a name, or a pattern of it."""
-        try:
-            return re.compile(rf"(.*\.)?({key})$")
-        except re.error as error:
-            self._refuse("alpha_pattern", f"the key {shorten(key)} is no pattern: {error}")
 
-    def _number(self, key: str, value: Any) -> float:
-        if type(value) not in (int, float) or not 0 < value <= MOST_NUMBER:  # in float32 inf · 0 is not a number
-            self._refuse(key, f"must be a number above 0, at most {MOST_NUMBER:g}")
-        return float(value)
-
-    def _refuse(self, key: str, why: str) -> NoReturn:
-        found = shorten(self._said[key]) if key in self._said else "missing"
-        raise ConfigError(f"{self._file}: {key}={found}: {why}")
+def _pattern(keys: JsonObject, key: str) -> re.Pattern[str]:
+    """Which layers a key of alpha_pattern means, as peft matches it: the end of a name, or a pattern of it."""
+    try:
+        return re.compile(rf"(.*\.)?({key})$")
+    except re.error as error:
+        keys.wrong("alpha_pattern", f"patterns of layers; {shorten(key)} is none: {error}")
 
 
 def _fitting(file: Path, layer: str, pair: Mapping[str, Matrix], shape: tuple[int, ...]) -> tuple[Matrix, Matrix]:

@@ -16,6 +16,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from reflex_runtime.checked import shorten
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.llm.model_config import (
     ARCHITECTURES,
@@ -26,7 +27,6 @@ from reflex_runtime.llm.model_config import (
     RopeScaling,
     read_config,
     read_json,
-    shorten,
     token_ids,
 )
 
@@ -190,7 +190,8 @@ def _place(file: Path, name: str, entry: Any, body: npt.NDArray[np.uint8]) -> Te
     except (KeyError, TypeError, ValueError):
         sound = False
     if not sound:
-        raise ConfigError(f"{file}: tensor {name}: expected dtype, shape and data_offsets, found {shorten(entry)}")
+        found = shorten(repr(entry))
+        raise ConfigError(f"{file}: tensor {name}: expected dtype, shape and data_offsets, found {found}")
     if stop > len(body):
         missing = f"ends at byte {stop} of the data, which has {len(body)}"
         raise ConfigError(f"{file}: tensor {name}: {missing}: it is truncated; {_AGAIN}")

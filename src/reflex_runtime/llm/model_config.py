@@ -1,4 +1,4 @@
-"""What `config.json` of a Hugging Face model directory says, read key by key into a frozen description.
+"""What `config.json` of a Hugging Face model directory says, checked and made into a frozen description.
 
 Four architectures that differ in a handful of switches; everything else a file may say is refused rather than ignored
 where it would change the answers. Every error is a ConfigError naming the file, the key, its value and what is allowed.
@@ -8,24 +8,22 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, NoReturn
+from typing import Annotated, Any, Final, Literal
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
+from msgspec import Meta
 
+from reflex_runtime.checked import JsonObject, shorten
 from reflex_runtime.core.errors import ConfigError
 
 CONFIG_FILE: Final = "config.json"
 EMBEDDING: Final = "model.embed_tokens.weight"
 HEAD: Final = "lm_head.weight"
 ARCHITECTURES: Final = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
-ROPE_TYPES: Final = ("default", "linear", "dynamic", "llama3", "yarn")
-DTYPES: Final = ("float32", "float16", "bfloat16")
-
-_REQUIRED: Final = object()
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,185 +159,187 @@ def read_json(file: Path, data: bytes | None = None) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{file}: is not JSON: {error}") from error
     if not isinstance(value, dict):
-        raise ConfigError(f"{file}: expected a JSON object, found {shorten(value)}")
+        raise ConfigError(f"{file}: expected a JSON object, found {shorten(repr(value))}")
     return value
 
 
-class _Keys:
-    """A JSON object read key by key; every error names the file and the key. null counts as absent."""
+_Number = Annotated[float, Meta(gt=0.0, le=1e12, description="a finite number above 0")]
+_Theta = Annotated[float, Meta(gt=1.0, le=1e12, description="a finite number above 1")]
+_Positions = Annotated[int, Meta(ge=1, le=1 << 27, description=f"an integer from 1 to {1 << 27}")]
+_Heads = Annotated[int, Meta(ge=1, le=4096, description="an integer from 1 to 4096")]
+_Flag = Annotated[bool, Meta(description="true or false")]
+_Dtype = Annotated[Literal["float32", "float16", "bfloat16"], Meta(description="one of float32, float16, bfloat16")]
+_RopeType = Annotated[
+    Literal["default", "linear", "dynamic", "llama3", "yarn"],
+    Meta(description="one of default, linear, dynamic, llama3, yarn"),
+]
+_WholeHead = Annotated[float, Meta(ge=1, le=1, description="1: rotary positions on part of a head are not supported")]
 
-    def __init__(self, file: Path, values: Mapping[str, Any], prefix: str = "") -> None:
-        self.file, self.values, self._prefix = file, values, prefix
 
-    def wrong(self, key: str, allowed: str) -> NoReturn:
-        found = shorten(self.values[key]) if self.values.get(key) is not None else "missing"
-        raise ConfigError(f"{self.file}: {self._prefix}{key}={found}: must be {allowed}")
+class _Rope(msgspec.Struct, kw_only=True):
+    """`rope_parameters`, or `rope_scaling` of older files, which has `type` and no `rope_theta`."""
 
-    def integer(self, key: str, most: int, default: Any = _REQUIRED) -> int:
-        value = self._get(key, default)
-        if type(value) is not int or not 1 <= value <= most:
-            self.wrong(key, f"an integer from 1 to {most}")
-        return value
+    rope_type: _RopeType | None = None
+    type: _RopeType | None = None
+    rope_theta: _Theta | None = None
+    partial_rotary_factor: _WholeHead = 1.0
 
-    def number(self, key: str, default: Any = _REQUIRED, least: float = 0.0) -> float:
-        value = self._get(key, default)
-        if type(value) not in (int, float) or not least < value <= 1e12:  # NaN is wrong too
-            self.wrong(key, f"a finite number above {least:g}")
-        return float(value)
 
-    def flag(self, key: str, default: bool = False) -> bool:
-        value = self._get(key, default)
-        if type(value) is not bool:
-            self.wrong(key, "true or false")
-        return bool(value)
+class _Scaling(msgspec.Struct, kw_only=True):
+    """What else it says where positions are stretched."""
 
-    def _get(self, key: str, default: Any) -> Any:
-        value = self.values.get(key)
-        return default if value is None else value
+    factor: _Number
+    original_max_position_embeddings: _Positions | None = None
+    low_freq_factor: _Number = 1.0
+    high_freq_factor: _Number = 4.0
+    beta_fast: _Number = 32.0
+    beta_slow: _Number = 1.0
+    truncate: _Flag = True
+    attention_factor: _Number | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+
+
+class _ConfigFile(msgspec.Struct, kw_only=True):
+    """The keys of config.json that change what a model answers."""
+
+    architectures: Annotated[
+        tuple[Literal["LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"]],
+        Meta(
+            description=f"a list of one of {', '.join(ARCHITECTURES)}; any other decoder is served from "
+            "`optimum-cli export openvino`"
+        ),
+    ]
+    vocab_size: Annotated[int, Meta(ge=1, le=1 << 24, description=f"an integer from 1 to {1 << 24}")]
+    hidden_size: Annotated[int, Meta(ge=1, le=1 << 17, description=f"an integer from 1 to {1 << 17}")]
+    intermediate_size: Annotated[int, Meta(ge=1, le=1 << 20, description=f"an integer from 1 to {1 << 20}")]
+    num_hidden_layers: Annotated[int, Meta(ge=1, le=1000, description="an integer from 1 to 1000")]
+    num_attention_heads: _Heads
+    max_position_embeddings: _Positions
+    num_key_value_heads: _Heads | None = None
+    head_dim: _Heads | None = None
+    rms_norm_eps: _Number = 1e-6
+    rope_theta: _Theta = 10000.0
+    partial_rotary_factor: _WholeHead = 1.0
+    tie_word_embeddings: _Flag = False
+    attention_bias: _Flag = False
+    mlp_bias: _Flag = False
+    hidden_act: Annotated[Literal["silu", "swish"], Meta(description="'silu'")] = "silu"
+    use_sliding_window: _Flag = False
+    sliding_window: _Positions = 4096
+    max_window_layers: Annotated[int, Meta(ge=0, description="an integer >= 0")] = 28
+    layer_types: Annotated[
+        list[Literal["full_attention", "sliding_attention"]] | None,
+        Meta(description="a list of full_attention and sliding_attention, one for each layer"),
+    ] = None
+    quantization_config: Annotated[
+        None,
+        Meta(
+            description="nothing: rounded weights are not read; serve the model that they were made of, with "
+            "--quantization int4 or int8"
+        ),
+    ] = None
+    dtype: _Dtype | None = None
+    torch_dtype: _Dtype | None = None
 
 
 def read_config(file: Path) -> ModelConfig:
     """The description in a config.json; `torch_dtype` is empty where the file does not say."""
-    keys = _Keys(file, read_json(file))
-    architecture = _architecture(keys)
-    qwen2, qwen3 = architecture == "Qwen2ForCausalLM", architecture == "Qwen3ForCausalLM"
-    heads, hidden = keys.integer("num_attention_heads", 4096), keys.integer("hidden_size", 1 << 17)
-    kv_heads = keys.integer("num_key_value_heads", heads, heads if architecture == "LlamaForCausalLM" else _REQUIRED)
-    if heads % kv_heads:
+    keys = JsonObject(file, read_json(file))
+    said = keys.read(_ConfigFile)
+    (architecture,) = said.architectures
+    llama, qwen2, qwen3 = (architecture == f"{name}ForCausalLM" for name in ("Llama", "Qwen2", "Qwen3"))
+    heads, hidden = said.num_attention_heads, said.hidden_size
+    kv_heads = said.num_key_value_heads or heads
+    if heads % kv_heads or (said.num_key_value_heads is None and not llama):
         keys.wrong("num_key_value_heads", f"a divisor of num_attention_heads={heads}")
-    head_dim = keys.integer("head_dim", 4096, 128 if qwen3 else hidden // heads)
-    if keys.values.get("head_dim") is None and not qwen3 and hidden % heads:
+    head_dim = said.head_dim or (128 if qwen3 else hidden // heads)
+    if said.head_dim is None and not qwen3 and hidden % heads:
         keys.wrong("num_attention_heads", f"a divisor of hidden_size={hidden} where head_dim is not given")
     if head_dim % 2:
-        keys.wrong("head_dim", f"even, for rotary positions; it is {head_dim}")
-    layers, positions = keys.integer("num_hidden_layers", 1000), keys.integer("max_position_embeddings", 1 << 27)
-    has_bias = not qwen2 and architecture != "MistralForCausalLM" and keys.flag("attention_bias")
-    theta, scaling = _rope(keys, positions)
+        keys.wrong("head_dim", f"an even number, for rotary positions; it is {head_dim}")
+    has_bias = (llama or qwen3) and said.attention_bias
+    theta, scaling = _rope(keys, said)
     return ModelConfig(
         architecture=architecture,
-        vocab_size=keys.integer("vocab_size", 1 << 24),
+        vocab_size=said.vocab_size,
         hidden_size=hidden,
-        intermediate_size=keys.integer("intermediate_size", 1 << 20),
-        num_layers=layers,
+        intermediate_size=said.intermediate_size,
+        num_layers=said.num_hidden_layers,
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
-        rms_norm_eps=keys.number("rms_norm_eps", 1e-6),
+        rms_norm_eps=said.rms_norm_eps,
         rope_theta=theta,
         rope_scaling=scaling,
-        max_position_embeddings=positions,
-        tie_word_embeddings=keys.flag("tie_word_embeddings"),
+        max_position_embeddings=said.max_position_embeddings,
+        tie_word_embeddings=said.tie_word_embeddings,
         attention_bias=qwen2 or has_bias,
         output_bias=has_bias,
-        mlp_bias=architecture == "LlamaForCausalLM" and keys.flag("mlp_bias"),
+        mlp_bias=llama and said.mlp_bias,
         qk_norm=qwen3,
-        windows=_windows(keys, architecture, layers),
-        torch_dtype=_dtype(keys),
-        eos_token_ids=token_ids(file, "eos_token_id", keys.values.get("eos_token_id")),
+        windows=_windows(keys, said, architecture),
+        torch_dtype=said.dtype or said.torch_dtype or "",
+        eos_token_ids=token_ids(keys, "eos_token_id"),
     )
 
 
-def _architecture(keys: _Keys) -> str:
-    names = keys.values.get("architectures")
-    if not isinstance(names, list) or len(names) != 1 or names[0] not in ARCHITECTURES:
-        export = "any other decoder is served from `optimum-cli export openvino`"
-        keys.wrong("architectures", f"a list of one of {_list(ARCHITECTURES)}; {export}")
-    if keys.values.get("quantization_config") is not None:
-        other = "serve the model that they were made of, with --quantization int4 or int8"
-        keys.wrong("quantization_config", f"absent: rounded weights are not read; {other}")
-    if keys.values.get("hidden_act", "silu") not in ("silu", "swish"):
-        keys.wrong("hidden_act", "'silu'")
-    return str(names[0])
-
-
-def _dtype(keys: _Keys) -> str:
-    key = "dtype" if keys.values.get("dtype") is not None else "torch_dtype"
-    value = keys.values.get(key)
-    if value is not None and value not in DTYPES:
-        keys.wrong(key, f"one of {_list(DTYPES)}")
-    return value or ""
-
-
-def _windows(keys: _Keys, architecture: str, layers: int) -> tuple[int | None, ...]:
+def _windows(keys: JsonObject, said: _ConfigFile, architecture: str) -> tuple[int | None, ...]:
     """Per layer, as the architecture reads its keys: Mistral slides everywhere, Qwen where the layer type says so."""
-    if architecture == "LlamaForCausalLM":
-        return (None,) * layers
+    layers, window, kinds = said.num_hidden_layers, said.sliding_window, said.layer_types
     if architecture == "MistralForCausalLM":
-        given = "sliding_window" in keys.values and keys.values["sliding_window"] is None
-        return ((None if given else keys.integer("sliding_window", 1 << 27, 4096)),) * layers
-    if not keys.flag("use_sliding_window"):
+        everything = "sliding_window" in keys.values and not keys.has("sliding_window")
+        return ((None if everything else window),) * layers
+    if architecture == "LlamaForCausalLM" or not said.use_sliding_window:
         return (None,) * layers
-    window, kinds = keys.integer("sliding_window", 1 << 27, 4096), keys.values.get("layer_types")
     if kinds is None:
-        full = keys.values.get("max_window_layers", 28)
-        if type(full) is not int or full < 0:
-            keys.wrong("max_window_layers", "an integer >= 0")
-        return tuple(None if layer < full else window for layer in range(layers))
-    known = ("full_attention", "sliding_attention")
-    if not isinstance(kinds, list) or len(kinds) != layers or not all(kind in known for kind in kinds):
-        keys.wrong("layer_types", f"a list of {layers}, one for each layer, of {_list(known)}")
+        return tuple(None if layer < said.max_window_layers else window for layer in range(layers))
+    if len(kinds) != layers:
+        keys.wrong("layer_types", f"a list of {layers}, one for each layer")
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
-def _rope(keys: _Keys, positions: int) -> tuple[float, RopeScaling | None]:
+def _rope(keys: JsonObject, said: _ConfigFile) -> tuple[float, RopeScaling | None]:
     """(theta, scaling) from `rope_parameters`, or from `rope_theta` and `rope_scaling` of older files."""
-    name = "rope_parameters" if keys.values.get("rope_parameters") is not None else "rope_scaling"
-    values = keys.values.get(name) or {}
-    if not isinstance(values, dict):
-        keys.wrong(name, "an object")
-    rope = _Keys(keys.file, values, f"{name}.")
-    theta = (rope if values.get("rope_theta") is not None else keys).number("rope_theta", 10000.0, least=1.0)
-    for table in (rope, keys):
-        if table.values.get("partial_rotary_factor", 1.0) not in (1, None):
-            table.wrong("partial_rotary_factor", "1: rotary positions on part of a head are not supported")
-    key = "rope_type" if values.get("rope_type") is not None else "type"
-    kind = values.get(key, "default")
-    if kind not in ROPE_TYPES:
-        rope.wrong(key, f"one of {_list(ROPE_TYPES)}")
+    name = "rope_parameters" if keys.has("rope_parameters") else "rope_scaling"
+    table = JsonObject(keys.file, keys.values.get(name) or {}, name)
+    rope = table.read(_Rope)
+    theta, kind = rope.rope_theta or said.rope_theta, rope.rope_type or rope.type or "default"
     if kind in ("default", "dynamic"):  # dynamic only begins to differ beyond max_position_embeddings, our limit
         return theta, None
-    factor, low = rope.number("factor"), rope.number("low_freq_factor", 1.0)
-    original = rope.integer("original_max_position_embeddings", 1 << 27, positions)
-    if kind == "llama3" and rope.number("high_freq_factor", 4.0) <= low:
-        rope.wrong("high_freq_factor", f"above low_freq_factor={low:g}")
+    scaling = table.read(_Scaling)
+    if kind == "llama3" and scaling.high_freq_factor <= scaling.low_freq_factor:
+        table.wrong("high_freq_factor", f"a number above low_freq_factor={scaling.low_freq_factor:g}")
     return theta, RopeScaling(
         kind=kind,
-        factor=factor,
-        original=original,
-        low=low,
-        high=rope.number("high_freq_factor", 4.0),
-        beta_fast=rope.number("beta_fast", 32.0),
-        beta_slow=rope.number("beta_slow", 1.0),
-        attention=_attention_factor(rope, factor) if kind == "yarn" else 1.0,
-        truncate=rope.flag("truncate", True),
+        factor=scaling.factor,
+        original=scaling.original_max_position_embeddings or said.max_position_embeddings,
+        low=scaling.low_freq_factor,
+        high=scaling.high_freq_factor,
+        beta_fast=scaling.beta_fast,
+        beta_slow=scaling.beta_slow,
+        attention=_attention_factor(scaling) if kind == "yarn" else 1.0,
+        truncate=scaling.truncate,
     )
 
 
-def _attention_factor(rope: _Keys, factor: float) -> float:
-    if rope.values.get("attention_factor") is not None:
-        return rope.number("attention_factor")
+def _attention_factor(scaling: _Scaling) -> float:
+    if scaling.attention_factor is not None:
+        return scaling.attention_factor
 
     def sharpness(scale: float) -> float:
-        return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
+        return 1.0 if scaling.factor <= 1 else 0.1 * scale * math.log(scaling.factor) + 1.0
 
-    if rope.values.get("mscale") and rope.values.get("mscale_all_dim"):
-        return sharpness(rope.number("mscale")) / sharpness(rope.number("mscale_all_dim"))
+    if scaling.mscale and scaling.mscale_all_dim:
+        return sharpness(scaling.mscale) / sharpness(scaling.mscale_all_dim)
     return sharpness(1.0)
 
 
-def token_ids(file: Path, key: str, value: Any) -> frozenset[int]:
+_Id = Annotated[int, Meta(ge=0)]
+_Ids = Annotated[_Id | list[_Id], Meta(description="a token id, a list of token ids, or null")]
+
+
+def token_ids(keys: JsonObject, key: str) -> frozenset[int]:
     """A token id, a list of them or null, as a set."""
-    ids = value if isinstance(value, list) else [] if value is None else [value]
-    if not all(type(number) is int and number >= 0 for number in ids):
-        raise ConfigError(f"{file}: {key}={shorten(value)}: must be a token id, a list of token ids, or null")
-    return frozenset(ids)
-
-
-def _list(names: Iterable[str]) -> str:
-    return ", ".join(names)
-
-
-def shorten(value: Any) -> str:
-    """A value as an error message shows it."""
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "…"
+    found = keys.convert(key, _Ids) if keys.has(key) else []
+    return frozenset(found if isinstance(found, list) else [found])

@@ -15,6 +15,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Final, NoReturn, Protocol
 
+from reflex_runtime.checked import JsonObject
 from reflex_runtime.core.errors import ConfigError, TooLarge
 from reflex_runtime.llm.checkpoint import CONFIG_FILE, read_json, token_ids
 from reflex_runtime.llm.sampling_defaults import GENERATION_FILE
@@ -96,22 +97,17 @@ class HFTokenizer:
         self.vocab_size: int = core.get_vocab_size(with_added_tokens=True)
 
     @classmethod
-    def load(cls, directory: Path | str, as_written: bool = False) -> HFTokenizer:
-        """Read tokenizer.json and what stands beside it; ConfigError naming the file that is missing or wrong.
-
-        as_written: texts begin and end as tokenizer.json says, whatever its settings say of the first token.
-        """
+    def load(cls, directory: Path | str) -> HFTokenizer:
+        """Read tokenizer.json and what stands beside it; ConfigError naming the file that is missing or wrong."""
         root = Path(directory)
         settings = _optional(root / SETTINGS_FILE)
         flag = settings.get("add_bos_token")
         if flag is not None and type(flag) is not bool:
-            raise ConfigError(f"{root / SETTINGS_FILE}: add_bos_token={flag!r}: must be true or false")
+            JsonObject(root / SETTINGS_FILE, settings).wrong("add_bos_token", "true or false")
         eos: frozenset[int] = frozenset()
         for name in (CONFIG_FILE, GENERATION_FILE):  # the second, where it says something, stands
-            eos = token_ids(root / name, "eos_token_id", _optional(root / name).get("eos_token_id")) or eos
+            eos = token_ids(JsonObject(root / name, _optional(root / name)), "eos_token_id") or eos
         core = _read_core(root / TOKENIZER_FILE)
-        if as_written:
-            settings = {**settings, "add_bos_token": None}
         return cls(core, root / TOKENIZER_FILE, settings, _read_template(root, settings), eos)
 
     def encode(self, text: str, most: int | None = None) -> list[int]:
