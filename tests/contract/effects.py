@@ -195,8 +195,6 @@ EFFECTS: Final[dict[type[Any], dict[str, str]]] = {
         "results": "test_f14_results_go_to_a_file_which_is_written_anew_or_to_standard_output",
         "annotate": "test_f14_annotate_and_trace_write_where_they_were_told",
         "trace": "test_f14_annotate_and_trace_write_where_they_were_told",
-        "crops": "test_f14_crops_are_what_was_found_and_so_many_are_kept",
-        "crops_keep": "test_f14_crops_are_what_was_found_and_so_many_are_kept",
         "publish": "test_f14_publish_and_webhook_get_the_lines_of_results_and_show_no_secret",
         "publish_qos": "test_f14_publish_and_webhook_get_the_lines_of_results_and_show_no_secret",
         "publish_user": "test_f14_user_and_password_may_stand_beside_the_address_and_the_will_is_heard",

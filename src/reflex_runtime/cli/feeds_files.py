@@ -124,8 +124,6 @@ def check_outputs(config: FeedsConfig) -> None:
         path = Path(value)
         if path.is_dir() and not is_parquet(value):
             raise ConfigError(f"{flag}={one_line(value)}: is a directory, must be a file")
-    if config.crops:
-        _check_folder("--crops", config.crops)
     if config.annotate:
         _check_folder("--annotate", config.annotate)
     for flag, value in _written(config):

@@ -140,10 +140,6 @@ class FeedsConfig:
         group="results",
     )
     annotate: str = option("", "write each feed to DIR as a video with the results drawn on it", metavar="DIR")
-    crops: str = option("", "write what was found as pictures below DIR, cut out of the frames", metavar="DIR")
-    crops_keep: int = option(
-        1000, "pictures of a feed that --crops keeps; older ones are deleted", low=1, high=1_000_000, needs="crops"
-    )
     trace: str = option("", "write every batch to FILE as a JSON line; read it with reflex trace", metavar="FILE")
     publish: str = option(
         "", "publish every result to this MQTT broker, under TOPIC/feeds/NAME; mqtts is over TLS. While the broker is "

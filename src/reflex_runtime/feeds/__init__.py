@@ -5,7 +5,6 @@ from reflex_runtime.feeds.feed import Feed, FeedConfig
 from reflex_runtime.feeds.frame import Frame
 from reflex_runtime.feeds.opening import processor_of, source_of
 from reflex_runtime.feeds.outputs.address import mqtt_address, webhook_address
-from reflex_runtime.feeds.outputs.crops import Crops
 from reflex_runtime.feeds.outputs.mqtt import MqttPublisher
 from reflex_runtime.feeds.outputs.output import ResultOutput
 from reflex_runtime.feeds.outputs.parquet import ParquetResults, read_parquet
@@ -20,7 +19,6 @@ from reflex_runtime.feeds.stages.zones import ZoneStage
 
 __all__ = [
     "AnnotatedVideo",
-    "Crops",
     "Feed",
     "FeedConfig",
     "FeedSpec",

@@ -23,7 +23,7 @@ from reflex_runtime.feeds.words import in_one_line
 from reflex_runtime.options import convert, did_you_mean, hints_of, one_line
 from reflex_runtime.sources import read_toml
 
-NAME = r"^(?!\.\.?$)[\w.-]{1,64}$"  # of a feed; . and .. would be other folders of --crops
+NAME = r"^(?!\.\.?$)[\w.-]{1,64}$"  # of a feed; . and .. would be other folders
 _PATH_BYTES = 200  # of 255 that the name of a file may have: endings follow, such as .mp4.1
 PER_FEED = (
     "realtime", "loop", "max_age_ms", "restarts", "read_timeout_s", "every", "fps", "rotate", "roi", "hwaccel",

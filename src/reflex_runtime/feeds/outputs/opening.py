@@ -11,7 +11,7 @@ from reflex_runtime.feeds.outputs.output import AnyOutput
 
 
 def outputs_of(config: FeedsConfig) -> list[AnyOutput]:
-    """Those of --publish, --webhook and --crops, not started. Raises ConfigError, which names the flag, no secret."""
+    """Those of --publish and --webhook, not started. Raises ConfigError, which names the flag, no secret."""
     found: list[AnyOutput] = []
     if config.publish:
         from reflex_runtime.feeds.outputs.mqtt import MqttPublisher
@@ -27,10 +27,6 @@ def outputs_of(config: FeedsConfig) -> list[AnyOutput]:
             found.append(Webhook(webhook_address(config.webhook)))
         except ConfigError as error:
             raise ConfigError(f"--webhook={error.message}", field="webhook") from None
-    if config.crops:
-        from reflex_runtime.feeds.outputs.crops import Crops
-
-        found.append(Crops(config.crops, config.crops_keep))
     return found
 
 

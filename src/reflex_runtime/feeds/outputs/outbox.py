@@ -14,7 +14,7 @@ from reflex_runtime.drivers.device import Clock
 OUTPUT_DROPS: Final = {
     "overrun": "newer results took its place in the queue of the output",
     "lost": "the connection was lost while it was sent, or it was tried as often as it may be",
-    "refused": "the receiver, or the disk, did not take it",
+    "refused": "the receiver did not take it",
     "unsent": "the end came before it was sent",
 }
 
