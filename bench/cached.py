@@ -2,7 +2,7 @@
 
 Every way to choose the block that is forgotten sees the same requests and the same size of cache. `found` is the share
 of the prompts' tokens that needed no computing; `cost` is what the others took, as a model of half a billion parameters
-takes it on two cores: 4.5 ms a token, and 1.5 µs for each token before it (`core/timed_tokens.py`). Nothing is measured
+takes it on two cores: 4.5 ms a token, and 1.5 µs for each token before it (`core/token_budget.py`). Nothing is measured
 but decisions: every row is the same on every machine.
 """
 

@@ -25,7 +25,7 @@ import psutil
 
 from bench.detectors import answers_by_hand, write_model, write_video
 from bench.report import Row, row, say
-from reflex_runtime.core.percentile import percentile
+from reflex_runtime.core.statistics import percentile
 
 RATES: Final = (5, 10, 15, 30)
 EACH: Final = 4  # cameras of each rate

@@ -14,9 +14,9 @@ from reflex_runtime.core.batch import Done
 from reflex_runtime.core.flush import FlushPolicy
 from reflex_runtime.core.forming import Formed, Former
 from reflex_runtime.core.group import GroupConfig
-from reflex_runtime.core.percentile import percentile
 from reflex_runtime.core.request import Request
 from reflex_runtime.core.scheduler import Scheduler
+from reflex_runtime.core.statistics import percentile
 
 FIXED, MARGINAL = 0.020, 0.002  # seconds of a batch of n: FIXED + MARGINAL · n
 WAITING = 64

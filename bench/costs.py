@@ -19,19 +19,15 @@ from bench.load import Answered
 from bench.report import Row, row, say
 from bench.servers import Server, hello, reflex, running
 from reflex_runtime.config import ServeConfig
-from reflex_runtime.core.adapt import Planner
-from reflex_runtime.core.backlog import Backlog
 from reflex_runtime.core.batch import Done
-from reflex_runtime.core.evidence import Evidence
-from reflex_runtime.core.flush import FlushPolicy
-from reflex_runtime.core.gathering import Gathering
+from reflex_runtime.core.flush import FlushPolicy, Planner
 from reflex_runtime.core.group import GroupConfig
-from reflex_runtime.core.rate import Rate
+from reflex_runtime.core.order import Shares
 from reflex_runtime.core.request import Request
-from reflex_runtime.core.returns import ThinkTimes
 from reflex_runtime.core.scheduler import Scheduler
-from reflex_runtime.core.shares import Shares
-from reflex_runtime.core.time_cost import TimeCost
+from reflex_runtime.core.statistics import Rate
+from reflex_runtime.core.think_times import Gathering, ThinkTimes
+from reflex_runtime.core.time_cost import Backlog, Evidence, TimeCost
 
 HELLO = "bare ASGI hello"
 REFLEX = "reflex"

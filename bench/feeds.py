@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from bench.report import Row, row, say
 from reflex_runtime.core.errors import Rejected
-from reflex_runtime.core.percentile import percentile
+from reflex_runtime.core.statistics import percentile
 from reflex_runtime.drivers.batch_processor import BatchConfig, BatchEntry
 from reflex_runtime.drivers.coordinator import BatchCoordinator
 from reflex_runtime.drivers.decorator import batched

@@ -17,12 +17,11 @@ from reflex_runtime.core.batch import Done, More, Outcome
 from reflex_runtime.core.cost import CostModel, TokenCost
 from reflex_runtime.core.events import RequestProgressed, RequestSettled
 from reflex_runtime.core.flush import FlushPolicy
-from reflex_runtime.core.group import GroupConfig
-from reflex_runtime.core.percentile import percentile
+from reflex_runtime.core.group import GroupConfig, UnitPool
 from reflex_runtime.core.request import Priority, Request
-from reflex_runtime.core.resources import UnitPool
 from reflex_runtime.core.scheduler import Scheduler
-from reflex_runtime.core.timed_tokens import TimedTokens
+from reflex_runtime.core.statistics import percentile
+from reflex_runtime.core.token_budget import TimedTokens
 
 StepTimes = tuple[float, float, float, float]  # seconds: fixed, of a row, of a prompt token, of a pair
 MODELS: dict[str, tuple[StepTimes, float, tuple[float | None, ...]]] = {

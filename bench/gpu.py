@@ -27,7 +27,7 @@ from typing import Any
 from reflex_runtime import Batcher, FlushPolicy, GroupConfig, Request
 from reflex_runtime.core.batch import Batch
 from reflex_runtime.core.events import BatchScheduled, Event
-from reflex_runtime.core.percentile import percentile
+from reflex_runtime.core.statistics import percentile
 from reflex_runtime.core.time_cost import TimeCost
 from reflex_runtime.processors.base import BaseProcessor
 

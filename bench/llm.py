@@ -26,8 +26,8 @@ import numpy as np
 from bench.report import Row, row, say
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.core.events import BatchScheduled, Event, RequestProgressed, RequestSettled
-from reflex_runtime.core.percentile import percentile
 from reflex_runtime.core.request import Priority
+from reflex_runtime.core.statistics import percentile
 from reflex_runtime.drivers.process_memory import COLLECTIONS
 from reflex_runtime.llm import LLMEngine, SamplingParams
 from reflex_runtime.llm.checkpoint import Checkpoint

@@ -26,7 +26,7 @@ from typing import Any
 import psutil
 
 from bench.machine import cores, pin
-from reflex_runtime.core.percentile import percentile
+from reflex_runtime.core.statistics import percentile
 
 BINARY = b"\x82"  # the first byte of a frame with an answer; that of one with an error is \x81
 STATE = {"state": [0.1, -0.2, 0.3, -0.4, 0.5, -0.6, 0.7, -0.8]}

@@ -11,9 +11,9 @@ import random
 
 from bench.gaps import MODELS, Arrival, play
 from bench.report import Row, row, say
-from reflex_runtime.core.percentile import percentile
 from reflex_runtime.core.request import Priority
-from reflex_runtime.core.timed_tokens import TimedTokens
+from reflex_runtime.core.statistics import percentile
+from reflex_runtime.core.token_budget import TimedTokens
 
 UNTIL, LAST = 120.0, 20.0  # seconds in all; of those who come in the last ones the first token is not waited for
 LOADS = {"a batch of 2,000 prompts": (2.0, 0.5, 2000), "40 streams a second": (40.0, 1.0, 0)}

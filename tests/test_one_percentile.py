@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import random
 
-from reflex_runtime.core.adapt import _Window
-from reflex_runtime.core.percentile import percentile
+from reflex_runtime.core.flush import _Window
 from reflex_runtime.core.request import Request
+from reflex_runtime.core.statistics import percentile
 from reflex_runtime.demo.run import Percentiles
 from reflex_runtime.policies.records.report import SlotReport
 from reflex_runtime.policies.rollout.ramp import GuardWatch, RampGuard

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from bench.sim.rivals import EarlyDrop, HoldAlways, MarginalWait
-from reflex_runtime.core.adapt import Planner
 from reflex_runtime.core.cost import UnitCost
-from reflex_runtime.core.flush import FlushPolicy
+from reflex_runtime.core.flush import FlushPolicy, Planner
 from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.core.scheduler import Scheduler
 from reflex_runtime.drivers.batch_processor import BatchConfig

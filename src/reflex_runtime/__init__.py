@@ -6,9 +6,6 @@ from typing import TYPE_CHECKING, Any
 from reflex_runtime.version import __version__ as __version__
 
 if TYPE_CHECKING:  # the same names as in _NAMES, for type checkers and editors
-    from reflex_runtime.core.adapt import Controller as Controller
-    from reflex_runtime.core.adapt import HoldTarget as HoldTarget
-    from reflex_runtime.core.adapt import Planner as Planner
     from reflex_runtime.core.batch import Batch as Batch
     from reflex_runtime.core.batch import Cause as Cause
     from reflex_runtime.core.batch import Done as Done
@@ -53,17 +50,20 @@ if TYPE_CHECKING:  # the same names as in _NAMES, for type checkers and editors
     from reflex_runtime.core.events import RequestRejected as RequestRejected
     from reflex_runtime.core.events import RequestSettled as RequestSettled
     from reflex_runtime.core.events import SchedulerPaused as SchedulerPaused
+    from reflex_runtime.core.flush import Controller as Controller
     from reflex_runtime.core.flush import FlushPolicy as FlushPolicy
+    from reflex_runtime.core.flush import HoldTarget as HoldTarget
+    from reflex_runtime.core.flush import Planner as Planner
     from reflex_runtime.core.group import GroupConfig as GroupConfig
+    from reflex_runtime.core.group import Resources as Resources
+    from reflex_runtime.core.group import UnitPool as UnitPool
     from reflex_runtime.core.request import Priority as Priority
     from reflex_runtime.core.request import Request as Request
     from reflex_runtime.core.request import Ticket as Ticket
     from reflex_runtime.core.request import TicketState as TicketState
-    from reflex_runtime.core.resources import Resources as Resources
-    from reflex_runtime.core.resources import UnitPool as UnitPool
     from reflex_runtime.core.scheduler import Scheduler as Scheduler
     from reflex_runtime.core.time_cost import TimeCost as TimeCost
-    from reflex_runtime.core.timed_tokens import TimedTokens as TimedTokens
+    from reflex_runtime.core.token_budget import TimedTokens as TimedTokens
     from reflex_runtime.drivers.audience import Audience as Audience
     from reflex_runtime.drivers.batch_handle import BatchHandle as BatchHandle
     from reflex_runtime.drivers.batch_processor import BatchConfig as BatchConfig
@@ -88,7 +88,7 @@ if TYPE_CHECKING:  # the same names as in _NAMES, for type checkers and editors
     from reflex_runtime.telemetry.journal_writer import JournalWriter as JournalWriter
 
 _NAMES = {
-    "core.adapt": "Controller HoldTarget Planner",
+    "core.flush": "Controller FlushPolicy HoldTarget Planner",
     "core.batch": "Batch Cause Done Failed FlushReason More",
     "core.cost": "CostModel TimedUnits TokenCost UnitCost",
     "core.errors": (
@@ -100,13 +100,11 @@ _NAMES = {
         "BatchFinished BatchScheduled DeviceLost Event RequestAbandoned RequestAnswered RequestPreempted "
         "RequestProgressed RequestQueued RequestRejected RequestSettled SchedulerPaused"
     ),
-    "core.flush": "FlushPolicy",
-    "core.group": "GroupConfig",
+    "core.group": "GroupConfig Resources UnitPool",
     "core.request": "Priority Request Ticket TicketState",
-    "core.resources": "Resources UnitPool",
     "core.scheduler": "Scheduler",
     "core.time_cost": "TimeCost",
-    "core.timed_tokens": "TimedTokens",
+    "core.token_budget": "TimedTokens",
     "drivers.audience": "Audience",
     "telemetry.batch_metrics": "BatchMetrics",
     "drivers.batch_processor": "BatchConfig BatchEntry BatchProcessor",

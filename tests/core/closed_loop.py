@@ -16,10 +16,9 @@ from heapq import heappop, heappush
 from random import Random
 from statistics import median
 
-from reflex_runtime.core.adapt import HoldTarget
 from reflex_runtime.core.batch import Batch, Done
 from reflex_runtime.core.cost import UnitCost
-from reflex_runtime.core.flush import FlushPolicy
+from reflex_runtime.core.flush import FlushPolicy, HoldTarget
 from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.core.request import Request
 from reflex_runtime.core.scheduler import Scheduler

@@ -8,9 +8,8 @@ from typing import Any
 from reflex_runtime.core.batch import Batch, Cause, Done, Failed, More, Outcome
 from reflex_runtime.core.cost import CostModel
 from reflex_runtime.core.events import RequestSettled
-from reflex_runtime.core.group import GroupConfig
+from reflex_runtime.core.group import GroupConfig, UnitPool
 from reflex_runtime.core.request import Request, Ticket
-from reflex_runtime.core.resources import UnitPool
 from reflex_runtime.core.scheduler import Scheduler
 from reflex_runtime.core.time_cost import TimeCost
 

@@ -15,7 +15,7 @@ from math import exp, inf
 from random import Random
 from statistics import median
 
-from reflex_runtime.core.affine import AffineFit
+from reflex_runtime.core.statistics import AffineFit
 
 FACTORS = (5.0, 10.0, 30.0)
 BEFORE, AFTER = 200, 60  # batches

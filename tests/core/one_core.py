@@ -11,9 +11,8 @@ from heapq import heappop, heappush
 from math import inf
 from random import Random
 
-from reflex_runtime.core.adapt import Planner
 from reflex_runtime.core.batch import Batch, Done
-from reflex_runtime.core.flush import FlushPolicy
+from reflex_runtime.core.flush import FlushPolicy, Planner
 from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.core.request import Request, Ticket
 from reflex_runtime.core.scheduler import Scheduler

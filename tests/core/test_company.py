@@ -11,11 +11,10 @@ from typing import Any
 
 import pytest
 
-from reflex_runtime.core.adapt import HoldTarget
 from reflex_runtime.core.batch import Batch, Cause
 from reflex_runtime.core.cost import UnitCost
 from reflex_runtime.core.errors import ConfigError, Displaced, QueueFull
-from reflex_runtime.core.flush import FlushPolicy
+from reflex_runtime.core.flush import FlushPolicy, HoldTarget
 from reflex_runtime.core.request import Priority, Request, Ticket, TicketState
 from reflex_runtime.core.scheduler import Scheduler
 

@@ -7,9 +7,7 @@ from random import Random
 
 import pytest
 
-from reflex_runtime.core.adapt import Planner
-from reflex_runtime.core.crowd import OVER, WINDOW, WINDOWS, Crowd, even_size
-from reflex_runtime.core.flush import FlushPolicy
+from reflex_runtime.core.flush import OVER, WINDOW, WINDOWS, Crowd, FlushPolicy, Planner, even_size
 from reflex_runtime.core.request import Request, Ticket
 
 DEVICE = (0.0077, 0.0023, 0.03)  # 40 fit into 100 ms

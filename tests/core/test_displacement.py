@@ -12,10 +12,10 @@ import pytest
 from reflex_runtime.core.batch import Batch, More
 from reflex_runtime.core.cost import TokenCost, UnitCost
 from reflex_runtime.core.events import RequestPreempted
-from reflex_runtime.core.filling import Filling
 from reflex_runtime.core.flush import FlushPolicy
+from reflex_runtime.core.forming import Filling
+from reflex_runtime.core.group import Resources, UnitPool
 from reflex_runtime.core.request import Priority, Ticket, TicketState
-from reflex_runtime.core.resources import Resources, UnitPool
 from reflex_runtime.core.scheduler import Scheduler
 
 from .helpers import Cached, Generation, ask, finish, ids, scheduler_of, take, trained

@@ -12,13 +12,12 @@ import pytest
 from reflex_runtime.core.batch import Apart, Batch, Done, More, Outcome
 from reflex_runtime.core.cost import Tally, TokenCost, TokenTally
 from reflex_runtime.core.events import RequestPreempted, RequestProgressed
-from reflex_runtime.core.extra import ExtraUnits
 from reflex_runtime.core.flush import FlushPolicy
-from reflex_runtime.core.percentile import percentile
+from reflex_runtime.core.group import UnitPool
 from reflex_runtime.core.request import Request, Ticket, TicketState
-from reflex_runtime.core.resources import UnitPool
 from reflex_runtime.core.scheduler import Scheduler
-from reflex_runtime.core.timed_tokens import TimedTokens
+from reflex_runtime.core.statistics import percentile
+from reflex_runtime.core.token_budget import ExtraUnits, TimedTokens
 
 from .helpers import ask, finish, scheduler_of, take
 
@@ -369,7 +368,7 @@ def test_l2_a_time_that_says_nothing_is_ignored() -> None:
 def test_l2_the_time_of_prompts_is_not_taken_for_that_of_guesses(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[float] = []
     monkeypatch.setattr(
-        "reflex_runtime.core.extra._Steps.observe", lambda self, rows, units, new, took: seen.append(took)
+        "reflex_runtime.core.token_budget._Steps.observe", lambda self, rows, units, new, took: seen.append(took)
     )
     device = Guessing(memory_bound, 0.9, 4, gap=0.2)
     device.rate(10)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from reflex_runtime.core.flush import FlushPolicy
-from reflex_runtime.core.gathering import AGAIN, SETTLING, SOON, WINDOW, Gathering
+from reflex_runtime.core.think_times import AGAIN, SETTLING, SOON, WINDOW, Gathering
 
 from .helpers import ask, finish, scheduler_of, take, trained
 from .one_core import OneCore

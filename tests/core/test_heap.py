@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from random import Random
 
-from reflex_runtime.core.heap import FEW, LazyHeap
+from reflex_runtime.core.order import FEW, LazyHeap
 
 
 def test_the_heap_is_a_sorted_list_that_can_forget() -> None:

@@ -7,9 +7,8 @@ from random import Random
 
 import pytest
 
-from reflex_runtime.core.adapt import Planner
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.core.flush import FlushPolicy
+from reflex_runtime.core.flush import FlushPolicy, Planner
 from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.core.request import Priority, Request, Ticket
 

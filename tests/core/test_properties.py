@@ -20,13 +20,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from reflex_runtime.core import heap, leaving, order
-from reflex_runtime.core.adapt import Planner
+from reflex_runtime.core import admission, order
 from reflex_runtime.core.batch import Batch, Done, Failed, More
 from reflex_runtime.core.cost import TokenCost, UnitCost
 from reflex_runtime.core.errors import ProcessorError, Rejected, TooLate
 from reflex_runtime.core.events import BatchFinished, BatchScheduled, RequestQueued, RequestSettled
-from reflex_runtime.core.flush import FlushPolicy
+from reflex_runtime.core.flush import FlushPolicy, Planner
 from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.core.request import Priority, Request, Ticket, TicketState
 from reflex_runtime.core.scheduler import Scheduler
@@ -56,7 +55,7 @@ def test_the_oracle_agrees_on_long_histories(scenario: str, lined_up: int, monke
     whether what must leave does so at once, or in slices of two: the same end."""
     monkeypatch.setattr(order, "LINED_UP", lined_up)
     if not lined_up:
-        monkeypatch.setattr(leaving, "AT_ONCE", 2)
+        monkeypatch.setattr(admission, "AT_ONCE", 2)
     random = Random(f"{scenario} {lined_up} 0")
     for _ in range(HISTORIES):
         Play(SCENARIOS[scenario], random.randbytes(random.choice((100, 300, 1000)))).run()
@@ -477,7 +476,7 @@ class Counter:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.count = 0
-        for module, names in ((heap, ("heappush", "heappop")), (order, ("heappush", "heappop"))):
+        for module, names in ((order, ("heappush", "heappop")),):
             for name in names:
                 monkeypatch.setattr(module, name, self.wrap(getattr(module, name)))
         monkeypatch.setattr(order.Cursor, "next", self.wrap(order.Cursor.next))

@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 
-from reflex_runtime.core.adapt import Planner
 from reflex_runtime.core.batch import Done
 from reflex_runtime.core.errors import ConfigError, QueueFull
-from reflex_runtime.core.flush import FlushPolicy
+from reflex_runtime.core.flush import FlushPolicy, Planner
 from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.core.request import Priority, Request, Ticket
 from reflex_runtime.core.scheduler import Scheduler

@@ -12,8 +12,8 @@ from reflex_runtime.core.cost import TokenCost, UnitCost
 from reflex_runtime.core.errors import ConfigError, ProcessorError, TooLarge
 from reflex_runtime.core.events import RequestPreempted
 from reflex_runtime.core.flush import FlushPolicy
+from reflex_runtime.core.group import UnitPool
 from reflex_runtime.core.request import Priority, Request, Ticket, TicketState
-from reflex_runtime.core.resources import UnitPool
 from reflex_runtime.core.scheduler import Scheduler
 
 from .helpers import Cached, Generation, ask, finish, ids, outcome_of, scheduler_of, take

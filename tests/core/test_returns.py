@@ -11,8 +11,8 @@ import pytest
 from reflex_runtime.core.batch import Batch, Done
 from reflex_runtime.core.flush import FlushPolicy
 from reflex_runtime.core.request import Request, Ticket
-from reflex_runtime.core.returns import FEW, HISTORY, JUST_LATE, PARTS, RECENT, REMEMBERED, ThinkTimes
 from reflex_runtime.core.scheduler import Scheduler
+from reflex_runtime.core.think_times import FEW, HISTORY, JUST_LATE, PARTS, RECENT, REMEMBERED, ThinkTimes
 
 from .helpers import ask, finish, scheduler_of, take, trained
 from .histories import TICK, Play, Scenario, timed
@@ -312,7 +312,7 @@ def test_a_picture_that_is_decoded_no_more_is_not_due() -> None:
 
 
 def test_a_client_may_be_forgotten_while_its_picture_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("reflex_runtime.core.returns.REMEMBERED", 2)
+    monkeypatch.setattr("reflex_runtime.core.think_times.REMEMBERED", 2)
     returns, now = decoding(1)
     for client in ("others", "that", "came"):
         returns.arrived(client, HERE, now)

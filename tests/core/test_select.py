@@ -11,9 +11,8 @@ import pytest
 
 from reflex_runtime.core.batch import Batch, More
 from reflex_runtime.core.errors import Shed
-from reflex_runtime.core.flush import FlushPolicy
+from reflex_runtime.core.flush import KAPPA, THRESHOLDS, Filled, FlushPolicy, at_risk, price_of_time, window
 from reflex_runtime.core.request import Priority, Request, Ticket
-from reflex_runtime.core.select import KAPPA, THRESHOLDS, Filled, at_risk, price_of_time, window
 from reflex_runtime.core.time_cost import TimeCost
 
 from .helpers import ask, finish, ids, measure, outcome_of, scheduler_of, serve, settled, take, trained

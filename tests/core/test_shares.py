@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from random import Random
 
-from reflex_runtime.core.heap import FEW
-from reflex_runtime.core.order import ClientShare
-from reflex_runtime.core.shares import Shares
+from reflex_runtime.core.order import FEW, ClientShare, Shares
 
 
 def test_the_floor_is_the_smallest_active_counter_whoever_enters_leaves_and_is_charged() -> None:

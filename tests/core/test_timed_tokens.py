@@ -12,11 +12,11 @@ from reflex_runtime.core.batch import Batch
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.core.events import RequestProgressed, RequestSettled
 from reflex_runtime.core.flush import BUDGET, FlushPolicy
-from reflex_runtime.core.percentile import percentile
+from reflex_runtime.core.group import UnitPool
 from reflex_runtime.core.request import Priority, Request, Ticket, TicketState
-from reflex_runtime.core.resources import UnitPool
 from reflex_runtime.core.scheduler import Scheduler
-from reflex_runtime.core.timed_tokens import ALONE, COLD, LONGEST, SHARE, TimedTokens
+from reflex_runtime.core.statistics import percentile
+from reflex_runtime.core.token_budget import ALONE, COLD, LONGEST, SHARE, TimedTokens
 
 from .helpers import Cached, Generation, scheduler_of, take
 

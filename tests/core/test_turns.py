@@ -11,10 +11,9 @@ from reflex_runtime.core.batch import Batch
 from reflex_runtime.core.cost import UnitCost
 from reflex_runtime.core.flush import FlushPolicy
 from reflex_runtime.core.group import IDLE_PARTITIONS, GroupConfig
-from reflex_runtime.core.order import Partition
+from reflex_runtime.core.order import CREDIT, NEAREST, Partition
 from reflex_runtime.core.request import Priority, Request, Ticket
 from reflex_runtime.core.scheduler import Scheduler
-from reflex_runtime.core.turns import CREDIT, NEAREST
 from reflex_runtime.sim.run import Run, simulate
 from reflex_runtime.sim.service import Affine
 from reflex_runtime.sim.workload import Open, Poisson

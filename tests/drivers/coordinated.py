@@ -10,8 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from drivers.helpers import PATIENCE
-from reflex_runtime.core.adapt import Controller
-from reflex_runtime.core.flush import FlushPolicy
+from reflex_runtime.core.flush import Controller, FlushPolicy
 from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.core.request import Request
 from reflex_runtime.drivers.batch_handle import BatchHandle

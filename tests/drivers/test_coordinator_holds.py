@@ -13,7 +13,7 @@ from drivers.virtual import played
 from reflex_runtime import BatchConfig
 from reflex_runtime.core.flush import FlushPolicy
 from reflex_runtime.core.request import Request
-from reflex_runtime.core.returns import JUST_LATE
+from reflex_runtime.core.think_times import JUST_LATE
 from reflex_runtime.drivers.paying_size import FIRST, FORMING, LEAST, PayingSize
 from reflex_runtime.sim import Affine, Around, Arrival, Callers, Camera, Every, RecordedArrivals, WorkloadPart
 

@@ -9,8 +9,8 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from reflex_runtime.core.events import RequestSettled
-from reflex_runtime.core.extra import ExtraUnits
 from reflex_runtime.core.request import Priority
+from reflex_runtime.core.token_budget import ExtraUnits
 from reflex_runtime.llm import LLMEngine, SamplingParams
 from reflex_runtime.llm.series import INVARIANTS, SHORT_OF, EngineSeries
 

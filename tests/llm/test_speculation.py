@@ -18,7 +18,7 @@ from reflex_runtime.cli import main
 from reflex_runtime.core.batch import Done
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.core.events import BatchScheduled, Event, RequestPreempted, RequestProgressed, RequestSettled
-from reflex_runtime.core.extra import ExtraUnits
+from reflex_runtime.core.token_budget import ExtraUnits
 from reflex_runtime.ipc.sampling import Constraint, SamplingParams
 from reflex_runtime.llm.engine import LLMEngine
 from reflex_runtime.llm.openvino_runner import OpenVinoRunner

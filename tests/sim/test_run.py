@@ -10,11 +10,10 @@ from math import inf
 import pytest
 from bench.sim import rules as named
 
-from reflex_runtime.core.adapt import Planner
 from reflex_runtime.core.batch import Batch, Outcome
 from reflex_runtime.core.cost import TokenCost
 from reflex_runtime.core.events import BatchScheduled, Event, RequestProgressed, RequestQueued, RequestSettled
-from reflex_runtime.core.flush import FlushPolicy
+from reflex_runtime.core.flush import FlushPolicy, Planner
 from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.core.request import Priority, Request, Ticket
 from reflex_runtime.core.scheduler import Scheduler

@@ -9,9 +9,8 @@ from random import Random
 
 import pytest
 
-from reflex_runtime.core.adapt import Planner
 from reflex_runtime.core.batch import Batch
-from reflex_runtime.core.flush import FlushPolicy
+from reflex_runtime.core.flush import FlushPolicy, Planner
 from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.core.request import Request
 from reflex_runtime.core.scheduler import Scheduler

@@ -25,8 +25,8 @@ from reflex_runtime.cli.serving import (
     warn_if_open,
 )
 from reflex_runtime.config import OWN_SETTINGS, LLMServeConfig, ServeConfig
-from reflex_runtime.core.affine import DEFAULT_COST
 from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.core.statistics import DEFAULT_COST
 from reflex_runtime.options import Places, one_line
 from reflex_runtime.sources import POLICIES, environment, read
 

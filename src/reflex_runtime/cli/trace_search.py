@@ -16,7 +16,7 @@ from rich.text import Text
 from reflex_runtime.cli.trace_prompts import setup_of
 from reflex_runtime.cli.trace_table import ROWS
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.core.percentile import percentile
+from reflex_runtime.core.statistics import percentile
 from reflex_runtime.options import one_line
 
 if TYPE_CHECKING:

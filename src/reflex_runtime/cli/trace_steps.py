@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from reflex_runtime.cli.trace_table import LEAST, chips, whole
-from reflex_runtime.core.percentile import percentile
+from reflex_runtime.core.statistics import percentile
 from reflex_runtime.telemetry.colours import Colours, ink, pale, plain, request_name
 from reflex_runtime.telemetry.journal import BatchLine, Member
 from reflex_runtime.telemetry.journal_reader import Journal

@@ -10,7 +10,7 @@ from rich.cells import cell_len
 from rich.table import Table
 from rich.text import Text
 
-from reflex_runtime.core.percentile import percentile
+from reflex_runtime.core.statistics import percentile
 from reflex_runtime.telemetry.colours import Colours, client_name, ink, plain, request_name
 from reflex_runtime.telemetry.journal import BatchLine, Member
 from reflex_runtime.telemetry.journal_reader import Journal

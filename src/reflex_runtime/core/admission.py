@@ -1,14 +1,56 @@
-"""Whether a request may enter."""
+"""Whether a request may enter, stay, and join the residents.
+
+Whether a request may enter.
+
+Tickets that leave without running, at most `AT_ONCE` in one call of the scheduler.
+
+Thousands of deadlines may pass in the same moment. Settling them at once would keep the driver's lock for a tenth of a
+second. So a call settles some, and the next one is due at once (`Leaving.behind`). A batch is formed only when no
+ticket is left that must not be in it; tickets that are shed do not keep a batch waiting.
+
+Whether newcomers (new requests) run their first stage before the residents' next step.
+
+If they join, newcomers share the residents' steps. But residents wait for the newcomers' first stage, and each of their
+remaining steps has a larger batch. Two plans are compared, as if no other request came:
+
+    join    the newcomers' first stage, then all step together
+    wait    the residents step to their end, then the newcomers' first stage and their steps
+
+Newcomers join if they gain more than the residents lose, but never at these prices:
+
+    a higher longest latency    the mean alone would harm the tail: some residents would be delayed again and again
+    a resident's deadline       that it would meet if they waited
+
+Regular clients that join meet again in each cycle, and the residents lose again. One that waits instead comes later
+from then on: it waits once. So the gain must be `price` times the loss, by the share of the device that they would
+take if each came in turn (`ThinkTimes.in_turns`). Up to a share of 1 they do so by themselves and none joins. Above it
+some must share, and the price falls from 2 to 1.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import chain, islice
 from math import inf
+from typing import Final, NamedTuple
 
-from reflex_runtime.core.backlog import SLACK
-from reflex_runtime.core.errors import Closed, InFlightCapReached, QueueFull, TooLarge, TooLate
+from reflex_runtime.core.errors import (
+    Cancelled,
+    Closed,
+    Drained,
+    Expired,
+    InFlightCapReached,
+    QueueFull,
+    ReflexError,
+    Shed,
+    TooLarge,
+    TooLate,
+)
 from reflex_runtime.core.group import Group
-from reflex_runtime.core.request import BACKGROUND, Ticket
+from reflex_runtime.core.order import LazyHeap, Partition
+from reflex_runtime.core.request import BACKGROUND, RUNNING, SETTLED, WAITING, Ticket
+from reflex_runtime.core.time_cost import SLACK
 
 RETRY_FLOOR = 1.0  # seconds: the documented Retry-After
 
@@ -91,3 +133,192 @@ def _units_fit(group: Group, wants: float, leaving: Sequence[Ticket]) -> None:
             max_queued_units=most,
             queued_units=queued_units,
         )
+
+
+# -- tickets that leave without running --------------------------------------------------------------------------------
+
+
+AT_ONCE: Final = 16  # tickets settled in one call: about a third of a millisecond
+LOOKED_AT: Final = 4 * AT_ONCE  # tickets looked at for those that are too late; some may not be shed
+
+Leaves = tuple[Ticket, ReflexError]
+
+
+class Leaving:
+    """What must leave, by reason.
+
+    unready: tickets that are prepared, by deadline. behind: whether the last call may have left some. holds_up: whether
+    one of them must not be in a batch.
+    """
+
+    def __init__(self, groups: Mapping[str, Group]) -> None:
+        self._groups = groups.values()
+        self.unready: LazyHeap[Ticket, float] = LazyHeap()
+        self._abandoned: deque[Ticket] = deque()
+        self._late: dict[Partition, tuple[Group, float]] = {}  # until when the device is taken
+        self.behind = self.holds_up = False
+
+    def expires_at(self) -> float:
+        """The earliest deadline of tickets that wait, are resident or are prepared; inf if none has one."""
+        found = top[0] if (top := self.unready.first()) is not None else inf
+        for group in self._groups:
+            expires = group.turns.expires_at()
+            if expires < found:
+                found = expires
+        return found
+
+    def abandon(self, ticket: Ticket) -> None:
+        """Its caller left: it leaves when a batch is formed."""
+        self._abandoned.append(ticket)
+
+    def shed(self, group: Group, partition: Partition, after: float) -> None:
+        """The partition has more tickets that are too late if they run after that time."""
+        self._late[partition] = group, after
+        self.behind = True
+
+    def due(self, now: float, drained: bool, forming: bool) -> Iterator[Leaves]:
+        """Those that leave now: each is ended before the next is asked for.
+
+        drained: whether all leave that do not run. forming: whether a batch is to be formed.
+        """
+        if not (drained or self._abandoned or self._late) and self.expires_at() > now:
+            self.behind = self.holds_up = False
+            return
+        some: list[Iterable[Leaves]] = [self._drained()] if drained else []
+        some.append(self._expired(now))
+        if forming:
+            some.append(self._gone())
+        left = AT_ONCE
+        for leaves in islice(chain.from_iterable(some), AT_ONCE):
+            left -= 1
+            yield leaves
+        self.behind = self.holds_up = left == 0
+        yield from self._too_late(left)
+
+    def _expired(self, now: float) -> Iterator[Leaves]:
+        error = "its deadline passed before it was answered"
+        while (top := self.unready.first()) is not None and top[0] <= now:
+            yield top[1], Expired(error)
+        for group in self._groups:
+            while group.turns.expires_at() <= now:
+                yield group.turns.first_to_expire(), Expired(error)
+
+    def _drained(self) -> Iterator[Leaves]:
+        """All that do not run; running ones leave at their boundary."""
+        prepared = (t for g in self._groups for tickets in g.preparing.values() for t in tickets)
+        queued = (t for g in self._groups for p in g.active.values() for t in p.tickets() if t.state is not RUNNING)
+        for ticket in list(islice(chain(prepared, queued), AT_ONCE)):
+            yield ticket, Drained("the server is shutting down")
+
+    def _gone(self) -> Iterator[Leaves]:
+        abandoned = self._abandoned
+        for _ in range(len(abandoned)):
+            ticket = abandoned.popleft()
+            if ticket.state is RUNNING:
+                abandoned.append(ticket)
+            elif ticket.state is not SETTLED:
+                yield ticket, Cancelled("its caller stopped waiting")
+
+    def _too_late(self, most: int) -> Iterator[Leaves]:
+        while self._late and most:
+            partition, (group, after) = next(iter(self._late.items()))
+            found, more = too_late(group, partition, after, (), lambda t: not group.evidence.probes(t), most)  # noqa: B023
+            most -= len(found)
+            if not more:
+                del self._late[partition]
+            for ticket in found:
+                yield ticket, Shed("its deadline can no longer be met")
+        self.behind = self.behind or bool(self._late)
+
+
+def too_late(
+    group: Group,
+    partition: Partition,
+    after: float,
+    spared: Collection[Ticket],
+    may: Callable[[Ticket], bool],
+    most: int | None = None,
+) -> tuple[list[Ticket], bool]:
+    """Waiting tickets that cannot be answered in time after that time, tightest first, and whether there may be more.
+
+    spared: others. may: whether one may be shed. most: AT_ONCE, unless given.
+    """
+    most = AT_ONCE if most is None else most
+    found: list[Ticket] = []
+    for ticket in islice(partition.deadlines.ascending(), LOOKED_AT + len(spared) + len(partition.residents)):
+        if len(found) == most:
+            return found, True
+        if ticket.state is not WAITING or ticket in spared:
+            continue
+        if after + group.cost.remaining(ticket) <= ticket.deadline:
+            break
+        if may(ticket):
+            found.append(ticket)
+    return found, False
+
+
+# -- new requests at a step boundary -----------------------------------------------------------------------------------
+
+
+_SAME = 1e-9  # relative: two plans that differ by less are equal
+
+
+class StagedRequest(NamedTuple):
+    """One request: seconds since it arrived, and steps until it ends (those after its first stage, for a newcomer).
+
+    slack: seconds until its deadline.
+    """
+
+    age: float
+    steps: float
+    slack: float = inf
+
+
+def gain_over_loss(
+    residents: Sequence[StagedRequest],
+    newcomers: Sequence[StagedRequest],
+    first: float,
+    fixed: float,
+    marginal: float,
+    sigma: float = 0.0,
+) -> float:
+    """What the newcomers gain by joining, as a multiple of what the residents lose. 0.0 if a resident would miss its
+    deadline by it, or the longest latency would grow. Both sequences hold at least one member.
+
+    first: seconds of the newcomers' first stage. fixed, marginal: a step of n takes fixed + marginal · n seconds.
+    sigma: relative spread of these times; a deadline must leave twice that.
+    """
+    everyone = [*residents, *newcomers]
+    together = ends([m.steps for m in everyone], fixed, marginal)
+    before = ends([m.steps for m in residents], fixed, marginal)
+    after = ends([m.steps for m in newcomers], fixed, marginal)
+    start = max(before.values())
+    margin = 1.0 + 2.0 * sigma
+    if any((first + together[m.steps]) * margin > m.slack >= before[m.steps] for m in residents):
+        return 0.0
+    join = [m.age + first + together[m.steps] for m in everyone]
+    wait = [m.age + before[m.steps] for m in residents]
+    wait += [m.age + start + first + after[m.steps] for m in newcomers]
+    if max(join) > max(wait) * (1.0 + _SAME):
+        return 0.0
+    gain = sum(start + after[m.steps] - together[m.steps] for m in newcomers)
+    loss = sum(first + together[m.steps] - before[m.steps] for m in residents)
+    return gain / loss if loss > 0.0 else inf
+
+
+def price(in_turns: float) -> float:
+    """The multiple of the loss that a gain must be above. in_turns: share of the device; inf for irregular clients."""
+    return inf if in_turns <= 1.0 else max(1.0, 3.0 - in_turns) * (1.0 + _SAME)
+
+
+def ends(steps: Sequence[float], fixed: float, marginal: float) -> dict[float, float]:
+    """Seconds until members with so many steps left end, by that number, if all of them step together from now on."""
+    found: dict[float, float] = {}
+    done = seconds = 0.0
+    ordered = sorted(steps)
+    for i, left in enumerate(ordered):
+        if left not in found:
+            seconds += (left - done) * (fixed + marginal * (len(ordered) - i))
+            done = left
+            found[left] = seconds
+    return found

@@ -1,14 +1,152 @@
-"""A batch is a map from ticket to granted units; its outcomes are Done, More, Failed or Apart."""
+"""A batch is a map from ticket to granted units; its outcomes are Done, More, Failed or Apart.
+
+Finds the requests that make a call fail, without failing the other requests of the batch.
+
+A call that failed as a whole is repeated in two halves. A half that fails is split again, until each bad request has
+failed alone. Every such part is a batch of its own: its members are answered as soon as it succeeds, other groups take
+their turns in between, and no batch is long. Larger parts go first, so that most members wait for two more calls. Of
+two
+halves the smaller one goes first: it is more likely to succeed, and then the other is split without a call. For one bad
+request among n this takes at most 2·⌈log₂ n⌉ more calls, for g of them 2·g·⌈log₂ n⌉, never more than 2·(n − 1).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections import OrderedDict
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from math import inf, log
 from typing import Any, NamedTuple
 
-from reflex_runtime.core.isolation import Part
-from reflex_runtime.core.request import Ticket
+from reflex_runtime.core.request import RESIDENT, Ticket
+
+OFFENDERS = 4096  # clients remembered per group
+MEMORY = 32.0  # requests over which the share of bad ones is averaged
+FORGOTTEN = 2.0**-10  # a smaller share counts as none
+
+
+class Origin:
+    """The batch whose call failed first. pending: parts that have not run. served: a member was answered. guilty: a
+    member failed alone."""
+
+    __slots__ = ("guilty", "pending", "served")
+
+    def __init__(self) -> None:
+        self.pending = 0
+        self.served = self.guilty = False
+
+
+class Part:
+    """Members of a failed call that run together again, with the units they were granted.
+
+    fails: whether it is known to fail, because the other half of the failed call succeeded.
+    """
+
+    __slots__ = ("fails", "grants", "origin", "other")
+
+    def __init__(self, grants: dict[Ticket, float], origin: Origin) -> None:
+        self.grants, self.origin = grants, origin
+        self.fails = False
+        self.other: Part | None = None
+
+
+class Suspects:
+    """The parts of one partition that must run apart, in order."""
+
+    __slots__ = ("_parts",)
+
+    def __init__(self) -> None:
+        self._parts: list[Part] = []  # never many
+
+    def split(self, grants: dict[Ticket, float], origin: Origin) -> None:
+        """Split a part that failed into two halves."""
+        tickets = list(grants)
+        middle = len(tickets) // 2 or 1
+        halves = [Part({t: grants[t] for t in some}, origin) for some in (tickets[:middle], tickets[middle:]) if some]
+        if len(halves) == 2:
+            halves[0].other, halves[1].other = halves[1], halves[0]
+        origin.pending += len(halves)
+        self._parts.extend(halves)
+
+    def next(self) -> Part | None:
+        """The part to run now, without members that ended meanwhile or are held; None if there is none.
+
+        One that is known to fail is split without a call.
+        """
+        while self._parts:
+            part = self._parts[0]
+            if part.grants and not all(t.state is RESIDENT and not t.held for t in part.grants):
+                part.grants = {t: u for t, u in part.grants.items() if t.state is RESIDENT and not t.held}
+                part.fails = False  # the bad request may be gone
+            if part.grants and not (part.fails and len(part.grants) > 1):
+                return part
+            del self._parts[0]
+            part.origin.pending -= 1
+            self.split(part.grants, part.origin)
+        return None
+
+    def take(self, part: Part) -> None:
+        """The part `next` returned runs now."""
+        self._parts.remove(part)
+        if part.other is not None:
+            part.other.other = None  # the other half tells nothing about this one, and they are no reference cycle
+
+    def clear(self) -> None:
+        """The partition has no tickets any more."""
+        self._parts.clear()
+
+    def succeeded(self, part: Part) -> None:
+        """A part succeeded, so the bad requests are in the other half."""
+        if part.other is not None:
+            part.other.fails = True
+
+
+class Offenders:
+    """Clients of one group whose last request failed alone, and the share of such requests among the others."""
+
+    def __init__(self) -> None:
+        self._failed: OrderedDict[Hashable, int] = OrderedDict()  # client → requests answered before its last failure
+        self._answered = 0
+        self.share = 0.0  # share of bad requests among those that shared batches
+
+    def __bool__(self) -> bool:
+        return bool(self._failed)
+
+    def __contains__(self, client: Hashable) -> bool:
+        return client in self._failed
+
+    @property
+    def limit(self) -> float:
+        """Most requests in a call such that it succeeds with probability one half; inf without bad requests."""
+        return max(1.0, log(2.0) / self.share // 1.0) if self.share else inf
+
+    def others_answered(self, client: Hashable) -> bool:
+        """Whether the group answered any request since this known offender last failed."""
+        return client in self._failed and self._failed[client] < self._answered
+
+    def failed(self, client: Hashable) -> None:
+        """A request of the client failed alone."""
+        if client not in self._failed:
+            self.share += (1.0 - self.share) / MEMORY
+        self._failed[client] = self._answered
+        self._failed.move_to_end(client)
+        if len(self._failed) > OFFENDERS:
+            self._failed.popitem(last=False)
+
+    def answered(self, tickets: Sequence[Ticket]) -> None:
+        """These were answered: their clients may share batches again."""
+        self._answered += len(tickets)
+        if not self._failed and not self.share:
+            return
+        for ticket in tickets:
+            if self._failed.pop(ticket.request.client, None) is None and self.share:
+                self.share -= self.share / MEMORY
+                if self.share < FORGOTTEN:
+                    self.share = 0.0
+
+
+# -- the batch ---------------------------------------------------------------------------------------------------------
 
 
 class FlushReason(StrEnum):

@@ -6,7 +6,7 @@ adds those it takes; the tally keeps the running total, so nothing is ever summe
     UnitCost    every request costs 1: a batch size
     TimedUnits  the same, and learns how long batches take, to know when a hold pays
     TokenCost   a request takes as many of the units it wants as are left: a token budget
-    TimedTokens the same within a promised time between two tokens (`timed_tokens.py`)
+    TimedTokens the same within a promised time between two tokens (`token_budget.py`)
     TimeCost    learned device seconds, for one-shot work and for work in stages and steps (`time_cost.py`)
 """
 
@@ -16,10 +16,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from math import inf
 from typing import Any, Protocol
 
-from reflex_runtime.core.affine import AffineFit
 from reflex_runtime.core.batch import Batch
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.core.request import Ticket
+from reflex_runtime.core.statistics import AffineFit
 
 WARM_SAMPLES = 3  # measurements before a prediction counts
 

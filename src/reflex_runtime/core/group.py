@@ -1,28 +1,104 @@
-"""A group: a slot or a workload with its own capacity, caps, cost model, weight and pause."""
+"""A group: a slot or a workload with its own capacity, caps, cost model, weight and pause.
+
+Resources that residents occupy between steps (memory blocks, slots), and the protocol to reserve them.
+
+The scheduler reserves before it schedules, commits when the step succeeded and rolls back when it failed, so a step is
+a transaction. `UnitPool` is the smallest real implementation, an example to copy.
+
+Tenants: groups that take turns as one, and the order in which all take them.
+"""
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from math import inf, isfinite
-from typing import Any
+from typing import Any, Protocol
 
-from reflex_runtime.core.adapt import Controller, Planner
-from reflex_runtime.core.backlog import Backlog
-from reflex_runtime.core.batch import Batch, Cause
+from reflex_runtime.core.batch import Batch, Cause, Offenders
 from reflex_runtime.core.cost import CostModel
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.core.evidence import Evidence
-from reflex_runtime.core.flush import FlushPolicy
-from reflex_runtime.core.isolation import Offenders
-from reflex_runtime.core.order import ClientQueue, Clients, ClientShare, Partition
+from reflex_runtime.core.flush import Controller, FlushPolicy, Planner
+from reflex_runtime.core.order import ClientQueue, Clients, ClientShare, Partition, Prices, Turns
 from reflex_runtime.core.request import BACKGROUND, URGENT, Request, Ticket
-from reflex_runtime.core.resources import Resources
-from reflex_runtime.core.returns import ThinkTimes
-from reflex_runtime.core.shares import Prices
-from reflex_runtime.core.time_cost import TimeCost
-from reflex_runtime.core.turns import Turns
+from reflex_runtime.core.think_times import ThinkTimes
+from reflex_runtime.core.time_cost import Backlog, Evidence, TimeCost
+
+
+class Resources(Protocol):
+    """Memory of residents. All methods are called with the scheduler's lock held and must not wait."""
+
+    def fits(self, request: Request) -> bool:
+        """Whether the request could run if it were alone; False refuses it with TooLarge."""
+
+    def begin(self, ticket: Ticket) -> float:
+        """The ticket is about to enter: claim its cached units; returns the number that need no computing."""
+
+    def reserve(self, ticket: Ticket, units: float) -> bool:
+        """Reserve `units` more for the ticket; False if there is no room."""
+
+    def extend(self, ticket: Ticket, units: float, more: float) -> float:
+        """Reserve up to `more` units beyond the `units` that were just reserved; returns how many."""
+
+    def would_fit(self, ticket: Ticket, units: float, released: Collection[Ticket]) -> bool:
+        """Whether `reserve(ticket, units)` would succeed once these others were released. Changes nothing."""
+
+    def commit(self, batch: Batch) -> None:
+        """The step succeeded."""
+
+    def rollback(self, batch: Batch) -> None:
+        """The step failed: undo its reservations."""
+
+    def release(self, ticket: Ticket) -> None:
+        """The ticket left or was preempted: free everything it holds."""
+
+
+class UnitPool:
+    """A pool of `capacity` units: a ticket holds one for each unit it was granted, until it leaves."""
+
+    def __init__(self, capacity: float) -> None:
+        if not capacity > 0:
+            raise ConfigError(f"UnitPool.capacity={capacity!r}: must be > 0 units")
+        self.capacity = capacity
+        self._held: dict[Ticket, float] = {}
+        self.used = 0.0
+
+    def fits(self, request: Request) -> bool:
+        return request.wants <= self.capacity
+
+    def begin(self, ticket: Ticket) -> float:
+        return 0.0
+
+    def reserve(self, ticket: Ticket, units: float) -> bool:
+        if self.used + units > self.capacity:
+            return False
+        self._held[ticket] = self._held.get(ticket, 0.0) + units
+        self.used += units
+        return True
+
+    def extend(self, ticket: Ticket, units: float, more: float) -> float:
+        more = min(more, self.capacity - self.used)
+        return more if more > 0.0 and self.reserve(ticket, more) else 0.0
+
+    def would_fit(self, ticket: Ticket, units: float, released: Collection[Ticket]) -> bool:
+        return self.used - sum(self._held.get(t, 0.0) for t in released) + units <= self.capacity
+
+    def commit(self, batch: Batch) -> None:
+        return
+
+    def rollback(self, batch: Batch) -> None:
+        for ticket, units in batch.grants.items():
+            if ticket in self._held:
+                self._held[ticket] -= units
+                self.used -= units
+
+    def release(self, ticket: Ticket) -> None:
+        self.used -= self._held.pop(ticket, 0.0)
+
+
+# -- the group ---------------------------------------------------------------------------------------------------------
+
 
 IDLE_PARTITIONS = 256
 USUAL = 1.0 / 32.0  # weight of a batch in the usual size
@@ -404,3 +480,55 @@ class Group:
             "max_batch_cost": self.budget,
             "queued_seconds": self.backlog.seconds,
         }
+
+
+# -- tenants -----------------------------------------------------------------------------------------------------------
+
+
+class Tenants:
+    """The tenants of one scheduler. Turns go by device time over weight, the least served first."""
+
+    def __init__(self) -> None:
+        self._all: list[Tenant] = []
+
+    def of(self, config: GroupConfig) -> Tenant:
+        """The tenant of a group, made with its first group."""
+        found = next((t for t in self._all if config.tenant and t.name == config.tenant), None)
+        if found is None:
+            found = Tenant(config.tenant, config.weight, len(self._all))
+            self._all.append(found)
+        if found.weight != config.weight:
+            raise ConfigError(
+                f"GroupConfig.weight={config.weight!r}: is {found.weight!r} in another group of tenant {found.name!r}"
+            )
+        return found
+
+    @staticmethod
+    def turns(groups: Iterable[Group], now: float, in_flight: Collection[Batch]) -> list[Group]:
+        """Groups as they take turns: least device time over weight, of the tenant, then their own; weight 0 only when
+        nothing else waits."""
+        ready = [g for g in groups if g.active and g.paused_until <= now]
+        if len(ready) > 1:
+            if any(g.config.weight > 0.0 and _waits(g, in_flight) for g in ready):
+                ready = [g for g in ready if g.config.weight > 0.0]
+            ready.sort(key=lambda g: (g.tenant.device_time, g.tenant.number, g.device_time))
+        return ready
+
+    def lift(self, group: Group) -> None:
+        """What becomes active gets no credit for its idle time, and no debt for having used an idle device."""
+        tenant = group.tenant
+        if len(self._all) > 1 and not tenant.active:
+            _lift(tenant, [t for t in self._all if (t.weight > 0.0) == (tenant.weight > 0.0)])
+        if len(tenant.groups) > 1:
+            _lift(group, tenant.groups)
+
+
+def _lift(one: Group | Tenant, peers: Sequence[Group | Tenant]) -> None:
+    """Raise its device time to the least of its active peers; where none is active, to the largest of all."""
+    busy = [peer.device_time for peer in peers if peer.active and peer is not one]
+    one.device_time = max(one.device_time, min(busy) if busy else max(peer.device_time for peer in peers))
+
+
+def _waits(group: Group, in_flight: Collection[Batch]) -> bool:
+    """Whether the group has anything that does not run."""
+    return group.unsettled > sum(len(batch) for batch in in_flight if batch.group == group.name)

@@ -3,7 +3,7 @@
 A batch waits on a free device for three reasons, and only `Holding.until` and `Holding.gap_at` decide it:
 
     the clock   the holds of the flush policy: `_by_clock`
-    returns     clients whose next request is due, if waiting for them pays (`returns`): `_for_returns`
+    returns     clients whose next request is due, if waiting for them pays (`think_times`): `_for_returns`
     a gap       a group with `gap_chance` runs only if no other group is likely to have a request before its batch ends
 
 A full batch never waits, and a hold ends early enough for the next deadline, with time for one more request. A decision
@@ -16,13 +16,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from math import inf, log
 
 from reflex_runtime.core.cost import line_of
-from reflex_runtime.core.flush import FlushPolicy, Tiers
+from reflex_runtime.core.flush import Filled, FlushPolicy, Tiers
 from reflex_runtime.core.group import Group, GroupConfig
 from reflex_runtime.core.order import Partition
-from reflex_runtime.core.rate import Rate
 from reflex_runtime.core.request import DEFAULT, PREPARING, URGENT, Ticket
-from reflex_runtime.core.returns import NO_HOLD, Hold
-from reflex_runtime.core.select import Filled
+from reflex_runtime.core.statistics import Rate
+from reflex_runtime.core.think_times import NO_HOLD, Hold
 
 
 class Holding:

@@ -3,21 +3,235 @@
 A group has clients (their virtual counters run across all its partitions) and partitions; a partition has three tiers;
 a tier has one first-in-first-out queue per client and serves the client with the smallest counter, then the oldest
 head. Counters only ever grow, so a stale heap entry is too small, surfaces early and is put right when it does.
+
+A heap with lazy discards: dead entries are never much more than the live ones.
+
+Virtual time: how clients, or partitions, share a device fairly.
+
+Each member has a counter: the device time or cost it was charged, over its weight. The smallest counter is next. A
+member that becomes active starts at the smallest active counter, so idle time earns no credit. If the device was idle,
+it starts at the largest counter of those that left, so using an idle device costs nothing.
+
+Counters grow, so a stale entry of the heap is too small, surfaces early and is put right when it does: most charges
+touch no heap.
+
+Which partition of a group takes the next turn.
+
+In this order:
+
+1. partitions where an urgent ticket waits, the one with the oldest ticket first;
+2. the partition with the least device time, when its oldest ticket has waited for `patience`;
+3. partitions with a deadline at risk, least laxity first, as long as they are within their share of device time;
+4. all partitions by device time, the one with the oldest ticket first where it is equal.
+
+A deadline is at risk if another partition's batch could make it late. A partition is within its share up to `CREDIT`
+above the least device time of an active one. So deadlines come first within a share, and no partition waits longer than
+its share explains.
+
+All orders are heaps that change only with a partition's own tickets: `touched` has the partition, and the next question
+updates the heaps. A turn costs O(log partitions), however many wait.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Hashable, Iterator
-from heapq import heapify, heappop, heappush
+from heapq import heapify, heappop, heappush, heapreplace
+from itertools import islice
 from math import inf
+from typing import Generic, Protocol, TypeVar
 
-from reflex_runtime.core.gathering import Gathering
-from reflex_runtime.core.heap import FEW, LazyHeap
-from reflex_runtime.core.isolation import Suspects
-from reflex_runtime.core.rate import Rate
-from reflex_runtime.core.request import BACKGROUND, DEFAULT, RUNNING, SETTLED, Priority, Ticket
-from reflex_runtime.core.shares import Shares, Standing
+from reflex_runtime.core.batch import Suspects
+from reflex_runtime.core.cost import CostModel
+from reflex_runtime.core.request import BACKGROUND, DEFAULT, RUNNING, SETTLED, URGENT, Priority, Ticket
+from reflex_runtime.core.statistics import Rate
+from reflex_runtime.core.think_times import Gathering
+
+T = TypeVar("T", bound=Hashable)
+K = TypeVar("K", float, tuple[float, int])
+
+FEW = 8  # dead entries that may stay however few live
+
+
+class LazyHeap(Generic[T, K]):
+    """Smallest key first; `discard` is O(1), `first` and `push` amortised O(log n)."""
+
+    __slots__ = ("_entries", "_heap", "_serial")
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[K, int, T]] = []
+        self._entries: dict[T, tuple[K, int, T]] = {}  # the valid one of each item
+        self._serial = 0
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __contains__(self, item: T) -> bool:
+        return item in self._entries
+
+    def push(self, key: K, item: T) -> None:
+        """Insert the item, or move it to another key. Equal keys leave in order of insertion."""
+        self._serial += 1
+        entry = self._entries[item] = (key, self._serial, item)
+        heappush(self._heap, entry)
+        if len(self._heap) > FEW + 2 * len(self._entries):
+            self._compact()
+
+    def discard(self, item: T) -> None:
+        """Forget the item if it is there."""
+        if self._entries.pop(item, None) is not None and len(self._heap) > FEW + 2 * len(self._entries):
+            self._compact()
+
+    def put(self, item: T, key: K | None) -> None:
+        """Set the item's key; None discards it."""
+        entry = self._entries.get(item)
+        if key is None:
+            if entry is not None:
+                self.discard(item)
+        elif entry is None or entry[0] != key:
+            self.push(key, item)
+
+    def _compact(self) -> None:
+        entries = self._entries
+        self._heap = [entry for entry in self._heap if entries.get(entry[2]) is entry]
+        heapify(self._heap)
+
+    def first(self) -> tuple[K, T] | None:
+        """Smallest key and its item, or None."""
+        heap = self._heap
+        while heap:
+            entry = heap[0]
+            if self._entries.get(entry[2]) is entry:
+                return entry[0], entry[2]
+            heappop(heap)
+        return None
+
+    def pop(self) -> tuple[K, T] | None:
+        """Remove and return the first."""
+        top = self.first()
+        if top is not None:
+            heappop(self._heap)
+            del self._entries[top[1]]
+        return top
+
+    def ascending(self) -> Iterator[T]:
+        """Items in order of key. Nothing may be pushed or discarded meanwhile; O(log k) for the k-th of them."""
+        self.first()
+        heap, entries = self._heap, self._entries
+        ahead = [(heap[0], 0)] if heap else []  # those whose parents have come, with their places
+        while ahead:
+            entry, at = heappop(ahead)
+            if entries.get(entry[2]) is entry:
+                yield entry[2]
+            for child in range(2 * at + 1, min(2 * at + 3, len(heap))):
+                heappush(ahead, (heap[child], child))
+
+
+# -- virtual time ------------------------------------------------------------------------------------------------------
+
+
+CHEAPER, DEARER = 0.75, 1.25  # of a price: what changes it
+KINDS = 1024  # whose prices are kept
+
+
+class ShareHolder(Protocol):
+    """A member of a fair share: a client or a partition.
+
+    standing: its valid entry in the heap, None while it is not active; other entries are garbage.
+    """
+
+    counter: float
+    standing: Standing | None
+
+
+Standing = tuple[float, int, ShareHolder]
+
+
+class Shares:
+    """The active members. Amortised O(log active).
+
+    The counter of a member may grow at any time. Only `charge` may make it smaller.
+    """
+
+    __slots__ = ("_active", "_heap", "_rest", "_serial")
+
+    def __init__(self) -> None:
+        self._active = 0
+        self._heap: list[Standing] = []  # (a counter that a member has or had, a number that no other has, the member)
+        self._serial = 0
+        self._rest = 0.0
+
+    def __len__(self) -> int:
+        return self._active
+
+    def enter(self, member: ShareHolder) -> None:
+        floor = self.floor()
+        if member.counter < floor:
+            member.counter = floor
+        self._active += 1
+        self._push(member)
+
+    def leave(self, member: ShareHolder) -> None:
+        self._active -= 1
+        member.standing = None
+        if member.counter > self._rest:
+            self._rest = member.counter
+
+    def charge(self, member: ShareHolder, amount: float) -> None:
+        """Add to an active member's counter. Negative amounts correct an earlier charge."""
+        member.counter += amount
+        if amount < 0.0:
+            self._push(member)
+
+    def floor(self) -> float:
+        """The smallest active counter; when there is none, the largest of those that left."""
+        heap = self._heap
+        while heap:
+            entry = heap[0]
+            counter, serial, member = entry
+            if member.standing is not entry:
+                heappop(heap)
+            elif member.counter == counter:
+                return counter
+            else:
+                member.standing = (member.counter, serial, member)
+                heapreplace(heap, member.standing)
+        return self._rest
+
+    def _push(self, member: ShareHolder) -> None:
+        self._serial += 1
+        member.standing = (member.counter, self._serial, member)
+        heappush(self._heap, member.standing)
+        if len(self._heap) > FEW + 2 * self._active:
+            self._heap = [entry for entry in self._heap if entry[2].standing is entry]
+            heapify(self._heap)
+
+
+class Prices:
+    """What requests are charged: their cost in a batch of the usual size, as it was when it last changed by more than a
+    quarter.
+
+    Not their part of the batch they were in: a client did not choose that it was small. And not each estimate: equal
+    requests with slightly different charges overtake each other by a whole round.
+    """
+
+    __slots__ = ("_known",)
+
+    def __init__(self) -> None:
+        self._known: dict[Hashable, float] = {}
+
+    def of(self, kind: Hashable, cost: float) -> float:
+        """The price of a request of this kind, that costs so much by the present estimate."""
+        known = self._known.get(kind, 0.0)
+        if not CHEAPER * known <= cost <= DEARER * known:
+            if len(self._known) >= KINDS:
+                self._known.clear()
+            known = self._known[kind] = cost
+        return known
+
+
+# -- partitions, tiers, clients ----------------------------------------------------------------------------------------
+
 
 IDLE_CLIENTS = 4096  # counters kept of clients without tickets
 MAX_PASSED_OVER = 16  # tickets that did not fit and were passed over, per fill
@@ -496,3 +710,116 @@ class Partition:
         self._line.clear()
         self.suspects.clear()
         self.deadlines, self.promotions = LazyHeap(), LazyHeap()
+
+
+# -- turns of partitions -----------------------------------------------------------------------------------------------
+
+
+CREDIT = 0.100  # seconds of device time that deadlines at risk may take ahead of a partition's share
+NEAREST = 16  # partitions with the earliest deadlines, of which those at risk are taken
+
+
+class Turns:
+    """The active partitions of one group.
+
+    budget: cost of the longest batch another partition may run, in the cost model's unit. patience: seconds.
+    touched: partitions whose tickets, device time or pause have changed.
+    """
+
+    def __init__(self, cost: CostModel, budget: float, patience: float) -> None:
+        self._cost, self._budget, self._patience = cost, budget, patience
+        self.shares = Shares()
+        self.touched: dict[Partition, None] = {}
+        # Those that could take a turn, and of them those where an urgent ticket waits.
+        self._by_share: LazyHeap[Partition, tuple[float, int]] = LazyHeap()
+        self._urgent: LazyHeap[Partition, float] = LazyHeap()
+        self._deadlines: LazyHeap[Partition, float] = LazyHeap()  # the earliest of each
+        self._promotions: LazyHeap[Partition, float] = LazyHeap()
+        self._pauses: LazyHeap[Partition, float] = LazyHeap()
+
+    def expires_at(self) -> float:
+        """The earliest deadline of a waiting or resident ticket; inf when none has one."""
+        if self.touched:
+            self._refresh()
+        return top[0] if (top := self._deadlines.first()) is not None else inf
+
+    def first_to_expire(self) -> Ticket:
+        return _first(_first(self._deadlines).deadlines)
+
+    def resumes_at(self) -> float:
+        """When the next pause of a partition ends; inf when none is paused."""
+        self._refresh()
+        return top[0] if (top := self._pauses.first()) is not None else inf
+
+    def resume(self, now: float) -> None:
+        """End the pauses that are over."""
+        self._refresh()
+        while (top := self._pauses.first()) is not None and top[0] <= now:
+            top[1].paused_until = -inf
+            self.touched[top[1]] = None
+            self._refresh()
+
+    def promote(self, now: float) -> int:
+        """Count background tickets that waited long enough as default. Returns how many."""
+        self._refresh()
+        moved = 0
+        while (top := self._promotions.first()) is not None and top[0] <= now:
+            moved += top[1].promote(now)
+            self.touched[top[1]] = None
+            self._refresh()
+        return moved
+
+    def in_order(self, now: float) -> Iterator[Partition]:
+        """The partitions that could take a turn, each once, in the order above."""
+        self._refresh()
+        if len(self._by_share) == 1:
+            top = self._by_share.first()
+            assert top is not None
+            yield top[1]
+            return
+        seen: set[Partition] = set()
+        for some in (self._urgent.ascending(), self._patient(now), self._at_risk(now), self._by_share.ascending()):
+            for partition in some:
+                if partition not in seen:
+                    seen.add(partition)
+                    yield partition
+
+    def _patient(self, now: float) -> Iterator[Partition]:
+        top = self._by_share.first()
+        if top is not None and (oldest := top[1].oldest()) is not None and now >= oldest.arrived + self._patience:
+            yield top[1]
+
+    def _at_risk(self, now: float) -> list[Partition]:
+        if self._cost.unit != "seconds":
+            return []
+        most = self.shares.floor() + CREDIT
+        found: list[tuple[float, int, Partition]] = []
+        for partition in islice(self._deadlines.ascending(), NEAREST):
+            tightest, oldest = _first(partition.deadlines), partition.oldest()
+            if oldest is None or partition not in self._by_share or partition.counter > most:
+                continue
+            laxity = tightest.deadline - now - self._cost.remaining(tightest)
+            if laxity < self._budget:
+                found.append((laxity, oldest.seq, partition))
+        return [partition for _, _, partition in sorted(found)]
+
+    def _refresh(self) -> None:
+        touched = self.touched
+        while touched:
+            partition, _ = touched.popitem()
+            oldest = partition.oldest() if partition.paused_until == -inf else None
+            first = partition.deadlines.first()
+            due = partition.promotions.first()
+            self._by_share.put(partition, None if oldest is None else (partition.counter, oldest.seq))
+            urgent = oldest is not None and partition.tiers[URGENT].oldest.waiting
+            self._urgent.put(partition, oldest.seq if oldest is not None and urgent else None)
+            self._deadlines.put(partition, None if first is None else first[0])
+            self._promotions.put(partition, None if due is None else due[0])
+            self._pauses.put(partition, partition.paused_until if partition.paused_until > -inf else None)
+
+
+def _first(heap: LazyHeap[T, float]) -> T:
+    """The first of a heap that is not empty."""
+    top = heap.first()
+    assert top is not None
+    return top[1]

@@ -10,7 +10,7 @@ Life of a ticket; `TRANSITIONS` is the table of all allowed changes of state:
        │                   ▼  │
        └──preempted──── RESIDENT ──cancelled, expired, drained──▶ SETTLED
     WAITING ──cancelled, expired, shed, superseded, displaced, drained──▶ SETTLED
-    RUNNING ──taken back before its batch was started (`ahead`)──▶ WAITING
+    RUNNING ──taken back before its batch was started (`forming`)──▶ WAITING
 """
 
 from __future__ import annotations

@@ -2,6 +2,19 @@
 
 Until enough was measured the documented rolling median stands; then the affine fit of each (shape, stage) takes over.
 Two tallies, because one-shot batches are the hot path: `_OneShotTally` adds a slope, `_StagedTally` keeps the horizon.
+
+Predicted device seconds of waiting tickets: by priority, for the wait, and by client, for fair shares.
+
+Whether an estimate may refuse requests: only while finished batches renew it.
+
+Refused requests do not run, so nothing is measured, and a wrong estimate that refuses every request would never be
+corrected. Therefore an estimate refuses only while a batch of its shape runs and for `RENEW` seconds after. Then one
+request, the probe, is admitted against the estimate; others are refused until it has settled. If the probe is answered
+in time, the estimate is wrong: the next request is admitted at once, until the cost model has learned. If the probe is
+late, the refusal is renewed. So an idle device is tried at once, and one that is too slow once a second.
+
+A class of requests may be refused while other classes of its shape run and renew the shape's estimates. It is probed
+too, but then probes take device time from others: at most `SHARE` of it.
 """
 
 from __future__ import annotations
@@ -12,11 +25,166 @@ from collections.abc import Hashable, Iterable, Sequence
 from math import inf
 from typing import Any
 
-from reflex_runtime.core.affine import DEFAULT_COST, AffineFit
 from reflex_runtime.core.batch import Batch
 from reflex_runtime.core.cost import Tally
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.core.request import Ticket
+from reflex_runtime.core.request import BACKGROUND, WAITING, Priority, Ticket
+from reflex_runtime.core.statistics import DEFAULT_COST, AffineFit
+
+SLACK = 1.0 + 1e-9  # sums of floats
+
+
+class Backlog:
+    """Running totals. Background work is not included: only its count is limited."""
+
+    __slots__ = ("_by_client", "_by_priority", "_counted")
+
+    def __init__(self) -> None:
+        self._counted: dict[Ticket, float] = {}
+        self._by_priority = [0.0] * BACKGROUND
+        self._by_client: dict[Hashable, list[float]] = {}  # [seconds, tickets]
+
+    @property
+    def seconds(self) -> float:
+        """Of all that waits."""
+        return sum(self._by_priority)
+
+    def add(self, ticket: Ticket, seconds: float) -> None:
+        """Add a waiting ticket with its predicted device seconds; 0.0 if they are not known."""
+        request = ticket.request
+        if seconds > 0.0 and request.priority is not BACKGROUND:
+            self._counted[ticket] = seconds
+            self._by_priority[request.priority] += seconds
+            own = self._by_client.setdefault(request.client, [0.0, 0])
+            own[0] += seconds
+            own[1] += 1
+
+    def remove(self, ticket: Ticket) -> None:
+        """Remove a ticket that waits no more."""
+        seconds = self._counted.pop(ticket, 0.0)
+        if seconds == 0.0:
+            return
+        request = ticket.request
+        self._by_priority[request.priority] -= seconds
+        own = self._by_client[request.client]
+        own[0] -= seconds
+        own[1] -= 1
+        if not own[1]:
+            del self._by_client[request.client]
+        if not self._counted:
+            self._by_priority = [0.0] * BACKGROUND  # no rounding is carried on
+
+    def ahead(self, priority: Priority, leaving: Iterable[Ticket] = ()) -> float:
+        """Waiting seconds of this priority and those before it, without the given leaving tickets."""
+        found = sum(self._by_priority[: priority + 1])
+        for ticket in leaving:
+            if ticket.request.priority <= priority:
+                found -= self._counted.get(ticket, 0.0)
+        return found
+
+    def exceeds_share(self, client: Hashable, seconds: float, most: float, leaving: Iterable[Ticket] = ()) -> bool:
+        """Whether the client, with so many seconds more, had more than its even share of `most` waiting."""
+        own = self._by_client.get(client)
+        clients = len(self._by_client) + (own is None)
+        waiting = 0.0 if own is None else own[0]
+        waiting -= sum(self._counted.get(t, 0.0) for t in leaving if t.request.client == client)
+        return waiting + seconds > most / clients * SLACK
+
+
+# -- whether an estimate may refuse requests ---------------------------------------------------------------------------
+
+
+RENEW = 1.0  # seconds
+SHARE = 0.1  # of the device, for probes of a class beside others of its shape
+MAX_KEYS = 1024  # shapes and classes kept; a forgotten one counts as renewed when it next refuses
+
+
+class Evidence:
+    """The latest batches of one group, which renew its estimates."""
+
+    __slots__ = ("_flying", "_keys", "_renewed", "pending")
+
+    def __init__(self) -> None:
+        self._renewed: dict[
+            Hashable, tuple[float, float]
+        ] = {}  # when, and the seconds its batch took; by shape and key
+        self._keys: dict[Batch, set[Hashable]] = {}  # of the batches in flight
+        self._flying: dict[Hashable, int] = {}  # batches that are about to renew it, by shape and key
+        self.pending: dict[Hashable, Ticket] = {}  # probes that have not settled, by key
+
+    def refuses(self, ticket: Ticket, now: float) -> bool:
+        """Whether to refuse the ticket because an estimate says that it cannot meet its deadline."""
+        shape, key = ticket.request.shape, _key(ticket)
+        probe = self.pending.get(key)
+        if probe is not None:
+            return probe is not ticket and not (probe.state is WAITING and _limit(ticket) > _limit(probe))
+        of_shape, _ = self._since(shape, now)
+        of_key, seconds = self._since(key, now)
+        if shape not in self._flying and now - of_shape >= RENEW:
+            return False
+        return key in self._flying or now - of_key < max(RENEW, seconds / SHARE)
+
+    def probe(self, ticket: Ticket) -> None:
+        """Admit the ticket against the estimate, as a probe."""
+        self.pending[_key(ticket)] = ticket
+
+    def probes(self, ticket: Ticket) -> bool:
+        """Whether the ticket is a probe."""
+        return bool(self.pending) and self.pending.get(_key(ticket)) is ticket
+
+    def scheduled(self, batch: Batch) -> None:
+        keys = self._keys[batch] = _keys(batch)
+        for key in keys:
+            self._flying[key] = self._flying.get(key, 0) + 1
+
+    def returned(self, batch: Batch, elapsed: float, now: float, clean: bool) -> None:
+        """The batch came back. clean: without a fault."""
+        for key in self._keys.pop(batch):
+            self._flying[key] -= 1
+            if not self._flying[key]:
+                del self._flying[key]
+            if clean:
+                self._renew(key, now, elapsed)
+
+    def settled(self, ticket: Ticket, answered: bool, now: float) -> None:
+        key = _key(ticket)
+        del self.pending[key]
+        if answered and now <= ticket.deadline:
+            self._renew(ticket.request.shape, -inf, 0.0)
+            self._renew(key, -inf, 0.0)
+        elif ticket.batches:  # also one that failed: the next is tried as late as after one that was late
+            self._renew(key, now, ticket.shared)
+            self._renew(ticket.request.shape, now, ticket.shared)
+
+    def _since(self, key: Hashable, now: float) -> tuple[float, float]:
+        found = self._renewed.get(key)
+        if found is None:  # learned before anything was served: that is tried no later than the rest
+            self._renew(key, now, 0.0)
+            return now, 0.0
+        return found
+
+    def _renew(self, key: Hashable, now: float, seconds: float) -> None:
+        if key not in self._renewed and len(self._renewed) >= MAX_KEYS:
+            del self._renewed[next(iter(self._renewed))]
+        self._renewed[key] = (now, seconds)
+
+
+def _keys(batch: Batch) -> set[Hashable]:
+    """The shapes of its members, and what has an estimate of its own."""
+    kinds = {(request.shape, request.cost_class) for ticket in batch.grants if (request := ticket.request)}
+    return kinds.union([shape for shape, _ in kinds])
+
+
+def _key(ticket: Ticket) -> Hashable:
+    return ticket.request.shape, ticket.request.cost_class
+
+
+def _limit(ticket: Ticket) -> float:
+    return inf if ticket.request.time_limit is None else ticket.request.time_limit
+
+
+# -- the cost model ----------------------------------------------------------------------------------------------------
+
 
 NEARLY_FREE = 1.25  # contract B4: further members may exceed the budget up to this multiple of the dearest one
 _SLACK = 1.0 + 1e-9  # sums of floats: 0.05 + 0.05 + … must reach a budget written as 0.1

@@ -22,7 +22,7 @@ from importlib.util import find_spec
 from typing import IO, Any
 
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.core.percentile import percentile
+from reflex_runtime.core.statistics import percentile
 from reflex_runtime.demo.robot import EXECUTE, EpisodeResult, Event, OnEvent
 from reflex_runtime.demo.tasks import INSTRUCTIONS, MAX_STEPS, episode_id, situation
 

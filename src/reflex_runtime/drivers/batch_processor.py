@@ -12,11 +12,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-from reflex_runtime.core.adapt import Controller
 from reflex_runtime.core.batch import Batch, Failed
 from reflex_runtime.core.cost import TimedUnits
 from reflex_runtime.core.errors import ConfigError, ProcessorError, ReflexError, ResultCountMismatch
-from reflex_runtime.core.flush import FlushPolicy
+from reflex_runtime.core.flush import Controller, FlushPolicy
 from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.drivers.paying_size import PayingSize
 from reflex_runtime.options import option, validate

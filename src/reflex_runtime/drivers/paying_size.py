@@ -12,8 +12,7 @@ from math import inf
 from statistics import median
 from typing import Final
 
-from reflex_runtime.core.adapt import Affine
-from reflex_runtime.core.flush import FlushPolicy
+from reflex_runtime.core.flush import Affine, FlushPolicy
 from reflex_runtime.core.request import Ticket
 
 log = logging.getLogger("reflex.coordinator")

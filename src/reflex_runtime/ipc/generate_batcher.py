@@ -23,11 +23,10 @@ from typing import Any
 import msgspec
 from prometheus_client import CollectorRegistry
 
-from reflex_runtime.core.adapt import Affine, HoldTarget
 from reflex_runtime.core.batch import Batch, Done, Failed, Outcome
 from reflex_runtime.core.cost import UnitCost
 from reflex_runtime.core.errors import Cancelled, ConfigError, Expired, ReflexError
-from reflex_runtime.core.flush import FlushPolicy
+from reflex_runtime.core.flush import Affine, FlushPolicy, HoldTarget
 from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.core.request import PRIORITIES, WAITING, Priority, Request, Ticket
 from reflex_runtime.drivers.audience import Sink

@@ -26,7 +26,7 @@ from reflex_runtime.core.errors import ConfigError, ProcessorError
 from reflex_runtime.core.flush import FlushPolicy
 from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.core.request import Request
-from reflex_runtime.core.timed_tokens import TimedTokens
+from reflex_runtime.core.token_budget import TimedTokens
 from reflex_runtime.ipc.sampling import SamplingParams
 from reflex_runtime.llm.blocks import BlockPool
 from reflex_runtime.llm.constraint import Constraints, Matcher

@@ -12,7 +12,7 @@
     assert Report.of(run).on_time > 0.95
 """
 
-from reflex_runtime.core.percentile import percentile
+from reflex_runtime.core.statistics import percentile
 from reflex_runtime.sim.clock import Clock, JumpingClock
 from reflex_runtime.sim.report import Report, fair_shares, jain
 from reflex_runtime.sim.rules import RULES, Rule, Setting

@@ -7,8 +7,8 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from reflex_runtime.core.percentile import percentile
 from reflex_runtime.core.request import Priority
+from reflex_runtime.core.statistics import percentile
 from reflex_runtime.sim.run import Run
 
 

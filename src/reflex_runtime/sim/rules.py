@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from functools import partial
 from math import inf
 
-from reflex_runtime.core.adapt import Planner
 from reflex_runtime.core.cost import UnitCost
-from reflex_runtime.core.flush import FlushPolicy
+from reflex_runtime.core.flush import FlushPolicy, Planner
 from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.core.scheduler import Scheduler
 from reflex_runtime.core.time_cost import TimeCost

@@ -13,7 +13,7 @@ from math import inf
 from typing import Final, Literal, NamedTuple, get_args
 
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.core.percentile import percentile
+from reflex_runtime.core.statistics import percentile
 from reflex_runtime.sim.recorded import Changes, ObservedLoad, RecordedSteps, flush_of, observe, scheduler_of
 from reflex_runtime.sim.replay import MeasuredDevice
 from reflex_runtime.sim.report import Report

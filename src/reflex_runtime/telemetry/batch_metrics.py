@@ -30,8 +30,8 @@ from reflex_runtime.core.events import (
     RequestRejected,
     RequestSettled,
 )
-from reflex_runtime.core.percentile import percentile
 from reflex_runtime.core.request import Ticket
+from reflex_runtime.core.statistics import percentile
 
 WINDOW = 512  # values that percentiles are taken from
 FEEDS = 4096  # feeds with figures of their own; a value costs 32 bytes in the window: 64 MB at the very most

@@ -27,9 +27,8 @@ from reflex_runtime.core.events import (
     RequestRejected,
     RequestSettled,
 )
-from reflex_runtime.core.percentile import percentile
-from reflex_runtime.core.rate import Rate
 from reflex_runtime.core.request import Ticket
+from reflex_runtime.core.statistics import Rate, percentile
 from reflex_runtime.telemetry.colours import client_label
 
 BATCHES = 256  # in a snapshot: the newest

@@ -82,7 +82,7 @@ def test_b4_by_default_a_batch_may_take_eight_times_its_fixed_part(
     tiny: Path, options: tuple[str, ...], sizes: list[int]
 ) -> None:
     """Requests whose batches take 40 + 4 n ms: within 106 ms there are 16, and within 320 ms 70."""
-    at_once = "from reflex_runtime.core.adapt import Planner; Planner.PERIOD = 0.0"
+    at_once = "from reflex_runtime.core.flush import Planner; Planner.PERIOD = 0.0"
     with Server(tiny, *options, before=at_once, held=True, takes="0.040 + 0.004 * len(batch)") as server, busy(server):
         answers = server.behind([{"state": STATE}] * 50)
         budget = server.get("/diagnostics/cost-model").json["max_batch_cost_ms"]["prod"]

@@ -23,8 +23,8 @@ from reflex_runtime.cli import main
 from reflex_runtime.client import Client
 from reflex_runtime.config import OWN_SETTINGS, ServeConfig
 from reflex_runtime.core.batch import Done
-from reflex_runtime.core.crowd import OVER
 from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.core.flush import OVER
 from reflex_runtime.core.request import Request
 from reflex_runtime.core.scheduler import Scheduler
 from reflex_runtime.policies import Policy

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.core.percentile import percentile
+from reflex_runtime.core.statistics import percentile
 from reflex_runtime.policies.rollout.comparison import Comparison, wilson
 from reflex_runtime.telemetry.journal import Header, JournalError, Note, RequestLine
 from reflex_runtime.telemetry.journal_reader import JournalReader

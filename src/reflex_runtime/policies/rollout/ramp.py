@@ -14,7 +14,7 @@ from math import isfinite
 from typing import Any, Final, Literal
 
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.core.percentile import percentile
+from reflex_runtime.core.statistics import percentile
 from reflex_runtime.options import seconds
 from reflex_runtime.policies.rollout.comparison import Comparison, wilson
 from reflex_runtime.policies.rollout.slo import Objective

@@ -25,7 +25,7 @@ from queue import SimpleQueue
 from typing import Any, Final
 
 from reflex_runtime.core.errors import QueueFull, ReflexError
-from reflex_runtime.core.heap import LazyHeap
+from reflex_runtime.core.order import LazyHeap
 from reflex_runtime.core.request import Priority
 from reflex_runtime.policies.policy.observation import MAX_IMAGE_PIXELS
 

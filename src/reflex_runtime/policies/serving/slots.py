@@ -10,9 +10,8 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from reflex_runtime.config import ServeConfig
-from reflex_runtime.core.adapt import Affine, Planner
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.core.flush import BUDGET, TIMES_FIXED, FlushPolicy
+from reflex_runtime.core.flush import BUDGET, TIMES_FIXED, Affine, FlushPolicy, Planner
 from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.core.time_cost import TimeCost
 from reflex_runtime.policies import (

@@ -1,4 +1,10 @@
-"""How long a batch takes: a robust affine fit per executable. (Time ÷ size would confuse size with cost.)
+"""Estimates: percentiles, arrival rates, and the robust fit of how long a batch takes.
+
+The one definition of a percentile: guards, reports, statistics and the simulator agree on what p99 is.
+
+How fast requests arrive: exponentially decayed counts.
+
+How long a batch takes: a robust affine fit per executable. (Time ÷ size would confuse size with cost.)
 
     T(batch) = a + Σ_k b_k · n_k        a ≥ 0 (fixed), b_k ≥ b_min (marginal, per cost class k)
 
@@ -11,8 +17,57 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
+from math import ceil, exp, inf, log
 from statistics import median
+
+_ROUNDING = 1e-9  # 0.07 · 100 is a little more than 7 in binary: still the seventh value
+
+
+def percentile(ordered: Sequence[float], share: float) -> float:
+    """Nearest rank: the smallest value that at least `share` of the values do not exceed, a value that occurred.
+
+    ordered: ascending, at least one; IndexError without any. share: in (0, 1], 0.99 for p99.
+    """
+    return ordered[max(1, ceil(share * len(ordered) - _ROUNDING)) - 1]
+
+
+# -- arrival rates -----------------------------------------------------------------------------------------------------
+
+
+class Rate:
+    """Arrivals per second, over a time constant in seconds. last: when the last one came; 0.0 before the first."""
+
+    __slots__ = ("_count", "_since", "_tau", "last")
+
+    def __init__(self, tau: float = 0.5) -> None:
+        self._tau = tau
+        self._count = self.last = 0.0
+        self._since: float | None = None
+
+    def arrive(self, now: float) -> None:
+        if self._since is None:
+            self._since = self.last = now
+        if now > self.last:  # many come at one time
+            self._count *= exp((self.last - now) / self._tau)
+            self.last = now
+        self._count += 1.0
+
+    def falls_to(self, rate: float) -> float:
+        """The time at which it falls to `rate` (> 0) without further arrivals; -inf if it is not above."""
+        above = self._count / (self._tau * rate)
+        return -inf if above <= 0.0 else self.last + self._tau * log(above)
+
+    def value(self, now: float) -> float:
+        """The present rate."""
+        if self._since is None:
+            return 0.0
+        count = self._count * exp((self.last - now) / self._tau)
+        return count / max(self._tau * (1.0 - exp((self._since - now) / self._tau)), 0.001)
+
+
+# -- how long a batch takes --------------------------------------------------------------------------------------------
+
 
 MAX_CLASSES = 4
 DEFAULT_COST = 0.050  # seconds per request before anything was measured
