@@ -47,12 +47,14 @@ def one_line(done: subprocess.CompletedProcess[str]) -> str:
         ("replay {file}/x --schedule", "reflex replay: "),
     ],
 )
-def test_a_bad_path_is_one_line(arguments: str, says: str, tmp_path: Path) -> None:
+def test_a_bad_path_is_one_line(
+    arguments: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = tmp_path / "file"
     file.touch()
-    done = run(*(word.format(file=file) for word in arguments.split()))
-    assert one_line(done).startswith(says.format(file=file))
-    assert done.returncode != 0
+    assert cli.main([word.format(file=file) for word in arguments.split()]) != 0
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(says.format(file=file))
 
 
 def test_a_full_disk_is_one_line(tmp_path: Path) -> None:

@@ -36,6 +36,7 @@ from reflex_runtime.llm.toy import ByteTokenizer
 
 SERVED = [kind for kind in ANY if kind != "Mamba"]
 CONVERTED = ["Gemma3", "Phi3", "Mixtral", "GPT2"]
+OFTEN = ("Gemma3", "GPT2", "Mixtral")  # windows, learned positions, experts; the others are in `make test-long`
 Made = Callable[[str], tuple[Path, Oracle]]
 
 
@@ -58,6 +59,10 @@ def tracing() -> Any:
     return import_module("reflex_runtime.llm.openvino_tracing")
 
 
+def some(kinds: list[str], often: tuple[str, ...] = OFTEN) -> list[Any]:
+    return [pytest.param(kind, marks=() if kind in often else pytest.mark.long) for kind in kinds]
+
+
 def prompts() -> list[list[int]]:
     """Four, of which three begin alike for two blocks of 32."""
     rng = random.Random(1)
@@ -76,7 +81,7 @@ def run(runner: Runner) -> tuple[list[list[int]], int]:
     return [list(output.token_ids) for output in outputs], len(preempted)
 
 
-@pytest.mark.parametrize("kind", SERVED)
+@pytest.mark.parametrize("kind", some(SERVED))
 def test_l8_any_architecture_on_pytorch_gives_the_tokens_of_transformers(made: Made, kind: str) -> None:
     path, oracle = made(kind)
     tokens, preempted = run(TorchRunner(path, num_blocks=9, block_size=16))
@@ -84,7 +89,7 @@ def test_l8_any_architecture_on_pytorch_gives_the_tokens_of_transformers(made: M
     assert preempted
 
 
-@pytest.mark.parametrize("kind", CONVERTED)
+@pytest.mark.parametrize("kind", some(CONVERTED, ("Gemma3", "Phi3")))
 def test_l8_a_converted_architecture_gives_the_tokens_of_transformers(
     made: Made, tracing: Any, tmp_path: Path, kind: str
 ) -> None:
