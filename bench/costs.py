@@ -18,7 +18,6 @@ from bench.apps.ablated import STAGES
 from bench.load import Answered
 from bench.report import Row, row, say
 from bench.servers import Server, hello, reflex, running
-from reflex_runtime.config import ServeConfig
 from reflex_runtime.core.batch import Done
 from reflex_runtime.core.flush import FlushPolicy, Planner
 from reflex_runtime.core.group import GroupConfig
@@ -28,6 +27,7 @@ from reflex_runtime.core.scheduler import Scheduler
 from reflex_runtime.core.statistics import Rate
 from reflex_runtime.core.think_times import Gathering, ThinkTimes
 from reflex_runtime.core.time_cost import Backlog, Evidence, TimeCost
+from reflex_runtime.settings import ServeConfig
 
 HELLO = "bare ASGI hello"
 REFLEX = "reflex"

@@ -103,7 +103,7 @@ def _more_connections(count: int) -> list[str]:
 def _settings() -> set[str]:
     from dataclasses import fields
 
-    from reflex_runtime.config import ServeConfig
+    from reflex_runtime.settings import ServeConfig
 
     return {f.name for f in fields(ServeConfig)}
 

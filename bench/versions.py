@@ -23,7 +23,6 @@ import numpy as np
 from bench.load import STATE, Answered
 from bench.report import Row, row, say
 from bench.servers import Raw, Server, reflex, running
-from reflex_runtime.config import ServeConfig
 from reflex_runtime.core.batch import Batch, Cause
 from reflex_runtime.core.events import BatchFinished, BatchScheduled, RequestAnswered
 from reflex_runtime.core.request import AdmittedBatch, Ticket
@@ -37,6 +36,7 @@ from reflex_runtime.policies.serving.question import ActAnswer, Timing
 from reflex_runtime.policies.serving.recorded import asked_and_answered, header_of
 from reflex_runtime.policies.serving.slots import Slot
 from reflex_runtime.policies.serving.wire_names import ACT
+from reflex_runtime.settings import ServeConfig
 from reflex_runtime.telemetry.journal_writer import JournalWriter, Recording
 
 EPISODES = 32

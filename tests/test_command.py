@@ -15,9 +15,9 @@ import pytest
 import reflex_runtime
 from reflex_runtime import cli
 from reflex_runtime.cli.progress import ProgressLine
-from reflex_runtime.config import LLMServeConfig, ServeConfig
-from reflex_runtime.options import flag, headed
-from reflex_runtime.sources import read_toml
+from reflex_runtime.settings import LLMServeConfig, ServeConfig
+from reflex_runtime.settings.declare import flag, headed
+from reflex_runtime.settings.read import read_toml
 from serving.exports import write_tiny
 
 REFLEX = [sys.executable, "-m", "reflex_runtime"]

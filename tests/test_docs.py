@@ -8,7 +8,6 @@ from typing import Any, get_type_hints
 
 from prometheus_client import CollectorRegistry
 
-from reflex_runtime.config import FeedsConfig, LLMServeConfig, ServeConfig
 from reflex_runtime.core.errors import ReflexError
 from reflex_runtime.feeds.outputs.outbox import OUTPUT_DROPS
 from reflex_runtime.feeds.series import FeedSeries
@@ -21,8 +20,9 @@ from reflex_runtime.llm.serving.model_host import ModelPlan
 from reflex_runtime.llm.toy import ByteTokenizer, ToyRunner
 from reflex_runtime.llm.workers.line import WorkersConfig
 from reflex_runtime.llm.workers.workers import Workers
-from reflex_runtime.options import described, flag, headed
 from reflex_runtime.replicas.views import replica_series
+from reflex_runtime.settings import FeedsConfig, LLMServeConfig, ServeConfig
+from reflex_runtime.settings.declare import described, flag, headed
 from reflex_runtime.telemetry.metrics import Metrics
 from reflex_runtime.telemetry.span_export import span_series
 

@@ -11,15 +11,14 @@ from tests import budgets
 from tests.sources import PACKAGE, Module, module_of, modules, of, part_of
 
 MIDDLE = {"core", "processors", "drivers", "telemetry"}
-MODULES = {"version", "pacing", "checked", "options", "rendezvous", "placing"}  # every part may read them
+MODULES = {"version", "pacing", "settings", "rendezvous", "placing"}  # every part may read them
 BELOW: dict[str, set[str]] = {
     "core": set(),
     "version": set(),
     "pacing": set(),
     "rendezvous": set(),
     "placing": set(),
-    "checked": set(),
-    "options": set(),
+    "settings": {"core"},
     "processors": {"core"},
     "telemetry": {"core"},
     "drivers": {"core", "processors", "telemetry"},
@@ -32,13 +31,7 @@ BELOW: dict[str, set[str]] = {
     "cluster": MIDDLE | {"web", "policies"},
     "replicas": MIDDLE | {"web", "ipc", "policies"},
     "client": set(),
-    "config": set(),
-    "sources": {"config"},
 }
-# A tree of frozen values; besides these only those at the top read it.
-READS_CONFIG = {"web", "policies", "llm", "feeds", "cluster", "replicas"}
-# What is wrong in a file or a setting is a ConfigError.
-ALONE = {(own, f"{PACKAGE}.core.errors") for own in ("config", "options", "sources", "checked")}
 TOP = {"demo", "bench", "cli", "__main__", "__init__"}  # may import everything; nobody imports cli
 
 # Inside a slice, a sub-folder imports itself and what is to the left of it. `.` is the modules of the folder itself
@@ -77,8 +70,7 @@ def arrows(module: Module) -> list[tuple[int, str]]:
     found = []
     for line, name in module.imports:
         part = part_of(name)
-        alone = any(own == module.part and f"{name}.".startswith(f"{target}.") for own, target in ALONE)
-        if part is not None and part != module.part and not alone:
+        if part is not None and part != module.part:
             found.append((line, part))
     return found
 
@@ -88,7 +80,7 @@ def test_every_import_is_an_arrow_of_the_design() -> None:
     wrong = [f"{part} has no place in the list of layers" for part in parts - BELOW.keys() - TOP]
     for module in modules().values():
         own = module.part
-        allowed = BELOW.get(own, set()) | MODULES | ({"config", "sources"} if own in READS_CONFIG else set())
+        allowed = BELOW.get(own, set()) | MODULES
         for line, part in arrows(module):
             if part == "cli" and own != "__main__":
                 wrong.append(f"{module.name}:{line}: nobody imports cli")

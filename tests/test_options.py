@@ -13,10 +13,10 @@ import pytest
 from reflex_runtime.cli import main
 from reflex_runtime.cli.simulate import SimulateConfig
 from reflex_runtime.cli.trace_prompts import PromptsConfig
-from reflex_runtime.config import FeedsConfig, LLMServeConfig, RayConfig, ServeConfig
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.options import check_needs, flag
-from reflex_runtime.sources import load, read
+from reflex_runtime.settings import FeedsConfig, LLMServeConfig, RayConfig, ServeConfig
+from reflex_runtime.settings.declare import check_needs, flag
+from reflex_runtime.settings.read import load, read
 from serving.exports import write_tiny
 
 KINDS: tuple[type[Any], ...] = (
@@ -139,7 +139,7 @@ def test_h10_what_a_needed_setting_needs_is_needed_too() -> None:
 @pytest.fixture(autouse=True)
 def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     """What should have been refused must not serve for ever; and the file of a key need not be there."""
-    monkeypatch.setattr("reflex_runtime.config.checks._key_in", lambda file: "key")
+    monkeypatch.setattr("reflex_runtime.settings.server._key_in", lambda file: "key")
     monkeypatch.setattr("reflex_runtime.web.listen.bind", None)
     monkeypatch.setattr("reflex_runtime.cli.feeds_session.FeedsSession", None)
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.options import again, flag, headed, option, seconds, validate, whole
+from reflex_runtime.settings.declare import again, flag, headed, option, seconds, validate, whole
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from reflex_runtime.cli import build_parser
 from reflex_runtime.cli.bench import BenchConfig
 from reflex_runtime.cli.simulate import SimulateConfig
 from reflex_runtime.cli.trace_prompts import PromptsConfig
-from reflex_runtime.config import FeedsConfig, LLMServeConfig, RayConfig, ServeConfig
-from reflex_runtime.options import flag
+from reflex_runtime.settings import FeedsConfig, LLMServeConfig, RayConfig, ServeConfig
+from reflex_runtime.settings.declare import flag
 
 COMMANDS: Final[dict[type[Any], str]] = {
     ServeConfig: "serve",

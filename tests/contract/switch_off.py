@@ -5,9 +5,9 @@
     python tests/contract/switch_off.py --missing            those without a row in OPTIONS.md
 
 In a temporary copy of src the option is read as its default, whatever it was set to. Only the tests read what it was
-set to, and options.py, which checks and shows settings: it is taken, checked and shown, and has no effect. An option
-of a command line alone is taken, and its default is given to the command. The verdicts go to OPTIONS.md. Not part of
-the test run: it takes half an hour. Exit code 1 when a test passes without its option.
+set to, and settings/declare.py, which checks and shows settings: it is taken, checked and shown, and has no effect. An
+option of a command line alone is taken, and its default is given to the command. The verdicts go to OPTIONS.md. Not
+part of the test run: it takes half an hour. Exit code 1 when a test passes without its option.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ROOT = HERE.parents[1]
 sys.path.insert(0, str(HERE.parent))
 
 from contract.effects import COMMANDS, EFFECTS, OF_VERBS, options_of  # noqa: E402
-from reflex_runtime.options import flag  # noqa: E402
+from reflex_runtime.settings.declare import flag  # noqa: E402
 
 PAGE = HERE / "OPTIONS.md"
 HEAD = """# What becomes of each option's test when the option is switched off
@@ -55,7 +55,7 @@ class _Off:
         value = self.slot.__get__(config) if hasattr(self.slot, "__set__") else config.__dict__[{name!r}]
         if (
             value == self.default
-            or file.endswith(("/dataclasses.py", "/reflex_runtime/options.py"))
+            or file.endswith(("/dataclasses.py", "/reflex_runtime/settings/declare.py"))
             or file.startswith({tests!r})
         ):
             return value

@@ -8,7 +8,7 @@ from dataclasses import fields
 from functools import cache
 from pathlib import Path
 
-from reflex_runtime.options import flag
+from reflex_runtime.settings.declare import flag
 
 from .effects import EFFECTS, OF_VERBS, options_of
 

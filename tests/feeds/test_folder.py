@@ -13,7 +13,6 @@ from PIL import Image
 
 from feeds.fakes import END, Camera, Collector, Log, ended
 from feeds.test_feed import Made
-from reflex_runtime.config import FeedsConfig
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.feeds import folder
 from reflex_runtime.feeds.feed import Feed
@@ -23,6 +22,7 @@ from reflex_runtime.feeds.pipeline import Result
 from reflex_runtime.feeds.sinks import JsonLines
 from reflex_runtime.feeds.source import SourceError
 from reflex_runtime.feeds.spec import source_of_spec, specs_of
+from reflex_runtime.settings import FeedsConfig
 
 
 def save(path: Path, value: int, size: tuple[int, int] = (8, 6), **options: Any) -> Path:

@@ -18,7 +18,6 @@ from PIL import Image
 
 from feeds.chaos import ChaosSource
 from feeds.videos import SIZE, clip, encoded, number_of, picture, write_video
-from reflex_runtime.config import FeedsConfig
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.feeds import video
 from reflex_runtime.feeds.hardware import Hardware
@@ -26,6 +25,7 @@ from reflex_runtime.feeds.opening import DRAWN, source_of
 from reflex_runtime.feeds.source import Source, SourceError
 from reflex_runtime.feeds.spec import source_of_spec, specs_of
 from reflex_runtime.feeds.video import VideoSource
+from reflex_runtime.settings import FeedsConfig
 
 
 def read_all(source: Source) -> list[tuple[Any, float | None]]:

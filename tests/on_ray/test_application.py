@@ -16,8 +16,8 @@ from reflex_runtime.cli import ray as command
 from reflex_runtime.cluster.application import application
 from reflex_runtime.cluster.policy import BacklogPolicy
 from reflex_runtime.cluster.scaling import BACKLOG, BUSY
-from reflex_runtime.config import RayConfig, ServeConfig
 from reflex_runtime.demo.exports import export_dir
+from reflex_runtime.settings import RayConfig, ServeConfig
 
 
 def deployed(config: ServeConfig, **flags: Any) -> Any:

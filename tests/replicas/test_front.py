@@ -13,7 +13,6 @@ from unittest.mock import MagicMock, Mock
 import msgspec
 import pytest
 
-from reflex_runtime.config import ServeConfig
 from reflex_runtime.ipc.client import RuntimeClient
 from reflex_runtime.ipc.frames import Codec, Notification
 from reflex_runtime.ipc.spawn import StartFailed
@@ -45,6 +44,7 @@ from reflex_runtime.replicas.placing_table import ReplicaTable
 from reflex_runtime.replicas.replica import Replica, ReplicaPlan, answers
 from reflex_runtime.replicas.views import recorded
 from reflex_runtime.replicas.watching import MergedLive
+from reflex_runtime.settings import ServeConfig
 from reflex_runtime.web.app import App
 from reflex_runtime.web.connection import HttpConnection
 from reflex_runtime.web.errors import Conflict, NotReady

@@ -16,8 +16,8 @@ import pytest
 
 from policies.wires.callers import Caller, Groot, Lerobot, OipGrpc, Refused
 from reflex_runtime.cli.replicas import devices_of
-from reflex_runtime.config import ServeConfig
 from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.settings import ServeConfig
 from serving.exports import expected
 from serving.harness import STATE, Server, refusal
 from serving.pair import until

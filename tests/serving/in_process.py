@@ -7,11 +7,11 @@ from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
 from typing import Any
 
-from reflex_runtime.config import DEFAULT_POLICY, ServeConfig
 from reflex_runtime.policies import Export, PolicySource
 from reflex_runtime.policies.serving.app import application
 from reflex_runtime.policies.serving.runtime import PolicyRuntime
 from reflex_runtime.policies.serving.served import PolicyPlan
+from reflex_runtime.settings import DEFAULT_POLICY, ServeConfig
 from reflex_runtime.web.app import App
 from reflex_runtime.web.connection import HttpConnection
 

@@ -16,7 +16,6 @@ from typing import Any, Self, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from reflex_runtime.config import LLMServeConfig
 from reflex_runtime.core.events import Event, RequestQueued, RequestSettled
 from reflex_runtime.core.request import Ticket
 from reflex_runtime.drivers.loop import loop_factory
@@ -26,6 +25,7 @@ from reflex_runtime.llm.serving.local_model import opened
 from reflex_runtime.llm.serving.model_host import ModelPlan, Open
 from reflex_runtime.llm.serving.server import serving as making
 from reflex_runtime.llm.toy import ByteTokenizer, ToyRunner
+from reflex_runtime.settings import LLMServeConfig
 from reflex_runtime.web.listen import bind
 from reflex_runtime.web.serve import Make, serving
 

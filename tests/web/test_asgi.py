@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from reflex_runtime.config import ServeConfig
 from reflex_runtime.core.errors import ReflexError
+from reflex_runtime.settings import ServeConfig
 from reflex_runtime.web import asgi
 from reflex_runtime.web.app import App
 from reflex_runtime.web.exchange import Exchange, Route

@@ -18,7 +18,6 @@ from typing import Any
 import msgpack
 import pytest
 
-from reflex_runtime.config import LLMServeConfig
 from reflex_runtime.llm.serving.requests import prompts
 from reflex_runtime.llm.serving.requests import reading as openai
 from reflex_runtime.llm.serving.server import ModelServer
@@ -28,6 +27,7 @@ from reflex_runtime.policies.serving import fields as act
 from reflex_runtime.policies.serving.images import PIECE, _from_base64
 from reflex_runtime.policies.serving.question import Question
 from reflex_runtime.policies.serving.runtime import PolicyRuntime
+from reflex_runtime.settings import LLMServeConfig
 from reflex_runtime.web.app import App
 from reflex_runtime.web.bodies import LARGE, Bodies
 from reflex_runtime.web.connections import ConnectionLimits, Connections, Seldom

@@ -15,8 +15,8 @@ import yaml
 from reflex_runtime.cli import build_parser
 from reflex_runtime.cluster.front import KEY_VARIABLE
 from reflex_runtime.cluster.scaling import FULL
-from reflex_runtime.config import RayConfig, ServeConfig
 from reflex_runtime.placing import EPISODE_HEADER
+from reflex_runtime.settings import RayConfig, ServeConfig
 from reflex_runtime.telemetry.metrics import Metrics
 
 ROOT = Path(__file__).resolve().parents[2]

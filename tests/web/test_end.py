@@ -223,7 +223,7 @@ def test_h6_it_answers_many_times_while_a_batch_runs(tmp_path: Path) -> None:
 # `reflex serve` of the toy, whose model never comes back from the step of a request.
 STUCK = """
 import sys, threading
-from reflex_runtime.config import LLMServeConfig
+from reflex_runtime.settings import LLMServeConfig
 from reflex_runtime.llm.toy import ByteTokenizer, ToyRunner
 from reflex_runtime.llm.serving.local_model import opened
 from reflex_runtime.web.listen import bind

@@ -15,8 +15,8 @@ import pytest
 
 from reflex_runtime.cli.logs import JsonLog
 from reflex_runtime.cli.serving import show_settings
-from reflex_runtime.config import ServeConfig
-from reflex_runtime.options import table
+from reflex_runtime.settings import ServeConfig
+from reflex_runtime.settings.declare import table
 from serving.harness import PATIENCE, Server
 
 SMALL = ("--kv-cache-gb", "0.05")

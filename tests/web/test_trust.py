@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from reflex_runtime.cli import main
-from reflex_runtime.config import LLMServeConfig, ServeConfig
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.sources import load
+from reflex_runtime.settings import LLMServeConfig, ServeConfig
+from reflex_runtime.settings.read import load
 from reflex_runtime.web.errors import Forbidden
 from reflex_runtime.web.trust import Trust
 from serving.harness import STATE, Answer, Server, refusal

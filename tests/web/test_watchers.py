@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from reflex_runtime.config import ServeConfig
+from reflex_runtime.settings import ServeConfig
 from reflex_runtime.web import watchers
 from reflex_runtime.web.app import App
 from reflex_runtime.web.dashboard import STREAM, dashboard_routes

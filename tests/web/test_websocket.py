@@ -16,8 +16,8 @@ from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.frames import Frame, Opcode
 
-from reflex_runtime.config import ServeConfig
 from reflex_runtime.core.errors import ReflexError
+from reflex_runtime.settings import ServeConfig
 from reflex_runtime.web import connections
 from reflex_runtime.web.app import App
 from reflex_runtime.web.connections import Phase

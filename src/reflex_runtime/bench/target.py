@@ -12,7 +12,7 @@ from reflex_runtime.client.answers import decoded
 from reflex_runtime.client.errors import BadAnswer, NotFound
 from reflex_runtime.client.exchange import Reply, Send
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.options import one_line
+from reflex_runtime.settings.declare import one_line
 
 HTTP: Final = ("http", "https")
 WEBSOCKET: Final = ("ws", "wss")

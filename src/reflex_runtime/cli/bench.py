@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from reflex_runtime.core.errors import ConfigError, ReflexError
-from reflex_runtime.options import add_options, one_line, option, settings, validate
-from reflex_runtime.sources import load
+from reflex_runtime.settings.declare import add_options, one_line, option, settings, validate
+from reflex_runtime.settings.read import load
 
 if TYPE_CHECKING:
     from reflex_runtime.bench.figures import Figures
@@ -167,7 +167,7 @@ def _job(config: BenchConfig, url: str, beside: str | None) -> LoadJob:
     from reflex_runtime.bench.expected import read_observation
     from reflex_runtime.bench.load import BenchSide, LoadJob
     from reflex_runtime.bench.target import Target
-    from reflex_runtime.options import one_of
+    from reflex_runtime.settings.declare import one_of
 
     key = config.api_key or os.environ.get("REFLEX_API_KEY", "")
     sides = [BenchSide(url, config.wire)]

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.options import whole
+from reflex_runtime.settings.declare import whole
 
 if TYPE_CHECKING:
     from reflex_runtime.policies.doctor.doctor import Check, Diagnosis

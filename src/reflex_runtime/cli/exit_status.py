@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from reflex_runtime.core.errors import ReflexError
-from reflex_runtime.options import one_line
+from reflex_runtime.settings.declare import one_line
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.options import whole
+from reflex_runtime.settings.declare import whole
 
 _DESCRIPTION = """\
 Write an export directory (ONNX, docs/exports.md) from a LeRobot checkpoint: it is served without PyTorch and LeRobot,

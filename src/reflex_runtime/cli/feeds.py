@@ -9,10 +9,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from reflex_runtime.config import FeedsConfig
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.options import add_options, check_needs
-from reflex_runtime.sources import environment, read
+from reflex_runtime.settings import FeedsConfig
+from reflex_runtime.settings.declare import add_options, check_needs
+from reflex_runtime.settings.read import environment, read
 
 if TYPE_CHECKING:
     from reflex_runtime.feeds.fleet import FeedPlan

@@ -8,10 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from reflex_runtime.config import FeedsConfig
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.drivers.batch_processor import BatchConfig, BatchProcessor
-from reflex_runtime.options import one_line
+from reflex_runtime.settings import FeedsConfig
+from reflex_runtime.settings.declare import one_line
 
 if TYPE_CHECKING:
     from reflex_runtime.feeds.cascade import SecondModel

@@ -9,12 +9,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from reflex_runtime.config import FeedsConfig
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.feeds.sinks import AnnotatedVideo, JsonLines
 from reflex_runtime.feeds.spec import path_name
 from reflex_runtime.feeds.words import in_one_line
-from reflex_runtime.options import one_line
+from reflex_runtime.settings import FeedsConfig
+from reflex_runtime.settings.declare import one_line
 from reflex_runtime.telemetry import files
 from reflex_runtime.telemetry.journal_writer import JournalWriter
 

@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
     from reflex_runtime.bench.probe import advice, probe
     from reflex_runtime.bench.target import ServerLook, Target
     from reflex_runtime.client.errors import NotFound, Unreachable
-    from reflex_runtime.options import one_line, one_of
+    from reflex_runtime.settings.declare import one_line, one_of
 
     if not 0.1 <= args.timeout_s <= 600.0:
         raise ConfigError(f"--timeout-s={args.timeout_s:g}: must be in [0.1, 600] s")

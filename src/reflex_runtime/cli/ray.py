@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any, Final
 from reflex_runtime.cli import logs
 from reflex_runtime.cli.serve_policies import plans_of, policies_of
 from reflex_runtime.cli.serving import show_settings, url, warn_if_open
-from reflex_runtime.config import RayConfig, ServeConfig
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.options import Places, add_options, check_needs, flag, table
-from reflex_runtime.sources import POLICIES, environment, read
+from reflex_runtime.settings import RayConfig, ServeConfig
+from reflex_runtime.settings.declare import Places, add_options, check_needs, flag, table
+from reflex_runtime.settings.read import POLICIES, environment, read
 
 if TYPE_CHECKING:
     from reflex_runtime.web.serve import Make

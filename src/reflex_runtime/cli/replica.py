@@ -19,13 +19,13 @@ from prometheus_client import disable_created_metrics
 
 from reflex_runtime.cli import logs
 from reflex_runtime.cli.serve_policies import PolicyAsked, plans_of
-from reflex_runtime.config import ServeConfig
 from reflex_runtime.drivers.loop import loop_factory
 from reflex_runtime.drivers.process_memory import prepare_memory
 from reflex_runtime.ipc.worker import inherited
 from reflex_runtime.policies.serving.served import PolicyPlan
 from reflex_runtime.replicas.inside import serve_replica
 from reflex_runtime.replicas.messages import Serve
+from reflex_runtime.settings import ServeConfig
 from reflex_runtime.web.supervisor import die_with
 
 

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from reflex_runtime.config import ServeConfig
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.options import Places, flag, one_line
-from reflex_runtime.sources import environment
+from reflex_runtime.settings import ServeConfig
+from reflex_runtime.settings.declare import Places, flag, one_line
+from reflex_runtime.settings.read import environment
 
 if TYPE_CHECKING:
     from reflex_runtime.cli.serve_policies import PolicyAsked

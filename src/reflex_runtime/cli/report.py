@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.options import one_of
+from reflex_runtime.settings.declare import one_of
 from reflex_runtime.telemetry.journal import JournalError
 
 _DESCRIPTION = """\

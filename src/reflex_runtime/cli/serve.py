@@ -24,11 +24,11 @@ from reflex_runtime.cli.serving import (
     supervised,
     warn_if_open,
 )
-from reflex_runtime.config import OWN_SETTINGS, LLMServeConfig, ServeConfig
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.core.statistics import DEFAULT_COST
-from reflex_runtime.options import Places, one_line
-from reflex_runtime.sources import POLICIES, environment, read
+from reflex_runtime.settings import OWN_SETTINGS, LLMServeConfig, ServeConfig
+from reflex_runtime.settings.declare import Places, one_line
+from reflex_runtime.settings.read import POLICIES, environment, read
 
 if TYPE_CHECKING:
     from reflex_runtime.policies.serving.served import PolicyPlan

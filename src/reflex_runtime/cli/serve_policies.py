@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from reflex_runtime.cli.serving import told_of
-from reflex_runtime.config import DEFAULT_POLICY, MAX_POLICIES, OWN_SETTINGS, ServeConfig
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.options import Places, check_needs, one_line
-from reflex_runtime.sources import POLICIES, environment, own_settings, tables_of
+from reflex_runtime.settings import DEFAULT_POLICY, MAX_POLICIES, OWN_SETTINGS, ServeConfig
+from reflex_runtime.settings.declare import Places, check_needs, one_line
+from reflex_runtime.settings.read import POLICIES, environment, own_settings, tables_of
 
 if TYPE_CHECKING:
     from reflex_runtime.policies import PolicySource

@@ -13,11 +13,11 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from reflex_runtime.checked import CHECKPOINT_KEYS, json_keys
 from reflex_runtime.cli.exit_status import status_of
 from reflex_runtime.core.errors import ConfigError, ReflexError
 from reflex_runtime.demo.scribe import model_directory
-from reflex_runtime.options import add_options, flag, one_line, table
+from reflex_runtime.settings.declare import add_options, flag, one_line, table
+from reflex_runtime.settings.json_files import CHECKPOINT_KEYS, json_keys
 from reflex_runtime.telemetry import files
 
 if TYPE_CHECKING:

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.options import add_options, did_you_mean, one_line, option, validate
-from reflex_runtime.sources import load
+from reflex_runtime.settings.declare import add_options, did_you_mean, one_line, option, validate
+from reflex_runtime.settings.read import load
 
 if TYPE_CHECKING:
     from reflex_runtime.sim import Affine, Callers, Setting, Think, WorkloadPart

@@ -18,7 +18,7 @@ from reflex_runtime.cli.trace_search import search
 from reflex_runtime.cli.trace_steps import step_key, step_summary, step_table, text_lines
 from reflex_runtime.cli.trace_table import PLACE, ROWS, batch_table, place_of, summary, vary
 from reflex_runtime.core.errors import ConfigError, ReflexError
-from reflex_runtime.options import add_options, flag, one_line, one_of, whole
+from reflex_runtime.settings.declare import add_options, flag, one_line, one_of, whole
 from reflex_runtime.telemetry.colours import plain
 from reflex_runtime.telemetry.journal import BatchLine, JournalError
 from reflex_runtime.telemetry.journal_reader import Journal, read_journal

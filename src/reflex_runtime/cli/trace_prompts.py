@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.core.events import BatchScheduled, Event
 from reflex_runtime.core.request import PRIORITIES, Priority
-from reflex_runtime.options import did_you_mean, one_line, option, validate
-from reflex_runtime.sources import load
+from reflex_runtime.settings.declare import did_you_mean, one_line, option, validate
+from reflex_runtime.settings.read import load
 
 if TYPE_CHECKING:
     from reflex_runtime.llm.sequence import RequestOutput

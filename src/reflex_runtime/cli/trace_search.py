@@ -17,7 +17,7 @@ from reflex_runtime.cli.trace_prompts import setup_of
 from reflex_runtime.cli.trace_table import ROWS
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.core.statistics import percentile
-from reflex_runtime.options import one_line
+from reflex_runtime.settings.declare import one_line
 
 if TYPE_CHECKING:
     from reflex_runtime.sim.sweep import Knee

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from reflex_runtime.cli.progress import ProgressLine
 from reflex_runtime.cli.server_address import add_key, key_of
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.options import one_of
+from reflex_runtime.settings.declare import one_of
 from reflex_runtime.telemetry.journal import JournalError
 from reflex_runtime.telemetry.journal_reader import Journal, read_journal
 

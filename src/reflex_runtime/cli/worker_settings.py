@@ -7,9 +7,9 @@ from math import floor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from reflex_runtime.config import LLMServeConfig
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.options import flag, one_line
+from reflex_runtime.settings import LLMServeConfig
+from reflex_runtime.settings.declare import flag, one_line
 
 if TYPE_CHECKING:
     from reflex_runtime.llm.load import Description

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from reflex_runtime.cluster.front import KEY_VARIABLE
-from reflex_runtime.config import RayConfig, ServeConfig
 from reflex_runtime.placing import EPISODE_HEADER
+from reflex_runtime.settings import RayConfig, ServeConfig
 
 NAME: Final = "reflex"
 _ENVIRONMENT: Final = {  # read when Ray is imported, here and in each of its processes

@@ -18,8 +18,8 @@ from reflex_runtime.core.errors import ConfigError, ProcessorError, ReflexError,
 from reflex_runtime.core.flush import Controller, FlushPolicy
 from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.drivers.paying_size import PayingSize
-from reflex_runtime.options import option, validate
 from reflex_runtime.processors.base import BaseProcessor, wrapped
+from reflex_runtime.settings.declare import option, validate
 
 log = logging.getLogger("reflex.coordinator")
 

@@ -30,7 +30,7 @@ from reflex_runtime.feeds.pipeline import Pipeline
 from reflex_runtime.feeds.queue import FrameQueue
 from reflex_runtime.feeds.snapshot import FeedSnapshot, Ledger
 from reflex_runtime.feeds.source import Source
-from reflex_runtime.options import option, validate
+from reflex_runtime.settings.declare import option, validate
 from reflex_runtime.telemetry.health import FeedEnded, FeedFailed, FeedStageError, HealthEvent
 
 log = logging.getLogger("reflex.feeds")

@@ -9,7 +9,6 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Final
 
-from reflex_runtime.config import FeedsConfig
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.drivers.coordinator import BatchCoordinator
 from reflex_runtime.feeds.consume import Sink
@@ -20,7 +19,8 @@ from reflex_runtime.feeds.runtime import Runtime
 from reflex_runtime.feeds.source import Source
 from reflex_runtime.feeds.spec import OF_STAGES, PER_FEED, FeedSpec
 from reflex_runtime.feeds.stages.opening import stages_of
-from reflex_runtime.options import flag
+from reflex_runtime.settings import FeedsConfig
+from reflex_runtime.settings.declare import flag
 
 log = logging.getLogger("reflex.feeds")
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from reflex_runtime.core.errors import ConfigError, ProcessorError
 from reflex_runtime.feeds.detectors.fitting import opencv
-from reflex_runtime.options import one_line
+from reflex_runtime.settings.declare import one_line
 
 LARGEST: Final = 1_000_000  # pixels
 

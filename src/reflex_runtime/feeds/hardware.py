@@ -6,7 +6,7 @@ import logging
 from typing import TYPE_CHECKING, Any, Final
 
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.options import one_line, one_of
+from reflex_runtime.settings.declare import one_line, one_of
 
 if TYPE_CHECKING:
     from av.video.stream import VideoStream

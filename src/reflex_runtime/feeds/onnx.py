@@ -19,9 +19,9 @@ from reflex_runtime.feeds.detectors.found import STRETCH, DetectionLimits, Diale
 from reflex_runtime.feeds.detectors.recognise import Trial, dialect_of
 from reflex_runtime.feeds.detectors.results import result_of
 from reflex_runtime.feeds.picture_input import FittedPicture, PictureInput, PixelScale, picture_input
-from reflex_runtime.options import did_you_mean, one_line, one_of
 from reflex_runtime.processors.onnx_session import OnnxSession
 from reflex_runtime.processors.providers import PROVIDERS
+from reflex_runtime.settings.declare import did_you_mean, one_line, one_of
 
 log = logging.getLogger("reflex.feeds")
 

@@ -17,7 +17,7 @@ from reflex_runtime.feeds.shapes import shapes_source
 from reflex_runtime.feeds.source import Source
 from reflex_runtime.feeds.video import NETWORK, VideoSource, without_secrets
 from reflex_runtime.feeds.words import told
-from reflex_runtime.options import one_line
+from reflex_runtime.settings.declare import one_line
 
 # Sources that draw their own pictures, by the word before the colon. Each gets the whole text. A program may add some.
 DRAWN: Final[dict[str, Callable[[str], Source]]] = {"shapes": shapes_source}

@@ -21,7 +21,7 @@ from PIL import Image as Pillow
 
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.feeds.source import Picture, SourceError
-from reflex_runtime.options import convert, one_of
+from reflex_runtime.settings.declare import convert, one_of
 
 LABELS: Final = ("circle", "square", "triangle")
 DETECTOR: Final = Path(__file__).parent / "detectors" / "shapes.onnx"

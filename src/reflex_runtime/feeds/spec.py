@@ -12,7 +12,6 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from reflex_runtime.config import FeedsConfig
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.feeds.folder import pictures_in
 from reflex_runtime.feeds.framing import Region
@@ -20,8 +19,9 @@ from reflex_runtime.feeds.opening import DRAWN, source_of
 from reflex_runtime.feeds.source import Source
 from reflex_runtime.feeds.video import without_secrets
 from reflex_runtime.feeds.words import in_one_line
-from reflex_runtime.options import convert, did_you_mean, hints_of, one_line
-from reflex_runtime.sources import read_toml
+from reflex_runtime.settings import FeedsConfig
+from reflex_runtime.settings.declare import convert, did_you_mean, hints_of, one_line
+from reflex_runtime.settings.read import read_toml
 
 NAME = r"^(?!\.\.?$)[\w.-]{1,64}$"  # of a feed; . and .. would be other folders
 _PATH_BYTES = 200  # of 255 that the name of a file may have: endings follow, such as .mp4.1

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.options import option, validate
+from reflex_runtime.settings.declare import option, validate
 
 _DAY = 86400.0
 

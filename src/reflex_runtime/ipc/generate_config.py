@@ -9,7 +9,7 @@ import msgspec
 
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.ipc.messages import GenerateParams
-from reflex_runtime.options import option, validate
+from reflex_runtime.settings.declare import option, validate
 
 # Fields of a request, and their defaults.
 OPTIONS: dict[str, Any] = {f.name: f.default for f in msgspec.structs.fields(GenerateParams)}

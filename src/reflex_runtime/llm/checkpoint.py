@@ -16,7 +16,6 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from reflex_runtime.checked import shorten
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.llm.model_config import (
     ARCHITECTURES,
@@ -29,6 +28,7 @@ from reflex_runtime.llm.model_config import (
     read_json,
     token_ids,
 )
+from reflex_runtime.settings.json_files import shorten
 
 __all__ = ["CONFIG_FILE", "EMBEDDING", "HEAD", "Checkpoint", "ModelConfig", "RopeScaling", "read_json", "token_ids"]
 

@@ -22,7 +22,7 @@ from reflex_runtime.llm.model_config import CONFIG_FILE, read_json
 from reflex_runtime.llm.openvino_export import OpenVinoExport, is_export
 from reflex_runtime.llm.runner import Runner
 from reflex_runtime.llm.tokenizer import HFTokenizer, Tokenizer
-from reflex_runtime.options import one_of
+from reflex_runtime.settings.declare import one_of
 
 DEVICES = ("auto", "cpu", "cuda")
 RUNNERS = ("auto", "openvino", "torch")

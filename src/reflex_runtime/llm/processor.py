@@ -38,8 +38,8 @@ from reflex_runtime.llm.sampler import Logits, sample
 from reflex_runtime.llm.sequence import Sequence, TokenOutput
 from reflex_runtime.llm.terms import PLAIN, Terms
 from reflex_runtime.llm.tokenizer import Tokenizer
-from reflex_runtime.options import option, validate
 from reflex_runtime.processors.base import BaseProcessor
+from reflex_runtime.settings.declare import option, validate
 
 Written = TokenOutput | ProcessorError
 

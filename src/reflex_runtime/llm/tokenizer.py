@@ -15,11 +15,11 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Final, NoReturn, Protocol
 
-from reflex_runtime.checked import JsonObject
 from reflex_runtime.core.errors import ConfigError, TooLarge
 from reflex_runtime.llm.checkpoint import CONFIG_FILE, read_json, token_ids
 from reflex_runtime.llm.sampling_defaults import GENERATION_FILE
 from reflex_runtime.llm.tools import ToolFormat, format_of
+from reflex_runtime.settings.json_files import JsonObject
 
 TOKENIZER_FILE: Final = "tokenizer.json"
 SETTINGS_FILE: Final = "tokenizer_config.json"

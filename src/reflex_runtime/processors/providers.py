@@ -8,8 +8,8 @@ from __future__ import annotations
 from typing import Any
 
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.options import did_you_mean
 from reflex_runtime.processors.quiet import telemetry_off
+from reflex_runtime.settings.declare import did_you_mean
 
 CPU, CUDA, OPENVINO = "CPUExecutionProvider", "CUDAExecutionProvider", "OpenVINOExecutionProvider"
 PROVIDERS = {"cpu": CPU, "cuda": CUDA, "openvino": OPENVINO}  # by the names of command lines

@@ -17,7 +17,6 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from itertools import count
 from typing import Any, Final
 
-from reflex_runtime.config import ServeConfig
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.drivers.in_thread import in_thread
 from reflex_runtime.ipc.frames import Codec, Notification, Reader
@@ -35,6 +34,7 @@ from reflex_runtime.replicas.messages import Forget, Members, MovedEpisodes, Not
 from reflex_runtime.replicas.placing_table import ReplicaTable
 from reflex_runtime.replicas.quiet_start import may_leave_idle
 from reflex_runtime.replicas.replica import Replica, ReplicaPlan, closed, started
+from reflex_runtime.settings import ServeConfig
 from reflex_runtime.telemetry.files import LineTarget
 from reflex_runtime.telemetry.journal_writer import JournalWriter
 from reflex_runtime.web.app import App

@@ -16,7 +16,6 @@ from typing import Any, Final
 
 import msgspec
 
-from reflex_runtime.config import ServeConfig
 from reflex_runtime.core.errors import ConfigError, ReflexError
 from reflex_runtime.ipc.frames import METHOD_NOT_FOUND, Codec, Notification, Reader, RpcError, RpcRequest
 from reflex_runtime.ipc.messages import INFO, PROTOCOL, SHUTDOWN, Info, Shutdown
@@ -45,6 +44,7 @@ from reflex_runtime.replicas.messages import (
     Serve,
     SlotOf,
 )
+from reflex_runtime.settings import ServeConfig
 from reflex_runtime.version import __version__
 from reflex_runtime.web.app import App
 from reflex_runtime.web.connection import HttpConnection

@@ -6,11 +6,11 @@ import asyncio
 import socket
 from collections.abc import Callable, Sequence
 
-from reflex_runtime.config import ServeConfig
 from reflex_runtime.policies.serving.served import PolicyPlan
 from reflex_runtime.replicas.front import FrontRuntime
 from reflex_runtime.replicas.replica import ReplicaPlan
 from reflex_runtime.replicas.views import front_application
+from reflex_runtime.settings import ServeConfig
 from reflex_runtime.web.app import App
 from reflex_runtime.web.serve import ListeningPort, Make
 from reflex_runtime.web.supervisor import Lives

@@ -11,7 +11,6 @@ import msgspec
 from prometheus_client import Metric
 from prometheus_client.core import Sample
 
-from reflex_runtime.options import settings
 from reflex_runtime.placing import asks_policy, opens_websocket
 from reflex_runtime.policies.serving import fields as wire
 from reflex_runtime.policies.serving.admin import Admin, Load
@@ -24,6 +23,7 @@ from reflex_runtime.replicas.merging import PageSum
 from reflex_runtime.replicas.messages import AskReplica, ReplicaAnswer
 from reflex_runtime.replicas.replica import Replica, answers
 from reflex_runtime.replicas.watching import MergedLive
+from reflex_runtime.settings.declare import settings
 from reflex_runtime.telemetry.live import LiveProcess, live_process, own_process
 from reflex_runtime.telemetry.metrics import CONTENT_TYPE
 from reflex_runtime.version import __version__

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, get_args, get_origin, get
 
 import msgspec
 
-from reflex_runtime.options import did_you_mean, one_of
+from reflex_runtime.settings.declare import did_you_mean, one_of
 from reflex_runtime.web.errors import InvalidRequest
 from reflex_runtime.web.json import is_unicode, printable
 

@@ -7,7 +7,7 @@ import socket
 from typing import Final
 
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.options import one_line
+from reflex_runtime.settings.declare import one_line
 
 BACKLOG: Final = 4096  # connections that wait to be accepted
 

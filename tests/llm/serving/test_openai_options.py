@@ -17,15 +17,15 @@ import pytest
 from reflex_runtime.cli import main
 from reflex_runtime.cli.serving import names_model
 from reflex_runtime.cli.worker_settings import gpu_of, load_model
-from reflex_runtime.config import LLMServeConfig
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.core.events import BatchScheduled
 from reflex_runtime.ipc.generate_config import GenerateBatcherConfig
 from reflex_runtime.llm.memory import blocks_in
 from reflex_runtime.llm.workers import workers
 from reflex_runtime.llm.workers.line import WorkersConfig, one_bound
-from reflex_runtime.options import flag, table
-from reflex_runtime.sources import load
+from reflex_runtime.settings import LLMServeConfig
+from reflex_runtime.settings.declare import flag, table
+from reflex_runtime.settings.read import load
 from serving.harness import Server
 from serving.openai_toy import Model, Toy
 

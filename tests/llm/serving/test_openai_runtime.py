@@ -18,7 +18,6 @@ from typing import Any, TypeVar, cast
 import pytest
 from prometheus_client import CollectorRegistry
 
-from reflex_runtime.config import LLMServeConfig
 from reflex_runtime.core.errors import Cancelled, ConfigError, ProcessorError, QueueFull, ReflexError
 from reflex_runtime.core.events import Event, RequestQueued, RequestSettled
 from reflex_runtime.core.request import Priority, TicketState
@@ -32,6 +31,7 @@ from reflex_runtime.llm.serving.server import ModelServer
 from reflex_runtime.llm.terms import Terms
 from reflex_runtime.llm.toy import ByteTokenizer
 from reflex_runtime.llm.workers.worker_engine import WorkerEngine
+from reflex_runtime.settings import LLMServeConfig
 from serving.in_process import Caller
 from serving.openai_toy import PATIENCE, Model, toy_model
 

@@ -24,7 +24,6 @@ from prometheus_client.parser import text_string_to_metric_families
 from reflex_runtime.cli import main
 from reflex_runtime.cli.status import ask
 from reflex_runtime.cli.worker_settings import trace_of
-from reflex_runtime.config import LLMServeConfig
 from reflex_runtime.core.errors import ConfigError, ReflexError
 from reflex_runtime.ipc.client import WorkerUnavailable
 from reflex_runtime.ipc.client_config import ClientConfig
@@ -39,6 +38,7 @@ from reflex_runtime.llm.toy import ByteTokenizer
 from reflex_runtime.llm.workers import worker_engine
 from reflex_runtime.llm.workers.line import WorkersConfig
 from reflex_runtime.llm.workers.workers import Workers, opened
+from reflex_runtime.settings import LLMServeConfig
 from reflex_runtime.telemetry import live
 from reflex_runtime.telemetry.journal_reader import read_journal
 from serving.harness import Server, changed

@@ -16,7 +16,6 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from reflex_runtime.config import ServeConfig  # noqa: E402
 from reflex_runtime.core.errors import ConfigError  # noqa: E402
 from reflex_runtime.core.request import Request  # noqa: E402
 from reflex_runtime.policies import (  # noqa: E402
@@ -32,6 +31,7 @@ from reflex_runtime.policies.models.torch_models import TorchPrefix, TorchStaged
 from reflex_runtime.policies.serving.slots import device_of, load  # noqa: E402
 from reflex_runtime.policies.source import read_source  # noqa: E402
 from reflex_runtime.processors.providers import CUDA  # noqa: E402
+from reflex_runtime.settings import ServeConfig  # noqa: E402
 from serving.harness import Server  # noqa: E402
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"

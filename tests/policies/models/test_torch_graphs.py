@@ -21,7 +21,6 @@ import reflex_runtime.policies.serving.slots  # noqa: E402
 from policies.tiny import write_export  # noqa: E402
 from reflex_runtime.cli.replicas import providers_of  # noqa: E402
 from reflex_runtime.cli.serve_policies import _check_device, plans_of, policies_of  # noqa: E402
-from reflex_runtime.config import ServeConfig  # noqa: E402
 from reflex_runtime.core.batch import Batch  # noqa: E402
 from reflex_runtime.core.errors import ConfigError  # noqa: E402
 from reflex_runtime.core.request import Ticket  # noqa: E402
@@ -34,6 +33,7 @@ from reflex_runtime.policies.serving.slots import group_of  # noqa: E402
 from reflex_runtime.policies.source import read_source  # noqa: E402
 from reflex_runtime.processors.by_hand import run_through  # noqa: E402
 from reflex_runtime.processors.providers import CUDA  # noqa: E402
+from reflex_runtime.settings import ServeConfig  # noqa: E402
 from serving.in_process import one_policy  # noqa: E402
 
 from .recorder import Recorder  # noqa: E402

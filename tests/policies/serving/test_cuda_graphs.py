@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 import reflex_runtime.policies.serving.slots
-from reflex_runtime.config import ServeConfig
 from reflex_runtime.core.time_cost import TimeCost
 from reflex_runtime.policies import Export, Policy, load_policy
 from reflex_runtime.policies.policy.spec import DeviceOptions
+from reflex_runtime.settings import ServeConfig
 from serving.harness import STATE
 from serving.in_process import nothing, one_policy
 

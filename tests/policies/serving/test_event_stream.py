@@ -13,7 +13,6 @@ import pytest
 
 from core.helpers import ask, finish, scheduler_of, take
 from core.test_isolation import ERROR
-from reflex_runtime.config import ServeConfig
 from reflex_runtime.core.batch import Done, Failed
 from reflex_runtime.core.cost import UnitCost
 from reflex_runtime.core.events import Event, RequestAnswered, RequestSettled
@@ -25,6 +24,7 @@ from reflex_runtime.policies.rollout.slo import Objective, SloTracker
 from reflex_runtime.policies.rollout.verdict import VerdictSink
 from reflex_runtime.policies.serving.app import application
 from reflex_runtime.policies.serving.failures import FailureLog
+from reflex_runtime.settings import ServeConfig
 from reflex_runtime.telemetry.journal_reader import read_journal
 from reflex_runtime.telemetry.journal_writer import JournalWriter, Recording
 from reflex_runtime.telemetry.metrics import Metrics

@@ -12,7 +12,7 @@ from reflex_runtime.demo.exports import export_dir
 # In a process of its own: in this one everything has been imported long ago.
 FIRST = """
 import asyncio, base64, io, json, sys
-from reflex_runtime.config import ServeConfig
+from reflex_runtime.settings import ServeConfig
 from reflex_runtime.policies import Export
 from reflex_runtime.policies.serving.app import application
 from reflex_runtime.policies.serving.runtime import PolicyRuntime

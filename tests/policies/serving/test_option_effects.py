@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from reflex_runtime.config import ServeConfig
 from reflex_runtime.core.batch import Batch, Done
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.core.request import Request
@@ -22,6 +21,7 @@ from reflex_runtime.policies.serving import slots
 from reflex_runtime.policies.serving.app import App
 from reflex_runtime.policies.serving.runtime import PolicyRuntime
 from reflex_runtime.processors.providers import CPU, CUDA
+from reflex_runtime.settings import ServeConfig
 from serving.harness import PATIENCE, STATE
 from serving.in_process import Caller, one_policy, with_app
 from serving.pair import Pair

@@ -21,7 +21,6 @@ from policies.wires.callers import VlaEval, XPolicyLab
 from policies.wires.groot_clients import GrootRobot, port_of
 from reflex_runtime.cli import main
 from reflex_runtime.client import Client
-from reflex_runtime.config import OWN_SETTINGS, ServeConfig
 from reflex_runtime.core.batch import Done
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.core.flush import OVER
@@ -29,7 +28,8 @@ from reflex_runtime.core.request import Request
 from reflex_runtime.core.scheduler import Scheduler
 from reflex_runtime.policies import Policy
 from reflex_runtime.policies.serving.slots import group_of
-from reflex_runtime.sources import own_settings
+from reflex_runtime.settings import OWN_SETTINGS, ServeConfig
+from reflex_runtime.settings.read import own_settings
 from reflex_runtime.telemetry.journal_reader import read_journal
 from serving.exports import WEIGHTS, expected, write_tiny
 from serving.harness import STATE, Answer, Server, refusal

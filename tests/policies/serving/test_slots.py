@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 
 from policies.tiny import Bench, asked, write_export
-from reflex_runtime.config import ServeConfig
 from reflex_runtime.core.batch import Batch
 from reflex_runtime.core.errors import ConfigError, ProcessorError
 from reflex_runtime.core.request import Ticket
 from reflex_runtime.policies import Export, Policy, load_policy, parse_fault
 from reflex_runtime.policies.rollout.versions import SlotProcessor, Version
 from reflex_runtime.policies.serving.slots import Slot, check_alike, faults_of, group_of, load
+from reflex_runtime.settings import ServeConfig
 
 
 def decomposed(root: Path, **settings: Any) -> Policy:

@@ -11,10 +11,10 @@ import pytest
 
 from forked import reflex
 from reflex_runtime.cli import main
-from reflex_runtime.config import ServeConfig
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.options import flag
 from reflex_runtime.policies.rollout.slo import Objective
+from reflex_runtime.settings import ServeConfig
+from reflex_runtime.settings.declare import flag
 from serving.exports import write_tiny
 from serving.harness import STATE, Server, refusal
 from serving.requests import busy

@@ -8,7 +8,7 @@ from urllib.parse import SplitResult, unquote, urlsplit
 
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.feeds.video import without_secrets
-from reflex_runtime.options import one_line
+from reflex_runtime.settings.declare import one_line
 
 LONGEST: Final = 2000  # characters of an address
 LONGEST_TOPIC: Final = 200

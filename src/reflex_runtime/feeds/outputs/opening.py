@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from reflex_runtime.config import FeedsConfig
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.feeds.outputs.address import ReceiverAddress, mqtt_address, webhook_address
 from reflex_runtime.feeds.outputs.output import AnyOutput
+from reflex_runtime.settings import FeedsConfig
 
 
 def outputs_of(config: FeedsConfig) -> list[AnyOutput]:

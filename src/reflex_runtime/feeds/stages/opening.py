@@ -6,13 +6,13 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from reflex_runtime.config import FeedsConfig
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.feeds.opening import imported
 from reflex_runtime.feeds.pipeline import After, Result
 from reflex_runtime.feeds.stages.zones import lines_of, zones_of
 from reflex_runtime.feeds.words import told
-from reflex_runtime.options import one_line
+from reflex_runtime.settings import FeedsConfig
+from reflex_runtime.settings.declare import one_line
 
 
 def stages_of(config: FeedsConfig) -> list[After]:

@@ -14,7 +14,7 @@ from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.feeds.arrays import supervision, to_supervision
 from reflex_runtime.feeds.pipeline import Result
 from reflex_runtime.feeds.stages.detections import has_boxes
-from reflex_runtime.options import one_line
+from reflex_runtime.settings.declare import one_line
 
 FARTHEST: Final = 8192  # a coordinate: a zone has a mask of so many pixels
 MOST: Final = 64  # zones, and lines, of a feed

@@ -9,7 +9,6 @@ from typing import Any, Final
 
 from msgspec.structs import replace as changed
 
-from reflex_runtime.config import LLMServeConfig
 from reflex_runtime.core.errors import ConfigError, Expired, TooLarge
 from reflex_runtime.drivers.slices import Slices
 from reflex_runtime.ipc.messages import MOST_SCORES
@@ -23,6 +22,7 @@ from reflex_runtime.llm.serving.tokens import beside
 from reflex_runtime.llm.terms import Terms
 from reflex_runtime.llm.tokenizer import Tokenizer
 from reflex_runtime.llm.tools import ToolFormat
+from reflex_runtime.settings import LLMServeConfig
 from reflex_runtime.telemetry.spans import RequestSpan
 from reflex_runtime.web.exchange import Exchange
 

@@ -12,7 +12,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Final, TypeVar
 
-from reflex_runtime.config import LLMServeConfig
 from reflex_runtime.core.errors import ReflexError
 from reflex_runtime.drivers.slices import Slices, in_order
 from reflex_runtime.drivers.stream import Bell
@@ -26,6 +25,7 @@ from reflex_runtime.llm.serving.model_host import ModelHost
 from reflex_runtime.llm.serving.requests import reading as wire
 from reflex_runtime.llm.serving.requests.refusals import too_deep
 from reflex_runtime.llm.serving.spans import GenerationSpans, asked_in, first_token
+from reflex_runtime.settings import LLMServeConfig
 from reflex_runtime.telemetry.spans import RequestSpan
 from reflex_runtime.web.app import App
 from reflex_runtime.web.bodies import LARGE

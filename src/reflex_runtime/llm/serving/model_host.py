@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from prometheus_client import CollectorRegistry
 
-from reflex_runtime.config import LLMServeConfig
 from reflex_runtime.drivers.audience import Sink
 from reflex_runtime.llm.sampling_defaults import SamplingDefaults
 from reflex_runtime.llm.serving.generation import Generator
+from reflex_runtime.settings import LLMServeConfig
 from reflex_runtime.telemetry.live import LiveProcess
 
 if TYPE_CHECKING:  # a runtime process loads this module and serves no HTTP

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
-from reflex_runtime.config import LLMServeConfig
 from reflex_runtime.core.errors import ReflexError
 from reflex_runtime.ipc.client import RuntimeClient
 from reflex_runtime.ipc.client_config import ClientConfig
@@ -17,6 +16,7 @@ from reflex_runtime.ipc.registry import StreamRegistry
 from reflex_runtime.ipc.spawn import Opener
 from reflex_runtime.llm.limits import Limits
 from reflex_runtime.llm.serving.model_host import Opening
+from reflex_runtime.settings import LLMServeConfig
 from reflex_runtime.telemetry.live import LiveProcess, live_process
 
 ASKED_WITHIN: Final = 2.0  # seconds for an answer for /status or /metrics; a process that takes longer is left out

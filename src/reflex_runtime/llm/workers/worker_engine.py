@@ -10,7 +10,6 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, generate_latest
 
-from reflex_runtime.config import LLMServeConfig
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.core.request import PRIORITIES
 from reflex_runtime.drivers.in_thread import in_thread
@@ -34,7 +33,8 @@ from reflex_runtime.llm.serving.model_host import ModelPlan
 from reflex_runtime.llm.serving.requests.texts import Texts
 from reflex_runtime.llm.terms import Terms
 from reflex_runtime.llm.tokenizer import Conversation, Tokenizer
-from reflex_runtime.options import convert, hints_of
+from reflex_runtime.settings import LLMServeConfig
+from reflex_runtime.settings.declare import convert, hints_of
 from reflex_runtime.telemetry.live import LiveSnapshot, OnDemandLive
 from reflex_runtime.telemetry.spans import Spans, StepSpans, spans_of
 from reflex_runtime.telemetry.trace_context import parent_of

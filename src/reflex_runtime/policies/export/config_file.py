@@ -11,9 +11,9 @@ from typing import Annotated, Any, Final, Literal, NoReturn, get_args
 import msgspec
 from msgspec import Meta
 
-from reflex_runtime.checked import JsonObject, described
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.policies.policy.robot import Resize, Size
+from reflex_runtime.settings.json_files import JsonObject, described
 
 CONFIG_FILE: Final = "reflex_config.json"
 

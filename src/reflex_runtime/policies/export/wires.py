@@ -9,8 +9,8 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 from msgspec import Meta
 
-from reflex_runtime.checked import JsonObject
 from reflex_runtime.policies.policy.robot import WireMap
+from reflex_runtime.settings.json_files import JsonObject
 
 # Wires whose states and actions come in groups: how a picture and a group of the state are named in an observation.
 _GROUPED: Final = {"gr00t": ("video.{}", "state.{}"), "xpolicylab": ("vision/{}", "state/{}")}

@@ -15,7 +15,6 @@ from typing import Annotated, Any, Final
 import msgspec
 from msgspec import Meta
 
-from reflex_runtime.checked import CHECKPOINT_KEYS, JsonObject, json_keys, shorten
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.policies.export.config_file import ExportObject, read_json, whole
 from reflex_runtime.policies.export.directory import check_directory, from_hub
@@ -26,6 +25,7 @@ from reflex_runtime.policies.policy.model import PolicySource, StagedModel, Whol
 from reflex_runtime.policies.policy.robot import Embodiment, Size, WireMap
 from reflex_runtime.policies.policy.spec import LEROBOT, DeviceOptions
 from reflex_runtime.processors.providers import CPU, CUDA
+from reflex_runtime.settings.json_files import CHECKPOINT_KEYS, JsonObject, json_keys, shorten
 
 CONFIG_FILE: Final = "config.json"
 PROCESSORS: Final = ("policy_preprocessor.json", "policy_postprocessor.json")

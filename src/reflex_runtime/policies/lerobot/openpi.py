@@ -16,7 +16,6 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
-from reflex_runtime.checked import JsonObject
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.policies.export.config_file import read_json, whole
 from reflex_runtime.policies.export.directory import check_directory
@@ -30,6 +29,7 @@ from reflex_runtime.policies.policy.robot import Embodiment
 from reflex_runtime.policies.policy.spec import OPENPI, DeviceOptions
 from reflex_runtime.policies.policy.tokenizer import InstructionTokenizer, read_sentencepiece
 from reflex_runtime.policies.policy.units import AddState, AlohaGripper, Norm, Scaled, Transform, frozen
+from reflex_runtime.settings.json_files import JsonObject
 
 OPENPI_FILE: Final = "reflex_openpi.json"
 SIZE: Final = (224, 224)

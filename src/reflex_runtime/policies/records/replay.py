@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 from reflex_runtime.core.batch import Apart, Batch, Cause, Done, Failed, More
 from reflex_runtime.core.errors import ConfigError, ReflexError
 from reflex_runtime.core.request import Request, Ticket
-from reflex_runtime.options import one_of
 from reflex_runtime.policies.policy.base import Policy
 from reflex_runtime.policies.policy.decomposed import DecomposedPolicy
 from reflex_runtime.policies.policy.history import Glimpse, ObservationHistory
@@ -28,6 +27,7 @@ from reflex_runtime.policies.policy.rtc import ChunkTails, Rtc
 from reflex_runtime.policies.records.replayed import Compose, ModelReplay, ReplayedRequest, Timed, distance
 from reflex_runtime.processors.base import Processor, run_batch
 from reflex_runtime.processors.by_hand import advance, run_through
+from reflex_runtime.settings.declare import one_of
 from reflex_runtime.telemetry.journal import Asked, BatchLine, RequestLine
 from reflex_runtime.telemetry.journal_reader import Journal
 from reflex_runtime.web.errors import InvalidRequest

@@ -15,9 +15,9 @@ from typing import Any, Final, Literal
 
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.core.statistics import percentile
-from reflex_runtime.options import seconds
 from reflex_runtime.policies.rollout.comparison import Comparison, wilson
 from reflex_runtime.policies.rollout.slo import Objective
+from reflex_runtime.settings.declare import seconds
 
 LEAST_BAD: Final = 3  # failures; one or two may be chance
 BEYOND_CHANCE: Final = 2.326348  # standard deviations: 99 %, one-sided

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.core.events import Event, RequestAnswered
 from reflex_runtime.core.statistics import percentile
-from reflex_runtime.options import one_line, seconds
+from reflex_runtime.settings.declare import one_line, seconds
 
 log = logging.getLogger("reflex.slo")
 

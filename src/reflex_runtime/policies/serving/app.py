@@ -10,8 +10,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Final
 
-from reflex_runtime.config import ServeConfig
-from reflex_runtime.options import did_you_mean
 from reflex_runtime.policies.serving.act import Act
 from reflex_runtime.policies.serving.admin import Admin, is_outcome
 from reflex_runtime.policies.serving.asking import Asking
@@ -26,6 +24,8 @@ from reflex_runtime.policies.wires.oip_http import OipHttp
 from reflex_runtime.policies.wires.openpi import OpenpiSession
 from reflex_runtime.policies.wires.vla_eval import VlaEvalSession
 from reflex_runtime.policies.wires.xpolicylab import XPolicyLabSession
+from reflex_runtime.settings import ServeConfig
+from reflex_runtime.settings.declare import did_you_mean
 from reflex_runtime.web.app import App
 from reflex_runtime.web.dashboard import dashboard_routes
 from reflex_runtime.web.errors import NotFound

@@ -23,7 +23,6 @@ from functools import partial
 
 from reflex_runtime.core.errors import Closed, Expired, ReflexError
 from reflex_runtime.core.request import Request
-from reflex_runtime.options import did_you_mean
 from reflex_runtime.placing import identity_of
 from reflex_runtime.policies import Observation
 from reflex_runtime.policies.serving.ask import Ask
@@ -35,6 +34,7 @@ from reflex_runtime.policies.serving.runtime import PolicyRuntime
 from reflex_runtime.policies.serving.served import ServedPolicy
 from reflex_runtime.policies.serving.spans import begin_span, join_span
 from reflex_runtime.policies.wires.observations import Reading, Readings
+from reflex_runtime.settings.declare import did_you_mean
 from reflex_runtime.web.errors import CallerLeft, TooManyRequests, known
 from reflex_runtime.web.fields import invalid
 from reflex_runtime.web.json import printable

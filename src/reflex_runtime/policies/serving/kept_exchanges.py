@@ -6,10 +6,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from reflex_runtime.config import ServeConfig
 from reflex_runtime.policies.rollout.ramp import Ramp
 from reflex_runtime.policies.rollout.rollout import Rollout
 from reflex_runtime.policies.serving.slots import SHADOW
+from reflex_runtime.settings import ServeConfig
 
 
 class KeptExchanges:

@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from typing import Any, get_args
 
-from reflex_runtime.config import DEFAULT_POLICY
 from reflex_runtime.policies import PolicySpec
 from reflex_runtime.policies.policy.faults import FaultKind
 from reflex_runtime.policies.serving import admin
@@ -21,6 +20,7 @@ from reflex_runtime.policies.serving.images import cameras_of
 from reflex_runtime.policies.serving.question import LARGEST, MAX_INSTRUCTION
 from reflex_runtime.policies.serving.slots import SHADOW
 from reflex_runtime.policies.wires.oip import VERSION, model_name
+from reflex_runtime.settings import DEFAULT_POLICY
 from reflex_runtime.web.fields import MAX_ID_BYTES
 from reflex_runtime.web.json import JSON_TYPE
 from reflex_runtime.web.openapi import failures, finished

@@ -14,7 +14,6 @@ from contextlib import suppress
 from functools import partial
 from typing import Protocol
 
-from reflex_runtime.config import DEFAULT_POLICY, ServeConfig
 from reflex_runtime.core.errors import Closed, ConfigError
 from reflex_runtime.core.events import BatchFinished
 from reflex_runtime.drivers.audience import Audience
@@ -29,6 +28,7 @@ from reflex_runtime.policies.serving.preparing import Preparing
 from reflex_runtime.policies.serving.recorded import header_of
 from reflex_runtime.policies.serving.served import PolicyPlan, ServedPolicy
 from reflex_runtime.policies.serving.slots import SHADOW, Slot
+from reflex_runtime.settings import DEFAULT_POLICY, ServeConfig
 from reflex_runtime.telemetry.files import LineTarget, turn_all
 from reflex_runtime.telemetry.journal import Warm
 from reflex_runtime.telemetry.journal_writer import JournalWriter, Recording

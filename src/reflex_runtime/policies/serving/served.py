@@ -9,7 +9,6 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, Protocol
 
-from reflex_runtime.config import ServeConfig
 from reflex_runtime.core.events import BatchFinished
 from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.drivers.audience import Audience
@@ -31,6 +30,7 @@ from reflex_runtime.policies.serving.kept_exchanges import KeptExchanges
 from reflex_runtime.policies.serving.preparing import Preparing
 from reflex_runtime.policies.serving.slots import SHADOW, WARM_SIZES, Slot, check_alike, faults_of, group_of, load
 from reflex_runtime.policies.serving.wire_names import WIRES
+from reflex_runtime.settings import ServeConfig
 from reflex_runtime.telemetry.journal import Warm
 from reflex_runtime.telemetry.journal_writer import warmed
 from reflex_runtime.telemetry.metrics import Metrics

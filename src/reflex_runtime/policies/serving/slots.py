@@ -9,7 +9,6 @@ from math import inf
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from reflex_runtime.config import ServeConfig
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.core.flush import BUDGET, TIMES_FIXED, Affine, FlushPolicy, Planner
 from reflex_runtime.core.group import GroupConfig
@@ -31,6 +30,7 @@ from reflex_runtime.policies.policy.spec import DeviceOptions
 from reflex_runtime.policies.rollout.slo import SloTracker
 from reflex_runtime.policies.rollout.versions import SlotProcessor, Version
 from reflex_runtime.processors.providers import PROVIDERS
+from reflex_runtime.settings import ServeConfig
 
 SHADOW = "shadow"
 SHADOW_QUEUE = 16  # sampled requests that may wait for a gap

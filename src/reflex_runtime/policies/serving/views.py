@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from reflex_runtime.options import settings
 from reflex_runtime.policies import PolicySpec
 from reflex_runtime.policies.policy.robot import WireMap
 from reflex_runtime.policies.serving import fields as wire
@@ -16,6 +15,7 @@ from reflex_runtime.policies.serving.runtime import PolicyRuntime
 from reflex_runtime.policies.serving.served import ServedPolicy
 from reflex_runtime.policies.serving.wire_names import ACT, OIP, WIRES
 from reflex_runtime.policies.wires.observations import Reading
+from reflex_runtime.settings.declare import settings
 from reflex_runtime.telemetry import metrics
 from reflex_runtime.version import __version__
 from reflex_runtime.web.errors import NotFound

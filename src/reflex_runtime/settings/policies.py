@@ -1,14 +1,13 @@
-"""The settings of `reflex serve` for policies, and of `reflex ray`."""
+"""The settings of `reflex serve` for policies."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
 
-from reflex_runtime.config.checks import check_address, sizes_of
-from reflex_runtime.config.server import ServerConfig
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.options import one_line, option, validate
+from reflex_runtime.settings.declare import one_line, option, validate
+from reflex_runtime.settings.server import ServerConfig, check_address, sizes_of
 
 DEFAULT_POLICY = "default"  # the name of SOURCE; its policy is asked where a request names none
 MAX_POLICIES = 32

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from reflex_runtime.config.checks import check_endpoint, check_trust
-from reflex_runtime.options import option, validate
+from reflex_runtime.settings.declare import option, validate
+from reflex_runtime.settings.server import check_endpoint, check_trust
 
 
 @dataclass(frozen=True, slots=True)

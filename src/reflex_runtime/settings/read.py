@@ -11,9 +11,9 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from reflex_runtime.config import FeedsConfig, LLMServeConfig, OwnSettings, RayConfig, ServeConfig
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.options import Places, check_needs, convert, did_you_mean, flag, hints_of, one_line
+from reflex_runtime.settings import FeedsConfig, LLMServeConfig, OwnSettings, RayConfig, ServeConfig
+from reflex_runtime.settings.declare import Places, check_needs, convert, did_you_mean, flag, hints_of, one_line
 
 log = logging.getLogger("reflex.config")
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from reflex_runtime.config.server import ServerConfig
-from reflex_runtime.options import again, option
+from reflex_runtime.settings.declare import again, option
+from reflex_runtime.settings.server import ServerConfig
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """The settings of the commands: frozen values, declared with `option`."""
 
-from reflex_runtime.config.feeds import FeedsConfig
-from reflex_runtime.config.models import LLMServeConfig
-from reflex_runtime.config.policies import (
+from reflex_runtime.settings.feeds import FeedsConfig
+from reflex_runtime.settings.models import LLMServeConfig
+from reflex_runtime.settings.policies import (
     DEFAULT_POLICY,
     MAX_POLICIES,
     OWN_SETTINGS,
@@ -10,7 +10,7 @@ from reflex_runtime.config.policies import (
     RayConfig,
     ServeConfig,
 )
-from reflex_runtime.config.server import ServerConfig
+from reflex_runtime.settings.server import ServerConfig
 
 __all__ = [
     "DEFAULT_POLICY",

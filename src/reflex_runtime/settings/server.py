@@ -1,0 +1,146 @@
+"""What every kind of server has.
+
+What options must be beyond a range, and the key that stands in a file. Errors name flags.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+from urllib.parse import urlsplit
+
+from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.settings.declare import flag, one_line, option, validate
+
+
+def check_endpoint(endpoint: str) -> None:
+    """ConfigError for a collector's address that is none, or that has a secret in it: settings are shown."""
+    if not endpoint:
+        return
+    if any(mark in endpoint for mark in "@?#"):
+        expected = "must have no user, query or fragment; headers of your own stand in OTEL_EXPORTER_OTLP_HEADERS"
+        raise ConfigError(f"--otel: {expected}", field="otel")
+    try:
+        found = urlsplit(endpoint)
+        plain = found.scheme in ("http", "https") and bool(found.hostname) and found.port != 0
+    except ValueError:  # a wrong port or address
+        plain = False
+    if not (plain and endpoint.isascii() and endpoint.isprintable()) or " " in endpoint or len(endpoint) > 1000:
+        expected = "must be http://HOST:PORT or https://HOST:PORT of a collector"
+        raise ConfigError(f"--otel={one_line(endpoint)}: {expected}", field="otel")
+
+
+def check_address(name: str, address: str) -> None:
+    """ConfigError for an address that is not HOST:PORT."""
+    found = re.fullmatch(r"(?:localhost|[0-9.]{7,15}|\[[0-9a-fA-F:.]{2,45}\]):([0-9]{1,5})", address)
+    if address and (found is None or int(found[1]) > 65_535):
+        expected = "ADDRESS:PORT, and ADDRESS localhost or numeric"
+        raise ConfigError(f"{flag(name)}={one_line(address)}: must be {expected}", field=name)
+
+
+def check_trust(config: Any) -> None:
+    """Read the key from its file. ConfigError for a host name that is none."""
+    if config.api_key_file and not config.api_key:
+        object.__setattr__(config, "api_key", _key_in(config.api_key_file))
+    for name in config.allow_host:
+        if not re.fullmatch(r"\*|[\w.-]{1,253}|\[?[0-9a-fA-F:.]{2,45}\]?", name):
+            expected = "a host name or an address without a port, or *"
+            raise ConfigError(f"--allow-host={one_line(name)}: must be {expected}", field="allow_host")
+
+
+def _key_in(file: str) -> str:
+    """The key that a file holds: one line."""
+    where = f"--api-key-file={one_line(file)}"
+    try:
+        with open(file, encoding="utf-8") as opened:
+            text = opened.read(4097)
+    except OSError as error:
+        raise ConfigError(f"{where}: cannot be read: {error.strerror}", field="api_key_file") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{where}: is no UTF-8 text", field="api_key_file") from None
+    key = text.strip()
+    if not key or len(text) > 4096 or not key.isprintable():
+        raise ConfigError(f"{where}: must hold one line of at most 4096 characters, the key", field="api_key_file")
+    return key
+
+
+def sizes_of(text: str) -> tuple[int, ...]:
+    """The batch sizes of --cuda-graphs."""
+    sizes = tuple(int(part) for part in text.split(",")) if re.fullmatch(r"[0-9]{1,9}(,[0-9]{1,9})*", text) else ()
+    if not sizes or sizes[0] < 1 or sizes[-1] > 4096 or any(a >= b for a, b in pairwise(sizes)):
+        expected = "ascending whole numbers in [1, 4096], such as 1,2,4,8"
+        raise ConfigError(f"--cuda-graphs={one_line(text)}: must be {expected}", field="cuda_graphs")
+    return sizes
+
+
+# -- server ------------------------------------------------------------------------------------------------------------
+
+
+_ORIGIN = r"\*|https?://([\w.-]{1,253}|\[[0-9a-fA-F:.]{2,45}\])(:[0-9]{1,5})?"
+
+
+@dataclass(frozen=True)
+class ServerConfig:
+    """What both kinds of server have. Errors name flags."""
+
+    host: str = option(
+        "127.0.0.1", "address to bind; set --api-key if it is not loopback",
+        group="listening and trust",
+    )
+    port: int = option(8000, "port to bind; 0 picks a free one", low=0, high=65535)
+    api_key: str = option(
+        "", "key that clients must send as Authorization: Bearer, X-Reflex-Key or x-api-key", secret=True
+    )
+    api_key_file: str = option("", "file that holds the key", metavar="FILE")
+    allow_host: tuple[str, ...] = option(
+        (), "without a key: a further host name of the server, and a site whose pages may POST; * is any",
+        metavar="NAME", repeat=True, unless="api_key",
+    )
+    cors: tuple[str, ...] = option(
+        (), "a site whose pages may ask this server and read its answers; * is any; operators' paths take no part",
+        metavar="ORIGIN", repeat=True,
+    )
+    max_body_bytes: int = option(16 * 2**20, "largest request body; beyond it 413", low=1024, high=2**31, unit="bytes")
+    max_bodies_mb: float = option(
+        256.0, "memory for all request bodies together; beyond it 503 overloaded", low=1, high=1_000_000, unit="MB"
+    )
+    max_connections: int = option(
+        4096, "most open connections; a further one closes the one that was idle for longest", low=1, high=1_000_000
+    )
+    idle_timeout_s: float = option(
+        75.0, "a connection without a request is closed after this time", low=0.1, high=86_400, unit="s"
+    )
+    head_timeout_s: float = option(
+        10.0, "time for the head of a request to arrive; beyond it 408", low=0.1, high=3600, unit="s"
+    )
+    body_timeout_s: float = option(
+        60.0, "time for the body of a request to arrive; beyond it 408", low=0.1, high=3600, unit="s"
+    )
+    supervise: bool = option(
+        True,
+        "a small parent process restarts the server after a crash; off under another supervisor",
+        group="faults and the end",
+    )
+    log_format: str = option(
+        "text", "lines for people, or a JSON object a line for a log collector", choices=("text", "json")
+    )
+    otel: str = option(
+        "", "send spans of requests and batches to this OpenTelemetry collector, over OTLP/HTTP",
+        metavar="http://HOST:4318",
+        group="spans",
+    )
+    otel_sample: float = option(
+        1.0, "share of the requests that get a span, where the caller's traceparent does not decide it",
+        low=0, high=1, needs="otel",
+    )
+
+    def __post_init__(self) -> None:
+        validate(self)
+        check_endpoint(self.otel)
+        check_trust(self)
+        for origin in self.cors:
+            if not re.fullmatch(_ORIGIN, origin):
+                expected = "*, or a site such as https://example.org or http://localhost:3000, without a path"
+                raise ConfigError(f"--cors={one_line(origin)}: must be {expected}", field="cors")
