@@ -16,7 +16,7 @@ from onnx import TensorProto, helper, numpy_helper
 from reflex_runtime.cli import main
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.policies import load_policy
-from reflex_runtime.policies.export.new_directory import new_directory
+from reflex_runtime.policies.export.model_files import new_directory
 from reflex_runtime.policies.lerobot import exporting
 from reflex_runtime.policies.lerobot.checkpoint import LeRobotCheckpoint
 from reflex_runtime.policies.lerobot.exporting import BOUND, NotTheSame, export_checkpoint

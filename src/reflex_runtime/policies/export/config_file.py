@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from types import GenericAlias
@@ -12,6 +13,7 @@ import msgspec
 from msgspec import Meta
 
 from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.policies.policy.prompt import PROMPT, STATE_BINS, Cleaning, PromptTemplate
 from reflex_runtime.policies.policy.robot import Resize, Size
 from reflex_runtime.settings.json_files import JsonObject, described
 
@@ -128,3 +130,30 @@ def read_json(file: Path) -> Any:
         if isinstance(error, ConfigError):
             raise
         raise ConfigError(f"{file}: is not JSON: {error}") from error
+
+
+# -- the key `prompt` --------------------------------------------------------------------------------------------------
+
+
+_WORDS: Final = ", ".join(get_args(Cleaning))
+_Template = Annotated[str, Meta(max_length=4096, description=f"a text with {PROMPT} once, and perhaps {STATE_BINS}")]
+
+
+class _PromptKeys(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    template: _Template = PROMPT
+    clean: Annotated[tuple[Cleaning, ...], Meta(max_length=8, description=f"a list of {_WORDS}")] = ()
+
+
+def read_prompt(config: ExportObject, takes_text: bool) -> PromptTemplate | None:
+    """The template; None without the key."""
+    if not config.has("prompt"):
+        return None
+    if not takes_text:
+        config.wrong("prompt", "none, because `inputs` has no role tokens")
+    said = config.get("prompt")
+    table = ExportObject(config.file, {"template": said} if isinstance(said, str) else said, "prompt")
+    keys = table.read(_PromptKeys)
+    places = re.findall(r"{\w*}", keys.template)
+    if places.count(PROMPT) != 1 or set(places) - {PROMPT, STATE_BINS}:
+        config.wrong("prompt", f"a text with {PROMPT} once, and perhaps {STATE_BINS}", keys.template)
+    return PromptTemplate(keys.template, keys.clean)

@@ -20,12 +20,16 @@ from reflex_runtime.policies.export.config_file import (
     ExportConfig,
     ExportObject,
     read_json,
+    read_prompt,
     whole,
 )
-from reflex_runtime.policies.export.embodiment import read_embodiment
+from reflex_runtime.policies.export.embodiment import (
+    read_action_transforms,
+    read_embodiment,
+    read_norm,
+    read_state_transforms,
+)
 from reflex_runtime.policies.export.model_files import check_files, config_hash, model_bytes, model_hash
-from reflex_runtime.policies.export.norms import read_action_transforms, read_norm, read_state_transforms
-from reflex_runtime.policies.export.prompt_key import read_prompt
 from reflex_runtime.policies.export.roles import MASKS, ROLES, Graph, Roles
 from reflex_runtime.policies.export.wires import read_wires
 from reflex_runtime.policies.models.onnx_models import OnnxStaged, OnnxWhole

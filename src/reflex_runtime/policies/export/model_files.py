@@ -1,9 +1,13 @@
-"""The files behind an export's model, and the hashes that name its versions."""
+"""The files behind an export's model, the hashes that name its versions, and how a directory is written whole."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from typing import Final
@@ -78,3 +82,60 @@ def _model_files(root: Path) -> list[tuple[str, Path]]:
         file.relative_to(root).as_posix(): file for p in MODEL_PATTERNS for file in root.rglob(p) if file.is_file()
     }
     return sorted(found.items())
+
+
+# -- writing a directory -----------------------------------------------------------------------------------------------
+
+
+def check_new(out: Path, force: bool) -> None:
+    """ConfigError if `new_directory` must not write there."""
+    if not out.exists():
+        return
+    if not out.is_dir():
+        raise ConfigError(f"{out}: is a file; name a directory")
+    if not any(out.iterdir()):
+        return
+    if not force:
+        raise ConfigError(f"{out}: is not empty; name another directory, or use --force to replace this export")
+    if not (out / CONFIG_FILE).is_file():
+        raise ConfigError(f"{out}: --force replaces exports, and this is none (no {CONFIG_FILE}); name another one")
+
+
+@contextmanager
+def new_directory(out: Path, force: bool = False) -> Iterator[Path]:
+    """An empty directory beside `out` to write into. At the end of the block it becomes `out`; after an error it is
+    removed, and what was at `out` is as it was.
+
+    force: replace an export that is there.
+    """
+    check_new(out, force)
+    target = out.resolve()
+    target.parent.mkdir(parents=True, exist_ok=True)
+    making = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    try:
+        yield making
+        making.chmod(0o777 & ~_umask())
+        _exchange(making, target)
+    finally:
+        shutil.rmtree(making, ignore_errors=True)
+
+
+def _exchange(new: Path, target: Path) -> None:
+    """Put `new` in the place of `target`."""
+    if not target.is_dir() or not any(target.iterdir()):
+        new.rename(target)  # an empty directory gives way
+        return
+    old = Path(tempfile.mkdtemp(prefix=f".{target.name}.old.", dir=target.parent))
+    target.rename(old)
+    try:
+        new.rename(target)
+    except BaseException:
+        old.rename(target)
+        raise
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask

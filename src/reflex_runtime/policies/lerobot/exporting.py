@@ -18,7 +18,7 @@ import numpy as np
 from reflex_runtime.core.errors import ConfigError, ReflexError
 from reflex_runtime.policies.export.config_file import CONFIG_FILE
 from reflex_runtime.policies.export.embodiment import EMBODIMENT_FILE
-from reflex_runtime.policies.export.new_directory import check_new, new_directory
+from reflex_runtime.policies.export.model_files import check_new, new_directory
 from reflex_runtime.policies.lerobot.checkpoint import LeRobotCheckpoint
 from reflex_runtime.policies.lerobot.made_up import EPISODES, MadeUpEpisode, made_up
 from reflex_runtime.policies.load import load_policy
