@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -593,25 +592,3 @@ def test_h10_prefix_cache_mb_bounds_what_is_kept() -> None:
         cache = server.get("/config").json["policy"]["prefix_cache"]
     assert cache["bytes"] <= cache["max_bytes"] == int(0.05 * 2**20)
     assert cache["evictions"] > 0
-
-
-# Run in the server's process: each call of the model says how Linux schedules the thread of the event loop.
-SAYS_POLICY = """
-import os, sys
-from reflex_runtime.policies.models.onnx_models import OnnxWhole
-_chunk = OnnxWhole.chunk
-def _says(self, rows, noise):
-    print("the loop's policy:", os.sched_getscheduler(os.getpid()), file=sys.stderr, flush=True)
-    return _chunk(self, rows, noise)
-OnnxWhole.chunk = _says
-"""
-
-
-@pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="scheduling policies of Linux")
-def test_the_event_loop_does_not_interrupt_a_batch_whose_requests_came_during_the_last_one(tiny: Path) -> None:
-    with Server(tiny, held=True, takes="0.005", before=SAYS_POLICY) as server, busy(server) as plug:
-        answers = server.behind(numbered(6))
-        assert plug.answers()[0].status == 200
-        assert [a.json["batch"]["size"] for a in answers] == [6] * 6
-        assert server.stop() == 0
-    assert [line for line in server.log if line.startswith("the loop's policy")][-1] == "the loop's policy: 3"

@@ -18,7 +18,6 @@ from reflex_runtime.core.errors import Closed, ConfigError
 from reflex_runtime.core.events import BatchFinished
 from reflex_runtime.drivers.audience import Audience
 from reflex_runtime.drivers.batcher import Batcher
-from reflex_runtime.drivers.calm_loop import EventLoopThread, Uninterrupted
 from reflex_runtime.drivers.in_thread import in_thread
 from reflex_runtime.policies import Policy
 from reflex_runtime.policies.policy.observation import warm_decoders
@@ -269,8 +268,7 @@ class PolicyRuntime:
 
     def _build(self, policies: Mapping[str, Mapping[str, Policy]]) -> Batcher:
         groups = [group for name, served in self.policies.items() for group in served.build(policies[name])]
-        loop = EventLoopThread()
-        processors = {slot.group: Uninterrupted(slot.processor, loop) for slot in self.slots}
+        processors = {slot.group: slot.processor for slot in self.slots}
         expendable = {slot.group for slot in self.slots if slot.name == SHADOW}
         batcher = Batcher(
             processors,
