@@ -6,25 +6,14 @@ import re
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from prometheus_client import CollectorRegistry
-
 from reflex_runtime.core.errors import ReflexError
 from reflex_runtime.feeds.outputs.outbox import OUTPUT_DROPS
-from reflex_runtime.feeds.series import FeedSeries
 from reflex_runtime.feeds.snapshot import DROPS, RuntimeSnapshot
-from reflex_runtime.llm import LLMProcessor
-from reflex_runtime.llm.serving.generation import GenerationRuntime
-from reflex_runtime.llm.serving.lifecycle import ServerState
-from reflex_runtime.llm.serving.local_model import LocalModel, opened
-from reflex_runtime.llm.serving.model_host import ModelPlan
-from reflex_runtime.llm.toy import ByteTokenizer, ToyRunner
-from reflex_runtime.llm.workers.line import WorkersConfig
-from reflex_runtime.llm.workers.workers import Workers
 from reflex_runtime.replicas.views import replica_series
 from reflex_runtime.settings import FeedsConfig, LLMServeConfig, ServeConfig
 from reflex_runtime.settings.declare import described, flag, headed
-from reflex_runtime.telemetry.metrics import Metrics
-from reflex_runtime.telemetry.span_export import span_series
+from reflex_runtime.telemetry import series_table
+from reflex_runtime.telemetry.series import SeriesRow
 
 DOCS = Path(__file__).parent.parent / "docs"
 # Never in an answer of the server.
@@ -103,23 +92,14 @@ def test_feeds_results_md_has_every_reason_for_which_a_result_is_dropped() -> No
 def test_metrics_md_has_every_series_with_type_labels_and_a_query() -> None:
     text = page("metrics.md")
     sections = dict(re.findall(r"^### `(\w+)`\n(.*?)(?=^##|\Z)", text, re.MULTILINE | re.DOTALL))
-    registered = {}
-    feeds = FeedSeries(_nothing, CollectorRegistry()).describe()
-    plan = ModelPlan("toy", LLMServeConfig())
-    model = ServerState(plan, opened(lambda plan: (ToyRunner(), ByteTokenizer())))
-    LocalModel(GenerationRuntime(LLMProcessor(ToyRunner(), ByteTokenizer())), model)
-    never: Any = None  # nothing is started
-    Workers(WorkersConfig(1, lambda _: never, lambda *_: {}), ByteTokenizer(), model)
-    spans = CollectorRegistry()
-    span_series(spans)
-    registries = (Metrics().registry, model.registry, spans)
-    collected = [family for registry in registries for family in registry.collect()]
-    for family in [*collected, *feeds, *replica_series([])]:
-        registered[family.name + ("_total" if family.type == "counter" else "")] = family
-    assert set(sections) == set(registered)
-    for name, family in registered.items():
+    groups = (value for name, value in vars(series_table).items() if name.isupper() and not name.startswith("_"))
+    rows = [row for group in groups for row in group if isinstance(row, SeriesRow)]
+    kinds = {row.name: row.kind for row in rows}
+    kinds |= {f.name + ("_total" if f.type == "counter" else ""): f.type for f in replica_series([])}
+    assert set(sections) == set(kinds)
+    for name, kind in kinds.items():
         body = sections[name]
-        assert family.type in body.lower(), name
+        assert kind in body.lower(), name
         assert "Moves" in body, name
         query = re.search(r"```promql\n(.+?)```", body, re.DOTALL)
         assert query is not None, name

@@ -46,7 +46,6 @@ ORDER: Final = {
 UPWARD: Final = {
     "feeds.fleet: stages",
     "feeds.runtime: outputs",
-    "feeds.series: outputs",
     "feeds.snapshot: outputs",
     "feeds.words: outputs",
     "llm.serving.openapi.document: serving",

@@ -20,15 +20,14 @@ from reflex_runtime.core.events import (
     SchedulerPaused,
 )
 from reflex_runtime.core.request import PRIORITIES
-from reflex_runtime.telemetry import series
+from reflex_runtime.telemetry.series import SeriesSet
+from reflex_runtime.telemetry.series_table import GENERATE_BATCHER
 
 MOST_PARTITIONS = 256  # kept; the least recently used is dropped
 FALLBACKS = ("capability", "disabled", "environment", "options", "oversize")
 UNSENT: Final = "unsent"  # notes of a batch: the runtime was gone when it was formed
 FALLBACK: Final = "fallback"  # why each of its requests went by itself although they were to share a message
 
-_SIZES = (1, 2, 4, 6, 8, 10, 12, 14, 16, 24, 32, 64)
-_WAITS = (0.1, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 7.5, 10.0, 20.0, 50.0, 100.0, 1000.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,20 +49,11 @@ class Series:
     """The series of all generate batchers that share a Prometheus registry; see `series_in`."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self.size = series.Histogram(
-            "reflex_generate_batcher_batch_size", "Requests per generate message", (), _SIZES, registry
-        ).labels()
-        self.wait = series.Histogram(
-            "reflex_generate_batcher_queue_wait_ms", "From arrival to its message", (), _WAITS, registry
-        ).labels()
-        mix = series.Counter(
-            "reflex_generate_batcher_priority_mix", "Requests in generate messages", ("priority",), registry
-        )
-        fallback = series.Counter(
-            "reflex_generate_batcher_fallback_total", "Requests that went by themselves", ("reason",), registry
-        )
-        self.mix = {priority: mix.labels(priority) for priority in PRIORITIES}
-        self.fallback = {reason: fallback.labels(reason) for reason in FALLBACKS}
+        of = SeriesSet(GENERATE_BATCHER, registry)
+        self.size = of.histogram("reflex_generate_batcher_batch_size")
+        self.wait = of.histogram("reflex_generate_batcher_queue_wait_ms")
+        self.mix = {p: of.counter("reflex_generate_batcher_priority_mix_total", p) for p in PRIORITIES}
+        self.fallback = {reason: of.counter("reflex_generate_batcher_fallback_total", reason) for reason in FALLBACKS}
 
 
 _SERIES: WeakKeyDictionary[CollectorRegistry, Series] = WeakKeyDictionary()

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from prometheus_client import CollectorRegistry, Gauge
+from prometheus_client import CollectorRegistry
 
 from reflex_runtime.core.batch import Done
 from reflex_runtime.core.errors import ReflexError
@@ -18,14 +18,11 @@ from reflex_runtime.core.events import BatchScheduled, Event, RequestPreempted, 
 from reflex_runtime.core.request import Ticket
 from reflex_runtime.llm.processor import LLMProcessor
 from reflex_runtime.llm.sequence import Sequence
-from reflex_runtime.telemetry.series import Counter, Histogram
+from reflex_runtime.telemetry.series import SeriesSet
+from reflex_runtime.telemetry.series_table import ENGINE
 
 SHORT_OF = ("budget", "places", "memory", "share", "room")
 INVARIANTS = ("budget", "conservation", "blocks")
-_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
-_FIRST = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0)
-_GAP = (0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0)
-_WHOLE = (0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0)
 
 
 _OF_TICKETS = (RequestPreempted, RequestProgressed, RequestSettled)
@@ -55,41 +52,27 @@ class EngineSeries:
         self._lanes: dict[Ticket, _Lane] = {}
         self._running = 0
         self._short_of = ""
-        depth = Gauge("reflex_num_requests_waiting", "Requests that wait, now", registry=registry)
-        depth.set_function(waiting)
-        why = Gauge(
-            "reflex_num_requests_waiting_by_reason", "The same, by what the last step was short of", ["reason"],
-            registry=registry,
-        )  # fmt: skip
+        of = SeriesSet(ENGINE, registry)
+        of.gauge("reflex_num_requests_waiting").set_function(waiting)
         for reason in SHORT_OF:
-            why.labels(reason).set_function(partial(self._waits_for, reason, waiting))
-        running = Gauge("reflex_num_requests_running", "Requests that hold a place, now", registry=registry)
-        running.set_function(lambda: self._running)
-        usage = Gauge("reflex_kv_cache_usage_perc", "Fraction of the cache's blocks held, 0 to 1", registry=registry)
-        usage.set_function(lambda: processor.pool.usage)
-
-        def counter(name: str, help: str, *labels: str) -> Counter:
-            return Counter(name, help, labels, registry=registry)
-
-        self._preemptions = counter("reflex_num_preemptions_total", "Requests that lost their blocks").labels()
-        self._asked = counter("reflex_prefix_cache_queries_total", "Tokens looked up in the prefix cache").labels()
-        self._hits = counter("reflex_prefix_cache_hits_total", "Tokens found there").labels()
-        self._drafted = counter("reflex_spec_decode_num_draft_tokens_total", "Guessed tokens computed").labels()
-        self._accepted = counter("reflex_spec_decode_num_accepted_tokens_total", "Those that were right").labels()
-        self._prompts = counter("reflex_prompt_tokens_total", "Prompt tokens of requests that got a token").labels()
-        self._outputs = counter("reflex_generation_tokens_total", "Tokens generated").labels()
-        self._ends = counter("reflex_request_success_total", "Requests ended, by how", "finished_reason")
-        violations = counter("reflex_invariant_violations_total", "Defects of the engine itself", "invariant")
-        self._violations = {name: violations.labels(name) for name in INVARIANTS}
-
-        def histogram(name: str, help: str, buckets: tuple[float, ...]) -> Histogram:
-            return Histogram(name, help, (), buckets=buckets, registry=registry)
-
-        self._tokens = histogram("reflex_iteration_tokens_total", "Tokens in a step", _TOKENS).labels()
-        self._first = histogram("reflex_time_to_first_token_seconds", "Arrival to the first token", _FIRST).labels()
-        self._gap = histogram("reflex_inter_token_latency_seconds", "One token to the next", _GAP).labels()
-        self._queue = histogram("reflex_request_queue_time_seconds", "Arrival to the first step", _FIRST).labels()
-        self._e2e = histogram("reflex_e2e_request_latency_seconds", "Arrival to the end", _WHOLE).labels()
+            why = of.gauge("reflex_num_requests_waiting_by_reason", reason)
+            why.set_function(partial(self._waits_for, reason, waiting))
+        of.gauge("reflex_num_requests_running").set_function(lambda: self._running)
+        of.gauge("reflex_kv_cache_usage_perc").set_function(lambda: processor.pool.usage)
+        self._preemptions = of.counter("reflex_num_preemptions_total")
+        self._asked = of.counter("reflex_prefix_cache_queries_total")
+        self._hits = of.counter("reflex_prefix_cache_hits_total")
+        self._drafted = of.counter("reflex_spec_decode_num_draft_tokens_total")
+        self._accepted = of.counter("reflex_spec_decode_num_accepted_tokens_total")
+        self._prompts = of.counter("reflex_prompt_tokens_total")
+        self._outputs = of.counter("reflex_generation_tokens_total")
+        self._ends = partial(of.counter, "reflex_request_success_total")
+        self._violations = {name: of.counter("reflex_invariant_violations_total", name) for name in INVARIANTS}
+        self._tokens = of.histogram("reflex_iteration_tokens_total")
+        self._first = of.histogram("reflex_time_to_first_token_seconds")
+        self._gap = of.histogram("reflex_inter_token_latency_seconds")
+        self._queue = of.histogram("reflex_request_queue_time_seconds")
+        self._e2e = of.histogram("reflex_e2e_request_latency_seconds")
 
     def __call__(self, event: Event) -> None:
         if isinstance(event, BatchScheduled):
@@ -148,11 +131,11 @@ class EngineSeries:
         outcome = ticket.outcome
         if not isinstance(outcome, Done):
             error = outcome.error
-            self._ends.labels(error.code if isinstance(error, ReflexError) else "failed").inc()
+            self._ends(error.code if isinstance(error, ReflexError) else "failed").inc()
             return
         if lane is not None:
             self._token(lane, ticket, now)
-        self._ends.labels(outcome.value.finish).inc()
+        self._ends(outcome.value.finish).inc()
         self._e2e.observe(now - ticket.arrived)
         for name, holds in invariants(ticket).items():
             self._violations[name].inc(not holds)

@@ -10,17 +10,17 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Gauge, generate_latest
+from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from reflex_runtime.core.batch import Cause, Done
 from reflex_runtime.core.events import BatchFinished, BatchScheduled, Event, RequestAnswered
-from reflex_runtime.telemetry.series import Counter, CounterChild, Histogram
+from reflex_runtime.telemetry.series import CounterChild, HistogramChild, SeriesSet
+from reflex_runtime.telemetry.series_table import POLICIES
 
 OUTCOMES = ("ok", "cancelled", "rejected", "expired", "shed", "superseded", "drained", "failed", "client_error")
 WARNINGS = ("instruction_ignored", "instruction_unknown")
 CONTENT_TYPE = CONTENT_TYPE_LATEST
-_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 
 
 class Metrics:
@@ -36,87 +36,8 @@ class Metrics:
     def __init__(self, several: bool = False) -> None:
         """several: whether there are several policies, whose name is a label then."""
         self.registry = CollectorRegistry()
-        r = self.registry
         labels = ("embodiment", "policy_slot", *(["policy"] if several else []))
-        self._cost = Histogram(
-            "reflex_batch_cost_per_flush_ms", "Estimated device ms of each flushed batch", labels,
-            buckets=(10, 25, 50, 100, 200, 500, 1000, 2000, 5000), registry=r,
-        )
-        self._size = Histogram(
-            "reflex_batch_size_per_flush", "Requests per flush", labels, buckets=(1, 2, 4, 8, 16, 32), registry=r
-        )
-        self._flush = Counter(
-            "reflex_batch_flush_total", "Flushes by reason and finer cause", (*labels, "reason", "cause"), registry=r
-        )
-        self._graph = Gauge(
-            "reflex_captured_graph_hit_rate", "Share of the last 100 batches of captured stages at a captured size",
-            labels, registry=r,
-        )
-        self._depth = Gauge("reflex_policy_runtime_queue_depth", "Waiting requests, now", labels, registry=r)
-        self._backlog = Gauge("reflex_backlog_seconds", "Predicted device seconds of waiting work", labels, registry=r)
-        self._busy = Counter(
-            "reflex_device_busy_seconds_total", "Seconds that the device computed", labels, registry=r
-        )
-        self._in_flight = Gauge("reflex_in_flight_requests", "Requests being answered, now", labels, registry=r)
-        self._drained = Gauge("reflex_slot_drained", "1 while the slot is drained or probed", labels, registry=r)
-        self._wait = Histogram(
-            "reflex_queue_wait_seconds", "Ready to the first batch", labels, buckets=_SECONDS, registry=r
-        )
-        self._prepare = Histogram(
-            "reflex_prepare_seconds", "Arrival to pictures decoded, of requests that have any", labels,
-            buckets=_SECONDS, registry=r,
-        )
-        self._latency = Histogram(
-            "reflex_request_latency_seconds", "Every answer, end to end", (*labels, "outcome"), buckets=_SECONDS,
-            registry=r,
-        )
-        self._act = Histogram(
-            "reflex_act_latency_seconds", "Served answers, queue and model", labels, buckets=_SECONDS, registry=r
-        )
-        self._requests = Counter(
-            "reflex_requests_total", "Answers by outcome and wire", (*labels, "outcome", "wire"), registry=r
-        )
-        self._warnings = Counter(
-            "reflex_request_warnings_total", "Answers that warn of something in the request", (*labels, "kind"),
-            registry=r,
-        )
-        self._on_loop = Counter(
-            "reflex_batch_on_loop_total", "Batches that ran on the event loop, as they are brief", labels, registry=r
-        )
-        self._error = Histogram(
-            "reflex_batch_cost_error_ratio", "Predicted over measured batch time", labels,
-            buckets=(0.25, 0.5, 0.75, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 4.0), registry=r,
-        )
-        self._hit = Counter("reflex_cache_hit_total", "Prefix cache hits", labels, registry=r)
-        self._miss = Counter("reflex_cache_miss_total", "Prefix cache misses", labels, registry=r)
-        self._steps = Counter("reflex_denoise_steps_total", "Denoise steps, summed over requests", labels, registry=r)
-        self._spared = Counter(
-            "reflex_denoise_steps_spared_total", "Denoise steps that --adaptive-steps left out", labels, registry=r
-        )
-        self._guard = Counter(
-            "reflex_guard_total", "Chunks the action guard changed or refused", (*labels, "result"), registry=r
-        )
-        self._rtc = Counter("reflex_rtc_total", "Chunks that continued their episode's last one", labels, registry=r)
-        self._injected = Counter(
-            "reflex_injected_latency_seconds_total", "Seconds that --inject-latency-ms added", labels, registry=r
-        )
-        self._unrecorded = Counter(
-            "reflex_recording_dropped_total", "Lines missing from the recording, of all slots", labels, registry=r
-        )
-        self._stopped = Gauge(
-            "reflex_recording_failed", "1 when a disk error ended the recording, of all slots", labels, registry=r
-        )
-        self._episodes = Counter(
-            "reflex_episode_outcomes_total", "Episodes by how they ended", (*labels, "success"), registry=r
-        )
-        self._delay = Histogram(
-            "reflex_shadow_delay_seconds", "What served requests waited for a shadow step that ran when they came",
-            labels, buckets=_SECONDS, registry=r,
-        )
-        self._apart = Histogram(
-            "reflex_shadow_divergence", "Mean absolute difference between served and shadow actions", labels,
-            buckets=(0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0), registry=r,
-        )
+        self.series = SeriesSet(POLICIES, self.registry, labels)
         self._slots: dict[str, _Slot] = {}
         self._recording: tuple[Callable[[], float], CounterChild] | None = None
 
@@ -135,23 +56,23 @@ class Metrics:
         policy: its name where there are several; `slot` is NAME.SLOT then, as in events.
         """
         labels = (embodiment, slot.removeprefix(f"{policy}."), policy) if policy else (embodiment, slot)
-        self._depth.labels(*labels).set_function(queue_depth)
-        self._in_flight.labels(*labels).set_function(in_flight)
-        self._backlog.labels(*labels).set_function(backlog)
+        self.series.gauge("reflex_policy_runtime_queue_depth", *labels).set_function(queue_depth)
+        self.series.gauge("reflex_in_flight_requests", *labels).set_function(in_flight)
+        self.series.gauge("reflex_backlog_seconds", *labels).set_function(backlog)
         if not self._slots:
-            self._unrecorded.labels(*labels)
-            self._stopped.labels(*labels)
-        self._slots[slot] = _Slot(self, labels, wires)
+            self.series.counter("reflex_recording_dropped_total", *labels)
+            self.series.gauge("reflex_recording_failed", *labels)
+        self._slots[slot] = _Slot(self.series, labels, wires)
 
     def add_verdict(self, slot: str, drained: Callable[[], bool]) -> None:
         """Whether the slot is drained, read at scrape time."""
-        self._drained.labels(*self._slots[slot].labels).set_function(drained)
+        self.series.gauge("reflex_slot_drained", *self._slots[slot].labels).set_function(drained)
 
     def add_recording(self, dropped: Callable[[], float], failed: Callable[[], bool]) -> None:
         """The recording's series, read at scrape time. One file serves all slots: they carry the label of the first."""
         labels = next(iter(self._slots.values())).labels
-        self._recording = (dropped, self._unrecorded.labels(*labels))
-        self._stopped.labels(*labels).set_function(failed)
+        self._recording = dropped, self.series.counter("reflex_recording_dropped_total", *labels)
+        self.series.gauge("reflex_recording_failed", *labels).set_function(failed)
 
     def __call__(self, event: Event) -> None:
         if isinstance(event, RequestAnswered):  # most of them are
@@ -194,37 +115,43 @@ class Metrics:
 
 
 class _Slot:
-    """The children of one slot, looked up once: `labels()` costs more than the observation."""
+    """The series of one slot, looked up once: that costs more than the observation."""
 
-    def __init__(self, metrics: Metrics, labels: tuple[str, ...], wires: Iterable[str]) -> None:
+    def __init__(self, series: SeriesSet, labels: tuple[str, ...], wires: Iterable[str]) -> None:
+        def counter(name: str, *more: str) -> CounterChild:
+            return series.counter(name, *labels, *more)
+
+        def histogram(name: str, *more: str) -> HistogramChild:
+            return series.histogram(name, *labels, *more)
+
         self.labels = labels
-        self.cost = metrics._cost.labels(*labels)
-        self.size = metrics._size.labels(*labels)
-        self.flush = {cause: metrics._flush.labels(*labels, cause.reason.value, cause.value) for cause in Cause}
-        self.graph = metrics._graph.labels(*labels)
-        self.wait = metrics._wait.labels(*labels)
-        self.prepare = metrics._prepare.labels(*labels)
-        latency = {o: metrics._latency.labels(*labels, o) for o in OUTCOMES}
+        self.cost = histogram("reflex_batch_cost_per_flush_ms")
+        self.size = histogram("reflex_batch_size_per_flush")
+        self.flush = {cause: counter("reflex_batch_flush_total", cause.reason.value, cause.value) for cause in Cause}
+        self.graph = series.gauge("reflex_captured_graph_hit_rate", *labels)
+        self.wait = histogram("reflex_queue_wait_seconds")
+        self.prepare = histogram("reflex_prepare_seconds")
+        latency = {o: histogram("reflex_request_latency_seconds", o) for o in OUTCOMES}
         self.answers = {
-            (o, wire): (metrics._requests.labels(*labels, o, wire), latency[o]) for o in OUTCOMES for wire in wires
+            (o, wire): (counter("reflex_requests_total", o, wire), latency[o]) for o in OUTCOMES for wire in wires
         }
-        self.act = metrics._act.labels(*labels)
-        self.warnings = {kind: metrics._warnings.labels(*labels, kind) for kind in WARNINGS}
-        self.error = metrics._error.labels(*labels)
-        self.busy = metrics._busy.labels(*labels)
-        self.hit = metrics._hit.labels(*labels)
-        self.miss = metrics._miss.labels(*labels)
-        self.steps = metrics._steps.labels(*labels)
-        self.noted = {name: metrics._guard.labels(*labels, name) for name in ("clamped", "held", "refused")} | {
-            "on_loop": metrics._on_loop.labels(*labels),
-            "rtc": metrics._rtc.labels(*labels),
-            "steps_spared": metrics._spared.labels(*labels),
+        self.act = histogram("reflex_act_latency_seconds")
+        self.warnings = {kind: counter("reflex_request_warnings_total", kind) for kind in WARNINGS}
+        self.error = histogram("reflex_batch_cost_error_ratio")
+        self.busy = counter("reflex_device_busy_seconds_total")
+        self.hit = counter("reflex_cache_hit_total")
+        self.miss = counter("reflex_cache_miss_total")
+        self.steps = counter("reflex_denoise_steps_total")
+        self.noted = {name: counter("reflex_guard_total", name) for name in ("clamped", "held", "refused")} | {
+            "on_loop": counter("reflex_batch_on_loop_total"),
+            "rtc": counter("reflex_rtc_total"),
+            "steps_spared": counter("reflex_denoise_steps_spared_total"),
         }
-        self.injected = metrics._injected.labels(*labels)
-        self.episodes = {ok: metrics._episodes.labels(*labels, "true" if ok else "false") for ok in (True, False)}
+        self.injected = counter("reflex_injected_latency_seconds_total")
+        self.episodes = {ok: counter("reflex_episode_outcomes_total", str(ok).lower()) for ok in (True, False)}
         if labels[1] == "shadow":
-            self.delay = metrics._delay.labels(*labels)
-            self.apart = metrics._apart.labels(*labels)
+            self.delay = histogram("reflex_shadow_delay_seconds")
+            self.apart = histogram("reflex_shadow_divergence")
         self._captured: deque[bool] = deque(maxlen=100)
 
     def scheduled(self, event: BatchScheduled) -> None:

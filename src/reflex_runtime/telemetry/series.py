@@ -13,7 +13,7 @@ from itertools import accumulate
 from math import inf
 from typing import Any, NamedTuple
 
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry, Gauge, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.utils import floatToGoString
 
@@ -90,36 +90,71 @@ class Histogram:
         return [_histogram(self._name, self._help, self._labels, self._bounds, samples)]
 
 
-# -- tables ------------------------------------------------------------------------------------------------------------
+# -- rows --------------------------------------------------------------------------------------------------------------
 
 
 class SeriesRow(NamedTuple):
-    """A series that is read from snapshots. Its name tells its kind: `_total` is a counter; any other one is a gauge,
-    and a histogram where there are bounds.
+    """A series: a histogram where there are buckets, a counter where the name ends in `_total`, any other one a gauge.
 
-    value: of a snapshot: a number; None for no sample; a mapping of numbers, whose keys are the values of `label`; or
-    with `bounds` the counts below each of these upper bounds, and their total.
+    labels: beside those that all series of its server have.
+    value: of those that are read from snapshots at a scrape: a number; None for no sample; with a label a mapping of
+    numbers by its values; with buckets (the last one inf) the counts below each, and their total.
     """
 
     name: str
     help: str
-    value: Callable[[Any], Any]
-    label: str = ""
-    bounds: Sequence[float] = ()
+    labels: tuple[str, ...] = ()
+    buckets: Sequence[float] = ()
+    value: Callable[[Any], Any] | None = None
+
+    @property
+    def kind(self) -> str:
+        return "histogram" if self.buckets else "counter" if self.name.endswith("_total") else "gauge"
 
     def collect(self, labels: Sequence[str], snapshots: Mapping[Any, Any]) -> Metric:
         """The series of these snapshots, which stand under the values of `labels`."""
+        assert self.value is not None, self.name
         values = ((key, self.value(snapshot)) for key, snapshot in snapshots.items())
-        if self.bounds:
-            return _histogram(self.name, self.help, labels, self.bounds, values)
-        kind = CounterMetricFamily if self.name.endswith("_total") else GaugeMetricFamily
-        labels = (*labels, self.label) if self.label else labels
-        family = kind(self.name.removesuffix("_total"), self.help, labels=labels)
+        if self.buckets:
+            return _histogram(self.name, self.help, labels, self.buckets, values)
+        kind = CounterMetricFamily if self.kind == "counter" else GaugeMetricFamily
+        family = kind(self.name.removesuffix("_total"), self.help, labels=(*labels, *self.labels))
         for key, value in values:
-            for more, number in ((((k,), n) for k, n in value.items()) if self.label else (((), value),)):
+            for more, number in ((((k,), n) for k, n in value.items()) if self.labels else (((), value),)):
                 if number is not None:
                     family.add_metric((*key, *more), float(number))
         return family
+
+
+class SeriesSet:
+    """The series of these rows in a registry. labels: that all of them have, before their own."""
+
+    def __init__(self, rows: Iterable[SeriesRow], registry: CollectorRegistry, labels: Sequence[str] = ()) -> None:
+        self._made: dict[str, Counter | Histogram | Gauge] = {}
+        for row in rows:
+            names = (*labels, *row.labels)
+            if row.kind == "histogram":
+                self._made[row.name] = Histogram(row.name, row.help, names, row.buckets, registry)
+            elif row.kind == "counter":
+                self._made[row.name] = Counter(row.name, row.help, names, registry)
+            else:
+                self._made[row.name] = Gauge(row.name, row.help, names, registry=registry)
+
+    def counter(self, name: str, *values: str) -> CounterChild:
+        """The series of a counter with these values of its labels."""
+        made = self._made[name]
+        assert isinstance(made, Counter), name
+        return made.labels(*values)
+
+    def histogram(self, name: str, *values: str) -> HistogramChild:
+        made = self._made[name]
+        assert isinstance(made, Histogram), name
+        return made.labels(*values)
+
+    def gauge(self, name: str, *values: str) -> Gauge:
+        made = self._made[name]
+        assert isinstance(made, Gauge), name
+        return made.labels(*values) if values else made
 
 
 def _histogram(

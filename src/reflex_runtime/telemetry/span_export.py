@@ -27,7 +27,8 @@ from opentelemetry.trace import SpanKind, Status, StatusCode, TraceFlags, TraceS
 from prometheus_client import CollectorRegistry
 
 from reflex_runtime.pacing import Throttle
-from reflex_runtime.telemetry.series import Counter, CounterChild
+from reflex_runtime.telemetry.series import CounterChild, SeriesSet
+from reflex_runtime.telemetry.series_table import SPANS
 from reflex_runtime.telemetry.trace_context import Span, SpanContext
 from reflex_runtime.version import __version__
 
@@ -158,5 +159,5 @@ def _context(context: SpanContext) -> SdkContext:
 
 def span_series(registry: CollectorRegistry) -> dict[str, CounterChild]:
     """The counters of what became of spans, by `RESULTS`. Each is written by one thread."""
-    spans = Counter("reflex_spans_total", "Spans by what became of them", ("result",), registry)
-    return {result: spans.labels(result) for result in RESULTS}
+    spans = SeriesSet(SPANS, registry)
+    return {result: spans.counter("reflex_spans_total", result) for result in RESULTS}

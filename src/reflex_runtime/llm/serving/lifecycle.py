@@ -22,7 +22,8 @@ from reflex_runtime.drivers.in_thread import in_thread
 from reflex_runtime.llm.sampling_defaults import SamplingDefaults
 from reflex_runtime.llm.serving.model_host import ModelHost, ModelPlan, Open
 from reflex_runtime.llm.serving.requests.refusals import ModelNotFound
-from reflex_runtime.telemetry.series import Counter
+from reflex_runtime.telemetry.series import SeriesSet
+from reflex_runtime.telemetry.series_table import MODEL_SERVER
 from reflex_runtime.telemetry.spans import StepSpans, spans_of
 from reflex_runtime.web.errors import NotReady
 from reflex_runtime.web.json import printable
@@ -59,9 +60,7 @@ class ServerState:
         self._open, self._on_fatal = open, on_fatal
         self._state = "initializing"
         self._clean = True
-        self._answers = Counter(
-            "reflex_openai_requests_total", "Answers over HTTP", ("path", "status"), registry=self.registry
-        )
+        self._answers = SeriesSet(MODEL_SERVER, self.registry)
 
     # -- names ---------------------------------------------------------------------------------------------------------
 
@@ -208,4 +207,4 @@ class ServerState:
 
     def answered(self, path: str, status: int) -> None:
         """The server answered a request. path: of a known endpoint, so that there are few."""
-        self._answers.labels(path, str(status)).inc()
+        self._answers.counter("reflex_openai_requests_total", path, str(status)).inc()

@@ -23,7 +23,8 @@ from reflex_runtime.settings import LLMServeConfig
 from reflex_runtime.telemetry.files import turn_all
 from reflex_runtime.telemetry.journal_writer import JournalWriter
 from reflex_runtime.telemetry.live import LiveProcess
-from reflex_runtime.telemetry.series import Counter
+from reflex_runtime.telemetry.series import SeriesSet
+from reflex_runtime.telemetry.series_table import STREAMS
 
 Load = Callable[[ModelPlan], tuple[Runner, Tokenizer]]
 
@@ -38,8 +39,7 @@ class LocalModel:
         self.trace = JournalWriter(trace, [runtime.processor.group]) if trace else None
         if self.trace is not None:
             self.add_sink(self.trace)
-        holds = "Times a stream was held for its slow reader"
-        self._holds = Counter("reflex_stream_holds_total", holds, (), registry=opening.registry).labels()
+        self._holds = SeriesSet(STREAMS, opening.registry).counter("reflex_stream_holds_total")
         self.add_sink(EngineSeries(runtime.processor, lambda: runtime.waiting, opening.registry))
 
     @property

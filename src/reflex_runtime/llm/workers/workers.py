@@ -14,7 +14,6 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
-from prometheus_client import Gauge
 from prometheus_client.parser import text_string_to_metric_families
 
 from reflex_runtime.drivers.audience import Sink
@@ -28,7 +27,8 @@ from reflex_runtime.llm.workers.remote_generator import RemoteGenerator
 from reflex_runtime.llm.workers.tokenizer_process import TokenizerProcess
 from reflex_runtime.llm.workers.watching import WorkersLive
 from reflex_runtime.telemetry.live import LiveProcess, live_process
-from reflex_runtime.telemetry.series import Counter
+from reflex_runtime.telemetry.series import SeriesSet
+from reflex_runtime.telemetry.series_table import WORKERS
 
 ENDS_WITHIN, AT_LEAST = 10.0, 2.0  # seconds for a process to exit: at most, of the time that is left, and at least
 
@@ -42,12 +42,7 @@ class Workers:
         self._tokenizing = TokenizerProcess(config.spawn(config.count), config.client, plan.name, path)
         self.lines = [Line(number, config, opening) for number in range(config.count)]
         self.generator = RemoteGenerator(plan.name, self.lines, tokenizer, self._tokenizing)
-        self._ready = Gauge(
-            "reflex_worker_ready", "Whether the runtime process takes requests", ["worker"], registry=opening.registry
-        )
-        self._restarts = Counter(
-            "reflex_worker_restarts_total", "Times it was started again", ("worker",), registry=opening.registry
-        )
+        self._series = SeriesSet(WORKERS, opening.registry)
         self._refresh()
 
     async def start(self) -> None:
@@ -102,8 +97,8 @@ class Workers:
     def _refresh(self) -> None:
         """Update the series in the registry."""
         for line in self.lines:
-            self._ready.labels(line.name).set(line.client.ready)
-            self._restarts.labels(line.name).value = float(line.client.restarts)
+            self._series.gauge("reflex_worker_ready", line.name).set(line.client.ready)
+            self._series.counter("reflex_worker_restarts_total", line.name).value = float(line.client.restarts)
 
     async def metrics(self) -> bytes:
         """The pages of the processes that answer, as one."""
