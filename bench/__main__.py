@@ -21,7 +21,6 @@ from bench import (
     cameras,
     capacity,
     core,
-    costs,
     detectors,
     faults,
     feeds,
@@ -34,8 +33,6 @@ from bench import (
     machine,
     models,
     pictures,
-    replica_killed,
-    replicas,
     serving,
     soak,
     speculation,
@@ -48,10 +45,10 @@ from bench import (
 from bench.report import Row, as_json, say, table
 
 CASES = ("core", "scaling", "ahead", "library", "feeds", "llm", "workers", "small", "alone", "closed", "arriving")
-CASES += ("closed-pictures", "arriving-pictures", "capacity", "costs", "faults", "hostile", "pictures", "soak")
-CASES += ("versions", "wires", "torch", "soak-mixed", "replicas", "replica-killed", "tune", "tune-pinned")
+CASES += ("closed-pictures", "arriving-pictures", "capacity", "faults", "hostile", "pictures", "soak")
+CASES += ("versions", "wires", "torch", "soak-mixed", "tune", "tune-pinned")
 CASES += ("detectors", "cameras", "forms", "gaps", "tiers", "adapters", "speculation", "cached")
-USUAL = CASES[:-24]  # the others are asked for by name
+USUAL = CASES[:-22]  # the others are asked for by name
 
 
 def main() -> int:
@@ -95,12 +92,9 @@ def main() -> int:
             "closed-pictures": lambda: serving.closed_pictures(Path(root), scale),
             "arriving-pictures": lambda: serving.arriving_pictures(Path(root), heavy, scale),
             "capacity": lambda: capacity.capacity(Path(root), heavy, scale),
-            "costs": lambda: costs.costs(tiny, scale),
             "faults": lambda: faults.faults(tiny, scale),
             "hostile": lambda: hostile.hostile(tiny, scale),
             "pictures": lambda: pictures.pictures(scale),
-            "replicas": lambda: replicas.replicas(tiny, heavy, scale),
-            "replica-killed": lambda: replica_killed.replica_killed({"tiny": tiny, "heavy": heavy}, scale),
             "soak": lambda: soak.soak(scale),
             "soak-mixed": lambda: soak.mixed(Path(root), args.minutes),
             "versions": lambda: versions.versions(tiny, heavy, scale),

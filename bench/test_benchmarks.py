@@ -5,30 +5,18 @@ from __future__ import annotations
 import random
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from websockets.frames import Frame, Opcode
 from websockets.streams import StreamReader
 
-from bench.apps.ablated import ANSWER, STAGES
 from bench.cached import OURS, WAYS, Replayed, replay, working_set
 from bench.capacity import HIGHEST, IN_TIME, LOWEST, STEPS, Halving
 from bench.conversations import TRACES, chats, trace
 from bench.load import masked
 from bench.report import row, table
-from reflex_runtime.drivers.audience import Audience
-from reflex_runtime.drivers.brief import BriefBatches
 from reflex_runtime.llm.blocks import BlockPool
-from reflex_runtime.policies.rollout.versions import SlotProcessor
-from reflex_runtime.policies.serving.act import Act
-from reflex_runtime.policies.serving.asking import Asking
-from reflex_runtime.policies.serving.ends import Ends
-from serving.exports import write_tiny
-from serving.harness import STATE
-from serving.in_process import Caller, with_app
 
 ROOT = Path(__file__).parents[1]
 pytestmark = pytest.mark.long
@@ -62,13 +50,6 @@ def test_frames_of_the_load_generator_are_frames(size: int) -> None:
     assert (stop.value.value.opcode, bytes(stop.value.value.data)) == (Opcode.BINARY, payload)
 
 
-def test_the_page_of_costs_has_every_stage_that_is_measured_in_their_order() -> None:
-    text = (ROOT / "docs" / "costs.md").read_text(encoding="utf-8")
-    places = [text.find(f"| {what}") for what, _ in STAGES.values()]
-    assert -1 not in places
-    assert places == sorted(places)
-
-
 def test_conversations_are_replayed_through_the_pool() -> None:
     asked = sorted(chats(random.Random(1), 20), key=lambda one: one.at)
     replayed = [Replayed(one, i) for i, one in enumerate(asked)]
@@ -92,39 +73,6 @@ def test_traces_of_conversations_are_the_same_each_time() -> None:
         assert first == trace(name, 1)
         assert [one.at for one in first] == sorted(one.at for one in first)
         assert {sum(tokens for _, tokens in one.texts) <= one.prompt for one in first} == {True}
-
-
-@pytest.fixture
-def kept() -> Iterator[None]:
-    """What stages replace is put back."""
-    owners = (Act, Asking, Ends, BriefBatches, Audience, SlotProcessor)
-    plain = {owner: dict(vars(owner)) for owner in owners}
-    yield
-    for owner, had in plain.items():
-        for name in set(vars(owner)) - set(had):
-            delattr(owner, name)
-        for name, value in had.items():
-            if vars(owner)[name] is not value:
-                setattr(owner, name, value)
-
-
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.usefixtures("kept")
-def test_a_server_without_some_stages_answers_and_leaves_them_out(stage: str, tmp_path: Path) -> None:
-    STAGES[stage][1]()
-    at = list(STAGES).index(stage)
-
-    async def check(app: Any, runtime: Any) -> None:
-        caller = Caller(app)
-        caller.say(b'{"state": %s}' % str(STATE).encode())
-        answer = await caller.answer()
-        assert answer.status == 200
-        assert (answer.json["hz"] == ANSWER.hz) is (at <= list(STAGES).index("model"))
-        page = runtime.metrics.render().decode().splitlines()
-        counted = [line for line in page if line.startswith("reflex_requests_total") and line.endswith(" 1.0")]
-        assert len(counted) == (at >= list(STAGES).index("sinks"))
-
-    with_app(write_tiny(tmp_path / "tiny"), check)
 
 
 def test_the_benchmarks_start() -> None:

@@ -19,6 +19,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+from reflex_runtime.policies.serving.ask import Ask
 
 from bench.load import STATE, Answered
 from bench.report import Row, row, say
@@ -31,7 +32,6 @@ from reflex_runtime.policies.rollout.breaker import Breaker
 from reflex_runtime.policies.rollout.rollout import Placement, Rollout
 from reflex_runtime.policies.rollout.versions import Version
 from reflex_runtime.policies.serving import fields
-from reflex_runtime.policies.serving.ask import Ask
 from reflex_runtime.policies.serving.question import ActAnswer, Timing
 from reflex_runtime.policies.serving.recorded import asked_and_answered, header_of
 from reflex_runtime.policies.serving.slots import Slot

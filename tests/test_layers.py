@@ -11,13 +11,11 @@ from tests import budgets
 from tests.sources import PACKAGE, Module, module_of, modules, of, part_of
 
 MIDDLE = {"core", "processors", "drivers", "telemetry"}
-MODULES = {"version", "pacing", "settings", "rendezvous", "placing"}  # every part may read them
+MODULES = {"version", "pacing", "settings"}  # every part may read them
 BELOW: dict[str, set[str]] = {
     "core": set(),
     "version": set(),
     "pacing": set(),
-    "rendezvous": set(),
-    "placing": set(),
     "settings": {"core"},
     "processors": {"core"},
     "telemetry": {"core"},
@@ -28,8 +26,7 @@ BELOW: dict[str, set[str]] = {
     "ipc": MIDDLE,
     "policies": MIDDLE | {"web"},
     "llm": MIDDLE | {"web", "ipc"},
-    "cluster": MIDDLE | {"web", "policies"},
-    "replicas": MIDDLE | {"web", "ipc", "policies"},
+    "ray": {"core", "policies", "web"},
     "client": set(),
 }
 TOP = {"demo", "bench", "cli", "__main__", "__init__"}  # may import everything; nobody imports cli
@@ -53,7 +50,7 @@ UPWARD: Final = {
     "policies.models.onnx_models: export",
     "policies.rollout.shadowing: serving",
     "policies.serving.act: wires",
-    "policies.serving.asking: wires",
+    "policies.serving.handler: wires",
     "policies.serving.openapi: wires",
     "policies.serving.views: wires",
 }
@@ -175,9 +172,9 @@ def test_no_module_imports_itself_by_way_of_others() -> None:
         graph = {name: needs for name, needs in graph.items() if name not in done}
 
 
-def test_x7_ray_is_imported_in_cluster_alone() -> None:
+def test_x7_ray_is_imported_in_one_module_alone() -> None:
     found = {module.part for module in modules().values() for _, name in module.imports if name.split(".")[0] == "ray"}
-    assert found <= {"cluster"}
+    assert found == {"ray"}
 
 
 def test_no_folder_is_larger_than_its_budget() -> None:

@@ -14,13 +14,13 @@ from reflex_runtime.cli import main
 from reflex_runtime.cli.simulate import SimulateConfig
 from reflex_runtime.cli.trace_prompts import PromptsConfig
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.settings import FeedsConfig, LLMServeConfig, RayConfig, ServeConfig
+from reflex_runtime.settings import FeedsConfig, LLMServeConfig, ServeConfig
 from reflex_runtime.settings.declare import check_needs, flag
 from reflex_runtime.settings.read import load, read
 from serving.exports import write_tiny
 
 KINDS: tuple[type[Any], ...] = (
-    ServeConfig, LLMServeConfig, FeedsConfig, RayConfig, SimulateConfig, PromptsConfig,
+    ServeConfig, LLMServeConfig, FeedsConfig, SimulateConfig, PromptsConfig,
 )  # fmt: skip
 OPTIONS = [(kind, field) for kind in KINDS for field in fields(kind)]
 TEXTS = {"ramp": "5,100", "ramp_every": "2m", "slo": "p99=150ms", "guard": "p99=150ms", "cuda_graphs": "1,2", "at": "0"}

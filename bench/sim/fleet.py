@@ -13,6 +13,7 @@ from heapq import heappop, heappush
 from math import ceil, inf
 from typing import NamedTuple
 
+from bench.sim.rendezvous import owner
 from reflex_runtime.core.batch import Batch, Failed, Outcome
 from reflex_runtime.core.errors import ConfigError, Drained, ReflexError
 from reflex_runtime.core.events import Event
@@ -21,7 +22,6 @@ from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.core.request import Request, Ticket
 from reflex_runtime.core.scheduler import Scheduler
 from reflex_runtime.core.statistics import percentile
-from reflex_runtime.rendezvous import owner
 from reflex_runtime.sim.recorded import teach
 from reflex_runtime.sim.report import Report
 from reflex_runtime.sim.run import Run, simulate

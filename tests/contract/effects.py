@@ -13,14 +13,13 @@ from reflex_runtime.cli import build_parser
 from reflex_runtime.cli.bench import BenchConfig
 from reflex_runtime.cli.simulate import SimulateConfig
 from reflex_runtime.cli.trace_prompts import PromptsConfig
-from reflex_runtime.settings import FeedsConfig, LLMServeConfig, RayConfig, ServeConfig
+from reflex_runtime.settings import FeedsConfig, LLMServeConfig, ServeConfig
 from reflex_runtime.settings.declare import flag
 
 COMMANDS: Final[dict[type[Any], str]] = {
     ServeConfig: "serve",
     LLMServeConfig: "serve MODEL",
     FeedsConfig: "feeds",
-    RayConfig: "ray",
     SimulateConfig: "simulate",
     BenchConfig: "bench",
     PromptsConfig: "trace",
@@ -141,16 +140,6 @@ EFFECTS: Final[dict[type[Any], dict[str, str]]] = {
         "allow_host": "test_h5_allow_host_names_what_else_it_is_called",
         "cors": "test_h5_cors_lets_the_pages_of_a_site_ask_and_read",
         "trace": "test_h10_trace_writes_every_step",
-    },
-    RayConfig: {
-        "replicas": "test_x7_replicas_max_replicas_and_their_delays_are_rays",
-        "max_replicas": "test_x7_replicas_max_replicas_and_their_delays_are_rays",
-        "target_backlog_s": "test_x7_replicas_max_replicas_and_their_delays_are_rays",
-        "scale_out_delay_s": "test_x7_replicas_max_replicas_and_their_delays_are_rays",
-        "scale_in_delay_s": "test_x7_replicas_max_replicas_and_their_delays_are_rays",
-        "scale_in_wait_s": "test_x7_replicas_max_replicas_and_their_delays_are_rays",
-        "replica_cpus": "test_x7_replica_cpus_and_replica_gpus_are_what_ray_reserves",
-        "replica_gpus": "test_x7_replica_cpus_and_replica_gpus_are_what_ray_reserves",
     },
     FeedsConfig: {
         "otel": "test_f14_otel_sends_spans_of_frames_and_of_batches_linked_to_them",

@@ -1,9 +1,9 @@
-"""An application in this process, asked over its own connections without a socket."""
+"""An application in this process, asked without a socket."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, MutableMapping
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +13,10 @@ from reflex_runtime.policies.serving.runtime import PolicyRuntime
 from reflex_runtime.policies.serving.served import PolicyPlan
 from reflex_runtime.settings import DEFAULT_POLICY, ServeConfig
 from reflex_runtime.web.app import App
-from reflex_runtime.web.connection import HttpConnection
+from reflex_runtime.web.errors import CallerLeft
+from reflex_runtime.web.request import CANCELS
 
-from .harness import PATIENCE, Answer, parse_answers
+from .harness import PATIENCE, Answer
 
 
 def one_policy(config: ServeConfig, specs: Mapping[str, PolicySource]) -> PolicyRuntime:
@@ -46,77 +47,59 @@ def with_app(
     asyncio.run(main())
 
 
-class Wire:
-    """A transport that keeps what is written."""
-
-    def __init__(self) -> None:
-        self.written: asyncio.Queue[bytes] = asyncio.Queue()
-        self.closed = asyncio.Event()
-        self.aborted = False
-        self.reading = True
-
-    def get_extra_info(self, name: str) -> Any:
-        return ("127.0.0.1", 1) if name == "peername" else None
-
-    def write(self, data: bytes) -> None:
-        self.written.put_nowait(data)
-
-    def is_closing(self) -> bool:
-        return self.closed.is_set()
-
-    def close(self) -> None:
-        self.closed.set()
-
-    def abort(self) -> None:
-        self.aborted = True
-
-    def is_reading(self) -> bool:
-        return self.reading
-
-    def pause_reading(self) -> None:
-        self.reading = False
-
-    def resume_reading(self) -> None:
-        self.reading = True
-
-
-def connected(app: App) -> tuple[HttpConnection, Wire]:
-    """A new connection to it."""
-    connection, wire = HttpConnection(app), Wire()
-    connection.connection_made(wire)  # type: ignore[arg-type]
-    return connection, wire
-
-
 class Caller:
-    """One that sends a request in as many parts as it likes."""
+    """One that sends a request to an application in as many parts as it likes, without a server."""
 
-    def __init__(self, app: App, path: str = "/act", method: str = "POST") -> None:
-        self.connection, self.wire = connected(app)
-        head = f"{method} {path} HTTP/1.1\r\nHost: localhost\r\n"
+    def __init__(self, app: App, path: str = "/act", method: str = "POST", leaves: bool = True) -> None:
+        """leaves: the server cancels what is computed for callers that left, as ours does; others say that one left."""
+        self.app, self._leaves = app, leaves
+        self._parts: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+        self._sent: list[dict[str, Any]] = []
+        self._reads = asyncio.Event()
+        self._reads.set()
+        headers = [(b"host", b"localhost")]
         if method == "POST":
-            head += "Content-Type: application/json\r\nTransfer-Encoding: chunked\r\n"
-        self._head = head.encode() + b"\r\n"
-        if method != "POST":
-            self._send(b"")
+            headers.append((b"content-type", b"application/json"))
+        else:
+            self.say(b"")
+        path, _, query = path.partition("?")
+        scope = {
+            "type": "http", "method": method, "path": path, "query_string": query.encode(), "headers": headers,
+            "client": ("127.0.0.1", 1), "extensions": {CANCELS: {}} if leaves else {},
+        }  # fmt: skip
+        self.task = asyncio.ensure_future(app(scope, self._parts.get, self._send))
 
-    def _send(self, data: bytes) -> None:
-        head, self._head = self._head, b""
-        self.connection.data_received(head + data)
-        self.connection.app.read()  # each part comes in a turn of the loop of its own
+    async def _send(self, message: MutableMapping[str, Any]) -> None:
+        await self._reads.wait()
+        self._sent.append(dict(message))
 
     def say(self, body: bytes, more: bool = False) -> None:
         """Send a part of the body, which is the last unless there is more."""
-        self._send(b"%x\r\n%b\r\n" % (len(body), body) + (b"" if more else b"0\r\n\r\n"))
+        self._parts.put_nowait({"type": "http.request", "body": body, "more_body": more})
 
-    def end(self) -> None:
-        """Close the sending side."""
-        self.connection.eof_received()
+    def stop_reading(self) -> None:
+        """Take no more of the answer, as one whose connection is full."""
+        self._reads.clear()
 
     def leave(self) -> None:
         """Close the connection."""
-        self.connection.connection_lost(None)
+        self._parts.put_nowait({"type": "http.disconnect"})
+        if self._leaves:
+            self.task.cancel(CallerLeft("the caller left"))
+
+    @property
+    def head(self) -> dict[str, Any] | None:
+        """The first message of the answer, once it is there."""
+        return self._sent[0] if self._sent else None
+
+    @property
+    def body(self) -> bytes:
+        """What has come of the body."""
+        return b"".join(message.get("body", b"") for message in self._sent[1:])
 
     async def answer(self) -> Answer:
         """The answer to the request."""
-        (answer,) = parse_answers(await self.wire.written.get())
-        return answer
+        await asyncio.wait_for(self.task, PATIENCE)
+        head = self._sent[0]
+        headers = {name.decode(): value.decode() for name, value in head["headers"]}
+        return Answer(head["status"], headers, self.body)

@@ -221,8 +221,9 @@ class Toy:
             stop = asyncio.Event()
             self.loop = asyncio.get_running_loop()
             self._stop = lambda: self.loop.call_soon_threadsafe(stop.set)
-            drain_s = self.config.drain_timeout_s
-            self.status, self.clean = await serving(self.making(), sock, drain_s, stop, self._listening.set, ready)
+            self.status, self.clean = await serving(
+                self.making(), [sock], self.config, self._listening.set, ready, stop=stop
+            )
 
         with asyncio.Runner(loop_factory=loop_factory) as runner:
             runner.run(main())

@@ -7,9 +7,9 @@ import re
 import pytest
 from bench.sim.__main__ import main
 from bench.sim.fleet import FleetPlan, Outage, name_of, run_fleet, size_fleet
+from bench.sim.rendezvous import owner
 
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.rendezvous import owner
 from reflex_runtime.sim import Affine
 
 PLAN = FleetPlan(40, 0.5, 0.100, Affine(0.020, 0.002), 0.03, duration=6.0, warmup=1.0)

@@ -5,23 +5,61 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from functools import partial
+from dataclasses import dataclass
+from typing import Any
 
 from reflex_runtime.web.app import App
-from reflex_runtime.web.connection import HttpConnection
+from reflex_runtime.web.listen import bind
+from reflex_runtime.web.serve import ReflexServer, ServerLife, uvicorn_config
 from serving.harness import PATIENCE
 
 
+@dataclass(frozen=True)
+class Limits:
+    """The settings of a server, short enough for tests that wait for them."""
+
+    max_connections: int = 64
+    idle_timeout_s: float = 60.0
+    head_timeout_s: float = 60.0
+    body_timeout_s: float = 60.0
+    max_body_bytes: int = 16 * 2**20
+    drain_timeout_s: float = 5.0
+    ssl_certfile: str = ""
+    ssl_keyfile: str = ""
+
+
+class Ready:
+    """A product that is there at once."""
+
+    state, error, unusable, writes_files = "ready", "", False, False
+
+    async def start(self) -> None:
+        """Nothing is loaded."""
+
+    def drain(self) -> None:
+        """Nothing is to be told."""
+
+    async def stop(self, until: float, answered: Any) -> bool:
+        async with asyncio.timeout_at(until):
+            await answered()
+        return True
+
+    def turn_files(self) -> None:
+        """There are none."""
+
+
 @asynccontextmanager
-async def listening(app: App) -> AsyncIterator[int]:
+async def listening(app: App, limits: Limits | None = None) -> AsyncIterator[int]:
     """The port of the application; the test fails if the block takes longer than PATIENCE."""
-    server = await asyncio.get_running_loop().create_server(partial(HttpConnection, app), "127.0.0.1", 0)
+    settings, sock, up = limits or Limits(), bind("127.0.0.1", 0), asyncio.Event()
+    life = ServerLife(app, Ready(), settings.drain_timeout_s)
+    server = ReflexServer(uvicorn_config(app, settings), life)
+    server.on_listening = up.set
+    serving = asyncio.ensure_future(server.serve([sock]))
     try:
         async with asyncio.timeout(PATIENCE):
-            yield server.sockets[0].getsockname()[1]
+            await up.wait()
+            yield sock.getsockname()[1]
     finally:
-        server.close()
-        for connection in app.connections.all():
-            connection.give_up()
-        await asyncio.sleep(0)
-        app.bodies.close()
+        life.stop.set()
+        await serving

@@ -17,6 +17,7 @@ from typing import Any
 
 import msgpack
 import pytest
+from reflex_runtime.web.exchange import Exchange
 
 from reflex_runtime.llm.serving.requests import prompts
 from reflex_runtime.llm.serving.requests import reading as openai
@@ -32,7 +33,6 @@ from reflex_runtime.web.app import App
 from reflex_runtime.web.bodies import LARGE, Bodies
 from reflex_runtime.web.connections import ConnectionLimits, Connections, Seldom
 from reflex_runtime.web.errors import CallerLeft, Overloaded
-from reflex_runtime.web.exchange import Exchange
 from serving.harness import PATIENCE, STATE
 from serving.in_process import Caller, nothing, with_app
 from serving.openai_toy import Model, Toy, toy_model

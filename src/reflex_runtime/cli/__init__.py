@@ -32,7 +32,6 @@ VERBS = {
     "report": "sum up recordings, and compare versions a and b",
     "export": "write an export directory from a LeRobot checkpoint",
     "doctor": "check an export directory before serving it",
-    "ray": "serve a robot policy from several replicas on Ray Serve, behind one port",
     "worker": "a runtime process: runs language models for a server in another process",
 }
 """Every verb, with its line in `reflex --help`."""

@@ -153,7 +153,7 @@ class FeedsSession:
         return [*self._files.sinks_of(spec), *taking, *([] if pictures is None else [pictures.take])]
 
     def _status(self, coordinator: BatchCoordinator, pictures: FeedPictures, closing: ExitStack) -> None:
-        from reflex_runtime.cli.serving import url, warn_if_open
+        from reflex_runtime.cli.serving import warn_if_open
         from reflex_runtime.feeds.series import FeedSeries
         from reflex_runtime.feeds.status import StatusServer, health_of
         from reflex_runtime.feeds.watching import FeedPages
@@ -167,8 +167,8 @@ class FeedsSession:
             lambda: FeedPages(self._runtime, coordinator, pictures, bool(self._config.api_key)),
         )
         closing.enter_context(server)
-        warn_if_open(self._config, server.address)
-        logging.info("%s/dashboard, /feeds, /metrics and /health", url(server.address))
+        warn_if_open(self._config)
+        logging.info("%s/dashboard, /feeds, /metrics and /health", server.url)
 
     # -- running -------------------------------------------------------------------------------------------------------
 

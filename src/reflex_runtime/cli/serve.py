@@ -4,26 +4,27 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import socket
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from reflex_runtime.cli import logs
-from reflex_runtime.cli.replicas import devices_of, providers_of, replica_plans
 from reflex_runtime.cli.serve_policies import PolicyAsked, plans_of, policies_of
 from reflex_runtime.cli.serving import (
     check_trace,
     options_of,
-    plain_form,
     run_server,
     serve_parser,
     show_settings,
     supervised,
     warn_if_open,
 )
+from reflex_runtime.cli.workers import devices_of, settings_of
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.core.statistics import DEFAULT_COST
 from reflex_runtime.settings import OWN_SETTINGS, LLMServeConfig, ServeConfig
@@ -32,7 +33,6 @@ from reflex_runtime.settings.read import POLICIES, environment, read
 
 if TYPE_CHECKING:
     from reflex_runtime.policies.serving.served import PolicyPlan
-    from reflex_runtime.web.serve import Door, Make
     from reflex_runtime.web.supervisor import Parent
 
 _EXAMPLES = """\
@@ -71,52 +71,41 @@ def run(args: argparse.Namespace) -> int:
     config, places = read(ServeConfig, "serve", args.config, environment(), vars(args), (POLICIES,))
     logs.use(config.log_format)
     asked = policies_of(config, args.source, args.config)
-    serve = partial(_serve, config, places, asked)
-    return supervised(config, lambda: _checked(config, places, asked), serve, plain_form)
+    devices = devices_of(config, places)
+    serve = partial(_serve, config, places, asked, devices)
+    return supervised(config, lambda: _checked(config, places, asked), serve, len(devices))
 
 
 def _serve(
     config: ServeConfig,
     places: Places,
     asked: Sequence[PolicyAsked],
-    sock: socket.socket | None = None,
-    parent: Parent | None = None,
+    devices: Sequence[str],
+    sockets: Sequence[socket.socket],
+    parent: Parent | None,
 ) -> int:
-    """The server itself: alone, or below a supervisor that has bound its socket."""
-    from reflex_runtime.web import listen
+    """The server itself: alone, or one of the workers below a supervisor."""
+    from reflex_runtime.policies.serving.app import serving
 
+    number = 0 if parent is None else parent.number
+    changed, env = settings_of(config, devices, number)
+    if changed or env:
+        os.environ.update(env)
+        config = replace(config, **changed)
+        asked = [replace(policy, config=replace(policy.config, **changed)) for policy in asked]
     plans = _checked(config, places, asked)
-    sock = sock or listen.bind(config.host, config.port)
-    address = sock.getsockname()
-    models = [spec.model_id for plan in plans for spec in plan.specs.values()]
-    _announce(config, asked, ", ".join(dict.fromkeys(models)), address)
+    if number == 0:
+        models = [spec.model_id for plan in plans for spec in plan.specs.values()]
+        _announce(config, asked, ", ".join(dict.fromkeys(models)))
     sources = ", ".join(source for policy in asked for source in policy.sources.values())
-    make, door = _made(config, places, asked, plans, sock)
-    return run_server(config, make, door, address, sources, _ready, parent, warn=False)  # the runtime says it
-
-
-def _made(
-    config: ServeConfig, places: Places, asked: Sequence[PolicyAsked], plans: Sequence[PolicyPlan], sock: socket.socket
-) -> tuple[Make, Door]:
-    """What serves: this process, or the front of several replicas. And where connections come from."""
-    from reflex_runtime.web.serve import ListeningPort
-
-    devices = devices_of(config, places)
-    if len(devices) == 1 and not devices[0]:
-        from reflex_runtime.policies.serving.app import serving
-
-        return serving(config, plans), ListeningPort(sock)
-    from reflex_runtime.replicas.serving import front_and_door
-
-    return front_and_door(config, plans, replica_plans(config, places, asked, devices), sock)
+    return run_server(config, serving(config, plans), sockets, sources, _ready, parent, warn=False)  # the runtime warns
 
 
 def _checked(config: ServeConfig, places: Places, asked: Sequence[PolicyAsked]) -> list[PolicyPlan]:
     """What is served. ConfigError for what can be found before anything is loaded."""
     from reflex_runtime.telemetry.spans import check_otel
 
-    devices = devices_of(config, places)
-    plans = plans_of(config, places, asked, () if devices == [""] else providers_of(config, devices))
+    plans = plans_of(config, places, asked)
     if config.record:
         try:
             Path(config.record).mkdir(parents=True, exist_ok=True)
@@ -143,7 +132,7 @@ def _check_listener(name: str, address: str, key: str, module: str, package: str
         raise ConfigError(f"--{name} needs {package}: in a clone, pip install '.[{extra}]'")
 
 
-def _announce(config: ServeConfig, asked: Sequence[PolicyAsked], model_id: str, address: Any) -> None:
+def _announce(config: ServeConfig, asked: Sequence[PolicyAsked], model_id: str) -> None:
     """The settings in force, and what deserves a warning."""
     show_settings(config, model_id, _own(asked) if len(asked) > 1 else ())
     if config.max_batch > 1:
@@ -153,7 +142,7 @@ def _announce(config: ServeConfig, asked: Sequence[PolicyAsked], model_id: str, 
             config.max_batch,
             budget,
         )
-    warn_if_open(config, address)
+    warn_if_open(config)
     for fault in config.inject_fault:
         logging.warning("FAULT INJECTION IS ON: --inject-fault %s", fault)
     if config.inject_latency_ms:

@@ -12,7 +12,7 @@ import os
 import re
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 from reflex_runtime.cli import logs
 from reflex_runtime.cli.serving import (
-    api_form,
     check_trace,
     options_of,
     run_server,
@@ -89,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
     config = replace(config, lora=tuple(_adapters(config.lora)))
     directory = model_directory(args.model)
     serve = partial(_serve, config, batcher, directory)
-    return supervised(config, lambda: plan_of(config, directory), serve, api_form)
+    return supervised(config, lambda: plan_of(config, directory), serve)
 
 
 def _adapters(given: tuple[str, ...]) -> Iterator[str]:
@@ -130,14 +129,13 @@ def _serve(
     config: LLMServeConfig,
     batcher: GenerateBatcherConfig,
     directory: Path,
-    sock: socket.socket | None = None,
-    parent: Parent | None = None,
+    sockets: Sequence[socket.socket],
+    parent: Parent | None,
 ) -> int:
-    """The server itself: alone, or below a supervisor that has bound its socket."""
+    """The server itself: alone, or below a supervisor."""
     from reflex_runtime.llm.serving.local_model import opened
     from reflex_runtime.llm.serving.server import serving
     from reflex_runtime.llm.workers.line import one_bound
-    from reflex_runtime.web import listen
 
     plan = plan_of(config, directory)
     if config.workers:
@@ -146,11 +144,9 @@ def _serve(
         open = _in_workers(plan, batcher)
     else:
         open = opened(lambda plan: load_model(plan.directory, plan.config))
-    sock = sock or listen.bind(config.host, config.port)
-    address = sock.getsockname()
-    _announce(plan, batcher, address)
+    _announce(plan, batcher)
     warn = not config.workers  # processes of workers have ended
-    return run_server(config, serving(plan, open), sock, address, str(directory), _ready, parent, warn)
+    return run_server(config, serving(plan, open), sockets, str(directory), _ready, parent, warn)
 
 
 def _in_workers(plan: ModelPlan, batcher: GenerateBatcherConfig) -> Open:
@@ -177,14 +173,14 @@ def _traces(config: LLMServeConfig) -> list[str]:
     return [trace_of(config.trace, number) for number in range(config.workers)] or [config.trace]
 
 
-def _announce(plan: ModelPlan, batcher: GenerateBatcherConfig, address: Any) -> None:
+def _announce(plan: ModelPlan, batcher: GenerateBatcherConfig) -> None:
     """The settings in force, and what deserves a warning."""
     rows = list[tuple[str, str]]()
     if plan.config.workers:
         own = asdict(batcher).items() - asdict(type(batcher)()).items()
         rows = [(f"{BATCHER}.{name}", one_line(value)) for name, value in sorted(own)]
     show_settings(plan.config, plan.name, rows)
-    warn_if_open(plan.config, address)
+    warn_if_open(plan.config)
     if told := str(plan.defaults):
         logging.info("requests that do not say how they are sampled: %s (generation_config.json)", told)
 

@@ -134,14 +134,10 @@ def _same(one: str, other: str) -> bool:
 
 
 def plans_of(
-    config: ServeConfig, places: Places, asked: Sequence[PolicyAsked], elsewhere: Sequence[str] = ()
+    config: ServeConfig, places: Places, asked: Sequence[PolicyAsked]
 ) -> list[PolicyPlan]:
-    """What is served. ConfigError for what can be found before anything is loaded.
-
-    elsewhere: the providers of the processes that will run it, if this one will not: then it touches no GPU, and keeps
-    nothing that was loaded to read the policies.
-    """
-    from reflex_runtime.policies import DeviceOptions, read_source
+    """What is served. ConfigError for what can be found before anything is loaded."""
+    from reflex_runtime.policies import read_source
     from reflex_runtime.policies.serving.served import PolicyPlan
     from reflex_runtime.policies.serving.slots import device_of
 
@@ -149,17 +145,14 @@ def plans_of(
     plans = []
     for policy in asked:
         with told_of(policy.where):
-            device = DeviceOptions(dtype=device_of(policy.config).dtype) if elsewhere else device_of(policy.config)
+            device = device_of(policy.config)
             specs = {slot: read_source(source, device) for slot, source in policy.sources.items()}
-            for spec in specs.values() if elsewhere else ():
-                spec.forget()
             plans.append(PolicyPlan(policy.name, policy.config, specs, policy.weight))
     check_needs(config, places, _missing([spec for plan in plans for spec in plan.specs.values()]))
     for policy, plan in zip(asked, plans, strict=True):
         check_needs(policy.config, policy.places, _missing(list(plan.specs.values())))
         with told_of(policy.where):
-            for provider in elsewhere or (policy.config.provider,):
-                _check_device(replace(policy.config, provider=provider), plan.specs)
+            _check_device(policy.config, plan.specs)
             _check(policy.config, plan.specs)
     return plans
 

@@ -8,21 +8,20 @@ import os
 import socket
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from reflex_runtime.cli.exit_status import status_of
-from reflex_runtime.core.errors import ConfigError, ReflexError
+from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.demo.scribe import model_directory
 from reflex_runtime.settings.declare import add_options, flag, one_line, table
 from reflex_runtime.settings.json_files import CHECKPOINT_KEYS, json_keys
 from reflex_runtime.telemetry import files
 
 if TYPE_CHECKING:
-    from reflex_runtime.web.form import ErrorForm
-    from reflex_runtime.web.serve import Door, Make
+    from reflex_runtime.web.serve import Make
     from reflex_runtime.web.supervisor import Parent
 
 _CLOSING: Final = """
@@ -68,50 +67,40 @@ def names_model(args: Sequence[str]) -> bool:
 def supervised(
     config: Any,
     check: Callable[[], object],
-    serve: Callable[..., int],
-    form: Callable[[], ErrorForm],
+    serve: Callable[[Sequence[socket.socket], Parent | None], int],
+    workers: int = 1,
 ) -> int:
     """Serve below a supervisor, unless the settings say otherwise. check: raises what is wrong with what is served.
-    serve: the server itself, alone or with the socket and the supervisor. form: makes that of errors meanwhile."""
-    if not config.supervise:
-        return serve()
+    serve: the server itself, with its sockets: the one that all workers share first, then, where there are several, a
+    loopback port of each worker's own."""
     from reflex_runtime.web import listen
+
+    if not config.supervise:
+        check()
+        return serve([listen.bind(config.host, config.port, config.uds)], None)
     from reflex_runtime.web.supervisor import supervise
 
     try:
-        sock = listen.bind(config.host, config.port)
+        sockets = [listen.bind(config.host, config.port, config.uds)]
     except ConfigError:
         check()  # what is wrong besides is said first: another port would not mend it
         raise
+    if workers > 1:
+        sockets += [listen.bind("127.0.0.1", 0) for _ in range(workers)]
     told = ("reflex", "serve")
-    return supervise(sock, listen.BACKLOG, lambda parent: status_of(lambda: serve(sock, parent), told), form())
-
-
-def api_form() -> ErrorForm:
-    """Errors in the OpenAI API's form, for the supervisor, which does not import the model."""
-    from reflex_runtime.web.errors import api_error
-    from reflex_runtime.web.form import ErrorForm, Refusal
-    from reflex_runtime.web.json import encode
-
-    def refuse(error: ReflexError, request_id: str, packed: bool) -> Refusal:
-        body = encode(api_error(error.message, "server_error", error.code))
-        return Refusal(error.http_status, body, headers=[(b"x-should-retry", b"true")])
-
-    return ErrorForm(refuse, keeps_id=True)
-
-
-def plain_form() -> ErrorForm:
-    """Errors in the policies' form, for the supervisor."""
-    from reflex_runtime.web.form import PLAIN
-
-    return PLAIN
+    status = supervise(
+        lambda parent: status_of(lambda: serve(sockets, parent), told), workers, getattr(config, "watchdog_s", 0.0)
+    )
+    if config.uds:
+        with suppress(OSError):
+            os.unlink(config.uds)
+    return status
 
 
 def run_server(
     config: Any,
     make: Make,
-    door: socket.socket | Door,
-    address: Any,
+    sockets: Sequence[socket.socket],
     loading: str,
     ready: Callable[[Any, str], None],
     parent: Parent | None,
@@ -119,18 +108,27 @@ def run_server(
 ) -> int:
     """Serve until a signal; the exit status. loading: what is. ready: logs what is ready, and at which address. Where a
     thread hangs in a model, leave at once, because the interpreter's end may crash; warn: say so."""
+    from reflex_runtime.web.listen import url_of
     from reflex_runtime.web.serve import serve
+
+    where = url_of(sockets[0], bool(config.ssl_certfile))
+    own = [sockets[0]] if parent is None or len(sockets) == 1 else [sockets[0], sockets[1 + parent.number]]
+    for sock in sockets:
+        if sock not in own:
+            sock.close()
 
     def settled(served: Any) -> None:
         if served.state == "ready":
-            ready(served, url(address))
+            ready(served, where)
         else:
-            logging.error("not serving on %s: %s: %s", url(address), served.state, served.error)
+            logging.error("not serving on %s: %s: %s", where, served.state, served.error)
 
     def listening() -> None:
-        logging.info("listening on %s, loading %s", url(address), loading)
+        if len(own) > 1:
+            logging.info("worker %d: its own pages on %s", parent.number if parent is not None else 0, url_of(own[1]))
+        logging.info("listening on %s, loading %s", where, loading)
 
-    status, clean = serve(make, door, config.drain_timeout_s, listening, settled, parent)
+    status, clean = serve(make, own, config, listening, settled, parent)
     if not clean:
         if warn:
             logging.warning("the model is still at work; leaving without it")
@@ -172,17 +170,12 @@ def show_settings(config: Any, name: str, more: Iterable[tuple[str, str]] = ()) 
     print(f"reflex serve {name}", *rows, sep="\n", file=sys.stderr, flush=True)
 
 
-def warn_if_open(config: Any, address: Any) -> None:
+def warn_if_open(config: Any) -> None:
     """Warn when a server without a key can be reached from other machines."""
     from reflex_runtime.web.trust import is_loopback
 
-    if not is_loopback(address[0]) and not config.api_key:
+    if not (getattr(config, "uds", "") or config.api_key or config.host == "localhost" or is_loopback(config.host)):
         logging.warning("--host=%s is reachable from outside and there is no --api-key", config.host)
-
-
-def url(address: Any) -> str:
-    host = f"[{address[0]}]" if ":" in address[0] else address[0]
-    return f"http://{host}:{address[1]}"
 
 
 def check_trace(path: str) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import copy
 from collections import deque
-from collections.abc import Callable
 from typing import Generic, Self, TypeVar
 
 from reflex_runtime.core.errors import Cancelled, ReflexError
@@ -17,27 +16,6 @@ from reflex_runtime.core.errors import Cancelled, ReflexError
 T = TypeVar("T")
 
 _CLOSED = "closed before all of it was read"
-
-
-class Bell(asyncio.Event):
-    """Set when there is something to read. aside: called in place of waking the reader; if it returns False, the reader
-    is woken. This saves a wake-up where the outputs can be handled at once."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.aside: Callable[[], bool] | None = None
-
-    def set(self) -> None:
-        if self.aside is None or not self.aside():
-            super().set()
-
-    async def wait_aside(self, aside: Callable[[], bool] | None) -> None:
-        """Wait until it rings and `aside` returns False."""
-        self.aside = aside
-        try:
-            await self.wait()
-        finally:
-            self.aside = None
 
 
 class Stream(Generic[T]):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from reflex_runtime.web.exchange import Exchange, Route
 from reflex_runtime.web.json import JSON_TYPE
 from reflex_runtime.web.openapi import failures, finished, page
+from reflex_runtime.web.request import HttpRequest, HttpResponse, Route
 
 OPEN: Final = ("/metrics", "/health", "/dashboard", "/feeds", "/openapi.json", "/docs")
 ERRORS: Final = {
@@ -22,13 +22,13 @@ def described_routes(key: bool) -> list[Route]:
     """The document and its page. key: whether the server has one."""
     document = _document(key)
 
-    def docs(exchange: Exchange, _: bytes) -> None:
-        exchange.answer(200, page(document, exchange.headers.get(b"host", b"")), b"text/html; charset=utf-8")
+    async def described(request: HttpRequest) -> HttpResponse:
+        return HttpResponse(200, document)
 
-    return [
-        Route("/openapi.json", lambda exchange, _: exchange.answer(200, document), open=True),
-        Route("/docs", docs, open=True),
-    ]
+    async def docs(request: HttpRequest) -> HttpResponse:
+        return HttpResponse(200, page(document, request.headers.get(b"host", b"")), b"text/html; charset=utf-8")
+
+    return [Route("/openapi.json", described, open=True), Route("/docs", docs, open=True)]
 
 
 def _document(key: bool) -> bytes:

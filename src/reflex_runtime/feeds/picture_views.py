@@ -9,8 +9,8 @@ from urllib.parse import quote
 
 from reflex_runtime.feeds.jpeg import PictureSize
 from reflex_runtime.feeds.pipeline import Result
-from reflex_runtime.web.exchange import Exchange
 from reflex_runtime.web.form import Headers
+from reflex_runtime.web.request import HttpRequest
 
 PATIENCE: Final = 3.0  # seconds that a caller of /feeds/NAME.jpg waits for the next frame; then it is 204
 UNREAD: Final = 10.0  # seconds without reading after which a stream is cut off
@@ -25,24 +25,32 @@ HEADERS: Final[Headers] = [
 class PictureStream:
     """A caller that gets the pictures of some feeds in one answer. It misses those for which it does not read."""
 
-    def __init__(self, exchange: Exchange, now: float) -> None:
-        self.exchange = exchange
-        self._read = now  # when it last took a picture
+    def __init__(self) -> None:
         self._views: list[FeedView] = []
-        exchange.on_left = self.end
-        exchange.write(NEXT)
+        self._parts: list[bytes] = []
+        self._busy = self._over = False
+        self._told = asyncio.Event()
+
+    async def run(self, request: HttpRequest) -> None:
+        """Send pictures until the caller leaves, or there is no feed left. Who does not read for long is cut off."""
+        await request.write(NEXT)
+        while not self._over:
+            await self._told.wait()
+            self._told.clear()
+            parts, self._parts, self._busy = self._parts, [], True
+            async with asyncio.timeout(UNREAD):
+                await request.write(b"".join(parts))
+            self._busy = False
 
     def watch(self, view: FeedView) -> None:
         self._views.append(view)
         view.streams.add(self)
 
-    def give(self, part: bytes, now: float) -> None:
+    def give(self, part: bytes) -> None:
         """Send a picture, unless the caller has not read those before."""
-        if self.exchange.writable:
-            self._read = now
-            self.exchange.write(part)
-        elif now - self._read > UNREAD:
-            self.exchange.carrier.abort()
+        if not self._busy:
+            self._parts.append(part)
+            self._told.set()
 
     def leave(self, view: FeedView) -> None:
         """A feed is gone. Without any the answer ends."""
@@ -52,26 +60,26 @@ class PictureStream:
 
     def end(self) -> None:
         """The caller has left, or the server stops."""
+        self._over = True
+        self._told.set()
         views, self._views = self._views, []
         for view in views:
             view.streams.discard(self)
             view.look()
-        self.exchange.on_left = None
-        self.exchange.end()
 
 
 class FeedView:
     """One feed in one size, while somebody looks. `came` is called on the feed's thread, everything else on the loop.
 
-    picture: the last one, while it is young enough to be given again. streams: those that get each one. asking: who
-    waits for the next one, each with the timer of its patience.
+    picture: the last one, while it is young enough to be given again. streams: those that get each one. asking: callers
+    that wait for the next one.
     """
 
     def __init__(self, feed: str, size: PictureSize) -> None:
         self.feed, self.size = feed, size
         self.picture: bytes | None = None
         self.streams: set[PictureStream] = set()
-        self.asking: dict[Exchange, asyncio.TimerHandle] = {}
+        self.asking: set[asyncio.Future[bytes | None]] = set()
         self.task: asyncio.Task[None] | None = None
         self._marked = quote(feed, safe="").encode()
         self._loop = asyncio.get_running_loop()
@@ -83,15 +91,22 @@ class FeedView:
         """Whether somebody looks."""
         return bool(self.streams or self.asking)
 
-    def ask(self, exchange: Exchange) -> None:
-        """Answer with the next picture."""
-        self.asking[exchange] = self._loop.call_later(PATIENCE, self._give_up, exchange)
-        exchange.on_left = lambda: self._give_up(exchange)
+    async def ask(self) -> bytes | None:
+        """The next picture; None if none comes in time."""
+        asked: asyncio.Future[bytes | None] = self._loop.create_future()
+        self.asking.add(asked)
+        try:
+            async with asyncio.timeout(PATIENCE):
+                return await asked
+        except TimeoutError:
+            return None
+        finally:
+            self.asking.discard(asked)
+            self.look()
 
     def close(self) -> None:
         """There are no more pictures."""
-        for exchange in list(self.asking):
-            self._give_up(exchange)
+        self._answer(None)
         for stream in list(self.streams):
             self.streams.discard(stream)
             stream.leave(self)
@@ -126,27 +141,21 @@ class FeedView:
         if picture is None:
             return
         self.picture = picture
-        for exchange, timer in self.asking.items():
-            timer.cancel()
-            exchange.on_left = None
-            exchange.answer(200, picture, b"image/jpeg", list(HEADERS))
-        self.asking.clear()
+        self._answer(picture)
         head = b"X-Feed: %b\r\nContent-Type: image/jpeg\r\nContent-Length: %d" % (self._marked, len(picture))
-        part, now = b"%b\r\n\r\n%b\r\n%b" % (head, picture, NEXT), self._loop.time()
+        part = b"%b\r\n\r\n%b\r\n%b" % (head, picture, NEXT)
         for stream in list(self.streams):
-            stream.give(part, now)
+            stream.give(part)
 
     def look(self) -> None:
         """Somebody has left."""
         if not self.watched:
             self._take(None)
 
-    def _give_up(self, exchange: Exchange) -> None:
-        """No picture came in time, or its caller has left."""
-        self.asking.pop(exchange).cancel()
-        exchange.on_left = None
-        exchange.answer(204, b"", b"image/jpeg", list(HEADERS))
-        self.look()
+    def _answer(self, picture: bytes | None) -> None:
+        for asked in self.asking:
+            if not asked.done():
+                asked.set_result(picture)
 
     def _take(self, result: Result | None) -> None:
         if self._next is not None and not self._next.done():

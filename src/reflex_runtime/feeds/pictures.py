@@ -23,12 +23,12 @@ from reflex_runtime.core.errors import Closed
 from reflex_runtime.feeds.jpeg import PictureSize, jpeg_of
 from reflex_runtime.feeds.picture_views import HEADERS, FeedView, PictureStream
 from reflex_runtime.feeds.pipeline import Result
-from reflex_runtime.web.connections import Seldom
+from reflex_runtime.web.bodies import Seldom
 from reflex_runtime.web.errors import NotFound, TooManyRequests
-from reflex_runtime.web.exchange import Exchange, Route
 from reflex_runtime.web.fields import invalid
 from reflex_runtime.web.form import PLAIN
 from reflex_runtime.web.json import printable
+from reflex_runtime.web.request import HttpRequest, HttpResponse, Route
 
 log = logging.getLogger("reflex.feeds")
 
@@ -87,41 +87,46 @@ class FeedPictures:
 
     # -- who looks -----------------------------------------------------------------------------------------------------
 
-    def _ask(self, exchange: Exchange, _: bytes) -> None:
-        """Answer with the last small picture if it is younger than two seconds, else with the next."""
-        self._check(exchange, [feed := _named(exchange.path, SMALL)])
+    async def _ask(self, request: HttpRequest) -> HttpResponse:
+        """The last small picture if it is younger than two seconds, else the next."""
+        self._check(request, [feed := _named(request.path, SMALL)])
         view = self._view(feed, SMALL)
-        if view.picture is None:
-            view.ask(exchange)
-        else:
-            exchange.answer(200, view.picture, b"image/jpeg", list(HEADERS))
+        picture = view.picture or await view.ask()
+        return HttpResponse(204 if picture is None else 200, picture or b"", b"image/jpeg", list(HEADERS))
 
-    def _watch(self, exchange: Exchange, _: bytes) -> None:
-        self._stream(exchange, [_named(exchange.path, LARGE)], LARGE)
+    async def _watch(self, request: HttpRequest) -> None:
+        await self._stream(request, [_named(request.path, LARGE)], LARGE)
 
-    def _watch_some(self, exchange: Exchange, _: bytes) -> None:
+    async def _watch_some(self, request: HttpRequest) -> None:
         known = self._known()
-        names = _asked(exchange.target) or sorted(known)[:TOGETHER]
+        names = _asked(request.query_string) or sorted(known)[:TOGETHER]
         there = [name for name in names if name in known]  # a page may not know yet that another one was removed
-        self._stream(exchange, there or names, MIDDLE)
+        await self._stream(request, there or names, MIDDLE)
 
-    def _stream(self, exchange: Exchange, names: Sequence[str], size: PictureSize) -> None:
+    async def _stream(self, request: HttpRequest, names: Sequence[str], size: PictureSize) -> None:
         """Answer with the pictures of these feeds until the caller leaves."""
-        self._check(exchange, names)
+        self._check(request, names)
         if len({stream for view in self._views.values() for stream in view.streams}) >= STREAMS:
             raise TooManyRequests(f"{STREAMS} watch feeds already, which is the most", retry_after=10.0)
         kind = b"multipart/x-mixed-replace; boundary=frame"
-        exchange.begin(200, [(b"content-type", kind), *HEADERS], lambda error: b"")
-        if exchange.method == "HEAD":
-            exchange.end()
+        stream = PictureStream()
+        if request.method != "HEAD":
+            for name in names:
+                stream.watch(self._view(name, size))
+        try:
+            await request.begin(200, [(b"content-type", kind), *HEADERS])
+            if request.method != "HEAD":
+                await stream.run(request)
+        except TimeoutError:
+            request.abort()
             return
-        stream = PictureStream(exchange, asyncio.get_running_loop().time())
-        for name in names:
-            stream.watch(self._view(name, size))
+        finally:
+            stream.end()
+        await request.end()
 
-    def _check(self, exchange: Exchange, names: Sequence[str]) -> None:
+    def _check(self, request: HttpRequest, names: Sequence[str]) -> None:
         """Raise what stands against an answer."""
-        if exchange.app.closing:
+        if request.app.closing:
             raise Closed("the server is shutting down", retry_after=1.0)
         if not names:
             raise NotFound("there are no feeds")
@@ -182,9 +187,9 @@ def _named(path: str, size: PictureSize) -> str:
     return path[len(UNDER) : -len(size.suffix)]
 
 
-def _asked(target: bytes) -> list[str]:
+def _asked(query: bytes) -> list[str]:
     """The feeds that a query names, each once."""
-    pairs = parse_qsl(target.partition(b"?")[2].decode("ascii", "replace"), keep_blank_values=True)
+    pairs = parse_qsl(query.decode("ascii", "replace"), keep_blank_values=True)
     names = list(dict.fromkeys(value for name, value in pairs if name == "feed"))
     if len(names) > TOGETHER:
         raise invalid("feed", f"feed: {len(names)} are asked for, at most {TOGETHER} may be")

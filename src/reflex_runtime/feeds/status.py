@@ -7,7 +7,7 @@ import asyncio
 import logging
 import socket
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
@@ -21,11 +21,11 @@ from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.drivers.loop import loop_factory
 from reflex_runtime.feeds.snapshot import RuntimeSnapshot
 from reflex_runtime.web.app import App
-from reflex_runtime.web.connection import HttpConnection
-from reflex_runtime.web.exchange import Exchange, Route
 from reflex_runtime.web.form import PLAIN
 from reflex_runtime.web.json import encode
-from reflex_runtime.web.listen import BACKLOG, bind
+from reflex_runtime.web.listen import bind, url_of
+from reflex_runtime.web.request import HttpRequest, HttpResponse, Route
+from reflex_runtime.web.serve import ReflexServer, ServerLife, uvicorn_config
 
 log = logging.getLogger("reflex.feeds.status")
 
@@ -81,7 +81,7 @@ class StatusServer:
     """Answers GET and HEAD of `/metrics` (Prometheus text), `/health` (JSON) and further pages on a daemon thread.
 
     registry: what `/metrics` shows. health: called for each `/health`; 200 when its `status` is `ok`, otherwise 503.
-    pages: made and called on the thread. address: where it listens, once it has started.
+    pages: made and called on the thread. address, url: where it listens, once it has started.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class StatusServer:
         health: Callable[[], Mapping[str, Any]],
         pages: Callable[[], StatusPages] | None = None,
     ) -> None:
-        self.address = (settings.host, settings.port)
+        self.address, self.url = (settings.host, settings.port), ""
         self._settings = _StatusLimits(settings)
         self._own = {
             "/metrics": Route("/metrics", partial(_metrics, registry), open=True),
@@ -107,7 +107,7 @@ class StatusServer:
             raise ConfigError("StatusServer.start: already started")
         listening = bind(*self.address)
         listening.set_inheritable(False)
-        self.address = listening.getsockname()[:2]
+        self.address, self.url = listening.getsockname()[:2], url_of(listening)
         ready: Future[None] = Future()
         self._thread = threading.Thread(target=self._main, args=(listening, ready), name="reflex-status", daemon=True)
         self._thread.start()
@@ -145,23 +145,37 @@ class StatusServer:
         return self.address[1]
 
     async def _serve(self, listening: socket.socket, ready: Future[None]) -> None:
-        loop, over = asyncio.get_running_loop(), asyncio.Event()
         pages = self._pages() if self._pages is not None else None
         routes = {**self._own, **(pages.routes if pages is not None else {})}
         find = pages.find if pages is not None else lambda path: None
         app = App(self._settings, routes, PLAIN, find, missing=partial(_missing, routes))
-        server = await loop.create_server(partial(HttpConnection, app), sock=listening, backlog=BACKLOG)
-        self._stop = partial(loop.call_soon_threadsafe, over.set)
-        ready.set_result(None)
-        await over.wait()
-        server.close()
-        app.close()
-        if pages is not None:
-            pages.close()
-        for connection in app.connections.all():
-            connection.give_up()
-        app.bodies.close()
-        await asyncio.sleep(0)  # for transports to close
+        life = ServerLife(app, _Pages(pages), drain_s=0.0)
+        self._stop = partial(asyncio.get_running_loop().call_soon_threadsafe, life.stop.set)
+        server = ReflexServer(uvicorn_config(app, self._settings), life)
+        server.on_listening = partial(ready.set_result, None)
+        await server.serve([listening])
+
+
+class _Pages:
+    """The pages, as `web.serve` takes a product: they are there at once."""
+
+    state, error, unusable, writes_files = "ready", "", False, False
+
+    def __init__(self, pages: StatusPages | None) -> None:
+        self._pages = pages
+
+    async def start(self) -> None:
+        """Nothing is loaded."""
+
+    def drain(self) -> None:
+        if self._pages is not None:
+            self._pages.close()
+
+    async def stop(self, until: float, answered: Callable[[], Awaitable[None]]) -> bool:
+        return True
+
+    def turn_files(self) -> None:
+        """There are none."""
 
 
 class _StatusLimits:
@@ -172,18 +186,22 @@ class _StatusLimits:
     head_timeout_s: Final = 10.0
     body_timeout_s: Final = 10.0
     max_bodies_mb: Final = 1.0
+    max_body_bytes: Final = 1 << 16
+    drain_timeout_s: Final = 0.0
+    ssl_certfile: Final = ""
+    ssl_keyfile: Final = ""
 
     def __init__(self, settings: StatusSettings) -> None:
         self.host, self.api_key, self.allow_host = settings.host, settings.api_key, settings.allow_host
 
 
-def _metrics(registry: CollectorRegistry, exchange: Exchange, _: bytes) -> None:
-    exchange.answer(200, generate_latest(registry), CONTENT_TYPE_LATEST.encode())
+async def _metrics(registry: CollectorRegistry, request: HttpRequest) -> HttpResponse:
+    return HttpResponse(200, generate_latest(registry), CONTENT_TYPE_LATEST.encode())
 
 
-def _health(health: Callable[[], Mapping[str, Any]], exchange: Exchange, _: bytes) -> None:
+async def _health(health: Callable[[], Mapping[str, Any]], request: HttpRequest) -> HttpResponse:
     told = health()
-    exchange.answer(200 if told.get("status") == "ok" else 503, encode(told))
+    return HttpResponse(200 if told.get("status") == "ok" else 503, encode(told))
 
 
 def _missing(routes: Mapping[str, Route], path: str) -> str:

@@ -15,8 +15,8 @@ from reflex_runtime.feeds.status import WELL, answers, health_of
 from reflex_runtime.telemetry.live import Live, LiveSnapshot, own_process
 from reflex_runtime.version import __version__
 from reflex_runtime.web.dashboard import dashboard_routes, grid_route
-from reflex_runtime.web.exchange import Exchange, Route
 from reflex_runtime.web.json import encode
+from reflex_runtime.web.request import HttpRequest, HttpResponse, Route
 from reflex_runtime.web.watchers import Watchers
 
 MOST: Final = 256  # feeds in a snapshot: by name
@@ -61,11 +61,11 @@ class FeedPages:
         self._pictures.close()
 
 
-def _status(runtime: Runtime, coordinator: BatchCoordinator, exchange: Exchange, _: bytes) -> None:
+async def _status(runtime: Runtime, coordinator: BatchCoordinator, request: HttpRequest) -> HttpResponse:
     """Every figure of a `RuntimeSnapshot`, and what /health says of them."""
     snapshot = runtime.snapshot()
     told = health_of(snapshot, {coordinator.id: coordinator.lost})
-    exchange.answer(200, encode(told | snapshot.as_dict()))
+    return HttpResponse(200, encode(told | snapshot.as_dict()))
 
 
 def _server(runtime: Runtime, coordinator: BatchCoordinator) -> dict[str, Any]:

@@ -7,7 +7,6 @@ from reflex_runtime.settings.policies import (
     MAX_POLICIES,
     OWN_SETTINGS,
     OwnSettings,
-    RayConfig,
     ServeConfig,
 )
 from reflex_runtime.settings.server import ServerConfig
@@ -19,7 +18,6 @@ __all__ = [
     "FeedsConfig",
     "LLMServeConfig",
     "OwnSettings",
-    "RayConfig",
     "ServeConfig",
     "ServerConfig",
 ]

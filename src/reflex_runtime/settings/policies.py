@@ -38,10 +38,11 @@ class ServeConfig(ServerConfig):
         metavar="SIZES", bare="1,2,4,8,16,32",
     )
     replicas: int = option(
-        1, "processes that each have a copy of the policy, behind one port; see docs/replicas.md", low=1, high=64
+        1, "worker processes that accept from one port, each with a copy of the policy; see docs/replicas.md",
+        low=1, high=64,
     )
     devices: str = option(
-        "", "a replica for each device, such as cuda:0,cuda:1 or cpu,cpu", metavar="DEVICES"
+        "", "a worker for each device, such as cuda:0,cuda:1 or cpu,cpu", metavar="DEVICES"
     )
     robot_id: str = option("", "name of the robot this server belongs to, shown on /health")
     on_bad_action: str = option(
@@ -235,52 +236,6 @@ class ServeConfig(ServerConfig):
     def captured_sizes(self) -> tuple[int, ...]:
         """What `cuda_graphs` names."""
         return sizes_of(self.cuda_graphs) if self.cuda_graphs else ()
-
-
-@dataclass(frozen=True, slots=True)
-class RayConfig:
-    """What `reflex ray` has besides the settings of `reflex serve`: how many replicas there are, what each takes."""
-
-    replicas: int = option(
-        2, "fewest replicas, each with the whole policy and a device of its own", low=1, high=1000, group="replicas"
-    )
-    max_replicas: int = option(
-        0, "most replicas; more than --replicas: Ray adds and removes replicas with the load; 0: as many as --replicas",
-        low=0, high=1000,
-    )
-    target_backlog_s: float = option(
-        0.2, "waiting work of a replica, in predicted seconds of its device, above which there are to be more replicas",
-        low=0.001, high=3600, unit="s", needs="max_replicas",
-    )
-    scale_out_delay_s: float = option(
-        10.0, "how long more replicas must be needed before they start", low=0, high=3600, unit="s",
-        needs="max_replicas",
-    )
-    scale_in_delay_s: float = option(
-        300.0, "how long fewer replicas must be enough before one is drained", low=0, high=86_400, unit="s",
-        needs="max_replicas",
-    )
-    scale_in_wait_s: float = option(
-        60.0, "how long a replica that is drained waits for the websockets that are open on it", low=0, high=86_400,
-        unit="s",
-    )
-    replica_cpus: float = option(
-        0.0, "CPUs that Ray reserves for a replica; 0: as many as --threads", low=0, high=1024
-    )
-    replica_gpus: float = option(
-        -1.0, "GPUs that Ray reserves for a replica; -1: one with --provider cuda, else none", low=-1, high=64
-    )
-
-    def __post_init__(self) -> None:
-        validate(self)
-        if 0 < self.max_replicas < self.replicas:
-            told = f"--max-replicas={self.max_replicas}: must be at least --replicas={self.replicas}, or 0"
-            raise ConfigError(told, field="max_replicas")
-
-    @property
-    def scales(self) -> bool:
-        """Whether their number follows the load."""
-        return self.max_replicas > self.replicas
 
 
 OWN_SETTINGS = frozenset({

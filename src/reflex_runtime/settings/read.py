@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.settings import FeedsConfig, LLMServeConfig, OwnSettings, RayConfig, ServeConfig
+from reflex_runtime.settings import FeedsConfig, LLMServeConfig, OwnSettings, ServeConfig
 from reflex_runtime.settings.declare import Places, check_needs, convert, did_you_mean, flag, hints_of, one_line
 
 log = logging.getLogger("reflex.config")
@@ -117,7 +117,7 @@ def _settings_in(environ: Mapping[str, str]) -> dict[str, str]:
     An orchestrator that runs a service called reflex describes it in variables such as REFLEX_PORT=tcp://10.0.0.1:80:
     those are no settings.
     """
-    kinds = (ServeConfig, LLMServeConfig, FeedsConfig, RayConfig)
+    kinds = (ServeConfig, LLMServeConfig, FeedsConfig)
     known = {f.name for kind in kinds for f in fields(kind)}
     found = {}
     for variable, text in environ.items():

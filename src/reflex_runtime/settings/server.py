@@ -107,7 +107,7 @@ class ServerConfig:
         256.0, "memory for all request bodies together; beyond it 503 overloaded", low=1, high=1_000_000, unit="MB"
     )
     max_connections: int = option(
-        4096, "most open connections; a further one closes the one that was idle for longest", low=1, high=1_000_000
+        4096, "most open connections; a further one is refused with 503 overloaded", low=1, high=1_000_000
     )
     idle_timeout_s: float = option(
         75.0, "a connection without a request is closed after this time", low=0.1, high=86_400, unit="s"
@@ -118,9 +118,16 @@ class ServerConfig:
     body_timeout_s: float = option(
         60.0, "time for the body of a request to arrive; beyond it 408", low=0.1, high=3600, unit="s"
     )
+    uds: str = option(
+        "", "listen on this Unix socket instead of a port; only this user may open it", metavar="PATH"
+    )
+    ssl_certfile: str = option("", "serve TLS with this certificate chain, in PEM", metavar="FILE")
+    ssl_keyfile: str = option(
+        "", "its private key, if the certificate's file does not hold it", metavar="FILE", needs="ssl_certfile"
+    )
     supervise: bool = option(
         True,
-        "a small parent process restarts the server after a crash; off under another supervisor",
+        "a small parent process restarts the server after an unasked end; off under another supervisor",
         group="faults and the end",
     )
     log_format: str = option(

@@ -1,8 +1,8 @@
-"""An HTTP application: routes, the key, and the common state of its requests. It does not depend on a product.
+"""The ASGI application of every server: routes, the key, and the state that its requests share.
 
-A product gives a `Route` for each path, the form of its errors, and a `Host` (see `web.serve`). Each request takes the
-same way: `open` when its head is there, `run` when its body is, and `Exchange.answer` or `fail` at any later time. None
-of these is a coroutine, because each layer costs time on the hot path; a route that needs one calls `spawn`.
+A product gives a `Route` for each path, the form of its errors, and a `Host` (see `web.serve`). A request takes one
+way: `_route` says whether it may be asked here, the route's coroutine answers, and what it raises becomes an error in
+the product's form. Any ASGI server can run it; `web.serve` runs it on uvicorn.
 """
 
 from __future__ import annotations
@@ -11,28 +11,34 @@ import asyncio
 import hmac
 import logging
 import secrets
-import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Coroutine, Mapping
-from typing import Any, Final, Protocol
+from http import HTTPStatus
+from typing import Any, Protocol
 
-from reflex_runtime.core.errors import Closed
-from reflex_runtime.web.bodies import Bodies
-from reflex_runtime.web.connections import ConnectionSettings, Seldom, connections_of
+from reflex_runtime.core.errors import Closed, ReflexError
+from reflex_runtime.web.bodies import STALLED, Bodies, Seldom
 from reflex_runtime.web.cors import Cors, answer_preflight, is_preflight
-from reflex_runtime.web.errors import MethodNotAllowed, NotFound, Unauthorized, known
-from reflex_runtime.web.exchange import BODIES, Exchange, Route, too_large
+from reflex_runtime.web.errors import CallerLeft, MethodNotAllowed, NotFound, TooSlow, Unauthorized, known
 from reflex_runtime.web.form import ErrorForm, Headers
 from reflex_runtime.web.json import printable
+from reflex_runtime.web.request import (
+    CLOSE,
+    INTERNAL,
+    HttpRequest,
+    HttpResponse,
+    Receive,
+    Route,
+    Scope,
+    Send,
+    WebSocket,
+    retry_headers,
+)
 from reflex_runtime.web.trust import Trust, check_direct, keys_in
 
 log = logging.getLogger("reflex.server")
 
-
-SCRATCH: Final = 64 * 1024  # bytes read at once
-
-
-class WebSettings(ConnectionSettings, Protocol):
+class WebSettings(Protocol):
     """The settings that every server needs."""
 
     @property
@@ -45,17 +51,11 @@ class WebSettings(ConnectionSettings, Protocol):
     def max_bodies_mb(self) -> float: ...
 
 
-class LinedUp(Protocol):
-    """A connection on which something has come."""
+class Lifespan(Protocol):
+    """The life of what is served, for ASGI's lifespan; see `web.serve`."""
 
-    def parse(self) -> bool:
-        """Parse what has come. Returns whether `go_on` is to follow."""
-
-    def go_on(self) -> None:
-        """Hand over the requests that were parsed."""
-
-    def abort(self) -> None:
-        """Close it."""
+    async def begin(self) -> None: ...
+    async def end(self) -> None: ...
 
 
 class Listener(Protocol):
@@ -68,15 +68,13 @@ class Listener(Protocol):
 class App:
     """The application of one server.
 
-    routes: by path; `find` returns the route of any other path. form: of errors. on_answer: called with each
-    exchange and its status. missing: what to say of a path that has no route. cors: sites
-    whose pages may read answers. elsewhere: set it to find the route of
-    requests that another process answers; it comes first.
+    routes: by path; `find` returns the route of any other path. form: of errors. on_answer: called with each request
+    and its status. missing: what to say of a path that has no route. cors: sites whose pages may read answers.
 
-    asked: requests so far. active: those not answered yet. entering: those whose body is still arriving, or that are
-    not queued yet. closing: refuse POSTs, and close connections after their next answer. listeners: other than that of
-    HTTP; they are closed last. scratch: what websockets are read into; it is used up before the next
-    is read. marks: headers of every answer.
+    asked: requests so far. active: those that are being answered, messages of other protocols too. closing: refuse
+    POSTs, and close connections after their next answer. listeners: other than that of HTTP; they are closed last.
+    marks: headers of every answer. all_left: in a drain, no connection is left. life: set by the server, for ASGI's
+    lifespan.
     """
 
     def __init__(
@@ -85,224 +83,264 @@ class App:
         routes: Mapping[str, Route],
         form: ErrorForm,
         find: Callable[[str], Route | None] = lambda path: None,
-        on_answer: Callable[[Exchange, int], None] | None = None,
+        on_answer: Callable[[HttpRequest, int], None] | None = None,
         missing: Callable[[str], str] = lambda path: f"no such path: {path[:200]}",
         cors: Collection[str] = (),
     ) -> None:
         self.routes, self.form, self._find, self._on_answer = dict(routes), form, find, on_answer
         self._missing = missing
-        self.elsewhere: Callable[[Exchange], Route | None] | None = None
-        self.connections = connections_of(settings, self.read)
-        self.bodies = Bodies(int(settings.max_bodies_mb * 1e6), self.connections)
-        self.scratch = memoryview(bytearray(SCRATCH))
+        self.bodies = Bodies(int(settings.max_bodies_mb * 1e6), self._cut_stalled)
         self.asked = self.active = 0
-        self.entering: set[Exchange] = set()
         self.closing = False
         self.listeners: list[Listener] = []
         self.marks: Headers = []
-        self._lined: list[LinedUp] = []
+        self.life: Lifespan | None = None
+        self.requests: set[HttpRequest] = set()  # of HTTP, that are being answered
         self._key = settings.api_key.encode()
         self._cors = Cors(cors)
         self._trust = Trust(settings.host, settings.allow_host)
         self._prefix = secrets.token_hex(6)
         self._refused: defaultdict[int, Seldom] = defaultdict(Seldom)  # websockets, by status
-        self._all_entered, self._all_answered = asyncio.Event(), asyncio.Event()  # called once it is closing
+        self._beside: set[asyncio.Task[None]] = set()
+        self._all_answered, self.all_left = asyncio.Event(), asyncio.Event()  # set once it is closing
 
     @property
     def has_key(self) -> bool:
         """Whether callers need a key."""
         return bool(self._key)
 
-    # -- reading -------------------------------------------------------------------------------------------------------
-
-    def line_up(self, connection: LinedUp, loop: asyncio.AbstractEventLoop) -> None:
-        """Something has come on a connection: `read` it at the end of this turn of the loop."""
-        if not self._lined:
-            loop.call_soon(self.read)
-        self._lined.append(connection)
-
-    def read(self) -> None:
-        """Read what has come: parse all of it, then hand over the requests. Each step's code stays in the caches."""
-        lined, self._lined = self._lined, []
-        for connection in [one for one in lined if _read(one, one.parse)]:
-            _read(connection, connection.go_on)
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            await self._answer(HttpRequest(self, scope, receive, send))
+        elif scope["type"] == "websocket":
+            await self._connect(WebSocket(self, scope, receive, send))
+        else:
+            await self._live(receive, send)
 
     # -- a request -----------------------------------------------------------------------------------------------------
 
-    def open(self, exchange: Exchange) -> bool:
-        """The head of a request has arrived. Returns whether to read its body; if not, it is answered or will be."""
-        exchange.number = exchange.request_id = self.asks()
-        self.entering.add(exchange)
-        if self.form.keeps_id:
-            exchange.request_id = self.form.own_id(exchange.headers.get(b"x-request-id", b"")) or exchange.number
+    async def _answer(self, request: HttpRequest) -> None:
+        request.number = request.request_id = self.asks(request)
+        request.task = asyncio.current_task()
+        self.requests.add(request)
         try:
-            elsewhere = None if self.elsewhere is None else self.elsewhere(exchange)
-            found = elsewhere or self.routes.get(exchange.path) or self._find(exchange.path)
-            route = exchange.route = found.of(exchange.method) if found is not None and found.others else found
-            crosses = self._cors.admits(exchange, route)
-            if crosses and route is not None and is_preflight(exchange):
-                if not self._key:
-                    self._trust.check("GET", exchange.headers)
-                answer_preflight(exchange, route)
-                return False
-            if route is None or route.checked:
-                self._check_caller(exchange, route, crosses)
-            if exchange.upgrades and route is not None and route.socket is not None:
-                if self.closing:
-                    raise Closed("the server is shutting down", retry_after=1.0)
-                return True
-            if route is None:
-                raise NotFound(printable(self._missing(exchange.path)))
-            if exchange.method != route.method and (exchange.method, route.method) != ("HEAD", "GET"):
-                methods = route.methods
-                raise MethodNotAllowed(printable(f"{exchange.path[:200]} takes {methods}"), allow=methods)
-            if route.method != "GET" and self.closing:
-                raise Closed("the server is shutting down", retry_after=1.0)
-            if route.method in BODIES:
-                if route.enter is not None:
-                    route.enter(exchange)
-                too_large(exchange.headers, route.most)
-                return not exchange.done
-            route.run(exchange, b"")
-        except Exception as error:
-            self.fail(exchange, error)
-        return False
+            if self.form.keeps_id:
+                request.request_id = self.form.own_id(request.headers.get(b"x-request-id", b"")) or request.number
+            response = await self._respond(request)
+            if response is not None:
+                await request.answer(response)
+        except asyncio.CancelledError:
+            return  # it left while the answer was sent
+        except Exception:
+            log.exception("request %s: its answer could not be sent", request.request_id)
+        finally:
+            request.left()
+            self.bodies.release(request)
+            self.requests.discard(request)
+            self.answered(request)
 
-    def asks(self) -> str:
+    async def _respond(self, request: HttpRequest) -> HttpResponse | None:
+        """The answer; None if it was sent in parts, or its caller has left."""
+        route = None
+        try:
+            route = self._route(request)
+            return await route.run(request)
+        except asyncio.CancelledError as cancelled:
+            return await self._failed(request, cancelled_by(cancelled))
+        except Exception as failure:
+            error = known(failure, request.request_id)
+            if route is None and request.route is not None and request.route.refused is not None:
+                request.route.refused(request, error)
+            return await self._failed(request, error)
+
+    async def _failed(self, request: HttpRequest, error: ReflexError) -> HttpResponse | None:
+        if isinstance(error, CallerLeft):
+            request.ended = True
+            return None
+        if request.begun:
+            await request.fail(error)
+            return None
+        return self.refuse(request, error)
+
+    def _route(self, request: HttpRequest) -> Route:
+        """The route of a request; raises what stands against it."""
+        found = self.routes.get(request.path) or self._find(request.path)
+        route = request.route = found.of(request.method) if found is not None and found.others else found
+        socket = isinstance(request, WebSocket)
+        crosses = self._cors.admits(request, route)
+        if crosses and route is not None and is_preflight(request):
+            if not self._key:
+                self._trust.check("GET", request.headers)
+            return Route(route.path, answer_preflight(route))
+        self._check_caller(request, route, crosses)
+        if route is None:
+            raise NotFound(printable(self._missing(request.path)))
+        if self.closing and (socket or route.method != "GET"):
+            raise Closed("the server is shutting down", retry_after=1.0)
+        if socket:
+            if route.socket is None:
+                raise NotFound(printable(f"{request.path[:200]} has no websocket"))
+        elif request.method != route.method and (request.method, route.method) != ("HEAD", "GET"):
+            raise MethodNotAllowed(printable(f"{request.path[:200]} takes {route.methods}"), allow=route.methods)
+        return route
+
+    def refuse(self, request: HttpRequest, failure: Exception, extra: Headers | None = None) -> HttpResponse:
+        """The answer for an error. Unexpected exceptions are logged, and answered as a 500 without their text."""
+        error = known(failure, request.request_id)
+        form = (request.route.form if request.route is not None else None) or self.form
+        told = form.refuse(error, request.request_id, request.wants_msgpack)
+        headers: Headers = [*(extra or ()), *told.headers, *retry_headers(error)]
+        headers += getattr(error, "headers", ())
+        if isinstance(error, Unauthorized):
+            headers.append((b"www-authenticate", b"Bearer"))
+        if isinstance(error, MethodNotAllowed):
+            headers.append((b"allow", str(error.details["allow"]).encode()))
+        return HttpResponse(told.status, told.body, told.content_type, headers)
+
+    def refuse_bytes(self, error: ReflexError) -> bytes:
+        """The same for what is no request, as it goes over the wire; the connection is closed behind it."""
+        request_id = self.asks()
+        self.answered()
+        told = self.form.refuse(error, request_id, False)
+        lines = [b"HTTP/1.1 %d %b" % (told.status, HTTPStatus(told.status).phrase.encode())]
+        headers = [(b"content-type", told.content_type), (b"content-length", b"%d" % len(told.body))]
+        headers += [(b"x-request-id", request_id.encode()), *told.headers, *retry_headers(error), CLOSE]
+        return b"\r\n".join([*lines, *(b"%b: %b" % header for header in headers), b"", told.body])
+
+    def asks(self, request: HttpRequest | None = None) -> str:
         """Count a new request. Returns its id."""
         self.asked += 1
         self.active += 1
         return f"{self._prefix}-{self.asked:x}"
 
-    def answered(self) -> None:
+    def answered(self, request: HttpRequest | None = None) -> None:
         """A request has its whole answer."""
         self.active -= 1
-        if self.closing:
-            self._tell()
+        if self.closing and not self.active:
+            self._all_answered.set()
 
-    def run(self, exchange: Exchange, body: bytes) -> None:
-        exchange.received = time.monotonic()
-        assert exchange.route is not None
-        try:
-            exchange.route.run(exchange, body)
-        except Exception as error:
-            self.fail(exchange, error)
-        if exchange.task is None:
-            self.entered(exchange)
-
-    def spawn(self, exchange: Exchange, answering: Coroutine[Any, Any, None]) -> None:
-        """Answer the request by a coroutine. Until that calls `entered`, a shutdown gives the request up early."""
-        exchange.task = asyncio.get_running_loop().create_task(self._answering(exchange, answering))
-
-    async def _answering(self, exchange: Exchange, answering: Coroutine[Any, Any, None]) -> None:
-        try:
-            await answering
-        except asyncio.CancelledError:
-            if exchange in self.entering:
-                self.fail(exchange, _incomplete())
-                return
-            log.warning("request %s: its client does not read, and the time to shut down is over", exchange.request_id)
-            exchange.carrier.abort()
-            self.leave(exchange)
-        except Exception as error:
-            self.fail(exchange, error)
-
-    def fail(self, exchange: Exchange, error: Exception) -> None:
-        """Answer with an error. Unexpected exceptions are logged and answered as a 500 without their text."""
-        if exchange.done:
-            return
-        told = known(error, exchange.request_id)
-        if exchange.upgrades and self._refused[told.http_status].first():  # its client may show the status only
-            why = printable(told.message)
-            log.warning("a websocket was refused: %d %s: %s (repeats are not logged)", told.http_status, told.code, why)
-        if exchange.route is not None and exchange.route.fail is not None:
-            exchange.route.fail(exchange, told)
-        else:
-            exchange.fail(told)
-
-    def entered(self, exchange: Exchange) -> None:
-        """The request is queued or answered."""
-        self.entering.discard(exchange)
-        if self.closing:
-            self._tell()
-
-    def answers(self, exchange: Exchange, status: int) -> None:
-        """The head of the answer is being sent."""
+    def answers(self, request: HttpRequest, status: int) -> None:
+        """The head of an answer is being sent."""
         if self._on_answer is not None:
-            self._on_answer(exchange, status)
+            self._on_answer(request, status)
 
-    def leave(self, exchange: Exchange) -> None:
-        """The request has its whole answer."""
-        if not exchange.done:
-            exchange.done, exchange.on_left = True, None
-            self.bodies.release(exchange)
-            self.entering.discard(exchange)
-            self.answered()
-
-    def _check_caller(self, exchange: Exchange, route: Route | None, crosses: bool) -> None:
+    def _check_caller(self, request: HttpRequest, route: Route | None, crosses: bool) -> None:
         """crosses: it is from a page of another site that may ask this."""
         if not self._key:
-            guarded = exchange.upgrades or (route is not None and route.own_pages)
-            self._trust.check("POST" if guarded else "GET" if crosses else exchange.method, exchange.headers)
-            if route is not None and route.changes and exchange.method == route.method:
-                check_direct(exchange.client, exchange.headers)
-        elif (route is None or not route.open) and not self.knows(exchange):
+            guarded = isinstance(request, WebSocket) or (route is not None and route.own_pages)
+            self._trust.check("POST" if guarded else "GET" if crosses else request.method, request.headers)
+            if route is not None and route.changes and request.method == route.method:
+                check_direct(request.client, request.headers)
+        elif (route is None or not route.open) and not self.knows(request):
             raise Unauthorized("send the key as Authorization: Bearer KEY, X-Reflex-Key or x-api-key")
 
-    def knows(self, exchange: Exchange) -> bool:
+    def knows(self, request: HttpRequest) -> bool:
         """Whether this caller sent the key, or none is needed; for paths that tell more to those who have it."""
-        plain, borne = keys_in(exchange.headers)
+        plain, borne = keys_in(request.headers)
         return not self._key or hmac.compare_digest(plain, self._key) | hmac.compare_digest(borne, self._key)
 
-    def may_change(self, exchange: Exchange) -> bool:
+    def may_change(self, request: HttpRequest) -> bool:
         """Whether this caller may change state; for paths that do not always change it."""
         if not self._key:
             try:
-                check_direct(exchange.client, exchange.headers)
+                check_direct(request.client, request.headers)
             except Unauthorized:
                 return False
         return True
 
+    def _cut_stalled(self, now: float) -> None:
+        """End the oldest body that has stopped coming, if there is one: others need its memory."""
+        stalled = [r for r in self.requests if r.held and not r.received and r.heard <= now - STALLED]
+        if stalled:
+            oldest = min(stalled, key=lambda request: request.heard)
+            self.bodies.release(oldest)
+            if oldest.task is not None:
+                oldest.task.cancel(TooSlow("the request stopped coming, and others need its memory"))
+
+    # -- a websocket ---------------------------------------------------------------------------------------------------
+
+    async def _connect(self, socket: WebSocket) -> None:
+        socket.number = socket.request_id = self.asks(socket)
+        socket.task = asyncio.current_task()
+        counted = True
+        try:
+            await socket.connecting()
+            try:
+                route = self._route(socket)
+            except Exception as error:
+                told = known(error, socket.request_id)
+                if self._refused[told.http_status].first():  # its client may show the status only
+                    why = printable(told.message)
+                    log.warning(
+                        "a websocket was refused: %d %s: %s (repeats are not logged)", told.http_status, told.code, why
+                    )
+                await socket.deny(self.refuse(socket, told))
+                return
+            self.answered(socket)  # from here on its messages count
+            counted = False
+            assert route.socket is not None
+            await socket.accept()
+            await route.socket(socket)
+            await socket.close()
+        except (asyncio.CancelledError, CallerLeft):
+            return
+        except Exception as error:
+            told = known(error, socket.request_id)
+            await socket.close(INTERNAL if told.http_status == 500 else 1008, told.code)
+        finally:
+            socket.left()
+            socket.done()
+            if counted:
+                self.answered(socket)
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run it beside the requests, until the server ends."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._beside.add(task)
+        task.add_done_callback(self._beside.discard)
+
     # -- the end -------------------------------------------------------------------------------------------------------
+
+    async def _live(self, receive: Receive, send: Send) -> None:
+        """ASGI's lifespan: what is served begins to load, and answers `not_ready` until then; at the end it drains."""
+        await receive()
+        if self.life is not None:
+            await self.life.begin()
+        await send({"type": "lifespan.startup.complete"})
+        await receive()
+        if self.life is not None:
+            await self.life.end()
+        await send({"type": "lifespan.shutdown.complete"})
 
     def close(self) -> None:
         """From now on refuse POSTs, and close every connection after its next answer."""
-        self.read()  # what came before is not refused
         self.closing = True
-        self._tell()
+        if not self.active:
+            self._all_answered.set()
 
-    async def wait_entered(self) -> None:
-        """Wait, after `close`, until every request is queued or answered."""
-        await self._all_entered.wait()
+    @property
+    def entering(self) -> list[HttpRequest]:
+        """Requests whose body is still arriving."""
+        return [request for request in self.requests if request.method in ("POST", "PATCH") and not request.received]
+
+    def left(self, connections: int) -> None:
+        """A connection was closed; so many are left."""
+        if self.closing and not connections:
+            self.all_left.set()
 
     async def wait_idle(self) -> None:
         """Wait, after `close`, until every request is answered."""
         await self._all_answered.wait()
 
     def give_up_entering(self) -> None:
-        """Answer the requests that are still arriving, or that are not queued yet."""
-        for exchange in list(self.entering):
-            if exchange.task is not None:
-                exchange.task.cancel()
-            else:
-                self.fail(exchange, _incomplete())
-
-    def _tell(self) -> None:
-        if not self.entering:
-            self._all_entered.set()
-        if not self.active:
-            self._all_answered.set()
+        """Answer the requests that are still arriving."""
+        for request in self.entering:
+            if request.task is not None:
+                incomplete = Closed("the server is shutting down, and the request was not complete", retry_after=1.0)
+                request.task.cancel(incomplete)
 
 
-def _read(connection: LinedUp, step: Callable[[], bool | None]) -> bool | None:
-    """A step of reading a connection; one that fails ends the connection, and no other."""
-    try:
-        return step()
-    except Exception:
-        log.exception("a connection could not be read, and is closed")
-        connection.abort()
-        return False
-
-
-def _incomplete() -> Closed:
-    return Closed("the server is shutting down, and the request was not complete", retry_after=1.0)
+def cancelled_by(cancelled: asyncio.CancelledError) -> ReflexError:
+    """Why a request's coroutine was cancelled: its caller left, or the error that it was given."""
+    why: Any = cancelled.args[0] if cancelled.args else None
+    return why if isinstance(why, ReflexError) else CallerLeft("the caller left")

@@ -9,19 +9,34 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Protocol, TypeVar
+from math import inf
+from typing import Any, Final, Protocol, TypeVar
 
 from reflex_runtime.core.errors import ReflexError
-from reflex_runtime.web.connections import Connections, Seldom
 from reflex_runtime.web.errors import Overloaded
 
 T = TypeVar("T")
 log = logging.getLogger("reflex.server")
 
-LARGE = 128 * 1024  # bytes; what is larger is decoded beside the loop
+LARGE: Final = 1024 * 1024  # bytes; what is larger is decoded beside the loop: msgspec reads a megabyte in 1 ms
+STALLED: Final = 1.0  # seconds without a byte after which a body may be given up for others
+
+
+class Seldom:
+    """Limits repeated log lines: True for an event if none came in the minute before it."""
+
+    QUIET = 60.0
+
+    def __init__(self) -> None:
+        self._last = -inf
+
+    def first(self) -> bool:
+        now = time.monotonic()
+        before, self._last = self._last, now
+        return now - before > self.QUIET
 
 
 class Holder(Protocol):
@@ -33,35 +48,21 @@ class Holder(Protocol):
 class Bodies:
     """The bodies of one server.
 
-    most: bytes that may be held in all; a single request may have more. connections: ends a connection with a stalled
-    body when there are too many bytes. held: bytes now.
+    most: bytes that may be held in all; a single request may have more. cut_stalled: called with the time when there
+    are too many bytes; ends a body that has stopped coming. held: bytes now.
     """
 
-    def __init__(self, most: int, connections: Connections) -> None:
+    def __init__(self, most: int, cut_stalled: Callable[[float], None]) -> None:
         self.most, self.held = most, 0
-        self._connections = connections
+        self._cut_stalled = cut_stalled
         self._decoder = ThreadPoolExecutor(max_workers=1, thread_name_prefix="reflex-decode")
         self._full = Seldom()
-        self._line: deque[Callable[[], None]] = deque()
-
-    def line_up(self, read: Callable[[], None], loop: asyncio.AbstractEventLoop) -> None:
-        """Call `read` in a later turn of the loop: each turn reads one connection with a large body."""
-        if not self._line:
-            loop.call_soon(self._read_one, loop)
-        self._line.append(read)
-
-    def _read_one(self, loop: asyncio.AbstractEventLoop) -> None:
-        try:
-            self._line[0]()  # may line up again
-        finally:
-            self._line.popleft()
-            if self._line:
-                loop.call_soon(self._read_one, loop)
 
     def take(self, owner: Holder, size: int) -> None:
         """Count so many bytes more. Raises Overloaded when there are too many."""
         if self.held + size > self.most and self.held > owner.held:
-            self._connections.cut_stalled()
+            self._cut_stalled(time.monotonic())
+        if self.held + size > self.most and self.held > owner.held:
             if self._full.first():
                 log.warning("%d bytes of request bodies are held: more are refused (--max-bodies-mb)", self.held)
             raise Overloaded(

@@ -1,8 +1,7 @@
-"""Limits on the connections of a server: their number, and the time for each phase.
+"""uvicorn's protocols with the limits that they lack: time for a head and a body, sizes, and the number of connections.
 
-A connection waits for a request (idle), receives a request's head or body, does not read its answer (slow), or is being
-answered, which is limited elsewhere. A connection that takes too long is closed. If there are too many, the one that
-has been idle for longest is closed, then one that sends slowly; if there is neither, the new one is refused.
+A caller that leaves cancels the coroutine that answers it, so that nothing is computed for it. What uvicorn itself
+refuses is answered in the application's form.
 """
 
 from __future__ import annotations
@@ -10,80 +9,40 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from enum import Enum
+from itertools import count
 from math import inf
-from typing import Protocol
+from typing import Any, Final
+
+import httptools
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
 from reflex_runtime.core.errors import ReflexError
-from reflex_runtime.drivers.oldest import Oldest
-from reflex_runtime.web.errors import Overloaded, TooSlow
+from reflex_runtime.web.app import App
+from reflex_runtime.web.bodies import Seldom
+from reflex_runtime.web.errors import CallerLeft, ClientError, Overloaded, TooSlow
+from reflex_runtime.web.request import CANCELS, GOING_AWAY
 
 log = logging.getLogger("reflex.server")
 
-STALLED = 1.0  # seconds without a byte after which a body may be given up for others
-CLOSES = 5.0  # seconds that the other side may take to close a connection
-UNREAD = 180.0  # seconds that an answer may wait for its client to read
-RESERVE = 64  # file descriptors left to models, recordings and the like
-LEAST = 16  # connections, even with very few descriptors
-_TICK = 0.01  # seconds; loops count in milliseconds, and an early timer would be set again at once
+HEAD_BYTES: Final = 64 * 1024  # of a request's head
+UNREAD: Final = 180.0  # seconds that an answer may wait for its client to read
+RESERVE: Final = 64  # file descriptors left to models, recordings and the like
+LEAST: Final = 16  # connections, even with very few descriptors
+AHEAD: Final = 1  # messages of a websocket that wait behind the one being answered; then it is not read
+IDLE, HEAD, BODY, SLOW, ANSWERED = "idle", "head", "body", "slow", "answered"
 
-
-class Phase(Enum):
-    """What a connection is doing; each phase has a time limit. CLOSING: it waits for the other side to close. ANSWERED:
-    its request is being answered."""
-
-    IDLE = "idle"
-    HEAD = "head"
-    BODY = "body"
-    SLOW = "slow"
-    CLOSING = "closing"
-    ANSWERED = "answered"
-
-    __hash__ = object.__hash__  # Enum's own is a Python function, and every request looks phases up
-
-
-# Every request names these: in CPython 3.11 looking a member up on its enum takes 75 ns.
-IDLE, HEAD, BODY, SLOW, CLOSING, ANSWERED = Phase
-
-
-class Connection(Protocol):
-    """phase: set by `Connections`. heard: when its last byte came, by the loop's clock."""
-
-    phase: Phase
-
-    @property
-    def heard(self) -> float: ...
-
-    def cut(self, error: ReflexError) -> None:
-        """End the connection. error: the answer, if a request has begun to arrive."""
-
-    def shutdown(self) -> None:
-        """Close after the answer in progress."""
-
-    def give_up(self) -> asyncio.Task[None] | None:
-        """Close without sending waiting data. Returns the requests that still run for it."""
-
-
-class Seldom:
-    """Limits repeated log lines: True for an event if none came in the minute before it."""
-
-    QUIET = 60.0
-
-    def __init__(self) -> None:
-        self._last = -inf
-
-    def first(self) -> bool:
-        now = time.monotonic()
-        before, self._last = self._last, now
-        return now - before > self.QUIET
+_EXTENSIONS: Final[dict[str, Any]] = {CANCELS: {}}
+_UNIX: Final = count(1)  # callers on a Unix socket have no address: each connection gets a number
+_LATE: Final = Seldom()
+_FULL: Final = Seldom()
 
 
 @dataclass(frozen=True, slots=True)
 class ConnectionLimits:
-    """most: connections. The others are seconds: idle between requests, and for a request's head and body."""
+    """most: connections. The others are seconds: without a request, and for a request's head and body."""
 
     most: int
     idle: float
@@ -91,150 +50,298 @@ class ConnectionLimits:
     body: float
 
 
-def _nothing() -> None:
-    return
+class _Timed:
+    """One timer for a connection: it is set anew only when it fires early, so that a request costs no timer."""
 
-
-class Connections:
-    """The connections of one server, on its loop.
-
-    read: called before connections are closed because they wait: something may have come on one of them.
-    """
-
-    def __init__(self, limits: ConnectionLimits, read: Callable[[], None] = _nothing) -> None:
-        self.limits, self.read = limits, read
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._all: set[Connection] = set()
-        self._in: dict[Phase, Oldest[Connection]] = {phase: Oldest() for phase in Phase if phase is not ANSWERED}
-        self._most = {
-            IDLE: limits.idle, HEAD: limits.head, BODY: limits.body, SLOW: UNREAD, CLOSING: CLOSES,
-        }  # fmt: skip
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, limits: ConnectionLimits, late: Callable[[TooSlow], None]
+    ) -> None:
+        """late: called when a phase has taken too long."""
+        self._loop, self._late = loop, late
+        self._limits = {IDLE: limits.idle, HEAD: limits.head, BODY: limits.body, SLOW: UNREAD, ANSWERED: inf}
         self._timer: asyncio.TimerHandle | None = None
-        self._full, self._late = Seldom(), Seldom()
-        self._emptied: asyncio.Future[None] | None = None
+        self._due = inf
+        self.phase = ANSWERED
 
-    def __len__(self) -> int:
-        return len(self._all)
-
-    def all(self) -> list[Connection]:
-        return list(self._all)
-
-    def enter(self, connection: Connection, loop: asyncio.AbstractEventLoop) -> None:
-        """Add a connection, on the server's loop. Raises Overloaded if there is no room and all are being answered."""
-        self._loop = loop
-        connection.phase = ANSWERED
-        if len(self._all) >= self.limits.most:
-            self._make_room()
-        self._all.add(connection)
-        self.move(connection, IDLE)
-
-    def move(self, connection: Connection, phase: Phase) -> None:
-        """Begin another phase of the connection, or the same one again."""
-        if connection not in self._all:
-            return
-        before = connection.phase
-        if before is not phase and before is not ANSWERED:
-            self._in[before].drop(connection)
-        connection.phase = phase
-        if phase is not ANSWERED:
-            now = self._time()
-            self._in[phase].put(connection, now)
-            self._arm(now + self._most[phase])
-
-    def leave(self, connection: Connection) -> None:
-        self._all.discard(connection)
-        if connection.phase is not ANSWERED:
-            self._in[connection.phase].drop(connection)
-        if not self._all and self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        if not self._all and self._emptied is not None and not self._emptied.done():
-            self._emptied.set_result(None)
-
-    async def wait_empty(self) -> None:
-        """Wait until none is left."""
-        if self._all:
-            self._emptied = asyncio.get_running_loop().create_future()
-            await self._emptied
-
-    def cut_stalled(self) -> None:
-        """End the oldest of the stalled bodies, if there is one."""
-        until = self._time() - STALLED
-        stalled = self._in[BODY].first(lambda connection: connection.heard <= until)
-        if stalled is not None:
-            self._cut(stalled, TooSlow("the request stopped coming, and others need its memory"))
-
-    def _make_room(self) -> None:
-        self.read()
-        if len(self._all) < self.limits.most:
-            return
-        waiting = (self._in[phase].first() for phase in (CLOSING, IDLE, HEAD, BODY, SLOW))
-        oldest = next((connection for connection in waiting if connection is not None), None)
-        most = self.limits.most
-        if self._full.first():
-            log.warning(
-                "%d connections are open, as many as there may be (--max-connections): from now on %s",
-                most, "new ones are refused" if oldest is None else "those that have been idle for longest are closed",
-            )  # fmt: skip
-        if oldest is None:
-            raise Overloaded(f"{most} connections are open and all of them are being answered", retry_after=1.0)
-        self._cut(oldest, Overloaded(f"{most} connections are open, and this one was slow", retry_after=1.0))
-
-    def _cut(self, connection: Connection, error: ReflexError) -> None:
-        """Close a connection. It no longer counts, even if closing takes a while."""
-        self.leave(connection)
-        connection.cut(error)
-
-    def _time(self) -> float:
-        return 0.0 if self._loop is None else self._loop.time()
-
-    # -- time ----------------------------------------------------------------------------------------------------------
-
-    def _arm(self, at: float) -> None:
-        """Set the one timer of all connections to the next time limit."""
-        if self._timer is None or at < self._timer.when() - _TICK:
+    def enter(self, phase: str) -> None:
+        """Begin a phase, or the same one again; its time runs from now on."""
+        self.phase = phase
+        seconds = self._limits[phase]
+        self._due = inf if seconds == inf else self._loop.time() + seconds
+        if self._due < inf and (self._timer is None or self._due < self._timer.when()):
             if self._timer is not None:
                 self._timer.cancel()
-            assert self._loop is not None
-            self._timer = self._loop.call_at(at, self._look)
+            self._timer = self._loop.call_at(self._due, self._look)
+
+    def cancel(self) -> None:
+        self._due = inf
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
     def _look(self) -> None:
         self._timer = None
-        self.read()
-        now = self._time()
-        for phase, waiting in self._in.items():
-            for connection in waiting.due(now - self._most[phase] + _TICK):
-                self._end(connection, phase)
-        dues = [since + self._most[phase] for phase, w in self._in.items() if (since := w.since) is not None]
-        if dues:
-            self._arm(min(dues))
-
-    def _end(self, connection: Connection, phase: Phase) -> None:
-        seconds = self._most[phase]
-        if phase not in (IDLE, CLOSING) and self._late.first():
+        if self._due == inf:
+            return
+        if self._loop.time() < self._due - 0.005:
+            self._timer = self._loop.call_at(self._due, self._look)
+            return
+        seconds = self._limits[self.phase]
+        if self.phase != IDLE and _LATE.first():
             told = "a connection was too slow (%s, %g s) and is closed (repeats are not logged)"
-            log.warning(told, phase.value, seconds)
-        self._cut(connection, TooSlow(f"the {phase.value} of the request did not come within {seconds:g} s"))
+            log.warning(told, self.phase, seconds)
+        self._late(TooSlow(f"the {self.phase} of the request did not come within {seconds:g} s"))
 
 
-class ConnectionSettings(Protocol):
-    """The settings that bound connections."""
+class HttpConnection(HttpToolsProtocol):
+    """One HTTP connection. limits: set by `connections_of`."""
+
+    limits: ConnectionLimits
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self._task: asyncio.Task[None] | None = None
+        self._time = _Timed(self.loop, self.limits, self._slow)
+        self._head_bytes = 0
+        self._in_head = self._declined = self._broken = False
 
     @property
-    def max_connections(self) -> int: ...
-    @property
-    def idle_timeout_s(self) -> float: ...
-    @property
-    def head_timeout_s(self) -> float: ...
-    @property
-    def body_timeout_s(self) -> float: ...
+    def reflex(self) -> App:
+        app: Any = self.app
+        assert isinstance(app, App)
+        return app
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if self.client is None:
+            self.client = ("unix", next(_UNIX))
+        if len(self.connections) > self.limits.most:
+            if _FULL.first():
+                log.warning("%d connections are open (--max-connections): new ones are refused", self.limits.most)
+            self._end(Overloaded(f"{self.limits.most} connections are open, as many as there may be", retry_after=1.0))
+            return
+        self._time.enter(IDLE)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._time.cancel()
+        self.pipeline.clear()
+        self.reflex.left(len(self.connections))
+        self._cancel(CallerLeft("the caller left"))
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """The caller has closed its side, which looks like leaving: what needs no waiting is answered, and no more."""
+        if self.cycle is None or self.cycle.response_complete:
+            return False
+        self.cycle.keep_alive = False
+        self.loop.call_soon(self._hang_up)
+        return True
+
+    def _hang_up(self) -> None:
+        if not self.cycle.response_complete:
+            self.cycle.disconnected = True
+            self._cancel(CallerLeft("the caller left"))
+            self.transport.close()
+
+    def data_received(self, data: bytes) -> None:
+        if self._in_head or self._time.phase == IDLE:
+            self._head_bytes += len(data)
+        while data and not (self._broken or self.transport.is_closing()):
+            data = self._feed(data)
+        if self._in_head and self._head_bytes > HEAD_BYTES:
+            self._end(ClientError(f"the head of the request has over {HEAD_BYTES} bytes"))
+        self._take_time()
+
+    def _feed(self, data: bytes) -> bytes:
+        """Parse what has come. Returns what is to be parsed next: a request whose offer to upgrade is declined."""
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            if self._should_upgrade():
+                self.handle_websocket_upgrade()
+                return b""
+            return self._without_offer() + data[upgrade.args[0] :]
+        except httptools.HttpParserError as error:
+            broken = error.__context__
+            self._end(broken if isinstance(broken, ClientError) else ClientError(f"this is not HTTP/1.1: {error}"))
+        return b""
+
+    def _without_offer(self) -> bytes:
+        """The head that has just come, without its offer to upgrade, for a new parser."""
+        self.parser, method = httptools.HttpRequestParser(self), self.parser.get_method()
+        lines = [b"%b %b HTTP/1.1" % (method, self.url)]
+        for name, value in self.headers:
+            if name == b"connection":
+                value = b", ".join(part for part in value.split(b",") if part.strip().lower() != b"upgrade")
+            if name != b"upgrade" and value:
+                lines.append(b"%b: %b" % (name, value))
+        return b"\r\n".join([*lines, b"", b""])
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._in_head = True
+
+    def on_headers_complete(self) -> None:
+        self._in_head, self._head_bytes = False, 0
+        version, hosts = self.parser.get_http_version(), sum(name == b"host" for name, _ in self.headers)
+        if version not in ("1.0", "1.1"):
+            raise ClientError(f"HTTP/{version} is not spoken here, HTTP/1.1 is")
+        if hosts > 1 or (not hosts and version == "1.1"):
+            raise ClientError(f"the request has {hosts} Host headers, HTTP/1.1 wants one")
+        if self.parser.should_upgrade() and not self._should_upgrade():
+            self._declined = True  # it comes again without the offer
+            return
+        super().on_headers_complete()
+
+    def _should_upgrade(self) -> bool:
+        return self.parser.get_method() == b"GET" and super()._should_upgrade()
+
+    def on_message_complete(self) -> None:
+        if self._declined:
+            self._declined = False
+        else:
+            super().on_message_complete()
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        cycle.scope["extensions"] = _EXTENSIONS
+        task = self._task = self.loop.create_task(cycle.run_asgi(app))
+        task.add_done_callback(self.tasks.discard)
+        self.tasks.add(task)
+
+    def on_response_complete(self) -> None:
+        self.server_state.total_requests += 1
+        if self.transport.is_closing():
+            return
+        self.flow.resume_reading()
+        if self.pipeline:
+            self._start_asgi_task(*self.pipeline.pop())
+        self._take_time()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._time.enter(SLOW)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._take_time()
+
+    def handle_websocket_upgrade(self) -> None:
+        self._time.cancel()
+        super().handle_websocket_upgrade()
+
+    def _slow(self, error: TooSlow) -> None:
+        """The connection took too long."""
+        if self._time.phase == IDLE:
+            self.transport.close()
+        elif self._time.phase == SLOW:
+            self.transport.abort()
+        elif self._time.phase == BODY and not self.cycle.response_started:
+            self._cancel(error)  # its coroutine answers, and closes behind it
+            self.cycle.keep_alive = False
+        else:
+            self._end(error)
+
+    def _cancel(self, error: ReflexError) -> None:
+        if self._task is not None and not self._task.done() and not self.cycle.response_complete:
+            self._task.cancel(error)
+
+    def _end(self, error: ReflexError) -> None:
+        """What comes is no request: answer that, or what came before it, and close."""
+        if self.transport.is_closing() or self._broken:
+            return
+        self._broken = True
+        if self.cycle is None or self.cycle.response_complete:
+            self.transport.write(self.reflex.refuse_bytes(error))
+            self.transport.close()
+            return
+        self.cycle.keep_alive = False
+        if self.cycle.more_body:
+            broke_off = ClientError(f"the body broke off: {error.message}")
+            self.loop.call_soon(self._cancel, broke_off)  # its coroutine may not have begun
+
+    def _take_time(self) -> None:
+        cycle = self.cycle
+        if self.flow is None or self.transport.is_closing() or self.flow.write_paused:
+            return
+        if self._in_head:
+            phase = HEAD
+        elif cycle is None or (cycle.response_complete and not cycle.more_body):
+            phase = IDLE
+        else:
+            phase = BODY if cycle.more_body else ANSWERED
+        if phase != self._time.phase or phase == IDLE:
+            self._time.enter(phase)
 
 
-def connections_of(config: ConnectionSettings, read: Callable[[], None] = _nothing) -> Connections:
-    """Those of a server with these settings. read: see `Connections`."""
-    most = most_connections(config.max_connections)
-    limits = ConnectionLimits(most, config.idle_timeout_s, config.head_timeout_s, config.body_timeout_s)
-    return Connections(limits, read)
+class SocketConnection(WebSocketsSansIOProtocol):
+    """One websocket: it is read while a message is answered, to notice that the peer leaves."""
+
+    limits: ConnectionLimits
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self._app_task: asyncio.Task[Any] | None = None
+        self._time = _Timed(self.loop, self.limits, self._idle)
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        if self.client is None:
+            self.client = ("unix", next(_UNIX))
+        self._time.enter(IDLE)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._time.cancel()
+        application: Any = self.app
+        application.left(len(self.connections))
+        if self._app_task is not None and not self._app_task.done():
+            self._app_task.cancel(CallerLeft("the caller left"))
+
+    def data_received(self, data: bytes) -> None:
+        self._time.enter(IDLE)
+        super().data_received(data)
+
+    def send_receive_event_to_app(self) -> None:
+        self.read_paused = True  # so that it is not paused for one message
+        super().send_receive_event_to_app()
+        self.read_paused = self.queue.qsize() > AHEAD
+        if self.read_paused:
+            self.transport.pause_reading()
+
+    def shutdown(self) -> None:
+        if self.handshake_complete and not self.close_sent:
+            self.stop_keepalive()
+            self.close_sent = True
+            self.queue.put_nowait({"type": "websocket.disconnect", "code": GOING_AWAY})
+            self.conn.send_close(GOING_AWAY, "the server is shutting down")
+            self.transport.write(b"".join(self.conn.data_to_send()))
+            self.transport.close()
+        else:
+            super().shutdown()
+
+    async def run_asgi(self) -> None:
+        self.scope["extensions"] = {**(self.scope.get("extensions") or {}), **_EXTENSIONS}
+        self._app_task = asyncio.current_task()
+        await super().run_asgi()
+
+    async def send(self, message: Any) -> None:
+        await super().send(message)
+        self._time.enter(IDLE)
+
+    def _idle(self, error: TooSlow) -> None:
+        if self.transport.get_write_buffer_size():
+            self.transport.abort()
+        elif self.queue.empty() and self._app_task is not None:
+            self.shutdown()
+        else:
+            self._time.enter(IDLE)
+
+
+def connections_of(limits: ConnectionLimits) -> tuple[type[HttpConnection], type[SocketConnection]]:
+    """The protocols of a server with these limits: uvicorn makes them, and passes nothing of ours."""
+    http = type("LimitedHttpConnection", (HttpConnection,), {"limits": limits})
+    socket = type("LimitedSocketConnection", (SocketConnection,), {"limits": limits})
+    return http, socket
 
 
 def most_connections(asked: int) -> int:

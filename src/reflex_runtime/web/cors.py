@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Final
 
-from reflex_runtime.web.exchange import Exchange, Route
 from reflex_runtime.web.form import Headers
+from reflex_runtime.web.request import Handler, HttpRequest, HttpResponse, Route, WebSocket
 
 ANY: Final = "*"
 _PORTS: Final = {"http": ":80", "https": ":443"}
 _MOST: Final = 1024  # bytes of the list of headers that a preflight asks for
-_SHOWN: Final = b"X-Request-Id, X-Should-Retry, Retry-After"
+_SHOWN: Final = b"X-HttpRequest-Id, X-Should-Retry, Retry-After"
 
 
 class Cors:
@@ -25,18 +25,19 @@ class Cors:
     def __init__(self, origins: Collection[str]) -> None:
         self._origins = {_as_sent(origin) for origin in origins}
 
-    def admits(self, exchange: Exchange, route: Route | None) -> bool:
+    def admits(self, request: HttpRequest, route: Route | None) -> bool:
         """Whether the request is from a page that may read the answer. Its headers are set then."""
-        origin = exchange.headers.get(b"origin")
-        if not self._origins or origin is None or (route is not None and not _takes_part(route)) or exchange.upgrades:
+        origin = request.headers.get(b"origin")
+        apart = isinstance(request, WebSocket) or (route is not None and not _takes_part(route))
+        if not self._origins or origin is None or apart:
             return False
         if ANY.encode() in self._origins:
-            exchange.cross = [(b"access-control-allow-origin", b"*")]
+            request.cross = [(b"access-control-allow-origin", b"*")]
         elif origin.lower() in self._origins:
-            exchange.cross = [(b"access-control-allow-origin", origin), (b"vary", b"Origin")]
+            request.cross = [(b"access-control-allow-origin", origin), (b"vary", b"Origin")]
         else:
             return False
-        exchange.cross.append((b"access-control-expose-headers", _SHOWN))
+        request.cross.append((b"access-control-expose-headers", _SHOWN))
         return True
 
 
@@ -47,18 +48,22 @@ def _as_sent(origin: str) -> bytes:
 
 
 def _takes_part(route: Route) -> bool:
-    return route.checked and not (route.changes or route.own_pages)
+    return not (route.changes or route.own_pages)
 
 
-def is_preflight(exchange: Exchange) -> bool:
+def is_preflight(request: HttpRequest) -> bool:
     """Whether a browser asks what it may send."""
-    return exchange.method == "OPTIONS" and b"access-control-request-method" in exchange.headers
+    return request.method == "OPTIONS" and b"access-control-request-method" in request.headers
 
 
-def answer_preflight(exchange: Exchange, route: Route) -> None:
-    """Say what may be sent: this path's method, and the headers that were asked for."""
-    asked = exchange.headers.get(b"access-control-request-headers", b"")
-    told: Headers = [(b"access-control-allow-methods", route.method.encode()), (b"access-control-max-age", b"600")]
-    if asked and len(asked) <= _MOST:
-        told.append((b"access-control-allow-headers", asked))
-    exchange.answer(200, b"", extra=told)
+def answer_preflight(route: Route) -> Handler:
+    """Says what may be sent: this path's method, and the headers that were asked for."""
+
+    async def answer(request: HttpRequest) -> HttpResponse:
+        asked = request.headers.get(b"access-control-request-headers", b"")
+        told: Headers = [(b"access-control-allow-methods", route.method.encode()), (b"access-control-max-age", b"600")]
+        if asked and len(asked) <= _MOST:
+            told.append((b"access-control-allow-headers", asked))
+        return HttpResponse(200, headers=told)
+
+    return answer

@@ -116,6 +116,14 @@ class SloViolated(Unavailable):
     code = "slo_violated"
 
 
+class Reported(Exception):
+    """An error that is counted already. error: for the caller. request_id: of the request that has it."""
+
+    def __init__(self, error: ReflexError, request_id: str) -> None:
+        super().__init__(error.message)
+        self.error, self.request_id = error, request_id
+
+
 def known(error: Exception, request_id: str) -> ReflexError:
     """The error as callers get it: an unexpected exception is logged and becomes a 500 without its text."""
     if isinstance(error, ReflexError):

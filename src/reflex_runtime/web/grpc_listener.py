@@ -15,7 +15,7 @@ import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from functools import partial
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Final, Protocol
 
 import grpc
 import grpc.aio
@@ -23,9 +23,7 @@ from google.protobuf.message import DecodeError
 
 from reflex_runtime.core.errors import Closed, ConfigError, ReflexError
 from reflex_runtime.web.app import App
-from reflex_runtime.web.errors import BodyTooLarge, ClientError, TooSlow, Unauthorized, describe_error, known
-
-T = TypeVar("T")
+from reflex_runtime.web.errors import BodyTooLarge, ClientError, Reported, TooSlow, Unauthorized, describe_error, known
 
 OVER: Final = 1.0  # seconds that callers have at the end to take their answers
 _STATUS: Final = grpc.StatusCode
@@ -82,20 +80,6 @@ class GrpcCall:
         """Its metadata: names in lower case."""
         sent = self._context.invocation_metadata() or ()
         return {name.encode(): value.encode() if isinstance(value, str) else value for name, value in sent}
-
-
-class Reported(Exception):
-    """An error that is counted already. error: for the caller. request_id: of the request that has it."""
-
-    def __init__(self, error: ReflexError, request_id: str) -> None:
-        super().__init__(error.message)
-        self.error, self.request_id = error, request_id
-
-
-def settle(settled: asyncio.Future[T], result: T) -> None:
-    """Set the result that a call awaits, unless the call was cancelled."""
-    if not settled.done():
-        settled.set_result(result)
 
 
 def parse(kind: Any, data: bytes) -> Any:

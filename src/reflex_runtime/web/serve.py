@@ -1,4 +1,4 @@
-"""The life of every server: accept, start, serve until a signal, drain, end.
+"""The life of every server on uvicorn: accept, start, serve until a signal, drain, end.
 
 A drain refuses new requests, finishes those received, and only then closes connections.
 """
@@ -11,18 +11,19 @@ import logging
 import os
 import signal
 import socket
-from collections.abc import Awaitable, Callable, Iterator
-from functools import partial
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any, Final, Protocol
 
+import uvicorn
 from prometheus_client import disable_created_metrics
 
+from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.drivers.loop import loop_factory
 from reflex_runtime.drivers.process_memory import freed_memory, freeze_loaded, give_back_when_idle, prepare_memory
 from reflex_runtime.web.app import App
-from reflex_runtime.web.connection import HttpConnection
+from reflex_runtime.web.connections import ConnectionLimits, connections_of, most_connections
 from reflex_runtime.web.listen import BACKLOG
-from reflex_runtime.web.supervisor import Lives, Parent
+from reflex_runtime.web.supervisor import Parent
 
 log = logging.getLogger("reflex.server")
 
@@ -34,30 +35,25 @@ TOLD_EVERY: Final = 5.0  # seconds between lines in the log while it starts
 _TURNS: Final = 8  # of the loop in which nothing new was seen: accept, read, start the task, and some to spare
 
 
-class Door(Protocol):
-    """Where connections come from."""
+class ServerSettings(Protocol):
+    """The settings of connections and of the end."""
 
-    async def open(self, app: App) -> None:
-        """From now on connections come."""
-
-    def close(self) -> None:
-        """No more of them."""
-
-
-class ListeningPort:
-    """The `Door` of a listening socket. kind: makes what takes each connection, of an application."""
-
-    def __init__(self, sock: socket.socket, kind: Callable[[App], asyncio.BaseProtocol] = HttpConnection) -> None:
-        self._sock, self._kind = sock, kind
-        self._server: asyncio.Server | None = None
-
-    async def open(self, app: App) -> None:
-        loop = asyncio.get_running_loop()
-        self._server = await loop.create_server(partial(self._kind, app), sock=self._sock, backlog=BACKLOG)
-
-    def close(self) -> None:
-        if self._server is not None:
-            self._server.close()
+    @property
+    def max_connections(self) -> int: ...
+    @property
+    def idle_timeout_s(self) -> float: ...
+    @property
+    def head_timeout_s(self) -> float: ...
+    @property
+    def body_timeout_s(self) -> float: ...
+    @property
+    def max_body_bytes(self) -> int: ...
+    @property
+    def drain_timeout_s(self) -> float: ...
+    @property
+    def ssl_certfile(self) -> str: ...
+    @property
+    def ssl_keyfile(self) -> str: ...
 
 
 class Host(Protocol):
@@ -90,14 +86,136 @@ class Host(Protocol):
         """Continue its recordings in new files; the old ones are kept."""
 
 
-Made = tuple[App, Host]
-Make = Callable[[Callable[[], None], Lives | None], Made]
+class ServerLife:
+    """The life of a host and its application below any ASGI server: its lifespan calls `begin` and `end`.
+
+    stop: set when the server is to end. lost: the device is gone for good. clean: every thread ended.
+    """
+
+    def __init__(self, app: App, host: Host, drain_s: float) -> None:
+        self.app, self.host, self.drain_s = app, host, drain_s
+        self.stop = asyncio.Event()
+        self.lost, self.clean = False, True
+        self.started: asyncio.Future[None] | None = None
+        self._drained = False
+        app.life = self
+
+    def give_up(self) -> None:
+        """The device is lost for good."""
+        self.lost = True
+        log.error("the device is lost; answering what is left and leaving")
+        self.stop.set()
+
+    async def begin(self) -> None:
+        """Begin to load; requests are answered `not_ready` until it has."""
+        disable_created_metrics()  # type: ignore[no-untyped-call]  # they double the page and say nothing
+        self.started = asyncio.ensure_future(self.host.start())
+
+    async def run(self) -> bool:
+        """Wait until the host is ready, or has failed; log lines meanwhile. False if the server must stop before."""
+        assert self.started is not None
+        loop, began = asyncio.get_running_loop(), asyncio.get_running_loop().time()
+        stopping = asyncio.ensure_future(self.stop.wait())
+        waits: set[asyncio.Future[Any]] = {self.started, stopping}
+        while not (self.started.done() or stopping.done()):
+            await asyncio.wait(waits, timeout=TOLD_EVERY, return_when=asyncio.FIRST_COMPLETED)
+            if not (self.started.done() or stopping.done()):
+                log.info("%s (%.0f s)", self.host.state, loop.time() - began)
+        stopping.cancel()
+        if self.started.done():
+            self.started.result()
+        return self.started.done()
+
+    async def drain(self) -> None:
+        """Refuse new requests, finish those received, answer the rest."""
+        if self._drained:
+            return
+        self._drained = True
+        loop, app = asyncio.get_running_loop(), self.app
+        until = loop.time() + self.drain_s
+        if self.started is not None and not self.started.done():
+            self.started.cancel()
+            await asyncio.wait({self.started})  # processes that were being started are ended
+        await self._read_what_arrived()  # what had reached this machine when the signal came counts as received
+        app.close()
+        self.host.drain()
+        log.info("draining: %d requests are being answered", app.active)
+        if entering := [request.task for request in app.entering if request.task is not None]:
+            await asyncio.wait(entering, timeout=min(self.drain_s, READING_GRACE))
+        app.give_up_entering()
+        self.clean = await self.host.stop(until, app.wait_idle)
+        await _within(app.wait_idle, loop.time() + 1.0)  # all have ended: what is left is writing the answers
+        await self._read_what_arrived()
+        app.bodies.close()
+
+    async def end(self) -> None:
+        await self.drain()
+        for listener in self.app.listeners:
+            await listener.close()
+
+    async def _read_what_arrived(self) -> None:
+        """Let the loop accept and read until it finds nothing new; it takes one connection a turn."""
+        loop, app = asyncio.get_running_loop(), self.app
+        until = loop.time() + ARRIVED
+        seen, quiet = (-1, -1), 0
+        while quiet < _TURNS and loop.time() < until:
+            found = (app.asked, app.active)
+            quiet = quiet + 1 if found == seen else 0
+            seen = found
+            await asyncio.sleep(0)
+
+
+class ReflexServer(uvicorn.Server):
+    """uvicorn, with our life of a server: no polling, an event for the end, and a drain before connections close."""
+
+    def __init__(self, config: uvicorn.Config, life: ServerLife, parent: Parent | None = None) -> None:
+        super().__init__(config)
+        self.life, self._parent = life, parent
+        self.on_listening: Callable[[], None] | None = None
+        self.on_ready: Callable[[Any], None] | None = None
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """The signals are handled on the loop; see `stop_on_signals`."""
+        yield
+
+    async def main_loop(self) -> None:
+        life, host, parent = self.life, self.life.host, self._parent
+        if parent is not None:
+            parent.beat(asyncio.get_running_loop())
+        if self.on_listening is not None:
+            self.on_listening()
+        if await life.run():
+            freeze_loaded()
+            if parent is not None and host.state == "ready":
+                parent.ready()
+            if self.on_ready is not None:
+                self.on_ready(host)
+            if not host.unusable:
+                with _giving_back(life.app):
+                    await life.stop.wait()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        await self.life.drain()
+        for server in self.servers:
+            server.close()
+        for connection in list(self.server_state.connections):
+            connection.shutdown()
+        if self.server_state.connections:
+            await _within(self.life.app.all_left.wait, asyncio.get_running_loop().time() + UNREAD)
+        for connection in list(self.server_state.connections):
+            log.warning("a client does not read its answer, and the time to shut down is over")
+            connection.transport.abort()
+        await self.lifespan.shutdown()
+
+
+Make = Callable[[Callable[[], None], Parent | None], tuple[App, Host]]
 
 
 def serve(
     make: Make,
-    door: socket.socket | Door,
-    drain_s: float,
+    sockets: Sequence[socket.socket],
+    settings: ServerSettings,
     on_listening: Callable[[], None] | None = None,
     on_ready: Callable[[Any], None] | None = None,
     parent: Parent | None = None,
@@ -106,29 +224,13 @@ def serve(
 
     A thread that did not end hangs in a model: leave with `os._exit`, because an interpreter that shuts down around it
     may crash. make: called on the loop, makes the application and its host. Its first argument is a function to call
-    when the device is lost for good; its second is the supervisor's state, if there is one.
-    door: a listening socket, or another way in. drain_s: seconds that the end may take. on_listening: called on the
-    loop once the port answers; on_ready: called with the host once it is ready or has failed. parent: the supervisor,
-    if there is one.
+    when the device is lost for good; its second is the supervisor, if there is one. sockets: bound. on_listening:
+    called on the loop once the port answers; on_ready: called with the host once it is ready or has failed.
     """
-    disable_created_metrics()  # type: ignore[no-untyped-call]  # they double the page and say nothing
     prepare_memory()
 
-    def made(on_lost: Callable[[], None], lives: Lives | None) -> Made:
-        app, host = make(on_lost, lives)
-        if host.writes_files:
-            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, host.turn_files)
-        return app, host
-
-    def ready(host: Any) -> None:
-        freeze_loaded()
-        if on_ready is not None:
-            on_ready(host)
-
     async def main() -> tuple[int, bool]:
-        stop = asyncio.Event()
-        stop_on_signals(asyncio.get_running_loop(), stop)
-        return await serving(made, door, drain_s, stop, on_listening, ready, parent)
+        return await serving(make, sockets, settings, on_listening, on_ready, parent)
 
     with asyncio.Runner(loop_factory=loop_factory) as runner:
         return runner.run(main())
@@ -136,50 +238,53 @@ def serve(
 
 async def serving(
     make: Make,
-    door: socket.socket | Door,
-    drain_s: float,
-    stop: asyncio.Event,
+    sockets: Sequence[socket.socket],
+    settings: ServerSettings,
     on_listening: Callable[[], None] | None = None,
     on_ready: Callable[[Any], None] | None = None,
     parent: Parent | None = None,
+    stop: asyncio.Event | None = None,
 ) -> tuple[int, bool]:
-    """Serve until `stop` is set; see `serve`."""
-    loop = asyncio.get_running_loop()
-    lost = False
-
-    def give_up() -> None:
-        nonlocal lost
-        lost = True
-        log.error("the device is lost; answering what is left and leaving")
-        stop.set()
-
-    app, host = make(give_up, None if parent is None else parent.lives)
-    door = ListeningPort(door) if isinstance(door, socket.socket) else door
-    await door.open(app)
-    if parent is not None:
-        parent.accepts()
-    if on_listening is not None:
-        on_listening()
-    stopping = asyncio.create_task(stop.wait())
-    if await _started(host, stopping):
-        if parent is not None and host.state == "ready":
-            parent.ready()
-        if on_ready is not None:
-            on_ready(host)
-        if not host.unusable:
-            with _giving_back(app):
-                await stopping
-    stopping.cancel()
-    clean = await drain(app, host, loop.time() + drain_s)
-    if parent is not None:
-        parent.leaves()
-    door.close()
-    await close_connections(app)
-    for listener in app.listeners:
-        await listener.close()
+    """Serve until a signal, or until `stop` is set; see `serve`."""
+    lives: list[ServerLife] = []
+    app, host = make(lambda: lives[0].give_up(), parent)
+    life = ServerLife(app, host, settings.drain_timeout_s)
+    lives.append(life)
+    if stop is None:
+        stop_on_signals(asyncio.get_running_loop(), life.stop)
+    else:
+        life.stop = stop
+    if host.writes_files:
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, host.turn_files)
+    server = ReflexServer(uvicorn_config(app, settings), life, parent)
+    server.on_listening, server.on_ready = on_listening, on_ready
+    await server.serve(list(sockets))
     if host.unusable:
-        return EXIT_UNUSABLE, clean
-    return EXIT_FAILED if lost or host.error else EXIT_OK, clean
+        return EXIT_UNUSABLE, life.clean
+    return EXIT_FAILED if life.lost or host.error else EXIT_OK, life.clean
+
+
+def uvicorn_config(app: App, settings: ServerSettings) -> uvicorn.Config:
+    """How uvicorn serves an application with these settings."""
+    logging.getLogger("uvicorn").setLevel(logging.CRITICAL)  # it logs every websocket and bad request; we log the rest
+    limits = ConnectionLimits(
+        most_connections(settings.max_connections),
+        settings.idle_timeout_s,
+        settings.head_timeout_s,
+        settings.body_timeout_s,
+    )
+    http, ws = connections_of(limits)
+    try:
+        config = uvicorn.Config(
+            app, http=http, ws=ws, lifespan="on", interface="asgi3", log_config=None, access_log=False,
+            proxy_headers=False, server_header=False, date_header=False, backlog=BACKLOG,
+            ws_max_size=settings.max_body_bytes, ws_ping_timeout=None, ws_per_message_deflate=False,
+            ssl_certfile=settings.ssl_certfile or None, ssl_keyfile=settings.ssl_keyfile or None,
+        )  # fmt: skip
+        config.load()
+    except (OSError, ValueError) as error:  # of TLS alone
+        raise ConfigError(f"--ssl-certfile={settings.ssl_certfile}: cannot be used: {error}") from None
+    return config
 
 
 @contextlib.contextmanager
@@ -196,51 +301,6 @@ def _giving_back(app: App) -> Iterator[None]:
         task.cancel()
 
 
-async def _started(host: Host, stopping: asyncio.Task[Any]) -> bool:
-    """Start the host, with a log line now and then. False if the server must stop before it has started."""
-    loop = asyncio.get_running_loop()
-    began = loop.time()
-    starting = asyncio.create_task(host.start())
-    while not (starting.done() or stopping.done()):
-        await asyncio.wait({starting, stopping}, timeout=TOLD_EVERY, return_when=asyncio.FIRST_COMPLETED)
-        if not (starting.done() or stopping.done()):
-            log.info("%s (%.0f s)", host.state, loop.time() - began)
-    if starting.done():
-        starting.result()
-        return True
-    starting.cancel()
-    await asyncio.wait({starting})  # processes that were being started are ended
-    return False
-
-
-async def drain(app: App, host: Host, until: float) -> bool:
-    """Refuse new requests, finish those received, answer the rest. Returns whether every thread ended."""
-    loop = asyncio.get_running_loop()
-    await _read_what_arrived(app)  # what had reached this machine when the signal came counts as received
-    app.close()
-    host.drain()
-    log.info("draining: %d requests are being answered", app.active)
-    if not await _within(app.wait_entered, min(until, loop.time() + READING_GRACE)):
-        app.give_up_entering()
-        await _within(app.wait_entered, until)
-    clean = await host.stop(until, app.wait_idle)
-    await _within(app.wait_idle, loop.time() + 1.0)  # all have ended: what is left is writing the answers
-    await _read_what_arrived(app)
-    app.bodies.close()
-    return clean
-
-
-async def close_connections(app: App) -> None:
-    """Close every connection once its answer was read, and after a while the others too."""
-    for connection in app.connections.all():
-        connection.shutdown()
-    if not await _within(app.connections.wait_empty, asyncio.get_running_loop().time() + UNREAD):
-        given_up = [connection.give_up() for connection in app.connections.all()]
-        running = [task for task in given_up if task is not None]
-        if running:
-            await asyncio.wait(running)
-
-
 def stop_on_signals(loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> None:
     """SIGTERM or SIGINT sets `stop`. A SIGINT after that ends the process at once."""
 
@@ -255,19 +315,7 @@ def stop_on_signals(loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> Non
         loop.add_signal_handler(number, signalled, number)
 
 
-async def _read_what_arrived(app: App) -> None:
-    """Let the loop accept and read until it finds nothing new; it takes one connection a turn."""
-    loop = asyncio.get_running_loop()
-    until = loop.time() + ARRIVED
-    seen, quiet = (-1, -1, -1), 0
-    while quiet < _TURNS and loop.time() < until:
-        found = (len(app.connections), app.asked, app.active)
-        quiet = quiet + 1 if found == seen else 0
-        seen = found
-        await asyncio.sleep(0)
-
-
-async def _within(wait: Callable[[], Awaitable[None]], until: float) -> bool:
+async def _within(wait: Callable[[], Awaitable[object]], until: float) -> bool:
     """Wait; False when it takes longer than until then."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout_at(until):

@@ -17,10 +17,10 @@ import msgspec
 from reflex_runtime.core.errors import Closed, ReflexError
 from reflex_runtime.core.events import Event
 from reflex_runtime.drivers.audience import Sink
-from reflex_runtime.web.connections import Seldom
+from reflex_runtime.web.bodies import Seldom
 from reflex_runtime.web.errors import TooManyRequests
-from reflex_runtime.web.exchange import Exchange
 from reflex_runtime.web.form import PLAIN
+from reflex_runtime.web.request import HttpRequest
 
 log = logging.getLogger("reflex.server")
 
@@ -54,45 +54,54 @@ class Watchers:
     ) -> None:
         self._make, self._add, self._remove, self._server = fold, add, remove, server
         self._fold: Fold | None = None
-        self._watching: dict[Exchange, None] = {}
+        self._count = 0
+        self._told = asyncio.Event()  # set, and replaced, with each snapshot
+        self._line = b""
+        self._number = 0
+        self._closed = False
         self._timer: asyncio.TimerHandle | None = None
         self._broken = Seldom()
         self.missed = 0
 
     def __len__(self) -> int:
-        return len(self._watching)
+        return self._count
 
-    def watch(self, exchange: Exchange, _: bytes = b"") -> None:
+    async def watch(self, request: HttpRequest) -> None:
         """Answer with snapshots until the caller leaves. Raises TooManyRequests beyond 16, Closed in a drain."""
-        if exchange.app.closing:  # a page that connects again would keep the drain waiting
+        if request.app.closing:  # a page that connects again would keep the drain waiting
             raise Closed("the server is shutting down", retry_after=1.0)
-        if len(self._watching) >= MOST:
+        if self._count >= MOST:
             raise TooManyRequests(f"{MOST} watch already, which is the most", retry_after=10.0)
-        exchange.begin(200, [(b"content-type", LINES), (b"cache-control", b"no-store")], _failed)
-        if exchange.method == "HEAD":
-            exchange.end()
-            return
-        exchange.on_left = lambda: self._left(exchange)
+        self._enter()
+        try:
+            await request.begin(200, [(b"content-type", LINES), (b"cache-control", b"no-store")], _failed)
+            seen = self._number
+            while request.method != "HEAD" and not self._closed:
+                if seen == self._number:
+                    await self._told.wait()
+                    continue
+                self.missed += self._number - seen - 1
+                seen = self._number
+                await request.write(self._line)
+        finally:
+            self._leave()
+        await request.end()
+
+    def close(self) -> None:
+        """End every answer: the server is draining."""
+        self._closed = True
+        self._told.set()
+
+    def _enter(self) -> None:
+        self._count += 1
         if self._fold is None:
             self._fold = self._make(time.monotonic())
             self._add(self._fold)
             self._timer = asyncio.get_running_loop().call_later(EVERY, self._tell)
-        self._watching[exchange] = None
 
-    def close(self) -> None:
-        """End every answer: the server is draining."""
-        for exchange in list(self._watching):
-            exchange.on_left = None
-            exchange.end()
-            self._forget(exchange)
-
-    def _left(self, exchange: Exchange) -> None:
-        self._forget(exchange)
-        exchange.end()  # it may have closed its sending side only: this closes ours
-
-    def _forget(self, exchange: Exchange) -> None:
-        del self._watching[exchange]
-        if not self._watching:
+    def _leave(self) -> None:
+        self._count -= 1
+        if not self._count:
             assert self._timer is not None
             assert self._fold is not None
             self._timer.cancel()
@@ -103,17 +112,15 @@ class Watchers:
         self._timer = asyncio.get_running_loop().call_later(EVERY, self._tell)
         assert self._fold is not None
         try:
-            server = {**self._server(), "watchers": len(self._watching), "missed": self.missed}
-            line = msgspec.json.encode(self._fold.snapshot(time.monotonic(), server)) + b"\n"
+            server = {**self._server(), "watchers": self._count, "missed": self.missed}
+            self._line = msgspec.json.encode(self._fold.snapshot(time.monotonic(), server)) + b"\n"
         except Exception:  # the next one may be well
             if self._broken.first():
                 log.exception("a snapshot for those who watch could not be made (repeats are not logged)")
             return
-        for exchange in list(self._watching):
-            if exchange.writable:
-                exchange.write(line)
-            else:
-                self.missed += 1
+        self._number += 1
+        told, self._told = self._told, asyncio.Event()
+        told.set()
 
 
 def _failed(error: ReflexError) -> bytes:

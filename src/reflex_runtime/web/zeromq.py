@@ -34,24 +34,20 @@ class ZmqMessage:
     """One message. peer: the routing id of its connection, the same again after a restart. id: made by the server,
     unique. started, received: when it was taken (`time.monotonic`). held: bytes of it that `Bodies` counts."""
 
-    __slots__ = ("_envelope", "_listener", "data", "held", "id", "peer", "received", "started")
+    __slots__ = ("data", "envelope", "held", "id", "peer", "received", "started")
 
-    def __init__(self, listener: ZmqListener, id: str, envelope: list[bytes], data: bytes) -> None:
-        self._listener, self.id, self._envelope, self.data = listener, id, envelope, data
+    def __init__(self, id: str, envelope: list[bytes], data: bytes) -> None:
+        self.id, self.envelope, self.data = id, envelope, data
         self.peer = envelope[0]
         self.started = self.received = time.monotonic()
         self.held = 0
-
-    def answer(self, data: bytes) -> None:
-        """Send the answer. To be called once."""
-        self._listener.answer(self, [*self._envelope, data])
 
 
 class ZmqSession(Protocol):
     """What a product does with the messages of all clients."""
 
-    def asked(self, message: ZmqMessage) -> None:
-        """Answer it, now or later; what is raised fails it."""
+    async def answer(self, message: ZmqMessage) -> bytes:
+        """The answer to it; errors are answers too."""
 
     def failed(self, message: ZmqMessage, error: ReflexError) -> bytes:
         """The message is answered with an error. Returns what says so."""
@@ -68,6 +64,7 @@ class ZmqListener:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._waiting = 0  # messages that are being answered
         self._again = False
+        self._tasks: set[asyncio.Task[None]] = set()
         for option, value in (
             (zmq.MAXMSGSIZE, 2 * most),
             (zmq.RCVHWM, PER_CLIENT),
@@ -101,12 +98,12 @@ class ZmqListener:
         self._socket.close()
         self._context.term()
 
-    def answer(self, message: ZmqMessage, frames: list[bytes]) -> None:
+    def _send(self, message: ZmqMessage, data: bytes) -> None:
         """Send the answer to a message."""
         self._waiting -= 1
         self._app.bodies.release(message)
         if not self._socket.closed:
-            self._socket.send_multipart(frames, zmq.NOBLOCK)
+            self._socket.send_multipart([*message.envelope, data], zmq.NOBLOCK)
             self._look()
         self._app.answered()
 
@@ -132,13 +129,19 @@ class ZmqListener:
         peer, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
         head = frames.index(b"") + 1 if b"" in frames[:-1] else 0
         body = frames[head:]
-        message = ZmqMessage(self, self._app.asks(), [peer, *frames[:head]], body[0] if body else b"")
+        message = ZmqMessage(self._app.asks(), [peer, *frames[:head]], body[0] if body else b"")
         self._waiting += 1
         try:
             self._check(message, len(body))
-            self._session.asked(message)
         except Exception as error:
-            message.answer(self._session.failed(message, known(error, message.id)))
+            self._send(message, self._session.failed(message, known(error, message.id)))
+        else:
+            task = asyncio.get_running_loop().create_task(self._answer(message))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _answer(self, message: ZmqMessage) -> None:
+        self._send(message, await self._session.answer(message))
 
     def _check(self, message: ZmqMessage, frames: int) -> None:
         if self._app.closing:

@@ -17,9 +17,10 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from reflex_runtime.cli.replicas import providers_of  # noqa: E402
+
 import reflex_runtime.policies.serving.slots  # noqa: E402
 from policies.tiny import write_export  # noqa: E402
-from reflex_runtime.cli.replicas import providers_of  # noqa: E402
 from reflex_runtime.cli.serve_policies import _check_device, plans_of, policies_of  # noqa: E402
 from reflex_runtime.core.batch import Batch  # noqa: E402
 from reflex_runtime.core.errors import ConfigError  # noqa: E402

@@ -15,11 +15,11 @@ import numpy as np
 import PIL.Image
 import pytest
 from onnx import TensorProto, helper
+from reflex_runtime.policies.serving.preparing import AT_ONCE, LIGHT_PIXELS, DecodeOrder, Job, Preparing
 
 from policies.tiny import write_export, write_graph
 from reflex_runtime.core.errors import QueueFull
 from reflex_runtime.policies.policy.observation import MAX_IMAGE_PIXELS
-from reflex_runtime.policies.serving.preparing import AT_ONCE, LIGHT_PIXELS, DecodeOrder, Job, Preparing
 from serving.harness import Latch, Server
 
 LARGE = 4 * LIGHT_PIXELS

@@ -22,15 +22,15 @@ import PIL.Image
 import pytest
 from openpi_client import action_chunk_broker, msgpack_numpy
 from openpi_client.websocket_client_policy import WebsocketClientPolicy
+from reflex_runtime.policies.serving.asking import Asking
+from reflex_runtime.web.websocket import SocketMessage
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
-from reflex_runtime.policies.serving.asking import Asking
 from reflex_runtime.policies.serving.runtime import PolicyRuntime
 from reflex_runtime.policies.wires.openpi import ROWS, Episodes, OpenpiSession
 from reflex_runtime.telemetry.journal_reader import read_journal
 from reflex_runtime.web.app import App
 from reflex_runtime.web.errors import InvalidRequest
-from reflex_runtime.web.websocket import SocketMessage
 from serving.exports import ACTIONS, CHUNK, expected, write_tiny
 from serving.harness import STATE, Server
 from serving.in_process import with_app

@@ -13,15 +13,15 @@ from typing import Any
 import numpy as np
 import pytest
 from openpi_client import msgpack_numpy
-
 from reflex_runtime.policies.serving.asking import Asking
+from reflex_runtime.web.websocket import SocketMessage
+
 from reflex_runtime.policies.serving.runtime import PolicyRuntime
 from reflex_runtime.policies.wires import vla_eval_codec, xpolicylab_codec
 from reflex_runtime.policies.wires.openpi import OpenpiSession
 from reflex_runtime.policies.wires.vla_eval import VlaEvalSession
 from reflex_runtime.policies.wires.xpolicylab import XPolicyLabSession
 from reflex_runtime.web.app import App
-from reflex_runtime.web.websocket import SocketMessage
 from serving.exports import write_tiny
 from serving.harness import STATE
 from serving.in_process import with_app

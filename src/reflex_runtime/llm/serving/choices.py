@@ -24,7 +24,7 @@ from reflex_runtime.llm.tokenizer import Tokenizer
 from reflex_runtime.llm.tools import ToolFormat
 from reflex_runtime.settings import LLMServeConfig
 from reflex_runtime.telemetry.spans import RequestSpan
-from reflex_runtime.web.exchange import Exchange
+from reflex_runtime.web.request import HttpRequest
 
 _LOOKED_AT: Final = 256  # tokens of a prompt that take as long as the rest of its request: they are checked and copied
 
@@ -107,23 +107,23 @@ def _with_tools(asked: wire.CompletionRequest, form: ToolFormat | None) -> wire.
     return asked if constraint is None else replace(asked, params=changed(asked.params, constraint=constraint))
 
 
-def aged(asked: wire.CompletionRequest, exchange: Exchange) -> wire.CompletionRequest:
+def aged(asked: wire.CompletionRequest, request: HttpRequest) -> wire.CompletionRequest:
     """With the rest of its time limit: it counts from when the request reached this machine."""
     if asked.time_limit is None:
         return asked
-    left = asked.time_limit - (time.monotonic() - exchange.started)
+    left = asked.time_limit - (time.monotonic() - request.started)
     if left <= 0.0:
         raise Expired("its deadline passed while it was read")
     return replace(asked, time_limit=left)
 
 
 def terms_of(
-    asked: wire.CompletionRequest, adapter: str, by_kind: bool, exchange: Exchange, span: RequestSpan | None
+    asked: wire.CompletionRequest, adapter: str, by_kind: bool, request: HttpRequest, span: RequestSpan | None
 ) -> Terms:
     """How its choices are served. id: of the request. by_kind: see `CompletionRequest.tier`."""
-    peer = exchange.client
+    peer = request.client
     return Terms(
-        id=exchange.request_id,
+        id=request.request_id,
         priority=asked.tier(by_kind),
         client=asked.client if asked.client is not None else f"@{peer[0]}" if peer else "",
         time_limit=asked.time_limit,

@@ -12,26 +12,23 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Final, TypeVar
 
-from reflex_runtime.core.errors import ReflexError
 from reflex_runtime.drivers.slices import Slices, in_order
-from reflex_runtime.drivers.stream import Bell
 from reflex_runtime.ipc.engine import OutputStream, ScoredToken
 from reflex_runtime.llm.sequence import Choice
 from reflex_runtime.llm.serving.answers.replies import Answering, Cached, ModelApi, PartReader, Usage, Writer
 from reflex_runtime.llm.serving.choices import aged, echoes, matcher_of, reader_of, requests_of, terms_of, tokenised
 from reflex_runtime.llm.serving.generation import Generator, merged
 from reflex_runtime.llm.serving.lifecycle import ServerState
-from reflex_runtime.llm.serving.model_host import ModelHost
 from reflex_runtime.llm.serving.requests import reading as wire
 from reflex_runtime.llm.serving.requests.refusals import too_deep
 from reflex_runtime.llm.serving.spans import GenerationSpans, asked_in, first_token
 from reflex_runtime.settings import LLMServeConfig
 from reflex_runtime.telemetry.spans import RequestSpan
-from reflex_runtime.web.app import App
+from reflex_runtime.web.app import cancelled_by
 from reflex_runtime.web.bodies import LARGE
-from reflex_runtime.web.errors import CallerLeft
-from reflex_runtime.web.exchange import Exchange
+from reflex_runtime.web.errors import known
 from reflex_runtime.web.form import Headers
+from reflex_runtime.web.request import HttpRequest, HttpResponse
 
 T = TypeVar("T")
 _STREAM: Final[Headers] = [
@@ -42,43 +39,52 @@ _STREAM: Final[Headers] = [
 
 
 class Completing:
-    """Answers what is asked of the model. app: reads bodies and carries answers. spans: None without tracing."""
+    """Answers what is asked of the model. spans: None without tracing."""
 
-    def __init__(self, state: ServerState, app: App, spans: GenerationSpans | None) -> None:
+    def __init__(self, state: ServerState, spans: GenerationSpans | None) -> None:
         self.state = state
-        self.app = app
         self._spans = spans
 
-    async def complete(self, exchange: Exchange, body: bytes, dialect: ModelApi) -> None:
-        host: ModelHost = exchange.ask  # what was ready when it entered answers it, also in a drain
-        span = None if self._spans is None else self._spans.begin(exchange)
-        asked = await self.decoded(lambda body: dialect.read(body, self.state.defaults), body)
-        if span is not None:
-            asked_in(span, asked)
-        adapter = self.state.adapter(asked.model)
-        underway = Underway(exchange, host.generator, asked, self.state.plan.config, adapter, span)
-        del body, asked  # once it is queued, its texts are not kept
-        exchange.on_left = underway.close
+    async def complete(self, dialect: ModelApi, request: HttpRequest) -> None:
+        span = None if self._spans is None else self._spans.begin(request)
         try:
-            await underway.queue()
-            self.app.bodies.release(exchange)
-            self.app.entered(exchange)
-            answer = dialect.write(underway.answering())
+            host = self.state.ready()  # what is ready now answers it, also in a drain
+            asked = await self.read(request, partial(_read, dialect, self.state.defaults))
+            if span is not None:
+                asked_in(span, asked)
+            adapter = self.state.adapter(asked.model)
+            underway = Underway(request, host.generator, asked, self.state.plan.config, adapter, span)
+            del asked  # once it is queued, its texts are not kept
             try:
-                await underway.send(answer)
+                await underway.queue()
+                request.app.bodies.release(request)
+                answer = dialect.write(underway.answering())
+                try:
+                    await underway.send(answer)
+                finally:
+                    if self._spans is not None and span is not None:
+                        self._spans.used(span, request, underway.usage())
             finally:
-                if self._spans is not None and span is not None:
-                    self._spans.used(span, exchange, underway.usage())
-            if self._spans is not None:
-                self._spans.answered(exchange, answer)
-        finally:
-            underway.close()
+                underway.close()
+        except (Exception, asyncio.CancelledError) as failure:
+            error = cancelled_by(failure) if isinstance(failure, asyncio.CancelledError) else failure
+            if self._spans is not None and span is not None:
+                self._spans.ended(request, span, known(error, request.request_id))
+            raise
+        if self._spans is not None and span is not None:
+            self._spans.answered(request, span, answer)
 
-    async def decoded(self, read: Callable[[bytes], T], body: bytes) -> T:
+    async def read(self, request: HttpRequest, read: Callable[[bytes], T]) -> T:
+        """What the body says."""
+        body = await request.body()
         try:
-            return read(body) if len(body) <= LARGE else await self.app.bodies.beside(read, body)
+            return read(body) if len(body) <= LARGE else await request.app.bodies.beside(read, body)
         except RecursionError:
             raise too_deep() from None
+
+
+def _read(dialect: ModelApi, defaults: wire.DefaultsOf, body: bytes) -> wire.CompletionRequest:
+    return dialect.read(body, defaults)
 
 
 class Underway:
@@ -87,16 +93,16 @@ class Underway:
 
     def __init__(
         self,
-        exchange: Exchange,
+        request: HttpRequest,
         runtime: Generator[Any],
         asked: wire.CompletionRequest,
         config: LLMServeConfig,
         adapter: str,
         span: RequestSpan | None,
     ) -> None:
-        self._exchange, self._runtime, self._asked, self._span = exchange, runtime, asked, span
+        self._request, self._runtime, self._asked, self._span = request, runtime, asked, span
         self._config, self._adapter = config, adapter
-        self._bell = Bell()
+        self._bell = asyncio.Event()
         self._streams: list[OutputStream] = []
         self._echoes: list[str] = []
         self._reader: Callable[[], PartReader] | None = None
@@ -104,12 +110,12 @@ class Underway:
 
     async def queue(self) -> None:
         """Queue all its choices, or none: where one is refused, `close` takes back those before it. Raises BadRequest,
-        Rejected, CallerLeft."""
-        exchange, runtime, config = self._exchange, self._runtime, self._config
+        Rejected."""
+        request, runtime, config = self._request, self._runtime, self._config
         asked, prompts = await tokenised(runtime, self._asked, config)
         matcher = await matcher_of(runtime, asked)
-        asked = aged(asked, exchange)
-        terms = terms_of(asked, self._adapter, config.default_tiers, exchange, self._span)
+        asked = aged(asked, request)
+        terms = terms_of(asked, self._adapter, config.default_tiers, request, self._span)
         slices = Slices()
         made = (requests_of(runtime, asked, i, ids, terms, matcher, slices) for i, ids in enumerate(prompts))
         groups = [await each for each in made]  # all of them before one is queued: what could never run is refused
@@ -117,8 +123,6 @@ class Underway:
         async with in_order(runtime.queueing, asked.n * len(groups)):
             for group in groups:
                 await slices.next(asked.n)
-                if exchange.left:
-                    raise CallerLeft("the caller left before its request was queued")
                 self._streams += runtime.submit_alike(group, self._bell)
         if asked.conversation is not None:
             self._reader = reader_of(asked, runtime.tokenizer, prompts[0])
@@ -131,7 +135,7 @@ class Underway:
         """What its answer is made from."""
         asked, token, choices = self._asked, self._runtime.tokenizer.token, len(self._streams)
         usage = partial(_usage, self._streams, asked)
-        return Answering(self._exchange.number, asked, choices, token, usage, self._reader, self._echoes, self._scores)
+        return Answering(self._request.number, asked, choices, token, usage, self._reader, self._echoes, self._scores)
 
     def usage(self) -> Usage:
         """Tokens so far."""
@@ -151,36 +155,18 @@ class Underway:
             first_token(self._span)
             answer.add(index, outputs)
         told = self._asked.prompt_logprobs is not None or self._asked.params.logprobs is not None
-        self._exchange.answer(200, await _made(told, answer.whole))
+        await self._request.answer(HttpResponse(200, await _made(told, answer.whole)))
 
     async def _stream(self, answer: Writer) -> None:
-        exchange, streams = self._exchange, self._streams
-        aside = partial(self._pass_on, streams[0], answer) if len(streams) == 1 else None
-        async for index, outputs in merged(streams, self._bell, aside):
+        request = self._request
+        async for index, outputs in merged(self._streams, self._bell):
             events = await _made(self._asked.prompt_logprobs is not None, partial(answer.chunk, index, outputs))
-            if not exchange.begun:
+            if not request.begun:
                 first_token(self._span)
-                exchange.begin(200, _STREAM, answer.failed)
+                await request.begin(200, _STREAM, answer.failed)
             if events:
-                await exchange.drained()
-                exchange.write(events)
-        await exchange.drained()
-        exchange.write(answer.end())
-        exchange.end()
-
-    def _pass_on(self, stream: OutputStream, answer: Writer) -> bool:
-        """Write the next outputs at once, without waking a task for each token. False when a task is needed: nothing
-        was sent yet, the reader is slow, the stream has ended or failed."""
-        exchange = self._exchange
-        if not exchange.begun or stream.ended or not exchange.writable:
-            return False
-        try:
-            events = answer.chunk(0, stream.take())
-        except ReflexError:
-            return False  # it is raised again for the task
-        if events:
-            exchange.write(events)
-        return True
+                await request.write(events)
+        await request.end(answer.end())
 
 
 async def _made(long: bool, write: Callable[[], bytes]) -> bytes:

@@ -18,7 +18,7 @@ from reflex_runtime.core.events import BatchFinished, Event, RequestProgressed
 from reflex_runtime.core.request import Request, Ticket
 from reflex_runtime.drivers.audience import Sink
 from reflex_runtime.drivers.batcher import Batcher
-from reflex_runtime.drivers.stream import Bell, Stream
+from reflex_runtime.drivers.stream import Stream
 from reflex_runtime.ipc.engine import Output, OutputStream
 from reflex_runtime.ipc.sampling import Constraint, SamplingParams
 from reflex_runtime.llm.constraint import Matcher
@@ -330,10 +330,9 @@ class GenerationRuntime:
 
 
 async def merged(
-    streams: Seq[OutputStream], bell: Bell, aside: Callable[[], bool] | None = None
+    streams: Seq[OutputStream], bell: asyncio.Event
 ) -> AsyncIterator[tuple[int, Seq[Output]]]:
     """What the streams say, as (number of the stream, its new outputs). bell: the one they were submitted with.
-    aside: see `Bell`; what it reads is not said here.
 
     Raises the first error that one of them ends with.
     """
@@ -349,4 +348,4 @@ async def merged(
                 stream.take()
                 del still[number]
         if still:
-            await bell.wait_aside(aside)
+            await bell.wait()

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine
-from functools import partial
-from typing import Any, Final
+from collections.abc import Callable
+from typing import Final
 
 from reflex_runtime.core.errors import ReflexError
 from reflex_runtime.llm.serving.answers.errors import error_body, told
@@ -14,10 +13,10 @@ from reflex_runtime.telemetry import metrics
 from reflex_runtime.version import __version__
 from reflex_runtime.web.app import App, WebSettings
 from reflex_runtime.web.dashboard import dashboard_routes
-from reflex_runtime.web.exchange import Exchange, Route
 from reflex_runtime.web.form import JSON, ErrorForm, Refusal
 from reflex_runtime.web.json import encode
 from reflex_runtime.web.openapi import page
+from reflex_runtime.web.request import HttpRequest, HttpResponse, Route
 
 OPEN_PATHS: Final = ("/health", "/metrics", "/version", "/openapi.json", "/docs")
 MODELS: Final = "/v1/models"
@@ -49,11 +48,11 @@ class ServingPages:
         missing: what is said of a path that is not served."""
         pages = [
             Route("/health", self._health, open=True),
-            Route("/metrics", partial(self._later, self._metrics), open=True),
+            Route("/metrics", self._metrics, open=True),
             Route("/version", self._version, open=True),
             Route("/openapi.json", self._openapi, open=True),
             Route("/docs", self._docs, open=True),
-            Route("/status", partial(self._later, self._status)),
+            Route("/status", self._status),
         ]
         self._app = App(
             settings,
@@ -66,33 +65,29 @@ class ServingPages:
         )
         return self._app
 
-    def _count(self, exchange: Exchange, status: int) -> None:
-        self._state.answered("other" if exchange.route is None else exchange.route.path, status)
+    def _count(self, request: HttpRequest, status: int) -> None:
+        self._state.answered("other" if request.route is None else request.route.path, status)
 
-    def _health(self, exchange: Exchange, _: bytes) -> None:
+    async def _health(self, request: HttpRequest) -> HttpResponse:
         body = self._state.health()
-        exchange.answer(200 if body["status"] == "ok" else 503, encode(body))
+        return HttpResponse(200 if body["status"] == "ok" else 503, encode(body))
 
-    async def _metrics(self, exchange: Exchange) -> None:
-        exchange.answer(200, await self._state.metrics(), metrics.CONTENT_TYPE.encode())
+    async def _metrics(self, request: HttpRequest) -> HttpResponse:
+        return HttpResponse(200, await self._state.metrics(), metrics.CONTENT_TYPE.encode())
 
-    async def _status(self, exchange: Exchange) -> None:
-        exchange.answer(200, encode(await self._state.status()))
+    async def _status(self, request: HttpRequest) -> HttpResponse:
+        return HttpResponse(200, encode(await self._state.status()))
 
-    def _later(self, answer: Any, exchange: Exchange, _: bytes) -> None:
-        answering: Coroutine[Any, Any, None] = answer(exchange)
-        self._app.spawn(exchange, answering)
+    async def _version(self, request: HttpRequest) -> HttpResponse:
+        return HttpResponse(200, encode({"version": __version__}))
 
-    def _version(self, exchange: Exchange, _: bytes) -> None:
-        exchange.answer(200, encode({"version": __version__}))
+    async def _openapi(self, request: HttpRequest) -> HttpResponse:
+        return HttpResponse(200, self._document(request))
 
-    def _openapi(self, exchange: Exchange, _: bytes) -> None:
-        exchange.answer(200, self._document(exchange))
+    async def _docs(self, request: HttpRequest) -> HttpResponse:
+        shown = page(self._document(request), request.headers.get(b"host", b""))
+        return HttpResponse(200, shown, b"text/html; charset=utf-8")
 
-    def _docs(self, exchange: Exchange, _: bytes) -> None:
-        shown = page(self._document(exchange), exchange.headers.get(b"host", b""))
-        exchange.answer(200, shown, b"text/html; charset=utf-8")
-
-    def _document(self, exchange: Exchange) -> bytes:
+    def _document(self, request: HttpRequest) -> bytes:
         """The model is named to those who may ask /v1/models."""
-        return self._described(OPEN_PATHS if self._app.has_key else None, self._app.knows(exchange))
+        return self._described(OPEN_PATHS if self._app.has_key else None, self._app.knows(request))

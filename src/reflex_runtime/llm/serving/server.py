@@ -1,6 +1,6 @@
 """The APIs of the served model: their routes, and what is answered without the model.
 
-Every answer has `X-Request-Id`, the caller's own where it sent one; every error has its API's body, and says in
+Every answer has `X-HttpRequest-Id`, the caller's own where it sent one; every error has its API's body, and says in
 `X-Should-Retry` whether a retry is safe.
 """
 
@@ -26,10 +26,10 @@ from reflex_runtime.llm.serving.requests import messages, responses
 from reflex_runtime.llm.serving.requests import reading as wire
 from reflex_runtime.llm.serving.spans import GenerationSpans
 from reflex_runtime.web.app import App
-from reflex_runtime.web.exchange import Exchange, Route
 from reflex_runtime.web.json import encode
+from reflex_runtime.web.request import HttpRequest, HttpResponse, Route
 from reflex_runtime.web.serve import Make
-from reflex_runtime.web.supervisor import Lives
+from reflex_runtime.web.supervisor import Parent
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"
@@ -54,64 +54,57 @@ class ModelServer:
         self.state = state
         config = state.plan.config
         self._spans = None if state.spans is None else GenerationSpans(state.spans, state.plan.name)
+        self._completing = Completing(state, self._spans)
         most = config.max_body_bytes
         routes = [
             Route(MODELS, self._cards),
-            Route(TOKENIZE, self._tokenize, "POST", most=most, enter=self._enter),
-            Route(DETOKENIZE, self._detokenize, "POST", most=most, enter=self._enter),
-            Route(messages.COUNT, self._count_tokens, "POST", most=most, enter=self._enter, form=FORM),
+            Route(TOKENIZE, self._tokenize, "POST", most=most),
+            Route(DETOKENIZE, self._detokenize, "POST", most=most),
+            Route(messages.COUNT, self._count_tokens, "POST", most=most, form=FORM),
             *map(self._generating, DIALECTS),
         ]
         pages = ServingPages(state, self._described)
         card = Route(MODELS + "/{id}", self._card)
         self.app = pages.app(config, config.cors, routes, card, _missing)
-        self._completing = Completing(state, self.app, self._spans)
 
     def _generating(self, dialect: ModelApi) -> Route:
-        def run(exchange: Exchange, body: bytes) -> None:
-            self.app.spawn(exchange, self._completing.complete(exchange, body, dialect))
-
         failed, most = None if self._spans is None else self._spans.failed, self.state.plan.config.max_body_bytes
-        return Route(dialect.path, run, "POST", most=most, enter=self._enter, fail=failed, form=dialect.form)
-
-    def _enter(self, exchange: Exchange) -> None:
-        exchange.ask = self.state.ready()  # also of a request that is read while the server drains
+        run = partial(self._completing.complete, dialect)
+        return Route(dialect.path, run, "POST", most=most, form=dialect.form, refused=failed)
 
     # -- questions that are answered without the model -----------------------------------------------------------------
 
-    def _tokenize(self, exchange: Exchange, body: bytes) -> None:
-        self.app.spawn(exchange, self._of_tokens(exchange, body, tokens.tokenize_fields, tokens.tokenized))
+    async def _tokenize(self, request: HttpRequest) -> HttpResponse:
+        return await self._of_tokens(request, tokens.tokenize_fields, tokens.tokenized)
 
-    def _detokenize(self, exchange: Exchange, body: bytes) -> None:
-        self.app.spawn(exchange, self._of_tokens(exchange, body, tokens.detokenize_fields, tokens.detokenized))
+    async def _detokenize(self, request: HttpRequest) -> HttpResponse:
+        return await self._of_tokens(request, tokens.detokenize_fields, tokens.detokenized)
 
-    def _count_tokens(self, exchange: Exchange, body: bytes) -> None:
-        async def count() -> None:
-            name, conversation = await self._completing.decoded(messages.counted, body)
-            self.state.adapter(name)
-            ids = await tokens.of_conversation(conversation, exchange.ask.generator)
-            exchange.answer(200, encode(messages.InputTokens(len(ids))))
-
-        self.app.spawn(exchange, count())
+    async def _count_tokens(self, request: HttpRequest) -> HttpResponse:
+        host = self.state.ready()
+        name, conversation = await self._completing.read(request, messages.counted)
+        self.state.adapter(name)
+        ids = await tokens.of_conversation(conversation, host.generator)
+        return HttpResponse(200, encode(messages.InputTokens(len(ids))))
 
     async def _of_tokens(
         self,
-        exchange: Exchange,
-        body: bytes,
+        request: HttpRequest,
         read: Callable[[bytes], F],
         answer: Callable[[F, Generator[Any]], Awaitable[bytes]],
-    ) -> None:
-        """Answer what only the tokenizer is asked for."""
-        fields = await self._completing.decoded(read, body)
+    ) -> HttpResponse:
+        """What only the tokenizer is asked for."""
+        host = self.state.ready()
+        fields = await self._completing.read(request, read)
         if fields.model is not None:
             self.state.adapter(fields.model)
-        exchange.answer(200, await answer(fields, exchange.ask.generator))
+        return HttpResponse(200, await answer(fields, host.generator))
 
-    def _cards(self, exchange: Exchange, _: bytes) -> None:
-        exchange.answer(200, encode({"object": "list", "data": list(map(self.state.card, self.state.names))}))
+    async def _cards(self, request: HttpRequest) -> HttpResponse:
+        return HttpResponse(200, encode({"object": "list", "data": list(map(self.state.card, self.state.names))}))
 
-    def _card(self, exchange: Exchange, _: bytes) -> None:
-        exchange.answer(200, encode(self.state.card(unquote(exchange.path[len(MODELS) + 1 :]))))
+    async def _card(self, request: HttpRequest) -> HttpResponse:
+        return HttpResponse(200, encode(self.state.card(unquote(request.path[len(MODELS) + 1 :]))))
 
     def _described(self, open_paths: tuple[str, ...] | None, named: bool) -> bytes:
         state = self.state
@@ -129,8 +122,8 @@ def _missing(path: str) -> str:
 def serving(plan: ModelPlan, open: Open) -> Make:
     """What `web.serve` makes to serve a model. open: see `ServerState`."""
 
-    def make(on_lost: Callable[[], None], lives: Lives | None) -> tuple[App, ServerState]:
-        state = ServerState(plan, open, on_lost, lives)
+    def make(on_lost: Callable[[], None], parent: Parent | None) -> tuple[App, ServerState]:
+        state = ServerState(plan, open, on_lost, None if parent is None else parent.lives)
         return ModelServer(state).app, state
 
     return make

@@ -13,8 +13,8 @@ from reflex_runtime.core.events import RequestAnswered
 from reflex_runtime.llm.serving.answers.replies import Usage, Writer
 from reflex_runtime.llm.serving.requests.reading import CompletionRequest
 from reflex_runtime.telemetry.spans import RequestSpan, Spans
-from reflex_runtime.telemetry.trace_context import Attribute, follow, within
-from reflex_runtime.web.exchange import Exchange
+from reflex_runtime.telemetry.trace_context import Attribute, follow
+from reflex_runtime.web.request import HttpRequest
 
 WIRE: Final = "openai"
 FIRST_TOKEN: Final = "gen_ai.first_token"  # a moment
@@ -27,28 +27,28 @@ class GenerationSpans:
     def __init__(self, spans: Spans, model: str) -> None:
         self._spans, self._model = spans, model
 
-    def begin(self, exchange: Exchange) -> RequestSpan:
-        """The span of a request that is being answered in this task; `exchange.ask` from now on."""
-        span = exchange.ask = self._begun(exchange)
+    def begin(self, request: HttpRequest) -> RequestSpan:
+        """The span of a request that is being answered in this task."""
+        span = self._begun(request)
         follow(span.context)
         return span
 
-    def _begun(self, exchange: Exchange) -> RequestSpan:
-        route = "" if exchange.route is None else exchange.route.path
+    def _begun(self, request: HttpRequest) -> RequestSpan:
+        route = "" if request.route is None else request.route.path
         operation = "text_completion" if route == "/v1/completions" else "chat"
-        span = self._spans.begin(f"{operation} {self._model}", exchange.headers)
+        span = self._spans.begin(f"{operation} {self._model}", request.headers)
         span.attributes |= {
-            "http.request.method": exchange.method,
+            "http.request.method": request.method,
             "http.route": route,
             "reflex.wire": WIRE,
-            "reflex.request.id": exchange.request_id,
+            "reflex.request.id": request.request_id,
             "gen_ai.operation.name": operation,
             "gen_ai.provider.name": _PROVIDER,
             "gen_ai.response.model": self._model,
         }
         return span
 
-    def used(self, span: RequestSpan, exchange: Exchange, usage: Usage) -> None:
+    def used(self, span: RequestSpan, request: HttpRequest, usage: Usage) -> None:
         """What it took, also of a request that failed."""
         span.attributes |= {
             "gen_ai.usage.input_tokens": usage.prompt_tokens,
@@ -56,28 +56,25 @@ class GenerationSpans:
             "gen_ai.usage.cache_read.input_tokens": usage.prompt_tokens_details.cached_tokens,
         }
         if span.moments:
-            span.attributes["gen_ai.response.time_to_first_chunk"] = span.moments[0][1] - exchange.started
+            span.attributes["gen_ai.response.time_to_first_chunk"] = span.moments[0][1] - request.started
 
-    def answered(self, exchange: Exchange, answer: Writer) -> None:
+    def answered(self, request: HttpRequest, span: RequestSpan, answer: Writer) -> None:
         """It has its whole answer."""
-        span: RequestSpan = exchange.ask
         told: dict[str, Attribute] = {"id": answer.id, "finish_reasons": answer.finish_reasons}
         span.attributes |= {f"gen_ai.response.{name}": value for name, value in told.items()}
-        self._end(exchange, span, None)
+        self.ended(request, span, None)
 
-    def failed(self, exchange: Exchange, error: ReflexError) -> None:
-        """Answer it with an error. It may have failed before it had a span."""
-        span = exchange.ask if isinstance(exchange.ask, RequestSpan) else self._begun(exchange)
-        with within(span.context):
-            exchange.fail(error)
-        self._end(exchange, span, error)
+    def failed(self, request: HttpRequest, error: ReflexError) -> None:
+        """It is refused before it was read."""
+        self.ended(request, self._begun(request), error)
 
-    def _end(self, exchange: Exchange, span: RequestSpan, error: ReflexError | None) -> None:
+    def ended(self, request: HttpRequest, span: RequestSpan, error: ReflexError | None) -> None:
+        """It has its answer, or an error."""
         now = time.monotonic()
         outcome, status = ("ok", 200) if error is None else (error.outcome, error.http_status)
-        span.attributes["http.response.status_code"] = 200 if exchange.begun else status
-        received = exchange.received or now
-        model, latency = str(span.attributes["gen_ai.response.model"]), now - exchange.started
+        span.attributes["http.response.status_code"] = 200 if request.begun else status
+        received = request.received or now
+        model, latency = str(span.attributes["gen_ai.response.model"]), now - request.started
         self._spans(
             RequestAnswered(now, model, outcome, status, latency, None, None, now - received, WIRE, error, span)
         )

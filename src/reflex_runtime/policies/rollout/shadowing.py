@@ -26,8 +26,8 @@ from reflex_runtime.drivers.batcher import Batcher
 from reflex_runtime.policies import Observation, Policy
 from reflex_runtime.policies.rollout.shadow import Difference, Sampler, ShadowDivergence
 from reflex_runtime.policies.rollout.versions import Version
-from reflex_runtime.policies.serving.preparing import Done as Made
-from reflex_runtime.policies.serving.preparing import Job, Preparing
+from reflex_runtime.policies.serving.decode_pool import DecodePool, Job
+from reflex_runtime.policies.serving.decode_pool import Done as Made
 from reflex_runtime.policies.serving.slots import SHADOW_QUEUE, Slot
 from reflex_runtime.telemetry.metrics import Metrics
 
@@ -51,14 +51,14 @@ class Shadowing:
         self,
         slot: Slot,
         batcher: Batcher,
-        preparing: Preparing,
+        decode_pool: DecodePool,
         share: float,
         metrics: Metrics,
         publish: Callable[[Event], None],
         on_difference: Callable[[str, str, Difference], None] = lambda request_id, slot, found: None,
         on_stopped: Callable[[str], None] = lambda why: None,
     ) -> None:
-        self._slot, self._batcher, self._threads, self._metrics = slot, batcher, preparing, metrics
+        self._slot, self._batcher, self._threads, self._metrics = slot, batcher, decode_pool, metrics
         self._publish = publish
         self._sampler = Sampler(share)
         self.divergence = ShadowDivergence()

@@ -1,75 +1,64 @@
-"""POST /act: questions and answers in JSON, msgpack and json-numpy, over HTTP."""
+"""POST /act: requests and answers in JSON, msgpack and json-numpy, over HTTP."""
 
 from __future__ import annotations
 
-import asyncio
-from functools import partial
-
-from reflex_runtime.core.errors import Closed, ReflexError
+from reflex_runtime.core.errors import ReflexError
 from reflex_runtime.policies.serving import fields
-from reflex_runtime.policies.serving.ask import Ask
-from reflex_runtime.policies.serving.asking import Asking
-from reflex_runtime.policies.serving.question import ActAnswer, Question
+from reflex_runtime.policies.serving.handler import RequestHandler
+from reflex_runtime.policies.serving.pending import PendingRequest
+from reflex_runtime.policies.serving.question import Question
 from reflex_runtime.policies.serving.wire_names import ACT, JSON_NUMPY
 from reflex_runtime.policies.wires import json_numpy
 from reflex_runtime.policies.wires.json_numpy import GrootJson, JsonNumpy
 from reflex_runtime.web.bodies import LARGE
 from reflex_runtime.web.errors import InvalidRequest
-from reflex_runtime.web.exchange import Exchange, header_text
 from reflex_runtime.web.form import JSON, MSGPACK, Headers
+from reflex_runtime.web.request import HttpRequest, HttpResponse, header_text
 
 
 class Act:
-    """What HTTP adds to `Asking`: heads, bodies and headers."""
+    """What HTTP adds to `RequestHandler`: bodies and headers."""
 
-    def __init__(self, asking: Asking) -> None:
-        self.asking = asking
+    def __init__(self, handler: RequestHandler) -> None:
+        self.handler = handler
 
-    def enter(self, exchange: Exchange) -> None:
-        ask = self._begin(exchange)
-        exchange.on_left = partial(self.asking.leave, ask)
-        self.asking.enter(ask)
-
-    def run(self, exchange: Exchange, body: bytes) -> None:
-        home, ask = self.asking.runtime.home, exchange.ask
-        if home is not None and ask is not None:
-            ask.hand_on = partial(home.hand_on, exchange, body)
-        if len(body) > LARGE:
-            decoding = exchange.app.bodies.beside(_decode, body, exchange.sent_msgpack)
-            decoding.add_done_callback(partial(self._decoded, exchange))
-        else:
-            self._ask(exchange, _decode(body, exchange.sent_msgpack))
-
-    def reset(self, exchange: Exchange, _: bytes) -> None:
-        """What clients of GR00T ask before an episode: nothing is kept of requests that do not name theirs."""
-        exchange.answer(200, b"{}")
-
-    def fail(self, exchange: Exchange, error: ReflexError) -> None:
-        """The request cannot be read, or must not be."""
-        self.asking.fail(exchange.ask or self._begin(exchange), error)
-
-    def _begin(self, exchange: Exchange) -> Ask:
-        settle = partial(_settle, exchange)
-        ask = exchange.ask = Ask(ACT, exchange.request_id, exchange.client, settle, exchange.started, exchange)
-        ask.moved = exchange.moved
-        return ask
-
-    def _ask(self, exchange: Exchange, asked: Question | JsonNumpy | GrootJson) -> None:
-        ask: Ask = exchange.ask
-        if not isinstance(asked, Question):
-            ask.wire, ask.settle = JSON_NUMPY, partial(_settle, exchange, as_sent=asked)
-            asked = asked.question(self.asking.of(asked.policy).reading(asked.block))
-        self.asking.ask(ask, asked, exchange.received)
-
-    def _decoded(self, exchange: Exchange, decoding: asyncio.Future[Question | JsonNumpy | GrootJson]) -> None:
-        if exchange.done:
-            return
+    async def run(self, request: HttpRequest) -> HttpResponse:
+        pending = _pending(request)
+        as_sent: JsonNumpy | GrootJson | None = None
         try:
-            if decoding.cancelled():
-                raise Closed("the server is shutting down", retry_after=1.0)
-            self._ask(exchange, decoding.result())
-        except Exception as error:
-            self.asking.fail(exchange.ask, error)
+            with self.handler.admit(pending):
+                body = await request.body()
+                if len(body) > LARGE:
+                    asked = await request.app.bodies.beside(_decode, body, request.sent_msgpack)
+                else:
+                    asked = _decode(body, request.sent_msgpack)
+                if not isinstance(asked, Question):
+                    pending.wire, as_sent = JSON_NUMPY, asked
+                    asked = asked.question(self.handler.of(asked.policy).reading(asked.block))
+                answer = await self.handler.infer(pending, asked, request.received)
+        except ReflexError as error:
+            request.request_id = pending.request_id
+            return request.app.refuse(request, error, _routed(pending))
+        request.request_id = pending.request_id
+        if as_sent is not None:
+            return HttpResponse(200, as_sent.answer(answer.actions), JSON, _routed(pending))
+        if request.wants_msgpack:
+            return HttpResponse(200, fields.encode_msgpack(answer), MSGPACK, _routed(pending))
+        return HttpResponse(200, fields.encode_json(answer), JSON, _routed(pending))
+
+    async def reset(self, request: HttpRequest) -> HttpResponse:
+        """What clients of GR00T ask before an episode: nothing is kept of requests that do not name theirs."""
+        self.handler.runtime.need_policy()
+        await request.body()
+        return HttpResponse(200, b"{}")
+
+    def refused(self, request: HttpRequest, error: ReflexError) -> None:
+        """Count a request that may not be asked."""
+        self.handler.refused(_pending(request), error)
+
+
+def _pending(request: HttpRequest) -> PendingRequest:
+    return PendingRequest(ACT, request.request_id, request.client, request.started, request)
 
 
 def _decode(body: bytes, packed: bool) -> Question | JsonNumpy | GrootJson:
@@ -83,33 +72,19 @@ def _decode(body: bytes, packed: bool) -> Question | JsonNumpy | GrootJson:
         return found
 
 
-def _settle(exchange: Exchange, result: ActAnswer | ReflexError, as_sent: JsonNumpy | GrootJson | None = None) -> None:
-    ask: Ask = exchange.ask
-    exchange.request_id = ask.request_id
-    if isinstance(result, ReflexError):
-        exchange.fail(result, _routed(ask))
-    elif as_sent is not None:
-        exchange.answer(200, as_sent.answer(result.actions), JSON, _routed(ask))
-    elif exchange.wants_msgpack:
-        exchange.answer(200, fields.encode_msgpack(result), MSGPACK, _routed(ask))
-    else:
-        exchange.answer(200, fields.encode_json(result), JSON, _routed(ask))
-    exchange.ask = None  # the two hold each other
-
-
-def _routed(ask: Ask) -> Headers | None:
-    """What the headers say of the policy and the version that answers; None with one of each, or before they are
+def _routed(pending: PendingRequest) -> Headers:
+    """What the headers say of the policy and the version that answers; nothing with one of each, or before they are
     known."""
-    placement, version, served = ask.placement, ask.version, ask.served
-    if placement is None or version is None or served is None:
-        return None
+    placement, served = pending.placement, pending.served
+    if placement is None or served is None:
+        return []
     headers = [] if served.alone else [(b"x-reflex-policy", served.name.encode())]
     if placement.routing is None:
-        return headers or None
+        return headers
     routing = placement.routing
     headers += [
         (b"x-reflex-policy-slot", placement.slot.encode()),
-        (b"x-reflex-model-version", header_text(version.name)),
+        (b"x-reflex-model-version", header_text(served.slots[placement.slot].version.name)),
         (b"x-reflex-routing-key", header_text(routing.key)),
     ]
     if routing.degraded:

@@ -10,8 +10,7 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import msgspec
@@ -20,14 +19,14 @@ from reflex_runtime.core.errors import Closed, ConfigError, ReflexError
 from reflex_runtime.policies.policy.spec import PYTHON
 from reflex_runtime.policies.rollout.versions import Version
 from reflex_runtime.policies.serving import fields as wire
-from reflex_runtime.policies.serving.asking import Asking
+from reflex_runtime.policies.serving.handler import RequestHandler
 from reflex_runtime.policies.serving.served import ServedPolicy
 from reflex_runtime.policies.serving.slots import SHADOW
 from reflex_runtime.policies.source import directory_of
 from reflex_runtime.web.errors import Conflict, InvalidJson, NotFound
-from reflex_runtime.web.exchange import Exchange
 from reflex_runtime.web.fields import Whole, check_id, invalid, invalid_field, whole
 from reflex_runtime.web.json import printable
+from reflex_runtime.web.request import Handler, HttpRequest, HttpResponse
 
 log = logging.getLogger("reflex.admin")
 
@@ -72,12 +71,12 @@ class Outcome(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Admin:
-    """Answers operators of one policy. Each method takes an exchange and its body, and answers it."""
+    """Answers operators of one policy."""
 
-    def __init__(self, asking: Asking) -> None:
-        self._asking = asking
-        self._tasks: set[asyncio.Task[None]] = set()
-        self.changes: dict[str, Callable[[Exchange, bytes], None]] = {
+    def __init__(self, handler: RequestHandler) -> None:
+        self._handler = handler
+        self._tasks: set[asyncio.Task[Version]] = set()
+        self.changes: dict[str, Handler] = {
             "/admin/split": self.split,
             "/admin/rollback": self.rollback,
             "/admin/reset": self.reset,
@@ -88,40 +87,36 @@ class Admin:
     @property
     def served(self) -> ServedPolicy:
         """The policy it is about; 422 where none is named."""
-        return self._asking.served
+        return self._handler.served
 
-    def _answer(self, exchange: Exchange, told: Mapping[str, Any]) -> None:
-        """Answer that it is done."""
-        exchange.answer(200, wire.encode_json(told))
-
-    def split(self, exchange: Exchange, body: bytes) -> None:
+    async def split(self, request: HttpRequest) -> HttpResponse:
         """Another split for new episodes."""
-        split = whole("split", _decode(body, Split).split)
+        split = whole("split", _decode(await self._body(request), Split).split)
         if not 0 <= split <= 100:
             raise invalid("split", f"split={split}: must be in [0, 100]")
         self.served.rollout.set_split(split, time.monotonic())
-        self._answer(exchange, {"split": split})
+        return _told({"split": split})
 
-    def rollback(self, exchange: Exchange, body: bytes) -> None:
+    async def rollback(self, request: HttpRequest) -> HttpResponse:
         """Everything to a, running episodes too."""
-        _decode(body or b"{}", Nothing)
+        _decode(await self._body(request) or b"{}", Nothing)
         moved = self.served.rollout.rollback(time.monotonic())
-        self._answer(exchange, {"split": 100, "episodes_moved": len(moved)})
+        return _told({"split": 100, "episodes_moved": len(moved)})
 
-    def reset(self, exchange: Exchange, body: bytes) -> None:
+    async def reset(self, request: HttpRequest) -> HttpResponse:
         rollout, shadow = self.served.rollout, self.served.shadow
-        slot, now = _decode(body, SlotName).slot, time.monotonic()
+        slot, now = _decode(await self._body(request), SlotName).slot, time.monotonic()
         if shadow is not None and slot == SHADOW:
             shadow.resume()
             rollout.changed(now, "shadow", "was reset by an operator", {})
         else:
             rollout.reset(slot, now)
         slots = dict(rollout.breaker.verdicts) | ({} if shadow is None else {SHADOW: shadow.verdict})
-        self._answer(exchange, {"verdict": rollout.breaker.verdict, "slots": slots})
+        return _told({"verdict": rollout.breaker.verdict, "slots": slots})
 
-    def faults(self, exchange: Exchange, body: bytes) -> None:
+    async def faults(self, request: HttpRequest) -> HttpResponse:
         """Begin or end a drill."""
-        asked = _decode(body, Faults)
+        asked = _decode(await self._body(request), Faults)
         if len(asked.faults) > MAX_FAULTS:
             raise invalid("faults", f"faults: {len(asked.faults)} are given, at most {MAX_FAULTS} may be")
         try:
@@ -133,63 +128,75 @@ class Admin:
             self.served.rollout.changed(now, "fault", f"injected by an operator: {', '.join(asked.faults)}", told)
         else:
             self.served.rollout.changed(now, "mended", "no injected faults any more", told)
-        self._answer(exchange, {"faults": self.served.faults})
+        return _told({"faults": self.served.faults})
 
-    def load(self, exchange: Exchange, body: bytes) -> None:
-        """Another policy in a slot."""
-        asked = _decode(body, Load)
+    async def load(self, request: HttpRequest) -> HttpResponse:
+        """Another policy in a slot. It takes as long as it takes; the end of the server gives it up."""
+        asked = _decode(await self._body(request), Load)
         if not asked.path or "\0" in asked.path or asked.path.startswith(PYTHON):
             raise invalid("path", f"path={asked.path[:200]!r}: must be an export directory, lerobot:DIR or openpi:DIR")
-        if not os.path.isdir(directory_of(asked.path)):
+        if not is_directory(asked.path):
             raise NotFound(printable(f"path={asked.path[:200]!r}: there is no such directory"), field="path")
-        served, runtime = self.served, self._asking.runtime
+        served, runtime = self.served, self._handler.runtime
         if runtime.exchanges:
             raise Conflict("another policy is being loaded")
         runtime.exchanges = True
-        task = asyncio.get_running_loop().create_task(self._load(exchange, served, asked))
+        task = asyncio.get_running_loop().create_task(served.exchange(asked.slot, asked.path))
         self._tasks.add(task)
-        task.add_done_callback(partial(self._loaded, exchange))
-
-    def _loaded(self, exchange: Exchange, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        self._asking.runtime.exchanges = False
-        if task.cancelled():
-            exchange.fail(Closed("the server is shutting down", retry_after=1.0))
-
-    async def _load(self, exchange: Exchange, served: ServedPolicy, asked: Load) -> None:
+        task.add_done_callback(self._loaded)
         try:
-            self._answer(exchange, await self._exchanged(exchange, served, asked))
+            return _told(loaded(asked, await asyncio.shield(task)))  # an operator that leaves does not end it
+        except asyncio.CancelledError:
+            if task.cancelled():
+                raise Closed("the server is shutting down", retry_after=1.0) from None
+            raise
         except ConfigError as error:
-            exchange.fail(invalid("path", error.message))
+            raise invalid("path", error.message) from None
         except OSError as error:
-            exchange.fail(invalid("path", f"path: {error.strerror}"))
-        except ReflexError as error:
-            exchange.fail(error)
+            raise invalid("path", f"path: {error.strerror}") from None
+        except ReflexError:
+            raise
         except Exception:
             log.exception("loading %s into slot %s failed", asked.path, asked.slot)
-            exchange.fail(ReflexError("the policy could not be loaded; the server's log has the details"))
+            raise ReflexError("the policy could not be loaded; the server's log has the details") from None
 
-    async def _exchanged(self, exchange: Exchange, served: ServedPolicy, asked: Load) -> dict[str, Any]:
-        """What is in the slot now."""
-        return loaded(asked, await served.exchange(asked.slot, asked.path))
+    def _loaded(self, task: asyncio.Task[Version]) -> None:
+        self._tasks.discard(task)
+        self._handler.runtime.exchanges = False
+        if not task.cancelled():
+            task.exception()  # its operator may have left
+
+    async def _body(self, request: HttpRequest) -> bytes:
+        self._handler.runtime.need_policy()
+        return await request.body()
 
     def close(self) -> None:
         """The server ends: give up the present load, and answer its operator."""
         for task in self._tasks:
             task.cancel()
 
-    def outcome(self, exchange: Exchange, body: bytes) -> None:
+    async def outcome(self, request: HttpRequest) -> HttpResponse:
         """How an episode ended: /episodes/{id}/outcome."""
-        episode = _episode_of(exchange.path.removeprefix(self._asking.prefix))
-        asked = _decode(body, Outcome)
+        episode = _episode_of(request.path.removeprefix(self._handler.prefix))
+        asked = _decode(await self._body(request), Outcome)
         fields = {"reward": asked.reward} if asked.reward is not None else {}
         told = self.served.ended(episode, asked.success, **fields)
-        self._answer(exchange, told)
+        return _told(told)
+
+
+def _told(told: Mapping[str, Any]) -> HttpResponse:
+    """The answer that it is done."""
+    return HttpResponse(200, wire.encode_json(told))
 
 
 def loaded(asked: Load, version: Version) -> dict[str, Any]:
     """The answer to /admin/load."""
     return {"slot": asked.slot, "model_version": version.name, "path": version.policy.spec.source}
+
+
+def is_directory(source: str) -> bool:
+    """Whether what a source names is a directory."""
+    return os.path.isdir(directory_of(source))
 
 
 def is_outcome(path: str) -> bool:

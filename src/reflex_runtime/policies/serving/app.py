@@ -1,18 +1,22 @@
 """The application of a policy server: its routes, of every policy below a path that names it.
 
-Every answer carries `X-Request-Id`; every non-2xx body has `error`, `message`, `request_id` and `retry_safe`.
+Every answer carries `X-HttpRequest-Id`; every non-2xx body has `error`, `message`, `request_id` and `retry_safe`.
 """
 
 from __future__ import annotations
 
 import logging
+import os
+import signal
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from functools import partial
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
+from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.policies.serving.act import Act
 from reflex_runtime.policies.serving.admin import Admin, is_outcome
-from reflex_runtime.policies.serving.asking import Asking
+from reflex_runtime.policies.serving.handler import RequestHandler
 from reflex_runtime.policies.serving.journal_stream import JournalStreams
 from reflex_runtime.policies.serving.runtime import PolicyRuntime
 from reflex_runtime.policies.serving.served import PolicyPlan
@@ -21,20 +25,18 @@ from reflex_runtime.policies.serving.watching import watchers_of
 from reflex_runtime.policies.wires import openpi, vla_eval, xpolicylab
 from reflex_runtime.policies.wires.oip import Sequences
 from reflex_runtime.policies.wires.oip_http import OipHttp
-from reflex_runtime.policies.wires.openpi import OpenpiSession
-from reflex_runtime.policies.wires.vla_eval import VlaEvalSession
-from reflex_runtime.policies.wires.xpolicylab import XPolicyLabSession
-from reflex_runtime.settings import ServeConfig
+from reflex_runtime.settings import DEFAULT_POLICY, ServeConfig
 from reflex_runtime.settings.declare import did_you_mean
 from reflex_runtime.web.app import App
 from reflex_runtime.web.dashboard import dashboard_routes
 from reflex_runtime.web.errors import NotFound
-from reflex_runtime.web.exchange import OPERATOR_BODY, Exchange, Route
 from reflex_runtime.web.form import PLAIN
-from reflex_runtime.web.serve import Make
-from reflex_runtime.web.supervisor import Lives
-from reflex_runtime.web.watchers import Watchers
-from reflex_runtime.web.websocket import SocketSession
+from reflex_runtime.web.request import OPERATOR_BODY, HttpRequest, HttpResponse, Route, Session
+from reflex_runtime.web.serve import Make, ServerLife
+from reflex_runtime.web.supervisor import Parent
+
+if TYPE_CHECKING:
+    from reflex_runtime.web.zeromq import ZmqListener
 
 log = logging.getLogger("reflex.server")
 
@@ -44,25 +46,16 @@ POLICIES: Final = "/policies/"  # before the name of a policy; behind it is what
 
 def application(
     runtime: PolicyRuntime,
-    views: Callable[[Asking, bool], Views] | None = None,
-    admin: Callable[[Asking], Admin] = Admin,
-    watchers: Watchers | None = None,
-    listens: bool = True,
 ) -> App:
-    """The application around one `PolicyRuntime`.
-
-    views, admin, watchers: other ones than those of a server that is one process. views: made for an `Asking`, and
-    whether no policy is named. listens: whether wires with ports of their own are served here.
-    """
+    """The application around one `PolicyRuntime`."""
     config, sequences = runtime.config, Sequences()
-    asking = Asking(runtime)
+    handler = RequestHandler(runtime)
     several = len(runtime.policies) > 1
-    made = views or (lambda asking, of_server: ServerViews(asking) if of_server and several else Views(asking))
-    plain = PolicyRoutes(asking, made(asking, True), admin(asking), sequences)
+    plain = PolicyRoutes(handler, ServerViews(handler) if several else Views(handler), sequences)
     named = {}
     for name in runtime.policies:
-        of_one = Asking(runtime, name, POLICIES + name)
-        named[name] = PolicyRoutes(of_one, made(of_one, False), admin(of_one), sequences)
+        of_one = RequestHandler(runtime, name, POLICIES + name)
+        named[name] = PolicyRoutes(of_one, Views(of_one), sequences)
 
     def find(path: str) -> Route | None:
         if not path.startswith(POLICIES):
@@ -70,18 +63,16 @@ def application(
         name, slash, rest = path[len(POLICIES) :].partition("/")
         return named[name].find(slash + rest or "/") if name in named else None
 
-    live = dashboard_routes(watchers_of(runtime) if watchers is None else watchers)
+    live = dashboard_routes(watchers_of(runtime))
     live.append(JournalStreams(runtime).route)
     routes = plain.by_path | {route.path: route for route in live}
     app = App(config, routes, PLAIN, find, missing=partial(_missing, runtime), cors=config.cors)
-    if not listens:
-        return app
     if config.gr00t:
-        _listen_groot(app, asking)
+        _listen_groot(app, handler)
     if config.oip_grpc:
-        _listen_oip(app, asking, sequences)
+        _listen_oip(app, handler, sequences)
     if config.lerobot:
-        _listen_lerobot(app, asking)
+        _listen_lerobot(app, handler)
     return app
 
 
@@ -97,22 +88,21 @@ def _missing(runtime: PolicyRuntime, path: str) -> str:
 class PolicyRoutes:
     """The routes of one policy: everything that a server of this policy alone has, below the path that names it."""
 
-    def __init__(self, asking: Asking, views: Views, admin: Admin, sequences: Sequences) -> None:
+    def __init__(self, handler: RequestHandler, views: Views, sequences: Sequences) -> None:
         """sequences: of clients of OIP."""
-        runtime, most = asking.runtime, asking.config.max_body_bytes
-        act = Act(asking)
+        runtime, most = handler.runtime, handler.config.max_body_bytes
+        act = Act(handler)
+        admin = Admin(handler)
         runtime.on_drain.append(admin.close)
 
-        def ready(exchange: Exchange) -> None:
-            runtime.need_policy()
-
-        routes = [Route("/act", act.run, "POST", most=most, enter=act.enter, fail=act.fail)]
-        routes.append(Route("/reset", act.reset, "POST", most=min(most, OPERATOR_BODY), enter=ready))
-        sessions: dict[str, Callable[..., SocketSession]] = dict.fromkeys(openpi.PATHS, OpenpiSession)
-        sessions |= {vla_eval.PATH: VlaEvalSession, xpolicylab.PATH: XPolicyLabSession}
-        for path, session in sessions.items():
-            routes.append(Route(path, _websocket_only, most=most, socket=partial(session, asking)))
-        self._oip = OipHttp(asking, most, sequences)
+        routes = [Route("/act", act.run, "POST", most=most, refused=act.refused)]
+        routes.append(Route("/reset", act.reset, "POST", most=min(most, OPERATOR_BODY)))
+        sockets: dict[str, Session] = dict.fromkeys(openpi.PATHS, partial(openpi.serve, handler))
+        sockets[vla_eval.PATH] = partial(vla_eval.serve, handler)
+        sockets[xpolicylab.PATH] = partial(xpolicylab.serve, handler)
+        for path, session in sockets.items():
+            routes.append(Route(path, _websocket_only, most=most, socket=session))
+        self._oip = OipHttp(handler, most, sequences)
         routes += self._oip.routes
         for path, view in views.open.items():
             routes.append(Route(path, view, open=True))
@@ -120,8 +110,8 @@ class PolicyRoutes:
             routes.append(Route(path, view))
         operator = min(most, OPERATOR_BODY)
         for path, change in admin.changes.items():
-            routes.append(Route(path, change, "POST", changes=True, most=operator, enter=ready))
-        self._outcome = Route(OUTCOME, admin.outcome, "POST", changes=True, most=operator, enter=ready)
+            routes.append(Route(path, change, "POST", changes=True, most=operator))
+        self._outcome = Route(OUTCOME, admin.outcome, "POST", changes=True, most=operator)
         self.by_path = {route.path: route for route in routes}
 
     def find(self, path: str) -> Route | None:
@@ -130,51 +120,84 @@ class PolicyRoutes:
         return found or (self._outcome if is_outcome(path) else self._oip.find(path))
 
 
-def _listen_groot(app: App, asking: Asking) -> None:
+def _listen_groot(app: App, handler: RequestHandler) -> None:
     """Clients of GR00T: what they send waits until there is a policy."""
     from reflex_runtime.policies.wires.groot import GrootSession
     from reflex_runtime.web.zeromq import ZmqListener
 
-    config, session = asking.config, GrootSession(asking, asking.config.gr00t_config)
+    config, session = handler.config, GrootSession(handler, handler.config.gr00t_config)
     listener = ZmqListener(app, "--gr00t", config.gr00t, config.max_body_bytes, session)
     app.listeners.append(listener)
-    asking.runtime.when_started(listener.begin)
+    app.spawn(_begin_groot(handler.runtime, listener))
     log.info("clients of GR00T: %s", listener.address)
 
 
-def _listen_oip(app: App, asking: Asking, sequences: Sequences) -> None:
+async def _begin_groot(runtime: PolicyRuntime, listener: ZmqListener) -> None:
+    await runtime.wait_started()
+    listener.begin()
+
+
+def _listen_oip(app: App, handler: RequestHandler, sequences: Sequences) -> None:
     from reflex_runtime.policies.wires.oip_grpc import SERVICE, OipService
     from reflex_runtime.web.grpc_listener import GrpcListener
 
-    service = OipService(asking, sequences)
-    listener = GrpcListener(app, "--oip-grpc", asking.config.oip_grpc, asking.config)
+    service = OipService(handler, sequences)
+    listener = GrpcListener(app, "--oip-grpc", handler.config.oip_grpc, handler.config)
     listener.serve(SERVICE, service.methods, {}, service.failed)
     app.listeners.append(listener)
     log.info("clients of OIP over gRPC: %s", listener.address)
 
 
-def _listen_lerobot(app: App, asking: Asking) -> None:
+def _listen_lerobot(app: App, handler: RequestHandler) -> None:
     from reflex_runtime.policies.wires.lerobot import SERVICE, LerobotService
     from reflex_runtime.web.grpc_listener import GrpcListener
 
-    service = LerobotService(asking, app.bodies)
-    listener = GrpcListener(app, "--lerobot", asking.config.lerobot, asking.config)
+    service = LerobotService(handler, app.bodies)
+    listener = GrpcListener(app, "--lerobot", handler.config.lerobot, handler.config)
     listener.serve(SERVICE, service.methods, service.streams, service.failed)
     app.listeners.append(listener)
-    asking.runtime.on_drain.append(service.end)
+    handler.runtime.on_drain.append(service.end)
     log.info("clients of LeRobot: %s", listener.address)
 
 
-def _websocket_only(exchange: Exchange, _: bytes) -> None:
-    raise NotFound(f"{exchange.path} is for websockets; docs/wires.md says which protocol it speaks")
+async def _websocket_only(request: HttpRequest) -> HttpResponse:
+    raise NotFound(f"{request.path} is for websockets; docs/wires.md says which protocol it speaks")
+
+
+def create(source: str | None = None, **settings: str) -> App:
+    """The application of one policy, for any ASGI server, as `uvicorn --factory` takes it.
+
+    source: as SOURCE of `reflex serve`; else REFLEX_SOURCE. settings: its options; those that are not given come from
+    the environment (REFLEX_MAX_QUEUE=64). ConfigError for what can be found before anything is loaded.
+    """
+    from reflex_runtime.policies import read_source
+    from reflex_runtime.policies.serving.slots import device_of
+    from reflex_runtime.settings.read import environment, read
+
+    for name in settings.keys() - {field.name for field in fields(ServeConfig)}:
+        raise ConfigError(f"{name}={settings[name]}: no such setting")
+    config, _ = read(ServeConfig, "serve", None, environment(), settings)
+    source = source or os.environ.get("REFLEX_SOURCE", "")
+    if not source:
+        raise ConfigError("REFLEX_SOURCE is missing: the directory of an export")
+    spec = read_source(source, device_of(config))
+    spec.check()
+    app, runtime = serving(config, [PolicyPlan(DEFAULT_POLICY, config, {"prod": spec})])(_lost, None)
+    ServerLife(app, runtime, config.drain_timeout_s)
+    return app
+
+
+def _lost() -> None:
+    """The device is lost for good: the server drains, and whoever runs it starts it again."""
+    signal.raise_signal(signal.SIGTERM)
 
 
 def serving(config: ServeConfig, plans: Sequence[PolicyPlan]) -> Make:
     """What `web.serve` makes to serve policies."""
 
-    def make(on_lost: Callable[[], None], lives: Lives | None) -> tuple[App, PolicyRuntime]:
+    def make(on_lost: Callable[[], None], parent: Parent | None) -> tuple[App, PolicyRuntime]:
         runtime = PolicyRuntime(config, plans, on_lost)
-        runtime.lives = lives
+        runtime.lives = None if parent is None else parent.lives
         return application(runtime), runtime
 
     return make

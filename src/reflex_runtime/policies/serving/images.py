@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from reflex_runtime.policies import Observation, Policy, PolicySpec
 from reflex_runtime.policies.policy.observation import Sent
-from reflex_runtime.policies.serving.preparing import Done, Job
+from reflex_runtime.policies.serving.decode_pool import Done, Job
 from reflex_runtime.policies.serving.question import Array, Image, Question, array_of
 from reflex_runtime.web.fields import invalid
 from reflex_runtime.web.json import printable
@@ -101,7 +101,15 @@ def job_of(
 ) -> Job:
     """The decoding of a question's pictures; its value is the observation."""
     pictures = Pictures(question, policy)
-    return Job(client, share, pictures.look, partial(observe, policy, request_id, question, received, pictures), done)
+    make = partial(observe, policy, request_id, question, received, pictures)
+    return Job(client, share, sum(_size(image) for _, _, image in question.images), pictures.look, make, done)
+
+
+def _size(image: Image) -> int:
+    """Bytes of a picture as it came."""
+    if isinstance(image, np.ndarray):
+        return image.nbytes
+    return len(image.data) if isinstance(image, Array) else len(image)
 
 
 def observe(

@@ -11,10 +11,9 @@ from reflex_runtime.core.errors import Closed, ReflexError
 from reflex_runtime.drivers.in_thread import in_thread
 from reflex_runtime.policies.serving.runtime import PolicyRuntime
 from reflex_runtime.web.errors import InvalidRequest, TooManyRequests
-from reflex_runtime.web.exchange import Exchange, Route
 from reflex_runtime.web.form import PLAIN
+from reflex_runtime.web.request import HttpRequest, Route
 from reflex_runtime.web.watchers import LINES
-from reflex_runtime.web.websocket import query_of
 
 JOURNAL: Final = "/diagnostics/journal"
 SECONDS: Final = 30.0  # if none are asked for
@@ -39,53 +38,39 @@ class JournalStreams:
         runtime.on_drain.append(self.close)
         self.route = Route(JOURNAL, self.send, own_pages=True, form=PLAIN)
 
-    def send(self, exchange: Exchange, _: bytes) -> None:
+    async def send(self, request: HttpRequest) -> None:
         """Answer with a journal. Raises InvalidRequest, TooManyRequests, NotReady, or Closed in a drain."""
-        if exchange.app.closing:
+        if request.app.closing:
             raise Closed("the server is shutting down", retry_after=1.0)
-        seconds = _seconds(exchange)
+        seconds = _seconds(request)
         if len(self._ends) >= READERS:
             raise TooManyRequests(f"{READERS} journals are being sent already, which is the most", retry_after=10.0)
+        pipe = _Pipe(request)
+        writer = self._runtime.journaled(pipe)
         end = asyncio.Event()
-        self._ends.add(end)  # at once: others may come in this turn of the loop
-        exchange.on_left = end.set
-        exchange.app.spawn(exchange, self._sending(exchange, seconds, end))
+        self._ends.add(end)
+        try:
+            await request.begin(200, [(b"content-type", LINES), (b"cache-control", b"no-store")], _failed)
+            await _beating(request, end, 0.0 if request.method == "HEAD" else seconds)
+        except BaseException:
+            pipe.left = True
+            raise
+        finally:
+            self._ends.discard(end)
+            self._runtime.forget_journal(writer)
+            closing = asyncio.ensure_future(in_thread(writer.close))
+            if request.app.closing:  # one that does not read is cut off
+                asyncio.get_running_loop().call_later(LAST, pipe.cut)
+            await asyncio.shield(closing)
+        await request.end()
 
     def close(self) -> None:
         """End every journal: the server is draining."""
         for end in self._ends:
             end.set()
 
-    async def _sending(self, exchange: Exchange, seconds: float, end: asyncio.Event) -> None:
-        try:
-            await self._write(exchange, seconds, end)
-        finally:
-            self._ends.discard(end)
-        exchange.end()
 
-    async def _write(self, exchange: Exchange, seconds: float, end: asyncio.Event) -> None:
-        runtime = self._runtime
-        writer = runtime.journaled(_Pipe(exchange))
-        try:
-            exchange.begin(200, [(b"content-type", LINES), (b"cache-control", b"no-store")], _failed)
-            exchange.app.entered(exchange)
-            await _beating(exchange, end, 0.0 if exchange.method == "HEAD" else seconds)
-        finally:
-            limit = _cut_off(exchange) if exchange.app.closing else None
-            runtime.forget_journal(writer)
-            await in_thread(writer.close)
-            if limit is not None:
-                limit.cancel()
-
-
-def _cut_off(exchange: Exchange) -> asyncio.TimerHandle:
-    """At once if its caller has stopped reading, else after a while unless that is cancelled."""
-    if not exchange.writable:
-        exchange.carrier.abort()
-    return asyncio.get_running_loop().call_later(LAST, exchange.carrier.abort)
-
-
-async def _beating(exchange: Exchange, end: asyncio.Event, seconds: float) -> None:
+async def _beating(request: HttpRequest, end: asyncio.Event, seconds: float) -> None:
     """Wait so long, or for the end; meanwhile a blank line every second says that the server lives."""
     loop = asyncio.get_running_loop()
     until = loop.time() + seconds
@@ -93,16 +78,18 @@ async def _beating(exchange: Exchange, end: asyncio.Event, seconds: float) -> No
         with suppress(TimeoutError):
             async with asyncio.timeout(min(BEAT, left)):
                 await end.wait()
-        if exchange.writable:
-            exchange.write(b"\n")
+                return
+        await request.write(b"\n")
 
 
 class _Pipe:
     """The caller, in the place of a file. The writer's thread waits until the caller takes more."""
 
-    def __init__(self, exchange: Exchange) -> None:
+    def __init__(self, request: HttpRequest) -> None:
         self.path, self.size = Path(JOURNAL), 0
-        self._exchange, self._loop = exchange, asyncio.get_running_loop()
+        self.left = False  # nothing can be sent any more
+        self._request, self._loop = request, asyncio.get_running_loop()
+        self._sending: asyncio.Task[None] | None = None
 
     def write(self, lines: bytes) -> None:
         asyncio.run_coroutine_threadsafe(self._send(lines), self._loop).result()
@@ -112,19 +99,25 @@ class _Pipe:
         """Every write is sent at once."""
 
     def close(self) -> None:
-        """The exchange ends when the writer has."""
+        """The answer ends when the writer has."""
 
     def abandon(self) -> None:
         """Likewise."""
 
     async def _send(self, lines: bytes) -> None:
-        if not self._exchange.left:
-            self._exchange.write(lines)
-            await self._exchange.drained()
+        if not self.left:
+            self._sending = asyncio.current_task()
+            await self._request.write(lines)
+
+    def cut(self) -> None:
+        """Give up what its caller does not take."""
+        self.left = True
+        if self._sending is not None and not self._sending.done():
+            self._sending.cancel()
 
 
-def _seconds(exchange: Exchange) -> float:
-    asked = query_of(exchange.target)
+def _seconds(request: HttpRequest) -> float:
+    asked = request.query
     unknown = [name for name in asked if name != "seconds"]
     if unknown:
         raise InvalidRequest(f"{unknown[0][:100]}: {JOURNAL} takes only seconds", unknown[0][:100])

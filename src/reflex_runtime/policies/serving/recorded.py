@@ -8,10 +8,10 @@ from typing import Any
 from numpy.typing import NDArray
 
 from reflex_runtime.core.errors import ReflexError
-from reflex_runtime.policies import ActionChunk, InvalidRequest, Observation, seed_of
-from reflex_runtime.policies.serving.ask import Ask
+from reflex_runtime.policies import InvalidRequest, Observation, seed_of
 from reflex_runtime.policies.serving.images import pixels_in
-from reflex_runtime.policies.serving.question import ActAnswer, Array, Question, array_of
+from reflex_runtime.policies.serving.pending import PendingRequest
+from reflex_runtime.policies.serving.question import Array, Question, array_of
 from reflex_runtime.policies.serving.served import ServedPolicy
 from reflex_runtime.telemetry.journal import PolicyHead
 from reflex_runtime.telemetry.journal_writer import hardware
@@ -19,37 +19,31 @@ from reflex_runtime.telemetry.request_record import RequestRecord, SentImage
 
 
 def asked_and_answered(
-    ask: Ask,
-    slot: str,
-    now: float,
-    answer: ActAnswer | None,
-    chunk: ActionChunk | None,
-    error: ReflexError | None,
-    deadline_ms: float,
+    pending: PendingRequest, slot: str, now: float, error: ReflexError | None, deadline_ms: float
 ) -> RequestRecord:
-    """One request that could be read. answer, chunk: of a 200; error: of anything else.
+    """One request that could be read. error: of anything but a 200.
 
     deadline_ms: what requests are given that bring none; 0 is none.
     """
-    question, ticket, placement = ask.question, ask.ticket, ask.placement
+    question, ticket, placement = pending.question, pending.ticket, pending.placement
     assert question is not None
     state = question.state
     found = RequestRecord(
-        ask.request_id,
+        pending.request_id,
         question.episode_id,
         question.robot_id,
         question.instruction,
         _array(state, "state") if isinstance(state, Array) else state,
-        _seed(ask, question),
+        _seed(pending, question),
         _images(question) if question.images else {},
-        ask.received,
+        pending.received,
         question.deadline_ms if question.deadline_ms is not None else deadline_ms or None,
         question.executed,
         slot=slot,
-        total_s=now - ask.received,
+        total_s=now - pending.received,
     )
-    if ask.version is not None:
-        found.model_hash = ask.version.policy.spec.model_hash
+    if pending.version is not None:
+        found.model_hash = pending.version.policy.spec.model_hash
     if ticket is not None:
         started = ticket.started
         found.arrived = ticket.arrived
@@ -59,8 +53,9 @@ def asked_and_answered(
         found.batch = ticket.admission
         if isinstance(ticket.request.payload, Observation):
             found.past = ticket.request.payload.past
-    if answer is not None and chunk is not None:
-        found.actions, found.denoising_steps = chunk.actions, chunk.denoising_steps
+    answer = pending.answer
+    if answer is not None and error is None:
+        found.actions, found.denoising_steps = answer.actions, answer.denoising_steps
         found.inference_mode, found.cache, found.guard = answer.inference_mode, answer.cache, answer.guard
         found.rtc = None if answer.rtc is None else dict(answer.rtc)
     if error is not None:
@@ -108,13 +103,13 @@ def _head_of(served: ServedPolicy) -> dict[str, Any]:
     }
 
 
-def _seed(ask: Ask, question: Question) -> int:
+def _seed(pending: PendingRequest, question: Question) -> int:
     if question.seed is not None:
         return question.seed
-    seen = None if ask.ticket is None else ask.ticket.request.payload
+    seen = None if pending.ticket is None else pending.ticket.request.payload
     if isinstance(seen, Observation):  # worked out already
         return seen.seed
-    return seed_of(ask.request_id)
+    return seed_of(pending.request_id)
 
 
 def _images(question: Question) -> dict[str, SentImage]:

@@ -12,7 +12,6 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Protocol
 
 from reflex_runtime.core.errors import Closed, ConfigError
 from reflex_runtime.core.events import BatchFinished
@@ -21,9 +20,8 @@ from reflex_runtime.drivers.batcher import Batcher
 from reflex_runtime.drivers.in_thread import in_thread
 from reflex_runtime.policies import Policy
 from reflex_runtime.policies.policy.observation import warm_decoders
-from reflex_runtime.policies.rollout.following import RolloutReports
+from reflex_runtime.policies.serving.decode_pool import DecodePool
 from reflex_runtime.policies.serving.failures import FailureLog
-from reflex_runtime.policies.serving.preparing import Preparing
 from reflex_runtime.policies.serving.recorded import header_of
 from reflex_runtime.policies.serving.served import PolicyPlan, ServedPolicy
 from reflex_runtime.policies.serving.slots import SHADOW, Slot
@@ -34,26 +32,12 @@ from reflex_runtime.telemetry.journal_writer import JournalWriter, Recording
 from reflex_runtime.telemetry.metrics import Metrics
 from reflex_runtime.telemetry.spans import spans_of
 from reflex_runtime.web.errors import NotReady
-from reflex_runtime.web.exchange import Exchange
 from reflex_runtime.web.supervisor import Lives
 
 log = logging.getLogger("reflex.server")
 
 EXIT_STUCK = 1  # status of a server whose event loop hangs in a model
 TICK = 1.0  # seconds between looks at the ramp, the guards and what may be unloaded
-
-
-class Home(Protocol):
-    """What a replica knows of the callers that it serves; see `replicas`."""
-
-    @property
-    def reports(self) -> RolloutReports: ...
-
-    def serves(self, identity: str, episode: str) -> bool:
-        """Whether this process is to answer a request of this caller."""
-
-    def hand_on(self, exchange: Exchange, body: bytes, identity: str, episode: str) -> bool:
-        """Send it to the process that does. False where it must be answered here."""
 
 
 class PolicyRuntime:
@@ -68,10 +52,8 @@ class PolicyRuntime:
         config: ServeConfig,
         plans: Sequence[PolicyPlan],
         on_fatal: Callable[[], None] | None = None,
-        home: Home | None = None,
     ) -> None:
-        """home: where this server is one of several replicas."""
-        self.config, self.home = config, home
+        self.config = config
         self.state = "initializing"
         self.error = ""
         self.lives: Lives | None = None  # what its supervisor knows, where there is one
@@ -81,7 +63,7 @@ class PolicyRuntime:
         self.trace: JournalWriter | None = None
         self.recorder: JournalWriter | None = None
         self.journals: list[JournalWriter] = []
-        self.preparing = Preparing()
+        self.decode_pool = DecodePool()
         self.audience = Audience([self.metrics, FailureLog()])  # answers come before there is a batcher
         if self.spans is not None:
             self.audience.add(self.spans)
@@ -94,8 +76,7 @@ class PolicyRuntime:
         self._journal: Callable[..., JournalWriter] = JournalWriter  # with what its first line says
         self._learned: list[Warm] = []  # at warm-up
         self._started = False
-        self._over = False  # `start` is
-        self._waiting: set[Callable[[], None]] = set()
+        self._over = asyncio.Event()  # `start` is
         self._clean = True
         self._stopped = False
 
@@ -156,7 +137,7 @@ class PolicyRuntime:
             if self._batcher is not None:
                 await self._batcher.close(drain=False)
             self._clean = True
-            self._tell_started()
+            self._over.set()
             return
         self._clean = True
         self._started = True
@@ -164,7 +145,7 @@ class PolicyRuntime:
         for served in self.policies.values():
             served.rollout.begin(time.monotonic())
         asyncio.get_running_loop().call_later(TICK, self._tick)
-        self._tell_started()
+        self._over.set()
 
     async def stop(self, until: float, answered: Callable[[], Awaitable[None]]) -> bool:
         """Answer what was asked until then, by the loop's clock, and end the rest. Returns whether no thread is left.
@@ -186,7 +167,7 @@ class PolicyRuntime:
             self._clean = not running
         for journal in self.journals:
             journal.close()
-        self.preparing.close()
+        self.decode_pool.close()
         if self.spans is not None:
             await in_thread(self.spans.close)
         if running:
@@ -232,22 +213,10 @@ class PolicyRuntime:
         """Go on in new files."""
         turn_all()
 
-    def when_started(self, tell: Callable[[], None]) -> None:
-        """Call it once `start` has returned; at once if it has."""
-        if self._over:
-            tell()
-        else:
-            self._waiting.add(tell)
-
-    def forget(self, tell: Callable[[], None]) -> None:
-        """It need not be called any more."""
-        self._waiting.discard(tell)
-
-    def _tell_started(self) -> None:
-        self._over = True
-        waiting, self._waiting = self._waiting, set()
-        for tell in waiting:
-            tell()
+    async def wait_started(self) -> bool:
+        """Wait until `start` has returned. Returns whether the policies are there."""
+        await self._over.wait()
+        return self._started
 
     def need_policy(self) -> None:
         """Raise NotReady unless a policy is loaded."""

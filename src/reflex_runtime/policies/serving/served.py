@@ -16,7 +16,6 @@ from reflex_runtime.drivers.batcher import Batcher
 from reflex_runtime.policies import Policy, PolicySource, PolicySpec
 from reflex_runtime.policies.rollout.breaker import Breaker
 from reflex_runtime.policies.rollout.comparison import Comparison
-from reflex_runtime.policies.rollout.following import FollowingRollout, RolloutReports
 from reflex_runtime.policies.rollout.ramp import Ramp, RampGuard
 from reflex_runtime.policies.rollout.rollout import Change, Placement, Rollout
 from reflex_runtime.policies.rollout.shadow import Difference
@@ -24,10 +23,10 @@ from reflex_runtime.policies.rollout.shadowing import Shadowing
 from reflex_runtime.policies.rollout.slo import Objective, SloTracker
 from reflex_runtime.policies.rollout.verdict import VerdictSink
 from reflex_runtime.policies.rollout.versions import Version
+from reflex_runtime.policies.serving.decode_pool import DecodePool
 from reflex_runtime.policies.serving.exchanging import Exchanging, LoadedBeside
 from reflex_runtime.policies.serving.images import cameras_of
 from reflex_runtime.policies.serving.kept_exchanges import KeptExchanges
-from reflex_runtime.policies.serving.preparing import Preparing
 from reflex_runtime.policies.serving.slots import SHADOW, WARM_SIZES, Slot, check_alike, faults_of, group_of, load
 from reflex_runtime.policies.serving.wire_names import WIRES
 from reflex_runtime.settings import ServeConfig
@@ -53,23 +52,14 @@ class PolicyPlan:
     weight: float = 1.0
 
 
-class PolicyHome(Protocol):
-    """The replica of a policy: where it reports how its versions do."""
-
-    @property
-    def reports(self) -> RolloutReports: ...
-
-
 class PolicyServer(Protocol):
     """The server of a policy, as the policy uses it; see `PolicyRuntime`."""
 
     metrics: Metrics
     audience: Audience
-    preparing: Preparing
+    decode_pool: DecodePool
     state: str
 
-    @property
-    def home(self) -> PolicyHome | None: ...
     @property
     def batcher(self) -> Batcher: ...
     @property
@@ -155,7 +145,7 @@ class ServedPolicy:
             self.shadow = Shadowing(
                 self.slots[SHADOW],
                 batcher,
-                server.preparing,
+                server.decode_pool,
                 self.config.shadow_sample,
                 server.metrics,
                 server.audience.publish,
@@ -263,9 +253,7 @@ class ServedPolicy:
             def ramp(comparison: Comparison, now: float) -> Ramp:
                 return Ramp(shares, every, guard, comparison if config.ramp_evidence else None, now)
 
-        home = self._server.home
-        kind = Rollout if home is None else partial(FollowingRollout, home.reports, self.name)
-        return kind(
+        return Rollout(
             self.served,
             Breaker(self.served, config.max_consecutive_crashes, config.probe_cooldown_s),
             config.split,

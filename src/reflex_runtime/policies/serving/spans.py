@@ -2,28 +2,29 @@
 
 from __future__ import annotations
 
-from reflex_runtime.policies.serving.ask import Ask
+from reflex_runtime.policies.serving.pending import PendingRequest
 from reflex_runtime.telemetry.spans import RequestSpan, Spans
 
 
-def begin_span(spans: Spans, ask: Ask) -> RequestSpan:
+def begin_span(spans: Spans, pending: PendingRequest) -> RequestSpan:
     """The span of a request, made when it is first needed."""
-    span = ask.span
+    span = pending.span
     if span is None:
-        span = ask.span = spans.begin(f"infer {ask.wire}", None if ask.source is None else ask.source.headers)
-        span.attributes["reflex.wire"] = ask.wire
+        headers = None if pending.source is None else pending.source.headers
+        span = pending.span = spans.begin(f"infer {pending.wire}", headers)
+        span.attributes["reflex.wire"] = pending.wire
     if span.context.sampled:
-        span.attributes["reflex.request.id"] = ask.request_id
+        span.attributes["reflex.request.id"] = pending.request_id
     return span
 
 
-def join_span(spans: Spans | None, ask: Ask) -> None:
+def join_span(spans: Spans | None, pending: PendingRequest) -> None:
     """The request has been queued, and what it asks is known."""
-    span, ticket, question = ask.span, ask.ticket, ask.question
+    span, ticket, question = pending.span, pending.ticket, pending.question
     if spans is None or span is None or ticket is None or question is None or not span.context.sampled:
         return
     found = span.attributes
-    found["reflex.request.id"] = ask.request_id
+    found["reflex.request.id"] = pending.request_id
     if question.robot_id is not None:
         found["reflex.robot.id"] = question.robot_id
     if question.episode_id is not None:

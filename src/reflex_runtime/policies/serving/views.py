@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from reflex_runtime.policies import PolicySpec
 from reflex_runtime.policies.policy.robot import WireMap
 from reflex_runtime.policies.serving import fields as wire
 from reflex_runtime.policies.serving import openapi
-from reflex_runtime.policies.serving.asking import Asking
+from reflex_runtime.policies.serving.handler import RequestHandler
 from reflex_runtime.policies.serving.runtime import PolicyRuntime
 from reflex_runtime.policies.serving.served import ServedPolicy
 from reflex_runtime.policies.serving.wire_names import ACT, OIP, WIRES
@@ -19,24 +19,24 @@ from reflex_runtime.settings.declare import settings
 from reflex_runtime.telemetry import metrics
 from reflex_runtime.version import __version__
 from reflex_runtime.web.errors import NotFound
-from reflex_runtime.web.exchange import Exchange
 from reflex_runtime.web.openapi import page
+from reflex_runtime.web.request import Handler, HttpRequest, HttpResponse
 
 
 class Views:
     """What can be asked of one policy with GET. open: needs no key; guarded: needs it where there is one."""
 
-    def __init__(self, asking: Asking) -> None:
-        self.runtime, self._asking = asking.runtime, asking
+    def __init__(self, handler: RequestHandler) -> None:
+        self.runtime, self._handler = handler.runtime, handler
         self._document: tuple[Mapping[str, PolicySpec], bytes] | None = None  # of these exports
-        self.open: dict[str, Callable[[Exchange, bytes], None]] = {
+        self.open: dict[str, Handler] = {
             "/health": self.health,
             "/healthz": self.healthz,
             "/metrics": self.metrics,
             "/openapi.json": self.openapi,
             "/docs": self.docs,
         }
-        self.guarded: dict[str, Callable[[Exchange, bytes], None]] = {
+        self.guarded: dict[str, Handler] = {
             "/config": self.configuration,
             "/diagnostics/cost-model": self.cost_model,
             "/diagnostics/rollout": self.rollout,
@@ -46,9 +46,9 @@ class Views:
     @property
     def served(self) -> ServedPolicy:
         """The policy that is asked for; 422 where none is named."""
-        return self._asking.served
+        return self._handler.served
 
-    def health(self, exchange: Exchange, _: bytes) -> None:
+    async def health(self, request: HttpRequest) -> HttpResponse:
         """200 only when ready."""
         runtime, served, state = self.runtime, self.served, self.served.health
         body: dict[str, Any] = {
@@ -64,19 +64,19 @@ class Views:
             **_objective_in(served),
             **_trace_of(runtime),
         }
-        exchange.answer(200 if state == "ready" else 503, wire.encode_json(body))
+        return HttpResponse(200 if state == "ready" else 503, wire.encode_json(body))
 
-    def healthz(self, exchange: Exchange, _: bytes) -> None:
+    async def healthz(self, request: HttpRequest) -> HttpResponse:
         """The same in a word, as clients of openpi ask for it."""
-        _answer_ready(exchange, self.served.health)
+        return _ready(self.served.health)
 
-    def configuration(self, exchange: Exchange, _: bytes) -> None:
+    async def configuration(self, request: HttpRequest) -> HttpResponse:
         """The export's configuration, what each wire expects, and the settings in force."""
         body = self.configuration_of(self.served) | {
             "server": settings(self.served.config),
             "reflex_version": __version__,
         }
-        exchange.answer(200, wire.encode_json(body))
+        return HttpResponse(200, wire.encode_json(body))
 
     def configuration_of(self, served: ServedPolicy) -> dict[str, Any]:
         """What /config says of one policy."""
@@ -88,13 +88,13 @@ class Views:
             "slots": {name: slot.policy.describe() for name, slot in served.slots.items()} if loaded else None,
         }
 
-    def metrics(self, exchange: Exchange, _: bytes) -> None:
+    async def metrics(self, request: HttpRequest) -> HttpResponse:
         """Prometheus text."""
         if self.runtime.loaded:
             self.runtime.batcher.flush()
-        exchange.answer(200, self.runtime.metrics.render(), metrics.CONTENT_TYPE.encode())
+        return HttpResponse(200, self.runtime.metrics.render(), metrics.CONTENT_TYPE.encode())
 
-    def cost_model(self, exchange: Exchange, _: bytes) -> None:
+    async def cost_model(self, request: HttpRequest) -> HttpResponse:
         """Every key the cost model knows, and the milliseconds that a batch may take now."""
         runtime, served = self.runtime, self.served
         runtime.need_policy()
@@ -107,31 +107,32 @@ class Views:
         )
         budgets = {name: round(states[group]["max_batch_cost"] * 1e3, 3) for name, group in groups.items()}
         told = {"cost_model": served.config.cost_model, "max_batch_cost_ms": budgets, "slots": slots}
-        exchange.answer(200, wire.encode_json(told))
+        return HttpResponse(200, wire.encode_json(told))
 
-    def rollout(self, exchange: Exchange, _: bytes) -> None:
+    async def rollout(self, request: HttpRequest) -> HttpResponse:
         """Split, breakers, outcomes, the comparison, the ramp and what has changed."""
         body = self.served.rollout.snapshot(time.monotonic())
         body["versions"] = {name: slot.version.name for name, slot in self.served.slots.items()}
-        exchange.answer(200, wire.encode_json(body))
+        return HttpResponse(200, wire.encode_json(body))
 
-    def shadow(self, exchange: Exchange, _: bytes) -> None:
+    async def shadow(self, request: HttpRequest) -> HttpResponse:
         """How far the shadow's actions are from the served ones."""
         if self.served.shadow is None:
             raise NotFound("no shadow is served; start the server with --shadow-policy DIR")
-        exchange.answer(200, wire.encode_json(dict(self.served.shadow.snapshot())))
+        return HttpResponse(200, wire.encode_json(dict(self.served.shadow.snapshot())))
 
-    def openapi(self, exchange: Exchange, _: bytes) -> None:
-        exchange.answer(200, self._described())
+    async def openapi(self, request: HttpRequest) -> HttpResponse:
+        return HttpResponse(200, self._described())
 
-    def docs(self, exchange: Exchange, _: bytes) -> None:
-        exchange.answer(200, page(self._described(), exchange.headers.get(b"host", b"")), b"text/html; charset=utf-8")
+    async def docs(self, request: HttpRequest) -> HttpResponse:
+        shown = page(self._described(), request.headers.get(b"host", b""))
+        return HttpResponse(200, shown, b"text/html; charset=utf-8")
 
     def _described(self) -> bytes:
         specs = specs_of(self.served)
         if self._document is None or self._document[0] != specs:
             key = bool(self.runtime.config.api_key)
-            self._document = (specs, openapi.document(specs, key, self.served.name, self._asking.prefix))
+            self._document = (specs, openapi.document(specs, key, self.served.name, self._handler.prefix))
         return self._document[1]
 
 
@@ -141,7 +142,7 @@ class ServerViews(Views):
     What only one policy can answer is the default's, or 422.
     """
 
-    def health(self, exchange: Exchange, _: bytes) -> None:
+    async def health(self, request: HttpRequest) -> HttpResponse:
         """200 while any policy is ready."""
         runtime, state = self.runtime, self.runtime.health
         body: dict[str, Any] = {
@@ -154,17 +155,17 @@ class ServerViews(Views):
             **_recording_of(runtime),
             **_trace_of(runtime),
         }
-        exchange.answer(200 if state == "ready" else 503, wire.encode_json(body))
+        return HttpResponse(200 if state == "ready" else 503, wire.encode_json(body))
 
     def _told(self, served: ServedPolicy) -> dict[str, Any]:
         told = {"state": served.health, **_model_in(served, self.runtime.loaded), **_verdicts_in(served)}
         return told | _injected_in(served) | _objective_in(served)
 
-    def healthz(self, exchange: Exchange, _: bytes) -> None:
+    async def healthz(self, request: HttpRequest) -> HttpResponse:
         """The same in a word."""
-        _answer_ready(exchange, self.runtime.health)
+        return _ready(self.runtime.health)
 
-    def configuration(self, exchange: Exchange, _: bytes) -> None:
+    async def configuration(self, request: HttpRequest) -> HttpResponse:
         """Of every policy its configuration and its settings, and the server's own."""
         body = {
             "policies": {
@@ -174,7 +175,7 @@ class ServerViews(Views):
             "server": settings(self.runtime.config),
             "reflex_version": __version__,
         }
-        exchange.answer(200, wire.encode_json(body))
+        return HttpResponse(200, wire.encode_json(body))
 
     def _described(self) -> bytes:
         policies = {name: specs_of(served) for name, served in self.runtime.policies.items()}
@@ -249,9 +250,9 @@ def _trace_of(runtime: PolicyRuntime) -> dict[str, Any]:
     return {} if trace is None or trace.error is None else {"trace_error": str(trace.error)}
 
 
-def _answer_ready(exchange: Exchange, health: str) -> None:
+def _ready(health: str) -> HttpResponse:
     ready = health == "ready"
-    exchange.answer(200 if ready else 503, b"OK\n" if ready else b"not ready\n", b"text/plain; charset=utf-8")
+    return HttpResponse(200 if ready else 503, b"OK\n" if ready else b"not ready\n", b"text/plain; charset=utf-8")
 
 
 def _map_of(name: str, spec: PolicySpec) -> WireMap | None:

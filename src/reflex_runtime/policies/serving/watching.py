@@ -3,36 +3,22 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 from reflex_runtime.policies.serving.runtime import PolicyRuntime
 from reflex_runtime.policies.serving.served import ServedPolicy
-from reflex_runtime.telemetry.live import Live, OnDemandLive, own_process
+from reflex_runtime.telemetry.live import Live, own_process
 from reflex_runtime.version import __version__
-from reflex_runtime.web.watchers import Fold, Watchers
+from reflex_runtime.web.watchers import Watchers
 
 
-def watchers_of(runtime: PolicyRuntime, elsewhere: Callable[[float], Fold] | None = None) -> Watchers:
-    """Those who watch the server. They are sent away when it drains. elsewhere: makes the fold, if that does not take
-    its events from this server."""
-    audience, told = runtime.audience, partial(_server, runtime)
-    if elsewhere is None:
-        watchers = Watchers(Live, audience.add, audience.remove, told)
-    else:
-        watchers = Watchers(elsewhere, _nothing, _nothing, told)
+def watchers_of(runtime: PolicyRuntime) -> Watchers:
+    """Those who watch the server. They are sent away when it drains."""
+    audience = runtime.audience
+    watchers = Watchers(Live, audience.add, audience.remove, partial(_server, runtime))
     runtime.on_drain.append(watchers.close)
     return watchers
-
-
-def asked_live(runtime: PolicyRuntime) -> OnDemandLive:
-    """The same for those who watch another process."""
-    return OnDemandLive(runtime.audience.add, runtime.audience.remove, partial(_server, runtime))
-
-
-def _nothing(_: Any) -> None:
-    return
 
 
 def _server(runtime: PolicyRuntime) -> dict[str, Any]:

@@ -9,23 +9,22 @@ from __future__ import annotations
 
 import hmac
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping
 from typing import Any, Final
 
 import msgspec
 
 from reflex_runtime.core.errors import ReflexError
-from reflex_runtime.policies.serving.ask import Ask
-from reflex_runtime.policies.serving.asking import Asking
-from reflex_runtime.policies.serving.question import ActAnswer, Question
+from reflex_runtime.policies.serving.handler import RequestHandler
+from reflex_runtime.policies.serving.pending import PendingRequest
+from reflex_runtime.policies.serving.question import Question
 from reflex_runtime.policies.serving.wire_names import GROOT
 from reflex_runtime.policies.wires.groot_codec import decode, encode
 from reflex_runtime.policies.wires.groot_observation import MAX_ROWS, GrootObservation, modalities
 from reflex_runtime.policies.wires.limits import RequestLimits, SocketLimits, limits_of, question_of
 from reflex_runtime.policies.wires.observations import Reading, text_of
 from reflex_runtime.policies.wires.openpi import Episodes
-from reflex_runtime.web.errors import ClientError, NotFound, Unauthorized, describe_error
+from reflex_runtime.web.errors import ClientError, NotFound, Reported, Unauthorized, describe_error, known
 from reflex_runtime.web.fields import check_id, invalid
 from reflex_runtime.web.json import printable
 from reflex_runtime.web.zeromq import ZmqMessage
@@ -66,47 +65,54 @@ class GrootClient:
 class GrootSession:
     """The session of all clients of a listener. form: of get_modality_config, n1.5 or n1.6."""
 
-    def __init__(self, asking: Asking, form: str) -> None:
-        self._asking, self._form = asking, form
+    def __init__(self, handler: RequestHandler, form: str) -> None:
+        self._handler, self._form = handler, form
         self._clients: OrderedDict[bytes, GrootClient] = OrderedDict()
 
-    def asked(self, message: ZmqMessage) -> None:
-        """Handle a message; it is answered now or later. Exceptions are answered by `failed`."""
+    async def answer(self, message: ZmqMessage) -> bytes:
+        """The answer to a message; errors are answers too."""
+        try:
+            return await self._answer(message)
+        except Reported as reported:
+            return _error(reported.error, reported.request_id)
+        except Exception as failure:
+            return self.failed(message, known(failure, message.id))
+
+    async def _answer(self, message: ZmqMessage) -> bytes:
         sent = decode(message.data)
         self._check_token(sent.get("api_token"))
         endpoint = text_of(sent.get("endpoint", "get_action"))
         if endpoint == "get_action":
-            self._act(message, _map(sent, "data"))
-        elif endpoint == "reset":
+            return await self._act(message, _map(sent, "data"))
+        if endpoint == "reset":
             self._client(message).reset(_options(_map(sent, "data")))
-            message.answer(encode({}))
-        elif endpoint == "ping":
-            self._asking.runtime.need_policy()
-            asking = self._asked_by(message)
-            expects = {} if asking.unnamed else asking.reading(GROOT).describe()  # stock clients do not read it
-            message.answer(encode({"status": "ok", "message": "Server is running", "reflex": expects}))
-        elif endpoint == "get_modality_config":
-            self._asking.runtime.need_policy()
-            message.answer(encode(modalities(self._asked_by(message).reading(GROOT), self._form == "n1.5")))
-        elif endpoint == "kill":
+            return encode({})
+        if endpoint == "ping":
+            self._handler.runtime.need_policy()
+            handler = self._asked_by(message)
+            expects = {} if handler.unnamed else handler.reading(GROOT).describe()  # stock clients do not read it
+            return encode({"status": "ok", "message": "Server is running", "reflex": expects})
+        if endpoint == "get_modality_config":
+            self._handler.runtime.need_policy()
+            return encode(modalities(self._asked_by(message).reading(GROOT), self._form == "n1.5"))
+        if endpoint == "kill":
             raise NotFound("kill is not served")
-        else:
-            raise NotFound(printable(f"Unknown endpoint: {str(endpoint)[:100]}"))
+        raise NotFound(printable(f"Unknown endpoint: {str(endpoint)[:100]}"))
 
     def failed(self, message: ZmqMessage, error: ReflexError) -> bytes:
         """Count an error and return the message for it."""
         client = self._clients.get(message.peer)
         name = message.id if client is None else client.name
-        self._asking.fail(Ask(GROOT, message.id, name, lambda result: None, message.started), error)
+        self._handler.refused(PendingRequest(GROOT, message.id, name, message.started), error)
         return _error(error, message.id)
 
-    def _asked_by(self, message: ZmqMessage, options: Mapping[str, Any] | None = None) -> Asking:
+    def _asked_by(self, message: ZmqMessage, options: Mapping[str, Any] | None = None) -> RequestHandler:
         """What takes the requests of a client: for the policy that its options name, those of its last reset too."""
         name = (self._client(message).said if options is None else options).get("policy")
-        return self._asking.of(limits_of({"policy": name}).policy)
+        return self._handler.of(limits_of({"policy": name}).policy)
 
     def _check_token(self, token: Any) -> None:
-        key, token = self._asking.config.api_key, text_of(token)
+        key, token = self._handler.config.api_key, text_of(token)
         if key and not (isinstance(token, str) and hmac.compare_digest(token.encode(errors="replace"), key.encode())):
             raise Unauthorized("Unauthorized: Invalid API token")
 
@@ -120,67 +126,29 @@ class GrootSession:
         self._clients.move_to_end(message.peer)
         return client
 
-    def _act(self, message: ZmqMessage, data: Mapping[str, Any]) -> None:
+    async def _act(self, message: ZmqMessage, data: Mapping[str, Any]) -> bytes:
+        """One get_action. Each row is a request; they are answered together."""
         client, nested = self._client(message), "observation" in data
         options = client.said | _options(data)
-        asking = self._asked_by(message, options)
-        reading = asking.reading(GROOT)
+        handler = self._asked_by(message, options)
+        reading = handler.reading(GROOT)
         seen = _map(data, "observation") if nested else {name: data[name] for name in data if name != "options"}
         observation = GrootObservation(seen)
         limits = limits_of({name: options[name] for name in _OPTIONS if options.get(name) is not None})
-        if limits.deadline_ms is None and not asking.served.config.deadline_ms:
+        if limits.deadline_ms is None and not handler.served.config.deadline_ms:
             limits.deadline_ms = DEADLINE_MS
         parts = _parts(options.get("env_id"), observation.size)
         rows = observation.rows(reading.wire)
         questions = [_question(reading, row, client, part, limits) for row, part in zip(rows, parts, strict=True)]
-        GrootCall(asking, message, observation, reading, nested).ask(client.name, questions)
-
-
-class GrootCall:
-    """One get_action. Each row is a request; they are answered together. nested: the form of the answer."""
-
-    def __init__(
-        self, asking: Asking, message: ZmqMessage, observation: GrootObservation, reading: Reading, nested: bool
-    ) -> None:
-        self._asking, self._message, self._observation, self._reading = asking, message, observation, reading
-        self._nested = nested
-        self._asks: list[Ask] = []
-        self._answers: dict[int, ActAnswer] = {}
-        self._over = False
-
-    def ask(self, client: str, questions: Sequence[Question]) -> None:
-        """Submit all rows."""
-        message, many = self._message, len(questions) > 1
+        many = len(questions) > 1
         for row, question in enumerate(questions):
             if many and question.request_id:
                 question.request_id = f"{question.request_id}.{row}"
-            request_id = f"{message.id}.{row}" if many else message.id
-            self._asks.append(Ask(GROOT, request_id, client, partial(self._settled, row), message.started))
-        for ask, question in zip(self._asks, questions, strict=True):
-            if not self._over and self._asking.enter(ask):
-                self._asking.ask(ask, question, message.received)
-
-    def _settled(self, row: int, result: ActAnswer | ReflexError) -> None:
-        if self._over:
-            return
-        if isinstance(result, ReflexError):  # the protocol has no answer for single rows
-            asks = self._end()
-            self._message.answer(_error(result, asks[row].request_id))
-            for ask in asks:
-                if ask.entered:
-                    self._asking.leave(ask)
-            return
-        self._answers[row] = result
-        if len(self._answers) == len(self._asks):
-            self._message.answer(self._answer([self._answers[row] for row in range(len(self._end()))]))
-
-    def _end(self) -> list[Ask]:
-        asks, self._asks, self._over = self._asks, [], True  # break the reference cycle
-        return asks
-
-    def _answer(self, answers: Sequence[ActAnswer]) -> bytes:
-        actions = self._observation.actions(self._reading, [answer.actions for answer in answers])
-        if not self._nested:
+        ids = [f"{message.id}.{row}" if many else message.id for row in range(len(questions))]
+        pending = [PendingRequest(GROOT, own, client.name, message.started) for own in ids]
+        answers = await handler.infer_all(pending, questions, message.received)
+        actions = observation.actions(reading, [answer.actions for answer in answers])
+        if not nested:
             return encode(actions)
         return encode([actions, {"reflex": [{name: getattr(answer, name) for name in _SENT} for answer in answers]}])
 

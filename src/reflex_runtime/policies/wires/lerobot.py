@@ -14,15 +14,14 @@ import asyncio
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
 from typing import Any, Final
 
 import numpy as np
 
 from reflex_runtime.core.errors import Closed, ReflexError
 from reflex_runtime.core.request import Priority
-from reflex_runtime.policies.serving.ask import Ask
-from reflex_runtime.policies.serving.asking import Asking
+from reflex_runtime.policies.serving.handler import RequestHandler
+from reflex_runtime.policies.serving.pending import PendingRequest
 from reflex_runtime.policies.serving.question import ActAnswer, Question
 from reflex_runtime.policies.serving.wire_names import LEROBOT
 from reflex_runtime.policies.wires import messages_pb2 as messages
@@ -30,9 +29,9 @@ from reflex_runtime.policies.wires.lerobot_pickle import OBSERVATION, SETUP, rea
 from reflex_runtime.policies.wires.observations import Reading
 from reflex_runtime.policies.wires.openpi import Episodes
 from reflex_runtime.web.bodies import Bodies
-from reflex_runtime.web.errors import ClientError, Conflict
+from reflex_runtime.web.errors import ClientError, Conflict, Reported
 from reflex_runtime.web.fields import invalid
-from reflex_runtime.web.grpc_listener import GrpcCall, Reported, parse, serialize, settle
+from reflex_runtime.web.grpc_listener import GrpcCall, parse, serialize
 from reflex_runtime.web.json import printable
 
 SERVICE: Final = "transport.AsyncInference"
@@ -110,10 +109,10 @@ class LerobotSeen:
 class LerobotRobot:
     """One connection, with its newest observation that still waits for GetActions."""
 
-    def __init__(self, name: str, bodies: Bodies, asking: Asking) -> None:
+    def __init__(self, name: str, bodies: Bodies, handler: RequestHandler) -> None:
         self.name, self.episodes = name, Episodes(name)
         self.setup: LerobotSetup | None = None
-        self.asking = asking  # for the policy that its instructions name
+        self.handler = handler  # for the policy that its instructions name
         self._bodies = bodies
         self._seen: LerobotSeen | None = None
         self._came = asyncio.Event()
@@ -162,8 +161,8 @@ class LerobotRobot:
 class LerobotService:
     """The four calls, for all robots of a listener."""
 
-    def __init__(self, asking: Asking, bodies: Bodies) -> None:
-        self._asking, self._bodies = asking, bodies
+    def __init__(self, handler: RequestHandler, bodies: Bodies) -> None:
+        self._handler, self._bodies = handler, bodies
         self._robots: OrderedDict[str, LerobotRobot] = OrderedDict()
         self.methods = {
             "Ready": self.ready,
@@ -174,7 +173,7 @@ class LerobotService:
 
     def failed(self, call: GrpcCall, error: ReflexError) -> None:
         """Count the error of a call."""
-        self._asking.fail(Ask(LEROBOT, call.id, call.peer, lambda result: None, call.started, call), error)
+        self._handler.refused(PendingRequest(LEROBOT, call.id, call.peer, call.started, call), error)
 
     def end(self) -> None:
         """The server shuts down: answer the calls that wait for an observation."""
@@ -191,13 +190,13 @@ class LerobotService:
         """Wait until the policy is ready, then compare the setup with it."""
         sent = read_pickle(parse(messages.Pickle, data).data, SETUP)
         setup = LerobotSetup(sent)
-        await self._started()
-        self._asking.runtime.need_policy()
-        named = isinstance(setup.checkpoint, str) and setup.checkpoint in self._asking.runtime.policies
-        asking = self._asking.one(setup.checkpoint if named else None)
-        setup.check(asking.reading(LEROBOT))
+        await self._handler.runtime.wait_started()
+        self._handler.runtime.need_policy()
+        named = isinstance(setup.checkpoint, str) and setup.checkpoint in self._handler.runtime.policies
+        handler = self._handler.one(setup.checkpoint if named else None)
+        setup.check(handler.reading(LEROBOT))
         robot = self._robot(call)
-        robot.setup, robot.asking = setup, asking
+        robot.setup, robot.handler = setup, handler
         return b""
 
     async def observe(self, call: GrpcCall, parts: AsyncIterator[bytes]) -> bytes:
@@ -221,13 +220,13 @@ class LerobotService:
             answer = await self._ask(call, robot, seen)
         finally:
             self._bodies.release(seen)
-        step = 1.0 / (robot.asking.served.spec.embodiment.control_rate_hz or RATE_HZ)
+        step = 1.0 / (robot.handler.served.spec.embodiment.control_rate_hz or RATE_HZ)
         pickled = write_actions(answer.actions[: seen.steps], seen.timestamp, seen.timestep, step)
         return serialize(messages.Pickle(data=pickled))
 
     def _question(self, robot: LerobotRobot, setup: LerobotSetup, sent: Mapping[str, Any]) -> Question:
         seen = setup.observation(_of(sent, "observation", dict))
-        images, state, instruction = robot.asking.reading(LEROBOT).read(seen)
+        images, state, instruction = robot.handler.reading(LEROBOT).read(seen)
         return Question(
             images=images,
             state=state,
@@ -238,32 +237,18 @@ class LerobotService:
         )
 
     async def _ask(self, call: GrpcCall, robot: LerobotRobot, seen: LerobotSeen) -> ActAnswer:
-        settled: asyncio.Future[ActAnswer | ReflexError] = asyncio.get_running_loop().create_future()
-        ask = Ask(LEROBOT, call.id, robot.name, partial(settle, settled), seen.started, call)
-        if robot.asking.enter(ask):
-            robot.asking.ask(ask, seen.question)
+        pending = PendingRequest(LEROBOT, call.id, robot.name, seen.started, call)
         try:
-            result = await settled
-        except asyncio.CancelledError:
-            robot.asking.leave(ask)
-            raise
-        if isinstance(result, ReflexError):
-            raise Reported(result, ask.request_id)
-        return result
-
-    async def _started(self) -> None:
-        started = asyncio.Event()
-        self._asking.runtime.when_started(started.set)
-        try:
-            await started.wait()
-        finally:
-            self._asking.runtime.forget(started.set)
+            with robot.handler.admit(pending):
+                return await robot.handler.infer(pending, seen.question)
+        except ReflexError as error:
+            raise Reported(error, pending.request_id) from None
 
     def _robot(self, call: GrpcCall) -> LerobotRobot:
         """The robot of a connection. Named after its first call, because ports repeat."""
         robot = self._robots.get(call.peer)
         if robot is None:
-            robot = self._robots[call.peer] = LerobotRobot(f"lerobot-{call.id}", self._bodies, self._asking)
+            robot = self._robots[call.peer] = LerobotRobot(f"lerobot-{call.id}", self._bodies, self._handler)
             if len(self._robots) > MAX_ROBOTS:
                 self._robots.popitem(last=False)[1].drop()
         self._robots.move_to_end(call.peer)

@@ -6,7 +6,7 @@ HTTP and gRPC share this. Each of them reads its bytes into an `InferRequest` an
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final
@@ -14,11 +14,10 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from reflex_runtime.core.errors import ReflexError
 from reflex_runtime.core.request import PRIORITIES
 from reflex_runtime.policies.policy.spec import PolicySpec
-from reflex_runtime.policies.serving.ask import Ask, HasHeaders
-from reflex_runtime.policies.serving.asking import Asking
+from reflex_runtime.policies.serving.handler import RequestHandler
+from reflex_runtime.policies.serving.pending import HasHeaders, PendingRequest
 from reflex_runtime.policies.serving.question import ActAnswer, Question
 from reflex_runtime.policies.serving.wire_names import OIP
 from reflex_runtime.policies.wires.limits import limits_of
@@ -56,20 +55,20 @@ def model_name(spec: PolicySpec) -> str:
     return spec.model_id.rpartition("/")[2]
 
 
-def model_of(asking: Asking, name: str, version: str = "") -> tuple[Asking, str]:
+def model_of(handler: RequestHandler, name: str, version: str = "") -> tuple[RequestHandler, str]:
     """What takes requests for a model, and the name it answers with; 404 for a model that is not served.
 
     Several policies are models by their own names. The only policy, or the one that the path names, is called as its
     model is.
     """
-    policies = asking.runtime.policies
-    if len(policies) == 1 or asking.prefix:
-        check_model(asking.served.spec, name, version)
-        return asking, model_name(asking.served.spec)
+    policies = handler.runtime.policies
+    if len(policies) == 1 or handler.prefix:
+        check_model(handler.served.spec, name, version)
+        return handler, model_name(handler.served.spec)
     if name not in policies:
         raise NotFound(printable(f"model {name[:200]!r} is not served; there are {', '.join(policies)}"))
     _check_version(name, version)
-    return asking.one(name), name
+    return handler.one(name), name
 
 
 def check_model(spec: PolicySpec, name: str, version: str = "") -> None:
@@ -241,65 +240,20 @@ def _seed(tensor: Tensor, row: int) -> int:
     return int(tensor.values.flat[row])
 
 
-class Infer:
-    """A request of any number of rows: an ask for each row, and one answer."""
-
-    def __init__(
-        self,
-        asking: Asking,
-        request_id: str,
-        client: Hashable,
-        done: Callable[[list[ActAnswer] | ReflexError], None],
-        started: float | None = None,
-        source: HasHeaders | None = None,
-    ) -> None:
-        """done: called once, with the answers of all rows or the first error. request_id: if the caller names none;
-        after an error it is the id of the failed row. source: see `Ask`."""
-        self.request_id = request_id
-        self._asking, self._client, self._done = asking, client, done
-        self._started, self._source = started, source
-        self._asks: list[Ask] = []
-        self._answers: list[ActAnswer | None] = []
-        self._over = False
-
-    def ask(self, questions: Sequence[Question], received: float | None = None) -> None:
-        """Submit each row as a request. received: when the last byte was read."""
-        self._answers = [None] * len(questions)
-        for row, question in enumerate(questions):
-            own = f"{self.request_id}/{row}" if len(questions) > 1 else self.request_id
-            self._asks.append(self._begin(own, partial(self._settled, row)))
-            if self._asking.enter(self._asks[row]):
-                self._asking.ask(self._asks[row], question, received)
-            if self._over:
-                return
-
-    def fail(self, error: Exception) -> None:
-        """Report an error of the whole request."""
-        self._asks = [self._begin(self.request_id, partial(self._settled, 0))]
-        self._asking.fail(self._asks[0], error)
-
-    def leave(self) -> None:
-        """The caller disconnected: cancel the rows."""
-        self._over = True
-        for ask in self._asks:
-            self._asking.leave(ask)
-
-    def _begin(self, request_id: str, settle: Callable[[ActAnswer | ReflexError], None]) -> Ask:
-        return Ask(OIP, request_id, self._client, settle, self._started, self._source)
-
-    def _settled(self, row: int, result: ActAnswer | ReflexError) -> None:
-        if self._over:
-            return
-        if isinstance(result, ReflexError):
-            self.request_id = self._asks[row].request_id
-            self.leave()
-            self._done(result)
-            return
-        self._answers[row] = result
-        answers = [answer for answer in self._answers if answer is not None]
-        if len(answers) == len(self._answers):
-            self._over = True
-            self._done(answers)
+async def infer(
+    handler: RequestHandler,
+    request_id: str,
+    client: Hashable,
+    questions: Sequence[Question],
+    started: float,
+    source: HasHeaders,
+    received: float | None = None,
+) -> list[ActAnswer]:
+    """The answers of all rows; the first error, as Reported. request_id: if the caller names none."""
+    many = len(questions) > 1
+    ids = [f"{request_id}/{row}" if many else request_id for row in range(len(questions))]
+    rows = [PendingRequest(OIP, own, client, started, source) for own in ids]
+    return await handler.infer_all(rows, questions, received)
 
 
 def actions_of(answers: Sequence[ActAnswer]) -> NDArray[np.float32]:

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, Final
 
 from reflex_runtime.core.errors import ReflexError
-from reflex_runtime.policies.serving.ask import Ask
-from reflex_runtime.policies.serving.asking import Asking
+from reflex_runtime.policies.serving.handler import RequestHandler
+from reflex_runtime.policies.serving.pending import PendingRequest
 from reflex_runtime.policies.serving.question import ActAnswer
 from reflex_runtime.policies.serving.wire_names import OIP
 from reflex_runtime.policies.wires import messages_pb2 as messages
 from reflex_runtime.policies.wires import oip
 from reflex_runtime.policies.wires.oip_tensors import Tensor, tensor_of_bytes, tensor_of_values
 from reflex_runtime.web.errors import ClientError
-from reflex_runtime.web.grpc_listener import GrpcCall, Reported, parse, serialize, settle
+from reflex_runtime.web.grpc_listener import GrpcCall, parse, serialize
 
 SERVICE: Final = "inference.GRPCInferenceService"
 MOST_MS: Final = 600_000.0  # a longer deadline counts as none
@@ -100,8 +98,8 @@ def _parameter(sent: Any) -> Any:
 class OipService:
     """The gRPC calls of a listener."""
 
-    def __init__(self, asking: Asking, sequences: oip.Sequences) -> None:
-        self._asking, self._runtime, self._sequences = asking, asking.runtime, sequences
+    def __init__(self, handler: RequestHandler, sequences: oip.Sequences) -> None:
+        self._handler, self._runtime, self._sequences = handler, handler.runtime, sequences
         self.methods = {
             "ServerLive": self.live,
             "ServerReady": self.ready,
@@ -114,7 +112,7 @@ class OipService:
     def failed(self, call: GrpcCall, error: ReflexError) -> None:
         """Count the error of a request."""
         if call.method == "ModelInfer":
-            self._asking.fail(Ask(OIP, call.id, call.peer, lambda result: None, call.started, call), error)
+            self._handler.refused(PendingRequest(OIP, call.id, call.peer, call.started, call), error)
 
     async def live(self, call: GrpcCall, data: bytes) -> bytes:
         return serialize(messages.ServerLiveResponse(live=True))
@@ -126,30 +124,21 @@ class OipService:
         return serialize(messages.ServerMetadataResponse(**oip.server_metadata()))
 
     async def model_ready(self, call: GrpcCall, data: bytes) -> bytes:
-        asking, _ = self._model_of(data)
-        return serialize(messages.ModelReadyResponse(ready=asking.served.health == "ready"))
+        handler, _ = self._model_of(data)
+        return serialize(messages.ModelReadyResponse(ready=handler.served.health == "ready"))
 
     async def model(self, call: GrpcCall, data: bytes) -> bytes:
-        asking, name = self._model_of(data)
-        return serialize(messages.ModelMetadataResponse(**oip.model_metadata(asking.served.spec, name)))
+        handler, name = self._model_of(data)
+        return serialize(messages.ModelMetadataResponse(**oip.model_metadata(handler.served.spec, name)))
 
     async def infer(self, call: GrpcCall, data: bytes) -> bytes:
         model, version, sent = decode(data)
-        asking, name = oip.model_of(self._asking, model, version)
+        handler, name = oip.model_of(self._handler, model, version)
         most_ms = call.left_ms if call.left_ms is None or call.left_ms <= MOST_MS else None
-        asked = oip.questions(asking.served.spec, self._sequences, sent, most_ms)
-        settled: asyncio.Future[list[ActAnswer] | ReflexError] = asyncio.get_running_loop().create_future()
-        infer = oip.Infer(asking, call.id, call.peer, partial(settle, settled), call.started, call)
-        infer.ask(asked)
-        try:
-            result = await settled
-        except asyncio.CancelledError:
-            infer.leave()
-            raise
-        if isinstance(result, ReflexError):
-            raise Reported(result, infer.request_id)
-        return encode(name, sent.id, result)
+        asked = oip.questions(handler.served.spec, self._sequences, sent, most_ms)
+        answers = await oip.infer(handler, call.id, call.peer, asked, call.started, call)
+        return encode(name, sent.id, answers)
 
-    def _model_of(self, data: bytes) -> tuple[Asking, str]:
+    def _model_of(self, data: bytes) -> tuple[RequestHandler, str]:
         sent = parse(messages.ModelRequest, data)
-        return oip.model_of(self._asking, sent.name, sent.version)
+        return oip.model_of(self._handler, sent.name, sent.version)

@@ -6,25 +6,25 @@ tensors that have a `binary_data_size`, in their order, little-endian. Answers a
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import msgspec
 import numpy as np
 
-from reflex_runtime.core.errors import Closed, ReflexError
-from reflex_runtime.policies.serving.asking import Asking
+from reflex_runtime.core.errors import ReflexError
+from reflex_runtime.policies.serving.handler import RequestHandler
+from reflex_runtime.policies.serving.pending import PendingRequest
 from reflex_runtime.policies.serving.question import ActAnswer
+from reflex_runtime.policies.serving.wire_names import OIP
 from reflex_runtime.policies.wires import oip
 from reflex_runtime.policies.wires.oip_tensors import Tensor, tensor_of_bytes, tensor_of_values
 from reflex_runtime.web.bodies import LARGE
-from reflex_runtime.web.errors import CallerLeft, ClientError, InvalidJson, describe_error, known
-from reflex_runtime.web.exchange import Exchange, Route
+from reflex_runtime.web.errors import ClientError, InvalidJson, Reported, describe_error, known
 from reflex_runtime.web.fields import invalid, invalid_field
-from reflex_runtime.web.form import JSON, ErrorForm, Headers, Refusal
+from reflex_runtime.web.form import ErrorForm, Refusal
 from reflex_runtime.web.json import MAX_VALUES, encode, printable
+from reflex_runtime.web.request import Handler, HttpRequest, HttpResponse, Route
 
 ROOT: Final = "/v2"
 MODELS: Final = "/v2/models/"
@@ -149,11 +149,11 @@ FORM: Final = ErrorForm(_refuse)
 class OipHttp:
     """The routes of the protocol."""
 
-    def __init__(self, asking: Asking, most: int, sequences: oip.Sequences) -> None:
+    def __init__(self, handler: RequestHandler, most: int, sequences: oip.Sequences) -> None:
         """most: bytes that a body may have."""
-        self._asking, self._runtime = asking, asking.runtime
+        self._handler, self._runtime = handler, handler.runtime
         self._sequences = sequences
-        fixed: dict[str, tuple[Callable[[Exchange, bytes], None], bool]] = {
+        fixed: dict[str, tuple[Handler, bool]] = {
             ROOT: (self.server, False),
             "/v2/health/live": (self.live, True),
             "/v2/health/ready": (self.ready, True),
@@ -162,7 +162,7 @@ class OipHttp:
         self._model = Route("/v2/models/{model}", self.model, form=FORM)
         self._ready = Route("/v2/models/{model}/ready", self.model_ready, form=FORM)
         self._infer = Route(
-            "/v2/models/{model}/infer", self.infer, "POST", most=most, enter=self.enter, fail=self.fail, form=FORM
+            "/v2/models/{model}/infer", self.infer, "POST", most=most, form=FORM, refused=self.refused
         )
 
     def find(self, path: str) -> Route | None:
@@ -173,99 +173,78 @@ class OipHttp:
 
     # -- metadata and health -------------------------------------------------------------------------------------------
 
-    def server(self, exchange: Exchange, _: bytes) -> None:
+    async def server(self, request: HttpRequest) -> HttpResponse:
         """Server metadata."""
-        exchange.answer(200, encode(oip.server_metadata()))
+        return HttpResponse(200, encode(oip.server_metadata()))
 
-    def live(self, exchange: Exchange, _: bytes) -> None:
+    async def live(self, request: HttpRequest) -> HttpResponse:
         """200 while the server runs."""
-        exchange.answer(200, encode({"live": True}))
+        return HttpResponse(200, encode({"live": True}))
 
-    def ready(self, exchange: Exchange, _: bytes) -> None:
+    async def ready(self, request: HttpRequest) -> HttpResponse:
         """200 if requests can be answered, otherwise 503."""
-        _answer_ready(exchange, self._asking.served.health if self._asking.prefix else self._runtime.health)
+        return _ready(self._handler.served.health if self._handler.prefix else self._runtime.health)
 
-    def model(self, exchange: Exchange, _: bytes) -> None:
+    async def model(self, request: HttpRequest) -> HttpResponse:
         """Inputs and outputs of the model."""
-        asking, name = self._model_of(exchange)
-        exchange.answer(200, encode(oip.model_metadata(asking.served.spec, name)))
+        handler, name = self._model_of(request)
+        return HttpResponse(200, encode(oip.model_metadata(handler.served.spec, name)))
 
-    def model_ready(self, exchange: Exchange, _: bytes) -> None:
+    async def model_ready(self, request: HttpRequest) -> HttpResponse:
         """Like `ready`, for one model."""
-        _answer_ready(exchange, self._model_of(exchange)[0].served.health)
+        return _ready(self._model_of(request)[0].served.health)
 
-    def _model_of(self, exchange: Exchange) -> tuple[Asking, str]:
-        name, version, _ = _what(exchange.path.removeprefix(self._asking.prefix))
-        return oip.model_of(self._asking, name, version)
+    def _model_of(self, request: HttpRequest) -> tuple[RequestHandler, str]:
+        name, version, _ = _what(request.path.removeprefix(self._handler.prefix))
+        return oip.model_of(self._handler, name, version)
 
     # -- infer ---------------------------------------------------------------------------------------------------------
 
-    def enter(self, exchange: Exchange) -> None:
-        """The head of a request has arrived."""
-        self._model_of(exchange)
-        if exchange.headers.get(b"content-encoding", b"identity") != b"identity":
-            raise ClientError("compressed bodies are not read")
-
-    def infer(self, exchange: Exchange, body: bytes) -> None:
-        """The body has arrived."""
-        length = exchange.headers.get(HEAD)
-        if length is not None and not (length.isdigit() and len(length) < 12):
-            raise ClientError("Inference-Header-Content-Length must be a whole number")
-        head = None if length is None else int(length)
-        if (len(body) if head is None else head) > LARGE:
-            decoding = exchange.app.bodies.beside(decode, body, head)
-            decoding.add_done_callback(partial(self._decoded, exchange))
-        else:
-            self._ask(exchange, decode(body, head))
-
-    def fail(self, exchange: Exchange, error: ReflexError) -> None:
-        """Answer a request that is refused before it is submitted."""
-        (exchange.ask or self._begin(exchange)).fail(error)
-
-    def _decoded(self, exchange: Exchange, decoding: asyncio.Future[OipBody]) -> None:
-        if exchange.done:
-            return
+    async def infer(self, request: HttpRequest) -> HttpResponse:
         try:
-            if decoding.cancelled():
-                raise Closed("the server is shutting down", retry_after=1.0)
-            self._ask(exchange, decoding.result())
-        except Exception as error:
-            self.fail(exchange, known(error, exchange.request_id))
+            handler, name = self._model_of(request)
+            sent = await _read(request)
+            questions = oip.questions(handler.served.spec, self._sequences, sent.asked)
+        except Exception as failure:
+            error = known(failure, request.request_id)
+            self.refused(request, error)
+            raise error from None
+        try:
+            answers = await oip.infer(
+                handler, request.request_id, request.client, questions, request.started, request, request.received
+            )
+        except Reported as reported:
+            request.request_id = reported.request_id
+            return request.app.refuse(request, reported.error)
+        request.request_id = sent.asked.id or request.request_id
+        body, head = encode_answer(name, sent, answers)
+        if head is None:
+            return HttpResponse(200, body)
+        return HttpResponse(200, body, BINARY, [(HEAD, b"%d" % head)])
 
-    def _ask(self, exchange: Exchange, sent: OipBody) -> None:
-        asking, _ = self._model_of(exchange)
-        asked = oip.questions(asking.served.spec, self._sequences, sent.asked)
-        infer = self._begin(exchange, sent)
-        if exchange.left:
-            raise CallerLeft("the caller left")
-        exchange.on_left = infer.leave
-        infer.ask(asked, exchange.received)
-
-    def _begin(self, exchange: Exchange, sent: OipBody | None = None) -> oip.Infer:
-        done = partial(self._settle, exchange, sent)
-        asking = self._asking if sent is None else self._model_of(exchange)[0]
-        infer = exchange.ask = oip.Infer(
-            asking, exchange.request_id, exchange.client, done, exchange.started, exchange
+    def refused(self, request: HttpRequest, error: ReflexError) -> None:
+        """Count a request that cannot be read, or must not be asked."""
+        self._handler.refused(
+            PendingRequest(OIP, request.request_id, request.client, request.started, request), error
         )
-        return infer
-
-    def _settle(self, exchange: Exchange, sent: OipBody | None, result: list[ActAnswer] | ReflexError) -> None:
-        infer: oip.Infer = exchange.ask
-        if isinstance(result, ReflexError):
-            exchange.request_id = infer.request_id
-            exchange.fail(result)
-        else:
-            assert sent is not None
-            exchange.request_id = sent.asked.id or exchange.request_id
-            body, head = encode_answer(self._model_of(exchange)[1], sent, result)
-            more: Headers | None = None if head is None else [(HEAD, b"%d" % head)]
-            exchange.answer(200, body, JSON if head is None else BINARY, more)
-        exchange.ask = None  # break the reference cycle
 
 
-def _answer_ready(exchange: Exchange, health: str) -> None:
+async def _read(request: HttpRequest) -> OipBody:
+    if request.headers.get(b"content-encoding", b"identity") != b"identity":
+        raise ClientError("compressed bodies are not read")
+    length = request.headers.get(HEAD)
+    if length is not None and not (length.isdigit() and len(length) < 12):
+        raise ClientError("Inference-Header-Content-Length must be a whole number")
+    head = None if length is None else int(length)
+    body = await request.body()
+    if (len(body) if head is None else head) > LARGE:
+        return await request.app.bodies.beside(decode, body, head)
+    return decode(body, head)
+
+
+def _ready(health: str) -> HttpResponse:
     ready = health == "ready"
-    exchange.answer(200 if ready else 503, encode({"ready": ready}))
+    return HttpResponse(200 if ready else 503, encode({"ready": ready}))
 
 
 def _what(path: str) -> tuple[str, str, str]:

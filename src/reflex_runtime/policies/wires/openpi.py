@@ -7,21 +7,21 @@ many requests, each with its own answer or error. docs/wires.md has what a calle
 from __future__ import annotations
 
 import asyncio
-from functools import partial
+from collections.abc import Sequence
 from typing import Any, Final
 
 from reflex_runtime.core.errors import ReflexError
-from reflex_runtime.policies.serving.ask import Ask
-from reflex_runtime.policies.serving.asking import Asking
+from reflex_runtime.policies.serving.handler import RequestHandler
+from reflex_runtime.policies.serving.pending import PendingRequest
 from reflex_runtime.policies.serving.question import ActAnswer, Question
 from reflex_runtime.policies.serving.wire_names import OPENPI
 from reflex_runtime.policies.wires.limits import limits_in, limits_of, question_of, socket_limits
 from reflex_runtime.policies.wires.observations import text_of
 from reflex_runtime.policies.wires.openpi_codec import decode, encode
-from reflex_runtime.web.errors import ClientError, describe_error
+from reflex_runtime.web.errors import ClientError, describe_error, known
 from reflex_runtime.web.fields import check_id
 from reflex_runtime.web.form import PLAIN
-from reflex_runtime.web.websocket import INTERNAL, UNSUPPORTED, SocketMessage, WebSocket
+from reflex_runtime.web.request import INTERNAL, UNSUPPORTED, SocketMessage, WebSocket
 
 PATHS: Final = ("/", "/openpi/policy", "/v1/realtime/robot/openpi")
 MAX_BATCH: Final = 256  # observations in a frame
@@ -56,90 +56,90 @@ class Episodes:
         return f"{self._name}#{self._epoch}" if self._epoch else self._name
 
 
-class OpenpiSession:
-    """One websocket: its episodes, and the requests of the current message."""
+async def serve(handler: RequestHandler, socket: WebSocket) -> None:
+    """One websocket. Clients wait for the metadata without a limit."""
+    robot = OpenpiRobot(handler, socket)
+    if not await handler.runtime.wait_started():
+        await socket.close(INTERNAL, "the policy could not be started")
+        return
+    await socket.send(encode(robot.metadata()))
+    async for message in socket:
+        if isinstance(message.data, str):
+            await socket.close(UNSUPPORTED, "observations are binary frames")
+            return
+        await socket.send(await robot.answer(message, message.data))
 
-    def __init__(self, asking: Asking, socket: WebSocket) -> None:
+
+class OpenpiRobot:
+    """The robot of one websocket, and its episodes."""
+
+    def __init__(self, handler: RequestHandler, socket: WebSocket) -> None:
         self._said = socket_limits(socket.query)
-        self._asking, self._socket = asking.one(self._said.policy), socket
+        self._handler, self._socket = handler.one(self._said.policy), socket
         self._robot = self._said.robot_id or f"ws-{socket.id}"
         self._episodes: dict[str, Episodes] = {}  # by position in a batch
-        self._asks: list[Ask] = []
-        self._results: list[dict[str, Any] | None] = []
-        self._batched = False
         self._spent: float | None = None  # milliseconds until the last answer
-        self._readings = self._asking.readings(OPENPI)
+        self._readings = self._handler.readings(OPENPI)
 
-    # -- the websocket -------------------------------------------------------------------------------------------------
-
-    def opened(self) -> None:
-        """Send the metadata once a policy is ready. Clients wait for it without a limit."""
-        self._socket.owe(True)
-        self._asking.runtime.when_started(self._announce)
-
-    def asked(self, message: SocketMessage) -> None:
-        """An observation, or a batch of them."""
-        if isinstance(message.data, str):
-            self._socket.close(UNSUPPORTED, "observations are binary frames")
-            self._socket.answer()
-            return
-        sent = decode(message.data)
-        if self._readings.map.dialect == "roboarena" and sent.get("endpoint") == "reset":
-            for episodes in self._episodes.values():
-                episodes.reset()
-            self._socket.answer(RESET)
-            return
-        self._batched = "batch" in sent
-        observations = _batch_of(sent) if self._batched else [sent]
-        self._results = [None] * len(observations)
-        self._asks = [self._begin(message, place) for place in range(len(observations))]
-        rows = list(zip(self._asks, observations, strict=True))
-        for ask, _ in rows:
-            self._asking.enter(ask)
-        self._read(rows, 0, message.received)
-
-    def _read(self, rows: list[tuple[Ask, Any]], begin: int, received: float) -> None:
-        """Submit `ROWS` rows in each turn of the loop."""
-        for place, (ask, observation) in enumerate(rows[begin : begin + ROWS], begin):
-            part = f"/{place}" if self._batched else ""
-            self._asking.read(ask, partial(self._question, observation, part), received)
-        if begin + ROWS < len(rows):
-            asyncio.get_running_loop().call_soon(self._read, rows, begin + ROWS, received)
-
-    def failed(self, message: SocketMessage, error: ReflexError) -> str:
-        """Count an error and return the frame for it."""
-        ask = Ask(OPENPI, message.id, self._robot, lambda result: None, message.started, self._socket)
-        self._asking.fail(ask, error)
-        return _text(error, message.id)
-
-    def left(self) -> None:
-        """Cancel the outstanding requests."""
-        self._asking.runtime.forget(self._announce)
-        for ask in list(self._asks):
-            self._asking.leave(ask)
-
-    def _announce(self) -> None:
-        if not self._asking.runtime.loaded:
-            self._socket.close(INTERNAL, "the policy could not be started")
-            return
-        self._socket.owe(False)
-        own = {} if self._readings.map.dialect == "roboarena" else {"reflex": self._described()}
-        self._socket.send(encode({**self._readings.map.metadata, **own}))
-
-    def _described(self) -> dict[str, Any]:
-        spec = self._asking.served.spec
-        return {
+    def metadata(self) -> dict[str, Any]:
+        """The first frame."""
+        if self._readings.map.dialect == "roboarena":
+            return dict(self._readings.map.metadata)
+        spec = self._handler.served.spec
+        own = {
             "model_id": spec.model_id,
             "model_hash": spec.model_hash,
             "actions": [spec.chunk_size, spec.action_dim],
             **self._readings.now.describe(),
         }
+        return {**self._readings.map.metadata, "reflex": own}
 
-    # -- requests ------------------------------------------------------------------------------------------------------
+    async def answer(self, message: SocketMessage, data: bytes) -> str | bytes:
+        """The frame that answers a message."""
+        try:
+            self._socket.refuse_if_closing()
+            sent = decode(data)
+            if self._readings.map.dialect == "roboarena" and sent.get("endpoint") == "reset":
+                for episodes in self._episodes.values():
+                    episodes.reset()
+                return RESET
+            observations = _batch_of(sent) if "batch" in sent else None
+        except Exception as failure:
+            error = known(failure, message.id)
+            self._handler.refused(self._pending(message, message.id), error)
+            return _text(error, message.id)
+        if observations is not None:
+            return encode({"batch": await self._all(message, observations)})
+        pending = self._pending(message, message.id)
+        answer = await self._infer(pending, sent, "", message.received)
+        return _text(answer, pending.request_id) if isinstance(answer, ReflexError) else encode(self._told(answer))
 
-    def _begin(self, message: SocketMessage, place: int) -> Ask:
-        request_id = f"{message.id}.{place}" if self._batched else message.id
-        return Ask(OPENPI, request_id, self._robot, partial(self._settled, place), message.started, self._socket)
+    async def _all(self, message: SocketMessage, observations: Sequence[Any]) -> list[dict[str, Any]]:
+        """The answers or errors of a batch: each row is a robot of its own."""
+        rows = [self._pending(message, f"{message.id}.{place}") for place in range(len(observations))]
+        async with asyncio.TaskGroup() as group:
+            tasks = []
+            for place, (row, observation) in enumerate(zip(rows, observations, strict=True)):
+                tasks.append(group.create_task(self._infer(row, observation, f"/{place}", message.received)))
+                if (place + 1) % ROWS == 0:
+                    await asyncio.sleep(0)
+        found = zip(rows, [task.result() for task in tasks], strict=True)
+        return [
+            {"error": describe_error(answer, row.request_id)} if isinstance(answer, ReflexError) else self._told(answer)
+            for row, answer in found
+        ]
+
+    async def _infer(
+        self, pending: PendingRequest, observation: Any, part: str, received: float
+    ) -> ActAnswer | ReflexError:
+        try:
+            with self._handler.admit(pending):
+                return await self._handler.infer(pending, self._question(observation, part), received)
+        except ReflexError as error:
+            return error
+
+    def _pending(self, message: SocketMessage, request_id: str) -> PendingRequest:
+        return PendingRequest(OPENPI, request_id, self._robot, message.started, self._socket)
 
     def _question(self, observation: Any, part: str) -> Question:
         """part: position in a batch; each position is a separate robot."""
@@ -156,24 +156,7 @@ class OpenpiSession:
         episode = episodes.of(limits.episode_id, observed[2])
         return question_of(observed, limits, said, self._robot + part, episode)
 
-    # -- answers -------------------------------------------------------------------------------------------------------
-
-    def _settled(self, place: int, result: ActAnswer | ReflexError) -> None:
-        if isinstance(result, ReflexError):
-            self._results[place] = {"error": describe_error(result, self._asks[place].request_id)}
-        else:
-            self._results[place] = self._answer(result)
-        if None in self._results:
-            return
-        results, self._results, asks, self._asks = self._results, [], self._asks, []
-        if self._batched:
-            self._socket.answer(encode({"batch": results}))
-        elif isinstance(result, ReflexError):
-            self._socket.answer(_text(result, asks[0].request_id))
-        else:
-            self._socket.answer(encode(results[0]))
-
-    def _answer(self, answer: ActAnswer) -> dict[str, Any]:
+    def _told(self, answer: ActAnswer) -> dict[str, Any]:
         timing = {"infer_ms": answer.timing.total_ms}
         if self._spent is not None:
             timing["prev_total_ms"] = self._spent

@@ -11,33 +11,31 @@ from contextlib import suppress
 from typing import Any
 
 from reflex_runtime.core.errors import ReflexError
-from reflex_runtime.policies.serving.ask import Ask
-from reflex_runtime.policies.serving.asking import Asking
+from reflex_runtime.policies.serving.handler import RequestHandler
+from reflex_runtime.policies.serving.pending import PendingRequest
 from reflex_runtime.policies.serving.question import ActAnswer, Question
 from reflex_runtime.policies.wires.limits import socket_limits
-from reflex_runtime.web.errors import NotFound
-from reflex_runtime.web.websocket import INTERNAL, UNSUPPORTED, SocketMessage, WebSocket
+from reflex_runtime.web.errors import NotFound, Reported, known
+from reflex_runtime.web.request import INTERNAL, UNSUPPORTED, SocketMessage, WebSocket
 
 
 class TypedSession(ABC):
     """One websocket, which is one robot. robot: its name. said: fields of the URL's query."""
 
-    def __init__(self, wire: str, asking: Asking, socket: WebSocket) -> None:
+    def __init__(self, wire: str, handler: RequestHandler, socket: WebSocket) -> None:
         self.said = socket_limits(socket.query)
-        self.asking, self.socket = asking.one(self.said.policy), socket
+        self.handler, self.socket = handler.one(self.said.policy), socket
         self.robot = self.said.robot_id or f"ws-{socket.id}"
-        self.readings = self.asking.readings(wire)
+        self.readings = self.handler.readings(wire)
         self._wire = wire
-        self._ask: Ask | None = None
-        self._read = ""  # id of the last decoded message
 
     @abstractmethod
     def read(self, frame: bytes) -> None:
         """Decode a message for `take` and `error`."""
 
     @abstractmethod
-    def take(self, message: SocketMessage) -> None:
-        """Answer the decoded message, or `ask` the policy. Exceptions are answered as errors."""
+    async def take(self, message: SocketMessage) -> bytes | None:
+        """The frame that answers the decoded message, or None. Exceptions are answered as errors."""
 
     @abstractmethod
     def hello(self) -> bytes:
@@ -51,70 +49,51 @@ class TypedSession(ABC):
     def error(self, error: ReflexError, request_id: str) -> bytes:
         """The frame for an error."""
 
-    # -- the websocket -------------------------------------------------------------------------------------------------
-
-    def opened(self) -> None:  # noqa: B027
-        """Nothing: the client speaks first."""
-
-    def asked(self, message: SocketMessage) -> None:
-        """Decode and handle a message."""
-        if isinstance(message.data, str):
-            self.socket.close(UNSUPPORTED, "messages are binary frames")
-            self.socket.answer()
-            return
-        self._read = message.id
-        self.read(message.data)
-        self.take(message)
-
-    def failed(self, message: SocketMessage, error: ReflexError) -> bytes:
-        """Count an error and return the frame for it."""
-        if self._read != message.id and isinstance(message.data, bytes):  # refused before it was decoded
-            with suppress(ReflexError):
+    async def run(self) -> None:
+        """Answer messages until the peer leaves. It speaks first."""
+        async for message in self.socket:
+            if isinstance(message.data, str):
+                await self.socket.close(UNSUPPORTED, "messages are binary frames")
+                return
+            try:
                 self.read(message.data)
-        ask = Ask(self._wire, message.id, self.robot, lambda result: None, message.started, self.socket)
-        self.asking.fail(ask, error)
-        return self.error(error, message.id)
+                self.socket.refuse_if_closing()
+                frame = await self.take(message)
+            except Reported as reported:
+                frame = self.error(reported.error, reported.request_id)
+            except Exception as failure:
+                error = known(failure, message.id)
+                self.handler.refused(self._pending(message), error)
+                frame = self.error(error, message.id)
+            if frame is not None:
+                await self.socket.send(frame)
 
-    def left(self) -> None:
-        """Cancel the outstanding request."""
-        self.asking.runtime.forget(self._greet)
-        if self._ask is not None:
-            self.asking.leave(self._ask)
+    async def greet(self) -> bytes | None:
+        """`hello`, once a policy is ready."""
+        if await self.handler.runtime.wait_started():
+            return self.hello()
+        await self.socket.close(INTERNAL, "the policy could not be started")
+        return None
 
-    # -- answers -------------------------------------------------------------------------------------------------------
+    async def infer(self, message: SocketMessage, question: Callable[[], Question]) -> bytes:
+        """The frame for the policy's answer. question: made of the message once it is admitted."""
+        pending = self._pending(message)
+        try:
+            with self.handler.admit(pending):
+                answer = await self.handler.infer(pending, question(), message.received)
+        except ReflexError as error:
+            raise Reported(error, pending.request_id) from None
+        return self.answered(answer)
 
-    def greet(self) -> None:
-        """Send `hello` once a policy is ready."""
-        self.socket.owe(True)
-        self.socket.answer()
-        self.asking.runtime.when_started(self._greet)
-
-    def ask(self, message: SocketMessage, read: Callable[[], Question]) -> None:
-        """Ask the policy. read: builds the question from the message."""
-        self._ask = Ask(self._wire, message.id, self.robot, self._settled, message.started, self.socket)
-        self.asking.take(self._ask, read, message.received)
+    def _pending(self, message: SocketMessage) -> PendingRequest:
+        return PendingRequest(self._wire, message.id, self.robot, message.started, self.socket)
 
     def report(self, episode: str, result: dict[str, Any]) -> None:
         """Count the success of an ended episode, if the result reports it and the policy answered in that episode."""
         success = _success_in(result)
         if success is not None and self.socket.may_change:
             with suppress(NotFound):
-                self.asking.served.ended(episode, success)
-
-    def _greet(self) -> None:
-        if not self.asking.runtime.loaded:
-            self.socket.close(INTERNAL, "the policy could not be started")
-            return
-        self.socket.owe(False)
-        self.socket.send(self.hello())
-
-    def _settled(self, result: ActAnswer | ReflexError) -> None:
-        ask, self._ask = self._ask, None  # it refers to the pictures
-        assert ask is not None
-        if isinstance(result, ReflexError):
-            self.socket.answer(self.error(result, ask.request_id))
-        else:
-            self.socket.answer(self.answered(result))
+                self.handler.served.ended(episode, success)
 
 
 def _success_in(result: dict[str, Any]) -> bool | None:

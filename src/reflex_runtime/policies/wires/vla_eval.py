@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, Final
 
 from reflex_runtime.core.errors import ReflexError
-from reflex_runtime.policies.serving.asking import Asking
+from reflex_runtime.policies.serving.handler import RequestHandler
 from reflex_runtime.policies.serving.question import ActAnswer, Question
 from reflex_runtime.policies.serving.wire_names import VLA_EVAL
 from reflex_runtime.policies.wires.limits import limits_in, question_of
@@ -22,18 +22,23 @@ from reflex_runtime.version import __version__
 from reflex_runtime.web.errors import ClientError, describe_error
 from reflex_runtime.web.fields import check_id
 from reflex_runtime.web.json import printable
-from reflex_runtime.web.websocket import SocketMessage, WebSocket
+from reflex_runtime.web.request import SocketMessage, WebSocket
 
 PATH: Final = "/vla-eval"
 PROTOCOL: Final = 1
 TYPES: Final = ("hello", "episode_start", "observation", "episode_end", "error")
 
 
+async def serve(handler: RequestHandler, socket: WebSocket) -> None:
+    """One websocket."""
+    await VlaEvalSession(handler, socket).run()
+
+
 class VlaEvalSession(TypedSession):
     """One websocket: its episode, and the remaining actions of the last chunk."""
 
-    def __init__(self, asking: Asking, socket: WebSocket) -> None:
-        super().__init__(VLA_EVAL, asking, socket)
+    def __init__(self, handler: RequestHandler, socket: WebSocket) -> None:
+        super().__init__(VLA_EVAL, handler, socket)
         self._own = self._episode = self.said.episode_id or f"ws-{socket.id}"
         self._episodes = 0
         self._left: deque[Any] = deque()  # actions
@@ -45,26 +50,24 @@ class VlaEvalSession(TypedSession):
         self._sent = EvalMessage("", {})
         self._sent = decode(frame)
 
-    def take(self, message: SocketMessage) -> None:
+    async def take(self, message: SocketMessage) -> bytes | None:
         sent = self._sent
         self._sent = replace(sent, payload={})  # drop the reference to the pictures
         if sent.type not in TYPES:
             raise ClientError(printable(f"type {sent.type[:40]!r}: must be one of {', '.join(TYPES)}"))
         if sent.type == "observation":
-            self._observed(message, sent.payload)
-            return
+            return await self._observed(message, sent.payload)
         if sent.type == "hello":
             self._hello = sent.seq
-            self.greet()
-            return
+            return await self.greet()
         if sent.type == "episode_start":
             self._begin(sent.payload)
         elif sent.type == "episode_end":
             self.report(self._episode, sent.payload)
-        self.socket.answer()
+        return None
 
     def hello(self) -> bytes:
-        spec = self.asking.served.spec
+        spec = self.handler.served.spec
         wanted = {"send_state": spec.takes_state, "send_wrist_image": len(spec.images) > 1}
         told = {
             "observation_params": {name: True for name, wants in wanted.items() if wants},
@@ -97,11 +100,10 @@ class VlaEvalSession(TypedSession):
             check_id("recording.eid", named)
             self._episode = named
 
-    def _observed(self, message: SocketMessage, observation: dict[str, Any]) -> None:
+    async def _observed(self, message: SocketMessage, observation: dict[str, Any]) -> bytes:
         if self._left:
-            self.socket.answer(self._action())
-        else:
-            self.ask(message, partial(self._question, observation))
+            return self._action()
+        return await self.infer(message, partial(self._question, observation))
 
     def _question(self, observation: dict[str, Any]) -> Question:
         limits = limits_in(observation)

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from reflex_runtime.core.errors import ReflexError
 from reflex_runtime.policies.policy.robot import WireMap
 from reflex_runtime.policies.policy.spec import PolicySpec
-from reflex_runtime.policies.serving.asking import Asking
+from reflex_runtime.policies.serving.handler import RequestHandler
 from reflex_runtime.policies.serving.question import ActAnswer, Question
 from reflex_runtime.policies.serving.wire_names import XPOLICYLAB
 from reflex_runtime.policies.wires.limits import limits_in, question_of
@@ -27,7 +27,7 @@ from reflex_runtime.policies.wires.xpolicylab_codec import LabFrame, decode, enc
 from reflex_runtime.web.errors import ClientError, describe_error
 from reflex_runtime.web.fields import invalid
 from reflex_runtime.web.json import printable
-from reflex_runtime.web.websocket import SocketMessage, WebSocket
+from reflex_runtime.web.request import SocketMessage, WebSocket
 
 PATH: Final = "/xpolicylab"
 JOINTS: Final = tuple(
@@ -46,11 +46,16 @@ _NONE: Final = LabFrame("", {"message_id": "", "evaluation_id": ""})  # answers 
 Groups = tuple[tuple[str, int], ...]
 
 
+async def serve(handler: RequestHandler, socket: WebSocket) -> None:
+    """One websocket."""
+    await XPolicyLabSession(handler, socket).run()
+
+
 class XPolicyLabSession(TypedSession):
     """One websocket, and the trial it is in."""
 
-    def __init__(self, asking: Asking, socket: WebSocket) -> None:
-        super().__init__(XPOLICYLAB, asking, socket)
+    def __init__(self, handler: RequestHandler, socket: WebSocket) -> None:
+        super().__init__(XPOLICYLAB, handler, socket)
         self._sent = _NONE
         self._hello: dict[str, Any] = {}
         self._groups: Groups = ()  # of the actions of the outstanding request
@@ -61,27 +66,26 @@ class XPolicyLabSession(TypedSession):
         self._sent = _NONE
         self._sent = decode(frame)
 
-    def take(self, message: SocketMessage) -> None:
+    async def take(self, message: SocketMessage) -> bytes | None:
         sent = self._sent
         self._sent = replace(sent, payload={})  # drop the reference to the pictures
         if sent.type == "infer":
-            self.ask(message, partial(self._question, sent))
-        elif sent.type == "hello":
+            return await self.infer(message, partial(self._question, sent))
+        if sent.type == "hello":
             self._hello = sent.envelope
-            self.greet()
-        elif sent.type in _ACKS:
+            return await self.greet()
+        if sent.type in _ACKS:
             self._told(sent)
-            self.socket.answer(self._reply(_ACKS[sent.type], {"ok": True}))
-        elif sent.type in ("close", "error"):
-            if sent.type == "close":
-                self.socket.close()
-            self.socket.answer()
-        else:
+            return self._reply(_ACKS[sent.type], {"ok": True})
+        if sent.type not in ("close", "error"):
             known = ", ".join(("hello", *_ACKS, "infer", "close"))
             raise ClientError(printable(f"message_type {sent.type[:40]!r}: must be one of {known}"))
+        if sent.type == "close":
+            await self.socket.close()
+        return None
 
     def hello(self) -> bytes:
-        spec = self.asking.served.spec
+        spec = self.handler.served.spec
         told = {"model_id": spec.model_id, "model_hash": spec.model_hash, **self.readings.now.describe()}
         return encode(LabFrame("hello_ack", self._hello, {"ok": True, "server": "reflex", "reflex": told}))
 
@@ -117,7 +121,7 @@ class XPolicyLabSession(TypedSession):
         if not isinstance(observation, dict):
             raise ClientError("infer needs an observation, which must be a map")
         limits, row = limits_in(observation), _row(observation)
-        observed, self._groups = read(self.asking.served.spec, self.readings.map, observation)
+        observed, self._groups = read(self.handler.served.spec, self.readings.map, observation)
         episode = limits.episode_id or self._episode(_trial_of(sent)) + row
         return question_of(observed, limits, self.said, self.robot + row, episode)
 

@@ -11,8 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
-from reflex_runtime.web.exchange import Exchange, Route
 from reflex_runtime.web.form import PLAIN
+from reflex_runtime.web.request import HttpRequest, HttpResponse, Route
 from reflex_runtime.web.watchers import Watchers
 
 PAGE: Final = "/dashboard"
@@ -56,5 +56,5 @@ def grid_route(others: tuple[Route, ...] = ()) -> Route:
     return Route(GRID, partial(_send, "feeds.html"), open=True, others=others)
 
 
-def _send(name: str, exchange: Exchange, _: bytes) -> None:
-    exchange.answer(200, (Path(__file__).parent / name).read_bytes(), _FILES[name], list(_HEADERS))
+async def _send(name: str, request: HttpRequest) -> HttpResponse:
+    return HttpResponse(200, (Path(__file__).parent / name).read_bytes(), _FILES[name], list(_HEADERS))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from reflex_runtime.rendezvous import owner, preference
+from bench.sim.rendezvous import owner, preference
 
 MEMBERS = ["r0", "r1", "r2", "r3"]
 KEYS = [f"ep-{i}" for i in range(4000)]

@@ -1,23 +1,16 @@
-"""`reflex serve --replicas N` and `--devices`: what each replica serves, and on which device."""
+"""`reflex serve --replicas N` and `--devices`: the device, the files and the ports of each worker process."""
 
 from __future__ import annotations
 
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final
-
-import msgspec
+from typing import Any, Final
 
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.settings import ServeConfig
 from reflex_runtime.settings.declare import Places, flag, one_line
 from reflex_runtime.settings.read import environment
-
-if TYPE_CHECKING:
-    from reflex_runtime.cli.serve_policies import PolicyAsked
-    from reflex_runtime.replicas.replica import ReplicaPlan
 
 _DEVICE: Final = re.compile(r"cpu|cuda(?::(\d{1,3}))?")
 _VISIBLE: Final = "CUDA_VISIBLE_DEVICES"
@@ -69,11 +62,6 @@ def _check_ports(config: ServeConfig, replicas: int) -> None:
             taken.append((host, port, own))
 
 
-def providers_of(config: ServeConfig, devices: Sequence[str]) -> list[str]:
-    """What the replicas on these devices run on, each once."""
-    return list(dict.fromkeys(_on_device(device)[0].get("provider", config.provider) for device in devices))
-
-
 def _listeners_of(config: ServeConfig, number: int) -> dict[str, str]:
     """The addresses of a replica for wires that are not HTTP: their connections cannot be handed over, so every replica
     has ports of its own, one after the other. A port 0 is any free one."""
@@ -88,30 +76,18 @@ def _listeners_of(config: ServeConfig, number: int) -> dict[str, str]:
     return found
 
 
-def replica_plans(
-    config: ServeConfig, places: Places, asked: Sequence[PolicyAsked], devices: Sequence[str]
-) -> list[ReplicaPlan]:
-    """What each replica is told."""
-    from reflex_runtime.replicas.inside import settings_of
-    from reflex_runtime.replicas.messages import Serve
-    from reflex_runtime.replicas.replica import LIMITS, ReplicaPlan
-
-    plans = []
-    limits = replace(LIMITS, heartbeat_s=0.0) if not config.watchdog_s else LIMITS
-    if config.watchdog_s:
-        silent = max(1.0, config.watchdog_s)
-        limits = replace(LIMITS, heartbeat_s=min(0.5, silent / 4), hung_after_s=silent)
-    for number, device in enumerate(devices):
-        changed, env = _on_device(device)
-        changed |= _listeners_of(config, number)
-        own = settings_of(config, number, **changed)
-        told = [
-            msgspec.to_builtins(replace(policy, config=replace(policy.config, **changed))) for policy in asked
-        ]
-        name = f"replica-{number}"
-        serve = Serve(name, own, dict(places), told)
-        plans.append(ReplicaPlan(name, device or config.provider, serve, env, limits))
-    return plans
+def settings_of(config: ServeConfig, devices: Sequence[str], number: int) -> tuple[dict[str, Any], dict[str, str]]:
+    """What one worker has of its own: settings (its device, files and ports), and environment."""
+    if len(devices) == 1:
+        return _on_device(devices[0])
+    changed, env = _on_device(devices[number])
+    changed |= _listeners_of(config, number)
+    if config.trace:
+        stem, ending = os.path.splitext(config.trace)
+        changed["trace"] = f"{stem}-{number}{ending}"
+    if config.record:
+        changed["record"] = os.path.join(config.record, f"worker-{number}")
+    return changed, env
 
 
 def _on_device(device: str) -> tuple[dict[str, Any], dict[str, str]]:

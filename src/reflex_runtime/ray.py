@@ -1,0 +1,105 @@
+"""Replicas of a policy server on Ray Serve, started by Ray's own command.
+
+    serve run reflex_runtime.ray:app export=./my-export replicas=2
+
+Each replica is the application of `reflex serve` with a device of its own. Ray brings requests, and adds and removes
+replicas by its settings. A robot's episode stays on one replica if its requests carry Ray's header
+`serve_multiplexed_model_id: EPISODE`; a websocket is on one replica anyway.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from typing import Any, Final
+
+from ray import serve
+
+from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.policies.serving.app import create
+from reflex_runtime.web.request import Receive, Scope, Send
+
+log = logging.getLogger("reflex.ray")
+
+EPISODES: Final = 10_000  # of which a replica says that they are on it
+OWN: Final = ("export", "replicas", "max_replicas", "cpus", "gpus")
+
+
+def app(args: Mapping[str, str]) -> serve.Application:
+    """The application that Ray deploys.
+
+    export: what is served, as SOURCE of `reflex serve`. replicas: fewest (2); max_replicas: most, for Ray's
+    autoscaling. cpus, gpus: that Ray reserves for a replica (1, 0). Other arguments: settings of `reflex serve`.
+    Raises ConfigError.
+    """
+    if not args.get("export"):
+        raise ConfigError("export is missing: serve run reflex_runtime.ray:app export=./my-export")
+    replicas, most = _whole(args, "replicas", 2), _whole(args, "max_replicas", 0)
+    settings = {name: value for name, value in args.items() if name not in OWN}
+    replica = ReflexReplica(args["export"], settings)
+    options: dict[str, Any] = {
+        "name": "reflex",
+        "max_ongoing_requests": 10_000,  # the scheduler of the replica decides what may wait
+        "ray_actor_options": {"num_cpus": float(args.get("cpus", 1)), "num_gpus": float(args.get("gpus", 0))},
+    }
+    if most > replicas:
+        options["autoscaling_config"] = {"min_replicas": replicas, "max_replicas": most}
+    else:
+        options["num_replicas"] = replicas
+
+    class Replica:
+        """What Ray runs; `ingress` hands requests to the application."""
+
+    deployed: serve.Application = serve.deployment(**options)(serve.ingress(replica)(Replica)).bind()
+    return deployed
+
+
+class ReflexReplica:
+    """The ASGI application of a replica. It is made in the replica's process, when Ray starts its life."""
+
+    def __init__(self, export: str, settings: Mapping[str, str]) -> None:
+        self._export, self._settings = export, dict(settings)
+        self._app: Any = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self._live(receive, send)
+            return
+        if episode := serve.get_multiplexed_model_id():
+            await _on_this_replica(episode)
+        await self._app(scope, receive, send)
+
+    async def _live(self, receive: Receive, send: Send) -> None:
+        """Load before Ray sends requests; drain when it stops the replica."""
+        await receive()
+        try:
+            self._app = await asyncio.to_thread(create, self._export, **self._settings)
+            await self._app.life.begin()
+            await self._app.life.started
+            if self._app.life.host.error:
+                raise ConfigError(f"the policy could not be started: {self._app.life.host.error}")
+        except Exception as error:
+            log.exception("the replica could not be started")
+            await send({"type": "lifespan.startup.failed", "message": str(error)})
+            return
+        await send({"type": "lifespan.startup.complete"})
+        await receive()
+        await self._app.life.end()
+        await send({"type": "lifespan.shutdown.complete"})
+
+
+@serve.multiplexed(max_num_models_per_replica=EPISODES)  # type: ignore[untyped-decorator]
+async def _on_this_replica(episode: str) -> str:
+    """Tell Ray's router that the episode is here: its next requests come to this replica."""
+    return episode
+
+
+def _whole(args: Mapping[str, str], name: str, default: int) -> int:
+    try:
+        number = int(args.get(name, default))
+    except ValueError:
+        number = -1
+    if not 0 <= number <= 1000:
+        raise ConfigError(f"{name}={args[name]}: must be a whole number in [0, 1000]")
+    return number

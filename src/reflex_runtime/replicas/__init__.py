@@ -1,1 +1,0 @@
-"""One policy server as several processes: a front that accepts connections, and replicas that own a device each."""

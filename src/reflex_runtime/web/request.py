@@ -1,0 +1,374 @@
+"""One HTTP request or websocket, as the coroutine that answers it sees it, over ASGI.
+
+A handler is one coroutine: it reads the body, awaits what makes the answer, and returns a response, or sends parts.
+When the caller leaves, the coroutine is cancelled where it waits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Awaitable, Callable, MutableMapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, Final, Protocol
+from urllib.parse import parse_qsl, quote
+
+from reflex_runtime.core.errors import Closed, ReflexError
+from reflex_runtime.web.bodies import Bodies
+from reflex_runtime.web.errors import BodyTooLarge, CallerLeft
+from reflex_runtime.web.form import JSON, ErrorForm, Headers
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+
+CANCELS: Final = "reflex.cancels"  # extension: the server cancels the coroutine of a caller that left
+CLOSE: Final = (b"connection", b"close")
+DENIAL: Final = "websocket.http.response"
+GOING_AWAY, UNSUPPORTED, INVALID, POLICY, INTERNAL, TRY_LATER = 1001, 1003, 1007, 1008, 1011, 1013
+
+
+OPERATOR_BODY: Final = 64 * 1024  # bytes, for routes that change state
+
+Handler = Callable[["HttpRequest"], Awaitable["HttpResponse | None"]]
+Session = Callable[["WebSocket"], Awaitable[None]]
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """What answers the requests for one path.
+
+    path: as metrics tell it. run: the coroutine; returns the answer, or None if it has sent one. method: GET (HEAD
+    too), POST, PATCH or DELETE. others: routes of the same path for other methods. open: needs no key. changes: changes
+    state, so that without a key only programs on this machine may ask it. most: bytes that a body may have. socket:
+    serves each websocket on the path. form: of its errors, where it is not the application's. own_pages: without a key,
+    pages of other sites may not even GET it. refused: called with what stands against a request, before `run` is.
+    """
+
+    path: str
+    run: Handler
+    method: str = "GET"
+    open: bool = False
+    changes: bool = False
+    most: int = OPERATOR_BODY
+    socket: Session | None = None
+    form: ErrorForm | None = None
+    own_pages: bool = False
+    others: tuple[Route, ...] = ()
+    refused: Callable[[HttpRequest, ReflexError], None] | None = None
+
+    def of(self, method: str) -> Route:
+        """The route for a method; this one if there is none."""
+        asked = "GET" if method == "HEAD" else method
+        return next((route for route in self.others if route.method == asked), self)
+
+    @property
+    def methods(self) -> str:
+        return ", ".join(route.method for route in (self, *self.others))
+
+
+class Application(Protocol):
+    """The application of a request, as the request uses it; see `App`."""
+
+    bodies: Bodies
+    closing: bool
+    marks: Headers
+
+    def refuse(self, request: HttpRequest, failure: Exception, extra: Headers | None = None) -> HttpResponse: ...
+    def asks(self, request: HttpRequest | None = None) -> str: ...
+    def answered(self, request: HttpRequest | None = None) -> None: ...
+    def answers(self, request: HttpRequest, status: int) -> None: ...
+    def may_change(self, request: HttpRequest) -> bool: ...
+
+
+@dataclass(slots=True)
+class HttpResponse:
+    """A whole answer."""
+
+    status: int
+    body: bytes = b""
+    content_type: bytes = JSON
+    headers: Headers = field(default_factory=list)
+
+
+class HttpRequest:
+    """One HTTP request.
+
+    headers: names in lower case; of a name sent twice, the last. client: (address, port).
+    number: our own id of the request; request_id: goes out as X-HttpRequest-Id. started: when its head was here;
+    received: when all of it was, 0.0 before; heard: when its last byte came (`time.monotonic`). route: what answers it,
+    None before that is known. begun: the head of the answer was sent; ended: all of it. held: bytes of its body that
+    `Bodies` counts. cross: headers for the page of another site that asked.
+    """
+
+    __slots__ = (
+        "_error_tail", "_receive", "_send", "_watch", "app", "begun", "client", "cross", "ended", "headers",
+        "heard", "held", "method", "number", "path", "query_string", "received", "request_id", "route",
+        "scope", "started", "task",
+    )  # fmt: skip
+
+    def __init__(self, app: Application, scope: Scope, receive: Receive, send: Send) -> None:
+        self.app, self.scope, self._receive, self._send = app, scope, receive, send
+        self.method: str = scope.get("method", "GET")
+        self.path: str = scope["path"]
+        self.query_string: bytes = scope.get("query_string", b"")
+        self.headers: dict[bytes, bytes] = dict(scope["headers"])
+        self.client: tuple[str, int] | None = scope.get("client")
+        self.started = self.heard = time.monotonic()
+        self.received = 0.0
+        self.number = self.request_id = ""
+        self.route: Route | None = None
+        self.cross: Headers = []
+        self.held = 0
+        self.begun = self.ended = False
+        self.task: asyncio.Task[Any] | None = None
+        self._watch: asyncio.Task[None] | None = None
+        self._error_tail: Callable[[ReflexError], bytes] | None = None
+
+    # -- what was asked ------------------------------------------------------------------------------------------------
+
+    async def body(self) -> bytes:
+        """All of the body; 413 beyond the bound of the route, 503 where the server holds too many bytes of bodies."""
+        assert self.route is not None
+        most = self.route.most
+        too_large(self.headers, most)
+        parts: list[bytes] = []
+        size = 0
+        while True:
+            message = await self._receive()
+            if message["type"] == "http.disconnect":
+                raise CallerLeft("the caller left before it had sent its request")
+            part = message.get("body", b"")
+            if part:
+                size += len(part)
+                if size > most:
+                    raise BodyTooLarge(f"the body has over {most} bytes", max_body_bytes=most)
+                self.app.bodies.take(self, len(part))
+                parts.append(part)
+                self.heard = time.monotonic()
+            if not message.get("more_body"):
+                break
+        self.received = time.monotonic()
+        self.watch()
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def watch(self) -> None:
+        """From now on notice when the caller leaves. A server with the extension does so by itself."""
+        if self._watch is None and CANCELS not in (self.scope.get("extensions") or ()):
+            self._watch = asyncio.get_running_loop().create_task(self._leaving())
+
+    async def _leaving(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        if self.task is not None and not self.ended:
+            self.task.cancel(CallerLeft("the caller left"))
+
+    @property
+    def query(self) -> dict[str, str]:
+        """The fields of the query, each name once."""
+        return query_of(self.query_string)
+
+    @property
+    def sent_msgpack(self) -> bool:
+        """Whether the body is msgpack; anything else is read as JSON."""
+        kind = self.headers.get(b"content-type")
+        return kind is not None and kind != JSON and b"msgpack" in kind.lower()
+
+    @property
+    def wants_msgpack(self) -> bool:
+        """Whether the answer is to be msgpack: as accepted, else as it was asked."""
+        accepted = self.headers.get(b"accept", b"*/*").lower()
+        return self.sent_msgpack if accepted in (b"*/*", b"") else b"msgpack" in accepted
+
+    # -- answering -----------------------------------------------------------------------------------------------------
+
+    async def answer(self, response: HttpResponse) -> None:
+        """Send a whole answer; `App` does it with what a handler returns."""
+        headers = [
+            (b"content-type", response.content_type),
+            (b"content-length", b"%d" % len(response.body)),
+            (b"x-request-id", header_text(self.request_id)),
+        ]
+        await self._head(response.status, headers + response.headers)
+        self.ended = True
+        await self._send({"type": "http.response.body", "body": response.body})
+
+    async def begin(
+        self, status: int, headers: Headers, error_tail: Callable[[ReflexError], bytes] | None = None
+    ) -> None:
+        """Send the head of an answer that comes in parts. error_tail: makes the last part of an answer that fails."""
+        self._error_tail = error_tail
+        self.watch()
+        self.app.bodies.release(self)
+        await self._head(status, [*headers, (b"x-request-id", header_text(self.request_id))])
+
+    async def write(self, data: bytes) -> None:
+        """Send a part. Waits while the caller does not read."""
+        if self.method != "HEAD":
+            await self._send({"type": "http.response.body", "body": data, "more_body": True})
+
+    async def end(self, data: bytes = b"") -> None:
+        """Send the last part."""
+        self.ended = True
+        await self._send({"type": "http.response.body", "body": b"" if self.method == "HEAD" else data})
+
+    async def fail(self, error: ReflexError) -> None:
+        """The last part of an answer that fails after its head."""
+        if not self.ended:
+            await self.end(b"" if self._error_tail is None else self._error_tail(error))
+
+    def abort(self) -> None:
+        """Send no more: the server closes the connection when the coroutine has returned."""
+        self.ended = True
+
+    def left(self) -> None:
+        """The coroutine has ended."""
+        if self._watch is not None:
+            self._watch.cancel()
+
+    async def _head(self, status: int, headers: Headers) -> None:
+        self.begun = True
+        headers += self.app.marks
+        headers += self.cross
+        if self.app.closing or (b"expect" in self.headers and not self.received):
+            # Who waits for "100 Continue" may or may not send its body after an early answer.
+            headers.append(CLOSE)
+        self.app.answers(self, status)
+        await self._send({"type": "http.response.start", "status": status, "headers": headers})
+
+
+class SocketMessage:
+    """One message of a websocket. id: made by the server, unique. received: when it was here (`time.monotonic`)."""
+
+    __slots__ = ("data", "held", "id", "received", "started")
+
+    def __init__(self, data: str | bytes, id: str) -> None:
+        self.data, self.id, self.held = data, id, 0
+        self.started = self.received = time.monotonic()
+
+
+class WebSocket(HttpRequest):
+    """One websocket: `async for message in socket`, each answered before the next is taken. A message counts among the
+    bodies that are held, and as a request that is being answered, until the next one is asked for. Leaving cancels."""
+
+    __slots__ = ("_inbox", "_message", "open")
+
+    def __init__(self, app: Application, scope: Scope, receive: Receive, send: Send) -> None:
+        super().__init__(app, scope, receive, send)
+        self.open = False
+        self._message: SocketMessage | None = None
+        self._inbox: asyncio.Queue[Message] | None = None
+
+    @property
+    def id(self) -> str:
+        return self.number
+
+    @property
+    def may_change(self) -> bool:
+        """Whether the peer may change state."""
+        return self.app.may_change(self)
+
+    async def accept(self) -> None:
+        self.open = True
+        await self._send({"type": "websocket.accept", "headers": list(self.app.marks)})
+        if CANCELS not in (self.scope.get("extensions") or ()):
+            self._inbox = asyncio.Queue(maxsize=1)
+            self._watch = asyncio.get_running_loop().create_task(self._reading(self._inbox))
+
+    async def _reading(self, inbox: asyncio.Queue[Message]) -> None:
+        while (message := await self._receive())["type"] != "websocket.disconnect":
+            await inbox.put(message)
+        self.open = False
+        if self.task is not None:
+            self.task.cancel(CallerLeft("the caller left"))
+
+    def __aiter__(self) -> WebSocket:
+        return self
+
+    async def __anext__(self) -> SocketMessage:
+        if self._message is not None and self.app.closing:
+            await self.close(GOING_AWAY, "the server is shutting down")
+        self.done()
+        if not self.open:
+            raise StopAsyncIteration
+        message = await (self._receive() if self._inbox is None else self._inbox.get())
+        if message["type"] != "websocket.receive":
+            self.open = False
+            raise StopAsyncIteration
+        text, data = message.get("text"), message.get("bytes")
+        self._message = SocketMessage(text if text is not None else data or b"", self.app.asks(self))
+        self.app.bodies.take(self._message, len(self._message.data))
+        return self._message
+
+    def refuse_if_closing(self) -> None:
+        """Raise Closed in a drain."""
+        if self.app.closing:
+            raise Closed("the server is shutting down", retry_after=1.0)
+
+    async def send(self, data: str | bytes) -> None:
+        """Send one frame, text or binary. Waits while the peer does not read."""
+        if self.open:
+            kind = "text" if isinstance(data, str) else "bytes"
+            try:
+                await self._send({"type": "websocket.send", kind: data})
+            except OSError:  # of the server: it has noticed before us
+                self.open = False
+                raise CallerLeft("the caller left") from None
+
+    async def close(self, code: int = 1000, reason: str = "") -> None:
+        if self.open:
+            self.open = False
+            with suppress(OSError):
+                await self._send({"type": "websocket.close", "code": code, "reason": reason})
+
+    async def deny(self, response: HttpResponse) -> None:
+        """Answer the handshake with an error. A server that cannot pass it on closes the socket instead."""
+        if DENIAL not in (self.scope.get("extensions") or ()):
+            await self._send({"type": "websocket.close", "code": POLICY})
+            return
+        headers = [(b"content-type", response.content_type), (b"x-request-id", header_text(self.request_id))]
+        headers += [(b"content-length", b"%d" % len(response.body)), *response.headers]
+        self.app.answers(self, response.status)
+        await self._send({"type": f"{DENIAL}.start", "status": response.status, "headers": headers})
+        await self._send({"type": f"{DENIAL}.body", "body": response.body})
+
+    def done(self) -> None:
+        """The last message is answered."""
+        message, self._message = self._message, None
+        if message is not None:
+            self.app.bodies.release(message)
+            self.app.answered(self)
+
+    async def connecting(self) -> None:
+        """Take the message that asks for the websocket."""
+        await self._receive()
+
+
+def query_of(query: bytes) -> dict[str, str]:
+    """The fields of a query, each name once; an invalid one is empty."""
+    try:
+        return dict(parse_qsl(query.decode("ascii"), keep_blank_values=True, max_num_fields=64))
+    except ValueError:
+        return {}
+
+
+def retry_headers(error: ReflexError) -> Headers:
+    """The Retry-After header, if the error has one."""
+    return [] if error.retry_after is None else [(b"retry-after", b"%d" % max(1, math.ceil(error.retry_after)))]
+
+
+def too_large(headers: dict[bytes, bytes], most: int) -> None:
+    """Raise when the body is announced with more than `most` bytes."""
+    declared = headers.get(b"content-length", b"0")
+    if declared.isdigit() and int(declared) > most:
+        raise BodyTooLarge(f"the body has {int(declared)} bytes, at most {most} are read", max_body_bytes=most)
+
+
+def header_text(text: str) -> bytes:
+    """Text as a header value: plain ASCII as it is, anything else percent-encoded."""
+    if text.isascii() and text.isprintable() and text == text.strip():
+        return text.encode()
+    return quote(text, safe="").encode()
