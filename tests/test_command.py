@@ -130,7 +130,7 @@ finally:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ("sevre", "reflex: sevre: no such verb; did you mean serve?; there are serve, status, "),
+        ("sevre", "reflex: sevre: no such verb; did you mean serve?; there are serve, top, "),
         ("serve --max-batch-cots-ms=5", "reflex serve: unrecognized arguments: --max-batch-cots-ms=5; did you mean "),
         ("serve scribe --kv-cache-bg 1", "reflex serve: unrecognized arguments: --kv-cache-bg 1; did you mean --kv"),
         (
@@ -225,8 +225,8 @@ def test_reflex_alone_lists_its_verbs() -> None:
         ("report {serv} --format jsn", "--format=jsn: must be one of text, json; did you mean json?"),
         ("feeds {serv}", "must be NAME=SOURCE, such as serv={serv}"),
         ("feeds a=shapes:seeed=3 --onnx shapes", "; did you mean seed?"),
-        ("status http://nowhere.invalid", "no such host"),
-        ("status http://127.0.0.1:1", "nothing listens there; start one with reflex serve, or give its URL"),
+        ("top http://nowhere.invalid", "no such host"),
+        ("top http://127.0.0.1:1", "nothing listens there; start one with reflex serve, or give its URL"),
         ("bench http://127.0.0.1:1 --wire opnpi", "; did you mean openpi?"),
         ("bench http://127.0.0.1:1 --arrivals poisson", "needs --rate: requests per second in all, such as --rate 20"),
         ("probe http://127.0.0.1:1 --wire openpi --observation {serv}", "numpy.savez(FILE, **observation) writes one"),
