@@ -35,7 +35,7 @@ TOP = {"demo", "bench", "cli", "__main__", "__init__"}  # may import everything;
 # that have no place of their own.
 ORDER: Final = {
     "policies": "policy models export lerobot . __init__ rollout serving wires serving/app records doctor",
-    "llm": ". embedding serving/requests serving/answers serving/openapi serving workers __init__",
+    "llm": "runners . serving/requests serving/answers serving/openapi serving workers __init__",
     "feeds": "detectors . stages outputs __init__",
     "web": ". dashboard",
 }

@@ -20,7 +20,7 @@ from reflex_runtime.core.scheduler import Scheduler
 from reflex_runtime.drivers.stepper import Stepper
 from reflex_runtime.ipc.sampling import SamplingParams
 from reflex_runtime.llm.processor import EngineConfig, LLMProcessor, next_id
-from reflex_runtime.llm.runner import Runner
+from reflex_runtime.llm.runners.runner import Runner
 from reflex_runtime.llm.sampling_defaults import sampling_defaults
 from reflex_runtime.llm.sequence import RequestOutput, Sequence
 from reflex_runtime.llm.terms import Terms

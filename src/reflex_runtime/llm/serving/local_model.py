@@ -14,7 +14,7 @@ import numpy as np
 from reflex_runtime.drivers.audience import Sink
 from reflex_runtime.drivers.in_thread import in_thread
 from reflex_runtime.llm.processor import EngineConfig, LLMProcessor
-from reflex_runtime.llm.runner import Runner, Step
+from reflex_runtime.llm.runners.runner import Runner, Step
 from reflex_runtime.llm.series import EngineSeries
 from reflex_runtime.llm.serving.generation import GenerationRuntime
 from reflex_runtime.llm.serving.model_host import ModelPlan, Opening

@@ -26,7 +26,7 @@ from reflex_runtime.ipc.messages import (
 )
 from reflex_runtime.ipc.sampling import SamplingParams
 from reflex_runtime.ipc.worker import Load
-from reflex_runtime.llm.runner import Runner
+from reflex_runtime.llm.runners.runner import Runner
 from reflex_runtime.llm.serving.generation import GenerationRuntime, GenerationStream
 from reflex_runtime.llm.serving.local_model import LocalModel, opened
 from reflex_runtime.llm.serving.model_host import ModelPlan

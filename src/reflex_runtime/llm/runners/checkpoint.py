@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.llm.model_config import (
+from reflex_runtime.llm.runners.model_config import (
     ARCHITECTURES,
     CONFIG_FILE,
     EMBEDDING,
@@ -39,6 +39,8 @@ _WIDTHS: Final = {"F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1}
 _DTYPES: Final = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "F8_E4M3": "bfloat16"}
 _AGAIN: Final = "copy it again (git lfs pull, where it was cloned)"
 _MAX_HEADER: Final = 100_000_000  # bytes; the format's own limit
+_POSITIONS: Final = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")  # by architecture
+_BY_LENGTH: Final = ("dynamic", "longrope")  # rotations of every token change when one sequence grows beyond `original`
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -198,3 +200,22 @@ def _place(file: Path, name: str, entry: Any, body: npt.NDArray[np.uint8]) -> Te
     if dtype in _WIDTHS and stop - start != math.prod(shape) * _WIDTHS[dtype]:
         raise ConfigError(f"{file}: tensor {name}: {stop - start} bytes do not fit {dtype} of shape {list(shape)}")
     return TensorPlace(file, dtype, shape, body[start:stop])
+
+
+def number(root: Path, config: dict[str, Any], *names: str) -> int:
+    """The first whole number under one of these keys of config.json."""
+    for name in names:
+        found = config.get(name)
+        if type(found) is int and found > 0:
+            return found
+    raise ConfigError(f"{root / CONFIG_FILE}: has no number under {' or '.join(names)}")
+
+
+def longest(root: Path, config: dict[str, Any]) -> int:
+    """Tokens of the longest sequence whose answer does not depend on the rest of the batch."""
+    most = number(root, config, *_POSITIONS)
+    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    if rope.get("rope_type", rope.get("type")) in _BY_LENGTH:
+        original = rope.get("original_max_position_embeddings") or config.get("original_max_position_embeddings")
+        return min(most, original or most)
+    return most

@@ -20,9 +20,9 @@ import numpy.typing as npt
 from msgspec import Meta
 
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.llm.checkpoint import read_json, read_table
-from reflex_runtime.llm.memory import free_bytes
-from reflex_runtime.llm.model_config import ModelConfig
+from reflex_runtime.llm.runners.checkpoint import read_json, read_table
+from reflex_runtime.llm.runners.model_config import ModelConfig
+from reflex_runtime.llm.runners.runner import free_bytes
 from reflex_runtime.settings.json_files import JsonObject, shorten
 
 ADAPTER_CONFIG: Final = "adapter_config.json"

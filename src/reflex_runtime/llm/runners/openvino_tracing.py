@@ -1,6 +1,6 @@
 """Converts a checkpoint of any architecture of `transformers` to an ordinary OpenVINO decoder, by tracing it.
 
-    python -m reflex_runtime.llm.openvino_tracing MODEL_DIR NEW_DIR
+    python -m reflex_runtime.llm.runners.openvino_tracing MODEL_DIR NEW_DIR
 
 A program of its own, because PyTorch and the traced model take memory that a server does not need afterwards. It leaves
 openvino_model.xml and .bin, a copy of config.json, `traced.json` (the window of each layer) and `probe.npy`: the logits
@@ -20,11 +20,10 @@ from typing import Any, Final
 import numpy as np
 
 from reflex_runtime.core.errors import ConfigError, ReflexError
-from reflex_runtime.llm.model_config import CONFIG_FILE
-from reflex_runtime.llm.openvino_export import MODEL_FILE, PROBE_FILE, TRACED_FILE
-from reflex_runtime.llm.openvino_graph import causal_mask, remembered, spread_heads
-from reflex_runtime.llm.openvino_paging import probe
-from reflex_runtime.llm.transformers_model import Attention, attending, layers_of, load, reference
+from reflex_runtime.llm.runners.model_config import CONFIG_FILE
+from reflex_runtime.llm.runners.openvino_export import MODEL_FILE, PROBE_FILE, TRACED_FILE, probe
+from reflex_runtime.llm.runners.openvino_graph import causal_mask, remembered, spread_heads
+from reflex_runtime.llm.runners.transformers_model import Attention, attending, layers_of, load, reference
 from reflex_runtime.processors.quiet import telemetry_off
 
 telemetry_off()

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.llm.torch_model import Attend, Tensor, torch
+from reflex_runtime.llm.runners.torch_model import Attend, Tensor, torch
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 with warnings.catch_warnings():

@@ -17,16 +17,15 @@ import numpy as np
 import numpy.typing as npt
 
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.llm.adapters import AdapterStack, not_adaptable
-from reflex_runtime.llm.any_checkpoint import AnyModelConfig
-from reflex_runtime.llm.checkpoint import Checkpoint, ModelConfig, is_known
-from reflex_runtime.llm.memory import BLOCK_SIZES, GIB, blocks_in, free_bytes
-from reflex_runtime.llm.runner import Step
-from reflex_runtime.llm.torch_model import Decoder, Tensor, functional, torch
+from reflex_runtime.llm.runners.adapters import AdapterStack, not_adaptable
+from reflex_runtime.llm.runners.any_checkpoint import AnyModelConfig
+from reflex_runtime.llm.runners.checkpoint import Checkpoint, ModelConfig, is_known
+from reflex_runtime.llm.runners.runner import BLOCK_SIZES, GIB, Step, blocks_in, free_bytes
+from reflex_runtime.llm.runners.torch_model import Decoder, Tensor, functional, torch
 from reflex_runtime.processors.cuda_graphs import Record, recorder
 
 if TYPE_CHECKING:
-    from reflex_runtime.llm.transformers_model import AnyDecoder
+    from reflex_runtime.llm.runners.transformers_model import AnyDecoder
 
 _MOST_RECORDED: Final = 256  # sequences in a recorded step; larger ones are busy enough to be launched one by one
 _Masks = dict[int | None, Tensor]  # by sliding window; None: a layer that sees everything
@@ -117,7 +116,7 @@ class TorchRunner:
         self._device = device
         self._decoder: Decoder | AnyDecoder
         if checkpoint is None:
-            from reflex_runtime.llm.transformers_model import AnyDecoder
+            from reflex_runtime.llm.runners.transformers_model import AnyDecoder
 
             if adapters:
                 raise not_adaptable()

@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.llm.checkpoint import weight_files
-from reflex_runtime.llm.model_config import CONFIG_FILE, read_json
-from reflex_runtime.llm.openvino_export import longest
+from reflex_runtime.llm.runners.checkpoint import longest, weight_files
+from reflex_runtime.llm.runners.model_config import CONFIG_FILE, read_json
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +32,7 @@ class AnyModelConfig:
         """Read the description; no weight is read. ConfigError for what is no decoder, or if a library is missing."""
         root = Path(directory)
         require(root)
-        from reflex_runtime.llm.transformers_model import describe
+        from reflex_runtime.llm.runners.transformers_model import describe
 
         config = describe(root)
         weight_files(root)

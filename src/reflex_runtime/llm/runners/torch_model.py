@@ -14,8 +14,8 @@ from typing import NamedTuple
 import numpy as np
 
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.llm.adapters import AdapterStack
-from reflex_runtime.llm.checkpoint import EMBEDDING, Checkpoint
+from reflex_runtime.llm.runners.adapters import AdapterStack
+from reflex_runtime.llm.runners.checkpoint import EMBEDDING, Checkpoint
 
 try:
     import torch

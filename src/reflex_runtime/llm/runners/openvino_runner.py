@@ -14,16 +14,13 @@ import numpy as np
 import numpy.typing as npt
 
 from reflex_runtime.core.errors import ConfigError, ProcessorError
-from reflex_runtime.llm.adapters import AdapterStack, not_adaptable
-from reflex_runtime.llm.checkpoint import CONFIG_FILE
-from reflex_runtime.llm.memory import GIB, blocks_in, free_bytes
-from reflex_runtime.llm.model_config import ModelConfig
-from reflex_runtime.llm.openvino_cache import GraphCache
-from reflex_runtime.llm.openvino_export import MODEL_FILE, OpenVinoExport
-from reflex_runtime.llm.openvino_paging import page, probe, unpaged
-from reflex_runtime.llm.openvino_source import source
-from reflex_runtime.llm.openvino_weights import keep_stored
-from reflex_runtime.llm.runner import Step
+from reflex_runtime.llm.runners.adapters import AdapterStack, not_adaptable
+from reflex_runtime.llm.runners.checkpoint import CONFIG_FILE
+from reflex_runtime.llm.runners.model_config import ModelConfig
+from reflex_runtime.llm.runners.openvino_export import MODEL_FILE, OpenVinoExport, page, probe, unpaged
+from reflex_runtime.llm.runners.openvino_source import GraphCache, source
+from reflex_runtime.llm.runners.openvino_weights import keep_stored
+from reflex_runtime.llm.runners.runner import GIB, Step, blocks_in, free_bytes
 from reflex_runtime.processors.quiet import telemetry_off
 
 _HINTS: Final = {"float32": "f32", "bfloat16": "bf16"}
@@ -196,7 +193,7 @@ def _with_adapters(
         return ()
     if not isinstance(config, ModelConfig):
         raise not_adaptable()
-    from reflex_runtime.llm.openvino_adapters import add_adapters
+    from reflex_runtime.llm.runners.openvino_graph import add_adapters
 
     stack = AdapterStack.read(directories, config)
     add_adapters(model, stack)
