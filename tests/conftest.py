@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from reflex_runtime.processors.quiet import telemetry_off
+from reflex_runtime.run.onnx_session import telemetry_off
 from reflex_runtime.telemetry import picture
 
 telemetry_off()

@@ -10,17 +10,16 @@ from typing import Final
 from tests import budgets
 from tests.sources import PACKAGE, Module, module_of, modules, of, part_of
 
-MIDDLE = {"core", "processors", "drivers", "telemetry"}
+MIDDLE = {"core", "run", "telemetry"}
 MODULES = {"version", "pacing", "settings"}  # every part may read them
 BELOW: dict[str, set[str]] = {
     "core": set(),
     "version": set(),
     "pacing": set(),
     "settings": {"core"},
-    "processors": {"core"},
     "telemetry": {"core"},
-    "drivers": {"core", "processors", "telemetry"},
-    "web": {"core", "drivers"},
+    "run": {"core", "telemetry"},
+    "web": {"core", "run"},
     "sim": MIDDLE,
     "feeds": MIDDLE | {"web"},
     "ipc": MIDDLE,
@@ -147,7 +146,7 @@ from ..sim import clock
 def late():
     from reflex_runtime.cli import main
 """
-    found = arrows(Module("reflex_runtime.drivers.batcher", text=text))
+    found = arrows(Module("reflex_runtime.run.batcher", text=text))
     assert [part for _, part in found] == ["policies", "llm", "core", "sim", "cli"]
     assert arrows(Module("reflex_runtime.core.cost", text="from . import batch\nfrom .batch import Batch\n")) == []
     text = "from .. import feeds\n"

@@ -8,12 +8,12 @@ from typing import Any
 
 from feeds.fakes import Camera, Detector
 from feeds.pages import Page
-from reflex_runtime.drivers.batch_processor import BatchConfig
 from reflex_runtime.feeds.pictures import FeedPictures
 from reflex_runtime.feeds.pipeline import Pipeline
 from reflex_runtime.feeds.runtime import Runtime
 from reflex_runtime.feeds.source import SourceError
 from reflex_runtime.feeds.watching import FeedPages
+from reflex_runtime.run.batch_processor import BatchConfig
 
 
 def test_x4_the_stream_of_feeds_has_their_batches_their_figures_and_what_is_not_well() -> None:

@@ -22,8 +22,8 @@ import psutil
 import pytest
 
 from reflex_runtime.core.errors import ReflexError
-from reflex_runtime.drivers.oldest import Oldest
 from reflex_runtime.policies.serving.runtime import PolicyRuntime
+from reflex_runtime.run.lru import Oldest
 from reflex_runtime.web import connections as module
 from reflex_runtime.web.app import App
 from reflex_runtime.web.connections import (

@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any, Final
 
-from reflex_runtime.drivers.coordinator import BatchCoordinator
 from reflex_runtime.feeds.described import described_routes
 from reflex_runtime.feeds.pictures import FeedPictures
 from reflex_runtime.feeds.runtime import Runtime
 from reflex_runtime.feeds.snapshot import FeedSnapshot
 from reflex_runtime.feeds.status import WELL, answers, health_of
+from reflex_runtime.run.coordinator import BatchCoordinator
 from reflex_runtime.telemetry.live import Live, LiveSnapshot, own_process
 from reflex_runtime.version import __version__
 from reflex_runtime.web.dashboard import dashboard_routes, grid_route

@@ -38,7 +38,7 @@ from reflex_runtime.llm.sampler import Logits, sample
 from reflex_runtime.llm.sequence import Sequence, TokenOutput
 from reflex_runtime.llm.terms import PLAIN, Terms
 from reflex_runtime.llm.tokenizer import Tokenizer
-from reflex_runtime.processors.base import BaseProcessor
+from reflex_runtime.run.processor import BaseProcessor
 from reflex_runtime.settings.declare import option, validate
 
 Written = TokenOutput | ProcessorError

@@ -22,7 +22,7 @@ from reflex_runtime.llm.runners.any_checkpoint import AnyModelConfig
 from reflex_runtime.llm.runners.checkpoint import Checkpoint, ModelConfig, is_known
 from reflex_runtime.llm.runners.runner import BLOCK_SIZES, GIB, Step, blocks_in, free_bytes
 from reflex_runtime.llm.runners.torch_model import Decoder, Tensor, functional, torch
-from reflex_runtime.processors.cuda_graphs import Record, recorder
+from reflex_runtime.run.cuda import Record, recorder
 
 if TYPE_CHECKING:
     from reflex_runtime.llm.runners.transformers_model import AnyDecoder
