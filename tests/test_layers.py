@@ -8,7 +8,7 @@ import sys
 from typing import Final
 
 from tests import budgets
-from tests.sources import PACKAGE, Module, module_of, modules, of, part_of
+from tests.sources import PACKAGE, SOURCE, Module, module_of, modules, of, part_of
 
 MIDDLE = {"core", "run", "telemetry"}
 MODULES = {"version", "pacing", "settings"}  # every part may read them
@@ -109,13 +109,12 @@ def test_a_sub_folder_imports_what_is_to_the_left_of_it() -> None:
 
 
 def test_every_sub_folder_has_a_place_in_the_order_of_its_slice() -> None:
-    folders = {path.parent.relative_to(budgets.SOURCE) for path in budgets.SOURCE.rglob("*.py")}
-    wrong = []
-    for folder in folders:
-        slice_, names = folder.parts[:1], folder.parts[1:]
-        if names and "/".join(names) not in ORDER.get(slice_[0], "").split():
-            wrong.append(str(folder))
-    assert wrong == []
+    files = [path.relative_to(SOURCE) for path in SOURCE.rglob("*.py")]
+    there = {str(path.parent) for path in files} | {str(path.with_suffix("")) for path in files}
+    own = (".", "__init__")
+    placed = {f"{slice_}/{name}" for slice_, order in ORDER.items() for name in order.split() if name not in own}
+    assert {str(path.parent) for path in files if len(path.parts) > 2} - placed == set()
+    assert placed - there == set()
 
 
 def test_the_core_imports_value_like_standard_modules_only() -> None:
