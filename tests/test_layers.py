@@ -175,6 +175,12 @@ def test_x7_ray_is_imported_in_one_module_alone() -> None:
     assert found == {"ray"}
 
 
+def test_matplotlib_is_imported_in_one_module() -> None:
+    """It is an extra: the module says so where it is missing."""
+    users = {m.name for m in modules().values() for _, name in m.imports if name.split(".")[0] == "matplotlib"}
+    assert users == {f"{PACKAGE}.telemetry.plots"}
+
+
 def test_no_folder_is_larger_than_its_budget() -> None:
     assert budgets.faults(budgets.sizes(), budgets.ceilings()) == []
 
