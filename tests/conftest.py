@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from reflex_runtime.run.onnx_session import telemetry_off
+from reflex_runtime.run.process import telemetry_off
 from reflex_runtime.telemetry import colours
 
 telemetry_off()

@@ -31,7 +31,7 @@ _SIZE: Final = 64  # bytes of a message in either direction
 _FORKS = """
 import gc, json, os, select, signal, socket, sys
 sys.path += os.environ["TESTS"].split(":")
-from reflex_runtime.run.onnx_session import telemetry_off
+from reflex_runtime.run.process import telemetry_off
 telemetry_off()
 import uvloop, httptools, onnxruntime, numpy.random
 import reflex_runtime.web.serve

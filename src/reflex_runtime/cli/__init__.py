@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Any, NoReturn
 
 from reflex_runtime.cli.exit_status import status_of
-from reflex_runtime.run.onnx_session import telemetry_off
+from reflex_runtime.run.process import telemetry_off
 from reflex_runtime.settings.declare import did_you_mean, one_line, one_of
 from reflex_runtime.version import __version__
 

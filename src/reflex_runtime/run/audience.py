@@ -2,7 +2,7 @@
 
 Thousands of requests, cancels or answers are done in slices: a turn of the loop each, with other work in between.
 
-Waiting until a driver has nothing left to do.
+`Idle` waits until a driver has nothing left to do.
 """
 
 from __future__ import annotations

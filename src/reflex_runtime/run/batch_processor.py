@@ -3,7 +3,7 @@
 `Owned` adapts such a processor to the `Processor` of all drivers, so that all are run, repeated in parts and timed in
 the same way.
 
-Whether calls of several frames pay. On a CPU they often take longer than as many calls of one frame, and then frames
+Calls of several frames may not pay: on a CPU they often take longer than as many calls of one frame, and then frames
 run alone: more of them are answered, and each sooner.
 """
 

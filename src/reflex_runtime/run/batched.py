@@ -1,18 +1,4 @@
-"""`@batched`: functions and methods, `def` and `async def`.
-
-The common parts of `@batched` functions, on a thread or on a loop.
-
-`@batched` on an `async def`: a coroutine function over a list that is awaited with one item.
-
-The function is awaited on the loop of its callers, one call at a time; callers of different loops do not share calls.
-There is no thread.
-
-`@batched` on a `def`: a function over a list that threads and coroutines call with one item.
-
-The function runs on one thread of its own and needs no lock. That thread answers the callers: it wakes the first of the
-threads that wait, each of which wakes the next one (`Relay`), and makes one call into a loop per batch for coroutines.
-
-`@batched`: write a function over a list, call it with one item.
+"""`@batched`: write a function over a list, call it with one item.
 
     @batched(max_batch_size=32)
     def embed(texts: list[str]) -> list[Vector]: ...
@@ -27,6 +13,11 @@ threads that wait, each of which wakes the next one (`Relay`), and makes one cal
 
 Concurrent callers share the function's calls; one call runs at a time. With a method each object has its own batches:
 items of different objects never share a call, and their calls run in parallel.
+
+A `def` runs on one thread of its own and needs no lock. That thread answers the callers: it wakes the first of the
+threads that wait, each of which wakes the next one (`Relay`), and makes one call into a loop per batch for coroutines.
+An `async def` is awaited on the loop of its callers, one call at a time; callers of different loops do not share calls.
+There is no thread.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ A submission never waits for room: without room it is refused, the frame is drop
 frame is answered exactly once, whatever the processor does. A feed is a client of the scheduler: its frames are first
 in, first out; feeds have fair shares, and each has at most `max_in_flight_per_feed` frames in the system.
 
-Where feeds submit frames to a coordinator: from any thread, waiting for the answer or with a future of it.
+Feeds submit frames through a `BatchHandle`: from any thread, waiting for the answer or with a future of it.
 """
 
 from __future__ import annotations

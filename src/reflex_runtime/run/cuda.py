@@ -1,11 +1,7 @@
-"""PyTorch on CUDA: whether the GPU can still be reached, and graphs of launches.
+"""PyTorch on CUDA: whether the GPU can still be reached, and launches recorded once, launched again as one.
 
-Whether PyTorch can still reach its GPU after an error: some errors of CUDA end it for the whole process.
-
-CUDA graphs of PyTorch: launches recorded once, and launched again as one.
-
-The recorder is a plain function, so that everything around it (buffers, padding, which graphs there are) runs without a
-GPU: a test passes one that calls the work again.
+Some errors of CUDA end it for the whole process. The recorder of graphs is a plain function, so that everything around
+it (buffers, padding, which graphs there are) runs without a GPU: a test passes one that calls the work again.
 """
 
 from __future__ import annotations

@@ -8,16 +8,12 @@ second time, or with a GPU that is lost, the device itself is given up (`on_fata
 errors, and none is admitted. A thread lost to an expendable group stops only that group. With `one_thread` there is no
 replacement: the device waits for a thread that hangs, and ends with one that dies.
 
-How every driver completes a batch: also if its cost model raises, each of its requests is answered.
+`Wakeable` is one sleeping thread that others wake: threading.Condition has a lock and a queue per sleep, which took
+30 us on a cold cache. The lock that guards the sleeper's state is held at every call.
 
-One sleeping thread that others wake: what threading.Condition does, without its lock and queue per sleep.
-
-On a cold cache those took 30 us. The lock that guards the sleeper's state is held at every call.
-
-The thread that forms a device's next batch shortly before the running one ends.
-
-It sleeps until the predicted end of the running batch, less the time that forming takes, and some for the error of the
-prediction. It sleeps without a time while batches are not full: then each is formed when the device is free.
+A second thread forms the next batch shortly before the running one ends. It sleeps until the predicted end of the
+running batch, less the time that forming takes, and some for the error of the prediction. It sleeps without a time
+while batches are not full: then each is formed when the device is free.
 """
 
 from __future__ import annotations

@@ -1,11 +1,7 @@
 """Brief batches run on the event loop, without the hand-over to a thread.
 
-Which batches are brief enough to run on the event loop, without a hand-over to the device thread.
-
 A hand-over there and back costs more than a small model. But while a batch runs on the loop nothing else does, so a
 kind of batch runs there only after many of them in a row were brief, and the first long one sends it back.
-
-A device whose brief batches run on the event loop (`brief`): a hand-over to its thread costs more than such a batch.
 
 Such a batch runs in `turn`, at the end of the loop's turn. Meanwhile the device thread watches it: it expires tickets,
 and says so if the batch does not come back.

@@ -1,24 +1,11 @@
 """One graph of ONNX Runtime as a session that runs rows in one call, with a true dynamic batch.
 
-Switches off the telemetry of the inference libraries: nothing is sent anywhere, and no id is written.
-
-onnxruntime reads its variable once, when it is imported; without it, it writes an id under the user's cache and reports
-to its maker. openvino reports its own import through the package `openvino_telemetry`, and uses a stub where that is
-missing.
-
-The execution providers of ONNX Runtime: their names, and whether this installation has them.
-
-The only module that imports onnxruntime, and only when it is needed.
-
-The inputs and outputs of a graph: what it declares, and what its caller expects of them.
-
-Anyone's ONNX model as a processor.
+The only module that imports onnxruntime, and only when it is needed. It has the execution providers, the inputs and
+outputs of graphs with what callers expect of them, and anyone's ONNX model as a processor.
 """
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,15 +17,9 @@ from numpy.typing import NDArray
 
 from reflex_runtime.core.batch import Batch
 from reflex_runtime.core.errors import ConfigError, ProcessorError
+from reflex_runtime.run.process import telemetry_off
 from reflex_runtime.run.processor import BaseProcessor
 from reflex_runtime.settings.declare import did_you_mean
-
-
-def telemetry_off() -> None:
-    """Call it before importing onnxruntime or openvino. Processes started from this one inherit it for onnxruntime."""
-    os.environ["ORT_DISABLE_TELEMETRY"] = "1"
-    sys.modules.setdefault("openvino_telemetry", None)  # type: ignore[arg-type]  # its import fails: the stub is used
-
 
 # -- execution providers -----------------------------------------------------------------------------------------------
 

@@ -1,10 +1,4 @@
-"""What a process needs around its drivers: its event loop, threads for slow calls, and how it collects memory.
-
-The event loop of our processes.
-
-A slow call in a thread of its own, awaited on the loop.
-
-How a serving process uses memory: when Python collects, and what the C library keeps of what was freed.
+"""What a process needs around its drivers: its event loop, threads for slow calls, no telemetry, and how it collects.
 
 By default glibc has a pool of memory for each thread, and once arrays of some megabytes have been freed it gives little
 back. Pictures are decoded on several threads and batches filled on two, so every pool grew to its own peak, one after
@@ -17,6 +11,7 @@ import asyncio
 import ctypes
 import gc
 import os
+import sys
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
@@ -32,6 +27,19 @@ def loop_factory() -> asyncio.AbstractEventLoop:
     except ImportError:
         return asyncio.new_event_loop()
     return uvloop.new_event_loop()
+
+
+# -- telemetry of the inference libraries ------------------------------------------------------------------------------
+
+
+def telemetry_off() -> None:
+    """The inference libraries send nothing and write no id. Call it before importing onnxruntime or openvino.
+
+    onnxruntime reads its variable once, when it is imported, and processes started from this one inherit it. openvino
+    reports its own import through the package `openvino_telemetry`, and uses a stub where that is missing.
+    """
+    os.environ["ORT_DISABLE_TELEMETRY"] = "1"
+    sys.modules.setdefault("openvino_telemetry", None)  # type: ignore[arg-type]  # its import fails: the stub is used
 
 
 # -- a slow call -------------------------------------------------------------------------------------------------------

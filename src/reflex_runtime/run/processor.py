@@ -3,11 +3,8 @@
 A processor belongs to one device thread and needs no lock. Whatever it does (raise, return too few results, return
 exceptions), `run_batch` turns it into exactly one outcome per ticket.
 
-Tickets run on a processor without a scheduler: for warming up, trials and replays.
-
-A plain function as a processor: a list of payloads in, a list of results out.
-
-A processor with a declared service time, for demos and tests: a batch of n takes fixed + marginal · n seconds.
+Beside the protocol: tickets run without a scheduler, for warming up, trials and replays; a plain function as a
+processor; and one with a declared service time, for demos and tests.
 """
 
 from __future__ import annotations

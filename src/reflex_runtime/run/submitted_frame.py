@@ -1,10 +1,9 @@
 """A frame from its submission to its answer: what the processor gets of it, and what its caller can still do.
 
-A second processor for parts of what the first one answered, such as a classifier for the boxes of a detector.
-
-A frame is answered once, when all of its parts are. Parts are requests of a group of their own: they share batches with
-the parts of other frames, their times are learned apart, and they have what is left of the frame's time limit. Those of
-a whole batch of frames are submitted before the next batch is formed, so they meet without a hold.
+A second processor may run on parts of what the first one answered, as a classifier on a detector's boxes. A frame is
+answered once, when all of its parts are. Parts are requests of a group of their own: they share batches with the parts
+of other frames, their times are learned apart, and they have what is left of the frame's time limit. Those of a whole
+batch of frames are submitted before the next batch is formed, so they meet without a hold.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.llm.runners.checkpoint import INDEX_FILE, WEIGHTS_FILE, longest, number
 from reflex_runtime.llm.runners.model_config import CONFIG_FILE, read_json
-from reflex_runtime.run.onnx_session import telemetry_off
+from reflex_runtime.run.process import telemetry_off
 
 MODEL_FILE: Final = "openvino_model.xml"
 TRACED_FILE: Final = "traced.json"  # of our own conversions: the window of each layer

@@ -14,7 +14,7 @@ import numpy as np
 
 from reflex_runtime.llm.runners.adapters import AdapterStack
 from reflex_runtime.llm.runners.checkpoint import EMBEDDING, Checkpoint
-from reflex_runtime.run.onnx_session import telemetry_off
+from reflex_runtime.run.process import telemetry_off
 
 telemetry_off()
 import openvino as ov  # noqa: E402

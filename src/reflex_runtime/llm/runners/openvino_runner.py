@@ -21,7 +21,7 @@ from reflex_runtime.llm.runners.openvino_export import MODEL_FILE, OpenVinoExpor
 from reflex_runtime.llm.runners.openvino_source import GraphCache, source
 from reflex_runtime.llm.runners.openvino_weights import keep_stored
 from reflex_runtime.llm.runners.runner import GIB, Step, blocks_in, free_bytes
-from reflex_runtime.run.onnx_session import telemetry_off
+from reflex_runtime.run.process import telemetry_off
 
 _HINTS: Final = {"float32": "f32", "bfloat16": "bf16"}
 _NEAR: Final = {"f32": 0.01, "bf16": 0.05}  # share of the spread of logits that paging may change, by what computes

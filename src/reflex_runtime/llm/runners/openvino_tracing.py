@@ -24,7 +24,7 @@ from reflex_runtime.llm.runners.model_config import CONFIG_FILE
 from reflex_runtime.llm.runners.openvino_export import MODEL_FILE, PROBE_FILE, TRACED_FILE, probe
 from reflex_runtime.llm.runners.openvino_graph import causal_mask, remembered, spread_heads
 from reflex_runtime.llm.runners.transformers_model import Attention, attending, layers_of, load, reference
-from reflex_runtime.run.onnx_session import telemetry_off
+from reflex_runtime.run.process import telemetry_off
 
 telemetry_off()
 import openvino as ov  # noqa: E402
