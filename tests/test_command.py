@@ -162,7 +162,7 @@ finally:
 
     assert imported("--version") == "[]"
     assert imported("simulate", "--help") == "['reflex_runtime.cli.simulate']"
-    serving = ["logs", "replicas", "serve", "serve_policies", "serving"]
+    serving = ["logs", "serve", "serve_policies", "serving", "workers"]
     assert imported("serve", "--help") == str([f"reflex_runtime.cli.{name}" for name in serving])
 
 
