@@ -154,9 +154,9 @@ class FeedsSession:
 
     def _status(self, coordinator: BatchCoordinator, pictures: FeedPictures, closing: ExitStack) -> None:
         from reflex_runtime.cli.serving import warn_if_open
+        from reflex_runtime.feeds.pages import FeedPages
         from reflex_runtime.feeds.series import FeedSeries
         from reflex_runtime.feeds.status import StatusServer, health_of
-        from reflex_runtime.feeds.watching import FeedPages
 
         registry = self._series()
         FeedSeries(self._runtime.snapshot, registry)

@@ -8,11 +8,11 @@ from typing import Any
 
 from feeds.fakes import Camera, Detector
 from feeds.pages import Page
+from reflex_runtime.feeds.pages import FeedPages
 from reflex_runtime.feeds.pictures import FeedPictures
 from reflex_runtime.feeds.pipeline import Pipeline
 from reflex_runtime.feeds.runtime import Runtime
 from reflex_runtime.feeds.source import SourceError
-from reflex_runtime.feeds.watching import FeedPages
 from reflex_runtime.run.batch_processor import BatchConfig
 
 
