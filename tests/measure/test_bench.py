@@ -21,7 +21,7 @@ from reflex_runtime.bench.target import Target
 from reflex_runtime.cli import main
 from reflex_runtime.cli.bench import _played
 from reflex_runtime.core.errors import ReflexError
-from reflex_runtime.policies.wires.openpi_codec import decode
+from reflex_runtime.policies.wires.openpi import decode
 from serving.harness import Server
 from serving.requests import recorded
 

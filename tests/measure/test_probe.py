@@ -24,7 +24,7 @@ from reflex_runtime.bench.expected import Expected
 from reflex_runtime.bench.probe import ServerProbe, probe
 from reflex_runtime.bench.target import Target
 from reflex_runtime.cli import main
-from reflex_runtime.policies.wires.groot_codec import decode, encode, modality_config
+from reflex_runtime.policies.wires.groot import decode, encode, modality_config
 from serving.exports import ACTIONS, CHUNK, write_tiny
 from serving.harness import Server
 from serving.openai_toy import Toy

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from reflex_runtime.bench.load import OK, LoadRound
 from reflex_runtime.telemetry.colours import FAINT, RULE
-from reflex_runtime.telemetry.plots import Figure, saved
+from reflex_runtime.telemetry.picture import saved
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 _COLOURS = ("#4477aa", "#cc6677")
 
@@ -19,6 +22,8 @@ def draw(rounds: Sequence[LoadRound], names: Sequence[str], prefix: Path, deadli
 
 
 def _figure(rounds: Sequence[LoadRound], names: Sequence[str], deadline: float) -> Figure:
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(9, 9), layout="constrained", facecolor="white")
     panels: tuple[Any, Any, Any] = tuple(figure.subplots(3, 1))
     over_time, batches, shares = panels

@@ -21,8 +21,8 @@ from reflex_runtime.bench.target import HTTP, WEBSOCKET, Target
 from reflex_runtime.client.answers import refused
 from reflex_runtime.client.errors import BadAnswer, ServerError, TimedOut, Unreachable
 from reflex_runtime.client.exchange import Reply
-from reflex_runtime.policies.wires import openpi_codec, vla_eval_codec, xpolicylab_codec
-from reflex_runtime.policies.wires.vla_eval_codec import EvalMessage
+from reflex_runtime.policies.wires import openpi, vla_eval, xpolicylab_codec
+from reflex_runtime.policies.wires.vla_eval import EvalMessage
 from reflex_runtime.policies.wires.xpolicylab_codec import LabFrame
 from reflex_runtime.web.errors import ClientError
 
@@ -122,7 +122,7 @@ class OpenpiCaller(_WebsocketCaller):
         fields = _nested(observed)
         if deadline_ms and "reflex" in self.announced:
             fields["reflex/deadline_ms"] = deadline_ms
-        return openpi_codec.encode(fields)
+        return openpi.encode(fields)
 
     async def ask(self, frame: bytes) -> WireAnswer:
         """Send it. Answers are binary frames, errors are text frames."""
@@ -132,7 +132,7 @@ class OpenpiCaller(_WebsocketCaller):
                 await self.close()
             raise _refusal(came)
         try:
-            answer = openpi_codec.decode(came)
+            answer = openpi.decode(came)
             batch = answer.get("batch")
             size = batch.get("size", 0) if isinstance(batch, dict) else 0
             return WireAnswer(tuple(answer["actions"].shape), int(size))
@@ -144,7 +144,7 @@ class OpenpiCaller(_WebsocketCaller):
         if isinstance(frame, str):
             raise BadAnswer(f"metadata expected, a text frame came: {frame[:200]!r}")
         try:
-            self.announced = openpi_codec.decode(frame)
+            self.announced = openpi.decode(frame)
         except ClientError as error:
             raise BadAnswer(f"the metadata cannot be read: {error.message}") from None
 
@@ -165,7 +165,7 @@ class VlaEvalCaller(_WebsocketCaller):
         payload = _nested(observed)
         for pictures in (payload, payload.get("images", {})):
             pictures |= {name: _raw(value) for name, value in pictures.items() if _is_picture(value)}
-        return vla_eval_codec.encode(EvalMessage("observation", payload, 2))
+        return vla_eval.encode(EvalMessage("observation", payload, 2))
 
     async def ask(self, frame: bytes) -> WireAnswer:
         """Send it. The answer is one action, usually from the chunk that the server buffers."""
@@ -180,18 +180,18 @@ class VlaEvalCaller(_WebsocketCaller):
 
     async def _greet(self, socket: ClientConnection) -> None:
         await socket.send(
-            vla_eval_codec.encode(EvalMessage("hello", {"harness_version": "", "protocol_version": 1}, 0))
+            vla_eval.encode(EvalMessage("hello", {"harness_version": "", "protocol_version": 1}, 0))
         )
         answer = self._message(await socket.recv())
         if answer.type != "hello":
             raise BadAnswer(f"hello expected, {answer.type} came")
         self.announced = answer.payload
-        await socket.send(vla_eval_codec.encode(EvalMessage("episode_start", {}, 1)))
+        await socket.send(vla_eval.encode(EvalMessage("episode_start", {}, 1)))
 
     def _message(self, frame: str | bytes) -> EvalMessage:
         try:
             if isinstance(frame, bytes):
-                return vla_eval_codec.decode(frame)
+                return vla_eval.decode(frame)
         except ClientError as error:
             raise BadAnswer(f"no message of vla-eval: {error.message}") from None
         raise BadAnswer(f"no message of vla-eval, but text: {frame[:200]!r}")

@@ -15,9 +15,8 @@ from policies.wires.broken import FRESH, check
 from policies.wires.groot_clients import as_nd, as_npy, read
 from reflex_runtime.core.errors import ReflexError
 from reflex_runtime.policies import Export
-from reflex_runtime.policies.wires.groot_codec import decode, encode, modality_config
-from reflex_runtime.policies.wires.groot_observation import GrootObservation
-from reflex_runtime.policies.wires.observations import Reading
+from reflex_runtime.policies.wires.common import Reading
+from reflex_runtime.policies.wires.groot import GrootObservation, decode, encode, modality_config
 from reflex_runtime.web.errors import ClientError
 
 ARRAYS: dict[str, Any] = {

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+import reflex_runtime.policies.wires.lerobot as wire
 from policies.wires.broken import FRESH, check
-from reflex_runtime.policies.wires import lerobot_pickle
-from reflex_runtime.policies.wires.lerobot_pickle import HELPERS, OBSERVATION, SETUP, read_pickle
+from reflex_runtime.policies.wires.lerobot import HELPERS, OBSERVATION, SETUP, read_pickle
 from reflex_runtime.web.errors import ClientError
 
 from .lerobot_robot import features, lerobot
@@ -104,7 +104,7 @@ def test_w40_hostile_pickles_are_refused_and_never_run(tmp_path: Path) -> None:
 
 
 def test_w40_a_pickle_cannot_change_what_it_may_call() -> None:
-    before = {name: dict(vars(known)) for name, known in lerobot_pickle._CLASSES.items()}
+    before = {name: dict(vars(known)) for name, known in wire._CLASSES.items()}
     for module, name in before:
         called = b"\x80\2" + f"c{module}\n{name}\n".encode()
         for state in (b"}X\5\0\0\0value]s", b"}X\x0c\0\0\0__setstate__Ns"):
@@ -112,7 +112,7 @@ def test_w40_a_pickle_cannot_change_what_it_may_call() -> None:
                 for whole in (state, b"N" + state + b"\x86"):
                     with pytest.raises(ClientError):
                         read_pickle(built + whole + b"bK\1\x86.", OBSERVATION)
-    assert {name: dict(vars(known)) for name, known in lerobot_pickle._CLASSES.items()} == before
+    assert {name: dict(vars(known)) for name, known in wire._CLASSES.items()} == before
 
 
 def _doubled(levels: int) -> bytes:

@@ -21,9 +21,15 @@ from reflex_runtime.cli import main
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.policies import Export
 from reflex_runtime.policies.policy.spec import PolicySpec
-from reflex_runtime.policies.wires.observations import Reading
-from reflex_runtime.policies.wires.oip import InferRequest, Sequences, model_metadata, questions
-from reflex_runtime.policies.wires.oip_tensors import tensor_of_bytes, tensor_of_values
+from reflex_runtime.policies.wires.common import Reading
+from reflex_runtime.policies.wires.oip import (
+    InferRequest,
+    Sequences,
+    model_metadata,
+    questions,
+    tensor_of_bytes,
+    tensor_of_values,
+)
 from reflex_runtime.web.errors import InvalidRequest
 from serving.harness import Server
 

@@ -16,8 +16,8 @@ from reflex_runtime.policies import Export, InvalidRequest, load_policy
 from reflex_runtime.policies.policy.observation import resize_image
 from reflex_runtime.policies.serving.images import pixels_in
 from reflex_runtime.policies.serving.question import Question
-from reflex_runtime.policies.wires.observations import Reading
-from reflex_runtime.policies.wires.openpi_codec import decode, encode
+from reflex_runtime.policies.wires.common import Reading
+from reflex_runtime.policies.wires.openpi import decode, encode
 from serving.exports import write_tiny
 
 PICTURE = np.zeros((6, 8, 3), np.uint8)

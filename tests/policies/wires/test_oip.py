@@ -11,8 +11,16 @@ import pytest
 from reflex_runtime.core.request import Priority
 from reflex_runtime.policies import Export, InvalidRequest
 from reflex_runtime.policies.serving.question import Question
-from reflex_runtime.policies.wires.oip import InferRequest, Sequences, check_model, model_metadata, questions
-from reflex_runtime.policies.wires.oip_tensors import Tensor, tensor_of_bytes, tensor_of_values
+from reflex_runtime.policies.wires.oip import (
+    InferRequest,
+    Sequences,
+    Tensor,
+    check_model,
+    model_metadata,
+    questions,
+    tensor_of_bytes,
+    tensor_of_values,
+)
 from reflex_runtime.web.errors import NotFound
 from serving.exports import write_tiny
 

@@ -27,7 +27,8 @@ from reflex_runtime.web.websocket import SocketMessage
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
 from reflex_runtime.policies.serving.runtime import PolicyRuntime
-from reflex_runtime.policies.wires.openpi import ROWS, Episodes, OpenpiSession
+from reflex_runtime.policies.wires.common import Episodes
+from reflex_runtime.policies.wires.openpi import ROWS, OpenpiSession
 from reflex_runtime.telemetry.journal_reader import read_journal
 from reflex_runtime.web.app import App
 from reflex_runtime.web.errors import InvalidRequest

@@ -13,8 +13,8 @@ from policies.tiny import write_export
 from policies.wires.broken import FRESH, check
 from reflex_runtime.policies import Export
 from reflex_runtime.policies.wires.bounded_msgpack import MAX_DEPTH, MAX_VALUES
-from reflex_runtime.policies.wires.observations import Reading
-from reflex_runtime.policies.wires.openpi_codec import decode, encode
+from reflex_runtime.policies.wires.common import Reading
+from reflex_runtime.policies.wires.openpi import decode, encode
 from reflex_runtime.web.errors import ClientError
 
 OBSERVATION: dict[str, Any] = {

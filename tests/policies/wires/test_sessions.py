@@ -17,7 +17,7 @@ from reflex_runtime.policies.serving.asking import Asking
 from reflex_runtime.web.websocket import SocketMessage
 
 from reflex_runtime.policies.serving.runtime import PolicyRuntime
-from reflex_runtime.policies.wires import vla_eval_codec, xpolicylab_codec
+from reflex_runtime.policies.wires import vla_eval, xpolicylab_codec
 from reflex_runtime.policies.wires.openpi import OpenpiSession
 from reflex_runtime.policies.wires.vla_eval import VlaEvalSession
 from reflex_runtime.policies.wires.xpolicylab import XPolicyLabSession
@@ -35,7 +35,7 @@ def _openpi(seen: dict[str, Any]) -> bytes:
 
 
 def _vla_eval(seen: dict[str, Any]) -> bytes:
-    return vla_eval_codec.encode(vla_eval_codec.EvalMessage("observation", seen))
+    return vla_eval.encode(vla_eval.EvalMessage("observation", seen))
 
 
 def _xpolicylab(seen: dict[str, Any]) -> bytes:

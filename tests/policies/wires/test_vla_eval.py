@@ -26,8 +26,7 @@ from vla_eval.runners import SyncEpisodeRunner
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import connect
 
-from reflex_runtime.policies.wires.vla_eval import PATH
-from reflex_runtime.policies.wires.vla_eval_codec import EvalMessage, decode, encode
+from reflex_runtime.policies.wires.vla_eval import PATH, EvalMessage, decode, encode
 from serving.exports import ACTIONS, CHUNK, expected, write_tiny
 from serving.harness import PATIENCE, STATE, Server
 from serving.pair import Pair, rollout, two

@@ -16,8 +16,8 @@ from vla_eval.protocol.numpy_codec import set_image_format
 from policies.tiny import write_export
 from policies.wires.broken import FRESH, check
 from reflex_runtime.policies import Export
-from reflex_runtime.policies.wires.observations import Reading
-from reflex_runtime.policies.wires.vla_eval_codec import EvalMessage, decode, encode
+from reflex_runtime.policies.wires.common import Reading
+from reflex_runtime.policies.wires.vla_eval import EvalMessage, decode, encode
 from reflex_runtime.web.errors import ClientError
 
 PICTURE = np.arange(4 * 6 * 3, dtype=np.uint8).reshape(4, 6, 3)

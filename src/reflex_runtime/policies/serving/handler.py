@@ -34,7 +34,7 @@ from reflex_runtime.policies.serving.recorded import asked_and_answered
 from reflex_runtime.policies.serving.runtime import PolicyRuntime
 from reflex_runtime.policies.serving.served import ServedPolicy
 from reflex_runtime.policies.serving.spans import begin_span, join_span
-from reflex_runtime.policies.wires.observations import Reading, Readings
+from reflex_runtime.policies.wires.common import Reading, Readings
 from reflex_runtime.settings.declare import did_you_mean
 from reflex_runtime.telemetry.trace_context import within
 from reflex_runtime.version import __version__

@@ -14,7 +14,7 @@ from reflex_runtime.policies.serving.handler import RequestHandler
 from reflex_runtime.policies.serving.runtime import PolicyRuntime
 from reflex_runtime.policies.serving.served import ServedPolicy
 from reflex_runtime.policies.serving.wire_names import ACT, OIP, WIRES
-from reflex_runtime.policies.wires.observations import Reading
+from reflex_runtime.policies.wires.common import Reading
 from reflex_runtime.settings.declare import settings
 from reflex_runtime.telemetry import metrics
 from reflex_runtime.version import __version__

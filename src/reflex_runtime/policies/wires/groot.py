@@ -1,4 +1,16 @@
-"""GR00T's protocol as a session: endpoints, tokens, episodes, and calls whose rows are as many requests.
+"""GR00T's protocol: endpoints, tokens, episodes, and calls whose rows are as many requests.
+
+Messages are msgpack, with arrays in one of two forms. The keys of these maps may be text or bytes. Answers have the
+first form, which all clients read. No array is unpickled: neither form is read by numpy or msgpack-numpy.
+
+    {"__ndarray_class__": True, "as_npy": bytes}                           numpy.save: until the release of N1.7
+    {"nd": True, "type": "<f4", "kind": "", "shape": [8], "data": bytes}   msgpack-numpy: N1.7 as it is now
+
+Observations have flat or nested names, with or without a batch axis, which the dimensions of an array say. Of several
+steps T the last counts.
+
+    {"video.front": [T, H, W, C], "state.arm": [T, D], "annotation.human.task": [text]}                      N1.5
+    {"video": {"front": [B, T, H, W, C]}, "state": {"arm": [B, T, D]}, "language": {"task": [[text]]}}       N1.6, N1.7
 
 One `GrootSession` serves all clients of a listener, because ZeroMQ says who sent a message and not who left. A client
 (a routing id) is a robot of its own. Every message is answered, also an invalid one, because a REQ client without an
@@ -8,31 +20,282 @@ answer waits for ever.
 from __future__ import annotations
 
 import hmac
+import io
+import re
 from collections import OrderedDict
-from collections.abc import Mapping
-from typing import Any, Final
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from reflex_runtime.core.errors import ReflexError
+from reflex_runtime.policies.policy.robot import WireMap
 from reflex_runtime.policies.serving.handler import RequestHandler
 from reflex_runtime.policies.serving.pending import PendingRequest
 from reflex_runtime.policies.serving.question import Question
 from reflex_runtime.policies.serving.wire_names import GROOT
-from reflex_runtime.policies.wires.groot_codec import decode, encode
-from reflex_runtime.policies.wires.groot_observation import MAX_ROWS, GrootObservation, modalities
-from reflex_runtime.policies.wires.limits import RequestLimits, SocketLimits, limits_of, question_of
-from reflex_runtime.policies.wires.observations import Reading, text_of
-from reflex_runtime.policies.wires.openpi import Episodes
-from reflex_runtime.web.errors import ClientError, NotFound, Reported, Unauthorized, describe_error, known
+from reflex_runtime.policies.wires.bounded_msgpack import unpack
+from reflex_runtime.policies.wires.common import (
+    PROMPTS,
+    Episodes,
+    Reading,
+    RequestLimits,
+    SocketLimits,
+    answer_details,
+    array_in,
+    invalid_input,
+    limits_of,
+    nd_in,
+    question_of,
+    text_of,
+)
+from reflex_runtime.web.errors import (
+    ClientError,
+    NotFound,
+    Reported,
+    Unauthorized,
+    describe_error,
+    known,
+)
 from reflex_runtime.web.fields import check_id, invalid
 from reflex_runtime.web.json import printable
-from reflex_runtime.web.zeromq import ZmqMessage
+
+if TYPE_CHECKING:  # json-numpy reads the same observations, without pyzmq
+    from reflex_runtime.web.zeromq import ZmqMessage
+
+# -- messages ----------------------------------------------------------------------------------------------------------
+
+
+_MAGIC: Final = b"\x93NUMPY"
+_LENGTHS: Final = {1: 2, 2: 4, 3: 4}  # bytes of the header's length, by version
+_MAX_HEADER: Final = 1024
+_HEADER: Final = re.compile(
+    rb"\{'descr': '([^']{2,20})', 'fortran_order': (True|False), 'shape': \(([0-9, ]{0,200})\), \}\s*"
+)
+
+
+def decode(frame: bytes) -> dict[str, Any]:
+    """The map in a message, arrays as read-only views of it; ClientError when there is none."""
+    value = decode_answer(frame)
+    if not isinstance(value, dict):
+        raise ClientError("the message must be a map with an endpoint")
+    return value
+
+
+def decode_answer(frame: bytes) -> Any:
+    """What a server answers, with arrays in either form."""
+    return unpack(frame, _decoded)
+
+
+def encode(value: Any) -> bytes:
+    """A message, as N1.6 writes it."""
+    return msgspec.msgpack.encode(value, enc_hook=_plain)
+
+
+def modality_config(names: list[str], steps: int, as_text: bool) -> dict[str, Any]:
+    """What get_modality_config tells of one modality. as_text: as N1.5 reads it."""
+    told = {"delta_indices": list(range(steps)), "modality_keys": names}
+    return {"__ModalityConfig_class__": True, "as_json": msgspec.json.encode(told).decode() if as_text else told}
+
+
+def _decoded(found: dict[str, Any]) -> Any:
+    """The array that a map stands for, else the map."""
+    if "__ndarray_class__" in found:
+        return _npy(found.get("as_npy"))
+    return nd_in(found) if "nd" in found and "data" in found else found
+
+
+def _npy(data: Any) -> Any:
+    """The array in a file of numpy.save."""
+    if not isinstance(data, memoryview) or bytes(data[:6]) != _MAGIC or len(data) < 12 or data[6] not in _LENGTHS:
+        raise ClientError("as_npy is no file of numpy.save")
+    start = 8 + _LENGTHS[data[6]]
+    end = start + int.from_bytes(data[8:start], "little")
+    header = _HEADER.fullmatch(data[start:end]) if end - start <= _MAX_HEADER else None
+    shape = None if header is None else _shape(header[3])
+    if header is None or shape is None:
+        raise ClientError("as_npy has no header of an array of numbers or texts")
+    turned = header[2] == b"True"
+    array = array_in(data[end:], header[1].decode("ascii", "replace"), shape[::-1] if turned else shape)
+    return array.T if turned else array
+
+
+def _shape(text: bytes) -> list[int] | None:
+    sizes = [size.strip() for size in text.split(b",")]
+    if not sizes[-1]:
+        del sizes[-1]
+    return [int(size) for size in sizes] if all(size.isdigit() and len(size) < 20 for size in sizes) else None
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        file = io.BytesIO()
+        np.save(file, value, allow_pickle=False)
+        return {"__ndarray_class__": True, "as_npy": file.getvalue()}
+    raise NotImplementedError(f"{type(value).__name__} is not written")
+
+
+# -- observations ------------------------------------------------------------------------------------------------------
+
+
+MAX_ROWS: Final = 256
+GROUPS: Final = ("video", "state", "language")
+VIDEO, STATE, ACTION, LANGUAGE = "video.", "state.", "action.", "language."
+LANGUAGE_KEY: Final = "annotation.human.task_description"  # of N1.5 and N1.6, if the export gives none
+_AXES: Final = {VIDEO: 3, STATE: 1}  # of one picture, of one state
+
+
+class GrootObservation:
+    """The rows of an observation.
+
+    flat: names have prefixes, and so will those of actions. batched: arrays have a batch axis, and so will actions.
+    """
+
+    def __init__(self, observation: Mapping[str, Any]) -> None:
+        self.flat = not any(isinstance(observation.get(name), dict) for name in GROUPS)
+        self._arrays: dict[str, NDArray[Any]] = {}
+        self._languages: dict[str, Any] = {}
+        for name, value in observation.items() if self.flat else _joined(observation):
+            self._add(name, value)
+        sizes = {len(array) for name, array in self._arrays.items() if array.ndim == _axes(name) + 2}
+        self.batched = bool(sizes)
+        self.size = sizes.pop() if sizes else 1
+        if sizes or not 0 < self.size <= MAX_ROWS:
+            raise ClientError(f"the batch axes of video and state must be equal, and 1 to {MAX_ROWS}")
+
+    def rows(self, wire: WireMap) -> list[dict[str, Any]]:
+        """One observation for each row, as `Reading` takes them."""
+        names = {name: name for name in self._arrays}
+        states = [name for name in names if name.startswith(STATE)]
+        if len(states) == 1 and not wire.state:
+            names[states[0]] = "state"
+        languages = {name: _texts(name, value, self.size) for name, value in self._languages.items()}
+        if len(languages) == 1:
+            languages = {wire.prompt or PROMPTS[0]: next(iter(languages.values()))}
+        return [
+            {names[name]: self._of(row, name, array) for name, array in self._arrays.items()}
+            | {name: texts[row] for name, texts in languages.items()}
+            for row in range(self.size)
+        ]
+
+    def actions(self, reading: Reading, chunks: Sequence[NDArray[Any]]) -> dict[str, NDArray[Any]]:
+        """The answer: the actions of all rows, split into groups."""
+        stacked = np.stack(chunks) if self.batched else chunks[0]
+        found, at = {}, 0
+        for name, size in groups_of(reading):
+            found[ACTION + name if self.flat else name] = stacked[..., at : at + size]
+            at += size
+        return found
+
+    def _add(self, name: str, value: Any) -> None:
+        prefix = next((prefix for prefix in _AXES if name.startswith(prefix)), None)
+        if prefix is None:
+            if not name.startswith(ACTION) and _is_text(value):
+                self._languages[name.removeprefix(LANGUAGE)] = value
+            return
+        array = _array(name, value)
+        if not _AXES[prefix] <= array.ndim <= _AXES[prefix] + 2:
+            axes = "[B, T, H, W, C], [T, H, W, C] or [H, W, C]" if prefix == VIDEO else "[B, T, D], [T, D] or [D]"
+            raise invalid_input(name, f"has shape {list(array.shape)}, must be {axes}")
+        self._arrays[name] = array
+
+    def _of(self, row: int, name: str, array: NDArray[Any]) -> NDArray[Any]:
+        """The last step of a row."""
+        if self.batched:
+            if array.ndim != _axes(name) + 2:
+                raise invalid_input(name, "has no batch axis, and others have one")
+            array = array[row]
+        if array.ndim == _axes(name):
+            return array
+        if not len(array):
+            raise invalid_input(name, "has no step")
+        last: NDArray[Any] = array[-1]
+        return last
+
+
+def groups_of(reading: Reading) -> Sequence[tuple[str, int]]:
+    """The groups of an action."""
+    return reading.wire.actions or (("actions", reading.spec.action_dim),)
+
+
+def modalities(reading: Reading, flat: bool) -> dict[str, Any]:
+    """The answer to get_modality_config. flat: with names as in N1.5."""
+    wire, spec = reading.wire, reading.spec
+    names = {"video.": [wire.images.get(camera, VIDEO + camera).removeprefix(VIDEO) for camera in spec.images]}
+    names["state."] = [name.removeprefix(STATE) for name in wire.state or ("state",)] if spec.takes_state else []
+    names["action."] = [name for name, _ in groups_of(reading)]
+    found = {
+        prefix[:-1]: modality_config(
+            [prefix + name if flat else name for name in own], spec.chunk_size if prefix == ACTION else 1, flat
+        )
+        for prefix, own in names.items()
+        if own
+    }
+    if spec.takes_text:
+        found["language"] = modality_config([wire.prompt or LANGUAGE_KEY], 1, flat)
+    return found
+
+
+def _joined(observation: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for modality in GROUPS:
+        named = observation.get(modality)
+        if named is None:
+            continue
+        if not isinstance(named, dict):
+            raise invalid_input(modality, "must be a map")
+        for name, value in named.items():
+            yield f"{modality}.{name}", value
+
+
+def _axes(name: str) -> int:
+    return _AXES[VIDEO] if name.startswith(VIDEO) else _AXES[STATE]
+
+
+def _array(name: str, value: Any) -> NDArray[Any]:
+    if _is_numbers(value, 5):  # with a text among them numpy would allocate the longest text for each
+        try:
+            value = np.asarray(value)
+        except (ValueError, OverflowError):
+            value = None
+    if not isinstance(value, np.ndarray) or value.dtype.kind not in "iuf":
+        raise invalid_input(name, "must be an array of numbers")
+    return value
+
+
+def _is_numbers(value: Any, depth: int) -> bool:
+    if isinstance(value, list):
+        return depth > 0 and all(_is_numbers(part, depth - 1) for part in value)
+    return type(value) in (int, float)
+
+
+def _is_text(value: Any) -> bool:
+    while isinstance(value, list) and value:
+        value = value[0]
+    return isinstance(value, (str, memoryview)) or (isinstance(value, np.ndarray) and value.dtype.kind in "US")
+
+
+def _texts(name: str, value: Any, rows: int) -> list[Any]:
+    """The text of each row: one text for all, a list of texts, or a list of lists."""
+    if isinstance(value, np.ndarray):
+        if value.size > 16 * MAX_ROWS:
+            raise invalid_input(name, f"has over {16 * MAX_ROWS} texts")
+        value = value.tolist()
+    if not isinstance(value, list):
+        return [text_of(value)] * rows
+    if len(value) not in (1, rows):
+        raise invalid_input(name, f"has {len(value)} texts, must have one or {rows}")
+    texts = [text_of(text[-1] if isinstance(text, list) and text else text) for text in value]
+    return texts if len(texts) == rows else texts * rows
+
+
+# -- the session -------------------------------------------------------------------------------------------------------
+
 
 DEADLINE_MS: Final = 15_000.0  # default `timeout_ms` of clients; those of N1.5 and N1.6 never apply it
 MAX_CLIENTS: Final = 4096  # routing ids; beyond it the least recently used one is forgotten
 _OPTIONS: Final = RequestLimits.__struct_fields__
-_SENT: Final = ("request_id", "timing", "batch", "cache", "guard", "rtc", "model_hash", "policy_changed", "warnings")
 
 
 class GrootClient:
@@ -150,7 +413,7 @@ class GrootSession:
         actions = observation.actions(reading, [answer.actions for answer in answers])
         if not nested:
             return encode(actions)
-        return encode([actions, {"reflex": [{name: getattr(answer, name) for name in _SENT} for answer in answers]}])
+        return encode([actions, {"reflex": [answer_details(answer) for answer in answers]}])
 
 
 def _question(

@@ -26,12 +26,17 @@ from numpy.typing import NDArray
 from reflex_runtime.policies.serving.images import decoded_base64
 from reflex_runtime.policies.serving.question import Question
 from reflex_runtime.policies.serving.wire_names import GROOT, JSON_NUMPY
-from reflex_runtime.policies.wires.arrays import array_in
-from reflex_runtime.policies.wires.groot_observation import GROUPS, GrootObservation
-from reflex_runtime.policies.wires.limits import RequestLimits, SocketLimits, limits_of, question_of
-from reflex_runtime.policies.wires.observations import Reading
+from reflex_runtime.policies.wires.common import (
+    Reading,
+    RequestLimits,
+    SocketLimits,
+    array_in,
+    invalid_input,
+    limits_of,
+    question_of,
+)
+from reflex_runtime.policies.wires.groot import GROUPS, GrootObservation
 from reflex_runtime.web.errors import ClientError, InvalidJson
-from reflex_runtime.web.fields import invalid
 from reflex_runtime.web.json import MAX_VALUES, encode, printable
 
 ARRAYS: Final = ("__numpy__", "__ndarray__")
@@ -87,7 +92,7 @@ class GrootJson:
     def question(self, reading: Reading) -> Question:
         """Build the question; 422 names what is missing or wrong."""
         if self.observation.size > 1:
-            raise invalid(OBSERVATION, f"{OBSERVATION}: has {self.observation.size} rows, may have one in a request")
+            raise invalid_input(OBSERVATION, f"has {self.observation.size} rows, may have one in a request")
         self._reading = reading
         (row,) = self.observation.rows(reading.wire)
         limits = limits_of({name: self._said[name] for name in _OWN if name in self._said})

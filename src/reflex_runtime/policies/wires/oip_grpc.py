@@ -12,7 +12,7 @@ from reflex_runtime.policies.serving.question import ActAnswer
 from reflex_runtime.policies.serving.wire_names import OIP
 from reflex_runtime.policies.wires import messages_pb2 as messages
 from reflex_runtime.policies.wires import oip
-from reflex_runtime.policies.wires.oip_tensors import Tensor, tensor_of_bytes, tensor_of_values
+from reflex_runtime.policies.wires.oip import Tensor, tensor_of_bytes, tensor_of_values
 from reflex_runtime.web.errors import ClientError
 from reflex_runtime.web.grpc_listener import GrpcCall, parse, serialize
 

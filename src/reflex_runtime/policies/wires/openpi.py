@@ -1,7 +1,13 @@
 """openpi's websocket: the metadata first, then an answer for each observation. One socket is one robot.
 
 An error is a text frame with our JSON; stock clients raise it and may go on. An observation `{"batch": [...]}` is as
-many requests, each with its own answer or error. docs/wires.md has what a caller may send.
+many requests, each with its own answer or error. docs/wires.md has what a caller may send. Frames are msgpack, with
+arrays and numpy scalars as maps:
+
+    {b"__ndarray__": True, b"data": bytes, b"dtype": "<f8", b"shape": [8]}
+    {b"__npgeneric__": True, b"data": 0.5, b"dtype": "<f8"}
+
+The keys of these maps may come as text too. They are written as bytes: stock clients look for nothing else.
 """
 
 from __future__ import annotations
@@ -10,50 +16,79 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any, Final
 
+import msgspec
+import numpy as np
+
 from reflex_runtime.core.errors import ReflexError
 from reflex_runtime.policies.serving.handler import RequestHandler
 from reflex_runtime.policies.serving.pending import PendingRequest
 from reflex_runtime.policies.serving.question import ActAnswer, Question
 from reflex_runtime.policies.serving.wire_names import OPENPI
-from reflex_runtime.policies.wires.limits import limits_in, limits_of, question_of, socket_limits
-from reflex_runtime.policies.wires.observations import text_of
-from reflex_runtime.policies.wires.openpi_codec import decode, encode
+from reflex_runtime.policies.wires.bounded_msgpack import unpack
+from reflex_runtime.policies.wires.common import (
+    Episodes,
+    answer_details,
+    array_in,
+    limits_in,
+    limits_of,
+    question_of,
+    socket_limits,
+    text_of,
+    type_of,
+)
 from reflex_runtime.web.errors import ClientError, describe_error, known
-from reflex_runtime.web.fields import check_id
 from reflex_runtime.web.form import PLAIN
 from reflex_runtime.web.request import INTERNAL, UNSUPPORTED, SocketMessage, WebSocket
+
+# -- frames ------------------------------------------------------------------------------------------------------------
+
+
+def decode(frame: bytes) -> dict[str, Any]:
+    """The map in a frame, arrays as read-only views of it; ClientError when there is none."""
+    value = unpack(frame, _array)
+    if not isinstance(value, dict):
+        raise ClientError("the frame must be a map (an observation)")
+    return value
+
+
+def encode(value: Any) -> bytes:
+    """A frame."""
+    return msgspec.msgpack.encode(value, enc_hook=_plain)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return {
+            b"__ndarray__": True,
+            b"data": value.tobytes(),
+            b"dtype": value.dtype.str,
+            b"shape": value.shape,
+        }
+    raise NotImplementedError(f"{type(value).__name__} is not written")
+
+
+def _array(found: dict[str, Any]) -> Any:
+    """The array or number that a map represents, otherwise the map."""
+    if "__ndarray__" in found:
+        return array_in(found.get("data"), found.get("dtype"), found.get("shape"))
+    if "__npgeneric__" in found:
+        type_of(found.get("dtype"))
+        data = found.get("data")
+        if isinstance(data, memoryview):
+            data = bytes(data)
+        if not isinstance(data, (bool, int, float, str, bytes)):
+            raise ClientError("a numpy scalar needs data that is a number or a text")
+        return data
+    return found
+
+
+# -- the websocket -----------------------------------------------------------------------------------------------------
+
 
 PATHS: Final = ("/", "/openpi/policy", "/v1/realtime/robot/openpi")
 MAX_BATCH: Final = 256  # observations in a frame
 ROWS: Final = 16  # observations submitted in one turn of the loop; each takes 0.2 ms
 RESET: Final = "reset successful"  # RoboArena's answer to reset: the only text frame that is not an error
-_SENT: Final = ("request_id", "timing", "batch", "cache", "guard", "rtc", "model_hash", "policy_changed", "warnings")
-
-
-class Episodes:
-    """Names the episodes of one robot. A reset begins a new one; so does a new instruction if the caller names none."""
-
-    def __init__(self, own: str) -> None:
-        """own: the name of the episode if the caller gives none."""
-        self._own = self._name = own
-        self._epoch = 0
-        self._prompt: int | None = None
-
-    def reset(self) -> None:
-        """Begin a new episode with the next observation."""
-        self._epoch += 1
-
-    def of(self, name: str | None, prompt: str | None) -> str:
-        """The episode of an observation. name: the caller's, if it gave one."""
-        if name is not None:
-            check_id("episode_id", name)
-        seen = None if prompt is None else hash(prompt)  # not the text, which may have thousands of characters
-        if (name or self._own) != self._name:
-            self._name, self._epoch = name or self._own, 0
-        elif name is None and self._prompt is not None and seen != self._prompt:
-            self._epoch += 1
-        self._prompt = seen
-        return f"{self._name}#{self._epoch}" if self._epoch else self._name
 
 
 async def serve(handler: RequestHandler, socket: WebSocket) -> None:
@@ -165,7 +200,7 @@ class OpenpiRobot:
             "actions": answer.actions,
             "policy_timing": {"infer_ms": answer.timing.batch_ms},
             "server_timing": timing,
-            **{name: getattr(answer, name) for name in _SENT},
+            **answer_details(answer),
         }
 
 

@@ -1,28 +1,90 @@
 """vla-eval's websocket: a benchmark sends a hello, begins an episode, and gets one action for each observation.
 
 The policy answers chunks. A session keeps the rest of the last one, and answers the next observations out of it without
-asking the policy. A new episode drops it. docs/wires.md has what a benchmark may send.
+asking the policy. A new episode drops it. docs/wires.md has what a benchmark may send. Frames are msgpack maps
+{type, payload, seq, timestamp}, and in them
+
+    {"__ndarray__": True, "data": bytes, "dtype": "<f4", "shape": [7]}
+    {"__image__": True, "format": "png", "data": bytes, "shape": [256, 256, 3]}    or jpeg, or raw with a dtype
 """
 
 from __future__ import annotations
 
+import time
 from collections import deque
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final
+
+import msgspec
+import numpy as np
 
 from reflex_runtime.core.errors import ReflexError
 from reflex_runtime.policies.serving.handler import RequestHandler
 from reflex_runtime.policies.serving.question import ActAnswer, Question
 from reflex_runtime.policies.serving.wire_names import VLA_EVAL
-from reflex_runtime.policies.wires.limits import limits_in, question_of
-from reflex_runtime.policies.wires.typed import TypedSession
-from reflex_runtime.policies.wires.vla_eval_codec import EvalMessage, decode, encode
+from reflex_runtime.policies.wires.bounded_msgpack import unpack
+from reflex_runtime.policies.wires.common import array_in, limits_in, question_of
+from reflex_runtime.policies.wires.message_session import MessageSession
 from reflex_runtime.version import __version__
 from reflex_runtime.web.errors import ClientError, describe_error
 from reflex_runtime.web.fields import check_id
 from reflex_runtime.web.json import printable
 from reflex_runtime.web.request import SocketMessage, WebSocket
+
+# -- frames ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class EvalMessage:
+    """One message. seq: number of the sender; an answer repeats it."""
+
+    type: str
+    payload: dict[str, Any]
+    seq: int = 0
+
+
+def decode(frame: bytes) -> EvalMessage:
+    """The message in a frame, arrays as views of it; ClientError when there is none. PNG and JPEG stay encoded."""
+    value = unpack(frame, _array)
+    if not isinstance(value, dict):
+        raise ClientError("the frame must be a map with type, payload and seq")
+    for name, kind in (("type", str), ("payload", dict), ("seq", int)):
+        if type(value.get(name)) is not kind:
+            raise ClientError(f"the frame needs `{name}`, and it must be {_KINDS[kind]}")
+    return EvalMessage(value["type"], value["payload"], value["seq"])
+
+
+_KINDS: Mapping[type, str] = {str: "a text", dict: "a map", int: "a whole number"}
+
+
+def encode(message: EvalMessage) -> bytes:
+    """A frame."""
+    value = {"type": message.type, "payload": message.payload, "seq": message.seq, "timestamp": time.time()}
+    return msgspec.msgpack.encode(value, enc_hook=_plain)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return {"__ndarray__": True, "data": value.tobytes(), "dtype": value.dtype.str, "shape": value.shape}
+    raise NotImplementedError(f"{type(value).__name__} is not written")
+
+
+def _array(found: dict[str, Any]) -> Any:
+    """The array or encoded picture that a map represents, otherwise the map."""
+    if "__image__" in found and found.get("format") != "raw":
+        data, form = found.get("data"), found.get("format")
+        if form not in ("png", "jpeg") or not isinstance(data, memoryview):
+            raise ClientError(printable(f"an image needs data, and a format: png, jpeg or raw, not {str(form)[:40]!r}"))
+        return data
+    if "__image__" in found or "__ndarray__" in found:
+        return array_in(found.get("data"), found.get("dtype"), found.get("shape"))
+    return found
+
+
+# -- the websocket -----------------------------------------------------------------------------------------------------
+
 
 PATH: Final = "/vla-eval"
 PROTOCOL: Final = 1
@@ -34,7 +96,7 @@ async def serve(handler: RequestHandler, socket: WebSocket) -> None:
     await VlaEvalSession(handler, socket).run()
 
 
-class VlaEvalSession(TypedSession):
+class VlaEvalSession(MessageSession):
     """One websocket: its episode, and the remaining actions of the last chunk."""
 
     def __init__(self, handler: RequestHandler, socket: WebSocket) -> None:

@@ -20,9 +20,8 @@ from reflex_runtime.policies.policy.spec import PolicySpec
 from reflex_runtime.policies.serving.handler import RequestHandler
 from reflex_runtime.policies.serving.question import ActAnswer, Question
 from reflex_runtime.policies.serving.wire_names import XPOLICYLAB
-from reflex_runtime.policies.wires.limits import limits_in, question_of
-from reflex_runtime.policies.wires.observations import Observed, Reading
-from reflex_runtime.policies.wires.typed import TypedSession
+from reflex_runtime.policies.wires.common import Observed, Reading, answer_details, limits_in, question_of
+from reflex_runtime.policies.wires.message_session import MessageSession
 from reflex_runtime.policies.wires.xpolicylab_codec import LabFrame, decode, encode
 from reflex_runtime.web.errors import ClientError, describe_error
 from reflex_runtime.web.fields import invalid
@@ -39,7 +38,6 @@ _ACKS: Final = {
     "trial_end": "trial_end_ack",
     "heartbeat": "heartbeat_ack",
 }
-_SENT: Final = ("request_id", "timing", "batch", "cache", "guard", "rtc", "model_hash", "policy_changed", "warnings")
 
 _NONE: Final = LabFrame("", {"message_id": "", "evaluation_id": ""})  # answers messages that cannot be decoded
 
@@ -51,7 +49,7 @@ async def serve(handler: RequestHandler, socket: WebSocket) -> None:
     await XPolicyLabSession(handler, socket).run()
 
 
-class XPolicyLabSession(TypedSession):
+class XPolicyLabSession(MessageSession):
     """One websocket, and the trial it is in."""
 
     def __init__(self, handler: RequestHandler, socket: WebSocket) -> None:
@@ -91,7 +89,7 @@ class XPolicyLabSession(TypedSession):
 
     def answered(self, answer: ActAnswer) -> bytes:
         steps = [dict(_split(action, self._groups)) for action in answer.actions]
-        told = {name: getattr(answer, name) for name in _SENT}
+        told = answer_details(answer)
         return self._reply("infer_result", {"actions": steps, "latency_ms": answer.timing.total_ms, "reflex": told})
 
     def error(self, error: ReflexError, request_id: str) -> bytes:

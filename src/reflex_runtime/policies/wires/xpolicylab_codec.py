@@ -13,8 +13,8 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 
-from reflex_runtime.policies.wires.arrays import nd_in
 from reflex_runtime.policies.wires.bounded_msgpack import unpack
+from reflex_runtime.policies.wires.common import nd_in
 from reflex_runtime.web.errors import ClientError
 
 _ENVELOPE: Final = ("message_id", "evaluation_id", "action_case_id", "trial_id", "repeat_index", "step")

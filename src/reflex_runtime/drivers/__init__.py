@@ -1,0 +1,1 @@
+"""Drivers: the code that waits, as thin loops around the pure scheduler."""

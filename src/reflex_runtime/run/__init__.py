@@ -1,1 +1,0 @@
-"""What runs batches: drivers that wait, as thin loops around the pure scheduler, and processors that compute."""
