@@ -336,9 +336,10 @@ class WebSocket(HttpRequest):
         await self._send({"type": f"{DENIAL}.body", "body": response.body})
 
     def done(self) -> None:
-        """The last message is answered."""
+        """The last message is answered: nothing of it is kept until the next one comes."""
         message, self._message = self._message, None
         if message is not None:
+            message.data = b""
             self.app.bodies.release(message)
             self.app.answered(self)
 

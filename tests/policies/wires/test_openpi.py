@@ -9,7 +9,6 @@ import json
 import os
 import signal
 import threading
-import time
 import types
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -22,16 +21,16 @@ import PIL.Image
 import pytest
 from openpi_client import action_chunk_broker, msgpack_numpy
 from openpi_client.websocket_client_policy import WebsocketClientPolicy
-from reflex_runtime.policies.serving.asking import Asking
-from reflex_runtime.web.websocket import SocketMessage
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
+from reflex_runtime.policies.serving.handler import RequestHandler
 from reflex_runtime.policies.serving.runtime import PolicyRuntime
 from reflex_runtime.policies.wires.common import Episodes
-from reflex_runtime.policies.wires.openpi import ROWS, OpenpiSession
+from reflex_runtime.policies.wires.openpi import ROWS, OpenpiRobot
 from reflex_runtime.telemetry.journal_reader import read_journal
 from reflex_runtime.web.app import App
 from reflex_runtime.web.errors import InvalidRequest
+from reflex_runtime.web.request import SocketMessage
 from serving.exports import ACTIONS, CHUNK, expected, write_tiny
 from serving.harness import STATE, Server
 from serving.in_process import with_app
@@ -359,17 +358,23 @@ def test_w12_a_large_batch_is_asked_in_several_turns_of_the_loop(tiny: Path) -> 
     """The rows of one message: a neighbour is read in between, and a shutdown takes none of them back."""
 
     async def check(app: App, runtime: PolicyRuntime) -> None:
-        frames: asyncio.Queue[bytes] = asyncio.Queue()
-        socket: Any = types.SimpleNamespace(id="s", query={}, answer=frames.put_nowait)
-        asking = Asking(runtime)
-        session = OpenpiSession(asking, socket)
-        message = SocketMessage(msgpack_numpy.packb({"batch": [seen(i) for i in range(100)]}), 0, time.monotonic())
-        message.id = "m"
-        session.asked(message)
-        assert asking.runtime.active == 100
-        assert sum(ask.question is not None for ask in session._asks) == ROWS
+        socket: Any = types.SimpleNamespace(id="s", query={}, headers={}, refuse_if_closing=lambda: None)
+        robot, read = OpenpiRobot(RequestHandler(runtime), socket), []
+        question = robot._question
+
+        def counted(observation: Any, part: str) -> Any:
+            read.append(part)
+            return question(observation, part)
+
+        robot._question = counted  # type: ignore[method-assign]
+        data = msgpack_numpy.packb({"batch": [seen(i) for i in range(100)]})
+        answer = asyncio.ensure_future(robot.answer(SocketMessage(data, "m"), data))
+        while runtime.active == 0:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        assert runtime.active == 100
+        assert read == [f"/{i}" for i in range(ROWS)]
         runtime.drain()
-        answers = msgpack_numpy.unpackb(await frames.get())["batch"]
+        answers = msgpack_numpy.unpackb(await answer)["batch"]
         assert all(right(answer, i) for i, answer in enumerate(answers))
 
     with_app(tiny, check)

@@ -1,27 +1,21 @@
-"""What every session on a websocket has in common, without a socket."""
+"""What every session on a websocket has in common, on an application without a socket."""
 
 from __future__ import annotations
 
 import asyncio
 import sys
-import time
-import types
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from openpi_client import msgpack_numpy
-from reflex_runtime.policies.serving.asking import Asking
-from reflex_runtime.web.websocket import SocketMessage
 
 from reflex_runtime.policies.serving.runtime import PolicyRuntime
-from reflex_runtime.policies.wires import vla_eval, xpolicylab_codec
-from reflex_runtime.policies.wires.openpi import OpenpiSession
-from reflex_runtime.policies.wires.vla_eval import VlaEvalSession
-from reflex_runtime.policies.wires.xpolicylab import XPolicyLabSession
+from reflex_runtime.policies.wires import openpi, vla_eval, xpolicylab, xpolicylab_codec
 from reflex_runtime.web.app import App
+from reflex_runtime.web.request import CANCELS
 from serving.exports import write_tiny
 from serving.harness import STATE
 from serving.in_process import with_app
@@ -45,23 +39,32 @@ def _xpolicylab(seen: dict[str, Any]) -> bytes:
 
 
 @pytest.mark.parametrize(
-    ("session", "write"),
-    [(OpenpiSession, _openpi), (VlaEvalSession, _vla_eval), (XPolicyLabSession, _xpolicylab)],
+    ("path", "write", "frames"),
+    [(openpi.PATHS[0], _openpi, 2), (vla_eval.PATH, _vla_eval, 1), (xpolicylab.PATH, _xpolicylab, 1)],
 )
 def test_w4_a_session_keeps_no_picture_that_is_answered(
-    session: Callable[[Asking, Any], Any], write: Callable[[dict[str, Any]], bytes], tmp_path: Path
+    path: str, write: Callable[[dict[str, Any]], bytes], frames: int, tmp_path: Path
 ) -> None:
+    """frames: that it sends, the first of openpi before anything came."""
+
     async def check(app: App, runtime: PolicyRuntime) -> None:
-        answered = asyncio.Event()
-        socket: Any = types.SimpleNamespace(id="s", query={}, answer=lambda frame: answered.set())
-        robot = session(Asking(runtime), socket)
+        messages: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+        sent: asyncio.Queue[MutableMapping[str, Any]] = asyncio.Queue()
+        scope = {
+            "type": "websocket", "path": path, "query_string": b"", "headers": [(b"host", b"localhost")],
+            "client": ("127.0.0.1", 1), "extensions": {CANCELS: {}},
+        }  # fmt: skip
+        messages.put_nowait({"type": "websocket.connect"})
+        session = asyncio.ensure_future(app(scope, messages.get, sent.put))
         frame = write({"image": PICTURE, "state": np.array(STATE)})
         before = sys.getrefcount(frame)
-        robot.asked(SocketMessage(frame, len(frame), time.monotonic()))
+        messages.put_nowait({"type": "websocket.receive", "bytes": frame})
         assert sys.getrefcount(frame) > before
-        await answered.wait()
+        kinds = [(await sent.get())["type"] for _ in range(frames + 1)]
+        assert kinds == ["websocket.accept"] + ["websocket.send"] * frames
         while sys.getrefcount(frame) > before:  # noqa: ASYNC110 (the device thread lets go of its batch)
             await asyncio.sleep(0)
-        assert robot is not None
+        messages.put_nowait({"type": "websocket.disconnect"})
+        await session
 
     with_app(write_tiny(tmp_path / "export", cameras=("image",)), check)

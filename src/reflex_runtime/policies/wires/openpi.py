@@ -150,14 +150,16 @@ class OpenpiRobot:
         return _text(answer, pending.request_id) if isinstance(answer, ReflexError) else encode(self._told(answer))
 
     async def _all(self, message: SocketMessage, observations: Sequence[Any]) -> list[dict[str, Any]]:
-        """The answers or errors of a batch: each row is a robot of its own."""
+        """The answers or errors of a batch: each row is a robot of its own.
+
+        All are admitted at once, so that a shutdown takes none of them back. `ROWS` are read in each turn of the loop.
+        """
         rows = [self._pending(message, f"{message.id}.{place}") for place in range(len(observations))]
         async with asyncio.TaskGroup() as group:
-            tasks = []
-            for place, (row, observation) in enumerate(zip(rows, observations, strict=True)):
-                tasks.append(group.create_task(self._infer(row, observation, f"/{place}", message.received)))
-                if (place + 1) % ROWS == 0:
-                    await asyncio.sleep(0)
+            tasks = [
+                group.create_task(self._infer(row, observation, f"/{place}", message.received, place // ROWS))
+                for place, (row, observation) in enumerate(zip(rows, observations, strict=True))
+            ]
         found = zip(rows, [task.result() for task in tasks], strict=True)
         return [
             {"error": describe_error(answer, row.request_id)} if isinstance(answer, ReflexError) else self._told(answer)
@@ -165,10 +167,12 @@ class OpenpiRobot:
         ]
 
     async def _infer(
-        self, pending: PendingRequest, observation: Any, part: str, received: float
+        self, pending: PendingRequest, observation: Any, part: str, received: float, turn: int = 0
     ) -> ActAnswer | ReflexError:
         try:
             with self._handler.admit(pending):
+                for _ in range(turn):
+                    await asyncio.sleep(0)
                 return await self._handler.infer(pending, self._question(observation, part), received)
         except ReflexError as error:
             return error
