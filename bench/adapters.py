@@ -17,10 +17,10 @@ from safetensors.numpy import save_file
 
 from bench.llm import VOCAB, write_model
 from bench.report import Row, row, say
-from reflex_runtime.llm.checkpoint import Checkpoint
-from reflex_runtime.llm.openvino_runner import OpenVinoRunner
-from reflex_runtime.llm.runner import Runner, Step
-from reflex_runtime.llm.torch_runner import TorchRunner
+from reflex_runtime.llm.runners.checkpoint import Checkpoint
+from reflex_runtime.llm.runners.openvino_runner import OpenVinoRunner
+from reflex_runtime.llm.runners.runner import Runner, Step
+from reflex_runtime.llm.runners.torch_runner import TorchRunner
 
 ROUNDS = 15
 RANK, MOST = 16, 4

@@ -20,8 +20,8 @@ from reflex_runtime.core.batch import Batch
 from reflex_runtime.core.flush import FlushPolicy
 from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.core.request import Request
-from reflex_runtime.drivers.batcher import Batcher
-from reflex_runtime.processors.base import BaseProcessor
+from reflex_runtime.run.batcher import Batcher
+from reflex_runtime.run.processor import BaseProcessor
 
 WARM_UP = 0.4  # seconds
 PRECISE = 29, 1  # prctl(PR_SET_TIMERSLACK, 1 ns): by default a sleep ends up to 50 us late

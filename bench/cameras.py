@@ -138,8 +138,7 @@ def _by_hand(model: Path, side: int, lines: Path, most: int, feeds: Sequence[str
     import cv2
 
     from reflex_runtime.feeds.video import VideoSource
-    from reflex_runtime.processors.onnx_session import OnnxSession
-    from reflex_runtime.processors.providers import CPU
+    from reflex_runtime.run.onnx_session import CPU, OnnxSession
 
     session = OnnxSession(model, provider=CPU)
     newest: dict[str, tuple[int, float, Any]] = {}

@@ -25,7 +25,7 @@ from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.demo.exports import KINDS, export_dir
 from reflex_runtime.policies import Policy, load_policy
 from reflex_runtime.policies.policy.spec import DeviceOptions
-from reflex_runtime.processors.providers import CUDA
+from reflex_runtime.run.onnx_session import CUDA
 
 SIZES = (1, 8, 32)
 COMPARED = (1, 3, 8, 9, 33)  # batch sizes: captured, padded, and beyond the largest

@@ -27,8 +27,7 @@ from reflex_runtime.feeds.detectors.heads import RawHead
 from reflex_runtime.feeds.detectors.results import result_of
 from reflex_runtime.feeds.onnx import OnnxFrames
 from reflex_runtime.feeds.picture_input import PictureInput, PixelScale
-from reflex_runtime.processors.onnx_session import OnnxSession
-from reflex_runtime.processors.providers import CPU
+from reflex_runtime.run.onnx_session import CPU, OnnxSession
 
 SIDE: Final = 640
 FILES: Final = 4

@@ -19,14 +19,14 @@ from typing import Any, Protocol
 from bench.report import Row, row, say
 from reflex_runtime.core.errors import Rejected
 from reflex_runtime.core.statistics import percentile
-from reflex_runtime.drivers.batch_processor import BatchConfig, BatchEntry
-from reflex_runtime.drivers.coordinator import BatchCoordinator
-from reflex_runtime.drivers.decorator import batched
 from reflex_runtime.feeds.onnx import OnnxFrames
 from reflex_runtime.feeds.pipeline import Pipeline
 from reflex_runtime.feeds.runtime import Runtime
 from reflex_runtime.feeds.shapes import DETECTOR, Shapes
 from reflex_runtime.feeds.source import SourceError
+from reflex_runtime.run.batch_processor import BatchConfig, BatchEntry
+from reflex_runtime.run.batched import batched
+from reflex_runtime.run.coordinator import BatchCoordinator
 
 FEEDS = 8
 AHEAD = 256  # most unanswered futures

@@ -179,7 +179,7 @@ class _Spellings:
 
 def _throughput(directory: Path, scale: float) -> list[Row]:
     """Tokens a second with and without a form, in turns."""
-    from reflex_runtime.llm.openvino_runner import OpenVinoRunner
+    from reflex_runtime.llm.runners.openvino_runner import OpenVinoRunner
 
     runner = OpenVinoRunner(directory, dtype=fastest(), threads=2, num_blocks=1200)
     config = {"max_num_batched_tokens": BUDGET, "max_num_seqs": RUNNING, "enable_prefix_caching": False}

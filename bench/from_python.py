@@ -25,9 +25,9 @@ from bench.report import Row, row, say
 from reflex_runtime.core.flush import FlushPolicy
 from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.core.request import Request
-from reflex_runtime.drivers.batcher import Batcher
-from reflex_runtime.drivers.decorator import batched
-from reflex_runtime.processors.function import FunctionProcessor
+from reflex_runtime.run.batched import batched
+from reflex_runtime.run.batcher import Batcher
+from reflex_runtime.run.processor import FunctionProcessor
 
 Ask = Callable[[int], Any]
 SIZE, HOLD = 64, 0.005  # most items in a call, and the longest hold in seconds: the same for all

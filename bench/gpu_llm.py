@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from bench.llm import Ask, Ours, write_model
-from reflex_runtime.llm.torch_runner import TorchRunner
+from reflex_runtime.llm.runners.torch_runner import TorchRunner
 
 SHAPE = {
     "vocab_size": 32_000, "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 24,

@@ -37,8 +37,6 @@ from bench.servers import Server, running
 from bench.streams import Job, Streamed
 from reflex_runtime.core.errors import ReflexError
 from reflex_runtime.demo.scribe import model_directory
-from reflex_runtime.drivers.loop import loop_factory
-from reflex_runtime.drivers.process_memory import COLLECTIONS
 from reflex_runtime.ipc.client import RuntimeClient
 from reflex_runtime.ipc.generate_batcher import GenerateBatcher
 from reflex_runtime.ipc.generate_config import GenerateBatcherConfig
@@ -46,6 +44,7 @@ from reflex_runtime.ipc.messages import LOAD, GenerateParams
 from reflex_runtime.ipc.peer import RawAnswer
 from reflex_runtime.ipc.registry import StreamRegistry
 from reflex_runtime.ipc.spawn import spawned
+from reflex_runtime.run.process import COLLECTIONS, loop_factory
 
 CASE = "workers"
 CONCURRENT = (1, 2, 4, 8, 10, 16, 32, 64)

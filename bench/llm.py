@@ -28,11 +28,11 @@ from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.core.events import BatchScheduled, Event, RequestProgressed, RequestSettled
 from reflex_runtime.core.request import Priority
 from reflex_runtime.core.statistics import percentile
-from reflex_runtime.drivers.process_memory import COLLECTIONS
 from reflex_runtime.llm import LLMEngine, SamplingParams
-from reflex_runtime.llm.checkpoint import Checkpoint
-from reflex_runtime.llm.openvino_runner import OpenVinoRunner, check_bfloat16
+from reflex_runtime.llm.runners.checkpoint import Checkpoint
+from reflex_runtime.llm.runners.openvino_runner import OpenVinoRunner, check_bfloat16
 from reflex_runtime.llm.toy import ByteTokenizer
+from reflex_runtime.run.process import COLLECTIONS
 
 PRECISIONS = {"bfloat16": "bf16", "float32": "f32"}
 VOCAB = 16_000

@@ -18,8 +18,8 @@ from bench.pictures import picture
 from bench.report import Row, row, say
 from bench.servers import Server, reflex
 from reflex_runtime.core.request import Request
-from reflex_runtime.drivers.batcher import Batcher
-from reflex_runtime.processors.fake import FakeProcessor
+from reflex_runtime.run.batcher import Batcher
+from reflex_runtime.run.processor import FakeProcessor
 
 REQUESTS, CALLERS, STEPS = 1_000_000, 64, 10
 LIMIT = 300.0  # seconds

@@ -23,7 +23,7 @@ from reflex_runtime.demo.scribe import SCRIBE
 from reflex_runtime.ipc.sampling import SamplingParams
 from reflex_runtime.llm.engine import LLMEngine
 from reflex_runtime.llm.load import load
-from reflex_runtime.llm.runner import Runner, Step
+from reflex_runtime.llm.runners.runner import Runner, Step
 from reflex_runtime.llm.virtual import Kept
 
 PROMPT = 128
@@ -66,7 +66,7 @@ class Scripted(Kept):
 
 def speculation(root: Path, scale: float) -> list[Row]:
     """Every row about guessed tokens."""
-    from reflex_runtime.llm.openvino_runner import OpenVinoRunner
+    from reflex_runtime.llm.runners.openvino_runner import OpenVinoRunner
 
     runner = OpenVinoRunner(write_model(root / "llama-f32", "float32"), threads=2, num_blocks=400)
     rounds = max(3, round(ROUNDS * scale))

@@ -31,12 +31,12 @@ _SIZE: Final = 64  # bytes of a message in either direction
 _FORKS = """
 import gc, json, os, select, signal, socket, sys
 sys.path += os.environ["TESTS"].split(":")
-from reflex_runtime.processors.quiet import telemetry_off
+from reflex_runtime.run.process import telemetry_off
 telemetry_off()
 import uvloop, httptools, onnxruntime, numpy.random
 import reflex_runtime.web.serve
 import reflex_runtime.cli.feeds_session, reflex_runtime.feeds.spec
-import reflex_runtime.drivers.coordinator
+import reflex_runtime.run.coordinator
 import feeds.chaos, feeds.markers  # sources of their own, for `reflex feeds`
 import reflex_runtime.feeds.onnx, reflex_runtime.feeds.runtime, reflex_runtime.feeds.series
 import reflex_runtime.feeds.status, reflex_runtime.feeds.video, reflex_runtime.feeds.fleet

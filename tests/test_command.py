@@ -57,6 +57,45 @@ def test_a_bad_path_is_one_line(
     assert line.startswith(says.format(file=file))
 
 
+def without(package: str, *arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """The command where a package is not installed."""
+    code = f"import sys; sys.modules[{package!r}] = None; from reflex_runtime.cli import main; sys.exit(main())"
+    command = [sys.executable, "-c", code, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False, cwd=cwd)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "package", "extra"),
+    [
+        ("simulate --duration-s 3 --picture x", "matplotlib", "plots"),
+        ("trace --prompts hi --out x", "matplotlib", "plots"),
+        ("trace --prompts hi --sweep 4..8 --out x", "matplotlib", "plots"),
+        ("serve {export} --gr00t tcp://127.0.0.1:0", "zmq", "gr00t"),
+        ("serve {export} --oip-grpc 127.0.0.1:0", "grpc", "grpc"),
+        ("serve {export} --lerobot 127.0.0.1:0", "grpc", "grpc"),
+        ("serve scribe", "tokenizers", "llm"),
+        ("feeds a={video} --onnx shapes", "av", "feeds"),
+        ("feeds a=shapes: --onnx shapes --publish mqtt://127.0.0.1:1/x", "paho", "mqtt"),
+        ("demo", "metaworld", "demo"),
+    ],
+)
+def test_a_missing_extra_is_named_in_one_line(arguments: str, package: str, extra: str, tmp_path: Path) -> None:
+    (tmp_path / "a.mp4").touch()
+    words = arguments.format(export=write_tiny(tmp_path / "e"), video=tmp_path / "a.mp4")
+    done = without(package, *words.split(), cwd=tmp_path)
+    assert done.returncode != 0
+    assert one_line(done).endswith(f"in a clone, pip install '.[{extra}]'")
+
+
+def test_a_trace_without_the_extra_of_pictures_is_its_table(tmp_path: Path) -> None:
+    assert run("trace", "--prompts", "hi", "--out", "x", "--no-picture", cwd=tmp_path).returncode == 0
+    done = without("matplotlib", "trace", "x.jsonl", cwd=tmp_path)
+    table, last = done.stdout.strip().rsplit("\n", 1)
+    assert (done.returncode, "A prefill" in table) == (0, True)
+    assert last == "no picture, which needs matplotlib: in a clone, pip install '.[plots]'"
+    assert [path.name for path in tmp_path.iterdir()] == ["x.jsonl"]
+
+
 def test_a_full_disk_is_one_line(tmp_path: Path) -> None:
     done = run(
         "demo-export", str(tmp_path / "export"),
@@ -123,14 +162,14 @@ finally:
 
     assert imported("--version") == "[]"
     assert imported("simulate", "--help") == "['reflex_runtime.cli.simulate']"
-    serving = ["logs", "replicas", "serve", "serve_policies", "serving"]
+    serving = ["logs", "serve", "serve_policies", "serving", "workers"]
     assert imported("serve", "--help") == str([f"reflex_runtime.cli.{name}" for name in serving])
 
 
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ("sevre", "reflex: sevre: no such verb; did you mean serve?; there are serve, status, "),
+        ("sevre", "reflex: sevre: no such verb; did you mean serve?; there are serve, top, "),
         ("serve --max-batch-cots-ms=5", "reflex serve: unrecognized arguments: --max-batch-cots-ms=5; did you mean "),
         ("serve scribe --kv-cache-bg 1", "reflex serve: unrecognized arguments: --kv-cache-bg 1; did you mean --kv"),
         (
@@ -225,8 +264,8 @@ def test_reflex_alone_lists_its_verbs() -> None:
         ("report {serv} --format jsn", "--format=jsn: must be one of text, json; did you mean json?"),
         ("feeds {serv}", "must be NAME=SOURCE, such as serv={serv}"),
         ("feeds a=shapes:seeed=3 --onnx shapes", "; did you mean seed?"),
-        ("status http://nowhere.invalid", "no such host"),
-        ("status http://127.0.0.1:1", "nothing listens there; start one with reflex serve, or give its URL"),
+        ("top http://nowhere.invalid", "no such host"),
+        ("top http://127.0.0.1:1", "nothing listens there; start one with reflex serve, or give its URL"),
         ("bench http://127.0.0.1:1 --wire opnpi", "; did you mean openpi?"),
         ("bench http://127.0.0.1:1 --arrivals poisson", "needs --rate: requests per second in all, such as --rate 20"),
         ("probe http://127.0.0.1:1 --wire openpi --observation {serv}", "numpy.savez(FILE, **observation) writes one"),

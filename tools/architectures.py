@@ -14,9 +14,9 @@ from pathlib import Path
 from llm.models import Oracle, random_checkpoint
 from llm.test_architectures import SERVED, prompts, run
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.llm.openvino_runner import OpenVinoRunner
-from reflex_runtime.llm.openvino_tracing import convert
-from reflex_runtime.llm.torch_runner import TorchRunner
+from reflex_runtime.llm.runners.openvino_runner import OpenVinoRunner
+from reflex_runtime.llm.runners.openvino_tracing import convert
+from reflex_runtime.llm.runners.torch_runner import TorchRunner
 
 
 def main() -> None:

@@ -14,12 +14,11 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from reflex_runtime.drivers.loop import loop_factory
-from reflex_runtime.drivers.process_memory import COLLECTIONS
 from reflex_runtime.ipc.worker import serve
-from reflex_runtime.llm.runner import Step
+from reflex_runtime.llm.runners.runner import Step
 from reflex_runtime.llm.toy import ByteTokenizer, ToyRunner
 from reflex_runtime.llm.workers.worker_engine import loading
+from reflex_runtime.run.process import COLLECTIONS, loop_factory
 from reflex_runtime.settings import LLMServeConfig
 
 STEP_MS = "BENCH_STEP_MS"

@@ -4,13 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from reflex_runtime.sim.report import Report
-from reflex_runtime.telemetry.picture import saved
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from reflex_runtime.telemetry.plots import Figure, saved
 
 
 def draw_overload(results: Mapping[str, Mapping[str, Report]], path: Path, slo: float) -> list[Path]:
@@ -20,8 +16,6 @@ def draw_overload(results: Mapping[str, Mapping[str, Report]], path: Path, slo: 
 
 
 def _overload_figure(results: Mapping[str, Mapping[str, Report]], slo: float) -> Figure:
-    from matplotlib.figure import Figure
-
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
     for (rule, by_rate), marker in zip(results.items(), "osv^DPX*", strict=False):

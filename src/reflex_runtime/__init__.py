@@ -64,25 +64,25 @@ if TYPE_CHECKING:  # the same names as in _NAMES, for type checkers and editors
     from reflex_runtime.core.scheduler import Scheduler as Scheduler
     from reflex_runtime.core.time_cost import TimeCost as TimeCost
     from reflex_runtime.core.token_budget import TimedTokens as TimedTokens
-    from reflex_runtime.drivers.audience import Audience as Audience
-    from reflex_runtime.drivers.batch_handle import BatchHandle as BatchHandle
-    from reflex_runtime.drivers.batch_processor import BatchConfig as BatchConfig
-    from reflex_runtime.drivers.batch_processor import BatchEntry as BatchEntry
-    from reflex_runtime.drivers.batch_processor import BatchProcessor as BatchProcessor
-    from reflex_runtime.drivers.batched_coroutine import BatchedCoroutine as BatchedCoroutine
-    from reflex_runtime.drivers.batched_function import BatchedFunction as BatchedFunction
-    from reflex_runtime.drivers.batcher import Batcher as Batcher
-    from reflex_runtime.drivers.coordinator import BatchCoordinator as BatchCoordinator
-    from reflex_runtime.drivers.decorator import batched as batched
-    from reflex_runtime.drivers.follow_up import FollowUp as FollowUp
-    from reflex_runtime.drivers.submitted_frame import FrameOptions as FrameOptions
-    from reflex_runtime.drivers.submitted_frame import NewestFrame as NewestFrame
-    from reflex_runtime.drivers.submitted_frame import SubmittedFrame as SubmittedFrame
     from reflex_runtime.feeds.runtime import Runtime as Runtime
-    from reflex_runtime.processors.base import BaseProcessor as BaseProcessor
-    from reflex_runtime.processors.base import Processor as Processor
-    from reflex_runtime.processors.function import FunctionProcessor as FunctionProcessor
-    from reflex_runtime.processors.onnx import OnnxProcessor as OnnxProcessor
+    from reflex_runtime.run.audience import Audience as Audience
+    from reflex_runtime.run.batch_processor import BatchConfig as BatchConfig
+    from reflex_runtime.run.batch_processor import BatchEntry as BatchEntry
+    from reflex_runtime.run.batch_processor import BatchProcessor as BatchProcessor
+    from reflex_runtime.run.batched import BatchedCoroutine as BatchedCoroutine
+    from reflex_runtime.run.batched import BatchedFunction as BatchedFunction
+    from reflex_runtime.run.batched import batched as batched
+    from reflex_runtime.run.batcher import Batcher as Batcher
+    from reflex_runtime.run.coordinator import BatchCoordinator as BatchCoordinator
+    from reflex_runtime.run.coordinator import BatchHandle as BatchHandle
+    from reflex_runtime.run.onnx_session import OnnxProcessor as OnnxProcessor
+    from reflex_runtime.run.processor import BaseProcessor as BaseProcessor
+    from reflex_runtime.run.processor import FunctionProcessor as FunctionProcessor
+    from reflex_runtime.run.processor import Processor as Processor
+    from reflex_runtime.run.submitted_frame import FollowUp as FollowUp
+    from reflex_runtime.run.submitted_frame import FrameOptions as FrameOptions
+    from reflex_runtime.run.submitted_frame import NewestFrame as NewestFrame
+    from reflex_runtime.run.submitted_frame import SubmittedFrame as SubmittedFrame
     from reflex_runtime.telemetry.batch_metrics import BatchMetrics as BatchMetrics
     from reflex_runtime.telemetry.journal_reader import read_journal as read_journal
     from reflex_runtime.telemetry.journal_writer import JournalWriter as JournalWriter
@@ -105,21 +105,16 @@ _NAMES = {
     "core.scheduler": "Scheduler",
     "core.time_cost": "TimeCost",
     "core.token_budget": "TimedTokens",
-    "drivers.audience": "Audience",
+    "run.audience": "Audience",
     "telemetry.batch_metrics": "BatchMetrics",
-    "drivers.batch_processor": "BatchConfig BatchEntry BatchProcessor",
-    "drivers.batched_coroutine": "BatchedCoroutine",
-    "drivers.batched_function": "BatchedFunction",
-    "drivers.batcher": "Batcher",
-    "drivers.batch_handle": "BatchHandle",
-    "drivers.coordinator": "BatchCoordinator",
-    "drivers.decorator": "batched",
-    "drivers.follow_up": "FollowUp",
-    "drivers.submitted_frame": "FrameOptions NewestFrame SubmittedFrame",
+    "run.batch_processor": "BatchConfig BatchEntry BatchProcessor",
+    "run.batched": "BatchedCoroutine BatchedFunction batched",
+    "run.batcher": "Batcher",
+    "run.coordinator": "BatchCoordinator BatchHandle",
+    "run.submitted_frame": "FollowUp FrameOptions NewestFrame SubmittedFrame",
     "feeds.runtime": "Runtime",
-    "processors.base": "BaseProcessor Processor",
-    "processors.function": "FunctionProcessor",
-    "processors.onnx": "OnnxProcessor",
+    "run.processor": "BaseProcessor FunctionProcessor Processor",
+    "run.onnx_session": "OnnxProcessor",
     "telemetry.journal_reader": "read_journal",
     "telemetry.journal_writer": "JournalWriter",
 }

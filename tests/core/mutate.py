@@ -461,7 +461,7 @@ MUTANTS = [
         "self._held.pop(ticket, 0.0)",
     ),
     # the wall
-    M("processors/base.py", "repeats what must not be", "len(batch) > 1 and repeatable and ", "len(batch) > 1 and "),
+    M("run/processor.py", "repeats what must not be", "len(batch) > 1 and repeatable and ", "len(batch) > 1 and "),
     # who is guilty
     M("core/batch.py", "calls what must fail", "part.other.fails = True", "pass"),
     M("core/batch.py", "any number shares a call", "if self.share else inf", "if False else inf"),

@@ -25,8 +25,7 @@ from reflex_runtime.core.errors import (
     WaitTimeout,
 )
 from reflex_runtime.core.request import Request, Ticket
-from reflex_runtime.processors.base import BaseProcessor, run_batch
-from reflex_runtime.processors.function import FunctionProcessor
+from reflex_runtime.run.processor import BaseProcessor, FunctionProcessor, run_batch
 
 
 def every_class() -> list[type[ReflexError]]:

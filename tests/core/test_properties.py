@@ -42,22 +42,25 @@ REPEATABLE = settings(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
 # Long ones per scenario and way to sort. Most mutants fail one in four; the rarest, one in 300 of one scenario.
-HISTORIES = 12
+HISTORIES = pytest.mark.parametrize("histories", [4, pytest.param(40, marks=pytest.mark.long)])
 
 
 # -- everything at once: batches, causes, outcomes, counters and wake times are what the oracle says -------------------
 
 
+@HISTORIES
 @pytest.mark.parametrize("lined_up", [order.LINED_UP, 0], ids=["sorted", "heaps"])
 @pytest.mark.parametrize("scenario", SCENARIOS)
-def test_the_oracle_agrees_on_long_histories(scenario: str, lined_up: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_oracle_agrees_on_long_histories(
+    scenario: str, lined_up: int, histories: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With few clients waiting a fill sorts their queues, with many it walks a heap: the same order both ways. And
     whether what must leave does so at once, or in slices of two: the same end."""
     monkeypatch.setattr(order, "LINED_UP", lined_up)
     if not lined_up:
         monkeypatch.setattr(admission, "AT_ONCE", 2)
     random = Random(f"{scenario} {lined_up} 0")
-    for _ in range(HISTORIES):
+    for _ in range(histories):
         Play(SCENARIOS[scenario], random.randbytes(random.choice((100, 300, 1000)))).run()
 
 

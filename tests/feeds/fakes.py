@@ -10,12 +10,12 @@ from typing import Any, Unpack
 import numpy as np
 
 from reflex_runtime.core.errors import ProcessorError
-from reflex_runtime.drivers.batch_processor import BatchEntry
-from reflex_runtime.drivers.submitted_frame import FrameOptions, NewestFrame
 from reflex_runtime.feeds.feed import Feed
 from reflex_runtime.feeds.frame import Frame
 from reflex_runtime.feeds.pipeline import Result
 from reflex_runtime.feeds.source import Picture, SourceError
+from reflex_runtime.run.batch_processor import BatchEntry
+from reflex_runtime.run.submitted_frame import FrameOptions, NewestFrame
 
 PATIENCE = 60.0  # seconds until a test that waits is broken
 END = None

@@ -11,11 +11,11 @@ import pytest
 from feeds.fakes import Camera, Collector
 from feeds.graphs import BLUE, RED, bright_graph, lit
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.drivers.batch_processor import BatchConfig, BatchEntry
 from reflex_runtime.feeds.detector_slot import DetectorSlot, version_of
 from reflex_runtime.feeds.onnx import FrameLimits, OnnxFrames
 from reflex_runtime.feeds.pipeline import Pipeline
 from reflex_runtime.feeds.runtime import Runtime
+from reflex_runtime.run.batch_processor import BatchConfig, BatchEntry
 
 SIZE = (64, 48)
 PICTURE = lit((8, 8, 40, 40), RED, SIZE)

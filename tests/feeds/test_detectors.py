@@ -12,7 +12,6 @@ from onnx import numpy_helper
 
 from feeds.graphs import BLUE, GREEN, RED, bright_graph, lit
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.drivers.batch_processor import BatchEntry
 from reflex_runtime.feeds.detectors import overlap
 from reflex_runtime.feeds.detectors.facts import GraphFacts, facts_of, names_in, names_of_file
 from reflex_runtime.feeds.detectors.fitting import GREY, cropped, letterboxed, stretched
@@ -23,6 +22,7 @@ from reflex_runtime.feeds.detectors.recognise import Trial, dialect_of
 from reflex_runtime.feeds.detectors.results import result_of
 from reflex_runtime.feeds.draw import cells_of
 from reflex_runtime.feeds.onnx import OnnxFrames
+from reflex_runtime.run.batch_processor import BatchEntry
 
 BOX = (120, 40, 240, 160)
 FORMS = {

@@ -12,19 +12,18 @@ from typing import Any
 
 import pytest
 
-from drivers.coordinated import Caller, Coordinator, busy_with, nobody_left
-from drivers.coordinated import Detector as Answering
 from feeds.fakes import END, Camera, Clock, Collector, Detector, balanced, ended, frame, number_in
 from reflex_runtime.core.batch import Done, Failed
 from reflex_runtime.core.errors import Expired, ReflexError, ResultCountMismatch
-from reflex_runtime.drivers.batch_processor import BatchConfig, BatchEntry
-from reflex_runtime.drivers.follow_up import Join
-from reflex_runtime.drivers.submitted_frame import NewestFrame
 from reflex_runtime.feeds.feed import Feed, FeedConfig
 from reflex_runtime.feeds.in_hand import FrameInHand
 from reflex_runtime.feeds.pipeline import Pipeline
 from reflex_runtime.feeds.queue import FrameQueue
 from reflex_runtime.feeds.snapshot import Ledger
+from reflex_runtime.run.batch_processor import BatchConfig, BatchEntry
+from reflex_runtime.run.submitted_frame import Join, NewestFrame
+from run.coordinated import Caller, Coordinator, busy_with, nobody_left
+from run.coordinated import Detector as Answering
 
 
 @pytest.fixture(autouse=True)

@@ -15,11 +15,11 @@ from onnx import TensorProto, helper, numpy_helper
 
 from feeds.fakes import PATIENCE
 from reflex_runtime.core.errors import ConfigError, ProcessorError
-from reflex_runtime.drivers.batch_processor import BatchConfig, BatchEntry
-from reflex_runtime.drivers.coordinator import BatchCoordinator
 from reflex_runtime.feeds.detectors import fitting
 from reflex_runtime.feeds.onnx import OnnxFrames
-from reflex_runtime.processors.onnx_session import OnnxSession
+from reflex_runtime.run.batch_processor import BatchConfig, BatchEntry
+from reflex_runtime.run.coordinator import BatchCoordinator
+from reflex_runtime.run.onnx_session import OnnxSession
 
 Dim = str | int
 LAST: tuple[Dim, ...] = ("n", 6, 8, 3)  # [n, h, w, 3]

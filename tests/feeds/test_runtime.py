@@ -16,12 +16,12 @@ import pytest
 from feeds.chaos import ChaosSource
 from feeds.fakes import END, PATIENCE, Camera, Collector, Detector, Endless, Log, Tracker
 from reflex_runtime.core.errors import Closed, ConfigError, ProcessorError
-from reflex_runtime.drivers.batch_processor import BatchConfig
 from reflex_runtime.feeds.pipeline import Pipeline
 from reflex_runtime.feeds.runtime import Runtime
 from reflex_runtime.feeds.sinks import AnnotatedVideo, JsonLines
 from reflex_runtime.feeds.source import SourceError
 from reflex_runtime.feeds.subscription import LIMIT, Events
+from reflex_runtime.run.batch_processor import BatchConfig
 from reflex_runtime.telemetry.health import (
     BatchSubmissionRejected,
     FeedConnected,
@@ -415,7 +415,7 @@ def test_a_runtime_that_never_started_can_be_stopped() -> None:
 def test_f11_feeds_are_signalled_then_coordinators_then_both_are_joined(monkeypatch: pytest.MonkeyPatch) -> None:
     steps: list[str] = []
     for kind, part in (("Feed", "feed"), ("BatchCoordinator", "coordinator")):
-        module = {"Feed": "reflex_runtime.feeds.feed", "BatchCoordinator": "reflex_runtime.drivers.coordinator"}[kind]
+        module = {"Feed": "reflex_runtime.feeds.feed", "BatchCoordinator": "reflex_runtime.run.coordinator"}[kind]
         for verb in ("signal", "join"):
             real = getattr(getattr(__import__(module, fromlist=[kind]), kind), verb)
 

@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from reflex_runtime.core.errors import Cancelled, ConfigError, Drained, ReflexError
-from reflex_runtime.drivers.stream import Stream
 from reflex_runtime.ipc.frames import Codec, Notification, Reader, RpcRequest
 from reflex_runtime.ipc.messages import (
     BATCH_GENERATE,
@@ -40,6 +39,7 @@ from reflex_runtime.ipc.messages import (
 )
 from reflex_runtime.ipc.peer import Peer
 from reflex_runtime.ipc.worker import Worker, serve
+from reflex_runtime.run.stream import Stream
 
 PATIENCE = 60.0  # seconds until a test that waits is broken
 _KINDS = {CHUNK: StreamChunk, PROMPT: StreamPrompt, STATS: StreamStats, EVENT: StreamEvent}

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from policies.models.recorder import Recorder
 from reflex_runtime.policies import DecomposedPolicy, DeviceOptions, load_policy
 from reflex_runtime.policies.models.torch_graphs import UploadedOnce
-from reflex_runtime.processors.providers import CUDA
+from reflex_runtime.run.onnx_session import CUDA
 
 pytestmark = pytest.mark.filterwarnings("default")  # LeRobot's and its dependencies' are not ours
 SIZES = (1, 2, 4, 8)

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from safetensors.numpy import save_file
 
-from reflex_runtime.llm.checkpoint import Checkpoint
+from reflex_runtime.llm.runners.checkpoint import Checkpoint
 
 MLP = ("gate_proj", "up_proj", "down_proj")
 LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", *MLP)

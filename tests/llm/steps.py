@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from reflex_runtime.llm.runner import Runner, Step
+from reflex_runtime.llm.runners.runner import Runner, Step
 
 
 class Lane:

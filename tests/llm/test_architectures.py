@@ -26,12 +26,12 @@ from reflex_runtime.cli.serving import names_model
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.core.events import RequestPreempted
 from reflex_runtime.ipc.sampling import SamplingParams
-from reflex_runtime.llm.any_checkpoint import AnyModelConfig
 from reflex_runtime.llm.engine import LLMEngine
 from reflex_runtime.llm.load import check, describe
-from reflex_runtime.llm.openvino_runner import OpenVinoRunner
-from reflex_runtime.llm.runner import Runner
-from reflex_runtime.llm.torch_runner import TorchRunner
+from reflex_runtime.llm.runners.any_checkpoint import AnyModelConfig
+from reflex_runtime.llm.runners.openvino_runner import OpenVinoRunner
+from reflex_runtime.llm.runners.runner import Runner
+from reflex_runtime.llm.runners.torch_runner import TorchRunner
 from reflex_runtime.llm.toy import ByteTokenizer
 
 SERVED = [kind for kind in ANY if kind != "Mamba"]
@@ -56,7 +56,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
 @pytest.fixture(scope="module")
 def tracing() -> Any:
     """The converter, which imports `transformers`: only where these tests run."""
-    return import_module("reflex_runtime.llm.openvino_tracing")
+    return import_module("reflex_runtime.llm.runners.openvino_tracing")
 
 
 def some(kinds: list[str], often: tuple[str, ...] = OFTEN) -> list[Any]:
@@ -117,10 +117,10 @@ def test_l8_a_checkpoint_is_converted_once_by_a_program_of_its_own_and_kept(
         asked.append(command)
         return plain(command, **more)
 
-    monkeypatch.setattr("reflex_runtime.llm.openvino_cache.subprocess.Popen", counted)
+    monkeypatch.setattr("reflex_runtime.llm.runners.openvino_source.subprocess.Popen", counted)
     for _ in range(2):
         runner = OpenVinoRunner(path, num_blocks=5, threads=1, cache_dir=tmp_path)
-    assert [command[:3] for command in asked] == [[sys.executable, "-m", "reflex_runtime.llm.openvino_tracing"]]
+    assert [command[:3] for command in asked] == [[sys.executable, "-m", "reflex_runtime.llm.runners.openvino_tracing"]]
     assert not (path / ".reflex").exists()
     (made_of,) = tmp_path.iterdir()
     assert made_of.name.startswith(f"{path.name}-")
@@ -155,7 +155,7 @@ def test_l8_another_architecture_without_pytorch_is_told_what_to_install(
     found = describe(path)
     assert (found.vocab_size, found.max_position_embeddings, found.cache_bytes(3, 4)) == (256, 512, 3 * 2 * 2 * 32 * 4)
     check(found, device="cpu", max_model_len=512)
-    monkeypatch.setattr("reflex_runtime.llm.any_checkpoint.find_spec", lambda name: None)
+    monkeypatch.setattr("reflex_runtime.llm.runners.any_checkpoint.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"Gemma3ForCausalLM.*pip install '.\[convert\]'; or serve"):
         describe(path)
 

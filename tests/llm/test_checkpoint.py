@@ -13,7 +13,7 @@ import pytest
 
 from llm.models import LLAMA3, library, random_model
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.llm.checkpoint import Checkpoint, _float8
+from reflex_runtime.llm.runners.checkpoint import Checkpoint, _float8
 
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

@@ -22,7 +22,7 @@ from reflex_runtime.core.events import BatchScheduled, Event, RequestPreempted, 
 from reflex_runtime.core.request import Priority
 from reflex_runtime.llm import EngineConfig, LLMEngine, RequestOutput, SamplingParams, trace_batches
 from reflex_runtime.llm.lanes import flatten
-from reflex_runtime.llm.runner import Step
+from reflex_runtime.llm.runners.runner import Step
 from reflex_runtime.llm.sequence import Sequence
 from reflex_runtime.llm.series import invariants
 from reflex_runtime.llm.toy import ByteTokenizer, ToyRunner

@@ -16,11 +16,11 @@ from reflex_runtime.core.errors import ProcessorError
 from reflex_runtime.core.events import BatchScheduled, Event, RequestPreempted
 from reflex_runtime.ipc.sampling import SamplingParams
 from reflex_runtime.llm.engine import LLMEngine
-from reflex_runtime.llm.openvino_runner import OpenVinoRunner
-from reflex_runtime.llm.runner import Runner
+from reflex_runtime.llm.runners.openvino_runner import OpenVinoRunner
+from reflex_runtime.llm.runners.runner import Runner
+from reflex_runtime.llm.runners.torch_runner import TorchRunner
 from reflex_runtime.llm.sequence import Choice
 from reflex_runtime.llm.terms import Terms
-from reflex_runtime.llm.torch_runner import TorchRunner
 from reflex_runtime.llm.toy import ByteTokenizer, ToyRunner
 
 BOUND = 1e-4

@@ -18,12 +18,11 @@ from llm.gpt2 import POSITIONS, exported
 from llm.models import Oracle, random_model
 from llm.steps import Lane, greedy, shuffled
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.llm.checkpoint import Checkpoint
 from reflex_runtime.llm.load import check, choose, describe
-from reflex_runtime.llm.openvino_export import OpenVinoExport, is_export
-from reflex_runtime.llm.openvino_graph import build
-from reflex_runtime.llm.openvino_paging import unpaged
-from reflex_runtime.llm.openvino_runner import OpenVinoRunner
+from reflex_runtime.llm.runners.checkpoint import Checkpoint
+from reflex_runtime.llm.runners.openvino_export import OpenVinoExport, is_export, unpaged
+from reflex_runtime.llm.runners.openvino_graph import build
+from reflex_runtime.llm.runners.openvino_runner import OpenVinoRunner
 
 BOUND = 2e-3  # as in test_openvino_runner
 BLOCKS = 64
@@ -77,7 +76,7 @@ def test_what_an_export_gives_before_paging_is_computed_once_and_kept(
         computed.append(given)
         return unpaged(*given)
 
-    monkeypatch.setattr("reflex_runtime.llm.openvino_runner.unpaged", counted)
+    monkeypatch.setattr("reflex_runtime.llm.runners.openvino_runner.unpaged", counted)
     for expected in (1, 1):
         runner(path)
         assert len(computed) == expected

@@ -24,11 +24,11 @@ from llm.models import KINDS, Oracle, random_model
 from llm.steps import Lane, greedy, prefill, shuffled, step
 from reflex_runtime.core.errors import ConfigError, ProcessorError
 from reflex_runtime.demo.scribe import SCRIBE
-from reflex_runtime.llm.checkpoint import Checkpoint
-from reflex_runtime.llm.openvino_cache import GraphCache, user_cache
-from reflex_runtime.llm.openvino_runner import OpenVinoRunner
+from reflex_runtime.llm.runners.checkpoint import Checkpoint
+from reflex_runtime.llm.runners.openvino_runner import OpenVinoRunner
+from reflex_runtime.llm.runners.openvino_source import GraphCache, user_cache
 
-openvino_graph: Any = importlib.import_module("reflex_runtime.llm.openvino_graph")
+openvino_graph: Any = importlib.import_module("reflex_runtime.llm.runners.openvino_graph")
 
 BOUND = 2e-3
 BF16_BOUND = 0.05  # share of the reference's spread (largest logit less smallest) that bfloat16 may be off by
@@ -244,7 +244,7 @@ def test_a_converted_graph_is_kept_used_again_and_replaced_with_its_weights(
     row = row_of(path)
     (kept,) = graphs_in(path)
     with monkeypatch.context() as patch:
-        patch.setattr("reflex_runtime.llm.openvino_graph.build", None)  # not needed a second time
+        patch.setattr("reflex_runtime.llm.runners.openvino_graph.build", None)  # not needed a second time
         np.testing.assert_array_equal(row_of(path), row)
     (kept / "openvino_model.xml").write_text("<net")
     np.testing.assert_array_equal(row_of(path), row)
@@ -286,7 +286,7 @@ def test_a_graph_of_a_directory_that_cannot_be_written_is_kept_in_the_users_cach
     assert folder.name.startswith("model-")
     assert f"{path}/.reflex: cannot be written; the converted model is kept in {folder}" in caplog.text
     with monkeypatch.context() as patch:
-        patch.setattr("reflex_runtime.llm.openvino_graph.build", None)  # not needed a second time
+        patch.setattr("reflex_runtime.llm.runners.openvino_graph.build", None)  # not needed a second time
         np.testing.assert_array_equal(row_of(path), row)
     assert caplog.text.count("cannot be written") == 1
 
@@ -296,8 +296,8 @@ def test_a_graph_that_came_with_a_directory_that_cannot_be_written_is_used(
 ) -> None:
     path = random_model("qwen2", tmp_path)
     row = row_of(path)
-    monkeypatch.setattr("reflex_runtime.llm.openvino_cache._writable", lambda folder: False)
-    monkeypatch.setattr("reflex_runtime.llm.openvino_graph.build", None)
+    monkeypatch.setattr("reflex_runtime.llm.runners.openvino_source._writable", lambda folder: False)
+    monkeypatch.setattr("reflex_runtime.llm.runners.openvino_graph.build", None)
     np.testing.assert_array_equal(row_of(path), row)
 
 
@@ -353,7 +353,7 @@ def test_a_graph_that_was_rounded_otherwise_is_not_used(tmp_path: Path, monkeypa
     path = random_model("llama", tmp_path)
     row_of(path, weights="int8")
     (kept,) = graphs_in(path)
-    monkeypatch.setattr("reflex_runtime.llm.openvino_weights.VERSION", 0)
+    monkeypatch.setattr("reflex_runtime.llm.runners.openvino_weights.VERSION", 0)
     row_of(path, weights="int8")
     (newer,) = graphs_in(path)
     assert newer != kept
@@ -377,7 +377,7 @@ def test_where_nothing_can_be_locked_a_graph_is_kept_all_the_same(
     def no_locks(file: Any, operation: int) -> None:
         raise OSError("No locks available")
 
-    monkeypatch.setattr("reflex_runtime.llm.openvino_cache.fcntl.flock", no_locks)
+    monkeypatch.setattr("reflex_runtime.llm.runners.openvino_source.fcntl.flock", no_locks)
     path = random_model("llama", tmp_path)
     row_of(path)
     assert len(graphs_in(path)) == 1

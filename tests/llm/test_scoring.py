@@ -14,9 +14,9 @@ from reflex_runtime.core.events import Event, RequestPreempted
 from reflex_runtime.ipc.sampling import SamplingParams
 from reflex_runtime.llm import processor as module
 from reflex_runtime.llm.engine import LLMEngine
-from reflex_runtime.llm.openvino_runner import OpenVinoRunner
-from reflex_runtime.llm.runner import Step
-from reflex_runtime.llm.torch_runner import TorchRunner
+from reflex_runtime.llm.runners.openvino_runner import OpenVinoRunner
+from reflex_runtime.llm.runners.runner import Step
+from reflex_runtime.llm.runners.torch_runner import TorchRunner
 from reflex_runtime.llm.toy import ByteTokenizer, ToyRunner
 
 TOKENS = [int(token) for token in np.random.default_rng(5).integers(3, 256, 60)]

@@ -21,12 +21,12 @@ from reflex_runtime.core.events import BatchScheduled, Event, RequestPreempted, 
 from reflex_runtime.core.token_budget import ExtraUnits
 from reflex_runtime.ipc.sampling import Constraint, SamplingParams
 from reflex_runtime.llm.engine import LLMEngine
-from reflex_runtime.llm.openvino_runner import OpenVinoRunner
-from reflex_runtime.llm.runner import Runner, Step
+from reflex_runtime.llm.runners.openvino_runner import OpenVinoRunner
+from reflex_runtime.llm.runners.runner import Runner, Step
+from reflex_runtime.llm.runners.torch_runner import TorchRunner
 from reflex_runtime.llm.sequence import RequestOutput
 from reflex_runtime.llm.series import invariants
 from reflex_runtime.llm.terms import Terms
-from reflex_runtime.llm.torch_runner import TorchRunner
 from reflex_runtime.llm.toy import ByteTokenizer, ToyRunner
 from reflex_runtime.llm.virtual import Kept
 from reflex_runtime.telemetry.journal_reader import read_journal

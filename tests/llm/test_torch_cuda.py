@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from reflex_runtime.llm.torch_runner import TorchRunner
+from reflex_runtime.llm.runners.torch_runner import TorchRunner
 
 from . import models
 from .steps import Lane, greedy, shuffled

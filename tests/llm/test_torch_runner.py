@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.llm.torch_runner import TorchRunner
+from reflex_runtime.llm.runners.torch_runner import TorchRunner
 
 from . import models
 from .steps import Lane, greedy, prefill, shuffled, step
@@ -141,7 +141,7 @@ def test_recorded_decode_steps_say_the_same(reference: Reference) -> None:
 
 
 def test_a_large_decode_step_is_not_recorded(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("reflex_runtime.llm.torch_runner._MOST_RECORDED", 2)
+    monkeypatch.setattr("reflex_runtime.llm.runners.torch_runner._MOST_RECORDED", 2)
     runner = TorchRunner(llama, num_blocks=8)
     runner._record = lambda run: run
     greedy(runner, [Lane(prompt(5, i)) for i in range(3)], 2, shuffled(8))
@@ -255,7 +255,7 @@ def test_a_closed_runner_keeps_no_memory(llama: Path) -> None:
 
 def test_without_torch_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("torch_model", "torch_runner"):
-        monkeypatch.delitem(sys.modules, f"reflex_runtime.llm.{name}")
+        monkeypatch.delitem(sys.modules, f"reflex_runtime.llm.runners.{name}")
     monkeypatch.setitem(sys.modules, "torch", None)
     with pytest.raises(ConfigError, match="pip install torch"):
-        import reflex_runtime.llm.torch_runner  # noqa: F401
+        import reflex_runtime.llm.runners.torch_runner  # noqa: F401

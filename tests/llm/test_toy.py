@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.llm.runner import Step
+from reflex_runtime.llm.runners.runner import Step
 from reflex_runtime.llm.tokenizer import Conversation
 from reflex_runtime.llm.toy import ByteTokenizer, ToyRunner
 

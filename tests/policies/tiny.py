@@ -18,7 +18,7 @@ from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.core.request import Request, Ticket
 from reflex_runtime.core.scheduler import Scheduler
 from reflex_runtime.policies import Policy
-from reflex_runtime.processors.base import Processor, run_batch
+from reflex_runtime.run.processor import Processor, run_batch
 
 HEIGHT, WIDTH, TOKENS, STATE, CHUNK, ACTIONS, STEPS = 4, 6, 3, 2, 4, 2, 5
 OPSET, IR = 17, 8

@@ -56,7 +56,7 @@ class Answer:
 
 # Run in the server's process: a batch with the request `plug` waits for a byte of the pipe, and teaches nothing.
 _HELD = """
-import reflex_runtime.drivers.device as device
+import reflex_runtime.run.device as device
 from reflex_runtime.core.time_cost import TimeCost
 _run, _observe = device.run_batch, TimeCost.observe
 
@@ -86,7 +86,7 @@ _RINGS = """
 def _ringing():
     import os
     from reflex_runtime.core.scheduler import Scheduler
-    from reflex_runtime.drivers.audience import Audience
+    from reflex_runtime.run.audience import Audience
     bell = os.open({pipe!r}, os.O_WRONLY | os.O_NONBLOCK)
 
     def rings(owner, name):

@@ -24,8 +24,8 @@ from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.core.request import Request, Ticket
 from reflex_runtime.core.scheduler import Scheduler
 from reflex_runtime.core.time_cost import TimeCost
-from reflex_runtime.drivers.batcher import Batcher
-from reflex_runtime.processors.function import FunctionProcessor
+from reflex_runtime.run.batcher import Batcher
+from reflex_runtime.run.processor import FunctionProcessor
 from reflex_runtime.telemetry import journal_writer
 from reflex_runtime.telemetry.journal_reader import read_journal
 from reflex_runtime.telemetry.journal_writer import JournalWriter

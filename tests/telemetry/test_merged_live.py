@@ -6,8 +6,17 @@ from typing import Any
 
 import pytest
 
-from reflex_runtime.telemetry.live import BATCHES, CLIENTS, LiveBatch, LiveClient, LiveGroup, LiveSnapshot
-from reflex_runtime.telemetry.merged_live import APART, LiveParts, added
+from reflex_runtime.telemetry.live import (
+    APART,
+    BATCHES,
+    CLIENTS,
+    LiveBatch,
+    LiveClient,
+    LiveGroup,
+    LiveParts,
+    LiveSnapshot,
+    added,
+)
 
 
 def batch(id: int, at: float) -> LiveBatch:

@@ -15,7 +15,7 @@ from PIL import Image
 from reflex_runtime.cli import main
 from reflex_runtime.cli.trace_prompts import letters, step_time
 from reflex_runtime.sim.tokens import StepTime
-from reflex_runtime.telemetry import picture
+from reflex_runtime.telemetry import colours
 from reflex_runtime.telemetry.journal_reader import read_journal
 
 L3 = ("--prompts", "hello world", "goodbye", "--max-num-batched-tokens", "8")
@@ -125,7 +125,7 @@ def test_long_runs_show_both_ends(capsys: pytest.CaptureFixture[str]) -> None:
 def test_l10_the_picture_is_drawn_and_the_same_run_gives_the_same_bytes(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(picture, "DPI", 200)  # as everybody has it
+    monkeypatch.setattr(colours, "DPI", 200)  # as everybody has it
     lines = shown(capsys, *L3, "-o", "one", pictures=True)
     assert lines[-3:] == ["wrote one.jsonl", "wrote one.svg", "wrote one.png"]
     svg = Path("one.svg").read_text()
@@ -138,8 +138,8 @@ def test_l10_the_picture_is_drawn_and_the_same_run_gives_the_same_bytes(
     }  # fmt: skip
     with Image.open("one.png") as image:
         assert image.size == (1800, 1200)
-        colours = {c for _, c in image.convert("RGB").getcolors(1 << 24) or []}
-    assert {(136, 204, 238), (204, 102, 119), (210, 236, 249), (236, 197, 203)} <= colours
+        seen = {c for _, c in image.convert("RGB").getcolors(1 << 24) or []}
+    assert {(136, 204, 238), (204, 102, 119), (210, 236, 249), (236, 197, 203)} <= seen
     shown(capsys, *L3, "-o", "two", pictures=True)
     for kind in ("svg", "png"):
         assert Path(f"one.{kind}").read_bytes() == Path(f"two.{kind}").read_bytes()

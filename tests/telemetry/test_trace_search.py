@@ -14,7 +14,7 @@ from reflex_runtime.cli.trace_search import budgets_of
 from reflex_runtime.llm import trace_batches
 from reflex_runtime.sim.sweep import in_words, knee
 from reflex_runtime.sim.tokens import Measured
-from reflex_runtime.telemetry import picture
+from reflex_runtime.telemetry import colours
 
 L3 = ("--prompts", "hello world", "goodbye")
 
@@ -75,7 +75,7 @@ def test_every_budget_of_a_short_sweep_is_what_the_schedule_is(capsys: pytest.Ca
 def test_l10_the_sweep_is_drawn_and_names_the_knee(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(picture, "DPI", 200)  # as everybody has it
+    monkeypatch.setattr(colours, "DPI", 200)  # as everybody has it
     out = run(capsys, *L3, "--sweep", "4..64", "-o", "s")
     assert out.endswith("wrote s.svg\nwrote s.png\n")
     svg = Path("s.svg").read_text()

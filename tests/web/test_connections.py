@@ -22,7 +22,6 @@ import psutil
 import pytest
 
 from reflex_runtime.core.errors import ReflexError
-from reflex_runtime.drivers.oldest import Oldest
 from reflex_runtime.policies.serving.runtime import PolicyRuntime
 from reflex_runtime.web import connections as module
 from reflex_runtime.web.app import App
@@ -241,24 +240,6 @@ def test_room_for_a_body_is_made_by_the_oldest_one_that_has_stopped_coming(loop:
     all.cut_stalled()
     assert [one.ended is None for one in (coming, stopped, later)] == [True, False, True]
     assert len(all) == 2
-
-
-def test_oldest_is_an_ordered_list_with_times() -> None:
-    rng, found = random.Random(3), Oldest[int]()
-    naive: list[tuple[int, float]] = []
-    for now in range(2000):
-        key = rng.randrange(20)
-        naive = [item for item in naive if item[0] != key]
-        if rng.random() < 0.7:
-            naive.append((key, now))
-            found.put(key, now)
-        else:
-            found.drop(key)
-        assert found.all() == [k for k, _ in naive]
-        assert found.since == (naive[0][1] if naive else None)
-        until = now - rng.randrange(30)
-        assert found.due(until) == [k for k, t in naive if t <= until]
-        assert found.first(lambda k: k % 2 == 0) == next((k for k, _ in naive if k % 2 == 0), None)
 
 
 def test_max_connections_leaves_descriptors_to_others(

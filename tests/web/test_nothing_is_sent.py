@@ -179,9 +179,9 @@ def test_the_watch_sees_a_name_looked_up_by_native_code(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "program",
     [
-        "from reflex_runtime.processors.providers import CPU, check_provider; check_provider(CPU)",
-        "from reflex_runtime.llm import openvino_graph",
-        "from reflex_runtime.llm.openvino_runner import _library; _library()",
+        "from reflex_runtime.run.onnx_session import CPU, check_provider; check_provider(CPU)",
+        "from reflex_runtime.llm.runners import openvino_graph",
+        "from reflex_runtime.llm.runners.openvino_runner import _library; _library()",
     ],
 )
 def test_the_libraries_are_quiet_in_programs_too(program: str, tmp_path: Path) -> None:

@@ -251,7 +251,7 @@ def load(path):
 HFTokenizer.load = load
 """
 IN_A_STEP = """
-from reflex_runtime.llm.openvino_runner import OpenVinoRunner
+from reflex_runtime.llm.runners.openvino_runner import OpenVinoRunner
 inner = OpenVinoRunner.forward
 def forward(self, step):
     {wait}

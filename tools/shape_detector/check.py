@@ -14,10 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 from scoring import hits, write_scene
 
-from reflex_runtime.drivers.batch_processor import BatchEntry
 from reflex_runtime.feeds.onnx import OnnxFrames
 from reflex_runtime.feeds.shapes import DETECTOR, LABELS, Shapes, Truth
-from reflex_runtime.processors.onnx_session import OnnxSession
+from reflex_runtime.run.batch_processor import BatchEntry
+from reflex_runtime.run.onnx_session import OnnxSession
 
 HELD_OUT = 1_000_000  # seeds from here on were never trained on
 Seen = tuple[NDArray[np.uint8], list[Truth]]

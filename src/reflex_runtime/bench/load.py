@@ -25,7 +25,7 @@ from reflex_runtime.bench.target import HTTP, ServerLook, Target, look
 from reflex_runtime.client.errors import ClientError, Unreachable
 from reflex_runtime.core.errors import ReflexError
 from reflex_runtime.core.request import Request
-from reflex_runtime.drivers.loop import loop_factory
+from reflex_runtime.run.process import loop_factory
 from reflex_runtime.sim.workload import (
     Arrival,
     Arrivals,

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from reflex_runtime.bench.load import OK, LoadRound
 from reflex_runtime.telemetry.colours import FAINT, RULE
-from reflex_runtime.telemetry.picture import saved
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from reflex_runtime.telemetry.plots import Figure, saved
 
 _COLOURS = ("#4477aa", "#cc6677")
 
@@ -22,8 +19,6 @@ def draw(rounds: Sequence[LoadRound], names: Sequence[str], prefix: Path, deadli
 
 
 def _figure(rounds: Sequence[LoadRound], names: Sequence[str], deadline: float) -> Figure:
-    from matplotlib.figure import Figure
-
     figure = Figure(figsize=(9, 9), layout="constrained", facecolor="white")
     panels: tuple[Any, Any, Any] = tuple(figure.subplots(3, 1))
     over_time, batches, shares = panels

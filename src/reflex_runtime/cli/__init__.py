@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Any, NoReturn
 
 from reflex_runtime.cli.exit_status import status_of
-from reflex_runtime.processors.quiet import telemetry_off
+from reflex_runtime.run.process import telemetry_off
 from reflex_runtime.settings.declare import did_you_mean, one_line, one_of
 from reflex_runtime.version import __version__
 
@@ -18,8 +18,7 @@ _MISSING = "the following arguments are required: "  # argparse's words
 
 VERBS = {
     "serve": "serve a robot policy (POST /act) or a language model (the OpenAI API) over HTTP",
-    "status": "show a running server's state, queues, waits and processes",
-    "top": "watch a running server in the terminal: its batches, clients and queues",
+    "top": "watch a running server in the terminal: its batches, clients, queues and processes",
     "probe": "ask a server once on every wire, and show what it answers",
     "bench": "load a server, or two in turns: latency, throughput, batches",
     "feeds": "run many cameras and videos on one processor",

@@ -78,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
     from reflex_runtime.policies.doctor.doctor import examine
     from reflex_runtime.policies.export.directory import check_directory
     from reflex_runtime.policies.source import is_export
-    from reflex_runtime.processors.providers import PROVIDERS
+    from reflex_runtime.run.onnx_session import PROVIDERS
 
     if is_export(args.source):
         check_directory(Path(args.source))

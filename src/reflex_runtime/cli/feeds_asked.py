@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.drivers.batch_processor import BatchConfig, BatchProcessor
+from reflex_runtime.run.batch_processor import BatchConfig, BatchProcessor
 from reflex_runtime.settings import FeedsConfig
 from reflex_runtime.settings.declare import one_line
 
@@ -92,7 +92,7 @@ def refusal_of(config: FeedsConfig, error: Exception) -> ConfigError:
 def onnx_asked(config: FeedsConfig, flag: str = "--onnx", id: str = "onnx") -> OnnxFrames:
     from reflex_runtime.feeds.onnx import OnnxFrames
     from reflex_runtime.feeds.shapes import DETECTOR
-    from reflex_runtime.processors.providers import PROVIDERS, check_provider
+    from reflex_runtime.run.onnx_session import PROVIDERS, check_provider
 
     path = DETECTOR if config.onnx == "shapes" else Path(config.onnx)
     if not path.is_file():

@@ -28,11 +28,11 @@ from reflex_runtime.telemetry.health import FeedEnded, FeedFailed, FeedStageErro
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
 
-    from reflex_runtime.drivers.batch_processor import BatchProcessor
-    from reflex_runtime.drivers.coordinator import BatchCoordinator
     from reflex_runtime.feeds.outputs.output import AnyOutput
     from reflex_runtime.feeds.pictures import FeedPictures
     from reflex_runtime.feeds.spec import FeedSpec
+    from reflex_runtime.run.batch_processor import BatchProcessor
+    from reflex_runtime.run.coordinator import BatchCoordinator
 
 _LOST, _READER_GONE, _OVER, _TIME = "lost", "reader gone", "over", "time"
 _HANGUP = getattr(signal, "SIGHUP", None)
@@ -154,9 +154,9 @@ class FeedsSession:
 
     def _status(self, coordinator: BatchCoordinator, pictures: FeedPictures, closing: ExitStack) -> None:
         from reflex_runtime.cli.serving import warn_if_open
+        from reflex_runtime.feeds.pages import FeedPages
         from reflex_runtime.feeds.series import FeedSeries
         from reflex_runtime.feeds.status import StatusServer, health_of
-        from reflex_runtime.feeds.watching import FeedPages
 
         registry = self._series()
         FeedSeries(self._runtime.snapshot, registry)

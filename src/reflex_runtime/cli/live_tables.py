@@ -1,4 +1,4 @@
-"""The tables of a snapshot of a server, as `reflex top` and `reflex status` print them.
+"""The tables of a snapshot of a server, as `reflex top` prints them.
 
 Each row is one line; columns are left out where a terminal is narrow."""
 

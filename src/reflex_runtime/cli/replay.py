@@ -122,8 +122,8 @@ def _model(args: argparse.Namespace) -> dict[str, Any]:
     from reflex_runtime.policies import ActionGuard, DeviceOptions, Policy, load_policy, read_source, served_by
     from reflex_runtime.policies.records.replay import replay_model
     from reflex_runtime.policies.records.replayed import DIFFS
-    from reflex_runtime.processors.base import Processor
-    from reflex_runtime.processors.providers import PROVIDERS
+    from reflex_runtime.run.onnx_session import PROVIDERS
+    from reflex_runtime.run.processor import Processor
 
     diffs = DIFFS if args.diff == "all" else (_one_of("--diff", args.diff, DIFFS),)
     fail_on = (

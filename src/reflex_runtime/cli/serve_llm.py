@@ -50,7 +50,7 @@ examples:
   reflex serve ./my-model
   reflex serve ./my-model --max-num-batched-tokens 512         shorter steps: more even gaps between tokens
   reflex serve ./my-model --long-prefill-token-threshold 256   long prompts leave room for others beside them
-  reflex serve ./my-model --workers 1                          the model in a process of its own: reflex status shows it
+  reflex serve ./my-model --workers 1                          the model in a process of its own: reflex top shows it
   reflex serve ./my-model --trace steps.jsonl                  then: reflex trace steps.jsonl
 
 then, with any client of the OpenAI API:

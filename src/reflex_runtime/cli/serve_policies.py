@@ -174,7 +174,7 @@ def check_memory(asked: Sequence[PolicyAsked]) -> None:
     """Whether all policies fit, by the sizes of their files: nothing of them has been read yet."""
     from reflex_runtime.policies.export.memory import check_two_policies
     from reflex_runtime.policies.source import weight_of
-    from reflex_runtime.processors.providers import PROVIDERS
+    from reflex_runtime.run.onnx_session import PROVIDERS
 
     def provider_of(policy: PolicyAsked) -> str:
         return PROVIDERS.get(policy.config.provider, policy.config.provider)
@@ -207,7 +207,7 @@ def _check(config: ServeConfig, specs: Mapping[str, PolicySource]) -> None:
 
 def _check_device(config: ServeConfig, specs: Mapping[str, PolicySource]) -> None:
     from reflex_runtime.policies import Export
-    from reflex_runtime.processors.providers import CPU, CUDA, PROVIDERS, check_provider
+    from reflex_runtime.run.onnx_session import CPU, CUDA, PROVIDERS, check_provider
 
     provider = PROVIDERS.get(config.provider, config.provider)
     try:

@@ -18,6 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from reflex_runtime.cli.live_tables import (
+    GOOD,
     ROWS,
     STREAM,
     feeds_table,
@@ -49,6 +50,7 @@ examples:
   reflex top --json | jq -c '.groups[]'         a snapshot a line, four a second
 
 The same in a browser, with more: http://127.0.0.1:8000/dashboard. docs/dashboard.md explains every figure.
+Exit status of --once: 0 the server is ready, 1 it answers but is not ready, 2 it does not answer.
 """
 
 
@@ -69,13 +71,13 @@ def run(args: argparse.Namespace) -> int:
     """Watch until it is interrupted or the server ends the stream; returns the exit status."""
     lines = watched(ServerAddress.of(args.url), key_of(args))
     try:
+        if args.once:
+            return _show_once(next(lines), args.url, args.json)
         if args.json:
             for line in lines:
                 print(line.decode(), end="", flush=True)
-                if args.once:
-                    break
         else:
-            _show(lines, args.url, args.once)
+            _show(lines, args.url)
     except KeyboardInterrupt:
         return 0
     finally:
@@ -104,17 +106,25 @@ def _refusal(response: http.client.HTTPResponse) -> str:
         return f"answers {response.status} at {STREAM}; is it a server of reflex?"
 
 
-def _show(lines: Iterator[bytes], url: str, once: bool) -> None:
-    console = Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else WIDE, highlight=False)
-    view = TopView(url)
-    snapshots = (snapshot_of(line, url) for line in lines)
-    if once:
-        for snapshot in snapshots:
-            console.print(view.show(snapshot, console.width))
-            return
+def _show_once(line: bytes, url: str, as_json: bool) -> int:
+    snapshot = snapshot_of(line, url)
+    if as_json:
+        print(line.decode(), end="")
+    else:
+        console = _console()
+        console.print(TopView(url).show(snapshot, console.width))
+    return 0 if snapshot.server.get("state") in GOOD else 1
+
+
+def _show(lines: Iterator[bytes], url: str) -> None:
+    console, view = _console(), TopView(url)
     with Screen(console=console, screen=console.is_terminal, auto_refresh=False) as screen:
-        for snapshot in snapshots:
-            screen.update(view.show(snapshot, console.width), refresh=True)
+        for line in lines:
+            screen.update(view.show(snapshot_of(line, url), console.width), refresh=True)
+
+
+def _console() -> Console:
+    return Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else WIDE, highlight=False)
 
 
 class TopView:

@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -22,12 +23,12 @@ from reflex_runtime.settings.declare import add_options, flag, one_line, one_of,
 from reflex_runtime.telemetry.colours import plain
 from reflex_runtime.telemetry.journal import BatchLine, JournalError
 from reflex_runtime.telemetry.journal_reader import Journal, read_journal
-from reflex_runtime.telemetry.picture import UNITS, Units, write_pictures
-from reflex_runtime.telemetry.steps import is_tokens
+from reflex_runtime.telemetry.steps import UNITS, Units, is_tokens
 
 if TYPE_CHECKING:
     from reflex_runtime.llm.sequence import RequestOutput
 
+NOT_DRAWN = "no picture, which needs matplotlib: in a clone, pip install '.[plots]'"
 NOT_KEPT = "nothing was written; --out PREFIX keeps the trace and draws it"
 WIDE = 160  # columns if the output is not a terminal and COLUMNS is not set
 
@@ -120,7 +121,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Require either a file or prompts, without options of the other."""
+    """Require either a file or prompts, without options of the other, and what a picture needs."""
     if args.prompts and args.file is not None:
         raise ConfigError(f"FILE={one_line(args.file)}: not with --prompts, which runs prompts; leave one of them out")
     if not args.prompts:
@@ -129,6 +130,8 @@ def _check(args: argparse.Namespace) -> None:
                 raise ConfigError(f"{flag(name)}={one_line(getattr(args, name))}: only with --prompts TEXT")
         if args.file is None:
             raise ConfigError("FILE: is missing; give a trace, or --prompts TEXT …")
+    if args.out is not None and not args.no_picture:
+        import reflex_runtime.telemetry.plots  # noqa: F401  # now, not after the runs
 
 
 def _console(args: argparse.Namespace) -> Console:
@@ -149,7 +152,11 @@ def _show(
     batches = _select(trace, args.group, first, final, last)
     pictures: Sequence[Path] = ()
     kept = args.out is not None or not outputs
-    if batches and kept and not args.no_picture:
+    drawn = bool(batches) and kept and not args.no_picture
+    missing = args.out is None and find_spec("matplotlib") is None
+    if drawn and not missing:
+        from reflex_runtime.telemetry.picture import write_pictures
+
         pictures = write_pictures(trace, batches, args.out or _prefix(file), units)
     _tell(console, trace, batches, last is not None or first is not None, str(file) if kept else "prompts")
     texts = text_lines(trace, outputs, console.width) if outputs else []
@@ -159,8 +166,8 @@ def _show(
         console.print(line)
     for path in (file, *pictures) if outputs and kept else pictures:
         console.print(Text(f"wrote {path}"), soft_wrap=True)
-    if not kept:
-        console.print(Text(NOT_KEPT, style="dim"), soft_wrap=True)
+    if not kept or (drawn and missing):
+        console.print(Text(NOT_DRAWN if kept else NOT_KEPT, style="dim"), soft_wrap=True)
     return 0
 
 

@@ -30,7 +30,7 @@ HIGHEST = 1 << 20
 
 def search(console: Console, args: argparse.Namespace, prefix: Path | None) -> int:
     """Run the prompts at every budget and show the knee; returns the exit code. prefix: where to draw it."""
-    from reflex_runtime.sim.sweep import draw_sweep, in_words, sweep
+    from reflex_runtime.sim.sweep import in_words, sweep
     from reflex_runtime.sim.tokens import StepTime, TokenRuns
 
     budgets = budgets_of(args.sweep)
@@ -47,6 +47,8 @@ def search(console: Console, args: argparse.Namespace, prefix: Path | None) -> i
     for line in in_words(found, runs):
         console.print(Text(line), soft_wrap=True)
     if prefix is not None and not args.no_picture:
+        from reflex_runtime.sim.picture import draw_sweep
+
         for path in draw_sweep(runs, found, prefix, "; choose another, or --no-picture"):
             console.print(Text(f"wrote {path}"), soft_wrap=True)
     return 0

@@ -12,9 +12,9 @@ from typing import Final
 
 import msgspec
 
+from reflex_runtime.cli.live_tables import STREAM, snapshot_of
 from reflex_runtime.cli.progress import ProgressLine
 from reflex_runtime.cli.server_address import PATIENCE, ServerAddress
-from reflex_runtime.cli.status import snapshot_from
 from reflex_runtime.core.errors import ConfigError, ReflexError
 from reflex_runtime.telemetry.journal import JournalError
 from reflex_runtime.telemetry.journal_reader import Journal, read_journal
@@ -81,6 +81,13 @@ def _why(url: str, key: str, status: int, body: bytes) -> str:
             return printable(str(msgspec.json.decode(body)["message"]))
         except (msgspec.DecodeError, UnicodeError, RecursionError, KeyError, TypeError):
             return f"answers {status} at {JOURNAL}; is it a server of reflex?"
-    snapshot = snapshot_from(url, key)
-    product = "" if snapshot is None else str(snapshot.server.get("product", ""))
+    product = _product(url, key)
     return _OTHERS.get(product) or f"has no {JOURNAL}; is it a policy server of this version of reflex?"
+
+
+def _product(url: str, key: str) -> str:
+    """What the server is; "" where it does not say."""
+    with ServerAddress.of(url).answer(STREAM, key) as response:
+        if response.status != 200:
+            return ""
+        return str(snapshot_of(response.readline(16 << 20), url).server.get("product", ""))

@@ -32,11 +32,10 @@ def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
 def run(args: argparse.Namespace) -> int:
     """Serve the connection until it ends."""
     from reflex_runtime.cli.worker_settings import load_model
-    from reflex_runtime.drivers.loop import loop_factory
-    from reflex_runtime.drivers.process_memory import prepare_memory
     from reflex_runtime.ipc.worker import serve
     from reflex_runtime.llm.tokenizer import HFTokenizer
     from reflex_runtime.llm.workers.worker_engine import loading
+    from reflex_runtime.run.process import loop_factory, prepare_memory
     from reflex_runtime.telemetry.files import turn_all
 
     form = f"%(asctime)s %(levelname)s %(name)s[{os.getpid()}] %(message)s"

@@ -13,7 +13,7 @@ from reflex_runtime.settings.declare import flag, one_line
 
 if TYPE_CHECKING:
     from reflex_runtime.llm.load import Description
-    from reflex_runtime.llm.runner import Runner
+    from reflex_runtime.llm.runners.runner import Runner
     from reflex_runtime.llm.tokenizer import Tokenizer
 
 GPUS = "CUDA_VISIBLE_DEVICES"

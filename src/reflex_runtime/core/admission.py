@@ -1,17 +1,13 @@
 """Whether a request may enter, stay, and join the residents.
 
-Whether a request may enter.
+Expiry. Tickets leave without running, at most `AT_ONCE` in one call of the scheduler. Thousands of deadlines may pass
+in the same moment. Settling them at once would keep the driver's lock for a tenth of a second. So a call settles some,
+and the next one is due at once (`Leaving.behind`). A batch is formed only when no ticket is left that must not be in
+it; tickets that are shed do not keep a batch waiting.
 
-Tickets that leave without running, at most `AT_ONCE` in one call of the scheduler.
-
-Thousands of deadlines may pass in the same moment. Settling them at once would keep the driver's lock for a tenth of a
-second. So a call settles some, and the next one is due at once (`Leaving.behind`). A batch is formed only when no
-ticket is left that must not be in it; tickets that are shed do not keep a batch waiting.
-
-Whether newcomers (new requests) run their first stage before the residents' next step.
-
-If they join, newcomers share the residents' steps. But residents wait for the newcomers' first stage, and each of their
-remaining steps has a larger batch. Two plans are compared, as if no other request came:
+Stages. Newcomers (new requests) may run their first stage before the residents' next step. If they join, newcomers
+share the residents' steps. But residents wait for the newcomers' first stage, and each of their remaining steps has a
+larger batch. Two plans are compared, as if no other request came:
 
     join    the newcomers' first stage, then all step together
     wait    the residents step to their end, then the newcomers' first stage and their steps

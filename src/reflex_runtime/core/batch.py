@@ -1,13 +1,11 @@
 """A batch is a map from ticket to granted units; its outcomes are Done, More, Failed or Apart.
 
-Finds the requests that make a call fail, without failing the other requests of the batch.
-
-A call that failed as a whole is repeated in two halves. A half that fails is split again, until each bad request has
-failed alone. Every such part is a batch of its own: its members are answered as soon as it succeeds, other groups take
-their turns in between, and no batch is long. Larger parts go first, so that most members wait for two more calls. Of
-two
-halves the smaller one goes first: it is more likely to succeed, and then the other is split without a call. For one bad
-request among n this takes at most 2·⌈log₂ n⌉ more calls, for g of them 2·g·⌈log₂ n⌉, never more than 2·(n − 1).
+Isolation finds the requests that make a call fail, without failing the other requests of the batch. A call that failed
+as a whole is repeated in two halves. A half that fails is split again, until each bad request has failed alone. Every
+such part is a batch of its own: its members are answered as soon as it succeeds, other groups take their turns in
+between, and no batch is long. Larger parts go first, so that most members wait for two more calls. Of two halves the
+smaller one goes first: it is more likely to succeed, and then the other is split without a call. For one bad request
+among n this takes at most 2·⌈log₂ n⌉ more calls, for g of them 2·g·⌈log₂ n⌉, never more than 2·(n − 1).
 """
 
 from __future__ import annotations

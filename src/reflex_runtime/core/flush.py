@@ -3,26 +3,21 @@
 A `FlushPolicy` is a frozen value, not behaviour: two holds per tier, the conditions that end them, and two ceilings
 express every documented rule. `holding` uses it to decide when a batch leaves, and `cause_of` names the cause.
 
-Which tickets to send when deadlines are at risk: the set with the largest expected value.
-
-Goodput depends on which tickets are left out, not on when a batch is sent. For every slack threshold s among the
-candidates at risk, and a few safety factors, fill a batch from those with at least that slack so that it ends in time,
-and score it
+Deadlines at risk: the set of tickets with the largest expected value is sent. Goodput depends on which tickets are left
+out, not on when a batch is sent. For every slack threshold s among the candidates at risk, and a few safety factors,
+fill a batch from those with at least that slack so that it ends in time, and score it
 
     E = Σ w · Φ(ln(slack ÷ T) ÷ σ) − κ · μ · T
 
 its expected on-time value less the price of its device time. The best one is sent.
 
-Callers that wait for their answers and do not fit into one batch together: batches of equal size, and longer ones.
+Even batches, for callers that wait for their answers and do not fit into one batch together. If 40 fit and 128 come
+back again and again, batches of 40 leave 8 over: each caller waits for three batches, and now and then for four. With
+batches of 43 all wait equally long. And each of them waits for all batches of a round, so fewer and longer ones are
+sooner through for everybody: a round takes as many fixed parts as it has batches. Two are needed: while one runs, those
+who were answered come back.
 
-If 40 fit and 128 come back again and again, batches of 40 leave 8 over: each caller waits for three batches, and now
-and then for four. With batches of 43 all wait equally long. And each of them waits for all batches of a round, so fewer
-and longer ones are sooner through for everybody: a round takes as many fixed parts as it has batches. Two are needed:
-while one runs, those who were answered come back.
-
-Controllers: compute another `FlushPolicy` from slowly learned quantities.
-
-A controller never decides a batch; it returns a policy with other numbers.
+Controllers compute another `FlushPolicy` from slowly learned quantities. A controller never decides a batch.
 """
 
 from __future__ import annotations

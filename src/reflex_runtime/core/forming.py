@@ -3,11 +3,10 @@
 Nothing here changes a queue. The result is a `Formed` batch for the scheduler to carry out, or the time until which the
 partition is held. Only resources are reserved, and groups with resources are never held.
 
-Fills the next batch of a partition: residents that step, then waiting tickets in serving order.
-
-Without memory to reserve (`GroupConfig.resources`) all residents come first. With it every grant is reserved, and tiers
-go in order: in each the residents before the waiting tickets. A waiting ticket is *over* the residents of tiers less
-urgent than its own priority. They give way to it:
+Filling: residents that step, then waiting tickets in serving order. Without memory to reserve (`GroupConfig.resources`)
+all residents come first. With it every grant is reserved, and tiers go in order: in each the residents before the
+waiting tickets. A waiting ticket is *over* the residents of tiers less urgent than its own priority. They give way to
+it:
 
     places   when none is free, one of them loses its place. Their clients' shares of places hold between equals only
     memory   when it cannot reserve, they lose their memory until it fits; none does if all were not enough
@@ -22,13 +21,12 @@ One that runs in another batch is never preempted. An aged ticket is served, and
 up to. But only its priority puts it over others: otherwise an aged backlog would preempt its own kind.
 `room` is an outside limit and always holds.
 
-The next batch, formed while one still runs: a driver then starts it in the moment that the device is free.
-
-Late binding stays true. Only a batch is formed ahead that could not become another one by waiting: it is full, of one
-call, in the first turn, and no deadline of it is at risk. A driver asks for it shortly before the running batch ends.
-Until it is started it is taken back if anything happens that would change it: a request arrives that may go first, one
-with a deadline in another partition, or the first one of another group; a member leaves, is replaced or can no longer
-meet its deadline; its group pauses; the scheduler closes.
+Ahead: the next batch may be formed while one still runs, and is started in the moment that the device is free. Late
+binding stays true. Only a batch is formed ahead that could not become another one by waiting: it is full, of one call,
+in the first turn, and no deadline of it is at risk. A driver asks for it shortly before the running batch ends. Until
+it is started it is taken back if anything happens that would change it: a request arrives that may go first, one with a
+deadline in another partition, or the first one of another group; a member leaves, is replaced or can no longer meet its
+deadline; its group pauses; the scheduler closes.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
 """A group: a slot or a workload with its own capacity, caps, cost model, weight and pause.
 
-Resources that residents occupy between steps (memory blocks, slots), and the protocol to reserve them.
+Residents occupy resources between steps (memory blocks, slots). The scheduler reserves before it schedules, commits
+when the step succeeded and rolls back when it failed, so a step is a transaction. `UnitPool` is the smallest real
+implementation, an example to copy.
 
-The scheduler reserves before it schedules, commits when the step succeeded and rolls back when it failed, so a step is
-a transaction. `UnitPool` is the smallest real implementation, an example to copy.
-
-Tenants: groups that take turns as one, and the order in which all take them.
+A tenant is several groups that take turns as one.
 """
 
 from __future__ import annotations

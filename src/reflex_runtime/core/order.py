@@ -4,20 +4,15 @@ A group has clients (their virtual counters run across all its partitions) and p
 a tier has one first-in-first-out queue per client and serves the client with the smallest counter, then the oldest
 head. Counters only ever grow, so a stale heap entry is too small, surfaces early and is put right when it does.
 
-A heap with lazy discards: dead entries are never much more than the live ones.
-
-Virtual time: how clients, or partitions, share a device fairly.
-
-Each member has a counter: the device time or cost it was charged, over its weight. The smallest counter is next. A
-member that becomes active starts at the smallest active counter, so idle time earns no credit. If the device was idle,
-it starts at the largest counter of those that left, so using an idle device costs nothing.
+Virtual time: clients, and partitions, share a device fairly. Each member has a counter: the device time or cost it was
+charged, over its weight. The smallest counter is next. A member that becomes active starts at the smallest active
+counter, so idle time earns no credit. If the device was idle, it starts at the largest counter of those that left, so
+using an idle device costs nothing.
 
 Counters grow, so a stale entry of the heap is too small, surfaces early and is put right when it does: most charges
 touch no heap.
 
-Which partition of a group takes the next turn.
-
-In this order:
+Turns. Of a group's partitions, the next turn is for
 
 1. partitions where an urgent ticket waits, the one with the oldest ticket first;
 2. the partition with the least device time, when its oldest ticket has waited for `patience`;

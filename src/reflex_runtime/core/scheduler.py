@@ -34,10 +34,8 @@ Theory of operation. `next_batch` decides in this order; the first step that yie
 
 `complete` then teaches the cost model the batch's time, and settles, keeps or requeues its members (`Transitions`).
 
-The life of admitted tickets: each method moves some to their next state, and makes the events of it.
-
-The scheduler decides what happens, and `Transitions` carries it out. Every way out of the system ends in `settle` or
-`end_unready`, so that a ticket settles exactly once.
+`Transitions` moves admitted tickets to their next state and makes the events of it. Every way out of the system ends in
+`settle` or `end_unready`, so that a ticket settles exactly once.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """Estimates: percentiles, arrival rates, and the robust fit of how long a batch takes.
 
-The one definition of a percentile: guards, reports, statistics and the simulator agree on what p99 is.
+There is one definition of a percentile: guards, reports and the simulator agree on what p99 is.
 
-How fast requests arrive: exponentially decayed counts.
-
-How long a batch takes: a robust affine fit per executable. (Time ÷ size would confuse size with cost.)
+The time of a batch is a robust affine fit per executable. (Time ÷ size would confuse size with cost.)
 
     T(batch) = a + Σ_k b_k · n_k        a ≥ 0 (fixed), b_k ≥ b_min (marginal, per cost class k)
 

@@ -1,24 +1,21 @@
 """When clients come back, and whether a free device waits for them.
 
-Whether callers that come back are gathered into one batch, or left in several that take turns: what answers sooner.
-
-A batch of n requests takes T(n) = a + b·n, and callers come back ρ after their answer. N callers in one group have a
-cycle of a + b·N + ρ. In two groups that take turns it is 2a + b·N: while one runs, the other comes back. So one group
-is better if ρ < a. That holds where coming back costs the device nothing. If one processor decodes the pictures of one
-group and runs the other, each makes the other slower, and one group is better for a longer ρ. Neither a nor ρ tells
-these cases apart. So what is worth gathering by `ThinkTimes` (clients that come within a, and pictures that are being
-decoded) is tried now and then, for a few batches, and kept if requests were answered sooner. In the same way it is
-tried to stop.
+A trial decides whether returning callers share one batch or alternate between two: what answers sooner. A batch of n
+requests takes T(n) = a + b·n, and callers come back ρ after their answer. N callers in one group have a cycle of a +
+b·N + ρ. In two groups that take turns it is 2a + b·N: while one runs, the other comes back. So one group is better if ρ
+< a. That holds where coming back costs the device nothing. If one processor decodes the pictures of one group and runs
+the other, each makes the other slower, and one group is better for a longer ρ. Neither a nor ρ tells these cases apart.
+So what is worth gathering by `ThinkTimes` (clients that come within a, and pictures that are being decoded) is tried
+now and then, for a few batches, and kept if requests were answered sooner. In the same way it is tried to stop.
 
 It is tried only where it makes a difference (`differs`): a lone caller, and clients that are not expected, never wait.
 
-Which clients a free device waits for: those whose next request is due, and only if waiting pays.
-
-Cameras send by the clock; robots and files send some time after their answer. Two habits of each client are recorded:
-the last 32 gaps between its requests, and the last 32 times from an answer to its next request. The more regular one
-predicts its next request. Some requests are prepared before they can run (pictures are decoded): those that are being
-prepared are due for certain, one by one at the pace at which such requests became ready. With n waiting and a batch
-whose fixed part takes a seconds, the batch is held for the h that maximises
+A free device waits for clients whose next request is due, and only if waiting pays. Cameras send by the clock; robots
+and files send some time after their answer. Two habits of each client are recorded: the last 32 gaps between its
+requests, and the last 32 times from an answer to its next request. The more regular one predicts its next request. Some
+requests are prepared before they can run (pictures are decoded): those that are being prepared are due for certain, one
+by one at the pace at which such requests became ready. With n waiting and a batch whose fixed part takes a seconds, the
+batch is held for the h that maximises
 
     G(h) = a · E(h) − W(h) − (n + P(h)) · h
 

@@ -3,15 +3,14 @@
 Until enough was measured the documented rolling median stands; then the affine fit of each (shape, stage) takes over.
 Two tallies, because one-shot batches are the hot path: `_OneShotTally` adds a slope, `_StagedTally` keeps the horizon.
 
-Predicted device seconds of waiting tickets: by priority, for the wait, and by client, for fair shares.
+`Backlog` keeps the predicted seconds of waiting tickets: by priority, for the wait, and by client, for fair shares.
 
-Whether an estimate may refuse requests: only while finished batches renew it.
-
-Refused requests do not run, so nothing is measured, and a wrong estimate that refuses every request would never be
-corrected. Therefore an estimate refuses only while a batch of its shape runs and for `RENEW` seconds after. Then one
-request, the probe, is admitted against the estimate; others are refused until it has settled. If the probe is answered
-in time, the estimate is wrong: the next request is admitted at once, until the cost model has learned. If the probe is
-late, the refusal is renewed. So an idle device is tried at once, and one that is too slow once a second.
+Evidence. An estimate may refuse requests only while finished batches renew it. Refused requests do not run, so nothing
+is measured, and a wrong estimate that refuses every request would never be corrected. Therefore an estimate refuses
+only while a batch of its shape runs and for `RENEW` seconds after. Then one request, the probe, is admitted against the
+estimate; others are refused until it has settled. If the probe is answered in time, the estimate is wrong: the next
+request is admitted at once, until the cost model has learned. If the probe is late, the refusal is renewed. So an idle
+device is tried at once, and one that is too slow once a second.
 
 A class of requests may be refused while other classes of its shape run and renew the shape's estimates. It is probed
 too, but then probes take device time from others: at most `SHARE` of it.

@@ -1,10 +1,15 @@
 """Token budgets by time: how long steps take is learned, and prompts get the time that running sequences leave them.
 
-Units that a resident could use beyond those it wants, each with the chance that it is of use.
+    T(step) = a + b · rows + c · prompt tokens + d · pairs
 
-A generated sequence may guess its next tokens. A step that computes the guesses, too, takes longer, and those that turn
-out right are tokens that need no step of their own. How much longer is learned for each size of step, because an extra
-row is nearly free beside one sequence and has its full price beside many:
+rows: sequences that get their next token. pairs: of a new token and one before it, as attention computes them. The time
+of a step is the gap between two tokens of every sequence that runs, so its prompt tokens are chosen by that time; a
+number of tokens that suits a small model on a GPU makes gaps of ten seconds with a large one on a CPU.
+
+Speculation: a resident could use more units than it wants, each with a chance that it is of use. A generated sequence
+may guess its next tokens. A step that computes the guesses, too, takes longer, and those that turn out right are tokens
+that need no step of their own. How much longer is learned for each size of step, because an extra row is nearly free
+beside one sequence and has its full price beside many:
 
     T(step) = (fixed + row · rows) · (1 + change · [another shape]) + unit · extra units
 
@@ -13,12 +18,6 @@ on a CPU up to a fifth of a step of one sequence. Extra units are granted last, 
 they raise the rate of useful units:
 
     (rows + Σ chances) / T          largest; where that of the same shape as before is as good, the shape stays
-
-    T(step) = a + b · rows + c · prompt tokens + d · pairs
-
-rows: sequences that get their next token. pairs: of a new token and one before it, as attention computes them. The time
-of a step is the gap between two tokens of every sequence that runs, so its prompt tokens are chosen by that time; a
-number of tokens that suits a small model on a GPU makes gaps of ten seconds with a large one on a CPU.
 """
 
 from __future__ import annotations

@@ -8,11 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from reflex_runtime.telemetry.colours import FAINT, INK, PALETTE, RULE, client_name
-from reflex_runtime.telemetry.picture import saved
+from reflex_runtime.telemetry.plots import Figure, Patch, saved
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
     from reflex_runtime.telemetry.journal_reader import Journal
 
 WINDOW: Final = 1.5  # seconds that are drawn of each run
@@ -60,9 +58,6 @@ def draw_gain(alone: Journal, together: Journal, prefix: Path) -> tuple[Path, Pa
 
 
 def _draw(runs: Sequence[Lanes]) -> Figure:
-    from matplotlib.figure import Figure
-    from matplotlib.patches import Patch
-
     robots = sorted({*runs[0].calls, *runs[1].calls}, key=lambda name: (len(name), name))
     height = 1.25 + 0.28 * len(robots)
     figure = Figure(figsize=(9.0, height))

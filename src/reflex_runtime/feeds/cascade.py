@@ -11,8 +11,8 @@ import numpy as np
 
 from reflex_runtime.core.batch import Done, Failed
 from reflex_runtime.core.errors import ReflexError
-from reflex_runtime.drivers.batch_processor import BatchConfig, BatchProcessor
-from reflex_runtime.drivers.follow_up import Join
+from reflex_runtime.run.batch_processor import BatchConfig, BatchProcessor
+from reflex_runtime.run.submitted_frame import Join
 
 TOO_MANY: Final = "too_many"
 

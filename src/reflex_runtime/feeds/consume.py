@@ -23,8 +23,6 @@ from reflex_runtime.core.errors import (
     TooLate,
     WaitTimeout,
 )
-from reflex_runtime.drivers.device import Clock
-from reflex_runtime.drivers.submitted_frame import NewestFrame
 from reflex_runtime.feeds.capture import Pause
 from reflex_runtime.feeds.frame import Frame
 from reflex_runtime.feeds.in_hand import FrameInHand
@@ -32,6 +30,8 @@ from reflex_runtime.feeds.pipeline import Pipeline, Result, SubmitHandle, name_o
 from reflex_runtime.feeds.queue import FrameQueue
 from reflex_runtime.feeds.snapshot import Ledger
 from reflex_runtime.pacing import Throttle
+from reflex_runtime.run.device import Clock
+from reflex_runtime.run.submitted_frame import NewestFrame
 from reflex_runtime.telemetry.health import FeedFrozen, FeedStageError, HealthEvent
 
 log = logging.getLogger("reflex.feeds")

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from reflex_runtime.core.errors import ConfigError, ReflexError
-from reflex_runtime.drivers.batch_processor import BatchEntry
 from reflex_runtime.feeds.onnx import FrameLimits, OnnxFrames
 from reflex_runtime.feeds.words import told
+from reflex_runtime.run.batch_processor import BatchEntry
 
 Limits = Mapping[str, FrameLimits]  # by feed
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Final
 
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.drivers.coordinator import BatchCoordinator
 from reflex_runtime.feeds.consume import Sink
 from reflex_runtime.feeds.detector_slot import DetectorSlot, Limits, version_of
 from reflex_runtime.feeds.onnx import FrameLimits, OnnxFrames
@@ -19,6 +18,7 @@ from reflex_runtime.feeds.runtime import Runtime
 from reflex_runtime.feeds.source import Source
 from reflex_runtime.feeds.spec import OF_STAGES, PER_FEED, FeedSpec
 from reflex_runtime.feeds.stages.opening import stages_of
+from reflex_runtime.run.coordinator import BatchCoordinator
 from reflex_runtime.settings import FeedsConfig
 from reflex_runtime.settings.declare import flag
 

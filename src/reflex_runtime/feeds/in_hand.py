@@ -6,12 +6,12 @@ import threading
 from typing import Any
 
 from reflex_runtime.core.errors import Expired
-from reflex_runtime.drivers.device import Clock
-from reflex_runtime.drivers.submitted_frame import NewestFrame
 from reflex_runtime.feeds.frame import Frame
 from reflex_runtime.feeds.pipeline import Pipeline
 from reflex_runtime.feeds.queue import FrameQueue
 from reflex_runtime.feeds.snapshot import Ledger
+from reflex_runtime.run.device import Clock
+from reflex_runtime.run.submitted_frame import NewestFrame
 
 
 class FrameInHand:

@@ -12,15 +12,14 @@ from typing import Any
 import numpy as np
 
 from reflex_runtime.core.errors import ConfigError, ProcessorError
-from reflex_runtime.drivers.batch_processor import BatchEntry
 from reflex_runtime.feeds.detectors.facts import LARGEST, GraphFacts, facts_of
 from reflex_runtime.feeds.detectors.fitting import FITTINGS, Picture, check_fitting
 from reflex_runtime.feeds.detectors.found import STRETCH, DetectionLimits, Dialect, Found, Outputs
 from reflex_runtime.feeds.detectors.recognise import Trial, dialect_of
 from reflex_runtime.feeds.detectors.results import result_of
 from reflex_runtime.feeds.picture_input import FittedPicture, PictureInput, PixelScale, picture_input
-from reflex_runtime.processors.onnx_session import OnnxSession
-from reflex_runtime.processors.providers import PROVIDERS
+from reflex_runtime.run.batch_processor import BatchEntry
+from reflex_runtime.run.onnx_session import PROVIDERS, OnnxSession
 from reflex_runtime.settings.declare import did_you_mean, one_line, one_of
 
 log = logging.getLogger("reflex.feeds")

@@ -11,12 +11,12 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.drivers.batch_processor import BatchProcessor
 from reflex_runtime.feeds.folder import PictureFolder
 from reflex_runtime.feeds.shapes import shapes_source
 from reflex_runtime.feeds.source import Source
 from reflex_runtime.feeds.video import NETWORK, VideoSource, without_secrets
 from reflex_runtime.feeds.words import told
+from reflex_runtime.run.batch_processor import BatchProcessor
 from reflex_runtime.settings.declare import one_line
 
 # Sources that draw their own pictures, by the word before the colon. Each gets the whole text. A program may add some.

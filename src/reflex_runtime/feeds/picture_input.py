@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.feeds.detectors.fitting import FITTINGS, Fit, Picture, planes_of
-from reflex_runtime.processors.onnx_session import OnnxSession
-from reflex_runtime.processors.ports import Port, shown
+from reflex_runtime.run.onnx_session import OnnxSession, Port, shown
 
 SIZES_NAME: Final = "orig_target_sizes"  # of a second input [n, 2] that gets the width and height of the first
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, Unpack
 
 from reflex_runtime.core.errors import ConfigError, ProcessorError
-from reflex_runtime.drivers.submitted_frame import FrameOptions, NewestFrame
 from reflex_runtime.feeds.frame import Frame
 from reflex_runtime.feeds.framing import Region
+from reflex_runtime.run.submitted_frame import FrameOptions, NewestFrame
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -19,10 +19,6 @@ from dataclasses import dataclass
 from types import TracebackType
 
 from reflex_runtime.core.errors import Closed, ConfigError
-from reflex_runtime.drivers.audience import Sink as EventSink
-from reflex_runtime.drivers.batch_processor import BatchConfig, BatchProcessor
-from reflex_runtime.drivers.coordinator import BatchCoordinator
-from reflex_runtime.drivers.follow_up import FollowUp
 from reflex_runtime.feeds.consume import Sink
 from reflex_runtime.feeds.feed import FILE, Feed, FeedConfig, close_sink
 from reflex_runtime.feeds.outputs.outbox import OutputSnapshot
@@ -31,6 +27,10 @@ from reflex_runtime.feeds.pipeline import Pipeline
 from reflex_runtime.feeds.snapshot import FeedSnapshot, RuntimeSnapshot
 from reflex_runtime.feeds.source import Source
 from reflex_runtime.feeds.subscription import Events
+from reflex_runtime.run.audience import Sink as EventSink
+from reflex_runtime.run.batch_processor import BatchConfig, BatchProcessor
+from reflex_runtime.run.coordinator import BatchCoordinator
+from reflex_runtime.run.submitted_frame import FollowUp
 from reflex_runtime.telemetry.batch_metrics import OneGroup
 from reflex_runtime.telemetry.health import Health, HealthEvent, ThreadDetached
 

@@ -20,10 +20,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from reflex_runtime.core.errors import ConfigError, ReflexError
-from reflex_runtime.drivers.device import Clock
 from reflex_runtime.feeds.draw import annotated
 from reflex_runtime.feeds.pipeline import Result
 from reflex_runtime.feeds.record import record_of
+from reflex_runtime.run.device import Clock
 from reflex_runtime.telemetry import files
 
 _FRAGMENTED = (".mp4", ".m4v", ".mov")

@@ -29,13 +29,13 @@ from reflex_runtime.core.errors import Cancelled, ConfigError, Expired, ReflexEr
 from reflex_runtime.core.flush import Affine, FlushPolicy, HoldTarget
 from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.core.request import PRIORITIES, WAITING, Priority, Request, Ticket
-from reflex_runtime.drivers.audience import Sink
-from reflex_runtime.drivers.dispatcher import Dispatcher
 from reflex_runtime.ipc.batcher_stats import UNSENT, BatchDispatched, BatcherStats, alone
 from reflex_runtime.ipc.generate_calls import Call, RuntimeConnection, RuntimeMessages, SentBatch
 from reflex_runtime.ipc.generate_config import OPTIONS, GenerateBatcherConfig
 from reflex_runtime.ipc.messages import BATCH_GENERATE, MOST_SCORES, WINDOW, GenerateParams
 from reflex_runtime.ipc.registry import StreamHandle, StreamRegistry
+from reflex_runtime.run.audience import Sink
+from reflex_runtime.run.dispatcher import Dispatcher
 
 GROUP = "generate"
 OFF = "REFLEX_DISABLE_GENERATE_BATCHING"

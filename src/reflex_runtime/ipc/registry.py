@@ -16,8 +16,6 @@ from collections.abc import Callable, Hashable
 from typing import Any
 
 from reflex_runtime.core.errors import Cancelled, ConfigError, ProcessorError, ReflexError
-from reflex_runtime.drivers.idle import Idle
-from reflex_runtime.drivers.stream import Stream
 from reflex_runtime.ipc.frames import INVALID_REQUEST, Codec, Notification, ProtocolError, Reader, raised
 from reflex_runtime.ipc.messages import (
     CANCEL,
@@ -38,6 +36,8 @@ from reflex_runtime.ipc.messages import (
     StreamStats,
     Token,
 )
+from reflex_runtime.run.audience import Idle
+from reflex_runtime.run.stream import Stream
 
 log = logging.getLogger("reflex.ipc")
 

@@ -17,15 +17,15 @@ from reflex_runtime.core.errors import ConfigError, ProcessorError, ReflexError
 from reflex_runtime.core.events import BatchScheduled, Event, RequestSettled
 from reflex_runtime.core.request import Priority, Request, Ticket
 from reflex_runtime.core.scheduler import Scheduler
-from reflex_runtime.drivers.stepper import Stepper
 from reflex_runtime.ipc.sampling import SamplingParams
 from reflex_runtime.llm.processor import EngineConfig, LLMProcessor, next_id
-from reflex_runtime.llm.runner import Runner
+from reflex_runtime.llm.runners.runner import Runner
 from reflex_runtime.llm.sampling_defaults import sampling_defaults
 from reflex_runtime.llm.sequence import RequestOutput, Sequence
 from reflex_runtime.llm.terms import Terms
 from reflex_runtime.llm.tokenizer import Tokenizer
 from reflex_runtime.llm.toy import ByteTokenizer, ToyRunner
+from reflex_runtime.run.stepper import Stepper
 
 _PLAIN = SamplingParams()
 

@@ -15,7 +15,7 @@ from itertools import accumulate
 import numpy as np
 import numpy.typing as npt
 
-from reflex_runtime.llm.runner import Step
+from reflex_runtime.llm.runners.runner import Step
 from reflex_runtime.llm.sampler import Logits, explain
 from reflex_runtime.llm.sequence import Choice, Sequence
 

@@ -14,13 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.llm.adapters import ADAPTER_CONFIG, MERGE, AdapterStack, not_adaptable
-from reflex_runtime.llm.any_checkpoint import AnyModelConfig
-from reflex_runtime.llm.checkpoint import Checkpoint, ModelConfig, is_known
-from reflex_runtime.llm.memory import BLOCK_SIZES, GIB, blocks_in, free_bytes
-from reflex_runtime.llm.model_config import CONFIG_FILE, read_json
-from reflex_runtime.llm.openvino_export import OpenVinoExport, is_export
-from reflex_runtime.llm.runner import Runner
+from reflex_runtime.llm.runners.adapters import ADAPTER_CONFIG, MERGE, AdapterStack, not_adaptable
+from reflex_runtime.llm.runners.any_checkpoint import AnyModelConfig
+from reflex_runtime.llm.runners.checkpoint import Checkpoint, ModelConfig, is_known
+from reflex_runtime.llm.runners.model_config import CONFIG_FILE, read_json
+from reflex_runtime.llm.runners.openvino_export import OpenVinoExport, is_export
+from reflex_runtime.llm.runners.runner import BLOCK_SIZES, GIB, Runner, blocks_in, free_bytes
 from reflex_runtime.llm.tokenizer import HFTokenizer, Tokenizer
 from reflex_runtime.settings.declare import one_of
 
@@ -56,12 +55,12 @@ def load(
     device, runner = choose(device, runner, dtype, given.get("block_size"), is_export(directory), quantization)
     tokenizer = HFTokenizer.load(directory)
     if runner == "openvino":
-        from reflex_runtime.llm.openvino_runner import OpenVinoRunner
+        from reflex_runtime.llm.runners.openvino_runner import OpenVinoRunner
 
         weights, kept = "auto" if quantization == "none" else quantization, Path(cache_dir) if cache_dir else None
         made = OpenVinoRunner(directory, dtype=dtype, weights=weights, cache_dir=kept, adapters=adapters, **given)
         return made, tokenizer
-    from reflex_runtime.llm.torch_runner import TorchRunner
+    from reflex_runtime.llm.runners.torch_runner import TorchRunner
 
     return TorchRunner(directory, device=device, dtype=dtype, adapters=adapters, **given), tokenizer
 
@@ -148,7 +147,7 @@ def check(
         most = model.max_position_embeddings
         raise _wrong("max_model_len", max_model_len, f"must be at most {most}, what the model was made for")
     if dtype == "bfloat16" and runner == "openvino":
-        from reflex_runtime.llm.openvino_runner import check_bfloat16
+        from reflex_runtime.llm.runners.openvino_runner import check_bfloat16
 
         check_bfloat16()
     narrow = dtype == "bfloat16" or (dtype != "float32" and model.torch_dtype == "bfloat16")

@@ -33,12 +33,12 @@ from reflex_runtime.llm.constraint import Constraints, Matcher
 from reflex_runtime.llm.lanes import Lane, drafted, flatten, next_rows, num_rows, scores, unchanged_if_it_fails
 from reflex_runtime.llm.limits import Limits
 from reflex_runtime.llm.lookup import Rates
-from reflex_runtime.llm.runner import Runner
+from reflex_runtime.llm.runners.runner import Runner
 from reflex_runtime.llm.sampler import Logits, sample
 from reflex_runtime.llm.sequence import Sequence, TokenOutput
 from reflex_runtime.llm.terms import PLAIN, Terms
 from reflex_runtime.llm.tokenizer import Tokenizer
-from reflex_runtime.processors.base import BaseProcessor
+from reflex_runtime.run.processor import BaseProcessor
 from reflex_runtime.settings.declare import option, validate
 
 Written = TokenOutput | ProcessorError

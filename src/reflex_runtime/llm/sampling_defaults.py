@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.ipc.sampling import SamplingParams
-from reflex_runtime.llm.checkpoint import read_json
+from reflex_runtime.llm.runners.checkpoint import read_json
 
 GENERATION_FILE: Final = "generation_config.json"
 

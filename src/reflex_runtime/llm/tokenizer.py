@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Final, NoReturn, Protocol
 
 from reflex_runtime.core.errors import ConfigError, TooLarge
-from reflex_runtime.llm.checkpoint import CONFIG_FILE, read_json, token_ids
+from reflex_runtime.llm.runners.checkpoint import CONFIG_FILE, read_json, token_ids
 from reflex_runtime.llm.sampling_defaults import GENERATION_FILE
 from reflex_runtime.llm.tools import ToolFormat, format_of
 from reflex_runtime.settings.json_files import JsonObject

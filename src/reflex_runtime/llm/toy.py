@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.llm.runner import Step
+from reflex_runtime.llm.runners.runner import Step
 from reflex_runtime.llm.tokenizer import Conversation
 from reflex_runtime.llm.tools import ToolFormat
 

@@ -18,7 +18,7 @@ from reflex_runtime.core.events import Event
 from reflex_runtime.llm.engine import LLMEngine
 
 if TYPE_CHECKING:
-    from reflex_runtime.llm.runner import Runner, Step
+    from reflex_runtime.llm.runners.runner import Runner, Step
     from reflex_runtime.llm.tokenizer import Tokenizer
 
 StepSeconds = Callable[[float], float]  # of a step with so many tokens

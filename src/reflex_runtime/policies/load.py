@@ -15,7 +15,7 @@ from reflex_runtime.policies.policy.monolithic import MonolithicPolicy
 from reflex_runtime.policies.policy.rtc import Rtc
 from reflex_runtime.policies.policy.spec import DeviceOptions
 from reflex_runtime.policies.source import read_source
-from reflex_runtime.processors.base import Processor
+from reflex_runtime.run.processor import Processor
 
 
 def load_policy(

@@ -1,6 +1,6 @@
 """What every kind of server has.
 
-What options must be beyond a range, and the key that stands in a file. Errors name flags.
+The checks are those that a range cannot say. Errors name flags.
 """
 
 from __future__ import annotations

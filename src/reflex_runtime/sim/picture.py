@@ -1,16 +1,15 @@
-"""The picture of a simulated run: latency, batch sizes, and the distribution of latencies."""
+"""The pictures of a simulated run, and of the steps of prompts over the budget."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from reflex_runtime.sim.run import Run
-from reflex_runtime.telemetry.picture import saved
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from reflex_runtime.sim.sweep import Knee, in_words, wide
+from reflex_runtime.sim.tokens import Measured
+from reflex_runtime.telemetry.colours import FAINT, INK, PALETTE, RULE
+from reflex_runtime.telemetry.plots import Axes, Figure, MaxNLocator, saved
 
 _COLOURS = {
     "budget_reached": "#4477aa",
@@ -30,12 +29,11 @@ def draw_run(run: Run, path: Path, title: str = "") -> list[Path]:
 
     path: its suffix is replaced by .svg and .png; returns both.
     """
-    return _saved(path, lambda: _run_figure(run, title))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return list(saved(path.with_suffix(""), lambda: _run_figure(run, title), flag="--picture"))
 
 
 def _run_figure(run: Run, title: str) -> Figure:
-    from matplotlib.figure import Figure
-
     figure = Figure(figsize=(9, 9), layout="constrained")
     top, middle, bottom = figure.subplots(3, 1)
     good = [a for a in run.answers if a.on_time]
@@ -63,6 +61,61 @@ def _run_figure(run: Run, title: str) -> Figure:
     return figure
 
 
-def _saved(path: Path, draw: Callable[[], Figure]) -> list[Path]:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    return list(saved(path.with_suffix(""), draw, flag="--picture"))
+def draw_sweep(runs: Sequence[Measured], found: Knee, prefix: Path, hint: str = "") -> tuple[Path, Path]:
+    """Steps over budget into PREFIX.svg and PREFIX.png, the knee named. Raises ConfigError, with the hint, when a
+    file cannot be written."""
+    return saved(prefix, lambda: _sweep_figure(runs, found), hint)
+
+
+def _sweep_figure(runs: Sequence[Measured], found: Knee) -> Figure:
+    budgets, steps = [r.budget for r in runs], [len(r.tokens) for r in runs]
+    figure = Figure(figsize=(9.0, 5.0), facecolor="white")
+    box = {"left": 0.075, "right": 0.985, "top": 0.89 - 0.042 * len(in_words(found, runs)), "bottom": 0.10}
+    panels = figure.subplots(2, 1, sharex=True, gridspec_kw={"height_ratios": (10, 3), "hspace": 0.16, **box})
+    axes, waste = panels
+    for one in (axes, waste):
+        one.set_axisbelow(True)
+        one.yaxis.grid(True, color=RULE, linewidth=0.6)
+        one.spines["left"].set_visible(False)
+    if wide(budgets):
+        axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter("{x:g}")
+    axes.plot(
+        budgets, steps, color=PALETTE[4], linewidth=1.4, marker="o", markersize=3.2, drawstyle="steps-post", gid="steps"
+    )
+    axes.axhline(found.floor, color=FAINT, linewidth=0.8, linestyle=(0, (4, 3)), gid="floor")
+    axes.annotate(
+        f"{found.floor} steps: needed without a limit", (1.0, found.floor), xycoords=("axes fraction", "data"),
+        xytext=(0, -3), textcoords="offset points", ha="right", va="top", color=FAINT, fontsize=7.5,
+    )  # fmt: skip
+    axes.set_ylim(0.0, 1.12 * max(steps))
+    axes.yaxis.set_major_locator(MaxNLocator(8, steps=[1, 2, 5, 10], integer=True))
+    axes.set_ylabel("steps")
+    for name, budget, colour in (("sharpest bend", found.bend, PALETTE[8]), ("knee", found.saturated, PALETTE[1])):
+        if budget is not None and (name == "knee" or budget != found.saturated):
+            _name_point(axes, name, (budget, steps[budgets.index(budget)]), colour)
+    if found.bend != found.saturated:
+        ends = [budgets[0], budgets[-1]], [steps[0], steps[-1]]
+        axes.plot(*ends, color=PALETTE[8], linewidth=0.8, linestyle=(0, (1, 3)), gid="between-ends")
+    waste.plot(budgets, [100.0 * r.wasted for r in runs], color=PALETTE[6], linewidth=1.2, drawstyle="steps-post")
+    waste.set_ylim(0.0, 105.0)
+    waste.set_ylabel("unused\nbudget, %")
+    waste.set_xlabel("max_num_batched_tokens: the budget of a step, tokens")
+    _head(figure, runs, found)
+    return figure
+
+
+def _name_point(axes: Axes, name: str, at: tuple[float, float], colour: str) -> None:
+    axes.plot(*([x] for x in at), "o", color=colour, markersize=8, gid=name.split()[-1])
+    axes.annotate(
+        f"{name} {at[0]:g}", at, xytext=(6, 9 if name == "knee" else 30), textcoords="offset points", color=colour,
+        fontsize=9, fontweight="bold",
+    )  # fmt: skip
+
+
+def _head(figure: Figure, runs: Sequence[Measured], found: Knee) -> None:
+    count = len(runs[0].first_step)
+    title = f"steps over budget: {count:,} request{'s' * (count != 1)}, {sum(runs[0].tokens):,} tokens"
+    figure.text(0.012, 0.955, title, fontsize=12.5, fontweight="bold", va="center", color=INK)
+    for i, line in enumerate(in_words(found, runs)):
+        figure.text(0.012, 0.905 - 0.042 * i, line, color=FAINT, va="center")

@@ -17,6 +17,7 @@ PALETTE = (
 HATCHES = ("", "////", "\\\\\\\\", "xxxx")  # lines only: a hatching of dots weighs megabytes in an SVG
 OTHERS = "#BBBBBB"
 INK, FAINT, RULE = "#222222", "#6B7280", "#E5E7EB"
+DPI = 200  # of a PNG
 
 _CONNECTION = re.compile(r"""[(\[](['"])([^'"]+)\1, (\d+)[)\]]""")
 

@@ -9,15 +9,13 @@ same batches give the same bytes.
 
 from __future__ import annotations
 
-import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from io import BytesIO
 from math import ceil
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import Any
 
 from reflex_runtime.core.batch import Cause
 from reflex_runtime.core.errors import ConfigError
@@ -33,36 +31,14 @@ from reflex_runtime.telemetry.colours import (
     plain,
     request_name,
 )
-from reflex_runtime.telemetry.files import replace
 from reflex_runtime.telemetry.journal import BatchLine, Member
 from reflex_runtime.telemetry.journal_reader import Journal
-from reflex_runtime.telemetry.steps import WHY_WAITING, Waiter, is_decode, is_tokens, who_waited
-
-if TYPE_CHECKING:  # the import takes a second, and a table needs only the colours
-    from matplotlib.figure import Figure
-
-__all__ = [
-    "BARS",
-    "NAMED",
-    "PALETTE",
-    "SEGMENTS",
-    "UNITS",
-    "Colours",
-    "Units",
-    "drawn",
-    "plain",
-    "saved",
-    "write_pictures",
-]
-
-Units = Literal["grants", "ms", "requests"]
-UNITS: tuple[Units, ...] = ("grants", "ms", "requests")
+from reflex_runtime.telemetry.plots import Axes, Figure, MaxNLocator, Patch, Rectangle, saved
+from reflex_runtime.telemetry.steps import WHY_WAITING, Units, Waiter, is_decode, is_tokens, who_waited
 
 BARS = 160  # more batches than this are averaged
 SEGMENTS = 2400  # more grants than this are merged by colour
 NAMED = 12  # colours with a name in the legend; in a merged picture the rest is one grey
-
-DPI = 200  # of a PNG
 
 _NEAR = 1.6  # a ceiling higher than this many times the tallest bar is written, not drawn
 
@@ -90,50 +66,6 @@ def write_pictures(
     """
     drawing = _prepare(trace, batches, units)
     return saved(prefix, lambda: _draw(drawing, trace, batches), "; choose another, or --no-picture")
-
-
-def saved(prefix: Path, draw: Callable[[], Figure], hint: str = "", flag: str = "--out") -> tuple[Path, Path]:
-    """Draw in the common style and save as PREFIX.svg and PREFIX.png; the same figure gives the same bytes.
-
-    Raises ConfigError, which names the flag and ends with the hint, when a file cannot be written.
-    """
-    import matplotlib
-
-    style: dict[str, Any] = {
-        "font.family": "sans-serif",
-        "font.sans-serif": ["DejaVu Sans"],  # comes with matplotlib, so every machine places text alike
-        "font.size": 8.0,
-        "text.parse_math": False,  # ids may hold dollar signs
-        "text.color": INK,
-        "axes.edgecolor": RULE,
-        "axes.labelcolor": FAINT,
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "xtick.color": FAINT,
-        "ytick.color": FAINT,
-        "xtick.major.size": 0.0,
-        "ytick.major.size": 0.0,
-        "hatch.linewidth": 0.7,
-        "svg.fonttype": "none",
-        "svg.hashsalt": "reflex",
-    }
-    svg, png = prefix.with_name(prefix.name + ".svg"), prefix.with_name(prefix.name + ".png")
-    with matplotlib.rc_context(cast(Any, style)), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Glyph .* missing")  # ids may be in any script
-        figure = draw()
-        try:
-            replace(svg, drawn(figure, format="svg", metadata={"Date": None, "Creator": None}))
-            replace(png, drawn(figure, format="png", dpi=DPI, metadata={"Software": None}))
-        except OSError as error:
-            raise ConfigError(f"{flag}={prefix}: cannot be written: {error.strerror or error}{hint}") from error
-    return svg, png
-
-
-def drawn(figure: Figure, **options: Any) -> bytes:
-    """A figure as the bytes of a file. options: of `Figure.savefig`."""
-    file = BytesIO()
-    figure.savefig(file, **options)
-    return file.getvalue()
 
 
 def _prepare(trace: Journal, batches: Sequence[BatchLine], units: Units) -> _Drawing:
@@ -272,8 +204,6 @@ def _ceilings(trace: Journal, batches: Sequence[BatchLine], units: Units) -> dic
 
 
 def _draw(drawing: _Drawing, trace: Journal, batches: Sequence[BatchLine]) -> Figure:
-    from matplotlib.figure import Figure
-
     figure = Figure(figsize=(9.0, 6.0), facecolor="white")
     several = len({b.group for b in trace.batches}) > 1
     # Of the trace, so that a window of it shows the same colours.
@@ -329,8 +259,6 @@ def _ticks(bars: Sequence[Bar]) -> dict[int, str]:
 
 
 def _draw_head(figure: Figure, drawing: _Drawing, trace: Journal, batches: Sequence[BatchLine]) -> None:
-    from matplotlib.patches import Patch
-
     requests = len({m.seq for b in batches for m in b.members})
     tokens = sum(m.units for b in batches for m in b.members)
     counted = f"{tokens:,.0f} tokens of " if drawing.unit == "tokens" else ""
@@ -351,9 +279,6 @@ def _draw_head(figure: Figure, drawing: _Drawing, trace: Journal, batches: Seque
         handlelength=1.0, handleheight=1.0, columnspacing=1.1, handletextpad=0.4, labelspacing=0.3, borderpad=0.2,
     ).set_gid("legend")  # fmt: skip
 
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 _CAUSES = {  # letter, colour: dark where a ceiling ended the wait, pale where the batch did not wait
     Cause.BUDGET.value: ("B", "#374151"),
@@ -402,9 +327,6 @@ class Bar:
 
 def draw_bars(axes: Axes, bars: Sequence[Bar], unit: str, ceilings: Mapping[float, str], slots: int) -> bool:
     """One stack per bar; returns whether any shows who entered: in its label, or by a mark where none fits."""
-    from matplotlib.patches import Rectangle
-    from matplotlib.ticker import MaxNLocator
-
     marked = False
     small: dict[str, list[tuple[float, float]]] = {}
     tallest = max(bar.tallest for bar in bars) or 1.0
@@ -455,8 +377,6 @@ def stage_of(batch: BatchLine, several: bool) -> str:
 
 
 def draw_stages(axes: Axes, bars: Sequence[Bar], stages: Sequence[str], several: bool) -> None:
-    from matplotlib.patches import Patch
-
     kinds = {stage: ("", _STAGES[i % len(_STAGES)]) for i, stage in enumerate(stages)}
     total = _strip(axes, "stage", [Counter(stage_of(b, several) for b in bar.batches) for bar in bars], kinds)
     told = [stage for stage in stages if total[stage]]
@@ -470,8 +390,6 @@ def draw_stages(axes: Axes, bars: Sequence[Bar], stages: Sequence[str], several:
 
 def draw_causes(axes: Axes, bars: Sequence[Bar]) -> None:
     """Why each batch left."""
-    from matplotlib.patches import Patch
-
     total = _strip(axes, "why", [Counter(b.cause for b in bar.batches) for bar in bars], _CAUSES)
     handles = []
     for cause, (letter, colour) in _CAUSES.items():
@@ -484,8 +402,6 @@ def draw_causes(axes: Axes, bars: Sequence[Bar]) -> None:
 
 def draw_shortages(axes: Axes, bars: Sequence[Bar]) -> None:
     """What kept others out of each step."""
-    from matplotlib.patches import Patch
-
     spelt = len(bars) <= 12  # a letter is easily taken for a request
     kinds = {kind: (kind if spelt else letter, colour) for kind, (letter, colour) in _SHORT.items()}
     total = _strip(axes, "short of", [Counter(b.short_of for b in bar.batches) for bar in bars], kinds)
@@ -501,8 +417,6 @@ def draw_shortages(axes: Axes, bars: Sequence[Bar]) -> None:
 def _strip(axes: Axes, label: str, bars: Sequence[Counter[str]], kinds: Mapping[str, tuple[str, str]]) -> Counter[str]:
     """A strip of colours under the bars; where a bar is several batches, in proportion. kinds: letter and colour of
     each; returns their counts."""
-    from matplotlib.patches import Rectangle
-
     axes.set_ylim(0, 1)
     axes.set_yticks([])
     for spine in axes.spines.values():
@@ -560,8 +474,6 @@ def draw_waits(axes: Axes, bars: Sequence[Bar]) -> None:
 
 def draw_waiters(axes: Axes, bars: Sequence[Bar], waited: Mapping[int, Sequence[Waiter]]) -> None:
     """How many requests each step left out: those that had run before, and new ones; means where a bar is several."""
-    from matplotlib.ticker import MaxNLocator
-
     kinds = {"queued": "#94A3B8", "resident": "#FBBF24", "preempted": "#B91C1C"}
     bottom = [0.0] * len(bars)
     drawn = []

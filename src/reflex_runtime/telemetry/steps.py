@@ -11,6 +11,8 @@ from typing import Literal, NamedTuple
 
 from reflex_runtime.telemetry.journal import BatchLine, Member
 
+Units = Literal["grants", "ms", "requests"]  # what the height of a bar of batches counts
+UNITS: tuple[Units, ...] = ("grants", "ms", "requests")
 WHY_WAITING = {
     "budget": "budget spent",
     "places": "no place (max_num_seqs)",

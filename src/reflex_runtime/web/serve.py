@@ -18,8 +18,7 @@ import uvicorn
 from prometheus_client import disable_created_metrics
 
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.drivers.loop import loop_factory
-from reflex_runtime.drivers.process_memory import freed_memory, freeze_loaded, give_back_when_idle, prepare_memory
+from reflex_runtime.run.process import freed_memory, freeze_loaded, give_back_when_idle, loop_factory, prepare_memory
 from reflex_runtime.web.app import App
 from reflex_runtime.web.connections import ConnectionLimits, connections_of, most_connections
 from reflex_runtime.web.listen import BACKLOG

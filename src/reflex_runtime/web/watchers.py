@@ -16,7 +16,7 @@ import msgspec
 
 from reflex_runtime.core.errors import Closed, ReflexError
 from reflex_runtime.core.events import Event
-from reflex_runtime.drivers.audience import Sink
+from reflex_runtime.run.audience import Sink
 from reflex_runtime.web.bodies import Seldom
 from reflex_runtime.web.errors import TooManyRequests
 from reflex_runtime.web.form import PLAIN

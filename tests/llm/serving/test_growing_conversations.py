@@ -12,7 +12,7 @@ import numpy.typing as npt
 import pytest
 
 from reflex_runtime.demo.scribe import SCRIBE
-from reflex_runtime.llm.runner import Step
+from reflex_runtime.llm.runners.runner import Step
 from reflex_runtime.llm.serving.model_host import ModelPlan
 from reflex_runtime.llm.tokenizer import HFTokenizer
 from serving.openai_toy import Gate, Toy

@@ -20,7 +20,7 @@ from reflex_runtime.cli.worker_settings import gpu_of, load_model
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.core.events import BatchScheduled
 from reflex_runtime.ipc.generate_config import GenerateBatcherConfig
-from reflex_runtime.llm.memory import blocks_in
+from reflex_runtime.llm.runners.runner import blocks_in
 from reflex_runtime.llm.workers import workers
 from reflex_runtime.llm.workers.line import WorkersConfig, one_bound
 from reflex_runtime.settings import LLMServeConfig
@@ -123,7 +123,8 @@ def test_h10_trace_writes_every_step(tmp_path: Path) -> None:
 @pytest.fixture
 def model_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A directory that looks like a model's, which checks nothing and loads as the toy."""
-    from reflex_runtime.llm import checkpoint, tokenizer
+    from reflex_runtime.llm import tokenizer
+    from reflex_runtime.llm.runners import checkpoint
 
     directory = tmp_path / "my-model"
     directory.mkdir()
@@ -231,7 +232,7 @@ def test_h10_options_of_the_model_are_checked_before_the_port_opens_and_named_as
     monkeypatch.setattr("reflex_runtime.web.listen.bind", None)
     monkeypatch.setattr("reflex_runtime.llm.load._sees_cuda", lambda: False)
     monkeypatch.setattr("reflex_runtime.llm.load.free_bytes", lambda *device: 20_000_000_000)
-    monkeypatch.setattr("reflex_runtime.llm.openvino_runner._has_bfloat16", lambda core: True)
+    monkeypatch.setattr("reflex_runtime.llm.runners.openvino_runner._has_bfloat16", lambda core: True)
     assert says in said(capsys, str(model_dir), *options.split())
 
 
@@ -263,7 +264,7 @@ def test_h10_bfloat16_on_a_processor_without_it_is_refused_before_the_port_opens
     model_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("reflex_runtime.web.listen.bind", None)
-    monkeypatch.setattr("reflex_runtime.llm.openvino_runner._has_bfloat16", lambda core: False)
+    monkeypatch.setattr("reflex_runtime.llm.runners.openvino_runner._has_bfloat16", lambda core: False)
     line = said(capsys, str(model_dir), "--device", "cpu", "--dtype", "bfloat16")
     assert "--dtype=bfloat16: this processor has no instructions for it; use float32 or auto" in line
 

@@ -21,8 +21,6 @@ from prometheus_client import CollectorRegistry
 from reflex_runtime.core.errors import Cancelled, ConfigError, ProcessorError, QueueFull, ReflexError
 from reflex_runtime.core.events import Event, RequestQueued, RequestSettled
 from reflex_runtime.core.request import Priority, TicketState
-from reflex_runtime.drivers.slices import SLICE
-from reflex_runtime.drivers.stream import Bell
 from reflex_runtime.ipc.messages import GenerateParams
 from reflex_runtime.llm import EngineConfig, LLMEngine, LLMProcessor, SamplingParams
 from reflex_runtime.llm.serving.generation import GenerationRuntime, GenerationStream, merged
@@ -31,6 +29,8 @@ from reflex_runtime.llm.serving.server import ModelServer
 from reflex_runtime.llm.terms import Terms
 from reflex_runtime.llm.toy import ByteTokenizer
 from reflex_runtime.llm.workers.worker_engine import WorkerEngine
+from reflex_runtime.run.audience import SLICE
+from reflex_runtime.run.stream import Bell
 from reflex_runtime.settings import LLMServeConfig
 from serving.in_process import Caller
 from serving.openai_toy import PATIENCE, Model, toy_model

@@ -22,9 +22,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
 from reflex_runtime.cli import main
-from reflex_runtime.cli.status import ask
 from reflex_runtime.cli.worker_settings import trace_of
-from reflex_runtime.core.errors import ConfigError, ReflexError
 from reflex_runtime.ipc.client import WorkerUnavailable
 from reflex_runtime.ipc.client_config import ClientConfig
 from reflex_runtime.ipc.generate_config import GenerateBatcherConfig
@@ -441,29 +439,17 @@ def test_g13_the_page_and_the_series_say_which_process() -> None:
         assert set(stats) == {"worker-0", "worker-1"}
 
 
-def test_g13_reflex_status_asks_the_running_server(capsys: pytest.CaptureFixture[str]) -> None:
+def test_g13_reflex_top_once_asks_the_running_server(capsys: pytest.CaptureFixture[str]) -> None:
     with Fleet(2, api_key="secret") as fleet:
         url = f"http://127.0.0.1:{fleet.port}"
-        with pytest.raises(ConfigError, match="wants a key"):
-            ask(url)
-        assert main(["status", url, "--api-key", "secret"]) == 0
+        assert main(["top", "--once", url]) == 2
+        assert "wants a key" in capsys.readouterr().err
+        assert main(["top", "--once", url, "--api-key", "secret"]) == 0
         shown = capsys.readouterr().out
-        assert re.search(r"toy on http://\S+: ready, 0 running, 0 waiting", shown)
-        assert re.search(r"worker-0 +worker-1", shown)
-        assert re.search(r"state +ready +ready", shown)
-        assert max(map(len, shown.splitlines())) <= 80
-        assert main(["status", url, "--api-key", "secret", "--json"]) == 0
-        assert len(json.loads(capsys.readouterr().out)["lines"]) == 2
-    with pytest.raises(ReflexError, match="nothing listens there; start one with reflex serve"):
-        ask(url)
-    with pytest.raises(ConfigError, match="URL="):
-        ask("ftp://x")
-
-
-def test_g13_reflex_status_of_a_server_without_processes(capsys: pytest.CaptureFixture[str]) -> None:
-    with Toy() as toy:
-        assert main(["status", f"http://127.0.0.1:{toy.port}"]) == 0
-        assert "kv cache tokens" in capsys.readouterr().out
+        assert re.search(r"^toy: 0 running", shown, re.MULTILINE)
+        assert all(re.search(rf"^worker-{number} +ready ", shown, re.MULTILINE) for number in (0, 1))
+    assert main(["top", "--once", url]) == 2
+    assert "nothing listens there; start one with reflex serve" in capsys.readouterr().err
 
 
 def test_g14_a_model_that_cannot_be_loaded_ends_the_start() -> None:
@@ -473,7 +459,7 @@ def test_g14_a_model_that_cannot_be_loaded_ends_the_start() -> None:
 
 
 def test_g14_the_command_with_two_workers_one_of_which_is_killed(capfd: pytest.CaptureFixture[str]) -> None:
-    """`reflex serve scribe --workers 2`, the `openai` client, `reflex status`: as a user would."""
+    """`reflex serve scribe --workers 2`, the `openai` client, `reflex top --once`: as a user would."""
     openai = pytest.importorskip("openai")
     pytest.importorskip("openvino")
     with Server("scribe", "--workers", "2", "--kv-cache-gb", "0.1") as server:
@@ -493,7 +479,7 @@ def test_g14_the_command_with_two_workers_one_of_which_is_killed(capfd: pytest.C
             server.wait_log("worker-0 was lost")
             server.wait_log("worker-0: its process was ended by SIGKILL")
             assert complete("Once there was") == before[0]  # by the other one
-            assert main(["status", url]) == 0
+            assert main(["top", "--once", url]) == 0
             assert re.search(r"^worker-1 +ready +\d+ +0 +\d+ MB +\d", capfd.readouterr().out, re.MULTILINE)
             stream = client.chat.completions.create(
                 model="scribe", messages=[{"role": "user", "content": "hello"}], max_tokens=5, stream=True

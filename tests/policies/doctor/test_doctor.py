@@ -26,7 +26,7 @@ from reflex_runtime.policies.doctor import checks, doctor
 from reflex_runtime.policies.doctor.checks import Clocks
 from reflex_runtime.policies.doctor.doctor import Check, Diagnosis, examine
 from reflex_runtime.policies.export.memory import GB
-from reflex_runtime.processors.providers import CUDA
+from reflex_runtime.run.onnx_session import CUDA
 
 Change = Callable[[dict[str, Any]], Any]
 
@@ -427,8 +427,8 @@ def test_t7_model_load(mono: Path) -> None:
 
 
 def test_t7_model_load_blames_a_provider_that_starts_nothing(mono: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for user in ("onnx_session", "providers"):  # offered, and without its driver
-        monkeypatch.setattr(f"reflex_runtime.processors.{user}.check_provider", lambda provider: None)
+    offered = "reflex_runtime.run.onnx_session.check_provider"  # and without its driver
+    monkeypatch.setattr(offered, lambda provider: None)
     finding = failed(mono, "model_load", provider=CUDA)
     assert finding.actual.endswith("on the CPU it loads")
     assert finding.environment

@@ -22,7 +22,7 @@ from reflex_runtime.policies.export.memory import (
     in_gb,
     total_memory,
 )
-from reflex_runtime.processors.providers import CPU, CUDA
+from reflex_runtime.run.onnx_session import CPU, CUDA
 
 
 @pytest.fixture

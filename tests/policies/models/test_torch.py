@@ -30,7 +30,7 @@ from reflex_runtime.policies import (  # noqa: E402
 from reflex_runtime.policies.models.torch_models import TorchPrefix, TorchStaged, TorchWhole, weights_of  # noqa: E402
 from reflex_runtime.policies.serving.slots import device_of, load  # noqa: E402
 from reflex_runtime.policies.source import read_source  # noqa: E402
-from reflex_runtime.processors.providers import CUDA  # noqa: E402
+from reflex_runtime.run.onnx_session import CUDA  # noqa: E402
 from reflex_runtime.settings import ServeConfig  # noqa: E402
 from serving.harness import Server  # noqa: E402
 

@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch")
 
 from reflex_runtime.core.errors import ConfigError  # noqa: E402
 from reflex_runtime.policies import DeviceOptions, Policy, load_policy  # noqa: E402
-from reflex_runtime.processors.providers import CUDA  # noqa: E402
+from reflex_runtime.run.onnx_session import CUDA  # noqa: E402
 
 from .test_torch import SOURCE, asked, staged, template  # noqa: E402, F401
 

@@ -32,8 +32,8 @@ from reflex_runtime.policies.models.torch_graphs import MOST_SHAPES, CapturedSte
 from reflex_runtime.policies.models.torch_models import TorchStaged, TorchWhole  # noqa: E402
 from reflex_runtime.policies.serving.slots import group_of  # noqa: E402
 from reflex_runtime.policies.source import read_source  # noqa: E402
-from reflex_runtime.processors.by_hand import run_through  # noqa: E402
-from reflex_runtime.processors.providers import CUDA  # noqa: E402
+from reflex_runtime.run.onnx_session import CUDA  # noqa: E402
+from reflex_runtime.run.processor import run_through  # noqa: E402
 from reflex_runtime.settings import ServeConfig  # noqa: E402
 from serving.in_process import one_policy  # noqa: E402
 

@@ -17,7 +17,7 @@ from reflex_runtime.policies.models.onnx_models import OnnxStaged
 from reflex_runtime.policies.policy.decomposed import DecomposedPolicy
 from reflex_runtime.policies.policy.rtc import Rtc
 from reflex_runtime.policies.policy.spec import DeviceOptions
-from reflex_runtime.processors.base import run_batch
+from reflex_runtime.run.processor import run_batch
 
 
 def _policy(root: Path, slot: str = "prod", rtc: Rtc | None = None, adaptive: bool = False) -> Any:

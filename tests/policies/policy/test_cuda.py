@@ -14,7 +14,7 @@ from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.demo.exports import KINDS, Kind, export_dir
 from reflex_runtime.policies import DecomposedPolicy, Policy, load_policy
 from reflex_runtime.policies.policy.spec import DeviceOptions
-from reflex_runtime.processors.providers import CUDA
+from reflex_runtime.run.onnx_session import CUDA
 
 from .test_bundled_exports import alone, asked
 

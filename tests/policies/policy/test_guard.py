@@ -12,7 +12,7 @@ from policies.tiny import Bench, asked, value, write_export
 from reflex_runtime.core.batch import Batch, Done, More
 from reflex_runtime.core.errors import ConfigError, NonFiniteResult
 from reflex_runtime.policies import ActionChunk, ActionGuard, Embodiment, GuardedProcessor, load_policy, served_by
-from reflex_runtime.processors.base import BaseProcessor
+from reflex_runtime.run.processor import BaseProcessor
 
 NAN, INF = float("nan"), float("inf")
 ARM = Embodiment("arm", action_ranges=np.array([[-1, 1], [0, 2]], np.float32), action_names=("shoulder", "gripper"))

@@ -19,7 +19,7 @@ from reflex_runtime.core.request import Ticket, TicketState
 from reflex_runtime.policies import DecomposedPolicy, MonolithicPolicy, Policy, load_policy
 from reflex_runtime.policies.models.onnx_models import OnnxStaged
 from reflex_runtime.policies.policy.decomposed import DENOISE, PREFIX
-from reflex_runtime.processors.base import BaseProcessor
+from reflex_runtime.run.processor import BaseProcessor
 
 KINDS = ["monolithic", "decomposed"]
 

@@ -22,7 +22,7 @@ from reflex_runtime.policies import Policy, load_policy, served_by
 from reflex_runtime.policies.policy.rtc import Rtc
 from reflex_runtime.policies.records.replay import replay_model
 from reflex_runtime.policies.records.replayed import ModelReplay, ReplayedRequest, distance
-from reflex_runtime.processors.base import Processor
+from reflex_runtime.run.processor import Processor
 from reflex_runtime.telemetry.journal_reader import read_journal
 from reflex_runtime.telemetry.journal_writer import hardware
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from reflex_runtime.drivers.brief import PROOF
+from reflex_runtime.run.inline_batches import PROOF
 from reflex_runtime.telemetry.journal_reader import read_journal
 from serving.harness import Server
 from serving.requests import numbered, right
@@ -28,7 +28,7 @@ OnnxWhole.chunk = _slow
 # Run in the server's process: every batch counts as brief, and a call on the event loop does not come back.
 HANGS = """
 import threading, time
-from reflex_runtime.drivers.brief import BriefBatches
+from reflex_runtime.run.inline_batches import BriefBatches
 from reflex_runtime.policies.models.onnx_models import OnnxWhole
 _chunk, _ran = OnnxWhole.chunk, BriefBatches.ran
 def _hang(self, rows, noise):

@@ -207,7 +207,7 @@ def test_x4_top_shows_feeds_and_processes_however_narrow_a_terminal_is(width: in
     assert ("ended" in row) == (width == 120)  # its beginning
 
 
-def test_x4_status_says_what_those_who_watch_see(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_x4_top_once_says_what_those_who_watch_see(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with Server(tiny, "--max-consecutive-crashes", "1", "--inject-fault", "prod:raise:1") as server:
         assert server.act(robot_id="arm-7").status == 500
         seen = snapshots(server)
@@ -216,7 +216,7 @@ def test_x4_status_says_what_those_who_watch_see(tiny: Path, capsys: pytest.Capt
         (process,) = told["processes"]
         assert process["pid"] == server.process.pid
         assert process["memory"] == pytest.approx(psutil.Process(process["pid"]).memory_info().rss, rel=0.2)
-        assert main(["status", f"127.0.0.1:{server.port}"]) == 1
+        assert main(["top", "--once", f"127.0.0.1:{server.port}"]) == 1
         shown = capsys.readouterr().out
     version = told["policies"]["default"]["versions"]["prod"]
     assert re.search(rf"^default +degraded +prod +drained +{re.escape(version)} ", shown, re.MULTILINE), shown

@@ -16,7 +16,6 @@ from core.test_isolation import ERROR
 from reflex_runtime.core.batch import Done, Failed
 from reflex_runtime.core.cost import UnitCost
 from reflex_runtime.core.events import Event, RequestAnswered, RequestSettled
-from reflex_runtime.drivers.audience import Audience
 from reflex_runtime.policies import Export
 from reflex_runtime.policies.rollout.breaker import Breaker
 from reflex_runtime.policies.rollout.rollout import Change, Rollout
@@ -24,6 +23,7 @@ from reflex_runtime.policies.rollout.slo import Objective, SloTracker
 from reflex_runtime.policies.rollout.verdict import VerdictSink
 from reflex_runtime.policies.serving.app import application
 from reflex_runtime.policies.serving.failures import FailureLog
+from reflex_runtime.run.audience import Audience
 from reflex_runtime.settings import ServeConfig
 from reflex_runtime.telemetry.journal_reader import read_journal
 from reflex_runtime.telemetry.journal_writer import JournalWriter, Recording

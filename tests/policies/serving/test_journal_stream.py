@@ -15,9 +15,9 @@ import pytest
 from reflex_runtime.replicas.front import FrontRuntime
 
 from reflex_runtime.cli import main, watched_journal
-from reflex_runtime.drivers.in_thread import in_thread
 from reflex_runtime.policies.serving import journal_stream
 from reflex_runtime.policies.serving.runtime import PolicyRuntime
+from reflex_runtime.run.process import in_thread
 from reflex_runtime.sim import search
 from reflex_runtime.telemetry.journal_reader import Journal, read_journal
 from reflex_runtime.web.app import App

@@ -1,5 +1,5 @@
 """`reflex serve` of policies in PyTorch on a GPU: replicas, memory that runs out, a GPU that is lost. Skipped without
-one. What needs no GPU of it is in replicas/test_serving.py and processors/test_gpu.py.
+one. What needs no GPU of it is in replicas/test_serving.py and run/test_gpu.py.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from reflex_runtime.policies import Export
 from reflex_runtime.policies.serving import slots
 from reflex_runtime.policies.serving.app import App
 from reflex_runtime.policies.serving.runtime import PolicyRuntime
-from reflex_runtime.processors.providers import CPU, CUDA
+from reflex_runtime.run.onnx_session import CPU, CUDA
 from reflex_runtime.settings import ServeConfig
 from serving.harness import PATIENCE, STATE
 from serving.in_process import Caller, one_policy, with_app

@@ -46,7 +46,7 @@ def test_v6_a_slot_that_serves_nobody_is_drained_all_the_same(clients: int) -> N
     assert "5 calls crashed in a row" in change.why
 
 
-@pytest.mark.parametrize(("share", "requests"), [(0.02, 5_000), (0.2, 30_000), (0.5, 5_000)])
+@pytest.mark.parametrize(("share", "requests"), [(0.02, 2_000), (0.2, 10_000), (0.5, 2_000)])
 def test_v6_bad_requests_that_come_one_by_one_drain_no_slot_while_others_are_answered(
     share: float, requests: int
 ) -> None:

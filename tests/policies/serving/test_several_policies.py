@@ -475,12 +475,10 @@ def test_p37_a_policy_that_crashes_is_degraded_and_the_other_serves(
         assert server.get("/policies/hand/healthz").status == 503
         assert server.get("/v2/models/hand/ready").status == 503
         assert server.get("/healthz").status == server.get("/v2/health/ready").status == 200
-        assert main(["status", f"http://127.0.0.1:{server.port}"]) == 0
+        assert main(["top", "--once", f"http://127.0.0.1:{server.port}"]) == 0
         shown = capsys.readouterr().out
         assert re.search(r"^arm +ready +prod +ok ", shown, re.MULTILINE), shown
         assert re.search(r"^hand +degraded +prod +drained ", shown, re.MULTILINE), shown
-        assert main(["status", f"http://127.0.0.1:{server.port}/policies/hand"]) == 1
-        assert "degraded" in capsys.readouterr().out
         assert post(server, "/policies/hand/admin/faults", faults=[]).json == {"faults": []}
         assert post(server, "/policies/hand/admin/reset", slot="prod").json["verdict"] == "ok"
         assert hand(ask_hand(server))

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Final, Generic, TypeVar
 
-from reflex_runtime.drivers.device import Clock
+from reflex_runtime.run.device import Clock
 
 OUTPUT_DROPS: Final = {
     "overrun": "newer results took its place in the queue of the output",

@@ -10,7 +10,6 @@ from typing import Any, Final
 from msgspec.structs import replace as changed
 
 from reflex_runtime.core.errors import ConfigError, Expired, TooLarge
-from reflex_runtime.drivers.slices import Slices
 from reflex_runtime.ipc.messages import MOST_SCORES
 from reflex_runtime.llm.constraint import Matcher
 from reflex_runtime.llm.reasoning import ThoughtParser, in_thought
@@ -22,6 +21,7 @@ from reflex_runtime.llm.serving.tokens import beside
 from reflex_runtime.llm.terms import Terms
 from reflex_runtime.llm.tokenizer import Tokenizer
 from reflex_runtime.llm.tools import ToolFormat
+from reflex_runtime.run.audience import Slices
 from reflex_runtime.settings import LLMServeConfig
 from reflex_runtime.telemetry.spans import RequestSpan
 from reflex_runtime.web.request import HttpRequest

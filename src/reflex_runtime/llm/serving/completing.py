@@ -12,7 +12,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Final, TypeVar
 
-from reflex_runtime.drivers.slices import Slices, in_order
 from reflex_runtime.ipc.engine import OutputStream, ScoredToken
 from reflex_runtime.llm.sequence import Choice
 from reflex_runtime.llm.serving.answers.replies import Answering, Cached, ModelApi, PartReader, Usage, Writer
@@ -22,6 +21,7 @@ from reflex_runtime.llm.serving.lifecycle import ServerState
 from reflex_runtime.llm.serving.requests import reading as wire
 from reflex_runtime.llm.serving.requests.refusals import too_deep
 from reflex_runtime.llm.serving.spans import GenerationSpans, asked_in, first_token
+from reflex_runtime.run.audience import Slices, in_order
 from reflex_runtime.settings import LLMServeConfig
 from reflex_runtime.telemetry.spans import RequestSpan
 from reflex_runtime.web.app import cancelled_by

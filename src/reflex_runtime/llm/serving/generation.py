@@ -16,9 +16,6 @@ from typing import Protocol, TypeVar
 from reflex_runtime.core.batch import Done
 from reflex_runtime.core.events import BatchFinished, Event, RequestProgressed
 from reflex_runtime.core.request import Request, Ticket
-from reflex_runtime.drivers.audience import Sink
-from reflex_runtime.drivers.batcher import Batcher
-from reflex_runtime.drivers.stream import Stream
 from reflex_runtime.ipc.engine import Output, OutputStream
 from reflex_runtime.ipc.sampling import Constraint, SamplingParams
 from reflex_runtime.llm.constraint import Matcher
@@ -28,6 +25,9 @@ from reflex_runtime.llm.sequence import Sequence, TokenOutput
 from reflex_runtime.llm.serving.requests.texts import Texts
 from reflex_runtime.llm.terms import PLAIN, Terms
 from reflex_runtime.llm.tokenizer import Conversation, Tokenizer
+from reflex_runtime.run.audience import Sink
+from reflex_runtime.run.batcher import Batcher
+from reflex_runtime.run.stream import Stream
 
 log = logging.getLogger("reflex.server")
 

@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any
 from prometheus_client import CollectorRegistry, generate_latest
 
 from reflex_runtime.core.errors import Closed, ConfigError
-from reflex_runtime.drivers.audience import Sink
-from reflex_runtime.drivers.in_thread import in_thread
 from reflex_runtime.llm.sampling_defaults import SamplingDefaults
 from reflex_runtime.llm.serving.model_host import ModelHost, ModelPlan, Open
 from reflex_runtime.llm.serving.requests.refusals import ModelNotFound
+from reflex_runtime.run.audience import Sink
+from reflex_runtime.run.process import in_thread
 from reflex_runtime.telemetry.series import SeriesSet
 from reflex_runtime.telemetry.series_table import MODEL_SERVER
 from reflex_runtime.telemetry.spans import StepSpans, spans_of

@@ -11,14 +11,14 @@ from typing import Any
 
 import numpy as np
 
-from reflex_runtime.drivers.audience import Sink
-from reflex_runtime.drivers.in_thread import in_thread
 from reflex_runtime.llm.processor import EngineConfig, LLMProcessor
-from reflex_runtime.llm.runner import Runner, Step
+from reflex_runtime.llm.runners.runner import Runner, Step
 from reflex_runtime.llm.series import EngineSeries
 from reflex_runtime.llm.serving.generation import GenerationRuntime
 from reflex_runtime.llm.serving.model_host import ModelPlan, Opening
 from reflex_runtime.llm.tokenizer import Tokenizer
+from reflex_runtime.run.audience import Sink
+from reflex_runtime.run.process import in_thread
 from reflex_runtime.settings import LLMServeConfig
 from reflex_runtime.telemetry.files import turn_all
 from reflex_runtime.telemetry.journal_writer import JournalWriter

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from prometheus_client import CollectorRegistry
 
-from reflex_runtime.drivers.audience import Sink
 from reflex_runtime.llm.sampling_defaults import SamplingDefaults
 from reflex_runtime.llm.serving.generation import Generator
+from reflex_runtime.run.audience import Sink
 from reflex_runtime.settings import LLMServeConfig
 from reflex_runtime.telemetry.live import LiveProcess
 

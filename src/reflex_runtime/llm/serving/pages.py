@@ -8,7 +8,7 @@ from typing import Final
 from reflex_runtime.core.errors import ReflexError
 from reflex_runtime.llm.serving.answers.errors import error_body, told
 from reflex_runtime.llm.serving.lifecycle import ServerState
-from reflex_runtime.llm.serving.watching import watchers_of
+from reflex_runtime.llm.serving.live_view import watchers_of
 from reflex_runtime.telemetry import metrics
 from reflex_runtime.version import __version__
 from reflex_runtime.web.app import App, WebSettings

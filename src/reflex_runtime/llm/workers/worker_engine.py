@@ -12,8 +12,6 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.core.request import PRIORITIES
-from reflex_runtime.drivers.in_thread import in_thread
-from reflex_runtime.drivers.process_memory import freeze_loaded
 from reflex_runtime.ipc.guidance import guided
 from reflex_runtime.ipc.messages import (
     MOST_SCORES,
@@ -26,13 +24,14 @@ from reflex_runtime.ipc.messages import (
 )
 from reflex_runtime.ipc.sampling import SamplingParams
 from reflex_runtime.ipc.worker import Load
-from reflex_runtime.llm.runner import Runner
+from reflex_runtime.llm.runners.runner import Runner
 from reflex_runtime.llm.serving.generation import GenerationRuntime, GenerationStream
 from reflex_runtime.llm.serving.local_model import LocalModel, opened
 from reflex_runtime.llm.serving.model_host import ModelPlan
 from reflex_runtime.llm.serving.requests.texts import Texts
 from reflex_runtime.llm.terms import Terms
 from reflex_runtime.llm.tokenizer import Conversation, Tokenizer
+from reflex_runtime.run.process import freeze_loaded, in_thread
 from reflex_runtime.settings import LLMServeConfig
 from reflex_runtime.settings.declare import convert, hints_of
 from reflex_runtime.telemetry.live import LiveSnapshot, OnDemandLive

@@ -16,16 +16,16 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from reflex_runtime.drivers.audience import Sink
 from reflex_runtime.ipc.client import start_all
 from reflex_runtime.ipc.messages import METRICS, STATE
 from reflex_runtime.llm.labelled_series import labelled
+from reflex_runtime.llm.serving.live_view import WorkersLive
 from reflex_runtime.llm.serving.model_host import Open, Opening
 from reflex_runtime.llm.tokenizer import Tokenizer
 from reflex_runtime.llm.workers.line import Line, WorkersConfig
 from reflex_runtime.llm.workers.remote_generator import RemoteGenerator
 from reflex_runtime.llm.workers.tokenizer_process import TokenizerProcess
-from reflex_runtime.llm.workers.watching import WorkersLive
+from reflex_runtime.run.audience import Sink
 from reflex_runtime.telemetry.live import LiveProcess, live_process
 from reflex_runtime.telemetry.series import SeriesSet
 from reflex_runtime.telemetry.series_table import WORKERS

@@ -32,9 +32,8 @@ from reflex_runtime.policies.policy.spec import PYTHON, DeviceOptions
 from reflex_runtime.policies.serving.wire_names import OPENPI
 from reflex_runtime.policies.source import directory_of, read_source
 from reflex_runtime.policies.wires.common import Reading
-from reflex_runtime.processors import providers
-from reflex_runtime.processors.ports import BatchAxisError, PortMismatch
-from reflex_runtime.processors.providers import CPU
+from reflex_runtime.run import onnx_session
+from reflex_runtime.run.onnx_session import CPU, BatchAxisError, PortMismatch
 
 SAMPLES: Final = 8
 """Requests made up; batch parity is looked at for 2, 4 and 8 of them."""
@@ -291,7 +290,7 @@ def check_memory(context: CheckContext) -> str:
 
 
 def check_provider(context: CheckContext) -> str:
-    providers.check_provider(context.provider)
+    onnx_session.check_provider(context.provider)
     return f"{context.provider} is in this onnxruntime"
 
 

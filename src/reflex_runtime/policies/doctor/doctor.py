@@ -26,7 +26,7 @@ from reflex_runtime.policies.doctor.checks import (
 from reflex_runtime.policies.export.memory import total_memory
 from reflex_runtime.policies.policy.spec import PolicySpec
 from reflex_runtime.policies.source import is_export
-from reflex_runtime.processors.providers import CPU
+from reflex_runtime.run.onnx_session import CPU
 from reflex_runtime.version import __version__
 
 Status = Literal["pass", "fail", "warn", "skip"]

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple, Protocol
 
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.processors.providers import CPU, CUDA
+from reflex_runtime.run.onnx_session import CPU, CUDA
 
 SHARE: Final = 0.7
 """Of all memory, what the models together may take."""

@@ -14,7 +14,7 @@ from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.policies.export.config_file import ExportConfig, ExportObject, Names, Text, names_of
 from reflex_runtime.policies.policy.observation import IMAGE_MASK
 from reflex_runtime.policies.policy.robot import Size
-from reflex_runtime.processors.ports import TensorSpec
+from reflex_runtime.run.onnx_session import TensorSpec
 
 MODEL_FILE: Final = "model.onnx"
 ROLES: Final = ("tokens", "state", "noise", "time", "past_kv")  # beside the names of the images

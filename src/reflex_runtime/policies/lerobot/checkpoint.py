@@ -24,7 +24,7 @@ from reflex_runtime.policies.lerobot.features import WEIGHTS, WHOLE, Features
 from reflex_runtime.policies.policy.model import PolicySource, StagedModel, WholeModel
 from reflex_runtime.policies.policy.robot import Embodiment, Size, WireMap
 from reflex_runtime.policies.policy.spec import LEROBOT, DeviceOptions
-from reflex_runtime.processors.providers import CPU, CUDA
+from reflex_runtime.run.onnx_session import CPU, CUDA
 from reflex_runtime.settings.json_files import CHECKPOINT_KEYS, JsonObject, json_keys, shorten
 
 CONFIG_FILE: Final = "config.json"

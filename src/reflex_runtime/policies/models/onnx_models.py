@@ -15,8 +15,7 @@ from reflex_runtime.policies.policy.model import StagedModel, WholeModel, stacke
 from reflex_runtime.policies.policy.observation import Observation
 from reflex_runtime.policies.policy.spec import DeviceOptions, PolicySpec
 from reflex_runtime.policies.policy.units import Floats
-from reflex_runtime.processors.onnx_session import OnnxSession
-from reflex_runtime.processors.providers import CPU
+from reflex_runtime.run.onnx_session import CPU, OnnxSession
 
 
 @dataclass(frozen=True, slots=True, eq=False)

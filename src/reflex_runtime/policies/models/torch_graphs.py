@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.processors.cuda_graphs import Record
+from reflex_runtime.run.cuda import Record
 
 Tensors = Mapping[str, Tensor]
 _Call = Callable[[Tensors, Tensors, int], Tensor]

@@ -19,8 +19,8 @@ from reflex_runtime.policies.policy.model import StagedModel, WholeModel
 from reflex_runtime.policies.policy.observation import Observation
 from reflex_runtime.policies.policy.spec import DeviceOptions, PolicySpec
 from reflex_runtime.policies.policy.units import Floats
-from reflex_runtime.processors.cuda_graphs import Record, recorder
-from reflex_runtime.processors.providers import CPU, CUDA
+from reflex_runtime.run.cuda import Record, recorder
+from reflex_runtime.run.onnx_session import CPU, CUDA
 
 try:
     import torch

@@ -27,8 +27,7 @@ from reflex_runtime.policies.policy.observation import (
     seed_of,
 )
 from reflex_runtime.policies.policy.spec import PolicySpec
-from reflex_runtime.processors.base import BaseProcessor
-from reflex_runtime.processors.by_hand import TimedBatch, run_through
+from reflex_runtime.run.processor import BaseProcessor, TimedBatch, run_through
 from reflex_runtime.web.errors import InvalidRequest
 
 

@@ -25,7 +25,7 @@ from reflex_runtime.core.batch import Batch, Done
 from reflex_runtime.core.errors import ConfigError, ProcessorError, ProcessorHung
 from reflex_runtime.core.request import Ticket
 from reflex_runtime.policies.policy.observation import ActionChunk
-from reflex_runtime.processors.base import Processor, may_run_anywhere
+from reflex_runtime.run.processor import Processor, may_run_anywhere
 
 FaultKind = Literal["raise", "nan", "hang", "slow", "die"]
 SLOTS: Final = ("prod", "a", "b", "shadow")

@@ -19,7 +19,7 @@ from reflex_runtime.core.errors import ConfigError, NonFiniteResult
 from reflex_runtime.core.request import Ticket
 from reflex_runtime.policies.policy.observation import ActionChunk, GuardReport, Observation
 from reflex_runtime.policies.policy.robot import Embodiment
-from reflex_runtime.processors.base import Processor, may_run_anywhere
+from reflex_runtime.run.processor import Processor, may_run_anywhere
 
 OnBadAction = Literal["error", "hold"]
 _CLEAN = GuardReport()

@@ -18,7 +18,7 @@ from reflex_runtime.policies.policy.observation import Observation
 from reflex_runtime.policies.policy.prefix_cache import Prefix
 from reflex_runtime.policies.policy.spec import DeviceOptions, PolicySpec
 from reflex_runtime.policies.policy.units import Floats, shift_of, transformed
-from reflex_runtime.processors.providers import CPU
+from reflex_runtime.run.onnx_session import CPU
 
 
 class PolicyModel:

@@ -11,7 +11,7 @@ from reflex_runtime.policies.policy.prompt import PromptTemplate
 from reflex_runtime.policies.policy.robot import Embodiment, Resize, Size, WireMap
 from reflex_runtime.policies.policy.tokenizer import InstructionTokenizer
 from reflex_runtime.policies.policy.units import AddState, Norm, Transform
-from reflex_runtime.processors.providers import CPU
+from reflex_runtime.run.onnx_session import CPU
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,8 +25,7 @@ from reflex_runtime.policies.policy.history import Glimpse, ObservationHistory
 from reflex_runtime.policies.policy.observation import ActionChunk, Observation
 from reflex_runtime.policies.policy.rtc import ChunkTails, Rtc
 from reflex_runtime.policies.records.replayed import Compose, ModelReplay, ReplayedRequest, Timed, distance
-from reflex_runtime.processors.base import Processor, run_batch
-from reflex_runtime.processors.by_hand import advance, run_through
+from reflex_runtime.run.processor import Processor, advance, run_batch, run_through
 from reflex_runtime.settings.declare import one_of
 from reflex_runtime.telemetry.journal import Asked, BatchLine, RequestLine
 from reflex_runtime.telemetry.journal_reader import Journal

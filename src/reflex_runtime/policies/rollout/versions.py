@@ -15,7 +15,7 @@ from reflex_runtime.core.batch import Batch
 from reflex_runtime.core.errors import ProcessorError
 from reflex_runtime.core.request import Ticket
 from reflex_runtime.policies.policy.base import Policy
-from reflex_runtime.processors.base import Processor, may_run_anywhere
+from reflex_runtime.run.processor import Processor, may_run_anywhere
 
 
 class Version:

@@ -18,10 +18,10 @@ from reflex_runtime.policies.serving.act import Act
 from reflex_runtime.policies.serving.admin import Admin, is_outcome
 from reflex_runtime.policies.serving.handler import RequestHandler
 from reflex_runtime.policies.serving.journal_stream import JournalStreams
+from reflex_runtime.policies.serving.live_view import watchers_of
 from reflex_runtime.policies.serving.runtime import PolicyRuntime
 from reflex_runtime.policies.serving.served import PolicyPlan
 from reflex_runtime.policies.serving.views import ServerViews, Views
-from reflex_runtime.policies.serving.watching import watchers_of
 from reflex_runtime.policies.wires import openpi, vla_eval, xpolicylab
 from reflex_runtime.policies.wires.oip import OipHttp, Sequences
 from reflex_runtime.settings import DEFAULT_POLICY, ServeConfig

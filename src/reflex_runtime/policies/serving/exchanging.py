@@ -8,15 +8,15 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.drivers.batcher import Batcher
-from reflex_runtime.drivers.in_thread import in_thread
 from reflex_runtime.policies import Policy, PolicySpec, WarmUp
 from reflex_runtime.policies.export.memory import check_two_policies
 from reflex_runtime.policies.rollout.rollout import Rollout
 from reflex_runtime.policies.rollout.versions import Version
 from reflex_runtime.policies.serving.slots import WARM_SIZES, Slot, check_alike, load
 from reflex_runtime.policies.source import read_source, weight_of
-from reflex_runtime.processors.providers import PROVIDERS
+from reflex_runtime.run.batcher import Batcher
+from reflex_runtime.run.onnx_session import PROVIDERS
+from reflex_runtime.run.process import in_thread
 from reflex_runtime.settings import ServeConfig
 from reflex_runtime.settings.read import environment
 from reflex_runtime.web.errors import Conflict, NotFound

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Final
 
 from reflex_runtime.core.errors import Closed, ReflexError
-from reflex_runtime.drivers.in_thread import in_thread
 from reflex_runtime.policies.serving.runtime import PolicyRuntime
+from reflex_runtime.run.process import in_thread
 from reflex_runtime.web.errors import InvalidRequest, TooManyRequests
 from reflex_runtime.web.form import PLAIN
 from reflex_runtime.web.request import HttpRequest, Route

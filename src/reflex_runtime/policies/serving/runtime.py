@@ -15,9 +15,6 @@ from functools import partial
 
 from reflex_runtime.core.errors import Closed, ConfigError
 from reflex_runtime.core.events import BatchFinished
-from reflex_runtime.drivers.audience import Audience
-from reflex_runtime.drivers.batcher import Batcher
-from reflex_runtime.drivers.in_thread import in_thread
 from reflex_runtime.policies import Policy
 from reflex_runtime.policies.policy.observation import warm_decoders
 from reflex_runtime.policies.serving.decode_pool import DecodePool
@@ -25,6 +22,9 @@ from reflex_runtime.policies.serving.failures import FailureLog
 from reflex_runtime.policies.serving.recorded import header_of
 from reflex_runtime.policies.serving.served import PolicyPlan, ServedPolicy
 from reflex_runtime.policies.serving.slots import SHADOW, Slot
+from reflex_runtime.run.audience import Audience
+from reflex_runtime.run.batcher import Batcher
+from reflex_runtime.run.process import in_thread
 from reflex_runtime.settings import DEFAULT_POLICY, ServeConfig
 from reflex_runtime.telemetry.files import LineTarget, turn_all
 from reflex_runtime.telemetry.journal import Warm

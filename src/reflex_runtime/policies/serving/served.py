@@ -11,8 +11,6 @@ from typing import Any, Protocol
 
 from reflex_runtime.core.events import BatchFinished
 from reflex_runtime.core.group import GroupConfig
-from reflex_runtime.drivers.audience import Audience
-from reflex_runtime.drivers.batcher import Batcher
 from reflex_runtime.policies import Policy, PolicySource, PolicySpec
 from reflex_runtime.policies.rollout.breaker import Breaker
 from reflex_runtime.policies.rollout.comparison import Comparison
@@ -29,6 +27,8 @@ from reflex_runtime.policies.serving.images import cameras_of
 from reflex_runtime.policies.serving.kept_exchanges import KeptExchanges
 from reflex_runtime.policies.serving.slots import SHADOW, WARM_SIZES, Slot, check_alike, faults_of, group_of, load
 from reflex_runtime.policies.serving.wire_names import WIRES
+from reflex_runtime.run.audience import Audience
+from reflex_runtime.run.batcher import Batcher
 from reflex_runtime.settings import ServeConfig
 from reflex_runtime.telemetry.journal import Warm
 from reflex_runtime.telemetry.journal_writer import warmed

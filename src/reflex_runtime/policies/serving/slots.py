@@ -29,7 +29,7 @@ from reflex_runtime.policies.policy.rtc import Rtc
 from reflex_runtime.policies.policy.spec import DeviceOptions
 from reflex_runtime.policies.rollout.slo import SloTracker
 from reflex_runtime.policies.rollout.versions import SlotProcessor, Version
-from reflex_runtime.processors.providers import PROVIDERS
+from reflex_runtime.run.onnx_session import PROVIDERS
 from reflex_runtime.settings import ServeConfig
 
 SHADOW = "shadow"

@@ -1,1 +1,0 @@
-"""Drivers: the code that waits, as thin loops around the pure scheduler."""

@@ -1,0 +1,195 @@
+"""LoRA adapters of a checkpoint: read and checked, and stacked so that one step computes several of them.
+
+An adapter adds `scale · B · A · x` to what a linear layer makes of x. The matrices of all adapters stand behind one
+another: A [R, inputs] and B [outputs, R], with R the sum of their ranks. Which adapter a token has is a row of a table
+[1 + adapters, R] of zeros and ones: `B · (row * (A · x))` is then the addition of that adapter alone, row 0 is none.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Final, Literal
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+from msgspec import Meta
+
+from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.llm.runners.checkpoint import read_json, read_table
+from reflex_runtime.llm.runners.model_config import ModelConfig
+from reflex_runtime.llm.runners.runner import free_bytes
+from reflex_runtime.settings.json_files import JsonObject, shorten
+
+ADAPTER_CONFIG: Final = "adapter_config.json"
+ADAPTER_WEIGHTS: Final = "adapter_model.safetensors"
+MOST_ADAPTERS: Final = 32  # of a model
+MOST_RANK: Final = 256  # of an adapter
+# The numbers of trained adapters are below 100. Every adapter is computed for every token of a step and multiplied by
+# zero where it is another's: what overflows float32 there is not a number, in the answers of others, too.
+MOST_NUMBER: Final = 1e6
+MERGE: Final = "merge it: PeftModel.from_pretrained(base, DIR).merge_and_unload().save_pretrained(NEW_DIR)"
+
+_LAYERS: Final = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+_TENSOR: Final = re.compile(r"base_model\.model\.(?P<layer>.+)\.lora_(?P<side>[AB])(?:\.default)?\.weight")
+_REFUSED: Final = (  # what changes more than B · A does, where it is set
+    "use_dora", "modules_to_save", "lora_bias", "fan_in_fan_out", "layer_replication", "trainable_token_indices",
+    "target_parameters", "use_qalora", "use_bdlora", "alora_invocation_tokens", "arrow_config",
+)  # fmt: skip
+_CHANGES_BASE: Final = ("pissa", "olora", "corda", "loftq")  # ways to begin that leave another base behind
+
+Matrix = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LoraAdapter:
+    """One adapter. rank: the largest of its layers. layers: by name ("model.layers.0.self_attn.q_proj") A [r, inputs]
+    and B [outputs, r], the scale in B."""
+
+    name: str
+    rank: int
+    layers: Mapping[str, tuple[Matrix, Matrix]]
+
+    @classmethod
+    def read(cls, name: str, directory: Path, model: ModelConfig) -> LoraAdapter:
+        """As `save_pretrained` of peft writes it. ConfigError for what is wrong with it, or does not fit the model."""
+        settings = _Settings(directory / ADAPTER_CONFIG)
+        file, shapes = directory / ADAPTER_WEIGHTS, model.tensors()
+        if not file.is_file():
+            raise ConfigError(f"{file}: not found; save the adapter with safe_serialization, which is peft's default")
+        sides: dict[str, dict[str, Matrix]] = {}
+        for tensor, place in read_table(file).items():
+            found = _TENSOR.fullmatch(tensor)
+            layer = found["layer"] if found else ""
+            if found is None or layer.rpartition(".")[2] not in _LAYERS or f"{layer}.weight" not in shapes:
+                known = f"adapters may change {', '.join(_LAYERS)} of the model's {model.num_layers} layers"
+                raise ConfigError(f"{file}: tensor {tensor}: is not served: {known}; {MERGE}")
+            sides.setdefault(layer, {})[found["side"]] = place.array(tensor)
+        if not sides:
+            raise ConfigError(f"{file}: holds no tensors")
+        layers = {}
+        for layer, pair in sides.items():
+            a, b = _fitting(file, layer, pair, shapes[f"{layer}.weight"])
+            layers[layer] = a, _scaled(file, layer, a, b, settings.scale(layer, len(a)))
+        return cls(name, max(len(a) for a, _ in layers.values()), layers)
+
+
+class AdapterStack:
+    """Several adapters as one. names: in the order of their numbers, which begin at 1. table: [1 + adapters, R].
+    layers: by name A [R, inputs] and B [outputs, R], zero where an adapter leaves the layer alone."""
+
+    def __init__(self, adapters: Sequence[LoraAdapter], copies: int = 1) -> None:
+        """copies: how often they will be loaded, by processes of their own."""
+        if len(adapters) > MOST_ADAPTERS:
+            why = f"{len(adapters)} adapters, at most {MOST_ADAPTERS} are served of a model"
+            raise ConfigError(f"lora: {why}", field="lora")
+        self.names = tuple(adapter.name for adapter in adapters)
+        begins = np.cumsum([0, *(adapter.rank for adapter in adapters)])
+        _check_memory(adapters, int(begins[-1]), copies)
+        self.table = np.zeros((1 + len(adapters), begins[-1]), np.float32)
+        self.layers: dict[str, tuple[Matrix, Matrix]] = {}
+        for number, adapter in enumerate(adapters):
+            begin = begins[number]
+            self.table[number + 1, begin : begins[number + 1]] = 1
+            for layer, (a, b) in adapter.layers.items():
+                if layer not in self.layers:
+                    empty = (begins[-1], a.shape[1]), (len(b), begins[-1])
+                    self.layers[layer] = np.zeros(empty[0], np.float32), np.zeros(empty[1], np.float32)
+                whole_a, whole_b = self.layers[layer]
+                whole_a[begin : begin + len(a)] = a
+                whole_b[:, begin : begin + len(a)] = b
+
+    @classmethod
+    def read(cls, directories: Mapping[str, Path], model: ModelConfig, copies: int = 1) -> AdapterStack:
+        """The adapters of these directories, by name. ConfigError names the directory."""
+        return cls([LoraAdapter.read(name, directory, model) for name, directory in directories.items()], copies)
+
+
+def _check_memory(adapters: Sequence[LoraAdapter], ranks: int, copies: int) -> None:
+    """Refuse adapters that do not fit into the free memory together. ranks: their sum."""
+    widths = {layer: a.shape[1] + len(b) for adapter in adapters for layer, (a, b) in adapter.layers.items()}
+    needed, free = 4 * copies * ranks * sum(widths.values()), free_bytes()
+    if needed > free:
+        why = f"take {needed / 1e9:.1f} GB together, and {free / 1e9:.1f} GB are free; load fewer, or of lower ranks"
+        raise ConfigError(f"lora: {len(adapters)} adapters {why}", field="lora")
+
+
+def not_adaptable() -> ConfigError:
+    """For a model that is no checkpoint of our own architectures."""
+    why = "adapters are served of checkpoints of the Llama, Mistral, Qwen2 and Qwen3 families, and not of this model"
+    return ConfigError(f"lora: {why}; {MERGE}", field="lora")
+
+
+_Scale = Annotated[  # in float32 inf · 0 is not a number
+    float, Meta(gt=0.0, le=MOST_NUMBER, description=f"a number above 0, at most {MOST_NUMBER:g}")
+]
+
+
+class _AdapterFile(msgspec.Struct, kw_only=True):
+    """The keys of adapter_config.json that say how the layers are scaled, or that it is another kind of adapter."""
+
+    peft_type: Annotated[Literal["LORA"], Meta(description='"LORA"')]
+    bias: Annotated[Literal["none"], Meta(description=f'"none": biases are not served; {MERGE}')] = "none"
+    lora_alpha: _Scale
+    alpha_pattern: Annotated[
+        dict[str, _Scale], Meta(description=f"an object {{layer: a number above 0, at most {MOST_NUMBER:g}}}")
+    ] = {}
+    use_rslora: Annotated[bool, Meta(description="true or false")] = False
+
+
+class _Settings:
+    """adapter_config.json: refuses what is not served, and knows the scale of each layer."""
+
+    def __init__(self, file: Path) -> None:
+        keys = JsonObject(file, read_json(file))
+        self._said = keys.read(_AdapterFile)
+        for key in _REFUSED:
+            if keys.values.get(key):
+                keys.wrong(key, f"nothing: it is not served; {MERGE}")
+        begun = keys.get("init_lora_weights")
+        if isinstance(begun, str) and begun.lower().startswith(_CHANGES_BASE):
+            keys.wrong("init_lora_weights", f"another: it changes the model, too; {MERGE}")
+        self._alphas = [(_pattern(keys, key), scale) for key, scale in self._said.alpha_pattern.items()]
+
+    def scale(self, layer: str, rank: int) -> float:
+        """What B · A is multiplied with."""
+        own = (value for pattern, value in self._alphas if pattern.match(layer))
+        return next(own, self._said.lora_alpha) / (math.sqrt(rank) if self._said.use_rslora else rank)
+
+
+def _pattern(keys: JsonObject, key: str) -> re.Pattern[str]:
+    """Which layers a key of alpha_pattern means, as peft matches it: the end of a name, or a pattern of it."""
+    try:
+        return re.compile(rf"(.*\.)?({key})$")
+    except re.error as error:
+        keys.wrong("alpha_pattern", f"patterns of layers; {shorten(key)} is none: {error}")
+
+
+def _fitting(file: Path, layer: str, pair: Mapping[str, Matrix], shape: tuple[int, ...]) -> tuple[Matrix, Matrix]:
+    """A and B of a layer whose weight has this shape. ConfigError where they do not fit it."""
+    if len(pair) < 2:
+        raise ConfigError(f"{file}: {layer}: has lora_{next(iter(pair))} alone, expected lora_A and lora_B")
+    a, b = pair["A"], pair["B"]
+    rank = a.shape[0] if a.ndim == 2 else 0
+    if a.shape != (rank, shape[1]) or b.shape != (shape[0], rank):
+        found = f"lora_A {list(a.shape)} and lora_B {list(b.shape)} do not fit"
+        raise ConfigError(f"{file}: {layer}: {found} the model's weight {list(shape)}; is it an adapter of this model?")
+    if not 1 <= rank <= MOST_RANK:
+        raise ConfigError(f"{file}: {layer}: rank {rank}: must be in [1, {MOST_RANK}]")
+    if not (np.isfinite(a).all() and np.isfinite(b).all()):
+        raise ConfigError(f"{file}: {layer}: holds numbers that are not finite")
+    return a, b
+
+
+def _scaled(file: Path, layer: str, a: Matrix, b: Matrix, scale: float) -> Matrix:
+    """B times the scale. ConfigError where it, or A, holds numbers so large that a step could overflow."""
+    for side, largest in (("lora_A", np.abs(a).max()), (f"lora_B times the scale {scale:g}", np.abs(b).max() * scale)):
+        if largest > MOST_NUMBER:
+            told = f"{side} holds {largest:.3g}: must be in [-{MOST_NUMBER:g}, {MOST_NUMBER:g}]"
+            raise ConfigError(f"{file}: {layer}: {told}; is its training broken, or lora_alpha?")
+    scaled: Matrix = b * np.float32(scale)
+    return scaled

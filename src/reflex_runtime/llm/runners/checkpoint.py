@@ -1,0 +1,221 @@
+"""A Hugging Face model directory: its description, and tensors that stay in their files until asked for.
+
+`Checkpoint.open` checks the whole directory before memory is taken. Every error is a ConfigError that names the file,
+the key or tensor, what was found and what is expected. The safetensors format (a length, a JSON table, bytes) is read
+here: numpy has no bfloat16, and so errors can name the tensor.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path, PurePosixPath
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.llm.runners.model_config import (
+    ARCHITECTURES,
+    CONFIG_FILE,
+    EMBEDDING,
+    HEAD,
+    ModelConfig,
+    RopeScaling,
+    read_config,
+    read_json,
+    token_ids,
+)
+from reflex_runtime.settings.json_files import shorten
+
+__all__ = ["CONFIG_FILE", "EMBEDDING", "HEAD", "Checkpoint", "ModelConfig", "RopeScaling", "read_json", "token_ids"]
+
+WEIGHTS_FILE: Final = "model.safetensors"
+INDEX_FILE: Final = "model.safetensors.index.json"
+
+_WIDTHS: Final = {"F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1}
+_DTYPES: Final = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "F8_E4M3": "bfloat16"}
+_AGAIN: Final = "copy it again (git lfs pull, where it was cloned)"
+_MAX_HEADER: Final = 100_000_000  # bytes; the format's own limit
+_POSITIONS: Final = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")  # by architecture
+_BY_LENGTH: Final = ("dynamic", "longrope")  # rotations of every token change when one sequence grows beyond `original`
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TensorPlace:
+    """Where a tensor lies: `data` is the file's bytes, mapped, from the tensor's first to its last."""
+
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    data: npt.NDArray[np.uint8]
+
+    def array(self, name: str) -> npt.NDArray[np.float32]:
+        """As float32, a copy unless the file holds float32 at an aligned place. Values are exact. name: of the tensor,
+        for the ConfigError of a type that is none of a weight."""
+        if self.dtype not in _WIDTHS:
+            wanted = ", ".join(_WIDTHS)
+            raise ConfigError(f"{self.file}: tensor {name}: dtype {self.dtype}: must be one of {wanted}")
+        if self.dtype == "F8_E4M3":
+            return _float8()[self.data].reshape(self.shape)
+        if self.dtype == "BF16":  # the upper half of a float32
+            return (self.data.view(np.uint16).astype(np.uint32) << 16).view(np.float32).reshape(self.shape)
+        kind = np.float16 if self.dtype == "F16" else np.float32
+        return self.data.view(kind).astype(np.float32, copy=False).reshape(self.shape)
+
+
+@cache
+def _float8() -> npt.NDArray[np.float32]:
+    """The number of each of the 256 bytes: a sign, four bits of exponent and three of mantissa, without infinities."""
+    byte = np.arange(256)
+    exponent, mantissa = byte >> 3 & 15, byte & 7
+    value = np.where(exponent == 0, mantissa / 8 * 2.0**-6, (1 + mantissa / 8) * 2.0 ** (exponent - 7.0))
+    value[byte & 127 == 127] = np.nan
+    return np.where(byte & 128, -value, value).astype(np.float32)
+
+
+class Checkpoint:
+    """An opened directory: `path`, `config`, and tensors by name. Made by `open`, which has checked all of it."""
+
+    def __init__(self, path: Path, config: ModelConfig, places: dict[str, TensorPlace]) -> None:
+        self.path, self.config, self._places = path, config, places
+
+    @classmethod
+    def open(cls, directory: Path | str) -> Checkpoint:
+        """Read config.json and the tables of the weight files; no weight is read. ConfigError for anything wrong."""
+        root = Path(directory)
+        config = read_config(root / CONFIG_FILE)
+        files, origin = _weight_files(root)
+        places: dict[str, TensorPlace] = {}
+        for file in files:
+            places |= read_table(file)
+        for name, shape in config.tensors().items():
+            place = places.get(name)
+            if place is None:
+                raise ConfigError(f"{origin}: tensor {name}: not found, expected shape {list(shape)}")
+            if place.dtype not in _WIDTHS:
+                raise ConfigError(
+                    f"{place.file}: tensor {name}: dtype {place.dtype}: must be one of {', '.join(_WIDTHS)}"
+                )
+            if place.shape != shape:
+                found = f"found shape {list(place.shape)}, expected {list(shape)}"
+                raise ConfigError(f"{place.file}: tensor {name}: {found}, from the sizes in {CONFIG_FILE}")
+        if not config.torch_dtype:
+            config = replace(config, torch_dtype=_DTYPES[places[EMBEDDING].dtype])
+        return cls(root, config, places)
+
+    @property
+    def files(self) -> list[Path]:
+        """The weight files, sorted."""
+        return sorted({place.file for place in self._places.values()})
+
+    @property
+    def head(self) -> str:
+        """Name of the tensor [vocab_size, hidden_size] that makes logits: the embedding's where they are tied."""
+        return EMBEDDING if self.config.tie_word_embeddings else HEAD
+
+    def raw(self, name: str) -> tuple[str, npt.NDArray[np.uint8], tuple[int, ...]]:
+        """(dtype "F32", "F16" or "BF16"; its bytes, read-only; shape). They are still in the file, except those of 8
+        bits, which are BF16 here, and kept for whom they are shared with."""
+        place = self._places[name]
+        if place.dtype == "F8_E4M3":
+            wide = (place.array(name).view(np.uint32) >> 16).astype(np.uint16).view(np.uint8).reshape(-1)
+            place = self._places[name] = replace(place, dtype="BF16", data=wide)
+        return place.dtype, place.data, place.shape
+
+    def tensor(self, name: str) -> npt.NDArray[np.float32]:
+        """See `TensorPlace.array`."""
+        return self._places[name].array(name)
+
+
+def is_known(directory: Path | str) -> bool:
+    """Whether the checkpoint has one of our own architectures; the others need PyTorch and transformers."""
+    file = Path(directory) / CONFIG_FILE
+    return not file.is_file() or read_json(file).get("architectures") in [[name] for name in ARCHITECTURES]
+
+
+def weight_files(directory: Path) -> list[Path]:
+    """The safetensors files of a checkpoint of any architecture. ConfigError where there are none."""
+    return _weight_files(directory)[0]
+
+
+# -- weight files ------------------------------------------------------------------------------------------------------
+
+
+def _weight_files(root: Path) -> tuple[list[Path], Path]:
+    """The files to read, and the one to name when a tensor is in none of them."""
+    index = root / INDEX_FILE
+    if not index.is_file():
+        if not (root / WEIGHTS_FILE).is_file():
+            raise ConfigError(
+                f"{root}: has neither {WEIGHTS_FILE} nor {INDEX_FILE}, expected safetensors weights; "
+                "model.save_pretrained(DIR) of transformers writes them"
+            )
+        return [root / WEIGHTS_FILE], root / WEIGHTS_FILE
+    table = read_json(index).get("weight_map")
+    if not isinstance(table, dict) or not table:
+        raise ConfigError(f"{index}: weight_map: expected an object {{tensor: file}}")
+    names = set()
+    for tensor, name in table.items():
+        pure = PurePosixPath(name) if isinstance(name, str) and name else PurePosixPath("/")
+        if pure.is_absolute() or ".." in pure.parts:
+            raise ConfigError(f"{index}: weight_map.{tensor}={name!r}: must be a file name within the directory")
+        if name not in names and not (root / pure).is_file():
+            raise ConfigError(f"{root / pure}: not found, but {INDEX_FILE} places tensor {tensor} there; copy it, too")
+        names.add(name)
+    return [root / name for name in sorted(names)], index
+
+
+def read_table(file: Path) -> dict[str, TensorPlace]:
+    """Every tensor of one safetensors file, its place checked against the file's size."""
+    size = file.stat().st_size
+    if size < 8:
+        raise ConfigError(f"{file}: is {size} bytes, too short for a safetensors file: truncated; {_AGAIN}")
+    data = np.memmap(file, np.uint8, "r")
+    length = int(data[:8].view("<u8")[0])
+    if not 2 <= length <= min(_MAX_HEADER, size - 8):
+        raise ConfigError(f"{file}: its header claims {length} bytes of {size}: truncated or not safetensors; {_AGAIN}")
+    table = read_json(file, bytes(data[8 : 8 + length]))
+    table.pop("__metadata__", None)
+    body, places = data[8 + length :], {}
+    for name, entry in table.items():
+        places[name] = _place(file, name, entry, body)
+    return places
+
+
+def _place(file: Path, name: str, entry: Any, body: npt.NDArray[np.uint8]) -> TensorPlace:
+    try:
+        dtype, shape, (start, stop) = str(entry["dtype"]), tuple(entry["shape"]), entry["data_offsets"]
+        sound = all(type(n) is int and n >= 0 for n in (*shape, start, stop)) and start <= stop
+    except (KeyError, TypeError, ValueError):
+        sound = False
+    if not sound:
+        found = shorten(repr(entry))
+        raise ConfigError(f"{file}: tensor {name}: expected dtype, shape and data_offsets, found {found}")
+    if stop > len(body):
+        missing = f"ends at byte {stop} of the data, which has {len(body)}"
+        raise ConfigError(f"{file}: tensor {name}: {missing}: it is truncated; {_AGAIN}")
+    if dtype in _WIDTHS and stop - start != math.prod(shape) * _WIDTHS[dtype]:
+        raise ConfigError(f"{file}: tensor {name}: {stop - start} bytes do not fit {dtype} of shape {list(shape)}")
+    return TensorPlace(file, dtype, shape, body[start:stop])
+
+
+def number(root: Path, config: dict[str, Any], *names: str) -> int:
+    """The first whole number under one of these keys of config.json."""
+    for name in names:
+        found = config.get(name)
+        if type(found) is int and found > 0:
+            return found
+    raise ConfigError(f"{root / CONFIG_FILE}: has no number under {' or '.join(names)}")
+
+
+def longest(root: Path, config: dict[str, Any]) -> int:
+    """Tokens of the longest sequence whose answer does not depend on the rest of the batch."""
+    most = number(root, config, *_POSITIONS)
+    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    if rope.get("rope_type", rope.get("type")) in _BY_LENGTH:
+        original = rope.get("original_max_position_embeddings") or config.get("original_max_position_embeddings")
+        return min(most, original or most)
+    return most

@@ -1,0 +1,236 @@
+"""A checkpoint as an OpenVINO graph: op by op, from the files, without a framework in between.
+
+The graph is an ordinary stateful decoder (input_ids, attention_mask, position_ids, beam_idx → logits), so that any
+tool that runs such files can run it. The shapes of its parts are not free: OpenVINO's paged-attention transformation,
+and the CPU plugin's fusions of RMSNorm and rotary positions, recognise subgraphs by their form, and each form below is
+one that they recognise. `VERSION` changes with the form, so that graphs cached by older code are not used.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from reflex_runtime.llm.runners.adapters import AdapterStack
+from reflex_runtime.llm.runners.checkpoint import EMBEDDING, Checkpoint
+from reflex_runtime.run.process import telemetry_off
+
+telemetry_off()
+import openvino as ov  # noqa: E402
+from openvino import opset15 as ops  # noqa: E402
+
+ADAPTER_IDS = "adapter_ids"
+VERSION = 3
+
+_TYPES = {"F32": ov.Type.f32, "F16": ov.Type.f16, "BF16": ov.Type.bf16}
+_NEVER = float(np.finfo(np.float32).min)  # added to a score that must not count; minus infinity would make NaN of a row
+
+Node = Any  # openvino.Node; the library's stubs leave most operations untyped
+
+
+def build(checkpoint: Checkpoint) -> Any:
+    """The `openvino.Model` of a checkpoint. Weights keep their types and their places in the mapped files.
+
+    The checkpoint must be kept as long as the model and whatever is compiled from it: they read its memory.
+    Inputs are int64 [batch, tokens] (attention_mask: [batch, past + tokens]) and int32 beam_idx [batch]; the output is
+    float32 logits [batch, tokens, vocab_size]; keys and values are state.
+    """
+    return _Decoder(checkpoint).model()
+
+
+class _Decoder:
+    """The graph while it is built; each method adds one part and returns its output node."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._checkpoint, self._config = checkpoint, checkpoint.config
+        self._input_ids = _parameter("input_ids", [-1, -1])
+        self._mask = _parameter("attention_mask", [-1, -1])
+        self._positions = _parameter("position_ids", [-1, -1])
+        self._beams = _parameter("beam_idx", [-1], ov.Type.i32)
+        self._sinks: list[Node] = []
+
+    def model(self) -> Any:
+        config = self._config
+        cosine, sine = self._rotary()
+        tokens = ops.gather(ops.shape_of(self._input_ids), _i64(1), _i64(0))
+        masks = {window: causal_mask(self._mask, tokens, window) for window in dict.fromkeys(config.windows)}
+        states = ops.gather(self._constant(EMBEDDING), self._input_ids, _i64(0))
+        states = _float(states)
+        for layer, window in enumerate(config.windows):
+            prefix = f"model.layers.{layer}."
+            normed = self._norm(states, f"{prefix}input_layernorm.weight")
+            states = ops.add(states, self._attention(layer, normed, cosine, sine, masks[window]))
+            normed = self._norm(states, f"{prefix}post_attention_layernorm.weight")
+            states = ops.add(states, self._feed_forward(f"{prefix}mlp.", normed))
+        logits = ops.matmul(self._norm(states, "model.norm.weight"), self._matrix(self._checkpoint.head), False, True)
+        logits.output(0).set_names({"logits"})
+        result = ops.result(logits, name="logits")
+        inputs = [self._input_ids, self._mask, self._positions, self._beams]
+        return ov.Model([result], self._sinks, inputs, config.architecture)
+
+    # -- parts ---------------------------------------------------------------------------------------------------------
+
+    def _norm(self, states: Node, weight: str) -> Node:
+        squares = ops.power(states, _f32(2.0))
+        mean = ops.reduce_mean(squares, _i64([-1]), keep_dims=True)
+        scale = ops.divide(_f32(1.0), ops.sqrt(ops.add(mean, _f32(self._config.rms_norm_eps))))
+        return ops.multiply(_float(self._constant(weight)), ops.multiply(states, scale))
+
+    def _linear(self, states: Node, name: str) -> Node:
+        product = ops.matmul(states, self._matrix(f"{name}.weight"), False, True)
+        product.set_friendly_name(name)  # adapters find it by its layer
+        bias = f"{name}.bias"
+        return ops.add(product, _float(self._constant(bias))) if bias in self._tensors else product
+
+    def _feed_forward(self, prefix: str, states: Node) -> Node:
+        gate = ops.swish(self._linear(states, f"{prefix}gate_proj"))
+        return self._linear(ops.multiply(gate, self._linear(states, f"{prefix}up_proj")), f"{prefix}down_proj")
+
+    def _attention(self, layer: int, states: Node, cosine: Node, sine: Node, mask: Node) -> Node:
+        config, prefix = self._config, f"model.layers.{layer}.self_attn."
+        queries = self._heads(states, f"{prefix}q_proj", config.num_heads)
+        keys = self._heads(states, f"{prefix}k_proj", config.num_kv_heads)
+        if config.qk_norm:
+            queries, keys = self._norm(queries, f"{prefix}q_norm.weight"), self._norm(keys, f"{prefix}k_norm.weight")
+        queries, keys, values = (
+            ops.transpose(heads, _i64([0, 2, 1, 3]))
+            for heads in (queries, keys, self._heads(states, f"{prefix}v_proj", config.num_kv_heads))
+        )
+        queries, keys = self._rotate(queries, cosine, sine), self._rotate(keys, cosine, sine)
+        keys, values = (
+            spread_heads(
+                remembered(f"{layer}.{name}", states, self._input_ids, self._beams, self._sinks),
+                config.num_heads, config.num_kv_heads, config.head_dim,
+            )
+            for name, states in (("key", keys), ("value", values))
+        )  # fmt: skip
+        mixed = ops.scaled_dot_product_attention(queries, keys, values, mask)
+        merged = ops.reshape(ops.transpose(mixed, _i64([0, 2, 1, 3])), _i64([0, 0, -1]), True)
+        return self._linear(merged, f"{prefix}o_proj")
+
+    def _heads(self, states: Node, name: str, heads: int) -> Node:
+        """[batch, tokens, heads, head_dim]."""
+        return ops.reshape(self._linear(states, name), _i64([0, 0, heads, self._config.head_dim]), True)
+
+    # -- positions -----------------------------------------------------------------------------------------------------
+
+    def _rotary(self) -> tuple[Node, Node]:
+        """Cosine and sine of every position, [batch, 1, tokens, head_dim]."""
+        positions = ops.convert(ops.unsqueeze(self._positions, _i64(2)), "f32")
+        half = ops.multiply(positions, ops.constant(self._config.inverse_frequencies().reshape(1, 1, -1)))
+        angles = ops.unsqueeze(ops.concat([half, half], 2), _i64(1))
+        factor = self._config.attention_factor
+        waves = (ops.cos(angles), ops.sin(angles))
+        return waves if factor == 1.0 else tuple(ops.multiply(wave, _f32(factor)) for wave in waves)
+
+    def _rotate(self, heads: Node, cosine: Node, sine: Node) -> Node:
+        half, end = self._config.head_dim // 2, np.iinfo(np.int64).max
+        low = ops.slice(heads, _i64([0]), _i64([half]), _i64([1]), _i64([3]))
+        high = ops.slice(heads, _i64([half]), _i64([end]), _i64([1]), _i64([3]))
+        turned = ops.concat([ops.multiply(high, _f32(-1.0)), low], -1)
+        return ops.add(ops.multiply(heads, cosine), ops.multiply(turned, sine))
+
+    # -- weights -------------------------------------------------------------------------------------------------------
+
+    @property
+    def _tensors(self) -> dict[str, tuple[int, ...]]:
+        return self._config.tensors()
+
+    def _constant(self, name: str) -> Node:
+        dtype, data, shape = self._checkpoint.raw(name)
+        return ops.constant(ov.Tensor(data, ov.Shape(shape), _TYPES[dtype]), shared_memory=True)
+
+    def _matrix(self, name: str) -> Node:
+        """[outputs, inputs] as float32, whatever is stored."""
+        return _float(self._constant(name))
+
+
+# -- parts that are the same in every graph ----------------------------------------------------------------------------
+
+
+def remembered(name: str, current: Node, queries: Node, beams: Node, sinks: list[Node]) -> Node:
+    """[batch, heads, past + tokens, head_dim]: what the state holds, and `current` behind it; kept as the state.
+
+    queries: any node whose first dimension is the batch. The new state is added to `sinks`.
+    """
+    shape = current.output(0).get_partial_shape()
+    heads, size = shape[1].get_length(), shape[3].get_length()
+    batch = ops.gather(ops.shape_of(queries), _i64([0]), _i64(0))
+    empty = ops.broadcast(_f32(0.0), ops.concat([batch, _i64([heads]), _i64([0]), _i64([size])], 0))
+    variable = f"past_key_values.{name}present.{name}"
+    past = ops.read_value(empty, variable, ov.Type.f32, ov.PartialShape([-1, heads, -1, size]))
+    both = ops.concat([ops.gather(past, beams, _i64(0)), current], 2)
+    sinks.append(ops.assign(both, variable))
+    return both
+
+
+def spread_heads(states: Node, heads: int, kv_heads: int, size: int) -> Node:
+    """Each key-value head once for every query head that shares it."""
+    groups = heads // kv_heads
+    if groups == 1:
+        return states
+    spread = ops.broadcast(ops.unsqueeze(states, _i64(2)), _i64([1, 1, groups, 1, 1]), broadcast_spec="BIDIRECTIONAL")
+    return ops.reshape(spread, _i64([0, heads, -1, size]), True)
+
+
+def causal_mask(mask: Node, tokens: Node, window: int | None) -> Node:
+    """[batch, 1, tokens, past + tokens]: what each token sees: no padding, nothing later, nothing beyond `window`.
+
+    mask: [batch, past + tokens], 0 for padding. tokens: how many are new. The chain with a window, with arms that are
+    always true, is the one form whose window survives paging.
+    """
+    total = ops.gather(ops.shape_of(mask), _i64(1), _i64(0))
+    places = ops.range(_i64(0), total, _i64(1), "i64")
+    keys = ops.reshape(places, _i64([1, 1, 1, -1]), False)
+    queries = ops.range(ops.subtract(total, tokens), total, _i64(1), "i64")
+    queries = ops.reshape(queries, _i64([1, 1, -1, 1]), False)
+    causal = ops.less_equal(keys, queries)
+    real = ops.unsqueeze(ops.convert(mask, "boolean"), _i64([1, 2]))
+    if window is None:
+        return ops.logical_and(causal, real)
+    true = ops.constant(np.array(True))
+    near = ops.greater(keys, ops.add(queries, _i64(-window)))
+    seen = ops.bitwise_and(ops.bitwise_and(true, near), causal)
+    seen = ops.bitwise_and(ops.bitwise_and(true, seen), real)
+    spread = ops.broadcast(seen, ops.shape_of(seen))
+    scores = ops.select(spread, _f32(0.0), _f32(_NEVER))
+    return ops.slice(scores, _i64([0]), ops.unsqueeze(total, _i64(0)), _i64([1]), _i64([3]))
+
+
+def _parameter(name: str, shape: list[int], kind: Any = ov.Type.i64) -> Node:
+    node = ops.parameter(shape, kind, name=name)  # paging looks for both names, the node's and its output's
+    node.output(0).set_names({name})
+    return node
+
+
+def _float(node: Node) -> Node:
+    return node if node.get_element_type() == ov.Type.f32 else ops.convert(node, "f32")
+
+
+def _i64(value: Any) -> Node:
+    return ops.constant(np.array(value, np.int64))
+
+
+def _f32(value: float) -> Node:
+    return ops.constant(np.array(value, np.float32))
+
+
+def add_adapters(model: Any, stack: AdapterStack) -> None:
+    """Add them to a graph of `openvino_graph`, in place; its products have the names of their layers.
+
+    The graph gets an input `adapter_ids` of the shape of `input_ids`: the number of each token's adapter, 0 for none.
+    """
+    ids = ops.parameter([-1, -1], ov.Type.i32, name=ADAPTER_IDS)
+    ids.output(0).set_names({ADAPTER_IDS})
+    rows = ops.gather(ops.constant(stack.table), ids, ops.constant(np.array(0, np.int64)))
+    products = {node.get_friendly_name(): node for node in model.get_ops() if node.get_type_name() == "MatMul"}
+    for layer, (a, b) in stack.layers.items():
+        product = products[layer]
+        places = list(product.output(0).get_target_inputs())
+        low = ops.multiply(ops.matmul(product.input_value(0), ops.constant(a), False, True), rows)
+        total = ops.add(product, ops.matmul(low, ops.constant(b), False, True))
+        for place in places:
+            place.replace_source_output(total.output(0))
+    model.add_parameters([ids])
+    model.validate_nodes_and_infer_types()

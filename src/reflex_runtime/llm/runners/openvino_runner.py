@@ -1,0 +1,229 @@
+"""Steps on the CPU: a model compiled by OpenVINO with paged attention, its key-value blocks owned here.
+
+OpenVINO sees one flat batch per call and a table of blocks, and knows nothing of requests. The size of a block and what
+it stores come from the compiled model. The graph is built from a checkpoint, or is that of an export.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from reflex_runtime.core.errors import ConfigError, ProcessorError
+from reflex_runtime.llm.runners.adapters import AdapterStack, not_adaptable
+from reflex_runtime.llm.runners.checkpoint import CONFIG_FILE
+from reflex_runtime.llm.runners.model_config import ModelConfig
+from reflex_runtime.llm.runners.openvino_export import MODEL_FILE, OpenVinoExport, page, probe, unpaged
+from reflex_runtime.llm.runners.openvino_source import GraphCache, source
+from reflex_runtime.llm.runners.openvino_weights import keep_stored
+from reflex_runtime.llm.runners.runner import GIB, Step, blocks_in, free_bytes
+from reflex_runtime.run.process import telemetry_off
+
+_HINTS: Final = {"float32": "f32", "bfloat16": "bf16"}
+_NEAR: Final = {"f32": 0.01, "bf16": 0.05}  # share of the spread of logits that paging may change, by what computes
+_OF_REFERENCE: Final = {"f32": 0.01, "bf16": 0.15}  # the same, of logits that were computed in float32
+WEIGHTS: Final = ("auto", "int8", "int4")
+
+
+class OpenVinoRunner:
+    """A `Runner` on the CPU.
+
+    directory: a checkpoint, or an export to OpenVINO. dtype: what products are computed in and blocks hold, "float32"
+    or "bfloat16"; "auto" is the model's own where it is bfloat16 and the processor has such instructions, else float32.
+    num_blocks: how many blocks there are; None takes as many as fit kv_cache_bytes. threads: None leaves the choice to
+    OpenVINO. max_model_len: None is the model's. cache: keep the converted graph, in `.reflex` beside the checkpoint or
+    below `cache_dir`, where the next start finds it; where nothing can be written, each start converts anew. weights:
+    "int8" and "int4" round the matrices, for memory and speed; answers then differ.
+    kv_dtype: "uint8" stores keys and values in 8 bits, so that more blocks fit, and answers come to depend on how
+    prompts are cut up; "auto" stores them in `dtype`. adapters: directories of LoRA adapters, by name; only for
+    checkpoints of our own architectures.
+
+    ConfigError: an unusable directory, a value out of range, more blocks than memory, a missing library.
+    """
+
+    vocab_size: int
+    block_size: int
+    num_blocks: int
+    max_model_len: int
+    name: str
+    adapters: tuple[str, ...]
+
+    def __init__(
+        self,
+        directory: Path | str,
+        *,
+        dtype: str = "float32",
+        num_blocks: int | None = None,
+        kv_cache_bytes: int = GIB,
+        threads: int | None = None,
+        max_model_len: int | None = None,
+        cache: bool = True,
+        cache_dir: Path | None = None,
+        weights: str = "auto",
+        kv_dtype: str = "auto",
+        adapters: Mapping[str, Path] | None = None,
+    ) -> None:
+        if threads is not None and threads < 1:
+            raise ConfigError(f"OpenVinoRunner.threads={threads}: must be >= 1, or None")
+        if weights not in WEIGHTS:
+            raise ConfigError(f"OpenVinoRunner.weights={weights!r}: must be 'auto', 'int8' or 'int4'")
+        if kv_dtype not in ("auto", "uint8"):
+            raise ConfigError(f"OpenVinoRunner.kv_dtype={kv_dtype!r}: must be 'auto' or 'uint8'")
+        ov = _library()
+        core, root = ov.Core(), Path(directory)
+        made = source(core, root, weights, GraphCache(root, cache_dir) if cache else None)
+        self._kept = made.kept  # a graph that was not read from the cache has its weights there
+        config, model = made.config, made.model
+        self.adapters = _with_adapters(model, config, adapters or {})
+        dtype = _dtype(dtype, config, core)
+        self.max_model_len = _length(max_model_len, config, root)
+        stored = "u8" if kv_dtype == "uint8" else _HINTS[dtype]
+        settings = {"INFERENCE_PRECISION_HINT": _HINTS[dtype], "KV_CACHE_PRECISION": stored, "NUM_STREAMS": 1}
+        if threads is not None:
+            settings["INFERENCE_NUM_THREADS"] = threads
+        keep_stored(model)
+        ids, expected = probe(config.vocab_size), made.expected
+        if made.checked and expected is None:
+            expected = made.unpaged(_HINTS[dtype], lambda: unpaged(core, model, settings, ids))
+        page(model, root, config.windows, self.max_model_len)
+        compiled = core.compile_model(model, "CPU", settings)
+        self.vocab_size = config.vocab_size
+        self.name = f"openvino {_HINTS[dtype]}" + ("" if weights == "auto" else f" {weights} weights")
+        self.name += " uint8 cache" if kv_dtype == "uint8" else ""
+        caches = [port for port in compiled.inputs if "_cache." in port.get_any_name()]
+        values = next(port for port in caches if port.get_any_name().startswith("value_"))
+        self.block_size = values.get_partial_shape()[2].get_length()  # 8-bit keys have rows of scales beside the tokens
+        block = sum(_block_bytes(port) for port in caches)
+        self.num_blocks = blocks_in(kv_cache_bytes, block, free_bytes(), num_blocks)
+        self._request = compiled.create_infer_request()
+        self._tensor = ov.Tensor
+        self._places = {port.get_any_name(): place for place, port in enumerate(compiled.inputs)}
+        for port in caches:
+            self._request.set_tensor(port.get_any_name(), self._cache(port))
+        if expected is not None:
+            near = _NEAR if made.expected is None else _OF_REFERENCE
+            self._compare(ids, expected, near[_HINTS[dtype]], root)
+
+    def forward(self, step: Step) -> npt.NDArray[np.float32]:
+        lengths = step.past_lens + (step.begins[1:] - step.begins[:-1])
+        self._check(step, lengths)
+        inputs = {
+            "input_ids": step.token_ids,
+            "position_ids": step.positions,
+            "max_context_len": np.array(lengths.max()),
+            "past_lens": step.past_lens,
+            "subsequence_begins": step.begins,
+            "block_indices": step.blocks,
+            "block_indices_begins": step.block_begins,
+            "sampled_tokens_indices": step.picked,
+        }
+        if self.adapters:
+            inputs["adapter_ids"] = step.adapter_ids[:, None]
+        # set one by one and read in place: the library's own way of taking a dict costs five times as much Python
+        for name, array in inputs.items():
+            self._request.set_input_tensor(self._places[name], self._tensor(array, shared_memory=True))
+        self._request.infer(share_outputs=True)
+        logits: npt.NDArray[np.float32] = self._request.get_output_tensor(0).data.reshape(-1, self.vocab_size)
+        return logits
+
+    def close(self) -> None:
+        self._request = self._kept = None
+
+    def _check(self, step: Step, lengths: npt.NDArray[np.int32]) -> None:
+        """Check what the kernels do not: wrong values would make them write outside their memory."""
+        if self._request is None:
+            raise ProcessorError(f"{self.name}: the runner is closed")
+        highest, lowest = int(step.blocks.max()), int(step.blocks.min())
+        if lowest < 0 or highest >= self.num_blocks:
+            raise ProcessorError(f"{self.name}: step names block {lowest if lowest < 0 else highest}: not in the pool")
+        if ((step.block_begins[1:] - step.block_begins[:-1]) * self.block_size < lengths).any():
+            raise ProcessorError(f"{self.name}: a block table of the step does not cover its tokens")
+        if int(step.token_ids.min()) < 0 or int(step.token_ids.max()) >= self.vocab_size:
+            raise ProcessorError(f"{self.name}: step holds a token id outside 0 to {self.vocab_size - 1}")
+        if step.rows is not None and not (step.rows.min() >= 0 and step.rows.max() < len(step.token_ids)):
+            raise ProcessorError(f"{self.name}: step wants logits of a token that it does not hold")
+
+    def _compare(self, ids: npt.NDArray[np.int64], expected: npt.NDArray[np.float32], most: float, root: Path) -> None:
+        """Refuse a graph whose logits change with paged attention: OpenVINO drops what it does not recognise."""
+        zero, cut = np.zeros(1, np.int32), len(ids) // 2
+        for past, end in ((0, cut), (cut, len(ids))):
+            begins = np.array([0, end - past], np.int32)
+            step = Step(ids[past:end], np.arange(past, end), zero + past, begins, zero, np.array([0, 1], np.int32))
+            paged = self.forward(step)[0]
+        off = float(np.abs(paged - expected).max() / max(np.ptp(expected), 1e-9))
+        if not off <= most:
+            told = f"its logits change by {off:.0%} with paged attention, so it cannot be batched"
+            why = "OpenVINO loses a part of this architecture; take another version of it, or serve the checkpoint"
+            raise ConfigError(f"{root / MODEL_FILE}: {told}; {why}")
+
+    def _cache(self, port: Any) -> Any:
+        shape = [self.num_blocks] + [port.get_partial_shape()[axis].get_length() for axis in (1, 2, 3)]
+        return self._tensor(port.get_element_type(), shape)
+
+
+def check_bfloat16(core: Any = None) -> None:
+    """ConfigError where this processor has no instructions for bfloat16. core: OpenVINO's, where there is one."""
+    if not _has_bfloat16(core or _library().Core()):
+        why = "this processor has no instructions for it; use float32 or auto"
+        raise ConfigError(f"dtype='bfloat16': {why}", field="dtype")
+
+
+def _has_bfloat16(core: Any) -> bool:
+    return "BF16" in core.get_property("CPU", "OPTIMIZATION_CAPABILITIES")
+
+
+def _library() -> Any:
+    telemetry_off()
+    try:
+        import openvino
+    except ImportError as error:
+        raise ConfigError("OpenVinoRunner needs openvino: in a clone, pip install '.[llm]'") from error
+    return openvino
+
+
+def _with_adapters(
+    model: Any, config: ModelConfig | OpenVinoExport, directories: Mapping[str, Path]
+) -> tuple[str, ...]:
+    """Add adapters to the graph; returns their names."""
+    if not directories:
+        return ()
+    if not isinstance(config, ModelConfig):
+        raise not_adaptable()
+    from reflex_runtime.llm.runners.openvino_graph import add_adapters
+
+    stack = AdapterStack.read(directories, config)
+    add_adapters(model, stack)
+    return stack.names
+
+
+# -- sizes -------------------------------------------------------------------------------------------------------------
+
+
+def _dtype(dtype: str, config: ModelConfig | OpenVinoExport, core: Any) -> str:
+    if dtype == "auto":
+        fast = config.torch_dtype == "bfloat16" and _has_bfloat16(core)
+        return "bfloat16" if fast else "float32"
+    if dtype not in _HINTS:
+        raise ConfigError(f"OpenVinoRunner.dtype={dtype!r}: must be 'float32', 'bfloat16' or 'auto'")
+    if dtype == "bfloat16":
+        check_bfloat16(core)
+    return dtype
+
+
+def _length(wanted: int | None, config: ModelConfig | OpenVinoExport, root: Path) -> int:
+    most = config.max_position_embeddings
+    if wanted is not None and not 1 <= wanted <= most:
+        file = root / CONFIG_FILE
+        raise ConfigError(f"OpenVinoRunner.max_model_len={wanted}: must be from 1 to {most}, the positions in {file}")
+    return wanted or most
+
+
+def _block_bytes(port: Any) -> int:
+    """Bytes of one block of one layer's keys or values."""
+    shape = port.get_partial_shape()
+    values = shape[1].get_length() * shape[2].get_length() * shape[3].get_length()
+    return int(values * port.get_element_type().bitwidth // 8)

@@ -1,0 +1,343 @@
+"""From a model directory to the OpenVINO graph that is served: an export, or one made of a checkpoint and kept.
+
+A graph is converted once and kept beside the checkpoint, in the user's cache where that cannot be, or in a directory
+that was named. It is there whole or not at all. Its name changes with the configuration, any weight file, the form of
+the graph and the libraries that made it. One process converts at a time; others wait and then use what it left.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.llm.runners.any_checkpoint import require
+from reflex_runtime.llm.runners.checkpoint import Checkpoint, is_known, weight_files
+from reflex_runtime.llm.runners.model_config import CONFIG_FILE, ModelConfig
+from reflex_runtime.llm.runners.openvino_export import (
+    MODEL_FILE,
+    PROBE_FILE,
+    TRACED_VERSION,
+    OpenVinoExport,
+    is_export,
+    read_graph,
+)
+
+BITS = {"int8": 8, "int4": 4}
+log = logging.getLogger("reflex.llm")
+CACHE_DIR: Final = ".reflex"
+_DRAFT: Final = "draft-"
+_PACKAGE: Final = Path(__file__).resolve().parents[2]  # it may be installed for many users, who may not write there
+_PLACES, _PIECE = 16, 4096  # of a weight file, that are compared: its time alone does not tell, where a build sets it
+
+
+@dataclass(frozen=True, slots=True)
+class GraphCache:
+    """Where graphs made of a model directory are kept.
+
+    directory: for all models; None is `.reflex` in the model's own, and the user's cache directory (`user_cache`) where
+    that cannot be written, or the model came with this package.
+    """
+
+    root: Path
+    directory: Path | None = None
+
+    def graph(self, core: Any, kind: str, key: str, build: Callable[[], Any]) -> Any:
+        """The graph of that kind and key: from the cache, else built and left there. Without a place: built."""
+        place = self._place(kind, key)
+        if (model := _read(core, place)) is not None:
+            return model
+        with _alone(place.parent):
+            if (model := _read(core, place)) is not None:
+                return model
+            started = time.perf_counter()
+            log.info("%s: converting to OpenVINO, %s weights, once", self.root, kind)
+            model = build()
+            if self._keep(place, kind, lambda draft: _save(model, draft)):
+                log.info("%s: converted in %.1f s", place, time.perf_counter() - started)
+                return _read(core, place) or model  # the one on disk: its memory is the file's, shared and given back
+        return model
+
+    def export(self, kind: str, key: str, command: list[str]) -> Path:
+        """The directory that a command leaves in a new directory, which is its last argument; run unless it is kept.
+
+        ConfigError with the last line that the command wrote, or where nothing can be kept.
+        """
+        place = self._place(kind, key)
+        if _there(place):
+            return place
+        with _alone(place.parent):
+            if not _there(place):
+                started = time.perf_counter()
+                log.info("%s: converting to OpenVINO with PyTorch, once", self.root)
+                if not self._keep(place, kind, lambda draft: _run([*command, str(draft)])):
+                    raise ConfigError(f"{self.root}: a converted model can be kept nowhere; use --cache-dir")
+                log.info("%s: converted in %.1f s", place, time.perf_counter() - started)
+        return place
+
+    def array(self, kind: str, key: str, compute: Callable[[], npt.NDArray[np.float32]]) -> npt.NDArray[np.float32]:
+        """The numbers of that kind and key: from the cache, else computed and left there."""
+        place = self._place(kind, key)
+        if (found := _numbers(place)) is not None:
+            return found
+        with _alone(place.parent):
+            if (found := _numbers(place)) is not None:
+                return found
+            made = compute()
+            shutil.rmtree(place, ignore_errors=True)  # what could not be read
+            self._keep(place, kind, lambda draft: np.save(draft / PROBE_FILE, made))
+        return made
+
+    def key(self, files: list[Path], *made_by: object) -> str:
+        """Changes with the configuration, any weight file and what makes graphs of them."""
+        digest = hashlib.sha256((self.root / CONFIG_FILE).read_bytes())
+        for file in files:
+            status = file.stat()
+            digest.update(f"{file.name} {status.st_size} {status.st_mtime_ns}\n".encode())
+            with file.open("rb") as weights:
+                for place in range(_PLACES):
+                    weights.seek(place * max(0, status.st_size - _PIECE) // (_PLACES - 1))
+                    digest.update(weights.read(_PIECE))
+        digest.update(" ".join(str(one) for one in (*made_by, version("openvino"))).encode())
+        return digest.hexdigest()[:16]
+
+    def _place(self, kind: str, key: str) -> Path:
+        """Where the graph is, or is to be left."""
+        name, (folder, *others) = f"openvino-{kind}-{key}", self._folders()
+        if not others or _there(folder / name) or _writable(folder):
+            return folder / name
+        if not _there(others[0] / name):
+            log.info("%s: cannot be written; the converted model is kept in %s", folder, others[0])
+        return others[0] / name
+
+    def _folders(self) -> list[Path]:
+        """Where graphs of the model may be, the best one first."""
+        path = self.root.resolve()
+        own, name = self.root / CACHE_DIR, f"{path.name}-{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
+        if self.directory is not None:
+            return [self.directory / name]
+        users = user_cache()
+        if users is None:
+            return [own]
+        return [users / name] if path.is_relative_to(_PACKAGE) else [own, users / name]
+
+    def _keep(self, place: Path, kind: str, write: Callable[[Path], None]) -> bool:
+        """Write into a draft and move it to its place; older graphs of the kind go. Whether it is there."""
+        try:
+            place.parent.mkdir(parents=True, exist_ok=True)
+            draft = Path(tempfile.mkdtemp(prefix=_DRAFT, dir=place.parent))
+            try:
+                write(draft)
+                draft.chmod(place.parent.stat().st_mode & 0o777)  # others may serve from it as they may look there
+                for stale in place.parent.glob(f"openvino-{kind}-*"):
+                    if stale != place:
+                        shutil.rmtree(stale, ignore_errors=True)
+                draft.rename(place)
+            finally:
+                shutil.rmtree(draft, ignore_errors=True)
+        except (OSError, RuntimeError) as error:
+            if not _there(place):
+                why = "what is made once cannot be kept, so each start makes it anew"
+                log.warning("%s: %s: %s; --cache-dir names another place", place, why, error)
+                return False
+        return True
+
+
+def user_cache() -> Path | None:
+    """`reflex` in the user's cache directory: $XDG_CACHE_HOME, else ~/.cache. None where there is no home."""
+    named = os.environ.get("XDG_CACHE_HOME", "")
+    folder = Path(named) if os.path.isabs(named) else Path(os.path.expanduser("~")) / ".cache"
+    return folder / "reflex" if folder.is_absolute() else None
+
+
+def _writable(folder: Path) -> bool:
+    """Whether files can be made there; the folder is made."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return True
+    except OSError:
+        return False
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """No other process converts in this folder meanwhile; where nothing can be written or locked, no promise."""
+    with ExitStack() as held:
+        with suppress(OSError):
+            folder.mkdir(parents=True, exist_ok=True)
+            lock = held.enter_context((folder / ".lock").open("w"))
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            for left in folder.glob(f"{_DRAFT}*"):  # of a process that was killed while it converted
+                shutil.rmtree(left, ignore_errors=True)
+        yield
+
+
+def _there(place: Path) -> bool:
+    """Whether a graph is there and can be looked at."""
+    return os.path.isfile(place / MODEL_FILE)  # Path.is_file raises where it may not look
+
+
+def _numbers(place: Path) -> npt.NDArray[np.float32] | None:
+    """The array kept there, or None."""
+    with suppress(OSError, ValueError, EOFError):
+        found: npt.NDArray[np.float32] = np.load(place / PROBE_FILE, allow_pickle=False)
+        return found
+    return None
+
+
+def _read(core: Any, place: Path) -> Any:
+    """The graph kept there, or None; one that cannot be read is removed."""
+    if not _there(place):
+        return None
+    try:
+        return core.read_model(place / MODEL_FILE)
+    except RuntimeError as error:
+        log.warning("%s: cannot be read and is made anew: %s", place / MODEL_FILE, str(error).strip().splitlines()[-1])
+        shutil.rmtree(place, ignore_errors=True)
+        return None
+
+
+def _save(model: Any, draft: Path) -> None:
+    import openvino
+
+    openvino.save_model(model, draft / MODEL_FILE, compress_to_fp16=False)
+
+
+def _run(command: list[str]) -> None:
+    """Run the program that converts, in a process whose memory is given back; its lines go to the log."""
+    last = ""
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as program:
+        assert program.stdout is not None
+        for line in program.stdout:
+            if line.startswith("reflex: "):
+                log.info("%s", line.removeprefix("reflex: ").strip())
+            elif line.strip():
+                last = line.strip()
+    if program.returncode < 0:  # what it wrote before says nothing of it
+        told = f"the conversion was ended by signal {-program.returncode}"
+        why = "most often by too little memory: it holds the weights in float32"
+        raise ConfigError(f"{told}, {why}; convert on a larger machine, or serve with --runner torch")
+    if program.returncode:
+        raise ConfigError(last or f"the conversion ended with status {program.returncode}")
+
+
+def converter(module: str, *arguments: str) -> list[str]:
+    """The command that runs a module of this package."""
+    return [sys.executable, "-m", module, *arguments]
+
+
+@dataclass(frozen=True, slots=True)
+class GraphSource:
+    """model: the graph. expected: the logits after the tokens of `probe` by the reference, or None where they are not
+    known. checked: whether paging must be checked. kept: what the graph's weights lie in. cache, key: where numbers of
+    this very graph are kept."""
+
+    config: ModelConfig | OpenVinoExport
+    model: Any
+    expected: npt.NDArray[np.float32] | None
+    checked: bool
+    kept: Any = None
+    cache: GraphCache | None = None
+    key: str = ""
+
+    def unpaged(self, hint: str, compute: Callable[[], npt.NDArray[np.float32]]) -> npt.NDArray[np.float32]:
+        """The logits after the tokens of `probe`, computed in `hint` before the graph is paged: of an earlier start, or
+        computed now, which compiles the graph once more."""
+        return compute() if self.cache is None else self.cache.array(f"logits-{hint}", self.key, compute)
+
+
+def source(core: Any, root: Path, weights: str, cache: GraphCache | None) -> GraphSource:
+    """The graph of a directory. weights: "auto" leaves them, "int8" and "int4" round them.
+
+    cache: None builds a graph each time (not for architectures that only PyTorch knows). ConfigError for a directory
+    that cannot be served.
+    """
+    if is_export(root):
+        return _export(core, root, weights, cache)
+    if not is_known(root):
+        cache = cache or GraphCache(root)
+        return _export(core, traced(root, cache), weights, cache)
+    from reflex_runtime.llm.runners import openvino_graph
+
+    checkpoint = Checkpoint.open(root)
+
+    def build() -> Any:
+        return _rounded(openvino_graph.build(checkpoint), weights)
+
+    key = "" if cache is None else cache.key(checkpoint.files, openvino_graph.VERSION, _rounding(weights))
+    model = build() if cache is None else cache.graph(core, _kind(weights), key, build)
+    return GraphSource(checkpoint.config, model, None, False, checkpoint)
+
+
+def traced(root: Path, cache: GraphCache) -> Path:
+    """The export made of a checkpoint by tracing it in PyTorch, in a process of its own; kept."""
+    require(root)
+    key = cache.key(weight_files(root), TRACED_VERSION, version("transformers"), version("torch"))
+    return cache.export("traced", key, converter("reflex_runtime.llm.runners.openvino_tracing", str(root)))
+
+
+def _export(core: Any, root: Path, weights: str, cache: GraphCache | None) -> GraphSource:
+    config = OpenVinoExport.open(root)
+    files = [file for file in (root / MODEL_FILE, (root / MODEL_FILE).with_suffix(".bin")) if file.is_file()]
+    key = "" if cache is None else cache.key(files, weights, _rounding(weights))
+    if weights != "auto":
+
+        def build() -> Any:
+            return _rounded(read_graph(root), weights)
+
+        kept = None if cache is None else cache.graph(core, _kind(weights), cache.key(files, _rounding(weights)), build)
+        return GraphSource(config, build() if kept is None else kept, None, True, None, cache, key)
+    probe = root / PROBE_FILE
+    expected: npt.NDArray[np.float32] | None = np.load(probe, allow_pickle=False) if probe.is_file() else None
+    return GraphSource(config, read_graph(root), expected, True, None, cache, key)
+
+
+def _rounded(model: Any, weights: str) -> Any:
+    if weights != "auto":
+        from reflex_runtime.llm.runners.openvino_weights import compress
+
+        compress(model, BITS[weights], _told(weights))
+    return model
+
+
+def _rounding(weights: str) -> int:
+    """The version of what rounds; 0: nothing does."""
+    if weights == "auto":
+        return 0
+    from reflex_runtime.llm.runners.openvino_weights import VERSION
+
+    return VERSION
+
+
+def _told(weights: str) -> Callable[[int, int], None]:
+    """Progress: a line of the log every five seconds."""
+    last = time.monotonic()
+
+    def told(done: int, total: int) -> None:
+        nonlocal last
+        if time.monotonic() > last + 5:
+            last = time.monotonic()
+            log.info("%s: %d of %d matrices", weights, done, total)
+
+    return told
+
+
+def _kind(weights: str) -> str:
+    return "plain" if weights == "auto" else weights

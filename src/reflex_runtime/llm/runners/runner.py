@@ -1,0 +1,117 @@
+"""What runs a step: its flat batch, the protocol of runners, and how many blocks of a cache fit into memory.
+
+A step is one forward pass over several sequences, each with its own number of new tokens: prompts and single output
+tokens lie behind one another in one array, without padding, and a block table per sequence says where its keys and
+values are.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from reflex_runtime.core.errors import ConfigError
+
+GIB: Final = 1 << 30
+BLOCK_SIZES: Final = {"openvino": 32, "torch": 16}  # tokens, by runner; OpenVINO's kernels decide their own
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One forward pass over n sequences, t tokens and b blocks.
+
+    token_ids, positions: [t], one sequence behind the other. past_lens: [n], tokens of each that are in the cache.
+    begins: [n + 1], where each one's tokens begin. blocks: [b], the block tables; block_begins: [n + 1]. Position p of
+    a sequence lies in row p % block_size of the block at p // block_size of its table, which covers this step's tokens.
+    adapters: [n], the number of each one's adapter, from 1 on, 0 for none; None: nobody has one.
+    rows: [r], ascending, the tokens of the step after which logits are wanted; None: after the last of each sequence.
+    """
+
+    token_ids: npt.NDArray[np.int64]
+    positions: npt.NDArray[np.int64]
+    past_lens: npt.NDArray[np.int32]
+    begins: npt.NDArray[np.int32]
+    blocks: npt.NDArray[np.int32]
+    block_begins: npt.NDArray[np.int32]
+    rows: npt.NDArray[np.int64] | None = None
+    adapters: npt.NDArray[np.int32] | None = None
+
+    @property
+    def picked(self) -> npt.NDArray[np.int64]:
+        """`rows`, spelled out."""
+        return self.begins[1:].astype(np.int64) - 1 if self.rows is None else self.rows
+
+    @property
+    def adapter_ids(self) -> npt.NDArray[np.int32]:
+        """[t], the number of each token's adapter."""
+        if self.adapters is None:
+            return np.zeros(len(self.token_ids), np.int32)
+        return np.repeat(self.adapters, np.diff(self.begins))
+
+
+class Runner(Protocol):
+    """A model and its key-value blocks.
+
+    vocab_size: width of a row of logits. block_size: tokens a block holds. num_blocks: how many there are.
+    max_model_len: most tokens of one sequence, prompt and output. name: for people ("openvino bf16"). adapters: names
+    of those that a step may use; the first has the number 1.
+    """
+
+    vocab_size: int
+    block_size: int
+    num_blocks: int
+    max_model_len: int
+    name: str
+    adapters: tuple[str, ...]
+
+    def forward(self, step: Step) -> npt.NDArray[np.float32]:
+        """Logits [n, vocab_size] after the last token of each sequence, or [r, vocab_size] after the step's `rows`.
+
+        Keys and values of the step are then in its blocks.
+
+        Called by one thread at a time; the array may be reused by the next call. When it raises, what earlier steps
+        left in the cache is untouched.
+        """
+
+    def close(self) -> None:
+        """Free the model. Nothing is called afterwards."""
+
+
+def free_bytes(device: str = "cpu") -> int:
+    """Memory that can be had on a device: of a machine without swapping, of a GPU as its driver tells."""
+    if device == "cuda":
+        import torch
+
+        return int(torch.cuda.mem_get_info()[0])
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def blocks_in(kv_cache_bytes: int, block_bytes: int, free: int, num_blocks: int | None = None) -> int:
+    """How many blocks a cache has: `num_blocks`, or as many as there is room for.
+
+    ConfigError, with the range, for less than one and for more than is free.
+    """
+    if num_blocks is None:
+        if not block_bytes <= kv_cache_bytes <= free:
+            why = f"must be in [{block_bytes}, {free}]: from one block of this model to the memory that is free"
+            raise ConfigError(
+                f"kv_cache_bytes={kv_cache_bytes}: {why}", field="kv_cache_bytes", low=block_bytes, high=free
+            )
+        return kv_cache_bytes // block_bytes
+    if not 1 <= num_blocks <= free // block_bytes:
+        why = f"{free / GIB:.1f} GiB are free, and a block takes {block_bytes} bytes"
+        raise ConfigError(
+            f"num_blocks={num_blocks}: must be in [1, {free // block_bytes}]: {why}", field="num_blocks"
+        )
+    return num_blocks

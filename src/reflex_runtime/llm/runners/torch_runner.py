@@ -1,0 +1,367 @@
+"""The runner in torch over a paged cache: for GPUs, and as a readable reference.
+
+A step's tokens run through the model as one flat row; only attention distinguishes the sequences. Sequences with one
+new token attend together, as a padded batch over their block tables. Longer runs attend one by one, over exactly their
+own rows. On CUDA, steps of single tokens replay a recorded graph, one per batch size and table width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.llm.runners.adapters import AdapterStack, not_adaptable
+from reflex_runtime.llm.runners.any_checkpoint import AnyModelConfig
+from reflex_runtime.llm.runners.checkpoint import Checkpoint, ModelConfig, is_known
+from reflex_runtime.llm.runners.runner import BLOCK_SIZES, GIB, Step, blocks_in, free_bytes
+from reflex_runtime.llm.runners.torch_model import Decoder, Tensor, functional, torch
+from reflex_runtime.run.cuda import Record, recorder
+
+if TYPE_CHECKING:
+    from reflex_runtime.llm.runners.transformers_model import AnyDecoder
+
+_MOST_RECORDED: Final = 256  # sequences in a recorded step; larger ones are busy enough to be launched one by one
+_Masks = dict[int | None, Tensor]  # by sliding window; None: a layer that sees everything
+
+
+@dataclass(frozen=True, slots=True)
+class _Singles:
+    """Sequences with one new token each: the indices of their tokens in the step (None: all), the cache rows [d,
+    length] that each may read, padded with the unused block's, and per window a mask of those it reads, [d, 1, 1,
+    length]."""
+
+    tokens: Tensor | None
+    rows: Tensor
+    masks: _Masks
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """A sequence with several new tokens: their place in the step, the cache rows of all its tokens up to the last, and
+    per window a mask of what each new token reads, [new, all]. No mask: all tokens are new, and attention is causal."""
+
+    begin: int
+    end: int
+    rows: Tensor
+    masks: dict[int | None, Tensor | None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """The input of attention for a step, the same in every layer. rows: where new keys and values are written, [t]."""
+
+    rows: Tensor
+    singles: _Singles | None
+    runs: list[_Run]
+
+
+@dataclass(frozen=True, slots=True)
+class _Recorded:
+    """A decode step of fixed size: fill the inputs, replay, read the logits. lengths count the new token."""
+
+    ids: Tensor  # [size]
+    tables: Tensor  # [size, width] blocks
+    lengths: Tensor  # [size]
+    logits: Tensor  # [size, vocab]
+    replay: Callable[[], None]
+
+
+class TorchRunner:
+    """Runs steps of a Hugging Face checkpoint in torch.
+
+    device: "cpu" or "cuda". dtype: "float32", "bfloat16", or "auto": bfloat16 if the weights are stored so, else
+    float32. num_blocks: blocks of the cache, or None: as many as fit into `kv_cache_bytes`. max_model_len: at most,
+    and by default, the checkpoint's own limit. threads: CPU threads of torch, one number for the whole process; None
+    does not change it. cuda_graphs: record decode steps; the first step of each size then takes longer, later ones cost
+    one launch. adapters: directories of LoRA adapters, by name; then no step is recorded. Raises ConfigError, if
+    possible before any weight is read.
+    """
+
+    def __init__(
+        self,
+        directory: Path | str,
+        *,
+        device: str = "cpu",
+        dtype: str = "float32",
+        block_size: int = BLOCK_SIZES["torch"],
+        num_blocks: int | None = None,
+        kv_cache_bytes: int = GIB,
+        max_model_len: int | None = None,
+        threads: int | None = None,
+        cuda_graphs: bool = True,
+        adapters: Mapping[str, Path] | None = None,
+    ) -> None:
+        root, checkpoint = Path(directory), Checkpoint.open(directory) if is_known(directory) else None
+        config = AnyModelConfig.open(root) if checkpoint is None else checkpoint.config
+        _check_device(device, dtype)
+        _check_numbers(
+            config, block_size=block_size, num_blocks=num_blocks, max_model_len=max_model_len, threads=threads
+        )
+        if dtype == "auto":
+            dtype = "bfloat16" if config.torch_dtype == "bfloat16" else "float32"
+        kind: torch.dtype = getattr(torch, dtype)
+        self.vocab_size, self.block_size = config.vocab_size, block_size
+        self.max_model_len = max_model_len or config.max_position_embeddings
+        self.name = f"torch {device} {dtype}"
+        self.adapters: tuple[str, ...] = ()
+        if threads is not None:
+            torch.set_num_threads(threads)
+        self._device = device
+        self._decoder: Decoder | AnyDecoder
+        if checkpoint is None:
+            from reflex_runtime.llm.runners.transformers_model import AnyDecoder
+
+            if adapters:
+                raise not_adaptable()
+            self._decoder = decoder = AnyDecoder(root, device, kind)
+            self._windows = tuple(layer.window for layer in decoder.layers)
+            self._caps = tuple(layer.softcap for layer in decoder.layers)
+            sizes = [(layer.kv_heads, layer.head_dim) for layer in decoder.layers]
+        else:
+            stack = AdapterStack.read(adapters, checkpoint.config) if adapters else None
+            self.adapters = () if stack is None else stack.names
+            self._decoder, self._windows = Decoder(checkpoint, device, kind, stack), checkpoint.config.windows
+            self._caps = (None,) * checkpoint.config.num_layers
+            sizes = [(checkpoint.config.num_kv_heads, checkpoint.config.head_dim)] * checkpoint.config.num_layers
+        block = 2 * block_size * kind.itemsize * sum(heads * size for heads, size in sizes)  # layers may differ
+        self.num_blocks = blocks_in(kv_cache_bytes, block, free_bytes(device), num_blocks)
+        # One more block than sequences get: padding reads and writes there. It is zeroed, because a row that was never
+        # written is multiplied with a weight of zero, and NaN times zero is NaN.
+        shape = (self.num_blocks + 1, block_size)
+        self._keys = [torch.zeros(*shape, *size, dtype=kind, device=device) for size in sizes]
+        self._values = [torch.zeros(*shape, *size, dtype=kind, device=device) for size in sizes]
+        # others may do what cannot be recorded, and a recorded step has no adapters
+        recorded = device == "cuda" and cuda_graphs and checkpoint is not None and not adapters
+        self._record: Record | None = recorder() if recorded else None
+        self._recorded: dict[tuple[int, int], _Recorded] = {}
+        self._host = torch.empty(0, 0)
+        if checkpoint is None:
+            self._compare(root, 0.01 if dtype == "float32" else 0.15)
+
+    def _compare(self, root: Path, most: float) -> None:
+        """Refuse a model whose logits change with our attention. most: share of their spread."""
+        ids = np.arange(24, dtype=np.int64) * 7 % self.vocab_size
+        expected = self._decoder.expected(ids.tolist()).cpu().numpy()  # type: ignore[union-attr]
+        blocks, zero = np.arange(-(-24 // self.block_size), dtype=np.int32), np.zeros(1, np.int32)
+        if len(blocks) > self.num_blocks:
+            return
+        for past, end in ((0, 12), (12, 24)):
+            begins = np.array([0, end - past], np.int32)
+            widths = np.array([0, len(blocks)], np.int32)
+            found = self.forward(Step(ids[past:end], np.arange(past, end), zero + past, begins, blocks, widths))[0]
+        off = float(np.abs(found - expected).max() / max(np.ptp(expected), 1e-9))
+        if not off <= most:
+            raise ConfigError(f"{root}: its logits change by {off:.0%} with paged attention, so it cannot be batched")
+
+    def forward(self, step: Step) -> npt.NDArray[np.float32]:
+        """Logits [n, vocab_size] after each sequence's last token of the step, or after its `rows`.
+
+        Raises ValueError for a token id the model does not have, before anything is written.
+        """
+        low, high = int(step.token_ids.min()), int(step.token_ids.max())
+        if low < 0 or high >= self.vocab_size:  # on a GPU this would end the process
+            raise ValueError(f"token ids from {low} to {high}: must be in [0, {self.vocab_size})")
+        with torch.inference_mode():
+            singles = len(step.token_ids) == len(step.past_lens) <= _MOST_RECORDED and step.rows is None
+            if self._record is not None and singles:
+                logits = self._replayed(step, self._record)
+            else:
+                rows = self._tensor(step.picked)
+                ids, positions, plan = self._tensor(step.token_ids), self._tensor(step.positions), self._plan(step)
+                chosen = None if step.adapters is None else self._tensor(step.adapter_ids.astype(np.int64))
+                logits = self._run(ids, positions, plan, rows, chosen)
+            return self._on_host(logits)
+
+    def _on_host(self, logits: Tensor) -> npt.NDArray[np.float32]:
+        """The same in numpy; from a GPU through pinned memory that the next call uses again."""
+        if self._device == "cuda":
+            if len(self._host) < len(logits):
+                self._host = torch.empty(_power_of_two(len(logits)), self.vocab_size, pin_memory=True)
+            logits = self._host[: len(logits)].copy_(logits)
+        result: npt.NDArray[np.float32] = logits.numpy()
+        return result
+
+    def close(self) -> None:
+        """Free weights, cache and recorded graphs."""
+        self._recorded.clear()
+        self._host = torch.empty(0, 0)
+        self._keys.clear()
+        self._values.clear()
+        self.__dict__.pop("_decoder", None)
+
+    def _tensor(self, values: npt.ArrayLike) -> Tensor:
+        return torch.tensor(values, device=self._device)
+
+    def _run(
+        self, ids: Tensor, positions: Tensor, plan: _Plan, rows: Tensor | None, adapters: Tensor | None = None
+    ) -> Tensor:
+        """Logits of the tokens at `rows`; None: of all. adapters: of each token; None: nobody has one."""
+        decoder, attend = self._decoder, partial(self._attend, plan)
+        if adapters is None:
+            return decoder.run(ids, positions, attend, rows)
+        assert isinstance(decoder, Decoder)  # another one has no adapters
+        return decoder.run(ids, positions, attend, rows, adapters)
+
+    # -- planning: once per step ---------------------------------------------------------------------------------------
+
+    def _plan(self, step: Step) -> _Plan:
+        size, counts = self.block_size, np.diff(step.begins)
+        single = counts == 1
+        runs = []
+        for i in np.flatnonzero(~single):
+            table = step.blocks[step.block_begins[i] : step.block_begins[i + 1]].astype(np.int64)
+            rows = (table[:, None] * size + np.arange(size)).ravel()[: step.past_lens[i] + counts[i]]
+            runs.append(self._run_of(int(step.begins[i]), int(counts[i]), self._tensor(rows)))
+        singles = None
+        if single.any():
+            tables = self._tensor(self._tables(step, single))
+            tokens = self._tensor(step.begins[:-1][single].astype(np.int64)) if runs else None
+            singles = self._singles(tokens, tables, self._tensor(step.past_lens[single].astype(np.int64) + 1))
+        owner = np.repeat(np.arange(len(counts)), counts)
+        block = step.blocks[step.block_begins[owner] + step.positions // size].astype(np.int64)
+        return _Plan(self._tensor(block * size + step.positions % size), singles, runs)
+
+    def _tables(
+        self, step: Step, which: npt.NDArray[np.bool_], count: int = 0, width: int = 0
+    ) -> npt.NDArray[np.int64]:
+        """Block tables of those sequences, at least [count, width], padded with the unused block."""
+        widths = np.diff(step.block_begins)
+        shape = max(count, int(which.sum())), max(width, int(widths[which].max()))
+        padded = np.full(shape, self.num_blocks, np.int64)
+        there = np.arange(shape[1]) < widths[which][:, None]
+        padded[: len(there)][there] = step.blocks[np.repeat(which, widths)]
+        return padded
+
+    def _run_of(self, begin: int, count: int, rows: Tensor) -> _Run:
+        past, at = len(rows) - count, torch.arange(len(rows), device=self._device)
+        own = at[past:, None]
+        masks: dict[int | None, Tensor | None] = {}
+        for window in set(self._windows):
+            if window is None or window >= len(rows):
+                masks[window] = (at <= own) if past else None
+            else:
+                masks[window] = (at <= own) & (at > own - window)
+        return _Run(begin, begin + count, rows, masks)
+
+    def _singles(self, tokens: Tensor | None, tables: Tensor, lengths: Tensor) -> _Singles:
+        """tables: [d, width] blocks; lengths: [d], counting the new token. All on the device: it can be recorded."""
+        size = self.block_size
+        rows = (tables[:, :, None] * size + torch.arange(size, device=self._device)).flatten(1)
+        at, length = torch.arange(rows.shape[1], device=self._device), lengths[:, None]
+        seen = at < length
+        masks = {
+            window: (seen if window is None else seen & (at >= length - window))[:, None, None]
+            for window in set(self._windows)
+        }
+        # The rest of a last block, after the sequence's end, may have any content: it is masked.
+        return _Singles(tokens, torch.where(seen, rows, self.num_blocks * size), masks)
+
+    # -- attention: once per layer -------------------------------------------------------------------------------------
+
+    def _attend(self, plan: _Plan, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        keys, values = self._keys[layer].flatten(0, 1), self._values[layer].flatten(0, 1)  # [rows, kv_heads, head_dim]
+        keys[plan.rows] = k
+        values[plan.rows] = v
+        window, cap, singles = self._windows[layer], self._caps[layer], plan.singles
+        if singles is not None and singles.tokens is None:
+            return _attend_singles(q, keys[singles.rows], values[singles.rows], singles.masks[window], cap)
+        out = torch.empty_like(q)
+        if singles is not None:
+            mask, one = singles.masks[window], q[singles.tokens]
+            out[singles.tokens] = _attend_singles(one, keys[singles.rows], values[singles.rows], mask, cap)
+        for run in plan.runs:
+            mine = slice(run.begin, run.end)
+            out[mine] = _attend_run(q[mine], keys[run.rows], values[run.rows], run.masks[window], cap)
+        return out
+
+    # -- recorded decode steps -----------------------------------------------------------------------------------------
+
+    def _replayed(self, step: Step, record: Record) -> Tensor:
+        """A step of single tokens through the smallest recording that is large enough; recorded on first use."""
+        count, widest = len(step.past_lens), int(np.diff(step.block_begins).max())
+        size, width = _power_of_two(count), _power_of_two(widest)
+        tables = self._tables(step, np.ones(count, np.bool_), size, width)
+        ids, lengths = np.zeros(size, np.int64), np.ones(size, np.int64)
+        ids[:count], lengths[:count] = step.token_ids, step.past_lens + 1
+        inputs = [self._tensor(values) for values in (ids, tables, lengths)]
+        recorded = self._recorded.get((size, width))
+        if recorded is None:
+            recorded = self._recorded[size, width] = self._recording(record, *inputs)
+        else:
+            for buffer, values in zip((recorded.ids, recorded.tables, recorded.lengths), inputs, strict=True):
+                buffer.copy_(values)
+        recorded.replay()
+        return recorded.logits[:count]
+
+    def _recording(self, record: Record, ids: Tensor, tables: Tensor, lengths: Tensor) -> _Recorded:
+        """Record a step with these tensors as its inputs. Repeated runs write the same keys and values."""
+        logits = torch.empty(len(ids), self.vocab_size, device=self._device)
+
+        def run() -> None:
+            at = lengths - 1
+            block = tables.gather(1, (at // self.block_size)[:, None])[:, 0]
+            plan = _Plan(block * self.block_size + at % self.block_size, self._singles(None, tables, lengths), [])
+            logits.copy_(self._run(ids, at, plan, None))
+
+        return _Recorded(ids, tables, lengths, logits, record(run))
+
+
+def _attend_singles(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, cap: float | None) -> Tensor:
+    """q [d, heads, head_dim]; k, v [d, length, kv_heads, head_dim]; mask [d, 1, 1, length]. Query heads that share keys
+    stand where several queries would, so that no key is copied."""
+    shared = q.view(len(q), k.shape[2], -1, q.shape[2])
+    return _mixed(shared, k.transpose(1, 2), v.transpose(1, 2), mask, cap).reshape(q.shape)
+
+
+def _attend_run(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, cap: float | None) -> Tensor:
+    """q [new, heads, head_dim]; k, v [all, kv_heads, head_dim]; mask [new, all], or None: causal, all being new."""
+    q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+    return _mixed(q, k, v, mask, cap)[0].transpose(0, 1)
+
+
+def _mixed(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, cap: float | None) -> Tensor:
+    """Attention of queries [.., heads, n, d] over keys and values [.., kv_heads, m, d]; no mask: causal. cap: the bound
+    that scores are bent to, for which there is no fused kernel."""
+    if cap is None:
+        gqa = q.shape[1] != k.shape[1]
+        return functional.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=gqa
+        )  # fmt: skip
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    scores = cap * torch.tanh(q @ k.transpose(-1, -2) * (q.shape[-1] ** -0.5 / cap))
+    if mask is None:
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
+    mixed: Tensor = scores.masked_fill(~mask, -torch.inf).float().softmax(-1).to(v.dtype) @ v
+    return mixed
+
+
+def _power_of_two(number: int) -> int:
+    """The smallest that is not below number >= 1."""
+    return 1 << (number - 1).bit_length()
+
+
+def _check_device(device: str, dtype: str) -> None:
+    if device not in ("cpu", "cuda"):
+        raise ConfigError(f"device={device!r}: must be 'cpu' or 'cuda'")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device='cuda': this torch sees no CUDA device; use 'cpu'")
+    if dtype not in ("float32", "bfloat16", "auto"):
+        raise ConfigError(f"dtype={dtype!r}: must be 'float32', 'bfloat16' or 'auto'")
+
+
+def _check_numbers(config: ModelConfig | AnyModelConfig, **numbers: int | None) -> None:
+    for name, value in numbers.items():
+        if value is not None and value < 1:
+            raise ConfigError(f"{name}={value}: must be >= 1")
+    longest, trained = numbers["max_model_len"], config.max_position_embeddings
+    if longest is not None and longest > trained:
+        raise ConfigError(
+            f"max_model_len={longest}: must be at most {trained}, the checkpoint's max_position_embeddings"
+        )

@@ -1,0 +1,1 @@
+"""What runs batches: drivers that wait, as thin loops around the pure scheduler, and processors that compute."""

@@ -1,0 +1,653 @@
+"""`@batched`: write a function over a list, call it with one item.
+
+    @batched(max_batch_size=32)
+    def embed(texts: list[str]) -> list[Vector]: ...
+
+    vector = embed("one text")              # blocks this thread
+    vector = await embed.aio("one text")    # does not block the loop
+
+    @batched
+    async def ask(questions: list[str]) -> list[str]: ...
+
+    answer = await ask("one question")
+
+Concurrent callers share the function's calls; one call runs at a time. With a method each object has its own batches:
+items of different objects never share a call, and their calls run in parallel.
+
+A `def` runs on one thread of its own and needs no lock. That thread answers the callers: it wakes the first of the
+threads that wait, each of which wakes the next one (`Relay`), and makes one call into a loop per batch for coroutines.
+An `async def` is awaited on the loop of its callers, one call at a time; callers of different loops do not share calls.
+There is no thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import itertools
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+from contextvars import ContextVar
+from functools import partial
+from math import inf
+from queue import SimpleQueue
+from random import random
+from typing import Any, Final, Generic, Protocol, Self, TypeVar, overload
+
+from reflex_runtime.core.batch import Batch, Done, Outcome
+from reflex_runtime.core.errors import Cancelled, ConfigError, ProcessorHung, Rejected, WaitTimeout
+from reflex_runtime.core.flush import FlushPolicy
+from reflex_runtime.core.group import GroupConfig
+from reflex_runtime.core.request import DEFAULT, Priority, Request, Ticket
+from reflex_runtime.core.scheduler import Scheduler
+from reflex_runtime.run.audience import Audience, Cancels, Delivery, Sink, resolve
+from reflex_runtime.run.device import Device
+from reflex_runtime.run.dispatcher import Dispatcher
+from reflex_runtime.run.processor import (
+    FunctionProcessor,
+    check_function,
+    checked_results,
+    failure_of,
+    is_async,
+    is_method,
+    name_of,
+    outcomes_of,
+    payloads_of,
+)
+from reflex_runtime.run.wakeup_chain import Relay, Sleeper
+
+GONE: Final = 1.0  # seconds from the end of a task until its client is forgotten
+
+_numbers = itertools.count(1)  # of clients, in all loops
+
+
+class Handle:
+    """The object that replaces a batched function, and the `object.method` of a batched method.
+
+    A call may raise `QueueFull` or `Closed` (refused), `Expired`, `Shed`, `Drained` (not computed), or `ProcessorError`
+    (it ran and failed; only then a retry computes the item a second time).
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        wrapper: Any = self
+        functools.update_wrapper(wrapper, function)
+        self._name = getattr(function, "__name__", type(function).__name__)
+        self._owner: object = None
+
+    def held_by(self, owner: object) -> Self:
+        """The same function through a handle that keeps its owner alive, as a bound method does its object."""
+        handle = object.__new__(type(self))
+        handle.__dict__.update(self.__dict__, _owner=owner)
+        return handle
+
+    def expect_deletion(self) -> None:
+        """Get ready for `owner_deleted`."""
+
+    def owner_deleted(self) -> None:
+        """The owner was deleted, so there are no callers. Called by the garbage collector: takes no lock."""
+
+
+class TaskClients:
+    """The clients of one loop's items: one for each task, from its first item until the task ends.
+
+    Many programs make a task for each item (`asyncio.gather`, the handlers of a web server), and such a task never asks
+    twice. So a new task gets the client of one that has ended, and the scheduler learns how long after an answer the
+    next item comes. Which one is drawn by lot: in any order, the first to come back would always be the same client,
+    and all times would seem more regular than they are. `GONE` seconds after its task a client is forgotten, because
+    the program has fewer items at a time now.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._of: dict[int, str] = {}  # by id of the task
+        self._free: list[tuple[str, float]] = []  # the client, and when its task ended
+
+    def current(self) -> str:
+        """The client of the running task; "" where no task runs."""
+        task = asyncio.current_task()
+        return self._of.get(id(task)) or self._enter(task)
+
+    def _enter(self, task: asyncio.Task[Any] | None) -> str:
+        """The client of a new task."""
+        if task is None:
+            return ""
+        task.add_done_callback(self._leave)
+        client = self._of[id(task)] = self._draw() or f"task {next(_numbers)}"
+        return client
+
+    def _leave(self, task: asyncio.Task[Any]) -> None:
+        self._free.append((self._of.pop(id(task)), self._clock()))
+
+    def _draw(self) -> str:
+        """One of the clients without a task; "" if there is none."""
+        free, oldest = self._free, self._clock() - GONE
+        while free:
+            drawn = int(random() * len(free))
+            free[drawn], free[-1] = free[-1], free[drawn]
+            client, left = free.pop()
+            if left >= oldest:
+                return client
+        return ""
+
+
+def forget_closed(by_loop: dict[asyncio.AbstractEventLoop, Any]) -> None:
+    """Drop what belongs to closed loops: a program may run one after another."""
+    for loop in list(by_loop):
+        if loop.is_closed():
+            by_loop.pop(loop, None)
+
+
+# -- an `async def` ----------------------------------------------------------------------------------------------------
+
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+_inside: ContextVar[Batch | None] = ContextVar("_inside", default=None)  # the batch that this task runs, or ran
+
+
+class BatchedCoroutine(Handle, Generic[Item, Result]):
+    """A coroutine function over a list that is awaited with single items; `batched` makes it.
+
+    `Handle` lists the errors of its calls. Callers, sinks and `close` are those of the running loop.
+    """
+
+    def __init__(
+        self,
+        function: Callable[[list[Item]], Awaitable[Sequence[Result]]],
+        config: GroupConfig,
+        repeatable: bool,
+        watchdog: float,
+    ) -> None:
+        super().__init__(function)
+        self._group = config.name
+        self._make = partial(_Calls, function, config, repeatable, watchdog)
+        self._calls: dict[asyncio.AbstractEventLoop, _Calls] = {}
+
+    async def __call__(
+        self, item: Item, /, *, priority: Priority = DEFAULT, time_limit: float | None = None
+    ) -> Result:
+        """The result for one item; cancelling the task that awaits it cancels the item.
+
+        time_limit: seconds from now after which the result has no use, then Expired.
+        """
+        calls = self._of_this_loop()
+        if (running := _inside.get()) is not None and running is calls.running:
+            raise ConfigError("@batched: the function calls itself with a single item, and would wait for itself")
+        client = calls.clients.current()
+        request = Request(item, group=self._group, client=client, priority=priority, time_limit=time_limit)
+        ticket = calls.dispatcher.submit(request)
+        try:
+            result: Result = await ticket.waiter
+        except asyncio.CancelledError:
+            calls.dispatcher.cancel(ticket)
+            raise
+        return result
+
+    def add_sink(self, sink: Sink) -> None:
+        """Call it with every event of this loop from now on, in order; it must be quick."""
+        self._of_this_loop().dispatcher.add_sink(sink)
+
+    async def close(self, drain: bool = True, timeout: float = 5.0) -> None:
+        """Accept no more items in this loop, and finish or drop those queued within `timeout` seconds.
+
+        Every caller is answered: without a result by then it gets Drained, or CutShort if the function still runs.
+        """
+        await self._of_this_loop().dispatcher.close(drain, timeout)
+
+    def _of_this_loop(self) -> _Calls:
+        loop = asyncio.get_running_loop()
+        found = self._calls.get(loop)
+        if found is None:
+            forget_closed(self._calls)
+            found = self._calls[loop] = self._make()
+        return found
+
+
+class _Calls:
+    """The calls of one function in one loop. running: the batch that it is awaited for, if there is one."""
+
+    def __init__(
+        self,
+        function: Callable[[list[Any]], Awaitable[Sequence[Any]]],
+        config: GroupConfig,
+        repeatable: bool,
+        watchdog: float,
+    ) -> None:
+        self._function, self._repeatable, self._watchdog = function, repeatable, watchdog
+        self.running: Batch | None = None
+        self.dispatcher = Dispatcher([config], self._run, max_batches=1)
+        self.dispatcher.start()
+        self.clients = TaskClients()
+
+    async def _run(self, batch: Batch) -> Sequence[Outcome]:
+        self.running = batch
+        _inside.set(batch)
+        try:
+            async with asyncio.timeout(self._watchdog or None) as limit:
+                results = await self._function(payloads_of(batch))
+            return outcomes_of(checked_results(self._function, results), batch)
+        except Exception as error:
+            hung = ProcessorHung(f"the function did not come back within {self._watchdog:g} s")
+            return failure_of(hung if limit.expired() else error, batch, self._repeatable)
+        finally:
+            self.running = None
+
+
+# -- a `def` -----------------------------------------------------------------------------------------------------------
+
+
+_LATE = 0.001  # seconds; a loop's timer may fire this early, when nothing has expired yet
+
+
+class BatchedFunction(Handle, Generic[Item, Result]):
+    """A function over a list that is called with single items; `batched` makes it. `Handle` lists its errors."""
+
+    def __init__(
+        self,
+        function: Callable[[list[Item]], Sequence[Result]],
+        config: GroupConfig,
+        repeatable: bool,
+        watchdog: float,
+    ) -> None:
+        super().__init__(function)
+        self._driver = _Driver(function, config, repeatable, watchdog, self._name)
+
+    def __call__(
+        self,
+        item: Item,
+        /,
+        *,
+        timeout: float | None = None,
+        priority: Priority = DEFAULT,
+        time_limit: float | None = None,
+    ) -> Result:
+        """The result for one item; this thread waits for it.
+
+        timeout: seconds that it waits at most, then WaitTimeout. time_limit: seconds from now after which the result
+        has no use, then Expired. RuntimeError in a thread that runs an event loop: there, await `aio`.
+        """
+        driver = self._driver
+        if driver.device.current:
+            raise ConfigError("@batched: the function calls itself with a single item, and would wait for itself")
+        if _loop_runs():
+            raise RuntimeError(f"{self._name}(item) would block the running event loop: await {self._name}.aio(item)")
+        if timeout is not None and not timeout >= 0.0:
+            raise ConfigError(f"timeout={timeout!r}: must be >= 0 seconds, or None to wait for ever")
+        caller = threading.get_ident()
+        request = Request(item, group=driver.group, client=caller, priority=priority, time_limit=time_limit)
+        sleeper, ticket = Sleeper(), None
+        try:
+            ticket = driver.ask(request, sleeper)
+            came = driver.wait(sleeper, ticket, timeout)
+        except BaseException:  # refused, or interrupted: the answer has no reader
+            driver.relay.runs(sleeper)
+            if ticket is not None:
+                driver.device.cancel(ticket)
+            raise
+        if not came and not driver.device.abandon(ticket):
+            raise WaitTimeout(f"{self._name}: no answer within {timeout:g} s")
+        outcome = ticket.outcome
+        if isinstance(outcome, Done):
+            return outcome.value  # type: ignore[no-any-return]
+        try:
+            raise outcome.error.with_traceback(None)  # shared by the callers of a failed batch
+        finally:  # it holds this call, whose variables hold it and the item: a cycle
+            del ticket, outcome
+
+    async def aio(self, item: Item, /, *, priority: Priority = DEFAULT, time_limit: float | None = None) -> Result:
+        """The result for one item, without blocking the loop; cancelling the task cancels the item."""
+        driver, loop = self._driver, asyncio.get_running_loop()
+        inbox = driver.inbox(loop)
+        client = inbox.clients.current()
+        request = Request(item, group=driver.group, client=client, priority=priority, time_limit=time_limit)
+        future: asyncio.Future[Result] = loop.create_future()
+        ticket = driver.submit(request, partial(inbox.put, future), wake=False)
+        inbox.wake_soon()
+        alarm = None if time_limit is None else loop.call_later(time_limit + _LATE, driver.look)
+        try:
+            return await future
+        except asyncio.CancelledError:
+            inbox.cancels.add(ticket, loop)
+            raise
+        finally:
+            if alarm is not None:
+                alarm.cancel()
+
+    def add_sink(self, sink: Sink) -> None:
+        """Call the sink with every event from now on, in order, on any thread. It must be quick, and call no handle."""
+        driver = self._driver
+        driver.delivery.after(lambda: driver.audience.add(sink))
+        driver.deliver()  # answers that were told meanwhile have woken nobody
+
+    def close(self, drain: bool = True, timeout: float = 5.0) -> bool:
+        """Accept no more items, finish or drop those queued, stop the thread. Returns whether it ended in `timeout`.
+
+        Every caller is answered: without a result by then it gets Drained, or CutShort if the function still runs.
+        """
+        self._driver.device.input(lambda scheduler, now: scheduler.close(now, drain))
+        return self._driver.device.stop(timeout)
+
+    def expect_deletion(self) -> None:
+        if _stopper.acquire(blocking=False):
+            threading.Thread(target=_stop_ownerless, name="reflex-ownerless", daemon=True).start()
+
+    def owner_deleted(self) -> None:
+        _ownerless.put(self._driver.device)
+
+
+class _Driver:
+    """The thread of one batched function and its callers; it starts with the first item."""
+
+    def __init__(
+        self, function: Callable[[list[Any]], Any], config: GroupConfig, repeatable: bool, watchdog: float, name: str
+    ) -> None:
+        processors = {config.name: FunctionProcessor(function, repeatable)}
+        self.group = config.name
+        self.watchdog = watchdog or inf
+        self.audience = Audience()
+        self.delivery = Delivery(lambda: self.device.take_events(), self.audience)
+        scheduler = Scheduler([config])
+        scheduler.unheard = self.audience.unheard
+        self.device = Device(scheduler, processors, self.deliver, name=name)
+        self._inboxes: dict[asyncio.AbstractEventLoop, _Inbox] = {}
+        self.relay = Relay(self.device.clock, self.device.wake)
+        self._starting = threading.Lock()
+        self._started = False
+
+    def submit(self, request: Request, waiter: Callable[..., None], wake: bool = True) -> Ticket:
+        """Admit an item. waiter: called with the settled ticket, on any thread. wake: see `Device.submit`."""
+        if not self._started:
+            with self._starting:
+                if not self._started:
+                    self.device.start()
+                    self._started = True
+        try:
+            return self.device.submit(request, waiter, wake)
+        except Rejected:
+            self.deliver()
+            raise
+
+    def ask(self, request: Request, sleeper: Sleeper) -> Ticket:
+        """Admit an item of a thread. The items of threads that were answered together wake the device together."""
+        relay = self.relay
+        later = relay.going
+        ticket = self.submit(request, lambda _: relay.answered(sleeper), wake=not later)
+        if later:
+            relay.came()
+        return ticket
+
+    def deliver(self) -> None:
+        """Deliver the new events and answers, then wake the threads, one by one, and the loops that have answers: each
+        once for all of them."""
+        self.delivery.deliver()
+        self.relay.go()
+        for inbox in tuple(self._inboxes.values()):
+            inbox.call()
+
+    def wait(self, sleeper: Sleeper, ticket: Ticket, timeout: float | None) -> bool:
+        """Wait for the answer; returns whether it came within `timeout`. Handles deadlines and hanging calls."""
+        clock, due = self.device.clock, ticket.deadline
+
+        def look() -> float:
+            at = self.look()
+            return at if clock() >= due else min(at, due)
+
+        first = min(due, clock() + self.watchdog)
+        return self.relay.wait(sleeper, inf if timeout is None else timeout, first, look)
+
+    def look(self) -> float:
+        """Expire items past their deadline, and give up a call that hangs. Returns when to look again."""
+        self.device.expire()
+        at = self.device.check(self.watchdog)
+        self.deliver()
+        return self.device.clock() + self.watchdog if at is None else at
+
+    def inbox(self, loop: asyncio.AbstractEventLoop) -> _Inbox:
+        """The inbox for answers to coroutines of this loop."""
+        found = self._inboxes.get(loop)
+        if found is None:
+            forget_closed(self._inboxes)
+            found = self._inboxes.setdefault(loop, _Inbox(loop, self))
+        return found
+
+
+class _Inbox:
+    """The items of one loop's coroutines. Those of one turn wake the device once, and so do answers the loop.
+
+    clients: of its tasks. cancels: its cancelled items.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, driver: _Driver) -> None:
+        self._loop, self._driver = loop, driver
+        self.clients = TaskClients(driver.device.clock)
+        self.cancels = Cancels(driver.device.input)
+        self._wake_due = self._watching = self._called = False
+        self._come: deque[Ticket] = deque()
+
+    def wake_soon(self) -> None:
+        """Let the device look at what was submitted in this turn of the loop."""
+        if not self._wake_due:
+            self._wake_due = True
+            self._loop.call_soon(self._wake)
+
+    def _wake(self) -> None:
+        self._wake_due = False
+        self._driver.device.wake()
+        self._watch()
+
+    def put(self, future: asyncio.Future[Any], ticket: Ticket) -> None:
+        """Keep an answer for the loop until `call`; on any thread."""
+        ticket.waiter = future
+        self._come.append(ticket)
+
+    def call(self) -> None:
+        """Let the loop take its answers, if there are any; on any thread."""
+        if self._come and not self._called:
+            self._called = True
+            try:
+                self._loop.call_soon_threadsafe(self._empty)
+            except RuntimeError:  # the loop is closed: its coroutines are gone
+                self._come.clear()
+
+    def _empty(self) -> None:
+        self._called = False  # first, so that later answers call again
+        while self._come:
+            resolve(self._come.popleft())
+
+    def _watch(self) -> None:
+        """Watch the running call for deadlines and hangs, as long as callers wait."""
+        if not self._watching and self._driver.watchdog < inf:
+            self._watching = True
+            self._loop.call_later(self._driver.watchdog, self._look)
+
+    def _look(self) -> None:
+        driver = self._driver
+        at = driver.look()
+        self._watching = not driver.device.scheduler.idle
+        if self._watching:
+            self._loop.call_later(max(0.0, at - driver.device.clock()) + _LATE, self._look)
+
+
+# Devices whose objects were deleted. Stopping a device takes its lock, which the thread that collects garbage may hold.
+# So the collector only appends them here, without a lock, and another thread stops them.
+_ownerless: SimpleQueue[Device] = SimpleQueue()
+_stopper = threading.Lock()  # held from when the thread is there
+
+
+def _stop_ownerless() -> None:
+    while True:
+        _ownerless.get().stop(0.0)
+
+
+def _loop_runs() -> bool:
+    """Whether this thread is inside a running event loop."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
+
+
+# -- the decorator -----------------------------------------------------------------------------------------------------
+
+
+Owner = TypeVar("Owner")
+Bound = TypeVar("Bound", bound=Handle)
+
+
+class BatchedMethod(Generic[Bound]):
+    """A batched method in its class; `object.method` is the object's own batched function.
+
+    That function is made at first use and closed when the object is deleted. It does not keep the object alive; a call
+    does.
+    """
+
+    def __init__(self, function: Callable[..., Any], make: Callable[[Callable[[list[Any]], Any]], Bound]) -> None:
+        functools.update_wrapper(self, function)
+        self._function, self._make = function, make
+        self._bound: dict[int, Bound] = {}  # by id: an object need not be hashable, and equal ones are not the same
+        self._binding = threading.Lock()
+
+    @overload
+    def __get__(self, owner: None, kind: type) -> Self: ...
+    @overload
+    def __get__(self, owner: object, kind: type | None = None) -> Bound: ...
+    def __get__(self, owner: object | None, kind: type | None = None) -> Self | Bound:
+        if owner is None:
+            return self
+        found = self._bound.get(id(owner))
+        return (found or self._bind(owner)).held_by(owner)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        name = name_of(self._function)
+        raise TypeError(f"{name} is a method: call it on an object, with one item")
+
+    def _bind(self, owner: object) -> Bound:
+        try:
+            owner_of = weakref.ref(owner)
+        except TypeError:
+            raise TypeError(
+                f"@batched {name_of(self._function)}: a {type(owner).__name__} cannot be referred to weakly; add "
+                "'__weakref__' to its __slots__"
+            ) from None
+        with self._binding:
+            if (found := self._bound.get(id(owner))) is None:
+                found = self._bound[id(owner)] = self._make(_of_owner(self._function, owner_of))
+                found.expect_deletion()
+                weakref.finalize(owner, self._gone, id(owner)).atexit = False
+        return found
+
+    def _gone(self, key: int) -> None:
+        self._bound.pop(key).owner_deleted()
+
+
+def _of_owner(method: Callable[..., Any], owner_of: Callable[[], object | None]) -> Callable[[list[Any]], Any]:
+    """The method of one object as a function of the list that does not keep the object alive."""
+
+    def there() -> object:
+        owner = owner_of()
+        if owner is None:  # callers hold the object, so there are none
+            raise Cancelled("its object is gone")
+        return owner
+
+    def call(items: list[Any]) -> Any:
+        return method(there(), items)
+
+    async def call_async(items: list[Any]) -> Any:
+        return await method(there(), items)
+
+    made = call_async if is_async(method) else call
+    for name in ("__module__", "__name__", "__qualname__", "__doc__"):  # no __wrapped__: that has another signature
+        setattr(made, name, getattr(method, name))
+    return made
+
+
+class Decorator(Protocol):
+    """The decorator that `batched(...)` returns, for functions and methods, with `def` or `async def`."""
+
+    @overload
+    def __call__(
+        self, function: Callable[[list[Item]], Awaitable[Sequence[Result]]], /
+    ) -> BatchedCoroutine[Item, Result]: ...
+    @overload
+    def __call__(self, function: Callable[[list[Item]], Sequence[Result]], /) -> BatchedFunction[Item, Result]: ...
+    @overload
+    def __call__(
+        self, function: Callable[[Owner, list[Item]], Awaitable[Sequence[Result]]], /
+    ) -> BatchedMethod[BatchedCoroutine[Item, Result]]: ...
+    @overload
+    def __call__(
+        self, function: Callable[[Owner, list[Item]], Sequence[Result]], /
+    ) -> BatchedMethod[BatchedFunction[Item, Result]]: ...
+
+
+@overload
+def batched(
+    function: Callable[[list[Item]], Awaitable[Sequence[Result]]], /
+) -> BatchedCoroutine[Item, Result]: ...
+@overload
+def batched(function: Callable[[list[Item]], Sequence[Result]], /) -> BatchedFunction[Item, Result]: ...
+@overload
+def batched(
+    function: Callable[[Owner, list[Item]], Awaitable[Sequence[Result]]], /
+) -> BatchedMethod[BatchedCoroutine[Item, Result]]: ...
+@overload
+def batched(
+    function: Callable[[Owner, list[Item]], Sequence[Result]], /
+) -> BatchedMethod[BatchedFunction[Item, Result]]: ...
+@overload
+def batched(
+    max_batch_size: int = 32,
+    max_latency: float = 0.005,
+    capacity: int = 1000,
+    repeatable: bool = True,
+    watchdog: float = 60.0,
+) -> Decorator: ...
+def batched(
+    max_batch_size: Any = 32,
+    max_latency: float = 0.005,
+    capacity: int = 1000,
+    repeatable: bool = True,
+    watchdog: float = 60.0,
+) -> Any:
+    """Make a function over a list callable with one item at a time: `@batched`, or `@batched(max_batch_size=8)`.
+
+    max_batch_size: most items in a call. max_latency: longest hold in seconds while no call runs; it waits only for
+    callers that were just answered and are expected to call again, so a lone caller is never held. Items that come
+    while a call runs form the next batch. capacity: most waiting items. repeatable: False if it must not see an item
+    twice (then one bad item fails its whole call). watchdog: seconds that a call may take; then its callers get
+    `ProcessorHung`. A thread that hangs is replaced once, a coroutine is cancelled. 0 switches it off.
+
+    A `def` becomes a `BatchedFunction`, an `async def` a `BatchedCoroutine`; with `self` before the list, one of these
+    for every object. Raises TypeError for anything but a function of one list: a generator, a class method, two
+    parameters.
+    """
+    if callable(max_batch_size) or isinstance(max_batch_size, classmethod):
+        return batched()(max_batch_size)
+    if not 0.0 <= watchdog < inf:
+        raise ConfigError(f"@batched: watchdog={watchdog!r}: must be finite and >= 0 seconds")
+    config = GroupConfig(
+        name="batched",
+        flush=FlushPolicy(max_batch_size=max_batch_size, returns=max_latency, shed=True),
+        capacity=capacity,
+    )
+
+    def decorate(function: Any) -> Any:
+        if isinstance(function, staticmethod):
+            function = function.__func__
+        kind = BatchedCoroutine if is_async(function) else BatchedFunction
+
+        def make(of_list: Callable[[list[Any]], Any]) -> Any:
+            return kind(of_list, config, repeatable, watchdog)
+
+        if not is_method(function):
+            check_function(function)
+            return make(function)
+        check_function(function, "self")
+        return BatchedMethod(function, make)
+
+    return decorate

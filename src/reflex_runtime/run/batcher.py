@@ -1,0 +1,341 @@
+"""The asyncio driver: an event loop submits, cancels and awaits; device work runs in a separate thread.
+
+Futures are resolved and sinks are called on the loop, once per batch. Batches that are proven to be brief run there
+too: one after each turn of the loop, of what was submitted in it. While the device is busy, one loop timer handles
+expiry and the watchdog; while it is free, its thread sleeps until the next deadline. The loop never waits for the
+device thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping
+from concurrent.futures import Future
+from math import inf
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Generic, Self
+
+from reflex_runtime.core.errors import ConfigError, ReflexError, Rejected
+from reflex_runtime.core.group import GroupConfig
+from reflex_runtime.core.request import Request, Ticket
+from reflex_runtime.core.scheduler import Scheduler
+from reflex_runtime.run.audience import Audience, Cancels, Idle
+from reflex_runtime.run.audience import Sink as Sink
+from reflex_runtime.run.device import Clock
+from reflex_runtime.run.inline_batches import BRIEF, LoopDevice
+from reflex_runtime.run.processor import Processor
+
+if TYPE_CHECKING:  # with a default, so that `Batcher` alone is one of any values
+    from typing_extensions import TypeVar
+
+    V = TypeVar("V", default=Any)
+else:
+    from typing import TypeVar
+
+    V = TypeVar("V")
+
+
+log = logging.getLogger("reflex.batcher")
+
+
+class Batcher(Generic[V]):
+    """Batches requests of one event loop on one device; V is the type of the processors' values.
+
+        async with Batcher({"default": processor}) as batcher:
+            value = await batcher.run(Request(payload))
+
+    processors: one per group. watchdog: seconds a batch may run before it fails with `ProcessorHung`; 0 is off.
+    sinks: called on the loop with every event, in order; a sink with an attribute `events` (a set of event types) gets
+        those only. One that raises is logged and called again with the next event. Or an `Audience`, for a server that
+        publishes events of its own to the same sinks.
+    on_fatal: called on the loop when the device is given up. expendable: see `Device`; noticed within two seconds.
+    one_thread: see `Device`; for processors that no second thread may call, even when the first one hangs.
+    brief: batches that take at most so many seconds run on the loop itself if their processor has `any_thread` and many
+        before them were as brief (`inline_batches`); 0: none do. The watchdog cannot answer for one that hangs there:
+        it is logged, and on_stuck is called, on the device thread.
+    """
+
+    def __init__(
+        self,
+        processors: Mapping[str, Processor[V]],
+        groups: Iterable[GroupConfig] = (GroupConfig(),),
+        sinks: Iterable[Sink] | Audience = (),
+        watchdog: float = 10.0,
+        clock: Clock = time.monotonic,
+        on_fatal: Callable[[], None] | None = None,
+        expendable: Collection[str] = (),
+        one_thread: bool = False,
+        brief: float = BRIEF,
+        on_stuck: Callable[[], None] | None = None,
+    ) -> None:
+        configs = list(groups)
+        _check(processors, [config.name for config in configs])
+        self.scheduler = Scheduler(configs)
+        self._replaces = any(config.latest_only for config in configs)
+        self.device = LoopDevice(
+            self.scheduler, processors, self._notified, clock, self._fatal_from_thread,
+            expendable=expendable, one_thread=one_thread, brief=brief, on_stuck=on_stuck, look_every=watchdog or inf,
+        )  # fmt: skip
+        self._audience = sinks if isinstance(sinks, Audience) else Audience(sinks)
+        self.scheduler.unheard = self._audience.unheard
+        self._watchdog = watchdog
+        self._soon = min(watchdog, LoopDevice.EXPENDABLE_S) if expendable else watchdog  # a batch may start meanwhile
+        self._clock = clock
+        self._on_fatal = on_fatal
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._wake_due = self._pump_due = False
+        self._first: list[Callable[[], None]] = []
+        self._cancels = Cancels(self.device.input)
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_at = inf
+        self._idle = Idle(lambda: self.scheduler.idle)
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close(drain=kind is None)
+
+    async def start(self, prepare: Callable[[], object] | None = None) -> None:
+        """Bind to the running loop and start the device thread.
+
+        prepare: called on that thread first, for example a warm-up that must run on the device thread. `start` waits
+        for it and raises its error; close the batcher then.
+        """
+        self._loop = asyncio.get_running_loop()
+        if prepare is None:
+            self.device.start()
+            return
+        prepared: Future[object] = Future()
+
+        def run() -> None:
+            if not prepared.set_running_or_notify_cancel():
+                return
+            try:
+                prepared.set_result(prepare())
+            except BaseException as error:
+                prepared.set_exception(error)
+
+        self.device.start(run)
+        await asyncio.wrap_future(prepared)
+
+    def add_sink(self, sink: Sink) -> None:
+        """One more sink, for the events from now on."""
+        self._audience.add(sink)
+
+    def remove_sink(self, sink: Sink) -> None:
+        """It gets no more events. ValueError if it is none of the sinks."""
+        self._audience.remove(sink)
+
+    def submit(
+        self,
+        request: Request,
+        settled: Callable[[Ticket], None] | None = None,
+        ready: bool = True,
+        held: bool = False,
+    ) -> Ticket:
+        """Admit a request; `ticket.waiter` is a future of its value. Raises `Rejected`. Only on the loop.
+
+        settled: called on the loop with the settled ticket, instead of a future, if no coroutine waits.
+        ready: False if something must be done before it can run; no batch takes it before `prepared`. held: it gets
+        nothing until `Scheduler.resume`.
+        """
+        loop = self._loop
+        if loop is None:
+            raise RuntimeError("Batcher: not started; use `async with Batcher(…) as batcher`, or await batcher.start()")
+        try:
+            ticket = self.device.submit(request, settled or loop.create_future(), wake=False, ready=ready, held=held)
+        except Rejected:
+            self._pump_soon()
+            raise
+        if self._replaces:  # a replaced request is answered at once
+            self._pump_soon()
+        if not self._wake_due and (ready or ticket.deadline < inf):  # the device thread sleeps until deadlines it knows
+            self._wake_soon(loop)
+        if ticket.deadline < self._timer_at:
+            self._arm(ticket.deadline)
+        return ticket
+
+    def soon(self, action: Callable[[], None]) -> None:
+        """Call it in the loop's next turn, before a batch is formed there. Only on the loop.
+
+        For one who submits what comes in a turn together.
+        """
+        assert self._loop is not None
+        self._first.append(action)
+        self._wake_soon(self._loop)
+
+    def prepared(self, ticket: Ticket, made: Request | ReflexError) -> None:
+        """Make a ticket ready with the request `made`, or end it with that error. Only on the loop."""
+        assert self._loop is not None
+        self.device.prepared(ticket, made)
+        if isinstance(made, ReflexError):
+            self._pump_soon()
+        else:
+            self._wake_soon(self._loop)
+
+    async def run(self, request: Request) -> V:
+        """Submit and wait for the value; cancelling the awaiting task cancels the request."""
+        if not isinstance(request, Request):
+            raise TypeError(f"Batcher.run: takes a Request, not a {type(request).__name__}: run(Request(payload))")
+        if self._loop is not None and self._loop is not asyncio.get_running_loop():
+            raise RuntimeError("Batcher.run: called in another event loop than the one that the batcher was started in")
+        ticket = self.submit(request)
+        try:
+            value: V = await ticket.waiter
+        except asyncio.CancelledError:
+            self.cancel(ticket)
+            raise
+        return value
+
+    def cancel(self, ticket: Ticket) -> None:
+        """Cancel a request. Its future ends with `Cancelled` unless it is already done. Only on the loop.
+
+        At once; if many are cancelled together, in one of the loop's next turns, so that other work gets its turn.
+        """
+        assert self._loop is not None
+        self._cancels.add(ticket, self._loop)
+
+    def flush(self) -> None:
+        """Call the sinks with the events so far, as many as fit in a turn of the loop. Without it, events without an
+        answer are delivered with the next answer."""
+        self._pump()
+
+    async def close(self, drain: bool = True, timeout: float = 10.0) -> bool:
+        """Admit no more requests, finish those queued within `timeout` seconds, end the rest, stop the thread.
+
+        Every future is done when it returns. Returns whether the thread ended.
+        """
+        if self._loop is None:
+            return True
+        self.device.input(lambda scheduler, now: scheduler.close(now, drain))
+        try:
+            if drain:
+                await self._idle.wait(timeout)
+            while self.device.input(lambda scheduler, now: scheduler.close(now, drain=False)):
+                self._pump()
+                await asyncio.sleep(0)
+            self._pump(all=True)
+            stop = self._loop.run_in_executor(None, self.device.stop, max(0.1, min(timeout, 2.0)))
+            ended = await asyncio.shield(stop)
+        except asyncio.CancelledError:  # cancelled: settle every request nevertheless
+            self.device.stop(0.0)
+            raise
+        finally:
+            self._pump(all=True)
+            if self._timer is not None:
+                self._timer.cancel()
+                self._timer, self._timer_at = None, inf
+        return ended
+
+    # -- on the loop ---------------------------------------------------------------------------------------------------
+
+    def _wake_soon(self, loop: asyncio.AbstractEventLoop) -> None:
+        if not self._wake_due:  # requests that came in one turn of the loop wake the device once
+            self._wake_due = True
+            loop.call_soon(self._wake)
+
+    def _wake(self) -> None:
+        first, self._first = self._first, []
+        for action in first:
+            try:
+                action()
+            except Exception:
+                log.exception("what was to be called before the next batch failed")
+        self._wake_due = False
+        if self._first:  # what was called has asked for more
+            assert self._loop is not None
+            self._wake_soon(self._loop)
+        if self.device.turn():
+            self._pump()
+            if not self.scheduler.idle:  # what is left, after the loop had its turn
+                assert self._loop is not None
+                self._wake_soon(self._loop)
+        elif self._watchdog > 0:
+            self._arm(self._clock() + self._soon)
+
+    def _notified(self) -> None:
+        """An answer is among the events; called on any thread."""
+        if self._pump_due or self._loop is None:
+            return
+        self._pump_due = True
+        try:
+            self._loop.call_soon_threadsafe(self._pump)
+        except RuntimeError:  # the loop is closed, and its waiters are gone
+            return
+
+    def _pump_soon(self) -> None:
+        assert self._loop is not None
+        if not self._pump_due:
+            self._pump_due = True
+            self._loop.call_soon(self._pump)
+
+    def _pump(self, all: bool = False) -> None:
+        """Call the sinks, resolve the futures, keep the timer right; with very many events, in several turns."""
+        self._pump_due = False  # first, so that later events ask for another turn
+        if self._audience.tell(self.device.take_events(), all):
+            self._pump_soon()
+        self._idle.look()
+        if self.device.running_since is not None or (self.device.expendable and not self.scheduler.idle):
+            self._arm(self._due())
+
+    # -- the timer -----------------------------------------------------------------------------------------------------
+
+    def _due(self) -> float:
+        """Handle expiry and the watchdog while the device is busy."""
+        since = self.device.running_since
+        if since is not None:
+            at = self.device.wake_at()
+        else:  # the thread may still be in a batch that was given up: deadlines are for the loop meanwhile
+            at = self.device.expires_at() if self.device.busy else inf
+        if self._watchdog > 0 and not self.scheduler.idle:
+            limit = self.device.limit_of(self._watchdog)
+            at = min(at, self._clock() + self._soon if since is None else since + limit)
+        return at
+
+    def _arm(self, at: float) -> None:
+        """Set the timer to `at`, unless it is set to an earlier time. An early one does no harm: it is set anew."""
+        if at >= self._timer_at:
+            return
+        assert self._loop is not None
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer_at = at
+        self._timer = self._loop.call_later(max(0.0, at - self._clock()), self._on_timer)
+
+    def _on_timer(self) -> None:
+        self._timer, self._timer_at = None, inf
+        self.device.expire()
+        if self._watchdog > 0:
+            self.device.check(self._watchdog)
+        if not self._pump_due:  # else it is called in this turn anyway, and one call of it fills a turn
+            self._pump()
+        self._arm(self._due())
+
+    def _fatal_from_thread(self) -> None:
+        if self._loop is None or self._on_fatal is None:
+            return
+        try:
+            self._loop.call_soon_threadsafe(self._on_fatal)
+        except RuntimeError:  # the loop is closed
+            return
+
+
+def _check(processors: Mapping[str, Processor], groups: Collection[str]) -> None:
+    """Raise unless there is exactly one processor for each group, under the group's name."""
+    if not isinstance(processors, Mapping):
+        name = next(iter(groups), "default")
+        raise TypeError(f"Batcher: processors must be a mapping of group names, such as {{{name!r}: processor}}")
+    for name, processor in processors.items():
+        complete = all(callable(getattr(processor, method, None)) for method in ("start", "run", "drop", "stop"))
+        if isinstance(processor, type) or not complete:
+            hint = "; wrap a function in FunctionProcessor" if inspect.isroutine(processor) else ""
+            raise TypeError(f"Batcher: processors[{name!r}] is no Processor, it is a {type(processor).__name__}{hint}")
+    if set(processors) != set(groups):
+        raise ConfigError(f"Batcher: processors for {sorted(processors)}, but the groups are {sorted(groups)}")

@@ -1,0 +1,658 @@
+"""One device: a scheduler, the lock that guards it, and the thread that runs its batches.
+
+The device thread completes a batch and takes the next one while it holds the lock once; other threads submit, cancel
+and wake it. It sleeps, without polling. Drivers deliver the results. `LoopDevice` also runs batches on an event loop.
+
+A thread that hangs in a processor, or dies, is given up: its batch fails at once, and one replacement is started. The
+second time, or with a GPU that is lost, the device itself is given up (`on_fatal`): open requests are answered with
+errors, and none is admitted. A thread lost to an expendable group stops only that group. With `one_thread` there is no
+replacement: the device waits for a thread that hangs, and ends with one that dies.
+
+`Wakeable` is one sleeping thread that others wake: threading.Condition has a lock and a queue per sleep, which took
+30 us on a cold cache. The lock that guards the sleeper's state is held at every call.
+
+A second thread forms the next batch shortly before the running one ends. It sleeps until the predicted end of the
+running batch, less the time that forming takes, and some for the error of the prediction. It sleeps without a time
+while batches are not full: then each is formed when the device is free.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from math import inf
+from typing import Any, Final
+
+from reflex_runtime.core.batch import Batch, Cause, Failed, Outcome
+from reflex_runtime.core.errors import ConfigError, CutShort, GpuLost, ProcessorError, ProcessorHung, ReflexError
+from reflex_runtime.core.events import Event
+from reflex_runtime.core.request import Request, Ticket
+from reflex_runtime.core.scheduler import Scheduler
+from reflex_runtime.run.processor import Processor, run_batch
+
+log = logging.getLogger("reflex.device")
+
+
+def complete(scheduler: Scheduler, batch: Batch, outcomes: Sequence[Outcome], elapsed: float, now: float) -> None:
+    """Complete a batch that took `elapsed` seconds. If the cost model cannot learn from it, it is logged, and the batch
+    fails with a ProcessorError."""
+    try:
+        scheduler.complete(batch, outcomes, elapsed, now)
+    except Exception as error:  # the batch is still in flight, see `Scheduler.complete`
+        log.exception("batch %d could not be completed", batch.id)
+        failed = Failed(ProcessorError(f"its batch could not be completed: {type(error).__name__}: {error}"))
+        scheduler.complete(batch, [failed] * len(batch), elapsed, now)
+
+
+# -- one sleeping thread, which others wake ----------------------------------------------------------------------------
+
+
+class Wakeable:
+    """One thread that sleeps. waiting: whether that sleeps; until: the time until which it does."""
+
+    def __init__(self, lock: threading.Lock) -> None:
+        self._lock = lock
+        self._rung = threading.Lock()  # held but for the moment between a ring and the thread waking up
+        self._rung.acquire()
+        self.waiting = False
+        self.until = inf
+
+    def ring(self) -> None:
+        """Wake the thread if it sleeps."""
+        if self.waiting:
+            self.waiting = False
+            self._rung.release()
+
+    def wait(self, delay: float, until: float) -> None:
+        """Sleep until a ring, for `delay` seconds at most, which end at `until`. The lock is released meanwhile."""
+        if delay <= 0.0:
+            return
+        self.waiting, self.until = True, until
+        self._lock.release()
+        try:
+            rung = self._rung.acquire(timeout=-1.0 if delay == inf else min(delay, threading.TIMEOUT_MAX))
+        finally:
+            self._lock.acquire()
+        if not rung and not self.waiting:  # it was woken just as the time ran out
+            self._rung.acquire()
+        self.waiting = False
+
+
+# -- the thread that forms the next batch ------------------------------------------------------------------------------
+
+
+WAKING = 0.0002  # seconds: from the time a thread sleeps until, to when it runs with the interpreter's lock
+SLACK = 0.0002  # seconds by which it may form earlier, rather than sleep once more
+ERROR = 0.05  # of a predicted time
+PAYS = 0.01  # least share of a batch's time that forming takes
+MISSES = 2  # batches in a row that could not be formed ahead, after which none is tried until one is full
+FULL = frozenset({Cause.SIZE, Cause.BUDGET})
+
+
+class FormingAhead:
+    """Plans when to form, and does it. `lock` guards the scheduler and is held at every call.
+
+    settle: completes what has ended, before a batch is formed.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        lock: threading.Lock,
+        clock: Callable[[], float],
+        settle: Callable[[], None],
+        name: str,
+    ) -> None:
+        self._scheduler, self._lock, self._clock, self._settle = scheduler, lock, clock, settle
+        self._name = name
+        self._bell = Wakeable(lock)
+        self._thread: threading.Thread | None = None
+        self._at = inf  # when to form
+        self._next = inf  # when the thread will probably be needed next
+        self._misses = MISSES
+        self._takes = 0.0
+        self._ends = False
+
+    def formed(self, batch: Batch, seconds: float) -> None:
+        """The device thread formed a batch itself, in so many seconds."""
+        if batch.cause in FULL:
+            self._misses = 0
+            self._took(seconds)
+
+    def began(self, batch: Batch, now: float) -> None:
+        """A batch was started: plan the next one, if that may pay."""
+        expected = batch.expected
+        if self._misses >= MISSES or self._ends or not expected * PAYS < self._takes:
+            self._at = inf
+            return
+        self._at = now + expected - self._lead(expected)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._main, name=self._name, daemon=True)
+            try:
+                self._thread.start()
+            except RuntimeError:  # this process may have no more threads: batches are formed when the device is free
+                log.exception("no batch is formed ahead")
+                self.end()
+        elif self._bell.waiting and self._at < self._bell.until:
+            self._bell.ring()
+
+    def rest(self) -> None:
+        """Nothing runs on the device thread: form nothing before the next `began`."""
+        self._at = inf
+
+    def end(self) -> None:
+        """The thread ends soon."""
+        self._ends = True
+        self._bell.ring()
+
+    def _lead(self, expected: float) -> float:
+        return WAKING + 2.0 * self._takes + ERROR * expected
+
+    def _took(self, seconds: float) -> None:
+        self._takes = seconds if self._takes == 0.0 else self._takes + 0.1 * (seconds - self._takes)
+
+    def _main(self) -> None:
+        with self._lock:
+            while not self._ends:
+                now = self._clock()
+                if self._at <= now + SLACK:
+                    try:
+                        self._form(now)
+                    except Exception:  # a cost model's: the device forms the batch itself, and has the error too
+                        log.exception("a batch could not be formed ahead")
+                    continue
+                until = min(self._at, self._next if self._next > now else inf)
+                self._bell.wait(until - now, until)
+
+    def _form(self, now: float) -> None:
+        planned, self._at, self._next = self._at, inf, inf
+        self._settle()
+        batch = self._scheduler.form_ahead(now)
+        if batch is None:
+            self._misses += 1
+            return
+        self._misses = 0
+        self._took(self._clock() - now)
+        # The thread is needed again when this batch is about to end: it need not be woken for that.
+        self._next = planned + batch.expected
+
+
+# -- the device --------------------------------------------------------------------------------------------------------
+
+
+Clock = Callable[[], float]
+
+BETWEEN: Final = 0.0001  # seconds for which the lock is free between two slices of what must leave: a thread that waits
+# for it needs that long to wake up, and would not get it from one that takes it again at once
+
+
+@dataclass(slots=True)
+class _Returned:
+    """A batch that came back and is not completed. next: the one that was started in its place."""
+
+    batch: Batch
+    outcomes: Sequence[Outcome]
+    elapsed: float
+    at: float
+    next: Batch | None = None
+
+
+class Device:
+    """Runs a scheduler's batches on processors, one per group, on one thread.
+
+    notify: called when an answer is among the events, never with the lock held; on the device thread or a caller's.
+        Take the events in one place, so that they stay in order. Events that answer nothing (a request queued, a batch
+        scheduled) come with the next answer.
+    on_fatal: called once, from any thread, when the device is given up.
+    expendable: groups whose answers have no caller. Their batches are given up much earlier (see `limit_of`); a thread
+        lost to one is replaced without being counted, and the group stays in `stopped`, paused, until `resume`.
+    one_thread: no other thread may ever call the processors. A batch that hangs is still answered with an error, and
+        its late results are dropped.
+    ahead: whether a full batch is formed while the one before runs (`forming_ahead`), which is completed while it runs
+        itself. For a driver that takes the events on another thread.
+    hung: batches given up for their time. fatal: whether the device was given up; lost: why.
+    """
+
+    RESTARTS = 1
+    EXPENDABLE_S = 1.0  # seconds that a batch of an expendable group may take, whatever its prediction
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        processors: Mapping[str, Processor],
+        notify: Callable[[], None],
+        clock: Clock = time.monotonic,
+        on_fatal: Callable[[], None] | None = None,
+        name: str = "reflex-device",
+        expendable: Collection[str] = (),
+        one_thread: bool = False,
+        ahead: bool = False,
+    ) -> None:
+        self.scheduler = scheduler
+        self.clock = clock
+        self._processors = processors
+        self._notify = notify
+        self._on_fatal = on_fatal
+        self._name = name
+        self.expendable = frozenset(expendable)
+        self.stopped: frozenset[str] = frozenset()
+        self._lock = threading.Lock()
+        self._bell = Wakeable(self._lock)
+        self._stopping = False
+        self._thread: threading.Thread | None = None
+        self._ended = threading.Event()  # the thread in charge has left its loop, or there is none any more
+        self._generation = 0
+        self._restarts = 0
+        self._one_thread = one_thread
+        self._late = False  # the thread still runs a batch that was answered for already
+        self._running: tuple[Batch, float] | None = None
+        self._returned: _Returned | None = None
+        self._ahead = FormingAhead(scheduler, self._lock, clock, self._settle, f"{name}-ahead") if ahead else None
+        self.hung = 0
+        self.fatal = False
+        self.lost: ProcessorError | None = None
+
+    # -- callers -------------------------------------------------------------------------------------------------------
+
+    def start(self, prepare: Callable[[], None] | None = None) -> None:
+        """Start the device thread. prepare: called on it first; a replacement does not repeat it."""
+        with self._lock:
+            if self._thread is not None:
+                raise ConfigError("Device.start: already started")
+            self._spawn(prepare)
+
+    def submit(
+        self, request: Request, waiter: Any = None, wake: bool = True, ready: bool = True, held: bool = False
+    ) -> Ticket:
+        """Admit a request; its end is in the events. Raises `Rejected` (also an event).
+
+        wake: False leaves it to a later `wake`, so that requests that come together wake the device once.
+        ready: False if no batch may take it before `prepared`. held: `Scheduler.hold` before the device sees it.
+        """
+        with self._lock:
+            settled = self.scheduler.settled
+            ticket = self.scheduler.submit(request, self.clock(), ready)
+            if held:
+                self.scheduler.hold(ticket, self.clock())
+            ticket.waiter = waiter
+            if wake and self._bell.waiting and self._must_wake(ticket):
+                self._bell.ring()
+            settles = self.scheduler.settled != settled  # another request had to make room for it
+        if settles:
+            self._notify()
+        return ticket
+
+    def prepared(self, ticket: Ticket, made: Request | ReflexError) -> None:
+        """As `Scheduler.prepared`; a later `wake` lets the device look at it."""
+        with self._lock:
+            self.scheduler.prepared(ticket, made, self.clock())
+
+    def wake(self) -> None:
+        """Let a free device look at what was submitted."""
+        if self._bell.waiting:
+            with self._lock:
+                if self._has_news():
+                    self._bell.ring()
+
+    def cancel(self, ticket: Ticket) -> None:
+        """Cancel a request for its caller."""
+        self.input(lambda scheduler, now: scheduler.cancel(ticket, now))
+
+    def abandon(self, ticket: Ticket) -> bool:
+        """The caller stops waiting. Returns whether the ticket has settled after all."""
+
+        def leave(scheduler: Scheduler, now: float) -> bool:
+            if ticket.outcome is None:
+                scheduler.abandon(ticket, now)
+            return ticket.outcome is not None
+
+        return bool(self.input(leave))
+
+    def input(self, action: Callable[[Scheduler, float], Any]) -> Any:
+        """Any other input to the scheduler, under the lock; returns what `action(scheduler, now)` does."""
+        with self._lock:
+            self._settle()
+            result = action(self.scheduler, self.clock())
+            self._bell.ring()
+        self._notify()
+        return result
+
+    def expire(self) -> None:
+        """Settle what is past its deadline while the device is busy; a free device does so itself."""
+        with self._lock:
+            if self.busy:
+                self.scheduler.expire(self.clock())
+
+    def wake_at(self) -> float:
+        """When the scheduler has something due."""
+        with self._lock:
+            return self.scheduler.wake_at()
+
+    def expires_at(self) -> float:
+        """The earliest deadline of what waits."""
+        with self._lock:
+            return self.scheduler.expires_at()
+
+    def take_events(self) -> list[Event]:
+        """Events since the last call."""
+        with self._lock:
+            self._settle()
+            return self.scheduler.take_events()
+
+    @property
+    def running_since(self) -> float | None:
+        """When the batch now running was started; None when the device is free."""
+        running = self._running
+        return None if running is None else running[1]
+
+    @property
+    def busy(self) -> bool:
+        """Whether the thread is in a processor, also with a batch that was given up."""
+        return self._running is not None or self._late
+
+    @property
+    def name(self) -> str:
+        """The name of the thread in charge, or of the last one."""
+        return self._name if self._thread is None else self._thread.name
+
+    @property
+    def alive(self) -> bool:
+        """Whether the thread in charge, or the last one, still exists."""
+        return self._thread is not None and self._thread.is_alive()
+
+    @property
+    def current(self) -> bool:
+        """Whether the caller is the device thread itself, which must not wait for an answer."""
+        return threading.current_thread() is self._thread
+
+    def limit_of(self, limit: float) -> float:
+        """Seconds that the batch now running may take. limit: of a batch that is not expendable.
+
+        One of an expendable group has a second, or ten times what was expected of it: others wait behind it.
+        """
+        running = self._running
+        if running is None or running[0].group not in self.expendable:
+            return limit
+        return min(limit, max(self.EXPENDABLE_S, 10.0 * running[0].expected))
+
+    def resume(self, group: str) -> None:
+        """Ask a stopped group again."""
+        self.stopped -= {group}
+        self.input(lambda scheduler, now: scheduler.pause(group, now, now))
+
+    def check(self, limit: float) -> float | None:
+        """Give up a batch that has run for `limit` seconds (or its `limit_of`).
+
+        Returns when to check again, None when nothing runs.
+        """
+        with self._lock:
+            if self._running is None:
+                return None
+            since = self._running[1]
+            limit = self.limit_of(limit)
+            if self.clock() - since < limit:
+                return since + limit
+            self.hung += 1
+            error = ProcessorHung(f"the processor did not come back within {limit:g} s", limit_s=limit)
+            if self._one_thread:
+                self._cut_short(error)
+            else:
+                self._lose(error)
+        self._tell_lost()
+        return None
+
+    def stop(self, timeout: float = 5.0) -> bool:
+        """Run the batches that the scheduler still forms, settle the rest, stop the thread. Returns whether it ended in
+        `timeout`.
+
+        A scheduler that drains forms all that is queued, one that was closed otherwise none. Requests left after the
+        timeout settle here, those of a running batch with CutShort.
+        """
+        until = time.monotonic() + timeout
+        with self._lock:
+            self._stopping = True
+            self._bell.ring()
+            if self._ahead is not None:
+                self._ahead.end()
+            thread = self._thread
+        if thread is None or thread is threading.current_thread():
+            ended = True
+        else:
+            ended = self._ended.wait(timeout) and not self.fatal
+        self._drain()
+        with self._lock:
+            if thread is not threading.current_thread():
+                self._cut_short(CutShort("the device is stopping, and the batch did not end in time"))
+        self._notify()
+        if ended and thread is not None and thread is not threading.current_thread():
+            thread.join(max(0.0, until - time.monotonic()))  # it still calls the processors' own `stop`
+        return ended
+
+    def _drain(self) -> None:
+        """Admit nothing more, and settle what waits: some at a time, with the lock free in between."""
+        while True:
+            with self._lock:
+                if not self.scheduler.close(self.clock(), drain=False):
+                    return
+            time.sleep(BETWEEN)
+
+    def join(self, timeout: float) -> None:
+        """After `stop`: wait for the thread itself, which still stops its processors."""
+        if self._thread is not None and not self.current:
+            self._thread.join(timeout)
+
+    def give_up(self, error: ProcessorError) -> None:
+        """Fail the batch that runs: for a stop that cannot wait for it."""
+        with self._lock:
+            self._cut_short(error)
+        self._notify()
+
+    # -- device thread -------------------------------------------------------------------------------------------------
+
+    def _spawn(self, prepare: Callable[[], None] | None = None) -> None:
+        self._generation += 1
+        self._thread = threading.Thread(
+            target=self._main, args=(self._generation, prepare), name=f"{self._name}-{self._generation}", daemon=True
+        )
+        self._thread.start()
+
+    def _main(self, generation: int, prepare: Callable[[], None] | None) -> None:
+        try:
+            if prepare is not None:
+                prepare()
+            for processor in self._processors.values():
+                processor.start()
+            outcomes: list[Outcome] = []
+            while (batch := self._next(generation, outcomes)) is not None:
+                outcomes = run_batch(self._processors[batch.group], batch)
+                del batch  # while this thread sleeps it keeps nothing of the batch alive
+        except BaseException as error:  # the thread is about to die: its batch is answered first
+            self._died(generation, error)
+            return
+        with self._lock:
+            if generation != self._generation:
+                return  # given up: another thread owns the processors now
+            self._ended.set()
+        for processor in self._processors.values():
+            try:
+                processor.stop()
+            except Exception:
+                log.exception("a processor could not be stopped")
+
+    def _next(self, generation: int, outcomes: list[Outcome]) -> Batch | None:
+        """Complete the batch that ran, wait for the next; None when the device stops or this thread was given up.
+
+        outcomes: of the batch that ran, none before the first. Emptied, so that nothing of it is kept alive meanwhile.
+        """
+        while True:
+            with self._lock:
+                if generation != self._generation:
+                    return None
+                now = self.clock()
+                news = bool(outcomes)
+                if outcomes:
+                    self._complete(outcomes, now)
+                    outcomes.clear()
+                settled = self.scheduler.settled
+                found, gone = self._take(now)
+                news = news or settled != self.scheduler.settled
+            if news:
+                self._notify()
+            if found is not None:
+                return found
+            self._drop(gone)
+            del gone
+            if self.scheduler.behind:
+                time.sleep(BETWEEN)
+            with self._lock:
+                if generation != self._generation:
+                    return None
+                if self._stopping and not self._has_work():
+                    return None
+                self._wait()
+
+    def _take(self, now: float) -> tuple[Batch | None, Sequence[tuple[Processor, tuple[Ticket, ...]]]]:
+        """The batch to run now, and residents to drop where there is none. The lock is held."""
+        found = self._take_ahead(now) or self._form(now)
+        return found, self._take_left() if found is None else ()
+
+    def _complete(self, outcomes: Sequence[Outcome], now: float) -> None:
+        """The batch that ran came back. The lock is held. If the next one is formed, it is completed once that runs."""
+        if self._late:  # it was given up and answered meanwhile
+            self._late = False
+            return
+        assert self._running is not None
+        batch, since = self._running
+        self._running = None
+        self._settle()
+        self._returned = _Returned(batch, tuple(outcomes), now - since, now)
+
+    def _take_ahead(self, now: float) -> Batch | None:
+        """The batch that was formed ahead, if there is one. The lock is held."""
+        batch = self.scheduler.start_ahead(now) if self._ahead is not None else None
+        if self._returned is not None and batch is not None:
+            self._returned.next = batch
+        else:
+            self._settle()
+            if batch is not None:  # the one before was given up
+                self.scheduler.began(batch, now)
+        if batch is not None:
+            self._start(batch, now)
+        return batch
+
+    def _form(self, now: float) -> Batch | None:
+        """The batch that the scheduler forms now. The lock is held."""
+        began = self.clock()
+        batch = self.scheduler.next_batch(now)
+        if batch is not None:
+            now = self.clock()
+            if self._ahead is not None:
+                self._ahead.formed(batch, now - began)
+            self._start(batch, now)
+        return batch
+
+    def _start(self, batch: Batch, now: float) -> None:
+        self._running = (batch, now)
+        if self._ahead is not None:
+            self._ahead.began(batch, now)
+
+    def _settle(self) -> None:
+        """Complete the batch that came back, if the next one was started first. The lock is held."""
+        returned, self._returned = self._returned, None
+        if returned is not None:
+            # This may be any thread, which knows nothing of the batch.
+            complete(self.scheduler, returned.batch, returned.outcomes, returned.elapsed, returned.at)
+            if returned.next is not None:
+                self.scheduler.began(returned.next, returned.at)
+
+    def _has_news(self) -> bool:
+        """Whether what came could change when the sleeping thread is to wake up. The lock is held."""
+        return not self.scheduler.decision_current or self.scheduler.expires_at() < self._bell.until
+
+    def _must_wake(self, ticket: Ticket) -> bool:
+        """Whether the sleeping device may have something to do before the time until which it sleeps."""
+        return not self.scheduler.decision_current or ticket.deadline < self._bell.until
+
+    def _has_work(self) -> bool:
+        """Whether something is due now. The lock is held."""
+        return self.scheduler.wake_at() <= self.clock()
+
+    def _wait(self, most: float = inf) -> None:
+        """Sleep until an input or until the scheduler has something to do, at most for so many seconds. The lock is
+        held, not while it sleeps."""
+        wake = self.scheduler.wake_at()
+        self._bell.wait(min(wake - self.clock(), most), wake)
+
+    def _take_left(self) -> list[tuple[Processor, tuple[Ticket, ...]]]:
+        return [(p, left) for name, p in self._processors.items() if (left := self.scheduler.take_left(name))]
+
+    @staticmethod
+    def _drop(gone: Sequence[tuple[Processor, tuple[Ticket, ...]]]) -> None:
+        for processor, tickets in gone:
+            try:
+                processor.drop(tickets)
+            except Exception:
+                log.exception("a processor could not drop its residents")
+
+    # -- a lost thread -------------------------------------------------------------------------------------------------
+
+    def _died(self, generation: int, error: BaseException) -> None:
+        log.error("the device thread died", exc_info=error)
+        with self._lock:
+            if generation != self._generation:
+                return
+            self._restarts += 2 * isinstance(error, GpuLost)  # no other thread could reach it, whatever the group
+            self._lose(ProcessorError(f"the device thread died: {type(error).__name__}: {error}"))
+        self._tell_lost()
+
+    def _lose(self, error: ProcessorError) -> None:
+        """Fail the batch of a lost thread and replace the thread once. The lock is held; `_tell_lost` follows without
+        it."""
+        self._bell.waiting = False
+        group = "" if self._running is None else self._running[0].group
+        self._cut_short(error)
+        if group in self.expendable:
+            self.stopped |= {group}
+            self.scheduler.pause(group, inf, self.clock())
+            self._restarts -= 1
+        if self._restarts < self.RESTARTS and not self._one_thread:
+            self._restarts += 1
+            try:
+                self._spawn()
+                return
+            except RuntimeError:
+                log.exception("the device thread could not be replaced")
+        self._generation += 1
+        if self._ahead is not None:
+            self._ahead.end()
+        self.fatal, self.lost, self._late = True, error, False
+        while self.scheduler.close(self.clock(), drain=False):
+            pass
+        self._ended.set()
+
+    def _tell_lost(self) -> None:
+        self._notify()
+        if self.fatal and self._on_fatal is not None:
+            on_fatal, self._on_fatal = self._on_fatal, None
+            on_fatal()
+
+    def _cut_short(self, error: ProcessorError) -> None:
+        """Fail the batch that runs, if one does; its thread no longer counts. The lock is held."""
+        self._settle()
+        if self._running is not None:
+            self._answer_running(error)
+            self._late = self._one_thread  # that thread still stops the processors
+            self._generation += not self._one_thread
+
+    def _answer_running(self, error: ProcessorError) -> None:
+        assert self._running is not None
+        batch, since = self._running
+        self._running = None
+        now = self.clock()
+        try:
+            self.scheduler.complete(batch, [Failed(error)] * len(batch), now - since, now)
+        except ValueError:  # the thread died while it completed the batch
+            log.exception("batch %d was completed in part", batch.id)

@@ -1,0 +1,465 @@
+"""One graph of ONNX Runtime as a session that runs rows in one call, with a true dynamic batch.
+
+The only module that imports onnxruntime, and only when it is needed. It has the execution providers, the inputs and
+outputs of graphs with what callers expect of them, and anyone's ONNX model as a processor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Thread, current_thread
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from reflex_runtime.core.batch import Batch
+from reflex_runtime.core.errors import ConfigError, ProcessorError
+from reflex_runtime.run.process import telemetry_off
+from reflex_runtime.run.processor import BaseProcessor
+from reflex_runtime.settings.declare import did_you_mean
+
+# -- execution providers -----------------------------------------------------------------------------------------------
+
+
+CPU, CUDA, OPENVINO = "CPUExecutionProvider", "CUDAExecutionProvider", "OpenVINOExecutionProvider"
+PROVIDERS = {"cpu": CPU, "cuda": CUDA, "openvino": OPENVINO}  # by the names of command lines
+_PACKAGES = {CUDA: "onnxruntime-gpu", OPENVINO: "onnxruntime-openvino"}  # each in place of onnxruntime
+
+
+def onnxruntime_here() -> Any:
+    """The package, or the ConfigError that says how to install it."""
+    telemetry_off()
+    try:
+        import onnxruntime
+    except ImportError as error:
+        raise ConfigError(
+            "onnxruntime is not installed: pip install onnxruntime, or onnxruntime-gpu for CUDA"
+        ) from error
+    return onnxruntime
+
+
+def check_provider(provider: str) -> None:
+    """ConfigError when this onnxruntime cannot offer the provider at all; whether it starts, a session shows."""
+    available = onnxruntime_here().get_available_providers()
+    if provider not in available:
+        hint = did_you_mean(provider, available)
+        if provider in _PACKAGES:
+            hint = f"; pip install {_PACKAGES[provider]} in place of onnxruntime"
+        short = {name: f"{name} ({alias})" for alias, name in PROVIDERS.items()}
+        there = ", ".join(short.get(name, name) for name in available)
+        raise ConfigError(f"provider={provider!r}: not in this onnxruntime, which has {there}{hint}")
+
+
+# -- inputs and outputs of a graph -------------------------------------------------------------------------------------
+
+
+_DTYPES: dict[str, Any] = {
+    "tensor(float)": np.float32,
+    "tensor(float16)": np.float16,
+    "tensor(double)": np.float64,
+    "tensor(int64)": np.int64,
+    "tensor(int32)": np.int32,
+    "tensor(int16)": np.int16,
+    "tensor(int8)": np.int8,
+    "tensor(uint64)": np.uint64,
+    "tensor(uint32)": np.uint32,
+    "tensor(uint16)": np.uint16,
+    "tensor(uint8)": np.uint8,
+    "tensor(bool)": np.bool_,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """What a caller expects of a graph's input or output.
+
+    kind: numpy's letters for the types it may have: "f" float, "i" integer, "u" unsigned (images), "b" bool, "" any.
+    dims: sizes after the batch axis, None in a place for any; None altogether: not known.
+    """
+
+    name: str
+    kind: str = ""
+    dims: tuple[int | None, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Port:
+    """An input or output as the graph declares it. dims: sizes with the batch axis, None where symbolic."""
+
+    name: str
+    dtype: Any
+    dims: tuple[int | None, ...]
+
+
+def port_of(path: Path, arg: Any) -> Port:
+    """An input or output as onnxruntime tells it. ConfigError for one that is no tensor of numbers."""
+    dtype = _DTYPES.get(arg.type)
+    if dtype is None:
+        raise ConfigError(f"{path}: {arg.name!r}: found type {arg.type}, expected a tensor of numbers")
+    return Port(arg.name, np.dtype(dtype), tuple(d if isinstance(d, int) else None for d in arg.shape))
+
+
+class PortMismatch(ConfigError):
+    """The inputs or outputs of a graph are not those that its caller expects."""
+
+
+class BatchAxisError(ConfigError):
+    """The first axes of a graph's inputs and outputs are no batch axis."""
+
+
+def match(path: Path, what: str, specs: Sequence[TensorSpec], ports: Mapping[str, Port]) -> None:
+    """PortMismatch, with every difference, where the ports of a graph are not as expected. what: input or output.
+
+    Inputs must be all of the graph's, outputs may be some of them."""
+    problems = [f"{what} {spec.name!r}: {found}" for spec in specs if (found := _mismatch(spec, ports))]
+    names = [spec.name for spec in specs]
+    expected = ", ".join(map(repr, names))
+    unknown = sorted(set(ports) - set(names)) if what == "input" and not problems else ()
+    problems += [f"input {name!r}: unknown, expected only {expected}" for name in unknown]
+    if problems:
+        raise PortMismatch(f"{path}: {'; '.join(problems)}")
+
+
+def _mismatch(spec: TensorSpec, ports: Mapping[str, Port]) -> str:
+    port = ports.get(spec.name)
+    if port is None:
+        return f"not in the graph, which has {', '.join(map(repr, ports))}"
+    if spec.kind and port.dtype.kind not in spec.kind:
+        return f"found {port.dtype}, expected {kinds_of(spec)}"
+    if spec.dims is not None and not fits(spec.dims, port.dims[1:]):
+        return f"found {shown(port.dims[1:])} after the batch axis, expected {shown(spec.dims)}"
+    return ""
+
+
+def kinds_of(spec: TensorSpec) -> str:
+    """The types that a tensor may have, in words."""
+    words = {"f": "float", "i": "int32 or int64", "u": "uint8", "b": "bool"}
+    return ", ".join(words[letter] for letter in spec.kind)
+
+
+def fits(dims: Sequence[int | None], declared: Sequence[int | None]) -> bool:
+    """Whether sizes agree with those that a graph declares."""
+    return len(dims) == len(declared) and all(
+        a is None or b is None or a == b for a, b in zip(dims, declared, strict=True)
+    )
+
+
+def shown(dims: Sequence[int | None]) -> str:
+    """Sizes as errors show them."""
+    return "[" + ", ".join("any" if d is None else str(d) for d in dims) + "]"
+
+
+# -- a session ---------------------------------------------------------------------------------------------------------
+
+
+Rows = Mapping[str, Any]  # tensor name → array [rows, …], or what `OnnxSession.place` made of one
+
+# TF32 rounds the factors of float32 products to 10 bits; on the bundled policies that moved actions by 1.4e-3. A graph
+# that wants the speed more than the bits says so by being float16.
+_OPTIONS = {CUDA: {"use_tf32": "0"}}
+
+# ONNX Runtime captures one CUDA graph per id; -1 runs without. Sizes are the ids here.
+_GRAPH_ID, _NO_GRAPH = "gpu_graph_id", -1
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Captured:
+    """One captured batch size. A replay reads and writes the addresses of the capture, so the buffers stay for good.
+
+    inputs: on the GPU, [size, …] by name. binding: these and the outputs. options: name the CUDA graph.
+    """
+
+    size: int
+    inputs: Mapping[str, Any]
+    binding: Any
+    options: Any
+
+    def put(self, name: str, rows: Any) -> Any:
+        """Copy rows into the buffer of an input, padded; returns the buffer. What lies there already stays."""
+        buffer = self.inputs[name]
+        if rows is not buffer:
+            buffer.update_inplace(_padded(rows, self.size))
+        return buffer
+
+
+class OnnxSession:
+    """One graph. Its first axis is the batch axis of every input and output.
+
+    path: the .onnx file; external data lies beside it.
+    metadata: what the file says of itself, by key. half: it computes in 16 bits, as far as inputs and outputs tell.
+    inputs, outputs: what is expected, as `match` checks it. Outputs named are the only ones computed. None expects
+        nothing.
+    provider: the execution provider, never another one silently. threads: intra-op threads; one by default, because
+        the processes of one machine otherwise fight for its cores.
+    captured_sizes: batch sizes to capture as CUDA graphs, ascending; needs the CUDA provider, a symbolic batch axis
+        and calls that differ in their rows alone. Rows are padded to the next size with copies of the last one and the
+        results trimmed; beyond the largest size the call runs without a graph. A size is captured at its first call.
+        ONNX Runtime keeps CUDA graphs per thread: those of the first thread that calls are the only ones, and calls on
+        any other run without. Calls from several threads at once are not safe.
+
+    any_batch: whether inputs may have a batch axis of any fixed size, with outputs that are symbolic there.
+
+    `batch_size` is the fixed size of the batch axis, None if it is symbolic. `run` then calls the graph once per so
+    many rows, the last ones padded with copies. A fixed size other than 1 is a ConfigError without `any_batch`.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        inputs: Sequence[TensorSpec] | None = None,
+        outputs: Sequence[TensorSpec] | None = None,
+        provider: str = CPU,
+        threads: int = 1,
+        captured_sizes: Sequence[int] = (),
+        any_batch: bool = False,
+    ) -> None:
+        if not threads >= 1:
+            raise ConfigError(f"OnnxSession.threads={threads!r}: must be >= 1")
+        if captured_sizes and provider != CUDA:
+            raise ConfigError(f"captured_sizes={tuple(captured_sizes)}: {provider} has no graphs to capture")
+        self.path, self.provider = path, provider
+        self.captured_sizes = tuple(captured_sizes)
+        self._session, self._ort = _open(path, provider, threads, bool(captured_sizes))
+        self.inputs = {p.name: p for p in (port_of(path, arg) for arg in self._session.get_inputs())}
+        self.outputs = {p.name: p for p in (port_of(path, arg) for arg in self._session.get_outputs())}
+        self.half = any(port.dtype == np.float16 for port in (*self.inputs.values(), *self.outputs.values()))
+        self.metadata: dict[str, str] = dict(self._session.get_modelmeta().custom_metadata_map)
+        if inputs is not None:
+            match(path, "input", inputs, self.inputs)
+        if outputs is not None:
+            match(path, "output", outputs, self.outputs)
+        self._wanted = [spec.name for spec in outputs] if outputs is not None else list(self.outputs)
+        self.batch_size = self._fixed_inputs() if any_batch else None if self._batch_axis() else 1
+        if captured_sizes and not self.dynamic_batch:
+            size = self.batch_size
+            raise ConfigError(f"{path}: its batch axis is fixed at {size}, so no batch sizes can be captured")
+        self._captured: dict[int, _Captured] = {}
+        self._capturer: Thread | None = None
+        self._no_graph = self._options(_NO_GRAPH) if captured_sizes else None
+
+    def run(self, rows: Rows, notes: dict[str, Any] | None = None) -> dict[str, NDArray[Any]]:
+        """Output arrays [rows, …] by name, of the same number of rows for every input.
+
+        Inputs are converted to the graph's types; one of them at least is an array. notes: gets `fanout: sequential`
+        when the rows ran one by one, and `captured`, where there are captured sizes: whether
+        they ran at one.
+        """
+        n = next(len(array) for array in rows.values() if isinstance(array, np.ndarray))
+        size = self._captured_size(n)
+        if self.captured_sizes and notes is not None:
+            notes["captured"] = size is not None
+        if size is not None:
+            return self._replay(size, n, rows)
+        if self.dynamic_batch:
+            return self._call(rows)
+        return self._in_parts(n, rows, self.batch_size or 1, notes)
+
+    @property
+    def dynamic_batch(self) -> bool:
+        """Whether the batch axis is symbolic."""
+        return self.batch_size is None
+
+    def _in_parts(
+        self, n: int, rows: Rows, size: int, notes: dict[str, Any] | None
+    ) -> dict[str, NDArray[Any]]:
+        """Calls of `size` rows."""
+        if notes is not None and (n > size or size == 1):
+            notes["fanout"] = "sequential"
+        parts = []
+        for start in range(0, n, size):
+            part = {name: array[start : start + size] for name, array in rows.items()}
+            parts.append(self._call({name: _padded(array, size) for name, array in part.items()}))
+        return {name: np.concatenate([part[name] for part in parts])[:n] for name in self._wanted}
+
+    def place(self, array: NDArray[Any], name: str) -> Any:
+        """The rows for input `name`, where the graph will read them: on the GPU one upload serves many calls.
+
+        On the CPU, and where rows run one by one, it is the array itself. At a captured size it lasts until the next
+        rows are placed or run at that size.
+        """
+        array = np.ascontiguousarray(array, self.inputs[name].dtype)
+        if self.provider != CUDA or not self.dynamic_batch:
+            return array
+        captured = self._captured.get(self._captured_size(len(array)) or 0)
+        if captured is not None:
+            return captured.put(name, array)
+        return self._ort.OrtValue.ortvalue_from_numpy(array, "cuda", 0)
+
+    def _call(self, rows: Rows) -> dict[str, NDArray[Any]]:
+        if self.provider == CUDA:
+            results = self._call_bound(rows)
+        else:
+            feeds = {name: np.ascontiguousarray(array, self.inputs[name].dtype) for name, array in rows.items()}
+            results = self._session.run(self._wanted, feeds)
+        return dict(zip(self._wanted, results, strict=True))
+
+    def _call_bound(self, rows: Rows) -> Any:
+        """On the GPU: what was placed there before is read in place; results come back together."""
+        binding = self._bound({name: self._upload(value, name) for name, value in rows.items()})
+        self._session.run_with_iobinding(binding, self._no_graph)
+        return binding.copy_outputs_to_cpu()
+
+    def _bound(self, inputs: Mapping[str, Any], outputs: Sequence[Any] = ()) -> Any:
+        """A binding of inputs on the GPU to outputs there: those given, or new ones at every run."""
+        binding = self._session.io_binding()
+        for name, value in inputs.items():
+            binding.bind_ortvalue_input(name, value)
+        for i, name in enumerate(self._wanted):
+            if outputs:
+                binding.bind_ortvalue_output(name, outputs[i])
+            else:
+                binding.bind_output(name, "cuda", 0)
+        return binding
+
+    def _upload(self, rows: Any, name: str) -> Any:
+        if isinstance(rows, self._ort.OrtValue):
+            return rows
+        return self._ort.OrtValue.ortvalue_from_numpy(np.ascontiguousarray(rows, self.inputs[name].dtype), "cuda", 0)
+
+    # -- captured sizes ------------------------------------------------------------------------------------------------
+
+    def _captured_size(self, n: int) -> int | None:
+        """The size n rows are padded to on this thread, or None to run them as they are."""
+        if not self.captured_sizes:
+            return None
+        self._capturer = self._capturer or current_thread()
+        if current_thread() is not self._capturer:
+            return None
+        return next((size for size in self.captured_sizes if size >= n), None)
+
+    def _replay(self, size: int, n: int, rows: Rows) -> dict[str, NDArray[Any]]:
+        captured = self._captured.get(size)
+        if captured is None:
+            captured = self._captured[size] = self._capture(size, rows)
+        for name, value in rows.items():
+            if isinstance(value, np.ndarray):
+                value = np.ascontiguousarray(value, self.inputs[name].dtype)
+            captured.put(name, value)
+        self._session.run_with_iobinding(captured.binding, captured.options)
+        results = captured.binding.copy_outputs_to_cpu()
+        return {name: array[:n] for name, array in zip(self._wanted, results, strict=True)}
+
+    def _capture(self, size: int, rows: Rows) -> _Captured:
+        inputs = {name: self._upload(_padded(value, size), name) for name, value in rows.items()}
+        shaped = self._bound(inputs)
+        self._session.run_with_iobinding(shaped, self._no_graph)  # its outputs become the buffers: now sizes are known
+        binding, options = self._bound(inputs, shaped.get_outputs()), self._options(size)
+        self._session.run_with_iobinding(binding, options)  # onnxruntime repeats it until it is captured
+        return _Captured(size, inputs, binding, options)
+
+    def _options(self, graph: int) -> Any:
+        options = self._ort.RunOptions()
+        options.add_run_config_entry(_GRAPH_ID, str(graph))
+        return options
+
+    # -- the graph's ports ---------------------------------------------------------------------------------------------
+
+    def _batch_axis(self) -> bool:
+        """Whether the leading axis is symbolic everywhere; it must be that, or 1 everywhere."""
+        axes = {("input " if p is self.inputs.get(n) else "output ") + repr(n): p.dims[:1] for n, p in self._ports()}
+        for port, dims in axes.items():
+            if dims not in ((None,), (1,)):
+                found = f"a fixed size of {dims[0]}" if dims else "no axis at all"
+                wanted = "expected a symbolic size, or 1"
+                raise BatchAxisError(f"{self.path}: {port}: leading axis: found {found}, {wanted}")
+        symbolic = [port for port, dims in axes.items() if dims == (None,)]
+        if symbolic and len(symbolic) < len(axes):
+            fixed = next(port for port in axes if port not in symbolic)
+            raise BatchAxisError(
+                f"{self.path}: {fixed}: leading axis is 1 but that of {symbolic[0]} is symbolic; make them agree"
+            )
+        return bool(symbolic)
+
+    def _fixed_inputs(self) -> int | None:
+        """The size at which the leading axis of all inputs is fixed; None if it is symbolic everywhere."""
+        sizes = {port.dims[0] if port.dims else None for port in self.inputs.values()}
+        if len(sizes) != 1 or sizes == {None}:
+            return None if self._batch_axis() else 1
+        (size,) = sizes
+        for name, port in self.outputs.items():
+            if not port.dims or port.dims[0] not in (None, size):
+                found = f"a fixed size of {port.dims[0]}" if port.dims else "no axis at all"
+                wanted = f"{size} as that of its inputs"
+                raise BatchAxisError(f"{self.path}: output {name!r}: leading axis: found {found}, expected {wanted}")
+        return size
+
+    def _ports(self) -> list[tuple[str, Port]]:
+        return [*self.inputs.items(), *((name, self.outputs[name]) for name in self._wanted)]
+
+
+def _padded(rows: Any, size: int) -> NDArray[Any]:
+    """Rows, an array or what was placed of one, with the last of them repeated up to `size`."""
+    array: NDArray[Any] = rows if isinstance(rows, np.ndarray) else rows.numpy()
+    return array if len(array) == size else array.take(range(size), 0, mode="clip")
+
+
+def _open(path: Path, provider: str, threads: int, graphs: bool) -> tuple[Any, Any]:
+    ort = onnxruntime_here()
+    check_provider(provider)
+    if not path.is_file():
+        raise ConfigError(f"{path}: not found, expected an ONNX file")
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = threads
+    options.inter_op_num_threads = 1
+    options.log_severity_level = 3  # errors only: they are raised as well
+    chosen = _OPTIONS.get(provider, {}) | ({"enable_cuda_graph": "1"} if graphs else {})
+    try:
+        session = ort.InferenceSession(str(path), options, providers=[(provider, chosen)])
+    except Exception as error:  # onnxruntime raises a dozen classes of its own
+        raise ConfigError(f"{path}: onnxruntime cannot load it: {error}") from error
+    if session.get_providers()[0] != provider:  # it falls back to the CPU without a word when drivers are missing
+        raise ConfigError(f"provider={provider!r}: onnxruntime could not start it here; check driver and libraries")
+    return session, ort
+
+
+# -- any ONNX model as a processor -------------------------------------------------------------------------------------
+
+
+class OnnxProcessor(BaseProcessor):
+    """Anyone's model: a payload is {input name: array without batch axis}, a result {output name: array}.
+
+    All rows of a batch run in one call. A payload that does not fit the graph fails alone, before the call. Inputs with
+    several symbolic axes need partitions by shape: rows of one batch must have equal shapes, or the odd ones fail.
+    """
+
+    def __init__(self, path: str | Path, provider: str = CPU, threads: int = 1) -> None:
+        self.any_thread = provider == CPU
+        self.session = OnnxSession(Path(path), provider=provider, threads=threads)
+
+    def run(self, batch: Batch) -> Sequence[dict[str, NDArray[Any]] | ProcessorError]:
+        results: list[Any] = []
+        fitting: list[Mapping[str, NDArray[Any]]] = []
+        for ticket in batch.grants:
+            try:
+                row = self._row(ticket.request.payload)
+                if fitting and any(row[name].shape != fitting[0][name].shape for name in row):
+                    raise ProcessorError("its shape differs from the rest of the batch; use a partition per shape")
+                fitting.append(row)
+                results.append(None)
+            except ProcessorError as error:
+                results.append(error)
+        if fitting:
+            stacked = {name: np.stack([row[name] for row in fitting]) for name in self.session.inputs}
+            outputs = self.session.run(stacked, batch.notes)
+            done = iter([{name: array[i] for name, array in outputs.items()} for i in range(len(fitting))])
+            results = [next(done) if result is None else result for result in results]
+        return results
+
+    def _row(self, payload: Any) -> dict[str, NDArray[Any]]:
+        """The payload's arrays in the graph's types, or ProcessorError naming what does not fit."""
+        if not isinstance(payload, Mapping) or set(payload) != set(self.session.inputs):
+            found = sorted(map(str, payload)) if isinstance(payload, Mapping) else type(payload).__name__
+            raise ProcessorError(f"payload: found {found}, expected the inputs {sorted(self.session.inputs)}")
+        row = {}
+        for name, port in self.session.inputs.items():
+            try:
+                array = np.asarray(payload[name]).astype(port.dtype, casting="same_kind", copy=False)
+            except (TypeError, ValueError) as error:
+                raise ProcessorError(f"payload[{name!r}]: {error}") from error
+            if not fits(array.shape, port.dims[1:]):
+                raise ProcessorError(f"payload[{name!r}]: found shape {array.shape}, expected {shown(port.dims[1:])}")
+            row[name] = array
+        return row

@@ -1,0 +1,151 @@
+"""What a process needs around its drivers: its event loop, threads for slow calls, no telemetry, and how it collects.
+
+By default glibc has a pool of memory for each thread, and once arrays of some megabytes have been freed it gives little
+back. Pictures are decoded on several threads and batches filled on two, so every pool grew to its own peak, one after
+the other for ten minutes: a server of 245 MB used 120 MB of them for nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import gc
+import os
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+
+def loop_factory() -> asyncio.AbstractEventLoop:
+    """uvloop where it is installed."""
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.new_event_loop()
+    return uvloop.new_event_loop()
+
+
+# -- telemetry of the inference libraries ------------------------------------------------------------------------------
+
+
+def telemetry_off() -> None:
+    """The inference libraries send nothing and write no id. Call it before importing onnxruntime or openvino.
+
+    onnxruntime reads its variable once, when it is imported, and processes started from this one inherit it. openvino
+    reports its own import through the package `openvino_telemetry`, and uses a stub where that is missing.
+    """
+    os.environ["ORT_DISABLE_TELEMETRY"] = "1"
+    sys.modules.setdefault("openvino_telemetry", None)  # type: ignore[arg-type]  # its import fails: the stub is used
+
+
+# -- a slow call -------------------------------------------------------------------------------------------------------
+
+
+T = TypeVar("T")
+
+
+async def in_thread(function: Callable[[], T]) -> T:
+    """Run it in a daemon thread: the process can end while it runs. If the caller is cancelled, the thread goes on."""
+    done: Future[T] = Future()
+    done.set_running_or_notify_cancel()
+
+    def run() -> None:
+        try:
+            done.set_result(function())
+        except Exception as error:
+            done.set_exception(error)
+        except BaseException as error:  # SystemExit, or a panic in a library's own code, must reach the caller too
+            done.set_exception(RuntimeError(f"{type(error).__name__}: {error}"))
+
+    threading.Thread(target=run, name="reflex-load", daemon=True).start()
+    return await asyncio.wrap_future(done)
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+
+LARGE: Final = 16 * 2**20
+"""Bytes: a larger array has memory of its own, which goes back when it is freed. Its fresh pages cost 1 ms per 20 MB;
+for batches of 32 pictures they would cost more than the copying."""
+KEPT: Final = 2 * LARGE  # bytes at the end of the pool that may stay unused
+IDLE: Final = 0.25  # seconds without a new request after which freed memory may go back
+
+COLLECTIONS: Final = (10_000, 3, 1_000)  # `gc.set_threshold`. Requests make few cycles, so a young collection each 700
+# objects is pure tail. But thousands that wait are objects that every collection looks at: 1.5 ms for 10,000 of them
+_MALLOC: Final = ((-8, 1), (-3, LARGE), (-1, KEPT))  # M_ARENA_MAX, M_MMAP_THRESHOLD, M_TRIM_THRESHOLD of malloc.h
+
+
+def prepare_memory(environ: Mapping[str, str] = os.environ, load: Callable[[None], Any] = ctypes.CDLL) -> None:
+    """Set up this process to serve. Call it before threads start: those that run keep their pools.
+
+    Settings of malloc in the environment stay as they are. Without glibc only Python's collector is set.
+    """
+    gc.set_threshold(*COLLECTIONS)
+    if any(name.startswith("MALLOC_") for name in environ) or "glibc.malloc" in environ.get("GLIBC_TUNABLES", ""):
+        return
+    mallopt = _function("mallopt", load)
+    if mallopt is not None:
+        for parameter, value in _MALLOC:
+            mallopt(parameter, value)
+
+
+def freeze_loaded() -> None:
+    """Collect now, and never look again at the objects that are there: what is loaded stays."""
+    gc.collect()
+    gc.freeze()
+
+
+class FreedMemory:
+    """What this process has freed and its allocator has kept.
+
+    resident: bytes of memory that the process has. trim: gives back what is free, also between what is used.
+    """
+
+    def __init__(self, resident: Callable[[], int], trim: Callable[[int], object]) -> None:
+        self._resident, self._trim = resident, trim
+        self._least = resident()  # since it was last given back
+
+    def give_back(self) -> None:
+        """Give it back, if the process has become LARGE larger: it takes some milliseconds."""
+        resident = self._resident()
+        if resident > self._least + LARGE:
+            self._trim(0)
+            resident = self._least = self._resident()
+        self._least = min(self._least, resident)
+
+
+def freed_memory(load: Callable[[None], Any] = ctypes.CDLL) -> FreedMemory | None:
+    """That of this process; None without Linux and glibc."""
+    trim = _function("malloc_trim", load)
+    return FreedMemory(_resident, trim) if trim is not None and _STATM.exists() else None
+
+
+def _function(name: str, load: Callable[[None], Any]) -> Callable[..., Any] | None:
+    """A function of the C library; None where it has none of that name, or cannot be asked."""
+    try:
+        found: Callable[..., Any] | None = getattr(load(None), name, None)
+    except OSError:  # the interpreter is linked statically
+        return None
+    return found
+
+
+_STATM: Final = Path("/proc/self/statm")
+
+
+def _resident() -> int:
+    return int(_STATM.read_bytes().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+async def give_back_when_idle(asked: Callable[[], int], freed: FreedMemory, idle: float = IDLE) -> None:
+    """Run until it is cancelled. asked: the number of requests so far."""
+    before = -1
+    while True:
+        await asyncio.sleep(idle)
+        if (now := asked()) == before:
+            with suppress(OSError):  # no file may be open just now
+                freed.give_back()
+        before = now

@@ -1,0 +1,343 @@
+"""Code that runs a batch, and the one place that handles its errors.
+
+A processor belongs to one device thread and needs no lock. Whatever it does (raise, return too few results, return
+exceptions), `run_batch` turns it into exactly one outcome per ticket.
+
+Beside the protocol: tickets run without a scheduler, for warming up, trials and replays; a plain function as a
+processor; and one with a declared service time, for demos and tests.
+"""
+
+from __future__ import annotations
+
+import inspect
+import time
+import traceback
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from itertools import count
+from math import inf
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
+
+from reflex_runtime.core.batch import Apart, Batch, Cause, Done, Failed, More, Outcome
+from reflex_runtime.core.errors import ConfigError, ProcessorError, ProcessorHung, ReflexError, ResultCountMismatch
+from reflex_runtime.core.request import Ticket
+from reflex_runtime.run.cuda import lost_gpu
+
+if TYPE_CHECKING:  # with a default, so that `Processor` alone is one of any values
+    from typing_extensions import TypeVar as DefaultTypeVar
+
+    V_co = DefaultTypeVar("V_co", covariant=True, default=Any)
+else:
+    V_co = TypeVar("V_co", covariant=True)
+
+
+class Processor(Protocol[V_co]):
+    """What a driver runs batches on; V is the type of its values. Methods are called on the device thread.
+
+    repeatable: True when a call that raised has changed no ticket's state, so that it may be repeated with fewer
+    tickets to find the bad one; if False, the whole batch fails.
+    """
+
+    repeatable: bool
+
+    def start(self) -> None:
+        """Called once before the first batch."""
+
+    def run(self, batch: Batch) -> Sequence[V_co | Done | More | Failed | BaseException]:
+        """One result per ticket, in the order of `batch.grants`.
+
+        A result is a `Done`, `More` or `Failed`; an exception instance counts as that item's failure, and any other
+        value as Done(value). State kept for `batch.left` is to be dropped first.
+        """
+
+    def drop(self, tickets: Sequence[Ticket]) -> None:
+        """Drop the state of these residents; no next batch will list them."""
+
+    def stop(self) -> None:
+        """Called once after the last batch."""
+
+
+_SPECIAL = (Done, More, Failed, BaseException)
+_OF_DONE = Done()[1:]  # what follows the value
+_outcome = tuple.__new__  # once a request: a NamedTuple's own constructor is a Python function around this
+
+
+def may_run_anywhere(processor: Any) -> bool:
+    """Whether a processor says that its batches may run on any thread, one at a time."""
+    return bool(getattr(processor, "any_thread", False))
+
+
+def run_batch(processor: Processor, batch: Batch) -> list[Outcome]:
+    """Run a batch and return one outcome per ticket, whatever the processor does.
+
+    A call that raises is `Apart` for its tickets: the scheduler repeats it in parts until the bad ones run alone.
+    A batch of one, or one whose call cannot be repeated, fails. So does one that hung, and one with a wrong number of
+    results: whose is missing cannot be known. Raises GpuLost if no further batch can run in this process.
+    """
+    try:
+        return outcomes_of(processor.run(batch), batch)
+    except Exception as error:
+        if lost := lost_gpu(error):
+            raise lost from error
+        # What is raised to callers keeps the calls in its traceback, and these would keep the batch in their variables:
+        # a cycle, with every picture of it.
+        traceback.clear_frames(error.__traceback__)
+        try:
+            return failure_of(error, batch, processor.repeatable)
+        finally:
+            del batch
+
+
+def outcomes_of(results: Sequence[Any], batch: Batch) -> list[Outcome]:
+    """One outcome per ticket from the results of a call; see `run_batch`."""
+    if len(results) != len(batch.grants):
+        wrong = f"the processor returned {len(results)} results for {len(batch.grants)} requests"
+        return [Failed(ResultCountMismatch(wrong))] * len(batch)
+    return [
+        _outcome(Done, (result, *_OF_DONE)) if not isinstance(result, _SPECIAL) else _special(result)
+        for result in results
+    ]
+
+
+def failure_of(error: Exception, batch: Batch, repeatable: bool) -> list[Outcome]:
+    """One outcome per ticket from the error of a call; see `run_batch`."""
+    known = error if isinstance(error, ReflexError) else wrapped(error)
+    apart = len(batch) > 1 and repeatable and not isinstance(known, ResultCountMismatch | ProcessorHung)
+    return [Apart(known) if apart else Failed(known)] * len(batch)
+
+
+def wrapped(error: BaseException) -> ProcessorError:
+    """An exception of the model as an error for callers."""
+    wrapped = ProcessorError(f"{type(error).__name__}: {error}")
+    wrapped.__cause__ = error
+    return wrapped
+
+
+def _special(result: Done | More | Failed | BaseException) -> Outcome:
+    if not isinstance(result, BaseException):
+        return result
+    return Failed(result if isinstance(result, ReflexError) else wrapped(result))
+
+
+class BaseProcessor:
+    """Defaults for what most processors do not need.
+
+    captured_sizes: batch sizes it has captured, as CUDA graphs or the like, and pads to, ascending; its group's cost
+        model is `TimeCost(sizes=captured_sizes)`. It sets `batch.notes["captured"]` to whether the batch ran at one,
+        except in stages that it never captures (`TimeCost.padded_stages` names the others).
+    """
+
+    repeatable = True
+    any_thread = False
+    captured_sizes: tuple[int, ...] = ()
+
+    def start(self) -> None:
+        return
+
+    def drop(self, tickets: Sequence[Ticket]) -> None:
+        return
+
+    def stop(self) -> None:
+        return
+
+
+# -- tickets without a scheduler ---------------------------------------------------------------------------------------
+
+
+class TimedBatch(NamedTuple):
+    """A batch and the seconds of its call."""
+
+    batch: Batch
+    seconds: float
+
+
+def run_through(
+    processor: Processor,
+    tickets: Sequence[Ticket],
+    stages: Sequence[str] = ("",),
+    starts: Sequence[int] = (),
+    *,
+    group: str = "default",
+    shape: Hashable = "",
+    clock: Callable[[], float] = time.perf_counter,
+) -> list[TimedBatch]:
+    """Run tickets to their end, in batches of all that are at the same stage. `ticket.outcome` is its `Done`.
+
+    stages: those of the processor, in order. starts: the round in which each ticket enters, 0 by default; a round is
+    one batch per stage, so a ticket that enters in round k is k steps behind one of round 0.
+
+    The first error is raised as callers get it, after the tickets that have not ended are dropped.
+    """
+    left = dict(zip(tickets, starts or [0] * len(tickets), strict=True))
+    ran: list[TimedBatch] = []
+    try:
+        for at in count():
+            for stage in stages:
+                members = [ticket for ticket, start in left.items() if start <= at and ticket.stage == stage]
+                if members:
+                    ran.append(_run(processor, group, shape, stage, members, clock))
+                    left = {ticket: start for ticket, start in left.items() if ticket.outcome is None}
+            if not left:
+                break
+    except BaseException:
+        processor.drop(list(left))
+        raise
+    return ran
+
+
+def _run(
+    processor: Processor, group: str, shape: Hashable, stage: str, members: Sequence[Ticket], clock: Callable[[], float]
+) -> TimedBatch:
+    batch = Batch(0, group, shape, stage, Cause.IDLE, 0.0, 0.0, 0.0, dict.fromkeys(members, 1.0))
+    began = clock()
+    outcomes = run_batch(processor, batch)
+    ran = TimedBatch(batch, clock() - began)
+    for ticket, outcome in zip(members, outcomes, strict=True):
+        if isinstance(outcome, Failed | Apart):
+            raise outcome.error
+        if isinstance(outcome, More):
+            advance(ticket, outcome)
+        else:
+            assert isinstance(outcome, Done)
+            ticket.outcome = outcome
+    return ran
+
+
+def advance(ticket: Ticket, more: More) -> None:
+    """Move a ticket to its next stage."""
+    ticket.wants = more.wants
+    ticket.stage = ticket.stage if more.stage is None else more.stage
+
+
+# -- a function as a processor -----------------------------------------------------------------------------------------
+
+
+P = TypeVar("P")
+V = TypeVar("V")
+
+
+class FunctionProcessor(BaseProcessor, Generic[P, V]):
+    """Calls `function([payload, …])`; it returns one result per payload, in order.
+
+    repeatable: pass False for a function that must not see a payload twice. any_thread: pass True for one that may be
+    called on the event loop once it has proven to take a fraction of a millisecond. Raises TypeError for a function
+    that cannot be called so: a coroutine function, a generator function, or one that does not take a single list.
+    """
+
+    def __init__(
+        self, function: Callable[[list[P]], Sequence[V]], repeatable: bool = True, any_thread: bool = False
+    ) -> None:
+        name = name_of(function)
+        if is_async(function):
+            raise TypeError(
+                f"{name} is an async function, and a FunctionProcessor runs on a thread: write it with `def`, or put "
+                "@batched on it"
+            )
+        if is_method(function):
+            raise TypeError(f"{name} is a method, and there is no object yet to call it on; pass it as `object.method`")
+        check_function(function)
+        self._function = function
+        self.repeatable, self.any_thread = repeatable, any_thread
+
+    def run(self, batch: Batch) -> Sequence[V]:
+        return checked_results(self._function, self._function(payloads_of(batch)))
+
+
+def payloads_of(batch: Batch) -> list[Any]:
+    """What a function is called with."""
+    return [ticket.request.payload for ticket in batch.grants]
+
+
+def checked_results(function: Any, results: Any) -> Sequence[Any]:
+    """The function's results. Raises ResultCountMismatch for a dict, a text, None, an iterator."""
+    ordered = hasattr(results, "__len__") and hasattr(results, "__getitem__")
+    if not ordered or isinstance(results, (Mapping, str, bytes)):
+        if inspect.iscoroutine(results):
+            results.close()
+        raise ResultCountMismatch(
+            f"{name_of(function)} returned a {type(results).__name__}; it must return a list with one result for each "
+            "item, in order"
+        )
+    return results  # type: ignore[no-any-return]
+
+
+def is_async(function: Any) -> bool:
+    """Whether calling it makes a coroutine."""
+    return any(inspect.iscoroutinefunction(called) for called in _called(function))
+
+
+def is_method(function: Any) -> bool:
+    """Whether it is a function written in a class that takes the object first, as `self`."""
+    return inspect.isfunction(function) and next(iter(inspect.signature(function).parameters), "") == "self"
+
+
+def check_function(function: Any, *before: Any) -> None:
+    """Raise TypeError unless it can be called with a list of payloads and return a list of results.
+
+    before: arguments before the list, such as the object of a method.
+    """
+    name = name_of(function)
+    if isinstance(function, classmethod):
+        raise TypeError(f"{name} is a class method; write a static method, or a function outside of the class")
+    if not callable(function):
+        raise TypeError(f"{name}: must be a function that takes a list and returns a list")
+    if any(inspect.isgeneratorfunction(f) or inspect.isasyncgenfunction(f) for f in _called(function)):
+        raise TypeError(f"{name} is a generator function; it must return a list instead of yielding the results")
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return  # some built-in functions have no signature
+    if next(iter(signature.parameters), "") == "cls":
+        raise TypeError(f"{name} is a class method; write a static method, or a function outside of the class")
+    try:
+        signature.bind(*before, [])
+    except TypeError:
+        besides = f" besides {', '.join(list(signature.parameters)[: len(before)])}" if before else ""
+        raise TypeError(f"{name}{signature}: must take one argument{besides}, the list of items") from None
+
+
+def name_of(function: Any) -> str:
+    """What a message calls it."""
+    return str(getattr(function, "__qualname__", None) or type(function).__qualname__)
+
+
+def _called(function: Any) -> tuple[Any, Any]:
+    """The callable and its function: they differ for an object of a class with `__call__`."""
+    return function, function if inspect.isroutine(function) else type(function).__call__
+
+
+# -- a declared service time -------------------------------------------------------------------------------------------
+
+
+def _echo(payload: Any) -> Any:
+    return payload
+
+
+class FakeProcessor(BaseProcessor):
+    """Waits `seconds(n)` and answers each payload with `answer(payload)`, by default the payload itself.
+
+    fixed, marginal: seconds. sleep: how to wait; `time.sleep` for real time, a virtual clock's in tests.
+    calls: size of every batch so far.
+    """
+
+    def __init__(
+        self,
+        fixed: float,
+        marginal: float,
+        sleep: Callable[[float], None],
+        answer: Callable[[Any], Any] = _echo,
+    ) -> None:
+        for name, value in (("fixed", fixed), ("marginal", marginal)):
+            if not 0.0 <= value < inf:
+                raise ConfigError(f"FakeProcessor.{name}={value!r}: must be finite and >= 0 seconds")
+        self.fixed, self.marginal = fixed, marginal
+        self._sleep, self._answer = sleep, answer
+        self.calls: list[int] = []
+
+    def seconds(self, n: int) -> float:
+        """The declared time of a batch of n."""
+        return self.fixed + self.marginal * n
+
+    def run(self, batch: Batch) -> Sequence[Any]:
+        self.calls.append(len(batch))
+        self._sleep(self.seconds(len(batch)))
+        return [self._answer(ticket.request.payload) for ticket in batch.grants]

@@ -1,0 +1,256 @@
+"""Whom `@batched` takes a coroutine's item to be from, and that callers who ask again share their calls again."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+from collections.abc import Callable
+
+import pytest
+
+from reflex_runtime.core.events import Event, RequestSettled
+from reflex_runtime.run.audience import SLICE
+from reflex_runtime.run.batched import GONE, TaskClients, batched
+from run.helpers import PATIENCE, run
+from run.virtual import JumpingLoop
+
+
+async def ended(ask: Callable[[], str]) -> str:
+    """The client of a task that asks once and ends."""
+
+    async def one() -> str:
+        return ask()
+
+    client = await asyncio.create_task(one())
+    await asyncio.sleep(0)  # its callbacks run
+    return client
+
+
+def test_a_task_stays_one_client_and_two_that_run_are_two() -> None:
+    clients, go_on = TaskClients(), asyncio.Event()
+
+    async def task() -> list[str]:
+        first = clients.current()
+        await go_on.wait()
+        return [first, clients.current()]
+
+    async def main() -> None:
+        tasks = [asyncio.create_task(task()) for _ in range(3)]
+        await asyncio.sleep(0)
+        go_on.set()
+        found = await asyncio.gather(*tasks)
+        assert all(first == later for first, later in found)
+        assert len({first for first, _ in found}) == 3
+
+    run(main())
+    assert not clients._of
+
+
+def test_new_tasks_get_the_clients_of_those_that_ended_each_once() -> None:
+    clients = TaskClients()
+
+    async def asked(count: int) -> list[str]:
+        """The clients of so many tasks that ask at the same time, then end."""
+        meet = asyncio.Barrier(count)
+
+        async def task() -> str:
+            client = clients.current()
+            await meet.wait()
+            return client
+
+        return sorted(await asyncio.gather(*(task() for _ in range(count))))
+
+    async def main() -> None:
+        first = await asked(8)
+        assert len(set(first)) == 8
+        assert await asked(8) == first
+        fewer = await asked(4)
+        assert len(set(fewer)) == 4
+        assert set(fewer) < set(first)
+        assert set(first) < set(await asked(9))
+
+    run(main())
+
+
+def test_a_client_whose_task_ended_long_ago_is_not_passed_on() -> None:
+    now = 64.0
+    clients = TaskClients(lambda: now)
+
+    async def main() -> None:
+        nonlocal now
+        first = await ended(clients.current)
+        now += GONE
+        assert await ended(clients.current) == first
+        now += GONE * 1.001
+        assert await ended(clients.current) != first
+        assert len(clients._free) == 1
+
+    run(main())
+
+
+def test_tasks_of_two_loops_are_never_one_client() -> None:
+    names = [run(ended(TaskClients().current)) for _ in range(2)]
+    assert len(set(names)) == 2
+
+
+def test_what_no_task_awaits_has_no_client() -> None:
+    clients = TaskClients()
+    found: list[str] = []
+
+    async def main() -> None:
+        asyncio.get_running_loop().call_soon(lambda: found.append(clients.current()))
+        await asyncio.sleep(0)
+
+    run(main())
+    assert found == [""]
+
+
+@pytest.mark.parametrize("callers", [8, 32])
+@pytest.mark.parametrize("new", [False, True], ids=["tasks", "new tasks"])
+def test_b15_callers_that_come_back_one_by_one_share_every_call(callers: int, new: bool) -> None:
+    """Calls of 5 ms and 5 ms more with all callers, which ask again up to 2 ms after their answer. Virtual time."""
+    seconds, slowest = 3.0, 0.002
+    sizes: list[int] = []
+    ended: list[asyncio.Task[int]] = []  # kept, so that no two tasks have the same id
+
+    @batched(max_batch_size=64)
+    async def model(items: list[int]) -> list[int]:
+        sizes.append(len(items))
+        await asyncio.sleep(0.005 + 0.005 * len(items) / callers)
+        return items
+
+    async def one(number: int) -> int:
+        return await model(number)
+
+    async def caller(number: int, until: float) -> None:
+        loop, rng = asyncio.get_running_loop(), random.Random(number)
+        while loop.time() < until:
+            if new:
+                ended.append(asyncio.create_task(one(number)))
+                await ended[-1]
+            else:
+                await model(number)
+            await asyncio.sleep(rng.uniform(0.0, slowest))
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        calls = model._of_this_loop()
+        calls.dispatcher._clock = calls.clients._clock = loop.time
+        await asyncio.gather(*(caller(number, loop.time() + seconds) for number in range(callers)))
+
+    with asyncio.Runner(loop_factory=JumpingLoop) as runner:
+        runner.run(main())
+    practised = sizes[len(sizes) // 3 : -callers]
+    assert sum(practised) / len(practised) >= 0.94 * callers
+    assert len(sizes) >= 0.95 * seconds / (0.010 + slowest)  # no hold for callers that do not exist
+
+
+class Three:
+    """A batched `def`, and three coroutines that ask in one turn of the loop while its thread sleeps."""
+
+    def __init__(self) -> None:
+        self.calls: list[list[int]] = []
+        self._asleep = threading.Event()
+
+        @batched
+        def double(items: list[int]) -> list[int]:
+            self._asleep.clear()
+            self.calls.append(items)
+            return [2 * item for item in items]
+
+        self.double = double
+        self.device = double._driver.device
+        self._wait = self.device._wait
+        self.device._wait = self._noted  # type: ignore[method-assign]
+
+    def _noted(self) -> None:
+        self._asleep.set()
+        self._wait()
+
+    async def ask(self) -> list[asyncio.Task[int]]:
+        """Ask, after a first call. Returns the tasks, of which none has been answered yet."""
+        assert await self.double.aio(0) == 0
+        assert await asyncio.to_thread(self._asleep.wait, PATIENCE)
+        with self.device._lock:  # free while it sleeps
+            tasks = [asyncio.create_task(self.double.aio(item)) for item in (1, 2, 3)]
+        await asyncio.sleep(0)
+        return tasks
+
+
+def test_items_of_one_turn_wake_the_device_once_after_the_last_of_them() -> None:
+    three = Three()
+
+    async def main() -> None:
+        device = three.device
+        wake, waiting = device.wake, []
+
+        def noted() -> None:
+            waiting.append(len(device.scheduler._groups["batched"].active))
+            wake()
+
+        device.wake = noted  # type: ignore[method-assign]
+        tasks = await three.ask()
+        assert device._bell.waiting  # it still sleeps
+        assert await asyncio.gather(*tasks) == [2, 4, 6]
+        assert len(waiting) == 2  # one for the first call, one for the three
+
+    run(main())
+    assert three.calls == [[0], [1, 2, 3]]
+    assert three.double.close()
+
+
+def test_answers_of_one_call_reach_the_loop_in_one_turn() -> None:
+    three = Three()
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        tasks: list[asyncio.Task[int]] = []
+        done: list[int] = []
+
+        def let_the_loop_run(event: Event) -> None:
+            if isinstance(event, RequestSettled):
+                passed = threading.Event()
+                loop.call_soon_threadsafe(loop.call_soon, loop.call_soon, passed.set)
+                assert passed.wait(PATIENCE)
+                done.append(sum(task.done() for task in tasks))
+
+        tasks += await three.ask()
+        three.double.add_sink(let_the_loop_run)
+        assert await asyncio.gather(*tasks) == [2, 4, 6]
+        assert done == [0, 0, 0]
+
+    run(main())
+    assert three.double.close()
+
+
+def test_thousands_of_cancels_in_one_turn_are_made_in_slices() -> None:
+    gate, entered = threading.Event(), threading.Event()
+    calls: list[int] = []
+
+    @batched(max_batch_size=1)
+    def held(items: list[int]) -> list[int]:
+        calls.extend(items)
+        entered.set()
+        assert gate.wait(PATIENCE)
+        return items
+
+    async def main() -> None:
+        first = asyncio.create_task(held.aio(0))
+        assert await asyncio.to_thread(entered.wait, PATIENCE)
+        tasks = [asyncio.create_task(held.aio(item)) for item in range(1, 1 + 3 * SLICE)]
+        await asyncio.sleep(0)
+        queued = []
+        for task in tasks:
+            task.cancel()
+        for _ in range(5):
+            await asyncio.sleep(0)
+            queued.append(held._driver.device.scheduler._groups["batched"].queued)
+        assert queued[0] == 2 * SLICE
+        assert queued[-1] == 0
+        gate.set()
+        assert await first == 0
+
+    run(main())
+    assert calls == [0]
+    assert held.close()

@@ -1,0 +1,273 @@
+"""ONNX sessions: the batch axis, the checks against what is expected, and anyone's model as a processor."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx.parser
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+from reflex_runtime.core.batch import Batch, Cause, Done, Failed
+from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.core.request import Request, Ticket
+from reflex_runtime.run.onnx_session import CUDA, OPENVINO, OnnxProcessor, OnnxSession, TensorSpec
+from reflex_runtime.run.processor import run_batch
+
+Dim = str | int
+
+
+def write(
+    root: Path,
+    x: Sequence[Dim] = ("batch", 3),
+    y: Sequence[Dim] = ("batch", 2),
+    shift: Sequence[Dim] | None = None,
+    dtype: int = TensorProto.FLOAT,
+) -> Path:
+    """x [batch, 3] · weights → y [batch, 2], and total [batch]; with `shift`, an input of its own is added to y."""
+    nodes = [
+        helper.make_node("MatMul", ["x", "weights"], ["y" if shift is None else "product"]),
+        helper.make_node("ReduceSum", ["x", "axis"], ["total"], keepdims=0),
+    ]
+    ports = [helper.make_tensor_value_info("x", dtype, x)]
+    if shift is not None:
+        nodes.append(helper.make_node("Add", ["product", "shift"], ["y"]))
+        ports.append(helper.make_tensor_value_info("shift", dtype, shift))
+    outputs = [helper.make_tensor_value_info("y", dtype, y), helper.make_tensor_value_info("total", dtype, y[:1])]
+    numpy_dtype = helper.tensor_dtype_to_np_dtype(dtype)
+    weights = numpy_helper.from_array(np.arange(6).reshape(3, 2).astype(numpy_dtype), "weights")
+    axis = numpy_helper.from_array(np.array([1], np.int64), "axis")
+    graph = helper.make_graph(nodes, "linear", ports, outputs, [weights, axis])
+    file = root / "linear.onnx"
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), file)
+    return file
+
+
+ROWS = np.arange(12, dtype=np.float32).reshape(4, 3)
+WEIGHTS = np.arange(6, dtype=np.float32).reshape(3, 2)
+
+
+def batch_of(*payloads: Any) -> Batch:
+    tickets = [Ticket(Request(p), i, 0.0) for i, p in enumerate(payloads)]
+    return Batch(1, "default", "", "", Cause.IDLE, 0.0, 0.0, 0.0, dict.fromkeys(tickets, 1.0))
+
+
+def count_calls(session: OnnxSession, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    calls: list[int] = []
+    whole = session._call
+    monkeypatch.setattr(session, "_call", lambda rows: (calls.append(len(rows["x"])), whole(rows))[1])
+    return calls
+
+
+def test_b11_a_symbolic_leading_axis_runs_in_one_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    session = OnnxSession(write(tmp_path))
+    calls, notes = count_calls(session, monkeypatch), dict[str, Any]()
+    np.testing.assert_array_equal(session.run({"x": ROWS}, notes)["y"], ROWS @ WEIGHTS)
+    assert (session.dynamic_batch, calls, notes) == (True, [4], {})
+
+
+def test_b11_a_leading_axis_of_one_runs_row_by_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    session = OnnxSession(write(tmp_path, (1, 3), (1, 2)))
+    calls, notes = count_calls(session, monkeypatch), dict[str, Any]()
+    outputs = session.run({"x": ROWS}, notes)
+    np.testing.assert_array_equal(outputs["y"], ROWS @ WEIGHTS)
+    np.testing.assert_array_equal(outputs["total"], ROWS.sum(1))
+    assert (session.dynamic_batch, calls, notes) == (False, [1, 1, 1, 1], {"fanout": "sequential"})
+
+
+def test_b11_a_leading_axis_of_any_size_gets_whole_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = np.arange(9 * 3, dtype=np.float32).reshape(9, 3)
+    for y in ((4, 2), ("batch", 2)):  # exporters leave the axis of outputs open
+        session = OnnxSession(write(tmp_path, (4, 3), y), any_batch=True)
+        calls, notes = count_calls(session, monkeypatch), dict[str, Any]()
+        outputs = session.run({"x": rows}, notes)
+        np.testing.assert_array_equal(outputs["y"], rows @ WEIGHTS)
+        np.testing.assert_array_equal(outputs["total"], rows.sum(1))
+        assert (session.batch_size, session.dynamic_batch, calls) == (4, False, [4, 4, 4])
+        assert notes == {"fanout": "sequential"}
+        np.testing.assert_array_equal(session.run({"x": rows[:3]}, notes := {})["y"], rows[:3] @ WEIGHTS)
+        assert notes == {}, "one call"
+    assert OnnxSession(write(tmp_path), any_batch=True).batch_size is None
+    total = onnx.parser.parse_model(
+        '<ir_version: 8, opset_import: ["": 13]> g (float[4, 3] x) => (float[1, 3] y) { y = ReduceMax<axes=[0]>(x) }'
+    )
+    onnx.save(total, tmp_path / "total.onnx")
+    with pytest.raises(ConfigError, match="output 'y': leading axis: found a fixed size of 1, expected 4 as that of"):
+        OnnxSession(tmp_path / "total.onnx", any_batch=True)
+
+
+@pytest.mark.parametrize(
+    ("x", "y", "shift", "said"),
+    [
+        ((4, 3), (4, 2), None, "input 'x': leading axis: found a fixed size of 4, expected a symbolic size, or 1"),
+        (("batch", 3), ("batch", 2), (1, 2), "input 'shift': leading axis is 1 but that of input 'x' is symbolic"),
+        (("batch", 3), ("batch", 2), (), "input 'shift': leading axis: found no axis at all"),
+    ],
+)
+def test_leading_axes_that_cannot_be_the_batch_axis(tmp_path: Path, x: Any, y: Any, shift: Any, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        OnnxSession(write(tmp_path, x, y, shift))
+
+
+@pytest.mark.parametrize(
+    ("inputs", "outputs", "said"),
+    [
+        ([TensorSpec("z")], None, "input 'z': not in the graph, which has 'x', 'shift'"),
+        ([TensorSpec("x")], None, "input 'shift': unknown, expected only 'x'"),
+        ([TensorSpec("x", "i"), TensorSpec("shift")], None, "input 'x': found float32, expected int32 or int64"),
+        ([TensorSpec("x", "f", (4,)), TensorSpec("shift")], None, r"input 'x': found \[3\] .*, expected \[4\]"),
+        ([TensorSpec("x", "f", (3, 1)), TensorSpec("shift")], None, r"input 'x': found \[3\] .*, expected \[3, 1\]"),
+        (None, [TensorSpec("z")], "output 'z': not in the graph, which has 'y', 'total'"),
+        (None, [TensorSpec("y", "f", (3,))], r"output 'y': found \[2\] after the batch axis, expected \[3\]"),
+    ],
+)
+def test_what_is_expected_is_checked(tmp_path: Path, inputs: Any, outputs: Any, said: str) -> None:
+    file = write(tmp_path, shift=("batch", 2))
+    with pytest.raises(ConfigError, match=rf"linear\.onnx: {said}"):
+        OnnxSession(file, inputs, outputs)
+
+
+def test_symbolic_sizes_behind_the_batch_axis_fit_anything(tmp_path: Path) -> None:
+    file = write(tmp_path, ("batch", "width"), ("batch", 2))
+    assert OnnxSession(file, [TensorSpec("x", "f", (3,))]).inputs["x"].dims == (None, None)
+
+
+def test_only_the_expected_outputs_are_computed(tmp_path: Path) -> None:
+    session = OnnxSession(write(tmp_path), outputs=[TensorSpec("total", "f", ())])
+    assert list(session.run({"x": ROWS})) == ["total"]
+
+
+def test_inputs_are_converted_to_the_graphs_types(tmp_path: Path) -> None:
+    session = OnnxSession(write(tmp_path, dtype=TensorProto.DOUBLE))
+    outputs = session.run({"x": np.asfortranarray(ROWS)})
+    assert outputs["y"].dtype == np.float64
+    np.testing.assert_array_equal(outputs["y"], ROWS @ WEIGHTS)
+
+
+def test_place_is_the_array_itself_on_the_cpu(tmp_path: Path) -> None:
+    session = OnnxSession(write(tmp_path))
+    assert session.place(ROWS, "x") is ROWS
+    assert session.place(ROWS.astype(np.float64), "x").dtype == np.float32
+
+
+def test_a_missing_provider_is_an_error_and_never_another_one(tmp_path: Path) -> None:
+    import onnxruntime
+
+    with pytest.raises(ConfigError, match=r"provider='TpuExecutionProvider': not in this onnxruntime, which has .*CPU"):
+        OnnxSession(write(tmp_path), provider="TpuExecutionProvider")
+    for provider, package in ((CUDA, "onnxruntime-gpu"), (OPENVINO, "onnxruntime-openvino")):
+        if provider not in onnxruntime.get_available_providers():
+            with pytest.raises(ConfigError, match=f"pip install {package}"):
+                OnnxSession(write(tmp_path), provider=provider)
+
+
+def test_files_that_are_no_graphs_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"none\.onnx: not found"):
+        OnnxSession(tmp_path / "none.onnx")
+    (tmp_path / "text.onnx").write_text("hello")
+    with pytest.raises(ConfigError, match=r"text\.onnx: onnxruntime cannot load it"):
+        OnnxSession(tmp_path / "text.onnx")
+
+
+def test_threads_out_of_range_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="threads=0"):
+        OnnxSession(write(tmp_path), threads=0)
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/task"), reason="counts threads through /proc")
+def test_one_thread_is_the_default(tmp_path: Path) -> None:
+    def threads() -> int:
+        return len(os.listdir("/proc/self/task"))
+
+    before = threads()
+    one = OnnxSession(write(tmp_path))
+    assert threads() == before
+    three = OnnxSession(write(tmp_path), threads=3)
+    assert threads() == before + 2  # the caller is the third
+    del one, three
+
+
+# -- OnnxProcessor -----------------------------------------------------------------------------------------------------
+
+
+def test_payloads_are_stacked_into_one_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    processor = OnnxProcessor(write(tmp_path))
+    calls = count_calls(processor.session, monkeypatch)
+    outcomes = run_batch(processor, batch_of(*({"x": row} for row in ROWS)))
+    assert calls == [4]
+    for row, outcome in zip(ROWS, outcomes, strict=True):
+        assert isinstance(outcome, Done)
+        assert set(outcome.value) == {"y", "total"}
+        np.testing.assert_array_equal(outcome.value["y"], row @ WEIGHTS)
+        assert outcome.value["total"] == row.sum()
+
+
+def test_b11_the_processor_notes_the_fan_out(tmp_path: Path) -> None:
+    batch = batch_of({"x": ROWS[0]}, {"x": ROWS[1]})
+    run_batch(OnnxProcessor(write(tmp_path, (1, 3), (1, 2))), batch)
+    assert batch.notes == {"fanout": "sequential"}
+
+
+@pytest.mark.parametrize(
+    ("payload", "said"),
+    [
+        (None, "payload: found NoneType, expected the inputs"),
+        ({"z": ROWS[0]}, r"payload: found \['z'\], expected the inputs \['x'\]"),
+        ({"x": ROWS[0], "z": 1}, "payload: found"),
+        ({"x": ROWS[0], 1: 1}, r"payload: found \['1', 'x'\]"),
+        ({"x": ROWS}, r"payload\['x'\]: found shape \(4, 3\), expected \[3\]"),
+        ({"x": "abc"}, r"payload\['x'\]: "),
+        ({"x": [1.0, [2.0], 3.0]}, r"payload\['x'\]: "),
+        ({"x": np.array([1j, 2, 3])}, r"payload\['x'\]: "),
+    ],
+)
+def test_b18_a_payload_that_does_not_fit_fails_alone(
+    tmp_path: Path, payload: Any, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    processor = OnnxProcessor(write(tmp_path))
+    calls = count_calls(processor.session, monkeypatch)
+    first, second, third = run_batch(processor, batch_of({"x": ROWS[0]}, payload, {"x": ROWS[1]}))
+    assert calls == [2]
+    assert isinstance(second, Failed)
+    with pytest.raises(type(second.error), match=said):
+        raise second.error
+    for row, outcome in ((ROWS[0], first), (ROWS[1], third)):
+        assert isinstance(outcome, Done)
+        np.testing.assert_array_equal(outcome.value["y"], row @ WEIGHTS)
+
+
+def test_rows_of_another_shape_fail_alone(tmp_path: Path) -> None:
+    nodes = [helper.make_node("Relu", ["x"], ["y"])]
+    ports = [helper.make_tensor_value_info(n, TensorProto.FLOAT, ["batch", "width"]) for n in "xy"]
+    graph = helper.make_graph(nodes, "any width", ports[:1], ports[1:])
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), tmp_path / "w.onnx")
+    payloads = [{"x": np.ones(n, np.float32)} for n in (2, 3, 2)]
+    outcomes = run_batch(OnnxProcessor(tmp_path / "w.onnx"), batch_of(*payloads))
+    assert [type(o) for o in outcomes] == [Done, Failed, Done]
+    assert "partition per shape" in str(outcomes[1].error)  # type: ignore[union-attr]
+
+
+def test_a_batch_in_which_nothing_fits_makes_no_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    processor = OnnxProcessor(write(tmp_path))
+    calls = count_calls(processor.session, monkeypatch)
+    assert all(isinstance(o, Failed) for o in run_batch(processor, batch_of({}, {})))
+    assert calls == []
+
+
+def test_onnxruntime_is_imported_only_when_a_session_is_opened() -> None:
+    import subprocess
+    import sys
+
+    code = "import sys, reflex_runtime.policies; sys.exit('onnxruntime' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_path_may_be_a_text(tmp_path: Path) -> None:
+    assert OnnxProcessor(str(write(tmp_path))).session.path == write(tmp_path)
+    with pytest.raises(ConfigError, match=r"nowhere\.onnx: not found"):
+        OnnxProcessor("nowhere.onnx")
