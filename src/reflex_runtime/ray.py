@@ -3,8 +3,8 @@
     serve run reflex_runtime.ray:app export=./my-export replicas=2
 
 Each replica is the application of `reflex serve` with a device of its own. Ray brings requests, and adds and removes
-replicas by its settings. A robot's episode stays on one replica if its requests carry Ray's header
-`serve_multiplexed_model_id: EPISODE`; a websocket is on one replica anyway.
+replicas by its settings. Requests that name an episode in the header `x-session-id` go to one replica, by Ray's router
+with consistent hashing; a websocket is on one replica anyway.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from ray import serve
+from ray.serve.config import RequestRouterConfig
 
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.policies.serving.app import create
@@ -22,7 +23,7 @@ from reflex_runtime.web.request import Receive, Scope, Send
 
 log = logging.getLogger("reflex.ray")
 
-EPISODES: Final = 10_000  # of which a replica says that they are on it
+ROUTER: Final = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
 OWN: Final = ("export", "replicas", "max_replicas", "cpus", "gpus")
 
 
@@ -41,17 +42,14 @@ def app(args: Mapping[str, str]) -> serve.Application:
     options: dict[str, Any] = {
         "name": "reflex",
         "max_ongoing_requests": 10_000,  # the scheduler of the replica decides what may wait
+        "request_router_config": RequestRouterConfig(request_router_class=ROUTER),
         "ray_actor_options": {"num_cpus": float(args.get("cpus", 1)), "num_gpus": float(args.get("gpus", 0))},
     }
     if most > replicas:
         options["autoscaling_config"] = {"min_replicas": replicas, "max_replicas": most}
     else:
         options["num_replicas"] = replicas
-
-    class Replica:
-        """What Ray runs; `ingress` hands requests to the application."""
-
-    deployed: serve.Application = serve.deployment(**options)(serve.ingress(replica)(Replica)).bind()
+    deployed: serve.Application = serve.deployment(**options)(serve.ingress(replica)()).bind()
     return deployed
 
 
@@ -66,8 +64,6 @@ class ReflexReplica:
         if scope["type"] == "lifespan":
             await self._live(receive, send)
             return
-        if episode := serve.get_multiplexed_model_id():
-            await _on_this_replica(episode)
         await self._app(scope, receive, send)
 
     async def _live(self, receive: Receive, send: Send) -> None:
@@ -87,12 +83,6 @@ class ReflexReplica:
         await receive()
         await self._app.life.end()
         await send({"type": "lifespan.shutdown.complete"})
-
-
-@serve.multiplexed(max_num_models_per_replica=EPISODES)  # type: ignore[untyped-decorator]
-async def _on_this_replica(episode: str) -> str:
-    """Tell Ray's router that the episode is here: its next requests come to this replica."""
-    return episode
 
 
 def _whole(args: Mapping[str, str], name: str, default: int) -> int:

@@ -15,28 +15,36 @@ import numpy as np
 import PIL.Image
 import pytest
 from onnx import TensorProto, helper
-from reflex_runtime.policies.serving.preparing import AT_ONCE, LIGHT_PIXELS, DecodeOrder, Job, Preparing
 
 from policies.tiny import write_export, write_graph
 from reflex_runtime.core.errors import QueueFull
 from reflex_runtime.policies.policy.observation import MAX_IMAGE_PIXELS
+from reflex_runtime.policies.serving.decode_pool import (
+    AT_ONCE,
+    FIRST_PACE,
+    LIGHT_BYTES,
+    LIGHT_S,
+    LOOK_PIXELS,
+    TURN_S,
+    DecodeOrder,
+    DecodePool,
+    Job,
+)
 from serving.harness import Latch, Server
 
-LARGE = 4 * LIGHT_PIXELS
+LARGE = 1 << 22  # pixels
 
 
 # -- whose turn it is --------------------------------------------------------------------------------------------------
 
 
-def job(client: Any, pixels: int = -1, share: float = 1.0) -> Job:
-    made = Job(client, share, lambda: pixels, lambda: pixels, lambda value, error: None)
-    made.pixels = pixels
-    return made
+def job(client: Any, share: float = 1.0) -> Job:
+    return Job(client, share, 0, lambda: 0, lambda: 0, lambda value, error: None)
 
 
-def order(turns: DecodeOrder, light: bool = False) -> list[Any]:
+def order(turns: DecodeOrder) -> list[Any]:
     found = []
-    while (taken := turns.take(light)) is not None:
+    while (taken := turns.take()) is not None:
         found.append(taken.client)
     return found
 
@@ -44,134 +52,165 @@ def order(turns: DecodeOrder, light: bool = False) -> list[Any]:
 def test_b21_a_small_request_goes_before_the_large_ones_of_others() -> None:
     turns = DecodeOrder()
     for i in range(16):
-        turns.push(job(f"bomb {i}", LARGE))
-    turns.push(job("robot"))
-    first = turns.take(light=False)
-    assert first is not None
-    assert first.client == "robot"
+        turns.push(job(f"bomb {i}"), LARGE)
+    turns.push(job("robot"), 100)
+    assert order(turns)[0] == "robot"
 
 
 def test_b21_pixels_are_shared_between_clients_however_many_requests_each_has() -> None:
-    turns = DecodeOrder(most=1e12)
+    turns = DecodeOrder()
     for _ in range(30):
-        turns.push(job("greedy", LARGE))
+        turns.push(job("greedy"), LARGE)
     for _ in range(5):
-        turns.push(job("modest", 2 * LARGE))
+        turns.push(job("modest"), 2 * LARGE)
     assert order(turns)[:15].count("modest") == 5
 
 
 def test_b21_shares_weigh() -> None:
-    turns = DecodeOrder(most=1e12)
+    turns = DecodeOrder()
     for _ in range(30):
-        turns.push(job("default", LARGE))
-        turns.push(job("urgent", LARGE, share=2.0))
+        turns.push(job("default"), LARGE)
+        turns.push(job("urgent", share=2.0), LARGE)
     assert order(turns)[:30].count("urgent") == 20
 
 
 def test_a_large_request_does_not_starve_behind_small_ones_of_ever_new_clients() -> None:
     turns = DecodeOrder()
-    turns.push(job("large", LARGE))
+    turns.push(job("large"), LARGE)
     for i in range(1000):
-        turns.push(job(f"small {i}"))
-        taken = turns.take(light=False)
+        turns.push(job(f"small {i}"), LOOK_PIXELS)
+        taken = turns.take()
         assert taken is not None
         if taken.client == "large":
             return
     raise AssertionError("it starves")
 
 
-def test_what_was_decoded_at_once_is_paid_for_too() -> None:
-    turns = DecodeOrder()
-    costly = job("costly")
-    turns.push(costly)
-    assert turns.take(light=True) is costly
-    costly.pixels = LIGHT_PIXELS
-    turns.decoded(costly)
-    turns.push(job("costly"))
-    for i in range(10):
-        turns.push(job(f"other {i}"))
-    assert order(turns)[-1] == "costly"
-
-
-def test_light_threads_take_no_large_request() -> None:
-    turns = DecodeOrder()
-    turns.push(job("large", LARGE))
-    assert turns.take(light=True) is None
-    assert order(turns) == ["large"]
-
-
 def test_beyond_the_bound_the_one_that_would_be_last_has_to_go() -> None:
     turns = DecodeOrder(most=4 * LARGE)
-    greedy = [job("greedy", LARGE) for _ in range(4)]
-    assert [turns.push(each) for each in greedy] == [None] * 4
-    assert turns.push(job("modest", LARGE)) is greedy[-1]
-    late = job("greedy", LARGE)
-    assert turns.push(late) is late
+    greedy = [job("greedy") for _ in range(4)]
+    assert [turns.push(each, LARGE) for each in greedy] == [None] * 4
+    assert turns.push(job("modest"), LARGE) is greedy[-1]
+    late = job("greedy")
+    assert turns.push(late, LARGE) is late
     assert (turns.waiting_pixels, sorted(order(turns))) == (4 * LARGE, ["greedy"] * 3 + ["modest"])
-    assert turns.push(job("alone", 100 * LARGE)) is None  # one is always taken
+    assert turns.push(job("alone"), 100 * LARGE) is None  # one is always taken
 
 
 def test_clients_with_nothing_to_pay_are_forgotten() -> None:
     turns = DecodeOrder()
     for i in range(10_000):
-        turns.push(job(i))
-        turns.take(light=False)
+        turns.push(job(i), 1)
+        turns.take()
     assert len(turns._ends) <= 70
 
 
-# -- threads -----------------------------------------------------------------------------------------------------------
+# -- the loop and the threads ------------------------------------------------------------------------------------------
 
 
 class Gate:
-    """Pictures that are decoded when the test says so."""
+    """Large pictures that are decoded when the test says so."""
 
     def __init__(self) -> None:
         self.open = threading.Event()
         self.loop = asyncio.get_running_loop()
         self.began: asyncio.Queue[Any] = asyncio.Queue()
         self.ended: asyncio.Queue[tuple[Any, Any, Exception | None]] = asyncio.Queue()
+        self.threads: set[str] = set()
 
-    def job(self, name: Any, pixels: int, client: Any = None, make: Callable[[], Any] | None = None) -> Job:
+    def job(
+        self, name: Any, pixels: int, client: Any = None, make: Callable[[], Any] | None = None, size: int = 0
+    ) -> Job:
         def run() -> Any:
+            self.threads.add(threading.current_thread().name)
             self.loop.call_soon_threadsafe(self.began.put_nowait, name)
-            if pixels > LIGHT_PIXELS:
+            if pixels >= LARGE:
                 assert self.open.wait(30.0)
             return name if make is None else make()
 
-        return Job(client or name, 1.0, lambda: pixels, run, lambda v, e: self.ended.put_nowait((name, v, e)))
+        return Job(client or name, 1.0, size, lambda: pixels, run, lambda v, e: self.ended.put_nowait((name, v, e)))
 
 
-def run(test: Callable[[Preparing, Gate], Any], **settings: Any) -> None:
+def run(test: Callable[[DecodePool, Gate], Any], **settings: Any) -> None:
     async def main() -> None:
-        preparing, gate = Preparing(**settings), Gate()
+        pool, gate = DecodePool(**settings), Gate()
         try:
             async with asyncio.timeout(30.0):
-                await test(preparing, gate)
+                await test(pool, gate)
         finally:
             gate.open.set()
-            preparing.close()
+            pool.close()
 
     asyncio.run(main())
 
 
-def test_small_pictures_are_decoded_while_large_ones_hold_every_thread_they_may() -> None:
-    async def test(preparing: Preparing, gate: Gate) -> None:
+def test_small_pictures_are_decoded_on_the_loop_while_large_ones_hold_every_thread() -> None:
+    async def test(pool: DecodePool, gate: Gate) -> None:
         for i in range(6):
-            preparing.add(gate.job(f"large {i}", LARGE))
+            pool.add(gate.job(f"large {i}", LARGE))
         for i in range(50):
-            preparing.add(gate.job(i, 100, client="robot"))
+            pool.add(gate.job(i, 100, client="robot"))
             assert await gate.ended.get() == (i, i, None)
+        assert {name for name in gate.threads if not name.startswith("reflex-decode")} == {"MainThread"}
         gate.open.set()
         assert {(await gate.ended.get())[0] for _ in range(6)} == {f"large {i}" for i in range(6)}
 
     run(test, workers=2)
 
 
+def test_many_small_pictures_let_other_work_of_the_loop_have_its_turns() -> None:
+    async def test(pool: DecodePool, gate: Gate) -> None:
+        def slow() -> None:
+            until = time.perf_counter() + TURN_S / 2
+            while time.perf_counter() < until:
+                pass
+
+        for i in range(20):
+            pool.add(gate.job(i, 100, make=slow))
+        turns = 0
+        while gate.ended.qsize() < 20:
+            turns += 1
+            await asyncio.sleep(0)
+        assert turns >= 8  # two or three of them in each
+
+    run(test, workers=1)
+
+
+def test_what_is_large_by_its_bytes_is_not_even_looked_at_on_the_loop() -> None:
+    async def test(pool: DecodePool, gate: Gate) -> None:
+        looked: list[str] = []
+        heavy = gate.job("heavy", 100, size=LIGHT_BYTES + 1)
+        look, heavy.look = heavy.look, lambda: looked.append(threading.current_thread().name) or look()
+        pool.add(heavy)
+        assert await gate.ended.get() == ("heavy", "heavy", None)
+        assert looked
+        assert all(name.startswith("reflex-decode") for name in looked)
+
+    run(test, workers=1)
+
+
+def test_the_pace_is_learned_and_decides_where_a_picture_is_decoded() -> None:
+    async def test(pool: DecodePool, gate: Gate) -> None:
+        pixels = int(LIGHT_S / FIRST_PACE) * 2
+        pool.add(gate.job("before", pixels))
+        assert (await gate.ended.get())[0] == "before"
+        assert "MainThread" not in gate.threads
+        for i in range(30):  # as good as nothing
+            pool.add(gate.job(i, pixels // 2))
+            await gate.ended.get()
+        gate.threads.clear()
+        pool.add(gate.job("after", pixels))
+        await gate.ended.get()
+        assert gate.threads == {"MainThread"}
+
+    run(test, workers=1)
+
+
 def test_the_loop_is_woken_once_for_all_that_is_made_until_it_comes_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
     count = 3 * AT_ONCE
 
-    async def test(preparing: Preparing, gate: Gate) -> None:
-        told, wakes, tell, wake = [0], [0], preparing._tell, gate.loop.call_soon_threadsafe
+    async def test(pool: DecodePool, gate: Gate) -> None:
+        told, wakes, tell, wake = [0], [0], pool._tell, gate.loop.call_soon_threadsafe
         all_told = threading.Event()
 
         def telling(*args: Any) -> None:
@@ -181,13 +220,13 @@ def test_the_loop_is_woken_once_for_all_that_is_made_until_it_comes_to_it(monkey
                 all_told.set()
 
         def waking(callback: Callable[..., None], *args: Any) -> Any:
-            wakes[0] += callback == preparing._deliver
+            wakes[0] += callback == pool._take_made
             return wake(callback, *args)
 
-        monkeypatch.setattr(preparing, "_tell", telling)
+        monkeypatch.setattr(pool, "_tell", telling)
         monkeypatch.setattr(gate.loop, "call_soon_threadsafe", waking)
         for i in range(count):
-            preparing.add(gate.job(i, 100))
+            pool.add(gate.job(i, 100, size=LIGHT_BYTES + 1))
         assert all_told.wait(30.0)  # the loop is busy
         assert sorted([(await gate.ended.get())[0] for _ in range(count)]) == list(range(count))
         assert wakes == [1]
@@ -196,59 +235,64 @@ def test_the_loop_is_woken_once_for_all_that_is_made_until_it_comes_to_it(monkey
 
 
 def test_one_that_cannot_go_on_leaves_the_others_alone() -> None:
-    async def test(preparing: Preparing, gate: Gate) -> None:
+    async def test(pool: DecodePool, gate: Gate) -> None:
         def fails(value: Any, error: Exception | None) -> None:
             raise RuntimeError("drill")
 
-        bad = gate.job("bad", 100)
-        bad.done = fails
-        preparing.add(bad)
-        preparing.add(gate.job("good", 100))
-        assert await gate.ended.get() == ("good", "good", None)
+        for pixels in (100, LARGE):
+            bad = gate.job("bad", pixels)
+            bad.done = fails
+            gate.open.set()
+            pool.add(bad)
+            pool.add(gate.job("good", pixels))
+            assert await gate.ended.get() == ("good", "good", None)
 
     run(test, workers=1)
 
 
 def test_what_is_discarded_is_not_decoded_and_not_told() -> None:
-    async def test(preparing: Preparing, gate: Gate) -> None:
+    async def test(pool: DecodePool, gate: Gate) -> None:
         first, second, third = (gate.job(f"large {i}", LARGE) for i in range(3))
-        preparing.add(first)
+        pool.add(first)
         assert await gate.began.get() == "large 0"
-        preparing.add(second)
-        preparing.add(third)
-        preparing.discard(second)
-        preparing.discard(first)  # it is decoded to its end, for nobody
+        pool.add(second)
+        pool.add(third)
+        pool.discard(second)
+        pool.discard(first)  # it is decoded to its end, for nobody
+        small = gate.job("small", 100)
+        pool.add(small)
+        pool.discard(small)
         gate.open.set()
         assert await gate.ended.get() == ("large 2", "large 2", None)
         assert await gate.began.get() == "large 2"
         assert gate.began.empty()
-        assert preparing.waiting == 0
+        assert pool.waiting == 0
 
-    run(test, workers=2)
+    run(test, workers=1)
 
 
-def test_an_error_is_told_and_the_thread_goes_on() -> None:
-    async def test(preparing: Preparing, gate: Gate) -> None:
+def test_an_error_is_told_and_the_next_is_decoded() -> None:
+    async def test(pool: DecodePool, gate: Gate) -> None:
         def broken() -> Any:
             raise ValueError("no picture")
 
-        for i in range(4):
-            preparing.add(gate.job(i, 100, make=broken))
+        for size in (0, LIGHT_BYTES + 1):
+            pool.add(gate.job("broken", 100, make=broken, size=size))
             name, value, error = await gate.ended.get()
-            assert (name, value, str(error)) == (i, None, "no picture")
-        preparing.add(gate.job("good", 100))
-        assert await gate.ended.get() == ("good", "good", None)
+            assert (name, value, str(error)) == ("broken", None, "no picture")
+            pool.add(gate.job("good", 100, size=size))
+            assert await gate.ended.get() == ("good", "good", None)
 
-    run(test, workers=2)
+    run(test, workers=1)
 
 
 def test_too_many_large_pictures_are_refused_and_say_when_to_come_again() -> None:
-    async def test(preparing: Preparing, gate: Gate) -> None:
-        preparing.add(gate.job("first", LARGE))
+    async def test(pool: DecodePool, gate: Gate) -> None:
+        pool.add(gate.job("first", LARGE))
         assert await gate.began.get() == "first"
         jobs = {f"large {i}": gate.job(f"large {i}", LARGE, client="greedy") for i in range(7)}
         for each in jobs.values():
-            preparing.add(each)
+            pool.add(each)
         for _ in range(3):
             name, value, error = await gate.ended.get()
             del jobs[name]
@@ -256,22 +300,26 @@ def test_too_many_large_pictures_are_refused_and_say_when_to_come_again() -> Non
             assert isinstance(error, QueueFull)
             assert (error.code, error.http_status, error.retry_after) == ("queue_full", 503, 1.0)
             assert error.details["waiting_pixels"] == 4 * LARGE
-        preparing.discard(jobs.popitem()[1])  # its pixels wait no more
-        preparing.add(gate.job("late", LARGE, client="greedy"))
+        pool.discard(jobs.popitem()[1])  # its pixels wait no more
+        pool.add(gate.job("late", LARGE, client="greedy"))
         gate.open.set()
         assert [(await gate.ended.get())[2] for _ in range(5)] == [None] * 5
 
-    run(test, workers=2, most=4 * LARGE)
+    run(test, workers=1, most=4 * LARGE)
 
 
-def test_b21_a_client_pays_for_the_pictures_that_were_decoded_at_once() -> None:
-    async def test(preparing: Preparing, gate: Gate) -> None:
-        for name in ("costly", "cheap"):
-            preparing.add(gate.job(name, LIGHT_PIXELS if name == "costly" else 1))
-            assert await gate.ended.get() == (name, name, None)
-        assert preparing._turns._ends["costly"] > LIGHT_PIXELS > preparing._turns._ends["cheap"]
+def test_a_picture_of_few_bytes_and_very_many_pixels_waits_by_its_pixels() -> None:
+    async def test(pool: DecodePool, gate: Gate) -> None:
+        pool.add(gate.job("first", LARGE))
+        assert await gate.began.get() == "first"
+        for i in range(3):
+            pool.add(gate.job(f"bomb {i}", 3 * LARGE, client="bomber", size=LIGHT_BYTES + 1))
+        gate.open.set()
+        found = {name: error for name, _, error in [await gate.ended.get() for _ in range(4)]}
+        assert found["first"] is None
+        assert any(isinstance(error, QueueFull) for error in found.values())
 
-    run(test, workers=2)
+    run(test, workers=1, most=4 * LARGE)
 
 
 # -- a server ----------------------------------------------------------------------------------------------------------
@@ -339,7 +387,7 @@ def test_a_robot_is_answered_while_the_large_pictures_of_eight_others_are_decode
         for _ in range(20):
             assert server.post(ASKED | {"image": SMALL}).status == 200
         assert server.metrics()("reflex_policy_runtime_queue_depth") == 8
-        assert held.began <= 1
+        assert held.began <= 4  # as many as there are threads
         held.release()
         assert {answer.status for answer in others.answers(range(8))} == {200}
     assert held.began == 8
@@ -390,7 +438,7 @@ def test_b16_a_caller_that_leaves_is_forgotten_undecoded(held: Held) -> None:
         server.reach(lambda m: m("reflex_requests_total", outcome="cancelled") == 6)
         held.release()
         assert server.post(ASKED | {"image": BIG, "robot_id": "after"}).status == 200  # they had come before it
-    assert held.began <= 2
+    assert held.began <= 5
 
 
 def test_b22_a_newer_request_replaces_one_whose_pictures_wait(tmp_path: Path) -> None:
