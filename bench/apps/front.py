@@ -27,7 +27,7 @@ def main() -> None:
     workers = WorkersConfig(1, lambda number: spawned(command), "toy", lambda number, restarts: {}, batcher)
     config = LLMServeConfig(served_model_name="toy")
     make = serving(config, [ModelPlan("toy", config)], opened(workers, ByteTokenizer()))
-    status, clean = serve(make, bind("127.0.0.1", int(port)), config.drain_timeout_s)
+    status, clean = serve(make, [bind("127.0.0.1", int(port))], config)
     os._exit(status if clean else 1)
 
 

@@ -248,7 +248,7 @@ import logging
 logging.basicConfig(stream=sys.stderr, level=logging.INFO)
 config = LLMServeConfig()
 make = serving(ModelPlan("toy", config), opened(lambda plan: (runner, ByteTokenizer())))
-serve(make, sock, config.drain_timeout_s, None, ready)
+serve(make, [sock], config, None, ready)
 """
 
 

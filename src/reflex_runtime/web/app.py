@@ -25,6 +25,8 @@ from reflex_runtime.web.json import printable
 from reflex_runtime.web.request import (
     CLOSE,
     INTERNAL,
+    POLICY,
+    TRY_LATER,
     HttpRequest,
     HttpResponse,
     Receive,
@@ -286,7 +288,7 @@ class App:
             return
         except Exception as error:
             told = known(error, socket.request_id)
-            await socket.close(INTERNAL if told.http_status == 500 else 1008, told.code)
+            await socket.close({500: INTERNAL, 503: TRY_LATER}.get(told.http_status, POLICY), told.code)
         finally:
             socket.left()
             socket.done()

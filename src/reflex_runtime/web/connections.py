@@ -226,6 +226,7 @@ class HttpConnection(HttpToolsProtocol):
         self._take_time()
 
     def handle_websocket_upgrade(self) -> None:
+        self._broken = True  # for HTTP: the rest is the websocket's
         self._time.cancel()
         super().handle_websocket_upgrade()
 
@@ -261,7 +262,7 @@ class HttpConnection(HttpToolsProtocol):
 
     def _take_time(self) -> None:
         cycle = self.cycle
-        if self.flow is None or self.transport.is_closing() or self.flow.write_paused:
+        if self._broken or self.flow is None or self.transport.is_closing() or self.flow.write_paused:
             return
         if self._in_head:
             phase = HEAD
@@ -281,6 +282,7 @@ class SocketConnection(WebSocketsSansIOProtocol):
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
         self._app_task: asyncio.Task[Any] | None = None
+        self._idles = False  # the application waits for a message
         self._time = _Timed(self.loop, self.limits, self._idle)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -309,15 +311,30 @@ class SocketConnection(WebSocketsSansIOProtocol):
             self.transport.pause_reading()
 
     def shutdown(self) -> None:
+        self._leave("the server is shutting down")
+
+    def _leave(self, why: str) -> None:
         if self.handshake_complete and not self.close_sent:
             self.stop_keepalive()
             self.close_sent = True
             self.queue.put_nowait({"type": "websocket.disconnect", "code": GOING_AWAY})
-            self.conn.send_close(GOING_AWAY, "the server is shutting down")
+            self.conn.send_close(GOING_AWAY, why)
             self.transport.write(b"".join(self.conn.data_to_send()))
             self.transport.close()
         else:
             super().shutdown()
+
+    async def receive(self) -> Any:
+        self._idles = True
+        self._time.enter(IDLE)
+        try:
+            message = await self.queue.get()
+        finally:
+            self._idles = False
+        if self.read_paused and self.queue.qsize() <= AHEAD:
+            self.read_paused = False
+            self.transport.resume_reading()
+        return message
 
     async def run_asgi(self) -> None:
         self.scope["extensions"] = {**(self.scope.get("extensions") or {}), **_EXTENSIONS}
@@ -329,10 +346,11 @@ class SocketConnection(WebSocketsSansIOProtocol):
         self._time.enter(IDLE)
 
     def _idle(self, error: TooSlow) -> None:
+        """Nothing has come or gone for long. A peer that waits for an answer, or for the first frame, is not idle."""
         if self.transport.get_write_buffer_size():
             self.transport.abort()
-        elif self.queue.empty() and self._app_task is not None:
-            self.shutdown()
+        elif self._idles:
+            self._leave("idle")
         else:
             self._time.enter(IDLE)
 

@@ -16,7 +16,7 @@ from reflex_runtime.web.request import Handler, HttpRequest, HttpResponse, Route
 ANY: Final = "*"
 _PORTS: Final = {"http": ":80", "https": ":443"}
 _MOST: Final = 1024  # bytes of the list of headers that a preflight asks for
-_SHOWN: Final = b"X-HttpRequest-Id, X-Should-Retry, Retry-After"
+_SHOWN: Final = b"X-Request-Id, X-Should-Retry, Retry-After"
 
 
 class Cors:

@@ -98,7 +98,7 @@ class HttpRequest:
     """One HTTP request.
 
     headers: names in lower case; of a name sent twice, the last. client: (address, port).
-    number: our own id of the request; request_id: goes out as X-HttpRequest-Id. started: when its head was here;
+    number: our own id of the request; request_id: goes out as X-Request-Id. started: when its head was here;
     received: when all of it was, 0.0 before; heard: when its last byte came (`time.monotonic`). route: what answers it,
     None before that is known. begun: the head of the answer was sent; ended: all of it. held: bytes of its body that
     `Bodies` counts. cross: headers for the page of another site that asked.

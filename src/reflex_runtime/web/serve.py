@@ -12,6 +12,7 @@ import os
 import signal
 import socket
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from email.utils import formatdate
 from typing import Any, Final, Protocol
 
 import uvicorn
@@ -180,6 +181,7 @@ class ReflexServer(uvicorn.Server):
 
     async def main_loop(self) -> None:
         life, host, parent = self.life, self.life.host, self._parent
+        self._date(asyncio.get_running_loop())
         if parent is not None:
             parent.beat(asyncio.get_running_loop())
         if self.on_listening is not None:
@@ -193,6 +195,11 @@ class ReflexServer(uvicorn.Server):
             if not host.unusable:
                 with _giving_back(life.app):
                     await life.stop.wait()
+
+    def _date(self, loop: asyncio.AbstractEventLoop) -> None:
+        """The date in the head of every answer, once a second."""
+        self.server_state.default_headers = [(b"date", formatdate(usegmt=True).encode())]
+        loop.call_later(1.0, self._date, loop)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         await self.life.drain()

@@ -1,6 +1,6 @@
 """The APIs of the served model: their routes, and what is answered without the model.
 
-Every answer has `X-HttpRequest-Id`, the caller's own where it sent one; every error has its API's body, and says in
+Every answer has `X-Request-Id`, the caller's own where it sent one; every error has its API's body, and says in
 `X-Should-Retry` whether a retry is safe.
 """
 

@@ -1,6 +1,6 @@
 """The application of a policy server: its routes, of every policy below a path that names it.
 
-Every answer carries `X-HttpRequest-Id`; every non-2xx body has `error`, `message`, `request_id` and `retry_safe`.
+Every answer carries `X-Request-Id`; every non-2xx body has `error`, `message`, `request_id` and `retry_safe`.
 """
 
 from __future__ import annotations
