@@ -22,7 +22,7 @@ import pytest
 
 pytest.importorskip("ray")
 
-PATIENCE = 120.0  # seconds until a test gives up
+PATIENCE = 300.0  # seconds until a test gives up
 
 
 def observation(**fields: Any) -> dict[str, Any]:

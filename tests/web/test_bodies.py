@@ -17,7 +17,6 @@ from typing import Any
 
 import msgpack
 import pytest
-from reflex_runtime.web.exchange import Exchange
 
 from reflex_runtime.llm.serving.requests import prompts
 from reflex_runtime.llm.serving.requests import reading as openai
@@ -30,9 +29,8 @@ from reflex_runtime.policies.serving.question import Question
 from reflex_runtime.policies.serving.runtime import PolicyRuntime
 from reflex_runtime.settings import LLMServeConfig
 from reflex_runtime.web.app import App
-from reflex_runtime.web.bodies import LARGE, Bodies
-from reflex_runtime.web.connections import ConnectionLimits, Connections, Seldom
-from reflex_runtime.web.errors import CallerLeft, Overloaded
+from reflex_runtime.web.bodies import LARGE, Bodies, Seldom
+from reflex_runtime.web.errors import Overloaded
 from serving.harness import PATIENCE, STATE
 from serving.in_process import Caller, nothing, with_app
 from serving.openai_toy import Model, Toy, toy_model
@@ -48,7 +46,7 @@ class Held:
 
 
 def _bodies(most: int) -> Bodies:
-    return Bodies(most, Connections(ConnectionLimits(10, 1.0, 1.0, 1.0)))
+    return Bodies(most, lambda now: None)
 
 
 # -- the sum of what is held -------------------------------------------------------------------------------------------
@@ -80,7 +78,7 @@ def test_a_refusal_of_bodies_is_one_line_in_the_log_until_it_was_quiet(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 1000.0
-    monkeypatch.setattr("reflex_runtime.web.connections.time.monotonic", lambda: now)
+    monkeypatch.setattr("reflex_runtime.web.bodies.time.monotonic", lambda: now)
     bodies = _bodies(10)
     bodies.take(Held(), 10)
     with caplog.at_level(logging.WARNING):
@@ -107,7 +105,7 @@ def test_h4_bodies_over_max_bodies_mb_in_all_are_503_and_taken_again_once_there_
     async def check(app: App, runtime: PolicyRuntime) -> None:
         slow, refused, later = Caller(app), Caller(app), Caller(app)
         slow.say(bytes(900_000), more=True)
-        assert app.bodies.held == 900_000
+        await _until(lambda: app.bodies.held == 900_000)
         refused.say(_padded(50_000), more=True)
         refused.say(b" " * 100_000)
         answer = await refused.answer()
@@ -115,7 +113,7 @@ def test_h4_bodies_over_max_bodies_mb_in_all_are_503_and_taken_again_once_there_
         assert answer.headers["retry-after"] == "1"
         assert app.bodies.held == 900_000
         slow.leave()
-        assert app.bodies.held == 0
+        await _until(lambda: app.bodies.held == 0)
         later.say(_padded(150_000))
         assert (await later.answer()).status == 200
         assert app.bodies.held == 0
@@ -155,13 +153,13 @@ def test_l9_bodies_over_max_bodies_mb_in_all_are_503_and_a_prompt_is_let_go_once
         await _until(lambda: runner.inside)
         assert app.bodies.held == 0  # it was understood: nothing of its body is needed any more
         slow.say(bytes(900_000), more=True)
-        assert app.bodies.held == 900_000
+        await _until(lambda: app.bodies.held == 900_000)
         refused.say(asked(200_000))
         answer = await refused.answer()
         assert (answer.status, answer.json["error"]["code"]) == (503, "overloaded")
         assert (answer.headers["x-should-retry"], answer.headers["retry-after"]) == ("true", "1")
         slow.leave()
-        assert app.bodies.held == 0
+        await _until(lambda: app.bodies.held == 0)
         runner.go()
         later.say(asked(200_000))
         assert [(await queued.answer()).status, (await later.answer()).status] == [200, 200]
@@ -208,12 +206,9 @@ def test_h4_nothing_keeps_a_body_once_it_is_answered(tiny: Path, size: int, fiel
 
     async def check(app: App, runtime: PolicyRuntime) -> None:
         body = _padded(size, **fields)
-        alone = sys.getrefcount(body)
         caller, unsettled = Caller(app), runtime.batcher.scheduler.unsettled
-        exchange = Exchange(app, caller.connection, "POST", "/act", {})
-        caller.connection._turns.append(exchange)
-        exchange.opened = exchange.whole = app.open(exchange)
-        app.run(exchange, body)
+        alone = sys.getrefcount(body)
+        caller.say(body)
         if not fields:
             await _until(lambda: bool(unsettled("prod")))
             await _until(lambda: sys.getrefcount(body) == alone or not unsettled("prod"))
@@ -276,9 +271,10 @@ def test_b16_a_caller_that_leaves_while_its_body_is_decoded_is_never_asked_of_th
         caller = Caller(app)
         caller.say(_padded(LARGE + 1))
         await _until(inside.is_set)
-        caller.end()
+        caller.leave()
         go.set()
-        assert (await caller.answer()).status == CallerLeft.http_status
+        await asyncio.wait({caller.task})
+        assert caller.head is None
         assert runtime.batcher.scheduler.unsettled("prod") == 0
         assert b'outcome="cancelled",policy_slot="prod"} 1.0' in runtime.metrics.render()
 

@@ -39,6 +39,7 @@ class Running:
         raise NotFound("a websocket is spoken here")
 
     async def _echo(self, socket: WebSocket) -> None:
+        await socket.accept()
         try:
             if "late" in socket.query:
                 await self.go.wait()

@@ -195,6 +195,8 @@ class App:
         headers += getattr(error, "headers", ())
         if isinstance(error, Unauthorized):
             headers.append((b"www-authenticate", b"Bearer"))
+        if isinstance(error, TooSlow):
+            headers.append(CLOSE)
         if isinstance(error, MethodNotAllowed):
             headers.append((b"allow", str(error.details["allow"]).encode()))
         return HttpResponse(told.status, told.body, told.content_type, headers)
@@ -262,37 +264,32 @@ class App:
     # -- a websocket ---------------------------------------------------------------------------------------------------
 
     async def _connect(self, socket: WebSocket) -> None:
+        """Serve a websocket. Its session accepts it; what it raises before that refuses it."""
         socket.number = socket.request_id = self.asks(socket)
         socket.task = asyncio.current_task()
-        counted = True
         try:
             await socket.connecting()
-            try:
-                route = self._route(socket)
-            except Exception as error:
-                told = known(error, socket.request_id)
-                if self._refused[told.http_status].first():  # its client may show the status only
-                    why = printable(told.message)
-                    log.warning(
-                        "a websocket was refused: %d %s: %s (repeats are not logged)", told.http_status, told.code, why
-                    )
-                await socket.deny(self.refuse(socket, told))
-                return
-            self.answered(socket)  # from here on its messages count
-            counted = False
+            route = self._route(socket)
             assert route.socket is not None
-            await socket.accept()
             await route.socket(socket)
             await socket.close()
-        except (asyncio.CancelledError, CallerLeft):
-            return
-        except Exception as error:
-            told = known(error, socket.request_id)
-            await socket.close({500: INTERNAL, 503: TRY_LATER}.get(told.http_status, POLICY), told.code)
+        except asyncio.CancelledError:
+            return  # it left
+        except Exception as failure:
+            error = known(failure, socket.request_id)
+            if isinstance(error, CallerLeft):
+                return
+            if socket.accepted:
+                await socket.close({500: INTERNAL, 503: TRY_LATER}.get(error.http_status, POLICY), error.code)
+                return
+            if self._refused[error.http_status].first():  # its client may show the status only
+                why, status = printable(error.message), error.http_status
+                log.warning("a websocket was refused: %d %s: %s (repeats are not logged)", status, error.code, why)
+            await socket.deny(self.refuse(socket, error))
         finally:
             socket.left()
             socket.done()
-            if counted:
+            if not socket.accepted:
                 self.answered(socket)
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:

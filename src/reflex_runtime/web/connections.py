@@ -236,6 +236,8 @@ class HttpConnection(HttpToolsProtocol):
             self.transport.close()
         elif self._time.phase == SLOW:
             self.transport.abort()
+        elif self._time.phase == BODY and self.cycle.response_complete:
+            self.transport.close()
         elif self._time.phase == BODY and not self.cycle.response_started:
             self._cancel(error)  # its coroutine answers, and closes behind it
             self.cycle.keep_alive = False

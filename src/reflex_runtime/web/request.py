@@ -254,11 +254,11 @@ class WebSocket(HttpRequest):
     """One websocket: `async for message in socket`, each answered before the next is taken. A message counts among the
     bodies that are held, and as a request that is being answered, until the next one is asked for. Leaving cancels."""
 
-    __slots__ = ("_inbox", "_message", "open")
+    __slots__ = ("_inbox", "_message", "accepted", "open")
 
     def __init__(self, app: Application, scope: Scope, receive: Receive, send: Send) -> None:
         super().__init__(app, scope, receive, send)
-        self.open = False
+        self.open = self.accepted = False
         self._message: SocketMessage | None = None
         self._inbox: asyncio.Queue[Message] | None = None
 
@@ -272,7 +272,9 @@ class WebSocket(HttpRequest):
         return self.app.may_change(self)
 
     async def accept(self) -> None:
-        self.open = True
+        """Open it. From here on its messages count as requests, and it does not."""
+        self.open = self.accepted = True
+        self.app.answered(self)
         await self._send({"type": "websocket.accept", "headers": list(self.app.marks)})
         if CANCELS not in (self.scope.get("extensions") or ()):
             self._inbox = asyncio.Queue(maxsize=1)

@@ -64,7 +64,7 @@ class Trust:
 
 def check_direct(client: tuple[str, int] | None, headers: Mapping[bytes, bytes]) -> None:
     """Raise Unauthorized for a change of state that was not sent by a program on this machine, without a proxy."""
-    if client is None or not is_loopback(client[0]):
+    if client is None or not (client[0] == "unix" or is_loopback(client[0])):
         raise Unauthorized("without --api-key this path answers on loopback only")
     for name in headers:
         if name in _FORWARDED or name.startswith(b"x-forwarded-"):

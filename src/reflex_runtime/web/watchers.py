@@ -59,6 +59,7 @@ class Watchers:
         self._line = b""
         self._number = 0
         self._closed = False
+        self._writing = 0  # watchers that do not take what was written
         self._timer: asyncio.TimerHandle | None = None
         self._broken = Seldom()
         self.missed = 0
@@ -80,9 +81,12 @@ class Watchers:
                 if seen == self._number:
                     await self._told.wait()
                     continue
-                self.missed += self._number - seen - 1
                 seen = self._number
-                await request.write(self._line)
+                self._writing += 1
+                try:
+                    await request.write(self._line)
+                finally:
+                    self._writing -= 1
         finally:
             self._leave()
         await request.end()
@@ -119,6 +123,7 @@ class Watchers:
                 log.exception("a snapshot for those who watch could not be made (repeats are not logged)")
             return
         self._number += 1
+        self.missed += self._writing
         told, self._told = self._told, asyncio.Event()
         told.set()
 

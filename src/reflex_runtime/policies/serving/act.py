@@ -11,7 +11,7 @@ from reflex_runtime.policies.serving.wire_names import ACT, JSON_NUMPY
 from reflex_runtime.policies.wires import json_numpy
 from reflex_runtime.policies.wires.json_numpy import GrootJson, JsonNumpy
 from reflex_runtime.web.bodies import LARGE
-from reflex_runtime.web.errors import InvalidRequest
+from reflex_runtime.web.errors import CallerLeft, InvalidRequest
 from reflex_runtime.web.form import JSON, MSGPACK, Headers
 from reflex_runtime.web.request import HttpRequest, HttpResponse, header_text
 
@@ -27,15 +27,13 @@ class Act:
         as_sent: JsonNumpy | GrootJson | None = None
         try:
             with self.handler.admit(pending):
-                body = await request.body()
-                if len(body) > LARGE:
-                    asked = await request.app.bodies.beside(_decode, body, request.sent_msgpack)
-                else:
-                    asked = _decode(body, request.sent_msgpack)
+                asked = await _read(request)
                 if not isinstance(asked, Question):
                     pending.wire, as_sent = JSON_NUMPY, asked
                     asked = asked.question(self.handler.of(asked.policy).reading(asked.block))
                 answer = await self.handler.infer(pending, asked, request.received)
+        except CallerLeft:
+            raise
         except ReflexError as error:
             request.request_id = pending.request_id
             return request.app.refuse(request, error, _routed(pending))
@@ -59,6 +57,14 @@ class Act:
 
 def _pending(request: HttpRequest) -> PendingRequest:
     return PendingRequest(ACT, request.request_id, request.client, request.started, request)
+
+
+async def _read(request: HttpRequest) -> Question | JsonNumpy | GrootJson:
+    """What is asked; the body itself is not kept."""
+    body = await request.body()
+    if len(body) > LARGE:
+        return await request.app.bodies.beside(_decode, body, request.sent_msgpack)
+    return _decode(body, request.sent_msgpack)
 
 
 def _decode(body: bytes, packed: bool) -> Question | JsonNumpy | GrootJson:

@@ -51,6 +51,7 @@ class MessageSession(ABC):
 
     async def run(self) -> None:
         """Answer messages until the peer leaves. It speaks first."""
+        await self.socket.accept()
         async for message in self.socket:
             if isinstance(message.data, str):
                 await self.socket.close(UNSUPPORTED, "messages are binary frames")

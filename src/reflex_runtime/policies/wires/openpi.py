@@ -94,6 +94,7 @@ RESET: Final = "reset successful"  # RoboArena's answer to reset: the only text 
 async def serve(handler: RequestHandler, socket: WebSocket) -> None:
     """One websocket. Clients wait for the metadata without a limit."""
     robot = OpenpiRobot(handler, socket)
+    await socket.accept()
     if not await handler.runtime.wait_started():
         await socket.close(INTERNAL, "the policy could not be started")
         return
