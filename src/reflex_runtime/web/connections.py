@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import count
@@ -16,6 +17,7 @@ from math import inf
 from typing import Any, Final
 
 import httptools
+from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
@@ -93,6 +95,18 @@ class _Timed:
         self._late(TooSlow(f"the {self.phase} of the request did not come within {seconds:g} s"))
 
 
+class _PipelineFlow(FlowControl):
+    """Reads no further while requests wait behind the one that is answered: a caller that sends ahead waits."""
+
+    def __init__(self, transport: asyncio.Transport, behind: deque[Any]) -> None:
+        super().__init__(transport)
+        self._behind = behind
+
+    def resume_reading(self) -> None:
+        if not self._behind:
+            super().resume_reading()
+
+
 class HttpConnection(HttpToolsProtocol):
     """One HTTP connection. limits: set by `connections_of`."""
 
@@ -101,6 +115,7 @@ class HttpConnection(HttpToolsProtocol):
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
         self._task: asyncio.Task[None] | None = None
+        self._running: RequestResponseCycle | None = None  # the one that is answered; `cycle` is the last that came
         self._time = _Timed(self.loop, self.limits, self._slow)
         self._head_bytes = 0
         self._in_head = self._declined = self._broken = False
@@ -113,6 +128,7 @@ class HttpConnection(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self.flow = _PipelineFlow(transport, self.pipeline)
         if self.client is None:
             self.client = ("unix", next(_UNIX))
         if len(self.connections) > self.limits.most:
@@ -204,6 +220,7 @@ class HttpConnection(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         cycle.scope["extensions"] = _EXTENSIONS
+        self._running = cycle
         task = self._task = self.loop.create_task(cycle.run_asgi(app))
         task.add_done_callback(self.tasks.discard)
         self.tasks.add(task)
@@ -212,9 +229,9 @@ class HttpConnection(HttpToolsProtocol):
         self.server_state.total_requests += 1
         if self.transport.is_closing():
             return
-        self.flow.resume_reading()
         if self.pipeline:
             self._start_asgi_task(*self.pipeline.pop())
+        self.flow.resume_reading()
         self._take_time()
 
     def pause_writing(self) -> None:
@@ -235,6 +252,7 @@ class HttpConnection(HttpToolsProtocol):
         if self._time.phase == IDLE:
             self.transport.close()
         elif self._time.phase == SLOW:
+            self.cycle.disconnected = True
             self.transport.abort()
         elif self._time.phase == BODY and self.cycle.response_complete:
             self.transport.close()
@@ -245,7 +263,8 @@ class HttpConnection(HttpToolsProtocol):
             self._end(error)
 
     def _cancel(self, error: ReflexError) -> None:
-        if self._task is not None and not self._task.done() and not self.cycle.response_complete:
+        running = self._running
+        if running is not None and not running.response_complete and self._task is not None:
             self._task.cancel(error)
 
     def _end(self, error: ReflexError) -> None:
@@ -253,12 +272,15 @@ class HttpConnection(HttpToolsProtocol):
         if self.transport.is_closing() or self._broken:
             return
         self._broken = True
-        if self.cycle is None or self.cycle.response_complete:
+        running = self._running
+        if running is None or running.response_complete:
             self.transport.write(self.reflex.refuse_bytes(error))
             self.transport.close()
             return
-        self.cycle.keep_alive = False
-        if self.cycle.more_body:
+        if self.pipeline and self.pipeline[0][0].more_body:
+            self.pipeline.popleft()  # the broken one itself; its turn will not come
+        (self.pipeline[0][0] if self.pipeline else running).keep_alive = False
+        if running.more_body:
             broke_off = ClientError(f"the body broke off: {error.message}")
             self.loop.call_soon(self._cancel, broke_off)  # its coroutine may not have begun
 
