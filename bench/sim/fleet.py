@@ -27,7 +27,7 @@ from reflex_runtime.sim.report import Report
 from reflex_runtime.sim.run import Run, simulate
 from reflex_runtime.sim.service import Affine, Noisy
 from reflex_runtime.sim.workload import Around, Callers
-from reflex_runtime.telemetry.journal import Warm
+from reflex_runtime.telemetry.journal import WarmUpLine
 
 SPREAD = 0.05  # of the time a robot executes a chunk, to both sides
 MOST_REPLICAS = 10_000
@@ -295,7 +295,8 @@ def _scheduler(plan: FleetPlan) -> Scheduler:
     flush = FlushPolicy.window(plan.max_batch_cost, plan.hold)
     scheduler = Scheduler([GroupConfig(flush=flush, controller=Planner())])
     sizes = [("", n, plan.device.of(n)) for n in (1, 2, 4)] * 3
-    teach(scheduler.cost_model("default"), "default", Warm("default", "", "", 1.0, sizes, []))  # as a server warms up
+    warm = WarmUpLine("default", "", "", 1.0, sizes, [])  # as a server warms up
+    teach(scheduler.cost_model("default"), "default", warm)
     return scheduler
 
 

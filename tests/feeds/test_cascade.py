@@ -16,12 +16,12 @@ from reflex_runtime.core.errors import ConfigError, Expired, ProcessorError
 from reflex_runtime.feeds.cascade import SecondModel
 from reflex_runtime.feeds.detector_slot import DetectorSlot
 from reflex_runtime.feeds.draw import annotated
+from reflex_runtime.feeds.health import BatchSubmissionRejected
 from reflex_runtime.feeds.onnx import OnnxFrames
 from reflex_runtime.feeds.pipeline import Pipeline
 from reflex_runtime.feeds.runtime import Runtime
 from reflex_runtime.feeds.sinks import JsonLines
 from reflex_runtime.run.batch_processor import BatchConfig
-from reflex_runtime.telemetry.health import BatchSubmissionRejected
 
 SIZE = (64, 48)
 

@@ -42,10 +42,7 @@ from reflex_runtime.core.errors import (
 from reflex_runtime.feeds.capture import Backoff
 from reflex_runtime.feeds.feed import Feed, FeedConfig
 from reflex_runtime.feeds.frame import Frame
-from reflex_runtime.feeds.pipeline import Pipeline
-from reflex_runtime.feeds.snapshot import DROPS, StageFigures
-from reflex_runtime.feeds.source import Source, SourceError
-from reflex_runtime.telemetry.health import (
+from reflex_runtime.feeds.health import (
     FeedConnected,
     FeedDisconnected,
     FeedEnded,
@@ -54,6 +51,9 @@ from reflex_runtime.telemetry.health import (
     FeedStageError,
     StageError,
 )
+from reflex_runtime.feeds.pipeline import Pipeline
+from reflex_runtime.feeds.snapshot import DROPS, StageFigures
+from reflex_runtime.feeds.source import Source, SourceError
 
 
 class Made:

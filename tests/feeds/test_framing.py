@@ -13,8 +13,8 @@ from feeds.test_feed import Made
 from reflex_runtime.core.errors import ConfigError, ProcessorError
 from reflex_runtime.feeds import framing
 from reflex_runtime.feeds.framing import Region, Taking, turned
+from reflex_runtime.feeds.health import FeedFrozen, FeedStageError
 from reflex_runtime.feeds.pipeline import Pipeline
-from reflex_runtime.telemetry.health import FeedFrozen, FeedStageError
 
 
 def taken(taking: Taking, times: Iterable[float | None], now: float = 0.0) -> list[int]:

@@ -16,13 +16,7 @@ import pytest
 from feeds.chaos import ChaosSource
 from feeds.fakes import END, PATIENCE, Camera, Collector, Detector, Endless, Log, Tracker
 from reflex_runtime.core.errors import Closed, ConfigError, ProcessorError
-from reflex_runtime.feeds.pipeline import Pipeline
-from reflex_runtime.feeds.runtime import Runtime
-from reflex_runtime.feeds.sinks import AnnotatedVideo, JsonLines
-from reflex_runtime.feeds.source import SourceError
-from reflex_runtime.feeds.subscription import LIMIT, Events
-from reflex_runtime.run.batch_processor import BatchConfig
-from reflex_runtime.telemetry.health import (
+from reflex_runtime.feeds.health import (
     BatchSubmissionRejected,
     FeedConnected,
     FeedEnded,
@@ -32,6 +26,12 @@ from reflex_runtime.telemetry.health import (
     StageError,
     ThreadDetached,
 )
+from reflex_runtime.feeds.pipeline import Pipeline
+from reflex_runtime.feeds.runtime import Runtime
+from reflex_runtime.feeds.sinks import AnnotatedVideo, JsonLines
+from reflex_runtime.feeds.source import SourceError
+from reflex_runtime.feeds.subscription import LIMIT, Events
+from reflex_runtime.run.batch_processor import BatchConfig
 
 QUICK = BatchConfig(max_batch_size=4, max_latency=0.002)
 

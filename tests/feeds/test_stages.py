@@ -16,12 +16,12 @@ from feeds.videos import clip, write_video
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.feeds.feed import Feed, FeedConfig
 from reflex_runtime.feeds.frame import Frame
+from reflex_runtime.feeds.health import FeedStageError
 from reflex_runtime.feeds.pipeline import Pipeline, Result
 from reflex_runtime.feeds.snapshot import FeedSnapshot, StageFigures
 from reflex_runtime.feeds.stages.tracking import TrackStage
 from reflex_runtime.feeds.stages.zones import ZoneStage, lines_of, zones_of
 from reflex_runtime.feeds.words import line_of_counts, line_of_stages
-from reflex_runtime.telemetry.health import FeedStageError
 
 BLACK = np.zeros((64, 64, 3), np.uint8)
 MINE = '''

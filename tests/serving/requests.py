@@ -12,7 +12,7 @@ import msgpack
 import numpy as np
 import PIL.Image
 
-from reflex_runtime.telemetry.journal import Asked, BatchLine
+from reflex_runtime.telemetry.journal import BatchLine, JournalRequest
 from reflex_runtime.telemetry.journal_reader import read_journal
 
 from .exports import expected
@@ -92,7 +92,7 @@ def calm(server: Server) -> bool:
     return not any(level in line for line in server.log for level in (" WARNING ", " ERROR ", "Traceback"))
 
 
-def recorded(folder: Path) -> list[Asked]:
+def recorded(folder: Path) -> list[JournalRequest]:
     """What a server that has ended was asked. folder: its `--record`."""
     (file,) = folder.iterdir()
     return [line.request for line in read_journal(file).requests]

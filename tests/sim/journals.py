@@ -17,14 +17,14 @@ from reflex_runtime.core.request import Request
 from reflex_runtime.core.scheduler import Scheduler
 from reflex_runtime.sim import Report, Service, WorkloadPart, simulate
 from reflex_runtime.telemetry.journal import (
-    Asked,
     BatchLine,
     EndedLine,
     Header,
+    JournalRequest,
     Latency,
     Member,
     RequestLine,
-    Scheduled,
+    SchedulerRequest,
 )
 from reflex_runtime.telemetry.journal_reader import Journal
 from reflex_runtime.telemetry.journal_writer import info_of
@@ -56,12 +56,13 @@ class _Lines:
             self._request(ticket.request, ticket.seq, ticket.arrived, event.at, outcome)
 
     def _request(self, request: Request, seq: int | None, at: float, ended: float, outcome: str) -> None:
-        asked = Scheduled(seq, at, str(request.client), int(request.priority), request.time_limit)
+        asked = SchedulerRequest(seq, at, str(request.client), int(request.priority), request.time_limit)
         latency = Latency(1e3 * (ended - at), 0.0, 0.0)
         number = len(self.requests)
         self.requests.append(
             RequestLine(
-                number, WHEN, at, request.group, Asked(f"r{number}"), None, latency, outcome=outcome, schedule=asked
+                number, WHEN, at, request.group, JournalRequest(f"r{number}"), None, latency,
+                outcome=outcome, schedule=asked,
             )
         )
 

@@ -20,10 +20,10 @@ from reflex_runtime.cli.feeds_table import Board
 from reflex_runtime.core.errors import Closed, ConfigError, ProcessorError
 from reflex_runtime.feeds.detector_slot import DetectorSlot
 from reflex_runtime.feeds.fleet import FeedFleet, FeedPlan
+from reflex_runtime.feeds.health import FeedEnded, FeedFailed, FeedStageError, StageError
 from reflex_runtime.feeds.runtime import Runtime, StopReport
 from reflex_runtime.feeds.words import in_one_line, undecoded
 from reflex_runtime.telemetry.batch_metrics import OneGroup
-from reflex_runtime.telemetry.health import FeedEnded, FeedFailed, FeedStageError, StageError
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry

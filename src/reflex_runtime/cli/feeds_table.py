@@ -16,6 +16,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from reflex_runtime.feeds.health import HealthEvent
 from reflex_runtime.feeds.snapshot import FeedSnapshot, RuntimeSnapshot
 from reflex_runtime.feeds.words import (
     drops,
@@ -34,7 +35,6 @@ from reflex_runtime.feeds.words import (
     words_of,
 )
 from reflex_runtime.telemetry.batch_metrics import BatchMetrics
-from reflex_runtime.telemetry.health import HealthEvent
 
 if TYPE_CHECKING:
     from reflex_runtime.feeds.runtime import Runtime

@@ -14,12 +14,12 @@ from numpy.typing import NDArray
 
 from reflex_runtime.feeds.frame import Frame
 from reflex_runtime.feeds.framing import Taking, turned
+from reflex_runtime.feeds.health import FeedConnected, FeedDisconnected, HealthEvent
 from reflex_runtime.feeds.queue import FrameQueue
 from reflex_runtime.feeds.snapshot import Ledger
 from reflex_runtime.feeds.source import Picture, Source, SourceError
 from reflex_runtime.pacing import doubled
 from reflex_runtime.run.device import Clock
-from reflex_runtime.telemetry.health import FeedConnected, FeedDisconnected, HealthEvent
 
 log = logging.getLogger("reflex.feeds")
 

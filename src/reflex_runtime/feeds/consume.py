@@ -25,6 +25,7 @@ from reflex_runtime.core.errors import (
 )
 from reflex_runtime.feeds.capture import Pause
 from reflex_runtime.feeds.frame import Frame
+from reflex_runtime.feeds.health import FeedFrozen, FeedStageError, HealthEvent
 from reflex_runtime.feeds.in_hand import FrameInHand
 from reflex_runtime.feeds.pipeline import Pipeline, Result, SubmitHandle, name_of
 from reflex_runtime.feeds.queue import FrameQueue
@@ -32,7 +33,6 @@ from reflex_runtime.feeds.snapshot import Ledger
 from reflex_runtime.pacing import Throttle
 from reflex_runtime.run.device import Clock
 from reflex_runtime.run.submitted_frame import NewestFrame
-from reflex_runtime.telemetry.health import FeedFrozen, FeedStageError, HealthEvent
 
 log = logging.getLogger("reflex.feeds")
 

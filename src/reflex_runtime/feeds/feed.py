@@ -25,13 +25,13 @@ from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.feeds.capture import Capture, Pause, words_of
 from reflex_runtime.feeds.consume import Consumer, Sink
 from reflex_runtime.feeds.framing import Taking
+from reflex_runtime.feeds.health import FeedEnded, FeedFailed, FeedStageError, HealthEvent
 from reflex_runtime.feeds.pipeline import Pipeline
 from reflex_runtime.feeds.queue import FrameQueue
 from reflex_runtime.feeds.snapshot import FeedSnapshot, Ledger
 from reflex_runtime.feeds.source import Source
 from reflex_runtime.run.device import Clock
 from reflex_runtime.settings.declare import option, validate
-from reflex_runtime.telemetry.health import FeedEnded, FeedFailed, FeedStageError, HealthEvent
 
 log = logging.getLogger("reflex.feeds")
 

@@ -21,6 +21,7 @@ from types import TracebackType
 from reflex_runtime.core.errors import Closed, ConfigError
 from reflex_runtime.feeds.consume import Sink
 from reflex_runtime.feeds.feed import FILE, Feed, FeedConfig, close_sink
+from reflex_runtime.feeds.health import Health, HealthEvent, ThreadDetached
 from reflex_runtime.feeds.outputs.outbox import OutputSnapshot
 from reflex_runtime.feeds.outputs.output import AnyOutput
 from reflex_runtime.feeds.pipeline import Pipeline
@@ -32,7 +33,6 @@ from reflex_runtime.run.batch_processor import BatchConfig, BatchProcessor
 from reflex_runtime.run.coordinator import BatchCoordinator
 from reflex_runtime.run.submitted_frame import FollowUp
 from reflex_runtime.telemetry.batch_metrics import OneGroup
-from reflex_runtime.telemetry.health import Health, HealthEvent, ThreadDetached
 
 log = logging.getLogger("reflex.feeds")
 

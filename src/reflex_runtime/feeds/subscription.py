@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from reflex_runtime.telemetry.health import HealthEvent
+from reflex_runtime.feeds.health import HealthEvent
 
 LIMIT = 1024  # events kept for a reader
 

@@ -9,9 +9,7 @@ import traceback
 from collections.abc import Mapping
 from pathlib import Path
 
-from reflex_runtime.feeds.outputs.outbox import OutputSnapshot
-from reflex_runtime.feeds.snapshot import FeedSnapshot
-from reflex_runtime.telemetry.health import (
+from reflex_runtime.feeds.health import (
     BatchError,
     BatchInFlightExceeded,
     BatchSubmissionRejected,
@@ -26,6 +24,8 @@ from reflex_runtime.telemetry.health import (
     StageError,
     ThreadDetached,
 )
+from reflex_runtime.feeds.outputs.outbox import OutputSnapshot
+from reflex_runtime.feeds.snapshot import FeedSnapshot
 
 LONGEST = 1000  # characters of a foreign text
 _OPENING = str(Path(__file__).with_name("opening.py"))

@@ -32,7 +32,7 @@ from reflex_runtime.core.scheduler import Scheduler
 from reflex_runtime.core.statistics import percentile
 from reflex_runtime.core.time_cost import TimeCost
 from reflex_runtime.sim.workload import Arrival, RecordedArrivals, RequestStream, WorkloadPart
-from reflex_runtime.telemetry.journal import BatchLine, GroupInfo, RequestLine, Warm
+from reflex_runtime.telemetry.journal import BatchLine, GroupInfo, RequestLine, WarmUpLine
 from reflex_runtime.telemetry.journal_reader import Journal
 
 Kind = Literal["returns", "by the clock", "does not wait"]
@@ -124,7 +124,7 @@ def _group(name: str, told: GroupInfo, changes: Changes) -> GroupConfig:
     )
 
 
-def teach(model: TimeCost, slot: str, warm: Warm) -> None:
+def teach(model: TimeCost, slot: str, warm: WarmUpLine) -> None:
     """Teach the cost model what a warm-up measured."""
 
     def ticket(i: int) -> Ticket:

@@ -19,7 +19,7 @@ from reflex_runtime.sim.report import Report
 from reflex_runtime.sim.run import Ran, RequestEnd, Run, simulate
 from reflex_runtime.sim.service import line_through
 from reflex_runtime.sim.workload import Arrival, RecordedArrivals
-from reflex_runtime.telemetry.journal import BatchLine, Warm
+from reflex_runtime.telemetry.journal import BatchLine, WarmUpLine
 from reflex_runtime.telemetry.journal_reader import Journal
 
 NO_TIME: Final = 1e-6  # seconds: what a batch took at least, where only its relative error counts
@@ -33,7 +33,7 @@ class MeasuredDevice:
     warm: what warm-up measured. It counts for the line, because the recorded batches may all have had one size.
     """
 
-    def __init__(self, batches: Sequence[BatchLine], warm: Iterable[Warm] = ()) -> None:
+    def __init__(self, batches: Sequence[BatchLine], warm: Iterable[WarmUpLine] = ()) -> None:
         by_stage: dict[tuple[str, str], dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
         for batch in batches:
             if not batch.crashed and not batch.apart and batch.size:
@@ -69,7 +69,7 @@ class MeasuredDevice:
 
 
 def _with_warm(
-    key: tuple[str, str], sizes: Mapping[int, Sequence[float]], warm: Sequence[Warm]
+    key: tuple[str, str], sizes: Mapping[int, Sequence[float]], warm: Sequence[WarmUpLine]
 ) -> dict[int, list[float]]:
     """The measured times of each size; those of warm-up only where no batch was recorded."""
     found = {n: list(seen) for n, seen in sizes.items()}

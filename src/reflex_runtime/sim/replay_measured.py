@@ -11,7 +11,7 @@ from reflex_runtime.core.batch import Apart, Batch, Cause, Done, Failed, Outcome
 from reflex_runtime.core.errors import ProcessorError, Rejected
 from reflex_runtime.core.request import Request, Ticket
 from reflex_runtime.sim.recorded import RecordedSteps, request_of, scheduler_of
-from reflex_runtime.telemetry.journal import BatchLine, RequestLine, Scheduled
+from reflex_runtime.telemetry.journal import BatchLine, RequestLine, SchedulerRequest
 from reflex_runtime.telemetry.journal_reader import Journal
 
 
@@ -156,7 +156,7 @@ class _Measured:
         found.sort(key=lambda entry: entry[:3])
         return found
 
-    def _submitter(self, line: RequestLine, asked: Scheduled) -> Callable[[float, bool], None]:
+    def _submitter(self, line: RequestLine, asked: SchedulerRequest) -> Callable[[float, bool], None]:
         def submit(now: float, busy: bool) -> None:
             request, ready = request_of(line), asked.admitted is None and asked.ready
             if asked.admitted is not None and request.time_limit is not None:  # what was left of it is recorded
@@ -171,7 +171,7 @@ class _Measured:
 
         return submit
 
-    def _made(self, line: RequestLine, asked: Scheduled) -> tuple[float, Request | ProcessorError] | None:
+    def _made(self, line: RequestLine, asked: SchedulerRequest) -> tuple[float, Request | ProcessorError] | None:
         """When it had been prepared, and to what; None if it was not."""
         if asked.admitted is not None:
             return asked.arrived, request_of(line)

@@ -126,7 +126,7 @@ class Header(msgspec.Struct, frozen=True, tag_field="kind", tag="header", kw_onl
         return next((p.model_hash for p in self.policies or () if p.slot == slot), self.model_hash)
 
 
-class Warm(msgspec.Struct, frozen=True, tag_field="kind", tag="warm"):
+class WarmUpLine(msgspec.Struct, frozen=True, tag_field="kind", tag="warm"):
     """What a slot's cost model learned before the first request; in every part of a session.
 
     batches: (stage, size, seconds). shares: each request's part of them, in seconds.
@@ -143,7 +143,7 @@ class Warm(msgspec.Struct, frozen=True, tag_field="kind", tag="warm"):
 # -- requests ----------------------------------------------------------------------------------------------------------
 
 
-class Asked(msgspec.Struct):
+class JournalRequest(msgspec.Struct):
     """A request. Only with payloads: instruction, state, executed, past, images.
 
     past: request ids of the earlier observations of its episode that the policy saw with it, oldest first.
@@ -175,7 +175,7 @@ def _by_name(kept: str | dict[str, str] | None) -> dict[str, str]:
     return {"image": kept} if isinstance(kept, str) else kept or {}
 
 
-class Given(msgspec.Struct):
+class JournalAnswer(msgspec.Struct):
     """What was answered. actions: None without payloads; what is not finite stands as text: `NaN`, `Infinity`,
     `-Infinity`."""
 
@@ -196,7 +196,7 @@ class Latency(msgspec.Struct):
     batch_ms: float
 
 
-class AdmittedIn(msgspec.Struct):
+class AdmissionGroup(msgspec.Struct):
     """The admission group. members: request ids of those admitted together, itself among them."""
 
     id: int
@@ -213,7 +213,7 @@ class Cost(msgspec.Struct):
     measured_ms: float = 0.0
 
 
-class Scheduled(msgspec.Struct):
+class SchedulerRequest(msgspec.Struct):
     """What the scheduler was asked. ticket: its order of arrival there, unique in the file; None when it was refused.
 
     arrived: when it could first run (its pictures were decoded), on the scheduler's clock; admitted: when it came, if
@@ -253,8 +253,8 @@ class RequestLine(msgspec.Struct, tag_field="kind", tag="request"):
     timestamp: datetime
     arrival: float
     slot: str
-    request: Asked
-    response: Given | None
+    request: JournalRequest
+    response: JournalAnswer | None
     latency: Latency
     denoise: int = 0
     mode: str = ""
@@ -266,9 +266,9 @@ class RequestLine(msgspec.Struct, tag_field="kind", tag="request"):
     routing: dict[str, Any] | None = None
     outcome: str = "ok"
     status: int = 200
-    batch: AdmittedIn | None = None
+    batch: AdmissionGroup | None = None
     cost: Cost = msgspec.field(default_factory=Cost)
-    schedule: Scheduled | None = None
+    schedule: SchedulerRequest | None = None
     model_hash: str = ""
     wire: str = ""
 
@@ -284,7 +284,7 @@ class EndedLine(msgspec.Struct, tag_field="kind", tag="ended", omit_defaults=Tru
     at: float
     outcome: str
     request_id: str = ""
-    schedule: Scheduled | None = None
+    schedule: SchedulerRequest | None = None
 
 
 # -- batches -----------------------------------------------------------------------------------------------------------
@@ -386,5 +386,5 @@ class Note(msgspec.Struct):
         return str(self.fields.get("timestamp", ""))
 
 
-Line = Warm | RequestLine | BatchLine | EndedLine | Note
+Line = WarmUpLine | RequestLine | BatchLine | EndedLine | Note
 KINDS = frozenset({"header", "warm", "request", "batch", "ended", "footer"})

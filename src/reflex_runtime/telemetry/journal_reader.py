@@ -27,7 +27,7 @@ from reflex_runtime.telemetry.journal import (
     Line,
     Note,
     RequestLine,
-    Warm,
+    WarmUpLine,
 )
 
 _NO_JOURNAL = "not a journal"
@@ -48,7 +48,7 @@ class Journal:
     batches: list[BatchLine]
     ended: list[EndedLine]
     notes: list[Note]
-    warm: dict[str, Warm]
+    warm: dict[str, WarmUpLine]
     footer: Footer | None
     torn: bool
 
@@ -75,7 +75,7 @@ def read_journal(path: str | Path, images: bool = True) -> Journal:
     """Read a whole journal; `.gz` is decompressed. images: False leaves recorded images out, which is most of what a
     large one holds."""
     reader = JournalReader(path)
-    kinds: dict[type[Any], list[Any]] = {RequestLine: [], BatchLine: [], EndedLine: [], Note: [], Warm: []}
+    kinds: dict[type[Any], list[Any]] = {RequestLine: [], BatchLine: [], EndedLine: [], Note: [], WarmUpLine: []}
     for line in reader:
         if not images and isinstance(line, RequestLine):
             line.request.image_b64 = None
@@ -91,7 +91,7 @@ def read_journal(path: str | Path, images: bool = True) -> Journal:
         batches=kinds[BatchLine],
         ended=kinds[EndedLine],
         notes=kinds[Note],
-        warm={line.slot: line for line in kinds[Warm]},
+        warm={line.slot: line for line in kinds[WarmUpLine]},
         footer=reader.footer,
         torn=reader.torn,
     )
@@ -238,7 +238,7 @@ class _Kind(msgspec.Struct):
 
 
 _kind = msgspec.json.Decoder(_Kind).decode
-_known = msgspec.json.Decoder(Header | Warm | RequestLine | BatchLine | EndedLine | Footer).decode
+_known = msgspec.json.Decoder(Header | WarmUpLine | RequestLine | BatchLine | EndedLine | Footer).decode
 
 
 def _decode(line: bytes) -> Any:

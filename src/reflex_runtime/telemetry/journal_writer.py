@@ -46,7 +46,7 @@ from reflex_runtime.telemetry.journal import (
     Header,
     ImageMode,
     Member,
-    Warm,
+    WarmUpLine,
 )
 from reflex_runtime.telemetry.request_record import (
     QueuedRecord,
@@ -202,7 +202,7 @@ class JournalWriter:
         elif len(self._early) < EARLY:
             self._early.append(line)
 
-    def warmed(self, warm: Warm) -> None:
+    def warmed(self, warm: WarmUpLine) -> None:
         """What warm-up taught a slot's cost model. Called before the first request."""
         line = _encode(warm) + b"\n"
         self._warm.append(line)  # for the head of later parts
@@ -492,14 +492,14 @@ def _cost(model: TimeCost) -> dict[str, Any]:
     return found
 
 
-def warmed(slot: str, batches: Iterable[tuple[Batch, float]], finished: Iterable[Ticket]) -> Warm | None:
+def warmed(slot: str, batches: Iterable[tuple[Batch, float]], finished: Iterable[Ticket]) -> WarmUpLine | None:
     """A slot's warm-up: its (batch, seconds) and the tickets that ran to their end; None when it was empty."""
     ran = [(batch.stage, len(batch), elapsed) for batch, elapsed in batches]
     tickets = list(finished)
     if not ran or not tickets:
         return None
     one = tickets[0].request
-    return Warm(slot, str(one.shape), str(one.cost_class), one.wants, ran, [t.shared for t in tickets])
+    return WarmUpLine(slot, str(one.shape), str(one.cost_class), one.wants, ran, [t.shared for t in tickets])
 
 
 def hardware() -> dict[str, Any]:

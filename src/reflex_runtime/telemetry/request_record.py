@@ -15,15 +15,15 @@ from numpy.typing import NDArray
 
 from reflex_runtime.core.request import AdmittedBatch, Priority, Request
 from reflex_runtime.telemetry.journal import (
-    AdmittedIn,
-    Asked,
+    AdmissionGroup,
     Cost,
     Failure,
-    Given,
     ImageMode,
+    JournalAnswer,
+    JournalRequest,
     Latency,
     RequestLine,
-    Scheduled,
+    SchedulerRequest,
 )
 
 SentImage = bytes | str | NDArray[Any]
@@ -89,14 +89,14 @@ def facts_of(request: Request) -> Facts:
     return r.client, r.priority, r.time_limit, r.partition, r.shape, r.cost_class, r.stage, r.weight, r.wants
 
 
-def scheduled(ticket: int | None, arrived: float, facts: Facts) -> Scheduled:
+def scheduled(ticket: int | None, arrived: float, facts: Facts) -> SchedulerRequest:
     """These facts as a line of the journal has them."""
     client, priority, limit, partition, shape, cost_class, stage, weight, wants = facts
     keys = (str(partition), str(shape), str(cost_class))
-    return Scheduled(ticket, arrived, str(client), int(priority), limit, *keys, stage, weight, wants)
+    return SchedulerRequest(ticket, arrived, str(client), int(priority), limit, *keys, stage, weight, wants)
 
 
-def _scheduled(taken: QueuedRecord, facts: Facts) -> Scheduled:
+def _scheduled(taken: QueuedRecord, facts: Facts) -> SchedulerRequest:
     made = scheduled(taken.ticket, taken.arrived, facts)
     made.admitted, made.ready = taken.admitted, taken.ready
     return made
@@ -105,7 +105,7 @@ def _scheduled(taken: QueuedRecord, facts: Facts) -> Scheduled:
 class QueuedRecord(msgspec.Struct):
     """An answer as it waits to be written. entered: ids of those that entered with its batch.
 
-    ticket, arrived, admitted, ready, facts: of a request that came to the scheduler, see `Scheduled`.
+    ticket, arrived, admitted, ready, facts: of a request that came to the scheduler, see `SchedulerRequest`.
     """
 
     answered: RequestRecord
@@ -129,8 +129,8 @@ def request_line(taken: QueuedRecord, seq: int, origin: float, began: float) -> 
         timestamp=datetime.fromtimestamp(began + a.arrived - origin, UTC),
         arrival=round(a.arrived - origin, 6),
         slot=a.slot,
-        request=Asked(a.request_id, a.episode_id, a.robot_id, seed=a.seed),
-        response=None if a.actions is None else Given(None, len(a.actions), a.actions.shape[-1]),
+        request=JournalRequest(a.request_id, a.episode_id, a.robot_id, seed=a.seed),
+        response=None if a.actions is None else JournalAnswer(None, len(a.actions), a.actions.shape[-1]),
         latency=Latency(_ms(a.total_s), _ms(a.queue_s), _ms(a.batch_s)),
         denoise=a.denoising_steps if a.steps is None else a.steps,
         mode=a.inference_mode,
@@ -142,7 +142,7 @@ def request_line(taken: QueuedRecord, seq: int, origin: float, began: float) -> 
         routing=a.routing,
         outcome=taken.outcome,
         status=taken.status,
-        batch=None if batch is None else AdmittedIn(batch.id, batch.size, batch.reason, batch.cause, taken.entered),
+        batch=None if batch is None else AdmissionGroup(batch.id, batch.size, batch.reason, batch.cause, taken.entered),
         cost=Cost(None if batch is None else batch.cost * 1e3, round(a.measured_ms, 6)),
         schedule=None if taken.facts is None else _scheduled(taken, taken.facts),
         model_hash=a.model_hash,
@@ -153,7 +153,7 @@ def request_line(taken: QueuedRecord, seq: int, origin: float, began: float) -> 
 def add_payload(line: RequestLine, a: RequestRecord, images: ImageMode) -> None:
     """Add the contents of the request and the answer."""
     if a.actions is not None:
-        line.response = Given(short(a.actions), a.actions.shape[0], a.actions.shape[1])
+        line.response = JournalAnswer(short(a.actions), a.actions.shape[0], a.actions.shape[1])
     asked = line.request
     asked.instruction, asked.executed = a.instruction, a.executed
     asked.past = list(a.past) or None

@@ -20,7 +20,7 @@ import pytest
 
 from reflex_runtime.policies.policy.base import seed_of
 from reflex_runtime.policies.wires.lerobot import LerobotSetup
-from reflex_runtime.telemetry.journal import Asked
+from reflex_runtime.telemetry.journal import JournalRequest
 from reflex_runtime.web.errors import InvalidRequest
 from serving.exports import CHUNK, WEIGHTS, expected, write_tiny
 from serving.harness import PATIENCE, Server
@@ -92,7 +92,7 @@ def test_w40_a_robot_gets_its_actions_as_lerobot_and_torch_load_them(tmp_path: P
     assert len({(one.robot_id, one.episode_id) for one in asked}) == 1
 
 
-def right(asked: Asked) -> Any:
+def right(asked: JournalRequest) -> Any:
     """The answer to a request, computed the plain way: that of /act with the same id and state."""
     assert asked.request_id is not None
     return expected(list(asked.state), seed_of(asked.request_id))

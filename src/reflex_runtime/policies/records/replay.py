@@ -27,7 +27,7 @@ from reflex_runtime.policies.policy.rtc import ChunkTails, Rtc
 from reflex_runtime.policies.records.replayed import Compose, ModelReplay, ReplayedRequest, Timed, distance
 from reflex_runtime.run.processor import Processor, advance, run_batch, run_through
 from reflex_runtime.settings.declare import one_of
-from reflex_runtime.telemetry.journal import Asked, BatchLine, RequestLine
+from reflex_runtime.telemetry.journal import BatchLine, JournalRequest, RequestLine
 from reflex_runtime.telemetry.journal_reader import Journal
 from reflex_runtime.web.errors import InvalidRequest
 
@@ -159,7 +159,7 @@ def _as_recorded(policy: Policy, lines: Sequence[RequestLine]) -> None:
     policy.adaptive = any(line.response and 0 < line.denoise < policy.spec.num_denoising_steps for line in lines)
 
 
-def _prepared(policy: Policy, asked: Asked, executed: int | None) -> Observation:
+def _prepared(policy: Policy, asked: JournalRequest, executed: int | None) -> Observation:
     return policy.prepare(
         images=asked.images(),
         instruction=asked.instruction,

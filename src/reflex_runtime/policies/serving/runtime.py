@@ -27,7 +27,7 @@ from reflex_runtime.run.batcher import Batcher
 from reflex_runtime.run.process import in_thread
 from reflex_runtime.settings import DEFAULT_POLICY, ServeConfig
 from reflex_runtime.telemetry.files import LineTarget, turn_all
-from reflex_runtime.telemetry.journal import Warm
+from reflex_runtime.telemetry.journal import WarmUpLine
 from reflex_runtime.telemetry.journal_writer import JournalWriter, Recording
 from reflex_runtime.telemetry.metrics import Metrics
 from reflex_runtime.telemetry.spans import spans_of
@@ -74,7 +74,7 @@ class PolicyRuntime:
         self._on_fatal = on_fatal
         self._batcher: Batcher | None = None
         self._journal: Callable[..., JournalWriter] = JournalWriter  # with what its first line says
-        self._learned: list[Warm] = []  # at warm-up
+        self._learned: list[WarmUpLine] = []  # at warm-up
         self._started = False
         self._over = asyncio.Event()  # `start` is
         self._clean = True

@@ -30,7 +30,7 @@ from reflex_runtime.policies.serving.wire_names import WIRES
 from reflex_runtime.run.audience import Audience
 from reflex_runtime.run.batcher import Batcher
 from reflex_runtime.settings import ServeConfig
-from reflex_runtime.telemetry.journal import Warm
+from reflex_runtime.telemetry.journal import WarmUpLine
 from reflex_runtime.telemetry.journal_writer import warmed
 from reflex_runtime.telemetry.metrics import Metrics
 from reflex_runtime.web.errors import SloViolated
@@ -154,7 +154,7 @@ class ServedPolicy:
             )
             server.audience.add(self.shadow)
 
-    def warm(self) -> list[Warm]:
+    def warm(self) -> list[WarmUpLine]:
         """Run every slot's policy, on the device thread. Returns what that taught, for journals."""
         found = []
         for holder in self.slots.values():

@@ -33,9 +33,8 @@ from reflex_runtime.core.events import (
     RequestSettled,
 )
 from reflex_runtime.core.request import AdmittedBatch, Request, Ticket
-from reflex_runtime.pacing import Throttle
-from reflex_runtime.telemetry import health as module
-from reflex_runtime.telemetry.health import (
+from reflex_runtime.feeds import health as module
+from reflex_runtime.feeds.health import (
     BatchError,
     BatchInFlightExceeded,
     BatchSubmissionRejected,
@@ -45,6 +44,7 @@ from reflex_runtime.telemetry.health import (
     HealthEvent,
     StageError,
 )
+from reflex_runtime.pacing import Throttle
 
 OK, BAD = Done(1), Failed(ProcessorError("no model today"))
 
