@@ -19,7 +19,7 @@ setup: .venv/ready           ## make .venv with everything for development
 	touch .venv/demo $@  # dev contains demo
 
 demo: .venv/demo             ## simulated robots on a real policy, with the batches drawn; installs what they need alone
-	$(BIN)/reflex demo
+	$(BIN)/python examples/demo
 
 test: setup                  ## every promise; the tests of a file run in one process, so that its server starts once
 	$(BIN)/python -m pytest -m "not long" --numprocesses 2 --dist loadfile

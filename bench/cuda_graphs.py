@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.demo.exports import KINDS, export_dir
+from reflex_runtime.demo import POLICY
 from reflex_runtime.policies import Policy, load_policy
 from reflex_runtime.policies.policy.spec import DeviceOptions
 from reflex_runtime.run.onnx_session import CUDA
@@ -73,7 +73,7 @@ def sources(given: list[str]) -> dict[str, str]:
     """What to measure, by the name in the table."""
     if given:
         return {source: source for source in given}
-    return {kind: str(export_dir("v2", kind)) for kind in KINDS} | {"torch": "python:bench.apps.torch_vla:make"}
+    return {"decomposed": str(POLICY), "torch": "python:bench.apps.torch_vla:make"}
 
 
 def main() -> int:

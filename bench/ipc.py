@@ -36,7 +36,7 @@ from bench.report import Row, row, say
 from bench.servers import Server, running
 from bench.streams import Job, Streamed
 from reflex_runtime.core.errors import ReflexError
-from reflex_runtime.demo.scribe import model_directory
+from reflex_runtime.demo import model_directory
 from reflex_runtime.ipc.client import RuntimeClient
 from reflex_runtime.ipc.generate_batcher import GenerateBatcher
 from reflex_runtime.ipc.generate_config import GenerateBatcherConfig

@@ -14,7 +14,7 @@ from typing import Any
 from bench.load import Answered, quantile
 from bench.report import Row, row, say
 from bench.servers import Server, running
-from reflex_runtime.demo.exports import export_dir
+from reflex_runtime.demo import POLICY
 
 CALLERS = 8
 
@@ -25,7 +25,7 @@ def pictures(scale: float) -> list[Row]:
     robot = _request("JPEG", (640, 480))
     large = _request("PNG", (4096, 4096))
     p50, p99, quiet50, quiet99, answered = [], [], [], [], []
-    command = ["-m", "reflex_runtime", "serve", str(export_dir()), "--port", "PORT"]
+    command = ["-m", "reflex_runtime", "serve", str(POLICY), "--port", "PORT"]
     with running(Server("reflex", command, pinned=False, ready=robot)) as (server,):
         for i in range(max(3, round(5 * scale))):
             say(f"  {case}: round {i + 1}")

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from bench.llm import VOCAB, Words, write_model
 from bench.report import Row, row, say
-from reflex_runtime.demo.scribe import SCRIBE
+from reflex_runtime.demo import SCRIBE
 from reflex_runtime.ipc.sampling import SamplingParams
 from reflex_runtime.llm.engine import LLMEngine
 from reflex_runtime.llm.load import load

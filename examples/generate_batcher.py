@@ -3,7 +3,7 @@
 import asyncio
 import sys
 
-from reflex_runtime.demo.scribe import model_directory
+from reflex_runtime.demo import model_directory
 from reflex_runtime.ipc import (
     GenerateBatcher,
     GenerateBatcherConfig,

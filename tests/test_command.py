@@ -42,7 +42,6 @@ def one_line(done: subprocess.CompletedProcess[str]) -> str:
         ("demo-export {file}/x", "reflex demo-export: {file}/x: Not a directory"),
         ("simulate --duration-s 3 --picture {file}/x.svg", "reflex simulate: --picture={file}/x.svg: cannot make"),
         ("simulate --duration-s 3 --picture /proc/no/x", "reflex simulate: --picture=/proc/no/x: cannot make"),
-        ("demo --out {file}/x", "reflex demo: --out={file}/x: cannot make this directory: Not a directory"),
         ("trace {file}/x", "reflex trace: {file}/x"),
         ("replay {file}/x --schedule", "reflex replay: "),
     ],
@@ -192,11 +191,6 @@ finally:
             "reflex serve: unrecognized arguments: more; write reflex serve [SOURCE]; reflex serve --help",
         ),
         ("demo-export", "reflex demo-export: missing: DIR; write reflex demo-export DIR; reflex demo-export --help"),
-        (
-            "demo-export x --kind monolitic",
-            "reflex demo-export: --kind=monolitic: must be one of monolithic, decomposed; did you mean monolithic?",
-        ),
-        ("demo --robots many", "reflex demo: --robots=many: must be a whole number"),
         ("probe http://x --timeout-s soon", "reflex probe: --timeout-s=soon: must be a number"),
         ("serve . --max-queue", "reflex serve: --max-queue: expected one argument; write --max-queue N"),
     ],
@@ -234,7 +228,7 @@ def test_reflex_alone_lists_its_verbs() -> None:
         (
             "serve nowhere --no-supervise",
             "nowhere: not found, expected an export directory; bundled: "
-            "reflex demo-export nowhere",
+            "reflex serve demo is a robot policy",
         ),
         (
             "serve {export} --no-supervise --port 0 --provider gpu",

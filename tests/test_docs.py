@@ -16,7 +16,7 @@ from reflex_runtime.telemetry.series import SeriesRow
 
 DOCS = Path(__file__).parent.parent / "docs"
 # Never in an answer of the server.
-ABSTRACT = {"rejected", "dropped", "journal_unreadable", "demo_server_failed"}
+ABSTRACT = {"rejected", "dropped", "journal_unreadable"}
 ABSTRACT |= {"source_lost", "sink_failed", "stage_failed", "worker_start_failed"}
 
 

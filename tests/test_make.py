@@ -52,7 +52,7 @@ def test_make_demo_installs_the_demo_alone_and_make_setup_everything(tmp_path: P
     clients += "tritonclient==2.73.0 vla-eval==0.8.0"
     everything = [".[dev]", clients]
     assert installed("demo") == [".[demo]"]
-    assert calls.read_text().endswith("\ndemo\n")  # reflex demo
+    assert calls.read_text().endswith("\nexamples/demo\n")
     assert installed("demo") == []
     assert installed("setup") == everything
     assert installed("demo") == []

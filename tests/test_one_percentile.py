@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import random
 
+from demo.run import Percentiles
 from reflex_runtime.core.flush import _Window
 from reflex_runtime.core.request import Request
 from reflex_runtime.core.statistics import percentile
-from reflex_runtime.demo.run import Percentiles
 from reflex_runtime.policies.records.report import SlotReport
 from reflex_runtime.policies.rollout.ramp import GuardWatch, RampGuard
 from reflex_runtime.policies.rollout.slo import Objective, SloTracker

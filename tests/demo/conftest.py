@@ -12,12 +12,12 @@ import msgpack
 import pytest
 from demo_support import BundledPolicy, Stub
 
-from reflex_runtime.demo.exports import export_dir
+from reflex_runtime.demo import POLICY
 
 
 @pytest.fixture(scope="session")
 def v2() -> BundledPolicy:
-    return BundledPolicy(export_dir("v2", "monolithic"))
+    return BundledPolicy(POLICY)
 
 
 @pytest.fixture

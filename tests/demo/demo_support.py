@@ -15,7 +15,7 @@ import numpy as np
 import onnxruntime as ort
 from numpy.typing import NDArray
 
-from reflex_runtime.demo.tasks import RobotView
+from demo.tasks import RobotView
 
 Answer = tuple[int, dict[str, str], Any]
 """Status, extra headers, body (an object to encode as the request was, or bytes to send as they are)."""
@@ -34,11 +34,12 @@ def one_thread(path: Path) -> ort.InferenceSession:
 
 
 class BundledPolicy:
-    """A monolithic export called as the runtime would: normalisation outside the graph, its numbers from the config."""
+    """A decomposed export called as the runtime would: normalisation outside the graph, its numbers from the config."""
 
     def __init__(self, directory: Path, seed: int = 0) -> None:
         self.config = json.loads((directory / "reflex_config.json").read_text())
-        self.session = one_thread(directory / "model.onnx")
+        names = (self.config["decomposed"][key] for key in ("vlm_prefix_onnx", "expert_denoise_onnx"))
+        self.prefix, self.step = (one_thread(directory / name) for name in names)
         self.rng = np.random.default_rng(seed)
         self.lock = threading.Lock()
 
@@ -50,10 +51,12 @@ class BundledPolicy:
         tokens = np.array([words + [0] * (c["max_tokens"] - len(words))], np.int64)
         state = ((seen.state - norm["state_norm"]) / std["state_norm"])[None]
         with self.lock:
-            noise = self.rng.standard_normal((1, c["chunk_size"], c["action_dim"])).astype(np.float32)
-            feeds = {"image": seen.image[None], "tokens": tokens, "state": state, "noise": noise}
-            chunk: NDArray[np.float32] = self.session.run(None, feeds)[0][0]
-        return chunk * std["action_norm"] + norm["action_norm"]
+            x: NDArray[np.float32] = self.rng.standard_normal((1, c["chunk_size"], c["action_dim"])).astype(np.float32)
+            (past_kv,) = self.prefix.run(None, {"image": seen.image[None], "tokens": tokens})
+            for k in range(c["num_denoising_steps"]):
+                time = np.full(1, k / c["num_denoising_steps"], np.float32)
+                (x,) = self.step.run(None, {"x": x, "time": time, "state": state, "past_kv": past_kv})
+        return x[0] * std["action_norm"] + norm["action_norm"]
 
 
 @dataclass

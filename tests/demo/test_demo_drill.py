@@ -1,4 +1,4 @@
-"""`reflex demo --ab`: the drill step by step, and the whole of it with real robots on a real server."""
+"""`python examples/demo --ab`: the drill step by step, and the whole of it with real robots on a real server."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from reflex_runtime.cli import main
+from demo.command import main
+from demo.drill import Drill, Solved, even_run
+from demo.run import planned
 from reflex_runtime.client import ClientError
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.demo.drill import Drill, Solved, even_run
-from reflex_runtime.demo.run import planned
 from reflex_runtime.policies.rollout.router import Router
 from reflex_runtime.telemetry.journal_reader import read_journal
 
@@ -154,17 +154,16 @@ def test_b_gets_its_share_and_gets_it_evenly(robots: int, episodes: int) -> None
 def test_too_few_episodes_for_a_drill_are_refused() -> None:
     with pytest.raises(ConfigError, match="1 robots x 3 episodes"):
         even_run(1, 3, 80)
-    assert main(["demo", "--ab", "--variant", "v1"]) == 2
-    assert main(["demo", "--ab", "--robots", "65"]) == 2
+    assert main(["--ab", "--robots", "65"]) == 2
 
 
 def test_demo_ab_breaks_b_and_brings_it_back(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("reflex_runtime.cli.demo_ab.SPLIT", 50)  # of few episodes some begin on b after it is mended
-    monkeypatch.setattr("reflex_runtime.cli.demo_ab.CONTROL_HZ", 400.0)  # five times as fast, as is the cool-down
+    monkeypatch.setattr("demo.ab.SPLIT", 50)  # of few episodes some begin on b after it is mended
+    monkeypatch.setattr("demo.ab.CONTROL_HZ", 400.0)  # five times as fast, as is the cool-down
     options = ["--robots", "3", "--episodes", "6", "--serve", "--probe-cooldown-s 0.06", "--out", str(tmp_path)]
-    assert main(["demo", "--ab", *options]) == 0, capsys.readouterr().out
+    assert main(["--ab", *options]) == 0, capsys.readouterr().out
     out = capsys.readouterr().out
     for words in ("every call of b fails", "asks anew", "b is drained", "b is mended", "the probe, and is back"):
         assert out.count(words) == 1, (words, out)

@@ -1,4 +1,4 @@
-"""`reflex demo`: the same robots without and with batching, and the picture of both."""
+"""`python examples/demo`: the same robots without and with batching, and the picture of both."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any, cast
 
 import pytest
 
-from reflex_runtime.cli import main
-from reflex_runtime.demo.gain import Lanes
+from demo.command import main
+from demo.gain import Lanes
 from reflex_runtime.telemetry.journal import BatchLine, Member
 from reflex_runtime.telemetry.journal_reader import Journal, read_journal
 
@@ -53,9 +53,9 @@ def test_lanes_show_waits_calls_and_answers_of_the_window() -> None:
 def test_the_demo_plays_without_and_with_batching(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("reflex_runtime.cli.demo.CONTROL_HZ", 0.0)  # as fast as the simulator can
+    monkeypatch.setattr("demo.command.CONTROL_HZ", 0.0)  # as fast as the simulator can
     options = ["--robots", "2", "--episodes", "1", "--call-ms", "5", "--out", str(tmp_path)]
-    assert main(["demo", *options]) == 0, capsys.readouterr().out
+    assert main([*options]) == 0, capsys.readouterr().out
     out = capsys.readouterr().out
     alone, batched = (read_journal(tmp_path / f"{name}.jsonl") for name in ("alone", "batches"))
     assert {batch.size for batch in alone.batches} == {1}
@@ -71,5 +71,5 @@ def test_the_demo_plays_without_and_with_batching(
 
 @pytest.mark.parametrize("wrong", [["--call-ms", "-1"], ["--call-ms", "2000"], ["--ab", "--call-ms", "3"]])
 def test_call_ms_is_checked(wrong: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["demo", *wrong]) == 2
-    assert f"reflex demo: --call-ms={wrong[-1]}: " in capsys.readouterr().err
+    assert main([*wrong]) == 2
+    assert f"demo: --call-ms={wrong[-1]}: " in capsys.readouterr().err

@@ -15,11 +15,11 @@ import pytest
 from openpi_client import msgpack_numpy
 from websockets.sync.server import ServerConnection, serve
 
-from reflex_runtime.cli import main
-from reflex_runtime.demo import openpi_robot
-from reflex_runtime.demo.openpi_robot import OpenpiPolicy
-from reflex_runtime.demo.robot import Event, Gone, NoAnswer
-from reflex_runtime.demo.tasks import RobotView
+from demo import openpi_robot
+from demo.command import main
+from demo.openpi_robot import OpenpiPolicy
+from demo.robot import Event, Gone, NoAnswer
+from demo.tasks import RobotView
 from reflex_runtime.telemetry.journal_reader import read_journal
 
 # The stock client was written for an earlier version of websockets.
@@ -31,9 +31,9 @@ SEEN = RobotView(np.zeros((64, 64, 3), np.uint8), np.zeros(4, np.float32), "clos
 def test_the_demo_plays_through_the_stock_client(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("reflex_runtime.cli.demo.CONTROL_HZ", 0.0)  # as fast as the simulator can
+    monkeypatch.setattr("demo.command.CONTROL_HZ", 0.0)  # as fast as the simulator can
     options = ["--wire", "openpi", "--robots", "2", "--episodes", "1", "--call-ms", "5", "--out", str(tmp_path)]
-    assert main(["demo", *options]) == 0, capsys.readouterr().out
+    assert main([*options]) == 0, capsys.readouterr().out
     assert re.search(r"chunks, refused +│ +[1-9]\d*, 0 │ +[1-9]\d*, 0 ", capsys.readouterr().out)
     requests = read_journal(tmp_path / "batches.jsonl").requests
     assert {line.wire for line in requests} == {"openpi"}
@@ -101,8 +101,8 @@ def test_patience_ends_and_a_failed_policy_is_asked_anew() -> None:
 
 
 def test_what_openpi_cannot_do_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["demo", "--wire", "openpi", "--ab"]) == 2
+    assert main(["--wire", "openpi", "--ab"]) == 2
     assert "--wire=openpi: not with --ab" in capsys.readouterr().err
     monkeypatch.setattr(openpi_robot, "find_spec", lambda name: None)
-    assert main(["demo", "--wire", "openpi"]) == 2
+    assert main(["--wire", "openpi"]) == 2
     assert "openpi_client, tree, typing_extensions not installed: pip install --no-deps" in capsys.readouterr().err

@@ -6,16 +6,19 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 from demo_support import BundledPolicy, Stub, error, seen_in
 
+import demo
+from demo.robot import Event
+from demo.run import Percentiles, planned, run_demo
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.demo.robot import Event
-from reflex_runtime.demo.run import Percentiles, planned, run_demo
 
+EXAMPLES = Path(demo.__file__).parents[1]
 TASKS = ("drawer-close-v3", "drawer-open-v3")
 
 
@@ -88,10 +91,10 @@ def test_an_exception_in_the_parent_leaves_no_child(stub: Stub) -> None:
 def test_robots_die_with_a_killed_parent(stub: Stub) -> None:
     """Not even SIGKILL leaves robots: they watch the pipe whose other end dies with the parent."""
     script = (
-        "import sys; from reflex_runtime.demo.run import run_demo; "
+        "import sys; from demo.run import run_demo; "
         f"run_demo({stub.url!r}, robots=2, episodes=1000, on_progress=lambda e: print(e['event'], flush=True))"
     )
-    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as parent:
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, cwd=EXAMPLES) as parent:
         assert parent.stdout is not None
         while "act" not in parent.stdout.readline():
             pass

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from reflex_runtime.cli.serving import names_model
-from reflex_runtime.demo.scribe import SCRIBE, model_directory
+from reflex_runtime.demo import SCRIBE, model_directory
 from reflex_runtime.llm import LLMEngine, SamplingParams
 from reflex_runtime.llm.runners.torch_runner import TorchRunner
 from reflex_runtime.llm.tokenizer import Conversation, HFTokenizer

@@ -6,13 +6,17 @@ import statistics
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+import demo
+from demo.tasks import INSTRUCTIONS
+from demo.world import World
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.demo.tasks import INSTRUCTIONS
-from reflex_runtime.demo.world import World
+
+EXAMPLES = Path(demo.__file__).parents[1]
 
 
 @pytest.mark.parametrize("task", INSTRUCTIONS)
@@ -85,16 +89,17 @@ def test_a_picture_takes_less_than_a_millisecond_of_a_core(record_property: pyte
 
 def test_no_opengl_is_loaded() -> None:
     script = (
-        "import sys; from reflex_runtime.demo.world import World; w = World('window-open-v3'); w.reset(0); "
+        "import sys; from demo.world import World; w = World('window-open-v3'); w.reset(0); "
         "w.observe(); assert not {'OpenGL', 'mujoco.glfw', 'mujoco.egl', 'mujoco.osmesa'} & set(sys.modules)"
     )
-    subprocess.run([sys.executable, "-c", script], check=True, env={"PATH": "", "OPENBLAS_NUM_THREADS": "1"})
+    env = {"PATH": "", "OPENBLAS_NUM_THREADS": "1"}
+    subprocess.run([sys.executable, "-c", script], check=True, env=env, cwd=EXAMPLES)
 
 
 @pytest.mark.parametrize(("missing", "module"), [("cv2", "camera"), ("metaworld", "world")])
 def test_a_missing_package_names_the_extra(missing: str, module: str) -> None:
-    script = f"import sys; sys.modules[{missing!r}] = None; import reflex_runtime.demo.{module}"
-    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    script = f"import sys; sys.modules[{missing!r}] = None; import demo.{module}"
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, cwd=EXAMPLES)
     assert ended.returncode == 1
     assert "in a clone, pip install '.[demo]'" in ended.stderr
 

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import pytest
 
 from reflex_runtime.core.errors import ConfigError, ProcessorError
-from reflex_runtime.demo.scribe import model_directory
+from reflex_runtime.demo import model_directory
 from reflex_runtime.ipc.sampling import Constraint
 from reflex_runtime.llm import LLMEngine, SamplingParams, constraint, form_check
 from reflex_runtime.llm.constraint import Constraints, Matcher, check_constraint

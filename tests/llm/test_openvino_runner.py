@@ -23,7 +23,7 @@ import pytest
 from llm.models import KINDS, Oracle, random_model
 from llm.steps import Lane, greedy, prefill, shuffled, step
 from reflex_runtime.core.errors import ConfigError, ProcessorError
-from reflex_runtime.demo.scribe import SCRIBE
+from reflex_runtime.demo import SCRIBE
 from reflex_runtime.llm.runners.checkpoint import Checkpoint
 from reflex_runtime.llm.runners.openvino_runner import OpenVinoRunner
 from reflex_runtime.llm.runners.openvino_source import GraphCache, user_cache

@@ -260,7 +260,7 @@ def test_out_is_where_it_is_written(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_model_is_what_says_it(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Loaded as `reflex serve` loads it; blocks are asked for only where the caller did; times are measured."""
-    from reflex_runtime.demo.scribe import SCRIBE
+    from reflex_runtime.demo import SCRIBE
     from reflex_runtime.llm.toy import ByteTokenizer, ToyRunner
 
     asked: list[tuple[Any, ...]] = []

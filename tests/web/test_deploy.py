@@ -20,7 +20,7 @@ from typing import Any
 import PIL.Image
 import pytest
 
-from reflex_runtime.demo.exports import export_dir
+from reflex_runtime.demo import POLICY
 from serving.harness import PATIENCE, Server
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
@@ -128,7 +128,7 @@ def test_x4_every_expression_has_an_answer_and_no_alert_fires_on_a_server_that_i
     picture = io.BytesIO()
     PIL.Image.new("RGB", (96, 96)).save(picture, "PNG")
     body = {"instruction": "open the door", "state": [0.1] * 4, "image": base64.b64encode(picture.getvalue()).decode()}
-    with Server(export_dir(), "--record", str(tmp_path / "recordings")) as server:
+    with Server(POLICY, "--record", str(tmp_path / "recordings")) as server:
         assert server.post(body | {"episode_id": "e1"}).status == 200
         told = server.ask("POST", "/episodes/e1/outcome", b'{"success": true}', {"Content-Type": "application/json"})
         assert told.status == 200

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from reflex_runtime.demo.exports import export_dir
+from reflex_runtime.demo import POLICY
 from serving.exports import write_tiny
 from serving.harness import STATE, Server, encode, parse_answers, read_all
 from serving.requests import busy, numbered, observe, queued, right
@@ -115,7 +115,7 @@ def test_b20_what_reached_the_machine_before_the_signal_counts_as_received(tiny:
 
 
 def test_b20_two_stages_are_finished_as_well() -> None:
-    with Server(export_dir("v2", "decomposed"), "--inject-latency-ms", "100") as server:
+    with Server(POLICY, "--inject-latency-ms", "100") as server:
         found: list[object] = []
         thread = threading.Thread(target=lambda: found.append(observe(server, 5)))
         thread.start()

@@ -1,6 +1,5 @@
 """Step 5: is an export right, and what does a batch cost? Prints the figures that the README states.
 
-- parity: 5 × expert_denoise on the prefix against the monolithic graph, same noise;
 - sharing: a row computed alone against the same row in batches of other rows;
 - cost: median time of one call per batch size, one thread.
 """
@@ -25,11 +24,10 @@ SIZES = (1, 2, 4, 8, 16, 32)
 
 class Export:
     def __init__(self, directory: Path) -> None:
-        self.config = json.loads((directory / "decomposed" / "reflex_config.json").read_text())
+        self.config = json.loads((directory / "reflex_config.json").read_text())
         self.chunk = (self.config["chunk_size"], self.config["action_dim"])
-        self.monolithic = session(directory / "monolithic" / "model.onnx")
-        self.prefix = session(directory / "decomposed" / "vlm_prefix.onnx")
-        self.expert = session(directory / "decomposed" / "expert_denoise.onnx")
+        self.prefix = session(directory / "vlm_prefix.onnx")
+        self.expert = session(directory / "expert_denoise.onnx")
 
     def rows(self, count: int, seed: int) -> Rows:
         rng = np.random.default_rng(seed)
@@ -40,10 +38,6 @@ class Export:
             "state": rng.standard_normal((count, self.config["state_dim"])).astype(np.float32),
             "noise": rng.standard_normal((count, *self.chunk)).astype(np.float32),
         }
-
-    def whole(self, rows: Rows) -> NDArray[np.float32]:
-        actions: NDArray[np.float32] = self.monolithic.run(None, rows)[0]
-        return actions
 
     def keys_values(self, rows: Rows) -> NDArray[np.float32]:
         past_kv: NDArray[np.float32] = self.prefix.run(None, {k: rows[k] for k in ("image", "tokens")})[0]
@@ -79,26 +73,24 @@ def median_ms(call: Any, repeat: int) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("export", type=Path, help="directory with monolithic/ and decomposed/")
+    parser.add_argument("export", type=Path, help="export directory")
     parser.add_argument("--repeat", type=int, default=50)
     args = parser.parse_args()
     export = Export(args.export)
     rows = export.rows(32, seed=0)
-    alone = np.concatenate([export.whole(part(rows, slice(i, i + 1))) for i in range(32)])
-    gap = abs(export.whole(rows) - export.in_steps(rows)).max()
-    print(f"parity: monolithic against steps, largest difference {gap:.1e}")
+    alone = np.concatenate([export.in_steps(part(rows, slice(i, i + 1))) for i in range(32)])
     worst = max(
-        float(abs(export.whole(part(rows, slice(i, i + n))) - alone[i : i + n]).max())
+        float(abs(export.in_steps(part(rows, slice(i, i + n))) - alone[i : i + n]).max())
         for n in SIZES
         for i in range(0, 32, n)
     )
     print(f"sharing: a row alone against the row in a batch, largest difference {worst:.1e}\n")
-    print("| batch | monolithic ms | per row | prefix ms | per row | one step ms | per row |")
+    print("| batch | all steps ms | per row | prefix ms | per row | one step ms | per row |")
     print("| --- | --- | --- | --- | --- | --- | --- |")
     for n in SIZES:
         some = part(rows, slice(0, n))
         cells = [
-            median_ms(partial(export.whole, some), args.repeat),
+            median_ms(partial(export.in_steps, some), args.repeat),
             median_ms(partial(export.keys_values, some), args.repeat),
             median_ms(partial(export.step, some["noise"], 0.4, some, export.keys_values(some)), args.repeat),
         ]

@@ -17,9 +17,9 @@ import numpy as np
 import onnxruntime as ort
 from numpy.typing import NDArray
 
-from reflex_runtime.demo.robot import EXECUTE, run_robot
-from reflex_runtime.demo.tasks import INSTRUCTIONS, RobotView
-from reflex_runtime.demo.world import World
+from demo.robot import EXECUTE, run_robot
+from demo.tasks import INSTRUCTIONS, RobotView
+from demo.world import World
 
 
 def session(path: Path) -> ort.InferenceSession:
@@ -30,11 +30,11 @@ def session(path: Path) -> ort.InferenceSession:
 
 
 class OnnxPolicy:
-    """A monolithic export as a callable, batch of one. Deterministic for a seed."""
+    """An export as a callable, batch of one. Deterministic for a seed."""
 
     def __init__(self, export: Path, seed: int) -> None:
         self.config: dict[str, Any] = json.loads((export / "reflex_config.json").read_text())
-        self.session = session(export / "model.onnx")
+        self.prefix, self.step = session(export / "vlm_prefix.onnx"), session(export / "expert_denoise.onnx")
         self.rng = np.random.default_rng(seed)
         self.instruction: str | None = None  # told instead of the task's own words, to see if words matter
         self.look_every = 1  # chunks for which one picture serves, to see what a blind prefix cache would cost
@@ -46,15 +46,14 @@ class OnnxPolicy:
         if self.last is None or self.last.episode_id != seen.episode_id or self.age >= self.look_every:
             self.last, self.age = seen, 0
         shape = (1, self.config["chunk_size"], self.config["action_dim"])
-        roles = {
-            "image": self.last.image[None],
-            "tokens": tokens(self.config, self.instruction or seen.instruction),
-            "state": ((seen.state - self.norm("state", "mean")) / self.norm("state", "std"))[None],
-            "noise": self.rng.standard_normal(shape).astype(np.float32),
-        }
-        feeds = {self.config["inputs"][role]: value for role, value in roles.items()}
-        chunk: NDArray[np.float32] = self.session.run([self.config["outputs"]["actions"]], feeds)[0][0]
-        return chunk * self.norm("action", "std") + self.norm("action", "mean")
+        words = tokens(self.config, self.instruction or seen.instruction)
+        state = ((seen.state - self.norm("state", "mean")) / self.norm("state", "std"))[None]
+        (past_kv,) = self.prefix.run(None, {"image": self.last.image[None], "tokens": words})
+        x: NDArray[np.float32] = self.rng.standard_normal(shape).astype(np.float32)
+        for k in range(steps := self.config["num_denoising_steps"]):
+            time = np.full(1, k / steps, np.float32)
+            (x,) = self.step.run(None, {"x": x, "time": time, "state": state, "past_kv": past_kv})
+        return x[0] * self.norm("action", "std") + self.norm("action", "mean")
 
     def norm(self, what: str, which: str) -> NDArray[np.float32]:
         return np.array(self.config[f"{what}_norm"][which], np.float32)
@@ -88,7 +87,7 @@ def line(name: str, successes: int, n: int) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--policy", default="random", help="monolithic export directory, or 'random'")
+    parser.add_argument("--policy", default="random", help="export directory, or 'random'")
     parser.add_argument("--episodes", type=int, default=50, help="per task")
     parser.add_argument("--seed", type=int, default=1000, help="of the situations")
     parser.add_argument("--execute", type=int, default=EXECUTE, help="actions taken of each chunk")

@@ -1,4 +1,4 @@
-"""Step 3: a checkpoint becomes two export directories, `monolithic` and `decomposed`, that the runtime can serve.
+"""Step 3: a checkpoint becomes an export directory that the runtime can serve, its weights integers of 6 bits.
 
 Normalisation lives in `reflex_config.json`, not in the graphs: the runtime subtracts and divides before, multiplies and
 adds after. So the same numbers are applied once, in one place, and can be read without a tool.
@@ -28,15 +28,16 @@ from model import (
     STEPS,
     DenoiseStep,
     Expert,
-    Monolith,
     Prefix,
 )
 from torch import Tensor, nn
 from words import TOKENIZER
 
-from reflex_runtime.demo.tasks import CONTROL_HZ
+from demo.tasks import CONTROL_HZ
+from small_weights import shrink
 
 OPSET = 17
+LEVELS = 31  # of a weight on each side of 0: six bits, which a wheel compresses to six
 IMAGE_SIZE = [64, 64]
 
 EMBODIMENT = {
@@ -52,11 +53,11 @@ EMBODIMENT = {
 }
 
 
-def config(model_id: str, kind: str, norm: dict[str, Any]) -> dict[str, Any]:
-    shared = {
+def config(model_id: str, norm: dict[str, Any]) -> dict[str, Any]:
+    return {
         "model_id": model_id,
         "model_type": "flow_matching",
-        "export_kind": kind,
+        "export_kind": "decomposed",
         "opset": OPSET,
         "state_dim": STATE_DIM,
         "action_dim": ACTION_DIM,
@@ -69,21 +70,17 @@ def config(model_id: str, kind: str, norm: dict[str, Any]) -> dict[str, Any]:
         "state_norm": norm["state"],
         "action_norm": norm["action"],
         "embodiment": "embodiment.json",
-    }
-    seen = {"image": "image", "tokens": "tokens"}
-    if kind == "monolithic":
-        inputs = seen | {"state": "state", "noise": "noise"}
-        return shared | {"inputs": inputs, "outputs": {"actions": "actions"}}
-    return shared | {
         "decomposed": {
             "vlm_prefix_onnx": "vlm_prefix.onnx",
             "expert_denoise_onnx": "expert_denoise.onnx",
             "past_kv_tensor_names": ["past_kv"],
             "expert_takes_state": True,
         },
-        "inputs": seen | {"noise": "x", "time": "time", "state": "state", "past_kv": "past_kv"},
+        "inputs": {
+            "image": "image", "tokens": "tokens", "noise": "x", "time": "time", "state": "state", "past_kv": "past_kv",
+        },
         "outputs": {"past_kv": "past_kv", "actions": "x_next"},
-    }
+    }  # fmt: skip
 
 
 def write_onnx(module: nn.Module, path: Path, inputs: dict[str, Tensor], output: str) -> None:
@@ -107,6 +104,7 @@ def write_onnx(module: nn.Module, path: Path, inputs: dict[str, Tensor], output:
     dims = model.graph.output[0].type.tensor_type.shape.dim
     for dim, size in list(zip(dims, shape, strict=True))[1:]:
         dim.dim_value = size  # the tracer leaves some of them symbolic, and a reader would take those for free
+    shrink(model, LEVELS)
     onnx.checker.check_model(model, full_check=True)
     onnx.save(model, path)
 
@@ -129,7 +127,7 @@ def write_directory(target: Path, write: Any, settings: dict[str, Any]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoint", type=Path)
-    parser.add_argument("out", type=Path, help="directory that gets monolithic/ and decomposed/")
+    parser.add_argument("out", type=Path, help="the export directory")
     parser.add_argument("--model-id", required=True, help="e.g. demo-metaworld-v1")
     args = parser.parse_args()
     saved = torch.load(args.checkpoint, weights_only=True)
@@ -143,17 +141,12 @@ def main() -> None:
     state, noise = torch.randn(rows, STATE_DIM), torch.randn(rows, CHUNK, ACTION_DIM)
     past_kv = torch.randn(rows, LAYERS, 2, HEADS, PREFIX_TOKENS, HEAD_WIDTH)
 
-    def monolithic(into: Path) -> None:
-        inputs = {"image": image, "tokens": tokens, "state": state, "noise": noise}
-        write_onnx(Monolith(prefix, expert), into / "model.onnx", inputs, "actions")
-
-    def decomposed(into: Path) -> None:
+    def write(into: Path) -> None:
         write_onnx(prefix, into / "vlm_prefix.onnx", {"image": image, "tokens": tokens}, "past_kv")
         inputs = {"x": noise, "time": torch.rand(rows), "state": state, "past_kv": past_kv}
         write_onnx(DenoiseStep(expert), into / "expert_denoise.onnx", inputs, "x_next")
 
-    for kind, write in (("monolithic", monolithic), ("decomposed", decomposed)):
-        write_directory(args.out / kind, write, config(args.model_id, kind, saved["norm"]))
+    write_directory(args.out, write, config(args.model_id, saved["norm"]))
 
 
 if __name__ == "__main__":

@@ -121,7 +121,7 @@ class Expert(nn.Module):
 
 
 class DenoiseStep(nn.Module):
-    """One Euler step of the flow: what the decomposed export runs, once per step."""
+    """One Euler step of the flow, which the runtime calls once per step."""
 
     def __init__(self, expert: Expert) -> None:
         super().__init__()
@@ -130,20 +130,3 @@ class DenoiseStep(nn.Module):
     def forward(self, x: Tensor, time: Tensor, state: Tensor, past_kv: Tensor) -> Tensor:
         velocity: Tensor = self.expert(x, time, state, past_kv)
         return x + velocity / STEPS
-
-
-class Monolith(nn.Module):
-    """Picture, words, state and noise → actions, all STEPS inside: what the monolithic export runs."""
-
-    def __init__(self, prefix: Prefix, expert: Expert) -> None:
-        super().__init__()
-        self.prefix = prefix
-        self.step = DenoiseStep(expert)
-
-    def forward(self, image: Tensor, tokens: Tensor, state: Tensor, noise: Tensor) -> Tensor:
-        past_kv = self.prefix(image, tokens)
-        x = noise
-        for k in range(STEPS):
-            time = torch.full((1,), k / STEPS)  # one for all rows: what depends on it alone becomes a constant
-            x = self.step(x, time, state, past_kv)
-        return x

@@ -19,8 +19,8 @@ from metaworld.policies import ENV_POLICY_MAP
 from numpy.typing import NDArray
 from words import tokenize
 
-from reflex_runtime.demo.tasks import INSTRUCTIONS, MAX_STEPS, RobotView
-from reflex_runtime.demo.world import World
+from demo.tasks import INSTRUCTIONS, MAX_STEPS, RobotView
+from demo.world import World
 
 NOISE_LEVELS = (0.0, 0.3, 0.6)
 NOISE_SHAPE = np.array([1.0, 1.0, 1.0, 0.2])  # the gripper less: it is on or off

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from reflex_runtime.demo.tasks import INSTRUCTIONS
+from demo.tasks import INSTRUCTIONS
 
 TOKENIZER: dict[str, int] = {
     word: index + 1 for index, word in enumerate(sorted({w for text in INSTRUCTIONS.values() for w in text.split()}))

@@ -1,6 +1,6 @@
 """Train the scribe and write it as an ordinary checkpoint. Needs torch, tokenizers and safetensors; a CPU will do.
 
-    python train.py --out ../../src/reflex_runtime/demo/models/scribe
+    python train.py --out ../../src/reflex_runtime/demo/scribe
 
 The same seed, text, versions and number of threads give the same weights, unless time runs out first.
 """

@@ -20,7 +20,7 @@ import torch
 
 from lerobot_policy_reflex import ReflexConfig, ReflexPolicy, connection, make_reflex_pre_post_processors
 from lerobot_policy_reflex.connection import ReflexError
-from reflex_runtime.demo.exports import export_dir
+from reflex_runtime.demo import POLICY
 from serving.exports import ACTIONS, CHUNK, WEIGHTS, write_tiny
 from serving.harness import PATIENCE, Server
 from serving.requests import WAITING, busy, loads_after, recorded
@@ -151,7 +151,7 @@ def test_w52_a_robot_has_a_name_and_a_reset_begins_an_episode(plain: Path, tmp_p
 def test_w52_the_task_is_the_instruction(tmp_path: Path) -> None:
     camera = {"observation.images.front": torch.zeros(2, 3, 64, 64)}
     state = {"observation.state": torch.zeros(2, 4)}
-    with Server(export_dir(), "--record", str(tmp_path)) as server:
+    with Server(POLICY, "--record", str(tmp_path)) as server:
         with policy(server) as robot:
             for task in (["open", "close"], ["both"], "text"):
                 robot.predict_action_chunk(camera | state | {"task": task})

@@ -22,7 +22,6 @@ VERBS = {
     "probe": "ask a server once on every wire, and show what it answers",
     "bench": "load a server, or two in turns: latency, throughput, batches",
     "feeds": "run many cameras and videos on one processor",
-    "demo": "run simulated robots on a real policy, and draw the batches",
     "demo-export": "write the bundled demo policy to a directory",
     "trace": "show a trace of batches as a table and a picture",
     "simulate": "run the scheduler on a simulated load and device, in virtual time",

@@ -6,6 +6,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from reflex_runtime.demo import write_policy
+
 
 def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
     parser = verbs.add_parser(
@@ -14,22 +16,11 @@ def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
         "`reflex serve` takes.",
     )
     parser.add_argument("directory", type=Path, metavar="DIR", help="where to write; must not exist or be empty")
-    parser.add_argument(
-        "--variant", choices=("v1", "v2"), default="v2", help="trained policy (default v2, which succeeds more often)"
-    )
-    parser.add_argument(
-        "--kind",
-        choices=("monolithic", "decomposed"),
-        default="decomposed",
-        help="one model, or prefix and denoise steps apart (default decomposed)",
-    )
     parser.add_argument("--force", action="store_true", help="write over what is in DIR")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    from reflex_runtime.demo.exports import write_export
-
-    write_export(args.directory, args.variant, args.kind, args.force)
-    print(f"wrote {args.variant} {args.kind} to {args.directory}; serve it with: reflex serve {args.directory}")
+    write_policy(args.directory, args.force)
+    print(f"wrote the policy to {args.directory}; serve it with: reflex serve {args.directory}")
     return 0

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 _EXAMPLES = """\
 examples:
+  reflex serve demo                                 the bundled policy; reflex demo-export DIR writes it as files
   reflex serve ./my-export
   reflex serve ./my-export --max-batch-cost-ms 250                        deeper batches, longer waits
   reflex serve ./my-export --max-batch-cost-ms 50 --batch-timeout-ms 2    smaller batches, shorter tail
@@ -59,8 +60,8 @@ def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
         "source",
         nargs="?",
         metavar="SOURCE",
-        help="export directory (docs/exports.md), lerobot:DIR, openpi:DIR, or python:package.module:make for a "
-        "policy of your own in Python (docs/policies.md); may be left out with --policy-a",
+        help="export directory (docs/exports.md), demo (the bundled policy), lerobot:DIR, openpi:DIR, or "
+        "python:package.module:make for a policy of your own (docs/policies.md); may be left out with --policy-a",
     )
     parser.set_defaults(run=run)
 

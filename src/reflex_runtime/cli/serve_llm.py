@@ -30,7 +30,7 @@ from reflex_runtime.cli.serving import (
 )
 from reflex_runtime.cli.worker_settings import adapters_of, check_model, gpu_of, load_model, settings_of, trace_of
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.demo.scribe import model_directory
+from reflex_runtime.demo import model_directory
 from reflex_runtime.settings import LLMServeConfig, ServeConfig
 from reflex_runtime.settings.declare import one_line
 from reflex_runtime.settings.read import environment, load

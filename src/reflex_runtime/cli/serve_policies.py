@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Final
 
 from reflex_runtime.cli.serving import told_of
 from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.demo import policy_source
 from reflex_runtime.settings import DEFAULT_POLICY, MAX_POLICIES, OWN_SETTINGS, ServeConfig
 from reflex_runtime.settings.declare import Places, check_needs, one_line
 from reflex_runtime.settings.read import POLICIES, environment, own_settings, tables_of
@@ -99,7 +100,7 @@ def slots_of(config: ServeConfig, source: str | None) -> dict[str, str]:
     """The source of every slot, served ones first; ConfigError when the options contradict each other."""
     from reflex_runtime.policies.source import directory_of
 
-    a, b, shadow = config.policy_a, config.policy_b, config.shadow_policy
+    a, b, shadow = map(policy_source, (config.policy_a, config.policy_b, config.shadow_policy))
     if bool(a) != bool(b):
         missing, given = ("--policy-b", "--policy-a") if a else ("--policy-a", "--policy-b")
         raise ConfigError(f"{given} needs {missing}: two policies are served side by side, or one as SOURCE")
@@ -119,7 +120,7 @@ def slots_of(config: ServeConfig, source: str | None) -> dict[str, str]:
         )
     if b and config.rtc and not config.rtc_per_episode:
         raise ConfigError("--rtc with two policies needs --rtc-per-episode: nothing may be carried over between them")
-    found = {"a": a, "b": b} if b else {"prod": source or ""}
+    found = {"a": a, "b": b} if b else {"prod": policy_source(source or "")}
     return found | ({"shadow": shadow} if shadow else {})
 
 

@@ -97,7 +97,7 @@ def _load(model: str, **cache: Any) -> tuple[Any, Any]:
         from reflex_runtime.llm.toy import ByteTokenizer, ToyRunner
 
         return ToyRunner(max_model_len=1 << 20, **cache), ByteTokenizer()
-    from reflex_runtime.demo.scribe import model_directory
+    from reflex_runtime.demo import model_directory
     from reflex_runtime.llm.load import load as load_model
 
     directory = model_directory(model)

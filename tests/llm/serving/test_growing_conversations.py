@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from reflex_runtime.demo.scribe import SCRIBE
+from reflex_runtime.demo import SCRIBE
 from reflex_runtime.llm.runners.runner import Step
 from reflex_runtime.llm.serving.model_host import ModelPlan
 from reflex_runtime.llm.tokenizer import HFTokenizer

@@ -19,9 +19,9 @@ import pytest
 from onnx import helper, numpy_helper
 
 from policies import means
+from policies.bundled import KINDS, bundled
 from policies.tiny import ACTIONS, CHUNK, EMBODIMENT, STATE, write_export
 from reflex_runtime.cli import main
-from reflex_runtime.demo.exports import KINDS, export_dir
 from reflex_runtime.policies.doctor import checks, doctor
 from reflex_runtime.policies.doctor.checks import Clocks
 from reflex_runtime.policies.doctor.doctor import Check, Diagnosis, examine
@@ -74,8 +74,8 @@ def split(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_t7_the_bundled_exports_are_fit_to_serve(kind: Any) -> None:
-    diagnosis = examine(export_dir("v2", kind), clocks=ticking(1e-3))
+def test_t7_the_bundled_policy_is_fit_to_serve(kind: str, tmp_path: Path) -> None:
+    diagnosis = examine(bundled(kind, tmp_path), clocks=ticking(1e-3))
     assert diagnosis.exit_code == 0
     unusual = {check.id: check.status for check in diagnosis.checks if check.status != "pass"}
     assert unusual == ({} if kind == "decomposed" else {"rtc_boundary": "skip"})

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from policies.bundled import KINDS, V1, bundled, write_whole
 from policies.tiny import Bench, run_alone, value
 from reflex_runtime.core.request import Request
-from reflex_runtime.demo.exports import KINDS, VARIANTS, Kind, Variant, export_dir
+from reflex_runtime.demo import POLICY
 from reflex_runtime.policies import Policy, load_policy
 
 # Largest absolute difference of an action, in the robot's units (actions are within ±1.3). Measured with one thread on
@@ -32,10 +34,9 @@ def alone(policy: Policy, count: int) -> list[NDArray[np.float32]]:
     return [run_alone(policy, asked(policy, i)).actions for i in range(count)]
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_bundled_batch_of_n_equals_n_singles(variant: Variant, kind: Kind) -> None:
-    policy = load_policy(export_dir(variant, kind))
+def test_bundled_batch_of_n_equals_n_singles(kind: str, tmp_path: Path) -> None:
+    policy = load_policy(bundled(kind, tmp_path))
     singles = alone(policy, 16)
     for n in (2, 3, 8, 16):
         bench = Bench(policy)
@@ -46,9 +47,8 @@ def test_bundled_batch_of_n_equals_n_singles(variant: Variant, kind: Kind) -> No
         assert worst <= ROW_BOUND
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_bundled_requests_that_join_a_running_batch_get_their_own_results(variant: Variant) -> None:
-    policy = load_policy(export_dir(variant, "decomposed"))
+def test_bundled_requests_that_join_a_running_batch_get_their_own_results() -> None:
+    policy = load_policy(POLICY)
     singles = alone(policy, 12)
     bench = Bench(policy)
     tickets = []
@@ -62,14 +62,13 @@ def test_bundled_requests_that_join_a_running_batch_get_their_own_results(varian
     assert max(np.abs(value(t).actions - singles[i]).max() for i, t in enumerate(tickets)) <= ROW_BOUND
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_bundled_decomposed_equals_monolithic(variant: Variant) -> None:
-    whole, steps = (load_policy(export_dir(variant, kind)) for kind in ("monolithic", "decomposed"))
+def test_bundled_decomposed_equals_monolithic(tmp_path: Path) -> None:
+    whole, steps = load_policy(write_whole(tmp_path)), load_policy(POLICY)
     for a, b in zip(alone(whole, 8), alone(steps, 8), strict=True):
         assert np.abs(a - b).max() <= KIND_BOUND
 
 
 def test_bundled_versions_differ() -> None:
-    first, second = (load_policy(export_dir(v, "monolithic")) for v in VARIANTS)
+    first, second = load_policy(V1), load_policy(POLICY)
     assert first.spec.model_hash != second.spec.model_hash
     assert np.abs(alone(first, 1)[0] - alone(second, 1)[0]).max() > 1e-3

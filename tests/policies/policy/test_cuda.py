@@ -9,9 +9,10 @@ import numpy as np
 import onnxruntime
 import pytest
 
+from policies.bundled import KINDS, bundled
 from policies.tiny import Bench, run_alone, value, write_export
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.demo.exports import KINDS, Kind, export_dir
+from reflex_runtime.demo import POLICY
 from reflex_runtime.policies import DecomposedPolicy, Policy, load_policy
 from reflex_runtime.policies.policy.spec import DeviceOptions
 from reflex_runtime.run.onnx_session import CUDA
@@ -27,9 +28,14 @@ pytestmark = pytest.mark.skipif(
 BOUND = 1e-5
 
 
+@pytest.fixture(scope="module")
+def exports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return {kind: bundled(kind, tmp_path_factory.mktemp(kind)) for kind in KINDS}
+
+
 @pytest.mark.parametrize("kind", KINDS)
-def test_cuda_equals_the_cpu_alone_and_in_a_batch(kind: Kind) -> None:
-    root = export_dir("v2", kind)
+def test_cuda_equals_the_cpu_alone_and_in_a_batch(exports: dict[str, Path], kind: str) -> None:
+    root = exports[kind]
     singles = alone(load_policy(root), 16)
     policy = load_policy(root, device=DeviceOptions(CUDA))
     assert policy.describe()["provider"] == CUDA
@@ -45,7 +51,7 @@ def test_cuda_equals_the_cpu_alone_and_in_a_batch(kind: Kind) -> None:
 
 
 def test_cuda_keys_and_values_are_uploaded_once_for_a_run_of_steps() -> None:
-    policy = load_policy(export_dir("v2", "decomposed"), device=DeviceOptions(CUDA))
+    policy = load_policy(POLICY, device=DeviceOptions(CUDA))
     assert isinstance(policy, DecomposedPolicy)
     bench = Bench(policy)
     tickets = [bench.submit(asked(policy, i)) for i in range(2)]
@@ -60,7 +66,7 @@ def test_cuda_keys_and_values_are_uploaded_once_for_a_run_of_steps() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_cuda_runs_static_graphs_row_by_row(tmp_path_factory: pytest.TempPathFactory, kind: Kind) -> None:
+def test_cuda_runs_static_graphs_row_by_row(tmp_path_factory: pytest.TempPathFactory, kind: str) -> None:
     from policies.tiny import asked as ask
 
     root = write_export(tmp_path_factory.mktemp(kind), kind, batch=1)
@@ -73,14 +79,14 @@ def test_cuda_runs_static_graphs_row_by_row(tmp_path_factory: pytest.TempPathFac
         assert np.abs(value(ticket).actions - expected).max() <= BOUND
 
 
-def graphed(kind: Kind, sizes: tuple[int, ...]) -> Policy:
-    return load_policy(export_dir("v2", kind), device=DeviceOptions(CUDA, captured_sizes=sizes))
+def graphed(root: Path, sizes: tuple[int, ...]) -> Policy:
+    return load_policy(root, device=DeviceOptions(CUDA, captured_sizes=sizes))
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_b24_a_replay_padded_to_a_captured_size_equals_the_plain_run(kind: Kind) -> None:
-    singles = alone(load_policy(export_dir("v2", kind)), 12)
-    plain, policy = load_policy(export_dir("v2", kind), device=DeviceOptions(CUDA)), graphed(kind, (1, 4, 8))
+def test_b24_a_replay_padded_to_a_captured_size_equals_the_plain_run(exports: dict[str, Path], kind: str) -> None:
+    singles = alone(load_policy(exports[kind]), 12)
+    plain, policy = load_policy(exports[kind], device=DeviceOptions(CUDA)), graphed(exports[kind], (1, 4, 8))
     assert policy.describe()["captured_sizes"] == [1, 4, 8]
     for n in (1, 4, 8, 3, 2, 5, 12, 7, 1):  # 3 after 8, 2 after 3: what others left in the padding is never seen
         reference, bench = Bench(plain), Bench(policy)
@@ -97,8 +103,8 @@ def test_b24_a_replay_padded_to_a_captured_size_equals_the_plain_run(kind: Kind)
 
 
 def test_b24_robots_join_and_leave_a_batch_that_replays() -> None:
-    singles = alone(load_policy(export_dir("v2", "decomposed")), 12)
-    policy = graphed("decomposed", (1, 2, 4, 8))
+    singles = alone(load_policy(POLICY), 12)
+    policy = graphed(POLICY, (1, 2, 4, 8))
     bench = Bench(policy)
     tickets = []
     for i in range(12):
@@ -112,7 +118,7 @@ def test_b24_robots_join_and_leave_a_batch_that_replays() -> None:
 
 
 def test_b24_keys_and_values_stay_in_the_captured_buffers_for_a_run_of_steps() -> None:
-    policy = graphed("decomposed", (4,))
+    policy = graphed(POLICY, (4,))
     assert isinstance(policy, DecomposedPolicy)
     bench = Bench(policy)
     tickets = [bench.submit(asked(policy, i)) for i in range(3)]
@@ -127,8 +133,10 @@ def test_b24_keys_and_values_stay_in_the_captured_buffers_for_a_run_of_steps() -
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_b24_every_hit_is_one_replay(kind: Kind, capfd: pytest.CaptureFixture[str]) -> None:
-    policy = graphed(kind, (1, 4))
+def test_b24_every_hit_is_one_replay(
+    exports: dict[str, Path], kind: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    policy = graphed(exports[kind], (1, 4))
     bench = Bench(policy)  # warms up: all sizes are captured
     tickets = [bench.submit(asked(policy, i)) for i in range(3)]
     capfd.readouterr()
@@ -144,9 +152,9 @@ def test_b24_every_hit_is_one_replay(kind: Kind, capfd: pytest.CaptureFixture[st
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_b24_another_thread_than_the_one_that_captured_runs_without(kind: Kind) -> None:
-    singles = alone(load_policy(export_dir("v2", kind)), 3)
-    policy = graphed(kind, (1, 4))
+def test_b24_another_thread_than_the_one_that_captured_runs_without(exports: dict[str, Path], kind: str) -> None:
+    singles = alone(load_policy(exports[kind]), 3)
+    policy = graphed(exports[kind], (1, 4))
     bench = Bench(policy)
     tickets = [bench.submit(asked(policy, i)) for i in range(3)]
     other = Thread(target=bench.drain)
@@ -157,7 +165,7 @@ def test_b24_another_thread_than_the_one_that_captured_runs_without(kind: Kind) 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_b24_a_fixed_batch_axis_has_no_sizes_to_capture(tmp_path: Path, kind: Kind) -> None:
+def test_b24_a_fixed_batch_axis_has_no_sizes_to_capture(tmp_path: Path, kind: str) -> None:
     root = write_export(tmp_path, kind, batch=1)
     with pytest.raises(ConfigError, match="its batch axis is fixed at 1"):
         load_policy(root, device=DeviceOptions(CUDA, captured_sizes=(1, 2)))

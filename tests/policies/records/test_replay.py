@@ -13,11 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from policies.bundled import V1
 from policies.tiny import picture, write_export
 from reflex_runtime.cli import main
 from reflex_runtime.core.batch import Batch, Done
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.demo.exports import export_dir
+from reflex_runtime.demo import POLICY
 from reflex_runtime.policies import Policy, load_policy, served_by
 from reflex_runtime.policies.policy.rtc import Rtc
 from reflex_runtime.policies.records.replay import replay_model
@@ -128,7 +129,7 @@ def test_t5_composed_as_recorded_the_answers_are_equal_to_the_last_bit(tmp_path:
 def test_t5_requests_that_joined_at_different_steps_are_composed_again(tmp_path: Path) -> None:
     """The bundled policy in two graphs. A second robot asks while the first is between two steps: every denoise batch
     waits until it has."""
-    export = export_dir("v1", "decomposed")
+    export = V1
     policy = load_policy(export)
     held = Held(Company(served_by(policy)))
 
@@ -277,7 +278,7 @@ def test_t5_what_lacks_a_companion_is_told_and_not_called_equal(tmp_path: Path, 
 
 
 def test_t5_another_model_differs_item_by_item(tmp_path: Path) -> None:
-    v1, v2 = export_dir("v1"), export_dir("v2")
+    v1, v2 = V1, POLICY
     policy = load_policy(v1)
     asks = callers(2, state=[0.1, 0.2, 0.3, 0.4])
     path = serve(Served(tmp_path, [policy]), *asks)

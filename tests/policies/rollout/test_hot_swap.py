@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from policies.bundled import V1
 from policies.tiny import write_export
-from reflex_runtime.demo.exports import export_dir
+from reflex_runtime.demo import POLICY
 from serving.exports import expected, write_tiny
 from serving.harness import STATE, Server
 from serving.pair import SLOW_LOAD, WEIGHTS_OF, Pair, admin, episodes, in_background, rollout, two, until, version_of
@@ -203,12 +204,11 @@ def test_v13_what_had_begun_ends_on_the_old_one(pair: Pair) -> None:
 
 def test_v13_residents_between_two_steps_end_on_the_old_one() -> None:
     """Split policies: some are half-way through their steps when the other comes."""
-    v1, v2 = (export_dir(v, "decomposed") for v in ("v1", "v2"))
-    with Server(v1, "--inject-latency-ms", "20") as server:
+    with Server(V1, "--inject-latency-ms", "20") as server:
         asked = _demo(server)
         alone = [server.post(asked | {"seed": i}).json["actions"] for i in range(4)]
         with server.burst([asked | {"seed": i} for i in range(4)]) as burst:
-            with in_background(lambda: admin(server, "load", slot="prod", path=str(v2))) as loaded:
+            with in_background(lambda: admin(server, "load", slot="prod", path=str(POLICY))) as loaded:
                 burst.send()
                 answers = burst.answers()
         assert loaded[0].status == 200

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from reflex_runtime.demo.exports import export_dir
+from reflex_runtime.demo import POLICY
 from reflex_runtime.telemetry.journal import BatchLine
 from serving.exports import expected, write_tiny
 from serving.harness import STATE, Server, encode
@@ -120,7 +120,7 @@ def test_b9_hits_and_misses_are_separate_keys() -> None:
     import msgpack
 
     body = msgpack.packb({"image": picture, "instruction": "open the door", "state": [0.0] * 4, "episode_id": "e"})
-    with Server(export_dir("v2", "decomposed")) as server:
+    with Server(POLICY) as server:
         for _ in range(6):
             assert server.ask("POST", "/act", body, {"Content-Type": "application/msgpack"}).status == 200
         rows = server.get("/diagnostics/cost-model").json["slots"]["prod"]
@@ -454,7 +454,7 @@ def test_b23_a_newcomer_joins_a_running_batch_at_a_step(file: Path) -> None:
     body = {"instruction": "open the door", "state": [0.0] * 4, "image": _black()}
     options = ("--max-batch-cost-ms", "10000", "--trace", str(file))
     takes = "0.001 if batch.stage == 'prefix' else 0.050"  # so that joining pays those present
-    with Server(export_dir("v2", "decomposed"), *options, held=True, takes=takes) as server:
+    with Server(POLICY, *options, held=True, takes=takes) as server:
         with server.burst([body | {"request_id": "plug"}, body | {"request_id": "second"}]) as burst:
             burst.send(0, 1)
             server.release()  # its prefix
@@ -474,7 +474,7 @@ def test_b23_a_newcomer_joins_a_running_batch_at_a_step(file: Path) -> None:
     assert shared
     assert all({m.id for m in b.members} == {"plug", "second"} for b in shared)
     # and the answers are those of requests alone
-    with Server(export_dir("v2", "decomposed")) as server:
+    with Server(POLICY) as server:
         for answer, name in ((first, "plug"), (second, "second")):
             alone = server.post(body | {"request_id": name}).json["actions"]
             assert np.allclose(answer.json["actions"], alone, atol=1e-4)
@@ -551,7 +551,7 @@ def test_h10_the_provider_in_force_is_shown(tiny: Path) -> None:
 
 @pytest.fixture(scope="module")
 def cached() -> Iterator[Server]:
-    with Server(export_dir("v2", "decomposed")) as server:
+    with Server(POLICY) as server:
         yield server
 
 
@@ -571,14 +571,14 @@ def test_e1_the_same_scene_of_an_episode_is_a_hit(cached: Server) -> None:
 
 
 def test_e1_prefix_max_age_chunks_allows_so_many_blind_chunks() -> None:
-    with Server(export_dir("v2", "decomposed"), "--prefix-max-age-chunks", "2") as server:
+    with Server(POLICY, "--prefix-max-age-chunks", "2") as server:
         uses = [observe(server, shade)["cache"] for shade in (1, 2, 3, 4, 5)]
         assert uses == ["miss", "hit_stale", "hit_stale", "miss", "hit_stale"]
         assert server.metrics()("reflex_cache_hit_total") == 3
 
 
 def test_e1_prefix_cache_mb_0_is_off() -> None:
-    with Server(export_dir("v2", "decomposed"), "--prefix-cache-mb", "0") as server:
+    with Server(POLICY, "--prefix-cache-mb", "0") as server:
         assert [observe(server, 1)["cache"] for _ in range(2)] == ["off", "off"]
         seen = server.metrics()
         assert seen("reflex_cache_hit_total") == seen("reflex_cache_miss_total") == 0
@@ -586,7 +586,7 @@ def test_e1_prefix_cache_mb_0_is_off() -> None:
 
 
 def test_h10_prefix_cache_mb_bounds_what_is_kept() -> None:
-    with Server(export_dir("v2", "decomposed"), "--prefix-cache-mb", "0.05") as server:
+    with Server(POLICY, "--prefix-cache-mb", "0.05") as server:
         for shade in range(30):
             observe(server, shade)
         cache = server.get("/config").json["policy"]["prefix_cache"]

@@ -15,9 +15,10 @@ import PIL.Image
 import pytest
 from numpy.typing import NDArray
 
+from policies.bundled import V1
 from policies.policy.test_chunks import _steady_export
 from policies.tiny import EMBODIMENT, picture, write_export
-from reflex_runtime.demo.exports import export_dir
+from reflex_runtime.demo import POLICY
 from reflex_runtime.telemetry.journal import BatchLine
 from serving.exports import write_tiny
 from serving.harness import STATE, Server, refusal
@@ -34,7 +35,7 @@ def file(tmp_path: Path) -> Path:
 def continuing(schedule: str, horizon: int, *options: str, export: Path | None = None) -> Server:
     """A policy in two graphs, the bundled one unless said, with --rtc."""
     rtc = ("--rtc", "--rtc-schedule", schedule, "--rtc-horizon", str(horizon))
-    return Server(export or export_dir("v2", "decomposed"), *rtc, *options)
+    return Server(export or POLICY, *rtc, *options)
 
 
 def actions(answer: Any) -> NDArray[np.float32]:
@@ -112,7 +113,7 @@ def test_e2_the_request_may_say_how_many_actions_were_executed() -> None:
 
 def test_e2_without_a_word_they_are_counted_by_the_control_rate(tmp_path: Path) -> None:
     """At 2 Hz a chunk lasts 8 s: long enough for three answers of a busy machine."""
-    slow = Path(shutil.copytree(export_dir("v2", "decomposed"), tmp_path / "slow"))
+    slow = Path(shutil.copytree(POLICY, tmp_path / "slow"))
     robot = json.loads((slow / "embodiment.json").read_text())
     (slow / "embodiment.json").write_text(json.dumps(robot | {"control_rate_hz": 2.0}))
     with continuing("ONES", CHUNK, "--inject-latency-ms", "90", export=slow) as server:
@@ -130,13 +131,13 @@ def test_e2_nothing_is_carried_over_between_episodes_or_without_one() -> None:
         assert observe(server, 10, episode="one", executed=4)["rtc"] is not None
         assert server.metrics()("reflex_rtc_total") == 1
     assert other["rtc"] is nobody[0]["rtc"] is nobody[1]["rtc"] is None
-    with Server(export_dir("v2", "decomposed")) as plain:
+    with Server(POLICY) as plain:
         observe(plain, 10, episode="one")
         assert observe(plain, 10, episode="two", executed=4)["actions"] == other["actions"]
 
 
 def test_e2_two_slots_keep_their_own_tails_and_a_moved_episode_begins_anew(file: Path) -> None:
-    a, b = str(export_dir("v1", "decomposed")), str(export_dir("v2", "decomposed"))
+    a, b = str(V1), str(POLICY)
     options = ("--rtc", "--rtc-per-episode", "--rtc-schedule", "ONES", "--rtc-horizon", "16", "--trace", str(file))
     with Server(a, "--policy-a", a, "--policy-b", b, *options) as server:
         episodes = {"a": "req_42", "b": "ep_xyz"}  # V2: buckets 20 and 77

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from policies.tiny import write_export
-from reflex_runtime.demo.exports import export_dir
+from reflex_runtime.demo import POLICY
 from reflex_runtime.telemetry.journal_reader import read_journal
 from serving.exports import expected
 from serving.harness import STATE, Server
@@ -199,7 +199,7 @@ def test_h6_max_consecutive_crashes_0_is_off(tiny: Path) -> None:
 def test_h6_a_policy_in_steps_whose_last_step_always_fails_becomes_degraded() -> None:
     """Its prefix succeeds every time; a step is no answer."""
     options = ("--inject-fault", "prod:nan:1", "--max-consecutive-crashes", "3")
-    with Server(export_dir("v2", "decomposed"), *options) as server:
+    with Server(POLICY, *options) as server:
         for _ in range(3):
             with pytest.raises(AssertionError, match="processor_failed"):
                 observe(server, 1)

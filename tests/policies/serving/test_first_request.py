@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from reflex_runtime.demo.exports import export_dir
+from reflex_runtime.demo import POLICY
 
 # In a process of its own: in this one everything has been imported long ago.
 FIRST = """
@@ -58,7 +58,7 @@ def test_h1_the_first_picture_imports_nothing(kind: str) -> None:
     Image.new("RGB", (64, 64)).save(file, kind)
     picture = base64.b64encode(file.getvalue()).decode()
     done = subprocess.run(
-        [sys.executable, "-c", FIRST, str(export_dir("v2", "decomposed")), picture],
+        [sys.executable, "-c", FIRST, str(POLICY), picture],
         capture_output=True, text=True, timeout=100, check=False,
     )  # fmt: skip
     assert done.stdout == "200 []\n", done

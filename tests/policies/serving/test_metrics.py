@@ -307,9 +307,9 @@ def test_b15_expired_and_shed_and_drained_are_outcomes_of_their_own(tiny: Path) 
 
 
 def test_v9_cache_and_steps_move() -> None:
-    from reflex_runtime.demo.exports import export_dir
+    from reflex_runtime.demo import POLICY
 
-    with Server(export_dir("v2", "decomposed")) as server:
+    with Server(POLICY) as server:
         for _ in range(3):
             observe(server, 7)
         seen = server.metrics()

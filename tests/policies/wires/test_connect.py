@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from reflex_runtime.demo.exports import export_dir
+from reflex_runtime.demo import POLICY
 from serving.harness import PATIENCE, Server
 
 PAGE = Path(__file__).parents[3] / "docs" / "connect.md"
@@ -30,7 +30,7 @@ BEFORE = "\n".join(["import numpy as np", *(f"{name} = {value}" for name, value 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    with Server(export_dir(), "--oip-grpc", "127.0.0.1:0") as server:
+    with Server(POLICY, "--oip-grpc", "127.0.0.1:0") as server:
         yield server
 
 

@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Final
 
 from msgspec import Meta
 
@@ -39,6 +39,8 @@ from reflex_runtime.policies.policy.robot import Size
 from reflex_runtime.policies.policy.spec import DeviceOptions
 from reflex_runtime.policies.policy.tokenizer import InstructionTokenizer, WordTokenizer, read_tokenizer
 from reflex_runtime.policies.policy.units import AddState
+
+_BUNDLED: Final = "; bundled: reflex serve demo is a robot policy, reflex serve scribe a language model"
 
 _MaxTokens = Annotated[int, whole(1, 100_000)]
 _Vocabulary = Annotated[
@@ -86,11 +88,7 @@ def check_directory(path: Path, hint: str = "", what: str = "an export directory
     if path.is_file():
         raise ConfigError(f"{path}: is a file; name its directory, {path.parent}")
     if not path.is_dir():
-        raise ConfigError(f"{path}: not found, expected {what}{hint or _bundled(path)}")
-
-
-def _bundled(path: Path) -> str:
-    return f"; bundled: reflex demo-export {path} writes a robot policy there, reflex serve scribe is a language model"
+        raise ConfigError(f"{path}: not found, expected {what}{hint or _BUNDLED}")
 
 
 def _hint(path: Path) -> str:

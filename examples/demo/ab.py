@@ -1,4 +1,4 @@
-"""`reflex demo --ab`: v1 against v2, a drill half-way, and the report of it."""
+"""`--ab`: v1 against v2, a drill half-way, and the report of it."""
 
 from __future__ import annotations
 
@@ -7,16 +7,21 @@ import contextlib
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
-from reflex_runtime.demo.tasks import CONTROL_HZ
+from rich.console import Console
+from rich.table import Table
 
-if TYPE_CHECKING:
-    from rich.console import Console
+from demo.drill import AGAIN, Drill, Solved, even_run
+from demo.run import DemoResult, run_demo
+from demo.server import busiest, draw, progress, serving
+from demo.tasks import CONTROL_HZ
+from reflex_runtime.demo import POLICY
+from reflex_runtime.policies.records.report import report
+from reflex_runtime.telemetry.journal import BatchLine
 
-    from reflex_runtime.demo.drill import Drill, Solved
-    from reflex_runtime.demo.run import DemoResult
-    from reflex_runtime.telemetry.journal import BatchLine
+V1: Final = Path(__file__).parent / "v1"
+"""An earlier version of the bundled policy: it solves fewer tasks."""
 
 SPLIT: Final = 80
 COOLDOWN: Final = 2.0  # seconds; the server's default is 30, for nights and not for demonstrations
@@ -24,15 +29,10 @@ COOLDOWN: Final = 2.0  # seconds; the server's default is 30, for nights and not
 
 def run_ab(console: Console, args: argparse.Namespace, trace: Path) -> int:
     """Exit status 0 when every robot played all its episodes."""
-    from reflex_runtime.cli.demo_shared import draw, progress, serving
-    from reflex_runtime.demo.drill import AGAIN, Drill, Solved, even_run
-    from reflex_runtime.demo.exports import export_dir
-    from reflex_runtime.demo.run import run_demo
-
     total = args.robots * args.episodes
     run, of_b = even_run(args.robots, args.episodes, SPLIT)
-    a, b, kept = export_dir("v1", args.kind), export_dir("v2", args.kind), args.out / "recordings"
-    options = ["--policy-a", a, "--policy-b", b, "--split", SPLIT, "--no-rtc", "--record", kept]
+    kept = args.out / "recordings"
+    options = ["--policy-a", V1, "--policy-b", POLICY, "--split", SPLIT, "--no-rtc", "--record", kept]
     options += ["--probe-cooldown-s", COOLDOWN]
     before = _recordings(kept)
     began = time.monotonic()
@@ -44,7 +44,7 @@ def run_ab(console: Console, args: argparse.Namespace, trace: Path) -> int:
 
     @contextlib.contextmanager
     def server() -> Iterator[str]:
-        with serving(a, trace, args.out / "server.log", [*map(str, options), *args.serve.split()]) as url:
+        with serving(V1, trace, args.out / "server.log", [*map(str, options), *args.serve.split()]) as url:
             tell(f"{args.robots} robots play {total} episodes, {of_b} of them on b (v2), the others on a (v1)")
             drill.begin(url)
             try:
@@ -85,8 +85,6 @@ def run_ab(console: Console, args: argparse.Namespace, trace: Path) -> int:
 
 def around_the_crashes(batches: Sequence[BatchLine]) -> Sequence[BatchLine]:
     """From shortly before the first crash to shortly after the last, as far as single batches can be drawn."""
-    from reflex_runtime.cli.demo_shared import busiest
-
     crashed = [i for i, batch in enumerate(batches) if batch.crashed]
     if not crashed:
         return busiest(batches)
@@ -100,9 +98,7 @@ def _recordings(kept: Path) -> set[Path]:
 
 def _show(console: Console, result: DemoResult, tally: Solved, args: argparse.Namespace) -> None:
     """Success by task and version."""
-    from rich.table import Table
-
-    table = Table(title=f"episodes solved by {args.robots} robots on {args.kind} policies", title_justify="left")
+    table = Table(title=f"episodes solved by {args.robots} robots", title_justify="left")
     table.add_column("task")
     columns = {"a": "a: v1", "b": "b: v2", "moved": "moved from b to a"}
     tasks = list(result.by_task)
@@ -129,8 +125,6 @@ def _show_latency(console: Console, result: DemoResult) -> None:
 
 def _survived(console: Console, drill: Drill) -> None:
     """What the drill cost the robots."""
-    from reflex_runtime.demo.drill import AGAIN
-
     if drill.failed:
         robots = ", ".join(sorted(drill.failed))
         console.print(
@@ -145,8 +139,6 @@ def _survived(console: Console, drill: Drill) -> None:
 
 def _report(console: Console, recordings: list[Path]) -> None:
     """A against B, as `reflex report` tells it."""
-    from reflex_runtime.policies.records.report import report
-
     found = report(recordings)
     console.print(found.text(), markup=False, highlight=False, soft_wrap=True)
     files = " ".join(str(path) for path in recordings)

@@ -1,7 +1,7 @@
 """One simulated robot: look, ask for a chunk of actions, execute part of it, look again.
 
-`run_robot` takes any callable as the policy, so the same loop drives the robots of `reflex demo` and the evaluation of
-a policy without a server. As a process (`python -m reflex_runtime.demo.robot --url …`) it speaks HTTP like a real one
+`run_robot` takes any callable as the policy, so the same loop drives the robots of the demo and the evaluation of
+a policy without a server. As a process (`python -m demo.robot --url …`) it speaks HTTP like a real one
 and prints one JSON line per event on standard output, for a parent to aggregate.
 """
 
@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from demo.tasks import INSTRUCTIONS, MAX_STEPS, RobotView, episode_id
 from reflex_runtime.client import (
     Chunk,
     Client,
@@ -33,10 +34,9 @@ from reflex_runtime.client import (
     Unreachable,
     Wire,
 )
-from reflex_runtime.demo.tasks import INSTRUCTIONS, MAX_STEPS, RobotView, episode_id
 
 if TYPE_CHECKING:
-    from reflex_runtime.demo.world import World  # at run time only the process that owns a world loads the simulator
+    from demo.world import World  # at run time only the process that owns a world loads the simulator
 
 Act = Callable[[RobotView], NDArray[np.float32]]
 """A policy: what is seen → a chunk of actions [n ≥ 1, 4], the first to be executed first."""
@@ -258,7 +258,7 @@ def _end_with_parent() -> None:
 
 def main(argv: list[str] | None = None, kind: type[HttpPolicy] = HttpPolicy) -> int:
     began = time.monotonic()
-    parser = argparse.ArgumentParser(prog="python -m reflex_runtime.demo.robot", description="One simulated robot.")
+    parser = argparse.ArgumentParser(prog="python -m demo.robot", description="One simulated robot.")
     parser.add_argument("--url", required=True, help="server, e.g. http://127.0.0.1:8000")
     parser.add_argument("--robot-id", default="r0")
     parser.add_argument("--run", default="0", help="part of the episodes' names, for runs against one server")
@@ -279,7 +279,7 @@ def main(argv: list[str] | None = None, kind: type[HttpPolicy] = HttpPolicy) -> 
     if args.end_with_stdin:
         _end_with_parent()
 
-    from reflex_runtime.demo.world import World
+    from demo.world import World
 
     world = World(args.task, args.seed)
     policy = kind(

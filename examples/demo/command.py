@@ -1,25 +1,25 @@
-"""`reflex demo`: simulated robots in closed loop on a real policy behind a real server, without and with batching."""
+"""The command: simulated robots on the bundled policy, without and with batching, or `--ab` on two versions."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Sequence
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
-from reflex_runtime.cli.demo_shared import draw, progress, serving
+from rich.console import Console
+from rich.table import Table
+
+from demo.ab import run_ab
+from demo.gain import draw_gain
+from demo.openpi_robot import need_client
+from demo.run import DemoResult, need_simulator, run_demo
+from demo.server import draw, progress, serving
+from demo.tasks import CONTROL_HZ
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.demo.tasks import CONTROL_HZ
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from reflex_runtime.demo.run import DemoResult
-    from reflex_runtime.telemetry.journal import BatchLine
-
-    Window = Callable[[Sequence[BatchLine]], Sequence[BatchLine]]
+from reflex_runtime.demo import POLICY
+from reflex_runtime.telemetry.journal_reader import read_journal
 
 _DESCRIPTION = """\
 Start a server on a free port and drive simulated robots against it in closed loop: each robot is a process with its own
@@ -31,56 +31,40 @@ Needs the extra `demo`; in a clone: pip install '.[demo]'
 """
 
 
-def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
-    parser = verbs.add_parser(
-        "demo",
-        description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(
+        prog="demo", description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--robots", type=int, metavar="N", help="robots (default 6, with --ab 8, range 1 to 64)")
-    parser.add_argument(
-        "--episodes", type=int, metavar="N", help="episodes each robot plays (default 2, with --ab 40, range 1 to 100)"
-    )
-    parser.add_argument(
-        "--ab", action="store_true", help="compare v1 and v2 at 80/20, with a fault in v2 half-way"
-    )
-    parser.add_argument(
-        "--variant", choices=("v1", "v2"), help="trained policy (default v2, which succeeds more often)"
-    )
-    parser.add_argument(
-        "--kind",
-        choices=("monolithic", "decomposed"),
-        default="decomposed",
-        help="one model, or a prefix and denoise steps; new requests join between the steps (default decomposed)",
-    )
-    parser.add_argument(
+    add = made.add_argument
+    add("--robots", type=int, metavar="N", help="robots (default 6, with --ab 8, range 1 to 64)")
+    add("--episodes", type=int, metavar="N", help="episodes each robot plays (default 2, with --ab 40, range 1 to 100)")
+    add("--ab", action="store_true", help="compare v1 and v2 at 80/20, with a fault in v2 half-way")
+    add(
         "--call-ms", type=float, metavar="MS",
         help="time added to every call, to stand for a larger model; not with --ab (default 8, range 0 to 1000)",
     )  # fmt: skip
-    parser.add_argument(
+    add(
         "--wire", choices=("msgpack", "openpi"), default="msgpack",
         help="how robots ask: POST /act, or openpi's websocket with its stock client; not with --ab (default msgpack)",
     )  # fmt: skip
-    parser.add_argument(
-        "--out", type=Path, default=Path("demo-out"), metavar="DIR", help="trace and pictures (default demo-out)"
-    )
-    parser.add_argument(
-        "--serve", default="", metavar="OPTIONS", help="options for the server, as in --serve '--max-batch-cost-ms 20'"
-    )
-    parser.set_defaults(run=run)
+    add("--out", type=Path, default=Path("demo-out"), metavar="DIR", help="trace and pictures (default demo-out)")
+    add("--serve", default="", metavar="OPTIONS", help="options for the server, as in --serve '--max-batch-cost-ms 20'")
+    return made
 
 
-def run(args: argparse.Namespace) -> int:
+def main(words: Sequence[str] | None = None) -> int:
     """Exit status 0 when every robot played all its episodes."""
-    from rich.console import Console
+    args = parser().parse_args(words)
+    try:
+        check(args)
+        return run_ab(Console(), args, args.out / "batches.jsonl") if args.ab else run_twice(Console(), args)
+    except ConfigError as error:
+        print(f"demo: {error.message}", file=sys.stderr)
+        return 2
 
-    from reflex_runtime.cli.demo_ab import run_ab
-    from reflex_runtime.demo.gain import draw_gain
-    from reflex_runtime.demo.openpi_robot import need_client
-    from reflex_runtime.telemetry.journal_reader import read_journal
 
-    if args.ab and args.variant:
-        raise ConfigError(f"--variant={args.variant}: --ab runs v1 and v2; leave one of the two out")
+def check(args: argparse.Namespace) -> None:
+    """Fill in the defaults, and make the directory. ConfigError for what does not go."""
     if args.ab and args.call_ms is not None:
         raise ConfigError(f"--call-ms={args.call_ms:g}: not with --ab; leave one of the two out")
     if args.wire == "openpi":
@@ -90,31 +74,29 @@ def run(args: argparse.Namespace) -> int:
     args.call_ms = 8.0 if args.call_ms is None else args.call_ms
     if not 0.0 <= args.call_ms <= 1000.0:
         raise ConfigError(f"--call-ms={args.call_ms:g}: must be in [0, 1000] ms")
-    args.variant = args.variant or "v2"
     args.robots = (8 if args.ab else 6) if args.robots is None else args.robots
     args.episodes = (40 if args.ab else 2) if args.episodes is None else args.episodes
     for flag, value, high in (("--robots", args.robots, 64), ("--episodes", args.episodes, 100)):
         if not 1 <= value <= high:
             raise ConfigError(f"{flag}={value}: must be in [1, {high}]")
-    missing = [name for name in ("metaworld", "cv2") if find_spec(name) is None]
-    if missing:
-        raise ConfigError(f"{', '.join(missing)} not installed: in a clone, pip install '.[demo]'")
+    need_simulator()
     try:
         args.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"--out={args.out}: cannot make this directory: {error.strerror}") from None
-    trace = args.out / "batches.jsonl"
-    console = Console()
-    if args.ab:
-        return run_ab(console, args, trace)
+
+
+def run_twice(console: Console, args: argparse.Namespace) -> int:
+    """The same robots, first with one request in each call and then with batching."""
     options = [*args.serve.split(), "--inject-latency-ms", f"{args.call_ms:g}"]
-    alone = _play(args, args.out / "alone.jsonl", "one request in each call", [*options, "--max-batch-size", "1"])
-    result = _play(args, trace, "batched", options)
-    show(console, alone, result, args)
-    written = draw_gain(read_journal(args.out / "alone.jsonl"), read_journal(trace), args.out / "gain")
+    traces = args.out / "alone.jsonl", args.out / "batches.jsonl"
+    alone = _play(args, traces[0], "one request in each call", [*options, "--max-batch-size", "1"])
+    batched = _play(args, traces[1], "batched", options)
+    show(console, alone, batched, args)
+    written = draw_gain(read_journal(traces[0]), read_journal(traces[1]), args.out / "gain")
     console.print(f"without and with batching: {', '.join(map(str, written))}")
-    draw(console, trace, args.out / "batches")
-    failures = [*alone.failures, *result.failures]
+    draw(console, traces[1], args.out / "batches")
+    failures = [*alone.failures, *batched.failures]
     for failure in failures:
         console.print(f"[red]{failure}[/red]")
     return 1 if failures else 0
@@ -122,12 +104,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _play(args: argparse.Namespace, trace: Path, name: str, options: list[str]) -> DemoResult:
     """One run of all robots against a server of its own."""
-    from rich.console import Console
-
-    from reflex_runtime.demo.exports import export_dir
-    from reflex_runtime.demo.run import run_demo
-
-    server = partial(serving, export_dir(args.variant, args.kind), trace, trace.with_suffix(".log"), options)
+    server = partial(serving, POLICY, trace, trace.with_suffix(".log"), options)
     with progress(Console(stderr=True), args.robots * args.episodes, name) as on_progress:
         return run_demo(
             server, args.robots, args.episodes, control_hz=CONTROL_HZ, wire=args.wire, on_progress=on_progress
@@ -136,10 +113,8 @@ def _play(args: argparse.Namespace, trace: Path, name: str, options: list[str]) 
 
 def show(console: Console, alone: DemoResult, batched: DemoResult, args: argparse.Namespace) -> None:
     """Success, latency and calls of both runs."""
-    from rich.table import Table
-
     call = f", every call {args.call_ms:g} ms longer" if args.call_ms else ""
-    table = Table(title=f"{args.robots} robots on {args.variant} {args.kind}{call}", title_justify="left")
+    table = Table(title=f"{args.robots} robots on the bundled policy{call}", title_justify="left")
     for title in ("", "one request in each call", "batched"):
         table.add_column(title, justify="right" if title else "left")
     runs = (alone, batched)

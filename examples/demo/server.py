@@ -1,4 +1,4 @@
-"""What `reflex demo` and `reflex demo --ab` share: a server, a progress bar, and the picture of batches."""
+"""What both runs share: a server, a progress bar, and the picture of batches."""
 
 from __future__ import annotations
 
@@ -6,29 +6,25 @@ import contextlib
 import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from io import BufferedWriter, TextIOWrapper
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from reflex_runtime.core.errors import ReflexError
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.telemetry.files import create
+from reflex_runtime.telemetry.journal import BatchLine
+from reflex_runtime.telemetry.journal_reader import read_journal
+from reflex_runtime.telemetry.picture import write_pictures
 
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from reflex_runtime.telemetry.journal import BatchLine
-
-    Window = Callable[[Sequence[BatchLine]], Sequence[BatchLine]]
+Window = Callable[[Sequence[BatchLine]], Sequence[BatchLine]]
 
 _READY = re.compile(r"ready on (http://\S+)")
-
-
-class ServerFailed(ReflexError):
-    """The demo's server did not start."""
-
-    code = "demo_server_failed"
 
 
 @contextlib.contextmanager
@@ -53,7 +49,7 @@ def _wait_ready(stderr: Any, kept: Any, log: Path) -> str:
         kept.write(line)
         if (found := _READY.search(line)) is not None:
             return found[1].rstrip(",")
-    raise ServerFailed(f"the server did not start; {log} says why")
+    raise ConfigError(f"the server did not start; {log} says why")
 
 
 @contextlib.contextmanager
@@ -61,8 +57,6 @@ def progress(
     console: Console, total: int, name: str = "robots at work"
 ) -> Iterator[Callable[[Mapping[str, Any]], None]]:
     """A bar over episodes, with the chunks answered so far; quiet when the console is no terminal."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
     bar = Progress(
         TextColumn("{task.description}"),
         BarColumn(),
@@ -88,11 +82,6 @@ def progress(
 
 def draw(console: Console, trace: Path, prefix: Path, window: Window | None = None) -> None:
     """What batching did, from the trace, and a picture of a window of it, by default the busiest."""
-    from collections import Counter
-
-    from reflex_runtime.telemetry.journal_reader import read_journal
-    from reflex_runtime.telemetry.picture import write_pictures
-
     found = read_journal(trace)
     causes = Counter(batch.cause for batch in found.batches)
     steps = Counter(batch.size for batch in found.batches)

@@ -12,8 +12,8 @@ import pickle
 import numpy as np
 from numpy.typing import NDArray
 
+from demo.tasks import INSTRUCTIONS, RobotView, situation
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.demo.tasks import INSTRUCTIONS, RobotView, situation
 
 os.environ.setdefault("MUJOCO_GL", "disable")  # set before mujoco is imported, which otherwise looks for OpenGL
 
@@ -24,7 +24,7 @@ try:
 except ImportError as error:
     raise ImportError("the simulated robots need Meta-World: in a clone, pip install '.[demo]'") from error
 
-from reflex_runtime.demo.camera import SchematicCamera
+from demo.camera import SchematicCamera
 
 
 class World:

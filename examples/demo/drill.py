@@ -1,4 +1,4 @@
-"""The drill of `reflex demo --ab`: half-way b is broken on purpose; it is drained, repaired, probed, and serves again.
+"""The drill of `--ab`: half-way b is broken on purpose; it is drained, repaired, probed, and serves again.
 
 The drill does over HTTP what an operator would do. Every line that it prints comes from the robots' events or from the
 server's answers. Nothing here waits: the drill looks at the server on the robots' events.
@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import Any, Final, Literal
 
+from demo.robot import Event
+from demo.run import new_run, planned
 from reflex_runtime.client import Client, ClientError
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.demo.robot import Event
-from reflex_runtime.demo.run import new_run, planned
 from reflex_runtime.policies.rollout.router import bucket
 
 FAULT: Final = "b:raise:1"

@@ -1,7 +1,7 @@
 """Start a fleet of simulated robots against a server, each in its own process, and add up what they report.
 
 Processes, because a robot is one: its physics must not share an interpreter lock with another robot, and its requests
-arrive when its physics needs them. `reflex demo` passes its own server, a test a stub.
+arrive when its physics needs them. The demo passes its own server, a test a stub.
 """
 
 from __future__ import annotations
@@ -19,17 +19,19 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from importlib.util import find_spec
+from pathlib import Path
 from typing import IO, Any
 
+from demo.robot import EXECUTE, EpisodeResult, Event, OnEvent
+from demo.tasks import INSTRUCTIONS, MAX_STEPS, episode_id, situation
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.core.statistics import percentile
-from reflex_runtime.demo.robot import EXECUTE, EpisodeResult, Event, OnEvent
-from reflex_runtime.demo.tasks import INSTRUCTIONS, MAX_STEPS, episode_id, situation
 
 ServerFactory = Callable[[], AbstractContextManager[str]]
 """Starts a server, gives its URL, and stops it on the way out."""
 
 _ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+_HERE = str(Path(__file__).parents[1])  # where the robots' processes find this package
 _STDERR_KEPT = 2000  # characters of a failed robot's standard error that go into its report
 
 
@@ -127,6 +129,13 @@ class _Robot:
         return RobotReport(self.robot_id, self.task, tuple(self.episodes), self.startup_s, code, stderr)
 
 
+def need_simulator() -> None:
+    """ConfigError where the extra `demo` is not installed."""
+    missing = [package for package in ("metaworld", "cv2") if find_spec(package) is None]
+    if missing:
+        raise ConfigError(f"{', '.join(missing)} not installed: in a clone, pip install '.[demo]'")
+
+
 def run_demo(
     server: str | ServerFactory,
     robots: int = 6,
@@ -157,8 +166,7 @@ def run_demo(
             raise ConfigError(f"{name}: {value} is less than 1")
     if not tasks or not set(tasks) <= set(INSTRUCTIONS):
         raise ConfigError(f"tasks: {', '.join(tasks) or 'nothing'}; expected some of {', '.join(INSTRUCTIONS)}")
-    if not all(find_spec(package) for package in ("metaworld", "cv2")):
-        raise ConfigError("robots: their simulator is not installed: in a clone, pip install '.[demo]'")
+    need_simulator()
     with ExitStack() as stack:
         url = stack.enter_context(nullcontext(server) if isinstance(server, str) else server())
         began = time.monotonic()
@@ -220,7 +228,7 @@ def _part(robot: int, episodes: int, tasks: Sequence[str]) -> tuple[str, int]:
 def _spawn(program: str, options: Mapping[str, Any]) -> Iterator[_Robot]:
     """A robot process that cannot outlive this one: it ends when its standard input closes."""
     words = [str(word) for pair in options.items() for word in pair]
-    command = [sys.executable, "-m", f"reflex_runtime.demo.{program}", "--end-with-stdin", *words]
+    command = [sys.executable, "-m", f"demo.{program}", "--end-with-stdin", *words]
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as errors:
         process = subprocess.Popen(
             command,
@@ -228,7 +236,7 @@ def _spawn(program: str, options: Mapping[str, Any]) -> Iterator[_Robot]:
             stdout=subprocess.PIPE,
             stderr=errors,
             text=True,
-            env=os.environ | _ONE_THREAD,
+            env=os.environ | _ONE_THREAD | {"PYTHONPATH": os.pathsep.join([_HERE, os.environ.get("PYTHONPATH", "")])},
         )
         try:
             yield _Robot(str(options["--robot-id"]), str(options["--task"]), process, errors)
