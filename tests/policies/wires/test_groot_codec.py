@@ -15,7 +15,7 @@ from policies.wires.broken import FRESH, check
 from policies.wires.groot_clients import as_nd, as_npy, read
 from reflex_runtime.core.errors import ReflexError
 from reflex_runtime.policies import Export
-from reflex_runtime.policies.wires.common import Reading
+from reflex_runtime.policies.wires.common import ObservationReader
 from reflex_runtime.policies.wires.groot import GrootObservation, decode, encode, modality_config
 from reflex_runtime.web.errors import ClientError
 
@@ -131,7 +131,7 @@ def test_w34_nothing_is_made_beyond_the_bytes_that_came() -> None:
 
 @FRESH
 def test_w33_broken_messages_raise_nothing_but_our_errors(tmp_path: Any, count: int) -> None:
-    reading = Reading(Export.load(write_export(tmp_path / "e")), None)
+    reading = ObservationReader(Export.load(write_export(tmp_path / "e")), None)
     good = {
         "video": {"front": np.zeros((2, 1, 4, 6, 3), np.uint8)},
         "state": {"joints": np.zeros((2, 1, 2))},

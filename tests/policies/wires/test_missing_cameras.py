@@ -21,7 +21,7 @@ from reflex_runtime.cli import main
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.policies import Export
 from reflex_runtime.policies.policy.spec import PolicySpec
-from reflex_runtime.policies.wires.common import Reading
+from reflex_runtime.policies.wires.common import ObservationReader
 from reflex_runtime.policies.wires.oip import (
     InferRequest,
     Sequences,
@@ -105,7 +105,7 @@ def spec(aloha: Path) -> PolicySpec:
 
 
 def test_p20_every_wire_reads_observations_by_the_same_names(aloha: Path) -> None:
-    read = Reading(spec(aloha), None).read
+    read = ObservationReader(spec(aloha), None).read
     sent = {"observation.images.base_0_rgb": picture(0), "observation.state": [0.0] * 14}
     assert [name for name, _, _ in read(sent)[0]] == ["base_0_rgb"]
     more = sent | {"video.left_wrist_0_rgb": picture(1)}
@@ -131,7 +131,7 @@ def test_p20_a_camera_that_a_preset_does_not_know_may_be_optional(tmp_path: Path
     export = Export.load(means.write_export(tmp_path / "a", PORTS, 5, optional_images=[CAMERAS[2]], **keys))
     wire = export.wires["openpi"]
     sent = {"observation/image": picture(0), "observation/wrist_image": picture(1), "observation/state": [0.0] * 14}
-    images = Reading(export, wire).read(sent | {"prompt": "go"})[0]
+    images = ObservationReader(export, wire).read(sent | {"prompt": "go"})[0]
     assert [name for name, _, _ in images] == list(CAMERAS[:2])
     with pytest.raises(ConfigError, match="the preset does not know the camera 'right_wrist_0_rgb'"):
         Export.load(means.write_export(tmp_path / "b", PORTS, 5, **keys))

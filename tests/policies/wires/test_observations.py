@@ -16,7 +16,7 @@ from reflex_runtime.policies import Export, InvalidRequest, load_policy
 from reflex_runtime.policies.policy.observation import resize_image
 from reflex_runtime.policies.serving.images import pixels_in
 from reflex_runtime.policies.serving.question import Question
-from reflex_runtime.policies.wires.common import Reading
+from reflex_runtime.policies.wires.common import ObservationReader
 from reflex_runtime.policies.wires.openpi import decode, encode
 from serving.exports import write_tiny
 
@@ -24,9 +24,9 @@ PICTURE = np.zeros((6, 8, 3), np.uint8)
 CAMERAS = ("image", "image_wrist")
 
 
-def reading(root: Path, **settings: Any) -> Reading:
+def reading(root: Path, **settings: Any) -> ObservationReader:
     export = Export.load(write_tiny(root / "export", **settings))
-    return Reading(export, export.wires.get("openpi"))
+    return ObservationReader(export, export.wires.get("openpi"))
 
 
 def test_w8_without_a_block_names_are_found_behind_the_known_prefixes(tmp_path: Path) -> None:

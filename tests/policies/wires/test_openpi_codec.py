@@ -13,7 +13,7 @@ from policies.tiny import write_export
 from policies.wires.broken import FRESH, check
 from reflex_runtime.policies import Export
 from reflex_runtime.policies.wires.bounded_msgpack import MAX_DEPTH, MAX_VALUES
-from reflex_runtime.policies.wires.common import Reading
+from reflex_runtime.policies.wires.common import ObservationReader
 from reflex_runtime.policies.wires.openpi import decode, encode
 from reflex_runtime.web.errors import ClientError
 
@@ -138,7 +138,7 @@ def test_w6_no_frame_makes_more_values_than_the_bound(frame: bytes) -> None:
 
 @FRESH
 def test_w6_broken_frames_raise_nothing_but_our_errors(tmp_path: Any, count: int) -> None:
-    reading = Reading(Export.load(write_export(tmp_path / "e")), None)
+    reading = ObservationReader(Export.load(write_export(tmp_path / "e")), None)
     good = {"observation/front": np.zeros((4, 6, 3), np.uint8), "observation/state": np.zeros(2), "prompt": "open"}
     seeds = [stock.packb(good), stock.packb(OBSERVATION), stock.packb({"batch": [good]}), GOLDEN]
     share = check("openpi", seeds, lambda frame: reading.read(decode(frame)), count)

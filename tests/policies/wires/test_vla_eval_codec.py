@@ -16,7 +16,7 @@ from vla_eval.protocol.numpy_codec import set_image_format
 from policies.tiny import write_export
 from policies.wires.broken import FRESH, check
 from reflex_runtime.policies import Export
-from reflex_runtime.policies.wires.common import Reading
+from reflex_runtime.policies.wires.common import ObservationReader
 from reflex_runtime.policies.wires.vla_eval import EvalMessage, decode, encode
 from reflex_runtime.web.errors import ClientError
 
@@ -85,7 +85,7 @@ def test_w21_what_is_no_message_is_refused_and_says_why(frame: bytes, why: str) 
 
 @FRESH
 def test_w21_broken_frames_raise_nothing_but_our_errors(tmp_path: Any, count: int) -> None:
-    reading = Reading(Export.load(write_export(tmp_path / "e")), None)
+    reading = ObservationReader(Export.load(write_export(tmp_path / "e")), None)
     seeds = [packed(OBSERVATION), packed(OBSERVATION | {"images": {"front": PICTURE.astype(np.float32) / 255}})]
     seeds.append(packed({"recording": {"eid": "e"}}, "episode_start"))
     seeds.append(packed({"metrics": {"success": True}}, "episode_end"))

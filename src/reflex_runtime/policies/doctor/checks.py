@@ -31,7 +31,7 @@ from reflex_runtime.policies.policy.observation import ActionChunk
 from reflex_runtime.policies.policy.spec import PYTHON, DeviceOptions
 from reflex_runtime.policies.serving.wire_names import OPENPI
 from reflex_runtime.policies.source import directory_of, read_source
-from reflex_runtime.policies.wires.common import Reading
+from reflex_runtime.policies.wires.common import ObservationReader
 from reflex_runtime.run import onnx_session
 from reflex_runtime.run.onnx_session import CPU, BatchAxisError, PortMismatch
 
@@ -207,7 +207,7 @@ def check_wires(context: CheckContext) -> str:
     """What observations have to hold: those of openpi, and of each wire that has a block; docs/wires.md."""
     spec, shown = context.spec, []
     for wire in spec.wires or (OPENPI,):
-        told = Reading(spec, spec.wires.get(wire)).describe()
+        told = ObservationReader(spec, spec.wires.get(wire)).describe()
         names = [*told["images"], *told.get("state", {}).get("names", ())]
         names += [told["prompt"]] if "prompt" in told else []
         if len(told["images"]) < len(spec.images) or len(set(names)) < len(names):

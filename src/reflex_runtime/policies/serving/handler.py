@@ -34,7 +34,7 @@ from reflex_runtime.policies.serving.recorded import asked_and_answered
 from reflex_runtime.policies.serving.runtime import PolicyRuntime
 from reflex_runtime.policies.serving.served import ServedPolicy
 from reflex_runtime.policies.serving.spans import begin_span, join_span
-from reflex_runtime.policies.wires.common import Reading, Readings
+from reflex_runtime.policies.wires.common import ObservationReader, ObservationReaders
 from reflex_runtime.settings.declare import did_you_mean
 from reflex_runtime.telemetry.trace_context import within
 from reflex_runtime.version import __version__
@@ -58,7 +58,7 @@ class RequestHandler:
         self._fixed = policy is not None
         self._served = runtime.default if policy is None else runtime.policies[policy]
         self._named: dict[tuple[str, bool], RequestHandler] = {}  # others, by policy and whether they are fixed to it
-        self._readings: dict[str, Readings] = {}
+        self._readings: dict[str, ObservationReaders] = {}
         self._described: tuple[AdmittedBatch, dict[str, Any]] | None = None
 
     @property
@@ -100,15 +100,15 @@ class RequestHandler:
             found._fixed = fixed
         return found
 
-    def reading(self, wire: str) -> Reading:
+    def reading(self, wire: str) -> ObservationReader:
         """Reads the wire's observations for what the policy's slots have now."""
         return self.readings(wire).now
 
-    def readings(self, wire: str) -> Readings:
+    def readings(self, wire: str) -> ObservationReaders:
         """The same for whatever they will have."""
         found = self._readings.get(wire)
         if found is None:
-            found = self._readings[wire] = Readings(self.served, wire)
+            found = self._readings[wire] = ObservationReaders(self.served, wire)
         return found
 
     # -- a request -----------------------------------------------------------------------------------------------------

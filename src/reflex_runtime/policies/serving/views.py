@@ -14,7 +14,7 @@ from reflex_runtime.policies.serving.handler import RequestHandler
 from reflex_runtime.policies.serving.runtime import PolicyRuntime
 from reflex_runtime.policies.serving.served import ServedPolicy
 from reflex_runtime.policies.serving.wire_names import ACT, OIP, WIRES
-from reflex_runtime.policies.wires.common import Reading
+from reflex_runtime.policies.wires.common import ObservationReader
 from reflex_runtime.settings.declare import settings
 from reflex_runtime.telemetry import metrics
 from reflex_runtime.version import __version__
@@ -83,7 +83,7 @@ class Views:
         loaded, spec = self.runtime.loaded, served.spec
         return {
             "export": dict(spec.config),
-            "wires": {name: Reading(spec, _map_of(name, spec)).describe() for name in WIRES},
+            "wires": {name: ObservationReader(spec, _map_of(name, spec)).describe() for name in WIRES},
             "policy": served.policy.describe() if loaded else None,
             "slots": {name: slot.policy.describe() for name, slot in served.slots.items()} if loaded else None,
         }

@@ -98,20 +98,22 @@ STATES: Final = ("state", "states")
 MAX_STATE: Final = 16_384  # numbers
 MAX_NAME: Final = 256  # characters of a name with the names of its enclosing maps
 
-Observed = tuple[tuple[tuple[str, str, Image], ...], NDArray[np.float64] | None, str | None]
+WireObservation = tuple[tuple[tuple[str, str, Image], ...], NDArray[np.float64] | None, str | None]
 
 
-class Reading:
+class ObservationReader:
     """Reads the observations of one wire for one export.
 
     others: of exports that may answer instead. Pictures that only they use are read where they came. video: what the
     wire puts in front of a camera's name.
     """
 
-    def __init__(self, spec: PolicySpec, wire: WireMap | None, others: Sequence[Reading] = (), video: str = "") -> None:
+    def __init__(
+        self, spec: PolicySpec, wire: WireMap | None, others: Sequence[ObservationReader] = (), video: str = ""
+    ) -> None:
         self.spec, self.wire, self._others, self._video = spec, wire or WireMap(), others, video
 
-    def read(self, observation: Mapping[str, Any]) -> Observed:
+    def read(self, observation: Mapping[str, Any]) -> WireObservation:
         """(images, state, instruction) of a `Question`; 422 naming what is missing or wrong."""
         came = dict(_flat(observation))
         plain = {_stripped(name): name for name in reversed(came)}
@@ -200,8 +202,8 @@ class Reading:
         return invalid_input(name, f"missing; came: {there}; expected: {', '.join(names)}")
 
 
-class Readings:
-    """The `Reading` of one wire for what the slots of a policy have now."""
+class ObservationReaders:
+    """The `ObservationReader` of one wire for what the slots of a policy have now."""
 
     def __init__(self, served: ServedPolicy, wire: str) -> None:
         self._served, self._wire = served, wire
@@ -213,13 +215,13 @@ class Readings:
         return self._served.spec.wires.get(self._wire) or WireMap()
 
     @property
-    def now(self) -> Reading:
+    def now(self) -> ObservationReader:
         """The current reading; it changes when a policy is exchanged."""
         specs = self._served.all_specs
         if specs != self._specs:
-            first, *others = (Reading(spec, spec.wires.get(self._wire)) for spec in specs)
+            first, *others = (ObservationReader(spec, spec.wires.get(self._wire)) for spec in specs)
             video = "video." if self._wire == GROOT else ""
-            self._specs, self._reading = specs, Reading(first.spec, first.wire, others, video)
+            self._specs, self._reading = specs, ObservationReader(first.spec, first.wire, others, video)
         return self._reading
 
 
@@ -322,7 +324,7 @@ def socket_limits(query: Mapping[str, str]) -> SocketLimits:
 
 
 def question_of(
-    observed: Observed, limits: RequestLimits, said: SocketLimits, robot_id: str | None, episode_id: str | None
+    observed: WireObservation, limits: RequestLimits, said: SocketLimits, robot_id: str | None, episode_id: str | None
 ) -> Question:
     """Build the question. limits: of the request; said: of its websocket. robot_id: default if `limits` has none."""
     images, state, instruction = observed

@@ -40,7 +40,7 @@ from reflex_runtime.policies.wires.bounded_msgpack import unpack
 from reflex_runtime.policies.wires.common import (
     PROMPTS,
     Episodes,
-    Reading,
+    ObservationReader,
     RequestLimits,
     SocketLimits,
     answer_details,
@@ -166,7 +166,7 @@ class GrootObservation:
             raise ClientError(f"the batch axes of video and state must be equal, and 1 to {MAX_ROWS}")
 
     def rows(self, wire: WireMap) -> list[dict[str, Any]]:
-        """One observation for each row, as `Reading` takes them."""
+        """One observation for each row, as `ObservationReader` takes them."""
         names = {name: name for name in self._arrays}
         states = [name for name in names if name.startswith(STATE)]
         if len(states) == 1 and not wire.state:
@@ -180,7 +180,7 @@ class GrootObservation:
             for row in range(self.size)
         ]
 
-    def actions(self, reading: Reading, chunks: Sequence[NDArray[Any]]) -> dict[str, NDArray[Any]]:
+    def actions(self, reading: ObservationReader, chunks: Sequence[NDArray[Any]]) -> dict[str, NDArray[Any]]:
         """The answer: the actions of all rows, split into groups."""
         stacked = np.stack(chunks) if self.batched else chunks[0]
         found, at = {}, 0
@@ -215,12 +215,12 @@ class GrootObservation:
         return last
 
 
-def groups_of(reading: Reading) -> Sequence[tuple[str, int]]:
+def groups_of(reading: ObservationReader) -> Sequence[tuple[str, int]]:
     """The groups of an action."""
     return reading.wire.actions or (("actions", reading.spec.action_dim),)
 
 
-def modalities(reading: Reading, flat: bool) -> dict[str, Any]:
+def modalities(reading: ObservationReader, flat: bool) -> dict[str, Any]:
     """The answer to get_modality_config. flat: with names as in N1.5."""
     wire, spec = reading.wire, reading.spec
     names = {"video.": [wire.images.get(camera, VIDEO + camera).removeprefix(VIDEO) for camera in spec.images]}
@@ -417,7 +417,7 @@ class GrootSession:
 
 
 def _question(
-    reading: Reading, row: Mapping[str, Any], client: GrootClient, part: str, limits: RequestLimits
+    reading: ObservationReader, row: Mapping[str, Any], client: GrootClient, part: str, limits: RequestLimits
 ) -> Question:
     observed = reading.read(row)
     name = None if limits.episode_id is None else limits.episode_id + part

@@ -27,7 +27,7 @@ from reflex_runtime.policies.serving.images import decoded_base64
 from reflex_runtime.policies.serving.question import Question
 from reflex_runtime.policies.serving.wire_names import GROOT, JSON_NUMPY
 from reflex_runtime.policies.wires.common import (
-    Reading,
+    ObservationReader,
     RequestLimits,
     SocketLimits,
     array_in,
@@ -61,7 +61,7 @@ class JsonNumpy:
         """Which policy is asked."""
         return limits_of({name: self.observation[name] for name in _OWN & self.observation.keys()}).policy
 
-    def question(self, reading: Reading) -> Question:
+    def question(self, reading: ObservationReader) -> Question:
         """Build the question; 422 names what is missing or wrong."""
         seen = dict(self.observation)
         limits = limits_of({name: seen.pop(name) for name in _OWN if name in seen})
@@ -82,14 +82,14 @@ class GrootJson:
 
     def __init__(self, observation: dict[str, Any], said: dict[str, Any], arrays: bool) -> None:
         self.observation, self._said, self._arrays = GrootObservation(observation), said, arrays
-        self._reading: Reading | None = None
+        self._reading: ObservationReader | None = None
 
     @property
     def policy(self) -> str | None:
         """Which policy is asked."""
         return limits_of({name: self._said[name] for name in _OWN & self._said.keys()}).policy
 
-    def question(self, reading: Reading) -> Question:
+    def question(self, reading: ObservationReader) -> Question:
         """Build the question; 422 names what is missing or wrong."""
         if self.observation.size > 1:
             raise invalid_input(OBSERVATION, f"has {self.observation.size} rows, may have one in a request")

@@ -34,7 +34,7 @@ from reflex_runtime.policies.serving.pending import PendingRequest
 from reflex_runtime.policies.serving.question import ActAnswer, Question
 from reflex_runtime.policies.serving.wire_names import LEROBOT
 from reflex_runtime.policies.wires import messages_pb2 as messages
-from reflex_runtime.policies.wires.common import Episodes, Reading, array_in, invalid_input
+from reflex_runtime.policies.wires.common import Episodes, ObservationReader, array_in, invalid_input
 from reflex_runtime.web.bodies import Bodies
 from reflex_runtime.web.errors import ClientError, Conflict, Reported
 from reflex_runtime.web.fields import invalid
@@ -92,7 +92,7 @@ class LerobotSetup:
             elif isinstance(names, (list, tuple)) and all(isinstance(motor, str) for motor in names):
                 self.motors[own] = _bounded(names, MAX_MOTORS - sum(map(len, self.motors.values())))
 
-    def check(self, reading: Reading) -> None:
+    def check(self, reading: ObservationReader) -> None:
         """Raises 422 for a difference from the export."""
         spec = reading.spec
         if spec.model_type in TYPES and self.policy_type != spec.model_type:
@@ -117,7 +117,7 @@ class LerobotSetup:
         return found | ({"task": _of(raw, "task", str)} if "task" in raw else {})
 
 
-class LerobotSeen:
+class LerobotObservation:
     """An observation that waits for GetActions. held: bytes counted in `Bodies`. started: when it arrived."""
 
     def __init__(self, question: Question, steps: int, timestamp: float, timestep: int, call: GrpcCall) -> None:
@@ -134,12 +134,12 @@ class LerobotRobot:
         self.setup: LerobotSetup | None = None
         self.handler = handler  # for the policy that its instructions name
         self._bodies = bodies
-        self._seen: LerobotSeen | None = None
+        self._seen: LerobotObservation | None = None
         self._came = asyncio.Event()
         self._stale: asyncio.TimerHandle | None = None
         self._ends = False
 
-    def put(self, seen: LerobotSeen, call: GrpcCall) -> None:
+    def put(self, seen: LerobotObservation, call: GrpcCall) -> None:
         """Store an observation in place of an older one, and take over the counted bytes of its call."""
         self.drop()
         seen.held, call.held = call.held, 0
@@ -147,7 +147,7 @@ class LerobotRobot:
         self._came.set()
         self._stale = asyncio.get_running_loop().call_later(STALE, self.drop)
 
-    def take(self) -> LerobotSeen | None:
+    def take(self) -> LerobotObservation | None:
         """Remove and return the waiting observation; the caller releases its bytes."""
         seen, self._seen = self._seen, None
         if not self._ends:
@@ -167,7 +167,7 @@ class LerobotRobot:
         self._ends = True
         self._came.set()
 
-    async def next(self) -> LerobotSeen | None:
+    async def next(self) -> LerobotObservation | None:
         """Wait for the newest observation; None after `WAIT` seconds."""
         with suppress(TimeoutError):
             async with asyncio.timeout(WAIT):
@@ -228,7 +228,7 @@ class LerobotService:
         if not abs(timestep) < 2**62:
             raise invalid_input("timestep", "must be below 2^62")
         question = self._question(robot, robot.setup, sent)
-        robot.put(LerobotSeen(question, robot.setup.steps, _of(sent, "timestamp", float), timestep, call), call)
+        robot.put(LerobotObservation(question, robot.setup.steps, _of(sent, "timestamp", float), timestep, call), call)
         return b""
 
     async def actions(self, call: GrpcCall, data: bytes) -> bytes:
@@ -256,7 +256,7 @@ class LerobotService:
             priority=Priority.URGENT if sent.get("must_go") is True else Priority.DEFAULT,
         )
 
-    async def _ask(self, call: GrpcCall, robot: LerobotRobot, seen: LerobotSeen) -> ActAnswer:
+    async def _ask(self, call: GrpcCall, robot: LerobotRobot, seen: LerobotObservation) -> ActAnswer:
         pending = PendingRequest(LEROBOT, call.id, robot.name, seen.started, call)
         try:
             with robot.handler.admit(pending):

@@ -20,7 +20,13 @@ from reflex_runtime.policies.policy.spec import PolicySpec
 from reflex_runtime.policies.serving.handler import RequestHandler
 from reflex_runtime.policies.serving.question import ActAnswer, Question
 from reflex_runtime.policies.serving.wire_names import XPOLICYLAB
-from reflex_runtime.policies.wires.common import Observed, Reading, answer_details, limits_in, question_of
+from reflex_runtime.policies.wires.common import (
+    ObservationReader,
+    WireObservation,
+    answer_details,
+    limits_in,
+    question_of,
+)
 from reflex_runtime.policies.wires.message_session import MessageSession
 from reflex_runtime.policies.wires.xpolicylab_codec import LabFrame, decode, encode
 from reflex_runtime.web.errors import ClientError, describe_error
@@ -124,12 +130,12 @@ class XPolicyLabSession(MessageSession):
         return question_of(observed, limits, self.said, self.robot + row, episode)
 
 
-def read(spec: PolicySpec, wire: WireMap, observation: Mapping[str, Any]) -> tuple[Observed, Groups]:
+def read(spec: PolicySpec, wire: WireMap, observation: Mapping[str, Any]) -> tuple[WireObservation, Groups]:
     """Decode an observation; also the groups of the actions that will answer it."""
     state = observation.get("state")
     state = state if isinstance(state, dict) else {}
     names = wire.state or tuple(f"state/{name}" for name in JOINTS if name in state)
-    observed = Reading(spec, replace(wire, state=names)).read(_plain(observation))
+    observed = ObservationReader(spec, replace(wire, state=names)).read(_plain(observation))
     return observed, wire.actions or _like_state(state, names, spec.action_dim)
 
 
