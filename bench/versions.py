@@ -27,6 +27,7 @@ from bench.servers import Raw, Server, reflex, running
 from reflex_runtime.core.batch import Batch, Cause
 from reflex_runtime.core.events import BatchFinished, BatchScheduled, RequestAnswered
 from reflex_runtime.core.request import AdmittedBatch, Ticket
+from reflex_runtime.observe.journal_writer import JournalWriter, Recording
 from reflex_runtime.policies import ActionChunk, Export, GuardReport, Policy, load_policy
 from reflex_runtime.policies.rollout.breaker import Breaker
 from reflex_runtime.policies.rollout.rollout import Placement, Rollout
@@ -37,7 +38,6 @@ from reflex_runtime.policies.serving.recorded import asked_and_answered, header_
 from reflex_runtime.policies.serving.slots import Slot
 from reflex_runtime.policies.serving.wire_names import ACT
 from reflex_runtime.settings import ServeConfig
-from reflex_runtime.telemetry.journal_writer import JournalWriter, Recording
 
 EPISODES = 32
 RATE = 2000.0  # requests a second that the recording has to keep up with

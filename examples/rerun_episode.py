@@ -7,8 +7,8 @@
 
 import sys
 
-from reflex_runtime.telemetry.journal import RequestLine
-from reflex_runtime.telemetry.journal_reader import JournalReader
+from reflex_runtime.observe.journal import RequestLine
+from reflex_runtime.observe.journal_reader import JournalReader
 
 
 def write(recording: str, episode: str, file: str) -> None:

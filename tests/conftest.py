@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from reflex_runtime.observe import colours
 from reflex_runtime.run.process import telemetry_off
-from reflex_runtime.telemetry import colours
 
 telemetry_off()
 colours.DPI = 50  # a PNG in a third of the time; what commands draw in processes of their own has the usual size

@@ -9,10 +9,10 @@ from typing import Any, get_type_hints
 from reflex_runtime.core.errors import ReflexError
 from reflex_runtime.feeds.outputs.outbox import OUTPUT_DROPS
 from reflex_runtime.feeds.snapshot import DROPS, RuntimeSnapshot
+from reflex_runtime.observe import series_table
+from reflex_runtime.observe.series import SeriesRow
 from reflex_runtime.settings import FeedsConfig, LLMServeConfig, ServeConfig
 from reflex_runtime.settings.declare import described, flag, headed
-from reflex_runtime.telemetry import series_table
-from reflex_runtime.telemetry.series import SeriesRow
 
 DOCS = Path(__file__).parent.parent / "docs"
 # Never in an answer of the server.

@@ -10,15 +10,15 @@ from typing import Final
 from tests import budgets
 from tests.sources import PACKAGE, SOURCE, Module, module_of, modules, of, part_of
 
-MIDDLE = {"core", "run", "telemetry"}
+MIDDLE = {"core", "run", "observe"}
 MODULES = {"version", "pacing", "settings"}  # every part may read them
 BELOW: dict[str, set[str]] = {
     "core": set(),
     "version": set(),
     "pacing": set(),
     "settings": {"core"},
-    "telemetry": {"core"},
-    "run": {"core", "telemetry"},
+    "observe": {"core"},
+    "run": {"core", "observe"},
     "web": {"core", "run"},
     "sim": MIDDLE,
     "feeds": MIDDLE | {"web"},
@@ -178,7 +178,7 @@ def test_x7_ray_is_imported_in_one_module_alone() -> None:
 def test_matplotlib_is_imported_in_one_module() -> None:
     """It is an extra: the module says so where it is missing."""
     users = {m.name for m in modules().values() for _, name in m.imports if name.split(".")[0] == "matplotlib"}
-    assert users == {f"{PACKAGE}.telemetry.plots"}
+    assert users == {f"{PACKAGE}.observe.plots"}
 
 
 def test_no_folder_is_larger_than_its_budget() -> None:

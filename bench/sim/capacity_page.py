@@ -9,9 +9,9 @@ import sys
 from pathlib import Path
 
 from bench.sim.fleet import FleetPlan, Outage, run_fleet, size_fleet
+from reflex_runtime.observe.colours import FAINT, PALETTE, RULE
+from reflex_runtime.observe.plots import Figure, saved
 from reflex_runtime.sim import Affine
-from reflex_runtime.telemetry.colours import FAINT, PALETTE, RULE
-from reflex_runtime.telemetry.plots import Figure, saved
 
 DEVICES = {"20 + 2n ms": Affine(0.020, 0.002), "5 + 1n ms": Affine(0.005, 0.001)}
 ROBOTS = (10, 100, 1_000, 10_000)

@@ -22,12 +22,12 @@ from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.core.request import Request, Ticket
 from reflex_runtime.core.scheduler import Scheduler
 from reflex_runtime.core.statistics import percentile
+from reflex_runtime.observe.journal import WarmUpLine
 from reflex_runtime.sim.recorded import teach
 from reflex_runtime.sim.report import Report
 from reflex_runtime.sim.run import Run, simulate
 from reflex_runtime.sim.service import Affine, Noisy
 from reflex_runtime.sim.workload import Around, Callers
-from reflex_runtime.telemetry.journal import WarmUpLine
 
 SPREAD = 0.05  # of the time a robot executes a chunk, to both sides
 MOST_REPLICAS = 10_000

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+from reflex_runtime.observe.plots import Figure, saved
 from reflex_runtime.sim.report import Report
-from reflex_runtime.telemetry.plots import Figure, saved
 
 
 def draw_overload(results: Mapping[str, Mapping[str, Report]], path: Path, slo: float) -> list[Path]:

@@ -17,8 +17,8 @@ from demo.run import DemoResult, run_demo
 from demo.server import busiest, draw, progress, serving
 from demo.tasks import CONTROL_HZ
 from reflex_runtime.demo import POLICY
+from reflex_runtime.observe.journal import BatchLine
 from reflex_runtime.policies.records.report import report
-from reflex_runtime.telemetry.journal import BatchLine
 
 V1: Final = Path(__file__).parent / "v1"
 """An earlier version of the bundled policy: it solves fewer tasks."""

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from reflex_runtime.telemetry.colours import FAINT, INK, PALETTE, RULE, client_name
-from reflex_runtime.telemetry.plots import Figure, Patch, saved
+from reflex_runtime.observe.colours import FAINT, INK, PALETTE, RULE, client_name
+from reflex_runtime.observe.plots import Figure, Patch, saved
 
 if TYPE_CHECKING:
-    from reflex_runtime.telemetry.journal_reader import Journal
+    from reflex_runtime.observe.journal_reader import Journal
 
 WINDOW: Final = 1.5  # seconds that are drawn of each run
 

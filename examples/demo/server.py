@@ -17,10 +17,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.telemetry.files import create
-from reflex_runtime.telemetry.journal import BatchLine
-from reflex_runtime.telemetry.journal_reader import read_journal
-from reflex_runtime.telemetry.picture import write_pictures
+from reflex_runtime.observe.files import create
+from reflex_runtime.observe.journal import BatchLine
+from reflex_runtime.observe.journal_reader import read_journal
+from reflex_runtime.observe.picture import write_pictures
 
 Window = Callable[[Sequence[BatchLine]], Sequence[BatchLine]]
 

@@ -65,6 +65,9 @@ if TYPE_CHECKING:  # the same names as in _NAMES, for type checkers and editors
     from reflex_runtime.core.time_cost import TimeCost as TimeCost
     from reflex_runtime.core.token_budget import TimedTokens as TimedTokens
     from reflex_runtime.feeds.runtime import Runtime as Runtime
+    from reflex_runtime.observe.batch_metrics import BatchMetrics as BatchMetrics
+    from reflex_runtime.observe.journal_reader import read_journal as read_journal
+    from reflex_runtime.observe.journal_writer import JournalWriter as JournalWriter
     from reflex_runtime.run.audience import Audience as Audience
     from reflex_runtime.run.batch_processor import BatchConfig as BatchConfig
     from reflex_runtime.run.batch_processor import BatchEntry as BatchEntry
@@ -83,9 +86,6 @@ if TYPE_CHECKING:  # the same names as in _NAMES, for type checkers and editors
     from reflex_runtime.run.submitted_frame import FrameOptions as FrameOptions
     from reflex_runtime.run.submitted_frame import NewestFrame as NewestFrame
     from reflex_runtime.run.submitted_frame import SubmittedFrame as SubmittedFrame
-    from reflex_runtime.telemetry.batch_metrics import BatchMetrics as BatchMetrics
-    from reflex_runtime.telemetry.journal_reader import read_journal as read_journal
-    from reflex_runtime.telemetry.journal_writer import JournalWriter as JournalWriter
 
 _NAMES = {
     "core.flush": "Controller FlushPolicy HoldTarget Planner",
@@ -106,7 +106,7 @@ _NAMES = {
     "core.time_cost": "TimeCost",
     "core.token_budget": "TimedTokens",
     "run.audience": "Audience",
-    "telemetry.batch_metrics": "BatchMetrics",
+    "observe.batch_metrics": "BatchMetrics",
     "run.batch_processor": "BatchConfig BatchEntry BatchProcessor",
     "run.batched": "BatchedCoroutine BatchedFunction batched",
     "run.batcher": "Batcher",
@@ -115,8 +115,8 @@ _NAMES = {
     "feeds.runtime": "Runtime",
     "run.processor": "BaseProcessor FunctionProcessor Processor",
     "run.onnx_session": "OnnxProcessor",
-    "telemetry.journal_reader": "read_journal",
-    "telemetry.journal_writer": "JournalWriter",
+    "observe.journal_reader": "read_journal",
+    "observe.journal_writer": "JournalWriter",
 }
 _MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
 

@@ -15,8 +15,8 @@ from demo.drill import Drill, Solved, even_run
 from demo.run import planned
 from reflex_runtime.client import ClientError
 from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.observe.journal_reader import read_journal
 from reflex_runtime.policies.rollout.router import Router
-from reflex_runtime.telemetry.journal_reader import read_journal
 
 EPISODE = {"event": "episode_end"}
 

@@ -20,7 +20,7 @@ from demo.command import main
 from demo.openpi_robot import OpenpiPolicy
 from demo.robot import Event, Gone, NoAnswer
 from demo.tasks import RobotView
-from reflex_runtime.telemetry.journal_reader import read_journal
+from reflex_runtime.observe.journal_reader import read_journal
 
 # The stock client was written for an earlier version of websockets.
 pytestmark = pytest.mark.filterwarnings(r"ignore:connect\(\) must be used as a context manager:DeprecationWarning")

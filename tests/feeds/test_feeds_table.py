@@ -13,7 +13,7 @@ from reflex_runtime.cli.feeds_table import LiveTable, summary
 from reflex_runtime.feeds import health
 from reflex_runtime.feeds.snapshot import FeedSnapshot, RuntimeSnapshot
 from reflex_runtime.feeds.words import clock, in_one_line, line_of, line_of_all, seconds, state, told, words_of
-from reflex_runtime.telemetry.batch_metrics import BatchMetrics, Durations
+from reflex_runtime.observe.batch_metrics import BatchMetrics, Durations
 
 CAMERA = FeedSnapshot(
     name="door",

@@ -22,7 +22,7 @@ from reflex_runtime.feeds.outputs.parquet import check_parquet
 from reflex_runtime.feeds.pipeline import Result
 from reflex_runtime.feeds.record import record_of
 from reflex_runtime.feeds.sinks import SinkError
-from reflex_runtime.telemetry import files
+from reflex_runtime.observe import files
 
 
 def result(number: int, value: Any, feed: str = "a", pts: float | None = 0.5) -> Result:

@@ -10,16 +10,16 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
+from observe.test_batch_metrics import FAULT, Play
 from reflex_runtime.core.batch import Done
 from reflex_runtime.feeds.outputs.outbox import OutputSnapshot
 from reflex_runtime.feeds.series import FeedSeries
 from reflex_runtime.feeds.snapshot import FeedSnapshot, RuntimeSnapshot, StageFigures
+from reflex_runtime.observe.batch_metrics import BOUNDS, BatchMetrics, Durations, Times
+from reflex_runtime.observe.series_table import SIZES
 from reflex_runtime.run.batch_processor import BatchConfig
 from reflex_runtime.run.coordinator import BatchCoordinator
-from reflex_runtime.telemetry.batch_metrics import BOUNDS, BatchMetrics, Durations, Times
-from reflex_runtime.telemetry.series_table import SIZES
 from run.helpers import PATIENCE
-from telemetry.test_batch_metrics import FAULT, Play
 
 Page = dict[tuple[str, frozenset[tuple[str, str]]], float]
 

@@ -14,7 +14,7 @@ from feeds.pages import Page
 from reflex_runtime.core.errors import ConfigError, ProcessorError
 from reflex_runtime.feeds.snapshot import FeedSnapshot, RuntimeSnapshot
 from reflex_runtime.feeds.status import health_of
-from reflex_runtime.telemetry.batch_metrics import BatchMetrics
+from reflex_runtime.observe.batch_metrics import BatchMetrics
 
 
 @pytest.fixture

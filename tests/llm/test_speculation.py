@@ -29,9 +29,9 @@ from reflex_runtime.llm.series import invariants
 from reflex_runtime.llm.terms import Terms
 from reflex_runtime.llm.toy import ByteTokenizer, ToyRunner
 from reflex_runtime.llm.virtual import Kept
-from reflex_runtime.telemetry.journal_reader import read_journal
-from reflex_runtime.telemetry.journal_writer import JournalWriter
-from reflex_runtime.telemetry.steps import courses, unused
+from reflex_runtime.observe.journal_reader import read_journal
+from reflex_runtime.observe.journal_writer import JournalWriter
+from reflex_runtime.observe.steps import courses, unused
 
 PHRASE = [int(token) for token in np.random.default_rng(3).integers(3, 256, 12)]
 PROMPTS = [PHRASE * 3 + PHRASE[:4], PHRASE * 5, [9, 8, 7, 6, 5], PHRASE[:3], [7] * 20]

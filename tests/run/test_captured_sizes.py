@@ -14,8 +14,8 @@ from reflex_runtime.core.batch import Batch
 from reflex_runtime.core.events import BatchScheduled, Event
 from reflex_runtime.core.request import Ticket
 from reflex_runtime.core.time_cost import TimeCost
+from reflex_runtime.observe.metrics import Metrics
 from reflex_runtime.run.processor import BaseProcessor
-from reflex_runtime.telemetry.metrics import Metrics
 
 
 class Padding(BaseProcessor):

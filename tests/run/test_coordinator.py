@@ -37,8 +37,8 @@ from reflex_runtime.core.events import (
     RequestSettled,
 )
 from reflex_runtime.feeds.health import BatchSubmissionRejected, Health, HealthEvent
+from reflex_runtime.observe.batch_metrics import BatchMetrics, FeedBatchMetrics
 from reflex_runtime.run import coordinator as module
-from reflex_runtime.telemetry.batch_metrics import BatchMetrics, FeedBatchMetrics
 from run.coordinated import Caller, Coordinator, Detector, Patient, Stepped, busy_with, echo, end_of, nobody_left
 from run.helpers import PATIENCE, Log
 

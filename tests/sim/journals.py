@@ -15,8 +15,7 @@ from reflex_runtime.core.events import BatchFinished, BatchScheduled, Event, Req
 from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.core.request import Request
 from reflex_runtime.core.scheduler import Scheduler
-from reflex_runtime.sim import Report, Service, WorkloadPart, simulate
-from reflex_runtime.telemetry.journal import (
+from reflex_runtime.observe.journal import (
     BatchLine,
     EndedLine,
     Header,
@@ -26,8 +25,9 @@ from reflex_runtime.telemetry.journal import (
     RequestLine,
     SchedulerRequest,
 )
-from reflex_runtime.telemetry.journal_reader import Journal
-from reflex_runtime.telemetry.journal_writer import info_of
+from reflex_runtime.observe.journal_reader import Journal
+from reflex_runtime.observe.journal_writer import info_of
+from reflex_runtime.sim import Report, Service, WorkloadPart, simulate
 
 WHEN = datetime(2026, 1, 1, tzinfo=UTC)
 

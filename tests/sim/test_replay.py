@@ -21,15 +21,15 @@ from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.core.flush import FlushPolicy
 from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.core.time_cost import TimeCost
+from reflex_runtime.observe.journal import BatchLine, GroupInfo, Member
+from reflex_runtime.observe.journal_reader import Journal, read_journal
+from reflex_runtime.observe.journal_writer import info_of
 from reflex_runtime.policies import load_policy, parse_fault, served_by
 from reflex_runtime.policies.records.report import report
 from reflex_runtime.sim import Report
 from reflex_runtime.sim.recorded import Changes, _group
 from reflex_runtime.sim.replay import MeasuredDevice, recorded_report, replay_schedule, side_by_side
 from reflex_runtime.sim.replay_measured import replay_measured
-from reflex_runtime.telemetry.journal import BatchLine, GroupInfo, Member
-from reflex_runtime.telemetry.journal_reader import Journal, read_journal
-from reflex_runtime.telemetry.journal_writer import info_of
 
 Robot = Callable[[Served], Awaitable[None]]
 

@@ -18,10 +18,10 @@ from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.core.request import Priority, Request, Ticket
 from reflex_runtime.core.scheduler import Scheduler
 from reflex_runtime.core.time_cost import TimeCost
+from reflex_runtime.observe.journal_reader import Journal, read_journal
+from reflex_runtime.observe.journal_writer import JournalWriter, Recording
+from reflex_runtime.observe.request_record import RequestRecord
 from reflex_runtime.sim.replay_measured import replay_measured
-from reflex_runtime.telemetry.journal_reader import Journal, read_journal
-from reflex_runtime.telemetry.journal_writer import JournalWriter, Recording
-from reflex_runtime.telemetry.request_record import RequestRecord
 
 TURNS = 12  # requests of each client
 

@@ -13,8 +13,8 @@ import pytest
 import yaml
 
 from reflex_runtime.cli import build_parser
+from reflex_runtime.observe.metrics import Metrics
 from reflex_runtime.settings import ServeConfig
-from reflex_runtime.telemetry.metrics import Metrics
 
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy"

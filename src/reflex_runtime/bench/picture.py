@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from reflex_runtime.bench.load import OK, LoadRound
-from reflex_runtime.telemetry.colours import FAINT, RULE
-from reflex_runtime.telemetry.plots import Figure, saved
+from reflex_runtime.observe.colours import FAINT, RULE
+from reflex_runtime.observe.plots import Figure, saved
 
 _COLOURS = ("#4477aa", "#cc6677")
 

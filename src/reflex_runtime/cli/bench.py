@@ -203,7 +203,7 @@ def _job(config: BenchConfig, url: str, beside: str | None) -> LoadJob:
 
 def _recorded(file: str) -> list[float]:
     """When the requests of a journal came, in seconds from the first."""
-    from reflex_runtime.telemetry.journal_reader import read_journal
+    from reflex_runtime.observe.journal_reader import read_journal
 
     times = sorted(line.arrival for line in read_journal(file, images=False).requests)
     if not times:
@@ -339,7 +339,7 @@ def _written(
     out: Path, found: Mapping[str, Any], rounds: Sequence[LoadRound], names: Sequence[str], deadline: float
 ) -> None:
     from reflex_runtime.bench.picture import draw
-    from reflex_runtime.telemetry.files import replace
+    from reflex_runtime.observe.files import replace
 
     replace(out / "bench.json", json.dumps(found, indent=1).encode() + b"\n")
     drawn = draw(rounds, names, out / "bench", deadline)

@@ -84,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
     check_outputs(config)
     outputs = outputs_of(config)
     if config.otel:
-        from reflex_runtime.telemetry.spans import check_otel
+        from reflex_runtime.observe.spans import check_otel
 
         check_otel(config.otel)
     output = sys.stdout

@@ -13,10 +13,10 @@ from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.feeds.sinks import AnnotatedVideo, JsonLines
 from reflex_runtime.feeds.spec import path_name
 from reflex_runtime.feeds.words import in_one_line
+from reflex_runtime.observe import files
+from reflex_runtime.observe.journal_writer import JournalWriter
 from reflex_runtime.settings import FeedsConfig
 from reflex_runtime.settings.declare import one_line
-from reflex_runtime.telemetry import files
-from reflex_runtime.telemetry.journal_writer import JournalWriter
 
 if TYPE_CHECKING:
     from reflex_runtime.core.group import GroupConfig

@@ -23,7 +23,7 @@ from reflex_runtime.feeds.fleet import FeedFleet, FeedPlan
 from reflex_runtime.feeds.health import FeedEnded, FeedFailed, FeedStageError, StageError
 from reflex_runtime.feeds.runtime import Runtime, StopReport
 from reflex_runtime.feeds.words import in_one_line, undecoded
-from reflex_runtime.telemetry.batch_metrics import OneGroup
+from reflex_runtime.observe.batch_metrics import OneGroup
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
@@ -121,7 +121,7 @@ class FeedsSession:
             closing.callback(trace.close)
             sinks.append(trace)
         if self._config.otel:
-            from reflex_runtime.telemetry.spans import FrameSpans, spans_of
+            from reflex_runtime.observe.spans import FrameSpans, spans_of
 
             spans = spans_of(self._config.otel, self._config.otel_sample, self._series(), FrameSpans)
             assert spans is not None

@@ -34,7 +34,7 @@ from reflex_runtime.feeds.words import (
     told,
     words_of,
 )
-from reflex_runtime.telemetry.batch_metrics import BatchMetrics
+from reflex_runtime.observe.batch_metrics import BatchMetrics
 
 if TYPE_CHECKING:
     from reflex_runtime.feeds.runtime import Runtime

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from reflex_runtime.core.errors import ReflexError
-from reflex_runtime.telemetry.live import LiveGroup, LiveSnapshot
+from reflex_runtime.observe.live import LiveGroup, LiveSnapshot
 
 STREAM = "/dashboard/stream"
 LEAST = 18  # columns of a `why` that is cut

@@ -7,7 +7,7 @@ import logging
 import sys
 from datetime import UTC, datetime
 
-from reflex_runtime.telemetry.trace_context import current_span
+from reflex_runtime.observe.trace_context import current_span
 
 PLAIN = "%(asctime)s %(levelname)s %(name)s %(message)s"
 

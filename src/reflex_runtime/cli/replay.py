@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 from reflex_runtime.cli.progress import ProgressLine
 from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.observe.files import create, write_all
+from reflex_runtime.observe.journal import JournalError
+from reflex_runtime.observe.journal_reader import Journal, read_journal
+from reflex_runtime.observe.journal_writer import hardware
 from reflex_runtime.settings.declare import one_of, whole
-from reflex_runtime.telemetry.files import create, write_all
-from reflex_runtime.telemetry.journal import JournalError
-from reflex_runtime.telemetry.journal_reader import Journal, read_journal
-from reflex_runtime.telemetry.journal_writer import hardware
 
 if TYPE_CHECKING:
     from reflex_runtime.policies.records.replayed import ModelReplay

@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 
 from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.observe.journal import JournalError
 from reflex_runtime.settings.declare import one_of
-from reflex_runtime.telemetry.journal import JournalError
 
 _DESCRIPTION = """\
 Sum up what `reflex serve` wrote with --record DIR or --trace FILE: per slot its requests, episodes, success with a

@@ -104,7 +104,7 @@ def _serve(
 
 def _checked(config: ServeConfig, places: Places, asked: Sequence[PolicyAsked]) -> list[PolicyPlan]:
     """What is served. ConfigError for what can be found before anything is loaded."""
-    from reflex_runtime.telemetry.spans import check_otel
+    from reflex_runtime.observe.spans import check_otel
 
     plans = plans_of(config, places, asked)
     if config.record:

@@ -114,7 +114,7 @@ def plan_of(config: LLMServeConfig, directory: Path) -> ModelPlan:
     from reflex_runtime.llm.sampling_defaults import sampling_defaults
     from reflex_runtime.llm.serving.model_host import ModelPlan
     from reflex_runtime.llm.tokenizer import HFTokenizer
-    from reflex_runtime.telemetry.spans import check_otel
+    from reflex_runtime.observe.spans import check_otel
 
     for path in _traces(config):
         check_trace(path)

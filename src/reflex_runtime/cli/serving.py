@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any, Final
 from reflex_runtime.cli.exit_status import status_of
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.demo import model_directory
+from reflex_runtime.observe import files
 from reflex_runtime.settings.declare import add_options, flag, one_line, table
 from reflex_runtime.settings.json_files import CHECKPOINT_KEYS, json_keys
-from reflex_runtime.telemetry import files
 
 if TYPE_CHECKING:
     from reflex_runtime.web.serve import Make

@@ -106,7 +106,7 @@ def run(args: argparse.Namespace) -> int:
 
     config = load(SimulateConfig, "simulate", None, {}, vars(args))
     if config.picture:
-        import reflex_runtime.telemetry.plots  # noqa: F401  # now, not after minutes
+        import reflex_runtime.observe.plots  # noqa: F401  # now, not after minutes
 
         try:
             Path(config.picture).absolute().parent.mkdir(parents=True, exist_ok=True)

@@ -32,9 +32,9 @@ from reflex_runtime.cli.live_tables import (
 )
 from reflex_runtime.cli.server_address import ServerAddress, add_server, key_of
 from reflex_runtime.core.errors import ReflexError
-from reflex_runtime.telemetry.colours import PALETTE
-from reflex_runtime.telemetry.live import LiveBatch, LiveSnapshot
-from reflex_runtime.telemetry.steps import WHY_WAITING
+from reflex_runtime.observe.colours import PALETTE
+from reflex_runtime.observe.live import LiveBatch, LiveSnapshot
+from reflex_runtime.observe.steps import WHY_WAITING
 
 WIDE = 120  # columns where the output is no terminal and COLUMNS does not say
 BATCHES = 400  # kept for the strip

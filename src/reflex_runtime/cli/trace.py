@@ -19,11 +19,11 @@ from reflex_runtime.cli.trace_search import search
 from reflex_runtime.cli.trace_steps import step_key, step_summary, step_table, text_lines
 from reflex_runtime.cli.trace_table import PLACE, ROWS, batch_table, place_of, summary, vary
 from reflex_runtime.core.errors import ConfigError, ReflexError
+from reflex_runtime.observe.colours import plain
+from reflex_runtime.observe.journal import BatchLine, JournalError
+from reflex_runtime.observe.journal_reader import Journal, read_journal
+from reflex_runtime.observe.steps import UNITS, Units, is_tokens
 from reflex_runtime.settings.declare import add_options, flag, one_line, one_of, whole
-from reflex_runtime.telemetry.colours import plain
-from reflex_runtime.telemetry.journal import BatchLine, JournalError
-from reflex_runtime.telemetry.journal_reader import Journal, read_journal
-from reflex_runtime.telemetry.steps import UNITS, Units, is_tokens
 
 if TYPE_CHECKING:
     from reflex_runtime.llm.sequence import RequestOutput
@@ -131,7 +131,7 @@ def _check(args: argparse.Namespace) -> None:
         if args.file is None:
             raise ConfigError("FILE: is missing; give a trace, or --prompts TEXT …")
     if args.out is not None and not args.no_picture:
-        import reflex_runtime.telemetry.plots  # noqa: F401  # now, not after the runs
+        import reflex_runtime.observe.plots  # noqa: F401  # now, not after the runs
 
 
 def _console(args: argparse.Namespace) -> Console:
@@ -155,7 +155,7 @@ def _show(
     drawn = bool(batches) and kept and not args.no_picture
     missing = args.out is None and find_spec("matplotlib") is None
     if drawn and not missing:
-        from reflex_runtime.telemetry.picture import write_pictures
+        from reflex_runtime.observe.picture import write_pictures
 
         pictures = write_pictures(trace, batches, args.out or _prefix(file), units)
     _tell(console, trace, batches, last is not None or first is not None, str(file) if kept else "prompts")

@@ -108,8 +108,8 @@ def _load(model: str, **cache: Any) -> tuple[Any, Any]:
 
 def record(setup: Setup, path: Path) -> dict[str, RequestOutput]:
     """Run the prompts and write the trace; their outputs by name."""
+    from reflex_runtime.observe.journal_writer import JournalWriter
     from reflex_runtime.sim.tokens import drive
-    from reflex_runtime.telemetry.journal_writer import JournalWriter
 
     def note(event: Event) -> None:  # each batch says whose its times are, where they are not the machine's
         if isinstance(event, BatchScheduled) and setup.takes is not None:

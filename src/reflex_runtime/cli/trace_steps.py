@@ -12,10 +12,10 @@ from rich.text import Text
 
 from reflex_runtime.cli.trace_table import LEAST, chips, whole
 from reflex_runtime.core.statistics import percentile
-from reflex_runtime.telemetry.colours import Colours, ink, pale, plain, request_name
-from reflex_runtime.telemetry.journal import BatchLine, Member
-from reflex_runtime.telemetry.journal_reader import Journal
-from reflex_runtime.telemetry.steps import Waiter, courses, is_decode, unused, who_waited, why_waiting
+from reflex_runtime.observe.colours import Colours, ink, pale, plain, request_name
+from reflex_runtime.observe.journal import BatchLine, Member
+from reflex_runtime.observe.journal_reader import Journal
+from reflex_runtime.observe.steps import Waiter, courses, is_decode, unused, who_waited, why_waiting
 
 if TYPE_CHECKING:
     from reflex_runtime.llm.sequence import RequestOutput

@@ -11,9 +11,9 @@ from rich.table import Table
 from rich.text import Text
 
 from reflex_runtime.core.statistics import percentile
-from reflex_runtime.telemetry.colours import Colours, client_name, ink, plain, request_name
-from reflex_runtime.telemetry.journal import BatchLine, Member
-from reflex_runtime.telemetry.journal_reader import Journal
+from reflex_runtime.observe.colours import Colours, client_name, ink, plain, request_name
+from reflex_runtime.observe.journal import BatchLine, Member
+from reflex_runtime.observe.journal_reader import Journal
 
 ROWS = 40  # a longer table shows a part, unless --last or --from asked for its rows
 NAMES = 8  # members named in a row

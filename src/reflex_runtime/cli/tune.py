@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 from reflex_runtime.cli.progress import ProgressLine
 from reflex_runtime.cli.server_address import add_key, key_of
 from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.observe.journal import JournalError
+from reflex_runtime.observe.journal_reader import Journal, read_journal
 from reflex_runtime.settings.declare import one_of
-from reflex_runtime.telemetry.journal import JournalError
-from reflex_runtime.telemetry.journal_reader import Journal, read_journal
 
 if TYPE_CHECKING:
     from reflex_runtime.sim.search import TunedFigures, Tuning

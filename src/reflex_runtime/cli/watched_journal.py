@@ -16,8 +16,8 @@ from reflex_runtime.cli.live_tables import STREAM, snapshot_of
 from reflex_runtime.cli.progress import ProgressLine
 from reflex_runtime.cli.server_address import PATIENCE, ServerAddress
 from reflex_runtime.core.errors import ConfigError, ReflexError
-from reflex_runtime.telemetry.journal import JournalError
-from reflex_runtime.telemetry.journal_reader import Journal, read_journal
+from reflex_runtime.observe.journal import JournalError
+from reflex_runtime.observe.journal_reader import Journal, read_journal
 from reflex_runtime.web.json import printable
 
 JOURNAL: Final = "/diagnostics/journal"

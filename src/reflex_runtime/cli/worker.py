@@ -35,8 +35,8 @@ def run(args: argparse.Namespace) -> int:
     from reflex_runtime.ipc.worker import serve
     from reflex_runtime.llm.tokenizer import HFTokenizer
     from reflex_runtime.llm.workers.worker_engine import loading
+    from reflex_runtime.observe.files import turn_all
     from reflex_runtime.run.process import loop_factory, prepare_memory
-    from reflex_runtime.telemetry.files import turn_all
 
     form = f"%(asctime)s %(levelname)s %(name)s[{os.getpid()}] %(message)s"
     logs.begin(form)

@@ -11,8 +11,8 @@ from reflex_runtime.feeds.pictures import FeedPictures
 from reflex_runtime.feeds.runtime import Runtime
 from reflex_runtime.feeds.snapshot import FeedSnapshot
 from reflex_runtime.feeds.status import WELL, answers, health_of
+from reflex_runtime.observe.live import Live, LiveSnapshot, own_process
 from reflex_runtime.run.coordinator import BatchCoordinator
-from reflex_runtime.telemetry.live import Live, LiveSnapshot, own_process
 from reflex_runtime.version import __version__
 from reflex_runtime.web.dashboard import dashboard_routes, grid_route
 from reflex_runtime.web.json import encode

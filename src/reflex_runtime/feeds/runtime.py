@@ -28,11 +28,11 @@ from reflex_runtime.feeds.pipeline import Pipeline
 from reflex_runtime.feeds.snapshot import FeedSnapshot, RuntimeSnapshot
 from reflex_runtime.feeds.source import Source
 from reflex_runtime.feeds.subscription import Events
+from reflex_runtime.observe.batch_metrics import OneGroup
 from reflex_runtime.run.audience import Sink as EventSink
 from reflex_runtime.run.batch_processor import BatchConfig, BatchProcessor
 from reflex_runtime.run.coordinator import BatchCoordinator
 from reflex_runtime.run.submitted_frame import FollowUp
-from reflex_runtime.telemetry.batch_metrics import OneGroup
 
 log = logging.getLogger("reflex.feeds")
 

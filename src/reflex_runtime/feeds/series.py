@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import Metric
 
 from reflex_runtime.feeds.snapshot import RuntimeSnapshot
-from reflex_runtime.telemetry.series_table import COORDINATORS, FEEDS, FEEDS_AT_COORDINATORS, OUTPUTS
+from reflex_runtime.observe.series_table import COORDINATORS, FEEDS, FEEDS_AT_COORDINATORS, OUTPUTS
 
 
 class FeedSeries:

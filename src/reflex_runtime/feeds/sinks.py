@@ -23,8 +23,8 @@ from reflex_runtime.core.errors import ConfigError, ReflexError
 from reflex_runtime.feeds.draw import annotated
 from reflex_runtime.feeds.pipeline import Result
 from reflex_runtime.feeds.record import record_of
+from reflex_runtime.observe import files
 from reflex_runtime.run.device import Clock
-from reflex_runtime.telemetry import files
 
 _FRAGMENTED = (".mp4", ".m4v", ".mov")
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from reflex_runtime.feeds.frame import Frame
 from reflex_runtime.feeds.outputs.outbox import OutputSnapshot
-from reflex_runtime.telemetry.batch_metrics import BatchMetrics, Durations, Times
+from reflex_runtime.observe.batch_metrics import BatchMetrics, Durations, Times
 
 DROPS = {
     "overrun": "a newer frame took its place before its batch began",

@@ -20,8 +20,8 @@ from reflex_runtime.core.events import (
     SchedulerPaused,
 )
 from reflex_runtime.core.request import PRIORITIES
-from reflex_runtime.telemetry.series import SeriesSet
-from reflex_runtime.telemetry.series_table import GENERATE_BATCHER
+from reflex_runtime.observe.series import SeriesSet
+from reflex_runtime.observe.series_table import GENERATE_BATCHER
 
 MOST_PARTITIONS = 256  # kept; the least recently used is dropped
 FALLBACKS = ("capability", "disabled", "environment", "options", "oversize")

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from prometheus_client import Metric
 from prometheus_client.core import Sample
 
-from reflex_runtime.telemetry.series import rendered
+from reflex_runtime.observe.series import rendered
 
 
 def labelled(label: str, pages: Mapping[str, Iterable[Metric]]) -> bytes:

@@ -18,7 +18,7 @@ from reflex_runtime.ipc.sampling import MOST_LOGPROBS, SamplingParams
 from reflex_runtime.llm.constraint import Matcher
 from reflex_runtime.llm.lookup import Lookup, Rates
 from reflex_runtime.llm.shaping import shaping_of
-from reflex_runtime.telemetry.trace_context import SpanContext
+from reflex_runtime.observe.trace_context import SpanContext
 
 STOP, LENGTH = "stop", "length"
 

@@ -18,8 +18,8 @@ from reflex_runtime.core.events import BatchScheduled, Event, RequestPreempted, 
 from reflex_runtime.core.request import Ticket
 from reflex_runtime.llm.processor import LLMProcessor
 from reflex_runtime.llm.sequence import Sequence
-from reflex_runtime.telemetry.series import SeriesSet
-from reflex_runtime.telemetry.series_table import ENGINE
+from reflex_runtime.observe.series import SeriesSet
+from reflex_runtime.observe.series_table import ENGINE
 
 SHORT_OF = ("budget", "places", "memory", "share", "room")
 INVARIANTS = ("budget", "conservation", "blocks")

@@ -6,7 +6,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 from reflex_runtime.core.request import Priority
-from reflex_runtime.telemetry.trace_context import SpanContext
+from reflex_runtime.observe.trace_context import SpanContext
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,6 +42,7 @@ from reflex_runtime.core.errors import (
 from reflex_runtime.core.events import DeviceLost, Event
 from reflex_runtime.core.request import Request, Ticket
 from reflex_runtime.core.scheduler import Scheduler
+from reflex_runtime.observe.batch_metrics import BatchMeter, BatchMetrics, OneGroup
 from reflex_runtime.run.audience import Audience, Delivery, Sink
 from reflex_runtime.run.batch_processor import BatchConfig, BatchProcessor, Owned, id_of
 from reflex_runtime.run.device import Clock, Device
@@ -54,7 +55,6 @@ from reflex_runtime.run.submitted_frame import (
     SubmittedFrame,
 )
 from reflex_runtime.run.wakeup_chain import Relay, Sleeper
-from reflex_runtime.telemetry.batch_metrics import BatchMeter, BatchMetrics, OneGroup
 
 log = logging.getLogger("reflex.coordinator")
 

@@ -31,9 +31,9 @@ from reflex_runtime.core.request import Priority, Request, Ticket
 from reflex_runtime.core.scheduler import Scheduler
 from reflex_runtime.core.statistics import percentile
 from reflex_runtime.core.time_cost import TimeCost
+from reflex_runtime.observe.journal import BatchLine, GroupInfo, RequestLine, WarmUpLine
+from reflex_runtime.observe.journal_reader import Journal
 from reflex_runtime.sim.workload import Arrival, RecordedArrivals, RequestStream, WorkloadPart
-from reflex_runtime.telemetry.journal import BatchLine, GroupInfo, RequestLine, WarmUpLine
-from reflex_runtime.telemetry.journal_reader import Journal
 
 Kind = Literal["returns", "by the clock", "does not wait"]
 

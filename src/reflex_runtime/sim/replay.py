@@ -14,13 +14,13 @@ from typing import Final
 
 from reflex_runtime.core.batch import Batch, Cause
 from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.observe.journal import BatchLine, WarmUpLine
+from reflex_runtime.observe.journal_reader import Journal
 from reflex_runtime.sim.recorded import Changes, RecordedSteps, request_of, scheduler_of
 from reflex_runtime.sim.report import Report
 from reflex_runtime.sim.run import Ran, RequestEnd, Run, simulate
 from reflex_runtime.sim.service import line_through
 from reflex_runtime.sim.workload import Arrival, RecordedArrivals
-from reflex_runtime.telemetry.journal import BatchLine, WarmUpLine
-from reflex_runtime.telemetry.journal_reader import Journal
 
 NO_TIME: Final = 1e-6  # seconds: what a batch took at least, where only its relative error counts
 ALL_TIME: Final = 1e6  # seconds: no batch takes longer

@@ -10,9 +10,9 @@ from math import inf
 from reflex_runtime.core.batch import Apart, Batch, Cause, Done, Failed, Outcome
 from reflex_runtime.core.errors import ProcessorError, Rejected
 from reflex_runtime.core.request import Request, Ticket
+from reflex_runtime.observe.journal import BatchLine, RequestLine, SchedulerRequest
+from reflex_runtime.observe.journal_reader import Journal
 from reflex_runtime.sim.recorded import RecordedSteps, request_of, scheduler_of
-from reflex_runtime.telemetry.journal import BatchLine, RequestLine, SchedulerRequest
-from reflex_runtime.telemetry.journal_reader import Journal
 
 
 @dataclass(frozen=True, slots=True)

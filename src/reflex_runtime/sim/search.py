@@ -14,11 +14,11 @@ from typing import Final, Literal, NamedTuple, get_args
 
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.core.statistics import percentile
+from reflex_runtime.observe.journal_reader import Journal
 from reflex_runtime.sim.recorded import Changes, ObservedLoad, RecordedSteps, flush_of, observe, scheduler_of
 from reflex_runtime.sim.replay import MeasuredDevice
 from reflex_runtime.sim.report import Report
 from reflex_runtime.sim.run import Run, simulate
-from reflex_runtime.telemetry.journal_reader import Journal
 
 Aim = Literal["p50", "p95", "p99", "throughput", "on-time"]
 AIMS: Final[tuple[Aim, ...]] = get_args(Aim)

@@ -36,9 +36,9 @@ from reflex_runtime.llm.toy import ByteTokenizer
 from reflex_runtime.llm.workers import worker_engine
 from reflex_runtime.llm.workers.line import WorkersConfig
 from reflex_runtime.llm.workers.workers import Workers, opened
+from reflex_runtime.observe import live
+from reflex_runtime.observe.journal_reader import read_journal
 from reflex_runtime.settings import LLMServeConfig
-from reflex_runtime.telemetry import live
-from reflex_runtime.telemetry.journal_reader import read_journal
 from serving.harness import Server, changed
 from serving.openai_toy import Toy
 

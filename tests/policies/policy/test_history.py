@@ -14,11 +14,11 @@ from policies.records.recorded import Served, serve
 from policies.tiny import Bench, picture, value
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.core.request import Request, Ticket
+from reflex_runtime.observe.journal_reader import read_journal
 from reflex_runtime.policies import InvalidRequest, Policy, load_policy, served_by
 from reflex_runtime.policies.policy.decomposed import DecomposedPolicy
 from reflex_runtime.policies.policy.history import Glimpse, ObservationHistory
 from reflex_runtime.policies.records.replay import replay_model
-from reflex_runtime.telemetry.journal_reader import read_journal
 
 KINDS = [False, True]
 

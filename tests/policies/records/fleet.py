@@ -10,8 +10,8 @@ import numpy as np
 import PIL.Image
 from numpy.typing import NDArray
 
-from reflex_runtime.telemetry.journal_writer import JournalWriter, Recording
-from telemetry.test_journal_recording import Run, asked
+from observe.test_journal_recording import Run, asked
+from reflex_runtime.observe.journal_writer import JournalWriter, Recording
 
 BEGUN = 1_700_000_000.0  # the wall clock at the start, seconds since the epoch
 ROBOT = {

@@ -13,11 +13,11 @@ from reflex_runtime.core.events import RequestAnswered
 from reflex_runtime.core.flush import FlushPolicy
 from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.core.request import Ticket
+from reflex_runtime.observe.journal_writer import JournalWriter, Recording, warmed
+from reflex_runtime.observe.request_record import RequestRecord
 from reflex_runtime.policies import ActionChunk, Policy, served_by
 from reflex_runtime.policies.policy.observation import seed_of
 from reflex_runtime.run.batcher import Batcher
-from reflex_runtime.telemetry.journal_writer import JournalWriter, Recording, warmed
-from reflex_runtime.telemetry.request_record import RequestRecord
 
 PATIENCE = 60.0  # seconds until a test that waits is broken
 

@@ -19,13 +19,13 @@ from reflex_runtime.cli import main
 from reflex_runtime.core.batch import Batch, Done
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.demo import POLICY
+from reflex_runtime.observe.journal_reader import read_journal
+from reflex_runtime.observe.journal_writer import hardware
 from reflex_runtime.policies import Policy, load_policy, served_by
 from reflex_runtime.policies.policy.rtc import Rtc
 from reflex_runtime.policies.records.replay import replay_model
 from reflex_runtime.policies.records.replayed import ModelReplay, ReplayedRequest, distance
 from reflex_runtime.run.processor import Processor
-from reflex_runtime.telemetry.journal_reader import read_journal
-from reflex_runtime.telemetry.journal_writer import hardware
 
 from .recorded import Served, serve
 

@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from observe.test_journal_recording import Run, asked
 from reflex_runtime.cli import main
 from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.observe.journal import JournalError
+from reflex_runtime.observe.journal_writer import JournalWriter, Recording
 from reflex_runtime.policies.records.report import RolloutReport, evidence, report
 from reflex_runtime.policies.rollout.comparison import Comparison, wilson
-from reflex_runtime.telemetry.journal import JournalError
-from reflex_runtime.telemetry.journal_writer import JournalWriter, Recording
-from telemetry.test_journal_recording import Run, asked
 
 POLICIES = [{"slot": s, "model_id": f"arm-{s}", "model_hash": f"{s}{s}{s}{s}"} for s in ("a", "b")]
 

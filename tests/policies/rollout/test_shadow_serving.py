@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from reflex_runtime.observe.journal_reader import read_journal
 from reflex_runtime.policies.rollout.shadow import Sampler
-from reflex_runtime.telemetry.journal_reader import read_journal
 from serving.exports import expected
 from serving.harness import STATE, Server
 from serving.pair import Pair, admin, until, version_of

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from reflex_runtime.demo import POLICY
-from reflex_runtime.telemetry.journal import BatchLine
+from reflex_runtime.observe.journal import BatchLine
 from serving.exports import expected, write_tiny
 from serving.harness import STATE, Server, encode
 from serving.pair import until

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from reflex_runtime.observe.journal_reader import read_journal
 from reflex_runtime.run.inline_batches import PROOF
-from reflex_runtime.telemetry.journal_reader import read_journal
 from serving.harness import Server
 from serving.requests import numbered, right
 

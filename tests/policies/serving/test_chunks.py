@@ -19,7 +19,7 @@ from policies.bundled import V1
 from policies.policy.test_chunks import _steady_export
 from policies.tiny import EMBODIMENT, picture, write_export
 from reflex_runtime.demo import POLICY
-from reflex_runtime.telemetry.journal import BatchLine
+from reflex_runtime.observe.journal import BatchLine
 from serving.exports import write_tiny
 from serving.harness import STATE, Server, refusal
 from serving.requests import busy, marked, observe, traced

@@ -24,7 +24,7 @@ from reflex_runtime.core.errors import ConfigError, ReflexError
 from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.core.request import Request
 from reflex_runtime.core.scheduler import Scheduler
-from reflex_runtime.telemetry.live import Live, LiveClient, LiveGroup, LiveSnapshot
+from reflex_runtime.observe.live import Live, LiveClient, LiveGroup, LiveSnapshot
 from serving.harness import STATE, Server
 
 WAITS = {"queued": 4, "preparing": 1, "residents": 0, "queued_seconds": 0.5}

@@ -16,6 +16,10 @@ from core.test_isolation import ERROR
 from reflex_runtime.core.batch import Done, Failed
 from reflex_runtime.core.cost import UnitCost
 from reflex_runtime.core.events import Event, RequestAnswered, RequestSettled
+from reflex_runtime.observe.journal_reader import read_journal
+from reflex_runtime.observe.journal_writer import JournalWriter, Recording
+from reflex_runtime.observe.metrics import Metrics
+from reflex_runtime.observe.request_record import RequestRecord
 from reflex_runtime.policies import Export
 from reflex_runtime.policies.rollout.breaker import Breaker
 from reflex_runtime.policies.rollout.rollout import Change, Rollout
@@ -25,10 +29,6 @@ from reflex_runtime.policies.serving.app import application
 from reflex_runtime.policies.serving.failures import FailureLog
 from reflex_runtime.run.audience import Audience
 from reflex_runtime.settings import ServeConfig
-from reflex_runtime.telemetry.journal_reader import read_journal
-from reflex_runtime.telemetry.journal_writer import JournalWriter, Recording
-from reflex_runtime.telemetry.metrics import Metrics
-from reflex_runtime.telemetry.request_record import RequestRecord
 from reflex_runtime.web.app import App
 from serving.harness import STATE
 from serving.in_process import Caller, nothing, one_policy

@@ -12,7 +12,7 @@ import pytest
 
 from policies.tiny import write_export
 from reflex_runtime.demo import POLICY
-from reflex_runtime.telemetry.journal_reader import read_journal
+from reflex_runtime.observe.journal_reader import read_journal
 from serving.exports import expected
 from serving.harness import STATE, Server
 from serving.requests import busy, grey, marked, numbered, observe, queued, right, strike

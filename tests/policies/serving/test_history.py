@@ -15,9 +15,9 @@ from openpi_client.websocket_client_policy import WebsocketClientPolicy
 from policies import means
 from policies.serving.test_preparing import BIG, HELD, SMALL
 from reflex_runtime.cli import main
+from reflex_runtime.observe.journal_reader import read_journal
 from reflex_runtime.policies import load_policy
 from reflex_runtime.policies.serving.runtime import PolicyRuntime
-from reflex_runtime.telemetry.journal_reader import read_journal
 from reflex_runtime.web.app import App
 from serving.harness import Answer, Latch, Server
 from serving.in_process import with_app

@@ -15,11 +15,11 @@ import pytest
 from reflex_runtime.replicas.front import FrontRuntime
 
 from reflex_runtime.cli import main, watched_journal
+from reflex_runtime.observe.journal_reader import Journal, read_journal
 from reflex_runtime.policies.serving import journal_stream
 from reflex_runtime.policies.serving.runtime import PolicyRuntime
 from reflex_runtime.run.process import in_thread
 from reflex_runtime.sim import search
-from reflex_runtime.telemetry.journal_reader import Journal, read_journal
 from reflex_runtime.web.app import App
 from reflex_runtime.web.errors import Conflict
 from serving.harness import PATIENCE, STATE, Server, parse_answers

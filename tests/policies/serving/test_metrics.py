@@ -13,7 +13,7 @@ from policies.tiny import write_export
 from reflex_runtime.core.batch import Batch, Cause, Done
 from reflex_runtime.core.events import BatchFinished, BatchScheduled
 from reflex_runtime.core.request import Request, Ticket
-from reflex_runtime.telemetry.metrics import OUTCOMES, Metrics
+from reflex_runtime.observe.metrics import OUTCOMES, Metrics
 from serving.harness import Metrics as Reading
 from serving.harness import Server
 from serving.requests import busy, marked, numbered, observe, queued

@@ -26,9 +26,9 @@ import pytest
 from forked import reflex
 from policies.tiny import EMBODIMENT, picture, write_export
 from reflex_runtime.cli import main
+from reflex_runtime.observe.journal import JournalError, RequestLine
+from reflex_runtime.observe.journal_reader import Journal, read_journal
 from reflex_runtime.policies import Export, seed_of
-from reflex_runtime.telemetry.journal import JournalError, RequestLine
-from reflex_runtime.telemetry.journal_reader import Journal, read_journal
 from reflex_runtime.version import __version__
 from serving.exports import WEIGHTS, write_tiny
 from serving.harness import PATIENCE, STATE, Answer, Server, changed
@@ -442,7 +442,7 @@ def test_t3_a_disk_error_ends_the_recording_and_nothing_else(tiny: Path, there: 
         wait(failed)
         line = server.wait_log("nothing more is written")
         assert ("File too large" if how == "full" else "there is no directory") in line
-        assert f"ERROR reflex.telemetry reflex-record: {there}" in line
+        assert f"ERROR reflex.observe reflex-record: {there}" in line
         told = server.get("/health")
         assert (told.status, told.json["state"]) == (200, "ready")
         assert ("File too large" if how == "full" else "there is no directory") in told.json["recording"]["error"]

@@ -26,11 +26,11 @@ from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.core.flush import OVER
 from reflex_runtime.core.request import Request
 from reflex_runtime.core.scheduler import Scheduler
+from reflex_runtime.observe.journal_reader import read_journal
 from reflex_runtime.policies import Policy
 from reflex_runtime.policies.serving.slots import group_of
 from reflex_runtime.settings import OWN_SETTINGS, ServeConfig
 from reflex_runtime.settings.read import own_settings
-from reflex_runtime.telemetry.journal_reader import read_journal
 from serving.exports import WEIGHTS, expected, write_tiny
 from serving.harness import STATE, Answer, Server, refusal
 from serving.pair import SLOW_LOAD, episodes, in_background, until

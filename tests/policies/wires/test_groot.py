@@ -20,7 +20,7 @@ import zmq
 
 from policies.wires.groot_clients import BLOCK, PICTURE, GrootRobot, as_nd, as_npy, nested, port_of, want
 from reflex_runtime.cli import main
-from reflex_runtime.telemetry.journal_reader import read_journal
+from reflex_runtime.observe.journal_reader import read_journal
 from serving.exports import ACTIONS, CHUNK, write_tiny
 from serving.harness import STATE, Server, refusal
 from serving.requests import WAITING, busy, loads_after, marked, recorded

@@ -18,9 +18,9 @@ import grpc
 import numpy as np
 import pytest
 
+from reflex_runtime.observe.journal import JournalRequest
 from reflex_runtime.policies.policy.base import seed_of
 from reflex_runtime.policies.wires.lerobot import LerobotSetup
-from reflex_runtime.telemetry.journal import JournalRequest
 from reflex_runtime.web.errors import InvalidRequest
 from serving.exports import CHUNK, WEIGHTS, expected, write_tiny
 from serving.harness import PATIENCE, Server

@@ -19,9 +19,9 @@ from tritonclient.utils import InferenceServerException
 
 from policies.wires.broken import FRESH, check
 from reflex_runtime.core.errors import ReflexError
+from reflex_runtime.observe.journal_reader import read_journal
 from reflex_runtime.policies import Export
 from reflex_runtime.policies.wires.oip import Sequences, decode, questions
-from reflex_runtime.telemetry.journal_reader import read_journal
 from serving.exports import ACTIONS, CHUNK, expected, write_tiny
 from serving.harness import STATE, Answer, Server, parse_answers
 from serving.requests import WAITING, busy, calm, marked

@@ -23,11 +23,11 @@ from openpi_client import action_chunk_broker, msgpack_numpy
 from openpi_client.websocket_client_policy import WebsocketClientPolicy
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
+from reflex_runtime.observe.journal_reader import read_journal
 from reflex_runtime.policies.serving.handler import RequestHandler
 from reflex_runtime.policies.serving.runtime import PolicyRuntime
 from reflex_runtime.policies.wires.common import Episodes
 from reflex_runtime.policies.wires.openpi import ROWS, OpenpiRobot
-from reflex_runtime.telemetry.journal_reader import read_journal
 from reflex_runtime.web.app import App
 from reflex_runtime.web.errors import InvalidRequest
 from reflex_runtime.web.request import SocketMessage

@@ -22,11 +22,11 @@ from websockets.exceptions import ConnectionClosed
 
 from policies.wires.broken import FRESH, check
 from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.observe.journal_reader import read_journal
 from reflex_runtime.policies import Export, InvalidRequest
 from reflex_runtime.policies.policy.robot import WireMap
 from reflex_runtime.policies.wires.xpolicylab import read
 from reflex_runtime.policies.wires.xpolicylab_codec import LabFrame, decode, encode
-from reflex_runtime.telemetry.journal_reader import read_journal
 from reflex_runtime.web.errors import ClientError
 from serving.exports import CHUNK, expected, write_tiny
 from serving.harness import PATIENCE, STATE, Server

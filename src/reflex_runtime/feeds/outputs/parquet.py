@@ -19,8 +19,8 @@ from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.feeds.pipeline import Result
 from reflex_runtime.feeds.record import ResultRecord, json_safe, record_of
 from reflex_runtime.feeds.sinks import SinkError
+from reflex_runtime.observe import files
 from reflex_runtime.run.device import Clock
-from reflex_runtime.telemetry import files
 
 try:
     import fcntl

@@ -21,9 +21,9 @@ from reflex_runtime.llm.serving.tokens import beside
 from reflex_runtime.llm.terms import Terms
 from reflex_runtime.llm.tokenizer import Tokenizer
 from reflex_runtime.llm.tools import ToolFormat
+from reflex_runtime.observe.spans import RequestSpan
 from reflex_runtime.run.audience import Slices
 from reflex_runtime.settings import LLMServeConfig
-from reflex_runtime.telemetry.spans import RequestSpan
 from reflex_runtime.web.request import HttpRequest
 
 _LOOKED_AT: Final = 256  # tokens of a prompt that take as long as the rest of its request: they are checked and copied

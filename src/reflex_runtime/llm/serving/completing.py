@@ -21,9 +21,9 @@ from reflex_runtime.llm.serving.lifecycle import ServerState
 from reflex_runtime.llm.serving.requests import reading as wire
 from reflex_runtime.llm.serving.requests.refusals import too_deep
 from reflex_runtime.llm.serving.spans import GenerationSpans, asked_in, first_token
+from reflex_runtime.observe.spans import RequestSpan
 from reflex_runtime.run.audience import Slices, in_order
 from reflex_runtime.settings import LLMServeConfig
-from reflex_runtime.telemetry.spans import RequestSpan
 from reflex_runtime.web.app import cancelled_by
 from reflex_runtime.web.bodies import LARGE
 from reflex_runtime.web.errors import known

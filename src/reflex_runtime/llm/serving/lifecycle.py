@@ -20,11 +20,11 @@ from reflex_runtime.core.errors import Closed, ConfigError
 from reflex_runtime.llm.sampling_defaults import SamplingDefaults
 from reflex_runtime.llm.serving.model_host import ModelHost, ModelPlan, Open
 from reflex_runtime.llm.serving.requests.refusals import ModelNotFound
+from reflex_runtime.observe.series import SeriesSet
+from reflex_runtime.observe.series_table import MODEL_SERVER
+from reflex_runtime.observe.spans import StepSpans, spans_of
 from reflex_runtime.run.audience import Sink
 from reflex_runtime.run.process import in_thread
-from reflex_runtime.telemetry.series import SeriesSet
-from reflex_runtime.telemetry.series_table import MODEL_SERVER
-from reflex_runtime.telemetry.spans import StepSpans, spans_of
 from reflex_runtime.web.errors import NotReady
 from reflex_runtime.web.json import printable
 

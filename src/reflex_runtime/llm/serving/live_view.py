@@ -15,7 +15,7 @@ from reflex_runtime.core.events import Event
 from reflex_runtime.ipc.client import RuntimeClient
 from reflex_runtime.ipc.messages import LIVE
 from reflex_runtime.llm.serving.lifecycle import ServerState
-from reflex_runtime.telemetry.live import Live, LiveParts, LiveSnapshot, added, own_process
+from reflex_runtime.observe.live import Live, LiveParts, LiveSnapshot, added, own_process
 from reflex_runtime.version import __version__
 from reflex_runtime.web.watchers import Fold, Watchers
 

@@ -17,14 +17,14 @@ from reflex_runtime.llm.series import EngineSeries
 from reflex_runtime.llm.serving.generation import GenerationRuntime
 from reflex_runtime.llm.serving.model_host import ModelPlan, Opening
 from reflex_runtime.llm.tokenizer import Tokenizer
+from reflex_runtime.observe.files import turn_all
+from reflex_runtime.observe.journal_writer import JournalWriter
+from reflex_runtime.observe.live import LiveProcess
+from reflex_runtime.observe.series import SeriesSet
+from reflex_runtime.observe.series_table import STREAMS
 from reflex_runtime.run.audience import Sink
 from reflex_runtime.run.process import in_thread
 from reflex_runtime.settings import LLMServeConfig
-from reflex_runtime.telemetry.files import turn_all
-from reflex_runtime.telemetry.journal_writer import JournalWriter
-from reflex_runtime.telemetry.live import LiveProcess
-from reflex_runtime.telemetry.series import SeriesSet
-from reflex_runtime.telemetry.series_table import STREAMS
 
 Load = Callable[[ModelPlan], tuple[Runner, Tokenizer]]
 

@@ -11,9 +11,9 @@ from prometheus_client import CollectorRegistry
 
 from reflex_runtime.llm.sampling_defaults import SamplingDefaults
 from reflex_runtime.llm.serving.generation import Generator
+from reflex_runtime.observe.live import LiveProcess
 from reflex_runtime.run.audience import Sink
 from reflex_runtime.settings import LLMServeConfig
-from reflex_runtime.telemetry.live import LiveProcess
 
 if TYPE_CHECKING:  # a runtime process loads this module and serves no HTTP
     from reflex_runtime.web.watchers import Fold

@@ -9,7 +9,7 @@ from reflex_runtime.core.errors import ReflexError
 from reflex_runtime.llm.serving.answers.errors import error_body, told
 from reflex_runtime.llm.serving.lifecycle import ServerState
 from reflex_runtime.llm.serving.live_view import watchers_of
-from reflex_runtime.telemetry import metrics
+from reflex_runtime.observe import metrics
 from reflex_runtime.version import __version__
 from reflex_runtime.web.app import App, WebSettings
 from reflex_runtime.web.dashboard import dashboard_routes

@@ -12,8 +12,8 @@ from reflex_runtime.core.errors import ReflexError
 from reflex_runtime.core.events import RequestAnswered
 from reflex_runtime.llm.serving.answers.replies import Usage, Writer
 from reflex_runtime.llm.serving.requests.reading import CompletionRequest
-from reflex_runtime.telemetry.spans import RequestSpan, Spans
-from reflex_runtime.telemetry.trace_context import Attribute, follow
+from reflex_runtime.observe.spans import RequestSpan, Spans
+from reflex_runtime.observe.trace_context import Attribute, follow
 from reflex_runtime.web.request import HttpRequest
 
 WIRE: Final = "openai"

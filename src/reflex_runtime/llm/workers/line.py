@@ -16,8 +16,8 @@ from reflex_runtime.ipc.registry import StreamRegistry
 from reflex_runtime.ipc.spawn import Opener
 from reflex_runtime.llm.limits import Limits
 from reflex_runtime.llm.serving.model_host import Opening
+from reflex_runtime.observe.live import LiveProcess, live_process
 from reflex_runtime.settings import LLMServeConfig
-from reflex_runtime.telemetry.live import LiveProcess, live_process
 
 ASKED_WITHIN: Final = 2.0  # seconds for an answer for /status or /metrics; a process that takes longer is left out
 

@@ -31,12 +31,12 @@ from reflex_runtime.llm.serving.model_host import ModelPlan
 from reflex_runtime.llm.serving.requests.texts import Texts
 from reflex_runtime.llm.terms import Terms
 from reflex_runtime.llm.tokenizer import Conversation, Tokenizer
+from reflex_runtime.observe.live import LiveSnapshot, OnDemandLive
+from reflex_runtime.observe.spans import Spans, StepSpans, spans_of
+from reflex_runtime.observe.trace_context import parent_of
 from reflex_runtime.run.process import freeze_loaded, in_thread
 from reflex_runtime.settings import LLMServeConfig
 from reflex_runtime.settings.declare import convert, hints_of
-from reflex_runtime.telemetry.live import LiveSnapshot, OnDemandLive
-from reflex_runtime.telemetry.spans import Spans, StepSpans, spans_of
-from reflex_runtime.telemetry.trace_context import parent_of
 
 Make = Callable[[Path, LLMServeConfig], tuple[Runner, Tokenizer]]
 

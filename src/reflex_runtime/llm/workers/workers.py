@@ -25,10 +25,10 @@ from reflex_runtime.llm.tokenizer import Tokenizer
 from reflex_runtime.llm.workers.line import Line, WorkersConfig
 from reflex_runtime.llm.workers.remote_generator import RemoteGenerator
 from reflex_runtime.llm.workers.tokenizer_process import TokenizerProcess
+from reflex_runtime.observe.live import LiveProcess, live_process
+from reflex_runtime.observe.series import SeriesSet
+from reflex_runtime.observe.series_table import WORKERS
 from reflex_runtime.run.audience import Sink
-from reflex_runtime.telemetry.live import LiveProcess, live_process
-from reflex_runtime.telemetry.series import SeriesSet
-from reflex_runtime.telemetry.series_table import WORKERS
 
 ENDS_WITHIN, AT_LEAST = 10.0, 2.0  # seconds for a process to exit: at most, of the time that is left, and at least
 

@@ -19,6 +19,8 @@ from numpy.typing import NDArray
 from reflex_runtime.core.batch import Apart, Batch, Cause, Done, Failed, More
 from reflex_runtime.core.errors import ConfigError, ReflexError
 from reflex_runtime.core.request import Request, Ticket
+from reflex_runtime.observe.journal import BatchLine, JournalRequest, RequestLine
+from reflex_runtime.observe.journal_reader import Journal
 from reflex_runtime.policies.policy.base import Policy
 from reflex_runtime.policies.policy.decomposed import DecomposedPolicy
 from reflex_runtime.policies.policy.history import Glimpse, ObservationHistory
@@ -27,8 +29,6 @@ from reflex_runtime.policies.policy.rtc import ChunkTails, Rtc
 from reflex_runtime.policies.records.replayed import Compose, ModelReplay, ReplayedRequest, Timed, distance
 from reflex_runtime.run.processor import Processor, advance, run_batch, run_through
 from reflex_runtime.settings.declare import one_of
-from reflex_runtime.telemetry.journal import BatchLine, JournalRequest, RequestLine
-from reflex_runtime.telemetry.journal_reader import Journal
 from reflex_runtime.web.errors import InvalidRequest
 
 WARM_SIZES = 16  # different batch sizes that are warmed up before anything is timed

@@ -15,9 +15,9 @@ from typing import Any
 
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.core.statistics import percentile
+from reflex_runtime.observe.journal import Header, JournalError, Note, RequestLine
+from reflex_runtime.observe.journal_reader import JournalReader
 from reflex_runtime.policies.rollout.comparison import Comparison, wilson
-from reflex_runtime.telemetry.journal import Header, JournalError, Note, RequestLine
-from reflex_runtime.telemetry.journal_reader import JournalReader
 
 WIDTH = 80
 _SLOT = 24  # columns of a slot in the table

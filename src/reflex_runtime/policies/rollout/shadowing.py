@@ -22,6 +22,7 @@ from reflex_runtime.core.batch import Done
 from reflex_runtime.core.errors import Dropped, ReflexError
 from reflex_runtime.core.events import BatchFinished, BatchScheduled, Event, RequestAnswered
 from reflex_runtime.core.request import Ticket
+from reflex_runtime.observe.metrics import Metrics
 from reflex_runtime.policies import Observation, Policy
 from reflex_runtime.policies.rollout.shadow import Difference, Sampler, ShadowDivergence
 from reflex_runtime.policies.rollout.versions import Version
@@ -29,7 +30,6 @@ from reflex_runtime.policies.serving.decode_pool import DecodePool, Job
 from reflex_runtime.policies.serving.decode_pool import Done as Made
 from reflex_runtime.policies.serving.slots import SHADOW_QUEUE, Slot
 from reflex_runtime.run.batcher import Batcher
-from reflex_runtime.telemetry.metrics import Metrics
 
 log = logging.getLogger("reflex.shadow")
 

@@ -23,6 +23,7 @@ from typing import Any
 from reflex_runtime.core.errors import Closed, Expired, ReflexError
 from reflex_runtime.core.events import RequestAnswered
 from reflex_runtime.core.request import AdmittedBatch, Request, Ticket
+from reflex_runtime.observe.trace_context import within
 from reflex_runtime.policies import ActionChunk, Observation, Policy
 from reflex_runtime.policies.policy.observation import Doubt
 from reflex_runtime.policies.rollout.shadowing import Shadowing
@@ -36,7 +37,6 @@ from reflex_runtime.policies.serving.served import ServedPolicy
 from reflex_runtime.policies.serving.spans import begin_span, join_span
 from reflex_runtime.policies.wires.common import ObservationReader, ObservationReaders
 from reflex_runtime.settings.declare import did_you_mean
-from reflex_runtime.telemetry.trace_context import within
 from reflex_runtime.version import __version__
 from reflex_runtime.web.app import cancelled_by
 from reflex_runtime.web.errors import Reported, TooManyRequests, known

@@ -6,9 +6,9 @@ import time
 from functools import partial
 from typing import Any
 
+from reflex_runtime.observe.live import Live, own_process
 from reflex_runtime.policies.serving.runtime import PolicyRuntime
 from reflex_runtime.policies.serving.served import ServedPolicy
-from reflex_runtime.telemetry.live import Live, own_process
 from reflex_runtime.version import __version__
 from reflex_runtime.web.watchers import Watchers
 

@@ -7,11 +7,11 @@ from collections.abc import Hashable, Mapping
 from typing import Protocol
 
 from reflex_runtime.core.request import Ticket
+from reflex_runtime.observe.spans import RequestSpan
 from reflex_runtime.policies.rollout.rollout import Placement
 from reflex_runtime.policies.rollout.versions import Version
 from reflex_runtime.policies.serving.question import ActAnswer, Question
 from reflex_runtime.policies.serving.served import ServedPolicy
-from reflex_runtime.telemetry.spans import RequestSpan
 
 
 class HasHeaders(Protocol):

@@ -8,14 +8,14 @@ from typing import Any
 from numpy.typing import NDArray
 
 from reflex_runtime.core.errors import ReflexError
+from reflex_runtime.observe.journal import PolicyHead
+from reflex_runtime.observe.journal_writer import hardware
+from reflex_runtime.observe.request_record import RequestRecord, SentImage
 from reflex_runtime.policies import InvalidRequest, Observation, seed_of
 from reflex_runtime.policies.serving.images import pixels_in
 from reflex_runtime.policies.serving.pending import PendingRequest
 from reflex_runtime.policies.serving.question import Array, Question, array_of
 from reflex_runtime.policies.serving.served import ServedPolicy
-from reflex_runtime.telemetry.journal import PolicyHead
-from reflex_runtime.telemetry.journal_writer import hardware
-from reflex_runtime.telemetry.request_record import RequestRecord, SentImage
 
 
 def asked_and_answered(

@@ -15,6 +15,11 @@ from functools import partial
 
 from reflex_runtime.core.errors import Closed, ConfigError
 from reflex_runtime.core.events import BatchFinished
+from reflex_runtime.observe.files import LineTarget, turn_all
+from reflex_runtime.observe.journal import WarmUpLine
+from reflex_runtime.observe.journal_writer import JournalWriter, Recording
+from reflex_runtime.observe.metrics import Metrics
+from reflex_runtime.observe.spans import spans_of
 from reflex_runtime.policies import Policy
 from reflex_runtime.policies.policy.observation import warm_decoders
 from reflex_runtime.policies.serving.decode_pool import DecodePool
@@ -26,11 +31,6 @@ from reflex_runtime.run.audience import Audience
 from reflex_runtime.run.batcher import Batcher
 from reflex_runtime.run.process import in_thread
 from reflex_runtime.settings import DEFAULT_POLICY, ServeConfig
-from reflex_runtime.telemetry.files import LineTarget, turn_all
-from reflex_runtime.telemetry.journal import WarmUpLine
-from reflex_runtime.telemetry.journal_writer import JournalWriter, Recording
-from reflex_runtime.telemetry.metrics import Metrics
-from reflex_runtime.telemetry.spans import spans_of
 from reflex_runtime.web.errors import NotReady
 from reflex_runtime.web.supervisor import Lives
 

@@ -11,6 +11,9 @@ from typing import Any, Protocol
 
 from reflex_runtime.core.events import BatchFinished
 from reflex_runtime.core.group import GroupConfig
+from reflex_runtime.observe.journal import WarmUpLine
+from reflex_runtime.observe.journal_writer import warmed
+from reflex_runtime.observe.metrics import Metrics
 from reflex_runtime.policies import Policy, PolicySource, PolicySpec
 from reflex_runtime.policies.rollout.breaker import Breaker
 from reflex_runtime.policies.rollout.comparison import Comparison
@@ -30,9 +33,6 @@ from reflex_runtime.policies.serving.wire_names import WIRES
 from reflex_runtime.run.audience import Audience
 from reflex_runtime.run.batcher import Batcher
 from reflex_runtime.settings import ServeConfig
-from reflex_runtime.telemetry.journal import WarmUpLine
-from reflex_runtime.telemetry.journal_writer import warmed
-from reflex_runtime.telemetry.metrics import Metrics
 from reflex_runtime.web.errors import SloViolated
 
 log = logging.getLogger("reflex.server")

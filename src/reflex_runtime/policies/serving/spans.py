@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from reflex_runtime.observe.spans import RequestSpan, Spans
 from reflex_runtime.policies.serving.pending import PendingRequest
-from reflex_runtime.telemetry.spans import RequestSpan, Spans
 
 
 def begin_span(spans: Spans, pending: PendingRequest) -> RequestSpan:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from reflex_runtime.observe import metrics
 from reflex_runtime.policies import PolicySpec
 from reflex_runtime.policies.policy.robot import WireMap
 from reflex_runtime.policies.serving import fields as wire
@@ -16,7 +17,6 @@ from reflex_runtime.policies.serving.served import ServedPolicy
 from reflex_runtime.policies.serving.wire_names import ACT, OIP, WIRES
 from reflex_runtime.policies.wires.common import ObservationReader
 from reflex_runtime.settings.declare import settings
-from reflex_runtime.telemetry import metrics
 from reflex_runtime.version import __version__
 from reflex_runtime.web.errors import NotFound
 from reflex_runtime.web.openapi import page

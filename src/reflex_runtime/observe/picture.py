@@ -19,7 +19,7 @@ from typing import Any
 
 from reflex_runtime.core.batch import Cause
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.telemetry.colours import (
+from reflex_runtime.observe.colours import (
     FAINT,
     HATCHES,
     INK,
@@ -31,10 +31,10 @@ from reflex_runtime.telemetry.colours import (
     plain,
     request_name,
 )
-from reflex_runtime.telemetry.journal import BatchLine, Member
-from reflex_runtime.telemetry.journal_reader import Journal
-from reflex_runtime.telemetry.plots import Axes, Figure, MaxNLocator, Patch, Rectangle, saved
-from reflex_runtime.telemetry.steps import WHY_WAITING, Units, Waiter, is_decode, is_tokens, who_waited
+from reflex_runtime.observe.journal import BatchLine, Member
+from reflex_runtime.observe.journal_reader import Journal
+from reflex_runtime.observe.plots import Axes, Figure, MaxNLocator, Patch, Rectangle, saved
+from reflex_runtime.observe.steps import WHY_WAITING, Units, Waiter, is_decode, is_tokens, who_waited
 
 BARS = 160  # more batches than this are averaged
 SEGMENTS = 2400  # more grants than this are merged by colour

@@ -35,8 +35,8 @@ from reflex_runtime.core.events import (
 from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.core.request import Ticket
 from reflex_runtime.core.time_cost import TimeCost
-from reflex_runtime.telemetry.files import LineFile, LineTarget, LineWriter, text, utc
-from reflex_runtime.telemetry.journal import (
+from reflex_runtime.observe.files import LineFile, LineTarget, LineWriter, text, utc
+from reflex_runtime.observe.journal import (
     IMAGE_MODES,
     KINDS,
     BatchLine,
@@ -48,7 +48,7 @@ from reflex_runtime.telemetry.journal import (
     Member,
     WarmUpLine,
 )
-from reflex_runtime.telemetry.request_record import (
+from reflex_runtime.observe.request_record import (
     QueuedRecord,
     RequestRecord,
     add_payload,

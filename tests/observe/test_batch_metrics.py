@@ -35,8 +35,8 @@ from reflex_runtime.core.flush import FlushPolicy
 from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.core.request import Request, Ticket
 from reflex_runtime.core.scheduler import Scheduler
-from reflex_runtime.telemetry import batch_metrics
-from reflex_runtime.telemetry.batch_metrics import BOUNDS, COUNTERS, BatchMeter, BatchMetrics, FeedBatchMetrics, Times
+from reflex_runtime.observe import batch_metrics
+from reflex_runtime.observe.batch_metrics import BOUNDS, COUNTERS, BatchMeter, BatchMetrics, FeedBatchMetrics, Times
 
 SIZE = 3
 GROUP = GroupConfig(

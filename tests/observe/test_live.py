@@ -14,8 +14,8 @@ from reflex_runtime.core.flush import FlushPolicy
 from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.core.request import Request
 from reflex_runtime.core.scheduler import Scheduler
-from reflex_runtime.telemetry import live
-from reflex_runtime.telemetry.live import Live, LiveSnapshot
+from reflex_runtime.observe import live
+from reflex_runtime.observe.live import Live, LiveSnapshot
 
 GROUP = GroupConfig(flush=FlushPolicy.by_size(4, 0.0), capacity=6)
 

@@ -9,7 +9,7 @@ from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from reflex_runtime.telemetry.journal import BatchLine, Member
+from reflex_runtime.observe.journal import BatchLine, Member
 
 Units = Literal["grants", "ms", "requests"]  # what the height of a bar of batches counts
 UNITS: tuple[Units, ...] = ("grants", "ms", "requests")

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from reflex_runtime.core.request import AdmittedBatch, Priority, Request
-from reflex_runtime.telemetry.journal import (
+from reflex_runtime.observe.journal import (
     AdmissionGroup,
     Cost,
     Failure,

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any, Final, cast
 
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.telemetry import colours
-from reflex_runtime.telemetry.colours import FAINT, INK, RULE
-from reflex_runtime.telemetry.files import replace
+from reflex_runtime.observe import colours
+from reflex_runtime.observe.colours import FAINT, INK, RULE
+from reflex_runtime.observe.files import replace
 
 try:
     import matplotlib

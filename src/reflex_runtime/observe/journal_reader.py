@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.telemetry.journal import (
+from reflex_runtime.observe.journal import (
     KINDS,
     SCHEMA_VERSION,
     BatchLine,

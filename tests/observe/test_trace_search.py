@@ -12,9 +12,9 @@ from PIL import Image
 from reflex_runtime.cli import main, trace_search
 from reflex_runtime.cli.trace_search import budgets_of
 from reflex_runtime.llm import trace_batches
+from reflex_runtime.observe import colours
 from reflex_runtime.sim.sweep import in_words, knee
 from reflex_runtime.sim.tokens import Measured
-from reflex_runtime.telemetry import colours
 
 L3 = ("--prompts", "hello world", "goodbye")
 

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Sequence
 from math import inf
 from typing import Any, Final
 
-from reflex_runtime.telemetry.batch_metrics import BOUNDS, BatchMetrics, Durations
-from reflex_runtime.telemetry.series import SeriesRow as Row
+from reflex_runtime.observe.batch_metrics import BOUNDS, BatchMetrics, Durations
+from reflex_runtime.observe.series import SeriesRow as Row
 
 # -- policies: every one also has `embodiment` and `policy_slot`, and `policy` where several are served ----------------
 

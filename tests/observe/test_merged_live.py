@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from reflex_runtime.telemetry.live import (
+from reflex_runtime.observe.live import (
     APART,
     BATCHES,
     CLIENTS,

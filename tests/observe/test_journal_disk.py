@@ -19,12 +19,12 @@ import PIL.Image
 import pytest
 
 from reflex_runtime.core.events import RequestAnswered
+from reflex_runtime.observe import journal_writer as module
+from reflex_runtime.observe.files import turn_all
+from reflex_runtime.observe.journal import JournalError, RequestLine
+from reflex_runtime.observe.journal_reader import read_journal
 from reflex_runtime.policies.policy.observation import decode_image
 from reflex_runtime.policies.records.report import report
-from reflex_runtime.telemetry import journal_writer as module
-from reflex_runtime.telemetry.files import turn_all
-from reflex_runtime.telemetry.journal import JournalError, RequestLine
-from reflex_runtime.telemetry.journal_reader import read_journal
 from serving.pair import until
 
 from .test_journal_recording import Run, asked, record, recorder
@@ -187,7 +187,7 @@ FULL = """
     import resource, signal, sys
     from pathlib import Path
     sys.path.insert(0, {tests!r})
-    from telemetry.test_journal_recording import Run, asked, recorder
+    from observe.test_journal_recording import Run, asked, recorder
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     made = recorder(Path({directory!r}), gzip={gzip})
     run = Run(made)
@@ -260,7 +260,7 @@ ENDLESS = """
     import sys, time
     from pathlib import Path
     sys.path.insert(0, {tests!r})
-    from telemetry.test_journal_recording import Run, asked, recorder
+    from observe.test_journal_recording import Run, asked, recorder
     made = recorder(Path({directory!r}), gzip={gzip}, capacity=1_000_000)
     run = Run(made)
     i = 0

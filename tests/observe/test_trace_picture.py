@@ -10,10 +10,10 @@ from xml.etree import ElementTree
 import pytest
 
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.telemetry.colours import PALETTE, Colours, plain
-from reflex_runtime.telemetry.journal import BatchLine, Footer, GroupInfo, Header, Member
-from reflex_runtime.telemetry.journal_reader import Journal
-from reflex_runtime.telemetry.picture import BARS, NAMED, write_pictures
+from reflex_runtime.observe.colours import PALETTE, Colours, plain
+from reflex_runtime.observe.journal import BatchLine, Footer, GroupInfo, Header, Member
+from reflex_runtime.observe.journal_reader import Journal
+from reflex_runtime.observe.picture import BARS, NAMED, write_pictures
 
 LLM = {"llm": GroupInfo("tokens", 8, 256)}
 PROD = {"prod": GroupInfo("seconds", 0.1, 256)}

@@ -24,7 +24,7 @@ from reflex_runtime.core.events import (
     RequestSettled,
 )
 from reflex_runtime.core.request import Request, Ticket
-from reflex_runtime.telemetry.trace_context import Attribute, Span, SpanContext, parent_in
+from reflex_runtime.observe.trace_context import Attribute, Span, SpanContext, parent_in
 
 CLOSE_S: Final = 2.0  # seconds that a drain waits for the collector at most
 LINKS: Final = 128  # of a batch to its requests: the default limit of the OpenTelemetry SDK
@@ -252,7 +252,7 @@ def spans_of(endpoint: str, sample: float, registry: CollectorRegistry, kind: ty
     if not endpoint:
         return None
     check_otel(endpoint)
-    from reflex_runtime.telemetry.span_export import SpanExport
+    from reflex_runtime.observe.span_export import SpanExport
 
     export = SpanExport(endpoint, registry)
     return kind(export.put, sample, export.close)

@@ -26,13 +26,13 @@ from opentelemetry.trace import SpanContext as SdkContext
 from opentelemetry.trace import SpanKind, Status, StatusCode, TraceFlags, TraceState
 from prometheus_client import CollectorRegistry
 
+from reflex_runtime.observe.series import CounterChild, SeriesSet
+from reflex_runtime.observe.series_table import SPANS
+from reflex_runtime.observe.trace_context import Span, SpanContext
 from reflex_runtime.pacing import Throttle
-from reflex_runtime.telemetry.series import CounterChild, SeriesSet
-from reflex_runtime.telemetry.series_table import SPANS
-from reflex_runtime.telemetry.trace_context import Span, SpanContext
 from reflex_runtime.version import __version__
 
-log = logging.getLogger("reflex.telemetry")
+log = logging.getLogger("reflex.observe")
 
 CAPACITY: Final = 8192  # spans that wait to be sent
 CHUNK: Final = 512  # spans sent at once: the default of the SDK

@@ -11,8 +11,8 @@ import pytest
 
 from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.feeds.sinks import JsonLines
-from reflex_runtime.telemetry import files
-from reflex_runtime.telemetry.journal_writer import JournalWriter
+from reflex_runtime.observe import files
+from reflex_runtime.observe.journal_writer import JournalWriter
 
 
 def mode(path: Path) -> int:

@@ -9,7 +9,7 @@ from reflex_runtime.core.batch import Done
 from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.core.request import Request
 from reflex_runtime.core.scheduler import Scheduler
-from reflex_runtime.telemetry.live import OnDemandLive
+from reflex_runtime.observe.live import OnDemandLive
 
 
 def test_x7_two_that_ask_see_every_batch_each() -> None:

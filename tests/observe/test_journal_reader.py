@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from reflex_runtime.telemetry.journal import JournalError
-from reflex_runtime.telemetry.journal_reader import JournalReader, read_journal
+from reflex_runtime.observe.journal import JournalError
+from reflex_runtime.observe.journal_reader import JournalReader, read_journal
 
 from .test_journal_recording import asked, record
 

@@ -126,7 +126,7 @@ def _lock(file: FileIO, path: Path) -> None:
         return
 
 
-log = logging.getLogger("reflex.telemetry")
+log = logging.getLogger("reflex.observe")
 
 T = TypeVar("T")
 

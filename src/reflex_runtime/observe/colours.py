@@ -7,8 +7,8 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from reflex_runtime.telemetry.journal import BatchLine, Member
-from reflex_runtime.telemetry.journal_reader import Journal
+from reflex_runtime.observe.journal import BatchLine, Member
+from reflex_runtime.observe.journal_reader import Journal
 
 # Paul Tol's "muted" scheme, safe for colour-blind readers; beyond it the colours repeat under a hatching.
 PALETTE = (

@@ -15,9 +15,9 @@ from reflex_runtime.cli.logs import JsonLog
 from reflex_runtime.core.batch import Batch, Cause
 from reflex_runtime.core.events import BatchFinished, RequestSettled
 from reflex_runtime.core.request import Request, Ticket
-from reflex_runtime.telemetry.span_export import SpanExport
-from reflex_runtime.telemetry.spans import RequestSpan, Spans, batch_span, request_span
-from reflex_runtime.telemetry.trace_context import Span, SpanContext, parent_of, within
+from reflex_runtime.observe.span_export import SpanExport
+from reflex_runtime.observe.spans import RequestSpan, Spans, batch_span, request_span
+from reflex_runtime.observe.trace_context import Span, SpanContext, parent_of, within
 from serving.collector import Collector
 
 TRACE, SPAN = 0x4BF92F3577B34DA6A3CE929D0E0E4736, 0x00F067AA0BA902B7

@@ -24,11 +24,11 @@ from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.core.request import Request, Ticket
 from reflex_runtime.core.scheduler import Scheduler
 from reflex_runtime.core.time_cost import TimeCost
+from reflex_runtime.observe import journal_writer
+from reflex_runtime.observe.journal_reader import read_journal
+from reflex_runtime.observe.journal_writer import JournalWriter
 from reflex_runtime.run.batcher import Batcher
 from reflex_runtime.run.processor import FunctionProcessor
-from reflex_runtime.telemetry import journal_writer
-from reflex_runtime.telemetry.journal_reader import read_journal
-from reflex_runtime.telemetry.journal_writer import JournalWriter
 
 TOKENS = GroupConfig(name="llm", flush=FlushPolicy.every_step(8), cost=TokenCost)
 ROBOTS = GroupConfig(name="prod", flush=FlushPolicy.by_cost(0.1, 0.0), cost=TimeCost)

@@ -14,9 +14,9 @@ from PIL import Image
 
 from reflex_runtime.cli import main
 from reflex_runtime.cli.trace_prompts import letters, step_time
+from reflex_runtime.observe import colours
+from reflex_runtime.observe.journal_reader import read_journal
 from reflex_runtime.sim.tokens import StepTime
-from reflex_runtime.telemetry import colours
-from reflex_runtime.telemetry.journal_reader import read_journal
 
 L3 = ("--prompts", "hello world", "goodbye", "--max-num-batched-tokens", "8")
 
@@ -163,8 +163,8 @@ def test_the_picture_marks_preemptions_and_says_who_waited(capsys: pytest.Captur
 def test_what_cannot_be_drawn_one_by_one_still_tells_prefill_from_decode(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("reflex_runtime.telemetry.picture.SEGMENTS", 3)
-    monkeypatch.setattr("reflex_runtime.telemetry.picture.NAMED", 0)
+    monkeypatch.setattr("reflex_runtime.observe.picture.SEGMENTS", 3)
+    monkeypatch.setattr("reflex_runtime.observe.picture.NAMED", 0)
     shown(capsys, *L3, pictures=True)
     svg = Path("trace.svg").read_text()
     assert re.findall(r'id="mean-(\d+-\d+)"', svg) == ["1-4", "2-4", "3-0", "3-4", "4-0", "5-0", "6-0"]

@@ -16,7 +16,7 @@ from reflex_runtime.core.flush import FlushPolicy
 from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.core.request import Request
 from reflex_runtime.core.scheduler import Scheduler
-from reflex_runtime.telemetry.journal_writer import JournalWriter
+from reflex_runtime.observe.journal_writer import JournalWriter
 
 GROUPS = [GroupConfig(name=name, flush=FlushPolicy.by_size(2, 0.0), cost=UnitCost) for name in ("a", "b")]
 
