@@ -31,7 +31,7 @@ def _rounds(scale: float, full: int) -> int:
     return max(3, round(full * scale))
 
 
-def _turns(
+def turns(
     case: str,
     servers: list[Server],
     rounds: int,
@@ -60,7 +60,7 @@ def small(tiny: Path, scale: float) -> list[Row]:
     """CPU of the server process per request, and the tail, when the model costs nothing."""
     case = f"small requests, {CALLERS} callers"
     with running(reflex(tiny), hello(tiny), byhand(tiny), *rivals(tiny)) as servers:
-        found = _turns(case, servers, _rounds(scale, 7))
+        found = turns(case, servers, _rounds(scale, 7))
 
     def cpu(name: str) -> list[float]:
         return [a.cpu / a.requests * 1e6 for a in found[name]]
@@ -163,7 +163,7 @@ def closed_pictures(root: Path, scale: float, callers: Sequence[int] = (8, 32, 1
             for n in callers:
                 case = f"closed loop, {n} callers, {form} of 224 x 224"
                 seconds, warm = (5.0, 2.5) if n > CALLERS else (1.5, 0.9)  # of many callers a batch takes half a second
-                found = _turns(case, servers, _rounds(scale, 5), n, seconds, warm=warm, body=body)
+                found = turns(case, servers, _rounds(scale, 5), n, seconds, warm=warm, body=body)
                 rows += _against_the_best(case, found, n)
     return rows
 
@@ -224,7 +224,7 @@ def _in_time(case: str, servers: list[Server], raw: Raw, scale: float, job: dict
     for i in range(_rounds(scale, 5)):
         batch = raw.mean(CALLERS, 0.5)
         asked = job | {"rate": 0.9 * CALLERS / batch, "seed": i}
-        found = _turns(f"{case}, part {i + 1}", servers[:: -1 if i % 2 else 1], 1, CALLERS, 3.0, True, **asked)
+        found = turns(f"{case}, part {i + 1}", servers[:: -1 if i % 2 else 1], 1, CALLERS, 3.0, True, **asked)
         for name, (answered,) in found.items():
             in_time = sum(latency <= 3.0 * batch for latency in answered.latencies)
             share[name].append(in_time / (answered.requests + answered.failed))
