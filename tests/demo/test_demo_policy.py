@@ -17,6 +17,7 @@ from demo.tasks import INSTRUCTIONS
 from policies.records.fleet import png
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.demo import POLICY, SCRIBE, policy_source, write_policy
+from reflex_runtime.feeds.shapes import DETECTOR
 from reflex_runtime.policies.export.directory import Export
 from reflex_runtime.policies.load import load_policy
 from serving.harness import Server
@@ -43,7 +44,7 @@ def test_an_export_is_complete_and_all_bundled_models_are_small() -> None:
     for directory in VERSIONS.values():
         names = {"vlm_prefix.onnx", "expert_denoise.onnx", "reflex_config.json", "embodiment.json"}
         assert {file.name for file in directory.iterdir()} == names
-    files = [file for directory in (POLICY, SCRIBE) for file in directory.iterdir() if file.is_file()]
+    files = [DETECTOR, *(file for directory in (POLICY, SCRIBE) for file in directory.iterdir() if file.is_file())]
     assert sum(file.stat().st_size for file in files) < 4.2e6
 
 

@@ -11,6 +11,8 @@ import onnx
 import torch
 from model import BOXES, HEIGHT, LABELS, WIDTH, Detector, Grid
 
+from small_weights import shorten, shrink
+
 OPSET = 17
 OUTPUTS = {"boxes": [BOXES, 4], "scores": [BOXES], "labels": [BOXES]}
 
@@ -38,6 +40,8 @@ def write_onnx(detector: Detector, path: Path) -> None:
     for node in model.graph.node:  # where in the training code it comes from interests nobody here
         node.doc_string = ""
         del node.metadata_props[:]
+    shrink(model, 127)
+    shorten(model)
     onnx.checker.check_model(model, full_check=True)
     onnx.save(model, path)
     print(f"{path}: {path.stat().st_size / 1e3:.0f} kB, {len(model.graph.node)} nodes")
