@@ -18,8 +18,8 @@ from bench.report import Row, row, say
 from reflex_runtime.core.batch import Batch, Cause
 from reflex_runtime.core.request import Request, Ticket
 from reflex_runtime.ipc.sampling import SamplingParams
-from reflex_runtime.llm.blocks import BlockPool
-from reflex_runtime.llm.sequence import Sequence
+from reflex_runtime.llm.engine.blocks import BlockPool
+from reflex_runtime.llm.engine.sequence import Sequence
 
 BLOCK = 64  # tokens
 SIZES = (0.1, 0.2, 0.4, 0.8)  # of the working set

@@ -29,9 +29,9 @@ from reflex_runtime.core.events import BatchScheduled, Event, RequestProgressed,
 from reflex_runtime.core.request import Priority
 from reflex_runtime.core.statistics import percentile
 from reflex_runtime.llm import LLMEngine, SamplingParams
+from reflex_runtime.llm.engine.toy import ByteTokenizer
 from reflex_runtime.llm.runners.checkpoint import Checkpoint
 from reflex_runtime.llm.runners.openvino_runner import OpenVinoRunner, check_bfloat16
-from reflex_runtime.llm.toy import ByteTokenizer
 from reflex_runtime.run.process import COLLECTIONS
 
 PRECISIONS = {"bfloat16": "bf16", "float32": "f32"}

@@ -21,10 +21,10 @@ from bench.llm import VOCAB, Words, write_model
 from bench.report import Row, row, say
 from reflex_runtime.demo import SCRIBE
 from reflex_runtime.ipc.sampling import SamplingParams
-from reflex_runtime.llm.engine import LLMEngine
-from reflex_runtime.llm.load import load
+from reflex_runtime.llm.engine.llm_engine import LLMEngine
+from reflex_runtime.llm.engine.load import load
+from reflex_runtime.llm.engine.virtual import Kept
 from reflex_runtime.llm.runners.runner import Runner, Step
-from reflex_runtime.llm.virtual import Kept
 
 PROMPT = 128
 TOKENS = {1: 192, 8: 128, 32: 96}

@@ -16,7 +16,7 @@ from bench.capacity import HIGHEST, IN_TIME, LOWEST, STEPS, Halving
 from bench.conversations import TRACES, chats, trace
 from bench.load import masked
 from bench.report import row, table
-from reflex_runtime.llm.blocks import BlockPool
+from reflex_runtime.llm.engine.blocks import BlockPool
 
 ROOT = Path(__file__).parents[1]
 pytestmark = pytest.mark.long

@@ -5,7 +5,7 @@ import sys
 from reflex_runtime import Priority
 from reflex_runtime.demo import SCRIBE
 from reflex_runtime.llm import LLMEngine, SamplingParams
-from reflex_runtime.llm.tokenizer import Conversation
+from reflex_runtime.llm.engine.tokenizer import Conversation
 
 
 def main() -> None:

@@ -34,7 +34,7 @@ TOP = {"demo", "bench", "cli", "__main__", "__init__"}  # may import everything;
 # that have no place of their own.
 ORDER: Final = {
     "policies": "policy models export lerobot . __init__ rollout serving wires serving/app records doctor",
-    "llm": "runners . serving/requests serving/answers serving/openapi serving workers __init__",
+    "llm": "runners engine . serving/requests serving/answers serving/openapi serving workers __init__",
     "feeds": "detectors . stages outputs __init__",
     "web": ". dashboard",
 }

@@ -15,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from reflex_runtime.ipc.worker import serve
+from reflex_runtime.llm.engine.toy import ByteTokenizer, ToyRunner
 from reflex_runtime.llm.runners.runner import Step
-from reflex_runtime.llm.toy import ByteTokenizer, ToyRunner
 from reflex_runtime.llm.workers.worker_engine import loading
 from reflex_runtime.run.process import COLLECTIONS, loop_factory
 from reflex_runtime.settings import LLMServeConfig

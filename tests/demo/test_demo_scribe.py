@@ -12,8 +12,8 @@ import pytest
 from reflex_runtime.cli.serving import names_model
 from reflex_runtime.demo import SCRIBE, model_directory
 from reflex_runtime.llm import LLMEngine, SamplingParams
+from reflex_runtime.llm.engine.tokenizer import Conversation, HFTokenizer
 from reflex_runtime.llm.runners.torch_runner import TorchRunner
-from reflex_runtime.llm.tokenizer import Conversation, HFTokenizer
 
 LIMIT = 3_500_000  # bytes of the whole directory
 STORY = [{"role": "user", "content": "Tell me a story about a robot called Ada who lost a red key."}]

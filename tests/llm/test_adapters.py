@@ -17,13 +17,13 @@ from llm.steps import Lane, step
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.core.events import BatchScheduled, RequestPreempted
 from reflex_runtime.llm import LLMEngine, SamplingParams
-from reflex_runtime.llm.load import check, describe
+from reflex_runtime.llm.engine.load import check, describe
+from reflex_runtime.llm.engine.toy import ByteTokenizer, ToyRunner
 from reflex_runtime.llm.runners import adapters
 from reflex_runtime.llm.runners.adapters import MOST_ADAPTERS, MOST_NUMBER, AdapterStack, LoraAdapter
 from reflex_runtime.llm.runners.checkpoint import Checkpoint
 from reflex_runtime.llm.runners.openvino_runner import OpenVinoRunner
 from reflex_runtime.llm.runners.torch_runner import TorchRunner
-from reflex_runtime.llm.toy import ByteTokenizer, ToyRunner
 
 COUNT = 10  # tokens to write
 RUNNERS: dict[str, Any] = {"openvino": OpenVinoRunner, "torch": TorchRunner}

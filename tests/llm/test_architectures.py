@@ -26,13 +26,13 @@ from reflex_runtime.cli.serving import names_model
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.core.events import RequestPreempted
 from reflex_runtime.ipc.sampling import SamplingParams
-from reflex_runtime.llm.engine import LLMEngine
-from reflex_runtime.llm.load import check, describe
+from reflex_runtime.llm.engine.llm_engine import LLMEngine
+from reflex_runtime.llm.engine.load import check, describe
+from reflex_runtime.llm.engine.toy import ByteTokenizer
 from reflex_runtime.llm.runners.any_checkpoint import AnyModelConfig
 from reflex_runtime.llm.runners.openvino_runner import OpenVinoRunner
 from reflex_runtime.llm.runners.runner import Runner
 from reflex_runtime.llm.runners.torch_runner import TorchRunner
-from reflex_runtime.llm.toy import ByteTokenizer
 
 SERVED = [kind for kind in ANY if kind != "Mamba"]
 CONVERTED = ["Gemma3", "Phi3", "Mixtral", "GPT2"]

@@ -11,9 +11,9 @@ from reflex_runtime.core.batch import Batch, Cause
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.core.request import Request, Ticket
 from reflex_runtime.ipc.sampling import SamplingParams
-from reflex_runtime.llm.blocks import BlockPool
-from reflex_runtime.llm.sequence import Sequence
-from reflex_runtime.llm.toy import ByteTokenizer
+from reflex_runtime.llm.engine.blocks import BlockPool
+from reflex_runtime.llm.engine.sequence import Sequence
+from reflex_runtime.llm.engine.toy import ByteTokenizer
 
 
 def ticket(tokens: list[int] | str, max_tokens: int = 8) -> Ticket:

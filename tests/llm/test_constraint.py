@@ -14,13 +14,14 @@ import pytest
 from reflex_runtime.core.errors import ConfigError, ProcessorError
 from reflex_runtime.demo import model_directory
 from reflex_runtime.ipc.sampling import Constraint
-from reflex_runtime.llm import LLMEngine, SamplingParams, constraint, form_check
-from reflex_runtime.llm.constraint import Constraints, Matcher, check_constraint
-from reflex_runtime.llm.sampler import sample
-from reflex_runtime.llm.sequence import Choice, Sequence
-from reflex_runtime.llm.shaping import Shaping
-from reflex_runtime.llm.tokenizer import HFTokenizer
-from reflex_runtime.llm.toy import ByteTokenizer
+from reflex_runtime.llm import LLMEngine, SamplingParams
+from reflex_runtime.llm.engine import constraint, form_check
+from reflex_runtime.llm.engine.constraint import Constraints, Matcher, check_constraint
+from reflex_runtime.llm.engine.logits_processors import Shaping
+from reflex_runtime.llm.engine.sampler import sample
+from reflex_runtime.llm.engine.sequence import Choice, Sequence
+from reflex_runtime.llm.engine.tokenizer import HFTokenizer
+from reflex_runtime.llm.engine.toy import ByteTokenizer
 
 YES = Constraint("choice", json.dumps(["yes", "no"]))
 

@@ -21,12 +21,12 @@ from reflex_runtime.core.errors import (
 from reflex_runtime.core.events import BatchScheduled, Event, RequestPreempted, RequestRejected, RequestSettled
 from reflex_runtime.core.request import Priority
 from reflex_runtime.llm import EngineConfig, LLMEngine, RequestOutput, SamplingParams, trace_batches
-from reflex_runtime.llm.lanes import flatten
+from reflex_runtime.llm.engine.input_batch import flatten
+from reflex_runtime.llm.engine.sequence import Sequence
+from reflex_runtime.llm.engine.series import invariants
+from reflex_runtime.llm.engine.toy import ByteTokenizer, ToyRunner
+from reflex_runtime.llm.engine.virtual import Engines
 from reflex_runtime.llm.runners.runner import Step
-from reflex_runtime.llm.sequence import Sequence
-from reflex_runtime.llm.series import invariants
-from reflex_runtime.llm.toy import ByteTokenizer, ToyRunner
-from reflex_runtime.llm.virtual import Engines
 
 GREEDY = SamplingParams.greedy(4, ignore_eos=True)
 A, B = "hello world", "goodbye"

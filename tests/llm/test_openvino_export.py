@@ -18,7 +18,7 @@ from llm.gpt2 import POSITIONS, exported
 from llm.models import Oracle, random_model
 from llm.steps import Lane, greedy, shuffled
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.llm.load import check, choose, describe
+from reflex_runtime.llm.engine.load import check, choose, describe
 from reflex_runtime.llm.runners.checkpoint import Checkpoint
 from reflex_runtime.llm.runners.openvino_export import OpenVinoExport, is_export, unpaged
 from reflex_runtime.llm.runners.openvino_graph import build
@@ -204,5 +204,5 @@ def test_options_that_need_a_checkpoint_are_refused_by_name(
 ) -> None:
     with pytest.raises(ConfigError, match=f"{field}='{value}'.*an export to OpenVINO"):
         check(describe(gpt2[0]), **{field: value})
-    monkeypatch.setattr("reflex_runtime.llm.load._sees_cuda", lambda: True)
+    monkeypatch.setattr("reflex_runtime.llm.engine.load._sees_cuda", lambda: True)
     assert choose("auto", "auto", "auto", export=True) == ("cpu", "openvino")

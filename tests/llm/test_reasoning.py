@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from reflex_runtime.llm.reasoning import ThoughtParser, in_thought
-from reflex_runtime.llm.toy import ByteTokenizer
+from reflex_runtime.llm.engine.reasoning import ThoughtParser, in_thought
+from reflex_runtime.llm.engine.toy import ByteTokenizer
 
 
 def read(text: str, begun: bool, size: int) -> tuple[str, str]:

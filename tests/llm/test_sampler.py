@@ -9,8 +9,8 @@ import pytest
 
 from reflex_runtime.core.errors import ProcessorError
 from reflex_runtime.ipc.sampling import SamplingParams
-from reflex_runtime.llm.sampler import explain, likeliest, sample, uniform
-from reflex_runtime.llm.sequence import Choice, Sequence
+from reflex_runtime.llm.engine.sampler import explain, likeliest, sample, uniform
+from reflex_runtime.llm.engine.sequence import Choice, Sequence
 
 VOCAB = 300
 

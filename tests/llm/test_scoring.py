@@ -12,12 +12,12 @@ from llm.models import Oracle, random_checkpoint, random_model
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.core.events import Event, RequestPreempted
 from reflex_runtime.ipc.sampling import SamplingParams
-from reflex_runtime.llm import processor as module
-from reflex_runtime.llm.engine import LLMEngine
+from reflex_runtime.llm.engine import processor as module
+from reflex_runtime.llm.engine.llm_engine import LLMEngine
+from reflex_runtime.llm.engine.toy import ByteTokenizer, ToyRunner
 from reflex_runtime.llm.runners.openvino_runner import OpenVinoRunner
 from reflex_runtime.llm.runners.runner import Step
 from reflex_runtime.llm.runners.torch_runner import TorchRunner
-from reflex_runtime.llm.toy import ByteTokenizer, ToyRunner
 
 TOKENS = [int(token) for token in np.random.default_rng(5).integers(3, 256, 60)]
 PARAMS = SamplingParams.greedy(20, ignore_eos=True)

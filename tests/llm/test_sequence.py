@@ -8,8 +8,8 @@ import pytest
 
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.ipc.sampling import SamplingParams
-from reflex_runtime.llm.sequence import Choice, Sequence
-from reflex_runtime.llm.toy import ByteTokenizer
+from reflex_runtime.llm.engine.sequence import Choice, Sequence
+from reflex_runtime.llm.engine.toy import ByteTokenizer
 
 
 def sequence(prompt: str = "p", eos: frozenset[int] = frozenset(), **params: Any) -> Sequence:

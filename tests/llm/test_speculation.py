@@ -20,15 +20,15 @@ from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.core.events import BatchScheduled, Event, RequestPreempted, RequestProgressed, RequestSettled
 from reflex_runtime.core.token_budget import ExtraUnits
 from reflex_runtime.ipc.sampling import Constraint, SamplingParams
-from reflex_runtime.llm.engine import LLMEngine
+from reflex_runtime.llm.engine.generation_options import GenerationOptions
+from reflex_runtime.llm.engine.llm_engine import LLMEngine
+from reflex_runtime.llm.engine.sequence import RequestOutput
+from reflex_runtime.llm.engine.series import invariants
+from reflex_runtime.llm.engine.toy import ByteTokenizer, ToyRunner
+from reflex_runtime.llm.engine.virtual import Kept
 from reflex_runtime.llm.runners.openvino_runner import OpenVinoRunner
 from reflex_runtime.llm.runners.runner import Runner, Step
 from reflex_runtime.llm.runners.torch_runner import TorchRunner
-from reflex_runtime.llm.sequence import RequestOutput
-from reflex_runtime.llm.series import invariants
-from reflex_runtime.llm.terms import Terms
-from reflex_runtime.llm.toy import ByteTokenizer, ToyRunner
-from reflex_runtime.llm.virtual import Kept
 from reflex_runtime.observe.journal_reader import read_journal
 from reflex_runtime.observe.journal_writer import JournalWriter
 from reflex_runtime.observe.steps import courses, unused
@@ -50,7 +50,7 @@ def forced(monkeypatch: pytest.MonkeyPatch) -> None:
         return counts
 
     monkeypatch.setattr(ExtraUnits, "choose", choose)
-    monkeypatch.setattr("reflex_runtime.llm.lookup.LEAST", 0.0)
+    monkeypatch.setattr("reflex_runtime.llm.engine.ngram_proposer.LEAST", 0.0)
 
 
 @pytest.fixture(scope="module", params=["toy", "openvino", "torch"])
@@ -261,7 +261,7 @@ def test_l8_a_given_draft_changes_nothing_and_saves_steps() -> None:
     right = list(plain_output.token_ids)
     for draft, least in ((right, 35), ([*right[:20], 5, *right[21:]], 18), ([7] * 40, 0), (right[:3], 2), ([], 0)):
         engine = LLMEngine(ToyRunner(200, 4), ByteTokenizer(), max_gap_ms=0)
-        request = engine.processor.request("one two", params, Terms(draft=draft))
+        request = engine.processor.request("one two", params, GenerationOptions(draft=draft))
         engine._submit(request, "one two")
         while engine.unfinished:
             engine.step()
@@ -269,7 +269,7 @@ def test_l8_a_given_draft_changes_nothing_and_saves_steps() -> None:
         assert engine.processor.accepted >= least
     for wrong in ([256], [-1], [1] * 9000):
         with pytest.raises(ConfigError, match="draft_token_ids: "):
-            engine.processor.request("one two", params, Terms(draft=wrong))
+            engine.processor.request("one two", params, GenerationOptions(draft=wrong))
 
 
 def test_l10_a_trace_tells_guesses_from_prompts_and_adds_up(
@@ -312,7 +312,7 @@ def test_l8_nothing_is_guessed_beyond_the_last_token() -> None:
 
 
 def test_l8_the_logits_of_guesses_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("reflex_runtime.llm.processor.GUESSED_BYTES", 5 * 4 * ToyRunner.vocab_size)
+    monkeypatch.setattr("reflex_runtime.llm.engine.processor.GUESSED_BYTES", 5 * 4 * ToyRunner.vocab_size)
     params = SamplingParams.greedy(40, ignore_eos=True)
     without, _, _ = outputs(Looping(200, 4), "off", TEXTS, params)
     found, _, seen = outputs(Looping(200, 4), "ngram", TEXTS, params)

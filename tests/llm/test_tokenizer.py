@@ -13,7 +13,7 @@ from tokenizers import Tokenizer as Core
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 from reflex_runtime.core.errors import ConfigError, TooLarge
-from reflex_runtime.llm.tokenizer import Conversation, HFTokenizer
+from reflex_runtime.llm.engine.tokenizer import Conversation, HFTokenizer
 
 CORPUS = ["the quick brown fox jumps over the lazy dog", "der schnelle braune Fuchs springt über den faulen Hund"] * 20
 TEMPLATE = """{{ bos_token }}
@@ -241,8 +241,8 @@ def test_a_prompt_that_is_too_long_is_told_before_all_of_it_is_tokenised(
         tokenizer.chat(Conversation([{"role": "user", "content": long}]), most=100)
     most = len(encode(long, True))
     assert len(tokenizer.encode(long, most)) == most  # what fits to the last token is not refused
-    monkeypatch.setattr("reflex_runtime.llm.tokenizer._LIKELY", 1)
-    monkeypatch.setattr("reflex_runtime.llm.tokenizer._PIECE", 10)
+    monkeypatch.setattr("reflex_runtime.llm.engine.tokenizer._LIKELY", 1)
+    monkeypatch.setattr("reflex_runtime.llm.engine.tokenizer._PIECE", 10)
     text = "the quick brown fox " * 40
     most = len(encode(text, True))
     assert len(text) > most

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.llm.engine.tokenizer import Conversation
+from reflex_runtime.llm.engine.toy import ByteTokenizer, ToyRunner
 from reflex_runtime.llm.runners.runner import Step
-from reflex_runtime.llm.tokenizer import Conversation
-from reflex_runtime.llm.toy import ByteTokenizer, ToyRunner
 
 
 def step(tokens: bytes, past: int, blocks: list[int]) -> Step:

@@ -261,7 +261,7 @@ def test_out_is_where_it_is_written(capsys: pytest.CaptureFixture[str]) -> None:
 def test_model_is_what_says_it(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Loaded as `reflex serve` loads it; blocks are asked for only where the caller did; times are measured."""
     from reflex_runtime.demo import SCRIBE
-    from reflex_runtime.llm.toy import ByteTokenizer, ToyRunner
+    from reflex_runtime.llm.engine.toy import ByteTokenizer, ToyRunner
 
     asked: list[tuple[Any, ...]] = []
 
@@ -269,7 +269,7 @@ def test_model_is_what_says_it(capsys: pytest.CaptureFixture[str], monkeypatch: 
         asked.append((directory, options))
         return ToyRunner(num_blocks=99), ByteTokenizer()
 
-    monkeypatch.setattr("reflex_runtime.llm.load.load", load)
+    monkeypatch.setattr("reflex_runtime.llm.engine.load.load", load)
     text = "\n".join(shown(capsys, *L3, "--model", "."))
     shown(capsys, *L3, "--model", ".", "--num-blocks", "7", "--step-ms", "3")
     shown(capsys, *L3, "--model", "scribe")

@@ -224,7 +224,7 @@ def test_h6_it_answers_many_times_while_a_batch_runs(tmp_path: Path) -> None:
 STUCK = """
 import sys, threading
 from reflex_runtime.settings import LLMServeConfig
-from reflex_runtime.llm.toy import ByteTokenizer, ToyRunner
+from reflex_runtime.llm.engine.toy import ByteTokenizer, ToyRunner
 from reflex_runtime.llm.serving.local_model import opened
 from reflex_runtime.web.listen import bind
 from reflex_runtime.llm.serving.model_host import ModelPlan

@@ -243,7 +243,7 @@ def test_the_supervisor_imports_little(tiny: Path) -> None:
 SMALL = ("--kv-cache-gb", "0.05")
 ASKED = {"model": "scribe", "prompt": "Once there was", "max_tokens": 2000, "ignore_eos": True, "stream": True}
 BEFORE_IT_ACCEPTS = """
-from reflex_runtime.llm.tokenizer import HFTokenizer
+from reflex_runtime.llm.engine.tokenizer import HFTokenizer
 inner = HFTokenizer.load
 def load(path):
     {wait}

@@ -110,10 +110,10 @@ def _adapters(given: tuple[str, ...]) -> Iterator[str]:
 
 def plan_of(config: LLMServeConfig, directory: Path) -> ModelPlan:
     """What is served. ConfigError for what can be found before the model is loaded."""
-    from reflex_runtime.llm.load import describe
-    from reflex_runtime.llm.sampling_defaults import sampling_defaults
+    from reflex_runtime.llm.engine.generation_options import sampling_defaults
+    from reflex_runtime.llm.engine.load import describe
+    from reflex_runtime.llm.engine.tokenizer import HFTokenizer
     from reflex_runtime.llm.serving.model_host import ModelPlan
-    from reflex_runtime.llm.tokenizer import HFTokenizer
     from reflex_runtime.observe.spans import check_otel
 
     for path in _traces(config):
@@ -152,7 +152,7 @@ def _serve(
 def _in_workers(plan: ModelPlan, batcher: GenerateBatcherConfig) -> Open:
     """How to open the model in runtime processes."""
     from reflex_runtime.ipc.spawn import spawned
-    from reflex_runtime.llm.tokenizer import HFTokenizer
+    from reflex_runtime.llm.engine.tokenizer import HFTokenizer
     from reflex_runtime.llm.workers.line import WorkersConfig
     from reflex_runtime.llm.workers.workers import opened
 

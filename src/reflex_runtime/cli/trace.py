@@ -26,7 +26,7 @@ from reflex_runtime.observe.steps import UNITS, Units, is_tokens
 from reflex_runtime.settings.declare import add_options, flag, one_line, one_of, whole
 
 if TYPE_CHECKING:
-    from reflex_runtime.llm.sequence import RequestOutput
+    from reflex_runtime.llm.engine.sequence import RequestOutput
 
 NOT_DRAWN = "no picture, which needs matplotlib: in a clone, pip install '.[plots]'"
 NOT_KEPT = "nothing was written; --out PREFIX keeps the trace and draws it"

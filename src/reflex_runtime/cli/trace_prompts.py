@@ -16,8 +16,8 @@ from reflex_runtime.settings.declare import did_you_mean, one_line, option, vali
 from reflex_runtime.settings.read import load
 
 if TYPE_CHECKING:
-    from reflex_runtime.llm.sequence import RequestOutput
-    from reflex_runtime.llm.virtual import Engines
+    from reflex_runtime.llm.engine.sequence import RequestOutput
+    from reflex_runtime.llm.engine.virtual import Engines
     from reflex_runtime.sim.tokens import Prompt, StepTime
 
 STEP_MS = "2+0.05"
@@ -73,7 +73,7 @@ class Setup(NamedTuple):
 
 def setup_of(args: argparse.Namespace) -> Setup:
     """Read the flags and load what runs. Raises ConfigError naming flag, value and range."""
-    from reflex_runtime.llm.virtual import Engines
+    from reflex_runtime.llm.engine.virtual import Engines
 
     config = load(PromptsConfig, "trace", None, {}, vars(args))
     prompts = _prompts(args.prompts, config)
@@ -94,11 +94,11 @@ def setup_of(args: argparse.Namespace) -> Setup:
 def _load(model: str, **cache: Any) -> tuple[Any, Any]:
     """Runner and tokenizer: the toy, or what a directory holds. cache: block_size, num_blocks, where asked for."""
     if not model:
-        from reflex_runtime.llm.toy import ByteTokenizer, ToyRunner
+        from reflex_runtime.llm.engine.toy import ByteTokenizer, ToyRunner
 
         return ToyRunner(max_model_len=1 << 20, **cache), ByteTokenizer()
     from reflex_runtime.demo import model_directory
-    from reflex_runtime.llm.load import load as load_model
+    from reflex_runtime.llm.engine.load import load as load_model
 
     directory = model_directory(model)
     if not Path(directory).is_dir():

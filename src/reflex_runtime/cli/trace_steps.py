@@ -18,7 +18,7 @@ from reflex_runtime.observe.journal_reader import Journal
 from reflex_runtime.observe.steps import Waiter, courses, is_decode, unused, who_waited, why_waiting
 
 if TYPE_CHECKING:
-    from reflex_runtime.llm.sequence import RequestOutput
+    from reflex_runtime.llm.engine.sequence import RequestOutput
 
 WAITERS = 3  # named in a row
 NARROW_STEPS = 90  # with fewer columns than this, what the cache and the clock say is left out

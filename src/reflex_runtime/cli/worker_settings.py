@@ -12,9 +12,9 @@ from reflex_runtime.settings import LLMServeConfig
 from reflex_runtime.settings.declare import flag, one_line
 
 if TYPE_CHECKING:
-    from reflex_runtime.llm.load import Description
+    from reflex_runtime.llm.engine.load import Description
+    from reflex_runtime.llm.engine.tokenizer import Tokenizer
     from reflex_runtime.llm.runners.runner import Runner
-    from reflex_runtime.llm.tokenizer import Tokenizer
 
 GPUS = "CUDA_VISIBLE_DEVICES"
 _OF_THE_FRONT = {
@@ -24,7 +24,7 @@ _OF_THE_FRONT = {
 
 def load_model(directory: Path, config: LLMServeConfig) -> tuple[Runner, Tokenizer]:
     """The runner and the tokenizer by the settings; 0 leaves a number to the runner. Errors name flags."""
-    from reflex_runtime.llm.load import load as load_directory
+    from reflex_runtime.llm.engine.load import load as load_directory
 
     try:
         return load_directory(directory, **_options(config))
@@ -34,7 +34,7 @@ def load_model(directory: Path, config: LLMServeConfig) -> tuple[Runner, Tokeniz
 
 def check_model(config: LLMServeConfig, model: Description) -> None:
     """Check what can be checked without loading the model; errors name flags."""
-    from reflex_runtime.llm.load import check
+    from reflex_runtime.llm.engine.load import check
 
     try:
         check(model, **_options(config), copies=max(1, config.workers))

@@ -1,8 +1,8 @@
 """Runs of prompts on an engine that generates tokens, step by step, measured from its events.
 
     from reflex_runtime.llm import SamplingParams
-    from reflex_runtime.llm.toy import ByteTokenizer, ToyRunner
-    from reflex_runtime.llm.virtual import Engines
+    from reflex_runtime.llm.engine.toy import ByteTokenizer, ToyRunner
+    from reflex_runtime.llm.engine.virtual import Engines
     from reflex_runtime.sim.tokens import Prompt, StepTime, TokenRuns
 
     takes = StepTime(fixed=0.002, per_token=0.00005)

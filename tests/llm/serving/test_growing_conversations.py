@@ -12,9 +12,9 @@ import numpy.typing as npt
 import pytest
 
 from reflex_runtime.demo import SCRIBE
+from reflex_runtime.llm.engine.tokenizer import HFTokenizer
 from reflex_runtime.llm.runners.runner import Step
 from reflex_runtime.llm.serving.model_host import ModelPlan
-from reflex_runtime.llm.tokenizer import HFTokenizer
 from serving.openai_toy import Gate, Toy
 
 Turn = Callable[[Toy, list[Any]], tuple[int, int]]

@@ -13,8 +13,9 @@ import pytest
 
 from late import late
 from reflex_runtime.core.errors import ConfigError, TooLarge
-from reflex_runtime.llm import LLMEngine, SamplingParams, constraint
-from reflex_runtime.llm.toy import ByteTokenizer
+from reflex_runtime.llm import LLMEngine, SamplingParams
+from reflex_runtime.llm.engine import constraint
+from reflex_runtime.llm.engine.toy import ByteTokenizer
 from serving.openai_toy import Model, Speaker, Toy
 
 openai = late("openai")

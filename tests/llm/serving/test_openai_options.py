@@ -123,7 +123,7 @@ def test_h10_trace_writes_every_step(tmp_path: Path) -> None:
 @pytest.fixture
 def model_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A directory that looks like a model's, which checks nothing and loads as the toy."""
-    from reflex_runtime.llm import tokenizer
+    from reflex_runtime.llm.engine import tokenizer
     from reflex_runtime.llm.runners import checkpoint
 
     directory = tmp_path / "my-model"
@@ -191,7 +191,7 @@ def test_h10_drain_timeout_s_is_how_long_the_end_may_take(
 def test_h10_what_is_said_of_the_model_goes_to_its_loader(
     model_dir: Path, served: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from reflex_runtime.llm import load as module
+    from reflex_runtime.llm.engine import load as module
 
     asked: list[tuple[Any, dict[str, Any]]] = []
     monkeypatch.setattr(module, "load", lambda path, **options: asked.append((path, options)))
@@ -230,8 +230,8 @@ def test_h10_options_of_the_model_are_checked_before_the_port_opens_and_named_as
     options: str, says: str, model_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("reflex_runtime.web.listen.bind", None)
-    monkeypatch.setattr("reflex_runtime.llm.load._sees_cuda", lambda: False)
-    monkeypatch.setattr("reflex_runtime.llm.load.free_bytes", lambda *device: 20_000_000_000)
+    monkeypatch.setattr("reflex_runtime.llm.engine.load._sees_cuda", lambda: False)
+    monkeypatch.setattr("reflex_runtime.llm.engine.load.free_bytes", lambda *device: 20_000_000_000)
     monkeypatch.setattr("reflex_runtime.llm.runners.openvino_runner._has_bfloat16", lambda core: True)
     assert says in said(capsys, str(model_dir), *options.split())
 
@@ -240,8 +240,8 @@ def test_h10_a_runner_whose_library_is_missing_and_one_beside_a_gpu_are_refused_
     model_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("reflex_runtime.web.listen.bind", None)
-    monkeypatch.setattr("reflex_runtime.llm.load._sees_cuda", lambda: True)
-    monkeypatch.setattr("reflex_runtime.llm.load.find_spec", lambda name: None)
+    monkeypatch.setattr("reflex_runtime.llm.engine.load._sees_cuda", lambda: True)
+    monkeypatch.setattr("reflex_runtime.llm.engine.load.find_spec", lambda name: None)
     line = said(capsys, str(model_dir), "--runner", "openvino", "--device", "cuda")
     assert "--runner=openvino: runs on the cpu, not on cuda" in line
     line = said(capsys, str(model_dir), "--device", "cpu")
@@ -255,7 +255,7 @@ def test_h10_what_only_loading_shows_is_named_as_a_flag_too(monkeypatch: pytest.
     def load(path: Path, **options: Any) -> None:
         blocks_in(options["kv_cache_bytes"], 9, 3_000_000_000)
 
-    monkeypatch.setattr("reflex_runtime.llm.load.load", load)
+    monkeypatch.setattr("reflex_runtime.llm.engine.load.load", load)
     with pytest.raises(ConfigError, match=r"^--kv-cache-gb=1e-09: must be in \[9e-09, 3\] GB: from one block"):
         load_model(Path(), LLMServeConfig(kv_cache_gb=1e-9))
 
@@ -273,8 +273,8 @@ def test_h10_beside_a_gpu_what_its_runner_cannot_do_is_refused_before_the_port_o
     model_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("reflex_runtime.web.listen.bind", None)
-    monkeypatch.setattr("reflex_runtime.llm.load._sees_cuda", lambda: True)
-    monkeypatch.setattr("reflex_runtime.llm.load.free_bytes", lambda *device: 20_000_000_000)
+    monkeypatch.setattr("reflex_runtime.llm.engine.load._sees_cuda", lambda: True)
+    monkeypatch.setattr("reflex_runtime.llm.engine.load.free_bytes", lambda *device: 20_000_000_000)
     line = said(capsys, str(model_dir), "--quantization", "int8")
     assert "--quantization=int8: only the openvino runner rounds weights" in line
     line = said(capsys, str(model_dir), "--block-size", "8", "--kv-cache-gb", "21")

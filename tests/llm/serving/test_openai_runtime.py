@@ -23,11 +23,11 @@ from reflex_runtime.core.events import Event, RequestQueued, RequestSettled
 from reflex_runtime.core.request import Priority, TicketState
 from reflex_runtime.ipc.messages import GenerateParams
 from reflex_runtime.llm import EngineConfig, LLMEngine, LLMProcessor, SamplingParams
-from reflex_runtime.llm.serving.generation import GenerationRuntime, GenerationStream, merged
+from reflex_runtime.llm.engine.generation import GenerationRuntime, GenerationStream, merged
+from reflex_runtime.llm.engine.generation_options import GenerationOptions
+from reflex_runtime.llm.engine.toy import ByteTokenizer
 from reflex_runtime.llm.serving.local_model import LocalModel
 from reflex_runtime.llm.serving.server import ModelServer
-from reflex_runtime.llm.terms import Terms
-from reflex_runtime.llm.toy import ByteTokenizer
 from reflex_runtime.llm.workers.worker_engine import WorkerEngine
 from reflex_runtime.run.audience import SLICE
 from reflex_runtime.run.stream import Bell
@@ -83,7 +83,8 @@ class Run:
         assert not self.runtime._streams
 
     def submit(self, prompt: str = "robots", max_tokens: int = 5, **more: Any) -> GenerationStream:
-        return self.runtime.submit(self.processor.request(prompt, SamplingParams.greedy(max_tokens), Terms(**more)))
+        params, options = SamplingParams.greedy(max_tokens), GenerationOptions(**more)
+        return self.runtime.submit(self.processor.request(prompt, params, options))
 
 
 def engine_says(prompt: str, max_tokens: int) -> tuple[int, ...]:
@@ -243,9 +244,10 @@ def test_l9_alike_requests_wait_for_the_first_ones_prompt_and_enter_all_or_none(
 def test_l9_those_that_follow_wait_until_the_first_knows_what_is_said_of_the_prompt(scored: int | None) -> None:
     async def main() -> None:
         async with Run() as it:
-            terms = [Terms(prompt_logprobs=scored), Terms()]  # of a prompt that is not worth caching
+            # of a prompt that is not worth caching
+            options = [GenerationOptions(prompt_logprobs=scored), GenerationOptions()]
             first, second = it.runtime.submit_alike(
-                [it.processor.request("short", SamplingParams.greedy(2), each) for each in terms]
+                [it.processor.request("short", SamplingParams.greedy(2), each) for each in options]
             )
             assert second.held is (scored is not None)
             assert len([o async for o in second]) == 2
@@ -325,7 +327,7 @@ def test_l9_a_choice_waits_for_the_first_also_where_a_step_begins_while_they_are
                 return queued[-1]
 
             it.runtime.batcher.submit = then_step  # type: ignore[method-assign]
-            asked = [it.processor.request(prompt, greedy, Terms(prompt_logprobs=of)) for of in (0, None)]
+            asked = [it.processor.request(prompt, greedy, GenerationOptions(prompt_logprobs=of)) for of in (0, None)]
             first, second = it.runtime.submit_alike(asked)
             it.runner.step()
             assert (second.completion_tokens, second.held) == (0, True)
@@ -468,7 +470,8 @@ def test_l9_after_any_history_every_stream_has_ended_once_and_all_blocks_are_hom
                     params = SamplingParams(draw.randrange(1, 40), seed=draw.randrange(9))
                     priority = draw.choice(list(Priority))
                     client = draw.choice("xyz")
-                    ask = partial(it.processor.request, prompt, params, Terms(priority=priority, client=client))
+                    options = GenerationOptions(priority=priority, client=client)
+                    ask = partial(it.processor.request, prompt, params, options)
                     requests = [ask() for _ in range(n)]
                     with contextlib.suppress(QueueFull):
                         live += it.runtime.submit_alike(requests)

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from reflex_runtime.llm.serving.requests.texts import LONG_TEXT, VERY_LONG, Texts
-from reflex_runtime.llm.toy import ByteTokenizer
+from reflex_runtime.llm.engine.tokenizer import LONG_TEXT, VERY_LONG, Texts
+from reflex_runtime.llm.engine.toy import ByteTokenizer
 
 
 class Told(ByteTokenizer):

@@ -29,10 +29,10 @@ from reflex_runtime.ipc.generate_config import GenerateBatcherConfig
 from reflex_runtime.ipc.messages import BATCH_GENERATE
 from reflex_runtime.ipc.sampling import SamplingParams
 from reflex_runtime.ipc.spawn import spawned
+from reflex_runtime.llm.engine.generation_options import GenerationOptions
+from reflex_runtime.llm.engine.toy import ByteTokenizer
 from reflex_runtime.llm.labelled_series import labelled
 from reflex_runtime.llm.serving.model_host import ModelPlan, Open
-from reflex_runtime.llm.terms import Terms
-from reflex_runtime.llm.toy import ByteTokenizer
 from reflex_runtime.llm.workers import worker_engine
 from reflex_runtime.llm.workers.line import WorkersConfig
 from reflex_runtime.llm.workers.workers import Workers, opened
@@ -193,7 +193,7 @@ def test_g7_who_leaves_in_the_turn_he_came_is_never_told_of() -> None:
 
         def comes_and_goes() -> None:
             generator = workers.generator
-            request = generator.request([1, 2, 3], SamplingParams(max_tokens=9), Terms("brief"))
+            request = generator.request([1, 2, 3], SamplingParams(max_tokens=9), GenerationOptions("brief"))
             (stream,) = generator.submit_alike([request], asyncio.Event())
             stream.close()
 

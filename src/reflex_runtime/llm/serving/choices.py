@@ -11,16 +11,16 @@ from msgspec.structs import replace as changed
 
 from reflex_runtime.core.errors import ConfigError, Expired, TooLarge
 from reflex_runtime.ipc.messages import MOST_SCORES
-from reflex_runtime.llm.constraint import Matcher
-from reflex_runtime.llm.reasoning import ThoughtParser, in_thought
+from reflex_runtime.llm.engine.constraint import Matcher
+from reflex_runtime.llm.engine.generation import Generator
+from reflex_runtime.llm.engine.generation_options import GenerationOptions
+from reflex_runtime.llm.engine.reasoning import ThoughtParser, in_thought
+from reflex_runtime.llm.engine.tokenizer import Tokenizer
+from reflex_runtime.llm.engine.tools import ToolFormat
 from reflex_runtime.llm.serving.answers.replies import PartReader
-from reflex_runtime.llm.serving.generation import Generator
 from reflex_runtime.llm.serving.requests import reading as wire
 from reflex_runtime.llm.serving.requests.refusals import BadRequest, too_deep
 from reflex_runtime.llm.serving.tokens import beside
-from reflex_runtime.llm.terms import Terms
-from reflex_runtime.llm.tokenizer import Tokenizer
-from reflex_runtime.llm.tools import ToolFormat
 from reflex_runtime.observe.spans import RequestSpan
 from reflex_runtime.run.audience import Slices
 from reflex_runtime.settings import LLMServeConfig
@@ -117,12 +117,12 @@ def aged(asked: wire.CompletionRequest, request: HttpRequest) -> wire.Completion
     return replace(asked, time_limit=left)
 
 
-def terms_of(
+def options_of(
     asked: wire.CompletionRequest, adapter: str, by_kind: bool, request: HttpRequest, span: RequestSpan | None
-) -> Terms:
+) -> GenerationOptions:
     """How its choices are served. id: of the request. by_kind: see `CompletionRequest.tier`."""
     peer = request.client
-    return Terms(
+    return GenerationOptions(
         id=request.request_id,
         priority=asked.tier(by_kind),
         client=asked.client if asked.client is not None else f"@{peer[0]}" if peer else "",
@@ -139,7 +139,7 @@ async def requests_of(
     asked: wire.CompletionRequest,
     number: int,
     ids: list[int],
-    terms: Terms,
+    options: GenerationOptions,
     matcher: Matcher | None,
     slices: Slices,
 ) -> list[Any]:
@@ -156,9 +156,9 @@ async def requests_of(
         await slices.next(1 + len(ids) // _LOOKED_AT)
         index = number * asked.n + i
         seeded = params if params.seed is None or not i else changed(params, seed=(params.seed + i) % (1 << 64))
-        name = terms.id + (f"#{index}" if index or asked.n > 1 or len(asked.prompts) > 1 else "")
+        name = options.id + (f"#{index}" if index or asked.n > 1 or len(asked.prompts) > 1 else "")
         try:
-            own = replace(terms, id=name, prompt_logprobs=None if i else terms.prompt_logprobs)
+            own = replace(options, id=name, prompt_logprobs=None if i else options.prompt_logprobs)
             found.append(runtime.request(ids, seeded, own, matcher))
         except TooLarge as error:
             raise BadRequest(error.message, asked.field, "context_length_exceeded") from None

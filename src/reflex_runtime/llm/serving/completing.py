@@ -13,10 +13,10 @@ from functools import partial
 from typing import Any, Final, TypeVar
 
 from reflex_runtime.ipc.engine import OutputStream, ScoredToken
-from reflex_runtime.llm.sequence import Choice
+from reflex_runtime.llm.engine.generation import Generator, merged
+from reflex_runtime.llm.engine.sequence import Choice
 from reflex_runtime.llm.serving.answers.replies import Answering, Cached, ModelApi, PartReader, Usage, Writer
-from reflex_runtime.llm.serving.choices import aged, echoes, matcher_of, reader_of, requests_of, terms_of, tokenised
-from reflex_runtime.llm.serving.generation import Generator, merged
+from reflex_runtime.llm.serving.choices import aged, echoes, matcher_of, options_of, reader_of, requests_of, tokenised
 from reflex_runtime.llm.serving.lifecycle import ServerState
 from reflex_runtime.llm.serving.requests import reading as wire
 from reflex_runtime.llm.serving.requests.refusals import too_deep
@@ -115,9 +115,9 @@ class Underway:
         asked, prompts = await tokenised(runtime, self._asked, config)
         matcher = await matcher_of(runtime, asked)
         asked = aged(asked, request)
-        terms = terms_of(asked, self._adapter, config.default_tiers, request, self._span)
+        options = options_of(asked, self._adapter, config.default_tiers, request, self._span)
         slices = Slices()
-        made = (requests_of(runtime, asked, i, ids, terms, matcher, slices) for i, ids in enumerate(prompts))
+        made = (requests_of(runtime, asked, i, ids, options, matcher, slices) for i, ids in enumerate(prompts))
         groups = [await each for each in made]  # all of them before one is queued: what could never run is refused
         self._echoes = await echoes(asked, runtime.tokenizer)
         async with in_order(runtime.queueing, asked.n * len(groups)):

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from prometheus_client import CollectorRegistry, generate_latest
 
 from reflex_runtime.core.errors import Closed, ConfigError
-from reflex_runtime.llm.sampling_defaults import SamplingDefaults
+from reflex_runtime.llm.engine.generation_options import SamplingDefaults
 from reflex_runtime.llm.serving.model_host import ModelHost, ModelPlan, Open
 from reflex_runtime.llm.serving.requests.refusals import ModelNotFound
 from reflex_runtime.observe.series import SeriesSet

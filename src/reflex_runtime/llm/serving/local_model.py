@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from reflex_runtime.llm.processor import EngineConfig, LLMProcessor
+from reflex_runtime.llm.engine.generation import GenerationRuntime
+from reflex_runtime.llm.engine.processor import EngineConfig, LLMProcessor
+from reflex_runtime.llm.engine.series import EngineSeries
+from reflex_runtime.llm.engine.tokenizer import Tokenizer
 from reflex_runtime.llm.runners.runner import Runner, Step
-from reflex_runtime.llm.series import EngineSeries
-from reflex_runtime.llm.serving.generation import GenerationRuntime
 from reflex_runtime.llm.serving.model_host import ModelPlan, Opening
-from reflex_runtime.llm.tokenizer import Tokenizer
 from reflex_runtime.observe.files import turn_all
 from reflex_runtime.observe.journal_writer import JournalWriter
 from reflex_runtime.observe.live import LiveProcess

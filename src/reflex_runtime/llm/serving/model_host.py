@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from prometheus_client import CollectorRegistry
 
-from reflex_runtime.llm.sampling_defaults import SamplingDefaults
-from reflex_runtime.llm.serving.generation import Generator
+from reflex_runtime.llm.engine.generation import Generator
+from reflex_runtime.llm.engine.generation_options import SamplingDefaults
 from reflex_runtime.observe.live import LiveProcess
 from reflex_runtime.run.audience import Sink
 from reflex_runtime.settings import LLMServeConfig

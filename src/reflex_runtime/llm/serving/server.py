@@ -11,13 +11,13 @@ from functools import partial
 from typing import Any, Final, TypeVar
 from urllib.parse import unquote
 
+from reflex_runtime.llm.engine.generation import Generator
 from reflex_runtime.llm.serving import tokens
 from reflex_runtime.llm.serving.answers.completions import Answer
 from reflex_runtime.llm.serving.answers.messages import FORM, MessageAnswer
 from reflex_runtime.llm.serving.answers.replies import ModelApi
 from reflex_runtime.llm.serving.answers.responses import ResponseAnswer
 from reflex_runtime.llm.serving.completing import Completing
-from reflex_runtime.llm.serving.generation import Generator
 from reflex_runtime.llm.serving.lifecycle import ServerState
 from reflex_runtime.llm.serving.model_host import ModelPlan, Open
 from reflex_runtime.llm.serving.openapi.document import document

@@ -12,14 +12,14 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.llm.serving.generation import Generator
+from reflex_runtime.llm.engine.generation import Generator
+from reflex_runtime.llm.engine.tokenizer import Conversation
 from reflex_runtime.llm.serving.requests.decoding import decode
 from reflex_runtime.llm.serving.requests.fields import ChatFields, Message
 from reflex_runtime.llm.serving.requests.prompts import token_ids
 from reflex_runtime.llm.serving.requests.reading import chat_request, refused
 from reflex_runtime.llm.serving.requests.refusals import BadRequest, too_deep
 from reflex_runtime.llm.serving.requests.tool_fields import ToolField
-from reflex_runtime.llm.tokenizer import Conversation
 from reflex_runtime.web.json import encode
 
 T = TypeVar("T")

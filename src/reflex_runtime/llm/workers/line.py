@@ -14,7 +14,7 @@ from reflex_runtime.ipc.generate_config import GenerateBatcherConfig
 from reflex_runtime.ipc.messages import LOAD, LoadModel
 from reflex_runtime.ipc.registry import StreamRegistry
 from reflex_runtime.ipc.spawn import Opener
-from reflex_runtime.llm.limits import Limits
+from reflex_runtime.llm.engine.limits import Limits
 from reflex_runtime.llm.serving.model_host import Opening
 from reflex_runtime.observe.live import LiveProcess, live_process
 from reflex_runtime.settings import LLMServeConfig

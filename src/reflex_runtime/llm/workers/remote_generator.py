@@ -12,11 +12,10 @@ from reflex_runtime.core.errors import Cancelled, ReflexError
 from reflex_runtime.ipc.messages import GenerateParams
 from reflex_runtime.ipc.registry import StreamHandle
 from reflex_runtime.ipc.sampling import Constraint, SamplingParams
-from reflex_runtime.llm.constraint import Matcher, check_constraint
-from reflex_runtime.llm.limits import Limits
-from reflex_runtime.llm.serving.requests.texts import Texts
-from reflex_runtime.llm.terms import Terms
-from reflex_runtime.llm.tokenizer import Conversation, Tokenizer
+from reflex_runtime.llm.engine.constraint import Matcher, check_constraint
+from reflex_runtime.llm.engine.generation_options import GenerationOptions
+from reflex_runtime.llm.engine.limits import Limits
+from reflex_runtime.llm.engine.tokenizer import Conversation, Texts, Tokenizer
 from reflex_runtime.llm.workers.line import Line
 from reflex_runtime.llm.workers.tokenizer_process import TokenizerProcess
 
@@ -63,7 +62,7 @@ class RemoteGenerator:
             await self._texts.compiled(check_constraint, constraint)
 
     def request(
-        self, prompt: Sequence[int], params: SamplingParams, terms: Terms, matcher: Matcher | None = None
+        self, prompt: Sequence[int], params: SamplingParams, options: GenerationOptions, matcher: Matcher | None = None
     ) -> GenerateParams:
         """See `Generator.request`: checked here, so that a request that can never run is not sent."""
         self.limits.check(prompt, params.max_tokens)
@@ -71,12 +70,12 @@ class RemoteGenerator:
         sampling = {name: getattr(params, name) for name in SamplingParams.__struct_fields__}
         ids = prompt if isinstance(prompt, list) else list(prompt)  # not a copy for each choice
         return GenerateParams(
-            **sampling, model_id=self._name, adapter=terms.adapter, prompt_token_ids=ids,
-            priority=terms.priority.name.lower(), client=str(terms.client), request_id=terms.id,
-            timeout_ms=None if terms.time_limit is None else terms.time_limit * 1e3,
-            max_gap_ms=None if terms.max_gap is None else terms.max_gap * 1e3,
-            prompt_logprobs=terms.prompt_logprobs,
-            traceparent="" if terms.span is None else terms.span.traceparent,
+            **sampling, model_id=self._name, adapter=options.adapter, prompt_token_ids=ids,
+            priority=options.priority.name.lower(), client=str(options.client), request_id=options.id,
+            timeout_ms=None if options.time_limit is None else options.time_limit * 1e3,
+            max_gap_ms=None if options.max_gap is None else options.max_gap * 1e3,
+            prompt_logprobs=options.prompt_logprobs,
+            traceparent="" if options.span is None else options.span.traceparent,
         )  # fmt: skip
 
     def submit_alike(self, requests: Sequence[GenerateParams], bell: asyncio.Event) -> list[StreamHandle]:

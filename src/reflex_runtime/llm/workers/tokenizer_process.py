@@ -12,7 +12,7 @@ from reflex_runtime.ipc.client import RuntimeClient
 from reflex_runtime.ipc.client_config import ClientConfig
 from reflex_runtime.ipc.messages import LOAD, TOKENIZE, LoadModel, Tokenize
 from reflex_runtime.ipc.spawn import Opener
-from reflex_runtime.llm.tokenizer import Conversation
+from reflex_runtime.llm.engine.tokenizer import Conversation
 
 
 class TokenizerProcess:

@@ -24,13 +24,12 @@ from reflex_runtime.ipc.messages import (
 )
 from reflex_runtime.ipc.sampling import SamplingParams
 from reflex_runtime.ipc.worker import Load
+from reflex_runtime.llm.engine.generation import GenerationRuntime, GenerationStream
+from reflex_runtime.llm.engine.generation_options import GenerationOptions
+from reflex_runtime.llm.engine.tokenizer import Conversation, Texts, Tokenizer
 from reflex_runtime.llm.runners.runner import Runner
-from reflex_runtime.llm.serving.generation import GenerationRuntime, GenerationStream
 from reflex_runtime.llm.serving.local_model import LocalModel, opened
 from reflex_runtime.llm.serving.model_host import ModelPlan
-from reflex_runtime.llm.serving.requests.texts import Texts
-from reflex_runtime.llm.terms import Terms
-from reflex_runtime.llm.tokenizer import Conversation, Tokenizer
 from reflex_runtime.observe.live import LiveSnapshot, OnDemandLive
 from reflex_runtime.observe.spans import Spans, StepSpans, spans_of
 from reflex_runtime.observe.trace_context import parent_of
@@ -85,7 +84,7 @@ class WorkerEngine:
         if params.guidance is not None:
             params = guided(params)
         guesses = params.draft_model is not None or params.draft_token_ids is not None
-        terms = Terms(
+        options = GenerationOptions(
             id=params.request_id or params.stream_id,
             priority=PRIORITIES[params.priority],
             client=params.client,
@@ -99,7 +98,7 @@ class WorkerEngine:
         runtime = self.runtime
         prompt, matcher = await self._prompt(params), await runtime.compiled(params.constraint)
         _check_scores(params, prompt)
-        return runtime.submit(runtime.request(prompt, params, terms, matcher), bell, leader)
+        return runtime.submit(runtime.request(prompt, params, options, matcher), bell, leader)
 
     async def check_draft(self, params: CheckDraft) -> CheckedDraft:
         """The draft is computed like any other, until a token is not the one that the model says."""
@@ -112,7 +111,7 @@ class WorkerEngine:
         asked = GenerateParams(model_id=params.model_id, prompt=params.prompt, prompt_token_ids=ids)
         prompt = await self._prompt(asked)
         greedy = SamplingParams.greedy(len(draft) + 1, ignore_eos=True)
-        stream = runtime.submit(runtime.request(prompt, greedy, Terms("check_draft", draft=draft)))
+        stream = runtime.submit(runtime.request(prompt, greedy, GenerationOptions("check_draft", draft=draft)))
         try:
             async for output in stream:
                 said.append(output.token_id)

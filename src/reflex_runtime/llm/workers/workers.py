@@ -18,10 +18,10 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from reflex_runtime.ipc.client import start_all
 from reflex_runtime.ipc.messages import METRICS, STATE
+from reflex_runtime.llm.engine.tokenizer import Tokenizer
 from reflex_runtime.llm.labelled_series import labelled
 from reflex_runtime.llm.serving.live_view import WorkersLive
 from reflex_runtime.llm.serving.model_host import Open, Opening
-from reflex_runtime.llm.tokenizer import Tokenizer
 from reflex_runtime.llm.workers.line import Line, WorkersConfig
 from reflex_runtime.llm.workers.remote_generator import RemoteGenerator
 from reflex_runtime.llm.workers.tokenizer_process import TokenizerProcess

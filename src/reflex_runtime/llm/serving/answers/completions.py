@@ -13,11 +13,11 @@ import msgspec
 
 from reflex_runtime.core.errors import ReflexError
 from reflex_runtime.ipc.engine import Output
-from reflex_runtime.llm.reasoning import Thought
+from reflex_runtime.llm.engine.reasoning import Thought
+from reflex_runtime.llm.engine.tools import ToolCall
 from reflex_runtime.llm.serving.answers.errors import error_body
 from reflex_runtime.llm.serving.answers.replies import Answering, Usage
 from reflex_runtime.llm.serving.requests.tool_fields import CalledFunction, CalledTool
-from reflex_runtime.llm.tools import ToolCall
 
 DONE = b"data: [DONE]\n\n"
 _encode = msgspec.json.Encoder().encode

@@ -9,9 +9,9 @@ from collections.abc import Sequence as Seq
 from typing import Any, Literal
 
 from reflex_runtime.ipc.engine import Output
-from reflex_runtime.llm.reasoning import Thought
+from reflex_runtime.llm.engine.reasoning import Thought
+from reflex_runtime.llm.engine.tools import ToolCall
 from reflex_runtime.llm.serving.answers.replies import Answering, PartReader
-from reflex_runtime.llm.tools import ToolCall
 from reflex_runtime.web.json import encode
 
 Kind = Literal["thought", "text"]

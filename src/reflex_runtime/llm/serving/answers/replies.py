@@ -14,9 +14,9 @@ import msgspec
 
 from reflex_runtime.core.errors import ReflexError
 from reflex_runtime.ipc.engine import Output, ScoredToken
-from reflex_runtime.llm.reasoning import Thought, ThoughtParser
+from reflex_runtime.llm.engine.reasoning import Thought, ThoughtParser
+from reflex_runtime.llm.engine.tools import ToolCall, ToolParser
 from reflex_runtime.llm.serving.requests.reading import CompletionRequest, DefaultsOf
-from reflex_runtime.llm.tools import ToolCall, ToolParser
 from reflex_runtime.web.form import ErrorForm
 
 Part = str | Thought | ToolCall

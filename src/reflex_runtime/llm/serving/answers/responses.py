@@ -6,10 +6,10 @@ import time
 from typing import Any, Final
 
 from reflex_runtime.core.errors import ReflexError
+from reflex_runtime.llm.engine.tools import ToolCall
 from reflex_runtime.llm.serving.answers.errors import told
 from reflex_runtime.llm.serving.answers.part_writer import Kind, PartWriter
 from reflex_runtime.llm.serving.answers.replies import Answering
-from reflex_runtime.llm.tools import ToolCall
 from reflex_runtime.web.json import encode
 
 _EVENTS: Final = {"thought": "response.reasoning_text", "text": "response.output_text"}

@@ -16,7 +16,7 @@ from typing import Any
 from reflex_runtime.core.request import PRIORITIES
 from reflex_runtime.ipc.messages import LONGEST_GAP_MS, SHORTEST_GAP_MS
 from reflex_runtime.ipc.sampling import MOST_BIASED, MOST_LOGPROBS, MOST_STOP_IDS, MOST_STOPS
-from reflex_runtime.llm.limits import Limits
+from reflex_runtime.llm.engine.limits import Limits
 from reflex_runtime.llm.serving import tokens
 from reflex_runtime.llm.serving.answers import completions as answers
 from reflex_runtime.llm.serving.openapi import talks

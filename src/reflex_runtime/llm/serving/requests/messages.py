@@ -14,6 +14,7 @@ from typing import Any, Final, Literal
 import msgspec
 from msgspec.structs import replace as changed
 
+from reflex_runtime.llm.engine.tokenizer import Conversation
 from reflex_runtime.llm.serving.requests.decoding import decode
 from reflex_runtime.llm.serving.requests.fields import CommonFields, MessagePart, MoreFields, plain_of, said_as
 from reflex_runtime.llm.serving.requests.forms import JsonSchemaFormat, ResponseFormat
@@ -27,7 +28,6 @@ from reflex_runtime.llm.serving.requests.talks import (
     text_of,
 )
 from reflex_runtime.llm.serving.requests.tool_fields import AskedTools, ChosenFunction, ToolFunction, tools_of
-from reflex_runtime.llm.tokenizer import Conversation
 from reflex_runtime.web.fields import Whole
 
 PATH, COUNT = "/v1/messages", "/v1/messages/count_tokens"

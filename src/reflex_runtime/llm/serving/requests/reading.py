@@ -14,7 +14,8 @@ from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.core.request import PRIORITIES, Priority
 from reflex_runtime.ipc.messages import LONGEST_GAP_MS, SHORTEST_GAP_MS
 from reflex_runtime.ipc.sampling import MOST_LOGPROBS, SamplingParams
-from reflex_runtime.llm.sampling_defaults import SamplingDefaults
+from reflex_runtime.llm.engine.generation_options import SamplingDefaults
+from reflex_runtime.llm.engine.tokenizer import Conversation
 from reflex_runtime.llm.serving.requests.decoding import decode
 from reflex_runtime.llm.serving.requests.fields import (
     MOST_CHOICES,
@@ -38,7 +39,6 @@ from reflex_runtime.llm.serving.requests.talks import (
     text_of,
 )
 from reflex_runtime.llm.serving.requests.tool_fields import NO_TOOLS, AskedTools, ChosenTool, tools_of
-from reflex_runtime.llm.tokenizer import Conversation
 from reflex_runtime.web.fields import check_id
 
 DefaultsOf = Callable[[str], SamplingDefaults]  # of a model, by its name; raises ModelNotFound

@@ -11,6 +11,7 @@ from typing import Any, Final, Literal
 
 import msgspec
 
+from reflex_runtime.llm.engine.tokenizer import Conversation
 from reflex_runtime.llm.serving.requests.decoding import decode
 from reflex_runtime.llm.serving.requests.fields import ChatFields, MessagePart, SampledFields, plain_of, said_as
 from reflex_runtime.llm.serving.requests.forms import JsonSchemaFormat, ResponseFormat
@@ -26,7 +27,6 @@ from reflex_runtime.llm.serving.requests.talks import (
     text_of,
 )
 from reflex_runtime.llm.serving.requests.tool_fields import AskedTools, ChosenFunction, ToolFunction, tools_of
-from reflex_runtime.llm.tokenizer import Conversation
 from reflex_runtime.web.fields import Whole
 
 PATH: Final = "/v1/responses"

@@ -12,8 +12,8 @@ from msgspec import to_builtins
 
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.ipc.sampling import Constraint
+from reflex_runtime.llm.engine.tools import Tool, ToolFormat, ToolParser, forced
 from reflex_runtime.llm.serving.requests.refusals import BadRequest
-from reflex_runtime.llm.tools import Tool, ToolFormat, ToolParser, forced
 
 MOST_TOOLS = 128
 NAME = r"^[a-zA-Z0-9_.-]{1,64}$"

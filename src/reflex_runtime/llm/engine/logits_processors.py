@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from reflex_runtime.core.errors import ProcessorError
 from reflex_runtime.ipc.sampling import SamplingParams
-from reflex_runtime.llm.constraint import Matcher
+from reflex_runtime.llm.engine.constraint import Matcher
 
 Row = npt.NDArray[np.float32]
 _ROOM = 64  # different tokens that are counted before the arrays grow

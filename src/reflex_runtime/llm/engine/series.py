@@ -16,8 +16,8 @@ from reflex_runtime.core.batch import Done
 from reflex_runtime.core.errors import ReflexError
 from reflex_runtime.core.events import BatchScheduled, Event, RequestPreempted, RequestProgressed, RequestSettled
 from reflex_runtime.core.request import Ticket
-from reflex_runtime.llm.processor import LLMProcessor
-from reflex_runtime.llm.sequence import Sequence
+from reflex_runtime.llm.engine.processor import LLMProcessor
+from reflex_runtime.llm.engine.sequence import Sequence
 from reflex_runtime.observe.series import SeriesSet
 from reflex_runtime.observe.series_table import ENGINE
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from reflex_runtime.llm.lookup import LONGEST, MOST, Lookup, Rates
+from reflex_runtime.llm.engine.ngram_proposer import LONGEST, MOST, Lookup, Rates
 
 
 def guesser(
@@ -60,7 +60,7 @@ def test_a_guess_goes_on_from_where_it_was_right() -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_it_finds_what_the_obvious_way_finds(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("reflex_runtime.llm.lookup.LEAST", 0.0)
+    monkeypatch.setattr("reflex_runtime.llm.engine.ngram_proposer.LEAST", 0.0)
     rng = random.Random(seed)
     prompt = [rng.randrange(4) for _ in range(rng.randrange(1, 40))]
     output = [rng.randrange(4) for _ in range(30)]
@@ -134,7 +134,7 @@ def test_a_very_long_sequence_is_looked_up_no_further() -> None:
 
 @pytest.mark.parametrize("given", [0, 60])
 def test_what_a_sequence_says_beyond_its_longest_takes_no_memory(given: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("reflex_runtime.llm.lookup.LONGEST", 50)
+    monkeypatch.setattr("reflex_runtime.llm.engine.ngram_proposer.LONGEST", 50)
     lookup = guesser(range(100, 180), range(200, 280), draft=range(300, 300 + given))
     assert len(lookup._pairs) <= 50
     assert len(lookup._triples) <= 50

@@ -15,9 +15,9 @@ from typing import NamedTuple
 
 from reflex_runtime.core.errors import ConfigError, ReflexError
 from reflex_runtime.ipc.sampling import MOST_LOGPROBS, SamplingParams
-from reflex_runtime.llm.constraint import Matcher
-from reflex_runtime.llm.lookup import Lookup, Rates
-from reflex_runtime.llm.shaping import shaping_of
+from reflex_runtime.llm.engine.constraint import Matcher
+from reflex_runtime.llm.engine.logits_processors import shaping_of
+from reflex_runtime.llm.engine.ngram_proposer import Lookup, Rates
 from reflex_runtime.observe.trace_context import SpanContext
 
 STOP, LENGTH = "stop", "length"

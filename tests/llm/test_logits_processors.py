@@ -12,10 +12,10 @@ import pytest
 from reflex_runtime.core.errors import ConfigError, ProcessorError
 from reflex_runtime.ipc.sampling import SamplingParams
 from reflex_runtime.llm import LLMEngine
-from reflex_runtime.llm.sampler import sample
-from reflex_runtime.llm.sampling_defaults import SamplingDefaults, sampling_defaults
-from reflex_runtime.llm.sequence import Choice, Sequence
-from reflex_runtime.llm.shaping import Shaping, shaping_of
+from reflex_runtime.llm.engine.generation_options import SamplingDefaults, sampling_defaults
+from reflex_runtime.llm.engine.logits_processors import Shaping, shaping_of
+from reflex_runtime.llm.engine.sampler import sample
+from reflex_runtime.llm.engine.sequence import Choice, Sequence
 
 VOCAB = 12
 

@@ -28,16 +28,24 @@ from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.core.request import Request
 from reflex_runtime.core.token_budget import TimedTokens
 from reflex_runtime.ipc.sampling import SamplingParams
-from reflex_runtime.llm.blocks import BlockPool
-from reflex_runtime.llm.constraint import Constraints, Matcher
-from reflex_runtime.llm.lanes import Lane, drafted, flatten, next_rows, num_rows, scores, unchanged_if_it_fails
-from reflex_runtime.llm.limits import Limits
-from reflex_runtime.llm.lookup import Rates
+from reflex_runtime.llm.engine.blocks import BlockPool
+from reflex_runtime.llm.engine.constraint import Constraints, Matcher
+from reflex_runtime.llm.engine.generation_options import PLAIN, GenerationOptions
+from reflex_runtime.llm.engine.input_batch import (
+    Lane,
+    drafted,
+    flatten,
+    next_rows,
+    num_rows,
+    scores,
+    unchanged_if_it_fails,
+)
+from reflex_runtime.llm.engine.limits import Limits
+from reflex_runtime.llm.engine.ngram_proposer import Rates
+from reflex_runtime.llm.engine.sampler import Logits, sample
+from reflex_runtime.llm.engine.sequence import Sequence, TokenOutput
+from reflex_runtime.llm.engine.tokenizer import Tokenizer
 from reflex_runtime.llm.runners.runner import Runner
-from reflex_runtime.llm.sampler import Logits, sample
-from reflex_runtime.llm.sequence import Sequence, TokenOutput
-from reflex_runtime.llm.terms import PLAIN, Terms
-from reflex_runtime.llm.tokenizer import Tokenizer
 from reflex_runtime.run.processor import BaseProcessor
 from reflex_runtime.settings.declare import option, validate
 
@@ -126,7 +134,7 @@ class LLMProcessor(BaseProcessor):
         self,
         prompt: str | Seq[int],
         params: SamplingParams,
-        terms: Terms = PLAIN,
+        options: GenerationOptions = PLAIN,
         matcher: Matcher | None = None,
     ) -> Request:
         """A request for this processor. matcher: of its constraint, where it is compiled already; it may be that of
@@ -139,27 +147,27 @@ class LLMProcessor(BaseProcessor):
         self.limits.check_sampling(params)
         if params.constraint is not None:
             matcher = self.constraints.compile(params.constraint) if matcher is None else matcher.copy()
-        if terms.draft:
-            self.limits.check_draft(terms.draft)
-        tokenizer, guesses = self.tokenizer, terms.draft is not None or self.config.speculate != "off"
+        if options.draft:
+            self.limits.check_draft(options.draft)
+        tokenizer, guesses = self.tokenizer, options.draft is not None or self.config.speculate != "off"
         sequence = Sequence(
             ids, params, tokenizer.stream(ids), tokenizer.eos_token_ids, matcher,
-            self.rates if guesses else None, terms.draft or (),
+            self.rates if guesses else None, options.draft or (),
         )  # fmt: skip
-        sequence.span = terms.span
-        sequence.adapter = self._number_of(terms.adapter)
-        if terms.prompt_logprobs is not None:
-            sequence.score(terms.prompt_logprobs)
+        sequence.span = options.span
+        sequence.adapter = self._number_of(options.adapter)
+        if options.prompt_logprobs is not None:
+            sequence.score(options.prompt_logprobs)
         return Request(
             sequence,
-            id=terms.id or next_id(),
+            id=options.id or next_id(),
             group=self.name,
-            client=terms.client,
-            priority=terms.priority,
-            time_limit=terms.time_limit,
+            client=options.client,
+            priority=options.priority,
+            time_limit=options.time_limit,
             wants=float(len(ids)),
             streams=True,
-            max_gap=terms.max_gap,
+            max_gap=options.max_gap,
         )
 
     def _number_of(self, adapter: str) -> int:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from reflex_runtime.llm.tokenizer import END_OF_THOUGHT, Tokenizer
+from reflex_runtime.llm.engine.tokenizer import END_OF_THOUGHT, Tokenizer
 
 THOUGHT, ANSWER = "<think>", END_OF_THOUGHT
 _TAIL: Final = 16  # tokens of a prompt in which it may begin a thought

@@ -1,4 +1,5 @@
-"""Text to token ids and back: what the engine asks of a tokenizer, and the one read from a model directory.
+"""Text to token ids and back: what the engine asks of a tokenizer, the one read from a model directory, and how long
+texts are tokenised without blocking the event loop.
 
 The merges and the normalisation are the `tokenizers` library's; chat templates are Jinja programs that came with the
 model and run in a sandbox. Both libraries are imported when a directory is loaded, not before.
@@ -6,19 +7,23 @@ model and run in a sandbox. Both libraries are imported when a directory is load
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from collections.abc import Sequence as Seq
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import datetime
+from math import inf
 from pathlib import Path
-from typing import Any, Final, NoReturn, Protocol
+from typing import Any, Final, NoReturn, Protocol, TypeVar
 
 from reflex_runtime.core.errors import ConfigError, TooLarge
+from reflex_runtime.ipc.sampling import Constraint
+from reflex_runtime.llm.engine.generation_options import GENERATION_FILE
+from reflex_runtime.llm.engine.tools import ToolFormat, format_of
 from reflex_runtime.llm.runners.checkpoint import CONFIG_FILE, read_json, token_ids
-from reflex_runtime.llm.sampling_defaults import GENERATION_FILE
-from reflex_runtime.llm.tools import ToolFormat, format_of
 from reflex_runtime.settings.json_files import JsonObject
 
 TOKENIZER_FILE: Final = "tokenizer.json"
@@ -32,6 +37,10 @@ _PIECE: Final = 4096  # characters
 END_OF_THOUGHT: Final = "</think>"
 _PER_CUT: Final = 64  # tokens that a cut may add, at the very most
 _SPECIAL: Final = ("bos_token", "eos_token", "pad_token", "unk_token")
+T = TypeVar("T")
+LONG_TEXT = 2000  # characters; what is longer in all is tokenised beside the loop
+VERY_LONG = 20_000  # what is longer by itself is tokenised in another process, where there is one
+MESSAGE = 20  # characters that a message counts for beside its text: a template walks through all of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,3 +298,58 @@ def _text(value: Any) -> str | None:
     """A special token as older files ({"content": …}) and newer ones write it."""
     text = value.get("content") if isinstance(value, dict) else value
     return text if isinstance(text, str) else None
+
+
+Elsewhere = Callable[[str | Conversation], Awaitable[list[int] | None]]
+
+
+class Texts:
+    """Tokenises for one event loop. elsewhere: does it in another process; None from it: not now. most: tokens that a
+    prompt can have; one that certainly has more is refused with TooLarge, before all of it is tokenised."""
+
+    def __init__(self, tokenizer: Tokenizer, elsewhere: Elsewhere | None = None, most: int | None = None) -> None:
+        self.tokenizer, self.most, self._elsewhere = tokenizer, most, elsewhere
+        self._beside = ThreadPoolExecutor(max_workers=2, thread_name_prefix="reflex-tokenise")
+        self._forms = ThreadPoolExecutor(max_workers=2, thread_name_prefix="reflex-forms")
+
+    async def encode(self, texts: Seq[str]) -> list[list[int]]:
+        """The tokens of each text."""
+        encode = self._encode
+        long = VERY_LONG if self._elsewhere is not None else inf
+        short = [text for text in texts if len(text) <= long]  # together: many short ones are long, too
+        found = iter(await self.run(sum(map(len, short)), lambda texts: [encode(text) for text in texts], short))
+        return [next(found) if len(text) <= long else await self._long(len(text), encode, text) for text in texts]
+
+    async def encode_chat(self, conversation: Conversation) -> list[int]:
+        """The tokens of a conversation in the model's own form. ConfigError when it has none."""
+        length = sum(MESSAGE + len(str(part)) for message in conversation.messages for part in message.values())
+        length += sum(MESSAGE + len(str(part)) for part in (*conversation.tools, *conversation.more.values()))
+        return await self._long(length, self._chat, conversation)
+
+    def _chat(self, conversation: Conversation) -> list[int]:
+        return self.tokenizer.chat(conversation, self.most)
+
+    def _encode(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text, self.most)
+
+    def close(self) -> None:
+        """Forget the texts that are still being tokenised."""
+        self._beside.shutdown(wait=False, cancel_futures=True)
+        self._forms.shutdown(wait=False, cancel_futures=True)
+
+    async def _long(self, length: int, function: Callable[[Any], list[int]], argument: Any) -> list[int]:
+        if self._elsewhere is not None and length > VERY_LONG:
+            found = await self._elsewhere(argument)
+            if found is not None:
+                return found
+        return await self.run(length, function, argument)
+
+    async def run(self, length: int, function: Callable[[Any], T], argument: Any) -> T:
+        """What the function makes of texts of so many characters: in a thread, unless they are brief."""
+        if length <= LONG_TEXT:
+            return function(argument)
+        return await asyncio.get_running_loop().run_in_executor(self._beside, function, argument)
+
+    async def compiled(self, function: Callable[[Constraint], T], constraint: Constraint) -> T:
+        """What the function makes of the form of an output, which can take seconds: in a thread for forms alone."""
+        return await asyncio.get_running_loop().run_in_executor(self._forms, function, constraint)

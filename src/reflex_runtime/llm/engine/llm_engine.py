@@ -18,13 +18,12 @@ from reflex_runtime.core.events import BatchScheduled, Event, RequestSettled
 from reflex_runtime.core.request import Priority, Request, Ticket
 from reflex_runtime.core.scheduler import Scheduler
 from reflex_runtime.ipc.sampling import SamplingParams
-from reflex_runtime.llm.processor import EngineConfig, LLMProcessor, next_id
+from reflex_runtime.llm.engine.generation_options import GenerationOptions, sampling_defaults
+from reflex_runtime.llm.engine.processor import EngineConfig, LLMProcessor, next_id
+from reflex_runtime.llm.engine.sequence import RequestOutput, Sequence
+from reflex_runtime.llm.engine.tokenizer import Tokenizer
+from reflex_runtime.llm.engine.toy import ByteTokenizer, ToyRunner
 from reflex_runtime.llm.runners.runner import Runner
-from reflex_runtime.llm.sampling_defaults import sampling_defaults
-from reflex_runtime.llm.sequence import RequestOutput, Sequence
-from reflex_runtime.llm.terms import Terms
-from reflex_runtime.llm.tokenizer import Tokenizer
-from reflex_runtime.llm.toy import ByteTokenizer, ToyRunner
 from reflex_runtime.run.stepper import Stepper
 
 _PLAIN = SamplingParams()
@@ -100,13 +99,15 @@ class LLMEngine:
         """Queue a prompt (text or token ids); returns the request's id. Raises `Rejected` when it may not enter.
 
         params: None is how the model's authors sample it. adapter: the name of one of `adapters`, "" for none.
-        prompt_logprobs: see `Terms`.
+        prompt_logprobs: see `GenerationOptions`.
         """
         if request_id in self._tickets:
             raise ConfigError(f"request_id={request_id!r}: is still being generated")
         name = self._free_id() if request_id is None else request_id
-        terms = Terms(name, priority, client, time_limit, adapter=adapter, prompt_logprobs=prompt_logprobs)
-        request = self.processor.request(prompt, params or self._plain, terms)
+        options = GenerationOptions(
+            name, priority, client, time_limit, adapter=adapter, prompt_logprobs=prompt_logprobs
+        )
+        request = self.processor.request(prompt, params or self._plain, options)
         self._submit(request, prompt)
         return request.id
 
@@ -142,7 +143,8 @@ class LLMEngine:
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
         if len(each) != len(prompts):
             raise ConfigError(f"params: {len(each)} for {len(prompts)} prompts; give one, or one each")
-        requests = [self.processor.request(*one, Terms(self._free_id())) for one in zip(prompts, each, strict=True)]
+        asked = zip(prompts, each, strict=True)
+        requests = [self.processor.request(*one, GenerationOptions(self._free_id())) for one in asked]
         todo = list(zip(requests, prompts, strict=True))[::-1]
         found: dict[str, RequestOutput] = {}
         others: list[RequestOutput] = []
@@ -208,7 +210,7 @@ def _model(
         if tokenizer is None:
             raise ConfigError("LLMEngine.tokenizer: a runner needs one")
         return model, tokenizer
-    from reflex_runtime.llm.load import load
+    from reflex_runtime.llm.engine.load import load
 
     directories = {name: Path(directory) for name, directory in (adapters or {}).items()}
     return load(model, block_size=block_size, num_blocks=num_blocks, adapters=directories)

@@ -15,11 +15,11 @@ import numpy as np
 import numpy.typing as npt
 
 from reflex_runtime.core.events import Event
-from reflex_runtime.llm.engine import LLMEngine
+from reflex_runtime.llm.engine.llm_engine import LLMEngine
 
 if TYPE_CHECKING:
+    from reflex_runtime.llm.engine.tokenizer import Tokenizer
     from reflex_runtime.llm.runners.runner import Runner, Step
-    from reflex_runtime.llm.tokenizer import Tokenizer
 
 StepSeconds = Callable[[float], float]  # of a step with so many tokens
 

@@ -17,8 +17,8 @@ from hashlib import blake2b
 from reflex_runtime.core.batch import Batch
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.core.request import Request, Ticket
-from reflex_runtime.llm.free_blocks import FreeBlocks
-from reflex_runtime.llm.sequence import Sequence
+from reflex_runtime.llm.engine.free_blocks import FreeBlocks
+from reflex_runtime.llm.engine.sequence import Sequence
 
 
 class BlockPool:

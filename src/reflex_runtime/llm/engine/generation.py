@@ -18,13 +18,12 @@ from reflex_runtime.core.events import BatchFinished, Event, RequestProgressed
 from reflex_runtime.core.request import Request, Ticket
 from reflex_runtime.ipc.engine import Output, OutputStream
 from reflex_runtime.ipc.sampling import Constraint, SamplingParams
-from reflex_runtime.llm.constraint import Matcher
-from reflex_runtime.llm.limits import Limits
-from reflex_runtime.llm.processor import LLMProcessor
-from reflex_runtime.llm.sequence import Sequence, TokenOutput
-from reflex_runtime.llm.serving.requests.texts import Texts
-from reflex_runtime.llm.terms import PLAIN, Terms
-from reflex_runtime.llm.tokenizer import Conversation, Tokenizer
+from reflex_runtime.llm.engine.constraint import Matcher
+from reflex_runtime.llm.engine.generation_options import PLAIN, GenerationOptions
+from reflex_runtime.llm.engine.limits import Limits
+from reflex_runtime.llm.engine.processor import LLMProcessor
+from reflex_runtime.llm.engine.sequence import Sequence, TokenOutput
+from reflex_runtime.llm.engine.tokenizer import Conversation, Texts, Tokenizer
 from reflex_runtime.run.audience import Sink
 from reflex_runtime.run.batcher import Batcher
 from reflex_runtime.run.stream import Stream
@@ -62,7 +61,7 @@ class Generator(Protocol[R]):
         self,
         prompt: Seq[int],
         params: SamplingParams,
-        terms: Terms,
+        options: GenerationOptions,
         matcher: Matcher | None = None,
     ) -> R:
         """A request for `submit_alike`. matcher: what `compiled`
@@ -229,10 +228,14 @@ class GenerationRuntime:
         return await self._texts.compiled(self.processor.constraints.compile, constraint)
 
     def request(
-        self, prompt: Seq[int], params: SamplingParams, terms: Terms = PLAIN, matcher: Matcher | None = None
+        self,
+        prompt: Seq[int],
+        params: SamplingParams,
+        options: GenerationOptions = PLAIN,
+        matcher: Matcher | None = None,
     ) -> Request:
         """A request for `submit`: see `LLMProcessor.request`."""
-        return self.processor.request(prompt, params, terms, matcher)
+        return self.processor.request(prompt, params, options, matcher)
 
     def submit(
         self, request: Request, bell: asyncio.Event | None = None, first: GenerationStream | None = None

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from reflex_runtime.core.errors import ProcessorError
-from reflex_runtime.llm.sequence import Choice, Sequence
+from reflex_runtime.llm.engine.sequence import Choice, Sequence
 
 Logits = npt.NDArray[np.float32]
 _PART = 64  # of a row whose largest number is looked at first

@@ -15,9 +15,9 @@ from itertools import accumulate
 import numpy as np
 import numpy.typing as npt
 
+from reflex_runtime.llm.engine.sampler import Logits, explain
+from reflex_runtime.llm.engine.sequence import Choice, Sequence
 from reflex_runtime.llm.runners.runner import Step
-from reflex_runtime.llm.sampler import Logits, explain
-from reflex_runtime.llm.sequence import Choice, Sequence
 
 Lane = tuple[Sequence, int]
 

@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from reflex_runtime.core.errors import ConfigError, ProcessorError
 from reflex_runtime.ipc.sampling import Constraint
-from reflex_runtime.llm import form_check
+from reflex_runtime.llm.engine import form_check
 
 Penalty = npt.NDArray[np.float32]
 _FORBIDDEN: Final = np.where(  # [256, 8]: what the bits of a byte of a mask add to the logits of their tokens

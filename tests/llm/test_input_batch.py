@@ -15,13 +15,13 @@ from llm.steps import Lane, shuffled, step
 from reflex_runtime.core.errors import ProcessorError
 from reflex_runtime.core.events import BatchScheduled, Event, RequestPreempted
 from reflex_runtime.ipc.sampling import SamplingParams
-from reflex_runtime.llm.engine import LLMEngine
+from reflex_runtime.llm.engine.generation_options import GenerationOptions
+from reflex_runtime.llm.engine.llm_engine import LLMEngine
+from reflex_runtime.llm.engine.sequence import Choice
+from reflex_runtime.llm.engine.toy import ByteTokenizer, ToyRunner
 from reflex_runtime.llm.runners.openvino_runner import OpenVinoRunner
 from reflex_runtime.llm.runners.runner import Runner
 from reflex_runtime.llm.runners.torch_runner import TorchRunner
-from reflex_runtime.llm.sequence import Choice
-from reflex_runtime.llm.terms import Terms
-from reflex_runtime.llm.toy import ByteTokenizer, ToyRunner
 
 BOUND = 1e-4
 TOKENS = [int(token) for token in np.random.default_rng(5).integers(3, 256, 60)]
@@ -85,7 +85,7 @@ def test_l8_a_prompt_is_scored_in_chunks_beside_others_and_after_a_preemption(
     plain = engine.generate([TOKENS], params)[0].token_ids  # its blocks are cached from now on
     other = engine.add_request(TOKENS[:50], params)
     engine.step()
-    request = engine.processor.request(TOKENS, params, Terms("scored"))
+    request = engine.processor.request(TOKENS, params, GenerationOptions("scored"))
     request.payload.score(alternatives)
     engine._submit(request, TOKENS)
     found = {}
@@ -117,7 +117,7 @@ def test_l8_a_step_that_fails_leaves_no_scores() -> None:
     engine = LLMEngine(Once(), ByteTokenizer(), max_num_batched_tokens=64)
     ids = []
     for name in ("a", "b"):  # the call is repeated for each alone
-        request = engine.processor.request("hello world", SamplingParams.greedy(3), Terms(name))
+        request = engine.processor.request("hello world", SamplingParams.greedy(3), GenerationOptions(name))
         request.payload.score()
         engine._submit(request, "hello world")
         ids.append(request.payload)

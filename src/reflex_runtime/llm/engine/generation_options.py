@@ -1,21 +1,49 @@
-"""How a model's authors sample it: what `generation_config.json` says, for requests that do not say it themselves."""
+"""Options of a request for tokens beside its sampling, and the sampling that a model's authors chose for it."""
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Final
 
 from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.core.request import Priority
 from reflex_runtime.ipc.sampling import SamplingParams
 from reflex_runtime.llm.runners.checkpoint import read_json
+from reflex_runtime.observe.trace_context import SpanContext
 
 GENERATION_FILE: Final = "generation_config.json"
 
 
 @dataclass(frozen=True, slots=True)
+class GenerationOptions:
+    """Options of a generation request other than sampling.
+
+    id: for people and traces; "" lets the engine name it. priority, client: see `Request`. time_limit: seconds until
+    the first token; max_gap: between two of them. span: steps refer to it. adapter: the name of one of the runner's, ""
+    for none. draft: guess the output, as these tokens first; None guesses as configured. prompt_logprobs: report what
+    the model says of the prompt's own tokens, each with so many alternatives; see `Sequence.score`.
+    """
+
+    id: str = ""
+    priority: Priority = Priority.DEFAULT
+    client: Hashable = ""
+    time_limit: float | None = None
+    max_gap: float | None = None
+    span: SpanContext | None = None
+    adapter: str = ""
+    draft: Sequence[int] | None = None
+    prompt_logprobs: int | None = None
+
+
+PLAIN: Final = GenerationOptions()
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingDefaults:
-    """Fields of `SamplingParams` where a request leaves them out; without a file, the OpenAI API's own."""
+    """Defaults from `generation_config.json` for fields of `SamplingParams` that a request omits; without the file, the
+    OpenAI API's own."""
 
     temperature: float = 1.0
     top_p: float = 1.0
