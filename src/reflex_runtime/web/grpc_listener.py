@@ -188,6 +188,7 @@ class GrpcListener:
             except Exception as failure:
                 error, request_id = known(failure, call.id), call.id
                 self._failed(call, error)
+                error.__traceback__ = None  # its frames hold the message until it is answered
             code = _BY_CODE.get(error.code) or _BY_STATUS.get(error.http_status, _STATUS.INTERNAL)
             told = (("reflex-error", json.dumps(describe_error(error, request_id))),)
             await context.abort(code, error.message, told)

@@ -20,7 +20,7 @@ SERVICE: Final = "inference.GRPCInferenceService"
 MOST_MS: Final = 600_000.0  # a longer deadline counts as none
 MAX_FIELDS: Final = 4096  # of a request
 MAX_OTHER: Final = 1 << 20  # bytes of a request that are not raw tensors
-_RAW: Final = 7  # number of the field raw_input_contents
+_RAW: Final = 7 << 3 | 2  # tag of the field raw_input_contents
 _CONTENTS: Final = {  # field of the values of a datatype
     "BOOL": "bool", "INT8": "int", "INT16": "int", "INT32": "int", "INT64": "int64", "UINT8": "uint",
     "UINT16": "uint", "UINT32": "uint", "UINT64": "uint64", "FP32": "fp32", "FP64": "fp64", "BYTES": "bytes",
@@ -29,9 +29,8 @@ _CONTENTS: Final = {  # field of the values of a datatype
 
 def decode(data: bytes) -> tuple[str, str, oip.InferRequest]:
     """(model, version, request); ClientError names what is wrong."""
-    _check_size(data)
-    sent = parse(messages.ModelInferRequest, data)
-    raw = sent.raw_input_contents
+    fields, raw = _split(data)
+    sent = parse(messages.ModelInferRequest, fields)
     if raw and len(raw) != len(sent.inputs):
         raise ClientError(f"raw_input_contents: has {len(raw)} elements, and there are {len(sent.inputs)} inputs")
     inputs = [_tensor(tensor, raw[place] if raw else None) for place, tensor in enumerate(sent.inputs)]
@@ -50,26 +49,36 @@ def encode(model: str, sent_id: str, answers: Sequence[ActAnswer]) -> bytes:
     return serialize(answer)
 
 
-def _check_size(data: bytes) -> None:
-    """Refuse a request that becomes far larger when it is parsed: two bytes can be a tensor without any field."""
-    at = fields = raw = 0
+def _split(data: bytes) -> tuple[bytes, list[memoryview]]:
+    """The fields of a request that are parsed, and its raw tensors as views.
+
+    What is parsed is bounded before: two bytes can be a tensor without any field, and take a hundred.
+    """
+    view, at, size = memoryview(data), 0, 0
+    parsed: list[memoryview] = []
+    raw: list[memoryview] = []
     try:
         while at < len(data):
+            begin = at
             tag, at = _varint(data, at)
             if tag & 7 == 0:
                 _, at = _varint(data, at)
-            elif tag & 7 == 2:
-                size, at = _varint(data, at)
-                at += size
-                raw += size if tag >> 3 == _RAW else 0
+            else:  # groups are none of this protocol
+                length, at = _varint(data, at) if tag & 7 == 2 else ({1: 8, 5: 4}[tag & 7], at)
+                at += length
+            if at > len(data):
+                raise IndexError
+            if tag == _RAW:
+                raw.append(view[at - length : at])
             else:
-                at += {1: 8, 5: 4}[tag & 7]  # groups are none of this protocol
-            fields += 1
-            if fields > MAX_FIELDS or at - raw > MAX_OTHER:
+                parsed.append(view[begin:at])
+                size += at - begin
+            if len(parsed) + len(raw) > MAX_FIELDS or size > MAX_OTHER:
                 wrong = f"over {MAX_FIELDS} fields, or over {MAX_OTHER} bytes beside raw_input_contents"
                 raise ClientError(f"the request has {wrong}: send tensors as raw bytes")
     except (IndexError, KeyError):
-        raise ClientError("the message is no ModelInferRequest") from None
+        raise ClientError("the message is no ModelInferRequest: it breaks off, or is of another protocol") from None
+    return b"".join(parsed), raw
 
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:
@@ -82,7 +91,7 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
     raise IndexError
 
 
-def _tensor(sent: Any, raw: bytes | None) -> Tensor:
+def _tensor(sent: Any, raw: memoryview | None) -> Tensor:
     if raw is not None:
         return tensor_of_bytes(sent.name, sent.datatype, list(sent.shape), raw)
     field = _CONTENTS.get(sent.datatype)
