@@ -137,7 +137,7 @@ def _end(process: Any) -> None:
 def _by_hand(model: Path, side: int, lines: Path, most: int, feeds: Sequence[str]) -> None:
     import cv2
 
-    from reflex_runtime.feeds.video import VideoSource
+    from reflex_runtime.feeds.sources.video import VideoSource
     from reflex_runtime.run.onnx_session import CPU, OnnxSession
 
     session = OnnxSession(model, provider=CPU)

@@ -21,12 +21,9 @@ from numpy.typing import NDArray
 from bench.report import Row, row, say
 from reflex_runtime import BatchConfig, Runtime
 from reflex_runtime.feeds import JsonLines, Pipeline, source_of
-from reflex_runtime.feeds.detectors.fitting import Fit
-from reflex_runtime.feeds.detectors.found import LETTERBOX, DetectionLimits
-from reflex_runtime.feeds.detectors.heads import RawHead
-from reflex_runtime.feeds.detectors.results import result_of
-from reflex_runtime.feeds.onnx import OnnxFrames
-from reflex_runtime.feeds.picture_input import PictureInput, PixelScale
+from reflex_runtime.feeds.detectors.heads import LETTERBOX, DetectionLimits, RawHead
+from reflex_runtime.feeds.detectors.onnx import OnnxFrames
+from reflex_runtime.feeds.detectors.picture_input import Fit, PictureInput, PixelScale, result_of
 from reflex_runtime.run.onnx_session import CPU, OnnxSession
 
 SIDE: Final = 640

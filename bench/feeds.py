@@ -19,11 +19,11 @@ from typing import Any, Protocol
 from bench.report import Row, row, say
 from reflex_runtime.core.errors import Rejected
 from reflex_runtime.core.statistics import percentile
-from reflex_runtime.feeds.onnx import OnnxFrames
-from reflex_runtime.feeds.pipeline import Pipeline
-from reflex_runtime.feeds.runtime import Runtime
-from reflex_runtime.feeds.shapes import DETECTOR, Shapes
-from reflex_runtime.feeds.source import SourceError
+from reflex_runtime.feeds.detectors.onnx import OnnxFrames
+from reflex_runtime.feeds.runtime.frame import SourceError
+from reflex_runtime.feeds.runtime.pipeline import Pipeline
+from reflex_runtime.feeds.runtime.runtime import Runtime
+from reflex_runtime.feeds.sources.shapes import DETECTOR, Shapes
 from reflex_runtime.run.batch_processor import BatchConfig, BatchEntry
 from reflex_runtime.run.batched import batched
 from reflex_runtime.run.coordinator import BatchCoordinator

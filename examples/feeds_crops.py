@@ -9,8 +9,8 @@ import simplejpeg
 
 from reflex_runtime import Runtime
 from reflex_runtime.feeds import Pipeline, Result, to_arrays
-from reflex_runtime.feeds.onnx import OnnxFrames
-from reflex_runtime.feeds.shapes import DETECTOR, ShapesSource
+from reflex_runtime.feeds.detectors.onnx import OnnxFrames
+from reflex_runtime.feeds.sources.shapes import DETECTOR, ShapesSource
 
 
 class Crops:

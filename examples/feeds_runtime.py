@@ -2,8 +2,8 @@
 
 from reflex_runtime import BatchConfig, Runtime
 from reflex_runtime.feeds import Pipeline, Result
-from reflex_runtime.feeds.onnx import OnnxFrames
-from reflex_runtime.feeds.shapes import DETECTOR, ShapesSource
+from reflex_runtime.feeds.detectors.onnx import OnnxFrames
+from reflex_runtime.feeds.sources.shapes import DETECTOR, ShapesSource
 
 seen: dict[str, set[str]] = {"door": set(), "yard": set()}
 

@@ -35,13 +35,12 @@ from reflex_runtime.run.process import telemetry_off
 telemetry_off()
 import uvloop, httptools, onnxruntime, numpy.random
 import reflex_runtime.web.serve
-import reflex_runtime.cli.feeds_session, reflex_runtime.feeds.spec
+import reflex_runtime.cli.feeds_session, reflex_runtime.feeds.settings
 import reflex_runtime.run.coordinator
 import feeds.chaos, feeds.markers  # sources of their own, for `reflex feeds`
-import reflex_runtime.feeds.onnx, reflex_runtime.feeds.runtime, reflex_runtime.feeds.series
-import reflex_runtime.feeds.status, reflex_runtime.feeds.video, reflex_runtime.feeds.fleet
-import reflex_runtime.feeds.detector_slot
-import reflex_runtime.feeds.outputs.opening, reflex_runtime.feeds.stages.opening
+import reflex_runtime.feeds.detectors.onnx, reflex_runtime.feeds.runtime.runtime, reflex_runtime.feeds.series
+import reflex_runtime.feeds.status, reflex_runtime.feeds.sources.video, reflex_runtime.feeds.fleet
+import reflex_runtime.feeds.outputs, reflex_runtime.feeds.stages
 import encodings.idna, shlex, PIL.ImageFile, rich._emoji_codes
 import reflex_runtime.policies.models.onnx_models, reflex_runtime.policies.serving.app
 from reflex_runtime.cli import VERBS, build_parser

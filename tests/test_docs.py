@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from reflex_runtime.core.errors import ReflexError
-from reflex_runtime.feeds.outputs.outbox import OUTPUT_DROPS
-from reflex_runtime.feeds.snapshot import DROPS, RuntimeSnapshot
+from reflex_runtime.feeds.runtime.snapshot import DROPS, OUTPUT_DROPS, RuntimeSnapshot
 from reflex_runtime.observe import series_table
 from reflex_runtime.observe.series import SeriesRow
 from reflex_runtime.settings import FeedsConfig, LLMServeConfig, ServeConfig

@@ -64,7 +64,7 @@ if TYPE_CHECKING:  # the same names as in _NAMES, for type checkers and editors
     from reflex_runtime.core.scheduler import Scheduler as Scheduler
     from reflex_runtime.core.time_cost import TimeCost as TimeCost
     from reflex_runtime.core.token_budget import TimedTokens as TimedTokens
-    from reflex_runtime.feeds.runtime import Runtime as Runtime
+    from reflex_runtime.feeds.runtime.runtime import Runtime as Runtime
     from reflex_runtime.observe.batch_metrics import BatchMetrics as BatchMetrics
     from reflex_runtime.observe.journal_reader import read_journal as read_journal
     from reflex_runtime.observe.journal_writer import JournalWriter as JournalWriter
@@ -112,7 +112,7 @@ _NAMES = {
     "run.batcher": "Batcher",
     "run.coordinator": "BatchCoordinator BatchHandle",
     "run.submitted_frame": "FollowUp FrameOptions NewestFrame SubmittedFrame",
-    "feeds.runtime": "Runtime",
+    "feeds.runtime.runtime": "Runtime",
     "run.processor": "BaseProcessor FunctionProcessor Processor",
     "run.onnx_session": "OnnxProcessor",
     "observe.journal_reader": "read_journal",

@@ -17,7 +17,7 @@ from demo.tasks import INSTRUCTIONS
 from policies.records.fleet import png
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.demo import POLICY, SCRIBE, policy_source, write_policy
-from reflex_runtime.feeds.shapes import DETECTOR
+from reflex_runtime.feeds.sources.shapes import DETECTOR
 from reflex_runtime.policies.export.directory import Export
 from reflex_runtime.policies.load import load_policy
 from serving.harness import Server

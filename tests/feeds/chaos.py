@@ -10,9 +10,9 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from reflex_runtime.feeds.opening import DRAWN
-from reflex_runtime.feeds.shapes import made_of, size_of
-from reflex_runtime.feeds.source import Picture, SourceError
+from reflex_runtime.feeds.runtime.frame import Picture, SourceError
+from reflex_runtime.feeds.sources import DRAWN
+from reflex_runtime.feeds.sources.shapes import made_of, size_of
 
 Clock = Callable[[], float]
 Wait = Callable[[threading.Event, float], bool]  # sleeps that long or until the event is set; returns whether it is

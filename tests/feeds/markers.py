@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from tools.shape_detector.scoring import write_pictures
 
 from reflex_runtime.core.errors import ProcessorError
-from reflex_runtime.feeds.opening import DRAWN
-from reflex_runtime.feeds.shapes import DrawnSource, Image, made_of, size_of
+from reflex_runtime.feeds.sources import DRAWN
+from reflex_runtime.feeds.sources.shapes import DrawnSource, Image, made_of, size_of
 from reflex_runtime.run.batch_processor import BatchEntry
 
 NUMBERS: Final = 1000

@@ -13,14 +13,14 @@ from feeds.fakes import Camera, Collector
 from feeds.graphs import BLUE, RED, bright_graph, lit
 from reflex_runtime.core.batch import Done, Failed
 from reflex_runtime.core.errors import ConfigError, Expired, ProcessorError
-from reflex_runtime.feeds.cascade import SecondModel
-from reflex_runtime.feeds.detector_slot import DetectorSlot
-from reflex_runtime.feeds.draw import annotated
-from reflex_runtime.feeds.health import BatchSubmissionRejected
-from reflex_runtime.feeds.onnx import OnnxFrames
-from reflex_runtime.feeds.pipeline import Pipeline
-from reflex_runtime.feeds.runtime import Runtime
-from reflex_runtime.feeds.sinks import JsonLines
+from reflex_runtime.feeds.detectors.cascade import SecondModel
+from reflex_runtime.feeds.detectors.detector_slot import DetectorSlot
+from reflex_runtime.feeds.detectors.onnx import OnnxFrames
+from reflex_runtime.feeds.outputs.annotated import annotated
+from reflex_runtime.feeds.outputs.json_lines import JsonLines
+from reflex_runtime.feeds.runtime.health import BatchSubmissionRejected
+from reflex_runtime.feeds.runtime.pipeline import Pipeline
+from reflex_runtime.feeds.runtime.runtime import Runtime
 from reflex_runtime.run.batch_processor import BatchConfig
 
 SIZE = (64, 48)

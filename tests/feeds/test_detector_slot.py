@@ -11,10 +11,10 @@ import pytest
 from feeds.fakes import Camera, Collector
 from feeds.graphs import BLUE, RED, bright_graph, lit
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.feeds.detector_slot import DetectorSlot, version_of
-from reflex_runtime.feeds.onnx import FrameLimits, OnnxFrames
-from reflex_runtime.feeds.pipeline import Pipeline
-from reflex_runtime.feeds.runtime import Runtime
+from reflex_runtime.feeds.detectors.detector_slot import DetectorSlot, version_of
+from reflex_runtime.feeds.detectors.onnx import FrameLimits, OnnxFrames
+from reflex_runtime.feeds.runtime.pipeline import Pipeline
+from reflex_runtime.feeds.runtime.runtime import Runtime
 from reflex_runtime.run.batch_processor import BatchConfig, BatchEntry
 
 SIZE = (64, 48)

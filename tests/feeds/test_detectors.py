@@ -12,16 +12,24 @@ from onnx import numpy_helper
 
 from feeds.graphs import BLUE, GREEN, RED, bright_graph, lit
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.feeds.detectors import overlap
-from reflex_runtime.feeds.detectors.facts import GraphFacts, facts_of, names_in, names_of_file
-from reflex_runtime.feeds.detectors.fitting import GREY, cropped, letterboxed, stretched
-from reflex_runtime.feeds.detectors.found import DetectionLimits, Found
-from reflex_runtime.feeds.detectors.heads import IMAGENET, Classes, Extras, NamedBoxes, Queries, RawHead, Rows
-from reflex_runtime.feeds.detectors.overlap import AT_ONCE, kept_of
-from reflex_runtime.feeds.detectors.recognise import Trial, dialect_of
-from reflex_runtime.feeds.detectors.results import result_of
-from reflex_runtime.feeds.draw import cells_of
-from reflex_runtime.feeds.onnx import OnnxFrames
+from reflex_runtime.feeds.arrays import cells_of
+from reflex_runtime.feeds.detectors import heads
+from reflex_runtime.feeds.detectors.heads import (
+    AT_ONCE,
+    IMAGENET,
+    Classes,
+    DetectionLimits,
+    Extras,
+    Found,
+    NamedBoxes,
+    Queries,
+    RawHead,
+    Rows,
+    kept_of,
+)
+from reflex_runtime.feeds.detectors.onnx import OnnxFrames
+from reflex_runtime.feeds.detectors.picture_input import GREY, cropped, letterboxed, result_of, stretched
+from reflex_runtime.feeds.detectors.recognise import GraphFacts, Trial, dialect_of, facts_of, names_in, names_of_file
 from reflex_runtime.run.batch_processor import BatchEntry
 
 BOX = (120, 40, 240, 160)
@@ -330,7 +338,7 @@ def test_f14_counts_and_keypoints_that_are_no_numbers_fail_nothing() -> None:
 
 
 def test_f14_of_too_many_places_the_best_ones_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(overlap, "MOST_CANDIDATES", 50)
+    monkeypatch.setattr(heads, "MOST_CANDIDATES", 50)
     head = np.zeros((1, 5, 60), np.float32)
     head[0, 0] = np.arange(60) * 10
     head[0, 2:4], head[0, 4] = 5, np.linspace(0.3, 0.9, 60)

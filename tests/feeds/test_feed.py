@@ -39,10 +39,10 @@ from reflex_runtime.core.errors import (
     TooLate,
     WaitTimeout,
 )
-from reflex_runtime.feeds.capture import Backoff
-from reflex_runtime.feeds.feed import Feed, FeedConfig
-from reflex_runtime.feeds.frame import Frame
-from reflex_runtime.feeds.health import (
+from reflex_runtime.feeds.runtime.capture import Backoff
+from reflex_runtime.feeds.runtime.feed import Feed, FeedConfig
+from reflex_runtime.feeds.runtime.frame import Frame, Source, SourceError
+from reflex_runtime.feeds.runtime.health import (
     FeedConnected,
     FeedDisconnected,
     FeedEnded,
@@ -51,9 +51,8 @@ from reflex_runtime.feeds.health import (
     FeedStageError,
     StageError,
 )
-from reflex_runtime.feeds.pipeline import Pipeline
-from reflex_runtime.feeds.snapshot import DROPS, StageFigures
-from reflex_runtime.feeds.source import Source, SourceError
+from reflex_runtime.feeds.runtime.pipeline import Pipeline
+from reflex_runtime.feeds.runtime.snapshot import DROPS, StageFigures
 
 
 class Made:

@@ -10,9 +10,18 @@ import pytest
 from rich.console import Console, RenderableType
 
 from reflex_runtime.cli.feeds_table import LiveTable, summary
-from reflex_runtime.feeds import health
-from reflex_runtime.feeds.snapshot import FeedSnapshot, RuntimeSnapshot
-from reflex_runtime.feeds.words import clock, in_one_line, line_of, line_of_all, seconds, state, told, words_of
+from reflex_runtime.feeds.runtime import health
+from reflex_runtime.feeds.runtime.messages import (
+    clock,
+    in_one_line,
+    line_of,
+    line_of_all,
+    seconds,
+    state,
+    told,
+    words_of,
+)
+from reflex_runtime.feeds.runtime.snapshot import FeedSnapshot, RuntimeSnapshot
 from reflex_runtime.observe.batch_metrics import BatchMetrics, Durations
 
 CAMERA = FeedSnapshot(

@@ -14,14 +14,13 @@ from PIL import Image
 from feeds.fakes import END, Camera, Collector, Log, ended
 from feeds.test_feed import Made
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.feeds import folder
-from reflex_runtime.feeds.feed import Feed
-from reflex_runtime.feeds.folder import PictureFolder
-from reflex_runtime.feeds.opening import source_of
-from reflex_runtime.feeds.pipeline import Result
-from reflex_runtime.feeds.sinks import JsonLines
-from reflex_runtime.feeds.source import SourceError
-from reflex_runtime.feeds.spec import source_of_spec, specs_of
+from reflex_runtime.feeds.outputs.json_lines import JsonLines
+from reflex_runtime.feeds.runtime.feed import Feed
+from reflex_runtime.feeds.runtime.frame import SourceError
+from reflex_runtime.feeds.runtime.pipeline import Result
+from reflex_runtime.feeds.settings import source_of_spec, specs_of
+from reflex_runtime.feeds.sources import folder, source_of
+from reflex_runtime.feeds.sources.folder import PictureFolder
 from reflex_runtime.settings import FeedsConfig
 
 

@@ -11,10 +11,10 @@ import pytest
 from feeds.fakes import END, Camera, Point, picture
 from feeds.test_feed import Made
 from reflex_runtime.core.errors import ConfigError, ProcessorError
-from reflex_runtime.feeds import framing
-from reflex_runtime.feeds.framing import Region, Taking, turned
-from reflex_runtime.feeds.health import FeedFrozen, FeedStageError
-from reflex_runtime.feeds.pipeline import Pipeline
+from reflex_runtime.feeds.runtime import frame as framing
+from reflex_runtime.feeds.runtime.frame import Region, Taking, turned
+from reflex_runtime.feeds.runtime.health import FeedFrozen, FeedStageError
+from reflex_runtime.feeds.runtime.pipeline import Pipeline
 
 
 def taken(taking: Taking, times: Iterable[float | None], now: float = 0.0) -> list[int]:

@@ -33,8 +33,8 @@ from reflex_runtime.core.events import (
     RequestSettled,
 )
 from reflex_runtime.core.request import AdmittedBatch, Request, Ticket
-from reflex_runtime.feeds import health as module
-from reflex_runtime.feeds.health import (
+from reflex_runtime.feeds.runtime import health as module
+from reflex_runtime.feeds.runtime.health import (
     BatchError,
     BatchInFlightExceeded,
     BatchSubmissionRejected,

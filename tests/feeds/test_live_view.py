@@ -10,9 +10,9 @@ from feeds.fakes import Camera, Detector
 from feeds.pages import Page
 from reflex_runtime.feeds.pages import FeedPages
 from reflex_runtime.feeds.pictures import FeedPictures
-from reflex_runtime.feeds.pipeline import Pipeline
-from reflex_runtime.feeds.runtime import Runtime
-from reflex_runtime.feeds.source import SourceError
+from reflex_runtime.feeds.runtime.frame import SourceError
+from reflex_runtime.feeds.runtime.pipeline import Pipeline
+from reflex_runtime.feeds.runtime.runtime import Runtime
 from reflex_runtime.run.batch_processor import BatchConfig
 
 

@@ -15,11 +15,11 @@ import pytest
 from feeds.fakes import END, Camera, Clock, Collector, Detector, balanced, ended, frame, number_in
 from reflex_runtime.core.batch import Done, Failed
 from reflex_runtime.core.errors import Expired, ReflexError, ResultCountMismatch
-from reflex_runtime.feeds.feed import Feed, FeedConfig
-from reflex_runtime.feeds.in_hand import FrameInHand
-from reflex_runtime.feeds.pipeline import Pipeline
-from reflex_runtime.feeds.queue import FrameQueue
-from reflex_runtime.feeds.snapshot import Ledger
+from reflex_runtime.feeds.runtime.capture import FrameQueue
+from reflex_runtime.feeds.runtime.consumer import CurrentFrame
+from reflex_runtime.feeds.runtime.feed import Feed, FeedConfig
+from reflex_runtime.feeds.runtime.pipeline import Pipeline
+from reflex_runtime.feeds.runtime.snapshot import Ledger
 from reflex_runtime.run.batch_processor import BatchConfig, BatchEntry
 from reflex_runtime.run.submitted_frame import Join, NewestFrame
 from run.coordinated import Caller, Coordinator, busy_with, nobody_left
@@ -289,7 +289,7 @@ def test_f14_with_stages_before_or_a_longer_queue_the_frame_that_waits_stays(kep
 
 def test_f5_a_frame_whose_caller_has_left_takes_no_other_out_of_the_queue() -> None:
     queue, ledger = FrameQueue(1, drop_oldest=True), Ledger()
-    hand, newer = FrameInHand(frame(1)), frame(2)
+    hand, newer = CurrentFrame(frame(1)), frame(2)
     queue.put(newer)
     hand.leave()
     taken = hand.newest(queue, Pipeline(), ledger, 1.0, lambda: 0.5)

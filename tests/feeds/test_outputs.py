@@ -23,14 +23,12 @@ from feeds.fakes import frame
 from feeds.videos import clip
 from reflex_runtime.cli import main
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.feeds.outputs.address import mqtt_address, webhook_address
+from reflex_runtime.feeds.outputs.json_lines import record_of
 from reflex_runtime.feeds.outputs.mqtt import WINDOW, MqttPublisher
-from reflex_runtime.feeds.outputs.outbox import Outbox
-from reflex_runtime.feeds.outputs.output import WAITING, ResultOutput
+from reflex_runtime.feeds.outputs.output import WAITING, Outbox, ResultOutput, mqtt_address, webhook_address
 from reflex_runtime.feeds.outputs.webhook import Webhook
-from reflex_runtime.feeds.pipeline import Result
-from reflex_runtime.feeds.record import record_of
-from reflex_runtime.feeds.runtime import Runtime
+from reflex_runtime.feeds.runtime.pipeline import Result
+from reflex_runtime.feeds.runtime.runtime import Runtime
 
 SHAPES = ("--onnx", "shapes")
 USER = ("cam", "s3cr:et")

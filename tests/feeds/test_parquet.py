@@ -16,12 +16,11 @@ from feeds.commands import Feeds, ran, results, scratch
 from feeds.fakes import PATIENCE, Clock, frame
 from feeds.videos import clip
 from reflex_runtime.feeds import ParquetResults, read_parquet
-from reflex_runtime.feeds.frame import Frame
 from reflex_runtime.feeds.outputs import parquet as module
+from reflex_runtime.feeds.outputs.json_lines import SinkError, record_of
 from reflex_runtime.feeds.outputs.parquet import check_parquet
-from reflex_runtime.feeds.pipeline import Result
-from reflex_runtime.feeds.record import record_of
-from reflex_runtime.feeds.sinks import SinkError
+from reflex_runtime.feeds.runtime.frame import Frame
+from reflex_runtime.feeds.runtime.pipeline import Result
 from reflex_runtime.observe import files
 
 

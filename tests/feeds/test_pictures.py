@@ -20,10 +20,10 @@ import simplejpeg
 from feeds.fakes import frame
 from feeds.pages import PATIENCE, Page
 from reflex_runtime.feeds import picture_views, pictures
-from reflex_runtime.feeds.frame import Frame
 from reflex_runtime.feeds.jpeg import PictureSize, jpeg_of
 from reflex_runtime.feeds.pictures import LARGE, MIDDLE, SMALL, FeedPictures
-from reflex_runtime.feeds.pipeline import Result
+from reflex_runtime.feeds.runtime.frame import Frame
+from reflex_runtime.feeds.runtime.pipeline import Result
 
 BOX = {"boxes": [[8, 8, 40, 40]], "labels": ["cup"], "scores": [0.5]}
 

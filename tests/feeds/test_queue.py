@@ -9,7 +9,7 @@ import pytest
 
 from feeds.fakes import PATIENCE, frame
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.feeds.queue import FrameQueue
+from reflex_runtime.feeds.runtime.capture import FrameQueue
 
 
 @pytest.mark.parametrize("capacity", [0, -1, 5000, 1.5, True])

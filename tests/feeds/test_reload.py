@@ -17,7 +17,7 @@ from feeds.commands import Feeds, by_feed, refusal, scratch
 from feeds.graphs import bright_graph, lit
 from feeds.markers import write_marker_video
 from feeds.videos import clip, write_video
-from reflex_runtime.feeds.detector_slot import version_of
+from reflex_runtime.feeds.detectors.detector_slot import version_of
 
 READER = 'processor = "slow:SlowReader"\n'
 SLOW = """

@@ -17,9 +17,9 @@ from feeds.fakes import PATIENCE
 from feeds.rtsp import RtspCamera
 from feeds.tls import behind_tls
 from feeds.videos import clip, number_of, picture
-from reflex_runtime.feeds import video
-from reflex_runtime.feeds.source import SourceError
-from reflex_runtime.feeds.video import VideoSource
+from reflex_runtime.feeds.runtime.frame import SourceError
+from reflex_runtime.feeds.sources import video
+from reflex_runtime.feeds.sources.video import VideoSource
 
 FPS = 100.0
 PICTURES = [picture(i) for i in range(200)]

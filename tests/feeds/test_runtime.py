@@ -16,7 +16,10 @@ import pytest
 from feeds.chaos import ChaosSource
 from feeds.fakes import END, PATIENCE, Camera, Collector, Detector, Endless, Log, Tracker
 from reflex_runtime.core.errors import Closed, ConfigError, ProcessorError
-from reflex_runtime.feeds.health import (
+from reflex_runtime.feeds.outputs.annotated import AnnotatedVideo
+from reflex_runtime.feeds.outputs.json_lines import JsonLines
+from reflex_runtime.feeds.runtime.frame import SourceError
+from reflex_runtime.feeds.runtime.health import (
     BatchSubmissionRejected,
     FeedConnected,
     FeedEnded,
@@ -26,11 +29,8 @@ from reflex_runtime.feeds.health import (
     StageError,
     ThreadDetached,
 )
-from reflex_runtime.feeds.pipeline import Pipeline
-from reflex_runtime.feeds.runtime import Runtime
-from reflex_runtime.feeds.sinks import AnnotatedVideo, JsonLines
-from reflex_runtime.feeds.source import SourceError
-from reflex_runtime.feeds.subscription import LIMIT, Events
+from reflex_runtime.feeds.runtime.pipeline import Pipeline
+from reflex_runtime.feeds.runtime.runtime import LIMIT, Events, Runtime
 from reflex_runtime.run.batch_processor import BatchConfig
 
 QUICK = BatchConfig(max_batch_size=4, max_latency=0.002)
@@ -198,7 +198,7 @@ def test_removing_and_adding_many_times_leaks_no_thread() -> None:
 
 
 def test_reconnecting_many_times_leaks_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("reflex_runtime.feeds.capture.Backoff.FIRST_S", 0.0)
+    monkeypatch.setattr("reflex_runtime.feeds.runtime.capture.Backoff.FIRST_S", 0.0)
     losses = [item for i in range(200) for item in (i, SourceError("gone"))]
     with Runtime() as runtime:
         log = Told(runtime)
@@ -414,8 +414,9 @@ def test_a_runtime_that_never_started_can_be_stopped() -> None:
 
 def test_f11_feeds_are_signalled_then_coordinators_then_both_are_joined(monkeypatch: pytest.MonkeyPatch) -> None:
     steps: list[str] = []
+    modules = {"Feed": "reflex_runtime.feeds.runtime.feed", "BatchCoordinator": "reflex_runtime.run.coordinator"}
     for kind, part in (("Feed", "feed"), ("BatchCoordinator", "coordinator")):
-        module = {"Feed": "reflex_runtime.feeds.feed", "BatchCoordinator": "reflex_runtime.run.coordinator"}[kind]
+        module = modules[kind]
         for verb in ("signal", "join"):
             real = getattr(getattr(__import__(module, fromlist=[kind]), kind), verb)
 

@@ -12,10 +12,19 @@ import pytest
 from tools.shape_detector.scoring import hits, write_scene
 
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.feeds import shapes
-from reflex_runtime.feeds.onnx import OnnxFrames
-from reflex_runtime.feeds.shapes import DETECTOR, LABELS, DrawnSource, Image, Shapes, ShapesSource, Truth, shapes_source
-from reflex_runtime.feeds.source import Source, SourceError
+from reflex_runtime.feeds.detectors.onnx import OnnxFrames
+from reflex_runtime.feeds.runtime.frame import Source, SourceError
+from reflex_runtime.feeds.sources import shapes
+from reflex_runtime.feeds.sources.shapes import (
+    DETECTOR,
+    LABELS,
+    DrawnSource,
+    Image,
+    Shapes,
+    ShapesSource,
+    Truth,
+    shapes_source,
+)
 from reflex_runtime.run.batch_processor import BatchEntry
 
 HELD_OUT = 2_000_000  # seeds from here on were neither trained on nor looked at when the figures were made

@@ -19,12 +19,10 @@ import pytest
 
 from feeds.fakes import Clock, frame
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.feeds import sinks
-from reflex_runtime.feeds.draw import annotated
-from reflex_runtime.feeds.frame import Frame
-from reflex_runtime.feeds.pipeline import Result
-from reflex_runtime.feeds.record import json_safe
-from reflex_runtime.feeds.sinks import AnnotatedVideo, JsonLines, SinkError
+from reflex_runtime.feeds.outputs.annotated import AnnotatedVideo, annotated
+from reflex_runtime.feeds.outputs.json_lines import JsonLines, SinkError, json_safe
+from reflex_runtime.feeds.runtime.frame import Frame
+from reflex_runtime.feeds.runtime.pipeline import Result
 
 
 def result(sequence: int = 0, value: Any = None, feed: str = "cam") -> Result:
@@ -450,4 +448,4 @@ def test_a_video_without_a_picture_leaves_no_file(tmp_path: Path) -> None:
 def test_without_pyav_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "av", None)
     with pytest.raises(ConfigError, match=r"pip install '\.\[feeds\]'"):
-        sinks.AnnotatedVideo("out.mp4")
+        AnnotatedVideo("out.mp4")

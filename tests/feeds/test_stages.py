@@ -14,14 +14,13 @@ from feeds.fakes import END, PATIENCE, Camera, Collector, Log, Point, balanced
 from feeds.graphs import BLUE, RED, bright_graph, lit
 from feeds.videos import clip, write_video
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.feeds.feed import Feed, FeedConfig
-from reflex_runtime.feeds.frame import Frame
-from reflex_runtime.feeds.health import FeedStageError
-from reflex_runtime.feeds.pipeline import Pipeline, Result
-from reflex_runtime.feeds.snapshot import FeedSnapshot, StageFigures
-from reflex_runtime.feeds.stages.tracking import TrackStage
-from reflex_runtime.feeds.stages.zones import ZoneStage, lines_of, zones_of
-from reflex_runtime.feeds.words import line_of_counts, line_of_stages
+from reflex_runtime.feeds.runtime.feed import Feed, FeedConfig
+from reflex_runtime.feeds.runtime.frame import Frame
+from reflex_runtime.feeds.runtime.health import FeedStageError
+from reflex_runtime.feeds.runtime.messages import line_of_counts, line_of_stages
+from reflex_runtime.feeds.runtime.pipeline import Pipeline, Result
+from reflex_runtime.feeds.runtime.snapshot import FeedSnapshot, StageFigures
+from reflex_runtime.feeds.stages import TrackStage, ZoneStage, lines_of, zones_of
 
 BLACK = np.zeros((64, 64, 3), np.uint8)
 MINE = '''

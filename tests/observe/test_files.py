@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from reflex_runtime.core.group import GroupConfig
-from reflex_runtime.feeds.sinks import JsonLines
+from reflex_runtime.feeds.outputs.json_lines import JsonLines
 from reflex_runtime.observe import files
 from reflex_runtime.observe.journal_writer import JournalWriter
 

@@ -36,7 +36,7 @@ from reflex_runtime.core.events import (
     RequestRejected,
     RequestSettled,
 )
-from reflex_runtime.feeds.health import BatchSubmissionRejected, Health, HealthEvent
+from reflex_runtime.feeds.runtime.health import BatchSubmissionRejected, Health, HealthEvent
 from reflex_runtime.observe.batch_metrics import BatchMetrics, FeedBatchMetrics
 from reflex_runtime.run import coordinator as module
 from run.coordinated import Caller, Coordinator, Detector, Patient, Stepped, busy_with, echo, end_of, nobody_left

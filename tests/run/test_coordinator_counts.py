@@ -29,7 +29,7 @@ from reflex_runtime.core.errors import (
     WaitTimeout,
 )
 from reflex_runtime.core.events import Event, RequestAbandoned, RequestSettled
-from reflex_runtime.feeds.health import (
+from reflex_runtime.feeds.runtime.health import (
     BatchError,
     BatchInFlightExceeded,
     BatchSubmissionRejected,

@@ -25,7 +25,7 @@ from reflex_runtime.core.errors import (
     WaitTimeout,
 )
 from reflex_runtime.core.events import DeviceLost, RequestSettled
-from reflex_runtime.feeds.health import BatchError, BatchTimeout, Health, HealthEvent, StageError
+from reflex_runtime.feeds.runtime.health import BatchError, BatchTimeout, Health, HealthEvent, StageError
 from reflex_runtime.run import coordinator as module
 from reflex_runtime.run import device as device_module
 from run.coordinated import Caller, Coordinator, Detector, Stepped, busy_with, echo, end_of, nobody_left

@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 from scoring import hits, write_scene
 
-from reflex_runtime.feeds.onnx import OnnxFrames
-from reflex_runtime.feeds.shapes import DETECTOR, LABELS, Shapes, Truth
+from reflex_runtime.feeds.detectors.onnx import OnnxFrames
+from reflex_runtime.feeds.sources.shapes import DETECTOR, LABELS, Shapes, Truth
 from reflex_runtime.run.batch_processor import BatchEntry
 from reflex_runtime.run.onnx_session import OnnxSession
 

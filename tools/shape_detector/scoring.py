@@ -11,7 +11,7 @@ import av
 import numpy as np
 from numpy.typing import NDArray
 
-from reflex_runtime.feeds.shapes import Shapes, Truth
+from reflex_runtime.feeds.sources.shapes import Shapes, Truth
 
 
 def hits(

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor, nn
 
-from reflex_runtime.feeds.shapes import Shapes, Truth
+from reflex_runtime.feeds.sources.shapes import Shapes, Truth
 
 TRAINING_SEEDS = 100_000
 SIZES = [(320, 240)] * 5 + [(640, 480), (160, 120), (480, 270)]  # cameras; all are brought to the detector's size

@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
     """Check everything that can be checked, start, watch, stop, sum up."""
     from reflex_runtime.cli.feeds_asked import processor_asked
     from reflex_runtime.cli.feeds_files import check_outputs
-    from reflex_runtime.feeds.outputs.opening import outputs_of
+    from reflex_runtime.feeds.outputs import outputs_of
 
     plan = plan_of(args)
     config = plan.config
@@ -102,7 +102,7 @@ def plan_of(args: argparse.Namespace) -> FeedPlan:
     from reflex_runtime.cli.feeds_asked import missing
     from reflex_runtime.cli.feeds_files import check_places
     from reflex_runtime.feeds.fleet import FeedPlan
-    from reflex_runtime.feeds.spec import source_of_spec, specs_of
+    from reflex_runtime.feeds.settings import source_of_spec, specs_of
 
     config, places = read(FeedsConfig, "feeds", args.config, environment(), vars(args), ("feed",))
     specs = specs_of(args.feeds, args.config, config)

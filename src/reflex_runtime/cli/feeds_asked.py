@@ -14,11 +14,11 @@ from reflex_runtime.settings import FeedsConfig
 from reflex_runtime.settings.declare import one_line
 
 if TYPE_CHECKING:
-    from reflex_runtime.feeds.cascade import SecondModel
+    from reflex_runtime.feeds.detectors.cascade import SecondModel
+    from reflex_runtime.feeds.detectors.onnx import OnnxFrames
     from reflex_runtime.feeds.fleet import FeedPlan
-    from reflex_runtime.feeds.onnx import OnnxFrames
-    from reflex_runtime.feeds.source import Source
-    from reflex_runtime.feeds.spec import FeedSpec
+    from reflex_runtime.feeds.runtime.frame import Source
+    from reflex_runtime.feeds.settings import FeedSpec
 
 
 def missing(specs: Sequence[FeedSpec], sources: Mapping[str, Source]) -> dict[str, str]:
@@ -34,7 +34,7 @@ def missing(specs: Sequence[FeedSpec], sources: Mapping[str, Source]) -> dict[st
 
 def processor_asked(plan: FeedPlan) -> BatchProcessor:
     """The processor that --processor or --onnx names."""
-    from reflex_runtime.feeds.opening import processor_of
+    from reflex_runtime.feeds.plugins import processor_of
 
     config = plan.config
     if config.processor and config.onnx:
@@ -45,15 +45,15 @@ def processor_asked(plan: FeedPlan) -> BatchProcessor:
         )
     if config.processor:
         return processor_of(config.processor)
-    from reflex_runtime.feeds.detector_slot import DetectorSlot
+    from reflex_runtime.feeds.detectors.detector_slot import DetectorSlot
 
     return DetectorSlot(onnx_asked(config), config.then_classes, plan.limits)
 
 
 def second_model_asked(config: FeedsConfig, detector: BatchProcessor, frames: int) -> SecondModel:
     """The second model. frames: most that wait for the first one."""
-    from reflex_runtime.feeds.cascade import SecondModel
-    from reflex_runtime.feeds.detector_slot import DetectorSlot
+    from reflex_runtime.feeds.detectors.cascade import SecondModel
+    from reflex_runtime.feeds.detectors.detector_slot import DetectorSlot
 
     size = config.then_batch_size
     batching = BatchConfig(
@@ -77,7 +77,7 @@ def second_model_asked(config: FeedsConfig, detector: BatchProcessor, frames: in
 
 def refusal_of(config: FeedsConfig, error: Exception) -> ConfigError:
     """Why the processor cannot be used, in the words of the command line."""
-    from reflex_runtime.feeds.words import in_one_line, told
+    from reflex_runtime.feeds.runtime.messages import in_one_line, told
 
     named = f"--processor={one_line(config.processor)}" if config.processor else f"--onnx={one_line(config.onnx)}"
     cause = error.__cause__
@@ -90,8 +90,8 @@ def refusal_of(config: FeedsConfig, error: Exception) -> ConfigError:
 
 
 def onnx_asked(config: FeedsConfig, flag: str = "--onnx", id: str = "onnx") -> OnnxFrames:
-    from reflex_runtime.feeds.onnx import OnnxFrames
-    from reflex_runtime.feeds.shapes import DETECTOR
+    from reflex_runtime.feeds.detectors.onnx import OnnxFrames
+    from reflex_runtime.feeds.sources.shapes import DETECTOR
     from reflex_runtime.run.onnx_session import PROVIDERS, check_provider
 
     path = DETECTOR if config.onnx == "shapes" else Path(config.onnx)
@@ -126,7 +126,7 @@ def _size(text: str) -> tuple[int, int]:
 
 
 def _names(file: str) -> dict[int, str]:
-    from reflex_runtime.feeds.detectors.facts import names_of_file
+    from reflex_runtime.feeds.detectors.recognise import names_of_file
 
     try:
         return names_of_file(Path(file))

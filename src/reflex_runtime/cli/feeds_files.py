@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.feeds.sinks import AnnotatedVideo, JsonLines
-from reflex_runtime.feeds.spec import path_name
-from reflex_runtime.feeds.words import in_one_line
+from reflex_runtime.feeds.outputs.annotated import AnnotatedVideo
+from reflex_runtime.feeds.outputs.json_lines import JsonLines, path_name
+from reflex_runtime.feeds.runtime.messages import in_one_line
 from reflex_runtime.observe import files
 from reflex_runtime.observe.journal_writer import JournalWriter
 from reflex_runtime.settings import FeedsConfig
@@ -21,7 +21,7 @@ from reflex_runtime.settings.declare import one_line
 if TYPE_CHECKING:
     from reflex_runtime.core.group import GroupConfig
     from reflex_runtime.feeds.outputs.parquet import ParquetResults
-    from reflex_runtime.feeds.spec import FeedSpec
+    from reflex_runtime.feeds.settings import FeedSpec
 
 
 class FeedFiles:

@@ -18,19 +18,19 @@ from reflex_runtime.cli.feeds_files import FeedFiles
 from reflex_runtime.cli.feeds_signals import Signals
 from reflex_runtime.cli.feeds_table import Board
 from reflex_runtime.core.errors import Closed, ConfigError, ProcessorError
-from reflex_runtime.feeds.detector_slot import DetectorSlot
+from reflex_runtime.feeds.detectors.detector_slot import DetectorSlot
 from reflex_runtime.feeds.fleet import FeedFleet, FeedPlan
-from reflex_runtime.feeds.health import FeedEnded, FeedFailed, FeedStageError, StageError
-from reflex_runtime.feeds.runtime import Runtime, StopReport
-from reflex_runtime.feeds.words import in_one_line, undecoded
+from reflex_runtime.feeds.runtime.health import FeedEnded, FeedFailed, FeedStageError, StageError
+from reflex_runtime.feeds.runtime.messages import in_one_line, undecoded
+from reflex_runtime.feeds.runtime.runtime import Runtime, StopReport
 from reflex_runtime.observe.batch_metrics import OneGroup
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
 
-    from reflex_runtime.feeds.outputs.output import AnyOutput
+    from reflex_runtime.feeds.outputs.output import ResultOutput
     from reflex_runtime.feeds.pictures import FeedPictures
-    from reflex_runtime.feeds.spec import FeedSpec
+    from reflex_runtime.feeds.settings import FeedSpec
     from reflex_runtime.run.batch_processor import BatchProcessor
     from reflex_runtime.run.coordinator import BatchCoordinator
 
@@ -49,7 +49,7 @@ class FeedsSession:
         plan: FeedPlan,
         processor: BatchProcessor,
         output: Any,
-        outputs: Sequence[AnyOutput] = (),
+        outputs: Sequence[ResultOutput[Any]] = (),
         again: Callable[[], FeedPlan] | None = None,
     ) -> None:
         self._plan, self._again = plan, again

@@ -16,9 +16,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from reflex_runtime.feeds.health import HealthEvent
-from reflex_runtime.feeds.snapshot import FeedSnapshot, RuntimeSnapshot
-from reflex_runtime.feeds.words import (
+from reflex_runtime.feeds.runtime.health import HealthEvent
+from reflex_runtime.feeds.runtime.messages import (
     drops,
     frames,
     in_one_line,
@@ -34,10 +33,11 @@ from reflex_runtime.feeds.words import (
     told,
     words_of,
 )
+from reflex_runtime.feeds.runtime.snapshot import FeedSnapshot, RuntimeSnapshot
 from reflex_runtime.observe.batch_metrics import BatchMetrics
 
 if TYPE_CHECKING:
-    from reflex_runtime.feeds.runtime import Runtime
+    from reflex_runtime.feeds.runtime.runtime import Runtime
 
 PER_SECOND = 4  # times the table is drawn anew
 EVERY_S = 5.0  # seconds between lines where there is no terminal

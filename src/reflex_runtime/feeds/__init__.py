@@ -1,21 +1,20 @@
 """Cameras and videos: sources of frames, the stages they pass through, and sinks for results."""
 
 from reflex_runtime.feeds.arrays import ResultArrays, to_arrays, to_supervision
-from reflex_runtime.feeds.feed import Feed, FeedConfig
-from reflex_runtime.feeds.frame import Frame
-from reflex_runtime.feeds.opening import processor_of, source_of
-from reflex_runtime.feeds.outputs.address import mqtt_address, webhook_address
+from reflex_runtime.feeds.outputs.annotated import AnnotatedVideo
+from reflex_runtime.feeds.outputs.json_lines import JsonLines, SinkError
 from reflex_runtime.feeds.outputs.mqtt import MqttPublisher
-from reflex_runtime.feeds.outputs.output import ResultOutput
+from reflex_runtime.feeds.outputs.output import ResultOutput, mqtt_address, webhook_address
 from reflex_runtime.feeds.outputs.parquet import ParquetResults, read_parquet
 from reflex_runtime.feeds.outputs.webhook import Webhook
-from reflex_runtime.feeds.pipeline import Pipeline, Result
-from reflex_runtime.feeds.runtime import Runtime, StopReport
-from reflex_runtime.feeds.sinks import AnnotatedVideo, JsonLines, SinkError
-from reflex_runtime.feeds.source import Source, SourceError
-from reflex_runtime.feeds.spec import FeedSpec, source_of_spec, specs_of
-from reflex_runtime.feeds.stages.tracking import TrackStage
-from reflex_runtime.feeds.stages.zones import ZoneStage
+from reflex_runtime.feeds.plugins import processor_of
+from reflex_runtime.feeds.runtime.feed import Feed, FeedConfig
+from reflex_runtime.feeds.runtime.frame import Frame, Source, SourceError
+from reflex_runtime.feeds.runtime.pipeline import Pipeline, Result
+from reflex_runtime.feeds.runtime.runtime import Runtime, StopReport
+from reflex_runtime.feeds.settings import FeedSpec, source_of_spec, specs_of
+from reflex_runtime.feeds.sources import source_of
+from reflex_runtime.feeds.stages import TrackStage, ZoneStage
 
 __all__ = [
     "AnnotatedVideo",

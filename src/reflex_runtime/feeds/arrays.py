@@ -12,11 +12,11 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.feeds.draw import cells_of
-from reflex_runtime.feeds.pipeline import Result
+from reflex_runtime.feeds.runtime.pipeline import Result
 
 NO_TRACK: Final = -1
 NO_CLASS: Final = -1
+MOST_CELLS: Final = 4_000_000  # of a mask
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -137,3 +137,17 @@ def _masks(masks: Sequence[Any], size: tuple[int, int]) -> NDArray[np.bool_]:
         if left < right and top < bottom:
             whole[top:bottom, left:right] = np.asarray(inner)[top - y0 : bottom - y0, left - x0 : right - x0]
     return found
+
+
+def cells_of(mask: Any) -> NDArray[np.bool_] | None:
+    """The cells [rows, columns] of a mask of a result; they cover its `box` evenly. None for what is no mask."""
+    try:
+        rows, columns = (int(n) for n in mask["size"])
+        counts = np.asarray(mask["counts"], np.int64)
+        if not (0 < rows * columns <= MOST_CELLS and counts.ndim == 1 and counts.min(initial=0) >= 0):
+            return None
+        if counts.max(initial=0) > rows * columns or counts.sum() != rows * columns:  # their sum could overflow
+            return None
+        return np.repeat(np.arange(len(counts)) % 2 == 1, counts).reshape(rows, columns)
+    except (TypeError, ValueError, KeyError, OverflowError):
+        return None

@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Final
 
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.feeds.consume import Sink
-from reflex_runtime.feeds.detector_slot import DetectorSlot, Limits, version_of
-from reflex_runtime.feeds.onnx import FrameLimits, OnnxFrames
-from reflex_runtime.feeds.pipeline import Pipeline
-from reflex_runtime.feeds.runtime import Runtime
-from reflex_runtime.feeds.source import Source
-from reflex_runtime.feeds.spec import OF_STAGES, PER_FEED, FeedSpec
-from reflex_runtime.feeds.stages.opening import stages_of
+from reflex_runtime.feeds.detectors.detector_slot import DetectorSlot, Limits, version_of
+from reflex_runtime.feeds.detectors.onnx import FrameLimits, OnnxFrames
+from reflex_runtime.feeds.runtime.consumer import Sink
+from reflex_runtime.feeds.runtime.frame import Source
+from reflex_runtime.feeds.runtime.pipeline import Pipeline
+from reflex_runtime.feeds.runtime.runtime import Runtime
+from reflex_runtime.feeds.settings import OF_STAGES, PER_FEED, FeedSpec
+from reflex_runtime.feeds.stages import stages_of
 from reflex_runtime.run.coordinator import BatchCoordinator
 from reflex_runtime.settings import FeedsConfig
 from reflex_runtime.settings.declare import flag

@@ -11,8 +11,8 @@ import numpy as np
 import simplejpeg
 from PIL import Image
 
-from reflex_runtime.feeds.draw import annotated
-from reflex_runtime.feeds.pipeline import Result
+from reflex_runtime.feeds.outputs.annotated import annotated
+from reflex_runtime.feeds.runtime.pipeline import Result
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,8 @@ from typing import Any, Final
 
 from reflex_runtime.feeds.described import described_routes
 from reflex_runtime.feeds.pictures import FeedPictures
-from reflex_runtime.feeds.runtime import Runtime
-from reflex_runtime.feeds.snapshot import FeedSnapshot
+from reflex_runtime.feeds.runtime.runtime import Runtime
+from reflex_runtime.feeds.runtime.snapshot import FeedSnapshot
 from reflex_runtime.feeds.status import WELL, answers, health_of
 from reflex_runtime.observe.live import Live, LiveSnapshot, own_process
 from reflex_runtime.run.coordinator import BatchCoordinator

@@ -8,7 +8,7 @@ from typing import Final
 from urllib.parse import quote
 
 from reflex_runtime.feeds.jpeg import PictureSize
-from reflex_runtime.feeds.pipeline import Result
+from reflex_runtime.feeds.runtime.pipeline import Result
 from reflex_runtime.web.form import Headers
 from reflex_runtime.web.request import HttpRequest
 

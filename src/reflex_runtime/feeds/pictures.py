@@ -22,7 +22,7 @@ from urllib.parse import parse_qsl
 from reflex_runtime.core.errors import Closed
 from reflex_runtime.feeds.jpeg import PictureSize, jpeg_of
 from reflex_runtime.feeds.picture_views import HEADERS, FeedView, PictureStream
-from reflex_runtime.feeds.pipeline import Result
+from reflex_runtime.feeds.runtime.pipeline import Result
 from reflex_runtime.web.bodies import Seldom
 from reflex_runtime.web.errors import NotFound, TooManyRequests
 from reflex_runtime.web.fields import invalid

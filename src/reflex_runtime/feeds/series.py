@@ -13,7 +13,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import Metric
 
-from reflex_runtime.feeds.snapshot import RuntimeSnapshot
+from reflex_runtime.feeds.runtime.snapshot import RuntimeSnapshot
 from reflex_runtime.observe.series_table import COORDINATORS, FEEDS, FEEDS_AT_COORDINATORS, OUTPUTS
 
 

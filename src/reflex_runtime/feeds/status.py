@@ -18,7 +18,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.feeds.snapshot import RuntimeSnapshot
+from reflex_runtime.feeds.runtime.snapshot import RuntimeSnapshot
 from reflex_runtime.run.process import loop_factory
 from reflex_runtime.web.app import App
 from reflex_runtime.web.form import PLAIN

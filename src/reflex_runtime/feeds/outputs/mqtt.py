@@ -12,11 +12,9 @@ from typing import Any, Final
 from uuid import uuid4
 
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.feeds.outputs.address import ReceiverAddress
-from reflex_runtime.feeds.outputs.output import ResultOutput
-from reflex_runtime.feeds.pipeline import Result
-from reflex_runtime.feeds.record import ResultRecord, record_of
-from reflex_runtime.feeds.spec import path_name
+from reflex_runtime.feeds.outputs.json_lines import ResultRecord, path_name, record_of
+from reflex_runtime.feeds.outputs.output import ReceiverAddress, ResultOutput
+from reflex_runtime.feeds.runtime.pipeline import Result
 
 WINDOW: Final = 20  # messages that are sent and not yet written to the socket, or acknowledged (QoS 1 and 2)
 MOST_BYTES: Final = 1_000_000  # of a message: many brokers end the connection at a larger one, each time it is sent

@@ -1,17 +1,138 @@
-"""What every output has: a queue, a thread, figures, and an end that takes a bounded time."""
+"""Results on their way to a receiver that may be slow or away: a bounded queue, a thread, figures, a bounded end."""
 
 from __future__ import annotations
 
 import logging
 import threading
 import time
-from typing import Any, ClassVar, Final, Generic
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Final, Generic, TypeVar
+from urllib.parse import SplitResult, unquote, urlsplit
 
-from reflex_runtime.feeds.outputs.outbox import Item, Outbox, OutputSnapshot
-from reflex_runtime.feeds.pipeline import Result
-from reflex_runtime.feeds.record import ResultRecord
-from reflex_runtime.feeds.words import in_one_line
+from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.feeds.outputs.json_lines import ResultRecord
+from reflex_runtime.feeds.runtime.messages import in_one_line
+from reflex_runtime.feeds.runtime.pipeline import Result
+from reflex_runtime.feeds.runtime.snapshot import OUTPUT_DROPS, OutputSnapshot
+from reflex_runtime.feeds.sources.video import without_secrets
 from reflex_runtime.pacing import Throttle
+from reflex_runtime.run.device import Clock
+from reflex_runtime.settings.declare import one_line
+
+Item = TypeVar("Item")
+
+
+class Outbox(Generic[Item]):
+    """Items between the feeds' threads, which `put`, and the thread of an output, which takes and settles them.
+
+    capacity: items that wait; those that are taken and not settled yet come on top.
+    news: notified when something comes, at the close, and by the output when `ready` may have changed.
+    """
+
+    def __init__(self, capacity: int, clock: Clock = time.monotonic) -> None:
+        self.news = threading.Condition()
+        self._capacity = capacity
+        self._clock = clock
+        self._items: deque[Item] = deque()
+        self._in_hand = 0  # taken, neither sent nor dropped
+        self._taken = self._sent = 0
+        self._drops = dict.fromkeys(OUTPUT_DROPS, 0)
+        self._until: float | None = None  # once it closes: when its time is over
+        self._over = False  # everything is counted
+
+    def put(self, item: Item) -> None:
+        """Never waits. The oldest item is dropped where there is no room."""
+        with self.news:
+            self._taken += 1
+            if self._until is not None:
+                self._drops["unsent"] += 1
+                return
+            self._items.append(item)
+            self._cut()
+            self.news.notify_all()
+
+    def take(self, most: int, ready: Callable[[], bool] = lambda: True) -> list[Item]:
+        """Up to so many, the oldest first; waits for one, and until it is `ready`. Empty at the end."""
+        with self.news:
+            while not (self._items and ready()):
+                left = self.time_left
+                if left is not None and (left <= 0.0 or not self._items):
+                    return []
+                self.news.wait(left)
+            if self._until is not None and self._until <= self._clock():
+                return []
+            taken = [self._items.popleft() for _ in range(min(most, len(self._items)))]
+            self._in_hand += len(taken)
+            return taken
+
+    def sent(self, count: int = 1) -> None:
+        """Items in hand arrived."""
+        self._settle(count)
+        with self.news:
+            if not self._over:
+                self._sent += count
+
+    def drop(self, reason: str, count: int = 1) -> None:
+        """Items in hand are given up, for one of `OUTPUT_DROPS`."""
+        self._settle(count)
+        with self.news:
+            if not self._over:
+                self._drops[reason] += count
+
+    def back(self, items: Sequence[Item]) -> None:
+        """Items in hand wait again, as the oldest ones."""
+        self._settle(len(items))
+        with self.news:
+            if not self._over:
+                self._items.extendleft(reversed(items))
+                self._cut()
+
+    def pause(self, seconds: float) -> bool:
+        """Wait, until it closes at most. Returns whether it closes."""
+        with self.news:
+            return self.news.wait_for(lambda: self._until is not None, seconds)
+
+    def close(self, timeout: float) -> None:
+        """Take nothing more; what waits may be sent for so many seconds. The earlier end counts."""
+        with self.news:
+            until = self._clock() + timeout
+            self._until = until if self._until is None else min(until, self._until)
+            self.news.notify_all()
+
+    def end(self) -> int:
+        """Count what is left as unsent; how many that are. Later calls of the output's thread count nothing."""
+        with self.news:
+            left = 0 if self._over else len(self._items) + self._in_hand
+            self._over = True
+            self._items.clear()
+            self._in_hand = 0
+            self._drops["unsent"] += left
+            return left
+
+    @property
+    def time_left(self) -> float | None:
+        """Seconds for what waits once it closes; None before."""
+        return None if self._until is None else self._until - self._clock()
+
+    def figures(self) -> dict[str, Any]:
+        """Its part of an `OutputSnapshot`, all of one moment."""
+        with self.news:
+            waiting = len(self._items) + self._in_hand
+            return {"taken": self._taken, "sent": self._sent, "waiting": waiting, "drops": dict(self._drops)}
+
+    def _settle(self, count: int) -> None:
+        with self.news:
+            if not self._over:
+                self._in_hand -= count
+            self.news.notify_all()
+
+    def _cut(self) -> None:
+        while len(self._items) > self._capacity:
+            self._items.popleft()
+            self._drops["overrun"] += 1
+
 
 log = logging.getLogger("reflex.feeds.outputs")
 
@@ -123,4 +244,62 @@ class ResultOutput(Generic[Item]):
             self.box.close(0.0)
 
 
-AnyOutput = ResultOutput[Any]
+# -- addresses: user and password appear in no error, log or figure ---------------------------------------------------
+
+LONGEST: Final = 2000  # characters of an address
+LONGEST_TOPIC: Final = 200
+_MQTT, _HTTP = {"mqtt": 1883, "mqtts": 8883}, {"http": 80, "https": 443}
+
+
+@dataclass(frozen=True, slots=True)
+class ReceiverAddress:
+    """secure: over TLS. path: with the leading slash; of a web server as it is written, with the query. user, password:
+    None without."""
+
+    secure: bool
+    host: str
+    port: int
+    path: str
+    shown: str
+    user: str | None = None
+    password: str | None = field(default=None, repr=False)
+
+
+def mqtt_address(text: str) -> ReceiverAddress:
+    """mqtt://[user:password@]host[:port]/topic, or mqtts for TLS. Raises ConfigError without secrets."""
+    address = _address(text, _MQTT, "mqtt://HOST/TOPIC, or mqtts://HOST/TOPIC over TLS")
+    topic = unquote(address.path[1:])
+    if not 0 < len(topic) <= LONGEST_TOPIC or set(topic) & set("+#\0") or topic[0] in "$/" or topic[-1] == "/":
+        what = f"a topic of 1 to {LONGEST_TOPIC} characters, without + and #, and no / or $ at its ends"
+        raise ConfigError(f"{address.shown}: the path must be {what}")
+    return replace(address, path=f"/{topic}")
+
+
+def webhook_address(text: str) -> ReceiverAddress:
+    """http(s)://[user:password@]host[:port]/path?query. Raises ConfigError without secrets."""
+    return _address(text, _HTTP, "http://HOST/PATH or https://HOST/PATH")
+
+
+def _address(text: str, schemes: dict[str, int], expected: str) -> ReceiverAddress:
+    shown = one_line(without_secrets(text))
+    wrong = ConfigError(f"{shown}: must be {expected}")
+    if not text.isascii() or not text.isprintable() or " " in text or len(text) > LONGEST:
+        raise wrong
+    try:
+        found: SplitResult = urlsplit(text)
+        port = found.port
+    except ValueError:  # a wrong port or address
+        raise wrong from None
+    if found.scheme not in schemes or not found.hostname or port == 0 or found.fragment:
+        raise wrong
+    if found.scheme in _MQTT and found.query:
+        raise wrong
+    return ReceiverAddress(
+        secure=found.scheme in ("mqtts", "https"),
+        host=found.hostname,
+        port=port or schemes[found.scheme],
+        path=(found.path or "/") + (f"?{found.query}" if found.query else ""),
+        shown=shown,
+        user=None if found.username is None else unquote(found.username),
+        password=None if found.password is None else unquote(found.password),
+    )

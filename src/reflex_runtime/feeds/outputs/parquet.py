@@ -16,9 +16,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.feeds.pipeline import Result
-from reflex_runtime.feeds.record import ResultRecord, json_safe, record_of
-from reflex_runtime.feeds.sinks import SinkError
+from reflex_runtime.feeds.outputs.json_lines import ResultRecord, SinkError, json_safe, record_of
+from reflex_runtime.feeds.runtime.pipeline import Result
 from reflex_runtime.observe import files
 from reflex_runtime.run.device import Clock
 

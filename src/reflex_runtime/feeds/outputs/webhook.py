@@ -12,10 +12,9 @@ from contextlib import suppress
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
 from typing import Final
 
-from reflex_runtime.feeds.outputs.address import ReceiverAddress
-from reflex_runtime.feeds.outputs.output import ResultOutput
-from reflex_runtime.feeds.pipeline import Result
-from reflex_runtime.feeds.record import ResultRecord, record_of
+from reflex_runtime.feeds.outputs.json_lines import ResultRecord, record_of
+from reflex_runtime.feeds.outputs.output import ReceiverAddress, ResultOutput
+from reflex_runtime.feeds.runtime.pipeline import Result
 from reflex_runtime.pacing import doubled
 from reflex_runtime.version import __version__
 

@@ -1,0 +1,355 @@
+"""Any image model as a batch processor: pictures of many cameras in, one call, each camera's result out."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import inf
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from reflex_runtime.core.errors import ConfigError, ProcessorError
+from reflex_runtime.feeds.detectors.heads import STRETCH, DetectionLimits, Dialect, Found, Outputs
+from reflex_runtime.feeds.detectors.picture_input import (
+    FITTINGS,
+    FittedPicture,
+    Picture,
+    PictureInput,
+    PixelScale,
+    check_fitting,
+    picture_input,
+    result_of,
+)
+from reflex_runtime.feeds.detectors.recognise import LARGEST, GraphFacts, Trial, dialect_of, facts_of
+from reflex_runtime.run.batch_processor import BatchEntry
+from reflex_runtime.run.onnx_session import PROVIDERS, OnnxSession
+from reflex_runtime.settings.declare import did_you_mean, one_line, one_of
+
+log = logging.getLogger("reflex.feeds")
+
+_KEPT = 1024  # limits of feeds
+OVERLAP = 0.7  # of two boxes of a class, as a share of both
+
+
+@dataclass(frozen=True, slots=True)
+class DetectorSettings:
+    """What a user wants of a detector; None for what its dialect says. See `OnnxFrames`."""
+
+    score: float | None = None
+    iou: float | None = None
+    max_detections: int | None = None
+    classes: Sequence[str | int] = ()
+    size: tuple[int, int] | None = None
+    resize: str | None = None
+    names: Mapping[int, str] | None = None
+    mean: tuple[float, ...] | None = None
+    std: tuple[float, ...] | None = None
+
+    def __post_init__(self) -> None:
+        _check("score", self.score, 0.0, 1.0)
+        _check("iou", self.iou, 0.0, 1.0)
+        _check("max_detections", self.max_detections, 1, inf)
+        if self.size is not None and not (len(self.size) == 2 and min(self.size) >= 1 and max(self.size) <= LARGEST):
+            raise ConfigError(f"size={self.size!r}: must be a width and a height of 1 to {LARGEST}")
+        if self.resize is not None and self.resize not in FITTINGS:
+            raise ConfigError(f"resize={self.resize!r}: {one_of(str(self.resize), FITTINGS)}")
+        if self.std is not None and min(self.std) <= 0:
+            raise ConfigError(f"std={self.std!r}: must be > 0")
+
+
+@dataclass(frozen=True, slots=True)
+class FrameLimits:
+    """What one feed wants in place of the detector's own `score` and `classes`. None: no difference. (): all."""
+
+    score: float | None = None
+    classes: tuple[str | int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        _check("score", self.score, 0.0, 1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class _Loaded:
+    """A graph that runs, and what its outputs mean. dialect: None if they are passed on."""
+
+    session: OnnxSession
+    input: PictureInput
+    facts: GraphFacts
+    dialect: Dialect | None
+    limits: DetectionLimits
+    resize: str
+    scale: PixelScale
+    known: dict[FrameLimits, DetectionLimits] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        """What was found out, in one line."""
+        dialect, at_once = self.dialect, self.session.batch_size
+        what = "outputs are passed on" if dialect is None else f"{dialect.name}, {len(self.facts.names)} names"
+        size = f"{self.resize} {self.input.size[0]} × {self.input.size[1]}"
+        return f"{what}, {size}" + (f", batches of {at_once}" if at_once else "")
+
+    def fitted(self, frame: Picture, ahead: Any = None) -> FittedPicture:
+        """What the graph gets of a frame. ahead: what was made of it before, used if this graph can take it."""
+        if isinstance(ahead, FittedPicture) and self.input.takes(ahead, self.resize):
+            return ahead
+        return self.input.fitted(frame, self.resize)
+
+    def run(
+        self, pictures: Sequence[FittedPicture], wanted: Sequence[FrameLimits | None] = ()
+    ) -> list[dict[str, Any]]:
+        """wanted: of each frame, where some have limits of their own."""
+        outputs = self.session.run(self.input.tensors(pictures, self.scale))
+        if self.dialect is None:
+            return [{name: array[i] for name, array in outputs.items()} for i in range(len(pictures))]
+        found = self._found(self.dialect, outputs, [self.limits_of(one) for one in wanted or [None] * len(pictures)])
+        together = zip(found, pictures, strict=True)
+        return [result_of(one, picture.fit, self.facts.names, self.input.size) for one, picture in together]
+
+    def _found(self, dialect: Dialect, outputs: Outputs, limits: Sequence[DetectionLimits]) -> list[Found]:
+        """What was found in each frame within its limits; frames with the same ones are looked at together."""
+        alike = set(limits)
+        if len(alike) == 1:
+            return dialect.found(outputs, limits[0])
+        found: dict[int, Found] = {}
+        for limit in alike:
+            rows = [i for i, other in enumerate(limits) if other == limit]
+            part = {name: array[rows] for name, array in outputs.items()}
+            found |= zip(rows, dialect.found(part, limit), strict=True)
+        return [found[i] for i in range(len(limits))]
+
+    def limits_of(self, wanted: FrameLimits | None) -> DetectionLimits:
+        """Raises ConfigError for a class that the graph does not have."""
+        if wanted is None:
+            return self.limits
+        limits = self.known.get(wanted)
+        if limits is None:
+            limits = self.limits if wanted.score is None else replace(self.limits, score=wanted.score)
+            if wanted.classes is not None:
+                classes = _numbers(wanted.classes, self.facts.names) if wanted.classes else None
+                limits = replace(limits, classes=classes)
+            if len(self.known) >= _KEPT:
+                self.known.clear()
+            self.known[wanted] = limits
+        return limits
+
+
+class OnnxFrames:
+    """Runs an ONNX graph on RGB pictures.
+
+    path: the graph. It has one input, [n, 3, h, w] or [n, h, w, 3], uint8 or floating; a second one named
+        `orig_target_sizes` [n, 2] gets the size of the first. A leading axis of a fixed size is served as well: batches
+        have at most so many pictures, and smaller ones are padded (`batch_size`).
+    id: names it in metrics and events.
+    provider: "cpu", "cuda", "openvino", or an execution provider's own name. threads: intra-op threads of a call.
+    score: detections below it are left out, 0 … 1. iou: of two boxes of a class whose intersection is a larger share of
+        their union, the better one stays; only for graphs that leave this to their caller. max_detections: of a
+        picture, the best ones. Not given, they are those of the dialect.
+    classes: names or numbers of the only ones that are kept.
+    size: width and height that pictures are brought to. Needed where neither the graph nor its metadata says them.
+    resize: "letterbox", "stretch" or "crop"; by default what the metadata (key `resize`) or the dialect says.
+    names: labels by number, by default those of the metadata, key `names`. A label without a name stays a number.
+    mean, std: of a floating input, one number or one per channel: it gets (pixel / 255 - mean) / std. By default those
+        of the dialect.
+    warm_up: sizes of batches that are run before the first real one, so that no frame pays for a first call.
+
+    What the outputs mean is told by what the graph returns for one blank picture; see `detectors.recognise`. A result
+    is {"boxes": [[x0, y0, x1, y1], …] in pixels of the frame as it came in, "scores": [float, …], "labels": [name, …]},
+    with `keypoints` or `masks` where the graph finds them; see `detectors.results`. Outputs [n] or [n, k] without names
+    for the k are passed on: {output: array without batch axis}. Any other graph is refused.
+
+    limits: by feed, what it wants in place of `score` and `classes`; may change at any time, see `check_limits`.
+
+    A frame that is no uint8 [h, w, 3] picture fails alone. Wrong settings raise ConfigError, those that only the graph
+    can show when `on_start` reads it.
+    """
+
+    repeatable = True
+
+    def __init__(
+        self,
+        path: str | Path,
+        id: str = "onnx",
+        provider: str = "cpu",
+        threads: int = 1,
+        score: float | None = None,
+        *,
+        iou: float | None = None,
+        max_detections: int | None = None,
+        classes: Sequence[str | int] = (),
+        size: tuple[int, int] | None = None,
+        resize: str | None = None,
+        names: Mapping[int, str] | None = None,
+        mean: float | Sequence[float] | None = None,
+        std: float | Sequence[float] | None = None,
+        warm_up: Sequence[int] = (1,),
+    ) -> None:
+        _check("threads", threads, 1, inf)
+        if any(n < 1 for n in warm_up):
+            raise ConfigError(f"warm_up={tuple(warm_up)!r}: batch sizes must be >= 1")
+        self.id, self.path = id, Path(path)
+        scale = (_per_channel("mean", mean), _per_channel("std", std))
+        self._settings = DetectorSettings(score, iou, max_detections, tuple(classes), size, resize, names, *scale)
+        self._provider, self._threads = PROVIDERS.get(provider, provider), threads
+        self._warm_up = tuple(warm_up)
+        self._loaded: _Loaded | None = None
+        self.limits: Mapping[str, FrameLimits] = {}
+
+    def on_start(self) -> None:
+        """Load the graph, find out what its outputs mean, and run it once per size of `warm_up`. Raises ConfigError."""
+        session = OnnxSession(self.path, provider=self._provider, threads=self._threads, any_batch=True)
+        self._loaded = loaded = self._read(session)
+        log.info("%s: %s", self.path.name, loaded)
+        width, height = loaded.input.size
+        for n in self._warm_up:
+            loaded.run([loaded.fitted(np.zeros((height, width, 3), np.uint8))] * n)
+
+    def prepare(self, frame: Any) -> FittedPicture | None:
+        """The frame in the size of the graph's input, as `process` takes it for an entry's `view`: on any thread, while
+        the graph runs. None before the start, and for what is no picture."""
+        loaded = self._loaded
+        return None if loaded is None or _fault(frame) is not None else loaded.fitted(frame)
+
+    def process(self, entries: Sequence[BatchEntry]) -> list[Any]:
+        """One result per entry, or a ProcessorError in its place."""
+        loaded = self._loaded
+        if loaded is None:
+            raise ProcessorError(f"{self.path}: not started")
+        results: list[Any] = [_fault(entry.frame) for entry in entries]
+        fine = [entry for entry, fault in zip(entries, results, strict=True) if fault is None]
+        wanted = [self.limits.get(entry.feed_id) for entry in fine] if self.limits else ()
+        pictures = [loaded.fitted(entry.frame, entry.view) for entry in fine]
+        answers = iter(loaded.run(pictures, wanted) if fine else ())
+        return [next(answers) if fault is None else fault for fault in results]
+
+    def on_stop(self) -> None:
+        """Release the graph and its memory."""
+        self._loaded = None
+
+    @property
+    def batch_size(self) -> int | None:
+        """How many pictures a call computes; None before the start, and if that is any number."""
+        return None if self._loaded is None else self._loaded.session.batch_size
+
+    @property
+    def dialect(self) -> Dialect | None:
+        """What the outputs mean; None before the start, and for outputs that are passed on."""
+        return None if self._loaded is None else self._loaded.dialect
+
+    def check_limits(self, limits: FrameLimits) -> None:
+        """After the start: raises ConfigError for limits of a feed that have no effect, or name unknown classes."""
+        if self._loaded is None:
+            raise ProcessorError(f"{self.path}: not started")
+        if self._loaded.dialect is None and limits != FrameLimits():
+            raise ConfigError("score and classes have no effect: the graph's outputs are passed on as they are")
+        self._loaded.limits_of(limits)
+
+    def labels_of(self, classes: Sequence[str | int]) -> frozenset[Any]:
+        """After the start: these classes as results have them. Raises ConfigError for one that the graph lacks."""
+        if self._loaded is None:
+            raise ProcessorError(f"{self.path}: not started")
+        names = self._loaded.facts.names
+        return frozenset(names.get(number, number) for number in _numbers(classes, names))
+
+    def _read(self, session: OnnxSession) -> _Loaded:
+        wanted = self._settings
+        facts = facts_of(session.metadata)
+        if wanted.names is not None:
+            facts = replace(facts, names=wanted.names)
+        if session.batch_size is None:
+            session.batch_size = facts.at_once
+        taken = picture_input(self.path, session, wanted.size, facts.size)
+        dialect = self._recognised(session, taken, facts)
+        resize = wanted.resize or facts.resize or (dialect.resize if dialect else STRETCH)
+        if resize not in FITTINGS:
+            raise ConfigError(f"{self.path}: metadata resize={one_line(resize)}: {one_of(resize, FITTINGS)}")
+        check_fitting(resize)
+        return _Loaded(
+            session,
+            taken,
+            facts,
+            dialect,
+            _limits(wanted, dialect, facts),
+            resize,
+            self._scale(taken, dialect),
+        )
+
+    def _recognised(self, session: OnnxSession, taken: PictureInput, facts: GraphFacts) -> Dialect | None:
+        """By what it returns for one blank picture."""
+        width, height = taken.size
+        blank = taken.fitted(np.zeros((height, width, 3), np.uint8), STRETCH)
+        try:
+            return dialect_of(Trial(session.run(taken.tensors([blank], PixelScale())), facts, taken.size))
+        except ConfigError as error:
+            raise ConfigError(f"{self.path}: {error.message}") from None
+
+    def _scale(self, taken: PictureInput, dialect: Dialect | None) -> PixelScale:
+        wanted = self._settings
+        if taken.dtype == np.uint8:
+            if any(wanted.mean or ()) or set(wanted.std or (1.0,)) != {1.0}:
+                where = f"{self.path}: input {taken.name!r}"
+                raise ConfigError(f"mean, std: {where} takes uint8, so there is nothing to scale")
+            return PixelScale()
+        known = dialect or Dialect()
+        return PixelScale(wanted.mean or known.mean, wanted.std or known.std)
+
+
+def _limits(wanted: DetectorSettings, dialect: Dialect | None, facts: GraphFacts) -> DetectionLimits:
+    """What is wanted, else what the dialect says. Raises ConfigError for what has no effect."""
+    if dialect is None:
+        _refuse_without(wanted, "its outputs are passed on as they are")
+        return DetectionLimits(0.0, 1.0, 1)
+    if wanted.iou is not None and not dialect.overlaps:
+        raise ConfigError("iou has no effect: the graph leaves out overlapping boxes itself")
+    return DetectionLimits(
+        dialect.score if wanted.score is None else wanted.score,
+        OVERLAP if wanted.iou is None else wanted.iou,
+        wanted.max_detections or dialect.most,
+        _numbers(wanted.classes, facts.names) if wanted.classes else None,
+    )
+
+
+def _refuse_without(wanted: DetectorSettings, why: str) -> None:
+    for name in ("score", "iou", "max_detections", "classes"):
+        if getattr(wanted, name) not in (None, ()):
+            raise ConfigError(f"{name} has no effect: {why}")
+
+
+def _numbers(classes: Sequence[str | int], names: Mapping[int, str]) -> frozenset[int]:
+    """The numbers of classes that are given by name or number."""
+    by_name = {name: number for number, name in names.items()}
+    found = set()
+    for given in classes:
+        if given in by_name:
+            found.add(by_name[str(given)])
+        elif str(given).isdecimal() and len(str(given)) <= 9 and (not names or int(given) in names):
+            found.add(int(given))
+        else:
+            known = f"the graph has {len(names)} classes" if names else "the graph has no names: give numbers"
+            hint = did_you_mean(str(given), by_name)
+            raise ConfigError(f"classes={one_line(given)}: {known}{hint}")
+    return frozenset(found)
+
+
+def _check(name: str, value: float | None, low: float, high: float) -> None:
+    if value is not None and not low <= value <= high:
+        raise ConfigError(f"{name}={value!r}: must be {f'>= {low:g}' if high == inf else f'{low:g} … {high:g}'}")
+
+
+def _fault(frame: Any) -> ProcessorError | None:
+    if not isinstance(frame, np.ndarray):
+        return ProcessorError(f"frame: found {type(frame).__name__}, expected a uint8 array [h, w, 3]")
+    if frame.dtype != np.uint8 or frame.ndim != 3 or frame.shape[2] != 3 or not frame.size:
+        return ProcessorError(f"frame: found {frame.dtype} {list(frame.shape)}, expected uint8 [h, w, 3]")
+    return None
+
+
+def _per_channel(name: str, value: float | Sequence[float] | None) -> tuple[float, ...] | None:
+    if value is None:
+        return None
+    array = np.asarray(value, np.float32)
+    if array.shape not in ((), (1,), (3,)) or not np.isfinite(array).all():
+        raise ConfigError(f"{name}={value!r}: must be a finite number, or three of them")
+    return tuple(np.broadcast_to(array, (3,)).tolist())

@@ -1,0 +1,300 @@
+"""From a frame to the input of a graph, and from what the graph found back to the frame."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.feeds.detectors.heads import CROP, LETTERBOX, STRETCH, Found
+from reflex_runtime.feeds.runtime.frame import opencv
+from reflex_runtime.run.onnx_session import OnnxSession, Port, shown
+
+GREY: Final = 114  # of all channels, around the picture
+
+Picture = NDArray[np.uint8]  # RGB [h, w, 3]
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """Where a frame lies in the input: x of the input is x of the frame · across + left, y likewise.
+
+    width, height: of the frame.
+    """
+
+    across: float
+    down: float
+    left: float
+    top: float
+    width: int
+    height: int
+
+    def back(self, places: NDArray[Any]) -> NDArray[np.float64]:
+        """Places in pixels of the frame, on or within its edges. places: [..., 2 · m] as x, y, x, y … of the input."""
+        return np.clip(self.unbounded(places), 0.0, (self.width, self.height) * (places.shape[-1] // 2))
+
+    def unbounded(self, places: NDArray[Any]) -> NDArray[np.float64]:
+        """The same for places that may lie outside of the frame."""
+        pairs = places.shape[-1] // 2
+        offset, scale = (self.left, self.top) * pairs, (self.across, self.down) * pairs
+        found: NDArray[np.float64] = (places.astype(np.float64) - offset) / scale
+        return found
+
+    def forth(self, places: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Places of the frame in pixels of the input."""
+        pairs = places.shape[-1] // 2
+        found: NDArray[np.float64] = places * ((self.across, self.down) * pairs) + (self.left, self.top) * pairs
+        return found
+
+
+def letterboxed(frame: Picture, place: Picture) -> Fit:
+    """The whole frame into the middle of `place` [h, w, 3], as large as fits, grey around it.
+
+    Bilinear without smoothing, as OpenCV does it and YOLO models are trained and measured.
+    """
+    height, width = frame.shape[:2]
+    room_h, room_w = place.shape[:2]
+    scale = min(room_h / height, room_w / width)
+    new_w, new_h = max(1, round(width * scale)), max(1, round(height * scale))
+    left, top = round((room_w - new_w) / 2 - 0.1), round((room_h - new_h) / 2 - 0.1)
+    place[:top], place[top + new_h :], place[:, :left], place[:, left + new_w :] = GREY, GREY, GREY, GREY
+    inner = place[top : top + new_h, left : left + new_w]
+    if (new_h, new_w) == (height, width):
+        inner[:] = frame
+    else:
+        cv2 = _cv2()
+        cv2.resize(np.ascontiguousarray(frame), (new_w, new_h), dst=inner, interpolation=cv2.INTER_LINEAR)
+    return Fit(new_w / width, new_h / height, left, top, width, height)
+
+
+def stretched(frame: Picture, place: Picture) -> Fit:
+    """The whole frame into the whole of `place`: both sides by their own scale, bilinear with smoothing."""
+    height, width = frame.shape[:2]
+    room_h, room_w = place.shape[:2]
+    place[:] = frame if frame.shape == place.shape else _smooth(frame, (room_w, room_h), reducing_gap=2.0)
+    return Fit(room_w / width, room_h / height, 0.0, 0.0, width, height)
+
+
+def cropped(frame: Picture, place: Picture) -> Fit:
+    """The middle of the frame, as much as fills `place`."""
+    height, width = frame.shape[:2]
+    room_h, room_w = place.shape[:2]
+    scale = max(room_h / height, room_w / width)
+    new_w, new_h = max(room_w, int(width * scale)), max(room_h, int(height * scale))
+    left, top = round((new_w - room_w) / 2), round((new_h - room_h) / 2)
+    whole = frame if (new_w, new_h) == (width, height) else _smooth(frame, (new_w, new_h))
+    place[:] = whole[top : top + room_h, left : left + room_w]
+    return Fit(new_w / width, new_h / height, -left, -top, width, height)
+
+
+FITTINGS: Final[dict[str, Callable[[Picture, Picture], Fit]]] = {
+    LETTERBOX: letterboxed,
+    STRETCH: stretched,
+    CROP: cropped,
+}
+
+
+def planes_of(picture: Picture) -> NDArray[np.uint8]:
+    """The channels of a picture one after the other: [3, h, w]."""
+    planes = np.empty((3, *picture.shape[:2]), np.uint8)
+    if (cv2 := opencv()) is not None:  # seven times as fast
+        cv2.split(picture, list(planes))
+    else:
+        planes[:] = picture.transpose(2, 0, 1)
+    return planes
+
+
+def check_fitting(resize: str) -> None:
+    """ConfigError if this way of resizing cannot be used here."""
+    if resize == LETTERBOX:
+        _cv2()
+
+
+def _smooth(frame: Picture, size: tuple[int, int], reducing_gap: float | None = None) -> Picture:
+    picture = Image.fromarray(frame)
+    return np.asarray(picture.resize(size, Image.Resampling.BILINEAR, reducing_gap=reducing_gap))
+
+
+def _cv2() -> Any:
+    if (cv2 := opencv()) is None:
+        raise ConfigError("letterbox needs OpenCV: in a clone, pip install '.[feeds]'")
+    return cv2
+
+
+SIZES_NAME: Final = "orig_target_sizes"  # of a second input [n, 2] that gets the width and height of the first
+
+
+@dataclass(frozen=True, slots=True)
+class PixelScale:
+    """What a floating input gets of a pixel: (pixel / 255 - mean) / std, per channel."""
+
+    mean: tuple[float, ...] = (0.0, 0.0, 0.0)
+    std: tuple[float, ...] = (1.0, 1.0, 1.0)
+
+    @property
+    def plain(self) -> bool:
+        """Whether pixels are only divided."""
+        return not any(self.mean) and set(self.std) == {1.0}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FittedPicture:
+    """A frame brought to the size of an input. pixels: uint8, in the order of the input's axes. fit: where the frame
+    lies in it. resize: the way it was done, of `FITTINGS`."""
+
+    pixels: NDArray[np.uint8]
+    fit: Fit
+    resize: str
+
+
+@dataclass(frozen=True, slots=True)
+class PictureInput:
+    """name: of the input. last: whether its channels are the last axis. size: width and height. sizes: whether there is
+    a second input for the size."""
+
+    name: str
+    dtype: Any
+    last: bool
+    size: tuple[int, int]
+    sizes: bool
+
+    def fitted(self, frame: Picture, resize: str) -> FittedPicture:
+        """A frame brought to this input's size."""
+        width, height = self.size
+        place = np.empty((height, width, 3), np.uint8)
+        fit = FITTINGS[resize](frame, place)
+        return FittedPicture(place if self.last else planes_of(place), fit, resize)
+
+    def takes(self, picture: FittedPicture, resize: str) -> bool:
+        """Whether `fitted` makes pictures of this form."""
+        return picture.resize == resize and picture.pixels.shape == self._shape
+
+    def tensors(self, pictures: Sequence[FittedPicture], scale: PixelScale) -> dict[str, NDArray[Any]]:
+        """The graph's inputs for these pictures."""
+        if self.dtype == np.uint8:
+            pixels: NDArray[Any] = np.stack([picture.pixels for picture in pictures])
+        else:
+            pixels = np.empty((len(pictures), *self._shape), np.float32)
+            for picture, row in zip(pictures, pixels, strict=True):
+                self._scale(picture.pixels, row, scale)
+        rows = {self.name: pixels.astype(self.dtype, copy=False)}
+        if self.sizes:
+            rows[SIZES_NAME] = np.tile(np.array([self.size], np.int64), (len(pictures), 1))
+        return rows
+
+    def _scale(self, pixels: NDArray[np.uint8], row: NDArray[np.float32], scale: PixelScale) -> None:
+        np.divide(pixels, np.float32(255.0), out=row)
+        if not scale.plain:
+            channels = (3,) if self.last else (3, 1, 1)
+            row -= np.asarray(scale.mean, np.float32).reshape(channels)
+            row /= np.asarray(scale.std, np.float32).reshape(channels)
+
+    @property
+    def _shape(self) -> tuple[int, int, int]:
+        width, height = self.size
+        return (height, width, 3) if self.last else (3, height, width)
+
+
+def picture_input(
+    path: Path, session: OnnxSession, size: tuple[int, int] | None, said: tuple[int, int] | None
+) -> PictureInput:
+    """Find the input for pictures. size: that the user wants. said: that the metadata says. Raises ConfigError."""
+    others = dict(session.inputs)
+    sizes = others.pop(SIZES_NAME, None)
+    if len(others) != 1 or (sizes is not None and not _takes_sizes(sizes)):
+        found = ", ".join(f"{name!r} {shown(port.dims)}" for name, port in session.inputs.items())
+        raise ConfigError(f"{path}: found the inputs {found}, expected one, for pictures")
+    ((name, port),) = others.items()
+    where, found = f"{path}: input {name!r}", shown(port.dims)
+    if len(port.dims) != 4 or 3 not in (port.dims[1], port.dims[3]):
+        raise ConfigError(f"{where}: found {found}, expected [n, 3, h, w] or [n, h, w, 3]")
+    if port.dtype != np.uint8 and port.dtype.kind != "f":
+        raise ConfigError(f"{where}: found {port.dtype}, expected uint8 or floating")
+    last = port.dims[1] != 3
+    height, width = port.dims[1:3] if last else port.dims[2:4]
+    if size is None:
+        if (width is None or height is None) and said is None:
+            raise ConfigError(f"{where}: takes any size of picture, {found}; choose one, such as --size 640")
+        size = (width or said[0], height or said[1]) if said else (width or 0, height or 0)
+    elif width not in (None, size[0]) or height not in (None, size[1]):
+        takes = f"input {name!r} takes width {_any(width)} and height {_any(height)}"
+        raise ConfigError(f"{path}: size {size[0]}x{size[1]}: {takes}")
+    return PictureInput(name, port.dtype, last, size, sizes is not None)
+
+
+def _takes_sizes(port: Port) -> bool:
+    return port.dtype.kind == "i" and len(port.dims) == 2 and port.dims[1] in (None, 2)
+
+
+def _any(side: int | None) -> str:
+    return "any" if side is None else str(side)
+
+
+def result_of(found: Found, fit: Fit, names: Mapping[int, str], size: tuple[int, int]) -> dict[str, Any]:
+    """Boxes, scores and labels, and keypoints, polygons and masks where the graph has them; see docs/feeds.md.
+
+    Numbers are rounded to hundredths of a pixel and millionths of a score. Boxes outside of the frame are left out.
+    size: width and height of the input.
+    """
+    if found.boxes is None:
+        return _classes(found, names)
+    boxes = fit.back(found.boxes)
+    fine = (boxes[:, 2] > boxes[:, 0]) & (boxes[:, 3] > boxes[:, 1])
+    result: dict[str, Any] = {
+        "boxes": boxes[fine].round(2).tolist(),
+        "scores": found.scores[fine].round(6).tolist(),
+        "labels": _named(found.labels[fine], names),
+    }
+    if found.points is not None:
+        result["keypoints"] = _points(found.points[fine], fit)
+    if found.polygons is not None:
+        result["polygons"] = fit.unbounded(found.polygons[fine]).round(2).tolist()
+    if found.masks is not None:
+        pairs = zip(found.masks[fine], boxes[fine], strict=True)
+        result["masks"] = [_mask(mask, box, fit, size) for mask, box in pairs]
+    return result
+
+
+def _classes(found: Found, names: Mapping[int, str]) -> dict[str, Any]:
+    labels = _named(found.labels, names)
+    scores = found.scores.round(6).tolist()
+    return {"labels": labels, "scores": scores, "text": f"{labels[0]} {scores[0]:.2f}" if labels else ""}
+
+
+def _named(labels: NDArray[np.int64], names: Mapping[int, str]) -> list[Any]:
+    return [names.get(label, label) for label in labels.tolist()]
+
+
+def _points(points: NDArray[np.float64], fit: Fit) -> list[Any]:
+    """[k, m, 2 or 3]: x, y, and how visible each is."""
+    placed = np.concatenate([fit.back(points[..., :2]).round(2), points[..., 2:].round(4)], axis=-1)
+    found: list[Any] = placed.tolist()
+    return found
+
+
+def _mask(mask: NDArray[np.bool_], box: NDArray[np.float64], fit: Fit, size: tuple[int, int]) -> dict[str, Any]:
+    """The cells of a mask that a box of the frame touches: `box` in pixels of the frame, which whole cells may exceed,
+    `size` (rows, columns) of the cells, `counts` of equal cells, row by row: first those outside of the mask, then
+    inside, and so on."""
+    height, width = mask.shape
+    across, down = width / size[0], height / size[1]
+    x0, y0, x1, y1 = fit.forth(box)
+    left, right = _cells(x0 * across, x1 * across, width)
+    top, bottom = _cells(y0 * down, y1 * down, height)
+    inner = mask[top:bottom, left:right]
+    covered = fit.unbounded(np.array([left / across, top / down, right / across, bottom / down]))
+    changes = np.flatnonzero(np.diff(inner.reshape(-1), prepend=False))
+    counts = np.diff(np.concatenate([[0], changes, [inner.size]]))
+    return {"box": covered.round(2).tolist(), "size": list(inner.shape), "counts": counts.tolist()}
+
+
+def _cells(first: float, last: float, most: int) -> tuple[int, int]:
+    """Whole cells, at least one, that cover a stretch."""
+    low = min(max(0, int(np.floor(first))), most - 1)
+    return low, min(max(low + 1, int(np.ceil(last))), most)

@@ -1,0 +1,349 @@
+"""What was found drawn on pictures, and videos of them."""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from fractions import Fraction
+from functools import cache, lru_cache
+from io import FileIO
+from math import ceil, floor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image, ImageDraw, ImageFont
+
+from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.feeds.arrays import cells_of
+from reflex_runtime.feeds.outputs.json_lines import SinkError
+from reflex_runtime.feeds.runtime.pipeline import Result
+from reflex_runtime.observe import files
+
+Box = tuple[float, float, float, float]  # x0, y0, x1, y1
+Colour = tuple[int, int, int]
+
+# Of about equal brightness, far apart also for the colour-blind.
+COLOURS = ((230, 159, 0), (86, 180, 233), (0, 158, 115), (240, 228, 66), (0, 114, 178), (213, 94, 0), (204, 121, 167))
+DARK, LIGHT = (0, 0, 0), (255, 255, 255)
+MOST_BOXES = 1000  # drawn in a picture
+MOST_CORNERS = 64  # of a polygon
+FARTHEST = 20_000.0  # pixels; a polygon with a corner farther away is drawn as its box
+MOST_TEXT = 500  # characters drawn of a text
+VEIL = 110  # of 255: how much of the colour of a mask covers the picture
+_SHORT = 40  # characters of a text that is kept as drawn
+
+
+def annotated(image: NDArray[np.uint8], value: Any, caption: str = "") -> NDArray[np.uint8]:
+    """A copy of a picture (RGB [h, w, 3]) with what a result says drawn on it.
+
+    value: a mapping; boxes ([[x0, y0, x1, y1], ...] in pixels) with labels, scores and tracker_ids beside them, and
+    what a second model said of them (`then`), keypoints, polygons and masks (see docs/feeds.md), text in the corner.
+    What is missing or has another form is left out.
+    caption: a line in the other corner, on a darkened ground, under the boxes; too long, it loses its beginning.
+    """
+    picture = Image.fromarray(image)
+    pen = ImageDraw.Draw(picture)
+    height = max(10, min(28, picture.height // 24))
+    if caption:
+        _caption(picture, pen, _font(height), caption)
+    if isinstance(value, Mapping):
+        boxes = [None if box is None else _within(box, picture.size) for box in _boxes(value.get("boxes"))]
+        more = _followed(value.get("then"))
+        words = [_words(value, i, more.get(i, "")) for i in range(len(boxes))]
+        thick = max(1, min(4, (min(picture.size) + 120) // 180))
+        for mask, (_, colour) in zip(_items(value.get("masks")), words, strict=False):
+            _tint(picture, mask, colour)
+        polygons = _polygons(value.get("polygons"), len(boxes))
+        for box, polygon, (_, colour) in zip(boxes, polygons, words, strict=True):
+            if polygon is not None:
+                pen.polygon(polygon, outline=colour, width=thick)
+            elif box is not None:
+                pen.rectangle(box, outline=colour, width=thick)
+        for points, (_, colour) in zip(_items(value.get("keypoints")), words, strict=False):
+            _dots(pen, points, colour, 2 * thick)
+        for box, (label, colour) in zip(boxes, words, strict=True):
+            if box is not None and label:
+                _label(picture, height, box, label, colour)
+        if value.get("text") is not None:
+            _paste(picture, _sign(str(value["text"]), DARK, height), (2, 2))
+    return np.asarray(picture)
+
+
+def _boxes(boxes: Any) -> list[Box | None]:
+    """Corners in order, None for what is no box."""
+    try:
+        rows = np.asarray(boxes, dtype=np.float64)
+    except (TypeError, ValueError):
+        return []
+    if rows.ndim != 2 or rows.shape[1] != 4:
+        return []
+    found: list[Box | None] = []
+    for x0, y0, x1, y1 in rows[:MOST_BOXES].tolist():
+        finite = np.isfinite((x0, y0, x1, y1)).all()
+        found.append((min(x0, x1), min(y0, y1), max(x0, x1), max(y0, y1)) if finite else None)
+    return found
+
+
+def _polygons(polygons: Any, count: int) -> list[list[tuple[float, float]] | None]:
+    """Corners around each box, None for what has none that can be drawn."""
+    try:
+        rows = np.asarray(polygons, dtype=np.float64)
+    except (TypeError, ValueError):
+        return [None] * count
+    if rows.ndim != 3 or rows.shape[0] < count or rows.shape[2] != 2 or not 3 <= rows.shape[1] <= MOST_CORNERS:
+        return [None] * count
+    found: list[list[tuple[float, float]] | None] = []
+    for row in rows[:count]:
+        near = bool((np.abs(row) < FARTHEST).all())  # not one that is not a number
+        found.append([(x, y) for x, y in row.tolist()] if near else None)
+    return found
+
+
+def _within(box: Box, size: tuple[int, int]) -> Box:
+    """The box cut off at the picture's edge, just outside of it: drawing takes time for every pixel."""
+    x0, y0, x1, y1 = (min(max(v, -1.0), float(most)) for v, most in zip(box, (*size, *size), strict=True))
+    return x0, y0, x1, y1
+
+
+def _tint(picture: Image.Image, mask: Any, colour: Colour) -> None:
+    """The cells of a mask in a colour that lets the picture through."""
+    cells = cells_of(mask)
+    boxes = _boxes([mask.get("box")]) if cells is not None else []
+    if cells is None or not boxes or boxes[0] is None:
+        return
+    x0, y0, x1, y1 = (round(v) for v in boxes[0])
+    if not (0 < x1 - x0 <= 2 * picture.width and 0 < y1 - y0 <= 2 * picture.height):
+        return
+    veil = Image.fromarray(cells.astype(np.uint8) * VEIL).resize((x1 - x0, y1 - y0), Image.Resampling.NEAREST)
+    picture.paste(colour, (x0, y0, x1, y1), veil)
+
+
+def _dots(pen: ImageDraw.ImageDraw, points: Any, colour: Colour, radius: int) -> None:
+    """Keypoints x, y, and how visible: those below 0.5 are left out."""
+    try:
+        rows = np.asarray(points, dtype=np.float64)
+    except (TypeError, ValueError):
+        return
+    if rows.ndim != 2 or rows.shape[1] not in (2, 3):
+        return
+    for row in rows[:MOST_BOXES][np.isfinite(rows[:MOST_BOXES]).all(axis=1)].tolist():
+        if len(row) == 2 or row[2] >= 0.5:
+            x, y = row[:2]
+            pen.ellipse((x - radius, y - radius, x + radius, y + radius), fill=colour)
+
+
+def _followed(then: Any) -> dict[int, str]:
+    """What a second model said of boxes, by their numbers; see `SecondModel`."""
+    found = {}
+    for one in _items(then):
+        if isinstance(one, Mapping) and isinstance(one.get("box"), int) and one.get("text"):
+            found[one["box"]] = str(one["text"])
+    return found
+
+
+def _words(value: Mapping[Any, Any], i: int, more: str) -> tuple[str, Colour]:
+    """What stands beside box i, and its colour, which is of the label alone: the same in every run."""
+    labels, scores = _items(value.get("labels")), _items(value.get("scores"))
+    label = labels[i] if i < len(labels) else None
+    score = scores[i] if i < len(scores) else None
+    tracks = _items(value.get("tracker_ids"))
+    track = "" if i >= len(tracks) or tracks[i] is None else f"#{tracks[i]}"
+    parts = ["" if label is None else str(label), "" if score is None else _number(score), track, more]
+    words = " ".join(filter(None, parts))
+    mixed = zlib.crc32(str(label).encode()) >> 16
+    return words, COLOURS[mixed % len(COLOURS)]
+
+
+def _label(picture: Image.Image, height: int, box: Box, words: str, colour: Colour) -> None:
+    """height: of its letters."""
+    size, sign = picture.size, _sign(words, colour, height)
+    above, lowest = box[1] - height - 5, size[1] - height - 5
+    left = max(0.0, min(box[0], size[0] - 3 - sign.first))
+    _paste(picture, sign, (left, above if above >= 0.0 else min(box[3] + 1.0, lowest)))
+
+
+def _caption(picture: Image.Image, pen: ImageDraw.ImageDraw, font: ImageFont.FreeTypeFont, words: str) -> None:
+    words = words[:MOST_TEXT]
+    if pen.textlength(words, font) > picture.width - 4:
+        while words and pen.textlength("…" + words, font) > picture.width - 4:
+            words = words[1:]
+        words = "…" + words
+    at = (2, picture.height - font.size - 6)
+    right = min(picture.width, round(pen.textbbox(at, words, font=font)[2]) + 2)
+    ground = (0, max(0, int(at[1]) - 1), right, picture.height)
+    if ground[0] < ground[2] and ground[1] < ground[3]:
+        picture.paste(picture.crop(ground).point([value // 3 for value in range(256)] * 3), ground[:2])
+    pen.text(at, words, fill=LIGHT, font=font)
+
+
+class _Sign(NamedTuple):
+    """Text on its ground. at: of its corner, from where the text begins. first: the length of its first line."""
+
+    picture: Image.Image
+    at: tuple[int, int]
+    first: float
+
+
+def _sign(words: str, background: Colour, height: int) -> _Sign:
+    """Drawn once, as long as it is short: the same labels come with every frame."""
+    words = words[:MOST_TEXT]
+    return _drawn(words, background, height) if len(words) <= _SHORT else _drawn.__wrapped__(words, background, height)
+
+
+@lru_cache(256)
+def _drawn(words: str, background: Colour, height: int) -> _Sign:
+    font, pen = _font(height), ImageDraw.Draw(Image.new("RGB", (1, 1)))
+    x0, y0, x1, y1 = pen.textbbox((0, 0), words, font=font)
+    left, top = floor(x0) - 2, floor(y0) - 1
+    picture = Image.new("RGB", (ceil(x1) + 3 - left, ceil(y1) + 2 - top), background)
+    bright = sum(background) > 330
+    ImageDraw.Draw(picture).text((-left, -top), words, fill=DARK if bright else LIGHT, font=font)
+    return _Sign(picture, (left, top), pen.textlength(words.splitlines()[0], font=font) if words else 0.0)
+
+
+def _paste(picture: Image.Image, sign: _Sign, at: tuple[float, float]) -> None:
+    picture.paste(sign.picture, (round(at[0]) + sign.at[0], round(at[1]) + sign.at[1]))
+
+
+def _items(values: Any) -> Sequence[Any]:
+    if isinstance(values, np.ndarray):
+        values = values.tolist()
+    return values if isinstance(values, (list, tuple)) else ()
+
+
+def _number(score: Any) -> str:
+    try:
+        return f"{float(score):.2f}"
+    except (TypeError, ValueError):
+        return str(score)
+
+
+@cache
+def _font(size: int) -> ImageFont.FreeTypeFont:
+    """Pillow's own font: no file of the system is needed."""
+    font = ImageFont.load_default(size)
+    assert isinstance(font, ImageFont.FreeTypeFont)
+    return font
+
+
+_FRAGMENTED = (".mp4", ".m4v", ".mov")
+
+
+class AnnotatedVideo:
+    """A video of one feed with boxes, labels and text drawn on it, as H.264 or, where that is missing, MPEG-4.
+
+    path: the file; its suffix says the container (.mp4, .mkv, .avi). It is opened with the first result, whose size
+    (made even) all pictures get; what is there is kept as PATH.1, and only the owner may read it. An .mp4 is written in
+    fragments of `FRAGMENT_S`, so that a killed process leaves all but the last one, as it does of an .mkv.
+    caption: whether feed, number and latency are written into the corner.
+    Times are those of the stream; where they stand still, go back or leap more than `LEAP_S`, the usual step is taken.
+    Raises ConfigError if PyAV is missing.
+    """
+
+    shared = False  # of one feed only
+    LEAP_S = 5.0
+    FRAGMENT_S = 1.0
+    TICKS = 60_000  # a second: a whole number of them at every usual rate, and not more than MPEG-4 counts
+
+    def __init__(self, path: str | os.PathLike[str], caption: bool = True) -> None:
+        _av()
+        self._path = Path(path)
+        self._caption = caption
+        self._container: Any = None
+        self._file: FileIO | None = None
+        self._stream: Any = None
+        self._size = (0, 0)
+        self._over = False
+        self._pts: float | None = None
+        self._step = 1 / 25
+        self._tick = -1
+        self._time = 0.0
+
+    def __call__(self, result: Result) -> None:
+        """Add a picture. Raises SinkError the first time that it cannot."""
+        if self._over:
+            return
+        caption = f"{result.feed} #{result.frame.sequence} {1e3 * result.latency:.0f} ms" if self._caption else ""
+        picture = annotated(result.frame.image, result.value, caption)
+        tick = self._next_tick(result.frame.pts)
+        self._guarded(lambda: self._encode(picture, tick))
+
+    def close(self) -> None:
+        """Finish the file. Raises SinkError if that fails. Nothing is added to it afterwards."""
+        over, self._over = self._over, True
+        if self._container is not None and not over:
+            self._guarded(self._finish)
+
+    def _guarded(self, action: Callable[[], None]) -> None:
+        try:
+            action()
+        except Exception as error:
+            self._over = True
+            container, self._container = self._container, None
+            with suppress(Exception):  # the same error again
+                if container is not None:
+                    container.close()
+            self._close_file()
+            raise SinkError(f"video to {self._path} failed: {error}; no more is written") from error
+
+    def _encode(self, picture: NDArray[np.uint8], tick: int) -> None:
+        av = _av()
+        if self._container is None:
+            self._open(picture)
+        frame = av.VideoFrame.from_ndarray(picture, format="rgb24")
+        frame = frame.reformat(width=self._size[0], height=self._size[1], format="yuv420p", threads=1)
+        frame.pts, frame.time_base = tick, Fraction(1, self.TICKS)
+        self._container.mux(self._stream.encode(frame))
+
+    def _open(self, picture: NDArray[np.uint8]) -> None:
+        height, width = picture.shape[:2]
+        self._size = (max(2, width - width % 2), max(2, height - height % 2))
+        av = _av()
+        self._file = files.create(self._path, private=True)
+        fragments = {"movflags": "empty_moov+default_base_moof", "frag_duration": str(round(self.FRAGMENT_S * 1e6))}
+        parts = fragments if self._path.suffix.lower() in _FRAGMENTED else {}
+        self._container = av.open(self._file, "w", options={"flush_packets": "1", **parts})
+        codec = "libx264" if "libx264" in av.codecs_available else "mpeg4"
+        self._stream = self._container.add_stream(codec, rate=25)
+        self._stream.width, self._stream.height = self._size
+        self._stream.pix_fmt = "yuv420p"
+        self._stream.codec_context.time_base = Fraction(1, self.TICKS)
+        if codec == "libx264":
+            # No pictures held back, so that the flush at the stop is short.
+            self._stream.options = {"preset": "veryfast", "crf": "23", "tune": "zerolatency"}
+        self._stream.codec_context.thread_count = 1  # the default is one per core, for every feed
+        self._container.start_encoding()  # a file that cannot be made shows now, not when the encoder is full
+
+    def _finish(self) -> None:
+        self._container.mux(self._stream.encode(None))
+        container, self._container = self._container, None
+        container.close()
+        self._close_file()
+
+    def _close_file(self) -> None:
+        file, self._file = self._file, None
+        if file is not None:
+            file.close()
+
+    def _next_tick(self, pts: float | None) -> int:
+        """When a picture is shown, in ticks from the first; later than the one before it."""
+        before, self._pts = self._pts, pts
+        if self._tick >= 0:
+            step = None if pts is None or before is None else pts - before
+            if step is not None and 0.0 < step <= self.LEAP_S:
+                self._step = step
+            self._time += self._step
+        self._tick = max(self._tick + 1, round(self._time * self.TICKS))
+        return self._tick
+
+
+def _av() -> Any:
+    try:
+        import av
+    except ImportError:
+        raise ConfigError("AnnotatedVideo: writing video needs PyAV: in a clone, pip install '.[feeds]'") from None
+    return av

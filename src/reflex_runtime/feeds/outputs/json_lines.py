@@ -1,0 +1,200 @@
+"""Where results go: a line of JSON each, or a video with what was found drawn on it.
+
+A sink is called with a `Result`, on its feed's thread, in order; `close` is called when its last feed is over. A sink
+that fails for good raises once (its feed reports the exception) and ignores later results.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, fields, is_dataclass
+from enum import Enum
+from math import isfinite
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+
+from reflex_runtime.core.errors import ReflexError
+from reflex_runtime.feeds.runtime.pipeline import Result
+from reflex_runtime.observe import files
+from reflex_runtime.run.device import Clock
+
+NAME = r"^(?!\.\.?$)[\w.-]{1,64}$"  # of a feed; . and .. would be other folders
+_PATH_BYTES = 200  # of 255 that the name of a file may have: endings follow, such as .mp4.1
+_ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+
+
+@dataclass(frozen=True, slots=True)
+class ResultRecord:
+    """A result without its picture, so that one that waits to be sent holds no frame.
+
+    pts: seconds in the stream, or None. latency_ms: from the frame's capture to its answer. value: as the stages left
+    it. file: the picture's name in a directory, or "".
+    """
+
+    feed: str
+    sequence: int
+    pts: float | None
+    latency_ms: float
+    value: Any
+    file: str = ""
+
+    def as_json(self) -> str:
+        """One line, without its end."""
+        line = {
+            "feed": self.feed,
+            "sequence": self.sequence,
+            **({"file": self.file} if self.file else {}),
+            "pts": json_safe(self.pts),
+            "latency_ms": self.latency_ms,
+            "value": self.value,
+        }
+        try:  # nearly every value can be written as it is, four times as fast
+            return _ENCODER.encode(line)
+        except (TypeError, ValueError):
+            return _ENCODER.encode({**line, "value": json_safe(self.value)})
+
+
+def record_of(result: Result) -> ResultRecord:
+    """What is written of a result."""
+    frame = result.frame
+    latency_ms = round(1e3 * result.latency, 3)
+    return ResultRecord(result.feed, frame.sequence, frame.pts, latency_ms, result.value, frame.file)
+
+
+def json_safe(value: Any) -> Any:
+    """The same as JSON can hold it: arrays become lists, numbers that are not finite null, and anything unknown its
+    text."""
+    if value is None or isinstance(value, (str, bool, int)):
+        return value
+    if isinstance(value, float):
+        return value if isfinite(value) else None
+    if isinstance(value, np.ndarray):
+        plain = value.dtype.kind in "biu" or (value.dtype.kind == "f" and bool(np.isfinite(value).all()))
+        return value.tolist() if plain else json_safe(value.tolist())
+    if isinstance(value, np.generic):
+        return json_safe(value.item())
+    if isinstance(value, Enum):
+        return json_safe(value.value)
+    if isinstance(value, Mapping):
+        return {str(key): json_safe(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [json_safe(item) for item in value]
+    if is_dataclass(value) and not isinstance(value, type):
+        return json_safe({each.name: getattr(value, each.name) for each in fields(value)})  # asdict would copy it
+    return str(value)
+
+
+def path_name(feed: str) -> str:
+    """A feed's name as one part of a path or of a topic. One that a program gave may be several parts, or none, and 64
+    letters of some alphabets are longer than the name of a file may be."""
+    data = feed.encode("utf-8", "surrogatepass")
+    if re.fullmatch(NAME, feed) and len(data) <= _PATH_BYTES:
+        return feed
+    return "feed-" + hashlib.sha256(data).hexdigest()[:16]
+
+
+class SinkError(ReflexError):
+    """A sink failed for good: its disk is full, or its reader has left."""
+
+    code = "sink_failed"
+
+
+class JsonLines:
+    """A line of JSON per result: feed, sequence, file if it is one of a directory, pts, latency_ms, value. Any number
+    of feeds may share it.
+
+    target: a path, which is written anew (what is there is kept as PATH.1, see `files.create`), or a text stream, which
+    is not closed. Lines are written out at least every
+    second while results come, at the first result after a pause, and at `close`; to a terminal at once. After `close` a
+    further result opens the file again and is appended.
+    lost: results that could not be written after the sink had failed.
+    """
+
+    FLUSH_S = 1.0
+
+    def __init__(self, target: str | os.PathLike[str] | IO[str], clock: Clock = time.monotonic) -> None:
+        self._path = Path(target) if isinstance(target, (str, os.PathLike)) else None
+        self._stream: Any = None if isinstance(target, (str, os.PathLike)) else target
+        self._every = 0.0 if self._path is None and _is_terminal(self._stream) else self.FLUSH_S
+        self._fresh = True  # this sink has not written to the file yet
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._lines: list[str] = []
+        self._flushed = -float("inf")
+        self._failed = False
+        self.lost = 0
+
+    def __call__(self, result: Result) -> None:
+        """Write a result. Raises SinkError the first time that it cannot."""
+        text = record_of(result).as_json() + "\n"
+        with self._lock:
+            if self._failed:
+                self.lost += 1
+                return
+            self._lines.append(text)
+            now = self._clock()
+            if now - self._flushed >= self._every:
+                self._flushed = now
+                self._write()
+
+    def begin(self) -> None:
+        """Begin the file now, unless a result has begun it, so that a run without results does not leave an earlier
+        file."""
+        with self._lock:
+            if self._path is not None and self._fresh:
+                with suppress(OSError):  # the first result says it
+                    self._open()
+
+    def close(self) -> None:
+        """Write out what is left. Raises SinkError if that fails."""
+        with self._lock:
+            try:
+                if not self._failed:
+                    self._write()
+            finally:
+                self._close_file()
+
+    def _write(self) -> None:
+        lines, self._lines = self._lines, []
+        if not lines:
+            return
+        try:
+            if self._path is None:
+                self._stream.write("".join(lines))
+                self._stream.flush()
+                return
+            if self._stream is None:
+                self._open()
+            files.write_all(self._stream, "".join(lines).encode(errors="replace"))
+        except (OSError, ValueError) as error:  # ValueError: the stream was closed elsewhere
+            self._failed = True
+            self.lost += len(lines)
+            self._close_file()
+            where = self._path or "the stream"
+            raise SinkError(f"JSON lines to {where} failed: {error}; no more are written") from error
+
+    def _open(self) -> None:
+        assert self._path is not None
+        self._stream = files.create(self._path) if self._fresh else files.append(self._path)
+        self._fresh = False
+
+    def _close_file(self) -> None:
+        if self._path is not None and self._stream is not None:
+            self._stream, stream = None, self._stream
+            stream.close()
+
+
+def _is_terminal(stream: Any) -> bool:
+    try:
+        return bool(stream.isatty())
+    except (AttributeError, ValueError):
+        return False

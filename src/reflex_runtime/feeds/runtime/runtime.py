@@ -1,0 +1,467 @@
+"""Feeds and coordinators started, watched and stopped together, in an order that cannot deadlock.
+
+    with Runtime() as runtime:
+        detector = runtime.coordinator(Detector(), BatchConfig(max_batch_size=8))
+        runtime.feed("door", source_of("door.mp4"), Pipeline(batch=detector), sinks=[JsonLines("door.jsonl")])
+        runtime.wait()
+
+A stop signals the feeds, then the coordinators, then waits for the feeds, then for the coordinators. So no camera is
+read any more when the last batch is formed, and a feed that waits for an answer gets one.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Protocol, TypeVar
+
+from reflex_runtime.core.errors import Closed, ConfigError
+from reflex_runtime.feeds.runtime.consumer import Sink
+from reflex_runtime.feeds.runtime.feed import FILE, Feed, FeedConfig, close_sink
+from reflex_runtime.feeds.runtime.frame import Source
+from reflex_runtime.feeds.runtime.health import Health, HealthEvent, ThreadDetached
+from reflex_runtime.feeds.runtime.pipeline import Pipeline
+from reflex_runtime.feeds.runtime.snapshot import FeedSnapshot, OutputSnapshot, RuntimeSnapshot
+from reflex_runtime.observe.batch_metrics import OneGroup
+from reflex_runtime.run.audience import Sink as EventSink
+from reflex_runtime.run.batch_processor import BatchConfig, BatchProcessor
+from reflex_runtime.run.coordinator import BatchCoordinator
+from reflex_runtime.run.submitted_frame import FollowUp
+
+LIMIT = 1024  # events kept for a reader
+
+
+class Events:
+    """A subscription: every event since it was made, in order; `for event in events` waits until the runtime stops.
+
+    It keeps `LIMIT` events. Beyond that the oldest is dropped, and `missed` counts it.
+    """
+
+    def __init__(self, leave: Callable[[Events], Any] | None = None) -> None:
+        self._leave = leave
+        self._kept: deque[HealthEvent] = deque()
+        self._news = threading.Condition()
+        self._closed = False
+        self.missed = 0
+
+    def add(self, event: HealthEvent) -> None:
+        """Called by the runtime; never waits for the reader."""
+        with self._news:
+            if self._closed:
+                return
+            if len(self._kept) >= LIMIT:
+                self._kept.popleft()
+                self.missed += 1
+            self._kept.append(event)
+            self._news.notify_all()
+
+    def take(self) -> list[HealthEvent]:
+        """What has come since the last look; does not wait."""
+        with self._news:
+            taken = list(self._kept)
+            self._kept.clear()
+            return taken
+
+    def next(self, timeout: float | None = None) -> HealthEvent | None:
+        """The next event; waits for it. None when the time is over (seconds), or at the end."""
+        with self._news:
+            self._news.wait_for(lambda: self._kept or self._closed, timeout)
+            return self._kept.popleft() if self._kept else None
+
+    def close(self) -> None:
+        """End the stream: a reader gets the events that are left, then the end."""
+        with self._news:
+            self._closed = True
+            self._news.notify_all()
+        if self._leave is not None:
+            self._leave(self)
+
+    def __iter__(self) -> Iterator[HealthEvent]:
+        while (event := self.next()) is not None:
+            yield event
+
+
+log = logging.getLogger("reflex.feeds")
+
+NEW, STARTING, RUNNING, STOPPING, STOPPED = "new", "starting", "running", "stopping", "stopped"
+FEEDS_SHARE = 0.8  # of the time that a stop has, before the coordinators are waited for
+LAST_CALL_S = 0.2  # for feeds which a coordinator's end released
+OUTPUTS_S = 2.0  # for what waits in outputs, once no more results come
+
+
+class RuntimeOutput(Protocol):
+    """What a runtime needs of an output; see `ResultOutput`."""
+
+    name: str
+
+    def start(self) -> None: ...
+    def signal(self, timeout: float) -> None: ...
+    def join(self) -> bool: ...
+    def snapshot(self) -> OutputSnapshot: ...
+
+
+AnyOutput = TypeVar("AnyOutput", bound=RuntimeOutput)
+
+
+@dataclass(frozen=True, slots=True)
+class StopReport:
+    """How a stop went. seconds: what it took. detached: threads and outputs that did not end. errors: by coordinator,
+    what its `on_stop` raised."""
+
+    seconds: float
+    detached: tuple[str, ...] = ()
+    errors: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def clean(self) -> bool:
+        """Whether every thread ended and nothing was raised."""
+        return not self.detached and not self.errors
+
+
+class Runtime:
+    """Owns feeds, coordinators and outputs. Any thread may call it; it is started once and stopped once.
+
+    Feeds and coordinators may be added before `start` (then they are checked, and started by it) and while it runs.
+    """
+
+    def __init__(self) -> None:
+        self._state = NEW
+        self._lock = threading.RLock()  # of everything below
+        self._change = threading.Condition(self._lock)  # a feed ended, or was removed
+        self._stopping = threading.Lock()  # one stop at a time
+        self._feeds: dict[str, Feed] = {}
+        self._coordinators: dict[str, tuple[BatchCoordinator, Health]] = {}
+        self._outputs: dict[str, RuntimeOutput] = {}
+        self._sinks: dict[int, int] = {}  # feeds that use a sink, by its identity
+        self._pipelines: set[int] = set()  # those that a feed of ours uses
+        self._readers: tuple[Events, ...] = ()
+        self._report: StopReport | None = None
+        self._since = 0.0
+
+    # -- what it owns --------------------------------------------------------------------------------------------------
+
+    def coordinator(
+        self,
+        processor: BatchProcessor,
+        config: BatchConfig | None = None,
+        sinks: Iterable[EventSink] = (),
+        then: FollowUp | None = None,
+    ) -> BatchCoordinator:
+        """A coordinator that owns this processor; started now if the runtime runs, else by `start`.
+
+        sinks: get its scheduler's events. then: a second processor, see `BatchCoordinator`. Raises ConfigError if the
+        processor's id is taken, ProcessorError if it does not start.
+        """
+        health = Health(str(getattr(processor, "id", "")), self._emit)
+        own = health if then is None else OneGroup(health, health.source)  # its counts are of frames
+        coordinator = BatchCoordinator(processor, config, (own, *sinks), then=then)
+        try:
+            with self._lock:
+                self._check_open()
+                if coordinator.id in self._coordinators:
+                    raise ConfigError(f"Runtime.coordinator: the processor id {coordinator.id!r} is used already")
+                self._coordinators[coordinator.id] = (coordinator, health)
+                running = self._state == RUNNING
+        except BaseException:
+            coordinator.stop()  # it owns its processor until then
+            raise
+        if running:
+            self._start_late(coordinator)
+        return coordinator
+
+    def output(self, output: AnyOutput) -> AnyOutput:
+        """Own an output: it is started now or by `start`, and drained by `stop`. Its `take` is the sink for feeds.
+
+        Raises ConfigError if its name is taken.
+        """
+        with self._lock:
+            self._check_open()
+            if output.name in self._outputs:
+                raise ConfigError(f"Runtime.output: the name {output.name!r} is used already")
+            self._outputs[output.name] = output
+            if self._state == RUNNING:
+                output.start()
+        return output
+
+    def _start_late(self, coordinator: BatchCoordinator) -> None:
+        """Start one while others run."""
+        try:
+            coordinator.start()
+            with self._lock:
+                self._check_open()
+        except BaseException:
+            with self._lock:
+                self._coordinators.pop(coordinator.id, None)
+            coordinator.stop()
+            raise
+
+    def feed(
+        self,
+        name: str,
+        source: Source,
+        pipeline: Pipeline | Callable[[], Pipeline] | None = None,
+        sinks: Sequence[Sink] = (),
+        *,
+        mode: str | None = None,
+        max_age: float | None = 1.0,
+        queue: int | None = None,
+        restarts: int | None = None,
+        retries: int = 10,
+        frozen_after: float | None = 3.0,
+        every: int = 1,
+        fps: float = 0.0,
+        rotate: int = 0,
+    ) -> Feed:
+        """A feed; started now if the runtime runs, else by `start`. For the options see `FeedConfig`.
+
+        pipeline: one of its own, or a function that makes it. sinks: may be shared with other feeds unless they say
+        `shared = False`; each is closed when the last feed that has it is over.
+        Raises ConfigError if the name is taken, an option is wrong, or a pipeline that keeps state is given twice.
+        """
+        config = FeedConfig(
+            mode=mode, max_age=max_age, queue=queue, restarts=restarts, retries=retries, frozen_after=frozen_after,
+            every=every, fps=fps, rotate=rotate,
+        )
+        made = pipeline() if callable(pipeline) else pipeline
+        with self._lock:
+            self._check_open()
+            if name in self._feeds:
+                raise ConfigError(f"Runtime.feed: the name {name!r} is used already")
+            feed = Feed(name, source, made, sinks, config, emit=self._emit, release=self._release, on_end=self._ended)
+            self._check_shared(feed)
+            self._register(feed)
+        return feed
+
+    def _register(self, feed: Feed) -> None:
+        """Add it, then start it if the runtime runs: a start that fails closes the feed's sinks."""
+        new = id(feed.pipeline) not in self._pipelines
+        self._pipelines.add(id(feed.pipeline))
+        for sink in feed.sinks:
+            self._sinks[id(sink)] = self._sinks.get(id(sink), 0) + 1
+        self._feeds[feed.name] = feed
+        try:
+            if self._state == RUNNING:
+                feed.start()
+        except BaseException:
+            del self._feeds[feed.name]
+            if new:
+                self._pipelines.discard(id(feed.pipeline))
+            feed.signal()  # lets go of its sinks, if nothing did yet
+            raise
+
+    def remove(self, name: str, timeout: float = 2.0) -> bool:
+        """Stop a feed and forget it. Returns whether its threads ended within `timeout`; KeyError if there is none.
+
+        A thread that does not end is reported (`ThreadDetached`), and its results no longer reach a sink.
+        """
+        with self._lock:
+            feed = self._feeds[name]
+        feed.signal()
+        ended = feed.join(timeout)
+        if not ended:
+            self._leave_behind(feed)
+        with self._change:
+            if self._feeds.get(name) is feed:
+                del self._feeds[name]
+                self._pipelines.discard(id(feed.pipeline))
+            self._change.notify_all()
+        return ended
+
+    # -- life ----------------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start the coordinators, then the feeds.
+
+        If a coordinator does not start, those that did are stopped again, and its ProcessorError is raised.
+        """
+        with self._lock:
+            if self._state != NEW:
+                raise ConfigError(f"Runtime.start: it is {self._state}, and can be started once")
+            self._state = STARTING
+            self._since = time.monotonic()
+        try:
+            self._start_coordinators()
+        except BaseException:
+            self.stop()
+            raise
+
+    def _start_coordinators(self) -> None:
+        started: set[str] = set()
+        while True:
+            with self._lock:
+                if self._state != STARTING:
+                    raise Closed("the runtime was stopped while it started")
+                waiting = [c for c, _ in self._coordinators.values() if c.id not in started]
+                if not waiting:  # also none was added meanwhile
+                    self._state = RUNNING
+                    for output in self._outputs.values():
+                        output.start()
+                    for feed in self._feeds.values():
+                        feed.start()
+                    return
+            for coordinator in waiting:
+                coordinator.start()
+                started.add(coordinator.id)
+
+    def stop(self, timeout: float = 5.0) -> StopReport:
+        """Stop everything and say how it went. Takes at most about `timeout` seconds, and `OUTPUTS_S` where results
+        wait in outputs; again, it returns the same."""
+        with self._stopping:
+            if self._report is None:
+                self._report = self._stop(timeout)
+            return self._report
+
+    def _stop(self, timeout: float) -> StopReport:
+        began = time.monotonic()
+        with self._lock:
+            self._state = STOPPING
+            feeds, coordinators = list(self._feeds.values()), list(self._coordinators.values())
+            outputs = list(self._outputs.values())
+        for feed in feeds:
+            feed.signal()
+        for coordinator, _ in coordinators:
+            coordinator.signal()
+        for feed in feeds:
+            feed.join(max(0.0, began + FEEDS_SHARE * timeout - time.monotonic()))
+        for coordinator, health in coordinators:
+            left = 0.0 if coordinator.detached else began + timeout - time.monotonic()  # already waited for
+            coordinator.join(max(0.0, left))
+            try:
+                health.flush(time.monotonic())
+            except Exception:  # a detached thread may still report to it
+                log.exception("%s: its health could not be reported", coordinator.id)
+        last_call = time.monotonic() + LAST_CALL_S
+        for feed in feeds:
+            if not feed.join(max(0.0, last_call - time.monotonic())):
+                self._leave_behind(feed)
+        for output in outputs:
+            output.signal(OUTPUTS_S)
+        detached = [name for feed in feeds for name in feed.detached]
+        detached += [output.name for output in outputs if not output.join()]
+        for coordinator, _ in coordinators:
+            if coordinator.detached is not None:
+                self._emit(ThreadDetached(time.monotonic(), coordinator.id, coordinator.detached))
+                detached.append(coordinator.detached)
+        with self._change:
+            self._state = STOPPED
+            readers, self._readers = self._readers, ()
+            self._change.notify_all()
+        for reader in readers:
+            reader.close()
+        errors = tuple((c.id, str(c.stop_error)) for c, _ in coordinators if c.stop_error is not None)
+        return StopReport(time.monotonic() - began, tuple(detached), errors)
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until every file feed is over, or `timeout` seconds. Returns whether they are; at once without any."""
+
+        def over() -> bool:
+            return all(feed.over for feed in self._feeds.values() if feed.mode == FILE)
+
+        with self._change:
+            return self._change.wait_for(over, timeout)
+
+    def __enter__(self) -> Runtime:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    # -- what can be seen ----------------------------------------------------------------------------------------------
+
+    def events(self) -> Events:
+        """A new subscription to the health of feeds and coordinators, from now on until the stop or its `close`."""
+        reader = Events(self._forget_reader)
+        with self._lock:
+            if self._state != STOPPED:
+                self._readers = (*self._readers, reader)
+                return reader
+        reader.close()
+        return reader
+
+    @property
+    def names(self) -> frozenset[str]:
+        """The feeds there are."""
+        with self._lock:
+            return frozenset(self._feeds)
+
+    @property
+    def over(self) -> bool:
+        """Whether every feed is over."""
+        with self._lock:
+            return all(feed.over for feed in self._feeds.values())
+
+    def snapshot(self) -> RuntimeSnapshot:
+        """Every figure now: of each feed those of one moment, and of each coordinator."""
+        with self._lock:
+            state, since = self._state, self._since
+            feeds, coordinators = dict(self._feeds), dict(self._coordinators)
+        return RuntimeSnapshot(
+            state=state,
+            uptime=time.monotonic() - since if since else 0.0,
+            feeds={name: feed.snapshot() for name, feed in feeds.items()},
+            coordinators={name: m for one, _ in coordinators.values() for name, m in one.all_metrics().items()},
+            outputs=self.output_snapshots(),
+        )
+
+    def feed_snapshots(self) -> dict[str, FeedSnapshot]:
+        """The feeds of a snapshot alone."""
+        with self._lock:
+            feeds = dict(self._feeds)
+        return {name: feed.snapshot() for name, feed in feeds.items()}
+
+    def output_snapshots(self) -> dict[str, OutputSnapshot]:
+        """The outputs of a snapshot alone."""
+        with self._lock:
+            outputs = dict(self._outputs)
+        return {name: output.snapshot() for name, output in outputs.items()}
+
+    # -- within --------------------------------------------------------------------------------------------------------
+
+    def _emit(self, event: HealthEvent) -> None:
+        for reader in self._readers:  # a tuple that is replaced, never changed
+            reader.add(event)
+
+    def _forget_reader(self, reader: Events) -> None:
+        with self._lock:
+            self._readers = tuple(other for other in self._readers if other is not reader)
+
+    def _check_open(self) -> None:
+        if self._state in (STOPPING, STOPPED):
+            raise Closed("the runtime is stopping")
+
+    def _check_shared(self, feed: Feed) -> None:
+        if id(feed.pipeline) in self._pipelines and not feed.pipeline.shareable:
+            raise ConfigError(
+                f"Runtime.feed: the pipeline of {feed.name!r} belongs to another feed, and its stages may keep state; "
+                "pass a function that makes one"
+            )
+        for sink in feed.sinks:
+            if id(sink) in self._sinks and not getattr(sink, "shared", True):
+                raise ConfigError(f"Runtime.feed: {type(sink).__name__} of {feed.name!r} belongs to another feed")
+
+    def _release(self, sink: Sink) -> None:
+        """A feed no longer uses a sink; the last feed that did closes it."""
+        with self._lock:
+            left = self._sinks[id(sink)] = self._sinks.get(id(sink), 1) - 1
+            if left <= 0:
+                del self._sinks[id(sink)]
+        if left <= 0:
+            close_sink(sink)
+
+    def _ended(self) -> None:
+        with self._change:
+            self._change.notify_all()
+
+    def _leave_behind(self, feed: Feed) -> None:
+        feed.abandon()
+        for thread in feed.detached:
+            log.warning("%s: thread %s did not end in time and is abandoned", feed.name, thread)
+            self._emit(ThreadDetached(time.monotonic(), feed.name, thread))

@@ -1,0 +1,414 @@
+"""Video files, network cameras and local cameras, decoded by FFmpeg through PyAV on the reading thread.
+
+Only this module reads with PyAV, which is imported when a source is made.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import re
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.feeds.runtime.frame import Picture, SourceError
+from reflex_runtime.settings.declare import one_line, one_of
+
+if TYPE_CHECKING:
+    from av.container import InputContainer
+    from av.video.frame import VideoFrame
+    from av.video.stream import VideoStream
+
+log = logging.getLogger("reflex.feeds")
+
+AUTO: Final = "auto"
+
+
+class Hardware:
+    """The device that one source decodes on. text: its kind as FFmpeg calls it, or `auto`; after a colon which of them.
+
+    name: of the source, for log lines. Raises ConfigError for a kind that this FFmpeg was built without.
+    """
+
+    def __init__(self, text: str, name: str) -> None:
+        from av.codec.hwaccel import hwdevices_available
+
+        kind, _, which = text.partition(":")
+        known = hwdevices_available()
+        if kind not in (AUTO, *known) or (which and kind == AUTO):
+            raise ConfigError(f"hwaccel={one_line(text)}: {one_of(kind, [AUTO, *known])}, or such as cuda:1")
+        self._text, self._name, self._which = text, name, which or None
+        self._kinds = known if kind == AUTO else [kind]
+        self._kind: str | None = None  # that works
+        self._tried = False
+        self._said = ""
+
+    def device(self) -> Any:
+        """For `av.open`: None if no device works here."""
+        from av.codec.hwaccel import HWAccel
+
+        if not self._tried:
+            self._kind, self._tried = self._working(), True
+        return None if self._kind is None else HWAccel(self._kind, self._which, allow_software_fallback=True)
+
+    def check(self, stream: VideoStream) -> None:
+        """Say it if this stream is decoded by the CPU."""
+        if self._kind is not None and not stream.codec_context.is_hwaccel:
+            self._say(f"{self._kind} does not decode {stream.codec_context.name}")
+
+    def check_picture(self, form: str) -> None:
+        """Say it if a picture of this pixel format, the first of a stream, is the CPU's: decoders choose that only when
+        they see the stream, and devices give semi-planar pictures, such as nv12."""
+        if self._kind is not None and form.startswith("yuv"):
+            self._say(f"{self._kind} does not decode this {form} stream")
+
+    def _working(self) -> str | None:
+        from av.codec import Codec
+        from av.codec.hwaccel import HWAccel
+
+        faults = []
+        for kind in self._kinds:
+            try:
+                HWAccel(kind, self._which).create(Codec("h264", "r"))
+                return kind
+            except Exception as error:  # NotImplementedError, and what FFmpeg finds missing
+                faults.append(f"{kind}: {getattr(error, 'strerror', None) or error}")
+        self._say("; ".join(faults))
+        return None
+
+    def _say(self, why: str) -> None:
+        """Once for each reason: a camera connects many times."""
+        if why != self._said:
+            self._said = why
+            log.warning("%s: hwaccel=%s: decoded by the CPU: %s", self._name, self._text, why)
+
+
+MAX_SIDE = 8192  # pixels; a header with more is an error or an attack, and would exhaust the memory
+MAX_BARREN = 300  # packets in a row without a picture; by default encoders send a key frame every 250
+NETWORK = ("rtsp", "rtsps", "http", "https")
+
+
+class VideoSource:
+    """A video file, a network camera, or a local camera, as a `Source`.
+
+    where: a path; an address with rtsp, rtsps, http or https; a device like /dev/video0. RTSP runs over TCP.
+    realtime: give a file's pictures at the times of their pts, like a camera; the source is then live.
+    loop: start a file over at its end. Its pts goes on growing, and the source has no end.
+    size: width and height to scale every picture to, in [1, 8192]. None: each picture keeps its size.
+    open_timeout: seconds, above 0 up to 600, to wait for a connection, and again for enough data to know the format.
+    read_timeout: seconds, above 0 up to 600, to wait for a picture's data. A small value finds a frozen camera sooner.
+    hwaccel: decode on a device that FFmpeg knows, such as cuda, vaapi, or cuda:1 for the second one; auto takes the
+        first that works. Where there is none, or it cannot decode this video, a log line says so and the CPU decodes.
+    name: the address without user, password and query. total: the frame count in the file, else its duration times
+        its rate. corrupt: packets and pictures that could not be decoded, and were skipped.
+
+    A picture is RGB as it was encoded: a rotation in the file's metadata is not applied. 300 packets in a row without
+    a good picture raise SourceError, as does a picture with a side of more than 8192 pixels. A network source is lost
+    when it ends, is cut off, or sends nothing for read_timeout; it may then be opened again, unless it refused the
+    password. An error in a file is permanent. A picture of H.264 over RTSP is complete only when the next one begins,
+    so it comes one frame time late.
+
+    `interrupt` ends a wait for the network within 0.2 s (see `_Clock`; without it, after the timeout), and a wait for
+    a file's pts at once. Name look-ups and stuck devices or disks are waits of the operating system: neither a timeout
+    nor `interrupt` ends them.
+    """
+
+    def __init__(
+        self,
+        where: str | os.PathLike[str],
+        *,
+        realtime: bool = False,
+        loop: bool = False,
+        size: tuple[int, int] | None = None,
+        open_timeout: float = 5.0,
+        read_timeout: float = 5.0,
+        hwaccel: str = "",
+    ) -> None:
+        self._where = os.fspath(where)
+        self._scheme = self._where.partition("://")[0].lower() if "://" in self._where else ""
+        self.name = without_secrets(self._where)
+        self._remote = self._scheme in NETWORK or self._where.startswith("/dev/video")
+        if not self._where or "\0" in self._where or (self._scheme and not self._remote):
+            raise ConfigError(f"VideoSource.where={self.name!r}: must be a path, or start with {', '.join(NETWORK)}")
+        for field, value in (("realtime", realtime), ("loop", loop)):
+            if value and self._remote:
+                raise ConfigError(f"VideoSource.{field}={value}: must be False for {self.name}, which is no file")
+        for field, seconds in (("open_timeout", open_timeout), ("read_timeout", read_timeout)):
+            if not 0.0 < seconds <= 600.0:
+                raise ConfigError(f"VideoSource.{field}={seconds!r}: must be in (0, 600] seconds")
+        if size is not None and not (len(size) == 2 and all(1 <= side <= MAX_SIDE for side in size)):
+            raise ConfigError(f"VideoSource.size={size!r}: must be width and height in [1, {MAX_SIDE}], or None")
+        self._av = _load()
+        self._realtime, self._loop, self._size = realtime, loop, size
+        self._timeouts = (open_timeout, read_timeout)
+        self._hardware = Hardware(hwaccel, self.name) if hwaccel else None
+        self._stop = threading.Event()
+        self._container: InputContainer | None = None
+        self._frames: Iterator[VideoFrame] = iter(())
+        self._timing = _Timing()
+        self.live = self._remote or realtime
+        self.total: int | None = None
+        self.corrupt = 0
+
+    # -- Source ------------------------------------------------------------------------------------------------------
+
+    def open(self) -> None:
+        """Connect and find the video stream. Raises SourceError."""
+        self._timing = _Timing()
+        self._connect()
+
+    def read(self) -> Picture | None:
+        """The next picture, RGB uint8 [h, w, 3], and its pts in seconds. None at the end of a file."""
+        frame = self._guarded(self._next, "no frame", self._timeouts[1])
+        if frame is None and self._loop:
+            if not self._timing.pictures:
+                raise SourceError(f"{self.name}: holds no picture", retryable=False)
+            self._connect()
+            frame = self._guarded(self._next, "no frame", self._timeouts[1])
+        if frame is None:
+            return None
+        self._check_side(frame.width, frame.height)
+        pts = self._timing.stamp(frame.time)
+        if self._realtime and self._stop.wait(self._timing.delay(time.monotonic())):
+            raise self._interrupted()
+        return self._guarded(lambda: self._picture(frame), "no frame", self._timeouts[1]), pts
+
+    def close(self) -> None:
+        self._frames = iter(())  # it holds the container
+        container, self._container = self._container, None
+        if container is not None:
+            container.close()
+
+    def interrupt(self) -> None:
+        """End a wait of the reading thread, now and from now on."""
+        self._stop.set()
+
+    # -- opening -----------------------------------------------------------------------------------------------------
+
+    def _connect(self) -> None:
+        self.close()
+        self._container = self._guarded(self._open, "no answer", self._timeouts[0])
+        if not self._container.streams.video:
+            raise SourceError(f"{self.name}: holds no video", retryable=self._remote)
+        stream = self._container.streams.video[0]
+        if stream.codec_context is None:
+            raise SourceError(f"{self.name}: no decoder for its video", retryable=False)
+        if self._remote and not stream.codec_context.width:  # it connected, but sent too little to know its format
+            raise SourceError(f"{self.name}: no answer for {self._timeouts[0]:g} s")
+        self._check_side(stream.codec_context.width, stream.codec_context.height)
+        stream.codec_context.thread_type = "NONE"  # the reading thread decodes; many feeds share the cores
+        stream.codec_context.thread_count = 1
+        rate = float(stream.average_rate or stream.guessed_rate or 0.0)
+        self._timing.start(1.0 / rate if rate > 0.0 else 0.04)
+        self.total = None if self._remote or self._loop else self._expected(stream, rate)
+        if self._hardware is not None:
+            self._hardware.check(stream)
+        self._frames = self._decode(self._container, stream)
+
+    def _open(self) -> InputContainer:
+        seconds_open, seconds_read = self._timeouts
+        # Of FFmpeg's own, longer than PyAV's: it ends calls that PyAV does not limit, such as closing a dead camera.
+        limit = str(int((seconds_open + seconds_read) * 1e6))
+        form, address, options = None, self._where, {}
+        if self._scheme.startswith("rtsp"):
+            # Probing is kept short, and what it read is kept: `nobuffer` would throw away the first key frame, and
+            # the first picture would come with the next one.
+            options = {"rtsp_transport": "tcp", "allowed_media_types": "video", "timeout": limit, "fpsprobesize": "1"}
+        elif self._scheme:
+            options = {"rw_timeout": limit}
+        elif self._remote:
+            form = "v4l2"
+        else:
+            address = "file:" + os.path.abspath(self._where)  # a colon in a name is no protocol
+        opened: InputContainer = self._av.open(
+            address,
+            format=form,
+            options=options,
+            timeout=(seconds_open, seconds_read),
+            metadata_errors="replace",
+            hwaccel=None if self._hardware is None else self._hardware.device(),
+        )
+        return opened
+
+    def _expected(self, stream: VideoStream, rate: float) -> int | None:
+        if stream.frames > 0:
+            return stream.frames
+        duration = self._container.duration if self._container is not None else None  # microseconds
+        return round(duration * 1e-6 * rate) if duration and duration > 0 and rate > 0.0 else None
+
+    # -- decoding ----------------------------------------------------------------------------------------------------
+
+    def _next(self) -> VideoFrame | None:
+        for frame in self._frames:
+            return frame
+        if self._container is None:
+            raise SourceError(f"{self.name}: not open", retryable=False)
+        if self._scheme and not (self._scheme.startswith("http") and self._container.duration):
+            raise SourceError(f"{self.name}: the stream ended")
+        return None
+
+    def _decode(self, container: InputContainer, video: VideoStream) -> Iterator[VideoFrame]:
+        """Every good picture until the end. Packets that cannot be decoded are counted and skipped."""
+        invalid: type[Exception] = self._av.error.InvalidDataError
+        packets, barren, waited, unseen = container.demux(), 0, 0.0, self._hardware
+        while barren < MAX_BARREN:
+            began = time.monotonic()
+            try:
+                packet = next(packets)
+            except StopIteration:
+                return
+            except invalid:  # what cannot be taken apart ended the generator
+                self.corrupt, barren, packets = self.corrupt + 1, barren + 1, container.demux()
+                continue
+            waited += time.monotonic() - began
+            # After a timeout FFmpeg still gives what it was assembling; and sound alone is no picture.
+            if self._remote and waited >= self._timeouts[1]:
+                raise SourceError(f"{self.name}: no frame for {self._timeouts[1]:g} s")
+            if packet.stream is not video:  # not by stream_index: the packet that flushes a decoder has none
+                continue
+            barren, waited = barren + 1, 0.0
+            try:
+                frames: list[VideoFrame] = packet.decode()  # type: ignore[assignment]
+            except invalid:
+                self.corrupt += 1
+                continue
+            for frame in frames:
+                if frame.is_corrupt:
+                    self.corrupt += 1
+                else:
+                    barren = 0
+                    if unseen is not None:
+                        unseen.check_picture(frame.format.name)
+                        unseen = None
+                    yield frame
+        raise SourceError(f"{self.name}: {MAX_BARREN} packets in a row gave no picture", retryable=self._remote)
+
+    def _picture(self, frame: VideoFrame) -> NDArray[np.uint8]:
+        width, height = self._size or (frame.width, frame.height)
+        # One thread: PyAV's default is one per core, for every feed.
+        rgb = frame.reformat(width, height, "rgb24", threads=1)
+        return np.ascontiguousarray(rgb.to_ndarray(), np.uint8)
+
+    # -- faults ------------------------------------------------------------------------------------------------------
+
+    def _guarded(self, action: Callable[[], Any], what: str, limit: float) -> Any:
+        """Call it, interruptible, with every error as a SourceError. PyAV's own messages hold the address: not used."""
+        if self._stop.is_set():
+            raise self._interrupted()
+        fault: SourceError | None = None
+        began, _waiting.stop = time.monotonic(), self._stop
+        try:
+            result = action()
+        except (self._av.FFmpegError, ValueError) as error:
+            fault = self._fault(error)
+            if self._remote and time.monotonic() - began >= limit:  # FFmpeg has several names for it
+                fault = SourceError(f"{self.name}: {what} for {limit:g} s")
+        finally:
+            _waiting.stop = None
+        if self._stop.is_set():
+            raise self._interrupted()
+        if fault is not None:
+            raise fault  # here, where PyAV's error is not its context
+        return result
+
+    def _fault(self, error: Exception) -> SourceError:
+        known = self._av.error
+        refused = isinstance(error, known.HTTPUnauthorizedError | known.HTTPForbiddenError | known.LookupError)
+        why = getattr(error, "strerror", None) or type(error).__name__
+        return SourceError(f"{self.name}: {why}", retryable=self._remote and not refused)
+
+    def _interrupted(self) -> SourceError:
+        return SourceError(f"{self.name}: interrupted", retryable=False)
+
+    def _check_side(self, width: int, height: int) -> None:
+        if max(width, height) > MAX_SIDE:
+            raise SourceError(
+                f"{self.name}: pictures of {width}x{height}, must be at most {MAX_SIDE}x{MAX_SIDE}", retryable=False
+            )
+
+
+class _Timing:
+    """The pts of a file that may start over, and when each picture of it is due."""
+
+    LATE, GAP = 1.0, 10.0  # seconds behind, or ahead, after which a picture is due at once and the count starts anew
+
+    def __init__(self) -> None:
+        self.pictures = 0  # since the last start
+        self._step = 0.04
+        self._offset = 0.0
+        self._latest: float | None = None
+        self._begun: float | None = None
+
+    def start(self, step: float) -> None:
+        """A new pass. step: seconds between two pictures where their pts does not say."""
+        self._step, self.pictures = step, 0
+        if self._latest is not None:
+            self._offset = self._latest + step
+
+    def stamp(self, pts: float | None) -> float | None:
+        """The pts to give: of the pass, after all passes before. A picture without one keeps none."""
+        self.pictures += 1
+        if pts is not None:
+            pts += self._offset
+        self._latest = pts if pts is not None else (self._latest or 0.0) + self._step
+        return pts
+
+    def delay(self, now: float) -> float:
+        """Seconds until the picture just stamped is due."""
+        assert self._latest is not None
+        ahead = 0.0 if self._begun is None else self._begun + self._latest - now
+        if self._begun is None or not -self.LATE <= ahead <= self.GAP:
+            self._begun, ahead = now - self._latest, 0.0
+        return max(0.0, ahead)
+
+
+def without_secrets(where: str) -> str:
+    """An address without user, password and query; a path as it is."""
+    if "://" not in where:
+        return where
+    scheme, _, rest = where.partition("://")
+    host, slash, path = re.split(r"[?#]", rest, maxsplit=1)[0].partition("/")
+    return f"{scheme}://{host.rpartition('@')[2]}{slash}{path}"
+
+
+# -- PyAV --------------------------------------------------------------------------------------------------------------
+
+_waiting = threading.local()  # stop: the Event of the source whose call into PyAV this thread is in
+
+
+class _Clock:
+    """The clock that PyAV's interrupt callback reads about ten times a second while FFmpeg waits.
+
+    The callback only compares this time with a limit. For a thread whose source was interrupted the clock returns a
+    time after any limit; all other threads and users of PyAV get the true time.
+    """
+
+    def __init__(self) -> None:
+        self._later = itertools.count(1)
+
+    def monotonic(self) -> float:
+        stop = getattr(_waiting, "stop", None)
+        if stop is None or not stop.is_set():
+            return time.monotonic()
+        return next(self._later) * 1e9  # later than any limit that counts from the call before
+
+
+def _load() -> Any:
+    """PyAV with its clock replaced. If a PyAV version keeps it elsewhere, `interrupt` takes effect after the
+    timeout."""
+    try:
+        import av
+    except ImportError as error:
+        raise ConfigError("reading video needs PyAV: in a clone, pip install '.[feeds]'") from error
+    core = sys.modules.get("av.container.core")
+    if getattr(core, "time", None) is time:
+        core.time = _Clock()  # type: ignore[union-attr]
+    return av

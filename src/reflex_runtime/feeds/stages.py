@@ -1,0 +1,205 @@
+"""Stages after the batch: objects numbered from frame to frame, and counted in areas and over lines."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from math import isfinite
+from typing import Any, Final
+
+import numpy as np
+
+from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.feeds.arrays import NO_TRACK, supervision, to_arrays, to_supervision
+from reflex_runtime.feeds.plugins import own_stage
+from reflex_runtime.feeds.runtime.frame import Frame
+from reflex_runtime.feeds.runtime.pipeline import After, Result
+from reflex_runtime.settings import FeedsConfig
+from reflex_runtime.settings.declare import one_line
+
+
+def has_boxes(result: Result) -> bool:
+    """Whether a result has detections, perhaps none in this frame."""
+    return isinstance(result.value, Mapping) and result.value.get("boxes") is not None
+
+
+LEAP_S: Final = 5.0  # a longer step of the stream's time is a jump, and the time of the capture is taken
+LEAST_S: Final = 1e-3  # between two frames
+
+
+class TrackStage:
+    """Adds `tracker_ids` to each result: for each box the number of its track, None while it has none.
+
+    ByteTrack, by the library trackers. score: a box that scores this begins a track, on its second frame; one that
+    scores less only continues one. A track that is not seen for a second of the stream ends, and its number is not
+    used again. A result without boxes passes as it is.
+    """
+
+    name = "track"
+
+    def __init__(self, score: float = 0.5) -> None:
+        tracker = _trackers().ByteTrackTracker
+        self._tracker = tracker(track_activation_threshold=score, high_conf_det_threshold=score)
+        self._detections = supervision().Detections
+        self._time = 0.0
+        self._before: tuple[float | None, float] | None = None  # times of the frame before
+
+    def __call__(self, result: Result) -> Result:
+        if not has_boxes(result):
+            return result
+        found = to_arrays(result, masks=False)
+        fine = np.flatnonzero(np.isfinite(found.boxes).all(axis=1) & np.isfinite(found.scores))
+        detections = self._detections(
+            xyxy=found.boxes[fine], confidence=found.scores[fine], data={"row": np.arange(len(found))[fine]}
+        )
+        tracked = self._tracker.update(detections, timestamp=self._next_time(result.frame))
+        ids: list[int | None] = [None] * len(found)
+        for row, number in zip(tracked.data.get("row", ()), tracked.tracker_id, strict=True):
+            ids[row] = None if number == NO_TRACK else int(number)
+        return replace(result, value={**result.value, "tracker_ids": ids})
+
+    def _next_time(self, frame: Frame) -> float:
+        """Seconds that never go back: those of the stream; where these stand still, go back or leap, those between the
+        captures."""
+        before, self._before = self._before, (frame.pts, frame.captured)
+        if before is not None:
+            pts, captured = before
+            step = None if frame.pts is None or pts is None else frame.pts - pts
+            if step is None or not 0.0 < step <= LEAP_S:
+                step = frame.captured - captured
+            self._time += max(LEAST_S, step)
+        return self._time
+
+
+def _trackers() -> Any:
+    try:
+        import trackers
+    except ImportError:
+        raise ConfigError("tracking needs trackers: in a clone, pip install '.[vision]'") from None
+    return trackers
+
+
+FARTHEST: Final = 8192  # a coordinate: a zone has a mask of so many pixels
+MOST: Final = 64  # zones, and lines, of a feed
+CORNERS: Final = 100  # of a zone
+
+Points = tuple[tuple[float, float], ...]
+
+
+class ZoneStage:
+    """Adds `zones` and `lines` to each result that has boxes.
+
+    zones: {NAME: [places of the boxes inside]}. lines: {NAME: {"in": n, "out": n, "crossed_in": [places],
+    "crossed_out": [places]}}, the first two since the start; a line needs `tracker_ids`. A box is where the middle of
+    its lower edge is. `in` is from the right to the left of a line, as seen from its first point to its second.
+    """
+
+    name = "zones"
+
+    def __init__(self, zones: Mapping[str, Points], lines: Mapping[str, Points]) -> None:
+        sv = supervision()
+        self._zones = {name: sv.PolygonZone(np.array(points).round().astype(int)) for name, points in zones.items()}
+        foot = [sv.Position.BOTTOM_CENTER]
+        self._lines = {
+            name: sv.LineZone(start=sv.Point(*start), end=sv.Point(*end), triggering_anchors=foot)
+            for name, (start, end) in lines.items()
+        }
+        self.zone_counts = dict.fromkeys(zones, 0)
+        self.line_counts = {name: {"in": 0, "out": 0} for name in lines}
+
+    def __call__(self, result: Result) -> Result:
+        if not has_boxes(result):
+            return result
+        detections = to_supervision(result, masks=False)
+        if self._lines and detections.tracker_id is None:
+            raise ConfigError("lines need tracks: put a TrackStage before")
+        more: dict[str, Any] = {}
+        if self._zones:
+            inside = {name: _places(zone.trigger(detections)) for name, zone in self._zones.items()}
+            self.zone_counts = {name: len(places) for name, places in inside.items()}
+            more["zones"] = inside
+        if self._lines:
+            crossed = {name: line.trigger(detections) for name, line in self._lines.items()}
+            counts = {name: {"in": line.in_count, "out": line.out_count} for name, line in self._lines.items()}
+            self.line_counts = counts
+            more["lines"] = {
+                name: counts[name] | {"crossed_in": _places(entered), "crossed_out": _places(left)}
+                for name, (entered, left) in crossed.items()
+            }
+        return replace(result, value={**result.value, **more})
+
+
+def zones_of(texts: Sequence[str]) -> dict[str, Points]:
+    """Zones by name, from NAME=x1,y1,x2,y2,x3,y3,… in pixels of the frame. Raises ConfigError."""
+    found = _named("--zone", texts, "x1,y1,x2,y2,x3,y3,…")
+    for name, points in found.items():
+        if not 3 <= len(points) <= CORNERS:
+            raise ConfigError(f"--zone={name}: has {len(points)} corners, must have 3 to {CORNERS}", field="zone")
+        if _area(points) < 1.0:
+            raise ConfigError(f"--zone={name}: encloses no area", field="zone")
+    return found
+
+
+def lines_of(texts: Sequence[str]) -> dict[str, Points]:
+    """Lines by name, from NAME=x1,y1,x2,y2. Raises ConfigError."""
+    found = _named("--line", texts, "x1,y1,x2,y2")
+    for name, points in found.items():
+        if len(points) != 2 or points[0] == points[1]:
+            raise ConfigError(f"--line={name}: must be two points, x1,y1,x2,y2", field="line")
+    return found
+
+
+def _named(flag: str, texts: Sequence[str], form: str) -> dict[str, Points]:
+    found: dict[str, Points] = {}
+    for text in re.split(r",(?=[^,=]*=)", ",".join(texts)) if texts else ():  # a list of a file is cut at every comma
+        name, equals, numbers = text.partition("=")
+        wrong = ConfigError(f"{flag}={one_line(text)}: must be NAME={form} in pixels, 0 to {FARTHEST}")
+        if not equals or not re.fullmatch(r"[\w.-]{1,64}", name):
+            raise wrong
+        try:
+            values = [float(number) for number in numbers.split(",")]
+        except ValueError:
+            raise wrong from None
+        if len(values) % 2 or not all(isfinite(v) and 0.0 <= v <= FARTHEST for v in values):
+            raise wrong
+        if name in found:
+            raise ConfigError(f"{flag}={name}: is given twice")
+        found[name] = tuple(zip(values[::2], values[1::2], strict=True))
+    if len(found) > MOST:
+        raise ConfigError(f"{flag}: {len(found)} are given, at most {MOST} may be")
+    return found
+
+
+def _area(points: Points) -> float:
+    ends = zip(points, (*points[1:], points[0]), strict=True)
+    return abs(sum(x0 * y1 - x1 * y0 for (x0, y0), (x1, y1) in ends)) / 2
+
+
+def _places(chosen: Any) -> list[int]:
+    found: list[int] = np.flatnonzero(chosen).tolist()
+    return found
+
+
+def stages_of(config: FeedsConfig) -> list[After]:
+    """Those of one feed, new: tracks, then zones and lines, then its own in their order. Raises ConfigError."""
+    found: list[After] = []
+    zones, lines = zones_of(config.zone), lines_of(config.line)
+    if config.track:
+        from reflex_runtime.feeds.stages import TrackStage
+
+        found.append(_with_library("--track", lambda: TrackStage(config.track_score)))
+    if lines and not config.track:
+        raise ConfigError("--line needs --track: an object crosses it once", field="line")
+    if zones or lines:
+        from reflex_runtime.feeds.stages import ZoneStage
+
+        found.append(_with_library("--zone" if zones else "--line", lambda: ZoneStage(zones, lines)))
+    return found + [own_stage(text) for text in config.stage]
+
+
+def _with_library(flag: str, make: Callable[[], After]) -> After:
+    try:
+        return make()
+    except ConfigError as error:
+        raise ConfigError(f"{flag}: {error.message}") from None
