@@ -21,6 +21,7 @@ import psutil
 from bench.load import STATE, Answered, Job, ask
 from bench.machine import cores, installed, pin
 from bench.report import say
+from reflex_runtime.core.errors import ReflexError
 
 START_LIMIT = 60.0  # seconds until a server must answer
 
@@ -55,7 +56,7 @@ class Server:
         """Ask it. If the load generator fails, the error has the end of the server's log."""
         try:
             return ask(Job(**{"port": self.port, "path": self.path, "pids": self.pids()} | job))
-        except subprocess.CalledProcessError as error:
+        except ReflexError as error:
             state = "runs" if self._process.poll() is None else f"ended with status {self._process.returncode}"
             raise RuntimeError(f"{error}; {self.name} {state}:\n{self._tail()}") from error
 

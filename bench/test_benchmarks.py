@@ -14,7 +14,7 @@ from websockets.streams import StreamReader
 from bench.cached import OURS, WAYS, Replayed, replay, working_set
 from bench.capacity import HIGHEST, IN_TIME, LOWEST, STEPS, Halving
 from bench.conversations import TRACES, chats, trace
-from bench.load import masked
+from bench.load.wires.connection import masked
 from bench.report import row, table
 from reflex_runtime.llm.engine.blocks import BlockPool
 

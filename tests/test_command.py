@@ -260,8 +260,6 @@ def test_reflex_alone_lists_its_verbs() -> None:
         ("feeds a=shapes:seeed=3 --onnx shapes", "; did you mean seed?"),
         ("top http://nowhere.invalid", "no such host"),
         ("top http://127.0.0.1:1", "nothing listens there; start one with reflex serve, or give its URL"),
-        ("bench http://127.0.0.1:1 --wire opnpi", "; did you mean openpi?"),
-        ("bench http://127.0.0.1:1 --arrivals poisson", "needs --rate: requests per second in all, such as --rate 20"),
         ("probe http://127.0.0.1:1 --wire openpi --observation {serv}", "numpy.savez(FILE, **observation) writes one"),
     ],
 )

@@ -28,7 +28,7 @@ BELOW: dict[str, set[str]] = {
     "ray": {"core", "policies", "web"},
     "client": set(),
 }
-TOP = {"demo", "bench", "cli", "__main__", "__init__"}  # may import everything; nobody imports cli
+TOP = {"demo", "cli", "__main__", "__init__"}  # may import everything; nobody imports cli
 
 # Inside a slice, a sub-folder imports itself and what is to the left of it. `.` is the modules of the folder itself
 # that have no place of their own.

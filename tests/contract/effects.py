@@ -10,7 +10,6 @@ from dataclasses import fields
 from typing import Any, Final
 
 from reflex_runtime.cli import build_parser
-from reflex_runtime.cli.bench import BenchConfig
 from reflex_runtime.cli.simulate import SimulateConfig
 from reflex_runtime.cli.trace_prompts import PromptsConfig
 from reflex_runtime.settings import FeedsConfig, LLMServeConfig, ServeConfig
@@ -21,7 +20,6 @@ COMMANDS: Final[dict[type[Any], str]] = {
     LLMServeConfig: "serve MODEL",
     FeedsConfig: "feeds",
     SimulateConfig: "simulate",
-    BenchConfig: "bench",
     PromptsConfig: "trace",
 }
 EFFECTS: Final[dict[type[Any], dict[str, str]]] = {
@@ -214,25 +212,6 @@ EFFECTS: Final[dict[type[Any], dict[str, str]]] = {
         "policy": "test_max_batch_size_bounds_batches_of_rules_by_size",
         "picture": "test_the_picture_of_one_run_is_the_same_each_time",
     },
-    BenchConfig: {
-        "wire": "test_x5_every_wire_is_measured",
-        "beside_wire": "test_x5_a_second_one_is_measured_in_turns",
-        "robots": "test_x5_robots_are_how_many_ask_at_once",
-        "think_ms": "test_x5_think_ms_is_the_pause_before_the_next_request",
-        "rate_hz": "test_x5_what_a_stall_keeps_back_is_not_omitted",
-        "arrivals": "test_x5_what_a_stall_keeps_back_is_not_omitted",
-        "rate": "test_x5_what_a_stall_keeps_back_is_not_omitted",
-        "replay": "test_x5_a_recording_gives_the_times",
-        "deadline_ms": "test_x5_missed_deadlines_and_errors_are_counted_by_kind",
-        "rounds": "test_x5_a_second_one_is_measured_in_turns",
-        "round_s": "test_x5_round_s_and_warmup_s_are_counted_and_not",
-        "warmup_s": "test_x5_round_s_and_warmup_s_are_counted_and_not",
-        "timeout_s": "test_x5_timeout_s_is_how_long_an_answer_is_waited_for",
-        "observation": "test_x5_observation_is_what_is_sent",
-        "seed": "test_x5_seed_decides_when_requests_come",
-        "api_key": "test_a_key_is_sent_on_every_wire",
-        "out": "test_x5_figures_and_picture_are_written",
-    },
     PromptsConfig: {
         "model": "test_model_is_what_says_it",
         "max_tokens": "test_max_tokens_is_how_many_each_says",
@@ -249,7 +228,6 @@ EFFECTS: Final[dict[type[Any], dict[str, str]]] = {
     },
 }
 OF_VERBS: Final[dict[str, dict[str, str]]] = {
-    "bench": {"--json": "test_x5_every_wire_is_measured"},
     "export": {
         "--opset": "test_p40_the_command_says_the_difference_and_exits_with_0_or_1",
         "--force": "test_p42_an_export_is_replaced_by_one_that_is_the_same_and_only_if_asked",

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from bench.load.generator import LoadJob, LoadRound, play
 
-from reflex_runtime.bench.load import LoadJob, LoadRound, play
 from serving.exports import write_tiny
 from serving.fixtures import tiny
 from serving.harness import Server
@@ -25,12 +25,12 @@ def seeing(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The load generator is in this process: half a second of CPU time less for each run of `reflex bench`."""
+    """The load generator is in this process: half a second of CPU time less for each run."""
 
     def played(job: LoadJob) -> list[LoadRound]:
         return asyncio.run(play(job, lambda told: None))
 
-    monkeypatch.setattr("reflex_runtime.cli.bench._played", played)
+    monkeypatch.setattr("bench.load.__main__.played", played)
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,4 @@
-"""The effect of each option of `reflex bench` that no other test of the command shows."""
+"""The effect of each option of `python -m bench.load` that no other test of the command shows."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from bench.load.__main__ import main
+from bench.load.generator import LoadJob, streams
 
-from reflex_runtime.bench.load import LoadJob, streams
-from reflex_runtime.cli import main
 from serving.harness import Server
 
 ONE = ("--robots", "1", "--rounds", "1", "--warmup-s", "0")
@@ -18,7 +18,7 @@ ONE = ("--robots", "1", "--rounds", "1", "--warmup-s", "0")
 
 def measured(server: Server, capsys: pytest.CaptureFixture[str], *words: str, status: int = 0) -> Any:
     """The figures of the one server."""
-    assert main(["bench", f"http://127.0.0.1:{server.port}", *words, "--json"]) == status
+    assert main([f"http://127.0.0.1:{server.port}", *words, "--json"]) == status
     (told,) = json.loads(capsys.readouterr().out)["servers"]
     return told
 
@@ -46,14 +46,14 @@ def test_x5_round_s_and_warmup_s_are_counted_and_not(server: Server, capsys: pyt
 
 def test_x5_timeout_s_is_how_long_an_answer_is_waited_for(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with Server(tiny, "--inject-latency-ms", "2000") as server:
-        assert main(["bench", f"http://127.0.0.1:{server.port}", *ONE, "--round-s", "1", "--timeout-s", "0.2"]) != 0
+        assert main([f"http://127.0.0.1:{server.port}", *ONE, "--round-s", "1", "--timeout-s", "0.2"]) != 0
     assert "0.2" in capsys.readouterr().err
 
 
 def test_x5_observation_is_what_is_sent(server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     np.savez(tmp_path / "wrong.npz", state=np.zeros(99))
     url = f"http://127.0.0.1:{server.port}"
-    assert main(["bench", url, *ONE, "--observation", str(tmp_path / "wrong.npz")]) == 2
+    assert main([url, *ONE, "--observation", str(tmp_path / "wrong.npz")]) == 2
     assert "invalid_request" in capsys.readouterr().err
 
 

@@ -19,8 +19,7 @@ _MISSING = "the following arguments are required: "  # argparse's words
 VERBS = {
     "serve": "serve a robot policy (POST /act) or a language model (the OpenAI API) over HTTP",
     "top": "watch a running server in the terminal: its batches, clients, queues and processes",
-    "probe": "ask a server once on every wire, and show what it answers",
-    "bench": "load a server, or two in turns: latency, throughput, batches",
+    "probe": "ask a server once, and show its wires and what they expect",
     "feeds": "run many cameras and videos on one processor",
     "demo-export": "write the bundled demo policy to a directory",
     "trace": "show a trace of batches as a table and a picture",

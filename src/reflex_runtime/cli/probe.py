@@ -1,143 +1,245 @@
-"""`reflex probe`: one observation on every wire of a server, as its clients would send it."""
+"""`reflex probe`: one observation to a server, as its clients would send it, and what its wires expect."""
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import os
 import sys
-from dataclasses import asdict
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from reflex_runtime.cli.server_address import ServerAddress, add_key, key_of
 from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.settings.declare import one_line, one_of
 
 if TYPE_CHECKING:
-    from reflex_runtime.bench.probe import ServerProbe, WireProbe
-    from reflex_runtime.bench.target import ServerLook, Target
+    from reflex_runtime.client import ClientError
 
 WIDE = 140  # columns where the output is no terminal and COLUMNS does not say
+SCHEMES = ("http", "https", "ws", "wss", "tcp", "grpc")
 
 _EPILOG = """\
 examples:
-  reflex probe http://127.0.0.1:8000                      every wire of a server
-  reflex probe ws://10.0.0.7:8000 --wire openpi           any server of openpi, not only ours
-  reflex probe http://10.0.0.7:8000 --wire openpi --observation seen.npz
+  reflex probe http://127.0.0.1:8000                                       a server and its wires
+  reflex probe ws://10.0.0.7:8000 --wire openpi --observation seen.npz     any server of openpi
+  reflex probe tcp://10.0.0.7:5555                                         any server of GR00T
 
-Without --observation it sends what the server says it expects, or what LIBERO, DROID, ALOHA and OpenVLA send.
-The policy runs once for each wire. docs/measure.md explains the table.
+/act and openpi get one observation, by default what the server says it expects. docs/measure.md explains the table.
 
-Exit status: 0 when at least one wire answered with actions, 1 when none did, 2 for a wrong command line.
+Exit status: 0 when at least one wire answered, 1 when none did, 2 when nothing listens there or the command is wrong.
 """
 
 
 def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
-    """Register the verb."""
     parser = verbs.add_parser(
         "probe",
-        description="Ask a server once on every wire, as the stock clients do: what answers, and what it expects.",
+        description="Ask a server once: whether it answers, on which wires, and what each of them expects.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("url", metavar="URL", help="where the server is: http, https, ws, wss, tcp (GR00T) or grpc")
-    parser.add_argument("--wire", metavar="NAME", action="append", help="only this one; may be given again")
-    parser.add_argument("--api-key", metavar="KEY", help="of the server; also from the environment, REFLEX_API_KEY")
-    parser.add_argument(
-        "--observation", type=Path, metavar="FILE", help="an .npz file with the names of the wire (needs --wire)"
-    )
-    parser.add_argument(
+    add = parser.add_argument
+    add("url", metavar="URL", help="where the server is: http, https, ws, wss (openpi), tcp (GR00T) or grpc")
+    add("--wire", metavar="NAME", action="append", help="only this one; may be given again")
+    add_key(parser)
+    add("--observation", metavar="FILE", help="an .npz file with the names of the wire (needs --wire)")
+    add(
         "--timeout-s", type=float, default=10.0, metavar="S",
         help="for each step of each wire (default %(default)g, range 0.1 to 600)",
     )  # fmt: skip
-    parser.add_argument("--json", action="store_true", help="everything, as JSON")
+    add("--json", action="store_true", help="everything, as JSON")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Probe and print; returns the exit status."""
-    from reflex_runtime.bench.callers import CALLERS
-    from reflex_runtime.bench.expected import read_observation
-    from reflex_runtime.bench.probe import advice, probe
-    from reflex_runtime.bench.target import ServerLook, Target
-    from reflex_runtime.client.errors import NotFound, Unreachable
-    from reflex_runtime.settings.declare import one_line, one_of
+    from reflex_runtime.cli.probe_wires import HTTP, WIRES
 
     if not 0.1 <= args.timeout_s <= 600.0:
         raise ConfigError(f"--timeout-s={args.timeout_s:g}: must be in [0.1, 600] s")
-    target = Target.of(args.url, args.api_key or os.environ.get("REFLEX_API_KEY", ""), args.timeout_s)
+    server, key = ServerAddress.of(args.url, SCHEMES), key_of(args)
+    if not (key.isascii() and key.isprintable()):
+        raise ConfigError("--api-key: must be printable ASCII")
     for name in args.wire or ():
-        if name not in CALLERS:
-            raise ConfigError(f"--wire={one_line(name)}: {one_of(name, CALLERS)}")
-        if target.scheme not in CALLERS[name].schemes:
-            schemes = ", ".join(f"{scheme}://" for scheme in CALLERS[name].schemes)
-            raise ConfigError(f"--wire={name}: not at {target.scheme}://; give the URL as {schemes}")
+        if name not in WIRES:
+            raise ConfigError(f"--wire={one_line(name)}: {one_of(name, WIRES)}")
+        if server.scheme not in WIRES[name].schemes:
+            schemes = ", ".join(f"{scheme}://" for scheme in WIRES[name].schemes)
+            raise ConfigError(f"--wire={name}: not at {server.scheme}://; give the URL as {schemes}")
     if args.observation is not None and not args.wire:
         raise ConfigError("--observation needs --wire: its names are those of one wire")
     own = None if args.observation is None else read_observation(args.observation)
-    try:
-        found = asyncio.run(probe(target, args.wire or (), own))
-    except (Unreachable, NotFound) as error:
-        if args.json:
-            print(
-                json.dumps({"url": args.url, "works": False, "error": error.code, "message": error.message}, indent=1)
-            )
-        else:
-            print(f"reflex probe: {error.message}; {advice(error, ServerLook(), target.key)}", file=sys.stderr)
-        return 1
+    seen = look(server, key) if server.scheme in HTTP else ServerLook()
+    there = [
+        name for name, wire in WIRES.items()
+        if server.scheme in wire.schemes and (server.scheme not in HTTP or not wire.setting or wire.setting in seen.on)
+    ]  # fmt: skip
+    found = [probe(server, key, args.timeout_s, name, seen, own) for name in args.wire or there]
+    works = any(wire.works for wire in found)
     if args.json:
-        print(json.dumps(as_json(found), indent=1))
+        told = {"url": args.url, "works": works, "server": seen._asdict() if seen.state else None}
+        print(json.dumps(told | {"wires": [asdict(wire) for wire in found]}, indent=1, default=_shown))
     else:
-        show(found, target)
-    return 0 if found.works else 1
+        show(args.url, seen, found)
+    return 0 if works else 1
 
 
-def as_json(found: ServerProbe) -> dict[str, Any]:
-    """All of it."""
-    server = asdict(found.server) if found.server.ours else None
-    return {"url": found.url, "works": found.works, "server": server, "wires": [asdict(wire) for wire in found.wires]}
+@dataclass(slots=True)
+class WireProbe:
+    """The result of one wire. sent: name → type and shape; known: where those are from. actions: shape of the answer;
+    None where the wire was greeted, or read in /config."""
+
+    wire: str
+    works: bool = False
+    answer_ms: float | None = None
+    announced: Mapping[str, Any] = field(default_factory=dict)
+    known: str = ""
+    sent: dict[str, str] = field(default_factory=dict)
+    actions: tuple[int, ...] | None = None
+    error: str = ""
+    message: str = ""
+    advice: str = ""
 
 
-def show(found: ServerProbe, target: Target) -> None:
+class ServerLook(NamedTuple):
+    """What /health and /config say; empty if it is no server of reflex. wires: what each expects. on: its listeners."""
+
+    state: str = ""
+    version: str = ""
+    model: str = ""
+    wires: Mapping[str, Any] = {}
+    on: Mapping[str, str] = {}
+
+
+def look(server: ServerAddress, key: str) -> ServerLook:
+    """ReflexError where nothing answers; ConfigError for the server of a language model."""
+    health = _map(server.get("/health")[1])
+    if not isinstance(health.get("state"), str):
+        return ServerLook()
+    if "model" in health:  # only servers of language models name it there
+        raise ConfigError(f"{server.url}: serves a language model; probe asks robot policies")
+    config = _map(server.get("/config", key)[1])
+    policy, on = config.get("policy") or {}, config.get("server") or {}
+    model = f"{policy.get('model_id', '')}@{policy.get('model_hash', '')}".strip("@")
+    on = {name: str(on[name]) for name in ("gr00t", "oip_grpc", "lerobot") if on.get(name)}
+    return ServerLook(health["state"], str(config.get("reflex_version", "")), model, config.get("wires") or {}, on)
+
+
+def _map(body: bytes) -> dict[str, Any]:
+    try:
+        found = json.loads(body)
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def example(told: Any) -> dict[str, Any] | None:
+    """An observation of grey pictures and small numbers, as a server describes it; None where it does not."""
+    import numpy as np
+
+    try:
+        found: dict[str, Any] = {n: np.full((int(h), int(w), 3), 127, np.uint8) for n, (h, w) in told["images"].items()}
+        if "state" in told:
+            first, *others = told["state"]["names"]
+            sizes = {first: int(told["state"]["dim"]) - len(others), **dict.fromkeys(others, 1)}
+            sizes |= dict(zip(sizes, told["state"].get("sizes", ()), strict=False))
+            found |= {name: np.full(size, 0.1, np.float32) for name, size in sizes.items()}
+        return found | ({str(told["prompt"]): "pick up the cup"} if told.get("prompt") else {})
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError):
+        return None
+
+
+def read_observation(path: str) -> dict[str, Any]:
+    """The user's observation, under the names of the wire. ConfigError if it cannot be read."""
+    import numpy as np
+
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            found = {name: file[name] for name in file.files}
+    except (OSError, ValueError, AttributeError, TypeError) as error:
+        why = getattr(error, "strerror", None) or "numpy.savez(FILE, **observation) writes one"
+        raise ConfigError(f"--observation={path}: cannot be read as .npz: {why}") from None
+    return {name: value.item() if value.dtype.kind in "US" else value for name, value in found.items()}
+
+
+def probe(
+    server: ServerAddress, key: str, timeout: float, name: str, seen: ServerLook, own: Mapping[str, Any] | None = None
+) -> WireProbe:
+    """Ask on one wire. own: what to send; by default what /config says, else the wire itself."""
+    from reflex_runtime.cli.probe_wires import WIRES
+    from reflex_runtime.client import ClientError
+
+    wire, found, began = WIRES[name], WireProbe(name), time.perf_counter()
+
+    def pick(announced: Mapping[str, Any] = {}, said: Any = None) -> Mapping[str, Any]:
+        nonlocal began
+        sources = {"--observation": own, "/config": example(seen.wires.get(wire.config)), "metadata": example(said)}
+        found.known, sent = next(((k, v) for k, v in sources.items() if v is not None), ("", {}))
+        found.announced, found.sent = announced, {key: _shown(value) for key, value in sent.items()}
+        began = time.perf_counter()
+        return sent
+
+    try:
+        if wire.ask is None:  # on the main port, beside /act
+            pick()
+            found.works = seen.state == "ready" and wire.config in seen.wires
+            return found
+        found.actions = wire.ask(listener(server, wire.setting, seen), key, timeout, pick)
+        found.answer_ms, found.works = 1e3 * (time.perf_counter() - began), True
+    except ClientError as error:
+        found.error, found.message, found.advice = error.code, error.message, advice(error)
+    return found
+
+
+def listener(server: ServerAddress, setting: str, seen: ServerLook) -> ServerAddress:
+    """Where a wire is: at the URL, or at its own listener, which /config names; a wildcard host is that of the URL."""
+    if not setting or server.scheme not in ("http", "https"):
+        return server
+    if setting not in seen.on:
+        option = f"--{setting.replace('_', '-')}"
+        raise ConfigError(f"/config names no {option}: start the server with it, or give the listener's own URL")
+    found = ServerAddress.of(seen.on[setting], SCHEMES)
+    return replace(found, host=server.host) if found.host in ("*", "0.0.0.0", "::") else found
+
+
+def advice(error: ClientError) -> str:
+    """What to do about an error."""
+    return {
+        "unauthorized": "give the server's key: --api-key KEY, or REFLEX_API_KEY in the environment",
+        "not_ready": "wait until /health says ready; if it never does, the server's log says why",
+        "bad_answer": "no server of this protocol is there; is it another port?",
+        "invalid_request": "send an observation of your own: --wire NAME --observation FILE.npz",
+    }.get(error.code, "docs/errors.md has what to do")
+
+
+def _shown(value: Any) -> str:
+    """A type and shape, or a text."""
+    return repr(value) if isinstance(value, str) else f"{value.dtype} {list(value.shape)}"
+
+
+def show(url: str, seen: ServerLook, found: list[WireProbe]) -> None:
     """A line on the server, a table of the wires, and below it each error with its wires and what to do."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
     console = Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else WIDE, highlight=False)
-    console.print(Text(f"{found.url}: {_server(found.server, target)}"))
+    name = " ".join(part for part in ("reflex", seen.version, seen.model) if part)
+    console.print(Text(f"{url}: {f'{name}: {seen.state}' if seen.state else 'no server of reflex'}"))
     table = Table(box=None, pad_edge=False)
-    for title in ("wire", "connect", "answer", "actions", "sent", "known from"):
-        table.add_column(title, justify="right" if title in ("connect", "answer") else "left", overflow="fold")
-    for wire in found.wires:
-        table.add_row(*_row(wire))
-    console.print(table)
+    for title in ("wire", "answer", "actions", "expects", "known from"):
+        table.add_column(title, justify="right" if title == "answer" else "left", overflow="fold")
     failed: dict[tuple[str, str], list[str]] = {}
-    for wire in found.wires:
-        if not wire.works:
+    for wire in found:
+        if wire.error:
             failed.setdefault((f"{wire.error}: {wire.message}", wire.advice), []).append(wire.wire)
+        actions = wire.error or ("yes" if wire.works else "no") if wire.actions is None else str([*wire.actions])
+        took = "" if wire.answer_ms is None else f"{wire.answer_ms:.1f} ms"
+        sent = Text("\n".join(f"{key}: {value}" for key, value in wire.sent.items()))
+        table.add_row(Text(wire.wire, "green" if wire.works else "red"), took, actions, sent, wire.known)
+    console.print(table)
     for (error, what), names in failed.items():
         console.print(Text(f"{', '.join(names)}: {error}", "red"))
         console.print(Text(f"  {what}"))
-
-
-def _server(server: ServerLook, target: Target) -> str:
-    """What is known of the server, in a line."""
-    if not server.ours:
-        return "no server of reflex" if target.scheme.startswith("http") else f"asked over {target.scheme} only"
-    name = " ".join(part for part in ("reflex", server.version, server.model) if part)
-    locked = "has another key than this one" if target.key else "needs a key: --api-key"
-    return f"{name}: {server.state}" + (f", {locked}" if server.locked else "")
-
-
-def _row(wire: WireProbe) -> list[Any]:
-    from rich.text import Text
-
-    name = Text(wire.wire, "green" if wire.works else "red")
-    actions = str(wire.actions) if wire.works else Text(wire.error, "red")
-    sent = "\n".join(f"{key}: {value}" for key, value in wire.sent.items())
-    return [name, _ms(wire.connect_ms), _ms(wire.answer_ms), actions, Text(sent), wire.known]
-
-
-def _ms(value: float | None) -> str:
-    return "" if value is None else f"{value:.1f} ms"

@@ -6,7 +6,7 @@ import argparse
 import http.client
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from urllib.parse import urlsplit
@@ -43,22 +43,31 @@ class ServerAddress:
     """Where a server is. url: as it was written. path: before every path that is asked."""
 
     url: str
-    secure: bool
+    scheme: str
     host: str
-    port: int | None
+    port: int
     path: str
 
+    @property
+    def secure(self) -> bool:
+        return self.scheme in ("https", "wss")
+
+    @property
+    def netloc(self) -> str:
+        """HOST:PORT, an IPv6 address in brackets."""
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
     @classmethod
-    def of(cls, url: str) -> ServerAddress:
-        """ConfigError for what is no address of a server."""
-        parts = urlsplit(url if "//" in url else "//" + url, scheme="http")
+    def of(cls, url: str, schemes: Sequence[str] = ("http", "https")) -> ServerAddress:
+        """ConfigError for what is no address of a server. schemes: the first where the URL has none."""
+        parts = urlsplit(url if "//" in url else "//" + url, scheme=schemes[0])
         try:
-            port = parts.port
+            port = parts.port if parts.port is not None else 443 if parts.scheme in ("https", "wss") else 80
         except ValueError:
             port = 0
-        if parts.scheme not in ("http", "https") or not parts.hostname or parts.hostname.isdigit() or port == 0:
+        if parts.scheme not in schemes or not parts.hostname or parts.hostname.isdigit() or port == 0:
             raise ConfigError(f"URL={url!r:.200}: must be like http://127.0.0.1:8000")
-        return cls(url, parts.scheme == "https", parts.hostname, port, parts.path.rstrip("/"))
+        return cls(url, parts.scheme, parts.hostname, port, parts.path.rstrip("/"))
 
     def get(self, path: str, key: str = "") -> tuple[int, bytes]:
         """Status and body. ReflexError if nothing answers."""

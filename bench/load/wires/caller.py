@@ -3,19 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
-from reflex_runtime.bench.expected import MARK, Expected, Observed
-from reflex_runtime.bench.target import Target
-
-
-@dataclass(frozen=True, slots=True)
-class WireAnswer:
-    """An answer. shape: of its actions. batch: requests in its batch; 0 if the wire does not report it."""
-
-    shape: tuple[int, ...]
-    batch: int = 0
+from bench.load.wires.expected import MARK, Expected, Observed
+from bench.load.wires.target import Target
 
 
 class WireCaller(Protocol):
@@ -43,8 +34,8 @@ class WireCaller(Protocol):
     def frame(self, observed: Observed, deadline_ms: float) -> bytes:
         """The bytes of a request. deadline_ms: 0 for none; ignored if the wire has no field for it."""
 
-    async def ask(self, frame: bytes) -> WireAnswer:
-        """Send a request and wait for its answer."""
+    async def ask(self, frame: bytes) -> int:
+        """Send a request and wait for its answer: how many requests shared its batch, 0 where the wire does not say."""
 
     async def close(self) -> None: ...
 

@@ -1,31 +1,32 @@
-"""Load on one or two servers, in a process of its own: `python -m reflex_runtime.bench.load`.
+"""The load generator: load on one or two servers.
 
-A job as JSON on standard input; on standard output a line of JSON for each step of progress, the result as the last.
 All robots run on one event loop. Every request has the time at which it was to be sent; its latency counts from there,
-also where it had to wait for its robot's last answer (so a stall of the server is not omitted).
+also where it had to wait for its robot's last answer (so a stall of the server is not omitted). What is sent is made
+before: the generator shares its machine with the server.
 """
 
 from __future__ import annotations
 
 import asyncio
-import sys
 import time
 from collections.abc import Callable, Sequence
+from itertools import cycle
 from typing import Final, Literal
 
 import msgspec
+import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
-from reflex_runtime.bench.caller import Frames, WireCaller
-from reflex_runtime.bench.callers import CALLERS
-from reflex_runtime.bench.expected import Observed, read_observation
-from reflex_runtime.bench.probe import WireProbe, advice, at, meet
-from reflex_runtime.bench.streams import Streams
-from reflex_runtime.bench.target import HTTP, ServerLook, Target, look
+from bench.load.wires.caller import Frames, WireCaller
+from bench.load.wires.connection import Connection, reply_of, request
+from bench.load.wires.expected import Observed
+from bench.load.wires.http import MadeCaller
+from bench.load.wires.meet import CALLERS, meet
+from bench.load.wires.target import Target
+from reflex_runtime.cli.probe import ServerLook, advice, look, read_observation
 from reflex_runtime.client.errors import ClientError, Unreachable
 from reflex_runtime.core.errors import ReflexError
 from reflex_runtime.core.request import Request
-from reflex_runtime.run.process import loop_factory
 from reflex_runtime.sim.workload import (
     Arrival,
     Arrivals,
@@ -49,17 +50,20 @@ Loop = Literal["closed", "paced", "constant", "poisson", "bursts", "replay"]
 
 
 class BenchSide(msgspec.Struct, frozen=True):
-    """A server and the wire to use."""
+    """A server and the wire to use. made: whole requests to send in turn, of HTTP or (wire "openpi") frames; by default
+    what the server expects is found out."""
 
     url: str
     wire: str
+    made: list[bytes] = []
 
 
 class LoadJob(msgspec.Struct, frozen=True):
     """A run. Times in seconds.
 
     loop: `closed` (a robot asks `think` after its answer), `paced` (`rate` times a second each), or open at `rate` in
-    all, or at the times `arrivals` of a recording. deadline: 0.0 for none.
+    all, or at the times `arrivals` of a recording. deadline: 0.0 for none. beside: path that is asked every 10 ms.
+    pids: processes whose CPU time is counted. pinned: the generator keeps to the cores that are not the server's.
     """
 
     sides: list[BenchSide]
@@ -76,6 +80,9 @@ class LoadJob(msgspec.Struct, frozen=True):
     key: str = ""
     observation: str = ""
     arrivals: list[float] = []
+    beside: str = ""
+    pids: list[int] = []
+    pinned: bool = False
 
 
 class Sample(msgspec.Struct, frozen=True, array_like=True):
@@ -93,7 +100,9 @@ class LoadRound(msgspec.Struct):
     """A round on one server. at: seconds from the beginning of the run. samples: those due in the measured part.
 
     answered: how many answers came in the measured part. server: what its counters moved by in it, empty where it has
-    none. lags: by how much the generator's own loop was late. cpu: the share of a core that the generator took.
+    none. lags: by how much the generator's own loop was late. cpu: the share of a core that the generator took. spent:
+    CPU seconds of `pids` in it, and of the main thread of the first, where an event loop runs. beside: seconds of each
+    answer there.
     """
 
     side: int
@@ -104,6 +113,8 @@ class LoadRound(msgspec.Struct):
     server: dict[str, float]
     lags: list[float]
     cpu: float
+    spent: tuple[float, float] = (0.0, 0.0)
+    beside: list[float] = []
 
 
 class LoadLine(msgspec.Struct, omit_defaults=True):
@@ -115,42 +126,47 @@ class LoadLine(msgspec.Struct, omit_defaults=True):
 
 
 class _Side:
-    """A server of the job, and the request that it has answered once."""
+    """A server of the job, and the requests that it has answered once."""
 
     def __init__(self, job: LoadJob, side: BenchSide) -> None:
         self.target = self.asked = Target.of(side.url, job.key, job.timeout)
-        self.kind = CALLERS[side.wire]
+        self.kind: type[WireCaller] = CALLERS[side.wire] if side.wire else MadeCaller
         self.name = f"{side.url} {side.wire}"
         self._deadline_ms = job.deadline * 1e3
-        self.frame = b""
+        self.frames = [Frames(frame) for frame in side.made]
 
     async def meet(self, own: Observed | None) -> None:
         """Find an observation that the server answers; ReflexError if there is none."""
-        caller, seen = self.kind(self.asked), ServerLook()
+        if self.frames:
+            return
+        caller = self.kind(self.asked)
         try:
-            seen = await look(self.target)
-            self.asked = at(self.target, self.kind, seen)
+            here = self.target.address.scheme in ("http", "https")
+            seen = await asyncio.to_thread(look, self.target.address, self.target.key) if here else ServerLook()
+            self.asked = self.target.on(self.kind.setting, seen)
             caller = self.kind(self.asked)
             await caller.connect()
-            observed = await meet(caller, seen, own, WireProbe(self.name))
-            self.frame = caller.frame(observed, self._deadline_ms)
+            observed = await meet(caller, seen, own)
+            self.frames = [Frames(caller.frame(observed, self._deadline_ms))]
         except ClientError as error:
-            raise ReflexError(f"{self.name}: {error}; {advice(error, seen, self.target.key)}") from None
+            raise ReflexError(f"{self.name}: {error}; {advice(error)}") from None
         finally:
             await caller.close()
 
     async def counters(self) -> dict[str, float]:
         """The batch counters of its /metrics; empty without them."""
-        if self.target.scheme not in HTTP:
+        address = self.target.address
+        if address.scheme not in ("http", "https"):
             return {}
-        streams = Streams(self.target.address)
+        connection = Connection(self.target)
         try:
-            reply = await streams.exchange(self.target.send("GET", "/metrics", "text/plain"))
+            asked = request("GET", f"{address.path}/metrics", self.target.headers("text/plain"))
+            reply = reply_of(await connection.exchange(asked))
             return _counted(reply.body.decode()) if reply.status == 200 else {}
         except (ClientError, ValueError):
             return {}
         finally:
-            await streams.close()
+            connection.close()
 
 
 def _counted(text: str) -> dict[str, float]:
@@ -172,12 +188,14 @@ class _Round:
 
     def __init__(self, job: LoadJob, side: _Side, number: int, tell: Callable[[str], None]) -> None:
         self._job, self._side, self._number, self._tell = job, side, number, tell
-        self._frames = Frames(side.frame)
+        self._frames = cycle(side.frames)
         self._end = job.warmup + job.seconds
         self._start = 0.0
         self._samples: list[Sample] = []
         self._answered = 0
         self._lags: list[float] = []
+        self._beside: list[float] = []
+        self._spent = (0.0, 0.0)
 
     async def play(self, index: int, began: float) -> LoadRound:
         """Connect all robots, run them, and wait for outstanding requests."""
@@ -186,7 +204,7 @@ class _Round:
             await self._connect(callers)
             self._start, cpu = time.perf_counter(), time.process_time()
             at = self._start - began
-            beside = [asyncio.create_task(work) for work in (self._watch(), self._report(index))]
+            beside = [asyncio.create_task(work) for work in (self._watch(), self._report(), self._look())]
             counting = asyncio.create_task(self._count())
             robots = zip(callers, streams(self._job, self._number), strict=True)
             await asyncio.gather(*(self._robot(caller, stream) for caller, stream in robots))
@@ -196,7 +214,10 @@ class _Round:
                 task.cancel()
         finally:
             await asyncio.gather(*(caller.close() for caller in callers))
-        return LoadRound(index, at, self._job.seconds, self._samples, self._answered, server, self._lags, spent)
+        return LoadRound(
+            index, at, self._job.seconds, self._samples, self._answered, server, self._lags, spent, self._spent,
+            self._beside,
+        )  # fmt: skip
 
     async def _connect(self, callers: Sequence[WireCaller]) -> None:
         try:
@@ -224,21 +245,39 @@ class _Round:
 
     async def _asked(self, caller: WireCaller) -> tuple[str, int]:
         try:
-            answer = await caller.ask(self._frames.next())
+            return OK, await caller.ask(next(self._frames).next())
         except Unreachable as error:
             await asyncio.sleep(_PAUSE)
             return error.code, 0
         except ClientError as error:
             return error.code, 0
-        return OK, answer.batch
 
     async def _count(self) -> dict[str, float]:
-        """The change of the server's counters during the measured part."""
+        """The change of the server's counters during the measured part, and what its processes took."""
         await asyncio.sleep(max(0.0, self._job.warmup - self._now()))
-        before = await self._side.counters()
+        before, cpu = await self._counters(), _cpu(self._job.pids)
         await asyncio.sleep(max(0.0, self._end - self._now()))
-        after = await self._side.counters()
+        after, then = await self._counters(), _cpu(self._job.pids)
+        self._spent = then[0] - cpu[0], then[1] - cpu[1]
         return {name: value - before.get(name, 0.0) for name, value in after.items()}
+
+    async def _counters(self) -> dict[str, float]:
+        """None while CPU time is counted: reading /metrics would be a part of it."""
+        return {} if self._job.pids else await self._side.counters()
+
+    async def _look(self) -> None:
+        """Ask `beside`, each time on the same connection."""
+        job, target = self._job, self._side.target
+        if not job.beside:
+            return
+        connection = Connection(target)
+        asked = request("GET", job.beside, target.headers())
+        while True:
+            began = self._now()
+            await connection.exchange(asked)
+            if job.warmup <= began < self._end:
+                self._beside.append(self._now() - began)
+            await asyncio.sleep(max(0.0, began + _TICK - self._now()))
 
     async def _watch(self) -> None:
         """Measure this process: how late timers fire, beyond their resolution of 1 ms."""
@@ -248,7 +287,7 @@ class _Round:
             if self._job.warmup <= due < self._end:
                 self._lags.append(max(0.0, self._now() - due - 0.001))
 
-    async def _report(self, index: int) -> None:
+    async def _report(self) -> None:
         while True:
             await asyncio.sleep(_TOLD)
             ok = [s.done - s.due for s in self._samples if s.kind == OK]
@@ -258,6 +297,20 @@ class _Round:
                 f"round {self._number + 1} of {self._job.rounds}, {self._side.name}: {len(ok)} answers{mean}"
                 + (f", {failed} errors" if failed else "")
             )
+
+
+def _cpu(pids: Sequence[int]) -> tuple[float, float]:
+    """CPU seconds so far of these processes with their threads, and of the first one's main thread; 0 where the system
+    does not count so finely."""
+    total = 0.0
+    for pid in pids:
+        times = psutil.Process(pid).cpu_times()
+        total += times.user + times.system
+    try:
+        with open(f"/proc/{pids[0]}/task/{pids[0]}/schedstat") as file:
+            return total, int(file.read().split()[0]) / 1e9
+    except (OSError, IndexError, ValueError):
+        return total, 0.0
 
 
 def streams(job: LoadJob, number: int) -> list[RequestStream]:
@@ -292,25 +345,3 @@ async def play(job: LoadJob, tell: Callable[[str], None]) -> list[LoadRound]:
         order = range(len(sides)) if number % 2 == 0 else reversed(range(len(sides)))
         found += [await _Round(job, sides[index], number, tell).play(index, began) for index in order]
     return found
-
-
-def main() -> int:
-    """Read the job from standard input, run it, write lines to standard output."""
-    job = msgspec.json.decode(sys.stdin.buffer.read(), type=LoadJob)
-
-    def write(line: LoadLine) -> None:
-        sys.stdout.buffer.write(msgspec.json.encode(line) + b"\n")
-        sys.stdout.buffer.flush()
-
-    try:
-        with asyncio.Runner(loop_factory=loop_factory) as runner:
-            rounds = runner.run(play(job, lambda told: write(LoadLine(told=told))))
-    except ReflexError as error:
-        write(LoadLine(error=error.message))
-        return 1
-    write(LoadLine(rounds=rounds))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from reflex_runtime.bench.load import OK, LoadRound
+from bench.load.generator import OK, LoadRound
 from reflex_runtime.observe.colours import FAINT, RULE
 from reflex_runtime.observe.plots import Figure, saved
 

@@ -10,9 +10,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from reflex_runtime.bench.caller import WireAnswer
-from reflex_runtime.bench.expected import Expected, Observed
-from reflex_runtime.bench.target import HTTP, ZMQ, Target
+from bench.load.wires.expected import Expected, Observed
+from bench.load.wires.target import Target
 from reflex_runtime.client.answers import refused
 from reflex_runtime.client.errors import BadAnswer, ServerError, TimedOut
 from reflex_runtime.client.exchange import Reply
@@ -26,7 +25,7 @@ _LANGUAGE = "annotation.human.task_description"
 class GrootCaller:
     """One REQ socket. After a time-out the next `ask` opens another, as clients of N1.7 do."""
 
-    schemes: ClassVar[tuple[str, ...]] = (*HTTP, ZMQ)
+    schemes: ClassVar[tuple[str, ...]] = ("http", "https", "tcp")
     config: ClassVar[str] = "gr00t"
     setting: ClassVar[str] = "gr00t"
 
@@ -67,15 +66,14 @@ class GrootCaller:
         options = {"deadline_ms": deadline_ms} if deadline_ms else None
         return encode(self._message("get_action") | {"data": {"observation": sent, "options": options}})
 
-    async def ask(self, frame: bytes) -> WireAnswer:
-        """Send it. The shape is that of all groups joined."""
+    async def ask(self, frame: bytes) -> int:
+        """Send it."""
         answer = await self._exchange(frame)
         try:
             groups, *info = answer if isinstance(answer, list) else [answer]
-            shapes = [array.shape for array in groups.values()]
             batch = info[0].get("reflex", [{}])[0].get("batch", {}) if info else {}
-            return WireAnswer((*shapes[0][:-1], sum(shape[-1] for shape in shapes)), int(batch.get("size", 0)))
-        except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+            return int(batch.get("size", 0)) if next(iter(groups.values())).size else 0
+        except (AttributeError, IndexError, KeyError, TypeError, ValueError, StopIteration) as error:
             raise BadAnswer(f"no groups of actions in the answer: {error!r}") from None
 
     async def close(self) -> None:

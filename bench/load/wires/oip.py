@@ -7,39 +7,38 @@ import struct
 from collections.abc import Mapping
 from typing import Any, ClassVar, Final
 
-from reflex_runtime.bench.caller import WireAnswer
-from reflex_runtime.bench.expected import Expected, Observed
-from reflex_runtime.bench.streams import Streams
-from reflex_runtime.bench.target import HTTP, Target
+from bench.load.wires.connection import Connection, reply_of, request
+from bench.load.wires.expected import Expected, Observed
+from bench.load.wires.http import OK
+from bench.load.wires.target import Target
 from reflex_runtime.client.answers import decoded, refused
 from reflex_runtime.client.errors import BadAnswer, NotFound, ServerError
-from reflex_runtime.client.exchange import Reply, Send
+from reflex_runtime.client.exchange import Reply
 
 _HEAD: Final = "Inference-Header-Content-Length"
-_LENGTH: Final = struct.Struct("<I")  # length of the JSON; precedes it in a frame
 TYPES: Final = {"float32": "FP32", "float64": "FP64", "int64": "INT64", "uint8": "UINT8"}
 
 
 class OipCaller:
-    """A kept-alive connection. The model is the one that /config names, otherwise the first of the repository."""
+    """A kept connection. The model is the one that /config names, otherwise the first of the repository."""
 
-    schemes: ClassVar[tuple[str, ...]] = HTTP
+    schemes: ClassVar[tuple[str, ...]] = ("http", "https")
     config: ClassVar[str] = "oip"
     setting: ClassVar[str] = ""
 
     def __init__(self, target: Target) -> None:
         self.announced: Mapping[str, Any] = {}
-        self._target, self._streams, self._model = target, Streams(target.address), target.model
+        self._target, self._connection, self._model = target, Connection(target), target.model
 
     async def connect(self) -> None:
         """Read the inputs of the model."""
         if not self._model:
-            listed = await self._sent("POST", "/v2/repository/index", b"{}")
+            listed = await self._exchange(self._request("POST", "/v2/repository/index", b"{}"))
             names = json.loads(listed.body or b"[]")
             if not names:
                 raise NotFound("the server lists no model", code="not_found")
             self._model = str(names[0]["name"])
-        self.announced = decoded(await self._sent("GET", f"/v2/models/{self._model}", None))
+        self.announced = decoded(await self._exchange(self._request("GET", f"/v2/models/{self._model}")))
 
     def expected(self) -> Expected | None:
         """From the model's inputs: four dimensions are a picture, BYTES is the instruction, floats are the state."""
@@ -55,7 +54,7 @@ class OipCaller:
         return Expected("the model's metadata", images, state, prompt)
 
     def frame(self, observed: Observed, deadline_ms: float) -> bytes:
-        """A request with one row. The length of its JSON comes first; `ask` sends it as a header."""
+        """A request with one row."""
         inputs, parts = [], []
         for name, value in observed.items():
             if isinstance(value, str):
@@ -71,34 +70,31 @@ class OipCaller:
         if deadline_ms:
             parameters["timeout"] = round(1e3 * deadline_ms)
         head = json.dumps({"inputs": inputs, "parameters": parameters}).encode()
-        return b"".join((_LENGTH.pack(len(head)), head, *parts))
+        return self._request("POST", f"/v2/models/{self._model}/infer", b"".join((head, *parts)), str(len(head)))
 
-    async def ask(self, frame: bytes) -> WireAnswer:
-        """POST it and read the shape of the actions."""
-        if not self._model:
-            await self.connect()
-        (length,) = _LENGTH.unpack_from(frame)
-        reply = await self._sent("POST", f"/v2/models/{self._model}/infer", frame[_LENGTH.size :], {_HEAD: str(length)})
+    async def ask(self, frame: bytes) -> int:
+        """POST it."""
+        reply = await self._exchange(frame)
         try:
             head = json.loads(reply.body[: int(reply.headers.get(_HEAD.lower(), len(reply.body)))])
-            shape = next(output["shape"] for output in head["outputs"])
             told = json.loads(head.get("parameters", {}).get("reflex", "[{}]"))[0]
-            return WireAnswer(tuple(shape), int(told.get("batch", {}).get("size", 0)))
-        except (ValueError, KeyError, IndexError, TypeError, AttributeError, StopIteration) as error:
+            return int(told.get("batch", {}).get("size", 0)) if head["outputs"] else 0
+        except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
             raise BadAnswer(f"no outputs in the answer: {error!r}", status=reply.status) from None
 
     async def close(self) -> None:
-        await self._streams.close()
+        self._connection.close()
 
-    async def _sent(
-        self, method: str, path: str, body: bytes | None, headers: Mapping[str, str] | None = None
-    ) -> Reply:
-        sent = self._target.send(method, path, "application/json", body)
-        told = {name: value for name, value in sent.headers.items() if name != "Accept"} | dict(headers or {})
-        reply = await self._streams.exchange(Send(method, path, told, body, sent.limit))
-        if 200 <= reply.status < 300:
-            return reply
-        raise _refused(reply)
+    def _request(self, method: str, path: str, body: bytes = b"", head: str = "") -> bytes:
+        headers = self._target.headers() | ({_HEAD: head} if head else {})
+        del headers["Accept"]  # of what comes, a part is binary
+        return request(method, f"{self._target.address.path}{path}", headers, body)
+
+    async def _exchange(self, frame: bytes) -> Reply:
+        answer = await self._connection.exchange(frame)
+        if answer.startswith(OK):
+            return reply_of(answer)
+        raise _refused(reply_of(answer))
 
 
 def _refused(reply: Reply) -> ServerError:

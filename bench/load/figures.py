@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any, Final
 
-from reflex_runtime.bench.load import OK, LoadRound, Sample
+from bench.load.generator import OK, LoadRound, Sample
 from reflex_runtime.core.statistics import percentile
 
 SHARES: Final = (("p50", 0.50), ("p90", 0.90), ("p95", 0.95), ("p99", 0.99), ("max", 1.0))

@@ -9,10 +9,9 @@ import struct
 from collections.abc import Mapping
 from typing import Any, ClassVar, Final
 
-from reflex_runtime.bench.caller import WireAnswer
-from reflex_runtime.bench.expected import Expected, Observed
-from reflex_runtime.bench.oip_caller import TYPES, OipCaller
-from reflex_runtime.bench.target import GRPC, HTTP, Target
+from bench.load.wires.expected import Expected, Observed
+from bench.load.wires.oip import TYPES, OipCaller
+from bench.load.wires.target import Target
 from reflex_runtime.client.answers import refused
 from reflex_runtime.client.errors import BadAnswer, ClientError, NotFound, ServerError, TimedOut, Unreachable
 from reflex_runtime.client.exchange import Reply
@@ -27,7 +26,7 @@ _NAMES: Final = {4: "deadline_exceeded", 5: "not_found", 12: "not_found", 14: "u
 class _GrpcCaller:
     """A caller with its own channel, like a robot's program."""
 
-    schemes: ClassVar[tuple[str, ...]] = (*HTTP, GRPC)
+    schemes: ClassVar[tuple[str, ...]] = ("http", "https", "grpc")
     service: ClassVar[str]
 
     def __init__(self, target: Target) -> None:
@@ -104,13 +103,13 @@ class OipGrpcCaller(_GrpcCaller):
             sent.raw_input_contents.append(data)
         return bytes(sent.SerializeToString())
 
-    async def ask(self, frame: bytes) -> WireAnswer:
-        """Send it and read the shape of the actions."""
+    async def ask(self, frame: bytes) -> int:
+        """Send it."""
         answer = messages.ModelInferResponse.FromString(await self._call("ModelInfer", frame))
         told = answer.parameters["reflex"].string_param if "reflex" in answer.parameters else "[{}]"
         try:
             batch = json.loads(told)[0].get("batch", {})
-            return WireAnswer(tuple(answer.outputs[0].shape), int(batch.get("size", 0)))
+            return int(batch.get("size", 0)) if answer.outputs[0].shape else 0
         except (ValueError, IndexError, AttributeError) as error:
             raise BadAnswer(f"no outputs in the answer: {error!r}") from None
 
@@ -161,7 +160,7 @@ class LerobotCaller(_GrpcCaller):
         observation = {"timestamp": 0.0, "timestep": 0, "observation": seen, "must_go": True}
         return struct.pack("<I", len(setup)) + setup + _pickled("TimedObservation", observation)
 
-    async def ask(self, frame: bytes) -> WireAnswer:
+    async def ask(self, frame: bytes) -> int:
         """Send the setup if it changed, then the observation, and wait for the actions."""
         (length,) = struct.unpack_from("<I", frame)
         setup, data = frame[4 : 4 + length], frame[4 + length :]
@@ -174,7 +173,7 @@ class LerobotCaller(_GrpcCaller):
         count = steps.count("NEWOBJ") or steps.count("TUPLE3")  # opcodes of LeRobot's own servers, or of ours
         if not count:
             raise BadAnswer("no actions came for the observation")
-        return WireAnswer((count,))
+        return 0
 
 
 def _pickled(name: str, fields: Mapping[str, Any]) -> bytes:

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
-
-from reflex_runtime.core.errors import ConfigError
 
 MARK: Final = b"reflex picture 0"
 """The first bytes of every generated picture. `Frames` changes them, so that no two requests have the same picture."""
@@ -78,14 +75,6 @@ GUESSES: Final = {
         ),
     ),
     "vla-eval": (Expected("a guess: LIBERO", {"images/agentview": (256, 256)}, {}, "task_description"),),
-    "xpolicylab": (
-        Expected(
-            "a guess: one arm",
-            {"vision/cam_head": (224, 224)},
-            {"state/arm_joint_state": 6, "state/ee_joint_state": 1},
-            "instruction",
-        ),
-    ),
     "json-numpy": (Expected("a guess: OpenVLA", {"image": (224, 224)}, {}, "instruction"),),
 }
 """Observations to try, in order, on a server that does not announce what it expects."""
@@ -96,33 +85,6 @@ def _more(told: Mapping[str, Any]) -> str:
     optional, steps = ", ".join(map(str, told.get("optional_images", ()))), int(told.get("observation_steps", 1))
     more = f"; may be left out: {optional}" if optional else ""
     return more + (f"; sees the last {steps} observations of an episode" if steps > 1 else "")
-
-
-def shown(observation: Observed) -> dict[str, str]:
-    """Each name with its type and shape, or its text."""
-    return {
-        name: f"{value.dtype} {list(value.shape)}" if isinstance(value, np.ndarray) else repr(value)
-        for name, value in observation.items()
-    }
-
-
-def read_observation(path: Path | str) -> dict[str, Any]:
-    """The user's observation from an .npz file, under the names of the wire. ConfigError if it cannot be read."""
-    try:
-        with np.load(path, allow_pickle=False) as file:
-            found = {name: file[name] for name in file.files}
-    except (OSError, ValueError, AttributeError, TypeError) as error:
-        raise ConfigError(f"--observation={path}: cannot be read as .npz: {_why(error)}") from None
-    return {
-        name: value.item() if value.dtype.kind in "US" and value.size == 1 else value for name, value in found.items()
-    }
-
-
-def _why(error: Exception) -> str:
-    """Why a file is no observation. What numpy says of pickles is no advice to follow."""
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror
-    return "numpy.savez(FILE, **observation) writes one"
 
 
 def _picture(height: int, width: int) -> NDArray[np.uint8]:

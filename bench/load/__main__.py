@@ -1,4 +1,4 @@
-"""`reflex bench`: load on a running server, and on a second one in turns with it."""
+"""`python -m bench.load URL`: load on a running server, and on a second one in turns with it."""
 
 from __future__ import annotations
 
@@ -10,27 +10,36 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import msgspec
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from bench.load.figures import Figures, figures, generator, ratios
+from bench.load.generator import BenchSide, LoadJob, LoadLine, LoadRound
+from bench.load.wires.meet import CALLERS
+from bench.load.wires.target import Target
+from reflex_runtime.cli.probe import read_observation
 from reflex_runtime.core.errors import ConfigError, ReflexError
-from reflex_runtime.settings.declare import add_options, one_line, option, settings, validate
+from reflex_runtime.observe.files import replace
+from reflex_runtime.observe.journal_reader import read_journal
+from reflex_runtime.settings.declare import add_options, one_line, one_of, option, settings, validate
 from reflex_runtime.settings.read import load
-
-if TYPE_CHECKING:
-    from reflex_runtime.bench.figures import Figures
-    from reflex_runtime.bench.load import LoadJob, LoadRound
+from reflex_runtime.version import __version__
 
 MOST = 2_000_000  # requests of a run
 WIDE = 120  # columns where the output is no terminal and COLUMNS does not say
 
 _EPILOG = """\
 examples:
-  reflex bench http://127.0.0.1:8000 --wire openpi --robots 16            each asks again when it is answered
-  reflex bench http://127.0.0.1:8000 --robots 8 --rate-hz 10 --deadline-ms 100   robots at a control rate of 10 Hz
-  reflex bench http://127.0.0.1:8000 --arrivals poisson --rate 200        requests come whether answers do or not
-  reflex bench http://127.0.0.1:8000 http://10.0.0.7:8000 --wire openpi   two servers in turns, and their ratio
-  reflex bench http://127.0.0.1:8000 --beside-wire openpi                 two wires of one server
-  reflex bench http://127.0.0.1:8000 --replay recording.jsonl.gz          requests at the times of a recording
+  python -m bench.load http://127.0.0.1:8000 --wire openpi --robots 16   each asks again when it is answered
+  python -m bench.load http://127.0.0.1:8000 --robots 8 --rate-hz 10 --deadline-ms 100        a control rate of 10 Hz
+  python -m bench.load http://127.0.0.1:8000 --arrivals poisson --rate 200  requests come whether answers do or not
+  python -m bench.load http://127.0.0.1:8000 http://10.0.0.7:8000        two servers in turns, and their ratio
+  python -m bench.load http://127.0.0.1:8000 --beside-wire openpi        two wires of one server
+  python -m bench.load http://127.0.0.1:8000 --replay recording.jsonl.gz requests at the times of a recording
 
 A latency counts from when its request was to be sent. docs/measure.md explains every figure.
 Exit status: 0 when requests were answered, 1 when none was, 2 when the server cannot be asked or the command is wrong.
@@ -39,10 +48,10 @@ Exit status: 0 when requests were answered, 1 when none was, 2 when the server c
 
 @dataclass(frozen=True, slots=True)
 class BenchConfig:
-    """Everything `reflex bench` can be told."""
+    """What to load a server with."""
 
     wire: str = option(
-        "act-msgpack", "how the server is asked; `reflex probe URL` lists what it answers", metavar="NAME"
+        "act-msgpack", "how the server is asked", metavar="NAME"
     )
     beside_wire: str = option(
         "", "how the second server is asked, or the same server a second time (default as --wire)", metavar="NAME"
@@ -121,30 +130,32 @@ class BenchConfig:
             )
 
 
-def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
-    """Register the verb."""
-    parser = verbs.add_parser(
-        "bench",
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, print, write; returns the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.load",
         description="Load a running server as robots do, and measure latency, throughput and batches.",
         epilog=_EPILOG,
-        anywhere="urls",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("urls", metavar="URL", nargs="+", help="where the server is; a second one is measured in turns")
     add_options(parser, BenchConfig)
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
-    parser.set_defaults(run=run)
+    args = parser.parse_intermixed_args(argv)
+    try:
+        return run(args)
+    except ReflexError as error:
+        print(f"bench.load: {error.message}", file=sys.stderr)
+        return 2
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure, print, write; returns the exit status."""
-    flags = vars(args)
-    config = load(BenchConfig, "bench", None, {}, flags)
+    config = load(BenchConfig, "bench", None, {}, vars(args))
     job = _job(config, *_two(args.urls))
     out = Path(config.out) if config.out else None
     if out is not None:
         _made(out)
-    rounds = _played(job)
+    rounds = played(job)
     found = _result(config, job, rounds)
     names = [f"{side.wire} at {side.url}" for side in job.sides]
     if args.json:
@@ -163,11 +174,7 @@ def _two(urls: Sequence[str]) -> tuple[str, str | None]:
 
 
 def _job(config: BenchConfig, url: str, beside: str | None) -> LoadJob:
-    from reflex_runtime.bench.callers import CALLERS
-    from reflex_runtime.bench.expected import read_observation
-    from reflex_runtime.bench.load import BenchSide, LoadJob
-    from reflex_runtime.bench.target import Target
-    from reflex_runtime.settings.declare import one_of
+
 
     key = config.api_key or os.environ.get("REFLEX_API_KEY", "")
     sides = [BenchSide(url, config.wire)]
@@ -176,7 +183,7 @@ def _job(config: BenchConfig, url: str, beside: str | None) -> LoadJob:
     for side, name in zip(sides, ("--wire", "--beside-wire"), strict=False):
         if side.wire not in CALLERS:
             raise ConfigError(f"{name}={one_line(side.wire)}: {one_of(side.wire, CALLERS)}")
-        if (scheme := Target.of(side.url, key).scheme) not in CALLERS[side.wire].schemes:
+        if (scheme := Target.of(side.url, key).address.scheme) not in CALLERS[side.wire].schemes:
             known = ", ".join(f"{known}://" for known in CALLERS[side.wire].schemes)
             raise ConfigError(f"{name}={side.wire}: not at {scheme}://; give the URL as {known}")
     if config.observation:
@@ -203,8 +210,6 @@ def _job(config: BenchConfig, url: str, beside: str | None) -> LoadJob:
 
 def _recorded(file: str) -> list[float]:
     """When the requests of a journal came, in seconds from the first."""
-    from reflex_runtime.observe.journal_reader import read_journal
-
     times = sorted(line.arrival for line in read_journal(file, images=False).requests)
     if not times:
         raise ConfigError(f"--replay={one_line(file)}: no requests in it; record some with reflex serve --trace FILE")
@@ -216,13 +221,9 @@ def _recorded(file: str) -> list[float]:
 # -- the load generator's process --------------------------------------------------------------------------------------
 
 
-def _played(job: LoadJob) -> list[LoadRound]:
+def played(job: LoadJob) -> list[LoadRound]:
     """Run the job in a process of its own, and show its progress."""
-    import msgspec
-
-    from reflex_runtime.bench.load import LoadLine
-
-    command = [sys.executable, "-m", "reflex_runtime.bench.load"]
+    command = [sys.executable, "-m", "bench.load.process"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdin is not None, "a pipe"
         assert process.stdout is not None, "a pipe"
@@ -257,8 +258,7 @@ def _progress(told: str) -> None:
 
 
 def _result(config: BenchConfig, job: LoadJob, rounds: Sequence[LoadRound]) -> dict[str, Any]:
-    from reflex_runtime.bench.figures import figures, generator, ratios
-    from reflex_runtime.version import __version__
+
 
     sides: list[Figures] = [figures([r for r in rounds if r.side == i], job.deadline) for i in range(len(job.sides))]
     found: dict[str, Any] = {
@@ -276,9 +276,6 @@ def _result(config: BenchConfig, job: LoadJob, rounds: Sequence[LoadRound]) -> d
 
 def show(names: Sequence[str], found: Mapping[str, Any]) -> None:
     """A column for each server, their ratio, and what to know of the figures."""
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
 
     console = Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else WIDE, highlight=False)
     table = Table(box=None, pad_edge=False)
@@ -338,9 +335,12 @@ def _made(out: Path) -> None:
 def _written(
     out: Path, found: Mapping[str, Any], rounds: Sequence[LoadRound], names: Sequence[str], deadline: float
 ) -> None:
-    from reflex_runtime.bench.picture import draw
-    from reflex_runtime.observe.files import replace
+    from bench.load.picture import draw
 
     replace(out / "bench.json", json.dumps(found, indent=1).encode() + b"\n")
     drawn = draw(rounds, names, out / "bench", deadline)
     print(f"wrote {', '.join(str(path) for path in (out / 'bench.json', *drawn))}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,1 +1,0 @@
-"""Servers measured from outside, as their clients see them: `reflex probe` and `reflex bench`."""
