@@ -55,8 +55,9 @@ class Caller:
         self.app, self._leaves = app, leaves
         self._parts: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
         self._sent: list[dict[str, Any]] = []
-        self._reads = asyncio.Event()
+        self._reads, self._begun = asyncio.Event(), asyncio.Event()
         self._reads.set()
+        self.unread = 0  # messages of the answer that it has not taken
         headers = [(b"host", b"localhost")]
         if method == "POST":
             headers.append((b"content-type", b"application/json"))
@@ -70,8 +71,11 @@ class Caller:
         self.task = asyncio.ensure_future(app(scope, self._parts.get, self._send))
 
     async def _send(self, message: MutableMapping[str, Any]) -> None:
+        self.unread += 1
         await self._reads.wait()
+        self.unread -= 1
         self._sent.append(dict(message))
+        self._begun.set()
 
     def say(self, body: bytes, more: bool = False) -> None:
         """Send a part of the body, which is the last unless there is more."""
@@ -96,6 +100,11 @@ class Caller:
     def body(self) -> bytes:
         """What has come of the body."""
         return b"".join(message.get("body", b"") for message in self._sent[1:])
+
+    async def status(self) -> int:
+        """The status of an answer that has begun."""
+        await asyncio.wait_for(self._begun.wait(), PATIENCE)
+        return int(self._sent[0]["status"])
 
     async def answer(self) -> Answer:
         """The answer to the request."""

@@ -86,7 +86,7 @@ def test_x7_keda_scales_the_deployment_on_series_that_exist_and_by_the_rule_of_t
         (name,) = re.findall(r"reflex_\w+", told["query"])
         assert name in series
         thresholds[name] = float(told["threshold"])
-    assert thresholds == {"reflex_backlog_seconds": 0.2, "reflex_device_busy_seconds_total": 0.9}
+    assert thresholds == {"reflex_backlog_seconds": 0.2, "reflex_device_busy_seconds_total": 0.8}
 
 
 def test_x7_the_configurations_for_ray_name_settings_that_exist_and_agree() -> None:

@@ -129,17 +129,22 @@ class App:
             if self.form.keeps_id:
                 request.request_id = self.form.own_id(request.headers.get(b"x-request-id", b"")) or request.number
             response = await self._respond(request)
-            if response is not None:
-                await request.answer(response)
         except asyncio.CancelledError:
-            return  # it left while the answer was sent
+            response = None  # it left while an error was sent
         except Exception:
+            response = None
             log.exception("request %s: its answer could not be sent", request.request_id)
         finally:
-            request.left()
             self.bodies.release(request)
             self.requests.discard(request)
             self.answered(request)
+        try:
+            if response is not None:  # whoever does not read it keeps no drain waiting
+                await request.answer(response)
+        except asyncio.CancelledError:
+            return  # it left while the answer was sent
+        finally:
+            request.left()
 
     async def _respond(self, request: HttpRequest) -> HttpResponse | None:
         """The answer; None if it was sent in parts, or its caller has left."""
@@ -218,7 +223,7 @@ class App:
         return f"{self._prefix}-{self.asked:x}"
 
     def answered(self, request: HttpRequest | None = None) -> None:
-        """A request has its whole answer."""
+        """A request's answer is made; what is left is to write it."""
         self.active -= 1
         if self.closing and not self.active:
             self._all_answered.set()

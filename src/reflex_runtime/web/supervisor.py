@@ -33,6 +33,7 @@ MOST: Final = 8  # lives in a row shorter than STEADY, after which a lone worker
 STEADY: Final = 60.0  # seconds
 FIRST, LONGEST = 0.1, 10.0  # seconds before the first and the longest wait for a new start
 BEAT: Final = 0.5  # seconds
+LEAST_WATCH: Final = 4 * BEAT  # a loop that stands still for less is not hung, whatever the setting says
 _BEATS, _READY, _ENDS = b"b", b"r", b"e"
 _PR_SET_PDEATHSIG: Final = 1
 EXIT_LOST: Final = 1  # status of a worker that lost its device, and of a supervisor that gives up
@@ -85,7 +86,7 @@ class _Worker:
 def supervise(serve: Callable[[Parent], int], workers: int, hung_after: float) -> int:
     """Run `serve` in forks, and again after each unasked end. Returns the exit status.
 
-    hung_after: seconds without a beat of its loop after which a worker is killed; 0 is never. A worker that ends on
+    hung_after: seconds without a beat of its loop after which a worker is killed, two at least; 0 is never. A worker that ends on
     purpose ends everything with its status, and so does one that is lost before any was ever ready: it would be again.
     """
     return _Supervisor(serve, workers, hung_after).run()
@@ -93,7 +94,7 @@ def supervise(serve: Callable[[Parent], int], workers: int, hung_after: float) -
 
 class _Supervisor:
     def __init__(self, serve: Callable[[Parent], int], workers: int, hung_after: float) -> None:
-        self._serve, self._hung_after = serve, hung_after
+        self._serve, self._hung_after = serve, hung_after and max(hung_after, LEAST_WATCH)
         self._workers = [
             _Worker(number, Restarts(FIRST, LONGEST, STEADY, MOST, LONGEST, random)) for number in range(workers)
         ]

@@ -17,17 +17,14 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from reflex_runtime.cli.replicas import providers_of  # noqa: E402
-
 import reflex_runtime.policies.serving.slots  # noqa: E402
 from policies.tiny import write_export  # noqa: E402
-from reflex_runtime.cli.serve_policies import _check_device, plans_of, policies_of  # noqa: E402
+from reflex_runtime.cli.serve_policies import _check_device  # noqa: E402
 from reflex_runtime.core.batch import Batch  # noqa: E402
 from reflex_runtime.core.errors import ConfigError  # noqa: E402
 from reflex_runtime.core.request import Ticket  # noqa: E402
 from reflex_runtime.policies import DecomposedPolicy, DeviceOptions, Export, Policy, load_policy  # noqa: E402
 from reflex_runtime.policies.models import torch_graphs  # noqa: E402
-from reflex_runtime.policies.models.python import PythonSource  # noqa: E402
 from reflex_runtime.policies.models.torch_graphs import MOST_SHAPES, CapturedStep, UploadedOnce  # noqa: E402
 from reflex_runtime.policies.models.torch_models import TorchStaged, TorchWhole  # noqa: E402
 from reflex_runtime.policies.serving.slots import group_of  # noqa: E402
@@ -306,18 +303,6 @@ def test_p7_onnx_runtime_has_no_say_in_the_device_of_a_policy_in_pytorch(tmp_pat
         _check_device(ServeConfig(cuda_graphs="1,2"), {"prod": read_source(SOURCE)})
     with pytest.raises(ConfigError, match="--provider=Nothing: not in this onnxruntime"):
         _check_device(ServeConfig(provider="Nothing"), {"prod": read_source(SOURCE)})
-
-
-def test_x7_the_front_of_replicas_on_gpus_loads_nothing_on_one() -> None:
-    config = ServeConfig(devices="cuda:0,cuda:1", cuda_graphs="1,2")
-    asked = policies_of(config, SOURCE)
-    with pytest.raises(ConfigError, match="has no graphs to capture"):
-        plans_of(config, {}, asked, ["cpu", "cuda"])
-    (plan,) = plans_of(config, {}, asked, providers_of(config, ["cuda:0", "cuda:1"]))
-    source = plan.specs["prod"]
-    assert isinstance(source, PythonSource)
-    assert source.device == DeviceOptions()
-    assert not source.made
 
 
 def test_p7_policies_without_steps_and_the_cpu_have_nothing_to_capture(

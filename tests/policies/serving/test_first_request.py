@@ -11,37 +11,35 @@ from reflex_runtime.demo import POLICY
 
 # In a process of its own: in this one everything has been imported long ago.
 FIRST = """
-import asyncio, base64, io, json, sys
+import asyncio, json, sys
 from reflex_runtime.settings import ServeConfig
 from reflex_runtime.policies import Export
 from reflex_runtime.policies.serving.app import application
 from reflex_runtime.policies.serving.runtime import PolicyRuntime
 from reflex_runtime.policies.serving.served import PolicyPlan
-from reflex_runtime.web.connection import HttpConnection
+from reflex_runtime.web.listen import bind
+from reflex_runtime.web.serve import ReflexServer, ServerLife, uvicorn_config
 
 async def main(export, picture):
-    config = ServeConfig()
+    config, up = ServeConfig(), asyncio.Event()
     runtime = PolicyRuntime(config, [PolicyPlan("default", config, {"prod": Export.load(export)})])
-    await runtime.start()
-    connection, done = HttpConnection(application(runtime)), asyncio.Event()
+    app, sock = application(runtime), bind("127.0.0.1", 0)
+    life = ServerLife(app, runtime, 1.0)
+    server = ReflexServer(uvicorn_config(app, config), life)
+    server.on_ready = lambda _: up.set()
+    serving = asyncio.ensure_future(server.serve([sock]))
+    await up.wait()
     asked = {"image": picture, "instruction": "open the door", "state": [0.0, 0.6, 0.2, 1.0], "episode_id": "e"}
     body = json.dumps(asked).encode()
     head = f"POST /act HTTP/1.1\\r\\nHost: localhost\\r\\nContent-Length: {len(body)}\\r\\n\\r\\n".encode()
+    reader, writer = await asyncio.open_connection(*sock.getsockname())
     before = set(sys.modules)
-
-    class Wire(asyncio.Transport):
-        def write(self, data):
-            print(data[9:12].decode(), sorted(set(sys.modules) - before))
-            done.set()
-        def is_closing(self):
-            return False
-        def is_reading(self):
-            return True
-
-    connection.connection_made(Wire())
-    connection.data_received(head + body)
-    await done.wait()
-    await runtime.stop(asyncio.get_running_loop().time(), done.wait)
+    writer.write(head + body)
+    status = await reader.readline()
+    print(status[9:12].decode(), sorted(set(sys.modules) - before))
+    writer.close()
+    life.stop.set()
+    await serving
 
 asyncio.run(main(*sys.argv[1:]))
 """

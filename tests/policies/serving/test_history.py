@@ -13,7 +13,7 @@ import pytest
 from openpi_client.websocket_client_policy import WebsocketClientPolicy
 
 from policies import means
-from policies.serving.test_preparing import BIG, HELD, SMALL
+from policies.serving.test_decode_pool import BIG, HELD, SMALL
 from reflex_runtime.cli import main
 from reflex_runtime.observe.journal_reader import read_journal
 from reflex_runtime.policies import load_policy

@@ -12,7 +12,6 @@ from itertools import repeat
 from pathlib import Path
 
 import pytest
-from reflex_runtime.replicas.front import FrontRuntime
 
 from reflex_runtime.cli import main, watched_journal
 from reflex_runtime.observe.journal_reader import Journal, read_journal
@@ -21,9 +20,8 @@ from reflex_runtime.policies.serving.runtime import PolicyRuntime
 from reflex_runtime.run.process import in_thread
 from reflex_runtime.sim import search
 from reflex_runtime.web.app import App
-from reflex_runtime.web.errors import Conflict
-from serving.harness import PATIENCE, STATE, Server, parse_answers
-from serving.in_process import connected, with_app
+from serving.harness import PATIENCE, STATE, Server
+from serving.in_process import Caller, with_app
 from serving.openai_toy import Toy
 
 KEY = {"Authorization": "Bearer s3cret"}
@@ -73,7 +71,7 @@ def asking(server: Server) -> Iterator[list[int]]:
 
 def test_x4_a_running_server_sends_the_journal_of_the_next_seconds(server: Server, tmp_path: Path) -> None:
     assert server.post({"state": STATE, "robot_id": "before"}, KEY).status == 200
-    with journal(server) as response:
+    with journal(server, "1.2") as response:
         assert (response.status, response.getheader("content-type")) == (200, "application/x-ndjson")
         head = response.readline()
         assert server.post({"state": STATE, "robot_id": "arm-7", "instruction": "secret"}, KEY).status == 200
@@ -105,20 +103,16 @@ def test_x4_as_many_journals_as_there_may_be_and_a_place_again_for_one_that_left
         server.wait_until(lambda: server.ask("HEAD", "/diagnostics/journal?seconds=1", headers=KEY).status == 200)
 
 
-def test_x4_those_that_come_in_one_turn_are_counted_and_one_that_leaves_at_once_has_no_journal(tiny: Path) -> None:
-    get = b"GET /diagnostics/journal?seconds=600 HTTP/1.1\r\nHost: localhost\r\n\r\n"
+LONG = "/diagnostics/journal?seconds=600"
 
+
+def test_x4_those_that_come_in_one_turn_are_counted_and_one_that_leaves_at_once_has_no_journal(tiny: Path) -> None:
     async def check(app: App, runtime: PolicyRuntime) -> None:
-        callers = [connected(app) for _ in range(journal_stream.READERS + 1)]
-        for connection, _ in callers:
-            connection.data_received(get)
-        app.read()
-        assert [answer.status for answer in parse_answers(callers[-1][1].written.get_nowait())] == [429]
-        for connection, _ in callers:
-            connection.connection_lost(None)
-        writing = asyncio.all_tasks() - {asyncio.current_task()}
-        assert len(writing) >= journal_stream.READERS
-        _, at_work = await asyncio.wait(writing, timeout=PATIENCE)
+        callers = [Caller(app, LONG, "GET") for _ in range(journal_stream.READERS + 1)]
+        assert (await callers.pop().answer()).status == 429
+        for caller in callers:
+            caller.leave()
+        _, at_work = await asyncio.wait({caller.task for caller in callers}, timeout=PATIENCE)
         assert not at_work
         assert runtime.journals == []
 
@@ -138,34 +132,19 @@ def test_x4_a_server_that_drains_ends_the_journal_with_its_footer(tiny: Path, tm
 def test_x4_a_drain_does_not_wait_for_one_that_has_stopped_reading(
     tiny: Path, stops: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(journal_stream, "LAST", 600.0 if stops == "before the drain" else 0.0)
+    monkeypatch.setattr(journal_stream, "BEAT", 0.0 if stops == "before the drain" else 600.0)
+    monkeypatch.setattr(journal_stream, "LAST", 0.0)
 
     async def check(app: App, runtime: PolicyRuntime) -> None:
-        connection, wire = connected(app)
-        cut, write = asyncio.Event(), wire.write
-
-        def written(data: bytes) -> None:
-            write(data)
-            if app.closing and not cut.is_set():
-                connection.pause_writing()
-
-        def abort() -> None:
-            cut.set()
-            connection.connection_lost(None)
-
-        monkeypatch.setattr(wire, "write", written)
-        monkeypatch.setattr(wire, "abort", abort)
-        others = asyncio.all_tasks()
-        connection.data_received(b"GET /diagnostics/journal?seconds=600 HTTP/1.1\r\nHost: localhost\r\n\r\n")
-        app.read()
-        (sending,) = asyncio.all_tasks() - others
-        await wire.written.get()
+        caller = Caller(app, LONG, "GET")
+        assert await caller.status() == 200
+        caller.stop_reading()
         if stops == "before the drain":
-            connection.pause_writing()
+            while not caller.unread:  # noqa: ASYNC110
+                await asyncio.sleep(0)
         app.close()
         runtime.drain()
-        await cut.wait()
-        await sending
+        await asyncio.wait_for(caller.task, PATIENCE)
 
     with_app(tiny, check)
 
@@ -174,36 +153,27 @@ def test_x4_the_journal_waits_for_its_reader() -> None:
     """One that does not read holds the writer, whose queue is bounded, and no memory."""
 
     class Slow:
-        left = False
-
         def __init__(self) -> None:
             self.written, self.reads = list[bytes](), asyncio.Event()
 
-        def write(self, lines: bytes) -> None:
+        async def write(self, lines: bytes) -> None:
             self.written.append(lines)
-
-        async def drained(self) -> None:
             await self.reads.wait()
 
     async def check() -> None:
-        exchange = Slow()
-        pipe = journal_stream._Pipe(exchange)  # type: ignore[arg-type]
+        request = Slow()
+        pipe = journal_stream._Pipe(request)  # type: ignore[arg-type]
         writing = asyncio.ensure_future(in_thread(lambda: [pipe.write(b"one\n"), pipe.write(b"two\n")]))
-        while not exchange.written:  # noqa: ASYNC110
+        while not request.written:  # noqa: ASYNC110
             await asyncio.sleep(0)
         for _ in range(100):
             await asyncio.sleep(0)
-        assert (exchange.written, writing.done()) == ([b"one\n"], False)
-        exchange.reads.set()
+        assert (request.written, writing.done()) == ([b"one\n"], False)
+        request.reads.set()
         await writing
-        assert (exchange.written, pipe.size) == ([b"one\n", b"two\n"], 8)
+        assert (request.written, pipe.size) == ([b"one\n", b"two\n"], 8)
 
     asyncio.run(check())
-
-
-def test_x7_several_replicas_have_no_journal_together() -> None:
-    with pytest.raises(Conflict, match=r"with --replicas there is no journal .*--trace FILE writes one for each"):
-        FrontRuntime.journaled(object(), object())  # type: ignore[arg-type]
 
 
 # -- reflex tune URL ---------------------------------------------------------------------------------------------------

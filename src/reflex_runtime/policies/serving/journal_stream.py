@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -62,7 +61,7 @@ class JournalStreams:
             if request.app.closing:  # one that does not read is cut off
                 asyncio.get_running_loop().call_later(LAST, pipe.cut)
             await asyncio.shield(closing)
-        await request.end()
+        await pipe.end()
 
     def close(self) -> None:
         """End every journal: the server is draining."""
@@ -72,14 +71,18 @@ class JournalStreams:
 
 async def _beating(request: HttpRequest, end: asyncio.Event, seconds: float) -> None:
     """Wait so long, or for the end; meanwhile a blank line every second says that the server lives."""
-    loop = asyncio.get_running_loop()
-    until = loop.time() + seconds
-    while not end.is_set() and (left := until - loop.time()) > 0.0:
-        with suppress(TimeoutError):
-            async with asyncio.timeout(min(BEAT, left)):
-                await end.wait()
-                return
-        await request.write(b"\n")
+
+    async def beat() -> None:
+        while True:
+            await asyncio.sleep(BEAT)
+            await request.write(b"\n")
+
+    beats, ending = asyncio.ensure_future(beat()), asyncio.ensure_future(end.wait())
+    try:
+        await asyncio.wait({beats, ending}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        beats.cancel()
+        ending.cancel()
 
 
 class _Pipe:
@@ -103,6 +106,14 @@ class _Pipe:
 
     def abandon(self) -> None:
         """Likewise."""
+
+    async def end(self) -> None:
+        """The answer is complete; that of a caller that was cut off is not."""
+        if self.left:
+            self._request.abort()
+            return
+        self._sending = asyncio.current_task()
+        await self._request.end()
 
     async def _send(self, lines: bytes) -> None:
         if not self.left:
