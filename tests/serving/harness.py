@@ -205,7 +205,7 @@ class Server:
 
     def __enter__(self) -> Self:
         try:
-            found = re.search(r"http://[^ ,]*:(\d+)", self.wait_log(self._until))
+            found = re.search(r"https?://[^ ,]*:(\d+)", self.wait_log(self._until))
             self.port = int(found[1]) if found else 0
         except BaseException:
             self.__exit__()

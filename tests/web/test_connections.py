@@ -8,6 +8,8 @@ import json
 import resource
 import select
 import socket
+import ssl
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,7 +23,7 @@ from reflex_runtime.web.app import App
 from reflex_runtime.web.connections import most_connections
 from reflex_runtime.web.form import PLAIN
 from reflex_runtime.web.request import HttpRequest, HttpResponse, Route
-from serving.harness import PATIENCE, STATE, Answer, Server, encode, parse_answers, read_all
+from serving.harness import PATIENCE, STATE, Answer, Server, encode, parse_answers, read_all, refusal
 from serving.in_process import with_app
 from serving.openai_toy import Toy
 from web.listening import Limits, listening
@@ -150,6 +152,16 @@ def test_h10_max_connections_refuses_the_newest(tiny: Path) -> None:
         assert server.act().status == 200
 
 
+def test_l9_max_connections_refuses_the_newest_in_the_form_of_the_api() -> None:
+    with Toy(max_connections=1) as toy, socket.create_connection(("127.0.0.1", toy.port), timeout=PATIENCE) as held:
+        held.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert held.recv(65536).startswith(b"HTTP/1.1 200")
+        with socket.create_connection(("127.0.0.1", toy.port), timeout=PATIENCE) as second:
+            (refused,) = parse_answers(read_all(second))
+        assert (refused.status, toy.error(refused)["code"]) == (503, "overloaded")
+        assert refused.headers["x-should-retry"] == "true"
+
+
 def test_b19_a_server_with_128_descriptors_refuses_what_it_cannot_hold_and_goes_on(tiny: Path) -> None:
     limit = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (128, 128))"
     with Server(tiny, before=limit) as server:
@@ -213,7 +225,7 @@ def test_a_request_takes_no_time_limit_while_it_is_answered() -> None:
     asyncio.run(check())
 
 
-def test_h10_tls_and_a_unix_socket_are_served(tiny: Path, tmp_path: Path) -> None:
+def test_h10_uds_is_a_socket_of_this_user_alone(tiny: Path, tmp_path: Path) -> None:
     path = tmp_path / "reflex.sock"
     with Server(tiny, "--uds", str(path), until="ready on unix:") as server, socket.socket(socket.AF_UNIX) as sock:
         assert path.stat().st_mode & 0o777 == 0o600
@@ -229,3 +241,35 @@ def test_h10_tls_and_a_unix_socket_are_served(tiny: Path, tmp_path: Path) -> Non
             (answer,) = parse_answers(read_all(operator))
             assert answer.status == 200  # whoever may open the socket is this machine's own
         assert server.stop() == 0
+        assert not path.exists()
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """(certificate, key), made for this machine's own name."""
+    folder = tmp_path_factory.mktemp("tls")
+    cert, key = folder / "cert.pem", folder / "key.pem"
+    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=localhost"]
+    command += ["-addext", "subjectAltName=DNS:localhost", "-keyout", str(key), "-out", str(cert)]
+    subprocess.run(command, check=True, capture_output=True)
+    return cert, key
+
+
+def test_h10_ssl_certfile_and_ssl_keyfile_serve_tls(tiny: Path, certificate: tuple[Path, Path]) -> None:
+    cert, key = certificate
+    with Server(tiny, "--ssl-certfile", str(cert), "--ssl-keyfile", str(key)) as server:
+        assert "ready on https://" in server.wait_log("ready on")
+        trusts = ssl.create_default_context(cafile=str(cert))
+        with server.connect() as plain, trusts.wrap_socket(plain, server_hostname="localhost") as sock:
+            sock.sendall(encode({"state": STATE}, {"Connection": "close"}))
+            (answer,) = parse_answers(read_all(sock))
+            assert answer.status == 200
+
+
+def test_h10_files_that_are_no_certificate_and_key_are_refused(tiny: Path, certificate: tuple[Path, Path]) -> None:
+    cert, key = certificate
+    nothing = tiny / "reflex_config.json"
+    assert f"--ssl-certfile={nothing}: cannot be used: " in refusal(tiny, "--ssl-certfile", str(nothing))
+    assert "No such file or directory" in refusal(tiny, "--ssl-certfile", str(cert) + "x", "--ssl-keyfile", str(key))
+    assert f"--ssl-certfile={cert}: cannot be used: " in refusal(tiny, "--ssl-certfile", str(cert))  # without its key
+    assert "--ssl-certfile" in refusal(tiny, "--ssl-keyfile", str(key))

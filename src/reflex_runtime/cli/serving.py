@@ -8,7 +8,7 @@ import os
 import socket
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -75,26 +75,36 @@ def supervised(
     loopback port of each worker's own."""
     from reflex_runtime.web import listen
 
+    if config.ssl_certfile:
+        listen.check_tls(config.ssl_certfile, config.ssl_keyfile)
     if not config.supervise:
         check()
-        return serve([listen.bind(config.host, config.port, config.uds)], None)
+        with _bound(config) as sock:
+            return serve([sock], None)
     from reflex_runtime.web.supervisor import supervise
 
-    try:
-        sockets = [listen.bind(config.host, config.port, config.uds)]
-    except ConfigError:
-        check()  # what is wrong besides is said first: another port would not mend it
-        raise
-    if workers > 1:
-        sockets += [listen.bind("127.0.0.1", 0) for _ in range(workers)]
     told = ("reflex", "serve")
-    status = supervise(
-        lambda parent: status_of(lambda: serve(sockets, parent), told), workers, getattr(config, "watchdog_s", 0.0)
-    )
+    with ExitStack() as bound:
+        try:
+            sockets = [bound.enter_context(_bound(config))]
+        except ConfigError:
+            check()  # what is wrong besides is said first: another port would not mend it
+            raise
+        if workers > 1:
+            sockets += [listen.bind("127.0.0.1", 0) for _ in range(workers)]
+        watched = getattr(config, "watchdog_s", 0.0)
+        return supervise(lambda parent: status_of(lambda: serve(sockets, parent), told), workers, watched)
+
+
+@contextmanager
+def _bound(config: Any) -> Iterator[socket.socket]:
+    """The socket that the settings ask for; the file of a Unix socket goes at the end."""
+    from reflex_runtime.web.listen import bind
+
+    yield bind(config.host, config.port, config.uds)
     if config.uds:
         with suppress(OSError):
             os.unlink(config.uds)
-    return status
 
 
 def run_server(
@@ -111,8 +121,11 @@ def run_server(
     from reflex_runtime.web.listen import url_of
     from reflex_runtime.web.serve import serve
 
-    where = url_of(sockets[0], bool(config.ssl_certfile))
-    own = [sockets[0]] if parent is None or len(sockets) == 1 else [sockets[0], sockets[1 + parent.number]]
+    where, *own_urls = [url_of(sock, bool(config.ssl_certfile)) for sock in sockets]
+    own = [sockets[0]]
+    if parent is not None and own_urls:
+        parent.own_urls = own_urls
+        own.append(sockets[1 + parent.number])
     for sock in sockets:
         if sock not in own:
             sock.close()
@@ -124,8 +137,8 @@ def run_server(
             logging.error("not serving on %s: %s: %s", where, served.state, served.error)
 
     def listening() -> None:
-        if len(own) > 1:
-            logging.info("worker %d: its own pages on %s", parent.number if parent is not None else 0, url_of(own[1]))
+        if parent is not None and own_urls:
+            logging.info("worker %d: its own pages on %s", parent.number, own_urls[parent.number])
         logging.info("listening on %s, loading %s", where, loading)
 
     status, clean = serve(make, own, config, listening, settled, parent)

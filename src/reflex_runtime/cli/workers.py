@@ -41,6 +41,8 @@ def devices_of(config: ServeConfig, places: Places) -> list[str]:
             told = places["provider"]
             raise ConfigError(f"{where} {told}: --devices says it already; leave one out", field="devices")
     if len(devices) > 1:
+        if not config.supervise:
+            raise ConfigError("--no-supervise: several replicas need the supervisor to start them", field="supervise")
         _check_ports(config, len(devices))
     return devices
 

@@ -62,6 +62,22 @@ def _answers(path: str) -> bool:
     return True
 
 
+def check_tls(certfile: str, keyfile: str) -> None:
+    """ConfigError when the files cannot be used to serve TLS."""
+    import ssl  # here: few servers need it, and a supervisor stays small
+
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certfile, keyfile or None, _no_password)
+    except (OSError, ValueError) as error:
+        told = f"--ssl-certfile={one_line(certfile)}" + (f" --ssl-keyfile={one_line(keyfile)}" if keyfile else "")
+        why = (isinstance(error, OSError) and error.strerror) or error
+        raise ConfigError(f"{told}: cannot be used: {one_line(why)}") from None
+
+
+def _no_password() -> str:
+    raise ValueError("the key is encrypted")
+
+
 def url_of(sock: socket.socket, tls: bool = False) -> str:
     """Where a socket listens, for people."""
     address = sock.getsockname()

@@ -18,7 +18,6 @@ from typing import Any, Final, Protocol
 import uvicorn
 from prometheus_client import disable_created_metrics
 
-from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.run.process import freed_memory, freeze_loaded, give_back_when_idle, loop_factory, prepare_memory
 from reflex_runtime.web.app import App
 from reflex_runtime.web.connections import ConnectionLimits, connections_of, most_connections
@@ -280,17 +279,12 @@ def uvicorn_config(app: App, settings: ServerSettings) -> uvicorn.Config:
         settings.body_timeout_s,
     )
     http, ws = connections_of(limits)
-    try:
-        config = uvicorn.Config(
-            app, http=http, ws=ws, lifespan="on", interface="asgi3", log_config=None, access_log=False,
-            proxy_headers=False, server_header=False, date_header=False, backlog=BACKLOG,
-            ws_max_size=settings.max_body_bytes, ws_ping_timeout=None, ws_per_message_deflate=False,
-            ssl_certfile=settings.ssl_certfile or None, ssl_keyfile=settings.ssl_keyfile or None,
-        )  # fmt: skip
-        config.load()
-    except (OSError, ValueError) as error:  # of TLS alone
-        raise ConfigError(f"--ssl-certfile={settings.ssl_certfile}: cannot be used: {error}") from None
-    return config
+    return uvicorn.Config(
+        app, http=http, ws=ws, lifespan="on", interface="asgi3", log_config=None, access_log=False,
+        proxy_headers=False, server_header=False, date_header=False, backlog=BACKLOG,
+        ws_max_size=settings.max_body_bytes, ws_ping_timeout=None, ws_per_message_deflate=False,
+        ssl_certfile=settings.ssl_certfile or None, ssl_keyfile=settings.ssl_keyfile or None,
+    )  # fmt: skip
 
 
 @contextlib.contextmanager

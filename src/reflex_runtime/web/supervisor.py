@@ -19,7 +19,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from random import random
 from typing import Any, Final, NoReturn
@@ -48,10 +48,12 @@ class Lives:
 
 
 class Parent:
-    """A worker's connection to its supervisor. number: of the worker, from 0; workers: how many there are."""
+    """A worker's connection to its supervisor. number: of the worker, from 0; own_urls: where each of several workers
+    has pages of its own, in their order."""
 
-    def __init__(self, lives: Lives, pipe: int, number: int, workers: int) -> None:
-        self.lives, self._pipe, self.number, self.workers = lives, pipe, number, workers
+    def __init__(self, lives: Lives, pipe: int, number: int) -> None:
+        self.lives, self._pipe, self.number = lives, pipe, number
+        self.own_urls: Sequence[str] = ()
 
     def beat(self, loop: asyncio.AbstractEventLoop) -> None:
         """Say every half second from now on that the loop turns."""
@@ -86,8 +88,9 @@ class _Worker:
 def supervise(serve: Callable[[Parent], int], workers: int, hung_after: float) -> int:
     """Run `serve` in forks, and again after each unasked end. Returns the exit status.
 
-    hung_after: seconds without a beat of its loop after which a worker is killed, two at least; 0 is never. A worker that ends on
-    purpose ends everything with its status, and so does one that is lost before any was ever ready: it would be again.
+    hung_after: seconds without a beat of its loop after which a worker is killed, two at least; 0 is never. A worker
+    that ends on purpose ends everything with its status, and so does one that is lost before any was ever ready: it
+    would be again.
     """
     return _Supervisor(serve, workers, hung_after).run()
 
@@ -135,7 +138,7 @@ class _Supervisor:
             self._close()
             os.close(ours)
             _become_server(above)
-            _run_and_leave(self._serve, Parent(worker.lives, theirs, worker.number, len(self._workers)))
+            _run_and_leave(self._serve, Parent(worker.lives, theirs, worker.number))
         os.close(theirs)
         with contextlib.suppress(OSError):
             os.setpgid(pid, pid)

@@ -196,7 +196,7 @@ def serving(config: ServeConfig, plans: Sequence[PolicyPlan]) -> Make:
 
     def make(on_lost: Callable[[], None], parent: Parent | None) -> tuple[App, PolicyRuntime]:
         runtime = PolicyRuntime(config, plans, on_lost)
-        runtime.lives = None if parent is None else parent.lives
+        runtime.parent = parent
         return application(runtime), runtime
 
     return make

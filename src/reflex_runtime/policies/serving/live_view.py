@@ -27,6 +27,7 @@ def _server(runtime: PolicyRuntime) -> dict[str, Any]:
     queues: dict[str, Any] = runtime.batcher.device.input(_queues) if runtime.loaded else {}
     waiting = sum(queue["queued"] for queue in queues.values())
     running = sum(queue["unsettled"] for queue in queues.values()) - waiting
+    lives = None if runtime.parent is None else runtime.parent.lives
     return {
         "product": "policies",
         "version": __version__,
@@ -34,7 +35,7 @@ def _server(runtime: PolicyRuntime) -> dict[str, Any]:
         "error": runtime.error,
         "unit": runtime.config.cost_model,
         "queues": queues,
-        "processes": [own_process(runtime.health, runtime.lives, running, waiting, runtime.error)],
+        "processes": [own_process(runtime.health, lives, running, waiting, runtime.error)],
         "policies": {name: _policy(served) for name, served in runtime.policies.items()},
     }
 

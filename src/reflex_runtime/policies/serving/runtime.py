@@ -32,7 +32,7 @@ from reflex_runtime.run.batcher import Batcher
 from reflex_runtime.run.process import in_thread
 from reflex_runtime.settings import DEFAULT_POLICY, ServeConfig
 from reflex_runtime.web.errors import NotReady
-from reflex_runtime.web.supervisor import Lives
+from reflex_runtime.web.supervisor import Parent
 
 log = logging.getLogger("reflex.server")
 
@@ -56,7 +56,7 @@ class PolicyRuntime:
         self.config = config
         self.state = "initializing"
         self.error = ""
-        self.lives: Lives | None = None  # what its supervisor knows, where there is one
+        self.parent: Parent | None = None  # its supervisor, where there is one
         self.unusable = False  # a source itself is wrong: there is nothing to wait for
         self.metrics = Metrics(several=len(plans) > 1)
         self.spans = spans_of(config.otel, config.otel_sample, self.metrics.registry)

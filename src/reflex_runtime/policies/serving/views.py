@@ -215,8 +215,10 @@ def _verdicts_in(served: ServedPolicy) -> dict[str, Any]:
 
 def _process_of(runtime: PolicyRuntime) -> dict[str, Any]:
     told: dict[str, Any] = {"error": runtime.error} if runtime.error else {}
-    if runtime.lives is not None:
-        told |= {"restarts": runtime.lives.restarts, "last_exit": runtime.lives.last_exit}
+    if (parent := runtime.parent) is not None:
+        told |= {"restarts": parent.lives.restarts, "last_exit": parent.lives.last_exit}
+        if parent.own_urls:
+            told |= {"worker": parent.number, "workers": parent.own_urls}
     if runtime.loaded:
         told["hung_batches"] = runtime.batcher.device.hung
     return told
