@@ -177,6 +177,17 @@ def test_a_proxy_is_asked_with_the_whole_address(make: Make, monkeypatch: pytest
     assert [seen.path for seen in stub.seen] == ["http://robot.invalid:8000/act"] * 2
 
 
+def test_a_server_on_this_machine_is_not_asked_through_the_environments_proxy(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    monkeypatch.delenv("no_proxy", raising=False)
+    with Stub([]) as proxy, Stub([reply()]) as stub:
+        monkeypatch.setenv("HTTP_PROXY", proxy.url)
+        make(stub.url).act()
+        assert (proxy.connections, stub.connections) == (0, 1)
+
+
 def test_tls_is_checked_against_the_given_authority(make: Make, tmp_path: Path) -> None:
     trusted, served = authority(tmp_path)
     with Stub([reply(), reply()], tls=served) as stub:

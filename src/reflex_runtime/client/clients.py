@@ -28,7 +28,7 @@ class Client:
     encoding: of pictures given as arrays: "raw" (uncompressed; over JSON as PNG), "png" (smaller, the same pixels) or
         "jpeg" (smallest, and not quite the same pixels).
     uds: path of the server's Unix socket; `url` then gives only Host and prefix.
-    proxy: URL of a proxy; without it, HTTP_PROXY, HTTPS_PROXY and NO_PROXY count.
+    proxy: URL of a proxy; without it, HTTP_PROXY, HTTPS_PROXY and NO_PROXY count, but not for a server on this machine.
     verify: True checks TLS against the system's certificates; an ssl.SSLContext brings others or a client certificate.
     """
 

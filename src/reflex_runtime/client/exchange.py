@@ -129,18 +129,20 @@ class Network:
             raise ValueError(f"url={url!r}: {error}") from None
         if parts.scheme not in ("http", "https") or not parts.host:
             raise ValueError(f"url={url!r}: expected http://HOST:PORT or https://HOST")
-        self.url, self._uds, self._proxy = url.rstrip("/"), uds, proxy
+        self.url, self._uds = url.rstrip("/"), uds
         self._tls = _system_certificates() if verify is True else verify
+        here = parts.host in ("localhost", "::1") or parts.host.startswith("127.")
+        self._options: dict[str, Any] = {  # the environment's proxies are not for a server on this machine
+            "proxy": proxy, "verify": self._tls, "limits": _UNLIMITED, "headers": _PLAIN, "trust_env": not here,
+        }  # fmt: skip
 
     def client(self) -> httpx.Client:
         socket = httpx.HTTPTransport(self._tls, uds=self._uds, limits=_UNLIMITED) if self._uds else None
-        return httpx.Client(transport=socket, proxy=self._proxy, verify=self._tls, limits=_UNLIMITED, headers=_PLAIN)
+        return httpx.Client(transport=socket, **self._options)
 
     def async_client(self) -> httpx.AsyncClient:
         socket = httpx.AsyncHTTPTransport(self._tls, uds=self._uds, limits=_UNLIMITED) if self._uds else None
-        return httpx.AsyncClient(
-            transport=socket, proxy=self._proxy, verify=self._tls, limits=_UNLIMITED, headers=_PLAIN
-        )
+        return httpx.AsyncClient(transport=socket, **self._options)
 
 
 @lru_cache(1)

@@ -102,11 +102,6 @@ class Metrics:
         """A shadow chunk was compared: the mean absolute difference, in the robot's units."""
         self._slots[slot].apart.observe(mean)
 
-    @property
-    def busy_seconds(self) -> float:
-        """Seconds that the device computed, for all slots."""
-        return sum(slot.busy.value for slot in self._slots.values())
-
     def render(self) -> bytes:
         if self._recording is not None:
             dropped, told = self._recording
