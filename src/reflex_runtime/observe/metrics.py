@@ -119,7 +119,7 @@ class _Slot:
         def histogram(name: str, *more: str) -> HistogramChild:
             return series.histogram(name, *labels, *more)
 
-        self.labels = labels
+        self.labels, self._counter = labels, counter
         self.cost = histogram("reflex_batch_cost_per_flush_ms")
         self.size = histogram("reflex_batch_size_per_flush")
         self.flush = {cause: counter("reflex_batch_flush_total", cause.reason.value, cause.value) for cause in Cause}
@@ -127,9 +127,8 @@ class _Slot:
         self.wait = histogram("reflex_queue_wait_seconds")
         self.prepare = histogram("reflex_prepare_seconds")
         latency = {o: histogram("reflex_request_latency_seconds", o) for o in OUTCOMES}
-        self.answers = {
-            (o, wire): (counter("reflex_requests_total", o, wire), latency[o]) for o in OUTCOMES for wire in wires
-        }
+        self._latency = latency
+        self.answers = {(o, wire): self._answers(o, wire) for o in OUTCOMES for wire in wires}
         self.act = histogram("reflex_act_latency_seconds")
         self.warnings = {kind: counter("reflex_request_warnings_total", kind) for kind in WARNINGS}
         self.error = histogram("reflex_batch_cost_error_ratio")
@@ -148,6 +147,9 @@ class _Slot:
             self.delay = histogram("reflex_shadow_delay_seconds")
             self.apart = histogram("reflex_shadow_divergence")
         self._captured: deque[bool] = deque(maxlen=100)
+
+    def _answers(self, outcome: str, wire: str) -> tuple[CounterChild, HistogramChild]:
+        return self._counter("reflex_requests_total", outcome, wire), self._latency[outcome]
 
     def scheduled(self, event: BatchScheduled) -> None:
         """A flush is counted once per admission group."""
@@ -181,7 +183,11 @@ class _Slot:
             self.injected.inc(notes["injected_ms"] / 1e3)
 
     def answered(self, event: RequestAnswered) -> None:
-        requests, latency = self.answers[event.outcome, event.wire]
+        key = event.outcome, event.wire
+        found = self.answers.get(key)
+        if found is None:  # a wire of the program's own
+            found = self.answers[key] = self._answers(*key)
+        requests, latency = found
         requests.value += 1.0
         latency.observe(event.latency)
         ticket = event.ticket

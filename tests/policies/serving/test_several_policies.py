@@ -17,7 +17,7 @@ from openpi_client import msgpack_numpy
 from websockets.exceptions import InvalidStatus
 from websockets.sync.client import connect
 
-from policies.wires.callers import VlaEval, XPolicyLab
+from policies.wires.callers import VlaEval
 from policies.wires.groot_clients import GrootRobot, port_of
 from reflex_runtime.cli import main
 from reflex_runtime.client import Client
@@ -216,7 +216,7 @@ def test_p32_openpi_asks_by_path_or_query(server: Server, path: str) -> None:
         assert "'arm' is named, and 'hand' by the path or the connection" in socket.recv()
 
 
-@pytest.mark.parametrize("path", ["/", "/vla-eval", "/xpolicylab", "/?policy=leg", "/policies/arm/?policy=hand"])
+@pytest.mark.parametrize("path", ["/", "/vla-eval", "/?policy=leg", "/policies/arm/?policy=hand"])
 def test_p32_a_websocket_without_a_policy_or_with_a_wrong_one_is_refused(server: Server, path: str) -> None:
     with pytest.raises(InvalidStatus) as info, connect(f"ws://127.0.0.1:{server.port}{path}"):
         pass
@@ -225,12 +225,11 @@ def test_p32_a_websocket_without_a_policy_or_with_a_wrong_one_is_refused(server:
 
 
 @pytest.mark.parametrize("path", ["/{wire}?policy=arm", "/policies/arm/{wire}"])
-@pytest.mark.parametrize("caller", [VlaEval, XPolicyLab])
 def test_p32_benchmarks_ask_by_path_or_query(
-    server: Server, caller: type[VlaEval | XPolicyLab], path: str, monkeypatch: pytest.MonkeyPatch
+    server: Server, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(caller, "path", path.format(wire=caller.wire))
-    one = caller(server)
+    monkeypatch.setattr(VlaEval, "path", path.format(wire=VlaEval.wire))
+    one = VlaEval(server)
     found = one.ask(STATE, seed=1)
     assert np.allclose(found, expected(STATE, 1)[: len(found)], atol=1e-5)
     one.leave()

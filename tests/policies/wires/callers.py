@@ -17,7 +17,6 @@ from unittest import mock
 import grpc
 import json_numpy
 import msgpack
-import msgpack_numpy as lab_arrays
 import numpy as np
 from openpi_client import msgpack_numpy
 from tritonclient.grpc import service_pb2, service_pb2_grpc
@@ -242,44 +241,6 @@ class VlaEval(_Socket):
         self._say(MessageType.EPISODE_START, {"task": {"name": "t"}})
 
 
-class XPolicyLab(_Socket):
-    """The state in two groups, and an action as a map of them."""
-
-    wire = "xpolicylab"
-    path = "/xpolicylab"
-
-    def __init__(self, server: Server) -> None:
-        super().__init__(server)
-        self._say("hello", {})
-        assert self._hear()["message_type"] == "hello_ack"
-
-    def _say(self, kind: str, payload: dict[str, Any]) -> None:
-        envelope = {"message_type": kind, "message_id": "m", "evaluation_id": "e", "trial_id": "t"}
-        self._socket.send(msgpack.packb(envelope | {"payload": payload}, default=lab_arrays.encode))
-
-    def _hear(self) -> Any:
-        return msgpack.unpackb(self._receive(), object_hook=lab_arrays.decode)
-
-    def send(self, state: list[float], **fields: Any) -> None:
-        more = {"more": fields.pop("more", b"")}
-        own = {f"reflex/{name}": value for name, value in fields.items()}
-        groups = {"arm_joint_state": np.array(state[:1]), "ee_joint_state": np.array(state[1:])}
-        self._say("infer", {"observation": {"state": groups, "instruction": "go"} | more | own})
-
-    def answer(self) -> Any:
-        message = self._hear()
-        if message["message_type"] == "error":
-            error = message["payload"]["details"]
-            raise Refused(error["error"], error["message"])
-        steps = message["payload"]["actions"]
-        return np.stack([np.concatenate([step["arm_joint_state"], step["ee_joint_state"]]) for step in steps])
-
-    def reset(self) -> None:
-        for _ in range(2):  # the first is that of the trial's own beginning
-            self._say("reset", {})
-            assert self._hear()["message_type"] == "reset_result"
-
-
 LONG = {"deadline_ms": 60_000.0}  # GR00T's own default is 15 s: sixteen clients of a busy machine may take longer
 
 
@@ -449,7 +410,6 @@ CALLERS: dict[str, type[Caller]] = {
     "json-numpy": JsonNumpyCaller,
     "openpi": Openpi,
     "vla-eval": VlaEval,
-    "XPolicyLab": XPolicyLab,
     "GR00T": Groot,
     "OIP HTTP": OipHttp,
     "OIP gRPC": OipGrpc,

@@ -13,7 +13,7 @@ import pytest
 from openpi_client import msgpack_numpy
 
 from reflex_runtime.policies.serving.runtime import PolicyRuntime
-from reflex_runtime.policies.wires import openpi, vla_eval, xpolicylab, xpolicylab_codec
+from reflex_runtime.policies.wires import openpi, vla_eval
 from reflex_runtime.web.app import App
 from reflex_runtime.web.request import CANCELS
 from serving.exports import write_tiny
@@ -32,15 +32,9 @@ def _vla_eval(seen: dict[str, Any]) -> bytes:
     return vla_eval.encode(vla_eval.EvalMessage("observation", seen))
 
 
-def _xpolicylab(seen: dict[str, Any]) -> bytes:
-    observation = {"vision": {"image": {"color": seen["image"]}}, "state": {"arm_joint_state": seen["state"]}}
-    envelope = {"message_id": "m", "evaluation_id": "e"}
-    return xpolicylab_codec.encode(xpolicylab_codec.LabFrame("infer", envelope, {"observation": observation}))
-
-
 @pytest.mark.parametrize(
     ("path", "write", "frames"),
-    [(openpi.PATHS[0], _openpi, 2), (vla_eval.PATH, _vla_eval, 1), (xpolicylab.PATH, _xpolicylab, 1)],
+    [(openpi.PATHS[0], _openpi, 2), (vla_eval.PATH, _vla_eval, 1)],
 )
 def test_w4_a_session_keeps_no_picture_that_is_answered(
     path: str, write: Callable[[dict[str, Any]], bytes], frames: int, tmp_path: Path

@@ -12,9 +12,8 @@ from msgspec import Meta
 from reflex_runtime.policies.policy.robot import WireMap
 from reflex_runtime.settings.json_files import JsonObject
 
-# Wires whose states and actions come in groups: how a picture and a group of the state are named in an observation.
-_GROUPED: Final = {"gr00t": ("video.{}", "state.{}"), "xpolicylab": ("vision/{}", "state/{}")}
-BLOCKS: Final = ("openpi", "json-numpy", "vla-eval", "lerobot", *_GROUPED)
+GROOT: Final = "gr00t"
+BLOCKS: Final = ("openpi", "json-numpy", "vla-eval", "lerobot", GROOT)
 """The wires that an export may describe."""
 
 _Name = Annotated[str, Meta(min_length=1)]
@@ -90,10 +89,10 @@ def read_wires(
         return {said.partition("/")[0]: _preset(config, "wires", said, cameras, state_dim > 0, optional)}
     table = JsonObject(config.file, said, "wires")
     table.only(BLOCKS)
-    found = {}
+    found: dict[str, WireMap] = {}
     for wire in BLOCKS:
-        if table.has(wire) and wire in _GROUPED:
-            found[wire] = _grouped(table, wire, cameras, state_dim, action_dim)
+        if table.has(wire) and wire == GROOT:
+            found[wire] = _grouped(table, cameras, state_dim, action_dim)
         elif table.has(wire):
             found[wire] = _read(table, wire, cameras, state_dim > 0, optional)
     return found
@@ -130,9 +129,9 @@ def _described(table: JsonObject, cameras: Collection[str], takes_state: bool) -
     return WireMap(**{name: value for name, value in msgspec.structs.asdict(keys).items() if value is not None})
 
 
-def _grouped(of: JsonObject, wire: str, cameras: Collection[str], state_dim: int, action_dim: int) -> WireMap:
-    table = JsonObject(of.file, of.get(wire), of.name(wire))
-    picture, group = _GROUPED[wire]
+def _grouped(of: JsonObject, cameras: Collection[str], state_dim: int, action_dim: int) -> WireMap:
+    """Of GR00T, whose states and actions come in groups."""
+    table = JsonObject(of.file, of.get(GROOT), of.name(GROOT))
     keys = table.read(_GroupKeys)
     _check(table, keys, cameras, state_dim > 0)
     state, actions = keys.state or (), keys.actions or ()
@@ -142,8 +141,8 @@ def _grouped(of: JsonObject, wire: str, cameras: Collection[str], state_dim: int
         if len(dict(groups)) < len(groups):
             table.wrong(key, "groups with different names")
     return WireMap(
-        images={camera: picture.format(name) for camera, name in (keys.images or {}).items()},
-        state=tuple(group.format(name) for name, _ in state),
+        images={camera: f"video.{name}" for camera, name in (keys.images or {}).items()},
+        state=tuple(f"state.{name}" for name, _ in state),
         state_sizes=tuple(size for _, size in state),
         actions=actions,
         prompt=keys.prompt or "",

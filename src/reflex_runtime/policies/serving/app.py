@@ -22,7 +22,7 @@ from reflex_runtime.policies.serving.live_view import watchers_of
 from reflex_runtime.policies.serving.runtime import PolicyRuntime
 from reflex_runtime.policies.serving.served import PolicyPlan
 from reflex_runtime.policies.serving.views import ServerViews, Views
-from reflex_runtime.policies.wires import openpi, vla_eval, xpolicylab
+from reflex_runtime.policies.wires import openpi, vla_eval
 from reflex_runtime.policies.wires.oip import OipHttp, Sequences
 from reflex_runtime.settings import DEFAULT_POLICY, ServeConfig
 from reflex_runtime.settings.declare import did_you_mean
@@ -98,9 +98,8 @@ class PolicyRoutes:
         routes.append(Route("/reset", act.reset, "POST", most=min(most, OPERATOR_BODY)))
         sockets: dict[str, Session] = dict.fromkeys(openpi.PATHS, partial(openpi.serve, handler))
         sockets[vla_eval.PATH] = partial(vla_eval.serve, handler)
-        sockets[xpolicylab.PATH] = partial(xpolicylab.serve, handler)
         for path, session in sockets.items():
-            routes.append(Route(path, _websocket_only, most=most, socket=session))
+            routes.append(Route(path, websocket_only, most=most, socket=session))
         self._oip = OipHttp(handler, most, sequences)
         routes += self._oip.routes
         for path, view in views.open.items():
@@ -159,12 +158,18 @@ def _listen_lerobot(app: App, handler: RequestHandler) -> None:
     log.info("clients of LeRobot: %s", listener.address)
 
 
-async def _websocket_only(request: HttpRequest) -> HttpResponse:
+async def websocket_only(request: HttpRequest) -> HttpResponse:
+    """What answers a plain request on the path of a websocket."""
     raise NotFound(f"{request.path} is for websockets; docs/wires.md says which protocol it speaks")
 
 
 def create(source: str | None = None, **settings: str) -> App:
-    """The application of one policy, for any ASGI server, as `uvicorn --factory` takes it.
+    """The application of one policy, for any ASGI server, as `uvicorn --factory` takes it. See `create_app`."""
+    return create_app(source, **settings)[0]
+
+
+def create_app(source: str | None = None, **settings: str) -> tuple[App, PolicyRuntime]:
+    """An application and its runtime, for programs that add a route, such as a wire of their own.
 
     source: as SOURCE of `reflex serve`; else REFLEX_SOURCE. settings: its options; those that are not given come from
     the environment (REFLEX_MAX_QUEUE=64). ConfigError for what can be found before anything is loaded.
@@ -181,9 +186,10 @@ def create(source: str | None = None, **settings: str) -> App:
         raise ConfigError("REFLEX_SOURCE is missing: the directory of an export")
     spec = read_source(source, device_of(config))
     spec.check()
-    app, runtime = serving(config, [PolicyPlan(DEFAULT_POLICY, config, {"prod": spec})])(_lost, None)
+    runtime = PolicyRuntime(config, [PolicyPlan(DEFAULT_POLICY, config, {"prod": spec})], _lost)
+    app = application(runtime)
     ServerLife(app, runtime, config.drain_timeout_s)
-    return app
+    return app, runtime
 
 
 def _lost() -> None:

@@ -1,53 +1,65 @@
-"""XPolicyLab's websocket: an evaluation sends a hello, resets a trial, and gets a chunk for each observation.
+"""A new wire in one file: XPolicyLab's websocket, beside everything that a server of Reflex answers.
 
-An action is a map of groups, as `arm_joint_state` and `ee_joint_state`. The export names them; without that, they are
-those of the observation's state where they fit. docs/wires.md has what an evaluation may send.
+    cd examples/wires
+    REFLEX_SOURCE=../../my-export uvicorn --factory xpolicylab:create
+
+An evaluation sends a hello, resets a trial, and gets a chunk for each observation. Frames are msgpack maps with an
+envelope and a payload, arrays as msgpack-numpy writes them:
+
+    {message_type, message_id, evaluation_id, action_case_id, trial_id, repeat_index, step, sent_at, payload}
+    {b"nd": True, b"type": "<f4", b"kind": b"", b"shape": [8], b"data": bytes}
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
 from functools import partial
 from typing import Any, Final
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from reflex_runtime.core.errors import ReflexError
 from reflex_runtime.policies.policy.robot import WireMap
 from reflex_runtime.policies.policy.spec import PolicySpec
+from reflex_runtime.policies.serving.app import create_app, websocket_only
 from reflex_runtime.policies.serving.handler import RequestHandler
 from reflex_runtime.policies.serving.question import ActAnswer, Question
-from reflex_runtime.policies.serving.wire_names import XPOLICYLAB
+from reflex_runtime.policies.wires.bounded_msgpack import unpack
 from reflex_runtime.policies.wires.common import (
     ObservationReader,
     WireObservation,
     answer_details,
     limits_in,
+    nd_in,
     question_of,
 )
 from reflex_runtime.policies.wires.message_session import MessageSession
-from reflex_runtime.policies.wires.xpolicylab_codec import LabFrame, decode, encode
+from reflex_runtime.web.app import App
 from reflex_runtime.web.errors import ClientError, describe_error
 from reflex_runtime.web.fields import invalid
 from reflex_runtime.web.json import printable
-from reflex_runtime.web.request import SocketMessage, WebSocket
+from reflex_runtime.web.request import Route, SocketMessage, WebSocket
 
+NAME: Final = "xpolicylab"  # in metrics and recordings
 PATH: Final = "/xpolicylab"
-JOINTS: Final = tuple(
-    f"{arm}{part}" for arm in ("", "left_", "right_") for part in ("arm_joint_state", "ee_joint_state")
-)
-_ACKS: Final = {
-    "prepare_case": "prepare_case_ack",
-    "reset": "reset_result",
-    "trial_end": "trial_end_ack",
-    "heartbeat": "heartbeat_ack",
-}
+NAMES: Final = WireMap()
+"""Where an observation has what the policy needs; what is not here is found by name. For a robot of your own:
 
-_NONE: Final = LabFrame("", {"message_id": "", "evaluation_id": ""})  # answers messages that cannot be decoded
+    WireMap(images={"image": "vision/cam_head"}, state=("state/arm_joint_state", "state/ee_joint_state"),
+            actions=(("arm_joint_state", 6), ("ee_joint_state", 1)))
+"""
 
-Groups = tuple[tuple[str, int], ...]
+
+def create() -> App:
+    """The application of the policy in REFLEX_SOURCE with this wire, for any ASGI server."""
+    app, runtime = create_app()
+    session = partial(serve, RequestHandler(runtime))
+    app.routes[PATH] = Route(PATH, websocket_only, most=runtime.config.max_body_bytes, socket=session)
+    return app
 
 
 async def serve(handler: RequestHandler, socket: WebSocket) -> None:
@@ -55,11 +67,71 @@ async def serve(handler: RequestHandler, socket: WebSocket) -> None:
     await XPolicyLabSession(handler, socket).run()
 
 
+# -- frames ------------------------------------------------------------------------------------------------------------
+
+_ENVELOPE: Final = ("message_id", "evaluation_id", "action_case_id", "trial_id", "repeat_index", "step")
+
+
+@dataclass(frozen=True, slots=True)
+class LabFrame:
+    """One message. envelope: what it belongs to; an answer repeats it."""
+
+    type: str
+    envelope: dict[str, Any]
+    payload: dict[str, Any] = field(default_factory=dict)
+
+
+def decode(data: bytes) -> LabFrame:
+    """The message in a frame, arrays as read-only views of it; ClientError when there is none."""
+    value = unpack(data, _array)
+    if not isinstance(value, dict):
+        raise ClientError("the frame must be a map with message_type, message_id and payload")
+    kind, payload = value.get("message_type"), value.get("payload") or {}
+    if not isinstance(kind, str) or not isinstance(payload, dict):
+        raise ClientError("the frame needs message_type, a text, and a payload that is a map")
+    envelope = {name: value.get(name) for name in _ENVELOPE} | {"step": value.get("step", 0)}
+    for name, found in envelope.items():
+        if found is None and name in ("message_id", "evaluation_id"):
+            raise ClientError(f"the frame needs {name}")
+        if found is not None and type(found) not in (str, int):
+            raise ClientError(f"{name} must be a text or a whole number")
+    return LabFrame(kind, envelope, payload)
+
+
+def encode(frame: LabFrame) -> bytes:
+    """A frame."""
+    sent_at = datetime.now(UTC).isoformat()
+    value = {"message_type": frame.type, **frame.envelope, "sent_at": sent_at, "payload": frame.payload}
+    return msgspec.msgpack.encode(value, enc_hook=_plain)
+
+
+def _array(found: dict[str, Any]) -> Any:
+    return nd_in(found) if "nd" in found and "data" in found else found
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        data, dtype = value.tobytes(), value.dtype.str
+        return {b"nd": True, b"type": dtype, b"kind": b"", b"shape": value.shape, b"data": data}
+    raise NotImplementedError(f"{type(value).__name__} is not written")
+
+
+# -- the websocket -----------------------------------------------------------------------------------------------------
+
+_ACKS: Final = {
+    "prepare_case": "prepare_case_ack",
+    "reset": "reset_result",
+    "trial_end": "trial_end_ack",
+    "heartbeat": "heartbeat_ack",
+}
+_NONE: Final = LabFrame("", {"message_id": "", "evaluation_id": ""})  # answers messages that cannot be decoded
+
+
 class XPolicyLabSession(MessageSession):
     """One websocket, and the trial it is in."""
 
     def __init__(self, handler: RequestHandler, socket: WebSocket) -> None:
-        super().__init__(XPOLICYLAB, handler, socket)
+        super().__init__(NAME, handler, socket)
         self._sent = _NONE
         self._hello: dict[str, Any] = {}
         self._groups: Groups = ()  # of the actions of the outstanding request
@@ -90,7 +162,7 @@ class XPolicyLabSession(MessageSession):
 
     def hello(self) -> bytes:
         spec = self.handler.served.spec
-        told = {"model_id": spec.model_id, "model_hash": spec.model_hash, **self.readings.now.describe()}
+        told = {"model_id": spec.model_id, "model_hash": spec.model_hash, **ObservationReader(spec, NAMES).describe()}
         return encode(LabFrame("hello_ack", self._hello, {"ok": True, "server": "reflex", "reflex": told}))
 
     def answered(self, answer: ActAnswer) -> bytes:
@@ -125,17 +197,28 @@ class XPolicyLabSession(MessageSession):
         if not isinstance(observation, dict):
             raise ClientError("infer needs an observation, which must be a map")
         limits, row = limits_in(observation), _row(observation)
-        observed, self._groups = read(self.handler.served.spec, self.readings.map, observation)
+        observed, self._groups = read(self.handler.served.spec, NAMES, observation)
         episode = limits.episode_id or self._episode(_trial_of(sent)) + row
         return question_of(observed, limits, self.said, self.robot + row, episode)
 
 
+# -- observations and actions ------------------------------------------------------------------------------------------
+
+Groups = tuple[tuple[str, int], ...]
+JOINTS: Final = tuple(
+    f"{arm}{part}" for arm in ("", "left_", "right_") for part in ("arm_joint_state", "ee_joint_state")
+)
+
+
 def read(spec: PolicySpec, wire: WireMap, observation: Mapping[str, Any]) -> tuple[WireObservation, Groups]:
-    """Decode an observation; also the groups of the actions that will answer it."""
+    """Decode an observation; also the groups of the actions that will answer it.
+
+    Without names, the state is made of the joints that came, and an action has the same groups if they fit.
+    """
     state = observation.get("state")
     state = state if isinstance(state, dict) else {}
     names = wire.state or tuple(f"state/{name}" for name in JOINTS if name in state)
-    observed = ObservationReader(spec, replace(wire, state=names)).read(_plain(observation))
+    observed = ObservationReader(spec, replace(wire, state=names)).read(_flattened(observation))
     return observed, wire.actions or _like_state(state, names, spec.action_dim)
 
 
@@ -153,7 +236,7 @@ def _row(observation: Mapping[str, Any]) -> str:
     return f"/{row}" if row else ""
 
 
-def _plain(observation: Mapping[str, Any]) -> dict[str, Any]:
+def _flattened(observation: Mapping[str, Any]) -> dict[str, Any]:
     """Replace each slot by its colour picture, and `instructions` by its first."""
     seen, vision = dict(observation), observation.get("vision")
     if isinstance(vision, dict):
@@ -167,16 +250,12 @@ def _plain(observation: Mapping[str, Any]) -> dict[str, Any]:
 def _like_state(state: Mapping[str, Any], names: Sequence[str], dim: int) -> Groups:
     """Groups of actions like those of the state, for policies that command joints."""
     plain = [name.removeprefix("state/") for name in names]
-    groups = tuple((name, _size(state.get(name))) for name in plain)
+    groups = tuple((name, int(np.size(np.asarray(state.get(name))))) for name in plain)
     if sum(size for _, size in groups) != dim:
         came = ", ".join(f"{name} {size}" for name, size in groups) or "none"
-        message = f"state: its groups ({came}) do not make the {dim} numbers of an action"
-        raise invalid("state", printable(f"{message}: name the groups in the export's wires.xpolicylab.actions"))
+        message = f"state: its groups ({came}) do not make the {dim} numbers of an action: name the groups in NAMES"
+        raise invalid("state", printable(message))
     return groups
-
-
-def _size(value: Any) -> int:
-    return value.size if isinstance(value, np.ndarray) else len(value) if isinstance(value, list) else 1
 
 
 def _split(action: NDArray[np.float32], groups: Groups) -> Iterator[tuple[str, NDArray[np.float32]]]:
