@@ -71,7 +71,7 @@ def openpi(root: Path, checkout: Path, rounds: int) -> list[Row]:
     ready = STATE | {"image": picture("PNG", (SIDE, SIDE))}
     pixels = np.zeros((SIDE, SIDE, 3), np.uint8)
     array = {b"__ndarray__": True, b"data": pixels.tobytes(), b"dtype": "|u1", b"shape": list(pixels.shape)}
-    packed = base64.b64encode(msgspec.msgpack.encode({"image": array, "state": [0.1, -0.2]})).decode()
+    packed = base64.b64encode(msgspec.msgpack.encode({"image": array, **STATE})).decode()
     with running(*_both(export, checkout, ready)) as servers:
         case = "16 robots on openpi's websocket"
         found = turns(case, servers, rounds, 16, 2.0, path="/", wire="openpi", packed=packed)

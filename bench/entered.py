@@ -1,0 +1,203 @@
+"""How many files of the package one request enters: one POST /act, one streamed token, one frame of a feed.
+
+    python -m bench.entered [--src DIR] [--list]
+
+A server runs warm with a profile hook in all of its threads. The hook counts between two marks only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import runpy
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.request
+from pathlib import Path
+from types import FrameType
+from typing import Any, Self
+
+WARM = 20  # requests before the counted one
+
+
+class Hook:
+    """In the server: remembers the file of every call while it is on."""
+
+    def __init__(self) -> None:
+        self.on = False
+        self.files: set[str] = set()
+
+    def __call__(self, frame: FrameType, event: str, _argument: Any) -> None:
+        if self.on and event == "call":
+            self.files.add(frame.f_code.co_filename)
+
+    def obey(self) -> None:
+        """A line in switches the hook; the second one writes what was entered."""
+        for _ in sys.stdin:
+            if not self.on:
+                self.files.clear()
+            self.on = not self.on
+            if not self.on:
+                print(
+                    "entered " + json.dumps(sorted(name for name in self.files if "reflex_runtime" in name)), flush=True
+                )
+
+
+def serve(arguments: list[str]) -> None:
+    """The command of the package under the hook."""
+    hook = Hook()
+    threading.Thread(target=hook.obey, daemon=True).start()
+    threading.setprofile(hook)
+    sys.setprofile(hook)
+    sys.argv = ["reflex", *arguments]
+    runpy.run_module("reflex_runtime", run_name="__main__")
+
+
+class Hooked:
+    """A server under the hook."""
+
+    def __init__(self, source: Path, *arguments: str) -> None:
+        command = [sys.executable, "-m", "bench.entered", "--serve", *arguments]
+        path = {"PYTHONPATH": f"{source}:{Path(__file__).parents[1]}"}
+        pipe = subprocess.PIPE
+        self._process = subprocess.Popen(
+            command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, env=os.environ | path, text=True
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.wait()
+
+    def start(self) -> None:
+        self._switch()
+        time.sleep(0.2)  # nothing tells that the hook is on
+
+    def stop(self) -> list[str]:
+        """The files that were entered since `start`."""
+        self._switch()
+        for line in self._process.stdout or ():
+            if line.startswith("entered "):
+                return [name.rpartition("reflex_runtime/")[2] for name in json.loads(line[8:])]
+        raise RuntimeError("the server ended")
+
+    def _switch(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write("\n")
+        self._process.stdin.flush()
+
+
+def post(port: int, path: str, body: dict[str, Any]) -> bytes:
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{port}{path}", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=30) as answer:
+        return bytes(answer.read())
+
+
+def _ready(port: int, path: str = "/health", most: float = 120.0) -> None:
+    until = time.monotonic() + most
+    while time.monotonic() < until:
+        try:
+            urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=2).close()
+            return
+        except OSError:
+            time.sleep(0.1)
+    raise RuntimeError(f"{path} on port {port} did not answer within {most:g} s")
+
+
+def act(source: Path, root: Path) -> list[str]:
+    from bench.load import STATE  # here: the server that is counted may be of another checkout
+    from bench.models import SIDE, write_export
+    from bench.pictures import picture
+
+    export = write_export(root / "seeing", heavy=False, cameras=("image",))
+    body = STATE | {"image": picture("PNG", (SIDE, SIDE))}
+    return _asked(source, "/act", body, str(export))
+
+
+def token(source: Path, root: Path) -> list[str]:
+    body = {"model": "scribe", "prompt": "the robot", "max_tokens": 8, "stream": True}
+    return _asked(source, "/v1/completions", body, "scribe")
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _asked(source: Path, path: str, body: dict[str, Any], *arguments: str) -> list[str]:
+    port = _free_port()
+    with Hooked(source, "serve", *arguments, "--no-supervise", "--port", str(port)) as server:
+        _ready(port)
+        for _ in range(WARM):
+            post(port, path, body)
+        server.start()
+        post(port, path, body)
+        return server.stop()
+
+
+def frame(source: Path, root: Path) -> list[str]:
+    """A feed of few frames a second: what runs during one second of it."""
+    video, results = root / "video.mp4", root / "results.jsonl"
+    results.unlink(missing_ok=True)
+    _film(video)
+    feed = f"door={video}"
+    with Hooked(
+        source, "feeds", feed, "--onnx", "shapes", "--realtime", "--loop", "--fps", "5", "--results", str(results)
+    ) as server:
+        _lines(results, WARM)
+        server.start()
+        _lines(results, WARM + 5)
+        return server.stop()
+
+
+def _film(file: Path) -> None:
+    import av
+    import numpy as np
+
+    with av.open(str(file), "w") as made:
+        stream = made.add_stream("mpeg4", rate=10)
+        stream.width, stream.height, stream.pix_fmt = 320, 240, "yuv420p"
+        for _ in range(100):
+            picture = av.VideoFrame.from_ndarray(np.zeros((240, 320, 3), np.uint8), format="rgb24")
+            made.mux(stream.encode(picture))
+        made.mux(stream.encode())
+
+
+def _lines(file: Path, least: int, most: float = 60.0) -> None:
+    until = time.monotonic() + most
+    while time.monotonic() < until:
+        if file.exists() and file.read_bytes().count(b"\n") >= least:
+            return
+        time.sleep(0.05)
+    raise RuntimeError(f"{file} did not come to {least} lines within {most:g} s")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench.entered", description=__doc__)
+    parser.add_argument("--src", type=Path, default=Path(__file__).parents[1] / "src", help="of which checkout")
+    parser.add_argument("--list", action="store_true", help="name the files")
+    args = parser.parse_args()
+    kinds = {"one POST /act": act, "one streamed answer": token, "one frame": frame}
+    for kind, count in kinds.items():
+        with tempfile.TemporaryDirectory(prefix="reflex-entered-") as root:
+            files = count(args.src.resolve(), Path(root))
+        print(f"{kind}: {len(files)} files", flush=True)
+        if args.list:
+            print("\n".join(f"    {name}" for name in files), flush=True)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--serve"]:
+        serve(sys.argv[2:])
+    else:
+        main()
