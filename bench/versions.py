@@ -19,7 +19,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-from reflex_runtime.policies.serving.ask import Ask
 
 from bench.load import STATE, Answered
 from bench.report import Row, row, say
@@ -33,6 +32,7 @@ from reflex_runtime.policies.rollout.breaker import Breaker
 from reflex_runtime.policies.rollout.rollout import Placement, Rollout
 from reflex_runtime.policies.rollout.versions import Version
 from reflex_runtime.policies.serving import fields
+from reflex_runtime.policies.serving.pending import PendingRequest
 from reflex_runtime.policies.serving.question import ActAnswer, Timing
 from reflex_runtime.policies.serving.recorded import asked_and_answered, header_of
 from reflex_runtime.policies.serving.slots import Slot
@@ -190,8 +190,8 @@ class _Calls:
             before = self.recorder.recorded
             time.sleep(0.5)
 
-    def _asked(self, version: Version) -> Ask:
-        ask = Ask(ACT, "request", None, lambda result: None)
+    def _asked(self, version: Version) -> PendingRequest:
+        ask = PendingRequest(ACT, "request", None)
         ask.question = question = fields.decode(self._body, False)
         ask.received = time.monotonic()
         ask.version = version

@@ -65,7 +65,7 @@ EFFECTS: Final[dict[type[Any], dict[str, str]]] = {
         "max_consecutive_crashes": "test_h6_after_so_many_crashed_batches_in_a_row_it_is_degraded",
         "probe_cooldown_s": "test_h6_a_probe_finds_out_that_it_works_again",
         "slo": "test_h9_log_only_says_it_and_serves_on",
-        "slo_mode": "test_h9_mode_degrade_shrinks_batches",
+        "slo_mode": "test_h9_mode_503_refuses_and_lets_some_in",
         "drain_timeout_s": "test_b20_drain_timeout_s_is_how_long_what_runs_may_take",
         "host": "test_h11_binding_elsewhere_without_a_key_warns",
         "port": "test_h11_a_port_in_use_is_one_line",

@@ -152,8 +152,7 @@ class ServeConfig(ServerConfig):
     )
     slo: str = option("", "latency objective, such as p99=150ms", metavar="pNN=MSms")
     slo_mode: str = option(
-        "log_only", "when the objective is violated: log it, answer 503, or shrink the budget",
-        choices=("log_only", "503", "degrade"), needs="slo",
+        "log_only", "when the objective is violated: log it, or answer 503", choices=("log_only", "503"), needs="slo",
     )
     rtc: bool | None = option(
         None, "real-time chunking: a chunk continues the episode's last one",

@@ -277,7 +277,7 @@ def test_p7_only_lists_are_uploaded_once() -> None:
 def test_p7_only_steps_are_predicted_at_the_padded_size() -> None:
     policy, _ = graphed()
     assert policy.cost_model().padded_stages == ("denoise",)
-    model: Any = group_of(ServeConfig(), "prod", policy, None).cost()
+    model: Any = group_of(ServeConfig(), "prod", policy).cost()
     assert (model.sizes, model.padded_stages) == (SIZES, ("denoise",))
     assert staged().cost_model().sizes == ()
 

@@ -60,7 +60,7 @@ def _found(folder: Path, order: Random | None, caplog: pytest.LogCaptureFixture)
         recorder.note("decision", action=change.kind, why=change.why)
 
     rollout = Rollout(("prod",), Breaker(("prod",)), on_change=on_change)
-    verdict, metrics, slo = VerdictSink(rollout), Metrics(), SloTracker(Objective(50.0, 0.1), "degrade")
+    verdict, metrics, slo = VerdictSink(rollout), Metrics(), SloTracker(Objective(50.0, 0.1), "503")
     metrics.add_slot("prod", "arm", lambda: 0.0, lambda: 0.0, lambda: 0.0)
     header = {"session_id": "s", "model_hash": "m", "config_hash": "c", "export_dir": "/v1", "model_type": "flow",
               "export_kind": "monolithic", "embodiment": "arm", "hardware": {}, "providers": []}  # fmt: skip
@@ -79,7 +79,7 @@ def _found(folder: Path, order: Random | None, caplog: pytest.LogCaptureFixture)
     logged = sorted(caplog.messages)
     batches = read_journal(trace.path).batches
     recorded, breaker = recorder.path.read_text(), rollout.breaker.snapshot()
-    return [page, batches, recorded, changes, breaker, slo.value, slo.factor, logged]
+    return [page, batches, recorded, changes, breaker, slo.value, slo.value, logged]
 
 
 def test_the_order_of_sinks_changes_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -87,7 +87,7 @@ class Device:
         config = replace(ServeConfig(), max_batch_size=1)
         plain = {"stages": ("",), "captured_sizes": (), "padded_stages": ()}
         policies: Any = {name: SimpleNamespace(slot=name, **plain) for name in names}
-        self.scheduler = Scheduler([slots.group_of(config, name, policy, None) for name, policy in policies.items()])
+        self.scheduler = Scheduler([slots.group_of(config, name, policy) for name, policy in policies.items()])
         self.now = 0.0
         self.ran: list[tuple[float, str]] = []
 

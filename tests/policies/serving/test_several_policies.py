@@ -344,7 +344,7 @@ def test_p35_a_policy_with_deadlines_meets_them_beside_a_backlog_of_another() ->
     config = ServeConfig(max_batch_size=1, max_queue_s=0)
     plain = {"stages": ("",), "captured_sizes": (), "padded_stages": ()}
     groups = [
-        group_of(config, "prod", cast("Policy", SimpleNamespace(slot=f"{name}.prod", **plain)), None, weight, name)
+        group_of(config, "prod", cast("Policy", SimpleNamespace(slot=f"{name}.prod", **plain)), weight, name)
         for name, weight in (("arm", 3.0), ("hand", 1.0))
     ]  # fmt: skip
     scheduler, now, asked = Scheduler(groups), 0.0, []
@@ -365,7 +365,7 @@ def test_p35_a_policy_with_a_large_fixed_part_makes_another_wait_for_twice_that(
     """In virtual time: the arm has 64 callers and takes 190 + 10 n ms, the hand asks now and then and takes 5 ms."""
     plain = {"stages": ("",), "captured_sizes": (), "padded_stages": ()}
     scheduler = Scheduler(
-        group_of(ServeConfig(), "prod", cast("Policy", SimpleNamespace(slot=f"{name}.prod", **plain)), None, 1.0, name)
+        group_of(ServeConfig(), "prod", cast("Policy", SimpleNamespace(slot=f"{name}.prod", **plain)), 1.0, name)
         for name in ("arm", "hand")
     )
     now, waits, asked = 0.0, list[float](), scheduler.submit(Request(group="hand.prod"), 0.0)

@@ -120,7 +120,7 @@ def test_v13_a_batch_of_a_version_that_was_let_go_fails_and_nothing_else(version
 def test_no_batch_is_planned_that_a_short_watchdog_would_give_up(
     tmp_path: Path, watchdog_s: float, times: float
 ) -> None:
-    group = group_of(ServeConfig(watchdog_s=watchdog_s), "prod", decomposed(tmp_path), None)
+    group = group_of(ServeConfig(watchdog_s=watchdog_s), "prod", decomposed(tmp_path))
     assert (group.flush.max_batch_cost, group.flush.times_fixed) == (0.1, times)
 
 
@@ -131,7 +131,7 @@ def slot_of(policy: Policy, **settings: Any) -> Slot:
 def test_v13_the_old_version_leaves_memory_once_nobody_needs_it(tmp_path: Path) -> None:
     policy = decomposed(tmp_path / "one")
     slot = slot_of(policy)
-    group = group_of(ServeConfig(), "prod", policy, None)
+    group = group_of(ServeConfig(), "prod", policy)
     shape, old = policy.shape, weakref.ref(policy)
     before = slot.version
     before.users += 1  # an exchange has prepared something for it

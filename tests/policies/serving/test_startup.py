@@ -73,7 +73,7 @@ def test_b2_the_process_exits_with_status_2_and_one_line(tiny: Path) -> None:
     ("arguments", "part"),
     [
         (["--cost-model", "mean"], "--cost-model=mean: must be one of affine, median"),
-        (["--slo-mode", "shout"], "--slo-mode=shout: must be one of log_only, 503, degrade"),
+        (["--slo-mode", "shout"], "--slo-mode=shout: must be one of log_only, 503"),
         (["--on-bad-action", "zero"], "--on-bad-action=zero: must be one of error, hold"),
         (["--slo", "150ms"], "--slo=150ms: must be pNN=MSms"),
         (["--slo", "p99=\n5"], "--slo='p99=\\n5': must be"),

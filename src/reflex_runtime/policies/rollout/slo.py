@@ -45,7 +45,7 @@ class Objective:
 
 
 class SloTracker:
-    """Follows one objective: a sink. violated: whether it is now. factor: what `degrade` scales the budget by.
+    """Follows one objective: a sink. violated: whether it is now.
 
     prefix: what the slots begin with whose answers count.
     """
@@ -59,7 +59,6 @@ class SloTracker:
         self.mode = mode
         self.violated = False
         self.value = 0.0
-        self.factor = 1.0
         self._samples: deque[float] = deque(maxlen=self.WINDOW)
         self._since = 0
         self._checked_at = 0.0
@@ -100,18 +99,14 @@ class SloTracker:
         limit = self.objective.limit
         if self.value > limit:
             self._good = 0
-            if self.mode == "degrade":
-                self.factor = max(0.1, self.factor * 0.8)
             if not self.violated:
                 self.violated = True
                 log.warning("slo violated: p%g is %.1f ms, limit %.1f ms", *self._numbers())
         elif self.value < self.CLEAR * limit:
             self._good += 1
-            if self._good >= self.CHECKS:
-                self.factor = min(1.0, self.factor * 1.25)
-                if self.violated:
-                    self.violated = False
-                    log.warning("slo met again: p%g is %.1f ms, limit %.1f ms", *self._numbers())
+            if self._good >= self.CHECKS and self.violated:
+                self.violated = False
+                log.warning("slo met again: p%g is %.1f ms, limit %.1f ms", *self._numbers())
         else:
             self._good = 0
 

@@ -132,9 +132,8 @@ class ServedPolicy:
         config = self.config
         faults = faults_of(config.inject_fault, tuple(policies), "--inject-fault")
         self.slots = {slot: Slot(slot, config, policy, faults[slot]) for slot, policy in policies.items()}
-        slo = self.slo if config.slo_mode == "degrade" else None
         tenant = "" if self.alone else self.name
-        return [group_of(config, slot, policy, slo, self.weight, tenant) for slot, policy in policies.items()]
+        return [group_of(config, slot, policy, self.weight, tenant) for slot, policy in policies.items()]
 
     def join(self, batcher: Batcher) -> None:
         """Its slots are groups of this batcher now."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from math import inf
@@ -10,7 +10,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.core.flush import BUDGET, TIMES_FIXED, Affine, FlushPolicy, Planner
+from reflex_runtime.core.flush import BUDGET, TIMES_FIXED, FlushPolicy, Planner
 from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.core.time_cost import TimeCost
 from reflex_runtime.policies import (
@@ -27,7 +27,6 @@ from reflex_runtime.policies import (
 from reflex_runtime.policies.policy.guard import OnBadAction
 from reflex_runtime.policies.policy.rtc import Rtc
 from reflex_runtime.policies.policy.spec import DeviceOptions
-from reflex_runtime.policies.rollout.slo import SloTracker
 from reflex_runtime.policies.rollout.versions import SlotProcessor, Version
 from reflex_runtime.run.onnx_session import PROVIDERS
 from reflex_runtime.settings import ServeConfig
@@ -149,25 +148,10 @@ def device_of(config: ServeConfig) -> DeviceOptions:
     return DeviceOptions(provider, config.threads, config.captured_sizes, dtype, config.compile)
 
 
-class BudgetPlanner(Planner):
-    """The planner, with a budget that `--slo-mode degrade` reduces."""
-
-    def __init__(self, slo: SloTracker | None) -> None:
-        super().__init__()
-        self._slo = slo
-
-    def policy(self, base: FlushPolicy, affine: Affine, now: float, partition: Hashable) -> FlushPolicy:
-        planned = super().policy(base, affine, now, partition)
-        factor = 1.0 if self._slo is None else self._slo.factor
-        return planned if factor >= 1.0 else replace(planned, max_batch_cost=planned.max_batch_cost * factor)
-
-
-def group_of(
-    config: ServeConfig, slot: str, policy: Policy, slo: SloTracker | None, weight: float = 1.0, tenant: str = ""
-) -> GroupConfig:
+def group_of(config: ServeConfig, slot: str, policy: Policy, weight: float = 1.0, tenant: str = "") -> GroupConfig:
     """How the scheduler is to treat a slot. Served slots share the device's time evenly; a shadow gets what is left.
 
-    slo: scales the budget. weight, tenant: of the policy, where there are several.
+    weight, tenant: of the policy, where there are several.
     """
     affine = config.cost_model == "affine"
     # Values alone, so that it keeps no policy.
@@ -193,7 +177,7 @@ def group_of(
         tenant=tenant,
         latest_only=config.latest_only,
         cost=cost,
-        controller=BudgetPlanner(slo),
+        controller=Planner(),
     )
 
 
