@@ -23,8 +23,7 @@ from reflex_runtime.observe.journal_reader import read_journal
 from reflex_runtime.observe.journal_writer import hardware
 from reflex_runtime.policies import Policy, load_policy, served_by
 from reflex_runtime.policies.policy.rtc import Rtc
-from reflex_runtime.policies.records.replay import replay_model
-from reflex_runtime.policies.records.replayed import ModelReplay, ReplayedRequest, distance
+from reflex_runtime.policies.records.replay import ModelReplay, ReplayedRequest, distance, replay_model
 from reflex_runtime.run.processor import Processor
 
 from .recorded import Served, serve
