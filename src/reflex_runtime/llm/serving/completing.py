@@ -49,7 +49,7 @@ class Completing:
         span = None if self._spans is None else self._spans.begin(request)
         try:
             host = self.state.ready()  # what is ready now answers it, also in a drain
-            asked = await self.read(request, partial(_read, dialect, self.state.defaults))
+            asked = await read_body(request, partial(_read, dialect, self.state.defaults))
             if span is not None:
                 asked_in(span, asked)
             adapter = self.state.adapter(asked.model)
@@ -74,13 +74,14 @@ class Completing:
         if self._spans is not None and span is not None:
             self._spans.answered(request, span, answer)
 
-    async def read(self, request: HttpRequest, read: Callable[[bytes], T]) -> T:
-        """What the body says."""
-        body = await request.body()
-        try:
-            return read(body) if len(body) <= LARGE else await request.app.bodies.beside(read, body)
-        except RecursionError:
-            raise too_deep() from None
+
+async def read_body(request: HttpRequest, read: Callable[[bytes], T]) -> T:
+    """What the body says; a large one is read beside the loop."""
+    body = await request.body()
+    try:
+        return read(body) if len(body) <= LARGE else await request.app.bodies.beside(read, body)
+    except RecursionError:
+        raise too_deep() from None
 
 
 def _read(dialect: ModelApi, defaults: wire.DefaultsOf, body: bytes) -> wire.CompletionRequest:

@@ -1,13 +1,12 @@
-"""POST /tokenize and /detokenize, as vLLM has them: a text or a conversation to token ids, and back.
-
-They need the tokenizer alone; nothing is queued.
+"""POST /tokenize and /detokenize, as vLLM has them, and /v1/messages/count_tokens: what the tokenizer alone answers.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -16,6 +15,7 @@ from reflex_runtime.llm.engine.generation import Generator
 from reflex_runtime.llm.engine.tokenizer import Conversation
 from reflex_runtime.llm.serving.requests.decoding import decode
 from reflex_runtime.llm.serving.requests.fields import ChatFields, Message
+from reflex_runtime.llm.serving.requests.messages import InputTokens, counted
 from reflex_runtime.llm.serving.requests.prompts import token_ids
 from reflex_runtime.llm.serving.requests.reading import chat_request, refused
 from reflex_runtime.llm.serving.requests.refusals import BadRequest, too_deep
@@ -23,6 +23,8 @@ from reflex_runtime.llm.serving.requests.tool_fields import ToolField
 from reflex_runtime.web.json import encode
 
 T = TypeVar("T")
+Question = tuple[str | None, Callable[[Generator[Any]], Awaitable[bytes]]]
+"""The model that is asked, and what makes the answer."""
 FEW = 1000  # tokens; the texts of more are made beside the loop
 
 
@@ -47,22 +49,6 @@ class DetokenizeFields(msgspec.Struct, forbid_unknown_fields=True):
 
     tokens: msgspec.Raw  # many are decoded piece by piece
     model: str | None = None
-
-
-class TextAsked(NamedTuple):
-    """What /tokenize was asked. prompt: a text; or conversation. texts: each token's text is wanted, too."""
-
-    model: str | None
-    prompt: str | None
-    conversation: Conversation | None
-    texts: bool
-
-
-class IdsAsked(NamedTuple):
-    """What /detokenize was asked."""
-
-    model: str | None
-    tokens: list[int]
 
 
 class TokenIds(msgspec.Struct):
@@ -91,41 +77,49 @@ _tokenize = msgspec.json.Decoder(TokenizeFields)
 _detokenize = msgspec.json.Decoder(DetokenizeFields)
 
 
-def tokenize_fields(body: bytes) -> TextAsked:
+def tokenize(body: bytes) -> Question:
     """The body of POST /tokenize, or the BadRequest that names what is wrong."""
     fields = decode(_tokenize, body, _PLAIN)
     if (fields.prompt is None) == (fields.messages is None):
         raise BadRequest("prompt: send it or messages, one of them", "prompt")
     if fields.prompt is not None and (fields.tools or fields.chat_template_kwargs):
         raise BadRequest("prompt: goes without tools and chat_template_kwargs, which are for messages", "prompt")
-    conversation = _conversation(fields) if fields.prompt is None else None
-    return TextAsked(fields.model, fields.prompt, conversation, bool(fields.return_token_strs))
+    what = fields.prompt if fields.prompt is not None else _conversation(fields)
+    return fields.model, partial(_tokenized, what, bool(fields.return_token_strs))
 
 
-async def tokenized(asked: TextAsked, model: Generator[Any]) -> bytes:
-    """The answer to POST /tokenize."""
-    if asked.conversation is not None:
-        ids = await of_conversation(asked.conversation, model)
-    else:
-        try:
-            (ids,) = await model.encode([asked.prompt or ""])
-        except ConfigError as error:
-            raise refused(error, "prompt") from None
-    texts = None
-    if asked.texts:
-        token = model.tokenizer.token
-        texts = await beside(len(ids), lambda: [token(id) for id in ids])
-    return encode(TokenIds(len(ids), model.limits.max_model_len, ids, texts))
+def detokenize(body: bytes) -> Question:
+    """The body of POST /detokenize, or the BadRequest that names what is wrong."""
+    fields = decode(_detokenize, body, {})
+    return fields.model, partial(_detokenized, token_ids(bytes(fields.tokens), "tokens"))
 
 
-async def of_conversation(conversation: Conversation, model: Generator[Any]) -> list[int]:
-    """Its tokens in the model's own form; BadRequest where it has none."""
+def count_tokens(body: bytes) -> Question:
+    """The body of POST /v1/messages/count_tokens, or the BadRequest that names what is wrong."""
+    name, conversation = counted(body)
+    return name, partial(_counted, conversation)
+
+
+async def _tokenized(what: str | Conversation, texts: bool, model: Generator[Any]) -> bytes:
+    ids = await _ids(what, model)
+    token, strings = model.tokenizer.token, None
+    if texts:
+        strings = await beside(len(ids), lambda: [token(id) for id in ids])
+    return encode(TokenIds(len(ids), model.limits.max_model_len, ids, strings))
+
+
+async def _counted(conversation: Conversation, model: Generator[Any]) -> bytes:
+    return encode(InputTokens(len(await _ids(conversation, model))))
+
+
+async def _ids(what: str | Conversation, model: Generator[Any]) -> list[int]:
+    """The tokens of a text, or of a conversation in the model's own form; BadRequest where it has none."""
     try:
-        return await model.encode_chat(conversation)
+        return (await model.encode([what]))[0] if isinstance(what, str) else await model.encode_chat(what)
     except RecursionError:
         raise too_deep() from None
     except ConfigError as error:
-        raise refused(error, "messages") from None
+        raise refused(error, "prompt" if isinstance(what, str) else "messages") from None
 
 
 async def beside(tokens: int, work: Callable[[], T]) -> T:
@@ -145,20 +139,10 @@ def _conversation(fields: TokenizeFields) -> Conversation:
     return conversation
 
 
-def detokenize_fields(body: bytes) -> IdsAsked:
-    """The body of POST /detokenize, or the BadRequest that names what is wrong."""
-    fields = decode(_detokenize, body, {})
-    return IdsAsked(fields.model, token_ids(bytes(fields.tokens), "tokens"))
-
-
-async def detokenized(asked: IdsAsked, model: Generator[Any]) -> bytes:
-    """The answer to POST /detokenize."""
-    longest = model.limits.max_model_len
-    if len(asked.tokens) > longest:
-        raise BadRequest(f"tokens: holds {len(asked.tokens)}, and the model's context {longest}", "tokens")
-    most = model.limits.vocab_size
-    if asked.tokens and not (min(asked.tokens) >= 0 and max(asked.tokens) < most):
-        told = f"[0, {most - 1}], not {min(asked.tokens)} to {max(asked.tokens)}"
-        raise BadRequest(f"tokens: must be in {told}", "tokens")
-    decoder = model.tokenizer.decode
-    return encode(Detokenized(await beside(len(asked.tokens), lambda: decoder(asked.tokens))))
+async def _detokenized(ids: list[int], model: Generator[Any]) -> bytes:
+    longest, most, decoder = model.limits.max_model_len, model.limits.vocab_size, model.tokenizer.decode
+    if len(ids) > longest:
+        raise BadRequest(f"tokens: holds {len(ids)}, and the model's context {longest}", "tokens")
+    if ids and not (min(ids) >= 0 and max(ids) < most):
+        raise BadRequest(f"tokens: must be in [0, {most - 1}], not {min(ids)} to {max(ids)}", "tokens")
+    return encode(Detokenized(await beside(len(ids), lambda: decoder(ids))))
