@@ -34,13 +34,12 @@ TOP = {"demo", "cli", "__main__", "__init__"}  # may import everything; nobody i
 # that have no place of their own.
 ORDER: Final = {
     "policies": "policy models export lerobot . __init__ rollout serving wires serving/app records doctor",
-    "llm": "runners engine . serving/requests serving/answers serving/openapi serving workers __init__",
+    "llm": "runners engine server api app __init__",
     "feeds": "runtime sources detectors arrays plugins stages outputs . __init__",
     "web": ". dashboard",
 }
 # What still imports to the right: a module, and where. A line that is no longer needed fails; no line is added.
 UPWARD: Final = {
-    "llm.serving.openapi.document: serving",
     "policies.lerobot.exporting: .",
     "policies.models.onnx_models: export",
     "policies.rollout.shadowing: serving",
@@ -149,7 +148,7 @@ def late():
 
 
 def test_a_language_models_server_loads_nothing_of_robot_policies() -> None:
-    wanted = "llm.serving.server", "llm.serving.local_model", "llm.workers.workers", "web.serve"
+    wanted = "llm.app", "llm.server.local_model", "llm.server.workers", "web.serve"
     code = "import sys\n" + "".join(f"import {PACKAGE}.{name}\n" for name in wanted)
     code += f"print([name for name in sys.modules if name.startswith('{PACKAGE}.policies')])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=True)

@@ -10,10 +10,10 @@ import sys
 
 from reflex_runtime.ipc.generate_config import GenerateBatcherConfig
 from reflex_runtime.ipc.spawn import spawned
+from reflex_runtime.llm.app import serving
 from reflex_runtime.llm.engine.toy import ByteTokenizer
-from reflex_runtime.llm.serving.model_host import ModelPlan
-from reflex_runtime.llm.serving.server import serving
-from reflex_runtime.llm.workers.workers import WorkersConfig, opened
+from reflex_runtime.llm.server.model_host import ModelPlan
+from reflex_runtime.llm.server.workers import WorkersConfig, opened
 from reflex_runtime.settings import LLMServeConfig
 from reflex_runtime.web.listen import bind
 from reflex_runtime.web.serve import serve

@@ -18,9 +18,9 @@ from typing import Any
 import msgpack
 import pytest
 
-from reflex_runtime.llm.serving.requests import prompts
-from reflex_runtime.llm.serving.requests import reading as openai
-from reflex_runtime.llm.serving.server import ModelServer
+from reflex_runtime.llm.api import decode
+from reflex_runtime.llm.api import requests as openai
+from reflex_runtime.llm.app import ModelServer
 from reflex_runtime.policies.policy.observation import InvalidRequest
 from reflex_runtime.policies.serving import act as act_module
 from reflex_runtime.policies.serving import fields as act
@@ -355,7 +355,7 @@ def test_l9_token_ids_by_the_hundred_thousand_are_what_they_are_by_the_dozen() -
 
 MANY = 100_000
 TOO_MANY: dict[str, tuple[str, str]] = {
-    "tokens": ("prompt", "[" + "1," * prompts.MOST_TOKENS + "1]"),
+    "tokens": ("prompt", "[" + "1," * decode.MOST_TOKENS + "1]"),
     "prompts": ("prompt", "[" + "[1]," * MANY + "[1]]"),
     "not whole": ("prompt", "[" + "1," * MANY + "1.5]"),
     "not numbers": ("prompt", "[" + "1," * MANY + "null]"),

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from policies.tiny import write_export
-from reflex_runtime.llm.serving.openapi.schemas import numerals
+from reflex_runtime.llm.api.schemas import numerals
 from reflex_runtime.policies.export.directory import Export
 from reflex_runtime.policies.serving.openapi import act_example, document
 from reflex_runtime.web.openapi import page

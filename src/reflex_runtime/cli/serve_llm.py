@@ -37,8 +37,8 @@ from reflex_runtime.settings.read import environment, load
 
 if TYPE_CHECKING:
     from reflex_runtime.ipc.generate_config import GenerateBatcherConfig
-    from reflex_runtime.llm.serving.lifecycle import ServerState
-    from reflex_runtime.llm.serving.model_host import ModelPlan, Open
+    from reflex_runtime.llm.server.lifecycle import ServerState
+    from reflex_runtime.llm.server.model_host import ModelPlan, Open
     from reflex_runtime.web.supervisor import Parent
 
 BATCHER = "generate_batcher"  # the table of the configuration file that is about the way to runtime processes
@@ -113,7 +113,7 @@ def plan_of(config: LLMServeConfig, directory: Path) -> ModelPlan:
     from reflex_runtime.llm.engine.generation_options import sampling_defaults
     from reflex_runtime.llm.engine.load import describe
     from reflex_runtime.llm.engine.tokenizer import HFTokenizer
-    from reflex_runtime.llm.serving.model_host import ModelPlan
+    from reflex_runtime.llm.server.model_host import ModelPlan
     from reflex_runtime.observe.spans import check_otel
 
     for path in _traces(config):
@@ -133,9 +133,9 @@ def _serve(
     parent: Parent | None,
 ) -> int:
     """The server itself: alone, or below a supervisor."""
-    from reflex_runtime.llm.serving.local_model import opened
-    from reflex_runtime.llm.serving.server import serving
-    from reflex_runtime.llm.workers.line import one_bound
+    from reflex_runtime.llm.app import serving
+    from reflex_runtime.llm.server.local_model import opened
+    from reflex_runtime.llm.server.worker_line import one_bound
 
     plan = plan_of(config, directory)
     if config.workers:
@@ -153,8 +153,8 @@ def _in_workers(plan: ModelPlan, batcher: GenerateBatcherConfig) -> Open:
     """How to open the model in runtime processes."""
     from reflex_runtime.ipc.spawn import spawned
     from reflex_runtime.llm.engine.tokenizer import HFTokenizer
-    from reflex_runtime.llm.workers.line import WorkersConfig
-    from reflex_runtime.llm.workers.workers import opened
+    from reflex_runtime.llm.server.worker_line import WorkersConfig
+    from reflex_runtime.llm.server.workers import opened
 
     command = [sys.executable, "-m", "reflex_runtime", "worker"]
     workers = WorkersConfig(

@@ -34,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
     from reflex_runtime.cli.worker_settings import load_model
     from reflex_runtime.ipc.worker import serve
     from reflex_runtime.llm.engine.tokenizer import HFTokenizer
-    from reflex_runtime.llm.workers.worker_engine import loading
+    from reflex_runtime.llm.server.worker_engine import loading
     from reflex_runtime.observe.files import turn_all
     from reflex_runtime.run.process import loop_factory, prepare_memory
 

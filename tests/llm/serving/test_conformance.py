@@ -12,9 +12,9 @@ from typing import Any, Final, NamedTuple
 
 import pytest
 
-from reflex_runtime.llm.serving.requests.fields import ChatFields, CompletionFields
-from reflex_runtime.llm.serving.requests.messages import MessageFields
-from reflex_runtime.llm.serving.requests.responses import ResponseFields
+from reflex_runtime.llm.api.fields import ChatFields, CompletionFields
+from reflex_runtime.llm.api.messages import MessageFields
+from reflex_runtime.llm.api.responses import ResponseFields
 from serving.openai_toy import Toy
 
 PAGE = Path(__file__).parents[3] / "docs" / "model-apis.md"

@@ -14,7 +14,7 @@ import pytest
 from reflex_runtime.demo import SCRIBE
 from reflex_runtime.llm.engine.tokenizer import HFTokenizer
 from reflex_runtime.llm.runners.runner import Step
-from reflex_runtime.llm.serving.model_host import ModelPlan
+from reflex_runtime.llm.server.model_host import ModelPlan
 from serving.openai_toy import Gate, Toy
 
 Turn = Callable[[Toy, list[Any]], tuple[int, int]]

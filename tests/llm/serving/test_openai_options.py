@@ -21,8 +21,8 @@ from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.core.events import BatchScheduled
 from reflex_runtime.ipc.generate_config import GenerateBatcherConfig
 from reflex_runtime.llm.runners.runner import blocks_in
-from reflex_runtime.llm.workers import workers
-from reflex_runtime.llm.workers.line import WorkersConfig, one_bound
+from reflex_runtime.llm.server import workers
+from reflex_runtime.llm.server.worker_line import WorkersConfig, one_bound
 from reflex_runtime.settings import LLMServeConfig
 from reflex_runtime.settings.declare import flag, table
 from reflex_runtime.settings.read import load
@@ -141,7 +141,7 @@ def model_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     """What the command would serve: (plan, open), one for each time it got as far."""
-    from reflex_runtime.llm.serving import server
+    from reflex_runtime.llm import app as server
     from reflex_runtime.web import serve as module
 
     found: list[tuple[Any, ...]] = []

@@ -23,12 +23,12 @@ from reflex_runtime.core.events import Event, RequestQueued, RequestSettled
 from reflex_runtime.core.request import Priority, TicketState
 from reflex_runtime.ipc.messages import GenerateParams
 from reflex_runtime.llm import EngineConfig, LLMEngine, LLMProcessor, SamplingParams
+from reflex_runtime.llm.app import ModelServer
 from reflex_runtime.llm.engine.generation import GenerationRuntime, GenerationStream, merged
 from reflex_runtime.llm.engine.generation_options import GenerationOptions
 from reflex_runtime.llm.engine.toy import ByteTokenizer
-from reflex_runtime.llm.serving.local_model import LocalModel
-from reflex_runtime.llm.serving.server import ModelServer
-from reflex_runtime.llm.workers.worker_engine import WorkerEngine
+from reflex_runtime.llm.server.local_model import LocalModel
+from reflex_runtime.llm.server.worker_engine import WorkerEngine
 from reflex_runtime.run.audience import SLICE
 from reflex_runtime.settings import LLMServeConfig
 from serving.in_process import Caller

@@ -11,9 +11,9 @@ import pytest
 
 from late import late
 from reflex_runtime.llm import LLMEngine, SamplingParams
-from reflex_runtime.llm.serving.requests.messages import message
-from reflex_runtime.llm.serving.requests.reading import chat
-from reflex_runtime.llm.serving.requests.responses import response
+from reflex_runtime.llm.api.messages import message
+from reflex_runtime.llm.api.requests import chat
+from reflex_runtime.llm.api.responses import response
 from serving.openai_toy import MOVE_PARAMETERS, TALK, Model, Speaker, Toy
 
 openai = late("openai")

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from reflex_runtime.llm.serving import tokens
-from reflex_runtime.llm.serving.requests import prompts
+from reflex_runtime.llm.api import decode, tokenize
 from reflex_runtime.version import __version__
 from serving.openai_toy import Model, Toy
 
@@ -40,7 +39,7 @@ def test_l9_detokenize_tells_the_text(toy: Toy) -> None:
 
 
 def test_l9_many_tokens_are_shown_beside_the_loop(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tokens, "FEW", 3)
+    monkeypatch.setattr(tokenize, "FEW", 3)
     threads: list[str] = []
     assert toy.model is not None
     tokenizer: Any = toy.generator.tokenizer
@@ -60,13 +59,13 @@ def test_l9_many_tokens_are_shown_beside_the_loop(toy: Toy, monkeypatch: pytest.
 def test_l9_a_large_conversation_is_read_beside_the_loop(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its messages and the JSON in their calls took 190 ms of the loop for 1.4 MB."""
     threads: list[str] = []
-    read = tokens.chat_request
+    read = tokenize.chat_request
 
     def noting(*given: Any) -> Any:
         threads.append(threading.current_thread().name)
         return read(*given)
 
-    monkeypatch.setattr(tokens, "chat_request", noting)
+    monkeypatch.setattr(tokenize, "chat_request", noting)
     assert toy.post("/tokenize", {"messages": HELLO}).status == 200
     assert toy.post("/tokenize", {"messages": HELLO * 5000}).status == 200
     assert threads[0] == "toy-server"
@@ -76,12 +75,12 @@ def test_l9_a_large_conversation_is_read_beside_the_loop(toy: Toy, monkeypatch: 
 def test_l9_many_token_ids_are_decoded_piece_by_piece(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two million took 85 ms at once, in which no other thread ran."""
     lengths: list[int] = []
-    plain = prompts._IDS.decode
-    monkeypatch.setattr(prompts, "PIECE", 8)
-    monkeypatch.setattr(prompts, "_IDS", SimpleNamespace(decode=lambda raw: lengths.append(len(raw)) or plain(raw)))
+    plain = decode._IDS.decode
+    monkeypatch.setattr(decode, "PIECE", 8)
+    monkeypatch.setattr(decode, "_IDS", SimpleNamespace(decode=lambda raw: lengths.append(len(raw)) or plain(raw)))
     assert toy.post("/detokenize", {"tokens": list(b"a" * 100)}).json == {"prompt": "a" * 100}
     assert max(lengths) < 20
-    monkeypatch.setattr(prompts, "MOST_TOKENS", 99)
+    monkeypatch.setattr(decode, "MOST_TOKENS", 99)
     assert "at most 99 are taken" in toy.error(toy.post("/detokenize", {"tokens": list(b"a" * 100)}))["message"]
 
 

@@ -16,8 +16,8 @@ from reflex_runtime.ipc.guidance import guided
 from reflex_runtime.ipc.messages import CheckDraft, GenerateParams, LoadModel
 from reflex_runtime.ipc.sampling import Constraint
 from reflex_runtime.llm.engine.toy import ByteTokenizer
-from reflex_runtime.llm.workers import worker_engine
-from reflex_runtime.llm.workers.worker_engine import TokenizerEngine, WorkerEngine, loading
+from reflex_runtime.llm.server import worker_engine
+from reflex_runtime.llm.server.worker_engine import TokenizerEngine, WorkerEngine, loading
 
 from .toy_worker import make
 

@@ -31,11 +31,10 @@ from reflex_runtime.ipc.sampling import SamplingParams
 from reflex_runtime.ipc.spawn import spawned
 from reflex_runtime.llm.engine.generation_options import GenerationOptions
 from reflex_runtime.llm.engine.toy import ByteTokenizer
-from reflex_runtime.llm.labelled_series import labelled
-from reflex_runtime.llm.serving.model_host import ModelPlan, Open
-from reflex_runtime.llm.workers import worker_engine
-from reflex_runtime.llm.workers.line import WorkersConfig
-from reflex_runtime.llm.workers.workers import Workers, opened
+from reflex_runtime.llm.server import worker_engine
+from reflex_runtime.llm.server.model_host import ModelPlan, Open
+from reflex_runtime.llm.server.worker_line import WorkersConfig
+from reflex_runtime.llm.server.workers import Workers, labelled, opened
 from reflex_runtime.observe import live
 from reflex_runtime.observe.journal_reader import read_journal
 from reflex_runtime.settings import LLMServeConfig

@@ -1,0 +1,345 @@
+"""Answers in the shapes that clients of the OpenAI API expect, whole or as server-sent events.
+
+An `Answer` takes every output of every choice and makes what is sent: `chunk` at once, or `whole` at the end.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence as Seq
+from typing import Any
+
+import msgspec
+
+from reflex_runtime.core.errors import ReflexError
+from reflex_runtime.ipc.engine import Output
+from reflex_runtime.llm.api.errors import error_body
+from reflex_runtime.llm.api.fields import CalledFunction, CalledTool
+from reflex_runtime.llm.api.replies import ReplyContext, Usage
+from reflex_runtime.llm.engine.reasoning import Thought
+from reflex_runtime.llm.engine.tools import ToolCall
+
+DONE = b"data: [DONE]\n\n"
+_encode = msgspec.json.Encoder().encode
+
+
+class TextLogprobs(msgspec.Struct):
+    """As /v1/completions tells them. text_offset: where each token's text begins in the choice."""
+
+    tokens: list[str] = msgspec.field(default_factory=list)
+    token_logprobs: list[float | None] = msgspec.field(default_factory=list)
+    top_logprobs: list[dict[str, float] | None] = msgspec.field(default_factory=list)
+    text_offset: list[int] = msgspec.field(default_factory=list)
+
+
+class TopLogprob(msgspec.Struct):
+    """bytes: of the token's text; null when it is a part of a character, whose bytes a tokenizer does not tell."""
+
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class TokenLogprob(TopLogprob):
+    """A token and its alternatives."""
+
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(msgspec.Struct):
+    """As /v1/chat/completions tells them."""
+
+    content: list[TokenLogprob] = msgspec.field(default_factory=list)
+    refusal: None = None
+
+
+class PromptLogprob(msgspec.Struct):
+    """What the model says of a token at a place of the prompt. rank: its place among all, where it is one of the
+    likeliest that were asked for."""
+
+    logprob: float
+    rank: int | None
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]  # of each token of a prompt by token id; null for the first
+
+
+class TextChoice(msgspec.Struct):
+    """A choice of /v1/completions, whole or a part of it."""
+
+    text: str
+    index: int
+    logprobs: TextLogprobs | None
+    finish_reason: str | None
+    prompt_logprobs: PromptLogprobs | msgspec.UnsetType = msgspec.UNSET
+
+
+class PartOfCall(CalledTool, kw_only=True):
+    """A call in a stream. index: its place among those of the message."""
+
+    index: int
+
+
+class ChatMessage(msgspec.Struct):
+    """What the assistant said."""
+
+    role: str
+    content: str | None
+    refusal: None = None
+    tool_calls: list[CalledTool] | msgspec.UnsetType = msgspec.UNSET
+    reasoning_content: str | msgspec.UnsetType = msgspec.UNSET
+
+
+class ChatChoice(msgspec.Struct):
+    """A choice of /v1/chat/completions."""
+
+    index: int
+    message: ChatMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: str | None
+
+
+class Delta(msgspec.Struct, omit_defaults=True):
+    """What is new in a message."""
+
+    role: str | None = None
+    content: str | None = None
+    tool_calls: list[PartOfCall] | None = None
+    reasoning_content: str | None = None
+
+
+class DeltaChoice(msgspec.Struct):
+    """A part of a choice of /v1/chat/completions."""
+
+    index: int
+    delta: Delta
+    logprobs: ChatLogprobs | None
+    finish_reason: str | None
+
+
+class Body(msgspec.Struct):
+    """An answer, or a part of one. usage: null in the parts of a stream that will tell it at its end."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    choices: list[Any]
+    usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
+    prompt_logprobs: PromptLogprobs | msgspec.UnsetType = msgspec.UNSET
+
+
+class Answer:
+    """The answer to one request of /v1/completions, or of /v1/chat/completions (`chat`). See `Writer`."""
+
+    def __init__(self, reply: ReplyContext, chat: bool) -> None:
+        self._reply, self._chat, self._token = reply, chat, reply.token
+        asked, n = reply.asked, reply.choices
+        self._logprobs, self._usage_last = asked.params.logprobs is not None, asked.include_usage
+        self._head = (("chatcmpl-" if chat else "cmpl-") + reply.id, int(time.time()), asked.model)
+        kind = "chat.completion.chunk" if chat else "text_completion"
+        before, _, _ = _encode(Body(self._head[0], kind, *self._head[1:], [])).rpartition(b"]")
+        self._before = b"data: " + before  # all events begin and end alike
+        self._after = b'],"usage":null}\n\n' if self._usage_last else b"]}\n\n"
+        self._begun = [False] * n
+        self._echoes = dict(enumerate(reply.echoes))
+        self._texts: list[list[str]] = [[] for _ in range(n)]
+        self._scores = reply.scores if asked.echo and self._logprobs else None
+        self._lengths = [len(echo) for echo in reply.echoes] or [0] * n
+        self._told: list[Any] = [self._no_logprobs() for _ in range(n)]
+        self._finish: list[str | None] = [None] * n
+        self._readers = [] if reply.reader is None else [reply.reader() for _ in range(n)]
+
+    @property
+    def id(self) -> str:
+        return self._head[0]
+
+    @property
+    def finish_reasons(self) -> list[str]:
+        """Why each choice ended, of those that have."""
+        return [finish for finish in self._finish if finish is not None]
+
+    # -- as it comes ---------------------------------------------------------------------------------------------------
+
+    def chunk(self, index: int, outputs: Seq[Output]) -> bytes:
+        """The events of a choice's new outputs; none while the text may still be the beginning of a stop text."""
+        events = []
+        if self._chat and not self._begun[index]:
+            self._begun[index] = True
+            events.append(self._event(DeltaChoice(index, Delta("assistant", ""), None, None)))
+        elif outputs and index in self._echoes:
+            events.append(self._event(TextChoice(self._echoes.pop(index), index, self._scored(index), None)))
+        for output in () if self._reply.asked.prompt_only else outputs:
+            logprobs = None
+            if self._logprobs:
+                logprobs = self._no_logprobs()
+                self._tell(logprobs, output, self._lengths[index] + output.held)
+            self._lengths[index] += len(output.text)
+            self._finish[index] = output.finish
+            if output.text or logprobs is not None or output.finish is not None:
+                events += self._parts(index, output, logprobs)
+        if self._reply.asked.prompt_only and outputs:
+            self._finish[index] = "length"
+            events.append(self._event(TextChoice("", index, None, "length")))
+        return b"".join(events)
+
+    def end(self) -> bytes:
+        told = self._before + b'],"usage":' + _encode(self._reply.usage()) + b"}\n\n" if self._usage_last else b""
+        return told + DONE
+
+    def failed(self, error: ReflexError) -> bytes:
+        return b"data: " + error_body(error) + b"\n\n"
+
+    def _parts(self, index: int, output: Output, logprobs: Any) -> list[bytes]:
+        if not self._chat:
+            return [self._event(TextChoice(output.text, index, logprobs, output.finish))]
+        said = bool(output.text) or logprobs is not None
+        deltas = self._deltas(index, output) if self._readers else [Delta(content=output.text)] if said else []
+        if logprobs is not None and not deltas:
+            deltas = [Delta(content="")]
+        parts = [DeltaChoice(index, delta, None if i else logprobs, None) for i, delta in enumerate(deltas)]
+        if output.finish is not None:
+            parts.append(DeltaChoice(index, Delta(), None, self._finished(index)))
+        return [self._event(part) for part in parts]
+
+    def _deltas(self, index: int, output: Output) -> list[Delta]:
+        """What is complete of texts and calls with this output."""
+        reader = self._readers[index]
+        number, deltas = reader.called, []
+        for part in reader.feed(output.text, output.finish is not None):
+            if isinstance(part, str):
+                deltas.append(Delta(content=part))
+            elif isinstance(part, Thought):
+                deltas.append(Delta(reasoning_content=part.text))
+            else:
+                function = CalledFunction(part.name, part.arguments)
+                deltas.append(Delta(tool_calls=[PartOfCall(part.id, function, index=number)]))
+                number += 1
+        return deltas
+
+    def _finished(self, index: int) -> str | None:
+        """Why a choice ended: an answer that calls tools did so to call them."""
+        finish = self._finish[index]
+        return "tool_calls" if finish == "stop" and self._readers and self._readers[index].called else finish
+
+    def _event(self, choice: Any) -> bytes:
+        after = self._after
+        if self._reply.asked.usage_always:
+            after = b'],"usage":' + _encode(self._reply.usage()) + b"}\n\n"
+        return self._before + _encode(choice) + after
+
+    # -- whole ---------------------------------------------------------------------------------------------------------
+
+    def add(self, index: int, outputs: Seq[Output]) -> None:
+        """Keep a choice's new outputs for `whole`."""
+        if self._reply.asked.prompt_only:
+            self._finish[index] = "length"
+            return
+        for output in outputs:
+            if self._logprobs:
+                self._tell(self._told[index], output, self._lengths[index] + output.held)
+            self._lengths[index] += len(output.text)
+            self._texts[index].append(output.text)
+            self._finish[index] = output.finish
+
+    def whole(self) -> bytes:
+        """The body of an answer that is not streamed."""
+        choices: list[Any] = []
+        for index, (pieces, told, finish) in enumerate(zip(self._texts, self._told, self._finish, strict=True)):
+            text, logprobs = self._echoes.get(index, "") + "".join(pieces), told if self._logprobs else None
+            if (scored := self._scored(index)) is not None:
+                logprobs = _joined(scored, told)
+            if self._chat:
+                choice: Any = ChatChoice(index, self._message(index, text), logprobs, self._finished(index))
+            else:
+                choice = TextChoice(text, index, logprobs, finish, self._prompt_logprobs(index))
+            choices.append(msgspec.Raw(_encode(choice)))  # one by one: nothing else runs while one is written
+        id, created, model = self._head
+        kind = "chat.completion" if self._chat else "text_completion"
+        of_prompt = self._prompt_logprobs(0) if self._chat else msgspec.UNSET
+        return _encode(Body(id, kind, created, model, choices, self._reply.usage(), of_prompt))
+
+    def _message(self, index: int, text: str) -> ChatMessage:
+        if not self._readers:
+            return ChatMessage("assistant", text)
+        parts = self._readers[index].feed(text, last=True)
+        said = "".join(part for part in parts if isinstance(part, str))
+        thought = "".join(part.text for part in parts if isinstance(part, Thought))
+        made = [part for part in parts if isinstance(part, ToolCall)]
+        calls = [CalledTool(call.id, CalledFunction(call.name, call.arguments)) for call in made]
+        message = ChatMessage("assistant", (said or None) if calls else said)
+        if calls:
+            message.tool_calls = calls
+        if thought:
+            message.reasoning_content = thought
+        return message
+
+    # -- logprobs ------------------------------------------------------------------------------------------------------
+
+    def _no_logprobs(self) -> TextLogprobs | ChatLogprobs:
+        return ChatLogprobs() if self._chat else TextLogprobs()
+
+    def _scored(self, index: int) -> TextLogprobs | None:
+        """The prompt's tokens as an echo tells them; None where that was not asked for."""
+        if self._scores is None:
+            return None
+        told, offset, end = TextLogprobs(), 0, len(self._reply.echoes[index])
+        most = self._reply.asked.params.logprobs or 0
+        for place, token in enumerate(self._scores(index)):
+            text = self._token(token.token_id)
+            likeliest: dict[str, float] = {}
+            for id, p in token.top[:most]:
+                likeliest.setdefault(self._token(id), p)
+            if place and token.logprob is not None:
+                likeliest.setdefault(text, token.logprob)
+            told.tokens.append(text)
+            told.token_logprobs.append(token.logprob)
+            told.top_logprobs.append(likeliest if place else None)
+            told.text_offset.append(min(offset, end))
+            offset += len(text)
+        return told
+
+    def _prompt_logprobs(self, index: int) -> Any:
+        """The prompt's tokens as `prompt_logprobs` tells them, where it was sent: `PromptLogprobs` as JSON. Written
+        token by token, because nothing else runs while one is."""
+        scores, most = self._reply.scores, self._reply.asked.told_of_prompt
+        if scores is None or most is None:
+            return msgspec.UNSET
+        found = [b"null"]
+        for token in scores(index)[1:]:
+            near = {id: rank for rank, (id, _) in enumerate(token.top, 1)}
+            own = (token.token_id, token.logprob or 0.0)
+            rows = dict([*token.top[:most], own])
+            found.append(_encode({str(id): PromptLogprob(p, near.get(id), self._token(id)) for id, p in rows.items()}))
+        return msgspec.Raw(b"[%b]" % b",".join(found))
+
+    def _tell(self, logprobs: TextLogprobs | ChatLogprobs, output: Output, offset: int) -> None:
+        text = self._token(output.token_id)
+        own = 0.0 if output.logprob is None else output.logprob
+        if isinstance(logprobs, ChatLogprobs):
+            top = [TopLogprob(t := self._token(id), p, _bytes(t)) for id, p in output.top]
+            logprobs.content.append(TokenLogprob(text, own, _bytes(text), top))
+            return
+        likeliest: dict[str, float] = {}
+        for id, p in output.top:
+            likeliest.setdefault(self._token(id), p)  # two tokens may have the same text: keep the likelier one
+        likeliest.setdefault(text, own)  # the sampled one is always among them
+        logprobs.tokens.append(text)
+        logprobs.token_logprobs.append(own)
+        logprobs.top_logprobs.append(likeliest)
+        logprobs.text_offset.append(offset)
+
+
+def _joined(first: TextLogprobs, then: Any) -> TextLogprobs:
+    return TextLogprobs(*(getattr(first, name) + getattr(then, name) for name in TextLogprobs.__struct_fields__))
+
+
+def _bytes(text: str) -> list[int] | None:
+    return None if "\ufffd" in text else list(text.encode())
+
+
+def schemas(kind: type) -> dict[str, Any]:
+    """The schema of an answer's part and of what it refers to, by name."""
+    _, found = msgspec.json.schema_components([kind], ref_template="#/components/schemas/{name}")
+    return found

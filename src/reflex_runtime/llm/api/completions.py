@@ -1,0 +1,192 @@
+"""From the body of a request to its answer: read, tokenised, queued, and written as its API's clients know it.
+
+A stream begins with its first token, so that an error before it has its own status. If a caller disconnects, streaming
+or not, its request is cancelled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, Final, TypeVar
+
+from reflex_runtime.ipc.engine import OutputStream, ScoredToken
+from reflex_runtime.llm.api import requests as wire
+from reflex_runtime.llm.api.errors import too_deep
+from reflex_runtime.llm.api.expand import aged, echoes, matcher_of, options_of, reader_of, requests_of, tokenised
+from reflex_runtime.llm.api.replies import Cached, ModelApi, PartReader, ReplyContext, Usage, Writer
+from reflex_runtime.llm.api.spans import GenerationSpans, asked_in, first_token
+from reflex_runtime.llm.engine.generation import Generator, merged
+from reflex_runtime.llm.engine.sequence import Choice
+from reflex_runtime.llm.server.lifecycle import ServerState
+from reflex_runtime.observe.spans import RequestSpan
+from reflex_runtime.run.audience import Slices, in_order
+from reflex_runtime.settings import LLMServeConfig
+from reflex_runtime.web.app import cancelled_by
+from reflex_runtime.web.bodies import LARGE
+from reflex_runtime.web.errors import known
+from reflex_runtime.web.form import Headers
+from reflex_runtime.web.request import HttpRequest, HttpResponse
+
+T = TypeVar("T")
+_STREAM: Final[Headers] = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # some proxies buffer answers; this header forbids it
+]
+
+
+class CompletionHandler:
+    """Answers what is asked of the model. spans: None without tracing."""
+
+    def __init__(self, state: ServerState, spans: GenerationSpans | None) -> None:
+        self.state = state
+        self._spans = spans
+
+    async def complete(self, dialect: ModelApi, request: HttpRequest) -> None:
+        span = None if self._spans is None else self._spans.begin(request)
+        try:
+            host = self.state.ready()  # what is ready now answers it, also in a drain
+            asked = await read_body(request, partial(_read, dialect, self.state.defaults))
+            if span is not None:
+                asked_in(span, asked)
+            adapter = self.state.adapter(asked.model)
+            underway = PendingCompletion(request, host.generator, asked, self.state.plan.config, adapter, span)
+            del asked  # once it is queued, its texts are not kept
+            try:
+                await underway.queue()
+                request.app.bodies.release(request)
+                answer = dialect.write(underway.answering())
+                try:
+                    await underway.send(answer)
+                finally:
+                    if self._spans is not None and span is not None:
+                        self._spans.used(span, request, underway.usage())
+            finally:
+                underway.close()
+        except (Exception, asyncio.CancelledError) as failure:
+            error = cancelled_by(failure) if isinstance(failure, asyncio.CancelledError) else failure
+            if self._spans is not None and span is not None:
+                self._spans.ended(request, span, known(error, request.request_id))
+            raise
+        if self._spans is not None and span is not None:
+            self._spans.answered(request, span, answer)
+
+
+async def read_body(request: HttpRequest, read: Callable[[bytes], T]) -> T:
+    """What the body says; a large one is read beside the loop."""
+    body = await request.body()
+    try:
+        return read(body) if len(body) <= LARGE else await request.app.bodies.beside(read, body)
+    except RecursionError:
+        raise too_deep() from None
+
+
+def _read(dialect: ModelApi, defaults: wire.DefaultsOf, body: bytes) -> wire.CompletionRequest:
+    return dialect.read(body, defaults)
+
+
+class PendingCompletion:
+    """A request on its way to the model and back: `queue`, `answering`, `send`, and `close` in any case. runtime: has
+    the model. adapter: that it asks for, or "". span: None without tracing."""
+
+    def __init__(
+        self,
+        request: HttpRequest,
+        runtime: Generator[Any],
+        asked: wire.CompletionRequest,
+        config: LLMServeConfig,
+        adapter: str,
+        span: RequestSpan | None,
+    ) -> None:
+        self._request, self._runtime, self._asked, self._span = request, runtime, asked, span
+        self._config, self._adapter = config, adapter
+        self._bell = asyncio.Event()
+        self._streams: list[OutputStream] = []
+        self._echoes: list[str] = []
+        self._reader: Callable[[], PartReader] | None = None
+        self._scores: Callable[[int], Sequence[ScoredToken]] | None = None
+
+    async def queue(self) -> None:
+        """Queue all its choices, or none: where one is refused, `close` takes back those before it. Raises BadRequest,
+        Rejected."""
+        request, runtime, config = self._request, self._runtime, self._config
+        asked, prompts = await tokenised(runtime, self._asked, config)
+        matcher = await matcher_of(runtime, asked)
+        asked = aged(asked, request)
+        options = options_of(asked, self._adapter, config.default_tiers, request, self._span)
+        slices = Slices()
+        made = (requests_of(runtime, asked, i, ids, options, matcher, slices) for i, ids in enumerate(prompts))
+        groups = [await each for each in made]  # all of them before one is queued: what could never run is refused
+        self._echoes = await echoes(asked, runtime.tokenizer)
+        async with in_order(runtime.queueing, asked.n * len(groups)):
+            for group in groups:
+                await slices.next(asked.n)
+                self._streams += runtime.submit_alike(group, self._bell)
+        if asked.conversation is not None:
+            self._reader = reader_of(asked, runtime.tokenizer, prompts[0])
+        if asked.prompt_logprobs is not None:
+            first = [(Choice(ids[0]), stream) for ids, stream in zip(prompts, self._streams[:: asked.n], strict=True)]
+            self._scores = partial(_prompt_tokens, first, asked.n)
+        self._asked = replace(asked, prompts=[], conversation=None)
+
+    def answering(self) -> ReplyContext:
+        """What its answer is made from."""
+        asked, token, choices = self._asked, self._runtime.tokenizer.token, len(self._streams)
+        usage = partial(_usage, self._streams, asked)
+        number, echoes = self._request.number, self._echoes
+        return ReplyContext(number, asked, choices, token, usage, self._reader, echoes, self._scores)
+
+    def usage(self) -> Usage:
+        """Tokens so far."""
+        return _usage(self._streams, self._asked)
+
+    async def send(self, answer: Writer) -> None:
+        """Send its answer as it was asked for: whole, or as a stream."""
+        await (self._stream(answer) if self._asked.stream else self._whole(answer))
+
+    def close(self) -> None:
+        """Cancel the generation."""
+        for stream in self._streams:
+            stream.close()
+
+    async def _whole(self, answer: Writer) -> None:
+        async for index, outputs in merged(self._streams, self._bell):
+            first_token(self._span)
+            answer.add(index, outputs)
+        told = self._asked.prompt_logprobs is not None or self._asked.params.logprobs is not None
+        await self._request.answer(HttpResponse(200, await _made(told, answer.whole)))
+
+    async def _stream(self, answer: Writer) -> None:
+        request = self._request
+        async for index, outputs in merged(self._streams, self._bell):
+            events = await _made(self._asked.prompt_logprobs is not None, partial(answer.chunk, index, outputs))
+            if not request.begun:
+                first_token(self._span)
+                await request.begin(200, _STREAM, answer.failed)
+            if events:
+                await request.write(events)
+        await request.end(answer.end())
+
+
+async def _made(long: bool, write: Callable[[], bytes]) -> bytes:
+    """What it writes. long: in a thread, because what the model says of thousands of tokens takes seconds."""
+    if not long:
+        return write()
+    return await asyncio.get_running_loop().run_in_executor(None, write)
+
+
+def _prompt_tokens(first: Sequence[tuple[ScoredToken, OutputStream]], n: int, index: int) -> list[ScoredToken]:
+    """The prompt of a choice. first: the first token of each prompt, and the stream that tells of the others."""
+    token, stream = first[index // n]
+    return [token, *stream.prompt_scores]
+
+
+def _usage(streams: list[OutputStream], asked: wire.CompletionRequest) -> Usage:
+    """A prompt counts once, whatever the number of its choices."""
+    firsts = streams[:: asked.n]
+    prompt = sum(s.prompt_tokens for s in firsts)
+    made = 0 if asked.prompt_only else sum(s.completion_tokens for s in streams)
+    return Usage(prompt, made, prompt + made, Cached(sum(s.cached_tokens for s in firsts)))

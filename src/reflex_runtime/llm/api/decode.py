@@ -1,0 +1,172 @@
+"""From the bytes of a body to its fields, checked in one pass by msgspec; errors name the field as its caller wrote it.
+
+What would keep the event loop waiting is refused before it is decoded.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any, TypeVar
+
+import msgspec
+
+from reflex_runtime.llm.api.errors import BadRequest
+from reflex_runtime.llm.api.fields import MOST_PROMPTS, MOST_TOKENS
+from reflex_runtime.web.fields import suggestion
+from reflex_runtime.web.json import is_json, printable
+
+MOST_MESSAGES = 10_000
+MOST_VALUES = 50_000  # commas in a body whose fields are decoded without looking at each before
+MOST_PLAIN = 10_000  # in any field but those with a bound of their own
+_LONG = ("prompt", "tokens")  # fields that hold token ids
+_TALKS = ("messages", "input", "system")  # fields that hold a conversation, or a part of one
+_WHOLE = (
+    "n", "seed", "max_tokens", "min_tokens", "top_k", "logprobs", "best_of", "max_completion_tokens", "top_logprobs",
+    "max_output_tokens", "dimensions", "truncate_prompt_tokens", "prompt_logprobs",
+)  # fmt: skip
+_PATH = re.compile(r" - at `(?:key in )?\$\.?(.*?)`$")
+_UNKNOWN = re.compile(r"(?:unknown|missing required) field `(.*?)`(?: - at|$)")
+
+F = TypeVar("F", bound=msgspec.Struct)
+PIECE = 1 << 16  # bytes of token ids decoded at a time: nothing else runs meanwhile
+_PROMPT = msgspec.json.Decoder(str | list[Any])
+_LISTS = msgspec.json.Decoder(list[msgspec.Raw])
+_IDS = msgspec.json.Decoder(list[int])
+
+
+@lru_cache
+def _parts(kind: type[msgspec.Struct]) -> msgspec.json.Decoder[msgspec.Struct]:
+    """The same fields, each as it was sent."""
+    fields = [(name, msgspec.Raw, msgspec.Raw()) for name in kind.__struct_fields__]
+    return msgspec.json.Decoder(msgspec.defstruct("Parts", fields, forbid_unknown_fields=True))
+
+
+def decode(decoder: msgspec.json.Decoder[F], body: bytes, plain: Mapping[str, tuple[Any, ...]]) -> F:
+    """The fields, or the BadRequest that names what is wrong. plain: fields that are known and not supported, with the
+    values that have no effect; None and empty values have none either."""
+    try:
+        if not body.isascii():
+            body.decode()  # msgspec does not look into what it skips or leaves raw
+        if body.count(b",") > MOST_VALUES:
+            _check_values(_parts(decoder.type).decode(body))
+        fields = decoder.decode(body)
+        for name in _WHOLE:
+            if type(value := getattr(fields, name, None)) is float:  # 3.0 is a whole number too
+                setattr(fields, name, _whole(name, value))
+    except msgspec.ValidationError as error:
+        if not is_json(body):
+            raise BadRequest("the body is not JSON: it breaks off", told="invalid_json") from None
+        raise _invalid(str(error), decoder.type) from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise BadRequest(f"the body is not JSON: {error}", told="invalid_json") from None
+    for name, values in plain.items():
+        value = getattr(fields, name, None)
+        if value is not None and value != [] and value != {} and value != "" and value not in values:
+            raise BadRequest(f"{name}: is not supported here; leave it out", name)
+    return fields
+
+
+def at_fault(error: msgspec.ValidationError, name: str) -> str:
+    """What msgspec says of the field of that name."""
+    plain = _PATH.sub("", str(error))
+    return f"{name}: {plain[:1].lower()}{plain[1:]}"
+
+
+def _whole(name: str, value: float) -> int:
+    if not value.is_integer():
+        raise BadRequest(f"{name}={value}: must be a whole number", name)
+    return int(value)
+
+
+def _check_values(parts: msgspec.Struct) -> None:
+    """Raise when a field holds so many values that decoding it would keep the event loop waiting."""
+    for name in parts.__struct_fields__:
+        raw = bytes(getattr(parts, name))
+        if name in _TALKS:  # as keys alone they have plain quotes
+            messages, kinds = raw.count(b'"role"'), raw.count(b'"type"')
+            if messages > MOST_MESSAGES:
+                raise BadRequest(f"{name}: holds {messages}, must hold 1 to {MOST_MESSAGES}", name)
+            if kinds > MOST_MESSAGES:
+                raise BadRequest(f"{name}: holds {kinds} parts, at most {MOST_MESSAGES} are taken", name)
+        elif name not in _LONG and raw[:1] != b'"' and raw.count(b",") > MOST_PLAIN:  # a text is one value
+            raise BadRequest(f"{name}: holds more than {MOST_PLAIN} values", name)
+
+
+def _invalid(text: str, kind: type[msgspec.Struct]) -> BadRequest:
+    """What msgspec says, with the name of the field as the caller wrote it. kind: of the body."""
+    unknown, path = _UNKNOWN.search(text), _PATH.search(text)
+    where = path[1] if path else ""
+    param = ".".join(filter(None, (where, unknown[1] if unknown else "")))
+    plain = _PATH.sub("", text)
+    told = printable(f"{param or 'the body'}: {plain[:1].lower()}{plain[1:]}") + suggestion(text, kind)
+    return BadRequest(told, printable(param) or None)
+
+
+def prompts_of(sent: msgspec.Raw) -> list[str | list[int]]:
+    """One text, several, token ids, or several lists of them."""
+    raw = bytes(sent)
+    if len(raw) > PIECE and b'"' not in raw:
+        return _many_ids(raw)
+    try:
+        prompt = _PROMPT.decode(raw)
+    except msgspec.ValidationError as error:
+        raise BadRequest(at_fault(error, "prompt"), "prompt") from None
+    if isinstance(prompt, str):
+        found: list[str | list[int]] = [prompt]
+    elif prompt and all(type(token) is int for token in prompt):
+        found = [prompt]
+    else:
+        found = list(prompt)
+    if not 1 <= len(found) <= MOST_PROMPTS:
+        raise BadRequest(f"prompt: holds {len(found)} prompts, must hold 1 to {MOST_PROMPTS}", "prompt")
+    kind = type(found[0])
+    for one in found:
+        if type(one) is not kind or not isinstance(one, (str, list)):
+            raise BadRequest("prompt: must be a text, texts, token ids, or lists of token ids", "prompt")
+        if isinstance(one, list) and not all(type(token) is int for token in one):
+            raise BadRequest("prompt: token ids must be whole numbers", "prompt")
+        if not one:
+            raise BadRequest("prompt: is empty; at least one token is needed", "prompt")
+    return found
+
+
+def _many_ids(raw: bytes) -> list[str | list[int]]:
+    """Token ids, or lists of them, of which there may be too many to be decoded at once."""
+    lists, tokens = raw.count(b"[") - 1, raw.count(b",") + 1
+    if tokens > MOST_TOKENS:
+        raise BadRequest(f"prompt: holds {tokens} tokens, at most {MOST_TOKENS} are taken", "prompt")
+    if lists > MOST_PROMPTS:
+        raise BadRequest(f"prompt: holds {lists} prompts, must hold 1 to {MOST_PROMPTS}", "prompt")
+    try:
+        parts = [bytes(part) for part in _LISTS.decode(raw)] if lists > 0 else [raw]
+        found: list[str | list[int]] = [_ids(part) for part in parts]
+    except msgspec.DecodeError:
+        raise BadRequest("prompt: must be a text, texts, token ids, or lists of token ids", "prompt") from None
+    if [] in found:
+        raise BadRequest("prompt: is empty; at least one token is needed", "prompt")
+    return found
+
+
+def token_ids(raw: bytes, name: str) -> list[int]:
+    """A list of token ids, of which there may be too many to be decoded at once. name: of its field."""
+    if (tokens := raw.count(b",") + 1) > MOST_TOKENS:
+        raise BadRequest(f"{name}: holds {tokens} tokens, at most {MOST_TOKENS} are taken", name)
+    try:
+        return _IDS.decode(raw) if len(raw) <= PIECE else _ids(raw)
+    except msgspec.DecodeError as error:
+        raise BadRequest(f"{name}: must be a list of token ids. {error}".rstrip(". "), name) from None
+
+
+def _ids(raw: bytes) -> list[int]:
+    found: list[int] = []
+    at, end = raw.find(b"[") + 1, raw.rfind(b"]")
+    if not at or end < 0:
+        raise msgspec.DecodeError
+    while at < end:
+        comma = raw.find(b",", at + PIECE, end)
+        upto = end if comma < 0 else comma
+        found += _IDS.decode(b"[%b]" % raw[at:upto])
+        at = upto + 1
+    return found

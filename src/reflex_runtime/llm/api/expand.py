@@ -1,0 +1,185 @@
+"""The choices that a request asks for: from its texts to requests of the engine, or the error that says why not."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, Final
+
+from msgspec.structs import replace as changed
+
+from reflex_runtime.core.errors import ConfigError, Expired, TooLarge
+from reflex_runtime.ipc.messages import MOST_SCORES
+from reflex_runtime.llm.api import requests as wire
+from reflex_runtime.llm.api.errors import BadRequest, too_deep
+from reflex_runtime.llm.api.replies import PartReader
+from reflex_runtime.llm.api.tokenize import beside
+from reflex_runtime.llm.engine.constraint import Matcher
+from reflex_runtime.llm.engine.generation import Generator
+from reflex_runtime.llm.engine.generation_options import GenerationOptions
+from reflex_runtime.llm.engine.reasoning import ThoughtParser, in_thought
+from reflex_runtime.llm.engine.tokenizer import Tokenizer
+from reflex_runtime.llm.engine.tools import ToolFormat
+from reflex_runtime.observe.spans import RequestSpan
+from reflex_runtime.run.audience import Slices
+from reflex_runtime.settings import LLMServeConfig
+from reflex_runtime.web.request import HttpRequest
+
+_LOOKED_AT: Final = 256  # tokens of a prompt that take as long as the rest of its request: they are checked and copied
+
+
+async def tokenised(
+    runtime: Generator[Any], asked: wire.CompletionRequest, config: LLMServeConfig
+) -> tuple[wire.CompletionRequest, list[list[int]]]:
+    """The request, a call forced where it demands one, and the tokens of its prompts. Raises BadRequest."""
+    _check_choices(asked, config)
+    try:
+        asked = _with_tools(asked, runtime.tokenizer.tool_format)
+        prompts = await _tokens(runtime, asked)
+    except RecursionError:  # the decoder allows a few levels more than others do
+        raise too_deep() from None
+    _check_tokens(asked, prompts, config)
+    _check_scores(asked, prompts)
+    return asked, prompts
+
+
+async def _tokens(runtime: Generator[Any], asked: wire.CompletionRequest) -> list[list[int]]:
+    try:
+        if asked.conversation is not None:
+            return [await runtime.encode_chat(asked.conversation)]
+        texts = [prompt for prompt in asked.prompts if isinstance(prompt, str)]  # all of them are, or none
+        return await runtime.encode(texts) if texts else [p for p in asked.prompts if not isinstance(p, str)]
+    except ConfigError as error:
+        raise wire.refused(error, asked.field) from None
+
+
+async def matcher_of(runtime: Generator[Any], asked: wire.CompletionRequest) -> Matcher | None:
+    """What holds the answer to the form that was asked for. Raises BadRequest."""
+    try:
+        return await runtime.compiled(asked.params.constraint)
+    except ConfigError as error:
+        field = "tools" if asked.tools.forced else asked.form_field
+        raise BadRequest(f"{field}: {error.message}", field) from None
+
+
+def _check_choices(asked: wire.CompletionRequest, config: LLMServeConfig) -> None:
+    """Refuse more choices than may ever wait, because they are queued together."""
+    choices, most = asked.n * max(1, len(asked.prompts)), config.max_queue
+    if choices > most:
+        raise BadRequest(f"n: asks for {choices} choices of all prompts, at most {most} may wait (--max-queue)", "n")
+
+
+def _check_tokens(asked: wire.CompletionRequest, prompts: list[list[int]], config: LLMServeConfig) -> None:
+    """The same for their tokens. A single choice may have any length."""
+    tokens, most = asked.n * sum(map(len, prompts)), config.max_queued_tokens
+    if tokens > most and asked.n * len(prompts) > 1:
+        name = "n" if asked.n > 1 else asked.field
+        what = f"all choices have {tokens} prompt tokens, at most {most} may wait (--max-queued-tokens)"
+        raise BadRequest(f"{name}: {what}", name)
+
+
+def _check_scores(asked: wire.CompletionRequest, prompts: list[list[int]]) -> None:
+    """Refuse more numbers of the prompts' own tokens than one answer may hold."""
+    if asked.prompt_logprobs is None:
+        return
+    told = asked.n * sum(map(len, prompts)) * (1 + asked.prompt_logprobs)
+    if told > MOST_SCORES:
+        name = "echo" if asked.told_of_prompt is None else "prompt_logprobs"
+        what = f"{told} numbers of the prompts' tokens would be told, at most {MOST_SCORES} are"
+        raise BadRequest(f"{name}: {what}; ask for fewer alternatives, choices or prompts", name)
+
+
+async def echoes(asked: wire.CompletionRequest, tokenizer: Tokenizer) -> list[str]:
+    """The text with which each choice begins, where that was asked for. Its token ids are known to be the model's."""
+    if not asked.echo:
+        return []
+    ids = sum(len(prompt) for prompt in asked.prompts if not isinstance(prompt, str))
+    texts = await beside(ids, lambda: [p if isinstance(p, str) else tokenizer.decode(p) for p in asked.prompts])
+    return [text for text in texts for _ in range(asked.n)]
+
+
+def _with_tools(asked: wire.CompletionRequest, form: ToolFormat | None) -> wire.CompletionRequest:
+    """The request, its answer forced to be a call where that is demanded. BadRequest when the model knows no tools."""
+    if not asked.tools.tools:
+        return asked
+    constraint = asked.tools.constraint(form)
+    return asked if constraint is None else replace(asked, params=changed(asked.params, constraint=constraint))
+
+
+def aged(asked: wire.CompletionRequest, request: HttpRequest) -> wire.CompletionRequest:
+    """With the rest of its time limit: it counts from when the request reached this machine."""
+    if asked.time_limit is None:
+        return asked
+    left = asked.time_limit - (time.monotonic() - request.started)
+    if left <= 0.0:
+        raise Expired("its deadline passed while it was read")
+    return replace(asked, time_limit=left)
+
+
+def options_of(
+    asked: wire.CompletionRequest, adapter: str, by_kind: bool, request: HttpRequest, span: RequestSpan | None
+) -> GenerationOptions:
+    """How its choices are served. id: of the request. by_kind: see `CompletionRequest.tier`."""
+    peer = request.client
+    return GenerationOptions(
+        id=request.request_id,
+        priority=asked.tier(by_kind),
+        client=asked.client if asked.client is not None else f"@{peer[0]}" if peer else "",
+        time_limit=asked.time_limit,
+        max_gap=asked.max_gap,
+        span=None if span is None or not span.context.sampled else span.context,
+        adapter=adapter,
+        prompt_logprobs=asked.prompt_logprobs,
+    )
+
+
+async def requests_of(
+    runtime: Generator[Any],
+    asked: wire.CompletionRequest,
+    number: int,
+    ids: list[int],
+    options: GenerationOptions,
+    matcher: Matcher | None,
+    slices: Slices,
+) -> list[Any]:
+    """The requests of the prompt of that number, one for each choice; the first is asked what the model says of the
+    prompt. slices: of all prompts, since thousands are made. Raises BadRequest where they could never run."""
+    params = asked.params
+    if asked.max_tokens is None:  # as many as there is room for
+        room = runtime.limits.room(len(ids))
+        if params.min_tokens > room:
+            raise BadRequest(f"min_tokens={params.min_tokens}: there is room for {room} tokens", "min_tokens")
+        params = changed(params, max_tokens=room)
+    found = []
+    for i in range(asked.n):
+        await slices.next(1 + len(ids) // _LOOKED_AT)
+        index = number * asked.n + i
+        seeded = params if params.seed is None or not i else changed(params, seed=(params.seed + i) % (1 << 64))
+        name = options.id + (f"#{index}" if index or asked.n > 1 or len(asked.prompts) > 1 else "")
+        try:
+            own = replace(options, id=name, prompt_logprobs=None if i else options.prompt_logprobs)
+            found.append(runtime.request(ids, seeded, own, matcher))
+        except TooLarge as error:
+            raise BadRequest(error.message, asked.field, "context_length_exceeded") from None
+        except ConfigError as error:
+            raise wire.refused(error, asked.field) from None
+    return found
+
+
+def reader_of(
+    asked: wire.CompletionRequest, tokenizer: Tokenizer, prompt: list[int]
+) -> Callable[[], PartReader] | None:
+    """What reads the text of an answer; None where it has no parts. A form holds from the first token on, so that an
+    answer that has one thinks nothing."""
+    form = tokenizer.tool_format if asked.tools.tools else None
+    thinks = tokenizer.reasons and asked.params.constraint is None
+    if form is None and not thinks:
+        return None
+    begun = thinks and in_thought(tokenizer, prompt)
+
+    def made() -> PartReader:
+        tools = None if form is None else asked.tools.parser(form)
+        return PartReader(ThoughtParser(begun) if thinks else None, tools)
+
+    return made

@@ -1,0 +1,364 @@
+"""The fields of OpenAI requests: those that are supported, and those that are known and refused.
+
+`requests.py` makes requests of them. A field of the OpenAI API that is not supported here is refused with its name
+if its value would change the answer. An unknown field is always refused. No field is ignored silently.
+
+Beyond theirs, as other servers of open models name them: `top_k`, `min_p`, `repetition_penalty`, `min_tokens`,
+`stop_token_ids`, `include_stop_str_in_output`, `ignore_eos`, `structured_outputs`. Ours: `priority` (urgent, default,
+background), `deadline_ms` (until the first token), `max_gap_ms` (between two tokens). `user` is the client whose fair
+share a request takes. How a request is sampled that does not say it is the model's own default.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Final, Literal
+
+import msgspec
+from msgspec import to_builtins
+
+from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.ipc.sampling import Constraint
+from reflex_runtime.llm.api.errors import BadRequest
+from reflex_runtime.llm.engine.tools import Tool, ToolFormat, ToolParser, forced
+from reflex_runtime.web.fields import Whole
+from reflex_runtime.web.json import encode
+
+MOST_TEXTS: Final = 1000  # of which an answer may have to be one
+_ANY_OBJECT: Final = '{"type": "object"}'
+MOST_TOOLS = 128
+NAME = r"^[a-zA-Z0-9_.-]{1,64}$"
+MOST_CHOICES = 128  # of one prompt
+MOST_PROMPTS = 2048  # of one request
+MOST_TOKENS = 1 << 20  # of one request, where prompts come as token ids
+OF_ANSWERS = ("refusal", "annotations", "audio", "function_call")  # in a message
+
+
+class JsonSchemaFormat(msgspec.Struct, forbid_unknown_fields=True):
+    """A schema for the answer; name, description and strict are for people and other servers: it always holds."""
+
+    name: str
+    schema: msgspec.Raw = msgspec.Raw()
+    description: str | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(msgspec.Struct, forbid_unknown_fields=True):
+    """The form of an answer, as the OpenAI API has it."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = None
+
+
+class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
+    """The form of an answer, as vLLM has it: one of them."""
+
+    json: msgspec.Raw = msgspec.Raw()
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+
+
+def constraint_of(form: ResponseFormat | None, other: StructuredOutputs | None) -> Constraint | None:
+    """What `response_format` or `structured_outputs` say; the BadRequest that names what is wrong with them."""
+    if other is not None:
+        if form is not None and form.type != "text":
+            raise BadRequest("structured_outputs: response_format says a form, too; send one", "structured_outputs")
+        return _structured(other)
+    if form is None or form.type == "text":
+        return None
+    if form.type == "json_object":
+        return Constraint("json", _ANY_OBJECT)
+    schema = None if form.json_schema is None else bytes(form.json_schema.schema)
+    if not schema or schema == b"null":
+        raise BadRequest("response_format.json_schema.schema: is missing", "response_format.json_schema.schema")
+    return _form("response_format", "json", schema.decode())
+
+
+def _structured(said: StructuredOutputs) -> Constraint:
+    schema, where = bytes(said.json), "structured_outputs"
+    given = {
+        "json": schema.decode() if schema and schema != b"null" else None,
+        "json_object": _ANY_OBJECT if said.json_object else None,
+        "regex": said.regex,
+        "choice": None if said.choice is None else encode(said.choice).decode(),
+        "grammar": said.grammar,
+    }
+    found = [(name, text) for name, text in given.items() if text is not None]
+    if len(found) != 1:
+        raise BadRequest(f"{where}: must say one of {', '.join(given)}, says {len(found)}", where)
+    name, text = found[0]
+    if name == "choice" and not (said.choice and len(said.choice) <= MOST_TEXTS and all(said.choice)):
+        raise BadRequest(f"{where}.choice: must be 1 to {MOST_TEXTS} texts, none of them empty", f"{where}.choice")
+    if name == "json" and text.startswith('"'):  # a schema that is itself written as a text
+        text = msgspec.json.decode(text, type=str)
+    return _form(where, "json" if name == "json_object" else name, text)
+
+
+def _form(where: str, kind: Any, text: str) -> Constraint:
+    try:
+        return Constraint(kind, text)
+    except ConfigError as error:
+        raise BadRequest(f"{where}.{error.message}", where) from None
+
+
+class CalledFunction(msgspec.Struct):
+    """A function that a model called. arguments: JSON."""
+
+    name: str
+    arguments: str
+
+
+class CalledTool(msgspec.Struct):
+    """A call of a tool, in an answer or sent back. What else it says there is not looked at."""
+
+    id: str
+    function: CalledFunction
+    type: Literal["function"] = "function"
+
+
+class ToolFunction(msgspec.Struct, forbid_unknown_fields=True):
+    """A function that the model may call. parameters: a JSON Schema. strict: it holds where a call is demanded."""
+
+    name: Annotated[str, msgspec.Meta(extra_json_schema={"pattern": NAME})]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ToolField(msgspec.Struct, forbid_unknown_fields=True):
+    """An entry of `tools`."""
+
+    type: Literal["function"]
+    function: ToolFunction
+
+
+class ChosenFunction(msgspec.Struct, forbid_unknown_fields=True):
+    """The function that is to be called."""
+
+    name: str
+
+
+class ChosenTool(msgspec.Struct, forbid_unknown_fields=True):
+    """`tool_choice` of one function."""
+
+    type: Literal["function"]
+    function: ChosenFunction
+
+
+@dataclass(frozen=True, slots=True)
+class AskedTools:
+    """tools: those that may be called. forced: whether the answer has to be a call. several: or more than one."""
+
+    tools: tuple[Tool, ...] = ()
+    forced: bool = False
+    several: bool = True
+
+    def constraint(self, form: ToolFormat | None) -> Constraint | None:
+        """What the answer must be, where it has to be a call. BadRequest when the model knows no tools."""
+        if form is None:
+            why = "this model's chat template knows none, or writes calls in no known form"
+            raise BadRequest(f"tools: {why}; models such as Qwen3 and Llama 3 have one that does", "tools")
+        if not self.forced:
+            return None
+        try:
+            return forced(form, self.tools, self.several)
+        except ConfigError as error:
+            raise BadRequest(f"tools: all parameters together: {error.message}", "tools") from None
+
+    def parser(self, form: ToolFormat) -> ToolParser:
+        """For one choice."""
+        return ToolParser(form, (tool.name for tool in self.tools))
+
+
+NO_TOOLS = AskedTools()
+
+
+def tools_of(
+    sent: Sequence[ToolFunction], choice: str | ChosenFunction | None, parallel: bool | None, inside: str = ""
+) -> tuple[AskedTools, list[dict[str, Any]]]:
+    """The tools, and what a chat template shows the model of them. BadRequest names what is wrong. inside: where in an
+    entry of `tools` its function stands."""
+    if len(sent) > MOST_TOOLS:
+        raise BadRequest(f"tools: holds {len(sent)}, at most {MOST_TOOLS} are taken", "tools")
+    tools = [Tool(function.name, function.parameters or {"type": "object"}) for function in sent]
+    for i, tool in enumerate(tools):
+        if not re.fullmatch(NAME, tool.name):
+            name = f"tools[{i}]{inside}.name"
+            raise BadRequest(f"{name}={tool.name[:80]!r}: must be 1 to 64 letters, digits, _, - or .", name)
+    if choice == "none":
+        return NO_TOOLS, []
+    named = choice.name if isinstance(choice, ChosenFunction) else None
+    if (choice == "required" or named is not None) and not tools:
+        raise BadRequest("tool_choice: demands a call, and there are no tools", "tool_choice")
+    if named is not None and named not in {tool.name for tool in tools}:
+        raise BadRequest(f"tool_choice: {named[:80]!r} is none of the tools", "tool_choice")
+    may = tuple(tool for tool in tools if named in (None, tool.name))
+    several = parallel is not False and named is None
+    shown = [{"type": "function", "function": _shown(function)} for function in sent]
+    return AskedTools(may, choice == "required" or named is not None, several), shown
+
+
+def _shown(function: Any) -> dict[str, Any]:
+    """Without what was not said: templates write all of it into the prompt."""
+    said: dict[str, Any] = to_builtins(function)
+    return {name: value for name, value in said.items() if value is not None and name != "strict"}
+
+
+class MessagePart(msgspec.Struct):
+    """A part of a message's content. What else it says is of a type that is not taken."""
+
+    type: str
+    text: str | None = None
+
+
+class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
+    """include_obfuscation concerns padding only: it has no effect here."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+class MoreFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """What every kind of request may say beyond its API, and a seed."""
+
+    seed: Whole | None = None
+    top_k: Whole | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    min_tokens: Whole | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    structured_outputs: StructuredOutputs | None = None
+    priority: Literal["urgent", "default", "background"] | None = None
+    deadline_ms: float | None = None
+    max_gap_ms: float | None = None
+
+
+def said_as(kind: type[MoreFields], fields: MoreFields) -> dict[str, Any]:
+    """What a request says in the fields of that kind."""
+    return {name: getattr(fields, name) for name in kind.__struct_fields__}
+
+
+class SampledFields(MoreFields, kw_only=True):
+    """What requests of OpenAI's APIs may say of what is generated, and how. null counts as absent."""
+
+    model: str
+    stream: bool | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    user: str | None = None
+
+
+class CommonFields(SampledFields, kw_only=True):
+    """What completions and chats may say."""
+
+    n: Whole | None = None
+    stream_options: StreamOptions | None = None
+    stop: str | list[str] | None = None
+    max_tokens: Whole | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    response_format: ResponseFormat | None = None
+    prompt_logprobs: Whole | None = None
+
+
+class CompletionFields(CommonFields, kw_only=True):
+    """The body of POST /v1/completions."""
+
+    prompt: msgspec.Raw  # millions of token ids are decoded piece by piece
+    logprobs: Whole | None = None
+    best_of: Whole | None = None
+    echo: bool | None = None
+    suffix: str | None = None
+
+
+class Message(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """One message; what an answer brings along as null may be sent back."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[MessagePart] | None = None
+    name: str | None = None
+    refusal: Any = None
+    annotations: Any = None
+    audio: Any = None
+    function_call: Any = None
+    tool_calls: list[CalledTool] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+
+
+class ChatFields(CommonFields, kw_only=True):
+    """The body of POST /v1/chat/completions."""
+
+    messages: list[Message]
+    max_completion_tokens: Whole | None = None
+    logprobs: bool | None = None
+    top_logprobs: Whole | None = None
+    audio: Any = None
+    function_call: Any = None
+    functions: Any = None
+    metadata: Any = None
+    modalities: list[str] | None = None
+    moderation: Any = None
+    parallel_tool_calls: bool | None = None
+    prediction: Any = None
+    prompt_cache_key: str | None = None
+    prompt_cache_options: Any = None
+    prompt_cache_retention: str | None = None
+    reasoning_effort: Any = None
+    safety_identifier: str | None = None
+    service_tier: str | None = None
+    store: bool | None = None
+    tool_choice: Literal["none", "auto", "required"] | ChosenTool | None = None
+    tools: list[ToolField] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    verbosity: str | None = None
+    web_search_options: Any = None
+
+
+# Values without effect, of fields that are not supported by any API that knows them. None and empty values have none
+# either.
+PLAIN: dict[str, tuple[Any, ...]] = {
+    "access_programs": (),
+    "audio": (),
+    "background": (False,),
+    "background_options": (),
+    "container": (),
+    "context_management": (),
+    "conversation": (),
+    "diagnostics": (),
+    "function_call": ("none", "auto"),
+    "functions": (),
+    "image": (),
+    "include": (),
+    "inference_geo": (),
+    "max_tool_calls": (),
+    "mcp_servers": (),
+    "modalities": (["text"],),
+    "moderation": (),
+    "prediction": (),
+    "previous_response_id": (),
+    "reasoning": ({"effort": None}, {"effort": None, "summary": None}, {"effort": "none"}),
+    "reasoning_effort": ("none",),
+    "service_tier": ("auto", "default"),
+    "speed": ("standard",),
+    "store": (False,),
+    "suffix": (),
+    "truncation": ("disabled",),
+    "user_profile_id": (),
+    "verbosity": ("medium",),
+    "web_search_options": (),
+    "workspace_id": (),
+}
+
+
+def plain_of(kind: type[msgspec.Struct], **own: tuple[Any, ...]) -> dict[str, tuple[Any, ...]]:
+    """The values of `PLAIN` of the fields of a body. own: of fields that another API supports or knows otherwise."""
+    return {name: of for name, of in (PLAIN | own).items() if name in kind.__struct_fields__}

@@ -1,0 +1,416 @@
+"""POST /v1/messages: from a body of the Anthropic API to the same request that a chat makes.
+
+As everywhere, a field that is not supported is refused with its name if its value would change the answer. The further
+fields of `MoreFields` are taken here, too. `thinking` and results of tools are told to the chat template by the names
+that templates know: `enable_thinking`, and messages with the role tool.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any, Final, Literal
+
+import msgspec
+from msgspec.structs import replace as changed
+
+from reflex_runtime.core.errors import ReflexError
+from reflex_runtime.llm.api.chat import (
+    check_arguments,
+    check_length,
+    sent_call,
+    template_variables,
+    text_of,
+)
+from reflex_runtime.llm.api.decode import decode
+from reflex_runtime.llm.api.errors import BadRequest, renamed, told
+from reflex_runtime.llm.api.fields import (
+    AskedTools,
+    ChosenFunction,
+    CommonFields,
+    JsonSchemaFormat,
+    MessagePart,
+    MoreFields,
+    ResponseFormat,
+    ToolFunction,
+    plain_of,
+    said_as,
+    tools_of,
+)
+from reflex_runtime.llm.api.replies import Kind, PartWriter, ReplyContext
+from reflex_runtime.llm.api.requests import CompletionRequest, DefaultsOf, conversing, no_defaults
+from reflex_runtime.llm.engine.tokenizer import Conversation
+from reflex_runtime.llm.engine.tools import ToolCall
+from reflex_runtime.web.fields import Whole
+from reflex_runtime.web.form import JSON, ErrorForm, Refusal
+from reflex_runtime.web.json import encode
+
+PATH, COUNT = "/v1/messages", "/v1/messages/count_tokens"
+_BILLING: Final = "x-anthropic-billing-header:"
+_DELTAS: Final = {"thought": ("thinking_delta", "thinking"), "text": ("text_delta", "text")}
+
+
+class Block(MessagePart):
+    """A block of a message. What else it says is of a type that is not taken, or has no effect (`cache_control`)."""
+
+    thinking: str | None = None
+    id: str | None = None
+    name: str | None = None
+    input: msgspec.Raw = msgspec.Raw()
+    tool_use_id: str | None = None
+    content: str | list[Block] | None = None
+    is_error: bool | None = None
+
+
+class Turn(msgspec.Struct, forbid_unknown_fields=True):
+    """A message."""
+
+    role: Literal["user", "assistant"]
+    content: str | list[Block]
+
+
+class NamedTool(msgspec.Struct, forbid_unknown_fields=True):
+    """A function that the model may call. cache_control, eager_input_streaming: have no effect. type: those of tools
+    that a server would run are refused."""
+
+    name: str
+    input_schema: dict[str, Any] | None = None
+    description: str | None = None
+    type: str | None = None
+    strict: bool | None = None
+    cache_control: Any = None
+    eager_input_streaming: bool | None = None
+    allowed_callers: Any = None
+    defer_loading: Any = None
+    input_examples: Any = None
+
+
+class Choosing(msgspec.Struct, forbid_unknown_fields=True):
+    """`tool_choice`."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class Thinking(msgspec.Struct, forbid_unknown_fields=True):
+    """Whether the model may think first, where it is one that can."""
+
+    type: Literal["enabled", "disabled", "adaptive", "between_tools"]
+    budget_tokens: Whole | None = None
+    display: str | None = None
+
+
+class SchemaForm(msgspec.Struct, forbid_unknown_fields=True):
+    """The form of the answer."""
+
+    type: Literal["json_schema"]
+    schema: msgspec.Raw
+
+
+class OutputConfig(msgspec.Struct, forbid_unknown_fields=True):
+    """What the answer is to be like."""
+
+    format: SchemaForm | None = None
+    effort: str | None = None
+
+
+class Metadata(msgspec.Struct, forbid_unknown_fields=True):
+    """user_id: the client whose fair share the request takes."""
+
+    user_id: str | None = None
+
+
+class TalkFields(MoreFields, kw_only=True):
+    """A conversation, as both endpoints get it."""
+
+    model: str
+    messages: list[Turn]
+    system: str | list[Block] | None = None
+    tools: list[NamedTool] | None = None
+    tool_choice: Choosing | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    cache_control: Any = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    context_management: Any = None
+    mcp_servers: Any = None
+    speed: str | None = None
+
+
+class MessageFields(TalkFields, kw_only=True):
+    """The body of POST /v1/messages."""
+
+    max_tokens: Whole
+    stop_sequences: list[str] | None = None
+    stream: bool | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    metadata: Metadata | None = None
+    container: Any = None
+    diagnostics: Any = None
+    inference_geo: str | None = None
+    service_tier: str | None = None
+    user_profile_id: str | None = None
+    workspace_id: str | None = None
+
+
+class InputTokens(msgspec.Struct):
+    """What count_tokens answers."""
+
+    input_tokens: int
+
+
+PLAIN: Final = plain_of(
+    MessageFields, include_stop_str_in_output=(False,), service_tier=("auto", "standard_only")
+)
+_message = msgspec.json.Decoder(MessageFields)
+_count = msgspec.json.Decoder(TalkFields)
+
+
+def message(body: bytes, defaults: DefaultsOf = no_defaults) -> CompletionRequest:
+    """POST /v1/messages, or the BadRequest that names what is wrong. defaults: of a model, by its name."""
+    fields = decode(_message, body, PLAIN)
+    conversation, tools = _conversation(fields)
+    common = CommonFields(
+        model=fields.model,
+        stop=fields.stop_sequences,
+        temperature=fields.temperature,
+        top_p=fields.top_p,
+        stream=fields.stream,
+        user=None if fields.metadata is None else fields.metadata.user_id,
+        response_format=_form(fields.output_config),
+        **said_as(MoreFields, fields),
+    )
+    names = {
+        "stop": "stop_sequences",
+        "user": "metadata.user_id",
+        "response_format.json_schema": "output_config.format",
+        "response_format": "output_config.format",
+    }
+    with renamed(names):
+        asked = conversing(common, conversation, fields.max_tokens, "max_tokens", defaults, tools)
+    return replace(asked, params=changed(asked.params, include_stop=True), form_field="output_config.format")
+
+
+def counted(body: bytes) -> tuple[str, Conversation]:
+    """POST /v1/messages/count_tokens: the model, and what it would be asked; or the BadRequest."""
+    fields = decode(_count, body, PLAIN)
+    for name, value in said_as(MoreFields, fields).items():
+        if value is not None:
+            raise BadRequest(f"{name}: is of an answer, and none is made here; leave it out", name)
+    _form(fields.output_config)
+    return fields.model, _conversation(fields)[0]
+
+
+def _form(config: OutputConfig | None) -> ResponseFormat | None:
+    if config is not None and config.effort not in (None, "high"):
+        raise BadRequest("output_config.effort: is not supported here; leave it out", "output_config.effort")
+    if config is None or config.format is None:
+        return None
+    return ResponseFormat("json_schema", JsonSchemaFormat("answer", config.format.schema))
+
+
+def _conversation(fields: TalkFields) -> tuple[Conversation, AskedTools]:
+    turns = fields.messages
+    blocks = sum(len(turn.content) for turn in turns if isinstance(turn.content, list))
+    check_length("messages", len(turns), blocks)
+    if turns[-1].role == "assistant":
+        raise BadRequest("messages: ends with the assistant's; to go on in one is not supported here", "messages")
+    inputs = (b.input for turn in turns if isinstance(turn.content, list) for b in turn.content)
+    check_arguments("messages", "inputs of their tool_use", (bytes(one).decode() for one in inputs))
+    messages: list[dict[str, Any]] = []
+    if system := _instructions(fields.system or ""):
+        messages.append({"role": "system", "content": system})
+    for i, turn in enumerate(turns):
+        messages += _turn(f"messages[{i}]", turn)
+    tools, shown = _tools(fields)
+    more = _thinking(fields.thinking) | template_variables(fields.chat_template_kwargs)
+    return Conversation(messages, shown, more), tools
+
+
+def _instructions(system: str | list[Block]) -> str:
+    """Without the line of billing that some agents send first. Its value differs in every request, so no prompt would
+    begin like an earlier one."""
+    text = text_of("system", system, "text")
+    return text.partition("\n")[2] if text.startswith(_BILLING) else text
+
+
+def _thinking(said: Thinking | None) -> dict[str, Any]:
+    if said is None:
+        return {}
+    if said.type == "enabled" or said.budget_tokens is not None:
+        told = "no budget is held here; send type adaptive or disabled"
+        raise BadRequest(f"thinking.budget_tokens: {told}", "thinking.budget_tokens")
+    if said.type == "between_tools" or said.display not in (None, "summarized"):
+        name = "thinking.type" if said.type == "between_tools" else "thinking.display"
+        raise BadRequest(f"{name}: is not supported here; leave it out", name)
+    return {"enable_thinking": said.type == "adaptive"}
+
+
+def _tools(fields: TalkFields) -> tuple[AskedTools, list[dict[str, Any]]]:
+    sent = []
+    for i, tool in enumerate(fields.tools or ()):
+        where = f"tools[{i}]"
+        if tool.type not in (None, "custom") or tool.input_schema is None:
+            raise BadRequest(f"{where}: must be a custom tool, with its input_schema", where)
+        for name in ("allowed_callers", "defer_loading", "input_examples"):
+            if getattr(tool, name) not in (None, False, [], ["direct"]):
+                raise BadRequest(f"{where}.{name}: is not supported here; leave it out", f"{where}.{name}")
+        sent.append(ToolFunction(tool.name, tool.description, tool.input_schema, tool.strict))
+    named: str | ChosenFunction | None = None
+    parallel = True
+    if (choice := fields.tool_choice) is not None:
+        if (choice.type == "tool") != (choice.name is not None):
+            raise BadRequest("tool_choice.name: goes with type tool, and with no other", "tool_choice.name")
+        named = {"auto": "auto", "any": "required", "none": "none"}.get(choice.type)
+        if choice.name is not None:
+            named = ChosenFunction(choice.name)
+        parallel = not choice.disable_parallel_tool_use
+    return tools_of(sent, named, parallel)
+
+
+def _turn(where: str, turn: Turn) -> Iterator[dict[str, Any]]:
+    """A message as chat templates know it: a result of a tool is a message of its own, before what is said with it."""
+    blocks = [Block("text", turn.content)] if isinstance(turn.content, str) else turn.content
+    texts, calls, thoughts = [], [], []
+    for i, block in enumerate(blocks):
+        name = f"{where}.content[{i}]"
+        if block.type == "text" and block.text is not None:
+            texts.append(block.text)
+        elif block.type == "tool_result" and turn.role == "user":
+            yield _result(name, block)
+        elif block.type == "tool_use" and turn.role == "assistant" and block.id is not None and block.name is not None:
+            calls.append(sent_call(f"{name}.input", block.id, block.name, bytes(block.input).decode()))
+        elif block.type == "thinking" and turn.role == "assistant" and block.thinking is not None:
+            thoughts.append(block.thinking)
+        else:
+            told = "only text, and tool_use, tool_result and thinking where they belong, each whole, are taken"
+            raise BadRequest(f"{name}: has type {block.type[:50]!r}; {told}", name)
+    if not (texts or calls or thoughts):
+        if any(block.type == "tool_result" for block in blocks):
+            return
+        raise BadRequest(f"{where}.content: is empty", f"{where}.content")
+    found: dict[str, Any] = {"role": turn.role, "content": "\n".join(texts)}
+    if calls:
+        found["tool_calls"] = calls
+    if thoughts:
+        found["reasoning_content"] = "\n".join(thoughts)
+    yield found
+
+
+def _result(where: str, block: Block) -> dict[str, Any]:
+    if block.tool_use_id is None:
+        raise BadRequest(f"{where}.tool_use_id: is missing", f"{where}.tool_use_id")
+    text = text_of(f"{where}.content", block.content or "", "text")
+    if block.is_error:
+        text = f"Error: {text}"  # templates know no other way to say so
+    return {"role": "tool", "tool_call_id": block.tool_use_id, "content": text}
+
+
+_TYPES: Final = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+
+class MessageAnswer(PartWriter):
+    """The answer to one request. See `Writer`."""
+
+    def __init__(self, reply: ReplyContext) -> None:
+        super().__init__(reply)
+        self.id = f"msg_{reply.id}"
+        self._content: list[dict[str, Any]] = []
+
+    def end(self) -> bytes:
+        about = {"stop_reason": self._reason(), "stop_sequence": self._stopped}
+        ended = self._event("message_delta", delta=about, usage=self._usage())
+        return ended + self._event("message_stop")
+
+    def failed(self, error: ReflexError) -> bytes:
+        return b"event: error\ndata: " + _error(error, self._reply.id) + b"\n\n"
+
+    def whole(self) -> bytes:
+        return encode(self._message(self._content, self._reason()))
+
+    def _message(self, content: list[Any], reason: str | None) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "type": "message",
+            "role": "assistant",
+            "model": self._reply.asked.model,
+            "content": content,
+            "stop_reason": reason,
+            "stop_sequence": self._stopped,
+            "usage": self._usage(),
+        }
+
+    def _usage(self) -> dict[str, int]:
+        """Tokens of the prompt that were computed, that the cache had, and of the answer."""
+        usage = self._reply.usage()
+        cached = usage.prompt_tokens_details.cached_tokens
+        return {
+            "input_tokens": usage.prompt_tokens - cached,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": cached,
+            "output_tokens": usage.completion_tokens,
+        }
+
+    def _reason(self) -> str | None:
+        if self._finish == "length":
+            return "max_tokens"
+        if self._reader.called:
+            return "tool_use"
+        return "stop_sequence" if self._stopped is not None else "end_turn"
+
+    # -- parts ---------------------------------------------------------------------------------------------------------
+
+    def _begin(self) -> bytes:
+        return self._event("message_start", message=self._message([], None))
+
+    def _opened(self, kind: Kind) -> bytes:
+        return self._event("content_block_start", index=len(self._content), content_block=_block(kind, ""))
+
+    def _said(self, kind: Kind, text: str) -> bytes:
+        type, name = _DELTAS[kind]
+        return self._event("content_block_delta", index=len(self._content), delta={"type": type, name: text})
+
+    def _closed(self, kind: Kind, text: str) -> bytes:
+        return self._add(_block(kind, text))
+
+    def _called(self, call: ToolCall) -> bytes:
+        block, index = {"type": "tool_use", "id": call.id, "name": call.name}, len(self._content)
+        begun = self._event("content_block_start", index=index, content_block={**block, "input": {}})
+        delta = {"type": "input_json_delta", "partial_json": call.arguments}
+        said = self._event("content_block_delta", index=index, delta=delta)
+        return begun + said + self._add({**block, "input": msgspec.Raw(call.arguments.encode())})
+
+    def _add(self, block: dict[str, Any]) -> bytes:
+        self._content.append(block)
+        return self._event("content_block_stop", index=len(self._content) - 1)
+
+
+def _block(kind: Kind, text: str) -> dict[str, Any]:
+    """signature: of a thought; there is none that could be checked."""
+    return {"type": "text", "text": text} if kind == "text" else {"type": "thinking", "thinking": text, "signature": ""}
+
+
+def _error(error: ReflexError, request_id: str) -> bytes:
+    found = told(error)
+    kind = _TYPES.get(found.status, "api_error")
+    return encode({"type": "error", "error": {"type": kind, "message": found.message}, "request_id": request_id})
+
+
+def _refuse(error: ReflexError, request_id: str, packed: bool) -> Refusal:
+    retry = (b"x-should-retry", b"true" if error.retry_safe else b"false")
+    return Refusal(told(error).status, _error(error, request_id), JSON, [retry])
+
+
+FORM: Final = ErrorForm(_refuse, keeps_id=True)

@@ -1,0 +1,211 @@
+"""What every API's answers are made of: the parts that an output's text has, and the protocol of their writers.
+
+An API is a `ModelApi`: it reads its bodies to a `CompletionRequest`, and writes the outputs as its clients know them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import msgspec
+
+from reflex_runtime.core.errors import ReflexError
+from reflex_runtime.ipc.engine import Output, ScoredToken
+from reflex_runtime.llm.api.requests import CompletionRequest, DefaultsOf
+from reflex_runtime.llm.engine.reasoning import Thought, ThoughtParser
+from reflex_runtime.llm.engine.tools import ToolCall, ToolParser
+from reflex_runtime.web.form import ErrorForm
+from reflex_runtime.web.json import encode
+
+Part = str | Thought | ToolCall
+Kind = Literal["thought", "text"]
+
+
+class Cached(msgspec.Struct):
+    """cached_tokens: of the prompts, that the prefix cache had."""
+
+    cached_tokens: int
+
+
+class Usage(msgspec.Struct):
+    """A prompt counts once, however many choices it has."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: Cached
+
+
+class PartReader:
+    """Reads one output's text as it comes: thoughts, text and calls. thinking: whether it is inside of a thought.
+    called: calls so far."""
+
+    def __init__(self, thoughts: ThoughtParser | None = None, tools: ToolParser | None = None) -> None:
+        self._thoughts, self._tools = thoughts, tools
+
+    @property
+    def thinking(self) -> bool:
+        return self._thoughts is not None and self._thoughts.thinking
+
+    @property
+    def called(self) -> int:
+        return 0 if self._tools is None else self._tools.called
+
+    def feed(self, text: str, last: bool) -> list[Part]:
+        """What is complete with this text. last: no more comes."""
+        found: list[Part] = []
+        if self._thoughts is not None:
+            thought, text = self._thoughts.feed(text)
+            if last:
+                more, rest = self._thoughts.end()
+                thought, text = thought + more, text + rest
+            if thought:
+                found.append(Thought(thought))
+        if self._tools is None:
+            return [*found, text] if text else found
+        return found + self._tools.feed(text) + (self._tools.end() if last else [])
+
+
+@dataclass(frozen=True, slots=True)
+class ReplyContext:
+    """What the answer to one request is made from. id: of the request. choices: how many. token: a token id as text.
+    usage: tokens so far. reader: makes one for each choice; None: its text is not looked into. echoes: texts with which
+    the choices begin, one each. scores: the tokens of a choice's prompt, the first without a logprob, once the choice
+    has its first output; None: they are not asked for."""
+
+    id: str
+    asked: CompletionRequest
+    choices: int
+    token: Callable[[int], str]
+    usage: Callable[[], Usage]
+    reader: Callable[[], PartReader] | None = None
+    echoes: Seq[str] = ()
+    scores: Callable[[int], Seq[ScoredToken]] | None = None
+
+
+class Writer(Protocol):
+    """Makes what is sent of the outputs of all choices: `chunk` and `end` as they come, or `add` and `whole`."""
+
+    @property
+    def id(self) -> str: ...
+    @property
+    def finish_reasons(self) -> list[str]:
+        """Why each choice ended, of those that have."""
+
+    def chunk(self, index: int, outputs: Seq[Output]) -> bytes:
+        """The events of a choice's new outputs."""
+
+    def end(self) -> bytes:
+        """The last events."""
+
+    def failed(self, error: ReflexError) -> bytes:
+        """The last event of a stream that fails."""
+
+    def add(self, index: int, outputs: Seq[Output]) -> None:
+        """Keep a choice's new outputs for `whole`."""
+
+    def whole(self) -> bytes:
+        """The body of an answer that is not streamed."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelApi:
+    """One API. path: of its endpoint. read: a body, with the defaults of a model by its name; raises BadRequest. write:
+    makes the writer. form: of its errors."""
+
+    path: str
+    read: Callable[[bytes, DefaultsOf], CompletionRequest]
+    write: Callable[[ReplyContext], Writer]
+    form: ErrorForm | None = None
+
+
+def event(type: str, **fields: Any) -> bytes:
+    """A server-sent event of that type."""
+    return b"event: %b\ndata: %b\n\n" % (type.encode(), encode({"type": type, **fields}))
+
+
+class PartWriter:
+    """Reads the parts of an answer's outputs. A subclass makes events of them, and keeps what `whole` tells; without
+    a stream its events are dropped."""
+
+    def __init__(self, reply: ReplyContext) -> None:
+        self._reply = reply
+        self._reader = PartReader() if reply.reader is None else reply.reader()
+        self._finish: str | None = None
+        self._stopped: str | None = None
+        self._thought_tokens = 0
+        self._begun = False
+        self._kind: Kind | None = None
+        self._pieces: list[str] = []
+
+    @property
+    def finish_reasons(self) -> list[str]:
+        return [] if self._finish is None else [self._finish]
+
+    def chunk(self, index: int, outputs: Seq[Output]) -> bytes:
+        """See `Writer.chunk`."""
+        events = [] if self._begun else [self._begin()]
+        self._begun = True
+        for output in outputs:
+            self._thought_tokens += self._reader.thinking
+            self._finish = output.finish
+            events += map(self._take, self._reader.feed(self._shown(output), output.finish is not None))
+            if output.finish is not None:
+                events.append(self._close())
+        return b"".join(events)
+
+    def add(self, index: int, outputs: Seq[Output]) -> None:
+        """See `Writer.add`."""
+        self.chunk(index, outputs)
+
+    def _event(self, type: str, **fields: Any) -> bytes:
+        return event(type, **fields) if self._reply.asked.stream else b""
+
+    def _take(self, part: str | Thought | ToolCall) -> bytes:
+        if isinstance(part, ToolCall):
+            return self._close() + self._called(part)
+        kind: Kind = "thought" if isinstance(part, Thought) else "text"
+        before = b"" if kind == self._kind else self._close() + self._opened(kind)
+        text = part.text if isinstance(part, Thought) else part
+        self._kind = kind
+        self._pieces.append(text)
+        return before + self._said(kind, text)
+
+    def _close(self) -> bytes:
+        kind, text = self._kind, "".join(self._pieces)
+        self._kind, self._pieces = None, []
+        return b"" if kind is None else self._closed(kind, text)
+
+    def _shown(self, output: Output) -> str:
+        """Its text, without the stop text that it may end with (`SamplingParams.include_stop`)."""
+        if output.finish == "stop":
+            ends = [stop for stop in self._reply.asked.params.stop if output.text.endswith(stop)]
+            if ends:
+                self._stopped = max(ends, key=len)
+                return output.text[: -len(self._stopped)]
+        return output.text
+
+    # -- for subclasses ------------------------------------------------------------------------------------------------
+
+    def _begin(self) -> bytes:
+        """The answer begins."""
+        raise NotImplementedError
+
+    def _opened(self, kind: Kind) -> bytes:
+        """A part begins."""
+        raise NotImplementedError
+
+    def _said(self, kind: Kind, text: str) -> bytes:
+        """It goes on."""
+        raise NotImplementedError
+
+    def _closed(self, kind: Kind, text: str) -> bytes:
+        """It is complete, with this text."""
+        raise NotImplementedError
+
+    def _called(self, call: ToolCall) -> bytes:
+        """A call."""
+        raise NotImplementedError

@@ -1,0 +1,309 @@
+"""From the body of a request to what is asked, validated; no field is ignored silently."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from dataclasses import fields as fields_of
+from typing import Any
+
+import msgspec
+
+from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.core.request import PRIORITIES, Priority
+from reflex_runtime.ipc.messages import LONGEST_GAP_MS, SHORTEST_GAP_MS
+from reflex_runtime.ipc.sampling import MOST_LOGPROBS, SamplingParams
+from reflex_runtime.llm.api.chat import (
+    check_arguments,
+    check_length,
+    no_effort,
+    role_of,
+    sent_call,
+    template_variables,
+    text_of,
+)
+from reflex_runtime.llm.api.decode import decode, prompts_of
+from reflex_runtime.llm.api.errors import BadRequest
+from reflex_runtime.llm.api.fields import (
+    MOST_CHOICES,
+    NO_TOOLS,
+    OF_ANSWERS,
+    AskedTools,
+    ChatFields,
+    ChosenTool,
+    CommonFields,
+    CompletionFields,
+    Message,
+    constraint_of,
+    plain_of,
+    tools_of,
+)
+from reflex_runtime.llm.engine.generation_options import SamplingDefaults
+from reflex_runtime.llm.engine.tokenizer import Conversation
+from reflex_runtime.web.fields import check_id
+
+DefaultsOf = Callable[[str], SamplingDefaults]  # of a model, by its name; raises ModelNotFound
+_OF_SAMPLING = re.compile(r"SamplingParams\.(\w+)=")
+_OF_MESSAGE = re.compile(r"(\w+(?:\[\d+\])?(?:\.\w+)?)[:=]")
+_AS_SAID = tuple(field.name for field in fields_of(SamplingDefaults))  # where a request says them
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionRequest:
+    """A request that was understood.
+
+    prompts: texts or token ids; conversation: instead of them. params: of the first choice; its max_tokens is as
+    small as may be where the caller named none (max_tokens is None then): as many as there is room for. usage_always:
+    all events of a stream tell the usage so far. time_limit: seconds until the first token; max_gap: between two
+    tokens. echo: each answer begins with its prompt; prompt_only: and ends with it. prompt_logprobs: alternatives to
+    report for each of the prompt's tokens; None: nothing is reported of them; told_of_prompt: those that the
+    field of that name asks for. form_field: the name under which the form of the answer was sent;
+    prompt_field: the prompt, where that is not the usual one. said: what the answer repeats of the request.
+    """
+
+    model: str
+    prompts: list[str | list[int]]
+    conversation: Conversation | None
+    params: SamplingParams
+    max_tokens: int | None
+    n: int
+    stream: bool
+    include_usage: bool
+    usage_always: bool
+    priority: Priority | None
+    client: str | None
+    time_limit: float | None
+    max_gap: float | None
+    echo: bool = False
+    prompt_only: bool = False
+    prompt_logprobs: int | None = None
+    told_of_prompt: int | None = None
+    form_field: str = "response_format"
+    tools: AskedTools = NO_TOOLS
+    prompt_field: str = ""
+    said: dict[str, Any] = field(default_factory=dict)
+
+    def tier(self, by_kind: bool) -> Priority:
+        """Its priority; of one that names none by its kind, or the default one."""
+        if self.priority is not None or not by_kind:
+            return Priority.DEFAULT if self.priority is None else self.priority
+        if len(self.prompts) > 1:
+            return Priority.BACKGROUND
+        return Priority.URGENT if self.stream else Priority.DEFAULT
+
+    @property
+    def field(self) -> str:
+        """The name under which the prompt was sent."""
+        return self.prompt_field or ("prompt" if self.conversation is None else "messages")
+
+
+_completion, _chat = msgspec.json.Decoder(CompletionFields), msgspec.json.Decoder(ChatFields)
+_PLAIN_TEXT, _PLAIN_CHAT = plain_of(CompletionFields), plain_of(ChatFields)
+_NONE = SamplingDefaults()
+
+
+def no_defaults(model: str) -> SamplingDefaults:
+    """Of a model whose authors say nothing."""
+    return _NONE
+
+
+def completion(body: bytes, defaults: DefaultsOf = no_defaults) -> CompletionRequest:
+    """POST /v1/completions, or the BadRequest that names what is wrong. defaults: of a model, by its name."""
+    fields = decode(_completion, body, _PLAIN_TEXT)
+    if fields.best_of is not None and fields.best_of != (fields.n or 1):
+        raise BadRequest(f"best_of={fields.best_of}: must equal n={fields.n or 1}, or be left out", "best_of")
+    most = 16 if fields.max_tokens is None else fields.max_tokens
+    nothing = most == 0 and bool(fields.echo)  # the prompt alone: one token is made, and not told
+    most = 1 if nothing else most
+    asked = _asked(fields, prompts_of(fields.prompt), None, most, "max_tokens", fields.logprobs, defaults)
+    if not fields.echo:
+        return asked
+    scored = fields.logprobs if asked.prompt_logprobs is None else max(asked.prompt_logprobs, fields.logprobs or 0)
+    return replace(asked, echo=True, prompt_only=nothing, prompt_logprobs=scored)
+
+
+def chat(body: bytes, defaults: DefaultsOf = no_defaults) -> CompletionRequest:
+    """POST /v1/chat/completions, or the BadRequest that names what is wrong. defaults: of a model, by its name."""
+    return chat_request(decode(_chat, body, _PLAIN_CHAT), defaults)
+
+
+def chat_request(fields: ChatFields, defaults: DefaultsOf = no_defaults) -> CompletionRequest:
+    """What these fields ask for, or the BadRequest that names what is wrong. defaults: of a model, by its name."""
+    check_length("messages", len(fields.messages))
+    calls = (call for message in fields.messages for call in message.tool_calls or ())
+    check_arguments("messages", "arguments of their tool_calls", (call.function.arguments for call in calls))
+    messages = [_message(i, message) for i, message in enumerate(fields.messages)]
+    both = fields.max_completion_tokens, fields.max_tokens
+    if None not in both and both[0] != both[1]:
+        differ = f"max_tokens={both[1]}: differs from max_completion_tokens={both[0]}; send one of them"
+        raise BadRequest(differ, "max_tokens")
+    name = "max_tokens" if fields.max_completion_tokens is None else "max_completion_tokens"
+    if fields.top_logprobs is not None and not fields.logprobs:
+        raise BadRequest("top_logprobs: needs logprobs to be true", "top_logprobs")
+    if fields.top_logprobs is not None and not 0 <= fields.top_logprobs <= MOST_LOGPROBS:
+        raise BadRequest(f"top_logprobs={fields.top_logprobs}: must be in [0, {MOST_LOGPROBS}]", "top_logprobs")
+    logprobs = (fields.top_logprobs or 0) if fields.logprobs else None
+    choice = fields.tool_choice.function if isinstance(fields.tool_choice, ChosenTool) else fields.tool_choice
+    functions = [tool.function for tool in fields.tools or ()]
+    tools, shown = tools_of(functions, choice, fields.parallel_tool_calls, ".function")
+    variables = no_effort(fields.reasoning_effort) | template_variables(fields.chat_template_kwargs)
+    conversation = Conversation(messages, shown, variables)
+    return conversing(fields, conversation, getattr(fields, name), name, defaults, tools, logprobs)
+
+
+def conversing(
+    fields: CommonFields,
+    conversation: Conversation,
+    max_tokens: int | None,
+    limit_name: str,
+    defaults: DefaultsOf,
+    tools: AskedTools,
+    logprobs: int | None = None,
+) -> CompletionRequest:
+    """A request of any API that takes conversations. limit_name: of the field that says max_tokens."""
+    asked = _asked(fields, [], conversation, max_tokens, limit_name, logprobs, defaults)
+    if tools.forced and asked.params.constraint is not None:
+        raise BadRequest(f"tool_choice: demands a call, and {asked.form_field} another form; send one", "tool_choice")
+    return replace(asked, tools=tools) if tools.tools else asked
+
+
+def _asked(
+    fields: CommonFields,
+    prompts: list[str | list[int]],
+    conversation: Conversation | None,
+    max_tokens: int | None,
+    limit_name: str,
+    logprobs: int | None,
+    defaults: DefaultsOf,
+) -> CompletionRequest:
+    n = 1 if fields.n is None else fields.n
+    if not 1 <= n <= MOST_CHOICES:
+        raise BadRequest(f"n={n}: must be in [1, {MOST_CHOICES}]", "n")
+    if fields.stream_options is not None and not fields.stream:
+        raise BadRequest("stream_options: needs stream to be true", "stream_options")
+    user = client_named("user", fields.user)
+    identifier = client_named("safety_identifier", getattr(fields, "safety_identifier", None))
+    gap = fields.max_gap_ms
+    if gap is not None and not SHORTEST_GAP_MS <= gap <= LONGEST_GAP_MS:
+        raise BadRequest(f"max_gap_ms={gap:g}: must be in [{SHORTEST_GAP_MS}, {LONGEST_GAP_MS}]", "max_gap_ms")
+    return CompletionRequest(
+        model=fields.model,
+        prompts=prompts,
+        conversation=conversation,
+        params=_params(fields, max_tokens, limit_name, logprobs, defaults),
+        max_tokens=max_tokens,
+        n=n,
+        stream=bool(fields.stream),
+        include_usage=fields.stream_options is not None and bool(fields.stream_options.include_usage),
+        usage_always=fields.stream_options is not None and bool(fields.stream_options.continuous_usage_stats),
+        priority=None if fields.priority is None else PRIORITIES[fields.priority],
+        client=user if user is not None else identifier,
+        time_limit=time_limit_of(fields.deadline_ms),
+        max_gap=None if gap is None else gap / 1e3,
+        prompt_logprobs=_prompt_logprobs(fields),
+        told_of_prompt=fields.prompt_logprobs,
+        form_field="response_format" if fields.structured_outputs is None else "structured_outputs",
+    )
+
+
+def _prompt_logprobs(fields: CommonFields) -> int | None:
+    count = fields.prompt_logprobs
+    if count is None:
+        return None
+    if not 0 <= count <= MOST_LOGPROBS:
+        raise BadRequest(f"prompt_logprobs={count}: must be in [0, {MOST_LOGPROBS}]", "prompt_logprobs")
+    if fields.stream:
+        raise BadRequest("prompt_logprobs: goes without stream", "prompt_logprobs")
+    return count
+
+
+def _params(
+    fields: CommonFields, max_tokens: int | None, limit_name: str, logprobs: int | None, defaults: DefaultsOf
+) -> SamplingParams:
+    said: dict[str, Any] = {name: getattr(fields, name) for name in _AS_SAID}
+    of_model = defaults(fields.model)
+    stop = (fields.stop,) if isinstance(fields.stop, str) else tuple(fields.stop or ())
+    least = fields.min_tokens or 0
+    try:
+        return SamplingParams(
+            max_tokens=max(1, least) if max_tokens is None else max_tokens,
+            seed=fields.seed,
+            stop=stop,
+            stop_token_ids=tuple(fields.stop_token_ids or ()),
+            include_stop=bool(fields.include_stop_str_in_output),
+            min_tokens=least,
+            ignore_eos=bool(fields.ignore_eos),
+            logprobs=logprobs,
+            presence_penalty=fields.presence_penalty or 0.0,
+            frequency_penalty=fields.frequency_penalty or 0.0,
+            logit_bias=tuple(_bias(fields.logit_bias)),
+            constraint=constraint_of(fields.response_format, fields.structured_outputs),
+            **{name: getattr(of_model, name) if value is None else value for name, value in said.items()},
+        )
+    except ConfigError as error:
+        found = _OF_SAMPLING.match(error.message)
+        name = found[1] if found else None
+        param = limit_name if name == "max_tokens" else name
+        message = error.message if param is None else f"{param}={error.message.partition('=')[2]}"
+        raise BadRequest(message, param) from None
+
+
+def _bias(said: dict[str, float] | None) -> Iterator[tuple[int, float]]:
+    for key, by in (said or {}).items():
+        if not (key.isascii() and key.isdigit() and len(key) < 11 and key == str(int(key))):  # each id once
+            raise BadRequest(f"logit_bias: the key {key[:50]!r} is no token id", "logit_bias")
+        yield int(key), by
+
+
+def _message(place: int, message: Message) -> dict[str, Any]:
+    """As templates know it: what clients send, with the arguments of calls as objects."""
+    where = f"messages[{place}]"
+    for name in OF_ANSWERS:
+        if getattr(message, name) not in (None, [], ""):
+            raise BadRequest(f"{where}.{name}: is not supported here; leave it out", f"{where}.{name}")
+    if message.content is None and not message.tool_calls:
+        raise BadRequest(f"{where}.content: is missing", f"{where}.content")
+    text = text_of(f"{where}.content", message.content or "", "text")
+    found: dict[str, Any] = {"role": role_of(message.role), "content": text}
+    for name in ("name", "tool_call_id", "reasoning_content"):
+        if getattr(message, name) is not None:
+            found[name] = getattr(message, name)
+    if message.tool_calls:
+        found["tool_calls"] = calls = []
+        for i, call in enumerate(message.tool_calls):
+            name, arguments = call.function.name, call.function.arguments
+            calls.append(sent_call(f"{where}.tool_calls[{i}].function.arguments", call.id, name, arguments))
+    return found
+
+
+def refused(error: ConfigError, field: str) -> BadRequest:
+    """A prompt or a conversation that the tokenizer, its template or the processor does not take."""
+    message = error.message
+    where, _, rest = message.partition(": ")
+    if "/" in where or "\\" in where:  # callers need not know where the model is on this machine
+        message = rest
+    found = _OF_MESSAGE.match(message)
+    if found is None or not (found[1].startswith(field) or found[1] in ("stop_token_ids", "logit_bias")):
+        return BadRequest(f"{field}: {message}", field)
+    return BadRequest(message, found[1])
+
+
+def time_limit_of(deadline_ms: float | None) -> float | None:
+    """The time limit in seconds, or the BadRequest that says what it may be."""
+    if deadline_ms is None:
+        return None
+    if not 0.0 < deadline_ms <= 600_000.0:
+        raise BadRequest(f"deadline_ms={deadline_ms:g}: must be in (0, 600000]", "deadline_ms")
+    return deadline_ms / 1e3
+
+
+def client_named(field: str, name: str | None) -> str | None:
+    """The client that a request names in this field."""
+    if name is None:
+        return None
+    try:
+        check_id(field, name)
+    except Exception as error:
+        raise BadRequest(str(error), field) from None
+    return name

@@ -1,0 +1,396 @@
+"""POST /v1/responses: from a body of OpenAI's Responses API to the same request that a chat makes.
+
+Nothing is stored: what a conversation said before is sent again, as items of `input`. A field that is not supported is
+refused with its name if its value would change the answer. The further fields of `MoreFields` are taken here, too.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import Any, Final, Literal
+
+import msgspec
+
+from reflex_runtime.core.errors import ReflexError
+from reflex_runtime.llm.api.chat import (
+    check_arguments,
+    check_length,
+    no_effort,
+    role_of,
+    sent_call,
+    template_variables,
+    text_of,
+)
+from reflex_runtime.llm.api.decode import decode
+from reflex_runtime.llm.api.errors import BadRequest, renamed, told
+from reflex_runtime.llm.api.fields import (
+    AskedTools,
+    ChatFields,
+    ChosenFunction,
+    JsonSchemaFormat,
+    MessagePart,
+    ResponseFormat,
+    SampledFields,
+    ToolFunction,
+    plain_of,
+    said_as,
+    tools_of,
+)
+from reflex_runtime.llm.api.replies import Kind, PartWriter, ReplyContext
+from reflex_runtime.llm.api.requests import CompletionRequest, DefaultsOf, conversing, no_defaults
+from reflex_runtime.llm.engine.tokenizer import Conversation
+from reflex_runtime.llm.engine.tools import ToolCall
+from reflex_runtime.web.fields import Whole
+from reflex_runtime.web.json import encode
+
+PATH: Final = "/v1/responses"
+MOST_METADATA: Final = 16
+MOST_KEY, MOST_VALUE = 64, 512  # characters of it; the answer repeats them
+_EVENTS: Final = {"thought": "response.reasoning_text", "text": "response.output_text"}
+
+
+class InputItem(msgspec.Struct, forbid_unknown_fields=True):
+    """An item of a conversation: a message, a call, its result, or a thought. id and status are of earlier answers."""
+
+    type: str = "message"
+    role: Literal["system", "developer", "user", "assistant"] | None = None
+    content: str | list[MessagePart] | None = None
+    id: Any = None
+    status: Any = None
+    phase: Any = None
+    call_id: str | None = None
+    name: str | None = None
+    arguments: str | None = None
+    output: str | list[MessagePart] | None = None
+    summary: Any = None
+    encrypted_content: Any = None
+
+
+class FlatTool(msgspec.Struct, forbid_unknown_fields=True):
+    """A function that the model may call. Tools that a server would run are refused."""
+
+    type: str
+    name: str | None = None
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class FlatChoice(msgspec.Struct, forbid_unknown_fields=True):
+    """`tool_choice` of one function."""
+
+    type: Literal["function"]
+    name: str
+
+
+class TextFormat(msgspec.Struct, forbid_unknown_fields=True):
+    """The form of the answer; description and strict are for people and other servers: it always holds."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    schema: msgspec.Raw = msgspec.Raw()
+    description: str | None = None
+    strict: bool | None = None
+
+
+class TextConfig(msgspec.Struct, forbid_unknown_fields=True):
+    """What the text of the answer is to be like."""
+
+    format: TextFormat | None = None
+    verbosity: str | None = None
+
+
+class Padding(msgspec.Struct, forbid_unknown_fields=True):
+    """include_obfuscation concerns padding only: it has no effect here."""
+
+    include_obfuscation: bool | None = None
+
+
+class ResponseFields(SampledFields, kw_only=True):
+    """The body of POST /v1/responses."""
+
+    input: str | list[InputItem]
+    instructions: str | None = None
+    max_output_tokens: Whole | None = None
+    stream_options: Padding | None = None
+    text: TextConfig | None = None
+    tools: list[FlatTool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | FlatChoice | None = None
+    parallel_tool_calls: bool | None = None
+    metadata: dict[str, str] | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_options: Any = None
+    prompt_cache_retention: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    access_programs: Any = None
+    background: bool | None = None
+    background_options: Any = None
+    context_management: Any = None
+    conversation: Any = None
+    image: Any = None
+    include: list[str] | None = None
+    max_tool_calls: Any = None
+    moderation: Any = None
+    previous_response_id: str | None = None
+    prompt: Any = None
+    reasoning: Any = None
+    service_tier: str | None = None
+    store: bool | None = None
+    top_logprobs: Whole | None = None
+    truncation: str | None = None
+
+
+PLAIN: Final = plain_of(ResponseFields, prompt=(), top_logprobs=(0,))
+_response = msgspec.json.Decoder(ResponseFields)
+
+
+def response(body: bytes, defaults: DefaultsOf = no_defaults) -> CompletionRequest:
+    """POST /v1/responses, or the BadRequest that names what is wrong. defaults: of a model, by its name."""
+    fields = decode(_response, body, PLAIN)
+    tools, shown = _tools(fields)
+    variables = no_effort((fields.reasoning or {}).get("effort")) | template_variables(fields.chat_template_kwargs)
+    conversation = Conversation(_messages(fields), shown, variables)
+    common = ChatFields(
+        messages=[],
+        safety_identifier=fields.safety_identifier,
+        response_format=_form(fields.text),
+        **said_as(SampledFields, fields),
+    )
+    if fields.stream_options is not None and not fields.stream:
+        raise BadRequest("stream_options: needs stream to be true", "stream_options")
+    _check_metadata(fields.metadata or {})
+    names = {"response_format.json_schema": "text.format", "response_format": "text.format"}
+    with renamed(names):
+        limit = fields.max_output_tokens
+        asked = conversing(common, conversation, limit, "max_output_tokens", defaults, tools)
+    said = _said(fields, asked)
+    return replace(asked, form_field="text.format", prompt_field="input", said=said)
+
+
+def _check_metadata(metadata: dict[str, str]) -> None:
+    if len(metadata) > MOST_METADATA:
+        raise BadRequest(f"metadata: holds {len(metadata)} pairs, at most {MOST_METADATA}", "metadata")
+    key, value = (max(map(len, texts), default=0) for texts in (metadata.keys(), metadata.values()))
+    if key > MOST_KEY or value > MOST_VALUE:
+        told = f"a key has {key} characters and a value {value}, at most {MOST_KEY} and {MOST_VALUE} are taken"
+        raise BadRequest(f"metadata: {told}", "metadata")
+
+
+def _form(text: TextConfig | None) -> ResponseFormat | None:
+    if text is None:
+        return None
+    if text.verbosity not in (None, "medium"):
+        raise BadRequest("text.verbosity: is not supported here; leave it out", "text.verbosity")
+    if text.format is None:
+        return None
+    of = text.format
+    return ResponseFormat(of.type, JsonSchemaFormat(of.name or "answer", of.schema))
+
+
+def _said(fields: ResponseFields, asked: CompletionRequest) -> dict[str, Any]:
+    """What an answer repeats of its request."""
+    return {
+        "instructions": fields.instructions,
+        "max_output_tokens": fields.max_output_tokens,
+        "metadata": fields.metadata or {},
+        "parallel_tool_calls": fields.parallel_tool_calls is not False,
+        "previous_response_id": None,
+        "store": False,
+        "temperature": asked.params.temperature,
+        "text": {"format": _format(fields.text)},
+        "tool_choice": fields.tool_choice or "auto",
+        "tools": fields.tools or [],
+        "top_p": asked.params.top_p,
+        "truncation": "disabled",
+    }
+
+
+def _format(text: TextConfig | None) -> dict[str, Any]:
+    if text is None or text.format is None:
+        return {"type": "text"}
+    of = text.format
+    said = {"type": of.type, "name": of.name, "description": of.description, "strict": of.strict}
+    found = {name: value for name, value in said.items() if value is not None}
+    schema = bytes(of.schema)  # a copy: what msgspec gives keeps the whole body in memory
+    return found | ({"schema": msgspec.Raw(schema)} if schema else {})
+
+
+def _tools(fields: ResponseFields) -> tuple[AskedTools, list[dict[str, Any]]]:
+    sent = []
+    for i, tool in enumerate(fields.tools or ()):
+        if tool.type != "function" or tool.name is None:
+            name = f"tools[{i}]"
+            raise BadRequest(f"{name}: has type {tool.type[:50]!r}; only type function, with its name, is taken", name)
+        sent.append(ToolFunction(tool.name, tool.description, tool.parameters, tool.strict))
+    choice = fields.tool_choice
+    chosen = ChosenFunction(choice.name) if isinstance(choice, FlatChoice) else choice
+    return tools_of(sent, chosen, fields.parallel_tool_calls)
+
+
+# -- the conversation --------------------------------------------------------------------------------------------------
+
+
+def _messages(fields: ResponseFields) -> list[dict[str, Any]]:
+    """As chat templates know it: calls and thoughts are parts of the assistant's message."""
+    found: list[dict[str, Any]] = []
+    if fields.instructions is not None:
+        found.append({"role": "system", "content": fields.instructions})
+    if isinstance(fields.input, str):
+        return [*found, {"role": "user", "content": fields.input}]
+    items = fields.input
+    check_length("input", len(items), sum(len(item.content) for item in items if isinstance(item.content, list)))
+    check_arguments("input", "arguments of its function_calls", (item.arguments or "" for item in items))
+    thought = ""
+    for i, item in enumerate(items):
+        where = f"input[{i}]"
+        if item.type == "reasoning":
+            thought += _thought(where, item)
+            continue
+        message = _item(where, item)
+        if item.type == "function_call" and found and found[-1]["role"] == "assistant" and not thought:
+            found[-1].setdefault("tool_calls", []).extend(message["tool_calls"])
+            continue
+        if thought and message["role"] != "assistant":  # of an answer that was cut before it said anything
+            found.append({"role": "assistant", "content": "", "reasoning_content": thought})
+        elif thought:
+            message["reasoning_content"] = thought
+        thought = ""
+        found.append(message)
+    return found
+
+
+def _item(where: str, item: InputItem) -> dict[str, Any]:
+    if item.type == "message" and item.role is not None:
+        return {"role": role_of(item.role), "content": _text(f"{where}.content", item.content)}
+    if item.type == "function_call" and item.call_id is not None and item.name is not None:
+        call = sent_call(f"{where}.arguments", item.call_id, item.name, item.arguments or "")
+        return {"role": "assistant", "content": "", "tool_calls": [call]}
+    if item.type == "function_call_output" and item.call_id is not None:
+        return {"role": "tool", "tool_call_id": item.call_id, "content": _text(f"{where}.output", item.output)}
+    told = "only message, function_call, function_call_output and reasoning, each whole, are taken"
+    raise BadRequest(f"{where}: has type {item.type[:50]!r}; {told}", where)
+
+
+def _thought(where: str, item: InputItem) -> str:
+    if item.encrypted_content is not None:
+        name = f"{where}.encrypted_content"
+        raise BadRequest(f"{name}: is not supported here; leave it out", name)
+    return "" if item.content is None else text_of(f"{where}.content", item.content, "reasoning_text")
+
+
+def _text(where: str, content: str | list[MessagePart] | None) -> str:
+    if content is None:
+        raise BadRequest(f"{where}: is missing", where)
+    return text_of(where, content, "input_text", "output_text", "text")
+
+
+class ResponseAnswer(PartWriter):
+    """The answer to one request. See `Writer`."""
+
+    def __init__(self, reply: ReplyContext) -> None:
+        super().__init__(reply)
+        self.id = f"resp_{reply.id}"
+        self._created = int(time.time())
+        self._items: list[dict[str, Any]] = []
+        self._number = 0
+
+    def end(self) -> bytes:
+        status = self._status()
+        return self._event(f"response.{status}", response=self._response(status))
+
+    def failed(self, error: ReflexError) -> bytes:
+        found = told(error)
+        return self._event("error", code=found.code, message=found.message, param=found.param)
+
+    def whole(self) -> bytes:
+        return encode(self._response(self._status()))
+
+    def _status(self) -> str:
+        return "incomplete" if self._finish == "length" else "completed"
+
+    def _response(self, status: str) -> dict[str, Any]:
+        begun = status == "in_progress"
+        asked = self._reply.asked
+        return {
+            "id": self.id,
+            "object": "response",
+            "created_at": self._created,
+            "status": status,
+            "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "model": asked.model,
+            "output": [] if begun else self._items,
+            "usage": None if begun else self._usage(),
+            **asked.said,
+        }
+
+    def _usage(self) -> dict[str, Any]:
+        usage = self._reply.usage()
+        return {
+            "input_tokens": usage.prompt_tokens,
+            "input_tokens_details": {"cached_tokens": usage.prompt_tokens_details.cached_tokens},
+            "output_tokens": usage.completion_tokens,
+            "output_tokens_details": {"reasoning_tokens": self._thought_tokens},
+            "total_tokens": usage.total_tokens,
+        }
+
+    # -- parts ---------------------------------------------------------------------------------------------------------
+
+    def _begin(self) -> bytes:
+        begun = self._response("in_progress")
+        return self._event("response.created", response=begun) + self._event("response.in_progress", response=begun)
+
+    def _opened(self, kind: Kind) -> bytes:
+        item = self._item(kind, "in_progress", [])
+        begun = self._event("response.output_item.added", output_index=len(self._items), item=item)
+        return begun + self._of_part("response.content_part.added", part=_part(kind, ""))
+
+    def _said(self, kind: Kind, text: str) -> bytes:
+        more: dict[str, Any] = {"logprobs": []} if kind == "text" else {}
+        return self._of_part(f"{_EVENTS[kind]}.delta", delta=text, **more)
+
+    def _closed(self, kind: Kind, text: str) -> bytes:
+        more: dict[str, Any] = {"logprobs": []} if kind == "text" else {}
+        done = self._of_part(f"{_EVENTS[kind]}.done", text=text, **more)
+        done += self._of_part("response.content_part.done", part=_part(kind, text))
+        cut = kind == "text" and self._finish == "length"
+        return done + self._add(self._item(kind, "incomplete" if cut else "completed", [_part(kind, text)]))
+
+    def _called(self, call: ToolCall) -> bytes:
+        index, id = len(self._items), f"fc_{self._reply.id}_{len(self._items)}"
+        item = {"id": id, "type": "function_call", "call_id": call.id, "name": call.name}
+        of = {"item_id": id, "output_index": index}
+        begun = self._event(
+            "response.output_item.added", output_index=index, item=item | {"arguments": "", "status": "in_progress"}
+        )
+        name = "response.function_call_arguments"
+        said = self._event(f"{name}.delta", **of, delta=call.arguments)
+        said += self._event(f"{name}.done", **of, name=call.name, arguments=call.arguments)
+        return begun + said + self._add(item | {"arguments": call.arguments, "status": "completed"})
+
+    def _add(self, item: dict[str, Any]) -> bytes:
+        self._items.append(item)
+        return self._event("response.output_item.done", output_index=len(self._items) - 1, item=item)
+
+    def _id(self) -> str:
+        return f"item_{self._reply.id}_{len(self._items)}"
+
+    def _item(self, kind: Kind, status: str, content: list[Any]) -> dict[str, Any]:
+        if kind == "thought":
+            return {"id": self._id(), "type": "reasoning", "summary": [], "content": content, "status": status}
+        return {"id": self._id(), "type": "message", "role": "assistant", "content": content, "status": status}
+
+    def _of_part(self, type: str, **fields: Any) -> bytes:
+        return self._event(type, item_id=self._id(), output_index=len(self._items), content_index=0, **fields)
+
+    def _event(self, type: str, **fields: Any) -> bytes:
+        self._number += 1
+        return super()._event(type, sequence_number=self._number - 1, **fields)
+
+
+def _part(kind: Kind, text: str) -> dict[str, Any]:
+    if kind == "thought":
+        return {"type": "reasoning_text", "text": text}
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}

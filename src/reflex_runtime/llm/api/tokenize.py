@@ -1,0 +1,146 @@
+"""POST /tokenize and /detokenize, as vLLM has them, and /v1/messages/count_tokens: what the tokenizer alone answers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import Any, TypeVar
+
+import msgspec
+
+from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.llm.api.decode import decode, token_ids
+from reflex_runtime.llm.api.errors import BadRequest, too_deep
+from reflex_runtime.llm.api.fields import ChatFields, Message, ToolField
+from reflex_runtime.llm.api.messages import InputTokens, counted
+from reflex_runtime.llm.api.requests import chat_request, refused
+from reflex_runtime.llm.engine.generation import Generator
+from reflex_runtime.llm.engine.tokenizer import Conversation
+from reflex_runtime.web.json import encode
+
+T = TypeVar("T")
+Question = tuple[str | None, Callable[[Generator[Any]], Awaitable[bytes]]]
+"""The model that is asked, and what makes the answer."""
+FEW = 1000  # tokens; the texts of more are made beside the loop
+
+
+class TokenizeFields(msgspec.Struct, forbid_unknown_fields=True):
+    """The body of POST /tokenize: a prompt, or messages. model: may be left out. return_token_strs: each token's text,
+    too. add_special_tokens, add_generation_prompt: as the model is asked; other values are refused."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Message] | None = None
+    tools: list[ToolField] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template: str | None = None
+
+
+class DetokenizeFields(msgspec.Struct, forbid_unknown_fields=True):
+    """The body of POST /detokenize."""
+
+    tokens: msgspec.Raw  # many are decoded piece by piece
+    model: str | None = None
+
+
+class TokenIds(msgspec.Struct):
+    """What /tokenize answers. count: of the tokens. max_model_len: how many a request may have, output included."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class Detokenized(msgspec.Struct):
+    """What /detokenize answers. prompt: their text, special tokens left out."""
+
+    prompt: str
+
+
+PLAIN = {
+    "add_special_tokens": True,
+    "add_generation_prompt": True,
+    "continue_final_message": False,
+    "chat_template": "",
+}
+_PLAIN = {name: (value,) for name, value in PLAIN.items()}
+_tokenize = msgspec.json.Decoder(TokenizeFields)
+_detokenize = msgspec.json.Decoder(DetokenizeFields)
+
+
+def tokenize(body: bytes) -> Question:
+    """The body of POST /tokenize, or the BadRequest that names what is wrong."""
+    fields = decode(_tokenize, body, _PLAIN)
+    if (fields.prompt is None) == (fields.messages is None):
+        raise BadRequest("prompt: send it or messages, one of them", "prompt")
+    if fields.prompt is not None and (fields.tools or fields.chat_template_kwargs):
+        raise BadRequest("prompt: goes without tools and chat_template_kwargs, which are for messages", "prompt")
+    what = fields.prompt if fields.prompt is not None else _conversation(fields)
+    return fields.model, partial(_tokenized, what, bool(fields.return_token_strs))
+
+
+def detokenize(body: bytes) -> Question:
+    """The body of POST /detokenize, or the BadRequest that names what is wrong."""
+    fields = decode(_detokenize, body, {})
+    return fields.model, partial(_detokenized, token_ids(bytes(fields.tokens), "tokens"))
+
+
+def count_tokens(body: bytes) -> Question:
+    """The body of POST /v1/messages/count_tokens, or the BadRequest that names what is wrong."""
+    name, conversation = counted(body)
+    return name, partial(_counted, conversation)
+
+
+async def _tokenized(what: str | Conversation, texts: bool, model: Generator[Any]) -> bytes:
+    ids = await _ids(what, model)
+    token, strings = model.tokenizer.token, None
+    if texts:
+        strings = await beside(len(ids), lambda: [token(id) for id in ids])
+    return encode(TokenIds(len(ids), model.limits.max_model_len, ids, strings))
+
+
+async def _counted(conversation: Conversation, model: Generator[Any]) -> bytes:
+    return encode(InputTokens(len(await _ids(conversation, model))))
+
+
+async def _ids(what: str | Conversation, model: Generator[Any]) -> list[int]:
+    """The tokens of a text, or of a conversation in the model's own form; BadRequest where it has none."""
+    try:
+        return (await model.encode([what]))[0] if isinstance(what, str) else await model.encode_chat(what)
+    except RecursionError:
+        raise too_deep() from None
+    except ConfigError as error:
+        raise refused(error, "prompt" if isinstance(what, str) else "messages") from None
+
+
+async def beside(tokens: int, work: Callable[[], T]) -> T:
+    """What it returns; of many tokens it is done in a thread."""
+    if tokens <= FEW:
+        return work()
+    return await asyncio.get_running_loop().run_in_executor(None, work)
+
+
+def _conversation(fields: TokenizeFields) -> Conversation:
+    """What the chat endpoint would make of it."""
+    chat = ChatFields(
+        model="", messages=fields.messages or [], tools=fields.tools, chat_template_kwargs=fields.chat_template_kwargs
+    )
+    conversation = chat_request(chat).conversation
+    assert conversation is not None
+    return conversation
+
+
+async def _detokenized(ids: list[int], model: Generator[Any]) -> bytes:
+    longest, most, decoder = model.limits.max_model_len, model.limits.vocab_size, model.tokenizer.decode
+    if len(ids) > longest:
+        raise BadRequest(f"tokens: holds {len(ids)}, and the model's context {longest}", "tokens")
+    if ids and not (min(ids) >= 0 and max(ids) < most):
+        raise BadRequest(f"tokens: must be in [0, {most - 1}], not {min(ids)} to {max(ids)}", "tokens")
+    return encode(Detokenized(await beside(len(ids), lambda: decoder(ids))))

@@ -1,0 +1,154 @@
+"""The application of a model server: the APIs of the served model, and the pages that say how it is and what it takes.
+
+Every answer has `X-Request-Id`, the caller's own where it sent one; every error has its API's body, and says in
+`X-Should-Retry` whether a retry is safe.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Final
+from urllib.parse import unquote
+
+from reflex_runtime.core.errors import ReflexError
+from reflex_runtime.llm.api import messages, responses, tokenize
+from reflex_runtime.llm.api import requests as wire
+from reflex_runtime.llm.api.answers import Answer
+from reflex_runtime.llm.api.completions import CompletionHandler, read_body
+from reflex_runtime.llm.api.errors import error_body, told
+from reflex_runtime.llm.api.messages import FORM, MessageAnswer
+from reflex_runtime.llm.api.openapi import document
+from reflex_runtime.llm.api.replies import ModelApi
+from reflex_runtime.llm.api.responses import ResponseAnswer
+from reflex_runtime.llm.api.spans import GenerationSpans
+from reflex_runtime.llm.server.lifecycle import ServerState
+from reflex_runtime.llm.server.live_view import watchers_of
+from reflex_runtime.llm.server.model_host import ModelPlan, Open
+from reflex_runtime.observe import metrics
+from reflex_runtime.version import __version__
+from reflex_runtime.web.app import App
+from reflex_runtime.web.dashboard import dashboard_routes
+from reflex_runtime.web.form import JSON, ErrorForm, Refusal
+from reflex_runtime.web.json import encode
+from reflex_runtime.web.openapi import page
+from reflex_runtime.web.request import HttpRequest, HttpResponse, Route
+from reflex_runtime.web.serve import Make
+from reflex_runtime.web.supervisor import Parent
+
+MODELS: Final = "/v1/models"
+OPEN_PATHS: Final = ("/health", "/metrics", "/version", "/openapi.json", "/docs")
+DIALECTS: Final = (
+    ModelApi("/v1/completions", wire.completion, partial(Answer, chat=False)),
+    ModelApi("/v1/chat/completions", wire.chat, partial(Answer, chat=True)),
+    ModelApi(responses.PATH, responses.response, ResponseAnswer),
+    ModelApi(messages.PATH, messages.message, MessageAnswer, FORM),
+)
+_OTHERS: Final = ("/v1/embeddings", "/v1/audio/transcriptions", "/v1/images/generations", "/v1/batches")
+
+
+class ModelServer:
+    """The APIs of the model. app: the application that carries them."""
+
+    def __init__(self, state: ServerState) -> None:
+        self.state, config = state, state.plan.config
+        spans = None if state.spans is None else GenerationSpans(state.spans, state.plan.name)
+        self._completing = CompletionHandler(state, spans)
+        most = config.max_body_bytes
+        questions = [
+            Route(api.path, partial(self._completing.complete, api), "POST", most=most, form=api.form,
+                  refused=None if spans is None else spans.failed)
+            for api in DIALECTS
+        ]  # fmt: skip
+        questions += [
+            Route("/tokenize", partial(self._of_tokens, tokenize.tokenize), "POST", most=most),
+            Route("/detokenize", partial(self._of_tokens, tokenize.detokenize), "POST", most=most),
+            Route(messages.COUNT, partial(self._of_tokens, tokenize.count_tokens), "POST", most=most, form=FORM),
+        ]
+        pages = [
+            Route(MODELS, self._cards),
+            Route("/health", self._health, open=True),
+            Route("/metrics", self._metrics, open=True),
+            Route("/version", self._version, open=True),
+            Route("/openapi.json", self._openapi, open=True),
+            Route("/docs", self._docs, open=True),
+            Route("/status", self._status),
+            *dashboard_routes(watchers_of(state)),
+        ]
+        card = Route(MODELS + "/{id}", self._card)
+        self.app = App(
+            config,
+            {route.path: route for route in [*questions, *pages]},
+            ErrorForm(_refuse, keeps_id=True),
+            find=lambda path: card if path.startswith(MODELS + "/") else None,
+            on_answer=self._count,
+            missing=_missing,
+            cors=config.cors,
+        )
+
+    def _count(self, request: HttpRequest, status: int) -> None:
+        self.state.answered("other" if request.route is None else request.route.path, status)
+
+    async def _of_tokens(self, read: Callable[[bytes], tokenize.Question], request: HttpRequest) -> HttpResponse:
+        """Answer what only the tokenizer is asked for."""
+        host = self.state.ready()
+        name, answer = await read_body(request, read)
+        if name is not None:
+            self.state.adapter(name)
+        return HttpResponse(200, await answer(host.generator))
+
+    # -- pages ---------------------------------------------------------------------------------------------------------
+
+    async def _cards(self, request: HttpRequest) -> HttpResponse:
+        return HttpResponse(200, encode({"object": "list", "data": list(map(self.state.card, self.state.names))}))
+
+    async def _card(self, request: HttpRequest) -> HttpResponse:
+        return HttpResponse(200, encode(self.state.card(unquote(request.path[len(MODELS) + 1 :]))))
+
+    async def _health(self, request: HttpRequest) -> HttpResponse:
+        body = self.state.health()
+        return HttpResponse(200 if body["status"] == "ok" else 503, encode(body))
+
+    async def _metrics(self, request: HttpRequest) -> HttpResponse:
+        return HttpResponse(200, await self.state.metrics(), metrics.CONTENT_TYPE.encode())
+
+    async def _status(self, request: HttpRequest) -> HttpResponse:
+        return HttpResponse(200, encode(await self.state.status()))
+
+    async def _version(self, request: HttpRequest) -> HttpResponse:
+        return HttpResponse(200, encode({"version": __version__}))
+
+    async def _openapi(self, request: HttpRequest) -> HttpResponse:
+        return HttpResponse(200, self._document(request))
+
+    async def _docs(self, request: HttpRequest) -> HttpResponse:
+        shown = page(self._document(request), request.headers.get(b"host", b""))
+        return HttpResponse(200, shown, b"text/html; charset=utf-8")
+
+    def _document(self, request: HttpRequest) -> bytes:
+        """The model is named to those who may ask /v1/models."""
+        state, unguarded = self.state, OPEN_PATHS if self.app.has_key else None
+        limits = None if state.host is None else state.host.generator.limits
+        return document(state.names, state.plan.config.max_queue, limits, unguarded, self.app.knows(request))
+
+
+def _refuse(error: ReflexError, request_id: str, packed: bool) -> Refusal:
+    retry = (b"x-should-retry", b"true" if error.retry_safe else b"false")
+    return Refusal(told(error).status, error_body(error), JSON, [retry])
+
+
+def _missing(path: str) -> str:
+    """What is said of a path that is not served."""
+    known = path.rstrip("/")
+    why = "no such path" if known else "there is no page here; look at /docs and /dashboard"
+    return f"{path[:200]}: {'is not served here' if known in _OTHERS else why}"
+
+
+def serving(plan: ModelPlan, open: Open) -> Make:
+    """What `web.serve` makes to serve a model. open: see `ServerState`."""
+
+    def make(on_lost: Callable[[], None], parent: Parent | None) -> tuple[App, ServerState]:
+        state = ServerState(plan, open, on_lost, None if parent is None else parent.lives)
+        return ModelServer(state).app, state
+
+    return make

@@ -1,0 +1,213 @@
+"""The model that `reflex serve MODEL_DIR` serves: its names, its states, its series, and those who watch it.
+
+States: initializing → loading → warming → ready; `warmup_failed`; `degraded` while a step hangs; `restarting` while no
+runtime process is there; `draining`. The object exists, and has a state, before a model is loaded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from prometheus_client import CollectorRegistry, generate_latest
+
+from reflex_runtime.core.errors import Closed, ConfigError
+from reflex_runtime.llm.engine.generation_options import SamplingDefaults
+from reflex_runtime.llm.server.model_host import ModelHost, ModelPlan, Open
+from reflex_runtime.observe.series import SeriesSet
+from reflex_runtime.observe.series_table import MODEL_SERVER
+from reflex_runtime.observe.spans import StepSpans, spans_of
+from reflex_runtime.run.audience import Sink
+from reflex_runtime.run.process import in_thread
+from reflex_runtime.web.errors import NotFound, NotReady
+from reflex_runtime.web.json import printable
+
+if TYPE_CHECKING:  # a runtime process loads this module and serves no HTTP
+    from reflex_runtime.web.supervisor import Lives
+
+log = logging.getLogger("reflex.server")
+
+NAMED = 20  # names that an error tells
+UNTOLD = 1.0  # seconds at the end in which answers that are made are sent
+
+
+class ModelNotFound(NotFound):
+    """No model of that name is served."""
+
+
+class ServerState:
+    """The model of one server: its names, its state, its series. `start` returns when it is ready or has failed.
+
+    open: makes the host, called once; what it raises means that the model could not be loaded. on_fatal: called on the
+    loop when the model is lost for good. lives: what the server's supervisor knows, where there is one.
+    """
+
+    def __init__(
+        self, plan: ModelPlan, open: Open, on_fatal: Callable[[], None] | None = None, lives: Lives | None = None
+    ) -> None:
+        self.plan, self.lives = plan, lives
+        self.error = ""
+        self.unusable = False  # a directory or an option is wrong: there is nothing to wait for
+        self.registry = CollectorRegistry()
+        self.host: ModelHost | None = None
+        self.on_drain: list[Callable[[], None]] = []
+        self.spans = spans_of(plan.config.otel, plan.config.otel_sample, self.registry, StepSpans)
+        self._sinks: list[Sink] = [] if self.spans is None else [self.spans]
+        self._adapters = {plan.name: "", **{f"{plan.name}:{adapter}": adapter for adapter in plan.adapters}}
+        self._created = int(time.time())
+        self._open, self._on_fatal = open, on_fatal
+        self._state = "initializing"
+        self._clean = True
+        self._answers = SeriesSet(MODEL_SERVER, self.registry)
+
+    # -- names ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def names(self) -> list[str]:
+        """Every name that a request may ask for: the model's, and MODEL:ADAPTER of its adapters."""
+        return list(self._adapters)
+
+    def adapter(self, name: str) -> str:
+        """The adapter that this name asks for, "" for the model itself. Raises ModelNotFound with the names that there
+        are."""
+        found = self._adapters.get(name)
+        if found is None:
+            verb = "does" if len(self._adapters) == 1 else "do"
+            names = ", ".join(map(repr, self.names[:NAMED])) + (", …" if len(self._adapters) > NAMED else "")
+            raise ModelNotFound(printable(f"the model {name[:200]!r} does not exist; {names} {verb}"))
+        return found
+
+    def defaults(self, name: str) -> SamplingDefaults:
+        """How a request is sampled that does not say it. Raises ModelNotFound."""
+        self.adapter(name)
+        return self.plan.defaults
+
+    def card(self, name: str) -> dict[str, Any]:
+        """What /v1/models tells of this name. Raises ModelNotFound."""
+        card: dict[str, Any] = {"id": name, "object": "model", "created": self._created, "owned_by": "reflex"}
+        card |= {"root": self.plan.name, "parent": self.plan.name if self.adapter(name) else None}
+        if self.host is not None:
+            card["max_model_len"] = self.host.generator.limits.max_model_len
+            card["sampling_defaults"] = asdict(self.plan.defaults)
+        return card
+
+    # -- its states ----------------------------------------------------------------------------------------------------
+
+    @property
+    def state(self) -> str:
+        return self.host.state if self._state == "ready" and self.host is not None else self._state
+
+    def ready(self) -> ModelHost:
+        """What answers requests. Raises if it cannot: nothing is loaded yet, or no more are accepted."""
+        if self._state == "draining":
+            raise Closed("the server is shutting down", retry_after=1.0)
+        if self._state == "warmup_failed":
+            raise NotReady(f"the model could not be loaded: {self.error}", state=self._state)
+        if self.host is None or self._state != "ready":
+            raise NotReady(f"the server is {self._state}", retry_after=1.0, state=self._state)
+        return self.host
+
+    async def start(self) -> None:
+        """Load, warm up, serve. A failure ends in the state `warmup_failed`, with its error.
+
+        Cancelling does not end the thread that loads: reading a model cannot be interrupted.
+        """
+        self._clean = False
+        try:
+            self.host = await self._open(self)
+        except Exception as error:
+            self._state = "warmup_failed"
+            self.unusable = isinstance(error, ConfigError)  # the message says what to mend, so no stack is logged
+            self.error = str(error) if self.unusable else f"{type(error).__name__}: {error}"
+            if not self.unusable:
+                log.exception("the model could not be started")
+        else:
+            self._state = "ready"
+            for sink in self._sinks:
+                self.host.add_sink(sink)
+        self._clean = True
+
+    def add_sink(self, sink: Sink) -> None:
+        """Call it with the events of the model's batches, from now on or from their start on."""
+        self._sinks.append(sink)
+        if self.host is not None:
+            self.host.add_sink(sink)
+
+    def remove_sink(self, sink: Sink) -> None:
+        """It gets no more events."""
+        self._sinks.remove(sink)
+        if self.host is not None:
+            self.host.remove_sink(sink)
+
+    def reached(self, state: str) -> None:
+        """How far the host has come."""
+        self._state = state
+
+    def lost(self) -> None:
+        """The host is lost for good."""
+        if self._on_fatal is not None:
+            self._on_fatal()
+
+    @property
+    def writes_files(self) -> bool:
+        """Whether it writes a trace."""
+        return bool(self.plan.config.trace)
+
+    def turn_files(self) -> None:
+        """See `ModelHost.turn`."""
+        if self.host is not None:
+            self.host.turn()
+
+    def drain(self) -> None:
+        """The server is ending: refuse new requests."""
+        if self._state != "warmup_failed":
+            self._state = "draining"
+        for tell in self.on_drain:
+            tell()
+
+    async def stop(self, until: float, answered: Callable[[], Awaitable[None]]) -> bool:
+        """Finish open requests until then, end the rest. Returns whether nothing is left running."""
+        if self.host is not None:
+            self._clean = await self.host.close(max(0.0, until - asyncio.get_running_loop().time()))
+        if self.spans is not None:
+            with suppress(TimeoutError):  # a span ends with its answer
+                async with asyncio.timeout(UNTOLD):
+                    await answered()
+            await in_thread(self.spans.close)
+        return self._clean
+
+    # -- what is asked of it -------------------------------------------------------------------------------------------
+
+    def health(self) -> dict[str, Any]:
+        state = self.state
+        body: dict[str, Any] = {
+            "status": "ok" if state == "ready" else state,
+            "state": state,
+            "model": self.plan.name,
+            "model_loaded": self.host is not None and self._state in ("ready", "draining"),
+        }
+        if self.host is not None:
+            body |= self.host.health()
+        if self.lives is not None:
+            body |= {"restarts": self.lives.restarts, "last_exit": self.lives.last_exit}
+        if self.error:
+            body["error"] = self.error
+        return body
+
+    async def status(self) -> dict[str, Any]:
+        """The body of /status: that of /health, and the state of the requests."""
+        return self.health() | (await self.host.status() if self.host is not None else {})
+
+    async def metrics(self) -> bytes:
+        """Prometheus text."""
+        more = await self.host.metrics() if self.host is not None else b""
+        return generate_latest(self.registry) + more
+
+    def answered(self, path: str, status: int) -> None:
+        """The server answered a request. path: of a known endpoint, so that there are few."""
+        self._answers.counter("reflex_openai_requests_total", path, str(status)).inc()

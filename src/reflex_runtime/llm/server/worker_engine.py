@@ -1,0 +1,237 @@
+"""The engine of a runtime process: `LocalModel` behind the methods of `ipc.worker`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from prometheus_client import CollectorRegistry, generate_latest
+
+from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.core.request import PRIORITIES
+from reflex_runtime.ipc.guidance import guided
+from reflex_runtime.ipc.messages import (
+    MOST_SCORES,
+    NGRAM,
+    CheckDraft,
+    CheckedDraft,
+    GenerateParams,
+    LoadModel,
+    Tokenize,
+)
+from reflex_runtime.ipc.sampling import SamplingParams
+from reflex_runtime.ipc.worker import Load
+from reflex_runtime.llm.engine.generation import GenerationRuntime, GenerationStream
+from reflex_runtime.llm.engine.generation_options import GenerationOptions
+from reflex_runtime.llm.engine.tokenizer import Conversation, Texts, Tokenizer
+from reflex_runtime.llm.runners.runner import Runner
+from reflex_runtime.llm.server.local_model import LocalModel, opened
+from reflex_runtime.llm.server.model_host import ModelPlan
+from reflex_runtime.observe.live import LiveSnapshot, OnDemandLive
+from reflex_runtime.observe.spans import Spans, StepSpans, spans_of
+from reflex_runtime.observe.trace_context import parent_of
+from reflex_runtime.run.process import freeze_loaded, in_thread
+from reflex_runtime.settings import LLMServeConfig
+from reflex_runtime.settings.declare import convert, hints_of
+
+Make = Callable[[Path, LLMServeConfig], tuple[Runner, Tokenizer]]
+
+
+class WorkerEngine:
+    """The model of a runtime process: an `ipc.engine.Engine`."""
+
+    def __init__(self, model: LocalModel, registry: CollectorRegistry, spans: Spans | None = None) -> None:
+        """spans: of its steps; closed with the engine."""
+        self._model, self._registry, self._spans = model, registry, spans
+        self.runtime = model.generator
+        self._live = OnDemandLive(model.add_sink, model.remove_sink, self._told)
+        if spans is not None:
+            model.add_sink(spans)
+
+    def info(self) -> dict[str, Any]:
+        """The limits, by which a front checks requests, and the runner's name."""
+        return asdict(self.runtime.limits) | {"runner": self.runtime.processor.runner.name}
+
+    def state(self) -> dict[str, Any]:
+        """As /health of a server without workers."""
+        return {"state": self._model.state} | self._model.health()
+
+    def metrics(self) -> str:
+        """Prometheus text."""
+        self._model.refresh()
+        return generate_latest(self._registry).decode()
+
+    def live(self) -> LiveSnapshot:
+        """See `Engine.live`."""
+        return self._live.snapshot()
+
+    def _told(self) -> dict[str, Any]:
+        return {"queues": self._model.queues()} | self._model.health()  # the first has events delivered
+
+    async def tokenize(self, params: Tokenize) -> list[int]:
+        """A text, or a conversation in the model's own form."""
+        return await tokenized(self.runtime, params)
+
+    async def submit(
+        self, params: GenerateParams, bell: asyncio.Event, leader: GenerationStream | None
+    ) -> GenerationStream:
+        """Queue a request. leader: a stream with the same prompt: this one waits until that has computed it."""
+        if reason := _incompatible(params.draft_model or NGRAM):
+            raise ConfigError(reason)
+        if params.guidance is not None:
+            params = guided(params)
+        guesses = params.draft_model is not None or params.draft_token_ids is not None
+        options = GenerationOptions(
+            id=params.request_id or params.stream_id,
+            priority=PRIORITIES[params.priority],
+            client=params.client,
+            time_limit=None if params.timeout_ms is None else params.timeout_ms / 1e3,
+            max_gap=None if params.max_gap_ms is None else params.max_gap_ms / 1e3,
+            span=parent_of(params.traceparent.encode()) if params.traceparent else None,
+            adapter=params.adapter,
+            draft=(params.draft_token_ids or []) if guesses else None,
+            prompt_logprobs=params.prompt_logprobs,
+        )
+        runtime = self.runtime
+        prompt, matcher = await self._prompt(params), await runtime.compiled(params.constraint)
+        _check_scores(params, prompt)
+        return runtime.submit(runtime.request(prompt, params, options, matcher), bell, leader)
+
+    async def check_draft(self, params: CheckDraft) -> CheckedDraft:
+        """The draft is computed like any other, until a token is not the one that the model says."""
+        draft, said = params.draft_token_ids, list[int]()
+        if reason := _incompatible(params.draft_model):
+            return CheckedDraft(False, reason)
+        if not draft:
+            return CheckedDraft(True)
+        runtime, ids = self.runtime, params.prompt_token_ids
+        asked = GenerateParams(model_id=params.model_id, prompt=params.prompt, prompt_token_ids=ids)
+        prompt = await self._prompt(asked)
+        greedy = SamplingParams.greedy(len(draft) + 1, ignore_eos=True)
+        stream = runtime.submit(runtime.request(prompt, greedy, GenerationOptions("check_draft", draft=draft)))
+        try:
+            async for output in stream:
+                said.append(output.token_id)
+                if said != draft[: len(said)]:
+                    break
+        finally:
+            stream.close()
+        return CheckedDraft(True, "", len(said) - 1, said)
+
+    async def close(self, drain: bool, timeout: float) -> bool:
+        """Every stream has ended when it returns; whether the device thread has, too."""
+        self._live.close()
+        closed = await self._model.close(timeout, drain)
+        if self._spans is not None:
+            await in_thread(self._spans.close)
+        return closed
+
+    async def _prompt(self, params: GenerateParams) -> list[int]:
+        given = [p for p in (params.prompt, params.prompt_token_ids, params.messages) if p is not None]
+        if len(given) != 1:
+            raise ConfigError(f"prompt: give one of prompt, prompt_token_ids and messages, not {len(given)}")
+        if params.prompt_token_ids is not None:
+            return params.prompt_token_ids
+        return await self.tokenize(Tokenize(params.model_id, params.prompt, params.messages))
+
+
+class TokenizerEngine:
+    """A model's tokenizer alone: the engine of a `TokenizerProcess`."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._texts = Texts(tokenizer)
+
+    def info(self) -> dict[str, Any]:
+        """That only the tokenizer is loaded."""
+        return {"only": "tokenizer"}
+
+    def state(self) -> dict[str, Any]:
+        return {"state": "ready"}
+
+    def metrics(self) -> str:
+        return ""
+
+    def live(self) -> None:
+        """Nothing: tokenizing has no batches."""
+
+    async def tokenize(self, params: Tokenize) -> list[int]:
+        self._texts.most = params.most  # the same in each request: it is of the model
+        return await tokenized(self._texts, params)
+
+    async def check_draft(self, params: CheckDraft) -> CheckedDraft:
+        """Refused."""
+        raise ConfigError(f"model_id={params.model_id!r}: only its tokenizer is loaded here")
+
+    async def submit(self, params: GenerateParams, bell: asyncio.Event, leader: Any) -> GenerationStream:
+        """Refused."""
+        raise ConfigError(f"model_id={params.model_id!r}: only its tokenizer is loaded here")
+
+    async def close(self, drain: bool, timeout: float) -> bool:
+        self._texts.close()
+        return True
+
+
+def _incompatible(draft_model: str) -> str:
+    """Why this cannot guess for a model; "" if it can."""
+    if draft_model == NGRAM:
+        return ""
+    return f"draft_model={draft_model[:100]!r}: must be {NGRAM!r}; drafts of another model are not served"
+
+
+def _check_scores(params: GenerateParams, prompt: Sequence[int]) -> None:
+    """Raises ConfigError where more would be told of the prompt than a front takes."""
+    told = 0 if params.prompt_logprobs is None else len(prompt) * (1 + params.prompt_logprobs)
+    if told > MOST_SCORES:
+        raise ConfigError(f"prompt_logprobs: {told} numbers of the prompt would be told, at most {MOST_SCORES} are")
+
+
+async def tokenized(texts: Texts | GenerationRuntime, params: Tokenize) -> list[int]:
+    """The tokens of a text, or of a conversation in the model's own form."""
+    if params.text is not None:
+        return (await texts.encode([params.text]))[0]
+    return await texts.encode_chat(Conversation(params.messages or [], params.tools, params.template_kwargs))
+
+
+class _Opening:
+    """See `Opening`, in a runtime process."""
+
+    def __init__(self, plan: ModelPlan, lost: Callable[[], None]) -> None:
+        self.plan, self.lost = plan, lost
+        self.registry = CollectorRegistry()
+
+    def reached(self, state: str) -> None:
+        """States while it loads are not reported."""
+
+
+def loading(make: Make, lost: Callable[[], None], tokenizer: Callable[[Path], Tokenizer]) -> Load:
+    """The `Load` of a runtime process: `make` loads a model, `tokenizer` a tokenizer alone. lost: called on the loop
+    when a model is lost for good.
+
+    It raises ConfigError for options that `reflex serve MODEL_DIR` does not have, and for a directory without a model.
+    """
+
+    async def load(asked: LoadModel) -> WorkerEngine | TokenizerEngine:
+        if not asked.path:
+            raise ConfigError("load_model: needs path, the directory of the model")
+        if asked.only:
+            return TokenizerEngine(tokenizer(Path(asked.path)))
+        opening = _Opening(ModelPlan(asked.model_id, _config(asked.options), Path(asked.path)), lost)
+        spans = spans_of(opening.plan.config.otel, 1.0, opening.registry, StepSpans)  # of what the server has chosen
+        model = await opened(lambda plan: make(plan.directory, plan.config))(opening)
+        freeze_loaded()
+        return WorkerEngine(model, opening.registry, spans)
+
+    return load
+
+
+def _config(options: dict[str, Any]) -> LLMServeConfig:
+    hints = hints_of(LLMServeConfig)
+    unknown = next((name for name in options if name not in hints), None)
+    if unknown is not None:
+        raise ConfigError(f"load_model: options.{unknown[:100]}: no such setting")
+    return LLMServeConfig(
+        **{name: convert(value, hints[name], f"load_model: options.{name}") for name, value in options.items()}
+    )

@@ -1,1 +1,0 @@
-"""/openapi.json of a model server."""

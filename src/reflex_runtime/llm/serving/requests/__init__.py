@@ -1,1 +1,0 @@
-"""What clients send: fields, validated, and what they ask of a model."""
