@@ -7,10 +7,12 @@ import socket
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Gauge
 
+from reflex_runtime.feeds.pages import monitor_routes
 from reflex_runtime.feeds.status import StatusPages, StatusServer
 
 PATIENCE = 60.0
@@ -31,7 +33,12 @@ class Page:
         self.registry = CollectorRegistry()
         Gauge("weather", "Degrees", registry=self.registry).set(21.5)
         self.health: Mapping[str, Any] | Exception = {"status": "ok", "feeds": {}, "coordinators": {}}
-        self.server = StatusServer(Settings(**settings), self.registry, self.told, pages)
+        self.server = StatusServer(Settings(**settings), pages or self._plain)
+
+    def _plain(self) -> StatusPages:
+        """/metrics and /health alone."""
+        routes = {route.path: route for route in monitor_routes(self.registry, self.told)}
+        return SimpleNamespace(routes=routes, find=lambda path: None, close=lambda: None)
 
     def told(self) -> Mapping[str, Any]:
         if isinstance(self.health, Exception):

@@ -6,6 +6,8 @@ import json
 from collections.abc import Callable
 from typing import Any
 
+from prometheus_client import CollectorRegistry
+
 from feeds.fakes import Camera, Detector
 from feeds.pages import Page
 from reflex_runtime.feeds.pages import FeedPages
@@ -20,7 +22,7 @@ def test_x4_the_stream_of_feeds_has_their_batches_their_figures_and_what_is_not_
     runtime, detector = Runtime(), Detector()
     coordinator = runtime.coordinator(detector, BatchConfig(max_batch_size=4, max_latency=0.0))
     pictures = FeedPictures(lambda: runtime.names)
-    page = Page(lambda: FeedPages(runtime, coordinator, pictures))
+    page = Page(lambda: FeedPages(runtime, coordinator, pictures, CollectorRegistry()))
     door, lost = Camera(), Camera(refuse=[SourceError("no route")] * 1000)
     runtime.feed("door", door, Pipeline(batch=coordinator), [pictures.take])
     runtime.feed("yard", lost, Pipeline(batch=coordinator), [pictures.take])
@@ -53,7 +55,7 @@ def test_h7_the_document_describes_every_path_and_who_may_ask() -> None:
     runtime = Runtime()
     coordinator = runtime.coordinator(Detector(), BatchConfig())
     pictures = FeedPictures(lambda: runtime.names)
-    page = Page(lambda: FeedPages(runtime, coordinator, pictures, key=True), api_key="k")
+    page = Page(lambda: FeedPages(runtime, coordinator, pictures, CollectorRegistry(), key=True), api_key="k")
     with page.server:
         document = json.loads(page.ask("/openapi.json")[2])
         pages = page.server._pages()  # those that are served
@@ -70,7 +72,8 @@ def test_h7_the_document_describes_every_path_and_who_may_ask() -> None:
 def test_i18_nothing_can_be_changed_over_http() -> None:
     runtime = Runtime()
     coordinator = runtime.coordinator(Detector(), BatchConfig())
-    page = Page(lambda: FeedPages(runtime, coordinator, FeedPictures(lambda: runtime.names), key=True), api_key="k")
+    pictures = FeedPictures(lambda: runtime.names)
+    page = Page(lambda: FeedPages(runtime, coordinator, pictures, CollectorRegistry(), key=True), api_key="k")
     with page.server:
         asked = (("POST", "/feeds"), ("DELETE", "/feeds/door"), ("PATCH", "/feeds/door"), ("POST", "/admin/load"))
         for method, path in asked:

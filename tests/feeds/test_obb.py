@@ -16,8 +16,8 @@ from reflex_runtime.feeds.detectors import obb
 from reflex_runtime.feeds.detectors.heads import DetectionLimits
 from reflex_runtime.feeds.detectors.obb import ObbHead, ObbRows, kept_obb, polygons_of
 from reflex_runtime.feeds.detectors.recognise import dialect_of
-from reflex_runtime.feeds.jpeg import PictureSize, jpeg_of
 from reflex_runtime.feeds.outputs.annotated import annotated
+from reflex_runtime.feeds.pictures import PictureSize, jpeg_of
 from reflex_runtime.feeds.runtime.frame import Frame
 from reflex_runtime.feeds.runtime.pipeline import Result
 
@@ -137,7 +137,7 @@ def test_polygons_are_drawn_in_place_of_boxes() -> None:
     result = Result(Frame(np.zeros((80, 80, 3), np.uint8), 0, None, 0.0), "cam", value, 0.0)
     half = {"boxes": [[2.5, 2.5, 17.5, 17.5]], "labels": ["a"], "polygons": np.array(value["polygons"]) / 2}
     small = Result(Frame(np.zeros((40, 40, 3), np.uint8), 0, None, 0.0), "cam", half, 0.0)
-    size = PictureSize("", 40, 1.0, 90, ("labels",))
+    size = PictureSize(40, 1.0, 90, ("labels",))
     assert jpeg_of(result, size) == jpeg_of(small, size)
 
 

@@ -13,10 +13,10 @@ import pytest
 from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
+import reflex_runtime.feeds.detectors.picture_input as fitting
 from feeds.fakes import PATIENCE
 from reflex_runtime.core.errors import ConfigError, ProcessorError
 from reflex_runtime.feeds.detectors.onnx import OnnxFrames
-from reflex_runtime.feeds.detectors.picture_input import picture_input as fitting
 from reflex_runtime.run.batch_processor import BatchConfig, BatchEntry
 from reflex_runtime.run.coordinator import BatchCoordinator
 from reflex_runtime.run.onnx_session import OnnxSession

@@ -154,17 +154,14 @@ class FeedsSession:
 
     def _status(self, coordinator: BatchCoordinator, pictures: FeedPictures, closing: ExitStack) -> None:
         from reflex_runtime.cli.serving import warn_if_open
-        from reflex_runtime.feeds.pages import FeedPages
-        from reflex_runtime.feeds.series import FeedSeries
-        from reflex_runtime.feeds.status import StatusServer, health_of
+        from reflex_runtime.feeds.pages import FeedPages, FeedSeries
+        from reflex_runtime.feeds.status import StatusServer
 
         registry = self._series()
         FeedSeries(self._runtime.snapshot, registry)
+        key = bool(self._config.api_key)
         server = StatusServer(
-            self._config,
-            registry,
-            lambda: health_of(self._runtime.snapshot(), {coordinator.id: coordinator.lost}),
-            lambda: FeedPages(self._runtime, coordinator, pictures, bool(self._config.api_key)),
+            self._config, lambda: FeedPages(self._runtime, coordinator, pictures, registry, key)
         )
         closing.enter_context(server)
         warn_if_open(self._config)

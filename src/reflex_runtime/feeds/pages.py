@@ -1,29 +1,138 @@
-"""What `reflex feeds` shows to those who watch it: the live fold, its queue, and every feed."""
+"""The pages of `reflex feeds --port`: /dashboard, /feeds, their pictures, /metrics, /health, /status and /docs."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any, Final
 
-from reflex_runtime.feeds.described import described_routes
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import Metric
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+
 from reflex_runtime.feeds.pictures import FeedPictures
 from reflex_runtime.feeds.runtime.runtime import Runtime
-from reflex_runtime.feeds.runtime.snapshot import FeedSnapshot
-from reflex_runtime.feeds.status import WELL, answers, health_of
+from reflex_runtime.feeds.runtime.snapshot import FeedSnapshot, RuntimeSnapshot
 from reflex_runtime.observe.live import Live, LiveSnapshot, own_process
+from reflex_runtime.observe.series_table import COORDINATORS, FEEDS, FEEDS_AT_COORDINATORS, OUTPUTS
 from reflex_runtime.run.coordinator import BatchCoordinator
 from reflex_runtime.version import __version__
 from reflex_runtime.web.dashboard import dashboard_routes, grid_route
-from reflex_runtime.web.json import encode
+from reflex_runtime.web.json import JSON_TYPE, encode
+from reflex_runtime.web.openapi import failures, finished, page
 from reflex_runtime.web.request import HttpRequest, HttpResponse, Route
 from reflex_runtime.web.watchers import Watchers
 
 MOST: Final = 256  # feeds in a snapshot: by name
 ERROR: Final = 200  # characters of an error
+FAILING: Final = 3  # batches in a row without an answer, from which on a coordinator is not well
+WELL: Final = frozenset({"running", "ended", "stopped"})  # states of a feed that need no attention
 
 
-class FeedsLive(Live):
+class FeedPages:
+    """The pages of one coordinator and its feeds; see `StatusPages`.
+
+    registry: what /metrics shows. key: whether callers need one.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        coordinator: BatchCoordinator,
+        pictures: FeedPictures,
+        registry: CollectorRegistry,
+        key: bool = False,
+    ) -> None:
+        told = partial(_server, runtime, coordinator)
+        self._watchers = Watchers(partial(_FeedsLive, coordinator), coordinator.add_sink, coordinator.remove_sink, told)
+        self._pictures = pictures
+
+        def health(snapshot: RuntimeSnapshot) -> dict[str, Any]:
+            return health_of(snapshot, {coordinator.id: coordinator.lost})
+
+        async def status(request: HttpRequest) -> HttpResponse:
+            snapshot = runtime.snapshot()
+            return HttpResponse(200, encode(health(snapshot) | snapshot.as_dict()))
+
+        routes = monitor_routes(registry, lambda: health(runtime.snapshot()))
+        routes += [*dashboard_routes(self._watchers), grid_route(), Route("/status", status), *_documents(key)]
+        self.routes = {route.path: route for route in routes} | pictures.routes
+        self.find = pictures.find
+
+    def close(self) -> None:
+        """End every answer."""
+        self._watchers.close()
+        self._pictures.close()
+
+
+def monitor_routes(registry: CollectorRegistry, health: Callable[[], Mapping[str, Any]]) -> list[Route]:
+    """/metrics, Prometheus text of the registry; /health, 200 when its `status` is `ok`, otherwise 503."""
+
+    async def metrics(request: HttpRequest) -> HttpResponse:
+        return HttpResponse(200, generate_latest(registry), CONTENT_TYPE_LATEST.encode())
+
+    async def told(request: HttpRequest) -> HttpResponse:
+        found = health()
+        return HttpResponse(200 if found.get("status") == "ok" else 503, encode(found))
+
+    return [Route("/metrics", metrics, open=True), Route("/health", told, open=True)]
+
+
+def health_of(snapshot: RuntimeSnapshot, lost: Mapping[str, object]) -> dict[str, Any]:
+    """What `/health` says of a runtime, JSON-safe. lost: by coordinator, why it died, or None.
+
+    `status` is `ok` when every feed is running, ended or was stopped, and every coordinator is alive and gave an answer
+    within its last three batches; otherwise `failing`. A feed is not well before it is connected.
+    """
+    feeds = {name: {"state": feed.state, "age": feed.age} for name, feed in snapshot.feeds.items()}
+    coordinators = {
+        name: {"alive": lost.get(name) is None, "consecutive_errors": figures.consecutive_errors}
+        for name, figures in snapshot.coordinators.items()
+    }
+    well = all(feed["state"] in WELL for feed in feeds.values()) and all(
+        answers(bool(c["alive"]), c["consecutive_errors"]) for c in coordinators.values()
+    )
+    return {"status": "ok" if well else "failing", "feeds": feeds, "coordinators": coordinators}
+
+
+def answers(alive: bool, consecutive_errors: int) -> bool:
+    """Whether a coordinator is well."""
+    return alive and consecutive_errors < FAILING
+
+
+class FeedSeries:
+    """A Prometheus collector over a runtime. Nothing is counted here: a scrape takes one snapshot, so all series of a
+    page belong to the same moment.
+
+    snapshot: `Runtime.snapshot`, called on the thread of the scrape. registry: it is registered there.
+    """
+
+    def __init__(self, snapshot: Callable[[], RuntimeSnapshot], registry: CollectorRegistry) -> None:
+        self._snapshot = snapshot
+        registry.register(self)
+
+    def describe(self) -> Iterable[Metric]:
+        """Every series by name, type and help, without samples and without a snapshot."""
+        return _series(RuntimeSnapshot(state="", uptime=0.0, feeds={}, coordinators={}))
+
+    def collect(self) -> Iterable[Metric]:
+        """Every series as it is now."""
+        return _series(self._snapshot())
+
+
+def _series(now: RuntimeSnapshot) -> Iterator[Metric]:
+    both = {(c, name): share for c, figures in now.coordinators.items() for name, share in figures.feeds.items()}
+    yield from (row.collect(("feed",), {(name,): feed for name, feed in now.feeds.items()}) for row in FEEDS)
+    by_name = {(name,): figures for name, figures in now.coordinators.items()}
+    yield from (row.collect(("coordinator",), by_name) for row in COORDINATORS)
+    yield from (row.collect(("coordinator", "feed"), both) for row in FEEDS_AT_COORDINATORS)
+    yield from (row.collect(("output",), {(name,): out for name, out in now.outputs.items()}) for row in OUTPUTS)
+
+
+# -- the live view -----------------------------------------------------------------------------------------------------
+
+
+class _FeedsLive(Live):
     """The fold over a coordinator's events, which come on its threads: a snapshot is taken between two of them."""
 
     def __init__(self, coordinator: BatchCoordinator, now: float) -> None:
@@ -32,40 +141,6 @@ class FeedsLive(Live):
 
     def snapshot(self, now: float, server: Mapping[str, Any]) -> LiveSnapshot:
         return self._coordinator.between(partial(super().snapshot, now, server))
-
-
-class FeedPages:
-    """/dashboard, /feeds, and the pictures of the feeds of one coordinator; see `StatusPages`.
-
-    key: whether callers need one.
-    """
-
-    def __init__(
-        self, runtime: Runtime, coordinator: BatchCoordinator, pictures: FeedPictures, key: bool = False
-    ) -> None:
-        told = partial(_server, runtime, coordinator)
-        fold = partial(FeedsLive, coordinator)
-        self._watchers = Watchers(fold, coordinator.add_sink, coordinator.remove_sink, told)
-        self._pictures = pictures
-        status = Route("/status", partial(_status, runtime, coordinator))
-        pages = [*dashboard_routes(self._watchers), grid_route(), status, *described_routes(key)]
-        self.routes = {route.path: route for route in pages} | pictures.routes
-
-    def find(self, path: str) -> Route | None:
-        """The route of a picture."""
-        return self._pictures.find(path)
-
-    def close(self) -> None:
-        """End every answer."""
-        self._watchers.close()
-        self._pictures.close()
-
-
-async def _status(runtime: Runtime, coordinator: BatchCoordinator, request: HttpRequest) -> HttpResponse:
-    """Every figure of a `RuntimeSnapshot`, and what /health says of them."""
-    snapshot = runtime.snapshot()
-    told = health_of(snapshot, {coordinator.id: coordinator.lost})
-    return HttpResponse(200, encode(told | snapshot.as_dict()))
 
 
 def _server(runtime: Runtime, coordinator: BatchCoordinator) -> dict[str, Any]:
@@ -120,3 +195,51 @@ def _feed(feed: FeedSnapshot) -> dict[str, Any]:
         "lines": feed.lines,
         "error": (feed.error or "")[:ERROR],
     }
+
+
+# -- /openapi.json and /docs -------------------------------------------------------------------------------------------
+
+_OPEN: Final = ("/metrics", "/health", "/dashboard", "/feeds", "/openapi.json", "/docs")
+_ERRORS: Final = {
+    "401": "the key is missing or wrong",
+    "403": "without a key: a host name that is not this server's, or a page of another site",
+    "404": "no such feed",
+    "422": "too many feeds are asked for",
+    "429": "too many watch",
+}
+_SEVERAL: Final = "multipart/x-mixed-replace"
+_GETS: Final = {  # path → what it is, its type, and the codes of its errors
+    "/feeds": ("The page of all feeds", "text/html"),
+    "/feeds/{name}.jpg": ("The next frame, small", "image/jpeg", "404"),
+    "/feeds/{name}.mjpeg": ("Frames until you leave", _SEVERAL, "404", "429"),
+    "/feeds.mjpeg": ("The same of several feeds: ?feed=A&feed=B", _SEVERAL, "404", "422", "429"),
+    "/status": ("Every figure", JSON_TYPE),
+    "/dashboard": ("The page of batches", "text/html"),
+    "/dashboard/stream": ("Snapshots until you leave", "application/x-ndjson", "429"),
+    "/health": ("Whether every feed is well: 503 if not", JSON_TYPE),
+    "/metrics": ("Prometheus series", "text/plain"),
+}
+_FIELDS: Final = ("error", "message", "request_id", "retry_safe")
+
+
+def _documents(key: bool) -> list[Route]:
+    """The document and its page. key: whether the server has one."""
+    paths: dict[str, Any] = {}
+    for path, (summary, kind, *codes) in _GETS.items():
+        done = {"200": {"description": summary, "content": {kind: {}}}}
+        get: dict[str, Any] = {"summary": summary, "responses": done | failures(_ERRORS, "401", "403", *codes)}
+        if "{name}" in path:
+            get["parameters"] = [{"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}]
+        paths[path] = {"get": get}
+    paths["/health"]["get"]["responses"]["503"] = paths["/health"]["get"]["responses"]["200"]
+    fields = {name: {"type": "boolean" if name == "retry_safe" else "string"} for name in _FIELDS}
+    error = {"type": "object", "required": list(_FIELDS), "properties": fields}
+    document = finished("Reflex feeds", paths, {"Error": error}, _OPEN if key else None)
+
+    async def openapi(request: HttpRequest) -> HttpResponse:
+        return HttpResponse(200, document)
+
+    async def docs(request: HttpRequest) -> HttpResponse:
+        return HttpResponse(200, page(document, request.headers.get(b"host", b"")), b"text/html; charset=utf-8")
+
+    return [Route("/openapi.json", openapi, open=True), Route("/docs", docs, open=True)]

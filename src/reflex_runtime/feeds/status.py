@@ -1,5 +1,4 @@
-"""The pages of `reflex feeds --port`: /dashboard, /feeds, /metrics, /health and the feeds' pictures, over the HTTP
-layer of all servers, on a thread with an event loop of its own. A caller cannot delay a feed."""
+"""The server of `reflex feeds --port`, on a thread with an event loop of its own: a caller cannot delay a feed."""
 
 from __future__ import annotations
 
@@ -11,52 +10,21 @@ from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
-from types import TracebackType
 from typing import Any, Final, Protocol, Self
 
-from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.exposition import CONTENT_TYPE_LATEST
-
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.feeds.runtime.snapshot import RuntimeSnapshot
 from reflex_runtime.run.process import loop_factory
 from reflex_runtime.web.app import App
 from reflex_runtime.web.form import PLAIN
-from reflex_runtime.web.json import encode
 from reflex_runtime.web.listen import bind, url_of
-from reflex_runtime.web.request import HttpRequest, HttpResponse, Route
+from reflex_runtime.web.request import Route
 from reflex_runtime.web.serve import ReflexServer, ServerLife, uvicorn_config
 
 log = logging.getLogger("reflex.feeds.status")
 
-FAILING = 3  # batches in a row without an answer, from which on a coordinator is not well
-WELL = frozenset({"running", "ended", "stopped"})  # states of a feed that need no attention
-
-
-def health_of(snapshot: RuntimeSnapshot, lost: Mapping[str, object]) -> dict[str, Any]:
-    """What `/health` says of a runtime, JSON-safe. lost: by coordinator, why it died, or None.
-
-    `status` is `ok` when every feed is running, ended or was stopped, and every coordinator is alive and gave an answer
-    within its last three batches; otherwise `failing`. A feed is not well before it is connected.
-    """
-    feeds = {name: {"state": feed.state, "age": feed.age} for name, feed in snapshot.feeds.items()}
-    coordinators = {
-        name: {"alive": lost.get(name) is None, "consecutive_errors": figures.consecutive_errors}
-        for name, figures in snapshot.coordinators.items()
-    }
-    well = all(feed["state"] in WELL for feed in feeds.values()) and all(
-        answers(bool(c["alive"]), c["consecutive_errors"]) for c in coordinators.values()
-    )
-    return {"status": "ok" if well else "failing", "feeds": feeds, "coordinators": coordinators}
-
-
-def answers(alive: bool, consecutive_errors: int) -> bool:
-    """Whether a coordinator is well."""
-    return alive and consecutive_errors < FAILING
-
 
 class StatusSettings(Protocol):
-    """host, port: port 0 takes a free one. api_key, allow_host: see `web.trust`."""
+    """host, port: port 0 takes a free one. api_key, allow_host: see `web.access`."""
 
     @property
     def host(self) -> str: ...
@@ -69,7 +37,7 @@ class StatusSettings(Protocol):
 
 
 class StatusPages(Protocol):
-    """Further pages. find: the route of a path that is not in `routes`. close: end what is still being answered."""
+    """What is answered. find: the route of a path that is not in `routes`. close: end what is being answered."""
 
     @property
     def routes(self) -> Mapping[str, Route]: ...
@@ -78,31 +46,23 @@ class StatusPages(Protocol):
 
 
 class StatusServer:
-    """Answers GET and HEAD of `/metrics` (Prometheus text), `/health` (JSON) and further pages on a daemon thread.
+    """Answers with these pages, which are made and called on its thread. address, url: where it listens, once it does.
 
-    registry: what `/metrics` shows. health: called for each `/health`; 200 when its `status` is `ok`, otherwise 503.
-    pages: made and called on the thread. address, url: where it listens, once it has started.
+    A context manager. ConfigError when the address cannot be bound.
     """
 
-    def __init__(
-        self,
-        settings: StatusSettings,
-        registry: CollectorRegistry,
-        health: Callable[[], Mapping[str, Any]],
-        pages: Callable[[], StatusPages] | None = None,
-    ) -> None:
+    def __init__(self, settings: StatusSettings, pages: Callable[[], StatusPages]) -> None:
         self.address, self.url = (settings.host, settings.port), ""
-        self._settings = _StatusLimits(settings)
-        self._own = {
-            "/metrics": Route("/metrics", partial(_metrics, registry), open=True),
-            "/health": Route("/health", partial(_health, health), open=True),
-        }
-        self._pages = pages
+        self._settings, self._pages = _StatusLimits(settings), pages
         self._thread: threading.Thread | None = None
         self._stop: Callable[[], Any] = lambda: None
 
+    @property
+    def port(self) -> int:
+        return self.address[1]
+
     def start(self) -> None:
-        """Bind and answer from now on. ConfigError when the address cannot be bound."""
+        """Bind and answer from now on."""
         if self._thread is not None:
             raise ConfigError("StatusServer.start: already started")
         listening = bind(*self.address)
@@ -125,9 +85,7 @@ class StatusServer:
         self.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
     def _main(self, listening: socket.socket, ready: Future[None]) -> None:
@@ -140,36 +98,26 @@ class StatusServer:
             else:
                 ready.set_exception(error)
 
-    @property
-    def port(self) -> int:
-        return self.address[1]
-
     async def _serve(self, listening: socket.socket, ready: Future[None]) -> None:
-        pages = self._pages() if self._pages is not None else None
-        routes = {**self._own, **(pages.routes if pages is not None else {})}
-        find = pages.find if pages is not None else lambda path: None
-        app = App(self._settings, routes, PLAIN, find, missing=partial(_missing, routes))
-        life = ServerLife(app, _Pages(pages), drain_s=0.0)
+        pages = self._pages()
+        app = App(self._settings, pages.routes, PLAIN, pages.find, missing=partial(_missing, pages.routes))
+        life = ServerLife(app, _StatusHost(pages), drain_s=0.0)
         self._stop = partial(asyncio.get_running_loop().call_soon_threadsafe, life.stop.set)
         server = ReflexServer(uvicorn_config(app, self._settings), life)
         server.on_listening = partial(ready.set_result, None)
         await server.serve([listening])
 
 
-class _Pages:
+class _StatusHost:
     """The pages, as `web.serve` takes a product: they are there at once."""
 
     state, error, unusable, writes_files = "ready", "", False, False
 
-    def __init__(self, pages: StatusPages | None) -> None:
-        self._pages = pages
+    def __init__(self, pages: StatusPages) -> None:
+        self.drain = pages.close
 
     async def start(self) -> None:
         """Nothing is loaded."""
-
-    def drain(self) -> None:
-        if self._pages is not None:
-            self._pages.close()
 
     async def stop(self, until: float, answered: Callable[[], Awaitable[None]]) -> bool:
         return True
@@ -193,15 +141,6 @@ class _StatusLimits:
 
     def __init__(self, settings: StatusSettings) -> None:
         self.host, self.api_key, self.allow_host = settings.host, settings.api_key, settings.allow_host
-
-
-async def _metrics(registry: CollectorRegistry, request: HttpRequest) -> HttpResponse:
-    return HttpResponse(200, generate_latest(registry), CONTENT_TYPE_LATEST.encode())
-
-
-async def _health(health: Callable[[], Mapping[str, Any]], request: HttpRequest) -> HttpResponse:
-    told = health()
-    return HttpResponse(200 if told.get("status") == "ok" else 503, encode(told))
 
 
 def _missing(routes: Mapping[str, Route], path: str) -> str:
