@@ -1,4 +1,4 @@
-"""A runtime process without this package, which says the words of a prompt. Without an argument this is its front."""
+"""A runtime process without this package, which says the words of a prompt. Without an argument this is its server."""
 
 import json
 import os
@@ -9,14 +9,14 @@ from typing import Any
 
 def runtime() -> None:
     """Standard input is a socket: frames come and go there. This runtime reads and writes JSON only."""
-    front = socket.socket(fileno=0)
-    frames = front.makefile("rb")
+    server = socket.socket(fileno=0)
+    frames = server.makefile("rb")
 
     def say(**message: Any) -> None:
         body = json.dumps({"jsonrpc": "2.0", **message}).encode()
-        front.sendall(b"J" + len(body).to_bytes(4, "big") + body)
+        server.sendall(b"J" + len(body).to_bytes(4, "big") + body)
 
-    while head := frames.read(5):  # the connection ends when the front does
+    while head := frames.read(5):  # the connection ends when the server does
         body = json.loads(frames.read(int.from_bytes(head[1:], "big")))
         for message in body if isinstance(body, list) else [body]:
             method, params = message["method"], message.get("params") or {}

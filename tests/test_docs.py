@@ -8,14 +8,17 @@ from typing import Any, get_type_hints
 
 from reflex_runtime.core.errors import ReflexError
 from reflex_runtime.feeds.runtime.snapshot import DROPS, OUTPUT_DROPS, RuntimeSnapshot
+from reflex_runtime.ipc import client as ipc_errors
 from reflex_runtime.observe import series_table
 from reflex_runtime.observe.series import SeriesRow
 from reflex_runtime.settings import FeedsConfig, LLMServeConfig, ServeConfig
 from reflex_runtime.settings.declare import described, flag, headed
+from reflex_runtime.web import errors as web_errors
 
 DOCS = Path(__file__).parent.parent / "docs"
 # Never in an answer of the server.
 ABSTRACT = {"rejected", "dropped", "journal_unreadable"}
+DEFINED_IN = (web_errors, ipc_errors)  # imported here, so that all of their errors are known
 ABSTRACT |= {"source_lost", "sink_failed", "stage_failed", "worker_start_failed"}
 
 

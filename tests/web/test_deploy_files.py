@@ -2,25 +2,36 @@
 
 from __future__ import annotations
 
+import http.client
+import json
 import re
+import shutil
+import socket
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import kubernetes_validate
 import pytest
 import yaml
+from websockets.sync.client import connect
 
 from reflex_runtime.cli import build_parser
 from reflex_runtime.observe.metrics import Metrics
 from reflex_runtime.settings import ServeConfig
+from serving.exports import write_tiny
+from serving.harness import PATIENCE, STATE, Server
 
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy"
 # KEDA's fields of a ScaledObject, from its documentation: its CRD is not part of Kubernetes.
 SCALED_OBJECT = {"scaleTargetRef", "minReplicaCount", "maxReplicaCount", "pollingInterval", "advanced", "triggers"}
 PROMETHEUS = {"serverAddress", "query", "threshold"}
+NGINX = shutil.which("nginx", path="/usr/sbin:/usr/local/sbin:/usr/bin:/usr/local/bin")
 
 
 def documents(file: str) -> list[Any]:
@@ -105,6 +116,93 @@ def test_x7_the_configurations_for_ray_name_settings_that_exist_and_agree() -> N
             {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "x"}, "spec": pod["template"]["spec"]},
             "1.37", strict=True,
         )  # fmt: skip
+
+
+# -- nginx -------------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def nginx(folder: Path, *servers: Server) -> Iterator[str]:
+    """deploy/nginx/reflex.conf in front of two servers; host and port. Its own files are in the folder."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    text = (DEPLOY / "nginx" / "reflex.conf").read_text().replace("listen 8000;", f"listen 127.0.0.1:{port};")
+    for number, server in enumerate(servers, 1):
+        text = text.replace(f"127.0.0.1:800{number} ", f"127.0.0.1:{server.port} ")
+    (folder / "reflex.conf").write_text(text)
+    own = "".join(f"{name}_temp_path {folder}/{name};" for name in ("client_body", "proxy", "fastcgi", "uwsgi", "scgi"))
+    within = f"access_log off; {own} include {folder}/reflex.conf;"
+    (folder / "nginx.conf").write_text(f"daemon off; pid {folder}/pid; events {{}} http {{ {within} }}")
+    command = [str(NGINX), "-p", str(folder), "-c", str(folder / "nginx.conf"), "-g", "error_log stderr;"]
+    subprocess.run([*command, "-t"], check=True, capture_output=True)
+    process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+    try:
+        reachable(port)
+        yield f"127.0.0.1:{port}"
+    finally:
+        process.terminate()
+        process.wait(PATIENCE)
+
+
+def reachable(port: int) -> None:
+    """Return when something listens there."""
+    until = time.monotonic() + PATIENCE
+    while True:
+        try:
+            socket.create_connection(("127.0.0.1", port), timeout=PATIENCE).close()
+            return
+        except ConnectionRefusedError:
+            assert time.monotonic() < until
+
+
+def ask(address: str, path: str, body: bytes, **headers: str) -> tuple[int, Any]:
+    """The answer on a connection of its own."""
+    connection = http.client.HTTPConnection(address, timeout=PATIENCE)
+    named = {name.replace("_", "-"): value for name, value in headers.items()}
+    try:
+        connection.request("POST", path, body, {"Content-Type": "application/json"} | named)
+        answer = connection.getresponse()
+        return answer.status, answer.read()
+    finally:
+        connection.close()
+
+
+@pytest.mark.skipif(NGINX is None, reason="Debian's nginx-light is not installed")
+def test_x7_behind_nginx_an_episode_stays_on_one_server_and_a_websocket_passes(tmp_path: Path) -> None:
+    export = write_tiny(tmp_path / "export")
+    with Server(export) as one, Server(export) as two, nginx(tmp_path, one, two) as address:
+
+        def server_of(episode: str) -> str:
+            """What answers: each server's own ids begin alike."""
+            body = {"instruction": "go", "state": STATE, "episode_id": episode}
+            status, answer = ask(address, "/act", json.dumps(body).encode(), x_reflex_episode=episode)
+            assert status == 200, answer
+            return str(json.loads(answer)["request_id"]).partition("-")[0]
+
+        owners = {f"e{i}": server_of(f"e{i}") for i in range(32)}
+        assert len(set(owners.values())) == 2, "both have episodes"
+        assert {episode: server_of(episode) for episode in reversed(owners)} == owners
+        with connect(f"ws://{address}/", open_timeout=PATIENCE) as robot:
+            assert robot.recv(PATIENCE), "openpi's metadata"
+        status, answer = ask(address, "/admin/reset", b"{}")
+        assert (status, b"proxy" in answer) == (401, True), "without a key nobody changes state through a proxy"
+        of_two = str(two.act().json["request_id"]).partition("-")[0]
+        two.kill()
+        two.wait()
+        assert {server_of(episode) for episode in owners} == set(owners.values()) - {of_two}
+
+
+def test_x7_the_limits_of_nginx_are_those_of_the_server() -> None:
+    text, config = (DEPLOY / "nginx" / "reflex.conf").read_text(), ServeConfig()
+    told = dict(re.findall(r"^ +(\w+) (\d+)[sm];", text, re.MULTILINE))
+    assert int(told["client_max_body_size"]) * 2**20 == config.max_body_bytes
+    assert float(told["client_header_timeout"]) == config.head_timeout_s
+    assert float(told["client_body_timeout"]) == config.body_timeout_s
+    assert int(re.findall(r"keepalive_timeout (\d+)s", text)[0]) < config.idle_timeout_s
+
+
+# -- containers --------------------------------------------------------------------------------------------------------
 
 
 def steps() -> list[str]:
