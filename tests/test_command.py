@@ -75,7 +75,6 @@ def without(package: str, *arguments: str, cwd: Path) -> subprocess.CompletedPro
         ("serve scribe", "tokenizers", "llm"),
         ("feeds a={video} --onnx shapes", "av", "feeds"),
         ("feeds a=shapes: --onnx shapes --publish mqtt://127.0.0.1:1/x", "paho", "mqtt"),
-        ("demo", "metaworld", "demo"),
     ],
 )
 def test_a_missing_extra_is_named_in_one_line(arguments: str, package: str, extra: str, tmp_path: Path) -> None:
