@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import count
 from math import inf
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import httptools
 from uvicorn.protocols.http.flow_control import FlowControl
@@ -33,8 +33,10 @@ HEAD_BYTES: Final = 64 * 1024  # of a request's head
 UNREAD: Final = 180.0  # seconds that an answer may wait for its client to read
 RESERVE: Final = 64  # file descriptors left to models, recordings and the like
 LEAST: Final = 16  # connections, even with very few descriptors
+BEHIND: Final = 16  # requests that wait behind the one being answered; then the connection is not read
 AHEAD: Final = 1  # messages of a websocket that wait behind the one being answered; then it is not read
-IDLE, HEAD, BODY, SLOW, ANSWERED = "idle", "head", "body", "slow", "answered"
+REFUSED_S: Final = 1.0  # that a connection too many has to send its request: an answer before it may be lost
+IDLE, HEAD, BODY, SLOW, ANSWERED, REFUSED = "idle", "head", "body", "slow", "answered", "refused"
 
 _EXTENSIONS: Final[dict[str, Any]] = {CANCELS: {}}
 _UNIX: Final = count(1)  # callers on a Unix socket have no address: each connection gets a number
@@ -61,6 +63,7 @@ class _Timed:
         """late: called when a phase has taken too long."""
         self._loop, self._late = loop, late
         self._limits = {IDLE: limits.idle, HEAD: limits.head, BODY: limits.body, SLOW: UNREAD, ANSWERED: inf}
+        self._limits[REFUSED] = REFUSED_S
         self._timer: asyncio.TimerHandle | None = None
         self._due = inf
         self.phase = ANSWERED
@@ -89,22 +92,33 @@ class _Timed:
             self._timer = self._loop.call_at(self._due, self._look)
             return
         seconds = self._limits[self.phase]
-        if self.phase != IDLE and _LATE.first():
+        if self.phase not in (IDLE, REFUSED) and _LATE.first():
             told = "a connection was too slow (%s, %g s) and is closed (repeats are not logged)"
             log.warning(told, self.phase, seconds)
         self._late(TooSlow(f"the {self.phase} of the request did not come within {seconds:g} s"))
 
 
 class _PipelineFlow(FlowControl):
-    """Reads no further while requests wait behind the one that is answered: a caller that sends ahead waits."""
+    """Reads on while little waits behind the request that is answered, to notice when the caller leaves."""
 
     def __init__(self, transport: asyncio.Transport, behind: deque[Any]) -> None:
         super().__init__(transport)
         self._behind = behind
 
-    def resume_reading(self) -> None:
-        if not self._behind:
+    def read_on(self) -> None:
+        """Pause or resume, by what waits behind."""
+        if self._full:
+            self.pause_reading()
+        else:
             super().resume_reading()
+
+    def resume_reading(self) -> None:
+        if not self._full:
+            super().resume_reading()
+
+    @property
+    def _full(self) -> bool:
+        return len(self._behind) > BEHIND or sum(len(cycle.body) for cycle, _ in self._behind) > HEAD_BYTES
 
 
 class HttpConnection(HttpToolsProtocol):
@@ -131,12 +145,10 @@ class HttpConnection(HttpToolsProtocol):
         self.flow = _PipelineFlow(transport, self.pipeline)
         if self.client is None:
             self.client = ("unix", next(_UNIX))
-        if len(self.connections) > self.limits.most:
-            if _FULL.first():
-                log.warning("%d connections are open (--max-connections): new ones are refused", self.limits.most)
-            self._end(Overloaded(f"{self.limits.most} connections are open, as many as there may be", retry_after=1.0))
-            return
-        self._time.enter(IDLE)
+        over = len(self.connections) - self.limits.most
+        self._time.enter(IDLE if over <= 0 else REFUSED)
+        if over > RESERVE // 2:  # they hold file descriptors, too
+            self._refuse()
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
@@ -159,13 +171,23 @@ class HttpConnection(HttpToolsProtocol):
             self._cancel(CallerLeft("the caller left"))
             self.transport.close()
 
+    def _refuse(self) -> None:
+        """There are too many connections."""
+        if _FULL.first():
+            log.warning("%d connections are open (--max-connections): new ones are refused", self.limits.most)
+        self._end(Overloaded(f"{self.limits.most} connections are open, as many as there may be", retry_after=1.0))
+
     def data_received(self, data: bytes) -> None:
+        if self._time.phase == REFUSED:
+            self._refuse()
         if self._in_head or self._time.phase == IDLE:
             self._head_bytes += len(data)
         while data and not (self._broken or self.transport.is_closing()):
             data = self._feed(data)
         if self._in_head and self._head_bytes > HEAD_BYTES:
             self._end(ClientError(f"the head of the request has over {HEAD_BYTES} bytes"))
+        if self.pipeline:
+            cast(_PipelineFlow, self.flow).read_on()
         self._take_time()
 
     def _feed(self, data: bytes) -> bytes:
@@ -249,7 +271,9 @@ class HttpConnection(HttpToolsProtocol):
 
     def _slow(self, error: TooSlow) -> None:
         """The connection took too long."""
-        if self._time.phase == IDLE:
+        if self._time.phase == REFUSED:
+            self._refuse()
+        elif self._time.phase == IDLE:
             self.transport.close()
         elif self._time.phase == SLOW:
             self.cycle.disconnected = True

@@ -88,9 +88,10 @@ def _routed(pending: PendingRequest) -> Headers:
     if placement.routing is None:
         return headers
     routing = placement.routing
+    version = pending.version or served.slots[placement.slot].version
     headers += [
         (b"x-reflex-policy-slot", placement.slot.encode()),
-        (b"x-reflex-model-version", header_text(served.slots[placement.slot].version.name)),
+        (b"x-reflex-model-version", header_text(version.name)),
         (b"x-reflex-routing-key", header_text(routing.key)),
     ]
     if routing.degraded:

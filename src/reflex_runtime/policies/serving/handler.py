@@ -352,7 +352,6 @@ class Admission:
         handler.runtime.active -= 1
         if pending.version is not None:
             pending.version.users -= 1
-            pending.version = None
 
 
 def within_span(runtime: PolicyRuntime, pending: PendingRequest) -> Any:
