@@ -324,8 +324,9 @@ class App:
 
     @property
     def entering(self) -> list[HttpRequest]:
-        """Requests whose body is still arriving."""
-        return [request for request in self.requests if request.method in ("POST", "PATCH") and not request.received]
+        """Requests whose body is still arriving, or that are not queued yet."""
+        posted = [request for request in self.requests if request.method in ("POST", "PATCH")]
+        return [request for request in posted if request.preparing or not request.received]
 
     def left(self, connections: int) -> None:
         """A connection was closed; so many are left."""

@@ -99,15 +99,16 @@ class HttpRequest:
 
     headers: names in lower case; of a name sent twice, the last. client: (address, port).
     number: our own id of the request; request_id: goes out as X-Request-Id. started: when its head was here;
-    received: when all of it was, 0.0 before; heard: when its last byte came (`time.monotonic`). route: what answers it,
-    None before that is known. begun: the head of the answer was sent; ended: all of it. held: bytes of its body that
-    `Bodies` counts. cross: headers for the page of another site that asked.
+    received: when all of it was, 0.0 before; heard: when its last byte came (`time.monotonic`). preparing: it was
+    received and is not queued yet. route: what answers it, None before that is known. begun: the head of the answer was
+    sent; ended: all of it. held: bytes of its body that `Bodies` counts. cross: headers for the page of another site
+    that asked.
     """
 
     __slots__ = (
         "_error_tail", "_receive", "_send", "_watch", "app", "begun", "client", "cross", "ended", "headers",
-        "heard", "held", "method", "number", "path", "query_string", "received", "request_id", "route",
-        "scope", "started", "task",
+        "heard", "held", "method", "number", "path", "preparing", "query_string", "received", "request_id",
+        "route", "scope", "started", "task",
     )  # fmt: skip
 
     def __init__(self, app: Application, scope: Scope, receive: Receive, send: Send) -> None:
@@ -123,7 +124,7 @@ class HttpRequest:
         self.route: Route | None = None
         self.cross: Headers = []
         self.held = 0
-        self.begun = self.ended = False
+        self.begun = self.ended = self.preparing = False
         self.task: asyncio.Task[Any] | None = None
         self._watch: asyncio.Task[None] | None = None
         self._error_tail: Callable[[ReflexError], bytes] | None = None

@@ -257,10 +257,10 @@ async def serving(
     lives.append(life)
     if stop is None:
         stop_on_signals(asyncio.get_running_loop(), life.stop)
+        if host.writes_files:
+            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, host.turn_files)
     else:
         life.stop = stop
-    if host.writes_files:
-        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, host.turn_files)
     server = ReflexServer(uvicorn_config(app, settings), life, parent)
     server.on_listening, server.on_ready = on_listening, on_ready
     await server.serve(list(sockets))

@@ -606,4 +606,4 @@ def test_l9_a_reader_that_takes_nothing_at_the_end_is_one_line_in_the_log(caplog
         assert (toy.status, toy.clean) == (0, True)
     told = [record for record in caplog.records if record.exc_info]
     assert not told, told
-    assert "its client does not read" in caplog.text
+    assert "a client does not read its answer" in caplog.text

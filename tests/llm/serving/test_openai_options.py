@@ -146,8 +146,8 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
 
     found: list[tuple[Any, ...]] = []
 
-    def serve(made: tuple[Any, ...], sock: socket.socket, *told: Any) -> tuple[int, bool]:
-        sock.close()
+    def serve(made: tuple[Any, ...], sockets: list[socket.socket], *told: Any) -> tuple[int, bool]:
+        sockets[0].close()
         found.append(made)
         return 0, True
 
@@ -182,8 +182,13 @@ def test_h10_drain_timeout_s_is_how_long_the_end_may_take(
     from reflex_runtime.web import serve as module
 
     told: list[float] = []
-    serve = module.serve
-    monkeypatch.setattr(module, "serve", lambda made, sock, *more: (told.append(more[0]), serve(made, sock, *more))[1])
+    inner = module.serve
+
+    def serve(made: Any, sockets: Any, config: Any, *more: Any) -> Any:
+        told.append(config.drain_timeout_s)
+        return inner(made, sockets, config, *more)
+
+    monkeypatch.setattr(module, "serve", serve)
     assert main(["serve", "--no-supervise", str(model_dir), "--port", "0", "--drain-timeout-s", "7"]) == 0
     assert told == [7.0]
 

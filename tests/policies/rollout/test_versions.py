@@ -34,7 +34,7 @@ class Refusals:
         for name in [n for n in os.environ if n.startswith("REFLEX_")]:
             monkeypatch.delenv(name)
 
-        def bind(host: str, port: int) -> Any:
+        def bind(host: str, port: int, uds: str = "") -> Any:
             raise AssertionError("the port was opened")
 
         monkeypatch.setattr(listen, "bind", bind)

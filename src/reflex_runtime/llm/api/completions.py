@@ -25,12 +25,13 @@ from reflex_runtime.observe.spans import RequestSpan
 from reflex_runtime.run.audience import Slices, in_order
 from reflex_runtime.settings import LLMServeConfig
 from reflex_runtime.web.app import cancelled_by
-from reflex_runtime.web.bodies import LARGE
 from reflex_runtime.web.errors import known
 from reflex_runtime.web.form import Headers
 from reflex_runtime.web.request import HttpRequest, HttpResponse
 
 T = TypeVar("T")
+LARGE: Final = 128 * 1024
+"""Bytes of a body; what is larger is read beside the loop: what its messages become is Python's, 100 ms a megabyte."""
 _STREAM: Final[Headers] = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -49,6 +50,7 @@ class CompletionHandler:
         span = None if self._spans is None else self._spans.begin(request)
         try:
             host = self.state.ready()  # what is ready now answers it, also in a drain
+            request.preparing = True
             asked = await read_body(request, partial(_read, dialect, self.state.defaults))
             if span is not None:
                 asked_in(span, asked)
@@ -57,6 +59,7 @@ class CompletionHandler:
             del asked  # once it is queued, its texts are not kept
             try:
                 await underway.queue()
+                request.preparing = False
                 request.app.bodies.release(request)
                 answer = dialect.write(underway.answering())
                 try:

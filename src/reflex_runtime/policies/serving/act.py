@@ -63,7 +63,10 @@ async def _read(request: HttpRequest) -> Question | JsonNumpy | GrootJson:
     """What is asked; the body itself is not kept."""
     body = await request.body()
     if len(body) > LARGE:
-        return await request.app.bodies.beside(_decode, body, request.sent_msgpack)
+        request.preparing = True
+        asked = await request.app.bodies.beside(_decode, body, request.sent_msgpack)
+        request.preparing = False  # it is queued in this turn
+        return asked
     return _decode(body, request.sent_msgpack)
 
 
