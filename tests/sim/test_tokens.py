@@ -7,8 +7,7 @@ import pytest
 from reflex_runtime.llm import SamplingParams, trace_batches
 from reflex_runtime.llm.engine.toy import ByteTokenizer, ToyRunner
 from reflex_runtime.llm.engine.virtual import Engines
-from reflex_runtime.sim.sweep import sweep
-from reflex_runtime.sim.tokens import Prompt, StepTime, TokenRuns
+from reflex_runtime.sim.tokens import Prompt, StepTime, TokenRuns, sweep
 
 TEXTS = ["hello world", "goodbye"]
 TAKES = StepTime(0.002, 0.00005)

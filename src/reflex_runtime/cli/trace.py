@@ -14,10 +14,19 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.text import Text
 
-from reflex_runtime.cli.trace_prompts import ONLY_PROMPTS, PromptsConfig, record, setup_of
-from reflex_runtime.cli.trace_search import search
-from reflex_runtime.cli.trace_steps import step_key, step_summary, step_table, text_lines
-from reflex_runtime.cli.trace_table import PLACE, ROWS, batch_table, place_of, summary, vary
+from reflex_runtime.cli.trace_prompts import ONLY_PROMPTS, PromptsConfig, record, search, setup_of
+from reflex_runtime.cli.trace_tables import (
+    PLACE,
+    ROWS,
+    batch_table,
+    place_of,
+    step_key,
+    step_summary,
+    step_table,
+    summary,
+    text_lines,
+    vary,
+)
 from reflex_runtime.core.errors import ConfigError, ReflexError
 from reflex_runtime.observe.colours import plain
 from reflex_runtime.observe.journal import BatchLine, JournalError

@@ -8,8 +8,7 @@ from pathlib import Path
 from reflex_runtime.observe.colours import FAINT, INK, PALETTE, RULE
 from reflex_runtime.observe.plots import Axes, Figure, MaxNLocator, saved
 from reflex_runtime.sim.run import Run
-from reflex_runtime.sim.sweep import Knee, in_words, wide
-from reflex_runtime.sim.tokens import Measured
+from reflex_runtime.sim.tokens import Knee, Measured, in_words, wide
 
 _COLOURS = {
     "budget_reached": "#4477aa",

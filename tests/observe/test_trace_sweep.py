@@ -9,12 +9,11 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from reflex_runtime.cli import main, trace_search
-from reflex_runtime.cli.trace_search import budgets_of
+from reflex_runtime.cli import main, trace_prompts
+from reflex_runtime.cli.trace_prompts import budgets_of
 from reflex_runtime.llm import trace_batches
 from reflex_runtime.observe import colours
-from reflex_runtime.sim.sweep import in_words, knee
-from reflex_runtime.sim.tokens import Measured
+from reflex_runtime.sim.tokens import Measured, in_words, knee
 
 L3 = ("--prompts", "hello world", "goodbye")
 
@@ -163,7 +162,7 @@ def test_progress_is_told_only_where_somebody_waits(
 ) -> None:
     sweep = (*L3, "--sweep", "4..8", "--no-picture")
     with monkeypatch.context() as at_once:
-        at_once.setattr(trace_search, "PATIENCE", 0.0)
+        at_once.setattr(trace_prompts, "PATIENCE", 0.0)
         assert "of 5 budgets" not in run(capsys, *sweep)
         at_once.setenv("FORCE_COLOR", "1")  # a terminal, to rich
         assert "of 5 budgets" in run(capsys, *sweep)
