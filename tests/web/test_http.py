@@ -107,6 +107,7 @@ NOT_HTTP = {
         b"POST /act HTTP/1.1\r\nHost: localhost\r\nConnection: upgrade\r\nUpgrade: h2c\r\n"
         b"Transfer-Encoding: chunked\r\nContent-Length: 5\r\n\r\n"
     ),
+    "CONNECT": b"CONNECT elsewhere:80 HTTP/1.1\r\nHost: localhost\r\n\r\n",
     "negative length": b"POST /act HTTP/1.1\r\nContent-Length: -5\r\n\r\n",
     "huge length": b"POST /act HTTP/1.1\r\nContent-Length: 99999999999999999999999999\r\n\r\n",
     "two framings": b"POST /act HTTP/1.1\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n",
@@ -136,7 +137,7 @@ def test_h14_what_is_not_http_is_answered_before_it_is_closed(server: Server, na
 
 
 BROKEN_BEHIND = ["HTTP/2 line", "no Host", "two Hosts", "upgrade with two framings", "two framings", "garbage"]
-BROKEN_BEHIND += ["upgrade with a framing that is none"]
+BROKEN_BEHIND += ["upgrade with a framing that is none", "CONNECT"]
 
 
 @pytest.mark.parametrize("name", BROKEN_BEHIND)

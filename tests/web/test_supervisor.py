@@ -315,7 +315,7 @@ def test_b19_a_model_server_that_crashes_comes_back_and_keeps_its_socket(latch: 
 
 def test_b19_a_model_that_hangs_for_good_ends_its_server_and_another_takes_over(latch: Latch) -> None:
     before = IN_A_STEP.format(wait=latch.wait)
-    with Server("scribe", *SMALL, "--watchdog-s", "0.3", before=before, supervised=True) as server:
+    with Server("scribe", *SMALL, "--watchdog-s", "1", before=before, supervised=True) as server:
         latch.shut()
         answer = complete(server)
         assert (answer.status, answer.json["error"]["code"]) == (500, "processor_hung")

@@ -201,7 +201,9 @@ class HttpConnection(HttpToolsProtocol):
             return self._without_offer() + data[upgrade.args[0] :]
         except httptools.HttpParserError as error:
             broken = error.__context__
-            self._end(broken if isinstance(broken, ClientError) else ClientError(f"this is not HTTP/1.1: {error}"))
+            if not isinstance(broken, ClientError):
+                broken = ClientError(f"this is not HTTP/1.1: {broken or error}")
+            self._end(broken)
         return b""
 
     def _without_offer(self) -> bytes:
@@ -226,6 +228,8 @@ class HttpConnection(HttpToolsProtocol):
             raise ClientError(f"HTTP/{version} is not spoken here, HTTP/1.1 is")
         if hosts > 1 or (not hosts and version == "1.1"):
             raise ClientError(f"the request has {hosts} Host headers, HTTP/1.1 wants one")
+        if self.parser.get_method() == b"CONNECT":
+            raise ClientError("CONNECT is not served: this is no proxy")
         if self.parser.should_upgrade() and not self._should_upgrade():
             self._declined = True  # it comes again without the offer
             return
