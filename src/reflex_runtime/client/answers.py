@@ -27,7 +27,7 @@ class Chunk:
     timing: milliseconds by name (queue_ms, batch_ms, total_ms, age_ms). batch: id, size, reason, cost_ms.
     cache: hit, hit_stale, miss or off. guard: what the action guard changed, or None.
     slot, model_version: which of two policies answered; None from a server with one.
-    policy_changed: the episode was moved to another policy, or its replica was lost; discard plans made before.
+    policy_changed: the episode was moved to another policy; discard plans made before.
     attempts: number of attempts. raw: the whole answer, with all its fields.
     """
 
