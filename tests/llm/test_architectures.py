@@ -29,10 +29,10 @@ from reflex_runtime.ipc.sampling import SamplingParams
 from reflex_runtime.llm.engine.llm_engine import LLMEngine
 from reflex_runtime.llm.engine.load import check, describe
 from reflex_runtime.llm.engine.toy import ByteTokenizer
-from reflex_runtime.llm.runners.any_checkpoint import AnyModelConfig
 from reflex_runtime.llm.runners.openvino_runner import OpenVinoRunner
 from reflex_runtime.llm.runners.runner import Runner
 from reflex_runtime.llm.runners.torch_runner import TorchRunner
+from reflex_runtime.llm.runners.transformers_model import describe as describe_any
 
 SERVED = [kind for kind in ANY if kind != "Mamba"]
 CONVERTED = ["Gemma3", "Phi3", "Mixtral", "GPT2"]
@@ -155,7 +155,7 @@ def test_l8_another_architecture_without_pytorch_is_told_what_to_install(
     found = describe(path)
     assert (found.vocab_size, found.max_position_embeddings, found.cache_bytes(3, 4)) == (256, 512, 3 * 2 * 2 * 32 * 4)
     check(found, device="cpu", max_model_len=512)
-    monkeypatch.setattr("reflex_runtime.llm.runners.any_checkpoint.find_spec", lambda name: None)
+    monkeypatch.setattr("reflex_runtime.llm.runners.checkpoint.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"Gemma3ForCausalLM.*pip install '.\[convert\]'; or serve"):
         describe(path)
 
@@ -220,5 +220,5 @@ def test_l8_blocks_are_counted_by_what_the_layers_keep(made: Made) -> None:
     """The description of this one names heads that its layers do not have."""
     path, _ = made("GPT2")
     block = 2 * 2 * 4 * 16 * 16 * 4  # keys and values, layers, heads, head_dim, tokens, bytes
-    assert AnyModelConfig.open(path).cache_bytes(16, 4) < block
+    assert describe_any(path).cache_bytes(16, 4) < block
     assert TorchRunner(path, block_size=16, kv_cache_bytes=7 * block, dtype="float32").num_blocks == 7

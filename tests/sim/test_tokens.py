@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from reflex_runtime.llm import SamplingParams, trace_batches
+from reflex_runtime.llm.engine.llm_engine import Engines
 from reflex_runtime.llm.engine.toy import ByteTokenizer, ToyRunner
-from reflex_runtime.llm.engine.virtual import Engines
 from reflex_runtime.sim.tokens import Prompt, StepTime, TokenRuns, sweep
 
 TEXTS = ["hello world", "goodbye"]

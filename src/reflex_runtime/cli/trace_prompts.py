@@ -24,8 +24,8 @@ from reflex_runtime.settings.declare import did_you_mean, one_line, option, vali
 from reflex_runtime.settings.read import load
 
 if TYPE_CHECKING:
+    from reflex_runtime.llm.engine.llm_engine import Engines
     from reflex_runtime.llm.engine.sequence import RequestOutput
-    from reflex_runtime.llm.engine.virtual import Engines
     from reflex_runtime.sim.tokens import Knee, Measured, Prompt, StepTime
 
 STEP_MS = "2+0.05"
@@ -84,7 +84,7 @@ class Setup(NamedTuple):
 
 def setup_of(args: argparse.Namespace) -> Setup:
     """Read the flags and load what runs. Raises ConfigError naming flag, value and range."""
-    from reflex_runtime.llm.engine.virtual import Engines
+    from reflex_runtime.llm.engine.llm_engine import Engines
 
     config = load(PromptsConfig, "trace", None, {}, vars(args))
     prompts = _prompts(args.prompts, config)

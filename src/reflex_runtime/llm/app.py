@@ -15,15 +15,13 @@ from reflex_runtime.core.errors import ReflexError
 from reflex_runtime.llm.api import messages, responses, tokenize
 from reflex_runtime.llm.api import requests as wire
 from reflex_runtime.llm.api.answers import Answer
-from reflex_runtime.llm.api.completions import CompletionHandler, read_body
+from reflex_runtime.llm.api.completions import CompletionHandler, GenerationSpans, read_body
 from reflex_runtime.llm.api.errors import error_body, told
 from reflex_runtime.llm.api.messages import FORM, MessageAnswer
 from reflex_runtime.llm.api.openapi import document
 from reflex_runtime.llm.api.replies import ModelApi
 from reflex_runtime.llm.api.responses import ResponseAnswer
-from reflex_runtime.llm.api.spans import GenerationSpans
-from reflex_runtime.llm.server.lifecycle import ServerState
-from reflex_runtime.llm.server.live_view import watchers_of
+from reflex_runtime.llm.server.lifecycle import ServerState, watchers_of
 from reflex_runtime.llm.server.model_host import ModelPlan, Open
 from reflex_runtime.observe import metrics
 from reflex_runtime.version import __version__

@@ -2,7 +2,7 @@
 
     from reflex_runtime.llm import SamplingParams
     from reflex_runtime.llm.engine.toy import ByteTokenizer, ToyRunner
-    from reflex_runtime.llm.engine.virtual import Engines
+    from reflex_runtime.llm.engine.llm_engine import Engines
     from reflex_runtime.sim.tokens import Prompt, StepTime, TokenRuns
 
     takes = StepTime(fixed=0.002, per_token=0.00005)

@@ -21,7 +21,7 @@ from reflex_runtime.llm.api import fields as wire
 from reflex_runtime.llm.api.decode import MOST_MESSAGES
 from reflex_runtime.llm.api.fields import MOST_TEXTS, MOST_TOOLS, CalledTool, ToolField
 from reflex_runtime.llm.api.schemas import closed, maybe, model_named, numerals, ref, within, without_effect
-from reflex_runtime.llm.engine.limits import Limits
+from reflex_runtime.llm.engine.generation_options import Limits
 from reflex_runtime.web.fields import MAX_ID_BYTES
 from reflex_runtime.web.json import JSON_TYPE
 from reflex_runtime.web.openapi import failures, finished

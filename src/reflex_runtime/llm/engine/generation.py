@@ -19,8 +19,7 @@ from reflex_runtime.core.request import Request, Ticket
 from reflex_runtime.ipc.engine import Output, OutputStream
 from reflex_runtime.ipc.sampling import Constraint, SamplingParams
 from reflex_runtime.llm.engine.constraint import Matcher
-from reflex_runtime.llm.engine.generation_options import PLAIN, GenerationOptions
-from reflex_runtime.llm.engine.limits import Limits
+from reflex_runtime.llm.engine.generation_options import PLAIN, GenerationOptions, Limits
 from reflex_runtime.llm.engine.processor import LLMProcessor
 from reflex_runtime.llm.engine.sequence import Sequence, TokenOutput
 from reflex_runtime.llm.engine.tokenizer import Conversation, Texts, Tokenizer

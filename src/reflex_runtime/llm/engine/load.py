@@ -16,8 +16,7 @@ from typing import Any
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.llm.engine.tokenizer import HFTokenizer, Tokenizer
 from reflex_runtime.llm.runners.adapters import ADAPTER_CONFIG, MERGE, AdapterStack, not_adaptable
-from reflex_runtime.llm.runners.any_checkpoint import AnyModelConfig
-from reflex_runtime.llm.runners.checkpoint import Checkpoint, ModelConfig, is_known
+from reflex_runtime.llm.runners.checkpoint import AnyModelConfig, Checkpoint, ModelConfig, is_known, require
 from reflex_runtime.llm.runners.model_config import CONFIG_FILE, read_json
 from reflex_runtime.llm.runners.openvino_export import OpenVinoExport, is_export
 from reflex_runtime.llm.runners.runner import BLOCK_SIZES, GIB, Runner, blocks_in, free_bytes
@@ -70,7 +69,12 @@ def describe(directory: str | Path) -> Description:
     if is_export(directory):
         return OpenVinoExport.open(directory)
     check_directory(Path(directory))
-    return Checkpoint.open(directory).config if is_known(directory) else AnyModelConfig.open(directory)
+    if is_known(directory):
+        return Checkpoint.open(directory).config
+    require(Path(directory))
+    from reflex_runtime.llm.runners import transformers_model
+
+    return transformers_model.describe(Path(directory))
 
 
 def choose(

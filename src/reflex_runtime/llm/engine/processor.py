@@ -30,7 +30,7 @@ from reflex_runtime.core.token_budget import TimedTokens
 from reflex_runtime.ipc.sampling import SamplingParams
 from reflex_runtime.llm.engine.blocks import BlockPool
 from reflex_runtime.llm.engine.constraint import Constraints, Matcher
-from reflex_runtime.llm.engine.generation_options import PLAIN, GenerationOptions
+from reflex_runtime.llm.engine.generation_options import PLAIN, GenerationOptions, Limits
 from reflex_runtime.llm.engine.input_batch import (
     Lane,
     drafted,
@@ -40,7 +40,6 @@ from reflex_runtime.llm.engine.input_batch import (
     scores,
     unchanged_if_it_fails,
 )
-from reflex_runtime.llm.engine.limits import Limits
 from reflex_runtime.llm.engine.ngram_proposer import Rates
 from reflex_runtime.llm.engine.sampler import Logits, sample
 from reflex_runtime.llm.engine.sequence import Sequence, TokenOutput

@@ -1,5 +1,7 @@
 """A Hugging Face model directory: its description, and tensors that stay in their files until asked for.
 
+Architectures that are not ours are known to PyTorch and transformers alone; `AnyModelConfig` is what is known of them.
+
 `Checkpoint.open` checks the whole directory before memory is taken. Every error is a ConfigError that names the file,
 the key or tensor, what was found and what is expected. The safetensors format (a length, a JSON table, bytes) is read
 here: numpy has no bfloat16, and so errors can name the tensor.
@@ -10,6 +12,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path, PurePosixPath
 from typing import Any, Final
 
@@ -219,3 +222,43 @@ def longest(root: Path, config: dict[str, Any]) -> int:
         original = rope.get("original_max_position_embeddings") or config.get("original_max_position_embeddings")
         return min(most, original or most)
     return most
+
+
+@dataclass(frozen=True, slots=True)
+class AnyModelConfig:
+    """What `ModelConfig` says of our own architectures, as far as it is known before the model is loaded.
+
+    token_size: numbers that one token keeps in the cache.
+    """
+
+    vocab_size: int
+    max_position_embeddings: int
+    torch_dtype: str
+    token_size: int
+
+    @classmethod
+    def of(cls, root: Path, config: Any) -> AnyModelConfig:
+        """The same, from the description as transformers read it."""
+        for name in ("vocab_size", "num_hidden_layers", "num_attention_heads"):
+            if type(value := getattr(config, name, None)) is not int or value < 1:
+                raise ConfigError(f"{root / CONFIG_FILE}: {name}={value!r}: must be a whole number from 1 on")
+        heads = config.num_attention_heads
+        kv_heads = getattr(config, "num_key_value_heads", None) or heads
+        size = getattr(config, "head_dim", None) or config.hidden_size // heads
+        dtype = str(getattr(config, "dtype", None)).removeprefix("torch.")
+        tokens = longest(root, config.to_dict())
+        return cls(config.vocab_size, tokens, dtype, 2 * config.num_hidden_layers * kv_heads * size)
+
+    def cache_bytes(self, tokens: int, width: int) -> int:
+        """Memory for the keys and values of so many tokens. width: bytes of a number."""
+        return self.token_size * tokens * width
+
+
+def require(root: Path) -> None:
+    """ConfigError, with what to install, unless the libraries are there that know other architectures than ours."""
+    needed = [name for name in ("torch", "transformers") if find_spec(name) is None]
+    if needed:
+        named = read_json(root / CONFIG_FILE).get("architectures")
+        told = f"architectures={named}: needs {' and '.join(needed)}: in a clone, pip install '.[convert]'"
+        other = "or serve what `optimum-cli export openvino --task text-generation-with-past` makes of it elsewhere"
+        raise ConfigError(f"{root / CONFIG_FILE}: {told}; {other}")

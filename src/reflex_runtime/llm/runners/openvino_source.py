@@ -27,8 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.llm.runners.any_checkpoint import require
-from reflex_runtime.llm.runners.checkpoint import Checkpoint, is_known, weight_files
+from reflex_runtime.llm.runners.checkpoint import Checkpoint, is_known, require, weight_files
 from reflex_runtime.llm.runners.model_config import CONFIG_FILE, ModelConfig
 from reflex_runtime.llm.runners.openvino_export import (
     MODEL_FILE,

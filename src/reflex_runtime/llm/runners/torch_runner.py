@@ -18,8 +18,7 @@ import numpy.typing as npt
 
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.llm.runners.adapters import AdapterStack, not_adaptable
-from reflex_runtime.llm.runners.any_checkpoint import AnyModelConfig
-from reflex_runtime.llm.runners.checkpoint import Checkpoint, ModelConfig, is_known
+from reflex_runtime.llm.runners.checkpoint import AnyModelConfig, Checkpoint, ModelConfig, is_known, require
 from reflex_runtime.llm.runners.runner import BLOCK_SIZES, GIB, Step, blocks_in, free_bytes
 from reflex_runtime.llm.runners.torch_model import Decoder, Tensor, functional, torch
 from reflex_runtime.run.cuda import Record, recorder
@@ -99,7 +98,7 @@ class TorchRunner:
         adapters: Mapping[str, Path] | None = None,
     ) -> None:
         root, checkpoint = Path(directory), Checkpoint.open(directory) if is_known(directory) else None
-        config = AnyModelConfig.open(root) if checkpoint is None else checkpoint.config
+        config = _described(root) if checkpoint is None else checkpoint.config
         _check_device(device, dtype)
         _check_numbers(
             config, block_size=block_size, num_blocks=num_blocks, max_model_len=max_model_len, threads=threads
@@ -354,6 +353,14 @@ def _check_device(device: str, dtype: str) -> None:
         raise ConfigError("device='cuda': this torch sees no CUDA device; use 'cpu'")
     if dtype not in ("float32", "bfloat16", "auto"):
         raise ConfigError(f"dtype={dtype!r}: must be 'float32', 'bfloat16' or 'auto'")
+
+
+def _described(root: Path) -> AnyModelConfig:
+    """What a checkpoint of another architecture than ours says. ConfigError if a library is missing."""
+    require(root)
+    from reflex_runtime.llm.runners.transformers_model import describe
+
+    return describe(root)
 
 
 def _check_numbers(config: ModelConfig | AnyModelConfig, **numbers: int | None) -> None:

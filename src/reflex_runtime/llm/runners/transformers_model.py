@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.llm.runners.checkpoint import AnyModelConfig, weight_files
 from reflex_runtime.llm.runners.torch_model import Attend, Tensor, torch
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -101,7 +102,14 @@ AttentionMaskInterface.register(NAME, lambda *given, **more: None)
 ExpertsInterface.register(NAME, _experts)
 
 
-def describe(directory: Path) -> Any:
+def describe(directory: Path) -> AnyModelConfig:
+    """What the checkpoint says; no weight is read. ConfigError for what is no decoder."""
+    config = _text_config(directory)
+    weight_files(directory)
+    return AnyModelConfig.of(directory, config)
+
+
+def _text_config(directory: Path) -> Any:
     """The configuration of the checkpoint's text model, with the library's own defaults. ConfigError if it has none."""
     try:
         config = transformers.AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)

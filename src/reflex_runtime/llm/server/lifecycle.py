@@ -9,26 +9,29 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import Any
 
 from prometheus_client import CollectorRegistry, generate_latest
 
 from reflex_runtime.core.errors import Closed, ConfigError
+from reflex_runtime.core.events import Event
 from reflex_runtime.llm.engine.generation_options import SamplingDefaults
 from reflex_runtime.llm.server.model_host import ModelHost, ModelPlan, Open
+from reflex_runtime.observe.live import Live, LiveSnapshot, own_process
 from reflex_runtime.observe.series import SeriesSet
 from reflex_runtime.observe.series_table import MODEL_SERVER
 from reflex_runtime.observe.spans import StepSpans, spans_of
 from reflex_runtime.run.audience import Sink
 from reflex_runtime.run.process import in_thread
+from reflex_runtime.version import __version__
 from reflex_runtime.web.errors import NotFound, NotReady
 from reflex_runtime.web.json import printable
-
-if TYPE_CHECKING:  # a runtime process loads this module and serves no HTTP
-    from reflex_runtime.web.supervisor import Lives
+from reflex_runtime.web.supervisor import Lives
+from reflex_runtime.web.watchers import Fold, Watchers
 
 log = logging.getLogger("reflex.server")
 
@@ -211,3 +214,45 @@ class ServerState:
     def answered(self, path: str, status: int) -> None:
         """The server answered a request. path: of a known endpoint, so that there are few."""
         self._answers.counter("reflex_openai_requests_total", path, str(status)).inc()
+
+
+def watchers_of(model: ServerState) -> Watchers:
+    """Those who watch the server. They are sent away when it drains."""
+    watchers = Watchers(partial(_ModelLive, model), model.add_sink, model.remove_sink, partial(_server, model))
+    model.on_drain.append(watchers.close)
+    return watchers
+
+
+class _ModelLive:
+    """The fold: of the model's events, or of what their processes show, once they are there."""
+
+    def __init__(self, model: ServerState, now: float) -> None:
+        self._model, self._live = model, Live(now)
+        self._elsewhere: Fold | None = None
+        self.events = Live.events
+
+    def __call__(self, event: Event) -> None:
+        self._live(event)
+
+    def snapshot(self, now: float, server: Mapping[str, Any]) -> LiveSnapshot:
+        """See `Fold`."""
+        if self._elsewhere is None and self._model.host is not None:
+            self._elsewhere = self._model.host.fold()
+        shown: LiveSnapshot = (self._elsewhere or self._live).snapshot(now, server)
+        return shown
+
+
+def _server(model: ServerState) -> dict[str, Any]:
+    told = model.health()
+    workers = [] if model.host is None else model.host.processes()
+    running, waiting = (None, None) if workers else (told.get("running", 0), told.get("waiting", 0))
+    return {
+        "product": "llm",
+        "version": __version__,
+        "state": model.state,
+        "error": model.error,
+        "unit": "tokens",
+        "queues": {} if model.host is None else model.host.queues(),
+        "model": told,
+        "processes": [own_process(model.state, model.lives, running, waiting, model.error), *workers],
+    }

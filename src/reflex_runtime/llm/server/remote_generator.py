@@ -13,8 +13,7 @@ from reflex_runtime.ipc.messages import GenerateParams
 from reflex_runtime.ipc.registry import StreamHandle
 from reflex_runtime.ipc.sampling import Constraint, SamplingParams
 from reflex_runtime.llm.engine.constraint import Matcher, check_constraint
-from reflex_runtime.llm.engine.generation_options import GenerationOptions
-from reflex_runtime.llm.engine.limits import Limits
+from reflex_runtime.llm.engine.generation_options import GenerationOptions, Limits
 from reflex_runtime.llm.engine.tokenizer import Conversation, Texts, Tokenizer
 from reflex_runtime.llm.server.worker_line import Line, TokenizerProcess
 

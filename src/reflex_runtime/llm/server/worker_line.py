@@ -14,7 +14,7 @@ from reflex_runtime.ipc.generate_config import GenerateBatcherConfig
 from reflex_runtime.ipc.messages import LOAD, TOKENIZE, LoadModel, Tokenize
 from reflex_runtime.ipc.registry import StreamRegistry
 from reflex_runtime.ipc.spawn import Opener
-from reflex_runtime.llm.engine.limits import Limits
+from reflex_runtime.llm.engine.generation_options import Limits
 from reflex_runtime.llm.engine.tokenizer import Conversation
 from reflex_runtime.llm.server.model_host import Opening
 from reflex_runtime.observe.live import LiveProcess, live_process

@@ -10,27 +10,30 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, Final
 
 from prometheus_client import Metric
 from prometheus_client.core import Sample
 from prometheus_client.parser import text_string_to_metric_families
 
+from reflex_runtime.core.errors import ReflexError
+from reflex_runtime.core.events import Event
 from reflex_runtime.ipc.client import start_all
-from reflex_runtime.ipc.messages import METRICS, STATE
+from reflex_runtime.ipc.messages import LIVE, METRICS, STATE
 from reflex_runtime.llm.engine.tokenizer import Tokenizer
-from reflex_runtime.llm.server.live_view import WorkersLive
 from reflex_runtime.llm.server.model_host import Open, Opening
 from reflex_runtime.llm.server.remote_generator import RemoteGenerator
 from reflex_runtime.llm.server.worker_line import Line, TokenizerProcess, WorkersConfig
-from reflex_runtime.observe.live import LiveProcess, live_process
+from reflex_runtime.observe.live import LiveParts, LiveProcess, LiveSnapshot, added, live_process
 from reflex_runtime.observe.series import SeriesSet, rendered
 from reflex_runtime.observe.series_table import WORKERS
 from reflex_runtime.run.audience import Sink
 
 ENDS_WITHIN, AT_LEAST = 10.0, 2.0  # seconds for a process to exit: at most, of the time that is left, and at least
+WITHIN: Final = 2.0  # seconds for an answer of a process; one that takes longer shows nothing
+_Told = dict[str, LiveSnapshot | None]
 
 
 class Workers:
@@ -179,3 +182,48 @@ def labelled(label: str, pages: Mapping[str, Iterable[Metric]]) -> bytes:
                 Sample(s.name, {**s.labels, label: name}, s.value, s.timestamp, s.exemplar) for s in family.samples
             ]
     return rendered(families.values())
+
+
+class WorkersLive:
+    """The fold of a model in runtime processes. lines: all of them."""
+
+    events: frozenset[type[Event]] = frozenset()
+
+    def __init__(self, lines: Sequence[Line]) -> None:
+        self._lines = lines
+        self._parts = LiveParts()
+        self._asking: dict[str, asyncio.Task[None]] = {}
+
+    def __call__(self, event: Event) -> None:
+        """Nothing: its events come from the processes."""
+
+    def snapshot(self, now: float, server: Mapping[str, Any]) -> LiveSnapshot:
+        """What the processes have answered since the last one; and ask again."""
+        for line in self._lines:
+            if line.name not in self._asking:
+                task = self._asking[line.name] = asyncio.get_running_loop().create_task(self._ask(line))
+                task.add_done_callback(lambda _, name=line.name: self._asking.pop(name))  # type: ignore[misc]
+        return self._parts.snapshot(now, {**server, **self._told(server)})
+
+    async def _ask(self, line: Line) -> None:
+        try:
+            found: _Told = await line.client.request(LIVE, {}, _Told, WITHIN) if line.client.ready else {}
+        except ReflexError:
+            found = {}
+        shown = next((snapshot for snapshot in found.values() if snapshot is not None), None)
+        if shown is None:
+            self._parts.forget(line.name)
+        else:
+            self._parts.take(line.name, shown)
+
+    def _told(self, server: Mapping[str, Any]) -> dict[str, Any]:
+        """The queues of the engines together, beside those of messages to each process, and how full the fullest cache
+        is."""
+        shown = [snapshot.server for snapshot in self._parts.newest.values()]
+        queues: dict[str, Any] = {}
+        for told in shown:
+            for group, queue in told["queues"].items():
+                queues[group] = added(queues[group], queue) if group in queues else queue
+        usage = max((told["kv_cache_usage"] for told in shown), default=None)
+        model = {**server.get("model", {}), **({} if usage is None else {"kv_cache_usage": usage})}
+        return {"queues": {**queues, **server.get("queues", {})}, "model": model}
