@@ -28,8 +28,7 @@ from reflex_runtime.policies import load_policy, parse_fault, served_by
 from reflex_runtime.policies.records.report import report
 from reflex_runtime.sim import Report
 from reflex_runtime.sim.recorded import Changes, _group
-from reflex_runtime.sim.replay import MeasuredDevice, recorded_report, replay_schedule, side_by_side
-from reflex_runtime.sim.replay_measured import replay_measured
+from reflex_runtime.sim.replay import MeasuredDevice, recorded_report, replay_measured, replay_schedule, side_by_side
 
 Robot = Callable[[Served], Awaitable[None]]
 

@@ -24,7 +24,6 @@ from reflex_runtime.sim import (
     Exponential,
     Fixed,
     Heavy,
-    JumpingClock,
     Mixture,
     Open,
     Poisson,
@@ -160,14 +159,6 @@ def test_cameras_that_are_answered_in_time_lose_nothing() -> None:
 def test_wrong_values_name_their_field(make: object, field: str) -> None:
     with pytest.raises(ConfigError, match=field):
         make()  # type: ignore[operator]
-
-
-def test_the_clock_jumps_and_never_back() -> None:
-    clock = JumpingClock()
-    clock.jump(3.5)
-    assert clock.now() == 3.5
-    with pytest.raises(ValueError, match=r"must be >= 3\.5"):
-        clock.jump(3.4)
 
 
 def test_streams_of_a_source_do_not_disturb_each_other() -> None:

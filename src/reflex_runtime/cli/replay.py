@@ -236,8 +236,7 @@ def _same_hardware(recorded: Any) -> bool:
 
 def _schedule(args: argparse.Namespace) -> dict[str, Any]:
     from reflex_runtime.sim.recorded import Changes
-    from reflex_runtime.sim.replay import recorded_report, replay_schedule, side_by_side
-    from reflex_runtime.sim.replay_measured import replay_measured
+    from reflex_runtime.sim.replay import recorded_report, replay_measured, replay_schedule, side_by_side
     from reflex_runtime.sim.report import columns
 
     cost = _milliseconds("--max-batch-cost-ms", args.max_batch_cost_ms, 10, 10_000)

@@ -13,7 +13,6 @@
 """
 
 from reflex_runtime.core.statistics import percentile
-from reflex_runtime.sim.clock import Clock, JumpingClock
 from reflex_runtime.sim.report import Report, fair_shares, jain
 from reflex_runtime.sim.rules import RULES, Rule, Setting
 from reflex_runtime.sim.run import Decider, Ran, RequestEnd, Run, simulate
@@ -49,7 +48,6 @@ __all__ = [
     "Bursty",
     "Callers",
     "Camera",
-    "Clock",
     "Decider",
     "Diurnal",
     "Drifting",
@@ -57,7 +55,6 @@ __all__ = [
     "Exponential",
     "Fixed",
     "Heavy",
-    "JumpingClock",
     "Mixture",
     "Noisy",
     "Normal",

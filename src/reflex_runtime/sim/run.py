@@ -17,7 +17,6 @@ from reflex_runtime.core.batch import Batch, Done, Failed, More, Outcome
 from reflex_runtime.core.errors import Drained, ReflexError, Rejected
 from reflex_runtime.core.events import Event, RequestSettled
 from reflex_runtime.core.request import Request, Ticket
-from reflex_runtime.sim.clock import JumpingClock
 from reflex_runtime.sim.service import Service
 from reflex_runtime.sim.workload import Arrival, RequestStream, WorkloadPart
 
@@ -139,7 +138,7 @@ class _Loop:
         self._scheduler, self._service, self._sinks, self._outcome = scheduler, service, sinks, outcome
         self._seed, self._blind = seed, blind
         self._noise = Random(f"{seed}/device")
-        self._clock = JumpingClock()
+        self._now = 0.0  # virtual seconds
         self._run = Run(warmup, duration)
         self._agenda: list[tuple[float, int, Callable[[], None]]] = []
         self._entries = 0
@@ -155,10 +154,10 @@ class _Loop:
         for i, source in enumerate(sources):
             for stream in source.streams(f"{self._seed}/{i}"):
                 self._plan(stream, stream.next(0.0))
-        scheduler, clock, agenda = self._scheduler, self._clock, self._agenda
+        scheduler, agenda = self._scheduler, self._agenda
         idle_wakes = 0
         while True:
-            batch = scheduler.next_batch(clock.now())
+            batch = scheduler.next_batch(self._now)
             if batch is not None:
                 self._start(batch, self.between)
             if self._take_events() or batch is not None:
@@ -167,8 +166,8 @@ class _Loop:
             at = min(wake, agenda[0][0] if agenda else inf)
             if at == inf:
                 return self._run
-            clock.jump(max(at, clock.now()))
-            if agenda and agenda[0][0] <= clock.now():
+            self._now = max(at, self._now)
+            if agenda and agenda[0][0] <= self._now:
                 heappop(agenda)[2]()
                 idle_wakes = 0
             else:
@@ -187,7 +186,7 @@ class _Loop:
             self._at(arrival.at, lambda: self._arrive(stream, arrival))
 
     def _arrive(self, stream: RequestStream, arrival: Arrival) -> None:
-        now, request = self._clock.now(), arrival.request
+        now, request = self._now, arrival.request
         for _ in range(arrival.overrun):
             self._ended(arrival, now, "overrun", 0.0)
         try:
@@ -205,10 +204,10 @@ class _Loop:
             self._plan(stream, stream.next(now))
 
     def _prepared(self, ticket: Ticket) -> None:
-        self._scheduler.prepared(ticket, ticket.request, self._clock.now())
+        self._scheduler.prepared(ticket, ticket.request, self._now)
 
     def _start(self, batch: Batch, wait: float) -> None:
-        now = self._clock.now() + wait
+        now = self._now + wait
         taken = self._service.seconds(batch, now, self._noise)
         self._running = batch
         self._at(now + taken, lambda: self._finish(batch, now, taken))
@@ -217,10 +216,10 @@ class _Loop:
 
     def _form_ahead(self, running: Batch) -> None:
         if running is self._running:
-            self._scheduler.form_ahead(self._clock.now())  # type: ignore[attr-defined]
+            self._scheduler.form_ahead(self._now)  # type: ignore[attr-defined]
 
     def _finish(self, batch: Batch, started: float, taken: float) -> None:
-        now = self._clock.now()
+        now = self._now
         outcomes = [self._outcome(ticket, units) for ticket, units in batch.grants.items()]
         ahead: Batch | None = None
         if self.lead is not None:
