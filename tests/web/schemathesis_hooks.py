@@ -57,7 +57,7 @@ def before_call(context: Any, case: Any, kwargs: Any) -> None:
             function = call.get("function") if isinstance(call, dict) else None
             if isinstance(function, dict) and isinstance(function.get("arguments"), str):
                 function["arguments"] = "{}"  # JSON inside of a text
-    for name in ("prompt", "tokens", "input"):
+    for name in ("prompt", "tokens", "input", "stop_token_ids"):
         if isinstance(body.get(name), list):
             body[name] = _plain(body[name])
     if _within(body.get("best_of"), 128):

@@ -17,10 +17,12 @@ from typing import Any
 import pytest
 
 from policies.tiny import write_export
-from reflex_runtime.llm.api.schemas import numerals
+from reflex_runtime.llm.api.openapi import numerals
 from reflex_runtime.policies.export.directory import Export
 from reflex_runtime.policies.serving.openapi import act_example, document
-from reflex_runtime.web.openapi import page
+from reflex_runtime.web.openapi import PAGES, Operation, page
+from reflex_runtime.web.openapi import described as described_routes
+from reflex_runtime.web.request import HttpRequest, Route
 from serving.exports import write_tiny
 from serving.harness import Server
 from serving.openai_toy import Toy
@@ -99,6 +101,19 @@ def test_h7_a_model_server_is_as_it_is_described(tmp_path: Path, examples: int) 
         assert set(_references(described(server))) <= {
             f"#/components/schemas/{name}" for name in described(server)["components"]["schemas"]
         }
+
+
+def test_h7_a_path_that_is_served_cannot_lack_a_description() -> None:
+    async def run(request: HttpRequest) -> None: ...
+
+    routes = [Route("/docs", run, open=True), Route("/new", run, "POST"), Route("/dashboard/a.js", run)]
+    operation = Operation("new", codes=("404",))
+    texts = dict.fromkeys(("401", "403", "404", "405", "408"), "")
+    paths = json.loads(described_routes("R", routes, PAGES | {"/new": operation}, {}, texts, True))["paths"]
+    assert {path: set(methods) for path, methods in paths.items()} == {"/docs": {"get"}, "/new": {"post"}}
+    assert ("401" in paths["/docs"]["get"]["responses"], "security" in paths["/new"]["post"]) == (False, True)
+    with pytest.raises(KeyError, match="/new"):
+        described_routes("R", routes, PAGES, {}, texts, True)
 
 
 def test_h7_what_the_policies_need_is_required_and_nothing_else(tmp_path: Path) -> None:

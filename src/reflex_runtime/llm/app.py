@@ -35,7 +35,6 @@ from reflex_runtime.web.serve import Make
 from reflex_runtime.web.supervisor import Parent
 
 MODELS: Final = "/v1/models"
-OPEN_PATHS: Final = ("/health", "/metrics", "/version", "/openapi.json", "/docs")
 DIALECTS: Final = (
     ModelApi("/v1/completions", wire.completion, partial(Answer, chat=False)),
     ModelApi("/v1/chat/completions", wire.chat, partial(Answer, chat=True)),
@@ -73,7 +72,7 @@ class ModelServer:
             Route("/status", self._status),
             *dashboard_routes(watchers_of(state)),
         ]
-        card = Route(MODELS + "/{id}", self._card)
+        card = self._one = Route(MODELS + "/{id}", self._card)
         self.app = App(
             config,
             {route.path: route for route in [*questions, *pages]},
@@ -125,9 +124,9 @@ class ModelServer:
 
     def _document(self, request: HttpRequest) -> bytes:
         """The model is named to those who may ask /v1/models."""
-        state, unguarded = self.state, OPEN_PATHS if self.app.has_key else None
+        state, app, routes = self.state, self.app, [*self.app.routes.values(), self._one]
         limits = None if state.host is None else state.host.generator.limits
-        return document(state.names, state.plan.config.max_queue, limits, unguarded, self.app.knows(request))
+        return document(routes, state.names, state.plan.config.max_queue, limits, app.has_key, app.knows(request))
 
 
 def _refuse(error: ReflexError, request_id: str, packed: bool) -> Refusal:

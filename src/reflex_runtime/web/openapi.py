@@ -7,13 +7,146 @@ import json
 import re
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
+
+import msgspec
 
 from reflex_runtime.version import __version__
 from reflex_runtime.web.json import JSON_TYPE
+from reflex_runtime.web.request import Route
 
 METHODS: Final = ("get", "post", "patch", "delete")
+PRINTABLE: Final = r"^[^\u0000-\u001f\u007f-\u009f]*$"
 _HOST = re.compile(rb"[A-Za-z0-9.-]{1,253}(:[0-9]{1,5})?|\[[0-9a-fA-F:.]{2,45}\](:[0-9]{1,5})?")
+
+
+# -- JSON Schema in a few words ----------------------------------------------------------------------------------------
+
+
+NULL: Final = {"type": "null"}
+
+
+def closed(fields: dict[str, Any], *required: str) -> dict[str, Any]:
+    """An object with these fields and no others."""
+    return {"type": "object", "properties": fields, "required": list(required), "additionalProperties": False}
+
+
+def maybe(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """It, or null."""
+    return {"anyOf": [dict(schema), NULL]}
+
+
+def within(low: int, high: int) -> dict[str, Any]:
+    """A whole number in these bounds."""
+    return {"type": "integer", "minimum": low, "maximum": high}
+
+
+def ref(kind: type) -> dict[str, Any]:
+    """The schema of this class, which stands under its name."""
+    return {"$ref": f"#/components/schemas/{kind.__name__}"}
+
+
+def schemas_of(*kinds: type) -> dict[str, dict[str, Any]]:
+    """The schemas of these structs and of what they refer to, by name. `Whole` is what it means: an integer."""
+    _, found = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
+    for schema in found.values():
+        for field in schema["properties"].values():
+            arms = field.get("anyOf", [])
+            if {"type": "integer"} in arms and {"type": "number"} in arms:
+                arms.remove({"type": "number"})
+    return found
+
+
+def content(schema: Mapping[str, Any], kind: str = JSON_TYPE) -> dict[str, Any]:
+    """A body of that media type."""
+    return {kind: {"schema": dict(schema)}}
+
+
+OBJECT: Final = content({"type": "object"})
+TEXT: Final = content({"type": "string"}, "text/plain")
+HTML: Final = content({"type": "string"}, "text/html")
+
+
+# -- the document ------------------------------------------------------------------------------------------------------
+
+
+class Operation(NamedTuple):
+    """What a document says of a path. answer: its content, with 200, and where it is `unready`, with 503. codes: of
+    errors, beside those of every request. request: the schema of its body, which may be left out if `optional`.
+    parameters: the schemas of those in the path. error: the schema of errors."""
+
+    summary: str
+    answer: Mapping[str, Any] = OBJECT
+    codes: Sequence[str] = ()
+    unready: bool = False
+    request: Mapping[str, Any] | None = None
+    optional: bool = False
+    example: Any = None
+    description: str = ""
+    parameters: Mapping[str, Any] = {}
+    error: str = "Error"
+
+
+PAGES: Final = {  # of every server
+    "/openapi.json": Operation("this document"),
+    "/docs": Operation("this document for people", HTML),
+    "/dashboard": Operation("the page that shows the server while it runs", HTML),
+}
+
+
+def described(
+    title: str,
+    routes: Iterable[Route],
+    operations: Mapping[str, Operation],
+    schemas: Mapping[str, Any],
+    errors: Mapping[str, str],
+    key: bool,
+    always: Sequence[str] = ("401", "403", "405", "408"),
+) -> bytes:
+    """The document of these routes; KeyError where one has no description, but for the files of /dashboard.
+
+    operations: by path. errors: what each status means. key: whether one is needed where a route is not open. always:
+    statuses of every request.
+    """
+    paths: dict[str, Any] = {}
+    for route in routes:
+        if route.path.startswith("/dashboard/") and route.path not in operations:
+            continue
+        told = operations[route.path]
+        guarded = key and not route.open
+        codes = {*always, *told.codes} - ({"503"} if told.unready else set())
+        if route.method == "GET" and not guarded:
+            codes.discard("401")
+        paths[route.path] = {route.method.lower(): _operation(told, sorted(codes), errors, guarded)}
+        if told.parameters:
+            paths[route.path]["parameters"] = [
+                {"name": name, "in": "path", "required": True, "schema": schema}
+                for name, schema in told.parameters.items()
+            ]
+    components: dict[str, Any] = {"schemas": schemas}
+    if key:
+        components["securitySchemes"] = {
+            "bearer": {"type": "http", "scheme": "bearer"},
+            "key": {"type": "apiKey", "in": "header", "name": "X-Reflex-Key"},
+        }
+    info = {"title": title, "version": __version__}
+    return json.dumps({"openapi": "3.1.0", "info": info, "paths": paths, "components": components}, indent=1).encode()
+
+
+def _operation(told: Operation, codes: Iterable[str], errors: Mapping[str, str], guarded: bool) -> dict[str, Any]:
+    failed = content({"$ref": f"#/components/schemas/{told.error}"})
+    done = {"200": "OK"} | ({"503": "not ready"} if told.unready else {})
+    said: dict[str, Any] = {"summary": told.summary}
+    if told.description:
+        said["description"] = told.description
+    if told.request is not None:
+        body = content(told.request)
+        if told.example is not None:
+            body[JSON_TYPE]["example"] = told.example
+        said["requestBody"] = {"required": not told.optional, "content": body}
+    said["responses"] = {code: {"description": text, "content": told.answer} for code, text in done.items()}
+    said["responses"] |= {code: {"description": errors[code], "content": failed} for code in codes}
+    return said | ({"security": [{"bearer": []}, {"key": []}]} if guarded else {})
 
 
 def finished(title: str, paths: dict[str, Any], schemas: dict[str, Any], unguarded: Iterable[str] | None) -> bytes:

@@ -337,9 +337,3 @@ def _joined(first: TextLogprobs, then: Any) -> TextLogprobs:
 
 def _bytes(text: str) -> list[int] | None:
     return None if "\ufffd" in text else list(text.encode())
-
-
-def schemas(kind: type) -> dict[str, Any]:
-    """The schema of an answer's part and of what it refers to, by name."""
-    _, found = msgspec.json.schema_components([kind], ref_template="#/components/schemas/{name}")
-    return found

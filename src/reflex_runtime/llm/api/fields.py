@@ -40,7 +40,7 @@ class JsonSchemaFormat(msgspec.Struct, forbid_unknown_fields=True):
     """A schema for the answer; name, description and strict are for people and other servers: it always holds."""
 
     name: str
-    schema: msgspec.Raw = msgspec.Raw()
+    schema: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
     description: str | None = None
     strict: bool | None = None
 
@@ -55,7 +55,7 @@ class ResponseFormat(msgspec.Struct, forbid_unknown_fields=True):
 class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
     """The form of an answer, as vLLM has it: one of them."""
 
-    json: msgspec.Raw = msgspec.Raw()
+    json: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
     json_object: bool | None = None
     regex: str | None = None
     choice: list[str] | None = None

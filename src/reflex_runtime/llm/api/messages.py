@@ -56,7 +56,7 @@ class Block(MessagePart):
     thinking: str | None = None
     id: str | None = None
     name: str | None = None
-    input: msgspec.Raw = msgspec.Raw()
+    input: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
     tool_use_id: str | None = None
     content: str | list[Block] | None = None
     is_error: bool | None = None

@@ -1,32 +1,46 @@
-"""/openapi.json of a model server: the served part of the OpenAI API, as strict as its validation.
+"""/openapi.json of a model server: from the structs that decode and encode the bodies, as strict as what checks them.
 
-Unsupported fields of that API are listed with the values that have no effect. JSON Schema cannot say that
-prompt and `max_tokens` share the model's context, that `min_tokens` is at most `max_tokens`, that a biased token is in
-the vocabulary, that `max_tokens` of 0 needs `echo`, that `prompt_logprobs` goes without `stream`, which texts are a
-schema, an expression or a grammar, that the form of an answer is said once, that all choices of all prompts are as many
-as may wait, that `best_of` is `n`, that `max_tokens` is `max_completion_tokens`, that `stream_options` needs `stream`
-and `top_logprobs` needs `logprobs`, and that token ids are written without a point.
+Unsupported fields of the APIs are listed with the values that have no effect. Where fields decide about each other, the
+commoner ones are described: a conversation that ends with the user's turn, tools that the model may call or not.
+JSON Schema cannot say that prompt and `max_tokens` share the model's context, that `min_tokens` is at most
+`max_tokens`, that a biased token is in the vocabulary, that `max_tokens` of 0 needs `echo`, that `prompt_logprobs` goes
+without `stream`, which texts are a schema, an expression or a grammar, that the form of an answer is said once, that
+all choices of all prompts are as many as may wait, that `best_of` is `n`, that `max_tokens` is `max_completion_tokens`,
+that `stream_options` needs `stream` and `top_logprobs` needs `logprobs`, and that token ids have no point.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final, Literal, NamedTuple
 
-from reflex_runtime.core.request import PRIORITIES
+import msgspec
+
 from reflex_runtime.ipc.messages import LONGEST_GAP_MS, SHORTEST_GAP_MS
 from reflex_runtime.ipc.sampling import MOST_BIASED, MOST_LOGPROBS, MOST_STOP_IDS, MOST_STOPS
-from reflex_runtime.llm.api import answers, messages, schemas, tokenize
+from reflex_runtime.llm.api import answers, messages, responses, tokenize
 from reflex_runtime.llm.api import fields as wire
 from reflex_runtime.llm.api.decode import MOST_MESSAGES
-from reflex_runtime.llm.api.fields import MOST_TEXTS, MOST_TOOLS, CalledTool, ToolField
-from reflex_runtime.llm.api.schemas import closed, maybe, model_named, numerals, ref, within, without_effect
+from reflex_runtime.llm.api.fields import MOST_TEXTS, MOST_TOOLS, NAME
 from reflex_runtime.llm.engine.generation_options import Limits
 from reflex_runtime.web.fields import MAX_ID_BYTES
-from reflex_runtime.web.json import JSON_TYPE
-from reflex_runtime.web.openapi import failures, finished
+from reflex_runtime.web.openapi import (
+    NULL,
+    PAGES,
+    PRINTABLE,
+    TEXT,
+    Operation,
+    closed,
+    content,
+    described,
+    maybe,
+    ref,
+    schemas_of,
+    within,
+)
+from reflex_runtime.web.request import Route
 
-ERRORS = {
+ERRORS: Final = {
     "400": "invalid_request, invalid_json, context_length_exceeded: `param` names what is wrong",
     "401": "invalid_api_key: a key is set and was not sent",
     "403": "forbidden: without a key, a page of another site or a proxy asked",
@@ -39,250 +53,321 @@ ERRORS = {
     "503": "deadline_unreachable, not_ready, shutting_down: try again after Retry-After",
     "504": "deadline_exceeded: the deadline passed before the first token",
 }
-ERROR = {
-    "type": "object",
-    "required": ["error"],
-    "properties": {
-        "error": {
-            "type": "object",
-            "required": ["message", "type", "param", "code"],
-            "properties": {
-                "message": {"type": "string"},
-                "type": {"type": "string"},
-                "param": {"type": ["string", "null"]},
-                "code": {"type": "string"},
-            },
-        }
+
+
+class ErrorSaid(msgspec.Struct):
+    message: str
+    type: str
+    param: str | None
+    code: str
+
+
+class Error(msgspec.Struct):
+    error: ErrorSaid
+
+
+class MessageErrorSaid(msgspec.Struct):
+    type: str
+    message: str
+
+
+class MessageError(msgspec.Struct):
+    type: Literal["error"]
+    error: MessageErrorSaid
+    request_id: str
+
+
+class AnswerPart(msgspec.Struct):
+    """An item of a response, a block of a message. What else it says depends on its type."""
+
+    type: str
+
+
+class Spent(msgspec.Struct):
+    input_tokens: int
+    output_tokens: int
+
+
+class ResponseBody(msgspec.Struct):
+    id: str
+    object: Literal["response"]
+    created_at: float
+    status: Literal["completed", "incomplete"]
+    model: str
+    output: list[AnswerPart]
+    usage: Spent
+
+
+class MessageBody(msgspec.Struct):
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[AnswerPart]
+    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
+    stop_sequence: str | None
+    usage: Spent
+
+
+class TextAnswer(answers.Body):
+    choices: list[answers.TextChoice]
+
+
+class ChatAnswer(answers.Body):
+    choices: list[answers.ChatChoice]
+
+
+class _Post(NamedTuple):
+    """plain: values of fields that have no effect. last: of a stream, its last event."""
+
+    summary: str
+    body: type[msgspec.Struct]
+    answer: type[msgspec.Struct]
+    plain: Mapping[str, tuple[Any, ...]] = {}
+    last: str = ""
+
+
+_POSTS: Final = {
+    "/v1/completions": _Post(
+        "Text goes on", wire.CompletionFields, TextAnswer, wire.plain_of(wire.CompletionFields), "[DONE]"
+    ),
+    "/v1/chat/completions": _Post(
+        "A conversation goes on", wire.ChatFields, ChatAnswer, wire.plain_of(wire.ChatFields), "[DONE]"
+    ),
+    responses.PATH: _Post(
+        "A response to a conversation", responses.ResponseFields, ResponseBody, responses.PLAIN, "response.completed"
+    ),
+    messages.PATH: _Post(
+        "A message that goes on a conversation", messages.MessageFields, MessageBody, messages.PLAIN, "message_stop"
+    ),
+    messages.COUNT: _Post("Tokens of messages", messages.TalkFields, messages.InputTokens, messages.PLAIN),
+    "/tokenize": _Post("Token ids of a text or messages", tokenize.TokenizeFields, tokenize.TokenIds, tokenize.PLAIN),
+    "/detokenize": _Post("The text of token ids", tokenize.DetokenizeFields, tokenize.Detokenized),
+}
+_GETS: Final = PAGES | {
+    "/v1/models": Operation("the model that is served, and its adapters"),
+    "/v1/models/{id}": Operation(
+        "the model of this name", codes=("400", "404"), parameters={"id": {"type": "string", "minLength": 1}}
+    ),
+    "/health": Operation("200 only when ready, else 503", unready=True),
+    "/status": Operation("requests that wait and run, and how batches were formed"),
+    "/metrics": Operation("Prometheus text", TEXT),
+    "/version": Operation("the server's version"),
+}
+_STRING: Final = {"type": "string"}
+_SOME: Final = {"type": "string", "minLength": 1}
+_USER: Final = {"type": "string", "maxLength": MAX_ID_BYTES, "pattern": PRINTABLE}
+_STOP: Final = {"type": "string", "minLength": 1, "maxLength": 1000}
+_STREAM: Final = {"type": "object", "required": ["data"], "properties": {"data": {"type": "string"}}}
+
+
+def _list(items: dict[str, Any], most: int, least: int = 0) -> dict[str, Any]:
+    return {"type": "array", "items": items, "minItems": least, "maxItems": most}
+
+
+def _part(kind: str) -> dict[str, Any]:
+    return {"type": "object", "properties": {"type": {"const": kind}, "text": _STRING}, "required": ["type", "text"]}
+
+
+def _said(kind: str, least: int = 0) -> dict[str, Any]:
+    return {"anyOf": [_STRING, {"type": "array", "items": _part(kind), "minItems": least}]}
+
+
+_ROLES: Final = {"enum": ["system", "developer", "user", "assistant"]}
+_FORM: Final = closed({"type": {"enum": ["text", "json_object"]}}, "type")
+_ABOUT: Final = {"description": maybe(_STRING), "strict": maybe({"type": "boolean"})}
+_SCHEMA: Final = closed({"name": _STRING, "schema": {"type": "object"}} | _ABOUT, "name", "schema")
+# Parts of bodies that have forms which go with others only: the commoner ones.
+_COMMON: Final[dict[str, dict[str, Any]]] = {
+    "ResponseFormat": {
+        "anyOf": [
+            _FORM, closed({"type": {"const": "json_schema"}, "json_schema": _SCHEMA}, "type", "json_schema"),
+        ]
+    },
+    "StructuredOutputs": {
+        "anyOf": [
+            closed({name: of}, name)
+            for name, of in {
+                "json": {"type": "object"},
+                "json_object": {"const": True},
+                "regex": _SOME,
+                "choice": _list(_SOME, MOST_TEXTS, 1),
+                "grammar": _SOME,
+            }.items()
+        ]
+    },
+    "InputItem": closed(
+        {"type": {"const": "message"}, "role": _ROLES, "content": _said("input_text")}, "role", "content"
+    ),
+    "FlatTool": closed(
+        {"type": {"const": "function"}, "name": {"type": "string", "pattern": NAME}}
+        | {"parameters": maybe({"type": "object"})}
+        | _ABOUT,
+        "type",
+        "name",
+    ),
+    "TextFormat": _FORM,
+    "Block": _part("text"),
+    "Turn": closed({"role": {"const": "user"}, "content": _said("text", 1)}, "role", "content"),
+    "Thinking": closed({"type": {"enum": ["adaptive", "disabled"]}}, "type"),
+    "Choosing": closed({"type": {"enum": ["auto", "none"]}}, "type"),
+    "OutputConfig": closed({"effort": {"enum": [None, "high"]}}),
+}
+
+_CHOICE: Final = {"tool_choice": {"enum": [None, "none", "auto"]}}
+_UNUSED: Final[dict[str, Any]] = {"enum": [None, False, 0, [], ["direct"]]}
+# Of single structs: what their fields take.
+_OWN: Final[dict[type, dict[str, Any]]] = {
+    wire.ChatFields: _CHOICE,
+    responses.ResponseFields: _CHOICE,
+    responses.TextConfig: {"verbosity": {"enum": [None, "medium"]}},
+    wire.Message: {"content": _said("text")} | {name: {"enum": [None, "", []]} for name in wire.OF_ANSWERS},
+    messages.NamedTool: {
+        "name": {"type": "string", "pattern": NAME},
+        "type": {"enum": [None, "custom"]},
+        **dict.fromkeys(("allowed_callers", "defer_loading", "input_examples"), _UNUSED),
     },
 }
-_OBJECT = {JSON_TYPE: {"schema": {"type": "object"}}}
-_GETS: dict[str, tuple[str, tuple[str, ...], dict[str, Any]]] = {
-    "/v1/models": ("the model that is served, and its adapters", ("200",), _OBJECT),
-    "/health": ("200 only when ready, else 503", ("200", "503"), _OBJECT),
-    "/status": ("requests that wait and run, and how batches were formed", ("200",), _OBJECT),
-    "/metrics": ("Prometheus text", ("200",), {"text/plain": {"schema": {"type": "string"}}}),
-    "/version": ("the server's version", ("200",), _OBJECT),
-    "/openapi.json": ("this document", ("200",), _OBJECT),
-    "/docs": ("this document for people", ("200",), {"text/html": {"schema": {"type": "string"}}}),
+# Parts of bodies whose fields have bounds, and the fields that they need.
+_PARTS: Final[dict[type, tuple[str, ...]]] = {
+    wire.Message: ("content",),
+    messages.NamedTool: ("input_schema",),
+    messages.Metadata: (),
+    responses.TextConfig: (),
 }
-_TEXTS = {"type": "array", "items": {"type": "string", "minLength": 1}, "minItems": 1, "maxItems": MOST_TEXTS}
-
-
-def page_paths() -> dict[str, Any]:
-    """The paths of the pages."""
-    paths: dict[str, Any] = {}
-    for path, (summary, codes, content) in _GETS.items():
-        done = {code: {"description": "OK" if code == "200" else "not ready", "content": content} for code in codes}
-        more = failures_of("401", "403", "405", "408", but=codes)
-        paths[path] = {"get": {"summary": summary, "responses": done | more}}
-    paths["/v1/models/{id}"] = {
-        "get": {
-            "summary": "the model of this name",
-            "responses": {"200": {"description": "OK", "content": _OBJECT}}
-            | failures_of("400", "401", "403", "404", "405", "408"),
-        },
-        "parameters": [{"name": "id", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}],
-    }
-    return paths
-
-
-def failures_of(*codes: str, but: Sequence[str] = (), error: str = "Error") -> dict[str, Any]:
-    """Responses of these statuses, but for some. error: name of the schema of their body."""
-    return failures(ERRORS, *codes, but=but, error=error)
-
-
-_STRUCTURED: dict[str, dict[str, Any]] = {
-    "json": {"type": "object"},
-    "json_object": {"const": True},
-    "regex": {"type": "string", "minLength": 1},
-    "choice": _TEXTS,
-    "grammar": {"type": "string", "minLength": 1},
-}
+_EMPTY: Final[dict[str, Any]] = {"string": "", "array": [], "object": {}}
 
 
 def document(
-    names: Sequence[str], most: int, limits: Limits | None, unguarded: Sequence[str] | None, named: bool = True
+    routes: Iterable[Route],
+    names: Sequence[str],
+    most: int,
+    limits: Limits | None,
+    key: bool = False,
+    named: bool = True,
 ) -> bytes:
     """The OpenAPI 3.1 document. names: those that may be asked for; most: choices that may wait; limits: None before
-    the model is there. unguarded: paths without a key; None: all. named: whether it may name the model."""
-    model = model_named(names, named)
-    text = _post("Text goes on", _completion(model, limits, most), _choices(answers.TextChoice))
-    chat = _post("A conversation goes on", _chat(model, limits), _choices(answers.ChatChoice))
-    common = _common(model, limits)
-    of_message = "MessageError"
-    talk, said = schemas.responses_schema(common), schemas.messages_schema(common)
-    response = _post("A response to a conversation", talk, schemas.RESPONSE, "response.completed")
-    message = _post("A message that goes on a conversation", said, schemas.MESSAGE, "message_stop", of_message)
-    counted = _small("Tokens of messages", schemas.count_schema(common), messages.InputTokens, of_message)
-    content = text["requestBody"]["content"][JSON_TYPE]
-    content["example"] = {"model": names[0] if named else "MODEL", "prompt": "Once there was"}
-    questions = {
-        "/v1/completions": text,
-        "/v1/chat/completions": chat,
-        "/v1/responses": response,
-        "/v1/messages": message,
-        "/v1/messages/count_tokens": counted,
-        "/tokenize": _small("Token ids of a text or a conversation", _tokenize(model), tokenize.TokenIds),
-        "/detokenize": _small("The text of token ids", _detokenize(model, limits), tokenize.Detokenized),
-    }
-    components = {"Error": ERROR, "MessageError": schemas.MESSAGE_ERROR}
-    for kind in (
-        answers.Body, answers.TextChoice, answers.ChatChoice, ToolField, CalledTool, messages.InputTokens,
-        tokenize.TokenIds, tokenize.Detokenized,
-    ):  # fmt: skip
-        components |= answers.schemas(kind)
-    paths = {path: {"post": question} for path, question in questions.items()} | page_paths()
-    return finished(f"Reflex, {', '.join(names)}" if named else "Reflex", paths, components, unguarded)
+    the model is there. key: whether one is needed. named: whether it may name the model."""
+    schemas = schemas_of(*(kind for post in _POSTS.values() for kind in (post.body, post.answer)), Error, MessageError)
+    bounds = _bounds(names if named else (), most, limits)
+    for kind, needed in _PARTS.items():
+        _narrow(schemas[kind.__name__], bounds | _OWN.get(kind, {}), {}, needed)
+    operations = dict(_GETS)
+    for path, post in _POSTS.items():
+        body = schemas.pop(post.body.__name__)
+        own = _OWN.get(post.body, {})
+        if post.body is wire.CompletionFields:  # 0: only the prompt, with echo
+            own = {"max_tokens": within(0, bounds["max_tokens"]["maximum"])}
+        _narrow(body, bounds | own, post.plain)
+        codes, told, answer = ["400", "404", "413", "500", "503"], "", content(ref(post.answer))
+        if post.last:
+            told = f"With stream, the parts of the answer as server-sent events, the last one {post.last}."
+            codes, answer = [*codes, "429", "504"], answer | content(_STREAM, "text/event-stream")
+        error = "MessageError" if path.startswith(messages.PATH) else "Error"
+        operations[path] = Operation(post.summary, answer, codes, request=body, description=told, error=error)
+    schemas |= {name: _COMMON[name] for name in schemas.keys() & _COMMON.keys()}
+    example = {"model": names[0] if named else "MODEL", "prompt": "Once there was"}
+    operations["/v1/completions"] = operations["/v1/completions"]._replace(example=example)
+    operations["/tokenize"] = operations["/tokenize"]._replace(request=_either(operations["/tokenize"].request or {}))
+    return described(f"Reflex, {', '.join(names)}" if named else "Reflex", routes, operations, schemas, ERRORS, key)
 
 
-def _choices(choice: type) -> dict[str, Any]:
-    choices = {"type": "array", "items": ref(choice)}
-    return {"allOf": [ref(answers.Body), {"type": "object", "properties": {"choices": choices}}]}
+def _either(body: Mapping[str, Any]) -> dict[str, Any]:
+    """A prompt, or messages and what belongs to them."""
+    fields, talk = body["properties"], ("messages", "tools", "chat_template_kwargs")
+    text = {name: of for name, of in fields.items() if name not in talk} | {"prompt": _STRING}
+    said = {name: of for name, of in fields.items() if name != "prompt"} | {"messages": fields["messages"]["anyOf"][0]}
+    return {"anyOf": [closed(text, "prompt"), closed(said, "messages")]}
 
 
-def _post(
-    summary: str, request: dict[str, Any], whole: dict[str, Any], last: str = "[DONE]", error: str = "Error"
-) -> dict[str, Any]:
-    event = {"type": "object", "required": ["data"], "properties": {"data": {"type": "string"}}}
+def _narrow(
+    schema: dict[str, Any],
+    bounds: Mapping[str, Any],
+    plain: Mapping[str, tuple[Any, ...]],
+    needed: Sequence[str] = (),
+) -> None:
+    """Add to what a struct says of its fields. bounds: by name; one that has a type holds for values of that type, any
+    other is the whole schema. plain: fields that are not supported, and the values without effect. needed: fields that
+    must be there and are not null."""
+    for name, field in schema["properties"].items():
+        arms = [arm for arm in field.get("anyOf", [field]) if arm != NULL]
+        nullable = NULL in field.get("anyOf", ()) and name not in needed
+        if name in plain:
+            kinds = [arm.get("type") for arm in arms]
+            empty = [of for kind, of in _EMPTY.items() if kind in kinds or None in kinds]
+            schema["properties"][name] = {"enum": [None, *plain[name], *empty]}
+            continue
+        bound = bounds.get(name, {})
+        if "type" in bound:
+            arms = [arm | bound if arm.get("type") == bound["type"] else arm for arm in arms]
+        elif bound:
+            arms = bound.get("anyOf", [bound])
+        arms = [*arms, NULL] if nullable and not any("enum" in arm and None in arm["enum"] for arm in arms) else arms
+        schema["properties"][name] = {"anyOf": arms} if len(arms) > 1 else dict(arms[0])
+    schema["required"] = [*schema["required"], *needed]
+
+
+def _bounds(names: Sequence[str], most: int, limits: Limits | None) -> dict[str, dict[str, Any]]:
+    """What is checked of fields beyond their types, by name. names: of the models; () where they must not be told."""
+    longest, vocabulary = (2**31, 2**31) if limits is None else (limits.max_model_len - 1, limits.vocab_size - 1)
+    ids = {"type": "array", "items": within(0, vocabulary), "minItems": 1}
+    penalty = {"type": "number", "minimum": -2, "maximum": 2}
+    limit = within(1, longest)
+    talk = {"type": "array", "minItems": 1, "maxItems": MOST_MESSAGES}
     return {
-        "summary": summary,
-        "description": f"With stream, the parts of the answer as server-sent events, the last one {last}.",
-        "requestBody": {"required": True, "content": {JSON_TYPE: {"schema": request}}},
-        "responses": {
-            "200": {
-                "description": "the answer, or a stream of its parts",
-                "content": {JSON_TYPE: {"schema": whole}, "text/event-stream": {"schema": event}},
-            }
-        }
-        | failures_of(*ERRORS, error=error),
-    }
-
-
-def _small(summary: str, request: dict[str, Any], answer: type, error: str = "Error") -> dict[str, Any]:
-    """A question that is answered without the model."""
-    done = {"description": "OK", "content": {JSON_TYPE: {"schema": ref(answer)}}}
-    body = {"required": True, "content": {JSON_TYPE: {"schema": request}}}
-    wrong = failures_of("400", "401", "403", "404", "405", "408", "413", "500", "503", error=error)
-    return {"summary": summary, "requestBody": body, "responses": {"200": done} | wrong}
-
-
-def _tokenize(model: dict[str, Any]) -> dict[str, Any]:
-    both = {"model": maybe(model), "return_token_strs": maybe({"type": "boolean"})}
-    both |= {name: {"enum": [None, plain]} for name, plain in tokenize.PLAIN.items()}
-    text = closed(both | {"prompt": {"type": "string"}}, "prompt")
-    return {"anyOf": [text, closed(both | {"messages": _messages()}, "messages")]}
-
-
-def _detokenize(model: dict[str, Any], limits: Limits | None) -> dict[str, Any]:
-    most = 1000 if limits is None else min(1000, limits.max_model_len)
-    ids = {"type": "array", "items": within(0, 2**31 if limits is None else limits.vocab_size - 1), "maxItems": most}
-    return closed({"tokens": ids, "model": maybe(model)}, "tokens")
-
-
-def _common(model: dict[str, Any], limits: Limits | None) -> dict[str, Any]:
-    most = limits.max_model_len - 1 if limits is not None else 2**31
-    vocabulary = limits.vocab_size - 1 if limits is not None else 2**31
-    text = {"type": "string", "minLength": 1, "maxLength": 1000}
-    options = {name: maybe({"type": "boolean"}) for name in wire.StreamOptions.__struct_fields__}
-    user = {"type": "string", "maxLength": MAX_ID_BYTES, "pattern": r"^[^\u0000-\u001f\u007f-\u009f]*$"}
-    fields: dict[str, Any] = {
+        "model": {"enum": list(names)} if names else _SOME,
+        "prompt": {"anyOf": [_SOME, ids, *(_list(of, min(most, wire.MOST_PROMPTS), 1) for of in (_SOME, ids))]},
+        "tokens": {"anyOf": [_list(within(0, vocabulary), min(1000, longest + 1))]},
+        "messages": talk,
+        "input": talk,
         "n": within(1, wire.MOST_CHOICES),
-        "stream": {"type": "boolean"},
-        "stream_options": {"type": "object", "properties": options, "additionalProperties": False},
-        "stop": {"anyOf": [text, {"type": "array", "items": text, "maxItems": MOST_STOPS}]},
+        "best_of": within(1, wire.MOST_CHOICES),
+        "stop": {"anyOf": [_STOP, _list(_STOP, MOST_STOPS)]},
+        "stop_sequences": _list(_SOME, MOST_STOPS),
         "seed": within(-(2**63), 2**64 - 1),
         "temperature": {"type": "number", "minimum": 0, "maximum": 2},
         "top_p": {"type": "number", "exclusiveMinimum": 0, "maximum": 1},
-        "max_tokens": within(1, most),
-        "user": user,
+        "max_tokens": limit,
+        "max_completion_tokens": limit,
+        "max_output_tokens": limit,
+        "user": _USER,
+        "user_id": _USER,
+        "safety_identifier": _USER,
         "top_k": {"type": "integer", "minimum": 0},
-        "ignore_eos": {"type": "boolean"},
-        "priority": {"enum": list(PRIORITIES)},
         "deadline_ms": {"type": "number", "exclusiveMinimum": 0, "maximum": 600_000},
         "max_gap_ms": {"type": "number", "minimum": SHORTEST_GAP_MS, "maximum": LONGEST_GAP_MS},
         "min_p": {"type": "number", "minimum": 0, "maximum": 1},
         "repetition_penalty": {"type": "number", "minimum": 0.01, "maximum": 100},
-        "frequency_penalty": {"type": "number", "minimum": -2, "maximum": 2},
-        "presence_penalty": {"type": "number", "minimum": -2, "maximum": 2},
+        "frequency_penalty": penalty,
+        "presence_penalty": penalty,
         "logit_bias": {
             "type": "object",
             "propertyNames": {"pattern": numerals(vocabulary)},
             "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
             "maxProperties": MOST_BIASED,
         },
-        "min_tokens": within(0, most),
-        "stop_token_ids": {"type": "array", "items": within(0, vocabulary), "maxItems": MOST_STOP_IDS},
-        "include_stop_str_in_output": {"type": "boolean"},
-        "response_format": {"anyOf": [closed({"type": {"enum": ["text", "json_object"]}}, "type"), _schema_format()]},
+        "min_tokens": within(0, longest),
+        "stop_token_ids": _list(within(0, vocabulary), MOST_STOP_IDS),
+        "logprobs": within(0, MOST_LOGPROBS),
         "prompt_logprobs": within(0, MOST_LOGPROBS),
-        "structured_outputs": {"anyOf": [closed({name: of}, name) for name, of in _STRUCTURED.items()]},
-    }
-    return {"model": model} | {name: maybe(schema) for name, schema in fields.items()}
-
-
-def _schema_format() -> dict[str, Any]:
-    about = {"description": maybe({"type": "string"}), "strict": maybe({"type": "boolean"})}
-    schema = closed({"name": {"type": "string"}, "schema": {"type": "object"}} | about, "name", "schema")
-    return closed({"type": {"const": "json_schema"}, "json_schema": schema}, "type", "json_schema")
-
-
-def _completion(model: dict[str, Any], limits: Limits | None, most: int) -> dict[str, Any]:
-    vocabulary = limits.vocab_size - 1 if limits is not None else 2**31
-    text = {"type": "string", "minLength": 1}
-    ids = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": vocabulary}, "minItems": 1}
-    most = min(most, wire.MOST_PROMPTS)
-    several = [{"type": "array", "items": of, "minItems": 1, "maxItems": most} for of in (text, ids)]
-    fields = _common(model, limits) | {
-        "prompt": {"anyOf": [text, ids, *several]},
-        "logprobs": maybe(within(0, MOST_LOGPROBS)),
-        "best_of": maybe(within(1, wire.MOST_CHOICES)),
-        "echo": maybe({"type": "boolean"}),
-        "max_tokens": maybe(within(0, 2**31 if limits is None else limits.max_model_len - 1)),
-        "suffix": maybe({"const": ""}),
-    }
-    return closed(fields, "model", "prompt")
-
-
-def _messages() -> dict[str, Any]:
-    part = {
-        "type": "object",
-        "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
-        "required": ["type", "text"],
-    }
-    said = {"anyOf": [{"type": "string"}, {"type": "array", "items": part}]}
-    message = closed(
-        {
-            "role": {"enum": ["system", "developer", "user", "assistant", "tool"]},
-            "content": said,
-            "name": maybe({"type": "string"}),
-            "tool_call_id": maybe({"type": "string"}),
-            "tool_calls": maybe({"type": "array", "items": ref(CalledTool)}),
-            **{name: {"enum": [None, "", []]} for name in wire.OF_ANSWERS},
+        "top_logprobs": within(0, MOST_LOGPROBS),
+        "tools": {"type": "array", "maxItems": MOST_TOOLS},
+        "chat_template_kwargs": {"type": "object", "maxProperties": 0},
+        "metadata": {
+            "type": "object",
+            "propertyNames": {"maxLength": responses.MOST_KEY},
+            "additionalProperties": {"type": "string", "maxLength": responses.MOST_VALUE},
+            "maxProperties": responses.MOST_METADATA,
         },
-        "role",
-        "content",
-    )
-    return {"type": "array", "items": message, "minItems": 1, "maxItems": MOST_MESSAGES}
-
-
-def _chat(model: dict[str, Any], limits: Limits | None) -> dict[str, Any]:
-    common = _common(model, limits)
-    fields = common | {
-        "messages": _messages(),
-        "max_completion_tokens": common["max_tokens"],
-        "logprobs": maybe({"type": "boolean"}),
-        "top_logprobs": maybe(within(0, MOST_LOGPROBS)),
-        "parallel_tool_calls": maybe({"type": "boolean"}),
-        "tools": maybe({"type": "array", "items": ref(ToolField), "maxItems": MOST_TOOLS}),
-        "tool_choice": maybe({"enum": ["none", "auto"]}),
-        "chat_template_kwargs": maybe({"type": "object", "maxProperties": 0}),
-        "metadata": {},
-        "prompt_cache_key": maybe({"type": "string"}),
-        "prompt_cache_options": {},
-        "prompt_cache_retention": maybe({"type": "string"}),
-        "safety_identifier": common["user"],
     }
-    empty: dict[str, list[Any]] = {"store": [], "modalities": [[]], "verbosity": [""], "service_tier": [""]}
-    plain = without_effect(wire.plain_of(wire.ChatFields), empty)
-    fields = plain | fields
-    return closed(fields, "model", "messages")
+
+
+def numerals(most: int) -> str:
+    """The pattern of whole numbers from 0 to `most`, as names of fields have them."""
+    digits = str(most)
+    found = ["0", str(most), *(f"[1-9][0-9]{{{n}}}" for n in range(len(digits) - 1))]
+    for i, digit in enumerate(digits):  # the same up to here, then a smaller one
+        low, high = int(i == 0), int(digit) - 1
+        if low <= high:
+            found.append(f"{digits[:i]}[{low}-{high}][0-9]{{{len(digits) - i - 1}}}")
+    return f"^({'|'.join(found)})$"

@@ -89,7 +89,7 @@ class TextFormat(msgspec.Struct, forbid_unknown_fields=True):
 
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
-    schema: msgspec.Raw = msgspec.Raw()
+    schema: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
     description: str | None = None
     strict: bool | None = None
 

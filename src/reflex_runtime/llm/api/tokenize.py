@@ -64,20 +64,19 @@ class Detokenized(msgspec.Struct):
     prompt: str
 
 
-PLAIN = {
-    "add_special_tokens": True,
-    "add_generation_prompt": True,
-    "continue_final_message": False,
-    "chat_template": "",
+PLAIN: dict[str, tuple[Any, ...]] = {
+    "add_special_tokens": (True,),
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
+    "chat_template": (),
 }
-_PLAIN = {name: (value,) for name, value in PLAIN.items()}
 _tokenize = msgspec.json.Decoder(TokenizeFields)
 _detokenize = msgspec.json.Decoder(DetokenizeFields)
 
 
 def tokenize(body: bytes) -> Question:
     """The body of POST /tokenize, or the BadRequest that names what is wrong."""
-    fields = decode(_tokenize, body, _PLAIN)
+    fields = decode(_tokenize, body, PLAIN)
     if (fields.prompt is None) == (fields.messages is None):
         raise BadRequest("prompt: send it or messages, one of them", "prompt")
     if fields.prompt is not None and (fields.tools or fields.chat_template_kwargs):
