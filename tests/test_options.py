@@ -141,7 +141,7 @@ def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     """What should have been refused must not serve for ever; and the file of a key need not be there."""
     monkeypatch.setattr("reflex_runtime.settings.server._key_in", lambda file: "key")
     monkeypatch.setattr("reflex_runtime.web.listen.bind", None)
-    monkeypatch.setattr("reflex_runtime.cli.feeds_session.FeedsSession", None)
+    monkeypatch.setattr("reflex_runtime.feeds.session.FeedsSession", None)
 
 
 def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:

@@ -9,7 +9,6 @@ from dataclasses import replace
 import pytest
 from rich.console import Console, RenderableType
 
-from reflex_runtime.cli.feeds_table import LiveTable, summary
 from reflex_runtime.feeds.runtime import health
 from reflex_runtime.feeds.runtime.messages import (
     clock,
@@ -22,6 +21,7 @@ from reflex_runtime.feeds.runtime.messages import (
     words_of,
 )
 from reflex_runtime.feeds.runtime.snapshot import FeedSnapshot, RuntimeSnapshot
+from reflex_runtime.feeds.table import LiveTable, summary
 from reflex_runtime.observe.batch_metrics import BatchMetrics, Durations
 
 CAMERA = FeedSnapshot(

@@ -7,15 +7,11 @@ import sys
 from contextlib import redirect_stdout
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.settings import FeedsConfig
-from reflex_runtime.settings.declare import add_options, check_needs
-from reflex_runtime.settings.read import environment, read
-
-if TYPE_CHECKING:
-    from reflex_runtime.feeds.fleet import FeedPlan
+from reflex_runtime.settings.declare import add_options
 
 _EPILOG = """\
 sources:
@@ -75,13 +71,14 @@ def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Check everything that can be checked, start, watch, stop, sum up."""
-    from reflex_runtime.cli.feeds_asked import processor_asked
-    from reflex_runtime.cli.feeds_files import check_outputs
     from reflex_runtime.feeds.outputs import outputs_of
+    from reflex_runtime.feeds.plan import plan_of, processor_asked
+    from reflex_runtime.feeds.result_files import check_files
 
-    plan = plan_of(args)
+    read = partial(plan_of, args.feeds, args.config, vars(args))
+    plan = read()
     config = plan.config
-    check_outputs(config)
+    check_files(config)
     outputs = outputs_of(config)
     if config.otel:
         from reflex_runtime.observe.spans import check_otel
@@ -90,23 +87,8 @@ def run(args: argparse.Namespace) -> int:
     output = sys.stdout
     if config.table and config.results == "-" and output.isatty() and sys.stderr.isatty():
         raise ConfigError("--table with --results=-: both would write to this terminal; send one of them to a file")
-    from reflex_runtime.cli.feeds_session import FeedsSession  # not before: what is refused needs none of it
+    from reflex_runtime.feeds.session import FeedsSession  # not before: what is refused needs none of it
 
-    again = partial(plan_of, args) if args.config is not None else None
     with redirect_stdout(sys.stderr if config.results == "-" else output):  # what a processor prints is no result
+        again = None if args.config is None else read
         return FeedsSession(plan, processor_asked(plan), output, outputs, again).run()
-
-
-def plan_of(args: argparse.Namespace) -> FeedPlan:
-    """The feeds that flags, environment and file ask for, checked as far as they can be before they run."""
-    from reflex_runtime.cli.feeds_asked import missing
-    from reflex_runtime.cli.feeds_files import check_places
-    from reflex_runtime.feeds.fleet import FeedPlan
-    from reflex_runtime.feeds.settings import source_of_spec, specs_of
-
-    config, places = read(FeedsConfig, "feeds", args.config, environment(), vars(args), ("feed",))
-    specs = specs_of(args.feeds, args.config, config)
-    sources = {spec.name: source_of_spec(spec) for spec in specs}
-    check_needs(config, places, missing(specs, sources))
-    check_places(config, specs, args.config)
-    return FeedPlan(config, specs, sources, args.config)

@@ -22,7 +22,6 @@ from reflex_runtime.cli.serving import (
     serve_parser,
     show_settings,
     supervised,
-    warn_if_open,
 )
 from reflex_runtime.cli.workers import devices_of, settings_of
 from reflex_runtime.core.errors import ConfigError
@@ -30,6 +29,7 @@ from reflex_runtime.core.statistics import DEFAULT_COST
 from reflex_runtime.settings import OWN_SETTINGS, LLMServeConfig, ServeConfig
 from reflex_runtime.settings.declare import Places, one_line
 from reflex_runtime.settings.read import POLICIES, environment, read
+from reflex_runtime.web.trust import warn_if_open
 
 if TYPE_CHECKING:
     from reflex_runtime.policies.serving.served import PolicyPlan

@@ -26,7 +26,6 @@ from reflex_runtime.cli.serving import (
     serve_parser,
     show_settings,
     supervised,
-    warn_if_open,
 )
 from reflex_runtime.cli.worker_settings import adapters_of, check_model, gpu_of, load_model, settings_of, trace_of
 from reflex_runtime.core.errors import ConfigError
@@ -34,6 +33,7 @@ from reflex_runtime.demo import model_directory
 from reflex_runtime.settings import LLMServeConfig, ServeConfig
 from reflex_runtime.settings.declare import one_line
 from reflex_runtime.settings.read import environment, load
+from reflex_runtime.web.trust import warn_if_open
 
 if TYPE_CHECKING:
     from reflex_runtime.ipc.generate_config import GenerateBatcherConfig

@@ -183,14 +183,6 @@ def show_settings(config: Any, name: str, more: Iterable[tuple[str, str]] = ()) 
     print(f"reflex serve {name}", *rows, sep="\n", file=sys.stderr, flush=True)
 
 
-def warn_if_open(config: Any) -> None:
-    """Warn when a server without a key can be reached from other machines."""
-    from reflex_runtime.web.trust import is_loopback
-
-    if not (getattr(config, "uds", "") or config.api_key or config.host == "localhost" or is_loopback(config.host)):
-        logging.warning("--host=%s is reachable from outside and there is no --api-key", config.host)
-
-
 def check_trace(path: str) -> None:
     """ConfigError when --trace cannot be written."""
     if path:

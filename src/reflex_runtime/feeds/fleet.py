@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
-from pathlib import Path
+from collections.abc import Callable, Sequence
+from dataclasses import fields
 from typing import Final
 
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.feeds.detectors.detector_slot import DetectorSlot, Limits, version_of
-from reflex_runtime.feeds.detectors.onnx import FrameLimits, OnnxFrames
+from reflex_runtime.feeds.detectors.detector_slot import DetectorSlot, version_of
+from reflex_runtime.feeds.detectors.onnx import OnnxFrames
+from reflex_runtime.feeds.plan import FeedPlan
 from reflex_runtime.feeds.runtime.consumer import Sink
 from reflex_runtime.feeds.runtime.frame import Source
 from reflex_runtime.feeds.runtime.pipeline import Pipeline
@@ -25,26 +25,6 @@ from reflex_runtime.settings.declare import flag
 log = logging.getLogger("reflex.feeds")
 
 OF_DETECTOR: Final = ("onnx", "size", "resize", "names", "score", "iou", "classes", "max_detections")
-
-
-@dataclass(frozen=True, slots=True)
-class FeedPlan:
-    """A configuration that was read and checked. sources: of each feed, not opened yet. file: where it was read."""
-
-    config: FeedsConfig
-    specs: Sequence[FeedSpec]
-    sources: Mapping[str, Source]
-    file: Path | None = None
-
-    @property
-    def limits(self) -> Limits:
-        """What feeds want in place of the general `score` and `classes`."""
-        found = {}
-        for spec in self.specs:
-            score, classes = spec.config.score, spec.config.classes
-            if (score, classes) != (self.config.score, self.config.classes):
-                found[spec.name] = FrameLimits(score, tuple(name.strip() for name in classes))
-        return found
 
 
 class FeedFleet:

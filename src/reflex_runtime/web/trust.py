@@ -8,9 +8,11 @@ because behind a proxy on this machine every caller has a loopback address.
 
 from __future__ import annotations
 
+import logging
 import socket
 from collections.abc import Collection, Mapping
 from ipaddress import ip_address
+from typing import Any
 from urllib.parse import urlsplit
 
 from reflex_runtime.web.errors import Forbidden, Unauthorized
@@ -117,3 +119,9 @@ def _is_unspecified(host: str) -> bool:
 
 def _shown(value: bytes) -> str:
     return value[:100].decode("ascii", "backslashreplace")
+
+
+def warn_if_open(config: Any) -> None:
+    """Warn when a server without a key can be reached from other machines."""
+    if not (getattr(config, "uds", "") or config.api_key or config.host == "localhost" or is_loopback(config.host)):
+        logging.warning("--host=%s is reachable from outside and there is no --api-key", config.host)

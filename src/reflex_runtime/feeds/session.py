@@ -5,34 +5,34 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import socket
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from reflex_runtime.cli.feeds_asked import batching_asked, onnx_asked, refusal_of, second_model_asked
-from reflex_runtime.cli.feeds_files import FeedFiles
-from reflex_runtime.cli.feeds_signals import Signals
-from reflex_runtime.cli.feeds_table import Board
 from reflex_runtime.core.errors import Closed, ConfigError, ProcessorError
 from reflex_runtime.feeds.detectors.detector_slot import DetectorSlot
-from reflex_runtime.feeds.fleet import FeedFleet, FeedPlan
+from reflex_runtime.feeds.fleet import FeedFleet
+from reflex_runtime.feeds.outputs.output import ResultOutput
+from reflex_runtime.feeds.plan import FeedPlan, batching_asked, onnx_asked, refusal_of, second_model_asked
+from reflex_runtime.feeds.result_files import ResultFiles
 from reflex_runtime.feeds.runtime.health import FeedEnded, FeedFailed, FeedStageError, StageError
 from reflex_runtime.feeds.runtime.messages import in_one_line, undecoded
 from reflex_runtime.feeds.runtime.runtime import Runtime, StopReport
+from reflex_runtime.feeds.settings import FeedSpec
+from reflex_runtime.feeds.table import Board
 from reflex_runtime.observe.batch_metrics import OneGroup
+from reflex_runtime.run.batch_processor import BatchProcessor
+from reflex_runtime.run.coordinator import BatchCoordinator
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
 
-    from reflex_runtime.feeds.outputs.output import ResultOutput
     from reflex_runtime.feeds.pictures import FeedPictures
-    from reflex_runtime.feeds.settings import FeedSpec
-    from reflex_runtime.run.batch_processor import BatchProcessor
-    from reflex_runtime.run.coordinator import BatchCoordinator
 
 _LOST, _READER_GONE, _OVER, _TIME = "lost", "reader gone", "over", "time"
 _HANGUP = getattr(signal, "SIGHUP", None)
@@ -55,30 +55,31 @@ class FeedsSession:
         self._plan, self._again = plan, again
         self._config = config = plan.config
         self._processor = processor
-        self._batching = batching_asked(config, len(plan.specs), again is not None)
-        self._then = second_model_asked(config, processor, self._batching.capacity) if config.then else None
+        batching = batching_asked(plan)
+        self._then = second_model_asked(config, processor, batching.capacity) if config.then else None
+        groups = [batching.group(processor.id)]
+        if self._then is not None:
+            groups.append(self._then.config.group(self._then.processor.id))
+        self._batching = batching
         self._runtime = Runtime()
         self._outputs = [self._runtime.output(each) for each in outputs]
+        self._events = self._runtime.events()
         on_screen = config.results == "-" and output.isatty()  # then there is no room for a table
         self._board = Board(self._runtime, False if on_screen and config.table is None else config.table)
         self._registry: CollectorRegistry | None = None
         self._news: SimpleQueue[str] = SimpleQueue()  # why to stop
-        self._begun = threading.Event()  # the start has ended, or was given up
         self._hangups: SimpleQueue[None] = SimpleQueue()
+        self._begun = threading.Event()  # the start has ended, or was given up
         self._signal = 0  # the first one that asked for a stop
-        self._events = self._runtime.events()
         self._faults = False  # a stage or a sink failed
-        groups = [self._batching.group(processor.id)]
-        if self._then is not None:
-            groups.append(self._then.config.group(self._then.processor.id))
-        self._files = FeedFiles(config, groups, output, lambda: self._news.put(_READER_GONE))
+        self._files = ResultFiles(config, groups, output, partial(self._news.put, _READER_GONE))
 
     def run(self) -> int:
         """Returns the exit status."""
         numbers = {signal.SIGINT, signal.SIGTERM}
         if _HANGUP is not None and (self._again or signal.getsignal(_HANGUP) != signal.SIG_IGN):  # nohup
             numbers.add(_HANGUP)
-        with Signals(numbers, self._signalled):
+        with _Signals(numbers, self._signalled):
             status, clean = self._run()
         if not clean:
             _leave(status)
@@ -88,10 +89,7 @@ class FeedsSession:
         """The exit status, and whether every thread ended."""
         with ExitStack() as closing:
             coordinator = self._coordinator(closing)
-            pictures = self._pictures() if self._config.port >= 0 else None
-            fleet = self._fleet(coordinator, pictures)
-            if pictures is not None:
-                self._status(coordinator, pictures, closing)
+            fleet = self._fleet(coordinator, closing)
             watcher = _thread("reflex-feeds-watch", partial(self._watch, coordinator, fleet))
             self._say_what_starts(coordinator)
             try:
@@ -110,7 +108,6 @@ class FeedsSession:
             logging.info("stopped by %s", why)
         self._board.summary()
         complete = self._complete(coordinator, report)
-        self._files.tell()
         return (0 if complete or why == _READER_GONE else 1), not report.detached
 
     # -- building ------------------------------------------------------------------------------------------------------
@@ -133,38 +130,38 @@ class FeedsSession:
         """The registry of its /metrics."""
         from prometheus_client import CollectorRegistry
 
-        if self._registry is None:
-            self._registry = CollectorRegistry()
+        self._registry = self._registry or CollectorRegistry()
         return self._registry
 
-    def _pictures(self) -> FeedPictures:
-        from reflex_runtime.feeds.pictures import FeedPictures
+    def _fleet(self, coordinator: BatchCoordinator, closing: ExitStack) -> FeedFleet:
+        """The feeds, and the port that shows them."""
+        pictures: FeedPictures | None = None
+        if self._config.port >= 0:
+            from reflex_runtime.feeds.pictures import FeedPictures
 
-        return FeedPictures(lambda: self._runtime.names)
+            pictures = FeedPictures(lambda: self._runtime.names)
 
-    def _fleet(self, coordinator: BatchCoordinator, pictures: FeedPictures | None) -> FeedFleet:
+        def sinks(spec: FeedSpec) -> list[Callable[[Any], None]]:
+            shown = [] if pictures is None else [pictures.take]
+            return [*self._files.sinks_of(spec.name), *(each.take for each in self._outputs), *shown]
+
         detector = self._processor if isinstance(self._processor, DetectorSlot) else None
-        sinks = partial(self._sinks_of, pictures)
         gone = pictures.gone if pictures is not None else lambda name: None
-        return FeedFleet(self._runtime, coordinator, detector, self._plan, sinks, onnx_asked, gone)
+        fleet = FeedFleet(self._runtime, coordinator, detector, self._plan, sinks, onnx_asked, gone)
+        if pictures is not None:
+            self._serve(coordinator, pictures, closing)
+        return fleet
 
-    def _sinks_of(self, pictures: FeedPictures | None, spec: FeedSpec) -> list[Callable[[Any], None]]:
-        taking = [each.take for each in self._outputs]
-        return [*self._files.sinks_of(spec), *taking, *([] if pictures is None else [pictures.take])]
-
-    def _status(self, coordinator: BatchCoordinator, pictures: FeedPictures, closing: ExitStack) -> None:
-        from reflex_runtime.cli.serving import warn_if_open
+    def _serve(self, coordinator: BatchCoordinator, pictures: FeedPictures, closing: ExitStack) -> None:
         from reflex_runtime.feeds.pages import FeedPages, FeedSeries
         from reflex_runtime.feeds.status import StatusServer
+        from reflex_runtime.web.trust import warn_if_open
 
-        registry = self._series()
+        registry, config = self._series(), self._config
         FeedSeries(self._runtime.snapshot, registry)
-        key = bool(self._config.api_key)
-        server = StatusServer(
-            self._config, lambda: FeedPages(self._runtime, coordinator, pictures, registry, key)
-        )
-        closing.enter_context(server)
-        warn_if_open(self._config)
+        pages = partial(FeedPages, self._runtime, coordinator, pictures, registry, bool(config.api_key))
+        server = closing.enter_context(StatusServer(config, pages))
+        warn_if_open(config)
         logging.info("%s/dashboard, /feeds, /metrics and /health", server.url)
 
     # -- running -------------------------------------------------------------------------------------------------------
@@ -202,8 +199,7 @@ class FeedsSession:
         """Say what happens, and notice the end. On a thread of its own."""
         lost = False
         for event in self._events:
-            if isinstance(event, FeedStageError):
-                self._faults = True
+            self._faults = self._faults or isinstance(event, FeedStageError)
             if isinstance(event, StageError):  # of every feed; once is enough
                 if not lost:
                     logging.error("%s died and answers no more: %s", coordinator.id, event.error)
@@ -220,9 +216,9 @@ class FeedsSession:
 
     def _reload(self, fleet: FeedFleet) -> None:
         """Take over what the configuration file says, at each SIGHUP. On a thread of its own: a model may be loaded."""
+        file = self._plan.file
         while self._again is not None:
             self._hangups.get()
-            file = self._plan.file
             try:
                 logging.info("%s was read again: %s", file, fleet.change(self._again()))
             except ConfigError as error:
@@ -241,8 +237,7 @@ class FeedsSession:
             logging.warning("stopped by %s without waiting", _name(number))
             _leave(128 + number)
         else:
-            begun = self._begun.is_set()
-            self._signal = number
+            begun, self._signal = self._begun.is_set(), number
             self._news.put(_name(number)) if begun else self._begun.set()
 
     # -- log lines -----------------------------------------------------------------------------------------------------
@@ -255,26 +250,54 @@ class FeedsSession:
 
     def _complete(self, coordinator: BatchCoordinator, report: StopReport) -> bool:
         """Whether nothing is missing; says what is, unless it was said when it happened."""
-        complete = not self._faults and coordinator.lost is None and report.clean
-        for name, feed in self._runtime.snapshot().feeds.items():
+        snapshot = self._runtime.snapshot()
+        complete, missing = not self._faults and coordinator.lost is None and report.clean, []
+        for name, feed in snapshot.feeds.items():
+            why = f": {feed.error}" if feed.error else ""
             if feed.mode == "live" and feed.state == "stopped" and not feed.frames:
-                why = f": {feed.error}" if feed.error else ""
-                logging.error("%s: never connected to %s%s", name, feed.source, why)
-                complete = False
+                missing.append(f"{name}: never connected to {feed.source}{why}")
             failed = feed.drops.get("failed", 0)
             if failed and coordinator.lost is None and (feed.mode == "file" or not feed.processed):
-                logging.error("%s: %d of %d frames have no answer: %s", name, failed, feed.frames, feed.error)
-                complete = False
+                missing.append(f"{name}: {failed} of {feed.frames} frames have no answer: {feed.error}")
             if feed.corrupt and feed.mode == "file" and feed.state == "ended":
-                logging.error("%s: the file is damaged: %s", name, undecoded(feed.corrupt))
-                complete = False
+                missing.append(f"{name}: the file is damaged: {undecoded(feed.corrupt)}")
             complete = complete and feed.state != "failed" and not feed.sink_errors
-        for name, output in self._runtime.snapshot().outputs.items():
+        for name, output in snapshot.outputs.items():
             if output.taken and not output.sent:
                 why = f": {output.error}" if output.error else ""
-                logging.error("%s: none of %d results arrived at %s%s", name, output.taken, output.where, why)
-                complete = False
-        return self._files.complete() and complete
+                missing.append(f"{name}: none of {output.taken} results arrived at {output.where}{why}")
+        for line in missing:
+            logging.error("%s", line)
+        return self._files.complete() and complete and not missing
+
+
+class _Signals:
+    """While it is entered, `came(number)` is called on a thread of its own for each of these signals.
+
+    The interpreter writes the numbers into a socket as they come, whichever thread the kernel gives them to.
+    """
+
+    def __init__(self, numbers: Collection[int], came: Callable[[int], None]) -> None:
+        self._numbers, self._came = numbers, came
+        self._told, self._tell = socket.socketpair()
+        self._tell.setblocking(False)
+
+    def __enter__(self) -> None:
+        self._before = {number: signal.signal(number, lambda *_: None) for number in self._numbers}
+        self._tell_before = signal.set_wakeup_fd(self._tell.fileno(), warn_on_full_buffer=False)
+        _thread("reflex-feeds-signals", self._listen)
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(self._tell_before)
+        self._tell.close()
+
+    def _listen(self) -> None:
+        with self._told:
+            while numbers := self._told.recv(16):
+                for number in filter(self._numbers.__contains__, numbers):
+                    self._came(number)
 
 
 def _name(number: int) -> str:
