@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any, Final
 
+import msgspec
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
@@ -18,8 +19,8 @@ from reflex_runtime.observe.series_table import COORDINATORS, FEEDS, FEEDS_AT_CO
 from reflex_runtime.run.coordinator import BatchCoordinator
 from reflex_runtime.version import __version__
 from reflex_runtime.web.dashboard import dashboard_routes, grid_route
-from reflex_runtime.web.json import JSON_TYPE, encode
-from reflex_runtime.web.openapi import failures, finished, page
+from reflex_runtime.web.json import encode
+from reflex_runtime.web.openapi import HTML, PAGES, TEXT, Operation, content, described, page, schemas_of
 from reflex_runtime.web.request import HttpRequest, HttpResponse, Route
 from reflex_runtime.web.watchers import Watchers
 
@@ -55,7 +56,8 @@ class FeedPages:
             return HttpResponse(200, encode(health(snapshot) | snapshot.as_dict()))
 
         routes = monitor_routes(registry, lambda: health(runtime.snapshot()))
-        routes += [*dashboard_routes(self._watchers), grid_route(), Route("/status", status), *_documents(key)]
+        routes += [*dashboard_routes(self._watchers), grid_route(), Route("/status", status)]
+        routes += _documents([*routes, *pictures.every], key)
         self.routes = {route.path: route for route in routes} | pictures.routes
         self.find = pictures.find
 
@@ -199,42 +201,42 @@ def _feed(feed: FeedSnapshot) -> dict[str, Any]:
 
 # -- /openapi.json and /docs -------------------------------------------------------------------------------------------
 
-_OPEN: Final = ("/metrics", "/health", "/dashboard", "/feeds", "/openapi.json", "/docs")
 _ERRORS: Final = {
     "401": "the key is missing or wrong",
     "403": "without a key: a host name that is not this server's, or a page of another site",
     "404": "no such feed",
+    "405": "only GET is taken",
+    "408": "the request did not come in time",
     "422": "too many feeds are asked for",
     "429": "too many watch",
 }
 _SEVERAL: Final = "multipart/x-mixed-replace"
-_GETS: Final = {  # path → what it is, its type, and the codes of its errors
-    "/feeds": ("The page of all feeds", "text/html"),
-    "/feeds/{name}.jpg": ("The next frame, small", "image/jpeg", "404"),
-    "/feeds/{name}.mjpeg": ("Frames until you leave", _SEVERAL, "404", "429"),
-    "/feeds.mjpeg": ("The same of several feeds: ?feed=A&feed=B", _SEVERAL, "404", "422", "429"),
-    "/status": ("Every figure", JSON_TYPE),
-    "/dashboard": ("The page of batches", "text/html"),
-    "/dashboard/stream": ("Snapshots until you leave", "application/x-ndjson", "429"),
-    "/health": ("Whether every feed is well: 503 if not", JSON_TYPE),
-    "/metrics": ("Prometheus series", "text/plain"),
+_NAME: Final = {"name": {"type": "string"}}
+_OPERATIONS: Final = PAGES | {
+    "/feeds": Operation("The page of all feeds", HTML),
+    "/feeds/{name}.jpg": Operation("The next frame, small", content({}, "image/jpeg"), ("404",), parameters=_NAME),
+    "/feeds/{name}.mjpeg": Operation(
+        "Frames until you leave", content({}, _SEVERAL), ("404", "429"), parameters=_NAME
+    ),
+    "/feeds.mjpeg": Operation(
+        "The same of several feeds: ?feed=A&feed=B", content({}, _SEVERAL), ("404", "422", "429")
+    ),
+    "/status": Operation("Every figure"),
+    "/dashboard/stream": Operation("Snapshots until you leave", content({}, "application/x-ndjson"), ("429",)),
+    "/health": Operation("Whether every feed is well: 503 if not", unready=True),
+    "/metrics": Operation("Prometheus series", TEXT),
 }
-_FIELDS: Final = ("error", "message", "request_id", "retry_safe")
 
 
-def _documents(key: bool) -> list[Route]:
-    """The document and its page. key: whether the server has one."""
-    paths: dict[str, Any] = {}
-    for path, (summary, kind, *codes) in _GETS.items():
-        done = {"200": {"description": summary, "content": {kind: {}}}}
-        get: dict[str, Any] = {"summary": summary, "responses": done | failures(_ERRORS, "401", "403", *codes)}
-        if "{name}" in path:
-            get["parameters"] = [{"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}]
-        paths[path] = {"get": get}
-    paths["/health"]["get"]["responses"]["503"] = paths["/health"]["get"]["responses"]["200"]
-    fields = {name: {"type": "boolean" if name == "retry_safe" else "string"} for name in _FIELDS}
-    error = {"type": "object", "required": list(_FIELDS), "properties": fields}
-    document = finished("Reflex feeds", paths, {"Error": error}, _OPEN if key else None)
+class FeedError(msgspec.Struct):
+    error: str
+    message: str
+    request_id: str
+    retry_safe: bool
+
+
+def _documents(others: Iterable[Route], key: bool) -> list[Route]:
+    """The document of these and the other routes, and its page. key: whether the server has one."""
 
     async def openapi(request: HttpRequest) -> HttpResponse:
         return HttpResponse(200, document)
@@ -242,4 +244,7 @@ def _documents(key: bool) -> list[Route]:
     async def docs(request: HttpRequest) -> HttpResponse:
         return HttpResponse(200, page(document, request.headers.get(b"host", b"")), b"text/html; charset=utf-8")
 
-    return [Route("/openapi.json", openapi, open=True), Route("/docs", docs, open=True)]
+    routes = [Route("/openapi.json", openapi, open=True), Route("/docs", docs, open=True)]
+    schemas = {"Error": schemas_of(FeedError)["FeedError"]}
+    document = described("Reflex feeds", [*routes, *others], _OPERATIONS, schemas, _ERRORS, key)
+    return routes

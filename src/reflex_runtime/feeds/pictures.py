@@ -137,7 +137,7 @@ class FeedPictures:
         self._broken = Seldom()
         self.take = self._take  # one object: feeds that share a sink know it by its identity
         self._one = {
-            suffix: Route(f"/feeds/NAME{suffix}", run, own_pages=True, form=PLAIN)
+            suffix: Route(f"/feeds/{{name}}{suffix}", run, own_pages=True, form=PLAIN)
             for suffix, run in ((".jpg", self._ask), (".mjpeg", self._watch))
         }
         self.routes = {"/feeds.mjpeg": Route("/feeds.mjpeg", self._watch_some, own_pages=True, form=PLAIN)}
@@ -151,6 +151,11 @@ class FeedPictures:
         """The route of a picture; None for other paths."""
         found = (route for suffix, route in self._one.items() if path.startswith("/feeds/") and path.endswith(suffix))
         return next(found, None)
+
+    @property
+    def every(self) -> list[Route]:
+        """All routes."""
+        return [*self._one.values(), *self.routes.values()]
 
     def gone(self, feed: str) -> None:
         """On any thread: a feed was removed, and nobody waits for its pictures any more."""
