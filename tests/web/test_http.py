@@ -112,6 +112,10 @@ NOT_HTTP = {
     "huge length": b"POST /act HTTP/1.1\r\nContent-Length: 99999999999999999999999999\r\n\r\n",
     "two framings": b"POST /act HTTP/1.1\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n",
     "space in a name": b"GET /health HTTP/1.1\r\nA b: 1\r\n\r\n",
+    "CONNECT with an offer": (
+        b"CONNECT localhost:443 HTTP/1.1\r\nHost: localhost\r\nConnection: upgrade\r\nUpgrade: websocket\r\n\r\n"
+    ),
+    "large head": b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: " + b"a" * 66_000 + b"\r\n\r\n",
     "target not ascii": b"GET /\xff\xfe HTTP/1.1\r\nHost: localhost\r\n\r\n",
     "one header without end": b"GET /health HTTP/1.1\r\nX: " + b"a" * 2_000_000,
     "headers without end": b"GET /health HTTP/1.1\r\n" + b"X: a\r\n" * 400_000,

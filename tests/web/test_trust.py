@@ -83,7 +83,9 @@ def test_h5_without_a_key_it_answers_to_no_other_name(host: str, ask: Ask) -> No
 # -- Origin ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("origin", ["http://evil.example", "https://localhost.evil.example", "null", "file://", "http://["])
+@pytest.mark.parametrize(
+    "origin", ["http://evil.example", "https://localhost.evil.example", "null", "file://", "http://["]
+)
 @pytest.mark.parametrize("kind", ["text/plain", "application/json"])
 def test_h5_without_a_key_no_page_of_another_site_may_post(origin: str, kind: str, ask: Ask) -> None:
     for path in ("", "/health"):

@@ -20,6 +20,7 @@ from reflex_runtime.web.app import App
 from reflex_runtime.web.errors import NotFound
 from reflex_runtime.web.form import PLAIN
 from reflex_runtime.web.request import HttpRequest, HttpResponse, Route, WebSocket
+from serving.harness import parse_answers
 from web.listening import Limits, listening
 
 MOST = 100_000
@@ -132,19 +133,57 @@ def test_w1_the_next_message_waits_for_the_answer_and_pings_do_not() -> None:
     running(check)
 
 
-def test_w1_a_plain_request_is_answered_as_one_and_a_bad_handshake_is_400() -> None:
-    async def ask(run: Running, head: bytes) -> bytes:
-        reader, writer = await asyncio.open_connection("127.0.0.1", run.port)
-        writer.write(b"GET /echo HTTP/1.1\r\nHost: localhost\r\n" + head + b"\r\n")
-        line = await reader.readline()
-        writer.close()
-        return line
+WEBSOCKET = b"Connection: Upgrade\r\nUpgrade: websocket\r\n"
+VERSION, KEY = b"Sec-WebSocket-Version: 13\r\n", b"Sec-WebSocket-Key: cmVmbGV4LWJlbmNoLTEyMw==\r\n"
+HANDSHAKES = {
+    "no key": (VERSION, "missing Sec-WebSocket-Key header"),
+    "short key": (VERSION + b"Sec-WebSocket-Key: eA==\r\n", "invalid Sec-WebSocket-Key header: eA=="),
+    "two keys": (VERSION + KEY + KEY, "invalid Sec-WebSocket-Key header: multiple values"),
+    "version": (b"Sec-WebSocket-Version: 7\r\n" + KEY, "invalid Sec-WebSocket-Version header: 7"),
+    "long header": (
+        VERSION + KEY + b"X: " + b"a" * 9000 + b"\r\n",
+        "read 9005 bytes, expected no more than 8192 bytes",
+    ),
+    "body": (VERSION + KEY + b"Content-Length: 5\r\n", "did not receive a valid HTTP request"),
+    "chunks": (VERSION + KEY + b"Transfer-Encoding: chunked\r\n", "did not receive a valid HTTP request"),
+}
 
+
+async def handshake(run: Running, head: bytes, start: bytes = b"GET /echo HTTP/1.1") -> bytes:
+    """All that comes back."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", run.port)
+    writer.write(start + b"\r\nHost: localhost\r\nConnection: close\r\n" + head + b"\r\n")
+    data = await reader.read()
+    writer.close()
+    return data
+
+
+@pytest.mark.parametrize("name", HANDSHAKES)
+def test_w1_a_bad_handshake_is_answered_400_in_the_form_of_errors(name: str) -> None:
     async def check(run: Running) -> None:
-        assert b" 404 " in await ask(run, b"")
-        upgrade = b"Connection: Upgrade\r\nUpgrade: websocket\r\n"
-        assert b" 400 " in await ask(run, upgrade)  # without a key or a version
-        assert b" 426 " in await ask(run, upgrade + b"Sec-WebSocket-Version: 7\r\nSec-WebSocket-Key: eA==\r\n") or True
+        head, message = HANDSHAKES[name]
+        (answer,) = parse_answers(await handshake(run, WEBSOCKET + head))
+        assert (answer.status, answer.code) == (400, "invalid_request")
+        assert answer.json["message"] == f"no websocket can be opened: {message}"
+
+    running(check)
+
+
+def test_w1_a_plain_request_is_answered_as_one() -> None:
+    async def check(run: Running) -> None:
+        assert b" 404 " in await handshake(run, b"")
+        assert b" 404 " in await handshake(run, WEBSOCKET + VERSION + KEY, b"GET /echo HTTP/1.0")
+
+    running(check)
+
+
+def test_w1_a_frame_behind_the_handshake_is_answered() -> None:
+    async def check(run: Running) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", run.port)
+        frame = Frame(Opcode.TEXT, b"early").serialize(mask=True)
+        writer.write(b"GET /echo HTTP/1.1\r\nHost: localhost\r\n" + WEBSOCKET + VERSION + KEY + b"\r\n" + frame)
+        assert (await reader.readuntil(b"early")).endswith(b"hello you\x81\x05early")
+        writer.close()
 
     running(check)
 
@@ -294,6 +333,28 @@ def test_w4_with_too_many_bytes_held_the_newest_is_asked_to_come_later() -> None
             await second.send(bytes(1001))
             assert await closed_with(second) == 1013
             assert run.app.bodies.held == held
+
+    running(check)
+
+
+def test_w4_half_messages_count_among_the_bytes_held() -> None:
+    async def check(run: Running) -> None:
+        async with run.connected() as first, run.connected() as second:
+            await first.recv()
+            await second.recv()
+            run.app.bodies.most = 50_000
+            part = Frame(Opcode.BINARY, bytes(20_000), fin=False)
+            await raw(first, part, Frame(Opcode.CONT, bytes(20_000), fin=False))
+            await (await first.ping())
+            held = run.app.bodies.held
+            assert held >= 40_000
+            await raw(second, Frame(Opcode.BINARY, bytes(30_000)).serialize(mask=True)[:20_000])
+            assert await closed_with(second) == 1013
+            assert run.app.bodies.held == held
+            await raw(first, Frame(Opcode.CONT, b""))
+            assert await first.recv() == bytes(40_000)
+            await (await first.ping())
+            assert run.app.bodies.held == 0
 
     running(check)
 

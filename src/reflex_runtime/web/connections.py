@@ -25,7 +25,7 @@ from reflex_runtime.core.errors import ReflexError
 from reflex_runtime.web.app import App
 from reflex_runtime.web.bodies import Seldom
 from reflex_runtime.web.errors import CallerLeft, ClientError, Overloaded, TooSlow
-from reflex_runtime.web.request import CANCELS, GOING_AWAY
+from reflex_runtime.web.request import CANCELS, GOING_AWAY, TRY_LATER
 
 log = logging.getLogger("reflex.server")
 
@@ -197,12 +197,13 @@ class HttpConnection(HttpToolsProtocol):
         except httptools.HttpParserUpgrade as upgrade:
             if self._should_upgrade():
                 self.handle_websocket_upgrade()
+                if rest := data[upgrade.args[0] :]:
+                    self.transport.get_protocol().data_received(rest)  # type: ignore[attr-defined]
                 return b""
             return self._without_offer() + data[upgrade.args[0] :]
         except httptools.HttpParserError as error:
-            broken = error.__context__
-            if not isinstance(broken, ClientError):
-                broken = ClientError(f"this is not HTTP/1.1: {broken or error}")
+            cause = error.__context__
+            broken = cause if isinstance(cause, ClientError) else ClientError(f"this is not HTTP/1.1: {cause or error}")
             self._end(broken)
         return b""
 
@@ -223,7 +224,12 @@ class HttpConnection(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._in_head, self._head_bytes = False, 0
-        version, hosts = self.parser.get_http_version(), sum(name == b"host" for name, _ in self.headers)
+        version, hosts, size = self.parser.get_http_version(), 0, len(self.url)
+        for name, value in self.headers:
+            hosts += name == b"host"
+            size += len(name) + len(value)
+        if size > HEAD_BYTES:
+            raise ClientError(f"the head of the request has over {HEAD_BYTES} bytes")
         if version not in ("1.0", "1.1"):
             raise ClientError(f"HTTP/{version} is not spoken here, HTTP/1.1 is")
         if hosts > 1 or (not hosts and version == "1.1"):
@@ -236,7 +242,8 @@ class HttpConnection(HttpToolsProtocol):
         super().on_headers_complete()
 
     def _should_upgrade(self) -> bool:
-        return self.parser.get_method() == b"GET" and super()._should_upgrade()
+        parser = self.parser
+        return parser.get_method() == b"GET" and parser.get_http_version() == "1.1" and super()._should_upgrade()
 
     def on_message_complete(self) -> None:
         if self._declined:
@@ -327,7 +334,8 @@ class HttpConnection(HttpToolsProtocol):
 
 
 class SocketConnection(WebSocketsSansIOProtocol):
-    """One websocket: it is read while a message is answered, to notice that the peer leaves."""
+    """One websocket: it is read while a message is answered, to notice that the peer leaves. held: bytes that have come
+    of messages that the application has not taken, see `Bodies`."""
 
     limits: ConnectionLimits
 
@@ -335,6 +343,7 @@ class SocketConnection(WebSocketsSansIOProtocol):
         super().__init__(*arguments, **named)
         self._app_task: asyncio.Task[Any] | None = None
         self._idles = False  # the application waits for a message
+        self.held = 0
         self._time = _Timed(self.loop, self.limits, self._idle)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -346,14 +355,44 @@ class SocketConnection(WebSocketsSansIOProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
         self._time.cancel()
-        application: Any = self.app
-        application.left(len(self.connections))
+        self.reflex.bodies.release(self)
+        self.reflex.left(len(self.connections))
         if self._app_task is not None and not self._app_task.done():
             self._app_task.cancel(CallerLeft("the caller left"))
 
+    @property
+    def reflex(self) -> App:
+        app: Any = self.app
+        assert isinstance(app, App)
+        return app
+
     def data_received(self, data: bytes) -> None:
         self._time.enter(IDLE)
+        try:
+            self.reflex.bodies.take(self, len(data))
+        except Overloaded as error:
+            self._leave(error.message[:100], TRY_LATER)
+            return
         super().data_received(data)
+        if not self.handshake_initiated and self.conn.handshake_exc is not None:
+            self._refuse(self.conn.handshake_exc)
+        self._release()
+
+    def handle_connect(self, event: Any) -> None:
+        if self.conn.accept(event).status_code != 101:
+            self._refuse(self.conn.handshake_exc)
+        else:
+            super().handle_connect(event)
+
+    def _refuse(self, why: Exception | None) -> None:
+        self.handshake_initiated = self.handshake_complete = self.close_sent = True
+        self.transport.write(self.reflex.refuse_bytes(ClientError(f"no websocket can be opened: {why}")))
+        self.transport.close()
+
+    def _release(self) -> None:
+        """Count no longer what has come, if all of it is whole and taken."""
+        if self.held and not (self.frames or self.conn.reader.buffer or self.queue.qsize()):
+            self.reflex.bodies.release(self)
 
     def send_receive_event_to_app(self) -> None:
         self.read_paused = True  # so that it is not paused for one message
@@ -365,12 +404,12 @@ class SocketConnection(WebSocketsSansIOProtocol):
     def shutdown(self) -> None:
         self._leave("the server is shutting down")
 
-    def _leave(self, why: str) -> None:
+    def _leave(self, why: str, code: int = GOING_AWAY) -> None:
         if self.handshake_complete and not self.close_sent:
             self.stop_keepalive()
             self.close_sent = True
-            self.queue.put_nowait({"type": "websocket.disconnect", "code": GOING_AWAY})
-            self.conn.send_close(GOING_AWAY, why)
+            self.queue.put_nowait({"type": "websocket.disconnect", "code": code})
+            self.conn.send_close(code, why)
             self.transport.write(b"".join(self.conn.data_to_send()))
             self.transport.close()
         else:
@@ -383,6 +422,7 @@ class SocketConnection(WebSocketsSansIOProtocol):
             message = await self.queue.get()
         finally:
             self._idles = False
+        self._release()
         if self.read_paused and self.queue.qsize() <= AHEAD:
             self.read_paused = False
             self.transport.resume_reading()
