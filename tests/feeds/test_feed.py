@@ -39,8 +39,8 @@ from reflex_runtime.core.errors import (
     TooLate,
     WaitTimeout,
 )
-from reflex_runtime.feeds.runtime.capture import Backoff
-from reflex_runtime.feeds.runtime.feed import Feed, FeedConfig
+from reflex_runtime.feeds.runtime.capture import Backoff, FeedConfig
+from reflex_runtime.feeds.runtime.feed import Feed
 from reflex_runtime.feeds.runtime.frame import Frame, Source, SourceError
 from reflex_runtime.feeds.runtime.health import (
     FeedConnected,
@@ -276,9 +276,9 @@ def test_live_a_frame_that_waited_too_long_is_no_work_for_the_stages() -> None:
 
     made = Made(Camera(), clock=clock, pipeline=Pipeline([slow]), max_age=0.5, queue=2)
     for sequence in (0, 1):  # both are in the queue, of one age, before a stage runs
-        made.feed._ledger.read(waiting := frame(sequence, clock.now))
-        made.feed._queue.put(waiting)
-    made.feed._queue.close()
+        made.feed._shared.ledger.read(waiting := frame(sequence, clock.now))
+        made.feed._shared.queue.put(waiting)
+    made.feed._shared.queue.close()
     assert made.feed._consumer.run() is None
     assert (seen, made.sink.sequences, made.drops) == ([0], [0], {"stale": 1})
 
@@ -422,8 +422,8 @@ def test_any_exception_of_a_source_is_a_lost_source() -> None:
 def test_a_camera_that_sends_nothing_is_told_once_for_each_gap() -> None:
     camera, patience = Camera(0), []
     made = Made(camera, frozen_after=0.02)
-    get = made.feed._queue.get
-    made.feed._queue.get = lambda timeout: (patience.append(timeout), get(timeout))[1]  # type: ignore[method-assign]
+    get = made.feed._shared.queue.get
+    made.feed._shared.queue.get = lambda timeout: (patience.append(timeout), get(timeout))[1]  # type: ignore[method-assign]
     made.feed.start()
     made.log.wait(FeedFrozen)
     camera.give(1)
@@ -541,8 +541,8 @@ def test_f10_a_lost_coordinator_ends_the_feed_and_is_not_told_twice() -> None:
     made.sink.wait(1)
     made.point.lost = ProcessorError("the thread died")
     made.point.answer = lambda sequence: (_ for _ in ()).throw(Closed("died"))
-    made.feed._queue.put(made.sink.results[0].frame)  # one more, whatever the camera gave by now
-    made.feed._ledger.read(made.sink.results[0].frame)
+    made.feed._shared.queue.put(made.sink.results[0].frame)  # one more, whatever the camera gave by now
+    made.feed._shared.ledger.read(made.sink.results[0].frame)
     ended(made.feed)
     assert made.feed.state == "failed"
     assert [e.error for e in made.log.of(FeedFailed)] == ["ProcessorError: the thread died"]

@@ -126,9 +126,9 @@ def test_a_camera_whose_pictures_are_not_taken_is_not_silent() -> None:
     frozen = made.feed._consumer._silent
     made.feed.start()
     camera.idle()
-    made.feed._capture.latest = made.feed._clock() + 60.0
+    made.feed._capture.latest = made.feed._shared.clock() + 60.0
     assert not frozen(), "a picture came lately"
-    made.feed._capture.latest = made.feed._clock() - 60.0
+    made.feed._capture.latest = made.feed._shared.clock() - 60.0
     assert frozen()
     made.log.wait(FeedFrozen)
     assert made.feed.stop()

@@ -15,11 +15,10 @@ import pytest
 from feeds.fakes import END, Camera, Clock, Collector, Detector, balanced, ended, frame, number_in
 from reflex_runtime.core.batch import Done, Failed
 from reflex_runtime.core.errors import Expired, ReflexError, ResultCountMismatch
-from reflex_runtime.feeds.runtime.capture import FrameQueue
+from reflex_runtime.feeds.runtime.capture import FeedConfig, FeedContext
 from reflex_runtime.feeds.runtime.consumer import CurrentFrame
-from reflex_runtime.feeds.runtime.feed import Feed, FeedConfig
+from reflex_runtime.feeds.runtime.feed import Feed
 from reflex_runtime.feeds.runtime.pipeline import Pipeline
-from reflex_runtime.feeds.runtime.snapshot import Ledger
 from reflex_runtime.run.batch_processor import BatchConfig, BatchEntry
 from reflex_runtime.run.submitted_frame import Join, NewestFrame
 from run.coordinated import Caller, Coordinator, busy_with, nobody_left
@@ -288,13 +287,13 @@ def test_f14_with_stages_before_or_a_longer_queue_the_frame_that_waits_stays(kep
 
 
 def test_f5_a_frame_whose_caller_has_left_takes_no_other_out_of_the_queue() -> None:
-    queue, ledger = FrameQueue(1, drop_oldest=True), Ledger()
-    hand, newer = CurrentFrame(frame(1)), frame(2)
-    queue.put(newer)
+    feed = FeedContext("cam", FeedConfig(), True, lambda event: None, lambda: 0.5, threading.Event.wait)
+    hand, newer = CurrentFrame(frame(1), Pipeline(), feed), frame(2)
+    feed.queue.put(newer)
     hand.leave()
-    taken = hand.newest(queue, Pipeline(), ledger, 1.0, lambda: 0.5)
+    taken = hand.newest()
     assert (taken.sequence, hand.frame.sequence, hand.replaced) == (1, 1, False)
-    assert queue.get(0.0) is newer
+    assert feed.queue.get(0.0) is newer
 
 
 class Held:

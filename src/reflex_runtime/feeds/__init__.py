@@ -8,7 +8,8 @@ from reflex_runtime.feeds.outputs.output import ResultOutput, mqtt_address, webh
 from reflex_runtime.feeds.outputs.parquet import ParquetResults, read_parquet
 from reflex_runtime.feeds.outputs.webhook import Webhook
 from reflex_runtime.feeds.plugins import processor_of
-from reflex_runtime.feeds.runtime.feed import Feed, FeedConfig
+from reflex_runtime.feeds.runtime.capture import FeedConfig
+from reflex_runtime.feeds.runtime.feed import Feed
 from reflex_runtime.feeds.runtime.frame import Frame, Source, SourceError
 from reflex_runtime.feeds.runtime.pipeline import Pipeline, Result
 from reflex_runtime.feeds.runtime.runtime import Runtime, StopReport

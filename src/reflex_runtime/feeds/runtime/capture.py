@@ -1,4 +1,4 @@
-"""The thread that reads a source, again when it was lost, and the queue behind it."""
+"""The thread that reads a source, again when it was lost, and the queue between it and the stages."""
 
 from __future__ import annotations
 
@@ -7,11 +7,9 @@ import random
 import threading
 from collections import deque
 from collections.abc import Callable
-from itertools import count
+from dataclasses import dataclass, field
+from math import inf
 from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
 
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.feeds.runtime.frame import Frame, Picture, Source, SourceError, Taking, turned
@@ -19,44 +17,72 @@ from reflex_runtime.feeds.runtime.health import FeedConnected, FeedDisconnected,
 from reflex_runtime.feeds.runtime.snapshot import Ledger
 from reflex_runtime.pacing import doubled
 from reflex_runtime.run.device import Clock
+from reflex_runtime.settings.declare import option, validate
+
+log = logging.getLogger("reflex.feeds")
+
+Pause = Callable[[threading.Event, float], bool]  # waits for the event, some seconds at most; whether it was set
+LIVE, FILE = "live", "file"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FeedConfig:
+    """How a feed treats its frames. Times in seconds.
+
+    mode: live or file (see `Feed`); None: as the source is.
+    max_age: live: a frame older than this is dropped before it is computed; None: no limit.
+    queue: frames between the two threads; None: 1 for live, so that the newest wins, and 4 for file. With more than 1,
+        with stages before the batch point, or with a view of its own (`Pipeline`), the frame that waits for its batch
+        stays the same.
+    restarts: how often the source is opened again, in all; None: without end for live, never for file.
+    retries: file: how often a frame is asked again after no answer came in time; then it counts as failed.
+    every, fps: one of so many pictures is taken, and of those at most so many a second (see `Taking`); 0 is no limit.
+        The others are numbered, and dropped as `skipped`.
+    rotate: degrees by which pictures are turned clockwise; places in results are pixels of the turned picture.
+    frozen_after: live: an open source that sends nothing for so long is reported (`FeedFrozen`); None: never.
+    """
+
+    mode: str | None = option(None, choices=(LIVE, FILE))
+    max_age: float | None = option(1.0, low=0, above=True, high=86_400, unit="seconds")
+    queue: int | None = option(None, low=1, high=4096)
+    restarts: int | None = option(None, low=0, high=10**9)
+    retries: int = option(10, low=0, high=10**9)
+    frozen_after: float | None = option(3.0, low=0, above=True, high=86_400, unit="seconds")
+    every: int = option(1, low=1, high=1_000_000)
+    fps: float = option(0.0, low=0, high=1000, unit="pictures a second")
+    rotate: int = 0
+
+    def __post_init__(self) -> None:
+        validate(self, "FeedConfig")
+        if self.rotate not in (0, 90, 180, 270):
+            raise ConfigError(f"FeedConfig.rotate={self.rotate!r}: must be 0, 90, 180 or 270 degrees")
 
 
 class FrameQueue:
-    """First in, first out, at most `capacity` frames.
+    """First in, first out, at most `capacity` frames. One thread puts, one takes, any thread closes; nothing is polled.
 
-    drop_oldest: True, `put` never waits, and the oldest frame makes room: of capacity 1, the newest wins. False, `put`
-        waits for room.
+    drop_oldest: `put` never waits, and the oldest frame makes room: of capacity 1, the newest wins. Else it waits.
     Every frame put is either taken by `get`, or handed back by `put` or `close`: every lost frame is reported.
     """
 
     def __init__(self, capacity: int, drop_oldest: bool) -> None:
         if isinstance(capacity, bool) or not isinstance(capacity, int) or not 1 <= capacity <= 4096:
             raise ConfigError(f"FrameQueue.capacity={capacity!r}: must be a whole number in [1, 4096]")
-        self._capacity = capacity
-        self._drop_oldest = drop_oldest
+        self._capacity, self._drop_oldest = capacity, drop_oldest
         self._frames: deque[Frame] = deque()
         lock = threading.Lock()
-        self._filled = threading.Condition(lock)
-        self._room = threading.Condition(lock)
-        self._closed = False
+        self._filled, self._room = threading.Condition(lock), threading.Condition(lock)
+        self.closed = False  # it takes nothing more; what it holds may still be taken
 
     def __len__(self) -> int:
         return len(self._frames)
 
-    @property
-    def closed(self) -> bool:
-        """Whether it takes nothing more. What it holds may still be taken."""
-        return self._closed
-
     def put(self, frame: Frame) -> Frame | None:
-        """Add a frame. Returns the one that found no place: the oldest, or this one if the queue is closed, else None.
-
-        Waits only without drop_oldest, for room or for the end.
-        """
+        """Add a frame. Returns the one that found no place: the oldest, or this one if it is closed; else None."""
         with self._filled:
-            while not (self._drop_oldest or self._closed) and len(self._frames) >= self._capacity:
-                self._room.wait()
-            if self._closed:
+            if not self._drop_oldest:
+                self._room.wait_for(lambda: self.closed or len(self._frames) < self._capacity)
+            if self.closed:
                 return frame
             lost = self._frames.popleft() if len(self._frames) >= self._capacity else None
             self._frames.append(frame)
@@ -66,19 +92,16 @@ class FrameQueue:
     def get(self, timeout: float | None = None) -> Frame | None:
         """The oldest frame; waits for one. None when the time is over (seconds), or when it is closed and empty."""
         with self._filled:
-            self._filled.wait_for(lambda: self._frames or self._closed, timeout)
+            self._filled.wait_for(lambda: self._frames or self.closed, timeout)
             if not self._frames:
                 return None
             self._room.notify()
             return self._frames.popleft()
 
     def close(self, discard: bool = False) -> list[Frame]:
-        """Take nothing more and wake both sides, at once.
-
-        What it holds may still be taken; with discard it is handed back instead, and `get` finds nothing.
-        """
+        """Take nothing more and wake both sides. discard: what it holds is handed back, and `get` finds nothing."""
         with self._filled:
-            self._closed = True
+            self.closed = True
             left = list(self._frames) if discard else []
             if discard:
                 self._frames.clear()
@@ -87,9 +110,22 @@ class FrameQueue:
             return left
 
 
-log = logging.getLogger("reflex.feeds")
+@dataclass(slots=True)
+class FeedContext:
+    """What both threads of a feed share. stop: everything of this feed ends. emit: gets its events."""
 
-Pause = Callable[[threading.Event, float], bool]  # waits for the event, some seconds at most; whether it was set
+    name: str
+    config: FeedConfig
+    live: bool
+    emit: Callable[[HealthEvent], None]
+    clock: Clock
+    pause: Pause
+    queue: FrameQueue = field(init=False)
+    ledger: Ledger = field(default_factory=Ledger)
+    stop: threading.Event = field(default_factory=threading.Event)
+
+    def __post_init__(self) -> None:
+        self.queue = FrameQueue(self.config.queue or (1 if self.live else 4), drop_oldest=self.live)
 
 
 class Backoff:
@@ -99,13 +135,12 @@ class Backoff:
     FIRST_S, MOST_S, JITTER = 1.0, 30.0, 0.2
 
     def __init__(self, chance: random.Random) -> None:
-        self._chance = chance
-        self._made = 0
+        self._chance, self._made = chance, 0
 
     def next(self) -> float:
         """Seconds until the next attempt."""
-        pause = doubled(self.FIRST_S, self.MOST_S, self._made)
         self._made += 1
+        pause = doubled(self.FIRST_S, self.MOST_S, self._made - 1)
         return pause * self._chance.uniform(1.0 - self.JITTER, 1.0 + self.JITTER)
 
     def reset(self) -> None:
@@ -115,52 +150,29 @@ class Backoff:
 class Capture:
     """Opens, reads and closes a source on one thread, and puts its frames into the feed's queue.
 
-    restarts: how often the source is opened again, in all; inf for without end. emit: gets feed events.
-    taking: which pictures are taken; None: all. rotate: degrees by which they are turned clockwise.
     prepare: made of each picture here, while the frame before it is computed; None: by the thread that submits it.
-    state: connecting, running, reconnecting. total: frames the source says it has. latest: when one came, taken or not.
+    state: connecting, running, reconnecting. total: frames the source says it has.
     """
 
     def __init__(
-        self,
-        name: str,
-        source: Source,
-        queue: FrameQueue,
-        ledger: Ledger,
-        stop: threading.Event,
-        emit: Callable[[HealthEvent], None],
-        *,
-        restarts: float,
-        taking: Taking | None = None,
-        rotate: int = 0,
-        prepare: Callable[[NDArray[np.uint8]], Any] | None = None,
-        clock: Clock,
-        pause: Pause,
-        chance: random.Random,
+        self, feed: FeedContext, source: Source, prepare: Callable[[Any], Any] | None, chance: random.Random
     ) -> None:
-        self._name = name
-        self._source = source
-        self._queue = queue
-        self._ledger = ledger
-        self._stop = stop
-        self._emit = emit
-        self._most = restarts
-        self._taking, self._rotate, self._prepare = taking, rotate, prepare
-        self._clock = clock
-        self._pause = pause
+        self._feed, self._source, self._prepare = feed, source, prepare
+        restarts = feed.config.restarts
+        self._most = restarts if restarts is not None else (inf if feed.live else 0)
+        self._taking = Taking(feed.config.every, feed.config.fps)
         self._backoff = Backoff(chance)
         self.state = "connecting"
         self.restarts = 0
         self.total: int | None = None
-        self.latest = clock()  # when the newest picture came
+        self.latest = feed.clock()  # when the newest picture came, taken or not
 
     def run(self) -> Exception | None:
         """Read to the end. Returns None there or at a stop, else the error after which it is not tried again.
 
         Any other exception counts as a lost source, too, because its cause is not known here.
         """
-        for attempt in count():
-            self.restarts = attempt
+        while True:
             try:
                 self._source.open()
                 self._read_all()
@@ -169,40 +181,46 @@ class Capture:
                 lost = error
             finally:
                 self._close()
-            if self._stop.is_set():
+            if self._feed.stop.is_set():
                 return None
             if not self._again(lost):
                 return lost
-        raise AssertionError("unreachable")
+            self.restarts += 1
+
+    def silent(self, seconds: float) -> bool:
+        """Whether an open source has sent nothing for so long: pictures that are not taken are something, too."""
+        lately = not self._taking.all and self._feed.clock() - self.latest < seconds
+        return self.state == "running" and not lately
 
     def _read_all(self) -> None:
         """Returns at the end of the source, or when the feed stops."""
-        if self._stop.is_set():
+        feed = self._feed
+        if feed.stop.is_set():
             return
         self.total = self._source.total
         self.state = "running"
-        self._emit(FeedConnected(self._clock(), self._name))
+        feed.emit(FeedConnected(feed.clock(), feed.name))
         while (picture := self._source.read()) is not None:
-            self._take(picture, self._clock())
-            if self._stop.is_set():
+            self._take(picture, feed.clock())
+            if feed.stop.is_set():
                 return
 
     def _take(self, picture: Picture, now: float) -> None:
         """Number a picture, and put it into the queue if it is taken."""
-        image, pts = picture
+        (image, pts), ledger = picture, self._feed.ledger
         self.latest = now
         self._backoff.reset()
-        if self._taking is not None and not self._taking.takes(pts, now):
-            self._ledger.passed_over()
+        if not self._taking.takes(pts, now):
+            ledger.passed_over()
             return
-        image, file = turned(image, self._rotate), getattr(picture, "file", "")
-        frame = Frame(image, self._ledger.read_so_far, pts, now, self._prepared(image), file)
-        self._ledger.read(frame)
-        left_out = self._queue.put(frame)
+        image, file = turned(image, self._feed.config.rotate), getattr(picture, "file", "")
+        frame = Frame(image, ledger.read_so_far, pts, now, self._prepared(image), file)
+        ledger.read(frame)
+        left_out = self._feed.queue.put(frame)
         if left_out is not None:
-            self._ledger.drop("stopped") if left_out is frame else self._ledger.overrun()
+            ledger.drop("stopped") if left_out is frame else ledger.overrun()
 
-    def _prepared(self, image: NDArray[np.uint8]) -> Any:
+    def _prepared(self, image: Any) -> Any:
         """None if it fails: then the thread that submits the frame does it again, and counts it as failed."""
         try:
             return None if self._prepare is None else self._prepare(image)
@@ -211,23 +229,23 @@ class Capture:
 
     def _again(self, lost: Exception) -> bool:
         """Wait before the next attempt; False if there is none."""
-        connected, words = self.state == "running", words_of(lost)
-        self._ledger.note(words)
+        feed, connected, words = self._feed, self.state == "running", words_of(lost)
+        feed.ledger.note(words)
         if self.restarts >= self._most or (isinstance(lost, SourceError) and not lost.retryable):
             if connected:
-                self._emit(FeedDisconnected(self._clock(), self._name, words))
+                feed.emit(FeedDisconnected(feed.clock(), feed.name, words))
             return False
         self.state = "reconnecting"
         pause = self._backoff.next()
-        self._emit(FeedDisconnected(self._clock(), self._name, words, pause))
-        self._pause(self._stop, pause)
+        feed.emit(FeedDisconnected(feed.clock(), feed.name, words, pause))
+        feed.pause(feed.stop, pause)
         return True
 
     def _close(self) -> None:
         try:
             self._source.close()
         except Exception:
-            log.exception("%s: the source could not be closed", self._name)
+            log.exception("%s: the source could not be closed", self._feed.name)
 
 
 def words_of(error: BaseException) -> str:

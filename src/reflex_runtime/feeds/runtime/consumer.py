@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from functools import partial
 from math import inf
 from typing import Any
 
@@ -23,61 +22,12 @@ from reflex_runtime.core.errors import (
     TooLate,
     WaitTimeout,
 )
-from reflex_runtime.feeds.runtime.capture import FrameQueue, Pause
+from reflex_runtime.feeds.runtime.capture import FeedContext
 from reflex_runtime.feeds.runtime.frame import Frame
-from reflex_runtime.feeds.runtime.health import FeedFrozen, FeedStageError, HealthEvent
+from reflex_runtime.feeds.runtime.health import FeedFrozen, FeedStageError
 from reflex_runtime.feeds.runtime.pipeline import Pipeline, Result, SubmitHandle, name_of
-from reflex_runtime.feeds.runtime.snapshot import Ledger
 from reflex_runtime.pacing import Throttle
-from reflex_runtime.run.device import Clock
 from reflex_runtime.run.submitted_frame import NewestFrame
-
-
-class CurrentFrame:
-    """One frame after another may be in hand: a newer one takes its place while it waits for the processor.
-
-    frame: as it was read. made: what the stages before the batch point made of it. replaced: whether it is a newer one
-    than that which was submitted.
-    """
-
-    def __init__(self, frame: Frame) -> None:
-        self.frame = self.made = frame
-        self.replaced = False
-        self._view: Any = None
-        self._waits = True  # for its batch; then no frame is taken any more
-        self._guard = threading.Lock()  # of these
-
-    def view(self, pipeline: Pipeline) -> Any:
-        """What goes with it to the processor, made once."""
-        if self._view is None:
-            self._view = pipeline.view_of(self.made)
-        return self._view
-
-    def newest(
-        self, queue: FrameQueue, pipeline: Pipeline, ledger: Ledger, max_age: float, clock: Clock
-    ) -> NewestFrame:
-        """What its batch computes: the newest frame of the queue, else this one. The one that it replaces is dropped.
-
-        Called by the coordinator. Raises `Expired` if it is older than max_age, or what a preparation raises.
-        """
-        with self._guard:
-            newer = queue.get(0.0) if self._waits else None
-            self._waits = False
-            if newer is not None:
-                ledger.overrun()
-                self.frame = self.made = newer
-                self.replaced, self._view = True, None
-        deadline = self.frame.captured + max_age
-        if deadline <= clock():
-            raise Expired(f"older than max_age={max_age:g} s when its batch began")
-        frame = self.made
-        return NewestFrame(pipeline.part(frame.image), self.view(pipeline), frame.sequence, frame.pts, deadline)
-
-    def leave(self) -> None:
-        """It waits no more: from now on it stays the same, also if its batch begins."""
-        with self._guard:
-            self._waits = False
-
 
 log = logging.getLogger("reflex.feeds")
 
@@ -114,49 +64,69 @@ class _Out(Exception):
         self.reason = reason
 
 
+class CurrentFrame:
+    """The frame that a feed works on. While it waits for the processor, a newer one takes its place when its batch
+    begins.
+
+    frame: as it was read. made: what the stages before the batch point made of it. replaced: whether it is a newer one
+    than that which was submitted.
+    """
+
+    def __init__(self, frame: Frame, pipeline: Pipeline, feed: FeedContext) -> None:
+        self.frame = self.made = frame
+        self.replaced = False
+        self._pipeline, self._feed = pipeline, feed
+        self._view: Any = None
+        self._waits = True  # for its batch; then no frame is taken any more
+        self._guard = threading.Lock()  # of these
+
+    def view(self) -> Any:
+        """What goes with it to the processor, made once."""
+        if self._view is None:
+            self._view = self._pipeline.view_of(self.made)
+        return self._view
+
+    def newest(self) -> NewestFrame:
+        """What its batch computes: the newest frame of the queue, else this one. The one that it replaces is dropped.
+
+        Called by the coordinator. Raises `Expired` if it is too old, or what a preparation raises.
+        """
+        with self._guard:
+            newer = self._feed.queue.get(0.0) if self._waits else None
+            self._waits = False
+            if newer is not None:
+                self._feed.ledger.overrun()
+                self.frame = self.made = newer
+                self.replaced, self._view = True, None
+        max_age = inf if self._feed.config.max_age is None else self._feed.config.max_age
+        deadline = self.frame.captured + max_age
+        if deadline <= self._feed.clock():
+            raise Expired(f"older than max_age={max_age:g} s when its batch began")
+        frame = self.made
+        return NewestFrame(self._pipeline.part(frame.image), self.view(), frame.sequence, frame.pts, deadline)
+
+    def leave(self) -> None:
+        """It waits no more: from now on it stays the same, also if its batch begins."""
+        with self._guard:
+            self._waits = False
+
+
 class Consumer:
     """Takes frames from the queue until it is closed and empty. See `Feed` for what live and file feeds do differently.
 
-    newest: whether a frame at the batch point makes way for a newer one until its batch begins. Without stages before
-        the batch point: those run on this thread.
-    in_flight: whether a frame is at the batch point.
+    silent: whether the source sends nothing. in_flight: whether a frame is at the batch point. There a camera's frame
+    makes way for a newer one until its batch begins, unless stages run before: those run on this thread.
     """
 
     def __init__(
-        self,
-        name: str,
-        pipeline: Pipeline,
-        sinks: Sequence[Sink],
-        queue: FrameQueue,
-        ledger: Ledger,
-        stop: threading.Event,
-        emit: Callable[[HealthEvent], None],
-        *,
-        live: bool,
-        newest: bool = False,
-        max_age: float | None,
-        retries: int,
-        frozen_after: float | None,
-        silent: Callable[[], bool],
-        clock: Clock,
-        pause: Pause,
+        self, feed: FeedContext, pipeline: Pipeline, sinks: Sequence[Sink], silent: Callable[[], bool]
     ) -> None:
-        self._name = name
-        self._pipeline = pipeline
-        self._sinks = sinks
-        self._queue = queue
-        self._ledger = ledger
-        self._stop = stop
-        self._emit = emit
-        self._live = live
-        self._max_age = max_age if live else None
-        self._retries = retries
-        self._frozen_after = frozen_after if live else None
-        self._silent = silent
-        self._clock = clock
-        self._pause = pause
+        self._feed, self._pipeline, self._sinks, self._silent = feed, pipeline, sinks, silent
+        self._max_age = feed.config.max_age if feed.live else None
+        self._frozen_after = feed.config.frozen_after if feed.live else None
         self._handle: SubmitHandle | None = None if pipeline.batch is None else pipeline.batch.handle
-        self._newest = newest and not pipeline.before and pipeline.view is None
+        plain = not pipeline.before and pipeline.view is None
+        self._newest = feed.live and (feed.config.queue or 1) == 1 and plain
         self._replaced = False  # whether a newer frame took the place of the last one
         self._lost: Exception | None = None
         self._throttle = Throttle()
@@ -168,31 +138,27 @@ class Consumer:
 
     def run(self) -> Exception | None:
         """Returns None when there is nothing more to take, or the error for which the feed cannot go on."""
-        patience = self._frozen_after
+        patience, queue = self._frozen_after, self._feed.queue
         try:
             while self._lost is None:
-                hand = self._next(patience)
-                if hand is not None:
+                frame = queue.get(patience)
+                if frame is not None:
                     patience = self._frozen_after
-                    self._take(hand)
-                elif self._queue.closed and not len(self._queue):
+                    self._take(CurrentFrame(frame, self._pipeline, self._feed))
+                elif queue.closed and not len(queue):
                     break
                 elif self._silent():
                     patience = None  # reported once for each gap
-                    self._emit(FeedFrozen(self._clock(), self._name))
+                    self._feed.emit(FeedFrozen(self._feed.clock(), self._feed.name))
             return self._lost
         finally:
-            self._tell(self._throttle.flush(self._clock()))
+            self._tell(self._throttle.flush(self._feed.clock()))
 
     def abandon(self) -> Sink | None:
         """From now on no sink gets anything. Returns the one that the thread is inside of, which may be stuck."""
         with self._guard:
             self.abandoned = True
             return self._at
-
-    def _next(self, patience: float | None) -> CurrentFrame | None:
-        frame = self._queue.get(patience)
-        return None if frame is None else CurrentFrame(frame)
 
     def _take(self, hand: CurrentFrame) -> None:
         """One frame from the queue to its end; counted exactly once, also when the thread dies of it."""
@@ -208,10 +174,10 @@ class Consumer:
             return
         finally:
             if reason is not None:
-                self._ledger.drop(reason)
-        self._ledger.answered(hand.frame, answered)
+                self._feed.ledger.drop(reason)
+        self._feed.ledger.answered(hand.frame, answered)
         if (result is None or self._give(result)) and self._throttle.held:
-            self._tell(self._throttle.recover(self._clock()))
+            self._tell(self._throttle.recover(self._feed.clock()))
 
     def _result(self, hand: CurrentFrame) -> tuple[float, Result | None]:
         """When it was answered, and what the sinks get, None for nothing. Raises _Out, or what a stage raised."""
@@ -226,8 +192,8 @@ class Consumer:
             value = self._pipeline.placed(self._ask(self._handle, hand))
         if self.abandoned:
             raise _Out("stopped")
-        answered = self._clock()
-        result: Result | None = Result(hand.made, self._name, value, answered - hand.frame.captured)
+        answered = self._feed.clock()
+        result: Result | None = Result(hand.made, self._feed.name, value, answered - hand.frame.captured)
         for after in self._pipeline.after:
             if result is not None:
                 result = self._staged(after, result, Result)
@@ -235,8 +201,8 @@ class Consumer:
 
     def _staged(self, stage: Callable[[Any], Any], item: Any, kind: type[Any]) -> Any:
         """What a stage makes of an item. Its time and its failures are counted; its error names it."""
-        name, began, failed = name_of(stage), self._clock(), True
-        self._ledger.stage_begins()
+        name, began, failed = name_of(stage), self._feed.clock(), True
+        self._feed.ledger.stage_begins()
         try:
             made = stage(item)
             if made is not None and not isinstance(made, kind):
@@ -245,14 +211,14 @@ class Consumer:
         except Exception as error:
             raise StageFailed(f"stage {name}: {type(error).__name__}: {error}") from error
         finally:
-            self._ledger.stage_ended(name, self._clock() - began, failed)
+            self._feed.ledger.stage_ended(name, self._feed.clock() - began, failed)
         return made
 
     def _time_left(self, hand: CurrentFrame) -> float | None:
         """Seconds until it is too old, None without a limit. Raises _Out if it is."""
         if self._max_age is None:
             return None
-        left = hand.frame.captured + self._max_age - self._clock()
+        left = hand.frame.captured + self._max_age - self._feed.clock()
         if left <= 0.0:
             raise _Out("stale")
         return left
@@ -263,16 +229,18 @@ class Consumer:
         """The processor's answer, or _Out."""
         image = view = newest = None
         if self._newest:
-            newest = self._newest_of(hand)
+            newest = hand.newest
+            if not self._replaced:  # of an overloaded processor it is likely to be again: then it is not prepared
+                hand.view()
         else:
-            image, view = self._pipeline.part(hand.made.image), hand.view(self._pipeline)
+            image, view = self._pipeline.part(hand.made.image), hand.view()
         pause, timeouts = RETRY_S, 0
         while True:
             limit = None if self._newest else self._time_left(hand)
             self.in_flight = True
             try:
                 return handle.submit_and_wait(
-                    self._name,
+                    self._feed.name,
                     image,
                     view,
                     sequence=hand.frame.sequence,
@@ -281,7 +249,7 @@ class Consumer:
                     newest=newest,
                 )
             except ReflexError as error:
-                self._ledger.note(str(error))
+                self._feed.ledger.note(str(error))
                 self._look_for_the_end(handle, error)
                 timeouts += isinstance(error, WaitTimeout)
                 self._give_up_on(error, timeouts)
@@ -289,23 +257,15 @@ class Consumer:
                 self.in_flight = False
                 hand.leave()
                 self._replaced = hand.replaced
-            if self._pause(self._stop, pause):
+            if self._feed.pause(self._feed.stop, pause):
                 raise _Out("stopped")
             pause = min(RETRY_MOST_S, 2.0 * pause)
 
-    def _newest_of(self, hand: CurrentFrame) -> Callable[[], NewestFrame]:
-        """What gives the newest frame when its batch begins. Of an overloaded processor that is not this one, so it is
-        not prepared if the last one was replaced."""
-        if not self._replaced:
-            hand.view(self._pipeline)
-        max_age = inf if self._max_age is None else self._max_age
-        return partial(hand.newest, self._queue, self._pipeline, self._ledger, max_age, self._clock)
-
     def _give_up_on(self, error: ReflexError, timeouts: int) -> None:
         """Raise _Out, unless the frame is worth another attempt: a file feed's, which found no room or no answer."""
-        if self._live or not isinstance(error, _RETRIED):
+        if self._feed.live or not isinstance(error, _RETRIED):
             raise _Out(reason_of(error)) from error
-        if timeouts > self._retries:
+        if timeouts > self._feed.config.retries:
             self._failed(error)
             raise _Out("failed") from error
 
@@ -314,7 +274,7 @@ class Consumer:
 
         The coordinator's health events report the loss, once for each feed; here it only ends the feed.
         """
-        if self._stop.is_set():
+        if self._feed.stop.is_set():
             return
         if handle.lost is not None:
             self._lost = handle.lost
@@ -335,7 +295,7 @@ class Consumer:
                 sink(result)
             except Exception as error:
                 failed = True
-                self._ledger.sink_failed()
+                self._feed.ledger.sink_failed()
                 self._failed(error)
             finally:
                 self._at = None
@@ -344,11 +304,11 @@ class Consumer:
     def _failed(self, error: Exception) -> None:
         """Report a failed stage or sink: at once, then at most once a second with the count."""
         if not self._throttle.held:
-            log.debug("%s: a stage or sink failed", self._name, exc_info=error)
+            log.debug("%s: a stage or sink failed", self._feed.name, exc_info=error)
         self._failure = str(error) if isinstance(error, ReflexError) else f"{type(error).__name__}: {error}"
-        self._ledger.note(self._failure)
-        self._tell(self._throttle.count(self._clock()))
+        self._feed.ledger.note(self._failure)
+        self._tell(self._throttle.count(self._feed.clock()))
 
     def _tell(self, count: int) -> None:
         if count:
-            self._emit(FeedStageError(self._clock(), self._name, self._failure, count=count))
+            self._feed.emit(FeedStageError(self._feed.clock(), self._feed.name, self._failure, count=count))

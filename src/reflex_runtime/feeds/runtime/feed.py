@@ -17,66 +17,23 @@ import random
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from math import inf
 from typing import Any
 
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.feeds.runtime.capture import Capture, FrameQueue, Pause, words_of
+from reflex_runtime.feeds.runtime.capture import FILE, LIVE, Capture, FeedConfig, FeedContext, Pause, words_of
 from reflex_runtime.feeds.runtime.consumer import Consumer, Sink
-from reflex_runtime.feeds.runtime.frame import Source, Taking
+from reflex_runtime.feeds.runtime.frame import Source
 from reflex_runtime.feeds.runtime.health import FeedEnded, FeedFailed, FeedStageError, HealthEvent
 from reflex_runtime.feeds.runtime.pipeline import Pipeline
-from reflex_runtime.feeds.runtime.snapshot import FeedSnapshot, Ledger
+from reflex_runtime.feeds.runtime.snapshot import FeedSnapshot
 from reflex_runtime.run.device import Clock
-from reflex_runtime.settings.declare import option, validate
 
 log = logging.getLogger("reflex.feeds")
-
-LIVE, FILE = "live", "file"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FeedConfig:
-    """How a feed treats its frames. Times in seconds.
-
-    mode: live or file (see the module); None: as the source is.
-    max_age: live: a frame older than this is dropped before it is computed; None: no limit.
-    queue: frames between the two threads; None: 1 for live, so that the newest wins, and 4 for file. With more than 1,
-        with stages before the batch point, or with a view of its own (`Pipeline`), the frame that waits for its batch
-        stays the same.
-    restarts: how often the source is opened again, in all; None: without end for live, never for file.
-    retries: file: how often a frame is asked again after no answer came in time; then it counts as failed.
-    every, fps: one of so many pictures is taken, and of those at most so many a second (see `Taking`); 0 is no limit.
-        The others are numbered, and dropped as `skipped`.
-    rotate: degrees by which pictures are turned clockwise; places in results are pixels of the turned picture.
-    frozen_after: live: an open source that sends nothing for so long is reported (`FeedFrozen`); None: never.
-    """
-
-    mode: str | None = option(None, choices=(LIVE, FILE))
-    max_age: float | None = option(1.0, low=0, above=True, high=86_400, unit="seconds")
-    queue: int | None = option(None, low=1, high=4096)
-    restarts: int | None = option(None, low=0, high=10**9)
-    retries: int = option(10, low=0, high=10**9)
-    frozen_after: float | None = option(3.0, low=0, above=True, high=86_400, unit="seconds")
-    every: int = option(1, low=1, high=1_000_000)
-    fps: float = option(0.0, low=0, high=1000, unit="pictures a second")
-    rotate: int = 0
-
-    def __post_init__(self) -> None:
-        validate(self, "FeedConfig")
-        if self.rotate not in (0, 90, 180, 270):
-            raise ConfigError(f"FeedConfig.rotate={self.rotate!r}: must be 0, 90, 180 or 270 degrees")
-
-
-def _ignore(event: Any) -> None:
-    pass
 
 
 def close_sink(sink: Sink) -> None:
     """Close a sink that can be closed. It may raise."""
-    close = getattr(sink, "close", None)
-    if close is not None:
+    if (close := getattr(sink, "close", None)) is not None:
         close()
 
 
@@ -99,27 +56,26 @@ class Feed:
         sinks: Sequence[Sink] = (),
         config: FeedConfig | None = None,
         *,
-        emit: Callable[[HealthEvent], None] = _ignore,
+        emit: Callable[[HealthEvent], None] = lambda event: None,
         release: Callable[[Sink], None] = close_sink,
-        on_end: Callable[[], None] | None = None,
+        on_end: Callable[[], None] = lambda: None,
         clock: Clock = time.monotonic,
         pause: Pause = threading.Event.wait,
         seed: int | None = None,
     ) -> None:
         if not isinstance(name, str) or not 0 < len(name) <= 256:
             raise ConfigError(f"Feed.name={name!r}: must be a text of 1 to 256 characters")
-        self.name = name
-        self.config = config = config or FeedConfig()
-        self.mode = config.mode or (LIVE if source.live else FILE)
-        live = self.mode == LIVE
-        self.sinks = tuple(sinks)
-        self.pipeline = pipeline or Pipeline()
+        config = config or FeedConfig()
+        self.name, self.mode = name, config.mode or (LIVE if source.live else FILE)
+        self.sinks, self.pipeline = tuple(sinks), pipeline or Pipeline()
         self._source = source
         self._emit_to, self._release, self._on_end = emit, release, on_end
-        self._clock = clock
-        self._ledger = ledger = Ledger()
-        self._queue = FrameQueue(config.queue or (1 if live else 4), drop_oldest=live)
-        self._stop = threading.Event()  # everything of this feed ends
+        live = self.mode == LIVE
+        self._shared = shared = FeedContext(name, config, live, self._emit, clock, pause)
+        # Of a camera's pictures many may be dropped: those that are not are prepared when they are taken.
+        ahead = None if live or self.pipeline.before or self.pipeline.view else self.pipeline.prepared
+        self._capture = Capture(shared, source, ahead, random.Random(name if seed is None else seed))
+        self._consumer = Consumer(shared, self.pipeline, self.sinks, self._silent)
         self._asked = False  # whether `stop` was called
         self._failure: BaseException | None = None
         self._final: str | None = None
@@ -127,35 +83,6 @@ class Feed:
         self._released: list[Sink] = []
         self._guard = threading.Lock()  # of starting, of the end and of letting a sink go: each happens once
         self._threads: tuple[threading.Thread, ...] = ()
-        self._taking = Taking(config.every, config.fps)
-        common = (self._queue, ledger, self._stop, self._emit)
-        self._capture = Capture(
-            name,
-            source,
-            *common,
-            restarts=config.restarts if config.restarts is not None else (inf if live else 0),
-            taking=self._taking,
-            rotate=config.rotate,
-            # Of a camera's pictures many may be dropped: those that are not are prepared when they are taken.
-            prepare=None if live or self.pipeline.before or self.pipeline.view else self.pipeline.prepared,
-            clock=clock,
-            pause=pause,
-            chance=random.Random(name if seed is None else seed),
-        )
-        self._consumer = Consumer(
-            name,
-            self.pipeline,
-            self.sinks,
-            *common,
-            live=live,
-            newest=live and (config.queue or 1) == 1,
-            max_age=config.max_age,
-            retries=config.retries,
-            frozen_after=config.frozen_after,
-            silent=self._silent,
-            clock=clock,
-            pause=pause,
-        )
 
     # -- life ----------------------------------------------------------------------------------------------------------
 
@@ -241,31 +168,27 @@ class Feed:
             corrupt=getattr(self._source, "corrupt", 0),  # a source may not know it
             zones=self._counts("zone_counts"),
             lines=self._counts("line_counts"),
-            **self._ledger.figures(self._clock()),
+            **self._shared.ledger.figures(self._shared.clock()),
         )
-
-    def _silent(self) -> bool:
-        """Whether an open source sends nothing: pictures that are not taken are something, too."""
-        after = self.config.frozen_after or 0.0
-        lately = not self._taking.all and self._clock() - self._capture.latest < after
-        return self._capture.state == "running" and not lately
 
     def _counts(self, kind: str) -> dict[str, Any]:
         """What its stages count, by name."""
         return {name: n for stage in self.pipeline.after for name, n in getattr(stage, kind, {}).items()}
 
+    def _silent(self) -> bool:
+        return self._capture.silent(self._shared.config.frozen_after or 0.0)
+
     # -- its threads ---------------------------------------------------------------------------------------------------
 
     def _capture_main(self) -> None:
-        error: BaseException | None = None
+        error: BaseException | None
         try:
             error = self._capture.run()
         except BaseException as died:
             log.exception("%s: the capture thread died", self.name)
             error = died
-        if error is not None:
-            self._failure = self._failure or error
-        self._queue.close()  # what was read before is still worked on
+        self._failure = self._failure or error
+        self._shared.queue.close()  # what was read before is still worked on
 
     def _consume_main(self) -> None:
         try:
@@ -283,8 +206,8 @@ class Feed:
 
     def _halt(self) -> None:
         """Wake both threads, so that they end."""
-        self._stop.set()
-        self._ledger.drop("stopped", len(self._queue.close(discard=True)))
+        self._shared.stop.set()
+        self._shared.ledger.drop("stopped", len(self._shared.queue.close(discard=True)))
         try:
             self._source.interrupt()
         except Exception:
@@ -297,16 +220,15 @@ class Feed:
                 return
             self._finished = True
         self._release_sinks()
-        failure = self._failure
+        failure, now = self._failure, self._shared.clock()
         if failure is not None:
-            self._ledger.note(words_of(failure))
+            self._shared.ledger.note(words_of(failure))
         self._final = "failed" if failure is not None else "stopped" if self._asked else "ended"
         if failure is not None:
-            self._emit(FeedFailed(self._clock(), self.name, words_of(failure)))
+            self._emit(FeedFailed(now, self.name, words_of(failure)))
         elif self._final == "ended":
-            self._emit(FeedEnded(self._clock(), self.name))
-        if self._on_end is not None:
-            self._on_end()
+            self._emit(FeedEnded(now, self.name))
+        self._on_end()
 
     def _release_sinks(self, but: Sink | None = None) -> None:
         """Release the sinks that are not released yet."""
@@ -318,8 +240,8 @@ class Feed:
                 self._release(sink)
             except BaseException as error:
                 words = f"a sink could not be closed: {words_of(error)}"
-                self._ledger.note(words)
-                self._emit(FeedStageError(self._clock(), self.name, words))
+                self._shared.ledger.note(words)
+                self._emit(FeedStageError(self._shared.clock(), self.name, words))
 
     def _emit(self, event: HealthEvent) -> None:
         try:

@@ -17,12 +17,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Protocol, TypeVar
 
 from reflex_runtime.core.errors import Closed, ConfigError
+from reflex_runtime.feeds.runtime.capture import FILE, FeedConfig
 from reflex_runtime.feeds.runtime.consumer import Sink
-from reflex_runtime.feeds.runtime.feed import FILE, Feed, FeedConfig, close_sink
+from reflex_runtime.feeds.runtime.feed import Feed, close_sink
 from reflex_runtime.feeds.runtime.frame import Source
 from reflex_runtime.feeds.runtime.health import Health, HealthEvent, ThreadDetached
 from reflex_runtime.feeds.runtime.pipeline import Pipeline
@@ -37,14 +37,13 @@ LIMIT = 1024  # events kept for a reader
 
 
 class Events:
-    """A subscription: every event since it was made, in order; `for event in events` waits until the runtime stops.
-
-    It keeps `LIMIT` events. Beyond that the oldest is dropped, and `missed` counts it.
+    """A subscription: every health event since it was made, in order; `for event in events` waits until the runtime
+    stops. A slow reader delays only itself: beyond `LIMIT` events the oldest is dropped, and `missed` counts it.
     """
 
-    def __init__(self, leave: Callable[[Events], Any] | None = None) -> None:
+    def __init__(self, leave: Callable[[Events], Any] = lambda events: None) -> None:
         self._leave = leave
-        self._kept: deque[HealthEvent] = deque()
+        self._kept: deque[HealthEvent] = deque(maxlen=LIMIT)
         self._news = threading.Condition()
         self._closed = False
         self.missed = 0
@@ -52,13 +51,10 @@ class Events:
     def add(self, event: HealthEvent) -> None:
         """Called by the runtime; never waits for the reader."""
         with self._news:
-            if self._closed:
-                return
-            if len(self._kept) >= LIMIT:
-                self._kept.popleft()
-                self.missed += 1
-            self._kept.append(event)
-            self._news.notify_all()
+            if not self._closed:
+                self.missed += len(self._kept) == LIMIT
+                self._kept.append(event)
+                self._news.notify_all()
 
     def take(self) -> list[HealthEvent]:
         """What has come since the last look; does not wait."""
@@ -78,12 +74,10 @@ class Events:
         with self._news:
             self._closed = True
             self._news.notify_all()
-        if self._leave is not None:
-            self._leave(self)
+        self._leave(self)
 
     def __iter__(self) -> Iterator[HealthEvent]:
-        while (event := self.next()) is not None:
-            yield event
+        return iter(self.next, None)
 
 
 log = logging.getLogger("reflex.feeds")
@@ -206,27 +200,15 @@ class Runtime:
         source: Source,
         pipeline: Pipeline | Callable[[], Pipeline] | None = None,
         sinks: Sequence[Sink] = (),
-        *,
-        mode: str | None = None,
-        max_age: float | None = 1.0,
-        queue: int | None = None,
-        restarts: int | None = None,
-        retries: int = 10,
-        frozen_after: float | None = 3.0,
-        every: int = 1,
-        fps: float = 0.0,
-        rotate: int = 0,
+        **options: Any,
     ) -> Feed:
-        """A feed; started now if the runtime runs, else by `start`. For the options see `FeedConfig`.
+        """A feed; started now if the runtime runs, else by `start`. options: see `FeedConfig`.
 
         pipeline: one of its own, or a function that makes it. sinks: may be shared with other feeds unless they say
         `shared = False`; each is closed when the last feed that has it is over.
         Raises ConfigError if the name is taken, an option is wrong, or a pipeline that keeps state is given twice.
         """
-        config = FeedConfig(
-            mode=mode, max_age=max_age, queue=queue, restarts=restarts, retries=retries, frozen_after=frozen_after,
-            every=every, fps=fps, rotate=rotate,
-        )
+        config = FeedConfig(**options)
         made = pipeline() if callable(pipeline) else pipeline
         with self._lock:
             self._check_open()
@@ -369,9 +351,7 @@ class Runtime:
         self.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
     # -- what can be seen ----------------------------------------------------------------------------------------------
@@ -401,13 +381,12 @@ class Runtime:
     def snapshot(self) -> RuntimeSnapshot:
         """Every figure now: of each feed those of one moment, and of each coordinator."""
         with self._lock:
-            state, since = self._state, self._since
-            feeds, coordinators = dict(self._feeds), dict(self._coordinators)
+            state, since, coordinators = self._state, self._since, list(self._coordinators.values())
         return RuntimeSnapshot(
             state=state,
             uptime=time.monotonic() - since if since else 0.0,
-            feeds={name: feed.snapshot() for name, feed in feeds.items()},
-            coordinators={name: m for one, _ in coordinators.values() for name, m in one.all_metrics().items()},
+            feeds=self.feed_snapshots(),
+            coordinators={name: m for one, _ in coordinators for name, m in one.all_metrics().items()},
             outputs=self.output_snapshots(),
         )
 
