@@ -29,13 +29,17 @@ class Connection(asyncio.Protocol):
         self._buffer = bytearray()
         self._whole = 0
         self._waiter: asyncio.Future[bytes] | None = None
+        self._until = 0.0  # when the answer is late
+        self._watch: asyncio.TimerHandle | None = None
 
     async def exchange(self, request: bytes) -> bytes:
         """The whole answer to a request; to none, what comes next. Raises Unreachable, TimedOut and BadAnswer."""
         loop = asyncio.get_running_loop()
         waiter: asyncio.Future[bytes] = loop.create_future()
         self._waiter = waiter
-        late = loop.call_later(self._target.timeout, self._fail, TimedOut(self._late()))
+        self._until = loop.time() + self._target.timeout
+        if self._watch is None:
+            self._watch = loop.call_later(self._target.timeout, self._look)
         try:
             if self._transport is None:
                 await self._connect()
@@ -48,7 +52,6 @@ class Connection(asyncio.Protocol):
                 self.data_received(b"")
             return await waiter
         finally:
-            late.cancel()
             if not waiter.done() or waiter.exception() is not None:
                 self.close()
 
@@ -65,6 +68,9 @@ class Connection(asyncio.Protocol):
         """At once, without waiting for the other side."""
         transport, self._transport, self._waiter = self._transport, None, None
         self._buffer.clear()
+        if self._watch is not None:
+            self._watch.cancel()
+            self._watch = None
         if transport is not None:
             transport.abort()
 
@@ -74,10 +80,17 @@ class Connection(asyncio.Protocol):
         try:
             await loop.create_connection(lambda: self, address.host, address.port, ssl=secure)
         except OSError as error:
-            raise Unreachable(f"cannot connect to {address}: {error}", retry_safe=True) from None
+            raise Unreachable(f"cannot connect to {address.url}: {error}", retry_safe=True) from None
 
-    def _late(self) -> str:
-        return f"no answer from {self._target.address} within {self._target.timeout:.3g} s"
+    def _look(self) -> None:
+        """Whether the answer is late. One timer for many requests: each of its own costs more than sending one."""
+        loop, self._watch = asyncio.get_running_loop(), None
+        if self._waiter is None or self._waiter.done():
+            return
+        if (left := self._until - loop.time()) > 0.0:
+            self._watch = loop.call_later(left, self._look)
+            return
+        self._fail(TimedOut(f"no answer from {self._target.address.url} within {self._target.timeout:.3g} s"))
 
     def _fail(self, error: Exception) -> None:
         if self._waiter is not None and not self._waiter.done():
@@ -90,7 +103,7 @@ class Connection(asyncio.Protocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         self._transport = None
-        self._fail(Unreachable(f"{self._target.address} closed the connection before it had answered: {error}"))
+        self._fail(Unreachable(f"{self._target.address.url} closed the connection before it had answered: {error}"))
 
     def data_received(self, data: bytes) -> None:
         buffer, waiter = self._buffer, self._waiter
