@@ -102,6 +102,7 @@ class Stub:
                 sock = self.tls.wrap_socket(sock, server_side=True)
             except OSError:  # the client does not trust it
                 return
+            self._open.append(sock)
         with suppress(OSError), sock, sock.makefile("rb") as stream:
             while line := stream.readline():
                 method, path, _ = line.decode().split()

@@ -177,6 +177,9 @@ def probe(
         nonlocal began
         sources = {"--observation": own, "/config": example(seen.wires.get(wire.config)), "metadata": example(said)}
         found.known, sent = next(((k, v) for k, v in sources.items() if v is not None), ("", {}))
+        optional = seen.wires[wire.config].get("optional_images") if found.known == "/config" else None
+        if optional and isinstance(optional, list):
+            found.known += f"; may be left out: {', '.join(map(one_line, optional))}"
         found.announced, found.sent = announced, {key: _shown(value) for key, value in sent.items()}
         began = time.perf_counter()
         return sent
