@@ -13,7 +13,7 @@ from typing import Any
 
 import av
 import numpy as np
-from tools.shape_detector.scoring import hits, write_scene
+from tools.shape_detector.scoring import hits, truth_of, write_scene
 
 from feeds.commands import PATIENCE, Feeds, by_feed, figures, ran, results, scratch, together
 from feeds.graphs import BLUE, RED, bright_graph, lit
@@ -186,7 +186,7 @@ def true_to(scene: Shapes, lines: list[Any]) -> None:
     """Most of what is there was found, and most of what was found is there: in each feed its own scene."""
     truth = found = right = 0
     for line in lines:
-        there, value = scene.truth(line["sequence"]), line["value"]
+        there, value = truth_of(scene, line["sequence"]), line["value"]
         truth, found = truth + len(there), found + len(value["boxes"])
         right += len(hits(there, value["boxes"], value["labels"]))
     assert right >= 0.7 * truth

@@ -9,7 +9,7 @@ import av
 import numpy as np
 import onnx
 import pytest
-from tools.shape_detector.scoring import hits, write_scene
+from tools.shape_detector.scoring import Truth, hits, truth_of, write_scene
 
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.feeds.detectors.onnx import OnnxFrames
@@ -22,7 +22,6 @@ from reflex_runtime.feeds.sources.shapes import (
     Image,
     Shapes,
     ShapesSource,
-    Truth,
     shapes_source,
 )
 from reflex_runtime.run.batch_processor import BatchEntry
@@ -57,7 +56,7 @@ def test_picture_and_truth_depend_on_the_seed_and_the_number_alone() -> None:
     first, second = Shapes(3), Shapes(3)
     for i in (0, 1, 500):
         np.testing.assert_array_equal(first.picture(i), second.picture(i))
-        assert first.truth(i) == second.truth(i)
+        assert truth_of(first, i) == truth_of(second, i)
     np.testing.assert_array_equal(first.picture(0), second.picture(0))
     assert (first.picture(0) != first.picture(1)).any()
     assert (first.picture(0) != Shapes(4).picture(0)).any()
@@ -69,7 +68,7 @@ def test_boxes_lie_in_the_picture_and_pictures_have_the_size(size: tuple[int, in
         scene = Shapes(seed, size)
         assert scene.picture(seed).shape == (size[1], size[0], 3)
         assert scene.picture(seed).dtype == np.uint8
-        for label, x0, y0, x1, y1 in scene.truth(seed * 37):
+        for label, x0, y0, x1, y1 in truth_of(scene, seed * 37):
             assert label in LABELS
             assert -1e-6 <= x0 < x1 <= size[0] + 1e-6
             assert -1e-6 <= y0 < y1 <= size[1] + 1e-6
@@ -82,7 +81,7 @@ def test_a_box_is_where_the_shape_is_drawn() -> None:
         scene._ground = np.zeros_like(scene._ground)
         scene._noise = np.zeros_like(scene._noise)
         for i in (0, 123):
-            ((_, *box),) = scene.truth(i)
+            ((_, *box),) = truth_of(scene, i)
             rows, columns = np.nonzero(scene.picture(i).max(2) > 20)
             drawn_at = (columns.min(), rows.min(), columns.max() + 1, rows.max() + 1)
             np.testing.assert_allclose(drawn_at, box, atol=2.5)  # the tips of corners fade
@@ -90,7 +89,7 @@ def test_a_box_is_where_the_shape_is_drawn() -> None:
 
 def test_shapes_move_evenly_and_stay() -> None:
     scene = Shapes(5, count=1)
-    centres = np.array([((b[1] + b[3]) / 2, (b[2] + b[4]) / 2) for i in range(2000) for b in scene.truth(i)])
+    centres = np.array([((b[1] + b[3]) / 2, (b[2] + b[4]) / 2) for i in range(2000) for b in truth_of(scene, i)])
     assert len(centres) == 2000
     assert abs(np.diff(centres, axis=0)).max() < 10
     assert np.ptp(centres, axis=0).min() > 50
@@ -98,7 +97,7 @@ def test_shapes_move_evenly_and_stay() -> None:
 
 def test_a_hidden_shape_is_not_in_the_truth() -> None:
     scenes = [Shapes(seed, count=8) for seed in range(12)]
-    shown = [len(scene.truth(i)) for scene in scenes for i in range(0, 300, 10)]
+    shown = [len(truth_of(scene, i)) for scene in scenes for i in range(0, 300, 10)]
     assert min(shown) < 8
     assert min(shown) >= 4
 
@@ -259,7 +258,7 @@ def test_the_detector_is_small_and_batches() -> None:
 
 def test_the_detector_finds_shapes_it_never_saw(detector: OnnxFrames) -> None:
     scenes = [Shapes(HELD_OUT + k) for k in range(60)]
-    seen = [(scene.picture(i), scene.truth(i)) for scene in scenes for i in (0, 40)]
+    seen = [(scene.picture(i), truth_of(scene, i)) for scene in scenes for i in (0, 40)]
     precision, recall, overlap = figures(detector, seen)
     assert precision >= 0.95
     assert recall >= 0.95
@@ -272,7 +271,7 @@ def test_the_detector_finds_them_in_a_decoded_video(detector: OnnxFrames, tmp_pa
         write_scene(tmp_path / "v.mp4", 1.5, fps=7, seed=seed)
         with av.open(str(tmp_path / "v.mp4")) as container:
             pictures = [frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]
-        seen += [(picture, Shapes(seed).truth(i)) for i, picture in enumerate(pictures)]
+        seen += [(picture, truth_of(Shapes(seed), i)) for i, picture in enumerate(pictures)]
     precision, recall, _ = figures(detector, seen)
     assert precision >= 0.9
     assert recall >= 0.9

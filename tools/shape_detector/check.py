@@ -12,10 +12,10 @@ from pathlib import Path
 import av
 import numpy as np
 from numpy.typing import NDArray
-from scoring import hits, write_scene
+from scoring import Truth, hits, truth_of, write_scene
 
 from reflex_runtime.feeds.detectors.onnx import OnnxFrames
-from reflex_runtime.feeds.sources.shapes import DETECTOR, LABELS, Shapes, Truth
+from reflex_runtime.feeds.sources.shapes import DETECTOR, LABELS, Shapes
 from reflex_runtime.run.batch_processor import BatchEntry
 from reflex_runtime.run.onnx_session import OnnxSession
 
@@ -27,7 +27,7 @@ def scenes(size: tuple[int, int], count: int) -> Iterator[Seen]:
     for seed in range(HELD_OUT, HELD_OUT + 200):
         scene = Shapes(seed, size, count)
         for i in range(0, 100, 20):
-            yield scene.picture(i), scene.truth(i)
+            yield scene.picture(i), truth_of(scene, i)
 
 
 def videos(directory: Path) -> Iterator[Seen]:
@@ -36,7 +36,7 @@ def videos(directory: Path) -> Iterator[Seen]:
         write_scene(path, 50 / 15, seed=seed)
         with av.open(str(path)) as container:
             for i, frame in enumerate(container.decode(video=0)):
-                yield frame.to_ndarray(format="rgb24"), scene.truth(i)
+                yield frame.to_ndarray(format="rgb24"), truth_of(scene, i)
 
 
 def figures(detector: OnnxFrames, seen: Iterable[Seen]) -> str:

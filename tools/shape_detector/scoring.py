@@ -11,7 +11,28 @@ import av
 import numpy as np
 from numpy.typing import NDArray
 
-from reflex_runtime.feeds.sources.shapes import Shapes, Truth
+from reflex_runtime.feeds.sources.shapes import Shapes
+
+Truth = tuple[str, float, float, float, float]  # label, x0, y0, x1, y1 in pixels
+SEEN = 2 / 3  # a shape of which less is visible is not in the truth
+
+
+def truth_of(scene: Shapes, i: int) -> list[Truth]:
+    """What picture i shows: the whole box of each shape of which at least two thirds are seen."""
+    width, height = scene.size
+    owner = np.full((height, width), -1)
+    areas = []
+    for k, shape in enumerate(scene.shapes):
+        where, alpha = shape.cover(i, scene.size)
+        drawn = alpha[..., 0] > 0.5
+        owner[where][drawn] = k
+        areas.append(drawn.sum())
+    seen = np.bincount(owner[owner >= 0], minlength=scene.count)
+    return [
+        (shape.label, *shape.box(i, scene.size))
+        for shape, area, left in zip(scene.shapes, areas, seen, strict=True)
+        if left >= SEEN * area
+    ]
 
 
 def hits(

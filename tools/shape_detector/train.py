@@ -16,9 +16,10 @@ import torch
 from model import COLUMNS, HEIGHT, LABELS, ROWS, STRIDE, WIDTH, Grid
 from numpy.typing import NDArray
 from PIL import Image
+from scoring import Truth, truth_of
 from torch import Tensor, nn
 
-from reflex_runtime.feeds.sources.shapes import Shapes, Truth
+from reflex_runtime.feeds.sources.shapes import Shapes
 
 TRAINING_SEEDS = 100_000
 SIZES = [(320, 240)] * 5 + [(640, 480), (160, 120), (480, 270)]  # cameras; all are brought to the detector's size
@@ -35,7 +36,7 @@ def example(seed: int, rng: np.random.Generator) -> tuple[NDArray[np.uint8], lis
         image.save(squeezed, "JPEG", quality=int(rng.integers(25, 95)))
         image = Image.open(squeezed)
     across, down = WIDTH / size[0], HEIGHT / size[1]
-    boxes = [(label, x0 * across, y0 * down, x1 * across, y1 * down) for label, x0, y0, x1, y1 in scene.truth(i)]
+    boxes = [(label, x0 * across, y0 * down, x1 * across, y1 * down) for label, x0, y0, x1, y1 in truth_of(scene, i)]
     return np.asarray(image), boxes
 
 

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Final, Generic, TypeVar
-from urllib.parse import SplitResult, unquote, urlsplit
+from urllib.parse import unquote, urlsplit
 
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.feeds.outputs.json_lines import ResultRecord
@@ -21,11 +21,21 @@ from reflex_runtime.pacing import Throttle
 from reflex_runtime.run.device import Clock
 from reflex_runtime.settings.declare import one_line
 
+log = logging.getLogger("reflex.feeds.outputs")
+
+WAITING: Final = 1024  # results that wait in an output
+GRACE_S: Final = 1.0  # that a thread has to end after its time is over
+SELDOM: Final = 30.0  # seconds between two lines on the same trouble
+LONGEST: Final = 2000  # characters of an address
+LONGEST_TOPIC: Final = 200
+_PORTS: Final = {"mqtt": 1883, "mqtts": 8883, "http": 80, "https": 443}
+
 Item = TypeVar("Item")
 
 
 class Outbox(Generic[Item]):
-    """Items between the feeds' threads, which `put`, and the thread of an output, which takes and settles them.
+    """Items between the feeds' threads, which `put`, and the thread of an output, which takes and settles them. Every
+    item is counted in exactly one place.
 
     capacity: items that wait; those that are taken and not settled yet come on top.
     news: notified when something comes, at the close, and by the output when `ready` may have changed.
@@ -33,8 +43,7 @@ class Outbox(Generic[Item]):
 
     def __init__(self, capacity: int, clock: Clock = time.monotonic) -> None:
         self.news = threading.Condition()
-        self._capacity = capacity
-        self._clock = clock
+        self._capacity, self._clock = capacity, clock
         self._items: deque[Item] = deque()
         self._in_hand = 0  # taken, neither sent nor dropped
         self._taken = self._sent = 0
@@ -69,23 +78,20 @@ class Outbox(Generic[Item]):
 
     def sent(self, count: int = 1) -> None:
         """Items in hand arrived."""
-        self._settle(count)
         with self.news:
-            if not self._over:
+            if self._settle(count):
                 self._sent += count
 
     def drop(self, reason: str, count: int = 1) -> None:
         """Items in hand are given up, for one of `OUTPUT_DROPS`."""
-        self._settle(count)
         with self.news:
-            if not self._over:
+            if self._settle(count):
                 self._drops[reason] += count
 
     def back(self, items: Sequence[Item]) -> None:
         """Items in hand wait again, as the oldest ones."""
-        self._settle(len(items))
         with self.news:
-            if not self._over:
+            if self._settle(len(items)):
                 self._items.extendleft(reversed(items))
                 self._cut()
 
@@ -105,9 +111,8 @@ class Outbox(Generic[Item]):
         """Count what is left as unsent; how many that are. Later calls of the output's thread count nothing."""
         with self.news:
             left = 0 if self._over else len(self._items) + self._in_hand
-            self._over = True
+            self._over, self._in_hand = True, 0
             self._items.clear()
-            self._in_hand = 0
             self._drops["unsent"] += left
             return left
 
@@ -122,23 +127,16 @@ class Outbox(Generic[Item]):
             waiting = len(self._items) + self._in_hand
             return {"taken": self._taken, "sent": self._sent, "waiting": waiting, "drops": dict(self._drops)}
 
-    def _settle(self, count: int) -> None:
-        with self.news:
-            if not self._over:
-                self._in_hand -= count
-            self.news.notify_all()
+    def _settle(self, count: int) -> bool:
+        """Whether these items still count."""
+        self._in_hand -= 0 if self._over else count
+        self.news.notify_all()
+        return not self._over
 
     def _cut(self) -> None:
         while len(self._items) > self._capacity:
             self._items.popleft()
             self._drops["overrun"] += 1
-
-
-log = logging.getLogger("reflex.feeds.outputs")
-
-WAITING: Final = 1024  # results that wait in an output
-GRACE_S: Final = 1.0  # that a thread has to end after its time is over
-SELDOM: Final = 30.0  # seconds between two lines on the same trouble
 
 
 class ResultOutput(Generic[Item]):
@@ -180,13 +178,9 @@ class ResultOutput(Generic[Item]):
 
     def snapshot(self) -> OutputSnapshot:
         """Its figures now."""
+        state, retries, error = self._state, self._retries, self._error
         return OutputSnapshot(
-            name=self.name,
-            where=self.where,
-            state=self._state,
-            retries=self._retries,
-            error=self._error,
-            **self.box.figures(),
+            name=self.name, where=self.where, state=state, retries=retries, error=error, **self.box.figures()
         )
 
     # -- for the outputs -----------------------------------------------------------------------------------------------
@@ -244,17 +238,10 @@ class ResultOutput(Generic[Item]):
             self.box.close(0.0)
 
 
-# -- addresses: user and password appear in no error, log or figure ---------------------------------------------------
-
-LONGEST: Final = 2000  # characters of an address
-LONGEST_TOPIC: Final = 200
-_MQTT, _HTTP = {"mqtt": 1883, "mqtts": 8883}, {"http": 80, "https": 443}
-
-
 @dataclass(frozen=True, slots=True)
 class ReceiverAddress:
     """secure: over TLS. path: with the leading slash; of a web server as it is written, with the query. user, password:
-    None without."""
+    None without; they appear in no error, log or figure, nor in `shown`."""
 
     secure: bool
     host: str
@@ -267,7 +254,7 @@ class ReceiverAddress:
 
 def mqtt_address(text: str) -> ReceiverAddress:
     """mqtt://[user:password@]host[:port]/topic, or mqtts for TLS. Raises ConfigError without secrets."""
-    address = _address(text, _MQTT, "mqtt://HOST/TOPIC, or mqtts://HOST/TOPIC over TLS")
+    address = _address(text, ("mqtt", "mqtts"), "mqtt://HOST/TOPIC, or mqtts://HOST/TOPIC over TLS")
     topic = unquote(address.path[1:])
     if not 0 < len(topic) <= LONGEST_TOPIC or set(topic) & set("+#\0") or topic[0] in "$/" or topic[-1] == "/":
         what = f"a topic of 1 to {LONGEST_TOPIC} characters, without + and #, and no / or $ at its ends"
@@ -277,28 +264,27 @@ def mqtt_address(text: str) -> ReceiverAddress:
 
 def webhook_address(text: str) -> ReceiverAddress:
     """http(s)://[user:password@]host[:port]/path?query. Raises ConfigError without secrets."""
-    return _address(text, _HTTP, "http://HOST/PATH or https://HOST/PATH")
+    return _address(text, ("http", "https"), "http://HOST/PATH or https://HOST/PATH")
 
 
-def _address(text: str, schemes: dict[str, int], expected: str) -> ReceiverAddress:
+def _address(text: str, schemes: tuple[str, str], expected: str) -> ReceiverAddress:
     shown = one_line(without_secrets(text))
     wrong = ConfigError(f"{shown}: must be {expected}")
     if not text.isascii() or not text.isprintable() or " " in text or len(text) > LONGEST:
         raise wrong
     try:
-        found: SplitResult = urlsplit(text)
+        found = urlsplit(text)
         port = found.port
     except ValueError:  # a wrong port or address
         raise wrong from None
-    if found.scheme not in schemes or not found.hostname or port == 0 or found.fragment:
-        raise wrong
-    if found.scheme in _MQTT and found.query:
+    query = found.query if schemes[0] == "http" else ""
+    if found.scheme not in schemes or not found.hostname or port == 0 or found.fragment or query != found.query:
         raise wrong
     return ReceiverAddress(
-        secure=found.scheme in ("mqtts", "https"),
+        secure=found.scheme == schemes[1],
         host=found.hostname,
-        port=port or schemes[found.scheme],
-        path=(found.path or "/") + (f"?{found.query}" if found.query else ""),
+        port=port or _PORTS[found.scheme],
+        path=(found.path or "/") + (f"?{query}" if query else ""),
         shown=shown,
         user=None if found.username is None else unquote(found.username),
         password=None if found.password is None else unquote(found.password),

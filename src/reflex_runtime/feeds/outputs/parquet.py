@@ -57,7 +57,8 @@ class ParquetResults:
         self._parts = 0
         self._folder: int | None = None  # locked while it is written
         self._thread: ThreadPoolExecutor | None = None
-        self._writing: Future[None] | None = None
+        self._writing: Future[None] = Future()  # the part in progress
+        self._writing.set_result(None)
         self._failed = False
         self.lost = 0
 
@@ -93,22 +94,16 @@ class ParquetResults:
     def _finish(self) -> None:
         if self._rows:
             self._hand_over()
-        self._wait()
+        self._writing.result()
 
     def _hand_over(self) -> None:
-        self._wait()
+        """Begin to write the rows, once the part before is written. Raises what that raised."""
+        self._writing.result()
         self._open()
-        if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, "reflex-parquet")
+        self._thread = self._thread or ThreadPoolExecutor(1, "reflex-parquet")
         rows, self._rows, self._bytes = self._rows, [], 0
         self._writing = self._thread.submit(self._write, rows, self._parts)
         self._parts += 1
-
-    def _wait(self) -> None:
-        """Until the part in progress is written. Raises what it raised."""
-        writing, self._writing = self._writing, None
-        if writing is not None:
-            writing.result()
 
     def _guarded(self, action: Callable[[], None]) -> None:
         try:
@@ -129,10 +124,9 @@ class ParquetResults:
         self._folder = _locked(self._path)
 
     def _release(self) -> None:
-        folder, self._folder = self._folder, None
+        (folder, self._folder), (thread, self._thread) = (self._folder, None), (self._thread, None)
         if folder is not None:
             os.close(folder)
-        thread, self._thread = self._thread, None
         if thread is not None:
             thread.shutdown()
 
@@ -160,9 +154,7 @@ def check_parquet(path: Path) -> None:
     _arrow()
     if path.exists() and not path.is_dir():
         raise OSError(errno.ENOTDIR, "is a file, and Parquet results are a directory of parts")
-    for folder in (path, path.with_name(path.name + files.KEPT)):
-        if folder.is_dir() and (others := _others(folder)):
-            raise OSError(errno.EEXIST, f"{folder.name} has files that are no parts of results, such as {others[0]}")
+    _check_parts(path)
     if path.is_dir():
         os.close(_locked(path))
     if not path.parent.is_dir():
@@ -173,14 +165,16 @@ def check_parquet(path: Path) -> None:
 
 def read_parquet(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
     """The results of a directory, each as its JSON line has it, in the order in which they were written."""
-    _, parquet = _arrow()
-    for part in sorted(Path(path).glob("part-*.parquet")):
-        for batch in parquet.ParquetFile(part).iter_batches(SLICE):
-            for row in batch.to_pylist():
-                rest = None if row["value"] is None else json.loads(row["value"])
-                found = {name: row[name] for name in _FORMS if row[name] is not None}
-                line = {name: row[name] for name in ("feed", "sequence", "pts", "latency_ms")}
-                yield line | {"value": found | (rest or {}) if found else rest}
+    _arrow()
+    from pyarrow import dataset
+
+    parts = sorted(str(part) for part in Path(path).glob("part-*.parquet"))
+    for batch in dataset.dataset(parts, format="parquet").to_batches(batch_size=SLICE) if parts else ():
+        for row in batch.to_pylist():
+            rest = None if row["value"] is None else json.loads(row["value"])
+            found = {name: row[name] for name in _FORMS if row[name] is not None}
+            line = {name: row[name] for name in ("feed", "sequence", "pts", "latency_ms")}
+            yield line | {"value": found | (rest or {}) if found else rest}
 
 
 # -- rows --------------------------------------------------------------------------------------------------------------
@@ -257,18 +251,20 @@ def _make_way(path: Path) -> None:
     """Keep parts of an earlier run in PATH.1, in place of those that are there."""
     if not path.is_dir() or not any(path.iterdir()):
         return
-    kept = path.with_name(path.name + files.KEPT)
-    for folder in (path, kept):
-        if folder.is_dir() and (others := _others(folder)):
-            raise OSError(errno.EEXIST, f"{folder} has files that are no parts of results, such as {others[0]}")
+    _check_parts(path)
     os.close(_locked(path))
+    kept = path.with_name(path.name + files.KEPT)
     if kept.is_dir():
         shutil.rmtree(kept)
     os.replace(path, kept)
 
 
-def _others(folder: Path) -> list[str]:
-    return sorted(entry.name for entry in folder.iterdir() if not _PART.fullmatch(entry.name))
+def _check_parts(path: Path) -> None:
+    """Raise OSError if the directory, or the one that is kept, has other files than parts."""
+    for folder in (path, path.with_name(path.name + files.KEPT)):
+        names = sorted(os.listdir(folder)) if folder.is_dir() else ()
+        if (other := next((name for name in names if not _PART.fullmatch(name)), None)) is not None:
+            raise OSError(errno.EEXIST, f"{folder.name} has files that are no parts of results, such as {other}")
 
 
 def _locked(path: Path) -> int:

@@ -28,18 +28,6 @@ ANSWER_BYTES: Final = 65_536  # read of an answer, so that the connection can be
 _AGAIN: Final = frozenset({408, 425, 429, 500, 502, 503, 504})
 
 
-class _Refused(Exception):
-    """The server will not take the group."""
-
-
-class _Away(Exception):
-    """The server may take the group later. wait: seconds that it asks for."""
-
-    def __init__(self, why: str, wait: float = 0.0) -> None:
-        super().__init__(why)
-        self.wait = wait
-
-
 class Webhook(ResultOutput[ResultRecord]):
     """Posts groups of results as application/x-ndjson, one line each, as --results writes them.
 
@@ -66,8 +54,7 @@ class Webhook(ResultOutput[ResultRecord]):
 
     def join(self) -> bool:
         """See `ResultOutput`. A request that hangs is cut off when the time is over."""
-        left = max(0.0, self.box.time_left or 0.0)
-        cut = threading.Timer(left, self._cut)
+        cut = threading.Timer(max(0.0, self.box.time_left or 0.0), self._cut)
         cut.daemon = True
         cut.start()
         try:
@@ -84,21 +71,25 @@ class Webhook(ResultOutput[ResultRecord]):
 
     def _send(self, records: Sequence[ResultRecord]) -> None:
         lines, records = self._lines(records)
-        count = len(lines)
-        if not count:
+        if not lines:
             return
         try:
-            self._post(b"".join(lines))
-        except _Refused as error:
+            answer = self._post(b"".join(lines))
+        except (OSError, HTTPException) as error:
+            why = getattr(error, "strerror", None) or str(error) or type(error).__name__
+            self._again(records, f"cannot be reached: {why}")
+            return
+        if 200 <= answer.status < 300:
             self._failures = 0
-            self._unwell(error, again=False)
-            self.box.drop("refused", count)
-        except _Away as error:
-            self._again(records, error)
+            self.box.sent(len(lines))
+            self._well()
+        elif answer.status in _AGAIN:
+            self._again(records, f"answers {answer.status}", _seconds(answer.getheader("Retry-After")))
         else:
             self._failures = 0
-            self.box.sent(count)
-            self._well()
+            more = "; redirects are not followed" if 300 <= answer.status < 400 else ""
+            self._unwell(f"answers {answer.status}{more}; the results are dropped", again=False)
+            self.box.drop("refused", len(lines))
 
     def _lines(self, records: Sequence[ResultRecord]) -> tuple[list[bytes], list[ResultRecord]]:
         """The lines of as many results as a request may have, and these results; the others wait again."""
@@ -115,10 +106,10 @@ class Webhook(ResultOutput[ResultRecord]):
                 size += len(lines[-1])
         return lines, kept
 
-    def _again(self, records: Sequence[ResultRecord], error: _Away) -> None:
-        """Put a group back and wait, or give it up."""
+    def _again(self, records: Sequence[ResultRecord], why: str, wait: float = 0.0) -> None:
+        """Put a group back and wait, or give it up. wait: seconds that the server asks for."""
         self._failures += 1
-        self._unwell(error)
+        self._unwell(why)
         if self._failures % ATTEMPTS:
             self.box.back(records)
         else:
@@ -127,39 +118,30 @@ class Webhook(ResultOutput[ResultRecord]):
             self.box.close(0.0)  # it will not come back in time
             return
         pause = doubled(FIRST_S, LONGEST_S, self._failures - 1) * (1 - self._chance.random() / 2)
-        self.box.pause(min(LONGEST_S, max(pause, error.wait)))
+        self.box.pause(min(LONGEST_S, max(pause, wait)))
 
-    def _post(self, body: bytes) -> None:
+    def _post(self, body: bytes) -> HTTPResponse:
+        """The answer. An idle connection that the server has closed is opened again, once."""
         fresh = self._connection is None
         try:
-            answer = self._asked(body)
-        except (OSError, HTTPException) as error:
+            self._connection = self._connection or self._connect()
+            self._connection.request("POST", self._address.path, body, self._headers)
+            answer = self._connection.getresponse()
+            answer.read(ANSWER_BYTES)
+        except (OSError, HTTPException):
             self._close()
             if fresh:
-                raise _Away(f"cannot be reached: {_words(error)}") from None
-            return self._post(body)  # the server closed an idle connection
-        if 200 <= answer.status < 300:
-            return None
-        if answer.status in _AGAIN:
-            raise _Away(f"answers {answer.status}", _seconds(answer.getheader("Retry-After")))
-        more = "; redirects are not followed" if 300 <= answer.status < 400 else ""
-        raise _Refused(f"answers {answer.status}{more}; the results are dropped")
-
-    def _asked(self, body: bytes) -> HTTPResponse:
-        if self._connection is None:
-            self._connection = self._connect()
-        self._connection.request("POST", self._address.path, body, self._headers)
-        answer = self._connection.getresponse()
-        answer.read(ANSWER_BYTES)
+                raise
+            return self._post(body)
         if not answer.isclosed():  # more than anybody needs
             self._close()
         return answer
 
     def _connect(self) -> HTTPConnection:
-        address = self._address
-        if not address.secure:
-            return HTTPConnection(address.host, address.port, timeout=TIMEOUT_S)
-        return HTTPSConnection(address.host, address.port, timeout=TIMEOUT_S, context=ssl.create_default_context())
+        host, port = self._address.host, self._address.port
+        if not self._address.secure:
+            return HTTPConnection(host, port, timeout=TIMEOUT_S)
+        return HTTPSConnection(host, port, timeout=TIMEOUT_S, context=ssl.create_default_context())
 
     def _close(self) -> None:
         self._connection, connection = None, self._connection
@@ -176,7 +158,3 @@ class Webhook(ResultOutput[ResultRecord]):
 
 def _seconds(retry_after: str | None) -> float:
     return float(retry_after) if retry_after and retry_after.isdecimal() and len(retry_after) < 9 else 0.0
-
-
-def _words(error: Exception) -> str:
-    return (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__

@@ -1,8 +1,5 @@
-"""Moving shapes as a source: pictures computed from their number, whose truth is known without looking at them.
-
-Picture i follows from the seed and i alone. So a feed, and the boxes that a detector should find, need no camera, no
-file and no labels by hand, and two machines agree on all of them. `DETECTOR` finds the shapes.
-"""
+"""Moving shapes as a source: picture i follows from the seed and i alone, so that it needs no camera and no file, and
+what a detector should find in it is known. `DETECTOR` finds the shapes."""
 
 from __future__ import annotations
 
@@ -28,7 +25,6 @@ DETECTOR: Final = Path(__file__).parent.parent / "detectors" / "shapes.onnx"
 MAX_SIDE: Final = 4096
 
 Image = NDArray[np.uint8]  # RGB [height, width, 3]
-Truth = tuple[str, float, float, float, float]  # label, x0, y0, x1, y1 in pixels
 Made = TypeVar("Made")
 
 _CORNERS: Final = {"square": 4, "triangle": 3}
@@ -36,7 +32,6 @@ _SMALLEST, _LARGEST = 0.065, 0.15  # radius of the circle around a shape, of the
 _GROUND, _SHAPE, _NOISE = (25, 130), (60, 215), 40  # brightness: with the noise on top it stays below 256
 _BRIGHT = 185  # least brightness of a shape's brightest colour channel: it stands out from any ground
 _ROAM = 32  # the noise lies under the picture at another place in each frame, by up to this many pixels
-_SEEN = 2 / 3  # a shape of which less is visible is not in the truth
 
 
 class DrawnSource:
@@ -213,7 +208,7 @@ class Shapes:
         self.seed, self.size, self.count = seed, (int(size[0]), int(size[1])), count
         rng = np.random.default_rng(seed)
         self._ground = _ground(rng, self.size)
-        self._shapes = [self._shape(rng, speed) for _ in range(count)]
+        self.shapes = [self._shape(rng, speed) for _ in range(count)]
         amount = int(rng.integers(1, _NOISE + 1))
         roam = (self.size[1] + _ROAM, self.size[0] + _ROAM, 3)
         self._noise = rng.integers(0, amount, roam, np.uint8)
@@ -221,7 +216,7 @@ class Shapes:
     def picture(self, i: int) -> Image:
         """Picture i ≥ 0: RGB, uint8 [height, width, 3], the caller's own."""
         picture = self._ground.copy()
-        for shape in self._shapes:
+        for shape in self.shapes:
             where, alpha = shape.cover(i, self.size)
             patch = picture[where]
             patch[:] = patch + alpha * (shape.colour - patch)
@@ -229,23 +224,6 @@ class Shapes:
         down, right = (i * 13 + i * i * 5) % _ROAM, (i * 7 + i * i * 3) % _ROAM
         picture += self._noise[down : down + height, right : right + width]
         return picture
-
-    def truth(self, i: int) -> list[Truth]:
-        """What picture i shows: the whole box of each shape of which at least two thirds are seen."""
-        width, height = self.size
-        owner = np.full((height, width), -1)
-        areas = []
-        for k, shape in enumerate(self._shapes):
-            where, alpha = shape.cover(i, self.size)
-            drawn_ = alpha[..., 0] > 0.5
-            owner[where][drawn_] = k
-            areas.append(drawn_.sum())
-        seen = np.bincount(owner[owner >= 0], minlength=self.count)
-        return [
-            (shape.label, *shape.box(i, self.size))
-            for shape, area, left in zip(self._shapes, areas, seen, strict=True)
-            if left >= _SEEN * area
-        ]
 
     def _shape(self, rng: np.random.Generator, speed: float) -> _Shape:
         side = min(self.size)
