@@ -39,7 +39,7 @@ import reflex_runtime.feeds.session, reflex_runtime.feeds.settings
 import reflex_runtime.run.coordinator
 import feeds.chaos, feeds.markers  # sources of their own, for `reflex feeds`
 import reflex_runtime.feeds.detectors.onnx, reflex_runtime.feeds.runtime.runtime, reflex_runtime.feeds.pages
-import reflex_runtime.feeds.status, reflex_runtime.feeds.sources.video, reflex_runtime.feeds.fleet
+import reflex_runtime.feeds.sources.video, reflex_runtime.feeds.plan
 import reflex_runtime.feeds.outputs, reflex_runtime.feeds.stages
 import encodings.idna, shlex, PIL.ImageFile, rich._emoji_codes
 import reflex_runtime.policies.models.onnx_models, reflex_runtime.policies.serving.app

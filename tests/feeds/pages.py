@@ -12,8 +12,7 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, Gauge
 
-from reflex_runtime.feeds.pages import monitor_routes
-from reflex_runtime.feeds.status import StatusPages, StatusServer
+from reflex_runtime.feeds.pages import StatusPages, StatusServer, monitor_routes
 
 PATIENCE = 60.0
 

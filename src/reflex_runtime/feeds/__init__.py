@@ -7,7 +7,7 @@ from reflex_runtime.feeds.outputs.mqtt import MqttPublisher
 from reflex_runtime.feeds.outputs.output import ResultOutput, mqtt_address, webhook_address
 from reflex_runtime.feeds.outputs.parquet import ParquetResults, read_parquet
 from reflex_runtime.feeds.outputs.webhook import Webhook
-from reflex_runtime.feeds.plugins import processor_of
+from reflex_runtime.feeds.plan import processor_of
 from reflex_runtime.feeds.runtime.capture import FeedConfig
 from reflex_runtime.feeds.runtime.feed import Feed
 from reflex_runtime.feeds.runtime.frame import Frame, Source, SourceError

@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from reflex_runtime.core.errors import Closed, ConfigError, ProcessorError
 from reflex_runtime.feeds.detectors.detector_slot import DetectorSlot
-from reflex_runtime.feeds.fleet import FeedFleet
 from reflex_runtime.feeds.outputs.output import ResultOutput
-from reflex_runtime.feeds.plan import FeedPlan, batching_asked, onnx_asked, refusal_of, second_model_asked
+from reflex_runtime.feeds.plan import FeedFleet, FeedPlan, batching_asked, onnx_asked, refusal_of, second_model_asked
 from reflex_runtime.feeds.result_files import ResultFiles
 from reflex_runtime.feeds.runtime.health import FeedEnded, FeedFailed, FeedStageError, StageError
 from reflex_runtime.feeds.runtime.messages import in_one_line, undecoded
@@ -153,8 +152,7 @@ class FeedsSession:
         return fleet
 
     def _serve(self, coordinator: BatchCoordinator, pictures: FeedPictures, closing: ExitStack) -> None:
-        from reflex_runtime.feeds.pages import FeedPages, FeedSeries
-        from reflex_runtime.feeds.status import StatusServer
+        from reflex_runtime.feeds.pages import FeedPages, FeedSeries, StatusServer
         from reflex_runtime.web.trust import warn_if_open
 
         registry, config = self._series(), self._config

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from math import isfinite
@@ -12,8 +15,8 @@ import numpy as np
 
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.feeds.arrays import NO_TRACK, supervision, to_arrays, to_supervision
-from reflex_runtime.feeds.plugins import own_stage
 from reflex_runtime.feeds.runtime.frame import Frame
+from reflex_runtime.feeds.runtime.messages import told
 from reflex_runtime.feeds.runtime.pipeline import After, Result
 from reflex_runtime.settings import FeedsConfig
 from reflex_runtime.settings.declare import one_line
@@ -203,3 +206,50 @@ def _with_library(flag: str, make: Callable[[], After]) -> After:
         return make()
     except ConfigError as error:
         raise ConfigError(f"{flag}: {error.message}") from None
+
+
+# -- code of users -----------------------------------------------------------------------------------------------------
+
+
+class OwnStage:
+    """A stage that MODULE:NAME names: a function of a `Result`, which all feeds share, or a class, of which each feed
+    has an instance. It returns a `Result`, or None to keep this one from the sinks."""
+
+    def __init__(self, name: str, call: Callable[[Result], Any]) -> None:
+        self.name, self._call = name, call
+
+    def __call__(self, result: Result) -> Any:
+        return self._call(result)
+
+
+def own_stage(text: str) -> OwnStage:
+    """Import a stage. Raises ConfigError."""
+    flag = f"--stage={one_line(text)}"
+    found = imported(text, flag, "mypkg.rules:only_large")
+    if inspect.isclass(found):
+        try:
+            found = found()
+        except (Exception, SystemExit) as error:
+            raise ConfigError(f"{flag}: cannot be made: {told(error)}") from error
+    if not callable(found):
+        raise ConfigError(f"{flag}: {type(found).__name__} cannot be called with a result")
+    return OwnStage(text, found)
+
+
+def imported(text: str, flag: str, example: str) -> Any:
+    """What MODULE:NAME names, from the current directory or installed. Raises ConfigError, which begins with `flag`."""
+    module, _, name = text.partition(":")
+    if not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*", text):
+        raise ConfigError(f"{flag}: must be MODULE:NAME, such as {example}")
+    if "" not in sys.path:
+        sys.path.insert(0, "")  # a file beside you, as `python -m` finds it
+    try:
+        found = importlib.import_module(module)
+    except (Exception, SystemExit) as error:
+        raise ConfigError(f"{flag}: cannot be imported: {told(error)}") from error
+    try:
+        for part in name.split("."):
+            found = getattr(found, part)
+    except AttributeError:
+        raise ConfigError(f"{flag}: {module} has no {name}") from None
+    return found

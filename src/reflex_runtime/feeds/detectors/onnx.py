@@ -36,7 +36,17 @@ OVERLAP = 0.7  # of two boxes of a class, as a share of both
 
 @dataclass(frozen=True, slots=True)
 class DetectorSettings:
-    """What a user wants of a detector; None for what its dialect says. See `OnnxFrames`."""
+    """What a user wants of a detector; not given, it is what its metadata or its dialect says.
+
+    score: detections below it are left out, 0 … 1. iou: of two boxes of a class whose intersection is a larger share of
+        their union, the better one stays; only for graphs that leave this to their caller. max_detections: of a
+        picture, the best ones.
+    classes: names or numbers of the only ones that are kept.
+    size: width and height that pictures are brought to. Needed where neither the graph nor its metadata says them.
+    resize: "letterbox", "stretch" or "crop".
+    names: labels by number. A label without a name stays a number.
+    mean, std: of a floating input, one number or one per channel: it gets (pixel / 255 - mean) / std.
+    """
 
     score: float | None = None
     iou: float | None = None
@@ -45,8 +55,8 @@ class DetectorSettings:
     size: tuple[int, int] | None = None
     resize: str | None = None
     names: Mapping[int, str] | None = None
-    mean: tuple[float, ...] | None = None
-    std: tuple[float, ...] | None = None
+    mean: float | Sequence[float] | None = None
+    std: float | Sequence[float] | None = None
 
     def __post_init__(self) -> None:
         _check("score", self.score, 0.0, 1.0)
@@ -56,7 +66,9 @@ class DetectorSettings:
             raise ConfigError(f"size={self.size!r}: must be a width and a height of 1 to {LARGEST}")
         if self.resize is not None and self.resize not in FITTINGS:
             raise ConfigError(f"resize={self.resize!r}: {one_of(str(self.resize), FITTINGS)}")
-        if self.std is not None and min(self.std) <= 0:
+        for name in ("mean", "std"):
+            object.__setattr__(self, name, _per_channel(name, getattr(self, name)))
+        if self.std is not None and np.min(self.std) <= 0:
             raise ConfigError(f"std={self.std!r}: must be > 0")
 
 
@@ -137,28 +149,20 @@ class _Loaded:
 
 
 class OnnxFrames:
-    """Runs an ONNX graph on RGB pictures.
+    """Runs an ONNX graph on RGB pictures, as a batch processor.
 
     path: the graph. It has one input, [n, 3, h, w] or [n, h, w, 3], uint8 or floating; a second one named
         `orig_target_sizes` [n, 2] gets the size of the first. A leading axis of a fixed size is served as well: batches
         have at most so many pictures, and smaller ones are padded (`batch_size`).
     id: names it in metrics and events.
     provider: "cpu", "cuda", "openvino", or an execution provider's own name. threads: intra-op threads of a call.
-    score: detections below it are left out, 0 … 1. iou: of two boxes of a class whose intersection is a larger share of
-        their union, the better one stays; only for graphs that leave this to their caller. max_detections: of a
-        picture, the best ones. Not given, they are those of the dialect.
-    classes: names or numbers of the only ones that are kept.
-    size: width and height that pictures are brought to. Needed where neither the graph nor its metadata says them.
-    resize: "letterbox", "stretch" or "crop"; by default what the metadata (key `resize`) or the dialect says.
-    names: labels by number, by default those of the metadata, key `names`. A label without a name stays a number.
-    mean, std: of a floating input, one number or one per channel: it gets (pixel / 255 - mean) / std. By default those
-        of the dialect.
     warm_up: sizes of batches that are run before the first real one, so that no frame pays for a first call.
+    wanted: see `DetectorSettings`.
 
     What the outputs mean is told by what the graph returns for one blank picture; see `detectors.recognise`. A result
     is {"boxes": [[x0, y0, x1, y1], …] in pixels of the frame as it came in, "scores": [float, …], "labels": [name, …]},
-    with `keypoints` or `masks` where the graph finds them; see `detectors.results`. Outputs [n] or [n, k] without names
-    for the k are passed on: {output: array without batch axis}. Any other graph is refused.
+    with `keypoints` or `masks` where the graph finds them; see `result_of`. Outputs [n] or [n, k] without names for the
+    k are passed on: {output: array without batch axis}. Any other graph is refused.
 
     limits: by feed, what it wants in place of `score` and `classes`; may change at any time, see `check_limits`.
 
@@ -176,22 +180,14 @@ class OnnxFrames:
         threads: int = 1,
         score: float | None = None,
         *,
-        iou: float | None = None,
-        max_detections: int | None = None,
-        classes: Sequence[str | int] = (),
-        size: tuple[int, int] | None = None,
-        resize: str | None = None,
-        names: Mapping[int, str] | None = None,
-        mean: float | Sequence[float] | None = None,
-        std: float | Sequence[float] | None = None,
         warm_up: Sequence[int] = (1,),
+        **wanted: Any,
     ) -> None:
         _check("threads", threads, 1, inf)
         if any(n < 1 for n in warm_up):
             raise ConfigError(f"warm_up={tuple(warm_up)!r}: batch sizes must be >= 1")
         self.id, self.path = id, Path(path)
-        scale = (_per_channel("mean", mean), _per_channel("std", std))
-        self._settings = DetectorSettings(score, iou, max_detections, tuple(classes), size, resize, names, *scale)
+        self._settings = DetectorSettings(score, **wanted)
         self._provider, self._threads = PROVIDERS.get(provider, provider), threads
         self._warm_up = tuple(warm_up)
         self._loaded: _Loaded | None = None
@@ -266,15 +262,8 @@ class OnnxFrames:
         if resize not in FITTINGS:
             raise ConfigError(f"{self.path}: metadata resize={one_line(resize)}: {one_of(resize, FITTINGS)}")
         check_fitting(resize)
-        return _Loaded(
-            session,
-            taken,
-            facts,
-            dialect,
-            _limits(wanted, dialect, facts),
-            resize,
-            self._scale(taken, dialect),
-        )
+        limits = _limits(wanted, dialect, facts)
+        return _Loaded(session, taken, facts, dialect, limits, resize, self._scale(taken, dialect))
 
     def _recognised(self, session: OnnxSession, taken: PictureInput, facts: GraphFacts) -> Dialect | None:
         """By what it returns for one blank picture."""
@@ -286,20 +275,23 @@ class OnnxFrames:
             raise ConfigError(f"{self.path}: {error.message}") from None
 
     def _scale(self, taken: PictureInput, dialect: Dialect | None) -> PixelScale:
-        wanted = self._settings
+        mean: Any = self._settings.mean
+        std: Any = self._settings.std
         if taken.dtype == np.uint8:
-            if any(wanted.mean or ()) or set(wanted.std or (1.0,)) != {1.0}:
+            if any(mean or ()) or set(std or (1.0,)) != {1.0}:
                 where = f"{self.path}: input {taken.name!r}"
                 raise ConfigError(f"mean, std: {where} takes uint8, so there is nothing to scale")
             return PixelScale()
         known = dialect or Dialect()
-        return PixelScale(wanted.mean or known.mean, wanted.std or known.std)
+        return PixelScale(mean or known.mean, std or known.std)
 
 
 def _limits(wanted: DetectorSettings, dialect: Dialect | None, facts: GraphFacts) -> DetectionLimits:
     """What is wanted, else what the dialect says. Raises ConfigError for what has no effect."""
     if dialect is None:
-        _refuse_without(wanted, "its outputs are passed on as they are")
+        for name in ("score", "iou", "max_detections", "classes"):
+            if getattr(wanted, name) not in (None, ()):
+                raise ConfigError(f"{name} has no effect: its outputs are passed on as they are")
         return DetectionLimits(0.0, 1.0, 1)
     if wanted.iou is not None and not dialect.overlaps:
         raise ConfigError("iou has no effect: the graph leaves out overlapping boxes itself")
@@ -309,12 +301,6 @@ def _limits(wanted: DetectorSettings, dialect: Dialect | None, facts: GraphFacts
         wanted.max_detections or dialect.most,
         _numbers(wanted.classes, facts.names) if wanted.classes else None,
     )
-
-
-def _refuse_without(wanted: DetectorSettings, why: str) -> None:
-    for name in ("score", "iou", "max_detections", "classes"):
-        if getattr(wanted, name) not in (None, ()):
-            raise ConfigError(f"{name} has no effect: {why}")
 
 
 def _numbers(classes: Sequence[str | int], names: Mapping[int, str]) -> frozenset[int]:

@@ -27,7 +27,7 @@ from reflex_runtime.feeds.runtime.health import (
 from reflex_runtime.feeds.runtime.snapshot import FeedSnapshot, OutputSnapshot
 
 LONGEST = 1000  # characters of a foreign text
-_PLUGINS = str(Path(__file__).parent.parent / "plugins.py")
+_IMPORTS = tuple(str(Path(__file__).parent.parent / name) for name in ("stages.py", "plan.py"))
 
 
 def in_one_line(text: object) -> str:
@@ -39,7 +39,7 @@ def in_one_line(text: object) -> str:
 def told(error: BaseException) -> str:
     """An exception as one line: its class, what it says, and where in which file it was raised."""
     words = in_one_line(f"{type(error).__name__}: {error}").removesuffix(":")
-    passed = (__file__, _PLUGINS, str(Path(importlib.__file__).parent), "<")  # on the way to it
+    passed = (__file__, *_IMPORTS, str(Path(importlib.__file__).parent), "<")  # on the way to it
     own = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(passed)]
     return f"{words} ({os.path.basename(own[-1].filename)}, line {own[-1].lineno})" if own else words
 
