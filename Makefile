@@ -57,7 +57,7 @@ lint: setup                  ## ruff and mypy --strict
 messages:                     ## generate the gRPC messages from messages.proto
 	python3 -m venv .venv-protoc
 	.venv-protoc/bin/pip install -q 'grpcio-tools==1.73.1' 'setuptools<80'
-	cd src && ../.venv-protoc/bin/python -m grpc_tools.protoc -I. --python_out=. reflex_runtime/policies/wires/messages.proto
+	cd src && ../.venv-protoc/bin/python -m grpc_tools.protoc -I. --python_out=. reflex_runtime/robots/wires/messages.proto
 
 bench: setup                 ## the figures of docs/benchmarks.md, about twenty minutes
 	$(BIN)/python -m bench

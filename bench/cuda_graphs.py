@@ -23,8 +23,8 @@ import numpy as np
 
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.demo import POLICY
-from reflex_runtime.policies import Policy, load_policy
-from reflex_runtime.policies.policy.spec import DeviceOptions
+from reflex_runtime.robots import Policy, load_policy
+from reflex_runtime.robots.policy.spec import DeviceOptions
 from reflex_runtime.run.onnx_session import CUDA
 
 SIZES = (1, 8, 32)

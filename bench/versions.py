@@ -27,16 +27,16 @@ from reflex_runtime.core.batch import Batch, Cause
 from reflex_runtime.core.events import BatchFinished, BatchScheduled, RequestAnswered
 from reflex_runtime.core.request import AdmittedBatch, Ticket
 from reflex_runtime.observe.journal_writer import JournalWriter, Recording
-from reflex_runtime.policies import ActionChunk, Export, GuardReport, Policy, load_policy
-from reflex_runtime.policies.rollout.breaker import Breaker
-from reflex_runtime.policies.rollout.rollout import Placement, Rollout
-from reflex_runtime.policies.rollout.versions import Version
-from reflex_runtime.policies.serving import fields
-from reflex_runtime.policies.serving.pending import PendingRequest
-from reflex_runtime.policies.serving.question import ActAnswer, Timing
-from reflex_runtime.policies.serving.recorded import asked_and_answered, header_of
-from reflex_runtime.policies.serving.slots import Slot
-from reflex_runtime.policies.serving.wire_names import ACT
+from reflex_runtime.robots import ActionChunk, Export, GuardReport, Policy, load_policy
+from reflex_runtime.robots.rollout.breaker import Breaker
+from reflex_runtime.robots.rollout.rollout import Placement, Rollout
+from reflex_runtime.robots.rollout.versions import Version
+from reflex_runtime.robots.serving import fields
+from reflex_runtime.robots.serving.pending import PendingRequest
+from reflex_runtime.robots.serving.question import ActAnswer, Timing
+from reflex_runtime.robots.serving.recorded import asked_and_answered, header_of
+from reflex_runtime.robots.serving.slots import Slot
+from reflex_runtime.robots.serving.wire_names import ACT
 from reflex_runtime.settings import ServeConfig
 
 EPISODES = 32

@@ -17,7 +17,7 @@ from bench.load import Answered
 from bench.models import SIDE, STATE, write_export
 from bench.report import Row, row, say
 from bench.servers import Server, plain_openpi, reflex, running
-from reflex_runtime.policies.wires.openpi import encode
+from reflex_runtime.robots.wires.openpi import encode
 
 CAMERAS = ("image", "image_wrist")
 WIRES = {"images": {"image": "observation/image", "image_wrist": "observation/wrist_image"}}

@@ -1,4 +1,4 @@
-"""Lets tests of one part use the helpers of another: `from policies.tiny import write_export`.
+"""Lets tests of one part use the helpers of another: `from robots.tiny import write_export`.
 
 No test sends telemetry, and none asks a server on this machine through the environment's proxy. A failure is shown when
 it happens, and not only at the end of a run of minutes.

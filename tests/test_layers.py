@@ -23,9 +23,9 @@ BELOW: dict[str, set[str]] = {
     "sim": MIDDLE,
     "feeds": MIDDLE | {"web"},
     "ipc": MIDDLE,
-    "policies": MIDDLE | {"web"},
+    "robots": MIDDLE | {"web"},
     "llm": MIDDLE | {"web", "ipc"},
-    "ray": {"core", "policies", "web"},
+    "ray": {"core", "robots", "web"},
     "client": set(),
 }
 TOP = {"demo", "cli", "__main__", "__init__"}  # may import everything; nobody imports cli
@@ -33,20 +33,20 @@ TOP = {"demo", "cli", "__main__", "__init__"}  # may import everything; nobody i
 # Inside a slice, a sub-folder imports itself and what is to the left of it. `.` is the modules of the folder itself
 # that have no place of their own.
 ORDER: Final = {
-    "policies": "policy models export lerobot . __init__ rollout serving wires serving/app records doctor",
+    "robots": "policy models export lerobot . __init__ rollout serving wires serving/app records doctor",
     "llm": "runners engine server api app __init__",
     "feeds": "runtime sources detectors arrays stages outputs . __init__",
     "web": ". dashboard",
 }
 # What still imports to the right: a module, and where. A line that is no longer needed fails; no line is added.
 UPWARD: Final = {
-    "policies.lerobot.exporting: .",
-    "policies.models.onnx_models: export",
-    "policies.rollout.shadowing: serving",
-    "policies.serving.act: wires",
-    "policies.serving.handler: wires",
-    "policies.serving.openapi: wires",
-    "policies.serving.views: wires",
+    "robots.lerobot.exporting: .",
+    "robots.models.onnx_models: export",
+    "robots.rollout.shadowing: serving",
+    "robots.serving.act: wires",
+    "robots.serving.handler: wires",
+    "robots.serving.openapi: wires",
+    "robots.serving.views: wires",
 }
 
 CORE_FORBIDDEN = {"time", "threading", "asyncio", "random", "logging", "os", "socket"}
@@ -133,7 +133,7 @@ def test_the_core_has_no_other_way_to_the_outside() -> None:
 
 def test_the_reader_of_imports_sees_every_form() -> None:
     text = """
-import reflex_runtime.policies.serving.app
+import reflex_runtime.robots.serving.app
 from reflex_runtime import llm
 from reflex_runtime.core.time_cost import TimeCost
 from ..sim import clock
@@ -141,7 +141,7 @@ def late():
     from reflex_runtime.cli import main
 """
     found = arrows(Module("reflex_runtime.run.batcher", text=text))
-    assert [part for _, part in found] == ["policies", "llm", "core", "sim", "cli"]
+    assert [part for _, part in found] == ["robots", "llm", "core", "sim", "cli"]
     assert arrows(Module("reflex_runtime.core.cost", text="from . import batch\nfrom .batch import Batch\n")) == []
     text = "from .. import feeds\n"
     assert [part for _, part in arrows(Module("reflex_runtime.core", text=text, is_package=True))] == ["feeds"]
@@ -150,7 +150,7 @@ def late():
 def test_a_language_models_server_loads_nothing_of_robot_policies() -> None:
     wanted = "llm.app", "llm.server.local_model", "llm.server.workers", "web.serve"
     code = "import sys\n" + "".join(f"import {PACKAGE}.{name}\n" for name in wanted)
-    code += f"print([name for name in sys.modules if name.startswith('{PACKAGE}.policies')])"
+    code += f"print([name for name in sys.modules if name.startswith('{PACKAGE}.robots')])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=True)
     assert done.stdout == "[]\n"
 

@@ -23,13 +23,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from reflex_runtime.core.errors import ReflexError
-from reflex_runtime.policies.policy.robot import WireMap
-from reflex_runtime.policies.policy.spec import PolicySpec
-from reflex_runtime.policies.serving.app import create_app, websocket_only
-from reflex_runtime.policies.serving.handler import RequestHandler
-from reflex_runtime.policies.serving.question import ActAnswer, Question
-from reflex_runtime.policies.wires.bounded_msgpack import unpack
-from reflex_runtime.policies.wires.common import (
+from reflex_runtime.robots.policy.robot import WireMap
+from reflex_runtime.robots.policy.spec import PolicySpec
+from reflex_runtime.robots.serving.app import create_app, websocket_only
+from reflex_runtime.robots.serving.handler import RequestHandler
+from reflex_runtime.robots.serving.question import ActAnswer, Question
+from reflex_runtime.robots.wires.bounded_msgpack import unpack
+from reflex_runtime.robots.wires.common import (
     ObservationReader,
     WireObservation,
     answer_details,
@@ -37,7 +37,7 @@ from reflex_runtime.policies.wires.common import (
     nd_in,
     question_of,
 )
-from reflex_runtime.policies.wires.message_session import MessageSession
+from reflex_runtime.robots.wires.message_session import MessageSession
 from reflex_runtime.web.app import App
 from reflex_runtime.web.errors import ClientError, describe_error
 from reflex_runtime.web.fields import invalid

@@ -14,12 +14,12 @@ from numpy.typing import NDArray
 
 from demo.ab import V1
 from demo.tasks import INSTRUCTIONS
-from policies.records.fleet import png
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.demo import POLICY, SCRIBE, policy_source, write_policy
 from reflex_runtime.feeds.sources.shapes import DETECTOR
-from reflex_runtime.policies.export.directory import Export
-from reflex_runtime.policies.load import load_policy
+from reflex_runtime.robots.export.directory import Export
+from reflex_runtime.robots.load import load_policy
+from robots.records.fleet import png
 from serving.harness import Server
 
 VERSIONS = {"v1": V1, "v2": POLICY}

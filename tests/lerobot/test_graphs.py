@@ -16,10 +16,10 @@ from tiny_checkpoints import STAGED, TASKS
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from policies.models.recorder import Recorder
-from reflex_runtime.policies import DecomposedPolicy, DeviceOptions, load_policy
-from reflex_runtime.policies.models.torch_graphs import UploadedOnce
+from reflex_runtime.robots import DecomposedPolicy, DeviceOptions, load_policy
+from reflex_runtime.robots.models.torch_graphs import UploadedOnce
 from reflex_runtime.run.onnx_session import CUDA
+from robots.models.recorder import Recorder
 
 pytestmark = pytest.mark.filterwarnings("default")  # LeRobot's and its dependencies' are not ours
 SIZES = (1, 2, 4, 8)

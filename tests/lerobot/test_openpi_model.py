@@ -19,10 +19,10 @@ from safetensors.torch import save_model
 from tiny_checkpoints import OLD
 from tiny_pi import shrink
 
-from policies.lerobot.openpi_files import Processor, write
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.policies import DeviceOptions, load_policy, noise_of
-from reflex_runtime.policies.doctor.doctor import examine
+from reflex_runtime.robots import DeviceOptions, load_policy, noise_of
+from reflex_runtime.robots.doctor.doctor import examine
+from robots.lerobot.openpi_files import Processor, write
 
 pytestmark = [
     pytest.mark.filterwarnings("default"),  # LeRobot's and its dependencies' are not ours

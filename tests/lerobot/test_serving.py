@@ -21,11 +21,11 @@ import torch
 from tiny_checkpoints import FAMILIES, OLD, STAGED, TASKS, load
 
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.policies import DecomposedPolicy, DeviceOptions, Policy, load_policy, noise_of, read_source
-from reflex_runtime.policies.doctor.doctor import examine
-from reflex_runtime.policies.lerobot.checkpoint import LeRobotCheckpoint
-from reflex_runtime.policies.lerobot.staged import VlaPrefix
-from reflex_runtime.policies.policy.rtc import Rtc
+from reflex_runtime.robots import DecomposedPolicy, DeviceOptions, Policy, load_policy, noise_of, read_source
+from reflex_runtime.robots.doctor.doctor import examine
+from reflex_runtime.robots.lerobot.checkpoint import LeRobotCheckpoint
+from reflex_runtime.robots.lerobot.staged import VlaPrefix
+from reflex_runtime.robots.policy.rtc import Rtc
 from serving.harness import Server
 
 pytestmark = pytest.mark.filterwarnings("default")  # LeRobot's and its dependencies' are not ours

@@ -21,7 +21,7 @@ from bench.load.wires.meet import CALLERS
 from bench.load.wires.target import Target
 
 from reflex_runtime.core.errors import ReflexError
-from reflex_runtime.policies.wires.openpi import decode
+from reflex_runtime.robots.wires.openpi import decode
 from serving.harness import Server
 
 SILENT = ("json-numpy", "vla-eval", "lerobot")  # answers say nothing of batches

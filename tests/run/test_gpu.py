@@ -1,4 +1,4 @@
-"""A GPU that a process has lost, as PyTorch tells of it. With a real one: policies/serving/test_on_gpu.py."""
+"""A GPU that a process has lost, as PyTorch tells of it. With a real one: robots/serving/test_on_gpu.py."""
 
 from __future__ import annotations
 

@@ -263,7 +263,7 @@ def test_onnxruntime_is_imported_only_when_a_session_is_opened() -> None:
     import subprocess
     import sys
 
-    code = "import sys, reflex_runtime.policies; sys.exit('onnxruntime' in sys.modules)"
+    code = "import sys, reflex_runtime.robots; sys.exit('onnxruntime' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

@@ -7,10 +7,10 @@ from collections.abc import Callable, Coroutine, Mapping, MutableMapping
 from pathlib import Path
 from typing import Any
 
-from reflex_runtime.policies import Export, PolicySource
-from reflex_runtime.policies.serving.app import application
-from reflex_runtime.policies.serving.runtime import PolicyRuntime
-from reflex_runtime.policies.serving.served import PolicyPlan
+from reflex_runtime.robots import Export, PolicySource
+from reflex_runtime.robots.serving.app import application
+from reflex_runtime.robots.serving.runtime import PolicyRuntime
+from reflex_runtime.robots.serving.served import PolicyPlan
 from reflex_runtime.settings import DEFAULT_POLICY, ServeConfig
 from reflex_runtime.web.app import App
 from reflex_runtime.web.errors import CallerLeft

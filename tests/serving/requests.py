@@ -66,7 +66,7 @@ def loads_after(gate: Path, fails: bool = False) -> str:
     """For `Server(before=…)`: the policy is loaded once the FIFO `gate` is opened for writing and closed. fails: it is
     not loaded then."""
     return f"""
-import reflex_runtime.policies.serving.runtime as runtime
+import reflex_runtime.robots.serving.runtime as runtime
 _load = runtime.PolicyRuntime._load
 def _late(self):
     with open({str(gate)!r}) as gate:

@@ -13,8 +13,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from policies.records.recorded import Served, serve
-from policies.tiny import picture, write_export
 from reflex_runtime.cli import main
 from reflex_runtime.core.batch import Batch, Cause
 from reflex_runtime.core.errors import ConfigError
@@ -24,11 +22,13 @@ from reflex_runtime.core.time_cost import TimeCost
 from reflex_runtime.observe.journal import BatchLine, GroupInfo, Member
 from reflex_runtime.observe.journal_reader import Journal, read_journal
 from reflex_runtime.observe.journal_writer import info_of
-from reflex_runtime.policies import load_policy, parse_fault, served_by
-from reflex_runtime.policies.records.report import report
+from reflex_runtime.robots import load_policy, parse_fault, served_by
+from reflex_runtime.robots.records.report import report
 from reflex_runtime.sim import Report
 from reflex_runtime.sim.recorded import Changes, _group
 from reflex_runtime.sim.replay import MeasuredDevice, recorded_report, replay_measured, replay_schedule, side_by_side
+from robots.records.recorded import Served, serve
+from robots.tiny import picture, write_export
 
 Robot = Callable[[Served], Awaitable[None]]
 
@@ -95,7 +95,7 @@ def test_t6_measured_times_fed_back_give_the_recorded_batches(tmp_path: Path, ki
 def test_t6_steps_that_were_spared_and_requests_that_failed_are_replayed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("reflex_runtime.policies.policy.decomposed.STEADY", 0.5)
+    monkeypatch.setattr("reflex_runtime.robots.policy.decomposed.STEADY", 0.5)
     policy = load_policy(write_export(tmp_path / "export", "decomposed"), adaptive=True)
     fault = served_by(policy, faults=[parse_fault("prod:nan:0.3")])
     served = Served(tmp_path / "r", [policy], images="none", processors={"prod": fault})

@@ -21,12 +21,12 @@ import pytest
 from reflex_runtime.llm.api import decode
 from reflex_runtime.llm.api import requests as openai
 from reflex_runtime.llm.app import ModelServer
-from reflex_runtime.policies.policy.observation import InvalidRequest
-from reflex_runtime.policies.serving import act as act_module
-from reflex_runtime.policies.serving import fields as act
-from reflex_runtime.policies.serving.images import PIECE, _from_base64
-from reflex_runtime.policies.serving.question import Question
-from reflex_runtime.policies.serving.runtime import PolicyRuntime
+from reflex_runtime.robots.policy.observation import InvalidRequest
+from reflex_runtime.robots.serving import act as act_module
+from reflex_runtime.robots.serving import fields as act
+from reflex_runtime.robots.serving.images import PIECE, _from_base64
+from reflex_runtime.robots.serving.question import Question
+from reflex_runtime.robots.serving.runtime import PolicyRuntime
 from reflex_runtime.settings import LLMServeConfig
 from reflex_runtime.web.app import App
 from reflex_runtime.web.bodies import LARGE, Bodies, Seldom

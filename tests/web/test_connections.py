@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from reflex_runtime.policies.serving.runtime import PolicyRuntime
+from reflex_runtime.robots.serving.runtime import PolicyRuntime
 from reflex_runtime.settings import ServeConfig
 from reflex_runtime.web import app as application
 from reflex_runtime.web import connections as module

@@ -26,7 +26,7 @@ def gated(tiny: Path, tmp_path: Path, function: str) -> Iterator[tuple[Server, i
     gate = tmp_path / "gate"
     os.mkfifo(gate)
     before = f"""
-from reflex_runtime.policies.serving.runtime import PolicyRuntime
+from reflex_runtime.robots.serving.runtime import PolicyRuntime
 inner = PolicyRuntime.{function}
 def wait(self):
     with open({str(gate)!r}, "rb") as pipe:

@@ -16,13 +16,13 @@ from typing import Any
 
 import pytest
 
-from policies.tiny import write_export
 from reflex_runtime.llm.api.openapi import numerals
-from reflex_runtime.policies.export.directory import Export
-from reflex_runtime.policies.serving.openapi import act_example, document
+from reflex_runtime.robots.export.directory import Export
+from reflex_runtime.robots.serving.openapi import act_example, document
 from reflex_runtime.web.openapi import PAGES, Operation, page
 from reflex_runtime.web.openapi import described as described_routes
 from reflex_runtime.web.request import HttpRequest, Route
+from robots.tiny import write_export
 from serving.exports import write_tiny
 from serving.harness import Server
 from serving.openai_toy import Toy

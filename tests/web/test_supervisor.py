@@ -36,7 +36,7 @@ def ready_again(server: Server, times: int) -> Answer:
 def held(latch: Latch) -> str:
     """Python to run first, by which a server waits at the latch before it loads."""
     return f"""
-from reflex_runtime.policies import Export
+from reflex_runtime.robots import Export
 inner = Export.load
 def load(path):
     {latch.wait}
@@ -58,7 +58,7 @@ def latch(tmp_path: Path) -> Iterator[Latch]:
 # What an instruction makes of the server, in its event loop.
 ENDS = """
 import os, re, time
-import reflex_runtime.policies.serving.fields as fields
+import reflex_runtime.robots.serving.fields as fields
 inner_decode = fields.decode
 def stand_still():
     while True:
@@ -157,7 +157,7 @@ def test_restarts_are_bounded(tiny: Path) -> None:
 
 
 def test_a_server_that_is_lost_before_it_was_ready_is_not_started_again(tiny: Path) -> None:
-    crash = "import os, signal\nfrom reflex_runtime.policies.serving.runtime import PolicyRuntime\n"
+    crash = "import os, signal\nfrom reflex_runtime.robots.serving.runtime import PolicyRuntime\n"
     crash += "PolicyRuntime._load = lambda self: os.kill(os.getpid(), signal.SIGSEGV)"
     with Server(tiny, before=crash, until="before it was ready", supervised=True) as server:
         assert server.wait() == 1

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from reflex_runtime.policies.serving.runtime import PolicyRuntime
+from reflex_runtime.robots.serving.runtime import PolicyRuntime
 from reflex_runtime.web.app import App
 from serving.harness import STATE, Server, encode
 from serving.in_process import Caller, with_app

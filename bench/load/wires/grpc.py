@@ -15,7 +15,7 @@ from bench.load.wires.target import Target
 from reflex_runtime.client.answers import refused
 from reflex_runtime.client.errors import BadAnswer, ClientError, NotFound, ServerError, TimedOut, Unreachable
 from reflex_runtime.client.exchange import Reply
-from reflex_runtime.policies.wires import messages_pb2 as messages
+from reflex_runtime.robots.wires import messages_pb2 as messages
 
 _BEGIN, _MIDDLE, _END = 1, 2, 3
 _SIZE: Final = 2 << 20  # bytes of a part

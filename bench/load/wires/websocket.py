@@ -16,8 +16,8 @@ from bench.load.wires.target import Target
 from reflex_runtime.client.answers import refused
 from reflex_runtime.client.errors import BadAnswer, ServerError
 from reflex_runtime.client.exchange import Reply
-from reflex_runtime.policies.wires import openpi, vla_eval
-from reflex_runtime.policies.wires.vla_eval import EvalMessage
+from reflex_runtime.robots.wires import openpi, vla_eval
+from reflex_runtime.robots.wires.vla_eval import EvalMessage
 from reflex_runtime.web.errors import ClientError
 
 TEXT, BINARY = 0x81, 0x82  # the first byte of a whole frame

@@ -15,7 +15,7 @@ from reflex_runtime.client import Client
 from reflex_runtime.client.answers import refused
 from reflex_runtime.client.errors import BadAnswer, NotFound, ServerError, TimedOut, Unreachable
 from reflex_runtime.client.exchange import Reply
-from reflex_runtime.policies.wires import groot, openpi
+from reflex_runtime.robots.wires import groot, openpi
 
 HTTP: Final = ("http", "https")
 Pick: TypeAlias = Callable[..., Mapping[str, Any]]  # (announced, its part on observations) → arrays, and a text

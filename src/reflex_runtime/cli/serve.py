@@ -32,7 +32,7 @@ from reflex_runtime.settings.read import POLICIES, environment, read
 from reflex_runtime.web.trust import warn_if_open
 
 if TYPE_CHECKING:
-    from reflex_runtime.policies.serving.served import PolicyPlan
+    from reflex_runtime.robots.serving.served import PolicyPlan
     from reflex_runtime.web.supervisor import Parent
 
 _EXAMPLES = """\
@@ -86,7 +86,7 @@ def _serve(
     parent: Parent | None,
 ) -> int:
     """The server itself: alone, or one of the workers below a supervisor."""
-    from reflex_runtime.policies.serving.app import serving
+    from reflex_runtime.robots.serving.app import serving
 
     number = 0 if parent is None else parent.number
     changed, env = settings_of(config, devices, number)

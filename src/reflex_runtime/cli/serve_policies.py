@@ -18,8 +18,8 @@ from reflex_runtime.settings.declare import Places, check_needs, one_line
 from reflex_runtime.settings.read import POLICIES, environment, own_settings, tables_of
 
 if TYPE_CHECKING:
-    from reflex_runtime.policies import PolicySource
-    from reflex_runtime.policies.serving.served import PolicyPlan
+    from reflex_runtime.robots import PolicySource
+    from reflex_runtime.robots.serving.served import PolicyPlan
 
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,31}")
 
@@ -98,7 +98,7 @@ def _faults(texts: Sequence[str], name: str, names: Sequence[str]) -> tuple[str,
 
 def slots_of(config: ServeConfig, source: str | None) -> dict[str, str]:
     """The source of every slot, served ones first; ConfigError when the options contradict each other."""
-    from reflex_runtime.policies.source import directory_of
+    from reflex_runtime.robots.source import directory_of
 
     a, b, shadow = map(policy_source, (config.policy_a, config.policy_b, config.shadow_policy))
     if bool(a) != bool(b):
@@ -126,7 +126,7 @@ def slots_of(config: ServeConfig, source: str | None) -> dict[str, str]:
 
 def _same(one: str, other: str) -> bool:
     """Whether two sources are the same, however their directory is written."""
-    from reflex_runtime.policies.source import directory_of
+    from reflex_runtime.robots.source import directory_of
 
     return one == other or directory_of(one).resolve() == directory_of(other).resolve()
 
@@ -138,9 +138,9 @@ def plans_of(
     config: ServeConfig, places: Places, asked: Sequence[PolicyAsked]
 ) -> list[PolicyPlan]:
     """What is served. ConfigError for what can be found before anything is loaded."""
-    from reflex_runtime.policies import read_source
-    from reflex_runtime.policies.serving.served import PolicyPlan
-    from reflex_runtime.policies.serving.slots import device_of
+    from reflex_runtime.robots import read_source
+    from reflex_runtime.robots.serving.served import PolicyPlan
+    from reflex_runtime.robots.serving.slots import device_of
 
     check_memory(asked)
     plans = []
@@ -160,7 +160,7 @@ def plans_of(
 
 def _missing(specs: Sequence[PolicySource]) -> dict[str, str]:
     """The facts that settings need and that do not hold; see `check_needs`."""
-    from reflex_runtime.policies import Export
+    from reflex_runtime.robots import Export
 
     told = ", ".join(spec.source for spec in specs)
     missing = {}
@@ -173,8 +173,8 @@ def _missing(specs: Sequence[PolicySource]) -> dict[str, str]:
 
 def check_memory(asked: Sequence[PolicyAsked]) -> None:
     """Whether all policies fit, by the sizes of their files: nothing of them has been read yet."""
-    from reflex_runtime.policies.export.memory import check_two_policies
-    from reflex_runtime.policies.source import weight_of
+    from reflex_runtime.robots.export.memory import check_two_policies
+    from reflex_runtime.robots.source import weight_of
     from reflex_runtime.run.onnx_session import PROVIDERS
 
     def provider_of(policy: PolicyAsked) -> str:
@@ -191,9 +191,9 @@ def check_memory(asked: Sequence[PolicyAsked]) -> None:
 
 def _check(config: ServeConfig, specs: Mapping[str, PolicySource]) -> None:
     """What of one policy takes more than a range."""
-    from reflex_runtime.policies.rollout.comparison import Comparison
-    from reflex_runtime.policies.rollout.ramp import Ramp, RampGuard
-    from reflex_runtime.policies.rollout.slo import Objective
+    from reflex_runtime.robots.rollout.comparison import Comparison
+    from reflex_runtime.robots.rollout.ramp import Ramp, RampGuard
+    from reflex_runtime.robots.rollout.slo import Objective
 
     if config.slo:
         Objective.parse(config.slo)
@@ -207,7 +207,7 @@ def _check(config: ServeConfig, specs: Mapping[str, PolicySource]) -> None:
 
 
 def _check_device(config: ServeConfig, specs: Mapping[str, PolicySource]) -> None:
-    from reflex_runtime.policies import Export
+    from reflex_runtime.robots import Export
     from reflex_runtime.run.onnx_session import CPU, CUDA, PROVIDERS, check_provider
 
     provider = PROVIDERS.get(config.provider, config.provider)
@@ -225,7 +225,7 @@ def _check_device(config: ServeConfig, specs: Mapping[str, PolicySource]) -> Non
 
 def _check_specs(config: ServeConfig, specs: Mapping[str, PolicySource]) -> None:
     """What the sources allow."""
-    from reflex_runtime.policies.serving.slots import check_alike, faults_of
+    from reflex_runtime.robots.serving.slots import check_alike, faults_of
 
     faults_of(config.inject_fault, tuple(specs), "--inject-fault")
     check_alike(specs)

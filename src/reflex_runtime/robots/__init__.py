@@ -1,0 +1,86 @@
+"""Robot policies: a source becomes a processor that answers requests with chunks of actions.
+
+Public names, and how a server uses them:
+
+    spec    = read_source("path/to/export")                      what it expects; ConfigError names file and key
+    policy  = load_policy(spec, slot="prod", cache_bytes=…)      MonolithicPolicy or DecomposedPolicy
+    served  = served_by(policy, guard=…, faults=…, latency=…)    the Processor for the driver: policy, faults, guard
+
+    GroupConfig(name=policy.slot, cost=policy.cost_model)        the scheduler's group of this slot
+    policy.warm_up((1, 2, 4)).teach(scheduler.cost_model(slot))  on the device, before serving
+
+    observation = policy.prepare(images=…, instruction=…, state=…, episode_id=…, request_id=…)
+                                                                 in a worker thread; InvalidRequest names the field
+    request = policy.request(observation, client=…, time_limit=…)          on the event loop: a core Request to submit
+    chunk: ActionChunk = the value of its Done                             actions, denoising_steps, cache, guard
+
+The layers under them: `source` and `export` (files → a `PolicySpec`), `model` (what computes: ONNX graphs or anything
+else), `observation` (what goes in and comes out), `base` (what both kinds of policies share), `monolithic` and
+`decomposed` (the two kinds), `prefix_cache`, `guard`, `faults`.
+"""
+
+from __future__ import annotations
+
+from reflex_runtime.robots.export.directory import Export
+from reflex_runtime.robots.load import load_policy, served_by
+from reflex_runtime.robots.policy.base import Policy, WarmUp
+from reflex_runtime.robots.policy.decomposed import DecomposedPolicy
+from reflex_runtime.robots.policy.faults import Fault, FaultyProcessor, parse_fault
+from reflex_runtime.robots.policy.guard import ActionGuard, GuardedProcessor
+from reflex_runtime.robots.policy.model import PolicyModel, PolicySource, StagedModel, WholeModel
+from reflex_runtime.robots.policy.monolithic import MonolithicPolicy
+from reflex_runtime.robots.policy.observation import (
+    ActionChunk,
+    GuardReport,
+    Observation,
+    decode_image,
+    noise_of,
+    seed_of,
+)
+from reflex_runtime.robots.policy.prefix_cache import Prefix, PrefixCache
+from reflex_runtime.robots.policy.prompt import PromptTemplate
+from reflex_runtime.robots.policy.robot import Embodiment
+from reflex_runtime.robots.policy.spec import DeviceOptions, PolicySpec
+from reflex_runtime.robots.policy.tokenizer import WordTokenizer
+from reflex_runtime.robots.policy.units import AddState, AlohaGripper, Binarised, Norm, Scaled
+from reflex_runtime.robots.source import read_source
+from reflex_runtime.web.errors import InvalidRequest
+
+__all__ = [
+    "ActionChunk",
+    "ActionGuard",
+    "AddState",
+    "AlohaGripper",
+    "Binarised",
+    "DecomposedPolicy",
+    "DeviceOptions",
+    "Embodiment",
+    "Export",
+    "Fault",
+    "FaultyProcessor",
+    "GuardReport",
+    "GuardedProcessor",
+    "InvalidRequest",
+    "MonolithicPolicy",
+    "Norm",
+    "Observation",
+    "Policy",
+    "PolicyModel",
+    "PolicySource",
+    "PolicySpec",
+    "Prefix",
+    "PrefixCache",
+    "PromptTemplate",
+    "Scaled",
+    "StagedModel",
+    "WarmUp",
+    "WholeModel",
+    "WordTokenizer",
+    "decode_image",
+    "load_policy",
+    "noise_of",
+    "parse_fault",
+    "read_source",
+    "seed_of",
+    "served_by",
+]

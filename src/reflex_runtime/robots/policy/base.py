@@ -1,0 +1,336 @@
+"""The common parts of monolithic and decomposed policies: preparing, requests, the cost model and warm-up."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from reflex_runtime.core.batch import Batch, Done
+from reflex_runtime.core.cost import CostModel
+from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.core.request import Priority, Request, Ticket, TicketState
+from reflex_runtime.core.time_cost import TimeCost
+from reflex_runtime.robots.policy.fields import ObservationFields
+from reflex_runtime.robots.policy.history import Glimpse, ObservationHistory, together
+from reflex_runtime.robots.policy.model import PolicyModel
+from reflex_runtime.robots.policy.observation import (
+    ActionChunk,
+    CacheUse,
+    Observation,
+    Sent,
+    noise_of,
+    seed_of,
+)
+from reflex_runtime.robots.policy.spec import PolicySpec
+from reflex_runtime.run.processor import BaseProcessor, TimedBatch, run_through
+from reflex_runtime.web.errors import InvalidRequest
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WarmUp:
+    """The measurements of a warm-up: (batch, seconds) of every call that counts, and the tickets that finished."""
+
+    batches: Sequence[TimedBatch]
+    finished: Sequence[Ticket]
+
+    def teach(self, model: CostModel) -> None:
+        """Let a cost model learn from it as if the scheduler had run these batches."""
+        for batch, elapsed in self.batches:
+            model.observe(batch, elapsed)
+        for ticket in self.finished:
+            model.settled(ticket)
+
+
+class Policy(BaseProcessor):
+    """A processor whose payloads are `Observation`s and whose values are `ActionChunk`s.
+
+    model: what computes. slot: the scheduler group of its requests; its caches are never shared between slots.
+    stages: the stages of a request, for the cost model. staged: whether it is for staged models.
+    padded_stages: those whose batches are padded to `captured_sizes`.
+    """
+
+    stages: ClassVar[tuple[str, ...]]
+    staged: ClassVar[bool]
+
+    def __init__(self, model: PolicyModel, slot: str) -> None:
+        spec = model.spec
+        if spec.staged != self.staged:
+            raise ConfigError(
+                f"{spec.source}: found a {spec.inference_mode} model, {type(self).__name__} is for the other kind; "
+                "`load_policy` picks the right one"
+            )
+        self.model, self.spec, self.slot = model, spec, slot
+        self.captured_sizes = tuple(model.captured_sizes)
+        self.any_thread = model.any_thread
+        self.padded_stages: tuple[str, ...] = self.stages
+        self.fields = ObservationFields(spec)
+        self.shape: Hashable = _shape(spec)
+        self.history = ObservationHistory(spec.observation_steps) if spec.observation_steps > 1 else None
+        steps = f"{spec.num_denoising_steps} steps"
+        kinds = {use: "hit" if use in ("hit", "hit_stale") else "miss" for use in get_args(CacheUse)}
+        self._classes = {use: f"{kind}, {steps}" for use, kind in kinds.items()}
+
+    # -- worker thread -------------------------------------------------------------------------------------------------
+
+    def prepare(
+        self,
+        *,
+        images: Mapping[str, Sent] | None = None,
+        instruction: str | None = None,
+        state: Sequence[float] | NDArray[Any] | None = None,
+        episode_id: str | None = None,
+        request_id: str = "",
+        seed: int | None = None,
+        executed: int | None = None,
+        received: float | None = None,
+    ) -> Observation:
+        """Check and convert the fields of a request. Slow (decoding, resizing): call it on worker threads.
+
+        images: PNG or JPEG bytes, or uint8 [h, w, 3]; a policy with one image takes it under its own name or "image".
+        Other images are ignored, undecoded: two versions behind one router may use different cameras.
+        At full size one image is held at a time.
+        state: [state_dim], as the robot measures it. seed: in [0, 2⁶⁴); default `seed_of(request_id)`.
+        executed: actions of the episode's last chunk that have been executed; matters to real-time chunking only.
+        received: when the server had all of the request, seconds on its monotonic clock, now if None; matters only to a
+        policy that sees several observations of an episode.
+
+        Raises InvalidRequest naming the field when something this policy needs is missing or wrong.
+        """
+        spec, fields = self.spec, self.fields
+        sent = fields.found(images or {}) if spec.images else {}
+        if spec.takes_text:
+            fields.check_text(instruction)
+        robot_state, normalised = fields.state(state)
+        tokens, mask = fields.tokens(instruction or "", normalised) if spec.takes_text else (None, None)
+        if seed is None:
+            seed = seed_of(request_id) if spec.takes_noise else 0
+        elif not 0 <= seed < 1 << 64:
+            raise InvalidRequest("seed: must be an integer in [0, 2^64)", "seed")
+        observation = Observation({}, tokens, normalised, seed, request_id, episode_id or "", executed=executed)
+        observation.token_mask, observation.robot_state = mask, robot_state
+        if spec.images:
+            observation.images, observation.present = fields.pictures(sent)
+        if self.history is not None:
+            observation = self._with_past(observation, self.history, time.monotonic() if received is None else received)
+        if instruction:
+            observation.instruction = instruction
+            observation.doubts = fields.doubts(instruction)
+        observation.ready = self.model.prepare(observation)
+        return self._prepared(observation)
+
+    def _prepared(self, observation: Observation) -> Observation:
+        """Hook for subclasses to amend the observation."""
+        return observation
+
+    def _with_past(self, observation: Observation, history: ObservationHistory, received: float) -> Observation:
+        """The observation behind those before it in its episode; the first one repeated where there are too few."""
+        o = observation
+        moment = Glimpse(o.request_id, received, o.images, o.present, o.state)  # type: ignore[arg-type]
+        past = history.before(o.episode_id, moment) if o.episode_id else ()
+        with_past = together((*past, moment), history.steps)
+        return replace(o, **with_past, moment=moment, past=tuple(one.request_id for one in past))
+
+    # -- event loop ----------------------------------------------------------------------------------------------------
+
+    def request(
+        self,
+        observation: Observation,
+        *,
+        client: Hashable = "",
+        priority: Priority = Priority.DEFAULT,
+        time_limit: float | None = None,
+        weight: float = 1.0,
+    ) -> Request:
+        """The request to submit: its shape, cost class, first stage and units, with its cached prefix if there is one.
+
+        Quick; for the thread that submits, immediately before it does. time_limit: seconds.
+        """
+        observation, stage, wants = self._enter(observation)
+        told = observation.request_id, observation.cache, stage, wants
+        return self._request(observation, *told, client=client, priority=priority, time_limit=time_limit, weight=weight)
+
+    def reservation(
+        self,
+        payload: Any,
+        request_id: str,
+        episode_id: str,
+        *,
+        client: Hashable = "",
+        priority: Priority = Priority.DEFAULT,
+        time_limit: float | None = None,
+    ) -> Request:
+        """The request to admit before its pictures are decoded: the cheapest that it may become, so that it is not
+        refused for a deadline that it can meet. `Scheduler.prepared` gets the one of `request`."""
+        told = request_id, *self._at_best(bool(episode_id))
+        return self._request(payload, *told, client=client, priority=priority, time_limit=time_limit)
+
+    def _request(self, payload: Any, id: str, cache: CacheUse, stage: str, wants: float, **terms: Any) -> Request:
+        """terms: of its caller."""
+        return Request(
+            payload=payload,
+            id=id,
+            group=self.slot,
+            partition=self.shape,
+            shape=self.shape,
+            cost_class=self.cost_class(cache),
+            stage=stage,
+            wants=wants,
+            **terms,
+        )
+
+    def cost_class(self, cache: CacheUse) -> str:
+        """The cost class within a shape: whether a prefix must be computed, and the number of steps."""
+        return self._classes[cache]
+
+    def _enter(self, observation: Observation) -> tuple[Observation, str, float]:
+        """(payload, first stage, wanted units) of a request."""
+        raise NotImplementedError
+
+    def _at_best(self, episode: bool) -> tuple[CacheUse, str, float]:
+        """(cache, first stage, wanted units) of the cheapest request, of an episode or of none."""
+        raise NotImplementedError
+
+    def run(self, batch: Batch) -> Sequence[Any]:
+        raise NotImplementedError
+
+    def cost_model(self, affine: bool = True) -> TimeCost:
+        """A fresh cost model for a group of this policy; pass the method itself as `GroupConfig.cost`."""
+        return TimeCost(self.stages, affine, self.captured_sizes, padded_stages=self.padded_stages)
+
+    # -- device --------------------------------------------------------------------------------------------------------
+
+    def warm_up(
+        self,
+        sizes: Sequence[int] = (1, 2, 4),
+        repeats: int = 3,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> WarmUp:
+        """Run real batches of each size through `run_batch`: first one that is not counted, then `repeats` measured.
+
+        Captured sizes are always included: each is captured in the batch that is not counted.
+        A cost model needs two sizes and three repeats to know every stage. Of a size it learns the fastest repeat, as
+        often as there were repeats, so one-off work (compiling, allocating) does not count.
+        The observations are random and have no episode, so nothing is cached. Call it on the device thread, before the
+        first batch. A batch that fails raises its error: a policy that fails on noise must not be served.
+        """
+        if not sizes or min(sizes) < 1 or repeats < 1:
+            raise ConfigError(f"warm_up: sizes={tuple(sizes)!r}, repeats={repeats!r}: sizes and repeats must be >= 1")
+        sizes = sorted({*sizes, *self.captured_sizes})
+        batches: list[TimedBatch] = []
+        finished: list[Ticket] = []
+        # Sizes are innermost: a run of equal sizes would look like drift to the cost model at the next.
+        order = [(measured, size) for measured in [False] + [True] * repeats for size in sizes]
+        self.model.warming = True
+        try:
+            for measured, size in order:
+                tickets = [Ticket(self._warm_request(i), i, 0.0) for i in range(size)]
+                ran = run_through(self, tickets, self.stages, group=self.slot, shape=self.shape, clock=clock)
+                if measured:
+                    batches += ran
+                    finished += tickets
+        finally:
+            self.model.warming = False
+        return WarmUp(_usual(batches), finished)
+
+    def _warm_request(self, seed: int) -> Request:
+        spec, rng = self.spec, np.random.Generator(np.random.PCG64(seed))
+        state = None
+        if spec.takes_state:  # the mean, once normalised
+            state = np.zeros(spec.state_dim, np.float32) if spec.state_norm is None else spec.state_norm.middle
+        observation = self.prepare(
+            images={name: rng.integers(0, 256, (*size, 3), np.uint8) for name, size in spec.images.items()},
+            instruction="warm up" if spec.takes_text else None,
+            state=state,
+            seed=seed,
+            request_id=f"warm-up-{seed}",
+        )
+        return self.request(observation)
+
+    def answers(self, requests: Sequence[Request], starts: Sequence[int] = ()) -> list[ActionChunk]:
+        """Their answers without a scheduler, from batches of all that are under way; the first error is raised.
+
+        starts: the round in which each enters, as in `run_through`: rows then are at different steps.
+        """
+        tickets = [Ticket(request, i, 0.0) for i, request in enumerate(requests)]
+        run_through(self, tickets, self.stages, starts, group=self.slot, shape=self.shape)
+        return [ticket.outcome.value for ticket in tickets if isinstance(ticket.outcome, Done)]
+
+    # -- shared by both kinds ------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        self.model.start()
+
+    def forget(self, episode: str) -> None:
+        """Forget what is carried from one request of an episode to the next: it was moved, or starts again."""
+        if self.history is not None:
+            self.history.forget(episode)
+
+    def forget_all(self) -> None:
+        """Forget it of all episodes: they were moved."""
+        if self.history is not None:
+            self.history.forget_all()
+
+    def _remember(self, ticket: Ticket) -> None:
+        """A chunk has been computed: keep its observation for the next ones of its episode."""
+        observation: Observation = ticket.request.payload
+        if self.history is None or observation.moment is None:
+            return
+        if not ticket.cancel_requested and ticket.state is not TicketState.SETTLED:  # no robot gets its chunk
+            self.history.remember(observation.episode_id, observation.moment)
+
+    def _noise(self, observation: Observation) -> NDArray[np.float32]:
+        return noise_of(observation.seed, self.spec.horizon, self.spec.x_dim)
+
+    def describe(self) -> dict[str, Any]:
+        """The loaded policy, JSON-safe: its configuration, the hashes, and how it runs."""
+        spec, model = self.spec, self.model
+        return {
+            "export_dir": spec.source,
+            "slot": self.slot,
+            "model_id": spec.model_id,
+            "model_hash": spec.model_hash,
+            "config_hash": spec.config_hash,
+            "model_bytes": spec.model_bytes,
+            "embodiment": spec.embodiment.name,
+            "inference_mode": spec.inference_mode,
+            "provider": model.provider,
+            "fanout": "batched" if model.batched else "sequential",
+            "shape": str(self.shape),
+            "captured_sizes": list(self.captured_sizes),
+            **model.describe(),
+            **({} if self.history is None else {"history": self.history.snapshot()}),
+            **self._describe(),
+            "config": dict(spec.config),
+        }
+
+    def _describe(self) -> dict[str, Any]:
+        raise NotImplementedError
+
+
+def _usual(batches: Sequence[TimedBatch]) -> list[TimedBatch]:
+    """The same batches, each with the shortest time of its stage and size; their tickets share that time."""
+    least: dict[tuple[str, int], float] = {}
+    for batch, elapsed in batches:
+        kind = (batch.stage, len(batch))
+        least[kind] = min(elapsed, least.get(kind, elapsed))
+    usual = [TimedBatch(batch, least[batch.stage, len(batch)]) for batch, _ in batches]
+    for batch, seconds in usual:
+        for ticket in batch.grants:
+            ticket.shared += seconds / len(batch)
+    return usual
+
+
+def _shape(spec: PolicySpec) -> str:
+    """The input shapes, as a key that reads well in diagnostics."""
+    n = f"{spec.observation_steps}," if spec.observation_steps > 1 else ""
+    parts = [f"{name}[{n}{h},{w},3]" for name, (h, w) in spec.images.items()]
+    if spec.takes_text:
+        parts.append(f"tokens[{spec.max_tokens}]")
+    if spec.takes_state:
+        parts.append(f"state[{n}{spec.state_dim}]")
+    return " ".join([*parts, f"actions[{spec.chunk_size},{spec.action_dim}]"])

@@ -1,0 +1,325 @@
+"""The input of a policy (`Observation`) and its output (`ActionChunk`)."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from reflex_runtime.robots.policy.history import Glimpse
+from reflex_runtime.robots.policy.prefix_cache import Prefix, PrefixKey
+from reflex_runtime.robots.policy.robot import Resize
+from reflex_runtime.robots.policy.rtc import Anchor
+from reflex_runtime.web.errors import InvalidRequest
+
+Image = NDArray[np.uint8]
+Sent = bytes | NDArray[Any]  # an image as it comes: PNG or JPEG bytes, or an array
+CacheUse = Literal["hit", "hit_stale", "miss", "off"]
+
+MAX_IMAGE_PIXELS = 4096 * 4096
+MAX_REQUEST_PIXELS = 2 * MAX_IMAGE_PIXELS  # of all images of a request that the policy uses
+IMAGE_MASK = "image_mask/"  # the role of an image's mask is this and the image's name
+_SAMPLED: frozenset[Resize] = frozenset({"pad-lerobot", "pad-smolvla"})
+MAX_SCANS = 64  # of a progressive JPEG; encoders write about ten, and each is a pass over the whole picture
+JPEG_START = b"\xff\xd8\xff"
+JPEG_SCAN = b"\xff\xda"  # stands in front of every scan, and never within one
+
+
+class Doubt(NamedTuple):
+    """A field of a request that has no effect, although the caller may expect one. kind: for the counter."""
+
+    kind: Literal["instruction_ignored", "instruction_unknown"]
+    message: str
+
+
+@dataclass(slots=True, eq=False)  # treated as frozen; freezing it would cost as much as the rest of `prepare`
+class Observation:
+    """The input of a policy, ready for its model: decoded and resized.
+
+    Of a policy that sees n observations together, images, `present` and state have an axis [n] in front, oldest first.
+
+    images: by the policy's names, uint8 [height, width, 3], at its sizes unless the model fits them itself. One that
+        was not sent is black. present: whether it was sent, by name; a tuple of n where there is history.
+    instruction: the text, "" for none.
+    tokens: int64 [max_tokens], or None if the policy reads no text, or if its model makes the tokens. token_mask: bool
+        [max_tokens], which of them are no padding.
+    state: float32 [state_dim], normalised, or None if the policy takes none. robot_state: the newest one, float32
+        [state_dim], in the robot's units after the state transforms, or None.
+    seed: of the noise, in [0, 2⁶⁴).
+    episode_id: "" if the caller named none; nothing is then kept between its requests.
+    prefix_key: the key of its prefix in the cache, or None.
+    cache, prefix: set by `Policy.request`: the cache's result, and the prefix found. The reference keeps it in memory
+        until the request is settled, even if the cache evicts it.
+    ready: what the model's own `prepare` made of it.
+    moment: what is kept of it for the next ones of its episode, or None; past: the request ids of those it looks back
+        to, oldest first.
+    doubts: the warnings for the answer.
+    executed: actions of the episode's last chunk that were executed before this observation, or None. anchor: set by
+        `Policy.request`: the old actions that the new chunk continues.
+    """
+
+    images: Mapping[str, Image] = field(default_factory=dict)
+    tokens: NDArray[np.int64] | None = None
+    state: NDArray[np.float32] | None = None
+    seed: int = 0
+    request_id: str = ""
+    episode_id: str = ""
+    prefix_key: PrefixKey | None = None
+    cache: CacheUse = "off"
+    prefix: Prefix | None = None
+    executed: int | None = None
+    anchor: Anchor | None = None
+    doubts: tuple[Doubt, ...] = ()
+    instruction: str = ""
+    ready: Any = None
+    token_mask: NDArray[np.bool_] | None = None
+    present: Mapping[str, bool | tuple[bool, ...]] = field(default_factory=dict)
+    robot_state: NDArray[np.float32] | None = None
+    moment: Glimpse | None = None
+    past: tuple[str, ...] = ()
+
+    def row(self, role: str) -> NDArray[Any]:
+        """The value for a role: "tokens", "token_mask", "state", the name of an image, or "image_mask/NAME", its mask.
+
+        "image_masks" are all masks along a last axis, in the order of the policy's images.
+        """
+        if role in self.images:
+            return self.images[role]
+        if role == "tokens":
+            assert self.tokens is not None
+            return self.tokens
+        if role == "state":
+            assert self.state is not None
+            return self.state
+        if role == "token_mask":
+            assert self.token_mask is not None
+            return self.token_mask
+        if role == "image_masks":
+            return np.array([self.present[name] for name in self.images], np.bool_).T
+        return np.array(self.present[role.removeprefix(IMAGE_MASK)], np.bool_)
+
+
+@dataclass(frozen=True, slots=True)
+class GuardReport:
+    """The changes of the action guard in one chunk.
+
+    clamped: number of values that were outside their range. joints: their names or else indices, in order.
+    held: the chunk was not finite; it was replaced by the episode's last good action, repeated.
+    """
+
+    clamped: int = 0
+    joints: tuple[str, ...] = ()
+    held: bool = False
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON-safe."""
+        return {"clamped": self.clamped, "joints": list(self.joints), "held": self.held}
+
+
+@dataclass(slots=True, eq=False)  # only the guard writes to one, and only its report
+class ActionChunk:
+    """The output of a policy.
+
+    actions: float32 [chunk_size, action_dim] in the robot's units (denormalised), the first to be executed first.
+    denoising_steps: number of Euler steps. cache: the prefix cache's result ("off" if there is none).
+    guard: the guard's report, or None without a guard.
+    rtc: how it continues the episode's last chunk (`Anchor.report`), or None if it does not.
+    """
+
+    actions: NDArray[np.float32]
+    denoising_steps: int
+    cache: CacheUse = "off"
+    guard: GuardReport | None = None
+    rtc: Mapping[str, Any] | None = None
+
+
+def seed_of(request_id: str) -> int:
+    """The default noise seed of a request: the first 8 bytes, big-endian, of SHA-256(UTF-8 request id)."""
+    return int.from_bytes(hashlib.sha256(request_id.encode("utf-8", "surrogatepass")).digest()[:8], "big")
+
+
+def noise_of(seed: int, chunk_size: int, action_dim: int) -> NDArray[np.float32]:
+    """Standard normal float32 [chunk_size, action_dim]; the same seed gives the same noise in every process."""
+    return np.random.Generator(np.random.PCG64(seed)).standard_normal((chunk_size, action_dim), dtype=np.float32)
+
+
+def pixels_of(sent: Any, field: str = "image") -> int:
+    """The work of decoding an image, in pixels of a PNG: of a PNG or JPEG by its header alone, or of uint8 [h, w, 3].
+
+    A JPEG counts a 32nd of its pixels for each of its scans, because it is decoded at a fraction of its size if less is
+    needed. InvalidRequest if it is none of these, broken, above 4096² pixels or of more than 64 scans.
+    """
+    if isinstance(sent, bytes | bytearray | memoryview):
+        data = bytes(sent)
+        height, width = image_size(data, field)
+        pixels: int = height * width
+        scans = data.count(JPEG_SCAN) if data.startswith(JPEG_START) else 0
+        if scans > MAX_SCANS:
+            raise InvalidRequest(f"{field}: a JPEG of {scans} scans, at most {MAX_SCANS} are accepted", field)
+        return pixels // 32 * scans if scans else pixels
+    if not isinstance(sent, np.ndarray) or sent.dtype != np.uint8 or sent.ndim != 3 or sent.shape[2] != 3:
+        raise InvalidRequest(f"{field}: must be uint8 [height, width, 3]", field)
+    pixels = sent.shape[0] * sent.shape[1]
+    if not 0 < pixels <= MAX_IMAGE_PIXELS:
+        raise InvalidRequest(f"{field}: must have between 1 and 4096×4096 pixels", field)
+    return pixels // 8
+
+
+def decode_image(
+    data: bytes, field: str = "image", size: tuple[int, int] | None = None, resize: Resize = "stretch"
+) -> Image:
+    """A PNG or JPEG as uint8 [height, width, 3]; InvalidRequest when it is neither, broken, or above 4096².
+
+    size: (height, width) of the result; None keeps the size. resize: see `resize_image`. A JPEG that is at least twice
+    as large is decoded at 1/2, 1/4 or 1/8 of its size first, unless pixels are sampled. Only one picture is in memory
+    at full size, in the mode of the file.
+    """
+    import PIL.Image
+
+    try:
+        if (fast := _jpeg(data, field, size, resize)) is not None:
+            return fast if size is None else resize_image(fast, *size, resize)
+        with _opened(data, field) as image:
+            if size is not None and image.format == "JPEG" and resize not in _SAMPLED:
+                image.draft(None, size[::-1])
+            if image.mode.startswith("I"):  # 16 bits of grey: a conversion would cut off instead of scale
+                whole = PIL.Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+            else:
+                whole = image if image.mode in ("RGB", "L") else image.convert("L" if image.mode == "1" else "RGB")
+            if size is not None:
+                whole = _fitted(whole, *size, resize)
+            return np.asarray(whole if whole.mode == "RGB" else whole.convert("RGB"))
+    except InvalidRequest:
+        raise
+    except Exception as error:  # Pillow raises OSError, SyntaxError, ValueError, struct.error … on broken files
+        raise InvalidRequest(f"{field}: not a readable PNG or JPEG image", field) from error
+
+
+def image_size(data: bytes, field: str = "image") -> tuple[int, int]:
+    """(height, width) of a PNG or JPEG by its header alone; InvalidRequest when it is neither, or above 4096²."""
+    found = _jpeg_size(data)
+    if found is None:
+        with _opened(data, field) as image:
+            return image.height, image.width
+    return _checked_size(*found, field)
+
+
+def warm_decoders() -> None:
+    """Decode a small PNG and JPEG: the first one imports Pillow, which may take longer than a deadline."""
+    import PIL.Image
+
+    for kind in ("PNG", "JPEG"):
+        file = io.BytesIO()
+        PIL.Image.new("RGB", (32, 32)).save(file, kind)
+        pixels_of(file.getvalue())
+        decode_image(file.getvalue(), size=(8, 8))
+
+
+def _opened(data: bytes, field: str) -> Any:
+    """The picture with its header read and nothing decompressed."""
+    import PIL.Image  # here, so that a runtime whose callers send arrays never loads it
+
+    try:
+        image = PIL.Image.open(io.BytesIO(data), formats=("PNG", "JPEG"))
+    except Exception as error:
+        raise InvalidRequest(f"{field}: not a readable PNG or JPEG image", field) from error
+    _checked_size(image.height, image.width, field)
+    return image
+
+
+def _checked_size(height: int, width: int, field: str) -> tuple[int, int]:
+    if not 0 < width * height <= MAX_IMAGE_PIXELS:
+        raise InvalidRequest(f"{field}: {width}×{height} pixels, at most 4096×4096 are accepted", field)
+    return height, width
+
+
+def _jpeg_size(data: bytes) -> tuple[int, int] | None:
+    """(height, width) of an ordinary JPEG in colour; None for anything else, which Pillow reads."""
+    if not data.startswith(JPEG_START):
+        return None
+    import simplejpeg
+
+    try:
+        height, width, colours, _ = simplejpeg.decode_jpeg_header(data)
+    except ValueError:
+        return None
+    return (height, width) if colours == "YCbCr" else None
+
+
+def _jpeg(data: bytes, field: str, size: tuple[int, int] | None, resize: Resize) -> Image | None:
+    """An ordinary JPEG decoded as Pillow would, in little more than half of its time; None for anything else.
+
+    One that is at least twice as large as `size` has 1/2, 1/4 or 1/8 of its size.
+    """
+    found = _jpeg_size(data)
+    if found is None:
+        return None
+    import simplejpeg
+
+    height, width = _checked_size(*found, field)
+    less = 1
+    if size is not None and resize not in _SAMPLED:
+        less = next((n for n in (8, 4, 2) if min(height // size[0], width // size[1]) >= n), 1)
+    image: Image = simplejpeg.decode_jpeg(
+        data, "RGB", fastdct=False, fastupsample=False, min_height=-(-height // less), min_width=-(-width // less),
+        min_factor=1, strict=True,
+    )  # fmt: skip
+    return image
+
+
+def resize_image(image: Image, height: int, width: int, resize: Resize = "stretch") -> Image:
+    """Bilinear; unchanged when it already has the size.
+
+    "stretch": to the size. "pad": with its aspect ratio, in the middle of black, as openpi does. "pad-lerobot": so too,
+    with each pixel between the four nearest of the original, without averaging, as π0 of LeRobot does. "pad-smolvla":
+    the same in the bottom right corner.
+    """
+    if image.shape[:2] == (height, width):
+        return image
+    import PIL.Image
+
+    return np.asarray(_fitted(PIL.Image.fromarray(image), height, width, resize))
+
+
+def _fitted(image: Any, height: int, width: int, resize: Resize) -> Any:
+    import PIL.Image
+
+    if image.size == (width, height):
+        return image
+    ratio = max(image.width / width, image.height / height)
+    inner = (width, height)
+    if resize != "stretch":
+        inner = (max(1, int(image.width / ratio)), max(1, int(image.height / ratio)))
+    resized = _sampled(image, *inner) if resize in _SAMPLED else image.resize(inner, PIL.Image.Resampling.BILINEAR)
+    if inner == (width, height):
+        return resized
+    padded = PIL.Image.new(resized.mode, (width, height), 0)
+    left, top = width - inner[0], height - inner[1]
+    padded.paste(resized, (left, top) if resize == "pad-smolvla" else (left // 2, top // 2))
+    return padded
+
+
+def _sampled(image: Any, width: int, height: int) -> Any:
+    """Each pixel between the four nearest of the original; what PyTorch's `interpolate` gives, to half a level."""
+    import PIL.Image
+
+    pixels = np.asarray(image)
+    (y, y_next, y_share), (x, x_next, x_share) = _nearest(len(pixels), height), _nearest(pixels.shape[1], width)
+    more = (1,) * (pixels.ndim - 2)  # of the colours, where there are any
+    above = pixels[y].astype(np.float32)
+    rows = above + y_share.reshape(-1, 1, *more) * (pixels[y_next] - above)
+    left = rows.take(x, axis=1)
+    between = left + x_share.reshape(1, -1, *more) * (rows.take(x_next, axis=1) - left)
+    return PIL.Image.fromarray((between + np.float32(0.5)).astype(np.uint8), image.mode)
+
+
+def _nearest(size: int, wanted: int) -> tuple[NDArray[np.intp], NDArray[np.intp], NDArray[np.float32]]:
+    """For each of the wanted places along an axis: the place before it, the one behind it, and that one's share."""
+    at = np.maximum((np.arange(wanted, dtype=np.float32) + np.float32(0.5)) * np.float32(size / wanted) - 0.5, 0.0)
+    before = np.minimum(at.astype(np.intp), size - 1)
+    return before, np.minimum(before + 1, size - 1), (at - before).astype(np.float32)

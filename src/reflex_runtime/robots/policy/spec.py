@@ -1,0 +1,145 @@
+"""What a policy expects, gives and is, whatever its files are: everything the server needs beside the model itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal
+
+from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.robots.policy.prompt import PromptTemplate
+from reflex_runtime.robots.policy.robot import Embodiment, Resize, Size, WireMap
+from reflex_runtime.robots.policy.tokenizer import InstructionTokenizer
+from reflex_runtime.robots.policy.units import AddState, Norm, Transform
+from reflex_runtime.run.onnx_session import CPU
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceOptions:
+    """How a model is loaded onto the device.
+
+    provider: the execution provider, by ONNX Runtime's name; other kinds of models take the same device.
+    threads: of the CPU. captured_sizes: batch sizes to capture as CUDA graphs, ascending.
+    dtype: "stored" as the model is, "float32", "bfloat16" or "float16". compile: by torch.compile.
+    """
+
+    provider: str = CPU
+    threads: int = 1
+    captured_sizes: Sequence[int] = ()
+    dtype: Literal["stored", "float32", "bfloat16", "float16"] = "stored"
+    compile: bool = False
+
+
+LEROBOT: Final = "lerobot:"
+OPENPI: Final = "openpi:"
+PYTHON: Final = "python:"
+"""What a source begins with that is no export directory."""
+
+_RANGES = (
+    ("action_dim", 1, 1_000_000),
+    ("chunk_size", 1, 1_000_000),
+    ("state_dim", 0, 1_000_000),
+    ("num_denoising_steps", 1, 1000),
+    ("observation_steps", 1, 64),
+)
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class PolicySpec:
+    """What a policy expects, gives and is.
+
+    source: as errors and /health name it: a directory, `lerobot:DIR`, `openpi:DIR` or `python:module:make`.
+        Whoever reads it sets it.
+    staged: it has a prefix and denoise steps as calls of their own ("decomposed" on the wire, else "monolithic").
+    config: its configuration as JSON, for /config. model_hash, config_hash: first 16 hex digits of SHA-256; filled in
+        where they are empty. model_bytes: size of its weights.
+
+    images: (height, width) by image name, uint8 [height, width, 3]. resize: how pictures of another size are fitted:
+        stretched, or padded with black; "none" leaves them as they came, for a model that fits them itself.
+    optional_images: those that a request may leave out: the model gets black pictures and `Observation.present`.
+    observation_steps: observations of an episode that the model sees together, the newest last. Images and state have
+        an axis of that length in front if it is above 1. See `ObservationHistory`.
+    takes_state, state_dim, state_norm: the robot's state, normalised before the model sees it if there is a state_norm.
+    state_transforms: applied to the state before that. action_transforms: applied to the denormalised actions.
+    takes_text: an instruction is needed. tokenizer, max_tokens: how it becomes tokens; None if the model does that.
+    prompt: the text that is tokenized; None for the instruction as it is.
+    takes_noise: the request's noise decides the answer. x_dim: width of the noise and of what is denoised;
+        0 is action_dim. horizon: its rows, 0 is chunk_size; only whole models have others.
+    prefix_takes_state: the state is an input of the prefix, so that a new state needs a new prefix.
+    chunk_size, action_dim, action_norm: the answer, [chunk_size, action_dim], denormalised.
+    wires: what the observations of other protocols mean, by wire.
+    """
+
+    model_id: str
+    staged: bool
+    action_dim: int
+    chunk_size: int
+    source: str = ""
+    model_type: str = "custom"
+    images: Mapping[str, Size] = field(default_factory=dict)
+    resize: Resize | Literal["none"] = "stretch"
+    takes_state: bool = False
+    state_dim: int = 0
+    state_norm: Norm | None = None
+    takes_text: bool = False
+    tokenizer: InstructionTokenizer | None = None
+    max_tokens: int = 0
+    takes_noise: bool = True
+    x_dim: int = 0
+    horizon: int = 0
+    prefix_takes_state: bool = False
+    num_denoising_steps: int = 1
+    action_norm: Norm | None = None
+    embodiment: Embodiment = field(default_factory=Embodiment)
+    wires: Mapping[str, WireMap] = field(default_factory=dict)
+    prompt: PromptTemplate | None = None
+    optional_images: frozenset[str] = frozenset()
+    observation_steps: int = 1
+    state_transforms: Sequence[Transform] = ()
+    action_transforms: Sequence[Transform] = ()
+    config: Mapping[str, Any] = field(default_factory=dict)
+    model_hash: str = ""
+    config_hash: str = ""
+    model_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        """Fill x_dim and horizon, and refuse what cannot be."""
+        if not self.x_dim:
+            object.__setattr__(self, "x_dim", self.action_dim)
+        if not self.horizon:
+            object.__setattr__(self, "horizon", self.chunk_size)
+        if not self.model_id.strip():
+            raise ConfigError("PolicySpec.model_id: is empty, expected a name")
+        for name, low, high in _RANGES:
+            value = getattr(self, name)
+            if not low <= value <= high:
+                raise ConfigError(f"PolicySpec.{name}={value!r}: must be in [{low}, {high}]")
+        for name, size in self.images.items():
+            if len(size) != 2 or not all(1 <= pixels <= 4096 for pixels in size):
+                raise ConfigError(f"PolicySpec.images[{name!r}]={size!r}: must be (height, width), each in [1, 4096]")
+        unknown = sorted(self.optional_images - set(self.images))
+        if unknown:
+            raise ConfigError(f"PolicySpec.optional_images: {unknown[0]!r} is none of the images")
+        if self.images and not set(self.images) - self.optional_images:
+            raise ConfigError("PolicySpec.optional_images: all images are optional, at least one must not be")
+        if self.x_dim < self.action_dim:
+            raise ConfigError(f"PolicySpec.x_dim={self.x_dim}: must be at least action_dim, {self.action_dim}")
+        if self.prompt is not None and self.tokenizer is None:
+            raise ConfigError("PolicySpec.prompt: needs a tokenizer; without one the model makes its own text")
+        if not self.takes_state and self.reads_state:
+            raise ConfigError("PolicySpec.takes_state: must be True, because the prompt or AddState reads the state")
+        if self.takes_state and not self.state_dim:
+            raise ConfigError("PolicySpec.state_dim=0: must be >= 1, because takes_state is True")
+        if not (self.images or self.takes_state or self.takes_text):
+            raise ConfigError("PolicySpec: needs images, takes_state or takes_text: something to act on")
+
+    @property
+    def reads_state(self) -> bool:
+        """Whether the text or the answers depend on the state, whatever the model's inputs are."""
+        adds = any(isinstance(transform, AddState) for transform in self.action_transforms)
+        return adds or (self.prompt is not None and self.prompt.reads_state)
+
+    @property
+    def inference_mode(self) -> str:
+        """The kind in the words of the wire and of exports: "decomposed" for staged models, else "monolithic"."""
+        return "decomposed" if self.staged else "monolithic"

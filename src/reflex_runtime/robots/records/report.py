@@ -1,0 +1,430 @@
+"""A against B, out of journals: success rates with their evidence, latency, errors, and what was decided when.
+
+The comparison is the server's own (`robots/rollout/comparison.py`), fed with the recorded outcomes in their order, so
+it shows what the server knew at every moment.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.core.statistics import percentile
+from reflex_runtime.observe.journal import Header, JournalError, Note, RequestLine
+from reflex_runtime.observe.journal_reader import JournalReader
+from reflex_runtime.robots.rollout.comparison import Comparison, wilson
+
+WIDTH = 80
+_SLOT = 24  # columns of a slot in the table
+
+
+@dataclass(slots=True)
+class SlotReport:
+    """One slot. latencies: of answered requests, milliseconds, ascending once the report is made.
+
+    started: episodes seen. successes, finished: of the outcomes told. clamped, held: answers the guard changed.
+    errors: by slug. outcomes: every request once. loaded: when the last of `models` came in, 0.0 where it was there
+    from the start; successes and finished count from then, the rest from the beginning.
+    """
+
+    slot: str
+    models: list[str] = field(default_factory=list)
+    loaded: float = 0.0
+    requests: int = 0
+    latencies: list[float] = field(default_factory=list)
+    started: set[str] = field(default_factory=set)
+    successes: int = 0
+    finished: int = 0
+    clamped: int = 0
+    held: int = 0
+    errors: Counter[str] = field(default_factory=Counter)
+    outcomes: Counter[str] = field(default_factory=Counter)
+
+    def add(self, line: RequestLine) -> None:
+        self.requests += 1
+        self.outcomes[line.outcome] += 1
+        if line.request.episode_id:
+            self.started.add(line.request.episode_id)
+        if line.error is not None:
+            self.errors[line.error.slug] += 1
+        if line.response is not None:
+            self.latencies.append(line.latency.total_ms)
+        if line.guard is not None:
+            self.clamped += bool(line.guard.get("clamped")) and not line.guard.get("held")
+            self.held += bool(line.guard.get("held"))
+
+    def latency(self, share: float) -> float | None:
+        """Nearest-rank percentile, in milliseconds; None without answers."""
+        return percentile(self.latencies, share) if self.latencies else None
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON-safe."""
+        return {
+            "models": self.models,
+            "requests": self.requests,
+            "outcomes": dict(self.outcomes.most_common()),
+            "errors": dict(self.errors.most_common()),
+            "episodes": {
+                "started": len(self.started),
+                "finished": self.finished,
+                "successes": self.successes,
+                "rate": self.successes / self.finished if self.finished else None,
+                "interval": list(wilson(self.successes, self.finished)),
+            },
+            "latency_ms": {"p50": self.latency(0.50), "p99": self.latency(0.99)},
+            "guard": {"clamped": self.clamped, "held": self.held},
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """A decision on the timeline. at: seconds since the epoch."""
+
+    at: float
+    action: str
+    what: str
+    fields: dict[str, Any]
+
+
+@dataclass(slots=True)
+class RolloutReport:
+    """The report. timeline: in order of time."""
+
+    files: list[Path]
+    slots: dict[str, SlotReport] = field(default_factory=dict)
+    comparison: Comparison | None = None
+    timeline: list[Event] = field(default_factory=list)
+    divergence: list[dict[str, Any]] = field(default_factory=list)
+    started: float = 0.0
+    ended: float = 0.0
+    dropped: int = 0
+    unfinished: int = 0
+    mixed: int = 0
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON-safe."""
+        return {
+            "files": [str(path) for path in self.files],
+            "started_at": _iso(self.started),
+            "ended_at": _iso(self.ended),
+            "slots": {name: slot.as_dict() for name, slot in self.slots.items()},
+            "comparison": None if self.comparison is None else self.comparison.snapshot(),
+            "episodes_of_two_slots": self.mixed,
+            "shadow": self.shadow(),
+            "timeline": [{"at": _iso(e.at), "action": e.action, "what": e.what, **e.fields} for e in self.timeline],
+            "lines_dropped": self.dropped,
+            "files_without_footer": self.unfinished,
+        }
+
+    def shadow(self) -> dict[str, Any] | None:
+        """How far the shadow's actions were from the served ones, in the robot's units; None without any pair."""
+        told = [d for d in self.divergence if isinstance(d.get("mean"), int | float)]
+        if not told:
+            return None
+        joints = [d["per_joint"] for d in told if isinstance(d.get("per_joint"), list)]
+        wide = min((len(j) for j in joints), default=0)
+        return {
+            "pairs": len(told),
+            "mean": sum(d["mean"] for d in told) / len(told),
+            "largest": max(d.get("largest", d["mean"]) for d in told),
+            "per_joint": [sum(j[i] for j in joints) / len(joints) for i in range(wide)],
+        }
+
+    def text(self) -> str:
+        """The report for people, in 80 columns."""
+        parts = [self._head(), self._table()]
+        if self.comparison is not None:
+            parts.append(self._verdict(self.comparison))
+        shadow = self.shadow()
+        if shadow is not None:
+            joints = ", ".join(f"{v:.3g}" for v in shadow["per_joint"])
+            text = f"shadow: {shadow['pairs']} pairs, mean difference {shadow['mean']:.3g}, "
+            text += f"largest {shadow['largest']:.3g}"
+            parts.append(text + (f"\n  per joint {joints}" if joints else ""))
+        if self.timeline:
+            parts.append("\n".join(["timeline (UTC)", *(line for e in self.timeline for line in _told(e))]))
+        return "\n\n".join(parts)
+
+    def _head(self) -> str:
+        files = f"{len(self.files)} recordings" if len(self.files) > 1 else str(self.files[0])
+        span = f"{_clock(self.started)} to {_clock(self.ended)} UTC, {_long(self.ended - self.started)}"
+        lines = [_cut(files, WIDTH), span]
+        if self.dropped:
+            lines.append(f"{self.dropped:,} lines were dropped: the disk could not keep up")
+        if self.unfinished:
+            lines.append(f"{self.unfinished} without a footer: still written, or the server was killed")
+        return "\n".join(lines)
+
+    def _table(self) -> str:
+        rows: list[tuple[str, list[str]]] = [("", list(self.slots))]
+
+        def row(name: str, tell: Any) -> None:
+            rows.append((name, [tell(slot) for slot in self.slots.values()]))
+
+        row("model", lambda s: s.models[-1] if s.models else "–")
+        if any(s.loaded for s in self.slots.values()):
+            row("  loaded (UTC)", lambda s: _clock(s.loaded) if s.loaded else "–")
+        row("requests", lambda s: f"{s.requests:,}")
+        row("  answered", lambda s: f"{len(s.latencies):,}")
+        row("episodes", lambda s: f"{len(s.started):,}, {s.finished:,} with an outcome")
+        row("success", lambda s: "–" if not s.finished else f"{s.successes} of {s.finished}, {_share(s)}")
+        row("  95 % interval", lambda s: "–" if not s.finished else _interval(s))
+        row("latency p50, ms", lambda s: _ms(s.latency(0.50)))
+        row("latency p99, ms", lambda s: _ms(s.latency(0.99)))
+        row("guard clamped", lambda s: f"{s.clamped:,}")
+        row("guard held", lambda s: f"{s.held:,}")
+        for slug in sorted({slug for slot in self.slots.values() for slug in slot.errors}):
+            row(f"  {slug}", lambda s, slug=slug: f"{s.errors[slug]:,}")
+        first = min(24, max(len(name) for name, _ in rows)) + 2
+        wide = min(_SLOT + 4, (WIDTH - first) // max(1, len(self.slots)))
+        lines = [
+            _cut(name, first - 2).ljust(first) + "".join(_cut(cell, wide - 2).ljust(wide) for cell in cells)
+            for name, cells in rows
+        ]
+        return "\n".join(line.rstrip() for line in lines)
+
+    def _verdict(self, found: Comparison) -> str:
+        verdict = {"a_better": "a is better", "b_better": "b is better"}.get(found.verdict, "undecided")
+        enough = 1.0 / found.alpha
+        lines = [
+            f"a against b: {verdict} (a verdict needs an e-value of {enough:,.0f})",
+            f"  {'a is better':<28}e = {evidence(found.e_a_better)}",
+            f"  {'b is better':<28}e = {evidence(found.e_b_better)}",
+            f"  {f'b is not worse by {found.margin * 100:g} points':<28}e = {evidence(found.e_not_inferior)}"
+            + (", decided" if found.not_inferior else ""),
+            f"  {found.blocks:,} blocks of episodes compared, {found.left_out:,} episodes left out of the test",
+        ]
+        if any(s.loaded for s in self.slots.values()):
+            lines.append("  success and comparison count from the last load, everything else from the beginning")
+        if self.mixed:
+            lines.append(f"  {self.mixed:,} episodes were answered by two policies and count for neither")
+        return "\n".join(lines)
+
+
+def journals_in(paths: Iterable[Path], policy: str | None = None) -> dict[Path, Header]:
+    """The journals among files and directories with their headers, in the order in which they were written.
+
+    policy: the one of several to read. ConfigError where it is not there, or where there are several and it is None.
+    JournalError for a file that is no journal, or when there is none.
+    """
+    paths = list(paths)
+    headers = {path: JournalReader(path, policy).header for path in _files(paths)}
+    for path, header in headers.items():
+        if header.served:
+            raise ConfigError(f"{path}: has several policies: choose {' or '.join(header.served)} with --policy NAME")
+    if not headers:
+        raise JournalError(f"{', '.join(map(str, paths))}: no recordings (.jsonl, .jsonl.gz) there")
+    return dict(sorted(headers.items(), key=lambda found: (found[1].started_at, found[1].session_id, found[1].part)))
+
+
+def _files(paths: Iterable[Path]) -> Iterator[Path]:
+    for path in paths:
+        if path.is_dir():
+            yield from sorted(p for p in path.iterdir() if p.name.endswith((".jsonl", ".jsonl.gz")))
+        else:
+            yield path
+
+
+def report(
+    paths: Sequence[Path], alpha: float = 1e-3, margin: float = 0.05, policy: str | None = None
+) -> RolloutReport:
+    """Sum up journals: files, or directories of them, in order of time.
+
+    alpha, margin: of the `Comparison`. policy: the one of several to report. Raises JournalError for a file that is no
+    journal, or when there is none.
+    """
+    headers = journals_in(paths, policy)
+    files = list(headers)
+    found = RolloutReport(files)
+    notes: list[Note] = []
+    for path in files:
+        notes += _read(path, found, policy)
+    _check_models(headers)
+    _tell_models(found, headers.values())
+    for slot in found.slots.values():
+        slot.latencies.sort()
+    found.slots = dict(sorted(found.slots.items()))
+    if {"a", "b"} <= set(found.slots):
+        first = next((h.split for h in headers.values() if h.split is not None), None)
+        found.comparison = Comparison(50 if first is None else first, alpha, margin)
+    _follow(found, notes)
+    return found
+
+
+def _read(path: Path, found: RolloutReport, policy: str | None) -> list[Note]:
+    """Count a file's requests; returns its notes."""
+    reader = JournalReader(path, policy)
+    notes = []
+    begun = _seconds(reader.header.started_at)
+    found.started = min(found.started or begun, begun)
+    found.ended = max(found.ended, begun)
+    for line in reader:
+        if isinstance(line, RequestLine):
+            slot = found.slots.setdefault(line.slot, SlotReport(line.slot))
+            slot.add(line)
+            found.ended = max(found.ended, line.timestamp.timestamp() + line.latency.total_ms / 1e3)
+        elif isinstance(line, Note):
+            notes.append(line)
+            found.ended = max(found.ended, _seconds(line.at))
+    if reader.footer is None:
+        found.unfinished += 1
+    else:
+        found.dropped += reader.footer.dropped
+    return notes
+
+
+def _check_models(headers: Mapping[Path, Header]) -> None:
+    """ConfigError when a slot was served by different models in different files."""
+    seen: dict[str, tuple[str, Path]] = {}
+    for path, header in headers.items():
+        policies = {p.slot: p.model_hash for p in header.policies or ()} or {"prod": header.model_hash}
+        for slot, model in policies.items():
+            first, where = seen.setdefault(slot, (model, path))
+            if model != first:
+                raise ConfigError(
+                    f"slot {slot} is model {first} in {where.name} and {model} in {path.name}: report them apart, one "
+                    f"pair of versions at a time"
+                )
+
+
+def _tell_models(found: RolloutReport, headers: Iterable[Header]) -> None:
+    for header in headers:
+        for policy in header.policies or ():
+            slot = found.slots.setdefault(policy.slot, SlotReport(policy.slot))
+            slot.models.append(f"{policy.model_id}@{policy.model_hash}")
+        if not header.policies and header.model_hash:
+            for slot in found.slots.values():
+                slot.models.append(header.model_hash)
+
+
+def _follow(found: RolloutReport, notes: Sequence[Note]) -> None:
+    """Fold outcomes and decisions, in order, into the comparison and the timeline."""
+    owners: dict[str, set[str]] = {}
+    for name, slot in found.slots.items():
+        for episode in slot.started:
+            owners.setdefault(episode, set()).add(name)
+    told: set[str] = set()
+    for note in sorted(notes, key=lambda n: n.at):
+        at = _seconds(note.at)
+        if note.kind == "decision":
+            _decided(found, at, note.fields)
+        elif note.kind == "shadow":
+            found.divergence.append(note.fields)
+        elif note.kind == "outcome":
+            episode = str(note.fields.get("episode_id", ""))
+            if episode in told:
+                continue
+            told.add(episode)
+            _ended(found, owners.get(episode, set()), note.fields)
+
+
+def _ended(found: RolloutReport, owners: set[str], fields: dict[str, Any]) -> None:
+    """Count one episode's outcome, the first of several. An episode that two slots answered counts for none."""
+    name = fields.get("slot") or (next(iter(owners)) if len(owners) == 1 else None)
+    if len(owners - {"shadow"}) > 1 or fields.get("counted") is False:
+        found.mixed += 1
+        return
+    if name not in found.slots:
+        return
+    slot, success = found.slots[name], bool(fields.get("success"))
+    slot.finished += 1
+    slot.successes += success
+    if found.comparison is not None and name in ("a", "b"):
+        found.comparison.add(name, success)
+
+
+def _decided(found: RolloutReport, at: float, fields: dict[str, Any]) -> None:
+    """A decision: `action` (or `what`), `why`, and `split` (a's percent) or `share` (b's) in it or in its `numbers`."""
+    numbers = fields.get("numbers")
+    everything = {**numbers, **fields} if isinstance(numbers, dict) else fields
+    split = everything.get("split")
+    if split is None and isinstance(everything.get("share"), int) and everything.get("action") != "hold":
+        split = 100 - everything["share"]
+    if found.comparison is not None and isinstance(split, int) and 0 <= split <= 100:
+        found.comparison.set_split(split)
+    action = str(fields.get("action") or fields.get("what") or "decision")
+    if action == "load" and everything.get("slot") in found.slots:
+        _loaded(found, at, found.slots[everything["slot"]], str(everything.get("version", "?")))
+    told = [str(fields["why"])] if fields.get("why") else []
+    if split is not None:
+        told.append(f"split {split}")
+    elif fields.get("slot"):
+        told.append(str(fields["slot"]))
+    rest = {key: value for key, value in fields.items() if key not in ("timestamp", "action", "what")}
+    found.timeline.append(Event(at, action, "; ".join(told), rest))
+
+
+def _loaded(found: RolloutReport, at: float, slot: SlotReport, version: str) -> None:
+    """Another policy in a slot: its counts start again."""
+    slot.finished = slot.successes = 0
+    slot.models.append(version)
+    slot.loaded = at
+    if found.comparison is not None:
+        before = found.comparison
+        found.comparison = Comparison(before.split, before.alpha, before.margin)
+
+
+# -- text --------------------------------------------------------------------------------------------------------------
+
+
+def evidence(value: float) -> str:
+    """An e-value for people: three figures, and no power of ten while it can be read without."""
+    return f"{float(f'{value:.3g}'):,.0f}" if 100.0 <= value < 1e8 else f"{value:.3g}"
+
+
+def _told(event: Event) -> list[str]:
+    """An event in lines of at most 80 columns."""
+    lines, line = [], f"  {_clock(event.at)}  {_plain(event.action):<9}"
+    for word in _plain(event.what).split():
+        if len(line) + 1 + len(word) > WIDTH and line.strip():
+            lines.append(line)
+            line = " " * 22
+        line = f"{line} {_cut(word, WIDTH - 24)}"
+    return [*lines, line.rstrip()]
+
+
+def _plain(text: str) -> str:
+    return "".join(c if c.isprintable() else "·" for c in text)
+
+
+def _cut(text: str, width: int) -> str:
+    shown = _plain(text)
+    return shown if len(shown) <= width else shown[: max(0, width - 1)] + "…"
+
+
+def _share(slot: SlotReport) -> str:
+    return f"{slot.successes / slot.finished:.1%}"
+
+
+def _interval(slot: SlotReport) -> str:
+    low, high = wilson(slot.successes, slot.finished)
+    return f"{low:.1%} to {high:.1%}"
+
+
+def _long(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 120.0 else f"{seconds / 60:.0f} minutes"
+
+
+def _ms(value: float | None) -> str:
+    return "–" if value is None else f"{value:.1f}"
+
+
+def _seconds(stamp: str) -> float:
+    """Seconds since the epoch; 0 where there is no time."""
+    try:
+        return datetime.fromisoformat(stamp).timestamp()
+    except ValueError:
+        return 0.0
+
+
+def _iso(at: float) -> str:
+    return datetime.fromtimestamp(at, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+def _clock(at: float) -> str:
+    return _iso(at)[11:19]

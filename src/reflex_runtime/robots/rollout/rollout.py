@@ -1,0 +1,356 @@
+"""Which version answers which episode, and how each does: router, breaker, comparison and ramp together.
+
+There is no HTTP and no clock here: the server passes `now`, asks for the slot of a request, and reports its result. An
+automatic change (a drain, a stage of the ramp, a rollback) is a `Change`, logged with its numbers and kept for the
+diagnostics.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict, deque
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Final
+
+from reflex_runtime.robots.rollout.breaker import Breaker, Poison
+from reflex_runtime.robots.rollout.comparison import Comparison, wilson
+from reflex_runtime.robots.rollout.ramp import Decision, GuardWatch, Ramp, RampGuard
+from reflex_runtime.robots.rollout.router import Router, Routing
+from reflex_runtime.web.errors import Conflict, Degraded, NotFound
+
+log = logging.getLogger("reflex.rollout")
+
+EPISODES: Final = 10_000  # episodes kept: the slots that answered them, whether their outcome is known
+CHANGES: Final = 200  # changes kept for the diagnostics
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A change of the versions.
+
+    kind: split, drain, return, rollback, ramp, load, guard, shadow; fault and mended for the begin and end of a drill.
+    """
+
+    at: float
+    kind: str
+    why: str
+    numbers: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """The slot of a request. routing: None with one slot. verdict: of the breaker at that time. arrived: its episode,
+    if that was moved from another process."""
+
+    slot: str
+    routing: Routing | None = None
+    verdict: str = "ok"
+    arrived: str = ""
+
+    @property
+    def changed(self) -> bool:
+        """Whether the episode was moved, from the other slot or another process, and the answer must say so."""
+        return bool(self.arrived) or (self.routing is not None and self.routing.changed)
+
+
+class Rollout:
+    """The versions of one server.
+
+    slots: ("prod",), or ("a", "b"). split: percent of the episodes that go to a. ramp: makes the ramp when the server
+    is ready. guard: for exchanged policies. margin: of the non-inferiority bet, a share. on_change: called with every
+    change, on the event loop. on_moved: called with the moved episodes.
+    """
+
+    def __init__(
+        self,
+        slots: Sequence[str],
+        breaker: Breaker,
+        split: int = 100,
+        ramp: Callable[[Comparison, float], Ramp] | None = None,
+        guard: RampGuard | None = None,
+        margin: float = 0.05,
+        on_change: Callable[[Change], None] = lambda change: None,
+        on_moved: Callable[[Sequence[str]], None] = lambda episodes: None,
+    ) -> None:
+        self.slots = tuple(slots)
+        self.breaker = breaker
+        self.poison = {slot: Poison() for slot in self.slots}
+        self.router = Router(split) if len(self.slots) == 2 else None
+        self._only = Placement(self.slots[0])  # of every request, if there is one slot
+        self.comparison = Comparison(split, margin=margin) if self.router is not None else None
+        self.ramp: Ramp | None = None
+        self._make_ramp = ramp
+        self.changes: deque[Change] = deque(maxlen=CHANGES)
+        self.outcomes: dict[str, list[int]] = {slot: [0, 0] for slot in self.slots}  # successes, episodes
+        self._guard, self._margin = guard, margin
+        self._watched: dict[str, GuardWatch] = {}  # slots whose new policy is being watched
+        self._drained: set[str] = set()  # of these, those that were drained since
+        self._policies = dict.fromkeys(self.slots, 1)  # number of policies that each slot has had
+        self._on_change, self._on_moved = on_change, on_moved
+        self._episodes: OrderedDict[str, set[tuple[str, int]]] = OrderedDict()  # episode → policies that answered it
+        self._told: OrderedDict[str, None] = OrderedDict()  # episodes whose outcome is known
+        self._warned = False
+
+    def begin(self, now: float) -> None:
+        """The server is ready: a ramp starts with its first stage."""
+        if self._make_ramp is not None and self.comparison is not None:
+            self.ramp = self._make_ramp(self.comparison, now)
+            self._share(self.ramp.share)
+            self.changed(now, "ramp", f"started: {self.ramp.share} % of new episodes go to b", {})
+
+    # -- requests ------------------------------------------------------------------------------------------------------
+
+    def place(
+        self,
+        episode_id: str | None,
+        request_id: str,
+        now: float,
+        client: Hashable = None,
+        robot: str | None = None,
+    ) -> Placement:
+        """The slot of the request; raises `Degraded` if all are drained. client, robot: whose it is, for a process that
+        bounds what it remembers of each; the slot does not depend on them."""
+        if self.router is None:
+            placement = self._only
+            if self.breaker.place(placement.slot, episode_id or request_id, now) is None:
+                raise self._degraded()
+        else:
+            routing = self.router.route(episode_id, request_id, now)
+            if routing.degraded and not self._warned:
+                self._warned = True
+                log.warning(
+                    "policy_router.degraded_mode request_id=%s: no episode_id, so every request is routed by itself "
+                    "and robots change between policies; send a stable episode_id with every request",
+                    request_id,
+                )
+            found = self.breaker.place(routing.slot, routing.key, now)
+            if found is None:
+                if routing.changed:
+                    self.router.untold(routing.key)
+                raise self._degraded()
+            if found != routing.slot:
+                routing = self.router.move(routing, found)
+                if routing.changed and episode_id:
+                    self._on_moved((episode_id,))
+            placement = Placement(found, routing, self.breaker.verdict)
+        if episode_id:
+            self._remember(episode_id, placement.slot)
+        return placement
+
+    def _degraded(self) -> Degraded:
+        return Degraded(
+            "every policy crashes; a probe is let in from time to time",
+            retry_after=60.0,
+            consecutive_crashes=max(self.breaker.count(slot) for slot in self.slots),
+        )
+
+    def _remember(self, episode: str, slot: str) -> None:
+        self._episodes.setdefault(episode, set()).add((slot, self._policies[slot]))
+        self._episodes.move_to_end(episode)
+        if len(self._episodes) > EPISODES:
+            self._episodes.popitem(last=False)
+
+    def knows(self, episode: str) -> bool:
+        """Whether a request of the episode was placed here lately."""
+        return episode in self._episodes
+
+    def placed(self, episode: str, slot: str, now: float) -> None:
+        """A request of the episode was placed in another process."""
+        if self.router is not None:
+            self.router.adopt(episode, slot, now)
+        self._remember(episode, slot)
+
+    @property
+    def watched(self) -> list[str]:
+        """Slots of which a ramp or a guard counts every answer."""
+        return [*self._watched, *(["b"] if self.ramp is not None and "b" not in self._watched else [])]
+
+    def untold(self, placement: Placement) -> None:
+        """The request failed: the next answer of its episode says that it moved."""
+        if self.router is not None and placement.routing is not None and placement.routing.changed:
+            self.router.untold(placement.routing.key)
+
+    # -- results -------------------------------------------------------------------------------------------------------
+
+    def crashed(self, slot: str, now: float, poison: float = 0.0) -> None:
+        """A batch of the slot crashed. poison: the share of requests that failed while others were answered."""
+        if slot in self.slots and self.breaker.crashed(slot, now, poison):
+            told = self._why(slot, now)
+            why = f"{slot} crashes: {self.breaker.verdict}, {told['breaker']['slots'][slot]['why']}"
+            self.changed(now, "drain", why, told)
+            if slot in self._watched:
+                self._drained.add(slot)
+            if slot == "b" and self.ramp is not None and self.ramp.state == "running":
+                self.rollback(now, "b was drained during its ramp")
+
+    def computed(self, slot: str, now: float) -> None:
+        """A batch of the slot gave an answer. Called once per batch: the evidence counts calls, not requests."""
+        if slot in self.slots and self.breaker.answered(slot, now):
+            self.changed(now, "return", f"{slot} answers again: {self.breaker.verdict}", self._why(slot, now))
+
+    def answered(self, slot: str, outcome: str, latency: float) -> None:
+        """Count an answer: only `ok` and `failed` say something about the policy."""
+        if outcome not in ("ok", "failed"):
+            return
+        if self.ramp is not None and slot == "b":
+            self.ramp.observe(outcome == "ok", latency)
+        watch = self._watched.get(slot)
+        if watch is not None:
+            watch.add(outcome == "ok", latency)
+
+    def outcome(self, episode_id: str, success: bool) -> dict[str, Any]:
+        """Report how an episode ended. The first report counts. Episodes that two policies answered, or whose policy
+        was exchanged since, count for none."""
+        by = self._episodes.get(episode_id)
+        if by is None:
+            raise NotFound(f"no request with episode_id {episode_id[:100]!r} was answered here lately")
+        mixed = len({slot for slot, _ in by}) > 1
+        slot, policy = next(iter(by))
+        counted = len(by) == 1 and policy == self._policies[slot]
+        told: dict[str, Any] = {"episode_id": episode_id, "slot": None if mixed else slot, "success": success}
+        if episode_id in self._told:  # a caller that got no answer repeats its report
+            return told | {"counted": False, "repeated": True}
+        self._told[episode_id] = None
+        if len(self._told) > EPISODES:
+            self._told.popitem(last=False)
+        if counted:
+            self.outcomes[slot][0] += success
+            self.outcomes[slot][1] += 1
+            if self.comparison is not None:
+                self.comparison.add(slot, success)
+        return told | {"counted": counted, "repeated": False}
+
+    # -- the operator --------------------------------------------------------------------------------------------------
+
+    def set_split(self, split: int, now: float, why: str = "by an operator") -> None:
+        """From now on `split` percent of new episodes go to a. Ends a ramp."""
+        self._two()
+        self.ramp = None
+        self._set_split(split)
+        self.changed(now, "split", why, {"split": split})
+
+    def rollback(self, now: float, why: str = "by an operator") -> list[str]:
+        """Send all traffic to a at once, running episodes too. Returns those that were moved."""
+        router = self._two()
+        if self.ramp is not None and self.ramp.state == "running":
+            self.ramp.roll_back(now, why)
+        moved = router.rollback("a", now)
+        self._set_split(100)
+        self._on_moved(moved)
+        self.changed(now, "rollback", why, {"split": 100, "episodes_moved": len(moved)})
+        return moved
+
+    def reset(self, slot: str, now: float) -> None:
+        if slot not in self.slots:
+            raise NotFound(f"no slot {slot[:20]!r}; the slots are {', '.join(self.slots)}")
+        self._forget_crashes(slot, now)
+        self.changed(now, "return", f"{slot} was reset by an operator: {self.breaker.verdict}", self._why(slot, now))
+
+    def _forget_crashes(self, slot: str, now: float) -> None:
+        self.breaker.reset(slot, now)
+        self.poison[slot] = Poison()
+
+    def may_exchange(self) -> None:
+        """Raises Conflict while a ramp runs, because its results so far belong to the old policy."""
+        if self.ramp is not None and self.ramp.state == "running":
+            raise Conflict("a ramp is running; end it with /admin/rollback or /admin/split, then load")
+
+    def exchanged(self, slot: str, now: float) -> None:
+        """The slot has a new policy: reset crashes, outcomes and comparison."""
+        if slot not in self.slots:
+            return
+        self._policies[slot] += 1
+        self._drained.discard(slot)
+        self._forget_crashes(slot, now)
+        self.outcomes[slot] = [0, 0]
+        if self.comparison is not None:
+            self.comparison = Comparison(self.comparison.split, margin=self._margin)
+
+    def watch(self, slot: str) -> None:
+        """Start the guard on a slot whose policy was exchanged."""
+        if self._guard is not None:
+            self._watched[slot] = GuardWatch(self._guard)
+
+    def watched_enough(self, slot: str) -> bool:
+        """Whether the guard has enough answers to decide, or no longer watches the slot."""
+        watch = self._watched.get(slot)
+        return watch is None or watch.enough
+
+    def unwatch(self, slot: str, now: float | None = None) -> None:
+        """End the watch. now: note that the slot has kept its guard."""
+        watch = self._watched.pop(slot, None)
+        self._drained.discard(slot)
+        if watch is not None and now is not None:
+            self.changed(now, "guard", f"{slot} has kept its guard", watch.numbers())
+
+    # -- time ----------------------------------------------------------------------------------------------------------
+
+    def evaluate(self, now: float) -> list[str]:
+        """Advance or roll back the ramp; call it every second. Returns exchanged slots whose guard triggered."""
+        if self.ramp is not None:
+            decision = self.ramp.evaluate(now)
+            if decision is not None:
+                self._decided(decision)
+        tripped = []
+        for slot, watch in list(self._watched.items()):
+            why = f"{slot} was drained" if slot in self._drained else watch.tripped()
+            if why is not None:
+                self.unwatch(slot)
+                self.changed(now, "guard", f"{slot}: {why}", dict(watch.numbers()))
+                tripped.append(slot)
+        return tripped
+
+    def _decided(self, decision: Decision) -> None:
+        numbers = {"share": decision.share, **decision.numbers}
+        if decision.action == "rollback":
+            self.rollback(decision.at, f"the ramp: {decision.why}")
+        elif decision.action in ("advance", "finish"):
+            self._share(decision.share)
+        self.changed(decision.at, "ramp", f"{decision.action}: {decision.why}", numbers)
+
+    # -- small things --------------------------------------------------------------------------------------------------
+
+    def snapshot(self, now: float) -> dict[str, Any]:
+        """The whole state, JSON-safe. Takes a millisecond with many episodes."""
+        told: dict[str, Any] = {
+            "verdict": self.breaker.verdict,
+            "slots": {slot: {"verdict": verdict} for slot, verdict in self.breaker.verdicts.items()},
+            "breaker": self.breaker.snapshot(now),
+            "outcomes": {slot: _described(*counts) for slot, counts in self.outcomes.items()},
+            "changes": [asdict(change) | {"ago_s": round(now - change.at, 3)} for change in self.changes],
+        }
+        if self.router is not None and self.comparison is not None:
+            told |= {"split": self.router.split, "router": self.router.snapshot()}
+            told["comparison"] = self.comparison.snapshot()
+        if self.ramp is not None:
+            told["ramp"] = self.ramp.snapshot(now)
+        return told
+
+    def _share(self, share: int) -> None:
+        self._set_split(100 - share)
+
+    def _set_split(self, split: int) -> None:
+        self._two().set_split(split)
+        if self.comparison is not None:
+            self.comparison.set_split(split)
+
+    def _two(self) -> Router:
+        if self.router is None:
+            raise Conflict("this server has one policy; a split needs --policy-a and --policy-b")
+        return self.router
+
+    def _why(self, slot: str, now: float) -> dict[str, Any]:
+        return {"slot": slot, "verdict": self.breaker.verdict, "breaker": self.breaker.snapshot(now)}
+
+    def changed(self, now: float, kind: str, why: str, numbers: dict[str, Any]) -> None:
+        """Log a change, keep it, and call `on_change`."""
+        change = Change(now, kind, why, numbers)
+        self.changes.append(change)
+        log.warning("%s: %s %s", kind, why, numbers)
+        self._on_change(change)
+
+
+def _described(successes: int, episodes: int) -> dict[str, Any]:
+    low, high = wilson(successes, episodes) if episodes else (0.0, 1.0)
+    return {"episodes": episodes, "successes": successes, "low": round(low, 4), "high": round(high, 4)}

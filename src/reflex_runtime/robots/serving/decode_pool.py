@@ -1,0 +1,282 @@
+"""Decodes pictures after admission: small ones on the event loop, large ones on a few threads, both in fair order.
+
+A request is admitted first: it has its place, counts for its client's cap, and its deadline runs (`Scheduler.submit`
+with ready=False). Then its pictures are decoded here, while batches run.
+
+- A request whose decoding costs about what a hand-over to a thread and back costs is decoded on the loop, for a few
+  milliseconds a turn, so that other requests get their turns.
+- A larger one waits for a thread, by its size. These waiting pixels are limited; beyond the limit the request that
+  would be decoded last is refused.
+
+A request that settles while it waits is not decoded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Hashable
+from contextlib import suppress
+from math import inf
+from typing import Any, Final
+
+from reflex_runtime.core.errors import QueueFull, ReflexError
+from reflex_runtime.core.order import LazyHeap
+from reflex_runtime.core.request import Priority
+from reflex_runtime.robots.policy.observation import MAX_IMAGE_PIXELS
+
+log = logging.getLogger("reflex.server")
+
+LIGHT_S: Final = 0.002
+"""Seconds of decoding up to which a request is decoded on the loop."""
+LIGHT_BYTES: Final = 1 << 18
+"""Bytes up to which a request's pictures are looked at on the loop."""
+TURN_S: Final = 0.004
+"""Seconds of decoding in one turn of the loop."""
+FIRST_PACE: Final = 2e-8
+"""Seconds a pixel before the first was decoded: of PNG."""
+WAITING_PIXELS: Final = 16 * MAX_IMAGE_PIXELS
+"""Of larger requests, so many pixels may wait: some seconds of decoding."""
+LOOK_PIXELS: Final = 1 << 14  # cost of reading the headers, in decoded pixels
+SHARES: Final = {Priority.URGENT: 10.0, Priority.DEFAULT: 1.0, Priority.BACKGROUND: 0.1}
+
+AT_ONCE: Final = 16
+"""Most requests that one turn of the event loop is told of."""
+
+SHADOW_SHARE: Final = 0.01
+SHADOW_CLIENT: Final = ("shadow",)
+
+Done = Callable[[Any, Exception | None], None]
+
+
+class Job:
+    """One request's pictures.
+
+    client: the client whose share of decoding it uses. share: the weight of that share. size: bytes as they came.
+    look: returns its number of pixels, or raises; reads headers only. make: returns the value. Both are called on the
+    loop, or on a thread. done: called on the loop with the value or the error, once; not after `discard`.
+    """
+
+    __slots__ = ("client", "done", "gone", "look", "make", "pixels", "share", "size", "tag")
+
+    def __init__(
+        self, client: Hashable, share: float, size: int, look: Callable[[], int], make: Callable[[], Any], done: Done
+    ) -> None:
+        self.client, self.share, self.size, self.look, self.make, self.done = client, share, size, look, make, done
+        self.pixels = -1  # not looked at yet
+        self.tag = 0.0
+        self.gone = False
+
+    def forget(self) -> None:
+        """Drop its functions, because its request may keep the job for longer."""
+        self.gone = True
+        self.look, self.make, self.done = _nothing, _nothing, _heard
+
+
+def _nothing() -> int:
+    return 0
+
+
+def _heard(value: Any, error: Exception | None) -> None:
+    return
+
+
+class DecodeOrder:
+    """Which job is decoded next: fair by pixels between clients, by virtual time as in the scheduler.
+
+    most: pixels that may wait; inf for any number.
+    """
+
+    def __init__(self, most: float = inf) -> None:
+        self.most = most
+        self._waiting: LazyHeap[Job, float] = LazyHeap()
+        self._now = 0.0
+        self._ends: dict[Hashable, float] = {}  # tag of each client's last job
+        self.waiting_pixels = 0
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def push(self, job: Job, pixels: int) -> Job | None:
+        """Add a waiting job. Returns the job that must be refused for it, perhaps itself, or None."""
+        job.pixels = pixels
+        job.tag = max(self._now, self._ends.get(job.client, 0.0)) + pixels / job.share
+        self._ends[job.client] = job.tag
+        if len(self._ends) > 64 + 2 * len(self):  # those that virtual time has passed have nothing to pay
+            self._ends = {client: end for client, end in self._ends.items() if end > self._now}
+        self._waiting.push(job.tag, job)
+        self.waiting_pixels += pixels
+        if self.waiting_pixels <= self.most or len(self) == 1:
+            return None
+        last = max(self._waiting.ascending(), key=lambda waiting: waiting.tag)
+        self.discard(last)
+        return last
+
+    def take(self) -> Job | None:
+        """The next job."""
+        top = self._waiting.first()
+        if top is None:
+            return None
+        tag, job = top
+        self.discard(job)
+        self._now = max(self._now, tag)
+        return job
+
+    def discard(self, job: Job) -> None:
+        """The job does not wait any more."""
+        if job in self._waiting:
+            self.waiting_pixels -= job.pixels
+            self._waiting.discard(job)
+
+
+class DecodePool:
+    """What waits to be decoded, the loop's turns for it, and the threads. All methods on one event loop only.
+
+    workers: threads for large requests. They start with the first of those, and end with the process: a shutdown does
+    not wait for a picture that is being decoded.
+    """
+
+    def __init__(self, workers: int = 0, most: float = WAITING_PIXELS) -> None:
+        self._count = workers or max(1, min(4, (os.cpu_count() or 2) - 1))
+        self._light, self._large = DecodeOrder(), DecodeOrder(most)
+        self._turn_due = self._closed = False
+        self._lock = threading.Lock()  # of the large ones
+        self._work_to_do = threading.Condition(self._lock)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._threads = 0
+        self._made: deque[tuple[Job, Any, Exception | None]] = deque()  # what the loop is to be told
+        self._pace = FIRST_PACE  # seconds per pixel, a slow mean
+
+    def add(self, job: Job) -> None:
+        """The job waits for its turn."""
+        if self._loop is None:
+            self._loop = asyncio.get_running_loop()
+        if job.size > LIGHT_BYTES:  # a thread reads its headers too
+            self._add_large(job, max(LOOK_PIXELS, job.size))
+        else:
+            self._light.push(job, max(LOOK_PIXELS, job.size))
+            if not self._turn_due:
+                self._turn_due = True
+                self._loop.call_soon(self._turn)
+
+    def discard(self, job: Job) -> None:
+        """The job is not needed any more: drop it, or its result if it runs."""
+        job.forget()
+        self._light.discard(job)
+        with self._lock:
+            self._large.discard(job)
+
+    def close(self) -> None:
+        """End the threads after their present jobs; waiting jobs are not done."""
+        with self._lock:
+            self._closed = True
+            self._work_to_do.notify_all()
+
+    @property
+    def waiting(self) -> int:
+        """Jobs that are not being decoded."""
+        return len(self._light) + len(self._large)
+
+    # -- on the loop ---------------------------------------------------------------------------------------------------
+
+    def _turn(self) -> None:
+        """Decode small requests for a few milliseconds; the rest in the next turn."""
+        assert self._loop is not None
+        until = time.perf_counter() + TURN_S
+        while time.perf_counter() < until and (job := self._light.take()) is not None:
+            try:
+                pixels = job.look()
+                if pixels * self._pace > LIGHT_S:
+                    self._add_large(job, pixels)
+                    continue
+                value = self._decode(job, pixels)
+            except Exception as error:
+                _deliver(job, None, error)
+            else:
+                _deliver(job, value, None)
+        self._turn_due = len(self._light) > 0
+        if self._turn_due:
+            self._loop.call_soon(self._turn)
+
+    def _decode(self, job: Job, pixels: int) -> Any:
+        began = time.perf_counter()
+        value = job.make()
+        if pixels > LOOK_PIXELS:
+            self._pace += 0.1 * ((time.perf_counter() - began) / pixels - self._pace)
+        return value
+
+    def _add_large(self, job: Job, pixels: int) -> None:
+        with self._lock:
+            refused = self._large.push(job, pixels)
+            if self._threads < self._count:
+                self._threads += 1
+                threading.Thread(target=self._work, name=f"reflex-decode-{self._threads}", daemon=True).start()
+            self._work_to_do.notify()
+            waiting = self._large.waiting_pixels
+        if refused is not None:
+            _deliver(refused, None, self._full(waiting))
+
+    def _full(self, waiting: int) -> ReflexError:
+        return QueueFull(
+            "too many large pictures wait to be decoded",
+            retry_after=max(1.0, waiting * self._pace),
+            waiting_pixels=waiting,
+            max_waiting_pixels=self._large.most,
+        )
+
+    def _take_made(self) -> None:
+        """Those that threads have made, and the rest of many in the next turn."""
+        assert self._loop is not None
+        with self._lock:
+            made = [self._made.popleft() for _ in range(min(AT_ONCE, len(self._made)))]
+            if self._made:
+                self._loop.call_soon(self._take_made)
+        for one in made:
+            _deliver(*one)
+
+    # -- threads -------------------------------------------------------------------------------------------------------
+
+    def _work(self) -> None:
+        while True:
+            with self._work_to_do:
+                while (job := self._large.take()) is None and not self._closed:
+                    self._work_to_do.wait()
+                if self._closed or job is None:
+                    return
+            try:
+                pixels = job.look()
+                if pixels > job.pixels:  # it waited by its bytes
+                    with self._lock:
+                        refused, waiting = self._large.push(job, pixels), self._large.waiting_pixels
+                    if refused is not None:
+                        self._tell(refused, None, self._full(waiting))
+                    continue
+                value = self._decode(job, pixels)
+            except Exception as error:
+                self._tell(job, None, error)
+            else:
+                self._tell(job, value, None)
+
+    def _tell(self, job: Job, value: Any, error: Exception | None) -> None:
+        """Tell the loop. Waking it is a system call: once for all that are made until it looks."""
+        assert self._loop is not None
+        with self._lock:
+            wakes = not self._made
+            self._made.append((job, value, error))
+        if wakes:
+            with suppress(RuntimeError):  # the loop is closed
+                self._loop.call_soon_threadsafe(self._take_made)
+
+
+def _deliver(job: Job, value: Any, error: Exception | None) -> None:
+    if not job.gone:
+        done = job.done
+        job.forget()
+        try:
+            done(value, error)
+        except Exception:
+            log.exception("a request whose pictures were decoded could not go on")

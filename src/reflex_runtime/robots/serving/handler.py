@@ -1,0 +1,392 @@
+"""The way of a request through the served policies, the same on every wire.
+
+A wire writes, for each request,
+
+    with handler.admit(pending):
+        answer = await handler.infer(pending, question)
+
+`admit` is the one place that counts, records and tells rollout, objectives and spans how a request ended. `infer` reads
+from top to bottom: choose the version, submit, decode the pictures, await the batch. A caller that leaves cancels it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Sequence
+from contextlib import nullcontext
+from functools import partial
+from types import TracebackType
+from typing import Any
+
+from reflex_runtime.core.errors import Closed, Expired, ReflexError
+from reflex_runtime.core.events import RequestAnswered
+from reflex_runtime.core.request import AdmittedBatch, Request, Ticket
+from reflex_runtime.observe.trace_context import within
+from reflex_runtime.robots import ActionChunk, Observation, Policy
+from reflex_runtime.robots.policy.observation import Doubt
+from reflex_runtime.robots.rollout.shadowing import Shadowing
+from reflex_runtime.robots.serving.decode_pool import SHADOW_CLIENT, SHADOW_SHARE, SHARES, Done, Job
+from reflex_runtime.robots.serving.images import check_names, job_of, observe
+from reflex_runtime.robots.serving.pending import PendingRequest
+from reflex_runtime.robots.serving.question import ActAnswer, Question, Timing
+from reflex_runtime.robots.serving.recorded import asked_and_answered
+from reflex_runtime.robots.serving.runtime import PolicyRuntime
+from reflex_runtime.robots.serving.served import ServedPolicy
+from reflex_runtime.robots.serving.spans import begin_span, join_span
+from reflex_runtime.robots.wires.common import ObservationReader, ObservationReaders
+from reflex_runtime.settings.declare import did_you_mean
+from reflex_runtime.version import __version__
+from reflex_runtime.web.app import cancelled_by
+from reflex_runtime.web.errors import Reported, TooManyRequests, known
+from reflex_runtime.web.fields import invalid
+from reflex_runtime.web.json import printable
+
+log = logging.getLogger("reflex.server")
+
+
+class RequestHandler:
+    """Takes requests for one policy of a server, or for the one that each request names.
+
+    config: of the server; `served` has its own. prefix: of the paths that ask this policy, "" where no path names one.
+    """
+
+    def __init__(self, runtime: PolicyRuntime, policy: str | None = None, prefix: str = "") -> None:
+        """policy: the one that is asked, whatever a request says; None for the default where a request says nothing."""
+        self.runtime, self.config, self.prefix = runtime, runtime.config, prefix
+        self._fixed = policy is not None
+        self._served = runtime.default if policy is None else runtime.policies[policy]
+        self._named: dict[tuple[str, bool], RequestHandler] = {}  # others, by policy and whether they are fixed to it
+        self._readings: dict[str, ObservationReaders] = {}
+        self._described: tuple[AdmittedBatch, dict[str, Any]] | None = None
+
+    @property
+    def served(self) -> ServedPolicy:
+        """The policy that is asked; 422 where there are several, and none is named."""
+        if self._served is None:
+            names = ", ".join(self.runtime.policies)
+            path = f"/policies/{next(iter(self.runtime.policies))}/act"
+            raise invalid("policy", f"policy: missing, and several are served: {names}; name one, or ask {path}")
+        return self._served
+
+    @property
+    def unnamed(self) -> bool:
+        """Whether a request must name its policy."""
+        return self._served is None
+
+    def of(self, name: str | None) -> RequestHandler:
+        """What takes requests for the policy of this name; itself where there is none. 422 for a wrong one."""
+        return self if name is None else self._at(name, self._fixed)
+
+    def one(self, name: str | None) -> RequestHandler:
+        """The same for a robot that asks one policy from now on: what its requests name is checked against it."""
+        return self._at(self.served.name if name is None else name, True)
+
+    def _at(self, name: str, fixed: bool) -> RequestHandler:
+        if self._fixed:
+            if name != self.served.name:
+                wrong = f"policy: {name[:100]!r} is named, and {self.served.name!r} by the path or the connection"
+                raise invalid("policy", printable(wrong))
+            return self
+        if name not in self.runtime.policies:
+            names = ", ".join(self.runtime.policies)
+            near = did_you_mean(name[:100], self.runtime.policies)
+            wrong = f"policy: {name[:100]!r} is not served, only {names}{near}"
+            raise invalid("policy", printable(wrong))
+        found = self._named.get((name, fixed))
+        if found is None:
+            found = self._named[name, fixed] = RequestHandler(self.runtime, name)
+            found._fixed = fixed
+        return found
+
+    def reading(self, wire: str) -> ObservationReader:
+        """Reads the wire's observations for what the policy's slots have now."""
+        return self.readings(wire).now
+
+    def readings(self, wire: str) -> ObservationReaders:
+        """The same for whatever they will have."""
+        found = self._readings.get(wire)
+        if found is None:
+            found = self._readings[wire] = ObservationReaders(self.served, wire)
+        return found
+
+    # -- a request -----------------------------------------------------------------------------------------------------
+
+    def admit(self, pending: PendingRequest) -> Admission:
+        """Whether the request may enter; counts it, and its end. What is raised within is its error."""
+        return Admission(self, pending)
+
+    def refused(self, pending: PendingRequest, error: ReflexError) -> None:
+        """Count a request that was refused before it could be read."""
+        with within_span(self.runtime, pending):
+            self._publish(pending, error.outcome, error.http_status, error)
+
+    async def infer(self, pending: PendingRequest, question: Question, received: float | None = None) -> ActAnswer:
+        """The policy's answer. received: when its last byte was read, else now."""
+        pending.received = time.monotonic() if received is None else received
+        pending.question = question
+        if question.request_id:
+            pending.request_id = question.request_id
+        handler = self if question.policy is None else self.of(question.policy)
+        return await handler._infer(pending, question)
+
+    async def _infer(self, pending: PendingRequest, question: Question) -> ActAnswer:
+        served = pending.served = self.served
+        placement = pending.placement = served.place(
+            question.episode_id, pending.request_id, pending.client, question.robot_id
+        )
+        version = pending.version = served.slots[placement.slot].version
+        version.users += 1  # until its end, see `Admission`
+        if question.images:
+            check_names(question, served.cameras)
+        request = self._request(pending, question, version.policy)
+        job = request.payload if isinstance(request.payload, Job) else None
+        ticket = pending.ticket = self.runtime.batcher.submit(request, ready=job is None)
+        if pending.span is not None:
+            join_span(self.runtime.spans, pending)
+        if job is not None:
+            self.runtime.decode_pool.add(job)
+        try:
+            chunk: ActionChunk = await (waiter := ticket.waiter)
+        except asyncio.CancelledError:
+            if not waiter.cancelled():
+                waiter.exception()  # it failed in the same turn, and nobody else looks
+            self.runtime.batcher.cancel(ticket)
+            raise
+        finally:
+            ticket.waiter = waiter = None
+            if job is not None and not job.gone:
+                self.runtime.decode_pool.discard(job)
+        pending.answer = self._answer(pending, ticket, chunk)
+        return pending.answer
+
+    async def infer_all(
+        self, rows: Sequence[PendingRequest], questions: Sequence[Question], received: float | None = None
+    ) -> list[ActAnswer]:
+        """The answers of requests that came together and are answered together. The first error cancels the others, and
+        is raised as Reported."""
+
+        async def one(pending: PendingRequest, question: Question) -> ActAnswer:
+            try:
+                with self.admit(pending):
+                    return await self.infer(pending, question, received)
+            except ReflexError as error:
+                raise Reported(error, pending.request_id) from None
+
+        tasks = [asyncio.ensure_future(one(*row)) for row in zip(rows, questions, strict=True)]
+        try:
+            return list(await asyncio.gather(*tasks))
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+
+    def _request(self, pending: PendingRequest, question: Question, policy: Policy) -> Request:
+        """What is submitted: the request, or a reservation where pictures are to be decoded once it is admitted."""
+        priority = question.priority
+        client = question.robot_id or question.episode_id or pending.client
+        limit = _time_limit(pending, question, self.served.config.deadline_ms)
+        if not question.images:
+            observation = observe(policy, pending.request_id, question, pending.received)
+            return policy.request(observation, client=client, priority=priority, time_limit=limit)
+        decoded = partial(self._decoded, pending, policy)
+        job = job_of(policy, pending.request_id, question, pending.received, client, SHARES[priority], decoded)
+        return policy.reservation(
+            job, pending.request_id, question.episode_id or "", client=client, priority=priority, time_limit=limit
+        )
+
+    def _decoded(
+        self, pending: PendingRequest, policy: Policy, observation: Observation | None, error: Exception | None
+    ) -> None:
+        """Its pictures are decoded: the scheduler may run it, or ends it with the error."""
+        ticket = pending.ticket
+        assert ticket is not None
+        admitted = ticket.request
+        made: Request | ReflexError
+        try:
+            if observation is None:
+                raise error or RuntimeError("nothing was decoded")
+            made = policy.request(observation, client=admitted.client, priority=admitted.priority)
+        except Exception as failure:  # else it would wait for ever
+            made = known(failure, pending.request_id)
+        if observation is not None:
+            self.runtime.metrics.prepared(admitted.group, time.monotonic() - ticket.arrived)
+        self.runtime.batcher.prepared(ticket, made)
+
+    def _answer(self, pending: PendingRequest, ticket: Ticket, chunk: ActionChunk) -> ActAnswer:
+        admission, started, version = ticket.admission, ticket.started, pending.version
+        assert admission is not None
+        assert started is not None
+        assert version is not None
+        if self._described is None or self._described[0] is not admission:  # the same for all of one batch
+            self._described = (admission, _batch_of(admission))
+        now = pending.answered = time.monotonic()
+        total = now - pending.received
+        spent, latency, doubts = _ms(total), self.served.config.inject_latency_ms, ticket.request.payload.doubts
+        mode, model_hash, config_hash = version.told
+        return ActAnswer(
+            actions=chunk.actions,
+            num_actions=chunk.actions.shape[0],
+            action_dim=chunk.actions.shape[1],
+            latency_ms=spent,
+            hz=_ms(1e-3 / total) if total > 0 else 0.0,
+            denoising_steps=chunk.denoising_steps,
+            inference_mode=mode,
+            model_hash=model_hash,
+            config_hash=config_hash,
+            reflex_version=__version__,
+            request_id=pending.request_id,
+            timing=Timing(_ms(started - ticket.arrived), _ms(now - started), spent, _ms(now - pending.started)),
+            batch=self._described[1],
+            cache=chunk.cache,
+            guard=chunk.guard.as_dict() if chunk.guard is not None else None,
+            rtc=chunk.rtc,
+            policy_changed=pending.placement is not None and pending.placement.changed,
+            injected={"latency_ms": latency} if latency else None,
+            warnings=self._warnings(ticket.request.group, doubts) if doubts else [],
+        )
+
+    def _warnings(self, slot: str, doubts: Sequence[Doubt]) -> list[str]:
+        for doubt in doubts:
+            self.runtime.metrics.warned(slot, doubt.kind)
+        return [doubt.message for doubt in doubts]
+
+    # -- its end -------------------------------------------------------------------------------------------------------
+
+    def check_open(self) -> None:
+        """Raise where no request may enter now. The one that asks counts as active already."""
+        runtime, limit, others = self.runtime, self.config.max_concurrent, self.runtime.active - 1
+        if limit and others >= limit:
+            raise TooManyRequests(
+                f"{others} requests are being answered, at most {limit} may be",
+                retry_after=1.0,
+                concurrent_requests=others,
+                max_concurrent=limit,
+            )
+        runtime.need_policy()
+        if runtime.state == "draining":
+            raise Closed("the server is shutting down", retry_after=1.0)
+
+    def ended(self, pending: PendingRequest, error: ReflexError | None) -> None:
+        """Publish the end of a request that had entered."""
+        served = pending.served
+        if error is None:
+            self._publish(pending, "ok", 200, None)
+            if served is not None and served.shadow is not None:
+                self._ask_shadow(served.shadow, pending)
+            return
+        with within_span(self.runtime, pending):
+            self._publish(pending, error.outcome, error.http_status, error)
+            if pending.placement is not None and served is not None:
+                served.rollout.untold(pending.placement)
+
+    def _ask_shadow(self, shadow: Shadowing, pending: PendingRequest) -> None:
+        question, ticket, answer = pending.question, pending.ticket, pending.answer
+        if question is None or ticket is None or answer is None or not shadow.takes(pending.request_id):
+            return
+        request_id, received = pending.request_id, pending.received
+
+        def job(policy: Policy, done: Done) -> Job:
+            return job_of(policy, request_id, question, received, SHADOW_CLIENT, SHADOW_SHARE, done)
+
+        shadow.ask(request_id, ticket.request.group, answer.actions, job)
+
+    def _publish(self, pending: PendingRequest, outcome: str, status: int, error: ReflexError | None) -> None:
+        runtime, placement = self.runtime, pending.placement
+        now = time.monotonic() if error is not None else pending.answered
+        served = pending.served or self._served or runtime.first  # an error that names no policy counts somewhere
+        slot = served.group(served.served[0] if placement is None else placement.slot)
+        detail = None
+        if runtime.journals and pending.question is not None:
+            try:
+                detail = asked_and_answered(pending, slot, now, error, served.config.deadline_ms)
+            except Exception:  # the caller gets the answer all the same
+                log.exception("request %s could not be recorded", pending.request_id)
+        age, took, wire = now - pending.started, now - (pending.received or now), pending.wire
+        fields = now, slot, outcome, status, age, pending.ticket, detail, took, wire, error, pending.span
+        runtime.audience.publish(tuple.__new__(RequestAnswered, fields))  # its own constructor takes twice the time
+
+
+class Admission:
+    """One request that is being answered: a context that counts it, and publishes how it ended."""
+
+    __slots__ = ("_handler", "_pending")
+
+    def __init__(self, handler: RequestHandler, pending: PendingRequest) -> None:
+        self._handler, self._pending = handler, pending
+
+    def __enter__(self) -> None:
+        runtime = self._handler.runtime
+        runtime.active += 1
+        if runtime.spans is not None:
+            begin_span(runtime.spans, self._pending)
+        try:
+            self._handler.check_open()
+        except ReflexError as error:
+            self._end(error)
+            raise
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self._end(None)
+        elif isinstance(error, asyncio.CancelledError):
+            self._end(cancelled_by(error))
+        elif isinstance(error, Exception):
+            told = known(error, self._pending.request_id)
+            self._end(told)
+            _forget_frames(error)
+            if told is not error:
+                raise told from None
+        else:
+            self._end(ReflexError("the process ends"))
+
+    def _end(self, error: ReflexError | None) -> None:
+        handler, pending = self._handler, self._pending
+        try:
+            handler.ended(pending, error)
+        except Exception:
+            log.exception("request %s: its end could not be counted", pending.request_id)
+        handler.runtime.active -= 1
+        if pending.version is not None:
+            pending.version.users -= 1
+
+
+def within_span(runtime: PolicyRuntime, pending: PendingRequest) -> Any:
+    """A context in which log lines name the trace of a request."""
+    return nullcontext() if runtime.spans is None else within(begin_span(runtime.spans, pending).context)
+
+
+def _time_limit(pending: PendingRequest, question: Question, default_ms: float) -> float | None:
+    """Seconds that are left of its deadline, None without one. default_ms: of requests that bring none; 0 is none."""
+    limit = default_ms if question.deadline_ms is None else question.deadline_ms
+    if not limit:
+        return None
+    left = limit / 1e3 - (time.monotonic() - pending.started)
+    if left <= 0.0:
+        raise Expired("its deadline passed while it was read")
+    return left
+
+
+def _forget_frames(error: BaseException | None) -> None:
+    """Drop the tracebacks behind an error that was told: their frames hold the batch, the batch this ticket, the ticket
+    the error. With a fifth of the requests bad the collector took a twentieth of the server's time."""
+    while error is not None:
+        error.__traceback__ = None
+        error = error.__cause__ or error.__context__
+
+
+def _batch_of(admission: AdmittedBatch) -> dict[str, Any]:
+    return {
+        "id": admission.id,
+        "size": admission.size,
+        "reason": admission.reason,
+        "cost_ms": round(admission.cost * 1e3, 3),
+    }
+
+
+def _ms(seconds: float) -> float:
+    """Milliseconds to three places, at a quarter of what `round` costs."""
+    return int(seconds * 1e6 + 0.5) / 1e3

@@ -1,0 +1,56 @@
+"""One request to the served policies, from its first byte to its answer."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Hashable, Mapping
+from typing import Protocol
+
+from reflex_runtime.core.request import Ticket
+from reflex_runtime.observe.spans import RequestSpan
+from reflex_runtime.robots.rollout.rollout import Placement
+from reflex_runtime.robots.rollout.versions import Version
+from reflex_runtime.robots.serving.question import ActAnswer, Question
+from reflex_runtime.robots.serving.served import ServedPolicy
+
+
+class HasHeaders(Protocol):
+    """What a request came on: a call, or the connection of several. headers: names in lower case."""
+
+    @property
+    def headers(self) -> Mapping[bytes, bytes]: ...
+
+
+class PendingRequest:
+    """One request; `RequestHandler` fills it in.
+
+    wire: one of `WIRES` (see `wire_names`). client: whose fair share it takes where it names neither robot nor episode.
+    started: when it reached this machine; received: when all of it had been read, answered: when its answer was made,
+    0.0 before (`time.monotonic`). source: what has its headers; None on a wire without any. span: of its trace; None
+    where the server makes none.
+    question, served, placement, version, ticket, answer: None before they are known.
+    """
+
+    __slots__ = (
+        "answer", "answered", "client", "placement", "question", "received", "request_id", "served", "source", "span",
+        "started", "ticket", "version", "wire",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        wire: str,
+        request_id: str,
+        client: Hashable,
+        started: float | None = None,
+        source: HasHeaders | None = None,
+    ) -> None:
+        self.wire, self.request_id, self.client, self.source = wire, request_id, client, source
+        self.started = time.monotonic() if started is None else started
+        self.received = self.answered = 0.0
+        self.span: RequestSpan | None = None
+        self.question: Question | None = None
+        self.served: ServedPolicy | None = None
+        self.placement: Placement | None = None
+        self.version: Version | None = None
+        self.ticket: Ticket | None = None
+        self.answer: ActAnswer | None = None

@@ -1,0 +1,296 @@
+"""One of the policies of a server: its slots and their versions, how they are rolled out, and its own settings."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any, Protocol
+
+from reflex_runtime.core.events import BatchFinished
+from reflex_runtime.core.group import GroupConfig
+from reflex_runtime.observe.journal import WarmUpLine
+from reflex_runtime.observe.journal_writer import warmed
+from reflex_runtime.observe.metrics import Metrics
+from reflex_runtime.robots import Policy, PolicySource, PolicySpec
+from reflex_runtime.robots.rollout.breaker import Breaker
+from reflex_runtime.robots.rollout.comparison import Comparison
+from reflex_runtime.robots.rollout.ramp import Ramp, RampGuard
+from reflex_runtime.robots.rollout.rollout import Change, Placement, Rollout
+from reflex_runtime.robots.rollout.shadow import Difference
+from reflex_runtime.robots.rollout.shadowing import Shadowing
+from reflex_runtime.robots.rollout.slo import Objective, SloTracker
+from reflex_runtime.robots.rollout.verdict import VerdictSink
+from reflex_runtime.robots.rollout.versions import Version
+from reflex_runtime.robots.serving.decode_pool import DecodePool
+from reflex_runtime.robots.serving.exchanging import Exchanging, LoadedBeside
+from reflex_runtime.robots.serving.images import cameras_of
+from reflex_runtime.robots.serving.kept_exchanges import KeptExchanges
+from reflex_runtime.robots.serving.slots import SHADOW, WARM_SIZES, Slot, check_alike, faults_of, group_of, load
+from reflex_runtime.robots.serving.wire_names import WIRES
+from reflex_runtime.run.audience import Audience
+from reflex_runtime.run.batcher import Batcher
+from reflex_runtime.settings import ServeConfig
+from reflex_runtime.web.errors import SloViolated
+
+log = logging.getLogger("reflex.server")
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyPlan:
+    """What is to be served under one name.
+
+    specs: by slot, served ones first: prod, or a and b, and perhaps shadow. config: with its own settings in force.
+    weight: its share of the device's time against other policies.
+    """
+
+    name: str
+    config: ServeConfig
+    specs: Mapping[str, PolicySource]
+    weight: float = 1.0
+
+
+class PolicyServer(Protocol):
+    """The server of a policy, as the policy uses it; see `PolicyRuntime`."""
+
+    metrics: Metrics
+    audience: Audience
+    decode_pool: DecodePool
+    state: str
+
+    @property
+    def batcher(self) -> Batcher: ...
+    @property
+    def has_batcher(self) -> bool: ...
+    @property
+    def slots(self) -> Sequence[Slot]: ...
+    def note(self, kind: str, **fields: object) -> None: ...
+
+
+class ServedPolicy:
+    """The versions of one policy, in slots; `place` chooses the slot of a request.
+
+    served: the slots that answer requests. cameras: names under which images are looked at, also of what was exchanged:
+    callers follow one by one. slots: empty before `build`.
+    """
+
+    def __init__(self, plan: PolicyPlan, server: PolicyServer, alone: bool = True) -> None:
+        """alone: it is the only one of its server, where its slots are groups by their own names."""
+        self.name, self.config, self.specs, self.weight = plan.name, plan.config, dict(plan.specs), plan.weight
+        self.alone = alone
+        self.served = tuple(slot for slot in plan.specs if slot != SHADOW)
+        self.slo = self._objective()
+        self.cameras = cameras_of(plan.specs.values())
+        self._server = server
+        self.rollout = self._rollout()
+        self.slots: dict[str, Slot] = {}
+        self.shadow: Shadowing | None = None
+        self._verdict = VerdictSink(self.rollout, self.group(""))
+        server.audience.add(self._verdict)
+        if self.slo is not None:
+            server.audience.add(self.slo)
+        for slot, spec in plan.specs.items():
+            self._add_series(slot, spec.embodiment.name or "unknown")
+
+    @property
+    def policy(self) -> Policy:
+        """The first slot's policy for new requests."""
+        return self.slots[self.served[0]].policy
+
+    @property
+    def spec(self) -> PolicySpec:
+        return self.slots[self.served[0]].policy.spec if self.slots else self.specs[self.served[0]]
+
+    @property
+    def all_specs(self) -> list[PolicySpec]:
+        """Those of all slots, the first slot's first."""
+        if not self.slots:
+            return list(self.specs.values())
+        return [slot.policy.spec for slot in self.slots.values()]
+
+    def group(self, slot: str) -> str:
+        """The group of a slot: its name in the scheduler, metrics and journals."""
+        return slot if self.alone else f"{self.name}.{slot}"
+
+    @property
+    def health(self) -> str:
+        """The server's state, or degraded: none of its slots answers."""
+        degraded = self._server.state == "ready" and self.rollout.breaker.verdict == "degraded"
+        return "degraded" if degraded else self._server.state
+
+    # -- start and end -------------------------------------------------------------------------------------------------
+
+    def load(self) -> dict[str, Policy]:
+        """The policies by slot. For a thread that may take long; ConfigError when one is wrong."""
+        check_alike(self.specs)
+        return {slot: load(self.config, slot, spec, self.group(slot)) for slot, spec in self.specs.items()}
+
+    def build(self, policies: Mapping[str, Policy]) -> list[GroupConfig]:
+        """Put what was loaded into the slots. Returns how the scheduler is to treat them."""
+        config = self.config
+        faults = faults_of(config.inject_fault, tuple(policies), "--inject-fault")
+        self.slots = {slot: Slot(slot, config, policy, faults[slot]) for slot, policy in policies.items()}
+        tenant = "" if self.alone else self.name
+        return [group_of(config, slot, policy, self.weight, tenant) for slot, policy in policies.items()]
+
+    def join(self, batcher: Batcher) -> None:
+        """Its slots are groups of this batcher now."""
+        server = self._server
+        self.exchanging = Exchanging(self.config, self.slots, batcher, self.rollout, lambda: server.slots)
+        self._kept = KeptExchanges(self.config, self.rollout, self.exchanging.go_back, self.exchanging.settle)
+        if SHADOW in self.slots:
+            self.shadow = Shadowing(
+                self.slots[SHADOW],
+                batcher,
+                server.decode_pool,
+                self.config.shadow_sample,
+                server.metrics,
+                server.audience.publish,
+                self._compared,
+                lambda why: self.rollout.changed(time.monotonic(), "shadow", f"stopped: {why}", {}),
+            )
+            server.audience.add(self.shadow)
+
+    def warm(self) -> list[WarmUpLine]:
+        """Run every slot's policy, on the device thread. Returns what that taught, for journals."""
+        found = []
+        for holder in self.slots.values():
+            ran = holder.policy.warm_up(WARM_SIZES)
+            ran.teach(self._server.batcher.scheduler.cost_model(holder.group))
+            learned = warmed(holder.group, ran.batches, ran.finished)
+            found += [] if learned is None else [learned]
+        return found
+
+    def look(self, now: float) -> None:
+        """Call it once a second: the objective, guards, and versions that are no longer needed."""
+        if self.slo is not None:
+            self.slo.check(now)
+        self._kept.look(now)
+        self.exchanging.unload()
+
+    def drain(self) -> None:
+        """The end has begun."""
+        if self.shadow is not None:
+            self.shadow.close()
+
+    # -- requests ------------------------------------------------------------------------------------------------------
+
+    def place(
+        self, episode_id: str | None, request_id: str, client: Hashable = None, robot: str | None = None
+    ) -> Placement:
+        """Which slot answers the request. Raises when none may, because of its crashes or the latency objective.
+
+        client, robot: whose it is.
+        """
+        if self.slo is not None and not self.slo.admits():
+            raise SloViolated("the latency objective is violated", retry_after=1.0, value_ms=self.slo.value_ms)
+        return self.rollout.place(episode_id, request_id, time.monotonic(), client, robot)
+
+    def ended(self, episode_id: str, success: bool, **fields: object) -> dict[str, Any]:
+        """An episode has ended: count it, forget what it carried on, and write it into every journal. Returns what came
+        of it; 404 for one that is not known."""
+        told = self.rollout.outcome(episode_id, success)
+        if told["counted"]:
+            self._server.metrics.ended(self.group(told["slot"]), success)
+        if not told["repeated"]:
+            for slot in self.slots.values():
+                slot.policy.forget(episode_id)
+            self.note("outcome", **told, **fields)
+        return told
+
+    def note(self, kind: str, **fields: object) -> None:
+        """Write a note into every journal."""
+        self._server.note(kind, **fields, **({} if self.alone else {"policy": self.name}))
+
+    def notes(self, event: BatchFinished) -> dict[str, str]:
+        """The notes of a finished batch of its slots, for journals."""
+        return self._verdict.notes(event)
+
+    # -- the operator --------------------------------------------------------------------------------------------------
+
+    def inject(self, texts: Sequence[str]) -> None:
+        """Replace the injected faults from the next batch on. ConfigError for a wrong one."""
+        for slot, faults in faults_of(texts, tuple(self.slots), "faults").items():
+            self.slots[slot].inject(faults)
+        log.warning("FAULT INJECTION: %s", ", ".join(texts) or "none any more")
+
+    @property
+    def faults(self) -> list[str]:
+        """The injected faults in force."""
+        return [str(fault) for slot in self.slots.values() for fault in slot.faults]
+
+    async def exchange(self, slot: str, source: str) -> Version:
+        """Put another policy into a slot. ConfigError leaves everything as it is, and Conflict while a ramp runs."""
+        self.rollout.may_exchange()
+        beside = await self.exchanging.load(slot, source)
+        self.switch(slot, beside)
+        self._kept.exchanged(slot, beside.version.name, beside.version.policy.spec.source)
+        return beside.version
+
+    def switch(self, slot: str, beside: LoadedBeside) -> None:
+        """New requests of a slot go to a version that was loaded beside."""
+        self.exchanging.switch(slot, beside, keep=self._kept.guarded(slot))
+        self.cameras |= cameras_of([beside.version.policy.spec])
+        if self.shadow is not None and slot == SHADOW:
+            self.shadow.resume()
+
+    # -- pieces --------------------------------------------------------------------------------------------------------
+
+    def _objective(self) -> SloTracker | None:
+        config = self.config
+        return SloTracker(Objective.parse(config.slo), config.slo_mode, self.group("")) if config.slo else None
+
+    def _rollout(self) -> Rollout:
+        config = self.config
+        guard = RampGuard.parse(config.guard) if config.guard else None
+        ramp = None
+        if config.ramp:
+            shares, every = Ramp.shares_of(config.ramp), Ramp.every_of(config.ramp_every)
+
+            def ramp(comparison: Comparison, now: float) -> Ramp:
+                return Ramp(shares, every, guard, comparison if config.ramp_evidence else None, now)
+
+        return Rollout(
+            self.served,
+            Breaker(self.served, config.max_consecutive_crashes, config.probe_cooldown_s),
+            config.split,
+            ramp,
+            guard,
+            config.ramp_margin / 100.0,
+            on_change=self._changed,
+            on_moved=self._moved,
+        )
+
+    def _add_series(self, slot: str, embodiment: str) -> None:
+        metrics, server, group = self._server.metrics, self._server, self.group(slot)
+
+        def queued() -> float:
+            return server.batcher.scheduler.queued(group) if server.has_batcher else 0.0
+
+        def in_flight() -> float:
+            return server.batcher.scheduler.unsettled(group) if server.has_batcher else 0.0
+
+        def backlog() -> float:
+            return server.batcher.device.input(lambda s, _: s.queued_seconds(group)) if server.has_batcher else 0.0
+
+        wires, policy = WIRES if slot in self.served else ("",), "" if self.alone else self.name
+        metrics.add_slot(group, embodiment, queued, in_flight, backlog, wires, policy)
+        if slot in self.served:
+            metrics.add_verdict(group, partial(self._drained, slot))
+
+    def _drained(self, slot: str) -> bool:
+        return self.rollout.breaker.verdicts[slot] != "ok"
+
+    def _changed(self, change: Change) -> None:
+        self.note("decision", action=change.kind, why=change.why, numbers=change.numbers)
+
+    def _compared(self, request_id: str, slot: str, found: Difference) -> None:
+        self.note("shadow", request_id=request_id, slot=slot, **asdict(found))
+
+    def _moved(self, episodes: Sequence[str]) -> None:
+        """The episodes go on in the other slot: what is carried over from this one would be a jump there."""
+        for slot in self.slots.values():
+            for episode in episodes:
+                slot.policy.forget(episode)

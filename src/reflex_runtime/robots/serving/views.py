@@ -1,0 +1,261 @@
+"""What can be asked of a policy server with GET: health, settings, metrics, diagnostics, its own description."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from reflex_runtime.observe import metrics
+from reflex_runtime.robots import PolicySpec
+from reflex_runtime.robots.policy.robot import WireMap
+from reflex_runtime.robots.serving import fields as wire
+from reflex_runtime.robots.serving import openapi
+from reflex_runtime.robots.serving.handler import RequestHandler
+from reflex_runtime.robots.serving.runtime import PolicyRuntime
+from reflex_runtime.robots.serving.served import ServedPolicy
+from reflex_runtime.robots.serving.wire_names import ACT, OIP, WIRES
+from reflex_runtime.robots.wires.common import ObservationReader
+from reflex_runtime.settings.declare import settings
+from reflex_runtime.version import __version__
+from reflex_runtime.web.errors import NotFound
+from reflex_runtime.web.openapi import page
+from reflex_runtime.web.request import Handler, HttpRequest, HttpResponse
+
+
+class Views:
+    """What can be asked of one policy with GET. open: needs no key; guarded: needs it where there is one."""
+
+    def __init__(self, handler: RequestHandler) -> None:
+        self.runtime, self._handler = handler.runtime, handler
+        self._document: tuple[Mapping[str, PolicySpec], bytes] | None = None  # of these exports
+        self.open: dict[str, Handler] = {
+            "/health": self.health,
+            "/healthz": self.healthz,
+            "/metrics": self.metrics,
+            "/openapi.json": self.openapi,
+            "/docs": self.docs,
+        }
+        self.guarded: dict[str, Handler] = {
+            "/config": self.configuration,
+            "/diagnostics/cost-model": self.cost_model,
+            "/diagnostics/rollout": self.rollout,
+            "/diagnostics/shadow": self.shadow,
+        }
+
+    @property
+    def served(self) -> ServedPolicy:
+        """The policy that is asked for; 422 where none is named."""
+        return self._handler.served
+
+    async def health(self, request: HttpRequest) -> HttpResponse:
+        """200 only when ready."""
+        runtime, served, state = self.runtime, self.served, self.served.health
+        body: dict[str, Any] = {
+            "status": "ok" if state == "ready" else state,
+            "state": state,
+            "model_loaded": runtime.loaded,
+            **_model_in(served, runtime.loaded),
+            "robot_id": runtime.config.robot_id or None,
+            **_verdicts_in(served),
+            **_process_of(runtime),
+            **_injected_in(served),
+            **_recording_of(runtime),
+            **_objective_in(served),
+            **_trace_of(runtime),
+        }
+        return HttpResponse(200 if state == "ready" else 503, wire.encode_json(body))
+
+    async def healthz(self, request: HttpRequest) -> HttpResponse:
+        """The same in a word, as clients of openpi ask for it."""
+        return _ready(self.served.health)
+
+    async def configuration(self, request: HttpRequest) -> HttpResponse:
+        """The export's configuration, what each wire expects, and the settings in force."""
+        body = self.configuration_of(self.served) | {
+            "server": settings(self.served.config),
+            "reflex_version": __version__,
+        }
+        return HttpResponse(200, wire.encode_json(body))
+
+    def configuration_of(self, served: ServedPolicy) -> dict[str, Any]:
+        """What /config says of one policy."""
+        loaded, spec = self.runtime.loaded, served.spec
+        return {
+            "export": dict(spec.config),
+            "wires": {name: ObservationReader(spec, _map_of(name, spec)).describe() for name in WIRES},
+            "policy": served.policy.describe() if loaded else None,
+            "slots": {name: slot.policy.describe() for name, slot in served.slots.items()} if loaded else None,
+        }
+
+    async def metrics(self, request: HttpRequest) -> HttpResponse:
+        """Prometheus text."""
+        if self.runtime.loaded:
+            self.runtime.batcher.flush()
+        return HttpResponse(200, self.runtime.metrics.render(), metrics.CONTENT_TYPE.encode())
+
+    async def cost_model(self, request: HttpRequest) -> HttpResponse:
+        """Every key the cost model knows, and the milliseconds that a batch may take now."""
+        runtime, served = self.runtime, self.served
+        runtime.need_policy()
+        groups = {name: slot.group for name, slot in served.slots.items()}
+        slots, states = runtime.batcher.device.input(
+            lambda scheduler, now: (
+                {name: scheduler.cost_model(group).snapshot() for name, group in groups.items()},
+                scheduler.snapshot()["groups"],
+            )
+        )
+        budgets = {name: round(states[group]["max_batch_cost"] * 1e3, 3) for name, group in groups.items()}
+        told = {"cost_model": served.config.cost_model, "max_batch_cost_ms": budgets, "slots": slots}
+        return HttpResponse(200, wire.encode_json(told))
+
+    async def rollout(self, request: HttpRequest) -> HttpResponse:
+        """Split, breakers, outcomes, the comparison, the ramp and what has changed."""
+        body = self.served.rollout.snapshot(time.monotonic())
+        body["versions"] = {name: slot.version.name for name, slot in self.served.slots.items()}
+        return HttpResponse(200, wire.encode_json(body))
+
+    async def shadow(self, request: HttpRequest) -> HttpResponse:
+        """How far the shadow's actions are from the served ones."""
+        if self.served.shadow is None:
+            raise NotFound("no shadow is served; start the server with --shadow-policy DIR")
+        return HttpResponse(200, wire.encode_json(dict(self.served.shadow.snapshot())))
+
+    async def openapi(self, request: HttpRequest) -> HttpResponse:
+        return HttpResponse(200, self._described())
+
+    async def docs(self, request: HttpRequest) -> HttpResponse:
+        shown = page(self._described(), request.headers.get(b"host", b""))
+        return HttpResponse(200, shown, b"text/html; charset=utf-8")
+
+    def _described(self) -> bytes:
+        specs = specs_of(self.served)
+        if self._document is None or self._document[0] != specs:
+            key = bool(self.runtime.config.api_key)
+            self._document = (specs, openapi.document(specs, key, self.served.name, self._handler.prefix))
+        return self._document[1]
+
+
+class ServerViews(Views):
+    """The same for a server of several policies, where none is named: what is of the whole server, and of each policy.
+
+    What only one policy can answer is the default's, or 422.
+    """
+
+    async def health(self, request: HttpRequest) -> HttpResponse:
+        """200 while any policy is ready."""
+        runtime, state = self.runtime, self.runtime.health
+        body: dict[str, Any] = {
+            "status": "ok" if state == "ready" else state,
+            "state": state,
+            "model_loaded": runtime.loaded,
+            "robot_id": runtime.config.robot_id or None,
+            "policies": {name: self._told(served) for name, served in runtime.policies.items()},
+            **_process_of(runtime),
+            **_recording_of(runtime),
+            **_trace_of(runtime),
+        }
+        return HttpResponse(200 if state == "ready" else 503, wire.encode_json(body))
+
+    def _told(self, served: ServedPolicy) -> dict[str, Any]:
+        told = {"state": served.health, **_model_in(served, self.runtime.loaded), **_verdicts_in(served)}
+        return told | _injected_in(served) | _objective_in(served)
+
+    async def healthz(self, request: HttpRequest) -> HttpResponse:
+        """The same in a word."""
+        return _ready(self.runtime.health)
+
+    async def configuration(self, request: HttpRequest) -> HttpResponse:
+        """Of every policy its configuration and its settings, and the server's own."""
+        body = {
+            "policies": {
+                name: self.configuration_of(served) | {"settings": settings(served.config), "weight": served.weight}
+                for name, served in self.runtime.policies.items()
+            },
+            "server": settings(self.runtime.config),
+            "reflex_version": __version__,
+        }
+        return HttpResponse(200, wire.encode_json(body))
+
+    def _described(self) -> bytes:
+        policies = {name: specs_of(served) for name, served in self.runtime.policies.items()}
+        seen = {f"{name}.{slot}": spec for name, specs in policies.items() for slot, spec in specs.items()}
+        if self._document is None or self._document[0] != seen:
+            self._document = (seen, openapi.document_of_several(policies, bool(self.runtime.config.api_key)))
+        return self._document[1]
+
+
+def specs_of(served: ServedPolicy) -> Mapping[str, PolicySpec]:
+    """What is in the slots of a policy, or will be."""
+    return {slot: holder.policy.spec for slot, holder in served.slots.items()} or served.specs
+
+
+# -- the parts of /health ----------------------------------------------------------------------------------------------
+
+
+def _model_in(served: ServedPolicy, loaded: bool) -> dict[str, Any]:
+    return {
+        "inference_mode": served.policy.spec.inference_mode if loaded else None,
+        "export_dir": served.spec.source,
+        "consecutive_crashes": max(served.rollout.breaker.count(slot) for slot in served.served),
+        "max_consecutive_crashes": served.config.max_consecutive_crashes,
+    }
+
+
+def _verdicts_in(served: ServedPolicy) -> dict[str, Any]:
+    breaker, shadow = served.rollout.breaker, served.shadow
+    slots: dict[str, Any] = {
+        slot: {"verdict": verdict, "consecutive_crashes": breaker.count(slot)}
+        for slot, verdict in breaker.verdicts.items()
+    }
+    if shadow is not None:
+        slots["shadow"] = {"verdict": shadow.verdict, "why": shadow.stopped or None}
+    return {"verdict": breaker.verdict, "slots": slots}
+
+
+def _process_of(runtime: PolicyRuntime) -> dict[str, Any]:
+    told: dict[str, Any] = {"error": runtime.error} if runtime.error else {}
+    if (parent := runtime.parent) is not None:
+        told |= {"restarts": parent.lives.restarts, "last_exit": parent.lives.last_exit}
+        if parent.own_urls:
+            told |= {"worker": parent.number, "workers": parent.own_urls}
+    if runtime.loaded:
+        told["hung_batches"] = runtime.batcher.device.hung
+    return told
+
+
+def _injected_in(served: ServedPolicy) -> dict[str, Any]:
+    faults, latency = served.faults, served.config.inject_latency_ms
+    return {"injected": {"faults": faults, "latency_ms": latency}} if faults or latency else {}
+
+
+def _recording_of(runtime: PolicyRuntime) -> dict[str, Any]:
+    recorder = runtime.recorder
+    if recorder is None:
+        return {}
+    told = {
+        "recorded": recorder.recorded,
+        "dropped": recorder.dropped,
+        "cpu_s": round(recorder.cpu, 6),
+        "file": None if recorder.path is None else str(recorder.path),
+        "error": None if recorder.error is None else str(recorder.error),
+    }
+    return {"recording": told}
+
+
+def _objective_in(served: ServedPolicy) -> dict[str, Any]:
+    return {} if served.slo is None else {"slo": {"violated": served.slo.violated, "value_ms": served.slo.value_ms}}
+
+
+def _trace_of(runtime: PolicyRuntime) -> dict[str, Any]:
+    trace = runtime.trace
+    return {} if trace is None or trace.error is None else {"trace_error": str(trace.error)}
+
+
+def _ready(health: str) -> HttpResponse:
+    ready = health == "ready"
+    return HttpResponse(200 if ready else 503, b"OK\n" if ready else b"not ready\n", b"text/plain; charset=utf-8")
+
+
+def _map_of(name: str, spec: PolicySpec) -> WireMap | None:
+    return WireMap(prompt="instruction") if name in (ACT, OIP) else spec.wires.get(name)

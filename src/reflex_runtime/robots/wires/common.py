@@ -1,0 +1,381 @@
+"""What the wires share: arrays out of bytes, observations as cameras, state and instruction, identity and limits."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import lru_cache
+from math import prod
+from typing import Any, Final, Literal
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from reflex_runtime.core.request import PRIORITIES
+from reflex_runtime.robots.policy.robot import WireMap
+from reflex_runtime.robots.policy.spec import PolicySpec
+from reflex_runtime.robots.serving.question import ActAnswer, Image, Question
+from reflex_runtime.robots.serving.served import ServedPolicy
+from reflex_runtime.robots.serving.wire_names import GROOT
+from reflex_runtime.robots.wires.bounded_msgpack import MAX_TEXT
+from reflex_runtime.web.errors import ClientError, InvalidRequest
+from reflex_runtime.web.fields import check_id, invalid, invalid_field
+from reflex_runtime.web.json import printable
+
+# -- arrays ------------------------------------------------------------------------------------------------------------
+
+
+MAX_DIMENSIONS: Final = 8
+_TYPE: Final = re.compile(r"[<>|=]?[biufUS][1-9][0-9]{0,4}")  # not V (structures), O (objects), c, M, m
+
+
+def array_in(data: Any, dtype: Any, shape: Any) -> NDArray[Any]:
+    """A read-only view of `data` (bytes or a memoryview) as an array; ClientError if the three are inconsistent."""
+    known = type_of(dtype)
+    if not isinstance(data, (bytes, memoryview)) or not _is_shape(shape):
+        raise ClientError(f"an array needs data and a shape of at most {MAX_DIMENSIONS} whole numbers")
+    return _viewed(data, known, shape)
+
+
+def nd_in(found: Mapping[str, Any]) -> Any:
+    """The array or number in a map of msgpack-numpy: `nd`, `type`, `kind`, `shape`, `data`. Nothing is unpickled."""
+    kind = found.get("kind", b"")
+    if kind not in (b"", ""):  # V: structures; O: a pickle
+        raise ClientError("an array of kind O or V is not read: send numbers or texts")
+    if found["nd"] is True:
+        return array_in(found["data"], found.get("type"), found.get("shape"))
+    dtype, data = type_of(found.get("type")), found["data"]
+    if not isinstance(data, memoryview) or len(data) != dtype.itemsize:
+        raise ClientError("a numpy scalar needs as many bytes as its type has")
+    return np.ndarray((), dtype, buffer=data).item()
+
+
+def _viewed(data: bytes | memoryview, dtype: np.dtype[Any], shape: Any) -> NDArray[Any]:
+    if prod(shape) * dtype.itemsize != len(data):
+        raise ClientError(f"{len(data)} bytes do not make an array of shape {shape[:MAX_DIMENSIONS]} and {dtype.str}")
+    try:
+        return np.ndarray(shape, dtype, buffer=data)
+    except (ValueError, TypeError):  # an empty array may claim a shape beyond numpy's limits
+        raise ClientError(f"shape {shape} is no array") from None
+
+
+def _is_shape(shape: Any) -> bool:
+    return isinstance(shape, list) and len(shape) <= MAX_DIMENSIONS and all(type(n) is int and n >= 0 for n in shape)
+
+
+def type_of(name: Any) -> np.dtype[Any]:
+    """The numpy type of a name; ClientError unless it is a number or a text."""
+    if isinstance(name, memoryview):
+        name = bytes(name).decode("ascii", "replace")
+    dtype = _known(name) if isinstance(name, str) and _TYPE.fullmatch(name) else None
+    if dtype is None:
+        raise ClientError(printable(f"dtype {str(name)[:40]!r}: must be a number or text, as numpy writes it"))
+    return dtype
+
+
+@lru_cache(maxsize=64)
+def _known(name: str) -> np.dtype[Any] | None:
+    try:
+        return np.dtype(name)
+    except TypeError:
+        return None
+
+
+def invalid_input(name: str, why: str) -> InvalidRequest:
+    """422 for a field or a tensor, under the name that the caller gave it."""
+    return invalid(printable(name), printable(f"{name}: {why}"))
+
+
+# -- observations ------------------------------------------------------------------------------------------------------
+
+
+PREFIXES: Final = ("observation/", "observation.images.", "observation.", "images/", "vision/", "video.")
+"""Prefixes that other protocols put before a name."""
+PROMPTS: Final = ("prompt", "instruction", "task", "task_description")
+STATES: Final = ("state", "states")
+MAX_STATE: Final = 16_384  # numbers
+MAX_NAME: Final = 256  # characters of a name with the names of its enclosing maps
+
+WireObservation = tuple[tuple[tuple[str, str, Image], ...], NDArray[np.float64] | None, str | None]
+
+
+class ObservationReader:
+    """Reads the observations of one wire for one export.
+
+    others: of exports that may answer instead. Pictures that only they use are read where they came. video: what the
+    wire puts in front of a camera's name.
+    """
+
+    def __init__(
+        self, spec: PolicySpec, wire: WireMap | None, others: Sequence[ObservationReader] = (), video: str = ""
+    ) -> None:
+        self.spec, self.wire, self._others, self._video = spec, wire or WireMap(), others, video
+
+    def read(self, observation: Mapping[str, Any]) -> WireObservation:
+        """(images, state, instruction) of a `Question`; 422 naming what is missing or wrong."""
+        came = dict(_flat(observation))
+        plain = {_stripped(name): name for name in reversed(came)}
+        images = {
+            camera: self._image(camera, came, plain)
+            for camera in self.spec.images
+            if self._is_there(camera, came, plain)
+        }
+        for other in self._others:
+            for camera in [camera for camera in other.spec.images if camera not in images]:
+                with suppress(InvalidRequest):  # the version that needs it reports the error
+                    images[camera] = other._image(camera, came, plain)
+        return tuple(images.values()), self._state(came, plain), self._prompt(came, plain)
+
+    def describe(self) -> dict[str, Any]:
+        """The expected observation, JSON-safe."""
+        spec, wire = self.spec, self.wire
+        images = {wire.images.get(name, self._video + name): list(size) for name, size in spec.images.items()}
+        found: dict[str, Any] = {"images": images}
+        if spec.optional_images:
+            found["optional_images"] = [
+                wire.images.get(name, self._video + name) for name in spec.images if name in spec.optional_images
+            ]
+        if spec.observation_steps > 1:
+            found["observation_steps"] = spec.observation_steps
+        if spec.takes_state:
+            found["state"] = {"names": list(wire.state or ("state",)), "dim": spec.state_dim}
+            if wire.state_sizes:
+                found["state"]["sizes"] = list(wire.state_sizes)
+        if spec.takes_text:
+            found["prompt"] = wire.prompt or PROMPTS[0]
+        return found
+
+    def _is_there(self, camera: str, came: Mapping[str, Any], plain: Mapping[str, str]) -> bool:
+        """Whether it was sent; of cameras that must be sent, `_image` says so."""
+        return camera not in self.spec.optional_images or (self.wire.images.get(camera) or plain.get(camera)) in came
+
+    def _image(self, camera: str, came: Mapping[str, Any], plain: Mapping[str, str]) -> tuple[str, str, Image]:
+        name = self.wire.images.get(camera) or plain.get(camera)
+        if name is None and len(self.spec.images) == 1:
+            only = [name for name in came if name.startswith(("images/", "vision/", "video."))]
+            name = plain.get("image") or (only[0] if len(only) == 1 else None)
+        if name is None or name not in came:
+            raise self._missing(name or self._video + camera, came)
+        image = came[name]
+        if isinstance(image, memoryview):
+            return camera, name, bytes(image)  # PNG or JPEG
+        if not isinstance(image, np.ndarray):
+            raise invalid_input(name, "must be an array, or a PNG or JPEG")
+        if image.ndim == 3 and image.shape[0] == 3 and image.shape[2] != 3:
+            image = image.transpose(1, 2, 0)
+        return camera, printable(name), image
+
+    def _state(self, came: Mapping[str, Any], plain: Mapping[str, str]) -> NDArray[np.float64] | None:
+        if not self.spec.takes_state:
+            return None
+        names = self.wire.state or (next((plain[name] for name in STATES if name in plain), STATES[0]),)
+        parts = []
+        for name in names:
+            if name not in came:
+                raise self._missing(name, came)
+            parts.append(_numbers(name, came[name]))
+        for name, part, size in zip(names, parts, self.wire.state_sizes, strict=False):
+            if len(part) != size:
+                raise invalid_input(name, f"must be {size} numbers, came {len(part)}")
+        state = np.concatenate(parts)
+        if len(state) != self.spec.state_dim:
+            given = ", ".join(f"{name} {len(part)}" for name, part in zip(names, parts, strict=True))
+            raise invalid("state", printable(f"state: must be {self.spec.state_dim} numbers, came: {given}"))
+        return state
+
+    def _prompt(self, came: Mapping[str, Any], plain: Mapping[str, str]) -> str | None:
+        names = [self.wire.prompt] if self.wire.prompt else [plain.get(name, name) for name in PROMPTS]
+        name = next((name for name in names if name in came), None)
+        if name is None:
+            if self.spec.takes_text:
+                raise self._missing(names[0], came)
+            return None
+        return _text(name, came[name])
+
+    def _missing(self, name: str, came: Mapping[str, Any]) -> InvalidRequest:
+        expected = self.describe()
+        names = [*expected["images"], *expected.get("state", {}).get("names", ())]
+        names += [expected["prompt"]] if "prompt" in expected else []
+        there = ", ".join(list(came)[:50]) or "nothing"
+        return invalid_input(name, f"missing; came: {there}; expected: {', '.join(names)}")
+
+
+class ObservationReaders:
+    """The `ObservationReader` of one wire for what the slots of a policy have now."""
+
+    def __init__(self, served: ServedPolicy, wire: str) -> None:
+        self._served, self._wire = served, wire
+        self._specs: list[PolicySpec] = []
+
+    @property
+    def map(self) -> WireMap:
+        """The export's block for the wire."""
+        return self._served.spec.wires.get(self._wire) or WireMap()
+
+    @property
+    def now(self) -> ObservationReader:
+        """The current reading; it changes when a policy is exchanged."""
+        specs = self._served.all_specs
+        if specs != self._specs:
+            first, *others = (ObservationReader(spec, spec.wires.get(self._wire)) for spec in specs)
+            video = "video." if self._wire == GROOT else ""
+            self._specs, self._reading = specs, ObservationReader(first.spec, first.wire, others, video)
+        return self._reading
+
+
+def text_of(value: Any) -> Any:
+    """The text in bytes, an array or a list of one; any other value unchanged."""
+    while isinstance(value, list) and len(value) == 1:
+        value = value[0]
+    if isinstance(value, memoryview) and len(value) <= MAX_TEXT:
+        value = bytes(value)
+    if isinstance(value, np.ndarray) and value.size == 1 and value.dtype.kind in "US":
+        value = value.item()
+    if isinstance(value, bytes):
+        try:
+            return value.decode()
+        except UnicodeDecodeError:
+            return value
+    return value
+
+
+def _flat(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
+    """Flatten nested maps to names joined by slashes."""
+    for name, value in values.items():
+        if len(before) + len(name) > MAX_NAME:
+            raise invalid("observation", f"observation: a name in it has more than {MAX_NAME} characters")
+        if isinstance(value, dict):
+            yield from _flat(value, f"{before}{name}/")
+        else:
+            yield before + name, value
+
+
+def _stripped(name: str) -> str:
+    for prefix in PREFIXES:
+        name = name.removeprefix(prefix)
+    return name
+
+
+def _text(name: str, value: Any) -> str:
+    value = text_of(value)
+    if not isinstance(value, str):
+        raise invalid_input(name, "must be a text")
+    return value
+
+
+def _numbers(name: str, value: Any) -> NDArray[np.float64]:
+    """A part of the state as a vector, from an array, a list, or one number."""
+    if isinstance(value, list) and (len(value) > MAX_STATE or not all(type(v) in (int, float) for v in value)):
+        value = None
+    if isinstance(value, (list, int, float)) and not isinstance(value, bool):
+        return np.array(value, np.float64, ndmin=1)
+    if isinstance(value, np.ndarray) and value.dtype.kind in "iuf" and value.size <= MAX_STATE:
+        return value.astype(np.float64).reshape(-1)
+    raise invalid_input(name, "must be numbers")
+
+
+# -- identity and limits -----------------------------------------------------------------------------------------------
+
+
+OWN: Final = "reflex/"
+_TOLD: Final = ("request_id", "timing", "batch", "cache", "guard", "rtc", "model_hash", "policy_changed", "warnings")
+
+
+class RequestLimits(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """Limits of one request; the same fields as in POST /act."""
+
+    robot_id: str | None = None
+    episode_id: str | None = None
+    request_id: str | None = None
+    priority: Literal["urgent", "default", "background"] | None = None
+    deadline_ms: float | None = None
+    seed: int | None = None
+    executed: int | None = None
+    policy: str | None = None
+
+
+class SocketLimits(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """Fields of a URL's query, for all requests of its websocket."""
+
+    robot_id: str | None = None
+    episode_id: str | None = None
+    priority: Literal["urgent", "default", "background"] | None = None
+    deadline_ms: float | None = None
+    policy: str | None = None
+
+
+def limits_of(said: Mapping[str, Any]) -> RequestLimits:
+    """Validate the limits of one request; 422 names the wrong field. Numbers may be text."""
+    limits: RequestLimits = _converted(said, RequestLimits)
+    return limits
+
+
+def limits_in(observation: Mapping[str, Any]) -> RequestLimits:
+    """The limits under `reflex/…` in an observation."""
+    return limits_of({name[len(OWN) :]: text_of(value) for name, value in observation.items() if name.startswith(OWN)})
+
+
+def socket_limits(query: Mapping[str, str]) -> SocketLimits:
+    """Validate the query of a websocket's URL."""
+    limits: SocketLimits = _converted(query, SocketLimits)
+    return limits
+
+
+def question_of(
+    observed: WireObservation, limits: RequestLimits, said: SocketLimits, robot_id: str | None, episode_id: str | None
+) -> Question:
+    """Build the question. limits: of the request; said: of its websocket. robot_id: default if `limits` has none."""
+    images, state, instruction = observed
+    return Question(
+        images=images,
+        state=state,
+        instruction=instruction,
+        episode_id=episode_id,
+        request_id=limits.request_id,
+        robot_id=limits.robot_id or robot_id,
+        seed=limits.seed,
+        executed=limits.executed,
+        priority=PRIORITIES[limits.priority or said.priority or "default"],
+        deadline_ms=said.deadline_ms if limits.deadline_ms is None else limits.deadline_ms,
+        policy=limits.policy,
+    )
+
+
+def _converted(said: Mapping[str, Any], kind: Any) -> Any:
+    try:
+        return msgspec.convert(said, kind, strict=False)
+    except msgspec.ValidationError as error:
+        raise invalid_field(error) from None
+
+
+class Episodes:
+    """Names the episodes of one robot. A reset begins a new one; so does a new instruction if the caller names none."""
+
+    def __init__(self, own: str) -> None:
+        """own: the name of the episode if the caller gives none."""
+        self._own = self._name = own
+        self._epoch = 0
+        self._prompt: int | None = None
+
+    def reset(self) -> None:
+        """Begin a new episode with the next observation."""
+        self._epoch += 1
+
+    def of(self, name: str | None, prompt: str | None) -> str:
+        """The episode of an observation. name: the caller's, if it gave one."""
+        if name is not None:
+            check_id("episode_id", name)
+        seen = None if prompt is None else hash(prompt)  # not the text, which may have thousands of characters
+        if (name or self._own) != self._name:
+            self._name, self._epoch = name or self._own, 0
+        elif name is None and self._prompt is not None and seen != self._prompt:
+            self._epoch += 1
+        self._prompt = seen
+        return f"{self._name}#{self._epoch}" if self._epoch else self._name
+
+
+def answer_details(answer: ActAnswer) -> dict[str, Any]:
+    """What the wires tell of an answer beside its actions: fields of an answer of /act."""
+    return {name: getattr(answer, name) for name in _TOLD}

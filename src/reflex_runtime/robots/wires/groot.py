@@ -1,0 +1,459 @@
+"""GR00T's protocol: endpoints, tokens, episodes, and calls whose rows are as many requests.
+
+Messages are msgpack, with arrays in one of two forms. The keys of these maps may be text or bytes. Answers have the
+first form, which all clients read. No array is unpickled: neither form is read by numpy or msgpack-numpy.
+
+    {"__ndarray_class__": True, "as_npy": bytes}                           numpy.save: until the release of N1.7
+    {"nd": True, "type": "<f4", "kind": "", "shape": [8], "data": bytes}   msgpack-numpy: N1.7 as it is now
+
+Observations have flat or nested names, with or without a batch axis, which the dimensions of an array say. Of several
+steps T the last counts.
+
+    {"video.front": [T, H, W, C], "state.arm": [T, D], "annotation.human.task": [text]}                      N1.5
+    {"video": {"front": [B, T, H, W, C]}, "state": {"arm": [B, T, D]}, "language": {"task": [[text]]}}       N1.6, N1.7
+
+One `GrootSession` serves all clients of a listener, because ZeroMQ says who sent a message and not who left. A client
+(a routing id) is a robot of its own. Every message is answered, also an invalid one, because a REQ client without an
+answer waits for ever.
+"""
+
+from __future__ import annotations
+
+import hmac
+import io
+import re
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from reflex_runtime.core.errors import ReflexError
+from reflex_runtime.robots.policy.robot import WireMap
+from reflex_runtime.robots.serving.handler import RequestHandler
+from reflex_runtime.robots.serving.pending import PendingRequest
+from reflex_runtime.robots.serving.question import Question
+from reflex_runtime.robots.serving.wire_names import GROOT
+from reflex_runtime.robots.wires.bounded_msgpack import unpack
+from reflex_runtime.robots.wires.common import (
+    PROMPTS,
+    Episodes,
+    ObservationReader,
+    RequestLimits,
+    SocketLimits,
+    answer_details,
+    array_in,
+    invalid_input,
+    limits_of,
+    nd_in,
+    question_of,
+    text_of,
+)
+from reflex_runtime.web.errors import (
+    ClientError,
+    NotFound,
+    Reported,
+    Unauthorized,
+    describe_error,
+    known,
+)
+from reflex_runtime.web.fields import check_id, invalid
+from reflex_runtime.web.json import printable
+
+if TYPE_CHECKING:  # json-numpy reads the same observations, without pyzmq
+    from reflex_runtime.web.zeromq import ZmqMessage
+
+# -- messages ----------------------------------------------------------------------------------------------------------
+
+
+_MAGIC: Final = b"\x93NUMPY"
+_LENGTHS: Final = {1: 2, 2: 4, 3: 4}  # bytes of the header's length, by version
+_MAX_HEADER: Final = 1024
+_HEADER: Final = re.compile(
+    rb"\{'descr': '([^']{2,20})', 'fortran_order': (True|False), 'shape': \(([0-9, ]{0,200})\), \}\s*"
+)
+
+
+def decode(frame: bytes) -> dict[str, Any]:
+    """The map in a message, arrays as read-only views of it; ClientError when there is none."""
+    value = decode_answer(frame)
+    if not isinstance(value, dict):
+        raise ClientError("the message must be a map with an endpoint")
+    return value
+
+
+def decode_answer(frame: bytes) -> Any:
+    """What a server answers, with arrays in either form."""
+    return unpack(frame, _decoded)
+
+
+def encode(value: Any) -> bytes:
+    """A message, as N1.6 writes it."""
+    return msgspec.msgpack.encode(value, enc_hook=_plain)
+
+
+def modality_config(names: list[str], steps: int, as_text: bool) -> dict[str, Any]:
+    """What get_modality_config tells of one modality. as_text: as N1.5 reads it."""
+    told = {"delta_indices": list(range(steps)), "modality_keys": names}
+    return {"__ModalityConfig_class__": True, "as_json": msgspec.json.encode(told).decode() if as_text else told}
+
+
+def _decoded(found: dict[str, Any]) -> Any:
+    """The array that a map stands for, else the map."""
+    if "__ndarray_class__" in found:
+        return _npy(found.get("as_npy"))
+    return nd_in(found) if "nd" in found and "data" in found else found
+
+
+def _npy(data: Any) -> Any:
+    """The array in a file of numpy.save."""
+    if not isinstance(data, memoryview) or bytes(data[:6]) != _MAGIC or len(data) < 12 or data[6] not in _LENGTHS:
+        raise ClientError("as_npy is no file of numpy.save")
+    start = 8 + _LENGTHS[data[6]]
+    end = start + int.from_bytes(data[8:start], "little")
+    header = _HEADER.fullmatch(data[start:end]) if end - start <= _MAX_HEADER else None
+    shape = None if header is None else _shape(header[3])
+    if header is None or shape is None:
+        raise ClientError("as_npy has no header of an array of numbers or texts")
+    turned = header[2] == b"True"
+    array = array_in(data[end:], header[1].decode("ascii", "replace"), shape[::-1] if turned else shape)
+    return array.T if turned else array
+
+
+def _shape(text: bytes) -> list[int] | None:
+    sizes = [size.strip() for size in text.split(b",")]
+    if not sizes[-1]:
+        del sizes[-1]
+    return [int(size) for size in sizes] if all(size.isdigit() and len(size) < 20 for size in sizes) else None
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        file = io.BytesIO()
+        np.save(file, value, allow_pickle=False)
+        return {"__ndarray_class__": True, "as_npy": file.getvalue()}
+    raise NotImplementedError(f"{type(value).__name__} is not written")
+
+
+# -- observations ------------------------------------------------------------------------------------------------------
+
+
+MAX_ROWS: Final = 256
+GROUPS: Final = ("video", "state", "language")
+VIDEO, STATE, ACTION, LANGUAGE = "video.", "state.", "action.", "language."
+LANGUAGE_KEY: Final = "annotation.human.task_description"  # of N1.5 and N1.6, if the export gives none
+_AXES: Final = {VIDEO: 3, STATE: 1}  # of one picture, of one state
+
+
+class GrootObservation:
+    """The rows of an observation.
+
+    flat: names have prefixes, and so will those of actions. batched: arrays have a batch axis, and so will actions.
+    """
+
+    def __init__(self, observation: Mapping[str, Any]) -> None:
+        self.flat = not any(isinstance(observation.get(name), dict) for name in GROUPS)
+        self._arrays: dict[str, NDArray[Any]] = {}
+        self._languages: dict[str, Any] = {}
+        for name, value in observation.items() if self.flat else _joined(observation):
+            self._add(name, value)
+        sizes = {len(array) for name, array in self._arrays.items() if array.ndim == _axes(name) + 2}
+        self.batched = bool(sizes)
+        self.size = sizes.pop() if sizes else 1
+        if sizes or not 0 < self.size <= MAX_ROWS:
+            raise ClientError(f"the batch axes of video and state must be equal, and 1 to {MAX_ROWS}")
+
+    def rows(self, wire: WireMap) -> list[dict[str, Any]]:
+        """One observation for each row, as `ObservationReader` takes them."""
+        names = {name: name for name in self._arrays}
+        states = [name for name in names if name.startswith(STATE)]
+        if len(states) == 1 and not wire.state:
+            names[states[0]] = "state"
+        languages = {name: _texts(name, value, self.size) for name, value in self._languages.items()}
+        if len(languages) == 1:
+            languages = {wire.prompt or PROMPTS[0]: next(iter(languages.values()))}
+        return [
+            {names[name]: self._of(row, name, array) for name, array in self._arrays.items()}
+            | {name: texts[row] for name, texts in languages.items()}
+            for row in range(self.size)
+        ]
+
+    def actions(self, reading: ObservationReader, chunks: Sequence[NDArray[Any]]) -> dict[str, NDArray[Any]]:
+        """The answer: the actions of all rows, split into groups."""
+        stacked = np.stack(chunks) if self.batched else chunks[0]
+        found, at = {}, 0
+        for name, size in groups_of(reading):
+            found[ACTION + name if self.flat else name] = stacked[..., at : at + size]
+            at += size
+        return found
+
+    def _add(self, name: str, value: Any) -> None:
+        prefix = next((prefix for prefix in _AXES if name.startswith(prefix)), None)
+        if prefix is None:
+            if not name.startswith(ACTION) and _is_text(value):
+                self._languages[name.removeprefix(LANGUAGE)] = value
+            return
+        array = _array(name, value)
+        if not _AXES[prefix] <= array.ndim <= _AXES[prefix] + 2:
+            axes = "[B, T, H, W, C], [T, H, W, C] or [H, W, C]" if prefix == VIDEO else "[B, T, D], [T, D] or [D]"
+            raise invalid_input(name, f"has shape {list(array.shape)}, must be {axes}")
+        self._arrays[name] = array
+
+    def _of(self, row: int, name: str, array: NDArray[Any]) -> NDArray[Any]:
+        """The last step of a row."""
+        if self.batched:
+            if array.ndim != _axes(name) + 2:
+                raise invalid_input(name, "has no batch axis, and others have one")
+            array = array[row]
+        if array.ndim == _axes(name):
+            return array
+        if not len(array):
+            raise invalid_input(name, "has no step")
+        last: NDArray[Any] = array[-1]
+        return last
+
+
+def groups_of(reading: ObservationReader) -> Sequence[tuple[str, int]]:
+    """The groups of an action."""
+    return reading.wire.actions or (("actions", reading.spec.action_dim),)
+
+
+def modalities(reading: ObservationReader, flat: bool) -> dict[str, Any]:
+    """The answer to get_modality_config. flat: with names as in N1.5."""
+    wire, spec = reading.wire, reading.spec
+    names = {"video.": [wire.images.get(camera, VIDEO + camera).removeprefix(VIDEO) for camera in spec.images]}
+    names["state."] = [name.removeprefix(STATE) for name in wire.state or ("state",)] if spec.takes_state else []
+    names["action."] = [name for name, _ in groups_of(reading)]
+    found = {
+        prefix[:-1]: modality_config(
+            [prefix + name if flat else name for name in own], spec.chunk_size if prefix == ACTION else 1, flat
+        )
+        for prefix, own in names.items()
+        if own
+    }
+    if spec.takes_text:
+        found["language"] = modality_config([wire.prompt or LANGUAGE_KEY], 1, flat)
+    return found
+
+
+def _joined(observation: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for modality in GROUPS:
+        named = observation.get(modality)
+        if named is None:
+            continue
+        if not isinstance(named, dict):
+            raise invalid_input(modality, "must be a map")
+        for name, value in named.items():
+            yield f"{modality}.{name}", value
+
+
+def _axes(name: str) -> int:
+    return _AXES[VIDEO] if name.startswith(VIDEO) else _AXES[STATE]
+
+
+def _array(name: str, value: Any) -> NDArray[Any]:
+    if _is_numbers(value, 5):  # with a text among them numpy would allocate the longest text for each
+        try:
+            value = np.asarray(value)
+        except (ValueError, OverflowError):
+            value = None
+    if not isinstance(value, np.ndarray) or value.dtype.kind not in "iuf":
+        raise invalid_input(name, "must be an array of numbers")
+    return value
+
+
+def _is_numbers(value: Any, depth: int) -> bool:
+    if isinstance(value, list):
+        return depth > 0 and all(_is_numbers(part, depth - 1) for part in value)
+    return type(value) in (int, float)
+
+
+def _is_text(value: Any) -> bool:
+    while isinstance(value, list) and value:
+        value = value[0]
+    return isinstance(value, (str, memoryview)) or (isinstance(value, np.ndarray) and value.dtype.kind in "US")
+
+
+def _texts(name: str, value: Any, rows: int) -> list[Any]:
+    """The text of each row: one text for all, a list of texts, or a list of lists."""
+    if isinstance(value, np.ndarray):
+        if value.size > 16 * MAX_ROWS:
+            raise invalid_input(name, f"has over {16 * MAX_ROWS} texts")
+        value = value.tolist()
+    if not isinstance(value, list):
+        return [text_of(value)] * rows
+    if len(value) not in (1, rows):
+        raise invalid_input(name, f"has {len(value)} texts, must have one or {rows}")
+    texts = [text_of(text[-1] if isinstance(text, list) and text else text) for text in value]
+    return texts if len(texts) == rows else texts * rows
+
+
+# -- the session -------------------------------------------------------------------------------------------------------
+
+
+DEADLINE_MS: Final = 15_000.0  # default `timeout_ms` of clients; those of N1.5 and N1.6 never apply it
+MAX_CLIENTS: Final = 4096  # routing ids; beyond it the least recently used one is forgotten
+_OPTIONS: Final = RequestLimits.__struct_fields__
+
+
+class GrootClient:
+    """The state of one routing id. name: of the robot. said: options of its last reset."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.said: dict[str, Any] = {}
+        self._episodes: dict[str, Episodes] = {}
+
+    def episodes(self, part: str) -> Episodes:
+        """The episodes of one row or environment."""
+        if part not in self._episodes and len(self._episodes) >= MAX_ROWS:
+            raise invalid("env_id", f"env_id: a connection may have {MAX_ROWS} environments")
+        return self._episodes.setdefault(part, Episodes(self.name + part))
+
+    def reset(self, options: Mapping[str, Any]) -> None:
+        """Begin new episodes, of the named environments or of all."""
+        said = {name: options[name] for name in ("robot_id", "episode_id", "policy") if options.get(name) is not None}
+        limits_of(said)
+        for name, value in said.items():
+            check_id(name, value)
+        environments = options.get("env_id")
+        named = [self.episodes(part) for part in _parts(environments)] if environments is not None else None
+        self.said = said
+        for episodes in self._episodes.values() if named is None else named:
+            episodes.reset()
+
+
+class GrootSession:
+    """The session of all clients of a listener. form: of get_modality_config, n1.5 or n1.6."""
+
+    def __init__(self, handler: RequestHandler, form: str) -> None:
+        self._handler, self._form = handler, form
+        self._clients: OrderedDict[bytes, GrootClient] = OrderedDict()
+
+    async def answer(self, message: ZmqMessage) -> bytes:
+        """The answer to a message; errors are answers too."""
+        try:
+            return await self._answer(message)
+        except Reported as reported:
+            return _error(reported.error, reported.request_id)
+        except Exception as failure:
+            return self.failed(message, known(failure, message.id))
+
+    async def _answer(self, message: ZmqMessage) -> bytes:
+        sent = decode(message.data)
+        self._check_token(sent.get("api_token"))
+        endpoint = text_of(sent.get("endpoint", "get_action"))
+        if endpoint == "get_action":
+            return await self._act(message, _map(sent, "data"))
+        if endpoint == "reset":
+            self._client(message).reset(_options(_map(sent, "data")))
+            return encode({})
+        if endpoint == "ping":
+            self._handler.runtime.need_policy()
+            handler = self._asked_by(message)
+            expects = {} if handler.unnamed else handler.reading(GROOT).describe()  # stock clients do not read it
+            return encode({"status": "ok", "message": "Server is running", "reflex": expects})
+        if endpoint == "get_modality_config":
+            self._handler.runtime.need_policy()
+            return encode(modalities(self._asked_by(message).reading(GROOT), self._form == "n1.5"))
+        if endpoint == "kill":
+            raise NotFound("kill is not served")
+        raise NotFound(printable(f"Unknown endpoint: {str(endpoint)[:100]}"))
+
+    def failed(self, message: ZmqMessage, error: ReflexError) -> bytes:
+        """Count an error and return the message for it."""
+        client = self._clients.get(message.peer)
+        name = message.id if client is None else client.name
+        self._handler.refused(PendingRequest(GROOT, message.id, name, message.started), error)
+        return _error(error, message.id)
+
+    def _asked_by(self, message: ZmqMessage, options: Mapping[str, Any] | None = None) -> RequestHandler:
+        """What takes the requests of a client: for the policy that its options name, those of its last reset too."""
+        name = (self._client(message).said if options is None else options).get("policy")
+        return self._handler.of(limits_of({"policy": name}).policy)
+
+    def _check_token(self, token: Any) -> None:
+        key, token = self._handler.config.api_key, text_of(token)
+        if key and not (isinstance(token, str) and hmac.compare_digest(token.encode(errors="replace"), key.encode())):
+            raise Unauthorized("Unauthorized: Invalid API token")
+
+    def _client(self, message: ZmqMessage) -> GrootClient:
+        """The client of a message. Named after the message, because routing ids repeat after a restart."""
+        client = self._clients.get(message.peer)
+        if client is None:
+            client = self._clients[message.peer] = GrootClient(f"gr00t-{message.id}")
+            if len(self._clients) > MAX_CLIENTS:
+                self._clients.popitem(last=False)
+        self._clients.move_to_end(message.peer)
+        return client
+
+    async def _act(self, message: ZmqMessage, data: Mapping[str, Any]) -> bytes:
+        """One get_action. Each row is a request; they are answered together."""
+        client, nested = self._client(message), "observation" in data
+        options = client.said | _options(data)
+        handler = self._asked_by(message, options)
+        reading = handler.reading(GROOT)
+        seen = _map(data, "observation") if nested else {name: data[name] for name in data if name != "options"}
+        observation = GrootObservation(seen)
+        limits = limits_of({name: options[name] for name in _OPTIONS if options.get(name) is not None})
+        if limits.deadline_ms is None and not handler.served.config.deadline_ms:
+            limits.deadline_ms = DEADLINE_MS
+        parts = _parts(options.get("env_id"), observation.size)
+        rows = observation.rows(reading.wire)
+        questions = [_question(reading, row, client, part, limits) for row, part in zip(rows, parts, strict=True)]
+        many = len(questions) > 1
+        for row, question in enumerate(questions):
+            if many and question.request_id:
+                question.request_id = f"{question.request_id}.{row}"
+        ids = [f"{message.id}.{row}" if many else message.id for row in range(len(questions))]
+        pending = [PendingRequest(GROOT, own, client.name, message.started) for own in ids]
+        answers = await handler.infer_all(pending, questions, message.received)
+        actions = observation.actions(reading, [answer.actions for answer in answers])
+        if not nested:
+            return encode(actions)
+        return encode([actions, {"reflex": [answer_details(answer) for answer in answers]}])
+
+
+def _question(
+    reading: ObservationReader, row: Mapping[str, Any], client: GrootClient, part: str, limits: RequestLimits
+) -> Question:
+    observed = reading.read(row)
+    name = None if limits.episode_id is None else limits.episode_id + part
+    own = msgspec.structs.replace(limits, robot_id=(limits.robot_id or client.name) + part)
+    return question_of(observed, own, SocketLimits(), None, client.episodes(part).of(name, observed[2]))
+
+
+def _error(error: ReflexError, request_id: str) -> bytes:
+    told = describe_error(error, request_id)
+    del told["message"]
+    return encode(told | {"error": error.message, "code": error.code})
+
+
+def _map(sent: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    found = sent.get(name)
+    if not isinstance(found, dict):
+        raise ClientError(f"{name}: must be a map")
+    return found
+
+
+def _options(data: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a message. Ids may be numbers."""
+    found = data.get("options")
+    if found is None:
+        return {}
+    options = {name: text_of(value) for name, value in _map(data, "options").items()}
+    return options | {name: str(options[name]) for name in ("robot_id", "episode_id") if type(options.get(name)) is int}
+
+
+def _parts(environments: Any, rows: int = 1) -> list[str]:
+    """The suffix of each row's robot and episode: its environment, otherwise its number."""
+    if environments is None:
+        return [""] if rows == 1 else [f"/{row}" for row in range(rows)]
+    named = environments if isinstance(environments, list) else [environments]
+    if any(type(name) not in (int, str) for name in named) or len(named) > MAX_ROWS or rows not in (1, len(named)):
+        raise invalid("env_id", "env_id: must be a number or a text, or a list of them, one for each row")
+    for name in named:
+        check_id("env_id", str(name))
+    return [f"/{name}" for name in named]

@@ -1,0 +1,220 @@
+"""openpi's websocket: the metadata first, then an answer for each observation. One socket is one robot.
+
+An error is a text frame with our JSON; stock clients raise it and may go on. An observation `{"batch": [...]}` is as
+many requests, each with its own answer or error. docs/wires.md has what a caller may send. Frames are msgpack, with
+arrays and numpy scalars as maps:
+
+    {b"__ndarray__": True, b"data": bytes, b"dtype": "<f8", b"shape": [8]}
+    {b"__npgeneric__": True, b"data": 0.5, b"dtype": "<f8"}
+
+The keys of these maps may come as text too. They are written as bytes: stock clients look for nothing else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+
+from reflex_runtime.core.errors import ReflexError
+from reflex_runtime.robots.serving.handler import RequestHandler
+from reflex_runtime.robots.serving.pending import PendingRequest
+from reflex_runtime.robots.serving.question import ActAnswer, Question
+from reflex_runtime.robots.serving.wire_names import OPENPI
+from reflex_runtime.robots.wires.bounded_msgpack import unpack
+from reflex_runtime.robots.wires.common import (
+    Episodes,
+    answer_details,
+    array_in,
+    limits_in,
+    limits_of,
+    question_of,
+    socket_limits,
+    text_of,
+    type_of,
+)
+from reflex_runtime.web.errors import ClientError, describe_error, known
+from reflex_runtime.web.form import PLAIN
+from reflex_runtime.web.request import INTERNAL, UNSUPPORTED, SocketMessage, WebSocket
+
+# -- frames ------------------------------------------------------------------------------------------------------------
+
+
+def decode(frame: bytes) -> dict[str, Any]:
+    """The map in a frame, arrays as read-only views of it; ClientError when there is none."""
+    value = unpack(frame, _array)
+    if not isinstance(value, dict):
+        raise ClientError("the frame must be a map (an observation)")
+    return value
+
+
+def encode(value: Any) -> bytes:
+    """A frame."""
+    return msgspec.msgpack.encode(value, enc_hook=_plain)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return {
+            b"__ndarray__": True,
+            b"data": value.tobytes(),
+            b"dtype": value.dtype.str,
+            b"shape": value.shape,
+        }
+    raise NotImplementedError(f"{type(value).__name__} is not written")
+
+
+def _array(found: dict[str, Any]) -> Any:
+    """The array or number that a map represents, otherwise the map."""
+    if "__ndarray__" in found:
+        return array_in(found.get("data"), found.get("dtype"), found.get("shape"))
+    if "__npgeneric__" in found:
+        type_of(found.get("dtype"))
+        data = found.get("data")
+        if isinstance(data, memoryview):
+            data = bytes(data)
+        if not isinstance(data, (bool, int, float, str, bytes)):
+            raise ClientError("a numpy scalar needs data that is a number or a text")
+        return data
+    return found
+
+
+# -- the websocket -----------------------------------------------------------------------------------------------------
+
+
+PATHS: Final = ("/", "/openpi/policy", "/v1/realtime/robot/openpi")
+MAX_BATCH: Final = 256  # observations in a frame
+ROWS: Final = 16  # observations submitted in one turn of the loop; each takes 0.2 ms
+RESET: Final = "reset successful"  # RoboArena's answer to reset: the only text frame that is not an error
+
+
+async def serve(handler: RequestHandler, socket: WebSocket) -> None:
+    """One websocket. Clients wait for the metadata without a limit."""
+    robot = OpenpiRobot(handler, socket)
+    await socket.accept()
+    if not await handler.runtime.wait_started():
+        await socket.close(INTERNAL, "the policy could not be started")
+        return
+    await socket.send(encode(robot.metadata()))
+    async for message in socket:
+        if isinstance(message.data, str):
+            await socket.close(UNSUPPORTED, "observations are binary frames")
+            return
+        await socket.send(await robot.answer(message, message.data))
+
+
+class OpenpiRobot:
+    """The robot of one websocket, and its episodes."""
+
+    def __init__(self, handler: RequestHandler, socket: WebSocket) -> None:
+        self._said = socket_limits(socket.query)
+        self._handler, self._socket = handler.one(self._said.policy), socket
+        self._robot = self._said.robot_id or f"ws-{socket.id}"
+        self._episodes: dict[str, Episodes] = {}  # by position in a batch
+        self._spent: float | None = None  # milliseconds until the last answer
+        self._readings = self._handler.readings(OPENPI)
+
+    def metadata(self) -> dict[str, Any]:
+        """The first frame."""
+        if self._readings.map.dialect == "roboarena":
+            return dict(self._readings.map.metadata)
+        spec = self._handler.served.spec
+        own = {
+            "model_id": spec.model_id,
+            "model_hash": spec.model_hash,
+            "actions": [spec.chunk_size, spec.action_dim],
+            **self._readings.now.describe(),
+        }
+        return {**self._readings.map.metadata, "reflex": own}
+
+    async def answer(self, message: SocketMessage, data: bytes) -> str | bytes:
+        """The frame that answers a message."""
+        try:
+            self._socket.refuse_if_closing()
+            sent = decode(data)
+            if self._readings.map.dialect == "roboarena" and sent.get("endpoint") == "reset":
+                for episodes in self._episodes.values():
+                    episodes.reset()
+                return RESET
+            observations = _batch_of(sent) if "batch" in sent else None
+        except Exception as failure:
+            error = known(failure, message.id)
+            self._handler.refused(self._pending(message, message.id), error)
+            return _text(error, message.id)
+        if observations is not None:
+            return encode({"batch": await self._all(message, observations)})
+        pending = self._pending(message, message.id)
+        answer = await self._infer(pending, sent, "", message.received)
+        return _text(answer, pending.request_id) if isinstance(answer, ReflexError) else encode(self._told(answer))
+
+    async def _all(self, message: SocketMessage, observations: Sequence[Any]) -> list[dict[str, Any]]:
+        """The answers or errors of a batch: each row is a robot of its own.
+
+        All are admitted at once, so that a shutdown takes none of them back. `ROWS` are read in each turn of the loop.
+        """
+        rows = [self._pending(message, f"{message.id}.{place}") for place in range(len(observations))]
+        async with asyncio.TaskGroup() as group:
+            tasks = [
+                group.create_task(self._infer(row, observation, f"/{place}", message.received, place // ROWS))
+                for place, (row, observation) in enumerate(zip(rows, observations, strict=True))
+            ]
+        found = zip(rows, [task.result() for task in tasks], strict=True)
+        return [
+            {"error": describe_error(answer, row.request_id)} if isinstance(answer, ReflexError) else self._told(answer)
+            for row, answer in found
+        ]
+
+    async def _infer(
+        self, pending: PendingRequest, observation: Any, part: str, received: float, turn: int = 0
+    ) -> ActAnswer | ReflexError:
+        try:
+            with self._handler.admit(pending):
+                for _ in range(turn):
+                    await asyncio.sleep(0)
+                return await self._handler.infer(pending, self._question(observation, part), received)
+        except ReflexError as error:
+            return error
+
+    def _pending(self, message: SocketMessage, request_id: str) -> PendingRequest:
+        return PendingRequest(OPENPI, request_id, self._robot, message.started, self._socket)
+
+    def _question(self, observation: Any, part: str) -> Question:
+        """part: position in a batch; each position is a separate robot."""
+        if not isinstance(observation, dict):
+            raise ClientError("an observation must be a map")
+        limits, said = limits_in(observation), self._said
+        for name in ("episode_id", "session_id"):
+            if name in observation and limits.episode_id is None:
+                limits.episode_id = limits_of({"episode_id": text_of(observation[name])}).episode_id
+        observed = self._readings.now.read(observation)
+        episodes = self._episodes.setdefault(part, Episodes((said.episode_id or f"ws-{self._socket.id}") + part))
+        if observation.get("reset") is True:
+            episodes.reset()
+        episode = episodes.of(limits.episode_id, observed[2])
+        return question_of(observed, limits, said, self._robot + part, episode)
+
+    def _told(self, answer: ActAnswer) -> dict[str, Any]:
+        timing = {"infer_ms": answer.timing.total_ms}
+        if self._spent is not None:
+            timing["prev_total_ms"] = self._spent
+        self._spent = answer.timing.age_ms
+        return {
+            "actions": answer.actions,
+            "policy_timing": {"infer_ms": answer.timing.batch_ms},
+            "server_timing": timing,
+            **answer_details(answer),
+        }
+
+
+def _text(error: ReflexError, request_id: str) -> str:
+    return PLAIN.refuse(error, request_id, False).body.decode()
+
+
+def _batch_of(sent: dict[str, Any]) -> list[Any]:
+    batch = sent["batch"]
+    if len(sent) > 1 or not isinstance(batch, list) or not 0 < len(batch) <= MAX_BATCH:
+        raise ClientError(f"batch: must be a list of 1 to {MAX_BATCH} observations, and alone")
+    return batch

@@ -1,0 +1,178 @@
+"""vla-eval's websocket: a benchmark sends a hello, begins an episode, and gets one action for each observation.
+
+The policy answers chunks. A session keeps the rest of the last one, and answers the next observations out of it without
+asking the policy. A new episode drops it. docs/wires.md has what a benchmark may send. Frames are msgpack maps
+{type, payload, seq, timestamp}, and in them
+
+    {"__ndarray__": True, "data": bytes, "dtype": "<f4", "shape": [7]}
+    {"__image__": True, "format": "png", "data": bytes, "shape": [256, 256, 3]}    or jpeg, or raw with a dtype
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+
+from reflex_runtime.core.errors import ReflexError
+from reflex_runtime.robots.serving.handler import RequestHandler
+from reflex_runtime.robots.serving.question import ActAnswer, Question
+from reflex_runtime.robots.serving.wire_names import VLA_EVAL
+from reflex_runtime.robots.wires.bounded_msgpack import unpack
+from reflex_runtime.robots.wires.common import array_in, limits_in, question_of
+from reflex_runtime.robots.wires.message_session import MessageSession
+from reflex_runtime.version import __version__
+from reflex_runtime.web.errors import ClientError, describe_error
+from reflex_runtime.web.fields import check_id
+from reflex_runtime.web.json import printable
+from reflex_runtime.web.request import SocketMessage, WebSocket
+
+# -- frames ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class EvalMessage:
+    """One message. seq: number of the sender; an answer repeats it."""
+
+    type: str
+    payload: dict[str, Any]
+    seq: int = 0
+
+
+def decode(frame: bytes) -> EvalMessage:
+    """The message in a frame, arrays as views of it; ClientError when there is none. PNG and JPEG stay encoded."""
+    value = unpack(frame, _array)
+    if not isinstance(value, dict):
+        raise ClientError("the frame must be a map with type, payload and seq")
+    for name, kind in (("type", str), ("payload", dict), ("seq", int)):
+        if type(value.get(name)) is not kind:
+            raise ClientError(f"the frame needs `{name}`, and it must be {_KINDS[kind]}")
+    return EvalMessage(value["type"], value["payload"], value["seq"])
+
+
+_KINDS: Mapping[type, str] = {str: "a text", dict: "a map", int: "a whole number"}
+
+
+def encode(message: EvalMessage) -> bytes:
+    """A frame."""
+    value = {"type": message.type, "payload": message.payload, "seq": message.seq, "timestamp": time.time()}
+    return msgspec.msgpack.encode(value, enc_hook=_plain)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return {"__ndarray__": True, "data": value.tobytes(), "dtype": value.dtype.str, "shape": value.shape}
+    raise NotImplementedError(f"{type(value).__name__} is not written")
+
+
+def _array(found: dict[str, Any]) -> Any:
+    """The array or encoded picture that a map represents, otherwise the map."""
+    if "__image__" in found and found.get("format") != "raw":
+        data, form = found.get("data"), found.get("format")
+        if form not in ("png", "jpeg") or not isinstance(data, memoryview):
+            raise ClientError(printable(f"an image needs data, and a format: png, jpeg or raw, not {str(form)[:40]!r}"))
+        return data
+    if "__image__" in found or "__ndarray__" in found:
+        return array_in(found.get("data"), found.get("dtype"), found.get("shape"))
+    return found
+
+
+# -- the websocket -----------------------------------------------------------------------------------------------------
+
+
+PATH: Final = "/vla-eval"
+PROTOCOL: Final = 1
+TYPES: Final = ("hello", "episode_start", "observation", "episode_end", "error")
+
+
+async def serve(handler: RequestHandler, socket: WebSocket) -> None:
+    """One websocket."""
+    await VlaEvalSession(handler, socket).run()
+
+
+class VlaEvalSession(MessageSession):
+    """One websocket: its episode, and the remaining actions of the last chunk."""
+
+    def __init__(self, handler: RequestHandler, socket: WebSocket) -> None:
+        super().__init__(VLA_EVAL, handler, socket)
+        self._own = self._episode = self.said.episode_id or f"ws-{socket.id}"
+        self._episodes = 0
+        self._left: deque[Any] = deque()  # actions
+        self._executed: int | None = None  # actions of the episode's last chunk
+        self._sent = EvalMessage("", {})
+        self._hello = 0
+
+    def read(self, frame: bytes) -> None:
+        self._sent = EvalMessage("", {})
+        self._sent = decode(frame)
+
+    async def take(self, message: SocketMessage) -> bytes | None:
+        sent = self._sent
+        self._sent = replace(sent, payload={})  # drop the reference to the pictures
+        if sent.type not in TYPES:
+            raise ClientError(printable(f"type {sent.type[:40]!r}: must be one of {', '.join(TYPES)}"))
+        if sent.type == "observation":
+            return await self._observed(message, sent.payload)
+        if sent.type == "hello":
+            self._hello = sent.seq
+            return await self.greet()
+        if sent.type == "episode_start":
+            self._begin(sent.payload)
+        elif sent.type == "episode_end":
+            self.report(self._episode, sent.payload)
+        return None
+
+    def hello(self) -> bytes:
+        spec = self.handler.served.spec
+        wanted = {"send_state": spec.takes_state, "send_wrist_image": len(spec.images) > 1}
+        told = {
+            "observation_params": {name: True for name, wants in wanted.items() if wants},
+            **self.readings.map.metadata,
+            "harness_version": f"reflex {__version__}",
+            "protocol_version": PROTOCOL,
+            "model_server": spec.model_id,
+            "capabilities": {},
+        }
+        return encode(EvalMessage("hello", told, self._hello))
+
+    def answered(self, answer: ActAnswer) -> bytes:
+        self._left.extend(answer.actions[: self.readings.map.execute or answer.num_actions])
+        self._executed = len(self._left)
+        return self._action()
+
+    def error(self, error: ReflexError, request_id: str) -> bytes:
+        return encode(EvalMessage("error", describe_error(error, request_id), self._sent.seq))
+
+    def _begin(self, payload: dict[str, Any]) -> None:
+        recording = payload.get("recording")
+        named = recording.get("eid") if isinstance(recording, dict) else None
+        self._left.clear()
+        self._executed = None
+        self._episodes += 1
+        self._episode = f"{self._own}#{self._episodes}"
+        if named is not None:
+            if not isinstance(named, str):
+                raise ClientError("recording.eid: must be a text")
+            check_id("recording.eid", named)
+            self._episode = named
+
+    async def _observed(self, message: SocketMessage, observation: dict[str, Any]) -> bytes:
+        if self._left:
+            return self._action()
+        return await self.infer(message, partial(self._question, observation))
+
+    def _question(self, observation: dict[str, Any]) -> Question:
+        limits = limits_in(observation)
+        if limits.executed is None:
+            limits.executed = self._executed
+        episode = limits.episode_id or self._episode
+        return question_of(self.readings.now.read(observation), limits, self.said, self.robot, episode)
+
+    def _action(self) -> bytes:
+        return encode(EvalMessage("action", {"actions": self._left.popleft()}, self._sent.seq))

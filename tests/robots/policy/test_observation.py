@@ -1,0 +1,208 @@
+"""What a request must send, and what is said when it does not."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import PIL.Image
+import pytest
+
+from reflex_runtime.robots import Export, InvalidRequest, Policy, decode_image, load_policy, noise_of, seed_of
+from robots.tiny import picture, write_export
+from serving.exports import write_tiny
+
+FINE: dict[str, Any] = {"images": {"front": picture(0)}, "instruction": "open the door", "state": [0.0, 1.0]}
+
+
+@pytest.fixture
+def policy(tmp_path: Path) -> Policy:
+    return load_policy(write_export(tmp_path))
+
+
+def encoded(image: Any, kind: str = "PNG", **options: Any) -> bytes:
+    out = io.BytesIO()
+    PIL.Image.fromarray(image).save(out, kind, **options)
+    return out.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("change", "field", "said"),
+    [
+        ({"images": None}, "images.front", "missing"),
+        ({"images": {"wrist": picture(0)}}, "images.front", "missing"),
+        ({"images": {"front": b"not a picture"}}, "images.front", "not a readable PNG or JPEG"),
+        ({"images": {"front": encoded(picture(0))[:-60]}}, "images.front", "not a readable PNG or JPEG"),
+        ({"images": {"front": encoded(picture(0), "BMP")}}, "images.front", "not a readable PNG or JPEG"),
+        ({"images": {"front": picture(0).astype(np.float32)}}, "images.front", "uint8"),
+        ({"images": {"front": picture(0)[..., 0]}}, "images.front", "uint8"),
+        ({"images": {"front": np.zeros((0, 4, 3), np.uint8)}}, "images.front", "4096"),
+        ({"images": {"front": [[1, 2], [3, 4]]}}, "images.front", "uint8"),
+        ({"instruction": None}, "instruction", "missing"),
+        ({"instruction": "  "}, "instruction", "missing"),
+        ({"state": None}, "state", "missing"),
+        ({"state": [0.0]}, "state", "2 numbers"),
+        ({"state": [[0.0, 1.0]]}, "state", "2 numbers"),
+        ({"state": [0.0, [1.0]]}, "state", "2 numbers"),
+        ({"state": ["0", "1"]}, "state", "2 numbers"),
+        ({"state": [0.0, None]}, "state", "2 numbers"),
+        ({"state": [True, False]}, "state", "2 numbers"),
+        ({"state": [0.0, float("nan")]}, "state", "finite"),
+        ({"state": [0.0, float("inf")]}, "state", "finite"),
+        ({"state": [0.0, 1e300]}, "state", "finite"),
+        ({"state": [0.0, 3e38]}, "state", "finite"),  # finite as sent, not in the model's units
+        ({"state": [0.0, 10**400]}, "state", "2 numbers"),
+        ({"seed": -1}, "seed", "2^64"),
+        ({"seed": 1 << 64}, "seed", "2^64"),
+    ],
+)
+def test_h1_what_is_missing_or_wrong_is_named(policy: Policy, change: dict[str, Any], field: str, said: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        policy.prepare(**(FINE | change))
+    error = caught.value
+    assert (error.details["field"], error.http_status, error.code) == (field, 422, "invalid_request")
+    assert (error.retry_safe, error.outcome) == (False, "client_error")
+    assert str(error).startswith(field)
+    assert said in str(error)
+
+
+def test_h1_one_camera_does_not_stand_in_for_another(tmp_path: Path) -> None:
+    both, alone = (
+        load_policy(Export.load(write_tiny(tmp_path / str(len(names)), cameras=names)))
+        for names in (("image", "image_wrist"), ("wrist",))
+    )
+    sent: Any = {"images": {"image": np.full((6, 8, 3), 7, np.uint8)}, "state": [0.0, 0.0]}
+    with pytest.raises(InvalidRequest, match="image_wrist: missing"):
+        both.prepare(**sent)
+    assert (alone.prepare(**sent).images["wrist"] == 7).all()
+
+
+def test_h1_images_of_another_size_are_resized(policy: Policy) -> None:
+    seen = policy.prepare(**(FINE | {"images": {"front": np.full((40, 30, 3), 7, np.uint8)}})).images["front"]
+    assert (seen.shape, seen.dtype) == ((4, 6, 3), np.uint8)
+    assert (seen == 7).all()
+
+
+@pytest.mark.parametrize(("kind", "options"), [("PNG", {}), ("JPEG", {"quality": 95})])
+def test_h1_png_and_jpeg_bytes_are_decoded(policy: Policy, kind: str, options: dict[str, Any]) -> None:
+    flat = np.full((4, 6, 3), (200, 100, 50), np.uint8)
+    seen = policy.prepare(**(FINE | {"images": {"image": encoded(flat, kind, **options)}})).images["front"]
+    assert np.abs(seen.astype(int) - flat).max() <= (0 if kind == "PNG" else 3)
+
+
+def test_h1_grey_and_transparent_pictures_become_rgb() -> None:
+    assert decode_image(encoded(np.zeros((2, 3), np.uint8))).shape == (2, 3, 3)
+    assert decode_image(encoded(np.zeros((2, 3, 4), np.uint8))).shape == (2, 3, 3)
+
+
+def test_h4_an_image_above_4096_squared_is_refused_before_it_is_decompressed(monkeypatch: pytest.MonkeyPatch) -> None:
+    out = io.BytesIO()
+    PIL.Image.new("1", (4097, 4096)).save(out, "PNG")
+    monkeypatch.setattr(PIL.Image.Image, "convert", lambda *a: pytest.fail("it was decompressed"))
+    with pytest.raises(InvalidRequest, match="4097×4096 pixels"):
+        decode_image(out.getvalue())
+
+
+def test_h1_one_image_may_be_called_image_and_strange_ones_are_ignored(policy: Policy) -> None:
+    by_name = policy.prepare(**FINE)
+    by_default = policy.prepare(**(FINE | {"images": {"image": picture(0), "roof": b"nonsense"}}))
+    assert np.array_equal(by_name.images["front"], by_default.images["front"])
+
+
+def test_h1_the_default_seed_is_stated(policy: Policy) -> None:
+    # First 8 bytes, big-endian, of SHA-256 of the request id.
+    assert seed_of("req_42") == 0x0B2A76153D100088
+    assert seed_of("") == 0xE3B0C44298FC1C14
+    assert policy.prepare(**FINE, request_id="").seed == seed_of("")
+    assert policy.prepare(**FINE, request_id="", seed=3).seed == 3
+
+
+def test_h13_any_text_is_a_request_id(policy: Policy) -> None:
+    for text in ("Ü", "\ud800", "x" * 10_000):
+        assert 0 <= policy.prepare(**FINE, request_id=text).seed < 1 << 64
+
+
+def test_noise_is_stated() -> None:
+    noise = noise_of((1 << 64) - 1, 3, 2)
+    expected = np.random.Generator(np.random.PCG64((1 << 64) - 1)).standard_normal((3, 2), dtype=np.float32)
+    assert (noise.dtype, noise.shape) == (np.float32, (3, 2))
+    assert np.array_equal(noise, expected)
+    # Bytes, so that another numpy or platform that draws differently is noticed: a seed is a promise in a recording.
+    assert noise_of(0, 1, 2).tobytes().hex() == "3d0e8f3f4f8db1bf"
+
+
+def test_state_is_normalised_before_the_graph(policy: Policy) -> None:
+    state = policy.prepare(**(FINE | {"state": [3.0, 0.0]})).state
+    assert state is not None
+    assert state.tolist() == [1.0, 2.0]
+
+
+def test_a_policy_without_state_or_text_asks_for_neither(tmp_path: Path) -> None:
+    from onnx import TensorProto, helper
+
+    from robots.tiny import write_graph
+
+    def change(settings: dict[str, Any]) -> None:
+        settings["inputs"] = {"front": "rgb", "noise": "x"}
+        del settings["tokenizer"]
+
+    write_export(tmp_path, change=change)
+    nodes = [
+        helper.make_node("Cast", ["rgb"], ["pixels"], to=TensorProto.FLOAT),
+        helper.make_node("ReduceMean", ["pixels"], ["grey"], axes=[1, 2, 3], keepdims=0),
+        helper.make_node("Unsqueeze", ["grey", "one_two"], ["wide"]),
+        helper.make_node("Add", ["x", "wide"], ["chunk"]),
+    ]
+    write_graph(tmp_path / "model.onnx", nodes, ["rgb", "x"], ["chunk"])
+    policy = load_policy(tmp_path)
+    seen = policy.prepare(images={"front": picture(0)})
+    assert (seen.state, seen.tokens) == (None, None)
+    assert policy.prepare(images={"front": picture(0)}, state=[0.0, 1.0]).state is None
+    with pytest.raises(InvalidRequest, match="state: must be 2 numbers"):
+        policy.prepare(images={"front": picture(0)}, state=[0.0])
+    assert policy.warm_up((1, 2)).finished
+
+
+def test_the_error_survives_pickling() -> None:
+    error = pickle.loads(pickle.dumps(InvalidRequest("state: missing", "state")))
+    assert (str(error), error.details) == ("state: missing", {"field": "state"})
+
+
+def _as_pillow(data: bytes, size: tuple[int, int] | None) -> Any:
+    """The same picture by Pillow alone, stretched to the size."""
+    with PIL.Image.open(io.BytesIO(data)) as image:
+        if size is not None:
+            image.draft(None, size[::-1])
+        whole = image.convert("RGB")
+        if size is not None and whole.size != size[::-1]:
+            whole = whole.resize(size[::-1], PIL.Image.Resampling.BILINEAR)
+        return np.asarray(whole)
+
+
+@pytest.mark.parametrize("progressive", [False, True])
+@pytest.mark.parametrize("subsampling", [0, 1, 2])
+def test_h4_a_jpeg_is_decoded_to_the_last_bit_as_pillow_does(subsampling: int, progressive: bool) -> None:
+    """Of any size, at its own size and at the fraction of it that is needed."""
+    rng = np.random.default_rng(subsampling)
+    for _ in range(20):
+        height, width = (int(n) for n in rng.integers(1, 260, 2))
+        slope = np.linspace(0, 200, width)[None, :, None]
+        pixels = (rng.integers(0, 40, (height, width, 3)) + slope).astype(np.uint8)
+        file = io.BytesIO()
+        options = {"quality": int(rng.integers(30, 95)), "subsampling": subsampling, "progressive": progressive}
+        PIL.Image.fromarray(pixels).save(file, "JPEG", **options)
+        for size in (None, (int(rng.integers(1, 90)), int(rng.integers(1, 90)))):
+            decoded = decode_image(file.getvalue(), "image", size)
+            assert np.array_equal(decoded, _as_pillow(file.getvalue(), size))
+
+
+def test_h4_half_a_jpeg_and_one_with_a_wrong_header_are_refused() -> None:
+    file = io.BytesIO()
+    PIL.Image.fromarray(np.random.default_rng(0).integers(0, 255, (64, 64, 3), np.uint8)).save(file, "JPEG")
+    data = file.getvalue()
+    for broken in (data[: len(data) // 2], data[:40], data[:3], data[:2] + b"\xff\xc0" + data[4:]):
+        with pytest.raises(InvalidRequest, match="not a readable PNG or JPEG"):
+            decode_image(broken)

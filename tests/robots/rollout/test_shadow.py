@@ -1,0 +1,65 @@
+"""Who is sampled, and how far apart two answers are."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.robots.rollout.shadow import Difference, Sampler, ShadowDivergence
+
+
+def test_v10_the_sample_is_the_share_asked_for_and_the_same_every_time() -> None:
+    ids = [f"req-{i}" for i in range(20_000)]
+    taken = {i for i in ids if Sampler(0.1).takes(i)}
+    assert 0.092 < len(taken) / len(ids) < 0.108
+    assert taken == {i for i in ids if Sampler(0.1).takes(i)}
+    assert taken < {i for i in ids if Sampler(0.5).takes(i)}  # a larger share keeps those it had
+    assert not any(Sampler(0.0).takes(i) for i in ids)
+    assert all(Sampler(1.0).takes(i) for i in ids)
+    with pytest.raises(ConfigError, match=r"--shadow-sample=1.5: must be in \[0, 1\]"):
+        Sampler(1.5)
+
+
+def test_v10_divergence_is_told_per_joint_and_per_step() -> None:
+    served = np.zeros((2, 3), np.float32)
+    shadow = np.array([[1, 0, 0], [3, 0, -2]], np.float32)
+    found = Difference.of(served, shadow)
+    assert found is not None
+    assert (found.mean, found.largest) == (1.0, 3.0)
+    assert found.per_joint == (2.0, 0.0, 1.0)
+    assert found.per_step == pytest.approx((1 / 3, 5 / 3))
+
+
+def test_v10_pairs_meet_in_either_order_and_means_run_over_all_of_them() -> None:
+    divergence = ShadowDivergence()
+    one, two = np.zeros((1, 2), np.float32), np.array([[2, 4]], np.float32)
+    assert divergence.answered("r1", one, shadow=False) is None
+    assert divergence.answered("r1", two, shadow=True) is not None
+    assert divergence.answered("r2", one, shadow=True) is None
+    assert divergence.answered("r2", one, shadow=False) is not None
+    told = divergence.snapshot()
+    assert (told["compared"], told["unpaired"], told["waiting"]) == (2, 0, 0)
+    assert told["per_joint"] == [1.0, 2.0]
+    assert (told["largest"], told["mean"]) == (4.0, 1.5)
+
+
+def test_v10_halves_whose_other_never_comes_are_counted_and_bounded() -> None:
+    divergence = ShadowDivergence(waiting=2)
+    for i in range(3):
+        divergence.answered(f"r{i}", np.zeros((1, 1), np.float32), shadow=False)
+    divergence.gone("r2")
+    divergence.gone("never seen")
+    assert divergence.snapshot()["unpaired"] == 2
+    assert divergence.snapshot()["waiting"] == 1
+    nan = np.full((1, 1), np.nan, np.float32)
+    divergence.answered("r1", nan, shadow=True)
+    assert (divergence.compared, divergence.unpaired) == (0, 3)
+
+
+def test_v10_policies_of_other_dimensions_are_compared_where_they_meet() -> None:
+    divergence = ShadowDivergence()
+    divergence.answered("r", np.ones((4, 3), np.float32), shadow=False)
+    found = divergence.answered("r", np.zeros((2, 2), np.float32), shadow=True)
+    assert found is not None
+    assert (len(found.per_step), len(found.per_joint), found.mean) == (2, 2, 1.0)

@@ -1,0 +1,284 @@
+"""GET /diagnostics/journal, and `reflex tune URL`, which reads it."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import repeat
+from pathlib import Path
+
+import pytest
+
+from reflex_runtime.cli import main, tune
+from reflex_runtime.observe.journal_reader import Journal, read_journal
+from reflex_runtime.robots.serving import journal_stream
+from reflex_runtime.robots.serving.runtime import PolicyRuntime
+from reflex_runtime.run.process import in_thread
+from reflex_runtime.sim import search
+from reflex_runtime.web.app import App
+from serving.harness import PATIENCE, STATE, Server
+from serving.in_process import Caller, with_app
+from serving.openai_toy import Toy
+
+KEY = {"Authorization": "Bearer s3cret"}
+
+
+@pytest.fixture(scope="module")
+def server(tiny: Path) -> Iterator[Server]:
+    with Server(tiny, "--api-key", "s3cret", "--max-batch-size", "7") as running:
+        yield running
+
+
+@contextmanager
+def journal(server: Server, seconds: str = "1", **headers: str) -> Iterator[http.client.HTTPResponse]:
+    """An answer whose head has come."""
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=PATIENCE)
+    try:
+        connection.request("GET", f"/diagnostics/journal?seconds={seconds}", headers=headers or KEY)
+        yield connection.getresponse()
+    finally:
+        connection.close()
+
+
+def read(lines: bytes, tmp_path: Path) -> Journal:
+    (tmp_path / "run.jsonl").write_bytes(lines)
+    return read_journal(tmp_path / "run.jsonl")
+
+
+@contextmanager
+def asking(server: Server) -> Iterator[list[int]]:
+    """Two robots that ask again as soon as they are answered. Yields the statuses of their answers."""
+    statuses, over = list[int](), threading.Event()
+
+    def ask(name: str) -> None:
+        while not over.is_set():
+            statuses.append(server.post({"state": STATE, "robot_id": name}, KEY).status)
+
+    threads = [threading.Thread(target=ask, args=(name,)) for name in ("arm-1", "arm-2")]
+    for thread in threads:
+        thread.start()
+    try:
+        yield statuses
+    finally:
+        over.set()
+        for thread in threads:
+            thread.join()
+
+
+def test_x4_a_running_server_sends_the_journal_of_the_next_seconds(server: Server, tmp_path: Path) -> None:
+    assert server.post({"state": STATE, "robot_id": "before"}, KEY).status == 200
+    with journal(server, "1.2") as response:
+        assert (response.status, response.getheader("content-type")) == (200, "application/x-ndjson")
+        head = response.readline()
+        assert server.post({"state": STATE, "robot_id": "arm-7", "instruction": "secret"}, KEY).status == 200
+        lines = head + response.read()
+    found = read(lines, tmp_path)
+    assert found.groups["prod"].max_size == 7
+    assert found.warm["prod"].batches  # what a schedule of it begins with
+    assert [line.schedule.client for line in found.requests if line.schedule] == ["arm-7"]
+    assert [batch.size for batch in found.batches] == [1]
+    assert found.footer is not None
+    assert (found.footer.total_requests, found.footer.dropped) == (1, 0)
+    assert b"secret" not in lines  # no payloads
+    assert b"\n\n" in lines  # the blank line of a second
+
+
+def test_h5_what_is_no_time_or_has_no_key_is_refused(server: Server) -> None:
+    assert server.get("/diagnostics/journal").status == 401
+    for query, field in (("seconds=0.5", "seconds"), ("seconds=nan", "seconds"), ("second=3", "second")):
+        answer = server.get(f"/diagnostics/journal?{query}", **KEY)
+        assert (answer.status, answer.code, answer.json["field"]) == (422, "invalid_request", field)
+
+
+def test_x4_as_many_journals_as_there_may_be_and_a_place_again_for_one_that_left(server: Server) -> None:
+    with journal(server, "600") as one, journal(server, "600") as two, journal(server, "600") as three:
+        with journal(server, "600") as four:
+            assert [other.status for other in (one, two, three, four)] == [200] * journal_stream.READERS
+            with journal(server) as five:
+                assert five.status == 429
+        server.wait_until(lambda: server.ask("HEAD", "/diagnostics/journal?seconds=1", headers=KEY).status == 200)
+
+
+LONG = "/diagnostics/journal?seconds=600"
+
+
+def test_x4_those_that_come_in_one_turn_are_counted_and_one_that_leaves_at_once_has_no_journal(tiny: Path) -> None:
+    async def check(app: App, runtime: PolicyRuntime) -> None:
+        callers = [Caller(app, LONG, "GET") for _ in range(journal_stream.READERS + 1)]
+        assert (await callers.pop().answer()).status == 429
+        for caller in callers:
+            caller.leave()
+        _, at_work = await asyncio.wait({caller.task for caller in callers}, timeout=PATIENCE)
+        assert not at_work
+        assert runtime.journals == []
+
+    with_app(tiny, check)
+
+
+def test_x4_a_server_that_drains_ends_the_journal_with_its_footer(tiny: Path, tmp_path: Path) -> None:
+    with Server(tiny) as server, journal(server, "600") as response:
+        head = response.readline()
+        server.process.terminate()
+        found = read(head + response.read(), tmp_path)
+        assert found.footer is not None
+        assert server.process.wait(PATIENCE) == 0
+
+
+@pytest.mark.parametrize("stops", ["before the drain", "in the drain"])
+def test_x4_a_drain_does_not_wait_for_one_that_has_stopped_reading(
+    tiny: Path, stops: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journal_stream, "BEAT", 0.0 if stops == "before the drain" else 600.0)
+    monkeypatch.setattr(journal_stream, "LAST", 0.0)
+
+    async def check(app: App, runtime: PolicyRuntime) -> None:
+        caller = Caller(app, LONG, "GET")
+        assert await caller.status() == 200
+        caller.stop_reading()
+        if stops == "before the drain":
+            while not caller.unread:  # noqa: ASYNC110
+                await asyncio.sleep(0)
+        app.close()
+        runtime.drain()
+        await asyncio.wait_for(caller.task, PATIENCE)
+
+    with_app(tiny, check)
+
+
+def test_x4_the_journal_waits_for_its_reader() -> None:
+    """One that does not read holds the writer, whose queue is bounded, and no memory."""
+
+    class Slow:
+        def __init__(self) -> None:
+            self.written, self.reads = list[bytes](), asyncio.Event()
+
+        async def write(self, lines: bytes) -> None:
+            self.written.append(lines)
+            await self.reads.wait()
+
+    async def check() -> None:
+        request = Slow()
+        pipe = journal_stream._Pipe(request)  # type: ignore[arg-type]
+        writing = asyncio.ensure_future(in_thread(lambda: [pipe.write(b"one\n"), pipe.write(b"two\n")]))
+        while not request.written:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        for _ in range(100):
+            await asyncio.sleep(0)
+        assert (request.written, writing.done()) == ([b"one\n"], False)
+        request.reads.set()
+        await writing
+        assert (request.written, pipe.size) == ([b"one\n", b"two\n"], 8)
+
+    asyncio.run(check())
+
+
+# -- reflex tune URL ---------------------------------------------------------------------------------------------------
+
+
+def test_x4_tune_watches_a_server(
+    server: Server, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("HOLDS", "BUDGETS", "SIZES"):  # few settings, and each for a short time
+        monkeypatch.setattr(search, name, getattr(search, name)[:1])
+    monkeypatch.setattr(search, "MOST", 50)
+    monkeypatch.setattr(search, "LEAST", 0.1)
+    url = f"http://127.0.0.1:{server.port}"
+    with asking(server) as statuses:
+        assert main(["tune", url, "--seconds", "1", "--api-key", "s3cret"]) == 0
+    out = capsys.readouterr().out
+    assert set(statuses) == {200}
+    assert f"{url}: " in out
+    assert " requests in 1." in out or " requests in 0." in out
+    assert "callers" in out
+    assert "size ≤ 7" in out
+
+
+def test_x4_tune_says_what_it_cannot_watch(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
+    url = f"http://127.0.0.1:{server.port}"
+    for words, said in (
+        ([url], "wants a key: --api-key KEY"),
+        ([url, "--api-key", "s3cret", "--seconds", "0"], "--seconds=0: must be from 1 to 600"),
+        ([url, "--api-key", "s3cret", "--seconds", "1"], f"{url}: 0 requests came to the scheduler; too few"),
+        ([f"{url}/x", "--api-key", "s3cret", "--seconds", "1"], "has no /diagnostics/journal; is it a policy server"),
+        (["http://127.0.0.1:1"], "nothing listens there"),
+    ):
+        assert main(["tune", *words]) == 2
+        assert said in capsys.readouterr().err
+
+
+def test_x4_tune_says_for_which_products_it_is_not(capsys: pytest.CaptureFixture[str]) -> None:
+    with Toy() as model:
+        assert main(["tune", f"http://127.0.0.1:{model.port}", "--seconds", "1"]) == 2
+    assert "serves a language model, whose budget is one of tokens: reflex trace" in capsys.readouterr().err
+
+
+class Liar(BaseHTTPRequestHandler):
+    """Answers as its class says, in pieces, as long as somebody reads."""
+
+    status: int
+    pieces: Iterable[bytes]
+    chunked: bool
+
+    def do_GET(self) -> None:
+        self.send_response(self.status)
+        if self.chunked:
+            self.send_header("Transfer-Encoding", "chunked")
+        self.end_headers()
+        with suppress(ConnectionError):
+            for piece in self.pieces:
+                self.wfile.write(piece)
+
+    def log_message(self, *_: object) -> None:
+        """Nothing."""
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "said"),
+    [
+        (409, b'{"message": "\\u001b[2Jno\\nway"}', "\ufffd[2Jno\ufffdway"),
+        (409, b"[" * 4096, "answers 409 at /diagnostics/journal; is it a server of reflex?"),
+        (500, b'{"message": "\xff"}', "answers 500 at /diagnostics/journal; is it a server of reflex?"),
+        (301, b"", "answers 301 at /diagnostics/journal; is it a server of reflex?"),
+        (200, b"", ", line 1: empty, not even a header"),
+    ],
+)
+def test_x4_tune_believes_no_server(status: int, body: bytes, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with lying(status, [body]) as url:
+        assert main(["tune", url, "--seconds", "1"]) in (1, 2)
+        told = capsys.readouterr().err
+        assert url in told
+        assert said in told
+
+
+def test_x4_tune_reads_no_journal_that_does_not_end(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each piece comes in time, and there is always one more."""
+    monkeypatch.setattr(tune, "PATIENCE", -1.0)
+    with lying(200, repeat(b"\n" * 1000)) as url:
+        assert main(["tune", url, "--seconds", "1"]) == 1
+
+
+def test_x4_tune_says_that_the_server_was_lost_while_it_was_watched(capsys: pytest.CaptureFixture[str]) -> None:
+    with lying(200, [b"2\r\n{}\r\n"], chunked=True) as url:  # the last chunk never comes
+        assert main(["tune", url, "--seconds", "30"]) == 2
+    told = capsys.readouterr().err
+    assert f"{url}: ended its answer after " in told
+    assert " of 30 s; is the server still there?" in told
+
+
+@contextmanager
+def lying(status: int, pieces: Iterable[bytes], chunked: bool = False) -> Iterator[str]:
+    kind = type("OneLiar", (Liar,), {"status": status, "pieces": pieces, "chunked": chunked})
+    with ThreadingHTTPServer(("127.0.0.1", 0), kind) as http_server:
+        thread = threading.Thread(target=http_server.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{http_server.server_address[1]}"
+        finally:
+            http_server.shutdown()
+            thread.join()

@@ -1,0 +1,180 @@
+"""LeRobot's pickles: what is read, and that nothing else is ever loaded or called."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import pickletools
+import struct
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import reflex_runtime.robots.wires.lerobot as wire
+from reflex_runtime.robots.wires.lerobot import HELPERS, OBSERVATION, SETUP, read_pickle
+from reflex_runtime.web.errors import ClientError
+from robots.wires.broken import FRESH, check
+
+from .lerobot_robot import features, lerobot
+
+PICTURE = np.arange(6 * 8 * 3, dtype=np.uint8).reshape(6, 8, 3)
+
+
+def seen(**more: Any) -> Any:
+    return lerobot().TimedObservation(1.5, 4, {"a.pos": 1.0, "task": "go"} | more, True)
+
+
+@pytest.mark.parametrize("protocol", [3, 4, 5])
+@pytest.mark.parametrize(
+    "array",
+    [PICTURE, np.asfortranarray(PICTURE), PICTURE[::2], np.array([1.5, -2.0], ">f4"), np.zeros((0, 3)), np.array(3)],
+)
+def test_w40_observations_are_read_as_pickle_writes_them(protocol: int, array: Any) -> None:
+    sent = seen(front=array, small=np.float32(2.5), many=-(2**40), no=None)
+    fields = read_pickle(pickle.dumps(sent, protocol), OBSERVATION)
+    assert (fields["timestamp"], fields["timestep"], fields["must_go"]) == (1.5, 4, True)
+    found = fields["observation"]
+    assert np.array_equal(found["front"], array)
+    assert found["front"].dtype == array.dtype
+    assert {name: found[name] for name in ("a.pos", "task", "small", "many", "no")} == {
+        "a.pos": 1.0, "task": "go", "small": 2.5, "many": -(2**40), "no": None,
+    }  # fmt: skip
+
+
+def test_w40_an_array_cannot_be_written_to() -> None:
+    for protocol in (4, 5):
+        fields = read_pickle(pickle.dumps(seen(front=PICTURE.copy()), protocol), OBSERVATION)
+        assert not fields["observation"]["front"].flags.writeable
+
+
+def test_w40_instructions_are_read_as_pickle_writes_them() -> None:
+    setup = lerobot().RemotePolicyConfig("act", "lab/x", features(("front",)), 50, rename_map={"a": "b"})
+    for protocol in (2, 3, 4, 5):
+        fields = read_pickle(pickle.dumps(setup, protocol), SETUP)
+        assert fields == vars(setup)
+
+
+class _Calls:
+    """What runs a command where `pickle` loads it."""
+
+    def __init__(self, function: Any, *arguments: Any) -> None:
+        self._called = function, arguments
+
+    def __reduce__(self) -> Any:
+        return self._called
+
+
+def _hostile(file: Path) -> list[bytes]:
+    touch = f"touch {file}"
+    found = [
+        pickle.dumps(value, protocol)
+        for protocol in (0, 1, 2, 3, 4, 5)
+        for value in (
+            _Calls(os.system, touch), _Calls(eval, f"open({str(file)!r}, 'w')"), _Calls(exec, "x = 1"),
+            _Calls(__import__, "os"), seen(front=_Calls(os.system, touch)),
+            seen(front=np.array([_Calls(os.system, touch)], object)), _Calls(type, "x", (), {}), seen(front={1, 2}),
+        )
+    ]  # fmt: skip
+    begin = b"\x80\2" + f"c{HELPERS}\n{OBSERVATION}\n".encode()
+    found += [
+        b"cos\nsystem\n(S'%s'\ntR." % touch.encode(),  # protocol 0
+        b"\x80\4\x8c\5posix\x8c\6system\x93\x8c%c%s\x85R." % (len(touch), touch.encode()),
+        b"\x80\2cbuiltins\neval\n.", b"\x80\2c__main__\nx\n.", b"\x80\2cnumpy\nload\n.", b"\x80\2ctorch\nload\n.",
+        b"\x80\2" + f"c{HELPERS}\nos\n.".encode(), b"\x80\2" + f"c{HELPERS}\nTimedAction\n.".encode(),
+        b"\x80\2" + f"c{HELPERS}\n{OBSERVATION}.__init__.__globals__\n.".encode(),
+        b"\x80\2c" + b"a" * 10_000 + b"\nb\n.", b"\x82\1.", b"\x80\2Pid\n.", b"i", b"\x80\2(o.", b"\x97.", b"\x98.",
+        begin + b")R.", begin + b"(K\1tR.", begin + b")}\x92.", begin + b")\x81K\1b.", begin + b")\x81(K\1K\2d}b.",
+        b"\x80\2cnumpy\ndtype\nX\2\0\0\0O8\x85R.", b"\x80\2cnumpy\nndarray\n)R.", b"\x80\2cnumpy\nndarray\n)\x81.",
+        begin + b")\x81}b", b"", b".", b"\x80", b"0.", b"h\0.", b"a.", b"(a.", b"e.", b"]e.", b"}(K\1u.", b"t.", b"R.",
+        b"\x8e" + b"\xff" * 8, b"\x96" + b"\xff" * 8, b"\x8d" + b"\xff" * 8, b"r\xff\xff\xff\xff.",
+        b"B\xff\xff\xff\x7f",
+        b"\x8a\xff" + b"\xff" * 255 + b".", b"\x8b\xff\xff\xff\x7f", b"N" * 10_000 + b".", b"(" * 4000 + b".",
+    ]  # fmt: skip
+    return found
+
+
+def test_w40_hostile_pickles_are_refused_and_never_run(tmp_path: Path) -> None:
+    for data in _hostile(tmp_path / "ran"):
+        with pytest.raises(ClientError):
+            read_pickle(data, OBSERVATION)
+    assert not list(tmp_path.iterdir())
+
+
+def test_w40_a_pickle_cannot_change_what_it_may_call() -> None:
+    before = {name: dict(vars(known)) for name, known in wire._CLASSES.items()}
+    for module, name in before:
+        called = b"\x80\2" + f"c{module}\n{name}\n".encode()
+        for state in (b"}X\5\0\0\0value]s", b"}X\x0c\0\0\0__setstate__Ns"):
+            for built in (called, called + b")R", called + b")\x81"):
+                for whole in (state, b"N" + state + b"\x86"):
+                    with pytest.raises(ClientError):
+                        read_pickle(built + whole + b"bK\1\x86.", OBSERVATION)
+    assert {name: dict(vars(known)) for name, known in wire._CLASSES.items()} == before
+
+
+def _doubled(levels: int) -> bytes:
+    """A list that holds a list twice, and so on: 2^levels texts in 8 bytes a level."""
+    within = _doubled(levels - 1) if levels > 1 else b"X\1\0\0\0xq\1"
+    return b"](" + within + b"h%ceq%c" % (levels, levels + 1)
+
+
+@pytest.mark.parametrize(("levels", "read"), [(10, True), (13, True), (14, False), (20, False), (60, False)])
+def test_w40_shared_parts_count_each_time(levels: int, read: bool) -> None:
+    begin = b"\x80\2" + f"c{HELPERS}\n{SETUP}\n".encode() + b")\x81"
+    as_value = begin + b"}(X\1\0\0\0a" + _doubled(levels) + b"ub."
+    as_key = begin + b"}(" + _doubled(levels).replace(b"](", b"(").replace(b"e", b"t") + b"Nub."
+    as_name = b"\x80\4" + _doubled(levels) + b"X\1\0\0\0y\x93."
+    if read:
+        assert len(read_pickle(as_value, SETUP)["a"]) == 2
+    for data in (as_key, as_name) if read else (as_value, as_key, as_name):
+        assert len(data) < 700
+        with pytest.raises(ClientError, match=None if read else "over 20000 parts"):
+            read_pickle(data, SETUP)
+
+
+def test_w40_a_part_that_is_used_may_not_grow() -> None:
+    for data in (b"]q\1h\1a.", b"](]q\1h\1eh\1Na.", b"}q\1X\1\0\0\0ah\1s.", b"]q\1\x85h\1Na."):
+        with pytest.raises(ClientError, match="changes after it is used"):
+            read_pickle(b"\x80\2" + data, SETUP)
+
+
+def test_w40_memo_bombs_are_bounded() -> None:
+    bomb = b"\x80\4]\x94" + b"(h\0h\0t\x94h\0h\0e" * 800 + b"."
+    nested = b"\x80\4)" + b"\x94h\0h\0\x86" * 1200 + b"."
+    doubled = b"\x80\4]q\0(" + b"h\0" * 2000 + b"e."
+    text = b"\x80\2cnumpy.core.multiarray\nscalar\ncnumpy\ndtype\nX\6\0\0\0S50000\x85Rq\0"
+    scalars = text + b"B\x50\xc3\0\0" + bytes(50_000) + b"q\1" + b"\x86R."
+    again = b"\x80\2" + f"c{HELPERS}\n{OBSERVATION}\n".encode() + b")\x81q\0}q\1(" + b"".join(
+        b"X\4\0\0\0%04dN" % i for i in range(1000)
+    ) + b"u0" + b"h\0h\1b0" * 700 + b"N."
+    for data in (bomb, nested, doubled, scalars, again):
+        tracemalloc.start()
+        with pytest.raises(ClientError):
+            read_pickle(data, OBSERVATION)
+        assert tracemalloc.get_traced_memory()[1] < 3_000_000
+        tracemalloc.stop()
+
+
+def test_w40_what_is_large_or_no_number_is_refused() -> None:
+    for more, why in (
+        ({str(i): 1.0 for i in range(6000)}, "over 5000 opcodes"), ({"text": np.str_("x")}, "no pickle"),
+        ({"many": 2**100}, "64 bits"), ({"map": {1: 2}}, "keys are not texts"),
+    ):  # fmt: skip
+        with pytest.raises(ClientError, match=why):
+            read_pickle(pickle.dumps(seen(**more)), OBSERVATION)
+
+
+@FRESH
+def test_w40_broken_pickles_raise_nothing_but_ours(count: int) -> None:
+    whole = [pickle.dumps(seen(front=PICTURE, small=np.float32(1)), protocol) for protocol in (3, 4, 5)]
+    whole.append(pickle.dumps(lerobot().RemotePolicyConfig("act", "x", features(("front",)), 5)))
+    pieces = [opcode.code.encode("latin-1") for opcode in pickletools.opcodes]
+    pieces += [struct.pack("<Q", length) for length in (0, 1, 2**31, 2**63, 2**64 - 1)]
+
+    def ask(data: bytes) -> None:
+        read_pickle(data, SETUP if b"RemotePolicyConfig" in data else OBSERVATION)
+
+    assert 0 < check("lerobot_pickle", whole, ask, count, pieces) < 0.6
