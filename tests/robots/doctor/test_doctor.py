@@ -17,7 +17,6 @@ import numpy as np
 import onnx
 import pytest
 from onnx import helper, numpy_helper
-from policies import means
 
 from reflex_runtime.cli import main
 from reflex_runtime.robots.doctor import checks, doctor
@@ -25,6 +24,7 @@ from reflex_runtime.robots.doctor.checks import Clocks
 from reflex_runtime.robots.doctor.doctor import Check, Diagnosis, examine
 from reflex_runtime.robots.export.memory import GB
 from reflex_runtime.run.onnx_session import CUDA
+from robots import means
 from robots.bundled import KINDS, bundled
 from robots.tiny import ACTIONS, CHUNK, EMBODIMENT, STATE, write_export
 

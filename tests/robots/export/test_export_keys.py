@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from policies import means, tiny
 
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.robots import Export, load_policy
 from reflex_runtime.robots.models.onnx_models import OnnxStaged
 from reflex_runtime.robots.policy.decomposed import DecomposedPolicy
 from reflex_runtime.robots.policy.rtc import Rtc
+from robots import means, tiny
 from robots.means import CHUNK, HEIGHT, WIDTH
 from robots.tiny import Bench, picture, run_alone
 

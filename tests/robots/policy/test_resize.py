@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import PIL.Image
 import pytest
-from policies import means
 
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.robots import Export, decode_image, load_policy
 from reflex_runtime.robots.policy.observation import resize_image
+from robots import means
 from robots.tiny import run_alone
 
 

@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 from openpi_client.websocket_client_policy import WebsocketClientPolicy
-from policies import means
 
 from reflex_runtime.cli import main
 from reflex_runtime.observe.journal_reader import read_journal
 from reflex_runtime.robots import load_policy
 from reflex_runtime.robots.serving.runtime import PolicyRuntime
 from reflex_runtime.web.app import App
+from robots import means
 from robots.serving.test_decode_pool import BIG, HELD, SMALL
 from serving.harness import Answer, Latch, Server
 from serving.in_process import with_app

@@ -14,7 +14,6 @@ import numpy as np
 import PIL.Image
 import pytest
 from openpi_client.websocket_client_policy import WebsocketClientPolicy
-from policies import means
 
 from reflex_runtime.cli import main
 from reflex_runtime.core.errors import ConfigError
@@ -30,6 +29,7 @@ from reflex_runtime.robots.wires.oip import (
     tensor_of_values,
 )
 from reflex_runtime.web.errors import InvalidRequest
+from robots import means
 from robots.tiny import picture
 from serving.harness import Server
 
