@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.robots import Export, load_policy
+from reflex_runtime.robots import DeviceOptions, Export, load_policy
 from reflex_runtime.robots.models.onnx_models import OnnxStaged
 from reflex_runtime.robots.policy.decomposed import DecomposedPolicy
 from reflex_runtime.robots.policy.rtc import Rtc
@@ -91,7 +91,7 @@ def staged_export(root: Path, x_dim: int = 5) -> Path:
 
 
 def test_p25_a_decomposed_export_denoises_all_of_x_and_rtc_remembers_all_of_it(tmp_path: Path) -> None:
-    model = Export.load(staged_export(tmp_path)).open(__import__("reflex_runtime").policies.DeviceOptions())
+    model = Export.load(staged_export(tmp_path)).open(DeviceOptions())
     assert isinstance(model, OnnxStaged)
     policy = DecomposedPolicy(model, rtc=Rtc("ONES", 4), clock=lambda: 0.0)
     bench = Bench(policy)
