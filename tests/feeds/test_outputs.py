@@ -137,7 +137,7 @@ def test_f14_user_and_password_may_stand_beside_the_address_and_the_will_is_hear
             connection.request("GET", "/metrics")
             metrics = connection.getresponse().read().decode()
             connection.close()
-            assert main(["status", f"http://127.0.0.1:{feeds.port}"]) == 0
+            assert main(["top", "--once", f"http://127.0.0.1:{feeds.port}"]) == 0
             feeds.process.send_signal(signal.SIGKILL)
             told.until("will/status", "offline")
             feeds.process.wait()
