@@ -121,7 +121,18 @@ class _PipelineFlow(FlowControl):
         return len(self._behind) > BEHIND or sum(len(cycle.body) for cycle, _ in self._behind) > HEAD_BYTES
 
 
-class HttpConnection(HttpToolsProtocol):
+class _OfApp:
+    """What both protocols have of ours."""
+
+    app: Any  # uvicorn's name for it
+
+    @property
+    def reflex(self) -> App:
+        assert isinstance(self.app, App)
+        return self.app
+
+
+class HttpConnection(_OfApp, HttpToolsProtocol):
     """One HTTP connection. limits: set by `connections_of`."""
 
     limits: ConnectionLimits
@@ -134,17 +145,10 @@ class HttpConnection(HttpToolsProtocol):
         self._head_bytes = 0
         self._in_head = self._declined = self._broken = False
 
-    @property
-    def reflex(self) -> App:
-        app: Any = self.app
-        assert isinstance(app, App)
-        return app
-
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self.flow = _PipelineFlow(transport, self.pipeline)
-        if self.client is None:
-            self.client = ("unix", next(_UNIX))
+        self.client = self.client or ("unix", next(_UNIX))
         over = len(self.connections) - self.limits.most
         self._time.enter(IDLE if over <= 0 else REFUSED)
         if over > RESERVE // 2:  # they hold file descriptors, too
@@ -333,7 +337,7 @@ class HttpConnection(HttpToolsProtocol):
             self._time.enter(phase)
 
 
-class SocketConnection(WebSocketsSansIOProtocol):
+class SocketConnection(_OfApp, WebSocketsSansIOProtocol):
     """One websocket: it is read while a message is answered, to notice that the peer leaves. held: bytes that have come
     of messages that the application has not taken, see `Bodies`."""
 
@@ -348,8 +352,7 @@ class SocketConnection(WebSocketsSansIOProtocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
-        if self.client is None:
-            self.client = ("unix", next(_UNIX))
+        self.client = self.client or ("unix", next(_UNIX))
         self._time.enter(IDLE)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -359,12 +362,6 @@ class SocketConnection(WebSocketsSansIOProtocol):
         self.reflex.left(len(self.connections))
         if self._app_task is not None and not self._app_task.done():
             self._app_task.cancel(CallerLeft("the caller left"))
-
-    @property
-    def reflex(self) -> App:
-        app: Any = self.app
-        assert isinstance(app, App)
-        return app
 
     def data_received(self, data: bytes) -> None:
         self._time.enter(IDLE)

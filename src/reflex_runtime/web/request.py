@@ -28,7 +28,7 @@ Send = Callable[[Message], Awaitable[None]]
 CANCELS: Final = "reflex.cancels"  # extension: the server cancels the coroutine of a caller that left
 CLOSE: Final = (b"connection", b"close")
 DENIAL: Final = "websocket.http.response"
-GOING_AWAY, UNSUPPORTED, INVALID, POLICY, INTERNAL, TRY_LATER = 1001, 1003, 1007, 1008, 1011, 1013
+GOING_AWAY, UNSUPPORTED, POLICY, INTERNAL, TRY_LATER = 1001, 1003, 1008, 1011, 1013
 
 
 OPERATOR_BODY: Final = 64 * 1024  # bytes, for routes that change state
