@@ -17,7 +17,7 @@ from bench.conversations import TRACES, Asked, trace
 from bench.report import Row, row, say
 from reflex_runtime.core.batch import Batch, Cause
 from reflex_runtime.core.request import Request, Ticket
-from reflex_runtime.ipc.sampling import SamplingParams
+from reflex_runtime.ipc.messages import SamplingParams
 from reflex_runtime.llm.engine.blocks import BlockPool
 from reflex_runtime.llm.engine.sequence import Sequence
 

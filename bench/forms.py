@@ -19,7 +19,7 @@ import jsonschema
 from bench.llm import BUDGET, VOCAB, Words, fastest, write_model
 from bench.report import Row, row, say
 from reflex_runtime.demo import SCRIBE
-from reflex_runtime.ipc.sampling import Constraint
+from reflex_runtime.ipc.messages import Constraint
 from reflex_runtime.llm import LLMEngine, SamplingParams
 
 SCHEMAS = 500

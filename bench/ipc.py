@@ -38,8 +38,7 @@ from bench.streams import Job, Streamed
 from reflex_runtime.core.errors import ReflexError
 from reflex_runtime.demo import model_directory
 from reflex_runtime.ipc.client import RuntimeClient
-from reflex_runtime.ipc.generate_batcher import GenerateBatcher
-from reflex_runtime.ipc.generate_config import GenerateBatcherConfig
+from reflex_runtime.ipc.generate_batcher import GenerateBatcher, GenerateBatcherConfig
 from reflex_runtime.ipc.messages import LOAD, GenerateParams
 from reflex_runtime.ipc.peer import RawAnswer
 from reflex_runtime.ipc.registry import StreamRegistry

@@ -20,7 +20,7 @@ import numpy.typing as npt
 from bench.llm import VOCAB, Words, write_model
 from bench.report import Row, row, say
 from reflex_runtime.demo import SCRIBE
-from reflex_runtime.ipc.sampling import SamplingParams
+from reflex_runtime.ipc.messages import SamplingParams
 from reflex_runtime.llm.engine.llm_engine import Kept, LLMEngine
 from reflex_runtime.llm.engine.load import load
 from reflex_runtime.llm.runners.runner import Runner, Step

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import sys
 
-from reflex_runtime.ipc.generate_config import GenerateBatcherConfig
+from reflex_runtime.ipc.generate_batcher import GenerateBatcherConfig
 from reflex_runtime.ipc.spawn import spawned
 from reflex_runtime.llm.app import serving
 from reflex_runtime.llm.engine.toy import ByteTokenizer

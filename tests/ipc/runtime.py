@@ -16,8 +16,7 @@ import msgspec
 
 from reflex_runtime.core.errors import Cancelled, ReflexError, Rejected
 from reflex_runtime.ipc.frames import Codec, Notification, RpcError, RpcRequest
-from reflex_runtime.ipc.generate_batcher import GenerateBatcher
-from reflex_runtime.ipc.generate_config import GenerateBatcherConfig
+from reflex_runtime.ipc.generate_batcher import GenerateBatcher, GenerateBatcherConfig
 from reflex_runtime.ipc.messages import CANCEL, CHUNK, CREDIT, EVENT, STATS, GenerateParams
 from reflex_runtime.ipc.peer import ConnectionLost, Peer, RawAnswer
 from reflex_runtime.ipc.registry import StreamRegistry

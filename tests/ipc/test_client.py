@@ -16,8 +16,7 @@ import pytest
 
 from ipc.watching import LOOPS, PATIENCE, QUICK, Script, Watch, alive, child, failure, nothing_left, run
 from reflex_runtime.core.errors import ConfigError, CutShort, ReflexError, WaitTimeout
-from reflex_runtime.ipc.client import RuntimeClient, WorkerUnavailable
-from reflex_runtime.ipc.client_config import ClientConfig
+from reflex_runtime.ipc.client import ClientConfig, RuntimeClient, WorkerUnavailable
 from reflex_runtime.ipc.frames import METHOD_NOT_FOUND, Codec, ProtocolError
 from reflex_runtime.ipc.messages import Info
 from reflex_runtime.ipc.spawn import StartFailed

@@ -14,8 +14,7 @@ import pytest
 
 from ipc.watching import LOOPS, PATIENCE, QUICK, Script, Watch, alive, child, children, failure, nothing_left, run
 from reflex_runtime.core.errors import Closed, ConfigError, CutShort, Rejected
-from reflex_runtime.ipc.client import RuntimeClient, WorkerUnavailable
-from reflex_runtime.ipc.client_config import ClientConfig
+from reflex_runtime.ipc.client import ClientConfig, RuntimeClient, WorkerUnavailable
 from reflex_runtime.ipc.peer import ConnectionLost
 from reflex_runtime.ipc.spawn import StartFailed
 

@@ -28,10 +28,9 @@ from reflex_runtime.core.errors import (
 from reflex_runtime.core.events import RequestQueued, RequestSettled, SchedulerPaused
 from reflex_runtime.core.request import Request, Ticket
 from reflex_runtime.ipc import frames
-from reflex_runtime.ipc.batcher_stats import MOST_PARTITIONS, BatchDispatched, BatcherStats, series_in
 from reflex_runtime.ipc.frames import ProtocolError, RpcError, error_of
-from reflex_runtime.ipc.generate_batcher import OFF, GenerateBatcher
-from reflex_runtime.ipc.generate_config import GenerateBatcherConfig
+from reflex_runtime.ipc.generate_batcher import OFF, GenerateBatcher, GenerateBatcherConfig
+from reflex_runtime.ipc.generate_calls import MOST_PARTITIONS, BatchDispatched, BatcherStats, series_in
 from reflex_runtime.ipc.messages import GenerateParams
 from reflex_runtime.ipc.peer import ConnectionLost
 from reflex_runtime.ipc.registry import StreamRegistry

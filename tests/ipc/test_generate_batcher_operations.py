@@ -16,8 +16,7 @@ from reflex_runtime.core.batch import Done
 from reflex_runtime.core.errors import ProcessorHung, ReflexError, Rejected
 from reflex_runtime.core.events import BatchScheduled, Event, RequestQueued, RequestSettled
 from reflex_runtime.ipc.frames import ProtocolError, RpcError
-from reflex_runtime.ipc.generate_batcher import GenerateBatcher
-from reflex_runtime.ipc.generate_config import GenerateBatcherConfig
+from reflex_runtime.ipc.generate_batcher import GenerateBatcher, GenerateBatcherConfig
 from reflex_runtime.ipc.peer import ConnectionLost
 from reflex_runtime.ipc.registry import StreamHandle
 

@@ -12,7 +12,7 @@ import msgspec
 
 from reflex_runtime.ipc import messages
 from reflex_runtime.ipc.frames import Codec, FrameDecoder, Message, Notification, Reader, Response, RpcRequest, encode
-from reflex_runtime.ipc.generate_config import GenerateBatcherConfig
+from reflex_runtime.ipc.generate_batcher import GenerateBatcherConfig
 
 PAGE = (Path(__file__).parents[2] / "docs" / "workers.md").read_text(encoding="utf-8")
 PARAMS: dict[str, Any] = {

@@ -17,8 +17,7 @@ import uvloop
 
 from ipc.answering import PLAIN, Child
 from reflex_runtime.core.errors import ReflexError
-from reflex_runtime.ipc.client import RuntimeClient
-from reflex_runtime.ipc.client_config import ClientConfig
+from reflex_runtime.ipc.client import ClientConfig, RuntimeClient
 from reflex_runtime.ipc.frames import Codec, Notification
 from reflex_runtime.ipc.peer import Handler, Peer
 from reflex_runtime.ipc.spawn import Link, Opener, from_socket, spawned

@@ -13,7 +13,7 @@ import pytest
 
 from reflex_runtime.core.errors import ConfigError, ProcessorError
 from reflex_runtime.demo import model_directory
-from reflex_runtime.ipc.sampling import Constraint
+from reflex_runtime.ipc.messages import Constraint
 from reflex_runtime.llm import LLMEngine, SamplingParams
 from reflex_runtime.llm.engine import constraint, form_check
 from reflex_runtime.llm.engine.constraint import Constraints, Matcher, check_constraint

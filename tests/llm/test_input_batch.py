@@ -14,7 +14,7 @@ from llm.models import Oracle, random_checkpoint, random_model
 from llm.steps import Lane, shuffled, step
 from reflex_runtime.core.errors import ProcessorError
 from reflex_runtime.core.events import BatchScheduled, Event, RequestPreempted
-from reflex_runtime.ipc.sampling import SamplingParams
+from reflex_runtime.ipc.messages import SamplingParams
 from reflex_runtime.llm.engine.generation_options import GenerationOptions
 from reflex_runtime.llm.engine.llm_engine import LLMEngine
 from reflex_runtime.llm.engine.sequence import Choice

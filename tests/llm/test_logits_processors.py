@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from reflex_runtime.core.errors import ConfigError, ProcessorError
-from reflex_runtime.ipc.sampling import SamplingParams
+from reflex_runtime.ipc.messages import SamplingParams
 from reflex_runtime.llm import LLMEngine
 from reflex_runtime.llm.engine.generation_options import SamplingDefaults, sampling_defaults
 from reflex_runtime.llm.engine.logits_processors import Shaping, shaping_of

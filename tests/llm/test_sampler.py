@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from reflex_runtime.core.errors import ProcessorError
-from reflex_runtime.ipc.sampling import SamplingParams
+from reflex_runtime.ipc.messages import SamplingParams
 from reflex_runtime.llm.engine.sampler import explain, likeliest, sample, uniform
 from reflex_runtime.llm.engine.sequence import Choice, Sequence
 

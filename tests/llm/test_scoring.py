@@ -11,7 +11,7 @@ import pytest
 from llm.models import Oracle, random_checkpoint, random_model
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.core.events import Event, RequestPreempted
-from reflex_runtime.ipc.sampling import SamplingParams
+from reflex_runtime.ipc.messages import SamplingParams
 from reflex_runtime.llm.engine import processor as module
 from reflex_runtime.llm.engine.llm_engine import LLMEngine
 from reflex_runtime.llm.engine.toy import ByteTokenizer, ToyRunner

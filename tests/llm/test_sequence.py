@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.ipc.sampling import SamplingParams
+from reflex_runtime.ipc.messages import SamplingParams
 from reflex_runtime.llm.engine.sequence import Choice, Sequence
 from reflex_runtime.llm.engine.toy import ByteTokenizer
 

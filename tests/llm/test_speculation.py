@@ -19,7 +19,7 @@ from reflex_runtime.core.batch import Done
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.core.events import BatchScheduled, Event, RequestPreempted, RequestProgressed, RequestSettled
 from reflex_runtime.core.token_budget import ExtraUnits
-from reflex_runtime.ipc.sampling import Constraint, SamplingParams
+from reflex_runtime.ipc.messages import Constraint, SamplingParams
 from reflex_runtime.llm.engine.generation_options import GenerationOptions
 from reflex_runtime.llm.engine.llm_engine import Kept, LLMEngine
 from reflex_runtime.llm.engine.sequence import RequestOutput

@@ -36,7 +36,7 @@ from reflex_runtime.settings.read import environment, load
 from reflex_runtime.web.trust import warn_if_open
 
 if TYPE_CHECKING:
-    from reflex_runtime.ipc.generate_config import GenerateBatcherConfig
+    from reflex_runtime.ipc.generate_batcher import GenerateBatcherConfig
     from reflex_runtime.llm.server.lifecycle import ServerState
     from reflex_runtime.llm.server.model_host import ModelPlan, Open
     from reflex_runtime.web.supervisor import Parent
@@ -75,7 +75,7 @@ def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Check everything that can be checked, then open the port, then load."""
-    from reflex_runtime.ipc.generate_config import GenerateBatcherConfig
+    from reflex_runtime.ipc.generate_batcher import GenerateBatcherConfig
 
     logs.begin()
     config = load(LLMServeConfig, "serve", args.config, environment(), vars(args), (BATCHER,))

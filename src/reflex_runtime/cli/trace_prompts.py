@@ -144,7 +144,7 @@ def record(setup: Setup, path: Path) -> dict[str, RequestOutput]:
 
 
 def _prompts(given: Sequence[str], config: PromptsConfig) -> list[Prompt]:
-    from reflex_runtime.ipc.sampling import SamplingParams
+    from reflex_runtime.ipc.messages import SamplingParams
     from reflex_runtime.sim.tokens import Prompt
 
     texts = [text for one in given for text in (_lines(one[1:]) if one.startswith("@") else [one])]

@@ -12,13 +12,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # the same names as in _NAMES, for type checkers and editors
+    from reflex_runtime.ipc.client import ClientConfig as ClientConfig
     from reflex_runtime.ipc.client import RuntimeClient as RuntimeClient
     from reflex_runtime.ipc.client import WorkerUnavailable as WorkerUnavailable
-    from reflex_runtime.ipc.client_config import ClientConfig as ClientConfig
     from reflex_runtime.ipc.frames import Codec as Codec
     from reflex_runtime.ipc.frames import ProtocolError as ProtocolError
     from reflex_runtime.ipc.generate_batcher import GenerateBatcher as GenerateBatcher
-    from reflex_runtime.ipc.generate_config import GenerateBatcherConfig as GenerateBatcherConfig
+    from reflex_runtime.ipc.generate_batcher import GenerateBatcherConfig as GenerateBatcherConfig
     from reflex_runtime.ipc.messages import GenerateParams as GenerateParams
     from reflex_runtime.ipc.peer import ConnectionLost as ConnectionLost
     from reflex_runtime.ipc.registry import StreamHandle as StreamHandle
@@ -29,11 +29,9 @@ if TYPE_CHECKING:  # the same names as in _NAMES, for type checkers and editors
     from reflex_runtime.ipc.worker import serve as serve
 
 _NAMES = {
-    "client": "RuntimeClient WorkerUnavailable",
-    "client_config": "ClientConfig",
+    "client": "ClientConfig RuntimeClient WorkerUnavailable",
     "frames": "Codec ProtocolError",
-    "generate_batcher": "GenerateBatcher",
-    "generate_config": "GenerateBatcherConfig",
+    "generate_batcher": "GenerateBatcher GenerateBatcherConfig",
     "messages": "GenerateParams",
     "peer": "ConnectionLost",
     "registry": "StreamHandle StreamRegistry",

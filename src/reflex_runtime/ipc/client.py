@@ -15,16 +15,16 @@ import random
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from reflex_runtime.core.errors import Closed, ConfigError, CutShort, ReflexError, Rejected, WaitTimeout
-from reflex_runtime.ipc.client_config import ClientConfig
 from reflex_runtime.ipc.frames import METHOD_NOT_FOUND, Codec, Notification, ProtocolError, Reader, RpcError, RpcRequest
-from reflex_runtime.ipc.heartbeat import Heartbeat
 from reflex_runtime.ipc.messages import CHUNK, EVENT, INFO, PROMPT, PROTOCOL, SHUTDOWN, STATS, Info, Shutdown
 from reflex_runtime.ipc.peer import ConnectionLost, Peer, RawAnswer
-from reflex_runtime.ipc.spawn import Link, Opener, StartFailed
+from reflex_runtime.ipc.spawn import Heartbeat, Link, Opener, StartFailed
 from reflex_runtime.pacing import Restarts
+from reflex_runtime.settings.declare import option, validate
 
 log = logging.getLogger("reflex.ipc")
 
@@ -33,6 +33,37 @@ State = Literal["starting", "ready", "restarting", "open", "stopped"]
 GRACE = 1.0  # seconds for a process to exit after its connection has ended, so that its exit status is known
 SOON = 1.0  # seconds until a retry while a start is under way
 _COUNTED = frozenset({CHUNK, PROMPT, STATS, EVENT})  # by name; other names come from outside and may be many
+_DAY = 86400.0
+
+
+@dataclass(frozen=True, slots=True)
+class ClientConfig:
+    """Limits of one runtime process, in seconds.
+
+    call_timeout_s: of a `request` without a timeout of its own. start_timeout_s: from the start of the process until it
+    is prepared. heartbeat_s: between heartbeats; 0: none. hung_after_s: that a heartbeat may stay unanswered.
+    backoff_s, backoff_max_s: before the first restart, and at most. steady_s: after a life of this length the back-off
+    starts anew. most_failures: failed starts and shorter lives in a row that open the breaker; then one trial start
+    every cooldown_s.
+    """
+
+    call_timeout_s: float = option(30.0, low=0, above=True, high=_DAY, unit="seconds")
+    start_timeout_s: float = option(600.0, low=0, above=True, high=_DAY, unit="seconds")
+    heartbeat_s: float = option(5.0, low=0, high=_DAY, unit="seconds")
+    hung_after_s: float = option(20.0, low=0, above=True, high=_DAY, unit="seconds")
+    backoff_s: float = option(0.2, low=0, above=True, high=_DAY, unit="seconds")
+    backoff_max_s: float = option(10.0, low=0, above=True, high=_DAY, unit="seconds")
+    steady_s: float = option(30.0, low=0, high=_DAY, unit="seconds")
+    most_failures: int = option(5, low=1, high=1000)
+    cooldown_s: float = option(60.0, low=0, above=True, high=_DAY, unit="seconds")
+
+    def __post_init__(self) -> None:
+        validate(self, "ClientConfig")
+        for low, high in (("heartbeat_s", "hung_after_s"), ("backoff_s", "backoff_max_s")):
+            if getattr(self, low) > getattr(self, high):
+                raise ConfigError(
+                    f"ClientConfig.{low}={getattr(self, low)!r}: must be at most {high}={getattr(self, high)!r}"
+                )
 
 
 class WorkerUnavailable(Rejected):
@@ -82,12 +113,7 @@ class RuntimeClient:
         self._open, self._prepare = open, prepare
         given = self.config
         self._restarts = Restarts(
-            given.backoff_s,
-            given.backoff_max_s,
-            given.steady_s,
-            given.most_failures,
-            given.cooldown_s,
-            random.random,
+            given.backoff_s, given.backoff_max_s, given.steady_s, given.most_failures, given.cooldown_s, random.random
         )
         self._link: Link | None = None  # set also while the process is prepared, and until it is reaped
         self._since = math.nan  # when it became ready

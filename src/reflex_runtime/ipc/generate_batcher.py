@@ -16,7 +16,7 @@ import copy
 import os
 import time
 from collections.abc import Awaitable, Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import inf, isfinite
 from typing import Any
 
@@ -29,21 +29,72 @@ from reflex_runtime.core.errors import Cancelled, ConfigError, Expired, ReflexEr
 from reflex_runtime.core.flush import Affine, FlushPolicy, HoldTarget
 from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.core.request import PRIORITIES, WAITING, Priority, Request, Ticket
-from reflex_runtime.ipc.batcher_stats import UNSENT, BatchDispatched, BatcherStats, alone
-from reflex_runtime.ipc.generate_calls import Call, RuntimeConnection, RuntimeMessages, SentBatch
-from reflex_runtime.ipc.generate_config import OPTIONS, GenerateBatcherConfig
+from reflex_runtime.ipc.client import RuntimeClient
+from reflex_runtime.ipc.generate_calls import (
+    UNSENT,
+    BatchDispatched,
+    BatcherStats,
+    Call,
+    RuntimeMessages,
+    SentBatch,
+    alone,
+)
 from reflex_runtime.ipc.messages import BATCH_GENERATE, MOST_SCORES, WINDOW, GenerateParams
 from reflex_runtime.ipc.registry import StreamHandle, StreamRegistry
 from reflex_runtime.run.audience import Sink
 from reflex_runtime.run.dispatcher import Dispatcher
+from reflex_runtime.settings.declare import option, validate
 
 GROUP = "generate"
 OFF = "REFLEX_DISABLE_GENERATE_BATCHING"
 CROWDED = 0.8  # of the places are taken: the target does not grow
+OPTIONS: dict[str, Any] = {f.name: f.default for f in msgspec.structs.fields(GenerateParams)}  # of a request
 
 _SPENT = GenerateParams()
-_PLAIN = GenerateBatcherConfig()
 _NONE = (0.0, 0.0, 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateBatcherConfig:
+    """The section `generate_batcher` of the configuration file.
+
+    enabled: False sends every request by itself. min_batch_size, max_batch_size: bounds of the target, and the most
+    requests in a message. min_hold_ms, max_hold_ms: how long a request may wait for others once the target is reached,
+    and before. background_extra_ms: how much longer a background request may. target_batch_time_ms: time of a message
+    and its answer above which the target shrinks. pause_on_backpressure_ms: pause of a model's messages when a reader
+    is slow. max_pending, max_pending_tokens: requests that may wait, and their prompt tokens (characters of text).
+    stream_limit: streams that may be active. call_timeout_ms: time for the answer to a message. ungroupable_options:
+    fields of a request that make it go by itself.
+    """
+
+    enabled: bool = True
+    min_batch_size: int = option(2, low=1, high=1024)
+    max_batch_size: int = option(16, low=1, high=1024)
+    min_hold_ms: float = option(0.75, low=0, high=1000)
+    max_hold_ms: float = option(3.0, low=0, high=1000)
+    background_extra_ms: float = option(2.0, low=0, high=1000)
+    target_batch_time_ms: float = option(12.0, low=0.01, high=60_000)
+    pause_on_backpressure_ms: float = option(20.0, low=0, high=10_000)
+    max_pending: int = option(1000, low=1, high=1_000_000)
+    max_pending_tokens: int = option(1_000_000, low=1, high=1_000_000_000)
+    stream_limit: int = option(64, low=1, high=1_000_000)
+    call_timeout_ms: float = option(30_000.0, low=1, high=3_600_000)
+    ungroupable_options: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        validate(self, "generate_batcher")
+        for least, most in (("min_batch_size", "max_batch_size"), ("min_hold_ms", "max_hold_ms")):
+            low, high = getattr(self, least), getattr(self, most)
+            if low > high:
+                raise ConfigError(f"generate_batcher.{least}={low!r}: must be at most {most}, which is {high!r}")
+        for name in self.ungroupable_options:
+            if name not in OPTIONS:
+                raise ConfigError(
+                    f"generate_batcher.ungroupable_options={name!r}: must be fields of a request: {sorted(OPTIONS)}"
+                )
+
+
+_PLAIN = GenerateBatcherConfig()
 
 
 class _Targets(HoldTarget):
@@ -80,7 +131,7 @@ class GenerateBatcher:
 
     def __init__(
         self,
-        client: RuntimeConnection,
+        client: RuntimeClient,
         registry: StreamRegistry,
         config: GenerateBatcherConfig = _PLAIN,
         *,

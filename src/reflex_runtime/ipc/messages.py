@@ -1,18 +1,115 @@
 """The messages of a runtime process: params and results of each method, and the notifications of streams.
 
+`SamplingParams` says how output is sampled, for the wire (`GenerateParams`) and for the engine (`Sequence`).
 docs/workers.md shows every one of them. An older end ignores fields that a newer one adds.
 """
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from math import isfinite
+from typing import Any, Final, Literal, Self
 
 import msgspec
 
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.core.request import PRIORITIES
 from reflex_runtime.ipc.frames import RpcError
-from reflex_runtime.ipc.sampling import MOST_LOGPROBS, SamplingParams
+
+LONGEST_ID = 200  # characters
+MOST_LOGPROBS = 20
+MOST_STOPS = 16
+MOST_STOP_IDS = 256
+MOST_BIASED = 1024
+MOST_FORM = 200_000  # characters of a schema, expression or grammar
+_GUIDED: Final = {"json": "schema", "regex": "regex", "choice": "choice", "grammar": "grammar"}  # mode → its field
+_MOST_TEXTS: Final = 1000
+
+
+class Constraint(msgspec.Struct, frozen=True):
+    """The form that an output must have. text: a JSON Schema, a regular expression, a JSON list of texts of which it is
+    one, or a grammar in Lark's notation."""
+
+    kind: Literal["json", "regex", "choice", "grammar"]
+    text: str
+
+    def __post_init__(self) -> None:
+        if not 0 < len(self.text) <= MOST_FORM:
+            raise ConfigError(f"{self.kind}: has {len(self.text)} characters, must have 1 to {MOST_FORM}")
+
+
+class SamplingParams(msgspec.Struct, frozen=True):
+    """How output is sampled, and when it ends. Raises ConfigError that names the field, its value and its range.
+
+    max_tokens: most tokens of output. temperature: 0 takes the likeliest token. top_p: sample from the likeliest tokens
+    that together have this probability. top_k: from the k likeliest; 0 is off. min_p: from those that are at least this
+    share as likely as the likeliest. seed: same seed, same draws; None draws one. stop: texts before which the output
+    ends. include_stop: the output ends with the stop text, not before it. stop_token_ids: ids with which it ends.
+    min_tokens: no end before so many tokens. ignore_eos: go on after the model's own end. logprobs: how many
+    alternatives to report for each token, of the model's own distribution; None reports nothing, 0 the token's own.
+
+    What changes the logits before a token is chosen: repetition_penalty divides those of tokens in the prompt or the
+    output (multiplies, where negative); frequency_penalty is taken from those in the output once for each time,
+    presence_penalty once; logit_bias, pairs of (id, number), is added. constraint: only tokens that fit remain.
+    """
+
+    max_tokens: int = 16
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    min_tokens: int = 0
+    include_stop: bool = False
+    constraint: Constraint | None = None
+
+    def __post_init__(self) -> None:
+        _check("max_tokens", self.max_tokens, self.max_tokens >= 1, "must be >= 1 token")
+        temperature = self.temperature
+        _check("temperature", temperature, isfinite(temperature) and 0.0 <= temperature <= 2.0, "must be in [0, 2]")
+        _check("top_p", self.top_p, 0.0 < self.top_p <= 1.0, "must be in (0, 1]")
+        _check("top_k", self.top_k, self.top_k >= 0, "must be >= 0, where 0 is off")
+        _check("seed", self.seed, self.seed is None or -(1 << 63) <= self.seed < 1 << 64, "must fit 64 bits")
+        well = len(self.stop) <= MOST_STOPS and all(0 < len(text) <= 1000 for text in self.stop)
+        _check("stop", self.stop, well, f"must be at most {MOST_STOPS} texts of 1 to 1000 characters")
+        logprobs = self.logprobs
+        well = logprobs is None or 0 <= logprobs <= MOST_LOGPROBS
+        _check("logprobs", logprobs, well, f"must be in [0, {MOST_LOGPROBS}]")
+        _check("min_p", self.min_p, 0.0 <= self.min_p <= 1.0, "must be in [0, 1]")
+        for name in ("presence_penalty", "frequency_penalty"):
+            value = getattr(self, name)
+            _check(name, value, -2.0 <= value <= 2.0, "must be in [-2, 2]")
+        repetition = self.repetition_penalty
+        _check("repetition_penalty", repetition, 0.01 <= repetition <= 100.0, "must be in [0.01, 100], where 1 is off")
+        least, most = self.min_tokens, self.max_tokens
+        _check("min_tokens", least, 0 <= least <= most, f"must be in [0, max_tokens={most}]")
+        self._check_ids()
+
+    def _check_ids(self) -> None:
+        """Token ids are checked against a vocabulary where a model is known."""
+        well = len(self.stop_token_ids) <= MOST_STOP_IDS and all(0 <= token < 1 << 31 for token in self.stop_token_ids)
+        _check("stop_token_ids", self.stop_token_ids, well, f"must be at most {MOST_STOP_IDS} token ids")
+        bias = self.logit_bias
+        well = len(bias) <= MOST_BIASED and all(0 <= token < 1 << 31 and -100.0 <= by <= 100.0 for token, by in bias)
+        _check("logit_bias", bias, well, f"must be at most {MOST_BIASED} token ids, each with a number in [-100, 100]")
+
+    @classmethod
+    def greedy(cls, max_tokens: int = 16, **more: Any) -> Self:
+        """Always the likeliest token."""
+        return cls(max_tokens=max_tokens, temperature=0.0, **more)
+
+
+def _check(name: str, value: object, holds: bool, rule: str) -> None:
+    if not holds:
+        raise ConfigError(f"SamplingParams.{name}={value!r:.200}: {rule}")
+
 
 INFO, STATE, METRICS, LIVE = "runtime/info", "runtime/state", "runtime/metrics", "runtime/live"
 LOAD, UNLOAD, TOKENIZE = "load_model", "unload_model", "tokenize"
@@ -33,6 +130,11 @@ WINDOW = 64  # tokens that a stream may be ahead of its reader, unless its reque
 MOST_CREDITS = 1_000_000  # at a time
 MOST_SCORES = 1 << 19  # numbers that are told of the tokens of a prompt: some 40 MB of JSON
 SHORTEST_GAP_MS, LONGEST_GAP_MS = 1, 60_000  # between two tokens
+
+
+def is_id(name: object) -> bool:
+    """Whether it can name a stream or a model: 1 to LONGEST_ID printable characters."""
+    return isinstance(name, str) and 0 < len(name) <= LONGEST_ID and name.isprintable()
 
 
 class Info(msgspec.Struct):
@@ -120,6 +222,42 @@ class GenerateParams(SamplingParams, frozen=True, kw_only=True, omit_defaults=Tr
         told = self.prompt_logprobs
         if told is not None and not 0 <= told <= MOST_LOGPROBS:
             raise ConfigError(f"prompt_logprobs={told!r}: must be in [0, {MOST_LOGPROBS}] or absent")
+
+
+def guided(params: GenerateParams) -> GenerateParams:
+    """The request with the constraint that its guidance means. ConfigError for guidance that is none, and beside a
+    constraint.
+
+    mode: `json` (schema: a JSON Schema, by default any object), `regex`, `choice` (a list of texts), `grammar`; each
+    with the field of its name.
+    """
+    guidance = params.guidance or {}
+    mode: Any = guidance.get("mode")
+    if mode not in list(_GUIDED):
+        raise ConfigError(f"guidance.mode={mode!r:.100}: must be one of {', '.join(_GUIDED)}")
+    if params.constraint is not None:
+        raise ConfigError("guidance: the request has a constraint, too; send one")
+    unknown = sorted(guidance.keys() - {"mode", _GUIDED[mode]})
+    if unknown:
+        raise ConfigError(f"guidance.{unknown[0]:.100}: is no field of mode {mode!r}")
+    try:
+        text = _text(mode, guidance.get(_GUIDED[mode]))
+    except (TypeError, ValueError, RecursionError) as error:  # MessagePack holds what JSON cannot
+        raise ConfigError(f"guidance.{_GUIDED[mode]}: is no JSON: {error}") from None
+    constraint = Constraint(mode, text)
+    return msgspec.structs.replace(params, constraint=constraint, guidance=None)
+
+
+def _text(mode: str, said: Any) -> str:
+    if mode == "json" and isinstance(said, dict | None):
+        return msgspec.json.encode(said or {"type": "object"}).decode()
+    if mode == "choice" and isinstance(said, list) and 0 < len(said) <= _MOST_TEXTS:
+        if all(isinstance(text, str) and text for text in said):
+            return msgspec.json.encode(said).decode()
+    elif mode in ("regex", "grammar") and isinstance(said, str):
+        return said
+    wants = {"json": "a JSON Schema, an object", "choice": f"a list of 1 to {_MOST_TEXTS} texts, none empty"}
+    raise ConfigError(f"guidance.{_GUIDED[mode]}: must be {wants.get(mode, 'a text')}")
 
 
 class CheckDraft(msgspec.Struct):

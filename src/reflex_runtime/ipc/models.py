@@ -1,21 +1,118 @@
-"""The models of a runtime process: loaded, found by id, unloaded. Each has an engine."""
+"""The models of a runtime process: loaded, found by id, unloaded; and the protocols of their engines.
+
+The process gets a factory of engines, not a model.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
-from reflex_runtime.core.errors import Closed, ConfigError, Drained
-from reflex_runtime.ipc.engine import Engine, Load
-from reflex_runtime.ipc.messages import LoadModel
-from reflex_runtime.ipc.outlet import LONGEST_ID, Outlets
+from reflex_runtime.core.errors import Closed, ConfigError, Drained, ReflexError
+from reflex_runtime.ipc.messages import LONGEST_ID, CheckDraft, CheckedDraft, GenerateParams, LoadModel, Tokenize, is_id
 
 log = logging.getLogger("reflex.ipc")
 
 MOST_MODELS = 64
+
+
+class Output(Protocol):
+    """One token of output, as `llm.TokenOutput`."""
+
+    @property
+    def token_id(self) -> int: ...
+    @property
+    def text(self) -> str: ...
+    @property
+    def logprob(self) -> float | None: ...
+    @property
+    def top(self) -> tuple[tuple[int, float], ...]: ...
+    @property
+    def held(self) -> int: ...
+    @property
+    def finish(self) -> str | None: ...
+
+
+class ScoredToken(Protocol):
+    """What the model says of a token, as `llm.sequence.Choice`."""
+
+    @property
+    def token_id(self) -> int: ...
+    @property
+    def logprob(self) -> float | None: ...
+    @property
+    def top(self) -> tuple[tuple[int, float], ...]: ...
+
+
+class OutputStream(Protocol):
+    """One request's tokens, made in this process or in another.
+
+    prompt_tokens, cached_tokens: of the prompt, and how many of them the prefix cache had; known once it has begun.
+    prompt_scores: what the model says of the prompt's tokens from the second on, where that was asked for; complete
+    before there is output.
+    completion_tokens: so far. ended: whether no more will come; the bell has rung then, and outputs may be unread.
+    """
+
+    @property
+    def prompt_tokens(self) -> int: ...
+    @property
+    def cached_tokens(self) -> int: ...
+    @property
+    def prompt_scores(self) -> Sequence[ScoredToken]: ...
+    @property
+    def completion_tokens(self) -> int: ...
+    @property
+    def ended(self) -> bool: ...
+
+    def take(self, most: int | None = None) -> Sequence[Output]:
+        """Unread outputs, at most so many, without waiting. Once all are read, raises the error that it ended with."""
+
+    def close(self) -> None:
+        """Take the request back unless it has ended."""
+
+
+class EngineStream(OutputStream, Protocol):
+    """The stream at its engine. unread: outputs. held: whether it makes no more until some are taken."""
+
+    @property
+    def unread(self) -> int: ...
+    @property
+    def held(self) -> bool: ...
+
+
+class Engine(Protocol):
+    """A loaded model. Everything is called on the loop."""
+
+    def info(self) -> dict[str, Any]:
+        """What `load_model` answers; JSON-safe."""
+
+    def state(self) -> dict[str, Any]:
+        """Its part of `runtime/state`; JSON-safe."""
+
+    def metrics(self) -> str:
+        """Prometheus text, or nothing."""
+
+    def live(self) -> Any:
+        """What has happened since it was asked last, as a `LiveSnapshot`; None if it has nothing to show."""
+
+    async def tokenize(self, params: Tokenize) -> list[int]:
+        """Token ids of a text or a conversation. Raises ConfigError."""
+
+    async def check_draft(self, params: CheckDraft) -> CheckedDraft:
+        """See `CheckDraft`. Called only where the process has the capability `draft`. Raises ReflexError."""
+
+    async def submit(self, params: GenerateParams, bell: asyncio.Event, leader: Any) -> EngineStream:
+        """Start a request. bell: set when there is something to read. leader: None, or a stream of this engine with the
+        same prompt and no output yet. Raises ReflexError."""
+
+    async def close(self, drain: bool, timeout: float) -> bool:
+        """Admit nothing more; every stream has ended when it returns. Whether no thread is at work any more."""
+
+
+Load = Callable[[LoadModel], Awaitable[Engine]]
 
 
 @dataclass(slots=True, eq=False)
@@ -35,14 +132,14 @@ class LoadedModel:
 class Models:
     """Everything that is loaded, oldest first. Checks are made at once; what takes time is a coroutine.
 
-    loading: ids of those that are being loaded. shut: the process admits nothing more. grace: seconds that an engine
-    may take to close beyond the time that it was given.
+    end_streams: ends those of an engine with an error. grace: seconds that an engine may take to close beyond the time
+    that it was given. loading: ids of those that are being loaded. shut: the process admits nothing more.
     """
 
-    def __init__(self, load: Load, outlets: Outlets, grace: float) -> None:
+    def __init__(self, load: Load, end_streams: Callable[[ReflexError, Engine], None], grace: float) -> None:
         self.loading: set[str] = set()
         self.shut = False
-        self._load, self._outlets, self._grace = load, outlets, grace
+        self._load, self._end_streams, self._grace = load, end_streams, grace
         self._models: dict[str, LoadedModel] = {}
 
     def __iter__(self) -> Iterator[LoadedModel]:
@@ -61,7 +158,7 @@ class Models:
     def load(self, asked: LoadModel) -> Coroutine[Any, Any, dict[str, Any]]:
         """Load a model; its engine's `info`. Raises ConfigError, Closed; the coroutine raises what `load` raises."""
         id = asked.model_id
-        if not (0 < len(id) <= LONGEST_ID and id.isprintable()):
+        if not is_id(id):
             raise ConfigError(f"load_model: model_id={id[:50]!r}: must be 1 to {LONGEST_ID} printable characters")
         if id in self._models or id in self.loading:
             raise ConfigError(f"load_model: model_id={id!r}: it is loaded")
@@ -121,5 +218,5 @@ class Models:
         else:
             clean = closing.result()
         if not drain:
-            self._outlets.end(Drained(f"model {model.id!r} was unloaded"), model.engine)
+            self._end_streams(Drained(f"model {model.id!r} was unloaded"), model.engine)
         return clean

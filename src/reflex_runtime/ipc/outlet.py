@@ -13,11 +13,11 @@ import logging
 from collections.abc import Callable
 
 from reflex_runtime.core.errors import Cancelled, ProcessorError, QueueFull, ReflexError
-from reflex_runtime.ipc.engine import Engine, EngineStream
 from reflex_runtime.ipc.frames import INVALID_PARAMS, ProtocolError, error_of
 from reflex_runtime.ipc.messages import (
     CHUNK,
     EVENT,
+    LONGEST_ID,
     MOST_CREDITS,
     PROMPT,
     STATS,
@@ -29,13 +29,14 @@ from reflex_runtime.ipc.messages import (
     StreamPrompt,
     StreamStats,
     Token,
+    is_id,
 )
+from reflex_runtime.ipc.models import Engine, EngineStream
 from reflex_runtime.ipc.peer import Peer
 
 log = logging.getLogger("reflex.ipc")
 
 MOST_STREAMS = 10_000  # live at a time
-LONGEST_ID = 200  # characters
 SCORES_A_TURN = 4096  # numbers that are told of prompts in one turn of the loop: some 60 KB
 
 
@@ -100,7 +101,7 @@ class Outlets:
     def add(self, params: GenerateParams, engine: Engine) -> Outlet:
         """A stream was asked for. Raises ProtocolError (−32602) for an id that cannot be or is live, QueueFull."""
         id = params.stream_id
-        if not (0 < len(id) <= LONGEST_ID and id.isprintable()):
+        if not is_id(id):
             rule = f"must be 1 to {LONGEST_ID} printable characters"
             raise ProtocolError(f"stream_id={id[:50]!r}: {rule}", INVALID_PARAMS)
         if id in self.live:

@@ -22,6 +22,7 @@ from reflex_runtime.ipc.messages import (
     CHUNK,
     CREDIT,
     EVENT,
+    LONGEST_ID,
     MOST_SCORES,
     PROMPT,
     STATS,
@@ -35,13 +36,13 @@ from reflex_runtime.ipc.messages import (
     StreamPrompt,
     StreamStats,
     Token,
+    is_id,
 )
 from reflex_runtime.run.audience import Idle
 from reflex_runtime.run.stream import Stream
 
 log = logging.getLogger("reflex.ipc")
 
-MAX_ID = 200  # characters
 WINDOWS = 4  # that may be unread; a runtime that keeps to its credits stays within one
 
 
@@ -154,8 +155,8 @@ class StreamRegistry:
         if stream_id is None:
             self._number += 1
             stream_id = f"{self._prefix}-{self._number}"
-        elif not (isinstance(stream_id, str) and 1 <= len(stream_id) <= MAX_ID and stream_id.isprintable()):
-            raise ConfigError(f"stream_id={stream_id!r:.220}: must be 1 to {MAX_ID} printable characters")
+        elif not is_id(stream_id):
+            raise ConfigError(f"stream_id={stream_id!r:.220}: must be 1 to {LONGEST_ID} printable characters")
         if stream_id in self._streams:
             raise ConfigError(f"stream_id={stream_id!r}: in use by a stream that has not ended")
         handle = self._streams[stream_id] = StreamHandle(self, stream_id, partition, bell)

@@ -20,7 +20,6 @@ from typing import Any
 import msgspec
 
 from reflex_runtime.core.errors import ConfigError, Drained, ProcessorError, ReflexError, TooLarge
-from reflex_runtime.ipc.engine import Engine, EngineStream, Load, Output
 from reflex_runtime.ipc.frames import (
     INVALID_PARAMS,
     METHOD_NOT_FOUND,
@@ -64,12 +63,10 @@ from reflex_runtime.ipc.messages import (
     Tokenize,
     UnloadModel,
 )
-from reflex_runtime.ipc.models import Models
+from reflex_runtime.ipc.models import Load, Models
 from reflex_runtime.ipc.outlet import Outlet, Outlets
 from reflex_runtime.ipc.peer import Peer
 from reflex_runtime.version import __version__
-
-__all__ = ["Engine", "EngineStream", "Load", "Output", "Worker", "serve"]
 
 log = logging.getLogger("reflex.ipc")
 
@@ -106,7 +103,7 @@ class Worker:
         self.capabilities = frozenset(capabilities)
         self._name, self._version = name, version
         self._outlets = Outlets(clock)
-        self._models = Models(load, self._outlets, grace)
+        self._models = Models(load, self._outlets.end, grace)
         self._tasks: set[asyncio.Task[None]] = set()
         self._stopping: asyncio.Task[bool] | None = None
         self._over, self._told = asyncio.Event(), False

@@ -19,7 +19,7 @@ from reflex_runtime.cli.serving import names_model
 from reflex_runtime.cli.worker_settings import gpu_of, load_model
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.core.events import BatchScheduled
-from reflex_runtime.ipc.generate_config import GenerateBatcherConfig
+from reflex_runtime.ipc.generate_batcher import GenerateBatcherConfig
 from reflex_runtime.llm.runners.runner import blocks_in
 from reflex_runtime.llm.server import workers
 from reflex_runtime.llm.server.worker_line import WorkersConfig, one_bound

@@ -11,8 +11,7 @@ import pytest
 
 from late import late
 from llm.workers.test_workers import Fleet
-from reflex_runtime.ipc.messages import BATCH_GENERATE
-from reflex_runtime.ipc.sampling import SamplingParams
+from reflex_runtime.ipc.messages import BATCH_GENERATE, SamplingParams
 from reflex_runtime.llm.api.answers import Answer
 from reflex_runtime.llm.engine.llm_engine import LLMEngine
 from reflex_runtime.llm.engine.sequence import Sequence

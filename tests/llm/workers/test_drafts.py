@@ -12,9 +12,7 @@ import msgspec
 import pytest
 
 from reflex_runtime.core.errors import ConfigError, TooLarge
-from reflex_runtime.ipc.guidance import guided
-from reflex_runtime.ipc.messages import CheckDraft, GenerateParams, LoadModel
-from reflex_runtime.ipc.sampling import Constraint
+from reflex_runtime.ipc.messages import CheckDraft, Constraint, GenerateParams, LoadModel, guided
 from reflex_runtime.llm.engine.toy import ByteTokenizer
 from reflex_runtime.llm.server import worker_engine
 from reflex_runtime.llm.server.worker_engine import TokenizerEngine, WorkerEngine, loading

@@ -23,11 +23,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from reflex_runtime.cli import main
 from reflex_runtime.cli.worker_settings import trace_of
-from reflex_runtime.ipc.client import WorkerUnavailable
-from reflex_runtime.ipc.client_config import ClientConfig
-from reflex_runtime.ipc.generate_config import GenerateBatcherConfig
-from reflex_runtime.ipc.messages import BATCH_GENERATE
-from reflex_runtime.ipc.sampling import SamplingParams
+from reflex_runtime.ipc.client import ClientConfig, WorkerUnavailable
+from reflex_runtime.ipc.generate_batcher import GenerateBatcherConfig
+from reflex_runtime.ipc.messages import BATCH_GENERATE, SamplingParams
 from reflex_runtime.ipc.spawn import spawned
 from reflex_runtime.llm.engine.generation_options import GenerationOptions
 from reflex_runtime.llm.engine.toy import ByteTokenizer

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from reflex_runtime.core.errors import ReflexError
-from reflex_runtime.ipc.engine import Output
+from reflex_runtime.ipc.models import Output
 from reflex_runtime.llm.api.errors import error_body
 from reflex_runtime.llm.api.fields import CalledFunction, CalledTool
 from reflex_runtime.llm.api.replies import ReplyContext, Usage

@@ -20,7 +20,7 @@ import msgspec
 from msgspec import to_builtins
 
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.ipc.sampling import Constraint
+from reflex_runtime.ipc.messages import Constraint
 from reflex_runtime.llm.api.errors import BadRequest
 from reflex_runtime.llm.engine.tools import Tool, ToolFormat, ToolParser, forced
 from reflex_runtime.web.fields import Whole

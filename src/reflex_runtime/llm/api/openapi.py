@@ -16,8 +16,14 @@ from typing import Any, Final, Literal, NamedTuple
 
 import msgspec
 
-from reflex_runtime.ipc.messages import LONGEST_GAP_MS, SHORTEST_GAP_MS
-from reflex_runtime.ipc.sampling import MOST_BIASED, MOST_LOGPROBS, MOST_STOP_IDS, MOST_STOPS
+from reflex_runtime.ipc.messages import (
+    LONGEST_GAP_MS,
+    MOST_BIASED,
+    MOST_LOGPROBS,
+    MOST_STOP_IDS,
+    MOST_STOPS,
+    SHORTEST_GAP_MS,
+)
 from reflex_runtime.llm.api import answers, messages, responses, tokenize
 from reflex_runtime.llm.api import fields as wire
 from reflex_runtime.llm.api.decode import MOST_MESSAGES

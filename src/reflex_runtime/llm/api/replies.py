@@ -13,7 +13,7 @@ from typing import Any, Literal, Protocol
 import msgspec
 
 from reflex_runtime.core.errors import ReflexError
-from reflex_runtime.ipc.engine import Output, ScoredToken
+from reflex_runtime.ipc.models import Output, ScoredToken
 from reflex_runtime.llm.api.requests import CompletionRequest, DefaultsOf
 from reflex_runtime.llm.engine.reasoning import Thought, ThoughtParser
 from reflex_runtime.llm.engine.tools import ToolCall, ToolParser

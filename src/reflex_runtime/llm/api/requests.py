@@ -12,8 +12,7 @@ import msgspec
 
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.core.request import PRIORITIES, Priority
-from reflex_runtime.ipc.messages import LONGEST_GAP_MS, SHORTEST_GAP_MS
-from reflex_runtime.ipc.sampling import MOST_LOGPROBS, SamplingParams
+from reflex_runtime.ipc.messages import LONGEST_GAP_MS, MOST_LOGPROBS, SHORTEST_GAP_MS, SamplingParams
 from reflex_runtime.llm.api.chat import (
     check_arguments,
     check_length,

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from reflex_runtime.core.errors import ConfigError, ProcessorError
-from reflex_runtime.ipc.sampling import Constraint
+from reflex_runtime.ipc.messages import Constraint
 from reflex_runtime.llm.engine import form_check
 
 Penalty = npt.NDArray[np.float32]

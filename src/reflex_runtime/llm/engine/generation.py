@@ -16,8 +16,8 @@ from typing import Protocol, TypeVar
 from reflex_runtime.core.batch import Done
 from reflex_runtime.core.events import BatchFinished, Event, RequestProgressed
 from reflex_runtime.core.request import Request, Ticket
-from reflex_runtime.ipc.engine import Output, OutputStream
-from reflex_runtime.ipc.sampling import Constraint, SamplingParams
+from reflex_runtime.ipc.messages import Constraint, SamplingParams
+from reflex_runtime.ipc.models import Output, OutputStream
 from reflex_runtime.llm.engine.constraint import Matcher
 from reflex_runtime.llm.engine.generation_options import PLAIN, GenerationOptions, Limits
 from reflex_runtime.llm.engine.processor import LLMProcessor

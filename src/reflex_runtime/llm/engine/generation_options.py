@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from reflex_runtime.core.errors import ConfigError, TooLarge
 from reflex_runtime.core.request import Priority
-from reflex_runtime.ipc.sampling import SamplingParams
+from reflex_runtime.ipc.messages import SamplingParams
 from reflex_runtime.llm.runners.checkpoint import read_json
 from reflex_runtime.observe.trace_context import SpanContext
 

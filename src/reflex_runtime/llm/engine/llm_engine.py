@@ -21,7 +21,7 @@ from reflex_runtime.core.errors import ConfigError, ProcessorError, ReflexError
 from reflex_runtime.core.events import BatchScheduled, Event, RequestSettled
 from reflex_runtime.core.request import Priority, Request, Ticket
 from reflex_runtime.core.scheduler import Scheduler
-from reflex_runtime.ipc.sampling import SamplingParams
+from reflex_runtime.ipc.messages import SamplingParams
 from reflex_runtime.llm.engine.generation_options import GenerationOptions, sampling_defaults
 from reflex_runtime.llm.engine.processor import EngineConfig, LLMProcessor, next_id
 from reflex_runtime.llm.engine.sequence import RequestOutput, Sequence

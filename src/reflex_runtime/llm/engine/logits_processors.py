@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from reflex_runtime.core.errors import ProcessorError
-from reflex_runtime.ipc.sampling import SamplingParams
+from reflex_runtime.ipc.messages import SamplingParams
 from reflex_runtime.llm.engine.constraint import Matcher
 
 Row = npt.NDArray[np.float32]

@@ -27,7 +27,7 @@ from reflex_runtime.core.flush import FlushPolicy
 from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.core.request import Request
 from reflex_runtime.core.token_budget import TimedTokens
-from reflex_runtime.ipc.sampling import SamplingParams
+from reflex_runtime.ipc.messages import SamplingParams
 from reflex_runtime.llm.engine.blocks import BlockPool
 from reflex_runtime.llm.engine.constraint import Constraints, Matcher
 from reflex_runtime.llm.engine.generation_options import PLAIN, GenerationOptions, Limits

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from reflex_runtime.core.errors import ConfigError, ReflexError
-from reflex_runtime.ipc.sampling import MOST_LOGPROBS, SamplingParams
+from reflex_runtime.ipc.messages import MOST_LOGPROBS, SamplingParams
 from reflex_runtime.llm.engine.constraint import Matcher
 from reflex_runtime.llm.engine.logits_processors import shaping_of
 from reflex_runtime.llm.engine.ngram_proposer import Lookup, Rates

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Final, NoReturn, Protocol, TypeVar
 
 from reflex_runtime.core.errors import ConfigError, TooLarge
-from reflex_runtime.ipc.sampling import Constraint
+from reflex_runtime.ipc.messages import Constraint
 from reflex_runtime.llm.engine.generation_options import GENERATION_FILE
 from reflex_runtime.llm.engine.tools import ToolFormat, format_of
 from reflex_runtime.llm.runners.checkpoint import CONFIG_FILE, read_json, token_ids

@@ -9,9 +9,8 @@ from math import inf
 import msgspec
 
 from reflex_runtime.core.errors import Cancelled, ReflexError
-from reflex_runtime.ipc.messages import GenerateParams
+from reflex_runtime.ipc.messages import Constraint, GenerateParams, SamplingParams
 from reflex_runtime.ipc.registry import StreamHandle
-from reflex_runtime.ipc.sampling import Constraint, SamplingParams
 from reflex_runtime.llm.engine.constraint import Matcher, check_constraint
 from reflex_runtime.llm.engine.generation_options import GenerationOptions, Limits
 from reflex_runtime.llm.engine.tokenizer import Conversation, Texts, Tokenizer

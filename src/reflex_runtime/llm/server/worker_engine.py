@@ -12,7 +12,6 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.core.request import PRIORITIES
-from reflex_runtime.ipc.guidance import guided
 from reflex_runtime.ipc.messages import (
     MOST_SCORES,
     NGRAM,
@@ -20,10 +19,11 @@ from reflex_runtime.ipc.messages import (
     CheckedDraft,
     GenerateParams,
     LoadModel,
+    SamplingParams,
     Tokenize,
+    guided,
 )
-from reflex_runtime.ipc.sampling import SamplingParams
-from reflex_runtime.ipc.worker import Load
+from reflex_runtime.ipc.models import Load
 from reflex_runtime.llm.engine.generation import GenerationRuntime, GenerationStream
 from reflex_runtime.llm.engine.generation_options import GenerationOptions
 from reflex_runtime.llm.engine.tokenizer import Conversation, Texts, Tokenizer

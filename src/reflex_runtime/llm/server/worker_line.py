@@ -7,10 +7,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from reflex_runtime.core.errors import ConfigError, ReflexError, TooLarge
-from reflex_runtime.ipc.client import RuntimeClient
-from reflex_runtime.ipc.client_config import ClientConfig
-from reflex_runtime.ipc.generate_batcher import GenerateBatcher
-from reflex_runtime.ipc.generate_config import GenerateBatcherConfig
+from reflex_runtime.ipc.client import ClientConfig, RuntimeClient
+from reflex_runtime.ipc.generate_batcher import GenerateBatcher, GenerateBatcherConfig
 from reflex_runtime.ipc.messages import LOAD, TOKENIZE, LoadModel, Tokenize
 from reflex_runtime.ipc.registry import StreamRegistry
 from reflex_runtime.ipc.spawn import Opener
