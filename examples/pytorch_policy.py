@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from reflex_runtime.robots import DeviceOptions, PolicySpec, WordTokenizer, load_policy
-from reflex_runtime.robots.models.torch_models import Tensors, TorchStaged
+from reflex_runtime.robots.sources.torch_models import Tensors, TorchStaged
 
 WORDS = {word: i for i, word in enumerate(["open", "close", "the", "drawer", "door"], start=1)}
 SPEC = PolicySpec(

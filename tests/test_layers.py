@@ -33,16 +33,14 @@ TOP = {"demo", "cli", "__main__", "__init__"}  # may import everything; nobody i
 # Inside a slice, a sub-folder imports itself and what is to the left of it. `.` is the modules of the folder itself
 # that have no place of their own.
 ORDER: Final = {
-    "robots": "policy models export lerobot . __init__ rollout serving wires serving/app records doctor",
+    "robots": "policy sources __init__ rollout serving wires serving/app analysis",
     "llm": "runners engine server api app __init__",
     "feeds": "runtime sources detectors arrays stages outputs . __init__",
     "web": ". dashboard",
 }
 # What still imports to the right: a module, and where. A line that is no longer needed fails; no line is added.
 UPWARD: Final = {
-    "robots.lerobot.exporting: .",
-    "robots.models.onnx_models: export",
-    "robots.rollout.shadowing: serving",
+    "robots.rollout.shadow: serving",
     "robots.serving.act: wires",
     "robots.serving.handler: wires",
     "robots.serving.openapi: wires",

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from reflex_runtime.robots import DeviceOptions, Policy, PolicySpec, load_policy
-from reflex_runtime.robots.models.torch_models import Tensors, TorchStaged, TorchWhole, torch_device
+from reflex_runtime.robots.sources.torch_models import Tensors, TorchStaged, TorchWhole, torch_device
 
 WIDTH, LAYERS, SIDE, STATE, ACTIONS, CHUNK, STEPS = 256, 4, 224, 8, 7, 16, 10
 SPEC = PolicySpec(

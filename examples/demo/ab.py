@@ -18,7 +18,7 @@ from demo.server import busiest, draw, progress, serving
 from demo.tasks import CONTROL_HZ
 from reflex_runtime.demo import POLICY
 from reflex_runtime.observe.journal import BatchLine
-from reflex_runtime.robots.records.report import report
+from reflex_runtime.robots.analysis.report import report
 
 V1: Final = Path(__file__).parent / "v1"
 """An earlier version of the bundled policy: it solves fewer tasks."""

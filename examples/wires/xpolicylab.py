@@ -23,8 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from reflex_runtime.core.errors import ReflexError
-from reflex_runtime.robots.policy.robot import WireMap
-from reflex_runtime.robots.policy.spec import PolicySpec
+from reflex_runtime.robots.policy.spec import PolicySpec, WireMap
 from reflex_runtime.robots.serving.app import create_app, websocket_only
 from reflex_runtime.robots.serving.handler import RequestHandler
 from reflex_runtime.robots.serving.question import ActAnswer, Question

@@ -17,9 +17,9 @@ from demo.tasks import INSTRUCTIONS
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.demo import POLICY, SCRIBE, policy_source, write_policy
 from reflex_runtime.feeds.sources.shapes import DETECTOR
-from reflex_runtime.robots.export.directory import Export
-from reflex_runtime.robots.load import load_policy
-from robots.records.fleet import png
+from reflex_runtime.robots.sources.export_directory import Export
+from reflex_runtime.robots.sources.load import load_policy
+from robots.analysis.fleet import png
 from serving.harness import Server
 
 VERSIONS = {"v1": V1, "v2": POLICY}

@@ -20,7 +20,7 @@ from lerobot.datasets.lerobot_dataset import LeRobotDataset
 from torch.utils.data import DataLoader, Subset
 
 from lerobot_policy_reflex.dataset import main
-from robots.records.fleet import Fleet, chunk_of, picture, two_robots
+from robots.analysis.fleet import Fleet, chunk_of, picture, two_robots
 
 try:
     from lerobot.utils.feature_utils import dataset_to_policy_features  # 0.6

@@ -23,9 +23,8 @@ from tiny_checkpoints import OLD
 from reflex_runtime.cli import main
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.robots import load_policy
-from reflex_runtime.robots.lerobot.exporting import NotTheSame, export_checkpoint
-from reflex_runtime.robots.lerobot.graphs import TracedPolicy
-from reflex_runtime.robots.lerobot.graphs_smolvla import TracedSmolVla
+from reflex_runtime.robots.sources.lerobot_export import NotTheSame, export_checkpoint
+from reflex_runtime.robots.sources.lerobot_graphs import TracedPolicy, TracedSmolVla
 
 pytestmark = pytest.mark.filterwarnings("default")  # LeRobot's and its dependencies' are not ours
 

@@ -17,9 +17,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from reflex_runtime.robots import DecomposedPolicy, DeviceOptions, load_policy
-from reflex_runtime.robots.models.torch_graphs import UploadedOnce
+from reflex_runtime.robots.sources.torch_models import UploadedOnce
 from reflex_runtime.run.onnx_session import CUDA
-from robots.models.recorder import Recorder
+from robots.sources.recorder import Recorder
 
 pytestmark = pytest.mark.filterwarnings("default")  # LeRobot's and its dependencies' are not ours
 SIZES = (1, 2, 4, 8)

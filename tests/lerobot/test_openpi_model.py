@@ -21,8 +21,8 @@ from tiny_pi import shrink
 
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.robots import DeviceOptions, load_policy, noise_of
-from reflex_runtime.robots.doctor.doctor import examine
-from robots.lerobot.openpi_files import Processor, write
+from reflex_runtime.robots.analysis.doctor import examine
+from robots.sources.openpi_files import Processor, write
 
 pytestmark = [
     pytest.mark.filterwarnings("default"),  # LeRobot's and its dependencies' are not ours

@@ -22,10 +22,10 @@ from tiny_checkpoints import FAMILIES, OLD, STAGED, TASKS, load
 
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.robots import DecomposedPolicy, DeviceOptions, Policy, load_policy, noise_of, read_source
-from reflex_runtime.robots.doctor.doctor import examine
-from reflex_runtime.robots.lerobot.checkpoint import LeRobotCheckpoint
-from reflex_runtime.robots.lerobot.staged import VlaPrefix
+from reflex_runtime.robots.analysis.doctor import examine
 from reflex_runtime.robots.policy.rtc import Rtc
+from reflex_runtime.robots.sources.lerobot_checkpoint import LeRobotCheckpoint
+from reflex_runtime.robots.sources.lerobot_vla import VlaPrefix
 from serving.harness import Server
 
 pytestmark = pytest.mark.filterwarnings("default")  # LeRobot's and its dependencies' are not ours

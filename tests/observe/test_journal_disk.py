@@ -23,8 +23,8 @@ from reflex_runtime.observe import journal_writer as module
 from reflex_runtime.observe.files import turn_all
 from reflex_runtime.observe.journal import JournalError, RequestLine
 from reflex_runtime.observe.journal_reader import read_journal
+from reflex_runtime.robots.analysis.report import report
 from reflex_runtime.robots.policy.observation import decode_image
-from reflex_runtime.robots.records.report import report
 from serving.pair import until
 
 from .test_journal_recording import Run, asked, record, recorder

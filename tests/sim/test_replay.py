@@ -23,11 +23,11 @@ from reflex_runtime.observe.journal import BatchLine, GroupInfo, Member
 from reflex_runtime.observe.journal_reader import Journal, read_journal
 from reflex_runtime.observe.journal_writer import info_of
 from reflex_runtime.robots import load_policy, parse_fault, served_by
-from reflex_runtime.robots.records.report import report
+from reflex_runtime.robots.analysis.report import report
 from reflex_runtime.sim import Report
 from reflex_runtime.sim.recorded import Changes, _group
 from reflex_runtime.sim.replay import MeasuredDevice, recorded_report, replay_measured, replay_schedule, side_by_side
-from robots.records.recorded import Served, serve
+from robots.analysis.recorded import Served, serve
 from robots.tiny import picture, write_export
 
 Robot = Callable[[Served], Awaitable[None]]

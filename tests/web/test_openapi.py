@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 from reflex_runtime.llm.api.openapi import numerals
-from reflex_runtime.robots.export.directory import Export
 from reflex_runtime.robots.serving.openapi import act_example, document
+from reflex_runtime.robots.sources.export_directory import Export
 from reflex_runtime.web.openapi import PAGES, Operation, page
 from reflex_runtime.web.openapi import described as described_routes
 from reflex_runtime.web.request import HttpRequest, Route

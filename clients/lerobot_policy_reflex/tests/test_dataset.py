@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from lerobot_policy_reflex.dataset import LeRobotDataset, Recordings, main, write_dataset
-from robots.records.fleet import Fleet, chunk_of, picture, png, two_robots
+from robots.analysis.fleet import Fleet, chunk_of, picture, png, two_robots
 from serving.exports import write_tiny
 from serving.harness import Server
 

@@ -17,7 +17,7 @@ from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.settings.declare import whole
 
 if TYPE_CHECKING:
-    from reflex_runtime.robots.doctor.doctor import Check, Diagnosis
+    from reflex_runtime.robots.analysis.doctor import Check, Diagnosis
 
 WIDE = 120  # columns if the output is not a terminal
 _STYLES = {"pass": "green", "fail": "bold red", "warn": "yellow", "skip": "dim"}
@@ -75,9 +75,9 @@ def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the checks and print them; returns the exit code."""
-    from reflex_runtime.robots.doctor.doctor import examine
-    from reflex_runtime.robots.export.directory import check_directory
-    from reflex_runtime.robots.source import is_export
+    from reflex_runtime.robots.analysis.doctor import examine
+    from reflex_runtime.robots.sources.export_directory import check_directory
+    from reflex_runtime.robots.sources.load import is_export
     from reflex_runtime.run.onnx_session import PROVIDERS
 
     if is_export(args.source):

@@ -51,9 +51,9 @@ def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Write and compare; returns the exit code."""
-    from reflex_runtime.robots.lerobot.exporting import BOUND, OPSETS, NotTheSame, export_checkpoint
     from reflex_runtime.robots.policy.spec import OPENPI, PYTHON
-    from reflex_runtime.robots.source import is_export
+    from reflex_runtime.robots.sources.lerobot_export import BOUND, OPSETS, NotTheSame, export_checkpoint
+    from reflex_runtime.robots.sources.load import is_export
 
     opset = whole("--opset", args.opset, *OPSETS)
     if args.source.startswith((OPENPI, PYTHON)):

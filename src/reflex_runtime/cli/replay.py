@@ -19,7 +19,7 @@ from reflex_runtime.observe.journal_writer import hardware
 from reflex_runtime.settings.declare import one_of, whole
 
 if TYPE_CHECKING:
-    from reflex_runtime.robots.records.replay import ModelReplay
+    from reflex_runtime.robots.analysis.replay import ModelReplay
 
 _DESCRIPTION = """\
 Replay a recording of `reflex serve --record DIR`.
@@ -120,7 +120,7 @@ def _run(args: argparse.Namespace) -> int:
 
 def _model(args: argparse.Namespace) -> dict[str, Any]:
     from reflex_runtime.robots import ActionGuard, DeviceOptions, Policy, load_policy, read_source, served_by
-    from reflex_runtime.robots.records.replay import DIFFS, replay_model
+    from reflex_runtime.robots.analysis.replay import DIFFS, replay_model
     from reflex_runtime.run.onnx_session import PROVIDERS
     from reflex_runtime.run.processor import Processor
 

@@ -51,7 +51,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(args: argparse.Namespace) -> int:
     """Report; returns the exit code."""
-    from reflex_runtime.robots.records.report import report
+    from reflex_runtime.robots.analysis.report import report
 
     if args.format not in ("text", "json"):
         raise ConfigError(f"--format={args.format}: {one_of(args.format, ('text', 'json'))}")

@@ -98,7 +98,7 @@ def _faults(texts: Sequence[str], name: str, names: Sequence[str]) -> tuple[str,
 
 def slots_of(config: ServeConfig, source: str | None) -> dict[str, str]:
     """The source of every slot, served ones first; ConfigError when the options contradict each other."""
-    from reflex_runtime.robots.source import directory_of
+    from reflex_runtime.robots.sources.load import directory_of
 
     a, b, shadow = map(policy_source, (config.policy_a, config.policy_b, config.shadow_policy))
     if bool(a) != bool(b):
@@ -126,7 +126,7 @@ def slots_of(config: ServeConfig, source: str | None) -> dict[str, str]:
 
 def _same(one: str, other: str) -> bool:
     """Whether two sources are the same, however their directory is written."""
-    from reflex_runtime.robots.source import directory_of
+    from reflex_runtime.robots.sources.load import directory_of
 
     return one == other or directory_of(one).resolve() == directory_of(other).resolve()
 
@@ -173,8 +173,8 @@ def _missing(specs: Sequence[PolicySource]) -> dict[str, str]:
 
 def check_memory(asked: Sequence[PolicyAsked]) -> None:
     """Whether all policies fit, by the sizes of their files: nothing of them has been read yet."""
-    from reflex_runtime.robots.export.memory import check_two_policies
-    from reflex_runtime.robots.source import weight_of
+    from reflex_runtime.robots.sources.load import weight_of
+    from reflex_runtime.robots.sources.memory import check_two_policies
     from reflex_runtime.run.onnx_session import PROVIDERS
 
     def provider_of(policy: PolicyAsked) -> str:

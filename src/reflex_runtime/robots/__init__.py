@@ -21,14 +21,11 @@ else), `observation` (what goes in and comes out), `base` (what both kinds of po
 
 from __future__ import annotations
 
-from reflex_runtime.robots.export.directory import Export
-from reflex_runtime.robots.load import load_policy, served_by
-from reflex_runtime.robots.policy.base import Policy, WarmUp
+from reflex_runtime.robots.policy.base import MonolithicPolicy, Policy, WarmUp
 from reflex_runtime.robots.policy.decomposed import DecomposedPolicy
 from reflex_runtime.robots.policy.faults import Fault, FaultyProcessor, parse_fault
 from reflex_runtime.robots.policy.guard import ActionGuard, GuardedProcessor
 from reflex_runtime.robots.policy.model import PolicyModel, PolicySource, StagedModel, WholeModel
-from reflex_runtime.robots.policy.monolithic import MonolithicPolicy
 from reflex_runtime.robots.policy.observation import (
     ActionChunk,
     GuardReport,
@@ -38,12 +35,11 @@ from reflex_runtime.robots.policy.observation import (
     seed_of,
 )
 from reflex_runtime.robots.policy.prefix_cache import Prefix, PrefixCache
-from reflex_runtime.robots.policy.prompt import PromptTemplate
-from reflex_runtime.robots.policy.robot import Embodiment
-from reflex_runtime.robots.policy.spec import DeviceOptions, PolicySpec
-from reflex_runtime.robots.policy.tokenizer import WordTokenizer
+from reflex_runtime.robots.policy.spec import DeviceOptions, Embodiment, PolicySpec
+from reflex_runtime.robots.policy.tokenizer import PromptTemplate, WordTokenizer
 from reflex_runtime.robots.policy.units import AddState, AlohaGripper, Binarised, Norm, Scaled
-from reflex_runtime.robots.source import read_source
+from reflex_runtime.robots.sources.export_directory import Export
+from reflex_runtime.robots.sources.load import load_policy, read_source, served_by
 from reflex_runtime.web.errors import InvalidRequest
 
 __all__ = [

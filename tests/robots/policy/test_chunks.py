@@ -12,10 +12,10 @@ from onnx import helper
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.core.request import Ticket
 from reflex_runtime.robots import Export, load_policy, served_by
-from reflex_runtime.robots.models.onnx_models import OnnxStaged
 from reflex_runtime.robots.policy.decomposed import DecomposedPolicy
 from reflex_runtime.robots.policy.rtc import Rtc
 from reflex_runtime.robots.policy.spec import DeviceOptions
+from reflex_runtime.robots.sources.onnx_models import OnnxStaged
 from reflex_runtime.run.processor import run_batch
 from robots.tiny import _POSE, CHUNK, STEPS, Bench, asked, value, write_export, write_graph
 

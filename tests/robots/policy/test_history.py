@@ -13,11 +13,11 @@ from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.core.request import Request, Ticket
 from reflex_runtime.observe.journal_reader import read_journal
 from reflex_runtime.robots import InvalidRequest, Policy, load_policy, served_by
+from reflex_runtime.robots.analysis.replay import replay_model
 from reflex_runtime.robots.policy.decomposed import DecomposedPolicy
-from reflex_runtime.robots.policy.history import Glimpse, ObservationHistory
-from reflex_runtime.robots.records.replay import replay_model
+from reflex_runtime.robots.policy.observation import Glimpse, ObservationHistory
+from robots.analysis.recorded import Served, serve
 from robots.plain import plain
-from robots.records.recorded import Served, serve
 from robots.tiny import Bench, picture, value
 
 KINDS = [False, True]

@@ -11,9 +11,9 @@ import pytest
 
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.robots import DecomposedPolicy, load_policy
-from reflex_runtime.robots.models.onnx_models import KeysAndValues
 from reflex_runtime.robots.policy.decomposed import DENOISE, PREFIX
 from reflex_runtime.robots.policy.prefix_cache import ENTRY_OVERHEAD, PrefixCache, PrefixKey, digest
+from reflex_runtime.robots.sources.onnx_models import KeysAndValues
 from robots.tiny import Bench, asked, picture, value, write_export
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from reflex_runtime.robots import DeviceOptions, PolicySpec
-from reflex_runtime.robots.models.torch_models import Tensors, TorchWhole
+from reflex_runtime.robots.sources.torch_models import Tensors, TorchWhole
 
 SPEC = PolicySpec(
     model_id="misuse", staged=False, chunk_size=4, action_dim=2, images={}, takes_state=True, state_dim=2,

@@ -22,9 +22,8 @@ from reflex_runtime.observe.metrics import Metrics
 from reflex_runtime.observe.request_record import RequestRecord
 from reflex_runtime.robots import Export
 from reflex_runtime.robots.rollout.breaker import Breaker
-from reflex_runtime.robots.rollout.rollout import Change, Rollout
+from reflex_runtime.robots.rollout.rollout import Change, Rollout, VerdictSink
 from reflex_runtime.robots.rollout.slo import Objective, SloTracker
-from reflex_runtime.robots.rollout.verdict import VerdictSink
 from reflex_runtime.robots.serving.app import application
 from reflex_runtime.robots.serving.failures import FailureLog
 from reflex_runtime.run.audience import Audience

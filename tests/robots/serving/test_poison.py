@@ -13,8 +13,7 @@ from core.test_isolation import ERROR, closed_loop, some
 from reflex_runtime.core.batch import Done, Failed
 from reflex_runtime.core.cost import UnitCost
 from reflex_runtime.robots.rollout.breaker import Breaker
-from reflex_runtime.robots.rollout.rollout import Rollout
-from reflex_runtime.robots.rollout.verdict import VerdictSink
+from reflex_runtime.robots.rollout.rollout import Rollout, VerdictSink
 from serving.harness import STATE, Server
 from serving.requests import marked
 

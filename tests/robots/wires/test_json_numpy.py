@@ -14,7 +14,7 @@ import json_numpy
 import numpy as np
 import pytest
 
-from reflex_runtime.robots.policy.robot import WireMap
+from reflex_runtime.robots.policy.spec import WireMap
 from reflex_runtime.robots.serving.wire_names import JSON_NUMPY
 from reflex_runtime.robots.wires.json_numpy import GrootJson, decode, is_json_numpy
 from reflex_runtime.web.errors import ClientError

@@ -27,7 +27,7 @@ from xpolicylab import LabFrame, decode, encode, read
 from reflex_runtime.client import Client
 from reflex_runtime.observe.journal_reader import read_journal
 from reflex_runtime.robots import Export, InvalidRequest
-from reflex_runtime.robots.policy.robot import WireMap
+from reflex_runtime.robots.policy.spec import WireMap
 from reflex_runtime.web.errors import ClientError
 from robots.wires.broken import FRESH, check
 from serving.exports import expected, write_tiny

@@ -1,4 +1,4 @@
-"""The common parts of monolithic and decomposed policies: preparing, requests, the cost model and warm-up."""
+"""Policies as processors: preparing, requests, the cost model and warm-up; and the one that makes a chunk in a call."""
 
 from __future__ import annotations
 
@@ -12,19 +12,21 @@ from numpy.typing import NDArray
 
 from reflex_runtime.core.batch import Batch, Done
 from reflex_runtime.core.cost import CostModel
-from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.core.errors import ConfigError, ProcessorError
 from reflex_runtime.core.request import Priority, Request, Ticket, TicketState
 from reflex_runtime.core.time_cost import TimeCost
 from reflex_runtime.robots.policy.fields import ObservationFields
-from reflex_runtime.robots.policy.history import Glimpse, ObservationHistory, together
-from reflex_runtime.robots.policy.model import PolicyModel
+from reflex_runtime.robots.policy.model import PolicyModel, WholeModel, stacked
 from reflex_runtime.robots.policy.observation import (
     ActionChunk,
     CacheUse,
+    Glimpse,
     Observation,
+    ObservationHistory,
     Sent,
     noise_of,
     seed_of,
+    together,
 )
 from reflex_runtime.robots.policy.spec import PolicySpec
 from reflex_runtime.run.processor import BaseProcessor, TimedBatch, run_through
@@ -334,3 +336,36 @@ def _shape(spec: PolicySpec) -> str:
     if spec.takes_state:
         parts.append(f"state[{n}{spec.state_dim}]")
     return " ".join([*parts, f"actions[{spec.chunk_size},{spec.action_dim}]"])
+
+
+class MonolithicPolicy(Policy):
+    """Runs a whole model, one call per batch. It caches nothing, so every answer has `cache: off`."""
+
+    stages = ("",)
+    staged = False
+    model: WholeModel
+
+    def __init__(self, model: WholeModel, slot: str = "prod") -> None:
+        super().__init__(model, slot)
+
+    def run(self, batch: Batch) -> Sequence[Any]:
+        seen: list[Observation] = [ticket.request.payload for ticket in batch.grants]
+        noise = stacked([self._noise(observation) for observation in seen]) if self.spec.takes_noise else None
+        self.model.notes = batch.notes
+        actions = self.model.finish(seen, self.model.chunk(seen, noise))
+        if len(actions) != len(seen):
+            raise ProcessorError(f"{self.spec.source}: the model answered {len(actions)} rows for {len(seen)}")
+        steps = self.spec.num_denoising_steps
+        if self.history is not None:
+            for ticket in batch.grants:
+                self._remember(ticket)
+        return [Done(ActionChunk(row, steps, o.cache)) for o, row in zip(seen, actions, strict=True)]
+
+    def _enter(self, observation: Observation) -> tuple[Observation, str, float]:
+        return observation, "", 1.0
+
+    def _at_best(self, episode: bool) -> tuple[CacheUse, str, float]:
+        return "off", "", 1.0
+
+    def _describe(self) -> dict[str, Any]:
+        return {"prefix_cache": None}

@@ -18,7 +18,7 @@ from reflex_runtime.core.batch import Batch, Done
 from reflex_runtime.core.errors import ConfigError, NonFiniteResult
 from reflex_runtime.core.request import Ticket
 from reflex_runtime.robots.policy.observation import ActionChunk, GuardReport, Observation
-from reflex_runtime.robots.policy.robot import Embodiment
+from reflex_runtime.robots.policy.spec import Embodiment
 from reflex_runtime.run.processor import Processor, may_run_anywhere
 
 OnBadAction = Literal["error", "hold"]

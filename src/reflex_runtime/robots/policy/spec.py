@@ -6,12 +6,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
+import numpy as np
+from numpy.typing import NDArray
+
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.robots.policy.prompt import PromptTemplate
-from reflex_runtime.robots.policy.robot import Embodiment, Resize, Size, WireMap
-from reflex_runtime.robots.policy.tokenizer import InstructionTokenizer
+from reflex_runtime.robots.policy.tokenizer import InstructionTokenizer, PromptTemplate
 from reflex_runtime.robots.policy.units import AddState, Norm, Transform
 from reflex_runtime.run.onnx_session import CPU
+
+Resize = Literal["stretch", "pad", "pad-lerobot", "pad-smolvla"]
+Size = tuple[int, int]  # height, width in pixels
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +32,47 @@ class DeviceOptions:
     captured_sizes: Sequence[int] = ()
     dtype: Literal["stored", "float32", "bfloat16", "float16"] = "stored"
     compile: bool = False
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Embodiment:
+    """The robot a policy was made for.
+
+    action_space: "absolute" (targets), "relative" (changes), or None when the file does not say.
+    action_ranges: float32 [action_dim, 2], lowest and highest value the robot takes, or None.
+    cameras: (height, width) by name. control_rate_hz: actions executed per second.
+    """
+
+    name: str = "unknown"
+    action_space: Literal["absolute", "relative"] | None = None
+    action_ranges: NDArray[np.float32] | None = None
+    action_names: tuple[str, ...] | None = None
+    action_units: tuple[str, ...] | None = None
+    state_names: tuple[str, ...] | None = None
+    gripper_index: int | None = None
+    cameras: Mapping[str, Size] | None = None
+    control_rate_hz: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class WireMap:
+    """What the observations of one wire mean.
+
+    images: the observation's name of each camera of the policy. state: the names whose values make the state, in this
+    order. prompt: the name of the instruction. What is not named is found by its own name. metadata: what the wire
+    announces beside what it knows by itself. dialect: of openpi. execute: of vla-eval, how many actions of a chunk are
+    handed out before the policy is asked again; 0 is all of them. Of wires with groups: how many
+    numbers each of `state` has, and the groups of an action, in this order.
+    """
+
+    images: Mapping[str, str] = field(default_factory=dict)
+    state: tuple[str, ...] = ()
+    prompt: str = ""
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    dialect: Literal["openpi", "roboarena"] = "openpi"
+    execute: int = 0
+    state_sizes: tuple[int, ...] = ()
+    actions: tuple[tuple[str, int], ...] = ()
 
 
 LEROBOT: Final = "lerobot:"

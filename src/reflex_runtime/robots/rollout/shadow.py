@@ -1,23 +1,47 @@
-"""Samples requests for a shadow policy, and measures how far its actions are from the served ones.
+"""Runs a shadow policy on a sample of the served requests, after they were answered, and measures how far its actions
+are from the served ones.
 
 Both policies get the same request with the same noise. Only the ids decide which requests are sampled, so a replay
-samples the same ones. This module runs nothing; see `shadowing.py`.
+samples the same ones.
+
+A shadow cannot disturb callers. Its requests are prepared after those of callers and run only in idle time; those that
+find no time are dropped and counted, as `rejected` answers of the slot `shadow`. A shadow that hangs or kills the
+device thread delays the requests behind it by a second or two, once: it is given up early, and stopped until an
+operator resets it or loads another.
 """
 
 from __future__ import annotations
 
 import hashlib
+import logging
+import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.core.batch import Done
+from reflex_runtime.core.errors import ConfigError, Dropped, ReflexError
+from reflex_runtime.core.events import BatchFinished, BatchScheduled, Event, RequestAnswered
+from reflex_runtime.core.request import Ticket
+from reflex_runtime.observe.metrics import Metrics
+from reflex_runtime.robots import Observation, Policy
+from reflex_runtime.robots.rollout.versions import Version
+from reflex_runtime.robots.serving.decode_pool import DecodePool, Job
+from reflex_runtime.robots.serving.decode_pool import Done as Made
+from reflex_runtime.robots.serving.slots import SHADOW_QUEUE, Slot
+from reflex_runtime.run.batcher import Batcher
+
+log = logging.getLogger("reflex.shadow")
+
+Prepare = Callable[[Policy, Made], Job]
 
 WAITING: Final = 1024  # sampled requests that wait for their other answer
+TOLD: Final = 60.0  # seconds between log lines about a failing shadow
 
 
 class Sampler:
@@ -119,3 +143,168 @@ def _running(mean: NDArray[np.float64], values: Sequence[float], n: int) -> NDAr
         padded[: min(len(mean), len(row))] = mean[: len(row)]
         mean = padded
     return mean + (row - mean) / n
+
+
+class Shadowing:
+    """The shadow of a server, and the sink that measures its cost for served requests.
+
+    share: of served requests that are sampled. publish: puts its answers into the event stream.
+    on_difference: called with every compared pair. on_stopped: called with the reason when the shadow is stopped.
+    """
+
+    events = frozenset({BatchFinished, BatchScheduled})
+
+    def __init__(
+        self,
+        slot: Slot,
+        batcher: Batcher,
+        decode_pool: DecodePool,
+        share: float,
+        metrics: Metrics,
+        publish: Callable[[Event], None],
+        on_difference: Callable[[str, str, Difference], None] = lambda request_id, slot, found: None,
+        on_stopped: Callable[[str], None] = lambda why: None,
+    ) -> None:
+        self._slot, self._batcher, self._threads, self._metrics = slot, batcher, decode_pool, metrics
+        self._publish = publish
+        self._sampler = Sampler(share)
+        self.divergence = ShadowDivergence()
+        self.on_difference, self.on_stopped = on_difference, on_stopped
+        self.dropped = self.failed = 0
+        self.stopped = ""  # why it was stopped
+        self._asked = 0
+        self._waiting: dict[str, Ticket] = {}
+        self._closed = False
+        self._preparing = 0
+        self._ran: tuple[float, float] = (0.0, 0.0)  # the shadow batch before: from, to
+        self._told = float("-inf")
+
+    def takes(self, request_id: str) -> bool:
+        """Whether the shadow runs this request."""
+        return self._sampler.takes(request_id)
+
+    def ask(self, request_id: str, slot: str, actions: NDArray[np.float32], prepare: Prepare) -> None:
+        """Run the shadow on a request that `slot` answered with `actions`. prepare: the job that makes the
+        observation."""
+        if self._closed or self.stopped or self._preparing >= SHADOW_QUEUE:
+            self._drop()
+            return
+        version = self._slot.version
+        key = f"{self._asked + 1} {request_id}"
+        job = prepare(version.policy, partial(self._prepared, key, slot, actions, version))
+        self._threads.add(job)
+        self._preparing += 1
+        self._asked += 1
+        version.users += 1
+
+    def resume(self) -> None:
+        """Start the shadow again, after a reset by an operator or a load."""
+        self.stopped = ""
+        self._batcher.device.resume(self._slot.group)
+
+    def close(self) -> None:
+        """Cancel the shadow's requests and accept no more, because the server ends."""
+        self._closed = True
+        self._take_back()
+
+    def _take_back(self) -> None:
+        for ticket in list(self._waiting.values()):
+            self._batcher.cancel(ticket)
+
+    def _prepared(
+        self,
+        key: str,
+        slot: str,
+        actions: NDArray[np.float32],
+        version: Version,
+        observation: Observation | None,
+        error: Exception | None,
+    ) -> None:
+        self._preparing -= 1
+        version.users -= 1
+        try:
+            if self._closed or self.stopped:
+                self._drop()
+                return
+            if observation is None:
+                raise error or RuntimeError("nothing was made")
+            request = version.policy.request(observation)
+            self._waiting[key] = self._batcher.submit(request, partial(self._settled, key, slot))
+            self.divergence.answered(key, actions, shadow=False)
+        except ReflexError as reason:  # no room, shutting down, or it needs what the request did not bring
+            self._drop()
+            self._tell(reason)
+        except Exception as reason:
+            self.failed += 1
+            self._answered(time.monotonic(), "failed", 0.0, None)
+            self._tell(reason)
+
+    def _settled(self, key: str, slot: str, ticket: Ticket) -> None:
+        now = time.monotonic()
+        outcome = ticket.outcome
+        self._waiting.pop(key, None)
+        if not isinstance(outcome, Done):
+            self.divergence.gone(key)
+            self._answered(now, outcome.error.outcome, now - ticket.arrived, ticket)
+            if isinstance(outcome.error, Dropped):
+                self.dropped += 1
+            else:
+                self.failed += 1
+                self._failed(outcome.error)
+            return
+        self._answered(now, "ok", now - ticket.arrived, ticket)
+        found = self.divergence.answered(key, outcome.value.actions, shadow=True)
+        if found is not None:
+            self._metrics.diverged(self._slot.group, found.mean)
+            self.on_difference(ticket.id, slot, found)
+
+    def _failed(self, error: ReflexError) -> None:
+        self._tell(error)
+        if self._slot.group in self._batcher.device.stopped and not self.stopped:
+            self.stopped = str(error)
+            log.error("the shadow took the device thread with it and is not asked any more: %s", error)
+            self.on_stopped(self.stopped)
+            self._take_back()
+
+    def __call__(self, event: Event) -> None:
+        """Measure how long served requests waited for a shadow step that was running when they came."""
+        if isinstance(event, BatchFinished):
+            if event.batch.group == self._slot.group:
+                self._ran = (event.batch.scheduled_at, event.at)
+        elif isinstance(event, BatchScheduled) and event.batch.group not in self._batcher.device.expendable:
+            begun, ended = self._ran
+            for ticket in event.batch.admitted:
+                if begun < ticket.arrived < ended:
+                    self._metrics.delayed(self._slot.group, ended - ticket.arrived)
+
+    @property
+    def verdict(self) -> str:
+        return "stopped" if self.stopped else "ok"
+
+    def snapshot(self) -> Mapping[str, Any]:
+        """How far apart the actions are, and the number of requests, JSON-safe."""
+        policy = self._slot.policy
+        return {
+            "model": self._slot.version.name,
+            "export_dir": policy.spec.source,
+            "sample": self._sampler.share,
+            "verdict": self.verdict,
+            "why": self.stopped or None,
+            "dropped": self.dropped,
+            "failed": self.failed,
+            **self.divergence.snapshot(),
+        }
+
+    def _drop(self) -> None:
+        self.dropped += 1
+        self._answered(time.monotonic(), "rejected", 0.0, None)
+
+    def _answered(self, now: float, outcome: str, latency: float, ticket: Ticket | None) -> None:
+        status = 200 if outcome == "ok" else 500
+        self._publish(RequestAnswered(now, self._slot.group, outcome, status, latency, ticket))
+
+    def _tell(self, error: BaseException) -> None:
+        now = time.monotonic()
+        if now - self._told >= TOLD:
+            self._told = now
+            log.warning("the shadow did not answer: %s", error)

@@ -22,7 +22,7 @@ from reflex_runtime.robots.serving import fields as wire
 from reflex_runtime.robots.serving.handler import RequestHandler
 from reflex_runtime.robots.serving.served import ServedPolicy
 from reflex_runtime.robots.serving.slots import SHADOW
-from reflex_runtime.robots.source import directory_of
+from reflex_runtime.robots.sources.load import directory_of
 from reflex_runtime.web.errors import Conflict, InvalidJson, NotFound
 from reflex_runtime.web.fields import Whole, check_id, invalid, invalid_field, whole
 from reflex_runtime.web.json import printable

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.robots import Policy, PolicySpec, WarmUp
-from reflex_runtime.robots.export.memory import check_two_policies
 from reflex_runtime.robots.rollout.rollout import Rollout
 from reflex_runtime.robots.rollout.versions import Version
 from reflex_runtime.robots.serving.slots import WARM_SIZES, Slot, check_alike, load
-from reflex_runtime.robots.source import read_source, weight_of
+from reflex_runtime.robots.sources.load import read_source, weight_of
+from reflex_runtime.robots.sources.memory import check_two_policies
 from reflex_runtime.run.batcher import Batcher
 from reflex_runtime.run.onnx_session import PROVIDERS
 from reflex_runtime.run.process import in_thread

@@ -26,7 +26,7 @@ from reflex_runtime.core.request import AdmittedBatch, Request, Ticket
 from reflex_runtime.observe.trace_context import within
 from reflex_runtime.robots import ActionChunk, Observation, Policy
 from reflex_runtime.robots.policy.observation import Doubt
-from reflex_runtime.robots.rollout.shadowing import Shadowing
+from reflex_runtime.robots.rollout.shadow import Shadowing
 from reflex_runtime.robots.serving.decode_pool import SHADOW_CLIENT, SHADOW_SHARE, SHARES, Done, Job
 from reflex_runtime.robots.serving.images import check_names, job_of, observe
 from reflex_runtime.robots.serving.pending import PendingRequest

@@ -18,11 +18,9 @@ from reflex_runtime.robots import Policy, PolicySource, PolicySpec
 from reflex_runtime.robots.rollout.breaker import Breaker
 from reflex_runtime.robots.rollout.comparison import Comparison
 from reflex_runtime.robots.rollout.ramp import Ramp, RampGuard
-from reflex_runtime.robots.rollout.rollout import Change, Placement, Rollout
-from reflex_runtime.robots.rollout.shadow import Difference
-from reflex_runtime.robots.rollout.shadowing import Shadowing
+from reflex_runtime.robots.rollout.rollout import Change, Placement, Rollout, VerdictSink
+from reflex_runtime.robots.rollout.shadow import Difference, Shadowing
 from reflex_runtime.robots.rollout.slo import Objective, SloTracker
-from reflex_runtime.robots.rollout.verdict import VerdictSink
 from reflex_runtime.robots.rollout.versions import Version
 from reflex_runtime.robots.serving.decode_pool import DecodePool
 from reflex_runtime.robots.serving.exchanging import Exchanging, LoadedBeside

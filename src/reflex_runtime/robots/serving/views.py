@@ -8,7 +8,7 @@ from typing import Any
 
 from reflex_runtime.observe import metrics
 from reflex_runtime.robots import PolicySpec
-from reflex_runtime.robots.policy.robot import WireMap
+from reflex_runtime.robots.policy.spec import WireMap
 from reflex_runtime.robots.serving import fields as wire
 from reflex_runtime.robots.serving import openapi
 from reflex_runtime.robots.serving.handler import RequestHandler

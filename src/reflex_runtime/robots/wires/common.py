@@ -14,8 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from reflex_runtime.core.request import PRIORITIES
-from reflex_runtime.robots.policy.robot import WireMap
-from reflex_runtime.robots.policy.spec import PolicySpec
+from reflex_runtime.robots.policy.spec import PolicySpec, WireMap
 from reflex_runtime.robots.serving.question import ActAnswer, Image, Question
 from reflex_runtime.robots.serving.served import ServedPolicy
 from reflex_runtime.robots.serving.wire_names import GROOT

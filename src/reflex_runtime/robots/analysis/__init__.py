@@ -1,0 +1,1 @@
+"""What can be learned of a policy without serving it: doctor, replay, report."""

@@ -1,0 +1,550 @@
+"""Runs recorded requests again through a model, and compares its answers, its speed and its cache hits.
+
+Requests run alone, or in the recorded batches (`compose="recorded"`): then every step has its recorded members, because
+kernels may round differently in a batch of another size. On the machine of the recording the actions are then equal to
+the last bit.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import inf, isfinite
+from statistics import median
+from typing import Any, Literal, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from reflex_runtime.core.batch import Apart, Batch, Cause, Done, Failed, More
+from reflex_runtime.core.errors import ConfigError, ReflexError
+from reflex_runtime.core.request import Request, Ticket
+from reflex_runtime.observe.journal import BatchLine, JournalRequest, RequestLine
+from reflex_runtime.observe.journal_reader import Journal
+from reflex_runtime.robots.policy.base import Policy
+from reflex_runtime.robots.policy.decomposed import DecomposedPolicy
+from reflex_runtime.robots.policy.observation import ActionChunk, Glimpse, Observation, ObservationHistory
+from reflex_runtime.robots.policy.rtc import ChunkTails, Rtc
+from reflex_runtime.run.processor import Processor, advance, run_batch, run_through
+from reflex_runtime.settings.declare import one_of
+from reflex_runtime.web.errors import InvalidRequest
+
+COSINE = 0.999  # at least, of recorded and replayed actions
+MAX_ABS = 1e-3  # at most, in the robot's units
+LATENCY = 0.05  # by how much the time of batches may differ
+WARM_SIZES = 16  # different batch sizes that are warmed up before anything is timed
+MOMENTS = 64  # earlier observations kept decoded
+
+Compose = Literal["alone", "recorded"]
+Diff = Literal["actions", "latency", "cache"]
+DIFFS: tuple[Diff, ...] = get_args(Diff)
+Make = Callable[[str], tuple[Policy, Processor]]
+"""The model that stands in for a slot, and the processor it is served by."""
+
+
+def replay_model(
+    recording: Journal,
+    make: Make,
+    *,
+    compose: Compose = "alone",
+    slots: Sequence[str] = (),
+    recorded_by: str = "",
+    limit: int | None = None,
+    clock: Callable[[], float] = time.perf_counter,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> ModelReplay:
+    """Run recorded requests again and compare.
+
+    make: the model for a slot. slots: only these; empty for all. recorded_by: only answers of the model with this hash;
+    "": if a slot's policy was exchanged, only the model's own answers. limit: most answered requests to replay.
+    progress: called with (requests done, requests to do).
+
+    ConfigError when the model sees images and the recording has none, naming `--record-images full`; a request the
+    model will not take is an item with an error.
+    """
+    if compose not in get_args(Compose):
+        raise ConfigError(f"--compose={compose}: {one_of(compose, get_args(Compose))}")
+    if not recording.header.payloads:
+        raise ConfigError(
+            f"{recording.path}: holds no payloads, as --trace writes it, and only what was recorded with --record DIR "
+            "can go through a model"
+        )
+    wanted = [line for line in recording.requests if not slots or line.slot in slots]
+    answered = [line for line in wanted if line.response is not None]
+    replay = ModelReplay(compose)
+    replay.left_out.update(line.outcome for line in wanted if line.response is None)
+    models = {slot: make(slot) for slot in sorted({line.slot for line in answered})}
+    for slot, (policy, _) in models.items():
+        chosen = recorded_by or _one_model(recording, slot, policy.spec.model_hash)
+        others = {line.seq for line in answered if line.slot == slot and chosen and line.model_hash not in ("", chosen)}
+        replay.left_out["answered by another model"] += len(others)
+        answered = [line for line in answered if line.seq not in others]
+    replay.left_out = +replay.left_out
+    if limit is not None:
+        answered = answered[:limit]
+    for slot, (policy, _) in models.items():
+        _need_images(recording, policy, [line for line in answered if line.slot == slot])
+    runner = _Alone if compose == "alone" else _Composed
+    runner(recording, models, replay, clock, progress).run(answered)
+    replay.items.sort(key=lambda item: item.seq)
+    return replay
+
+
+def _one_model(recording: Journal, slot: str, model_hash: str) -> str:
+    """The hash of the model whose answers to compare with; "" where one model answered all of the slot."""
+    hashes = Counter(line.model_hash for line in recording.requests if line.slot == slot and line.response is not None)
+    if len(hashes) < 2:
+        return ""
+    if model_hash in hashes:
+        return model_hash
+    there = ", ".join(f"{found} ({n} requests)" for found, n in hashes.most_common())
+    raise ConfigError(
+        f"{recording.path}: slot {slot}: its policy was exchanged while this was recorded, and none of them is "
+        f"{model_hash}; choose one with --recorded-by: {there}"
+    )
+
+
+def _need_images(recording: Journal, policy: Policy, lines: Iterable[RequestLine]) -> None:
+    if policy.spec.images and not any(line.request.image_b64 for line in lines):
+        raise ConfigError(
+            f"{recording.path}: holds no images, and {policy.spec.source} cannot be replayed without; record with "
+            "--record-images full"
+        )
+
+
+class _Tails(ChunkTails):
+    """Carries chunks over as recorded: with the reported times, not those of the replay."""
+
+    def __init__(self, rtc: Rtc, control_hz: float | None) -> None:
+        super().__init__(rtc, lambda: 0.0, control_hz)
+        self._newest: dict[str, tuple[NDArray[np.float32], NDArray[np.float32] | None]] = {}
+
+    def remember(
+        self, episode: str, actions: NDArray[np.float32], latency: float, state: NDArray[np.float32] | None = None
+    ) -> None:
+        self._newest[episode] = actions, state
+        super().remember(episode, actions, latency, state)
+
+    def prepare(self, episode: str, report: Mapping[str, Any] | None, executed: int | None) -> int | None:
+        """Before a request is made: what `Anchor.report` said of it. Returns how many actions had been executed."""
+        if report is None:
+            self.forget(episode)
+            return executed
+        if episode in self._newest:
+            actions, state = self._newest[episode]
+            super().remember(episode, actions, report["delay_ms"] / 1e3, state)
+        return int(report["executed"])
+
+
+class _Past(ObservationHistory):
+    """What a request looks back to, as recorded."""
+
+    def __init__(self, steps: int) -> None:
+        super().__init__(steps)
+        self.moments: tuple[Glimpse, ...] = ()
+
+    def before(self, episode: str, moment: Glimpse) -> tuple[Glimpse, ...]:
+        return self.moments[1 - self.steps :]
+
+    def remember(self, episode: str, moment: Glimpse) -> None:
+        pass
+
+
+def _as_recorded(policy: Policy, lines: Sequence[RequestLine]) -> None:
+    """Switch on what was on for these answers: earlier observations, chunks carried over, steps spared."""
+    if policy.history is not None and any(line.request.past for line in lines):
+        policy.history = _Past(policy.history.steps)
+    if not isinstance(policy, DecomposedPolicy):
+        return
+    report = next((line.rtc for line in lines if line.rtc is not None), None)
+    if report is not None:
+        rtc = Rtc(report["schedule"], report["horizon"])
+        policy.tails = _Tails(rtc, policy.spec.embodiment.control_rate_hz)
+    policy.adaptive = any(line.response and 0 < line.denoise < policy.spec.num_denoising_steps for line in lines)
+
+
+def _prepared(policy: Policy, asked: JournalRequest, executed: int | None) -> Observation:
+    return policy.prepare(
+        images=asked.images(),
+        instruction=asked.instruction,
+        state=None if asked.state is None else [float(v) for v in asked.state],
+        episode_id=asked.episode_id,
+        request_id=asked.request_id,
+        seed=asked.seed,
+        executed=executed,
+    )
+
+
+class _Runner:
+    """Makes requests and compares answers."""
+
+    def __init__(
+        self,
+        recording: Journal,
+        models: dict[str, tuple[Policy, Processor]],
+        replay: ModelReplay,
+        clock: Callable[[], float],
+        progress: Callable[[int, int], None],
+    ) -> None:
+        self._recording, self._models, self._replay = recording, models, replay
+        self._clock, self._progress = clock, progress
+        self._items: dict[int, ReplayedRequest] = {}
+        for slot, (policy, _) in models.items():
+            _as_recorded(policy, [line for line in recording.requests if line.slot == slot])
+        self._batches_of: dict[int, list[BatchLine]] = {}
+        for batch in recording.batches:
+            for seq in batch.seqs:
+                self._batches_of.setdefault(seq, []).append(batch)
+
+        self._line_by_id: dict[tuple[str, str], RequestLine] = {}
+        for line in recording.requests:
+            self._line_by_id.setdefault((line.slot, line.request.request_id), line)
+        self._seen: OrderedDict[tuple[str, str], Glimpse] = OrderedDict()
+
+    def run(self, answered: Sequence[RequestLine]) -> None:
+        raise NotImplementedError
+
+    def _request(self, line: RequestLine) -> Request:
+        """The request as it was submitted; InvalidRequest when the model does not take it."""
+        asked, (policy, _) = line.request, self._models[line.slot]
+        if isinstance(policy.history, _Past):
+            moments = [self._moment(policy, policy.history, line.slot, past) for past in asked.past or ()]
+            policy.history.moments = tuple(moments)
+        tails = getattr(policy, "tails", None)
+        executed = asked.executed
+        if isinstance(tails, _Tails):
+            executed = tails.prepare(asked.episode_id or "", line.rtc, executed)
+        return policy.request(_prepared(policy, asked, executed))
+
+    def _moment(self, policy: Policy, history: _Past, slot: str, request_id: str) -> Glimpse:
+        """What an earlier request saw; InvalidRequest when the recording does not have it."""
+        key = (slot, request_id)
+        if key not in self._seen:
+            if key not in self._line_by_id:
+                raise InvalidRequest(f"it looks back to request {request_id}, which is not in the recording", "past")
+            history.moments = ()
+            moment = _prepared(policy, self._line_by_id[key].request, None).moment
+            assert moment is not None
+            self._seen[key] = moment
+            if len(self._seen) > MOMENTS:
+                self._seen.popitem(last=False)
+        return self._seen[key]
+
+    def _warm(self, sizes: Iterable[int]) -> None:
+        """Run each size once before anything is timed."""
+        some = sorted(set(sizes))[:WARM_SIZES]
+        for policy, _ in self._models.values():
+            policy.warm_up(some or (1,), repeats=1)
+
+    def _item(self, line: RequestLine) -> ReplayedRequest:
+        item = self._items.get(line.seq)
+        if item is None:
+            item = ReplayedRequest(line.seq, line.request.request_id, line.slot, recorded_cache=line.cache)
+            self._items[line.seq] = item
+            self._replay.items.append(item)
+        return item
+
+    def _compare(self, item: ReplayedRequest, line: RequestLine, outcome: Done | Failed) -> None:
+        if isinstance(outcome, Failed):
+            error = outcome.error
+            item.error = f"{error.code}: {error.message}" if isinstance(error, ReflexError) else repr(error)
+            return
+        assert line.response is not None
+        chunk: ActionChunk = outcome.value
+        recorded = line.response.array()
+        item.cache = item.cache or chunk.cache
+        if chunk.actions.shape == recorded.shape:
+            item.cosine, item.max_abs = distance(recorded, chunk.actions)
+            item.equal = recorded.tobytes() == np.asarray(chunk.actions, np.float32).tobytes()
+
+
+class _Alone(_Runner):
+    """Every request by itself, in the order they were answered."""
+
+    def run(self, answered: Sequence[RequestLine]) -> None:
+        self._warm((1,))
+        for done, line in enumerate(answered):
+            self._progress(done, len(answered))
+            item = self._item(line)
+            try:
+                request = self._request(line)
+            except ReflexError as error:
+                item.error = error.message
+                continue
+            outcome, times = self._run(line.slot, Ticket(request, line.seq, 0.0))
+            self._compare(item, line, outcome)
+            self._time(line, times)
+        self._progress(len(answered), len(answered))
+
+    def _run(self, slot: str, ticket: Ticket) -> tuple[Done | Failed, list[tuple[str, float]]]:
+        policy, processor = self._models[slot]
+        try:
+            ran = run_through(processor, [ticket], policy.stages, group=slot, clock=self._clock)
+        except ReflexError as error:
+            return Failed(error), []
+        assert isinstance(ticket.outcome, Done)
+        return ticket.outcome, [(batch.stage, seconds) for batch, seconds in ran]
+
+    def _time(self, line: RequestLine, times: Sequence[tuple[str, float]]) -> None:
+        """Compare times where the request was alone in all of its recorded batches, too."""
+        ticket = None if line.schedule is None else line.schedule.ticket
+        ran = [] if ticket is None else self._batches_of.get(ticket, [])
+        if [b.stage for b in ran] == [stage for stage, _ in times] and all(b.size == 1 for b in ran):
+            self._replay.timed += [
+                Timed(line.slot, stage, 1, b.elapsed, seconds) for b, (stage, seconds) in zip(ran, times, strict=True)
+            ]
+
+
+class _Composed(_Runner):
+    """Every recorded batch, step by step, with the members it had.
+
+    Requests are made when they arrived, between the batches that had ended by then, so that the prefix cache holds what
+    it held. If a member's request is not in the file, all members of the batch are `composed = False`. Failed calls are
+    left out; their members ran again in other batches.
+    """
+
+    def run(self, answered: Sequence[RequestLine]) -> None:
+        self._tickets: dict[int, Ticket] = {}
+        self._line_of: dict[int, RequestLine] = {}
+        self._broken: set[int] = set()  # tickets that did not run in the recorded company
+        self._wanted = {line.seq for line in answered}
+        self._arrivals = self._in_order(answered)
+        batches = self._needed(answered)
+        self._last = {seq: b.id for b in batches for seq in b.seqs}
+        self._warm(b.size for b in batches)
+        done = 0
+        for batch in batches:
+            self._progress(done, len(answered))
+            self._arrive(batch)
+            done += self._run_batch(batch)
+        for line in answered:
+            self._leave_out(line)
+        self._progress(len(answered), len(answered))
+
+    def _in_order(self, answered: Sequence[RequestLine]) -> list[RequestLine]:
+        """All requests that may share a batch with these, last arrival first."""
+        slots = {line.slot for line in answered}
+        hashes = {line.model_hash for line in answered}
+        mine = [
+            line
+            for line in self._recording.requests
+            if line.slot in slots and line.model_hash in hashes and line.schedule and line.schedule.ticket is not None
+        ]
+        for line in mine:
+            assert line.schedule is not None
+            assert line.schedule.ticket is not None
+            self._line_of[line.schedule.ticket] = line
+        return sorted(mine, key=lambda r: (r.schedule.arrived, r.schedule.ticket), reverse=True)  # type: ignore[union-attr]
+
+    def _needed(self, answered: Sequence[RequestLine]) -> list[BatchLine]:
+        """The batches up to the last that answered one of these."""
+        slots = {line.slot for line in answered}
+        tickets = {line.schedule.ticket for line in answered if line.schedule is not None}
+        until = max((b.finished for b in self._recording.batches if tickets.intersection(b.seqs)), default=-inf)
+        found = [b for b in self._recording.batches if b.group in slots and b.finished <= until]
+        return sorted(found, key=lambda b: b.at)
+
+    def _arrive(self, batch: BatchLine) -> None:
+        """Make the requests that had arrived when the batch was formed, and those that arrived while it ran and missed
+        the cache. One that hit waits until the batch has run."""
+        later = []
+        while self._arrivals and self._arrivals[-1].schedule.arrived <= batch.finished:  # type: ignore[union-attr]
+            line = self._arrivals.pop()
+            assert line.schedule is not None
+            if line.schedule.arrived > batch.at and line.cache in ("hit", "hit_stale"):
+                later.append(line)
+            else:
+                self._make(line)
+        self._arrivals += reversed(later)
+
+    def _make(self, line: RequestLine) -> None:
+        assert line.schedule is not None
+        assert line.schedule.ticket is not None
+        seq, item = line.schedule.ticket, self._item(line) if line.seq in self._wanted else None
+        try:
+            request = self._request(line)
+        except ReflexError as error:
+            if item is not None:
+                item.error = error.message
+            return
+        cache = request.payload.cache
+        if item is not None:
+            item.cache = cache
+        if request.stage != line.schedule.stage and request.stage:
+            request = self._forced(line, request)
+        if request.stage == line.schedule.stage:
+            self._tickets[seq] = Ticket(request, seq, line.schedule.arrived)
+
+    def _forced(self, line: RequestLine, request: Request) -> Request:
+        """Compute a prefix again that was computed in the recording, whatever this cache holds."""
+        policy = self._models[line.slot][0]
+        cache = getattr(policy, "cache", None)
+        if cache is None or request.payload.cache == "miss":
+            return request
+        cache.forget(policy.slot, line.request.episode_id or "")
+        return self._request(line)
+
+    def _run_batch(self, recorded: BatchLine) -> int:
+        """Run a batch; returns how many requests it answered."""
+        present = [seq for seq in recorded.seqs if seq in self._tickets]
+        if len(present) < recorded.size:
+            self._broken.update(present)
+        if recorded.apart or (recorded.crashed and recorded.cause != Cause.APART) or not present:
+            return 0
+        grants = {self._tickets[seq]: 1.0 for seq in present}
+        entered = tuple(self._tickets[m.seq] for m in recorded.entered if m.seq in self._tickets)
+        cause = Cause(recorded.cause)
+        batch = Batch(recorded.id, recorded.group, "", recorded.stage, cause, recorded.at, 0.0, 0.0, grants, entered)
+        began = self._clock()
+        outcomes = run_batch(self._models[recorded.group][1], batch)
+        elapsed = self._clock() - began
+        if len(present) == recorded.size:
+            self._replay.timed.append(Timed(recorded.group, recorded.stage, len(present), recorded.elapsed, elapsed))
+        answered = 0
+        for seq, outcome in zip(present, outcomes, strict=True):
+            answered += self._settle(recorded, seq, Failed(outcome.error) if isinstance(outcome, Apart) else outcome)
+        return answered
+
+    def _settle(self, recorded: BatchLine, seq: int, outcome: Done | More | Failed) -> bool:
+        ticket, line = self._tickets[seq], self._line_of[seq]
+        ended = self._last[seq] == recorded.id
+        if isinstance(outcome, More):
+            advance(ticket, outcome)
+            if not ended:
+                return False
+            self._models[recorded.group][1].drop([ticket])  # it was cancelled, or the recorded model took fewer steps
+            outcome = Failed(ReflexError("the recorded model had answered after fewer steps"))
+        del self._tickets[seq]
+        if line.seq not in self._wanted:
+            return False
+        item = self._item(line)
+        self._compare(item, line, outcome)
+        item.composed = ended and seq not in self._broken
+        return True
+
+    def _leave_out(self, line: RequestLine) -> None:
+        item = self._item(line)
+        ticket = None if line.schedule is None else line.schedule.ticket
+        if not item.error and (item.max_abs == inf and not item.composed):
+            where = "none of its batches is in the file" if ticket not in self._last else "its batches cannot be formed"
+            item.error = f"{where}: it can only be replayed alone"
+
+
+# -- what came of it ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class ReplayedRequest:
+    """One answered request, recorded against replayed.
+
+    cosine, max_abs: of the actions; max_abs in the robot's units, inf where they have another shape. equal: to the
+    last bit. recorded_cache, cache: how the prefix cache answered. composed: it ran in the recorded company throughout.
+    error: why there is nothing to compare, else "".
+    """
+
+    seq: int
+    request_id: str
+    slot: str
+    cosine: float = 0.0
+    max_abs: float = inf
+    equal: bool = False
+    recorded_cache: str = ""
+    cache: str = ""
+    composed: bool = False
+    error: str = ""
+
+    @property
+    def close(self) -> bool:
+        """Whether the actions are the same within the bounds."""
+        return not self.error and self.cosine >= COSINE and self.max_abs <= MAX_ABS
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """One batch that ran in the same company both times. Seconds."""
+
+    slot: str
+    stage: str
+    size: int
+    recorded: float
+    replayed: float
+
+
+@dataclass(slots=True)
+class ModelReplay:
+    """The result. left_out: recorded requests that were never answered, by how they ended."""
+
+    compose: Compose
+    items: list[ReplayedRequest] = field(default_factory=list)
+    timed: list[Timed] = field(default_factory=list)
+    left_out: Counter[str] = field(default_factory=Counter)
+
+    def failed(self, diff: Diff, same_hardware: bool = True) -> bool:
+        """Whether the replay differs. Latency counts only on the same hardware. Nothing to compare fails `actions`, and
+        not `latency`."""
+        if diff == "actions":
+            return not self.items or not all(item.close for item in self.items)
+        if diff == "cache":
+            return any(item.cache != item.recorded_cache for item in self.items if not item.error)
+        ratio = self.latency_ratio()
+        return same_hardware and ratio is not None and abs(ratio - 1.0) > LATENCY
+
+    def latency_ratio(self, slot: str | None = None) -> float | None:
+        """Median of the replayed ÷ median of the recorded batch times; None when no batch ran in the same company both
+        times."""
+        timed = [t for t in self.timed if slot in (None, t.slot)]
+        recorded = median([t.recorded for t in timed]) if timed else 0.0
+        return median([t.replayed for t in timed]) / recorded if recorded > 0.0 else None
+
+    def summary(self, slot: str | None = None) -> dict[str, Any]:
+        """Figures of one slot, or of all, JSON-safe."""
+        items = [item for item in self.items if slot in (None, item.slot)]
+        compared = [item for item in items if not item.error]
+        kinds = Counter(f"{item.recorded_cache} → {item.cache}" for item in compared)
+        timed = [t for t in self.timed if slot in (None, t.slot)]
+        return {
+            "requests": len(items),
+            "actions": {
+                "compared": len(compared),
+                "close": sum(item.close for item in compared),
+                "equal": sum(item.equal for item in compared),
+                "composed": sum(item.composed for item in compared),
+                "cosine_min": _number(min((i.cosine for i in compared), default=None)),
+                "max_abs": _number(max((i.max_abs for i in compared), default=None)),
+                "errors": dict(Counter(item.error for item in items if item.error).most_common()),
+            },
+            "cache": {
+                "same": sum(item.cache == item.recorded_cache for item in compared),
+                "changes": {kind: n for kind, n in kinds.items() if len(set(kind.split(" → "))) > 1},
+            },
+            "latency": {
+                "batches": len(timed),
+                "recorded_ms": _number(median(t.recorded for t in timed) * 1e3 if timed else None),
+                "replayed_ms": _number(median(t.replayed for t in timed) * 1e3 if timed else None),
+                "ratio": _number(self.latency_ratio(slot)),
+            },
+        }
+
+
+def distance(recorded: NDArray[np.float32], replayed: NDArray[Any]) -> tuple[float, float]:
+    """(cosine, largest absolute difference) of two chunks of one shape.
+
+    What is not finite must stand in the same places, and is then left out; elsewhere the distance is infinite.
+    """
+    a, b = recorded.astype(np.float64).ravel(), np.asarray(replayed, np.float64).ravel()
+    finite = np.isfinite(a)
+    if not (finite == np.isfinite(b)).all() or not np.array_equal(a[~finite], b[~finite], equal_nan=True):
+        return 0.0, inf
+    a, b = a[finite], b[finite]
+    if not a.size:
+        return 1.0, 0.0
+    norms = float(np.linalg.norm(a) * np.linalg.norm(b))
+    both_zero = not a.any() and not b.any()
+    cosine = 1.0 if both_zero else (float(a @ b) / norms if norms > 0.0 else 0.0)
+    return min(1.0, cosine), float(np.abs(a - b).max())
+
+
+def _number(value: float | None) -> float | None:
+    return value if value is None or isfinite(value) else None

@@ -1,1 +1,0 @@
-"""What is wrong with an export, and what to do about it."""

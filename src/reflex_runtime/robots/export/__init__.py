@@ -1,1 +1,0 @@
-"""The directory a policy is read from."""

@@ -1,1 +1,0 @@
-"""LeRobot checkpoints as policies: `checkpoint` reads the files, `staged` and `whole` run LeRobot's own code."""

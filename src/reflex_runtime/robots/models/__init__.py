@@ -1,1 +1,0 @@
-"""The models of each kind of source."""

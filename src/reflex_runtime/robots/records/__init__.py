@@ -1,1 +1,0 @@
-"""What was recorded, replayed and reported."""

@@ -1,0 +1,337 @@
+"""An export directory as a frozen value: `reflex_config.json`, the embodiment, the model files and their hashes.
+
+Everything a name could get wrong is found here or when the graphs are opened, never in front of a robot. Every error is
+a ConfigError that names the file and the key, what was found and what is expected. `docs/exports.md` explains each key.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Final
+
+import msgspec
+from msgspec import Meta
+
+from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.robots.policy.model import PolicySource
+from reflex_runtime.robots.policy.observation import IMAGE_MASK
+from reflex_runtime.robots.policy.spec import DeviceOptions, Size
+from reflex_runtime.robots.policy.tokenizer import InstructionTokenizer, WordTokenizer, read_tokenizer
+from reflex_runtime.robots.policy.units import AddState
+from reflex_runtime.robots.sources.embodiment import (
+    read_action_transforms,
+    read_embodiment,
+    read_norm,
+    read_state_transforms,
+    read_wires,
+)
+from reflex_runtime.robots.sources.export_files import (
+    CONFIG_FILE,
+    ExportConfig,
+    ExportObject,
+    Names,
+    Text,
+    check_files,
+    config_hash,
+    model_bytes,
+    model_hash,
+    names_of,
+    read_json,
+    read_prompt,
+    whole,
+)
+from reflex_runtime.robots.sources.onnx_models import Graph, OnnxStaged, OnnxWhole
+from reflex_runtime.run.onnx_session import TensorSpec
+
+_BUNDLED: Final = "; bundled: reflex serve demo is a robot policy, reflex serve scribe a language model"
+
+_MaxTokens = Annotated[int, whole(1, 100_000)]
+_Vocabulary = Annotated[
+    dict[str, Annotated[int, Meta(ge=0)]],
+    Meta(min_length=1, description="an object {word: id >= 0}, or the name of a tokenizer.json file"),
+]
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Export(PolicySource):
+    """A checked export directory. Make one with `Export.load`.
+
+    config: the parsed file as it is.
+    graphs: {"model": …}, or {"prefix": …, "expert": …} when decomposed.
+    past_kv: when decomposed, the expert's input name for each of the prefix's keys-and-values outputs.
+    """
+
+    path: Path
+    graphs: Mapping[str, Graph]
+    past_kv: Mapping[str, str]
+    opset: int | None = None
+
+    @property
+    def masked(self) -> bool:
+        """Whether a graph takes masks of the images."""
+        roles = {role for graph in self.graphs.values() for role in graph.inputs if role not in self.images}
+        return any(role == MASKS or role.startswith(IMAGE_MASK) for role in roles)
+
+    @staticmethod
+    def load(path: str | Path) -> Export:
+        """Read and check the directory. The graphs themselves are opened, and checked against it, by `open`."""
+        root = Path(path)
+        check_directory(root, _hint(root))
+        check_files(root)
+        return _load(root)
+
+    def open(self, device: DeviceOptions) -> OnnxStaged | OnnxWhole:
+        if not self.staged:
+            return OnnxWhole(self, self.graphs["model"], device)
+        return OnnxStaged(self, self.graphs["prefix"], self.graphs["expert"], self.past_kv, device)
+
+
+def check_directory(path: Path, hint: str = "", what: str = "an export directory") -> None:
+    """ConfigError for what is no directory. hint: for a path that does not exist. what: is expected there."""
+    if path.is_file():
+        raise ConfigError(f"{path}: is a file; name its directory, {path.parent}")
+    if not path.is_dir():
+        raise ConfigError(f"{path}: not found, expected {what}{hint or _BUNDLED}")
+
+
+def _hint(path: Path) -> str:
+    """What to do where the name of a model on a hub was given."""
+    download = from_hub(path)
+    return f" or the directory of a language model{download}" if download else ""
+
+
+def from_hub(path: Path, source: str = "") -> str:
+    """How to download what may be the name of a model on a hub, "" for any other path. source: what its source begins
+    with."""
+    name = path.as_posix()
+    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", name) or path.parent.exists():
+        return ""
+    there = path.name
+    return (
+        f". If {name} is the name of a model on a hub, download it first (pip "
+        f"install huggingface_hub; hf download {name} --local-dir {there}), then: reflex serve {source}./{there}"
+    )
+
+
+def _load(root: Path) -> Export:
+    table = ExportObject(root / CONFIG_FILE, read_json(root / CONFIG_FILE))
+    config = table.read(ExportConfig)
+    images = _images(table, config)
+    optional = _optional_images(table, config, images)
+    roles = Roles(root, table, config, images)
+    graphs = roles.graphs()
+    tokenizer, max_tokens = _text(root, table, roles.inputs.has("tokens"))
+    prompt = read_prompt(table, roles.inputs.has("tokens"))
+    dims = {"state_norm": config.state_dim, "action_norm": config.action_dim}
+    embodiment, norms = read_embodiment(root, table, dims)
+    for key, dim in dims.items():
+        if table.has(key) and norms[key] is not None:
+            table.wrong(key, "it in one file only, and the embodiment has one as well")
+        norms[key] = norms[key] or read_norm(table, key, dim)
+    x_dim = config.x_dim or config.action_dim
+    if x_dim < config.action_dim:
+        table.wrong("x_dim", f"at least action_dim, {config.action_dim}")
+    if config.horizon is not None and config.export_kind == "decomposed":
+        table.wrong("horizon", "none in a decomposed export: x has chunk_size rows")
+    takes_state = any("state" in graph.inputs for graph in graphs.values())
+    action_transforms = read_action_transforms(table, config.action_dim, config.state_dim)
+    for key, reads in (
+        ("prompt", prompt is not None and prompt.reads_state),
+        ("action_transforms", any(isinstance(transform, AddState) for transform in action_transforms)),
+    ):
+        if reads and config.state_dim == 0:
+            table.wrong("state_dim", f"at least 1, because `{key}` reads the state")
+        takes_state = takes_state or reads
+    if config.observation_steps is not None and config.observation_steps > 1 and not images and not takes_state:
+        table.wrong("observation_steps", "1, because there are neither images nor a state to look back to")
+    return Export(
+        source=str(root),
+        path=root,
+        config=table.values,
+        model_id=config.model_id,
+        model_type=config.model_type,
+        staged=config.export_kind == "decomposed",
+        state_dim=config.state_dim,
+        action_dim=config.action_dim,
+        chunk_size=config.chunk_size,
+        num_denoising_steps=config.num_denoising_steps,
+        opset=config.opset,
+        images=images,
+        takes_state=takes_state,
+        takes_text=any("tokens" in graph.inputs for graph in graphs.values()),
+        takes_noise=any("noise" in graph.inputs for graph in graphs.values()),
+        x_dim=x_dim,
+        horizon=config.horizon or config.chunk_size,
+        optional_images=optional,
+        observation_steps=config.observation_steps or 1,
+        prompt=prompt,
+        state_transforms=read_state_transforms(table, config.state_dim),
+        action_transforms=action_transforms,
+        tokenizer=tokenizer,
+        max_tokens=max_tokens,
+        embodiment=embodiment,
+        graphs=graphs,
+        past_kv=roles.past_kv,
+        prefix_takes_state="prefix" in graphs and "state" in graphs["prefix"].inputs,
+        model_hash=model_hash(root),
+        config_hash=config_hash(root),
+        model_bytes=model_bytes(root),
+        resize=config.resize or "stretch",
+        wires=read_wires(table, images, config.state_dim if takes_state else 0, config.action_dim, optional),
+        state_norm=norms["state_norm"],
+        action_norm=norms["action_norm"],
+    )
+
+
+def _images(table: ExportObject, config: ExportConfig) -> dict[str, Size]:
+    """`images`, or the single image of `image_size`; both must agree where both are given."""
+    size = config.image_size
+    if config.images is None:
+        return {} if size is None else {"image": size}
+    images = table.sizes("images", config.images)
+    for name in images:
+        if name in ROLES or name == "actions":
+            table.wrong(f"images.{name}", "a name other than " + ", ".join((*ROLES, "actions")), name)
+    if size is not None and size not in images.values():
+        table.wrong("image_size", "the size of one of `images`")
+    return images
+
+
+def _optional_images(table: ExportObject, config: ExportConfig, images: Mapping[str, Size]) -> frozenset[str]:
+    names = config.optional_images or ()
+    for name in names:
+        if name not in images:
+            table.wrong("optional_images", "names of `images`: " + (", ".join(images) or "there are none"), name)
+    if names and len(set(names)) == len(images):
+        table.wrong("optional_images", "fewer than all images: a request must show something")
+    return frozenset(names)
+
+
+def _text(root: Path, table: ExportObject, takes_text: bool) -> tuple[InstructionTokenizer | None, int]:
+    if not takes_text:
+        if table.has("tokenizer"):
+            table.wrong("tokenizer", "none, because `inputs` has no role tokens", "one")
+        return None, 0
+    max_tokens: int = table.convert("max_tokens", _MaxTokens)
+    if isinstance(table.get("tokenizer"), str):
+        return read_tokenizer(table.file_in(root, "tokenizer")), max_tokens
+    return WordTokenizer(table.convert("tokenizer", _Vocabulary)), max_tokens
+
+
+# -- roles of tensors --------------------------------------------------------------------------------------------------
+
+
+MODEL_FILE: Final = "model.onnx"
+ROLES: Final = ("tokens", "state", "noise", "time", "past_kv")  # beside the names of the images
+TOKEN_MASK, MASKS = "token_mask", "image_masks"  # and image_mask/NAME
+
+
+class Roles:
+    """`inputs`, `outputs` and `decomposed`: which tensor of which graph plays which role."""
+
+    def __init__(self, root: Path, table: ExportObject, config: ExportConfig, images: Mapping[str, Size]) -> None:
+        self._root, self._table, self._kind, self._images = root, table, config.export_kind, images
+        split = config.export_kind == "decomposed"
+        chunk = (config.chunk_size, config.x_dim or config.action_dim)
+        steps = config.observation_steps or 1
+        axis = (steps,) if steps > 1 else ()  # of history
+        masks = [MASKS, *(IMAGE_MASK + name for name in images)]
+        # An image of an export that was written before these roles may have the name of one.
+        self._optional = [role for role in (TOKEN_MASK, *masks) if role not in images]
+        self.inputs = ExportObject(table.file, table.get("inputs"), "inputs")
+        own = ["tokens", "state", "noise", *(["time", "past_kv"] if split else [])]
+        self.inputs.only([*images, *own, *self._optional])
+        self.outputs = ExportObject(table.file, table.get("outputs"), "outputs")
+        self.outputs.only(["actions", *(["past_kv"] if split else [])])
+        most = config.max_tokens
+        self._specs: dict[str, tuple[str, tuple[int | None, ...]]] = {
+            TOKEN_MASK: ("bif", (most if type(most) is int else None,)),
+            MASKS: ("bif", (*axis, len(images))),
+            **{IMAGE_MASK + name: ("bif", axis) for name in images},
+            **{name: ("u", (*axis, *size, 3)) for name, size in images.items()},
+            "tokens": ("i", (most if type(most) is int else None,)),
+            "state": ("f", (*axis, config.state_dim)),
+            "noise": ("f", (config.horizon or config.chunk_size, chunk[1])),
+            "time": ("f", ()),
+            "actions": ("f", chunk),
+        }
+        self.past_kv: dict[str, str] = {}
+        if self.inputs.has("state") and config.state_dim == 0:
+            table.wrong("state_dim", "at least 1, because `inputs` has the role state")
+        for name in images:
+            self.inputs.convert(name, Text)
+        if TOKEN_MASK in self._optional and self.inputs.has(TOKEN_MASK) and not self.inputs.has("tokens"):
+            self.inputs.wrong(TOKEN_MASK, "none without the role tokens")
+
+    def graphs(self) -> dict[str, Graph]:
+        """The graphs of this kind of export, with every role in the one it belongs to."""
+        seen = [*self._images, *(["tokens"] if self.inputs.has("tokens") else [])]
+        masks = [role for role in self._optional if self.inputs.has(role)]
+        state = ["state"] if self.inputs.has("state") else []
+        if self._kind == "monolithic":
+            if self._table.has("decomposed"):
+                self._table.wrong("decomposed", "none in a monolithic export")
+            noise = ["noise"] if self.inputs.has("noise") else []
+            if not seen and not state:
+                self._table.wrong("inputs", "an image, tokens or state: something to act on")
+            file = self._root / MODEL_FILE
+            if not file.is_file():
+                raise ConfigError(f"{file}: not found, expected the model of a monolithic export")
+            return {"model": self._graph(file, [*seen, *masks, *state, *noise], ["actions"])}
+        parts = ExportObject(self._table.file, self._table.get("decomposed"), "decomposed")
+        fields = parts.read(_Decomposed)
+        names = parts.different("past_kv_tensor_names", Names)
+        made, read = self._kv(self.outputs, names), self._kv(self.inputs, names)
+        self.past_kv = dict(zip(made, read, strict=True))
+        to_expert = fields.expert_takes_state
+        if to_expert and not state:
+            self.inputs.wrong("state", "a tensor name, because `expert_takes_state` is true")
+        prefix, expert = (parts.file_in(self._root, key) for key in ("vlm_prefix_onnx", "expert_denoise_onnx"))
+        sees = [*seen, *([] if to_expert else state)]
+        if not sees:
+            self._table.wrong("inputs", "an image, tokens or state for the prefix to see")
+        return {
+            "prefix": self._graph(prefix, [*sees, *masks], [], made=made),
+            "expert": self._graph(expert, ["noise", "time", *(state if to_expert else [])], ["actions"], read=read),
+        }
+
+    def _kv(self, table: ExportObject, names: tuple[str, ...]) -> tuple[str, ...]:
+        """Tensor names of the keys and values on one side: `past_kv_tensor_names` unless the role says otherwise."""
+        if not table.has("past_kv"):
+            return names
+        if isinstance(table.get("past_kv"), str) and len(names) == 1:
+            return (table.convert("past_kv", Text),)
+        return table.different("past_kv", names_of(len(names)))
+
+    def _graph(
+        self,
+        file: Path,
+        inputs: Sequence[str],
+        outputs: Sequence[str],
+        read: Sequence[str] = (),
+        made: Sequence[str] = (),
+    ) -> Graph:
+        taken: dict[str, TensorSpec] = {role: self._spec(self.inputs, role) for role in inputs}
+        taken |= {f"past_kv/{i}": TensorSpec(name) for i, name in enumerate(read)}
+        names: set[str] = set()
+        for role, spec in taken.items():
+            if spec.name in names:
+                self.inputs.wrong(role.partition("/")[0], "a tensor that no other role has", spec.name)
+            names.add(spec.name)
+        given = {role: self._spec(self.outputs, role) for role in outputs}
+        given |= {f"past_kv/{i}": TensorSpec(name) for i, name in enumerate(made)}
+        return Graph(file, taken, given)
+
+    def _spec(self, table: ExportObject, role: str) -> TensorSpec:
+        kind, dims = self._specs[role]
+        return TensorSpec(table.convert(role, Text), kind, dims)
+
+
+class _Decomposed(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    vlm_prefix_onnx: Any = None
+    expert_denoise_onnx: Any = None
+    past_kv_tensor_names: Any = None
+    expert_takes_state: Annotated[bool, Meta(description="true or false")]

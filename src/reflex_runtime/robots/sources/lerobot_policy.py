@@ -1,0 +1,340 @@
+"""LeRobot's policies: loads one with its processors, and runs the types that make a chunk in one call.
+
+`select_action` is never called, and `predict_action_chunk` only where it keeps nothing: both have queues in the policy
+object, which all robots would share. Policies that see several observations are called below these queues.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import json
+import queue
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.robots.policy.model import WholeModel
+from reflex_runtime.robots.policy.observation import Observation
+from reflex_runtime.robots.policy.spec import DeviceOptions, PolicySpec
+from reflex_runtime.robots.policy.units import Floats
+from reflex_runtime.robots.sources.lerobot_features import SEEDED, WEIGHTS, Features
+from reflex_runtime.robots.sources.torch_models import taken, torch_device
+
+Batch = dict[str, Any]
+
+
+class Prepared(NamedTuple):
+    """A request after the preprocessor: LeRobot's batch of one, and the state that relative actions are relative to."""
+
+    batch: Batch
+    anchor: Any
+
+
+class LoadedModule:
+    """A policy of LeRobot on its device."""
+
+    def __init__(self, device: str, policy: Any) -> None:
+        self.device, self.policy, self.config = device, policy, policy.config
+
+    @property
+    def half(self) -> bool:
+        """Whether it computes in 16 bits."""
+        return bool({p.dtype for p in self.policy.parameters()} & {torch.float16, torch.bfloat16})
+
+
+class LoadedPolicy(LoadedModule):
+    """A policy of LeRobot on its device, with its processors.
+
+    Processors keep what they work on between their steps, and the postprocessor reads a state that the preprocessor
+    kept: so each call takes a pair that no other thread uses, also one that was given up. Pairs are copied as needed,
+    from one that is never used. Their tokenizer is one: a copy of π0's takes half a second and 360 MB.
+    """
+
+    def __init__(self, spec: PolicySpec, features: Features, device: DeviceOptions) -> None:
+        self.spec, self.features, name = spec, features, torch_device(device)
+        torch.set_num_threads(device.threads)
+        try:
+            policy, self.pre, self.post = _opened(features.path, device, name)
+        except ConfigError:
+            raise
+        except Exception as error:  # LeRobot, transformers and safetensors raise a dozen classes
+            hint = _hub_hint(features.path, spec) if "huggingface.co" in str(error) else ""
+            raise ConfigError(f"{spec.source}: LeRobot cannot load it: {hint}{told(error)}") from error
+        check_loaded(spec.source, features.path / WEIGHTS, policy)
+        super().__init__(name, policy)
+        self._free: queue.SimpleQueue[tuple[Any, Any]] = queue.SimpleQueue()
+        self._copying = threading.Lock()
+        self._beginning, self._tokenized = threading.Lock(), False
+        self._relative = self._slopes()
+
+    def prepare(self, observation: Observation) -> Prepared:
+        """The observation as LeRobot's own preprocessor makes it; on any thread."""
+        batch: Batch = {
+            name: _picture(observation.images[camera]) for camera, name in self.features.cameras.items()
+        }
+        if observation.state is not None:
+            sizes = [size for _, size in self.features.states]
+            parts = np.split(observation.state, np.cumsum(sizes)[:-1], axis=-1)
+            batch |= {name: torch.from_numpy(part) for (name, _), part in zip(self.features.states, parts, strict=True)}
+        batch["task"] = observation.instruction
+        if self.spec.observation_steps > 1:  # the batch axis is added to single observations only
+            batch = {name: [value] if name == "task" else value[None] for name, value in batch.items()}
+        with self._alone_at_first(), self._processors() as (pre, _), torch.inference_mode():
+            made = pre(batch)
+            self._tokenized = True
+            step = _relative_step(pre)
+            return Prepared(made, None if step is None else step.get_cached_state())
+
+    def on_device(self, batch: Batch) -> Batch:
+        """The tensors of a batch on the policy's device."""
+        return {k: v.to(self.device) if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
+
+    def finish(self, rows: Sequence[Observation], actions: Any) -> Floats:
+        """Actions [n, chunk, dim] of the policy in the robot's units, by LeRobot's own postprocessor."""
+        anchors = [row.ready.anchor for row in rows]
+        return self._finished(actions, None if anchors[0] is None else torch.cat(anchors))
+
+    def shift(self, moved: Floats) -> Floats | None:
+        """See `PolicyModel.shift`: as the postprocessor adds the state and scales."""
+        if self._relative is None:
+            return None
+        slope, added = self._relative
+        by = np.zeros_like(slope)
+        dims = min(len(by), self.features.states[0][1])
+        by[:dims] = added[:dims] * moved[:dims]
+        return -np.divide(by, slope, out=np.zeros_like(by), where=slope != 0.0)
+
+    def _slopes(self) -> tuple[Floats, Floats] | None:
+        """The postprocessor's factors of an action and of the state's number of that place, float32 [action_dim] each;
+        None if it adds no state. It is affine in both."""
+        if _relative_step(self.pre) is None or not self.features.states:
+            return None
+        zero, state = torch.zeros(1, 1, self.spec.action_dim), torch.zeros(1, self.features.states[0][1])
+        at_zero = self._finished(zero, state)
+        slope, added = self._finished(zero + 1.0, state) - at_zero, self._finished(zero, state + 1.0) - at_zero
+        return (slope[0, 0], added[0, 0]) if added.any() else None
+
+    def _finished(self, actions: Any, state: Any) -> Floats:
+        with self._processors() as (pre, post), torch.inference_mode():
+            step = _relative_step(pre)
+            if step is not None and state is not None:
+                step._last_state = state
+            return taken(post(actions))
+
+    def _alone_at_first(self) -> AbstractContextManager[Any]:
+        """A tokenizer changes with its first call, which tells it how to pad, and by none after it."""
+        return nullcontext() if self._tokenized else self._beginning
+
+    @contextmanager
+    def _processors(self) -> Iterator[tuple[Any, Any]]:
+        """(preprocessor, postprocessor) for this call alone."""
+        try:
+            pair = self._free.get_nowait()
+        except queue.Empty:
+            with self._copying:
+                # Together: the steps of one look at those of the other.
+                pair = copy.deepcopy((self.pre, self.post), _tokenizers(self.pre))
+        try:
+            yield pair
+        finally:
+            self._free.put(pair)
+
+
+def stacked_batch(batches: Sequence[Batch]) -> Batch:
+    """Batches of one as one batch. Texts are left out; rows of other lengths (tokens) are padded on the right."""
+    found: Batch = {}
+    for name, first in batches[0].items():
+        if isinstance(first, torch.Tensor) and name.startswith("observation."):
+            found[name] = torch.cat(padded([batch[name] for batch in batches], 1) if first.ndim == 2 else
+                                    [batch[name] for batch in batches])
+    return found
+
+
+def padded(tensors: Sequence[Any], dim: int, least: int = 0) -> list[Any]:
+    """Tensors with zeros (False) on the right of one axis, up to the longest, and to `least`."""
+    longest = max(least, *(tensor.shape[dim] for tensor in tensors))
+    return [tensor if tensor.shape[dim] == longest else _longer(tensor, dim, longest) for tensor in tensors]
+
+
+def _longer(tensor: Any, dim: int, length: int) -> Any:
+    shape = list(tensor.shape)
+    shape[dim] = length - shape[dim]
+    return torch.cat([tensor, tensor.new_zeros(shape)], dim=dim)
+
+
+def _picture(image: Any) -> Any:
+    """uint8 [… h, w, 3] as LeRobot has pictures: float [… 3, h, w] in [0, 1]."""
+    return torch.from_numpy(image.astype(np.float32)).movedim(-1, -3) / 255
+
+
+def _opened(path: Path, device: DeviceOptions, name: str) -> tuple[Any, Any, Any]:
+    with warnings.catch_warnings(), redirect_stdout(io.StringIO()):  # LeRobot prints what it does
+        warnings.simplefilter("ignore")
+        from lerobot.configs.policies import PreTrainedConfig
+        from lerobot.policies.factory import get_policy_class, make_pre_post_processors
+
+        config = PreTrainedConfig.from_pretrained(str(path))
+        config.device = name
+        if device.dtype != "stored" and hasattr(config, "dtype"):
+            config.dtype = device.dtype
+        policy = _loaded(get_policy_class(config.type), config, path)
+        policy.to(name)
+        if device.dtype != "stored" and not hasattr(config, "dtype"):
+            policy.to(getattr(torch, device.dtype))
+        policy.eval().requires_grad_(False)
+        host = {"device_processor": {"device": "cpu"}}
+        pre, post = make_pre_post_processors(
+            config, pretrained_path=str(path), preprocessor_overrides=host, postprocessor_overrides=host
+        )
+    return policy, pre, post
+
+
+def _loaded(kind: Any, config: Any, path: Path) -> Any:
+    """The policy with its weights, without those of others that the checkpoint's own would replace at once."""
+    if hasattr(config, "pretrained_backbone_weights"):
+        config.pretrained_backbone_weights = None  # torchvision would download them
+    if config.type != "smolvla" or not config.load_vlm_weights:
+        return kind.from_pretrained(str(path), config=config)
+    config.load_vlm_weights = False  # 2 GB
+    policy = kind(config)
+    policy.model.vlm_with_expert.vlm.to(torch.bfloat16)  # as they would have come
+    return kind._load_as_safetensor(policy, str(path / WEIGHTS), config.device, False)
+
+
+def _tokenizers(pipeline: Any) -> dict[int, Any]:
+    """The tokenizers of its steps by their id, as `copy.deepcopy` keeps what it is not to copy."""
+    found = [value for step in pipeline.steps for value in vars(step).values() if hasattr(value, "pad_token_id")]
+    return {id(tokenizer): tokenizer for tokenizer in found}
+
+
+def _hub_hint(path: Path, spec: PolicySpec) -> str:
+    """How to get what the checkpoint needs beside its directory."""
+    steps = json.loads((path / "policy_preprocessor.json").read_bytes())["steps"]
+    named = [spec.config.get("vlm_model_name"), *(step.get("config", {}).get("tokenizer_name") for step in steps)]
+    commands = [f"hf download {name} --exclude '*.safetensors'" for name in dict.fromkeys(filter(None, named))]
+    return f"where there is a network, run {' and '.join(commands)}, and copy the cache here; " if commands else ""
+
+
+def _relative_step(pipeline: Any) -> Any:
+    """The step that keeps the state for relative actions, or None."""
+    return next((step for step in pipeline.steps if hasattr(step, "get_cached_state")), None)
+
+
+def check_loaded(source: str, file: Path, policy: Any) -> None:
+    """That the policy has the weights of the file, all of them, and that they are finite.
+
+    LeRobot logs what is missing, has another shape or cannot be read, and goes on with random weights.
+    """
+    from safetensors import safe_open
+
+    with safe_open(file, framework="pt") as stored:
+        _check_shapes(source, policy, {name: tuple(stored.get_slice(name).get_shape()) for name in stored.keys()})  # noqa: SIM118
+        for name, tensor in policy.state_dict().items():
+            if not bool(torch.isfinite(tensor).all()):
+                raise ConfigError(
+                    f"{source}: the weights {name} hold NaN or infinite values: the training diverged, or the file is "
+                    "damaged; use an earlier checkpoint"
+                )
+            for theirs in {name, name.removeprefix("model.")} & set(stored.keys()):
+                first = stored.get_slice(theirs)[:1] if tensor.ndim else stored.get_tensor(theirs)
+                mine = tensor[:1] if tensor.ndim else tensor
+                if not torch.allclose(mine.float().cpu(), first.float(), rtol=0.01, atol=1e-6):  # rounded by --dtype
+                    raise ConfigError(
+                        f"{source}: LeRobot could not read the weights {name}: load the checkpoint with LeRobot alone, "
+                        "which prints the reason"
+                    )
+
+
+def _check_shapes(source: str, policy: Any, shapes: dict[str, tuple[int, ...]]) -> None:
+    """That all weights of a policy are stored, in its shapes. shapes: of what is stored, by name."""
+    own = policy.state_dict()
+    if hasattr(policy, "_fix_pytorch_state_dict_keys"):  # π0 and π0.5 of openpi have other names
+        empty = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+        fixed = policy._fix_pytorch_state_dict_keys(empty, policy.config)
+        shapes = {n if n.startswith("model.") else f"model.{n}": tuple(tensor.shape) for n, tensor in fixed.items()}
+    there = {own[name].data_ptr() for name in own if name in shapes}
+    again = "it was saved by another version of LeRobot, or config.json was changed"
+    for name, tensor in own.items():
+        if name not in shapes and tensor.data_ptr() not in there:  # tied weights are stored once
+            raise ConfigError(f"{source}: the file has no weights {name}: {again}")
+        if name in shapes and shapes[name] != tuple(tensor.shape):
+            found = f"{list(shapes[name])}, config.json wants {list(tensor.shape)}"
+            raise ConfigError(f"{source}: the weights {name} have the shape {found}: {again}")
+
+
+def told(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:400]}"
+
+
+# -- types with one call for a chunk -----------------------------------------------------------------------------------
+
+
+class LeRobotWhole(WholeModel):
+    """A LeRobot policy of one of the types in `WHOLE`."""
+
+    def __init__(self, spec: PolicySpec, features: Features, device: DeviceOptions) -> None:
+        super().__init__(spec)
+        self.loaded = LoadedPolicy(spec, features, device)
+        self.provider, self.half = device.provider, self.loaded.half
+        self.batched = spec.model_type not in SEEDED
+
+    def prepare(self, observation: Observation) -> Prepared:
+        return self.loaded.prepare(observation)
+
+    def chunk(self, rows: Sequence[Observation], noise: Floats | None) -> Floats:
+        with torch.inference_mode():
+            given = None if noise is None else torch.from_numpy(noise).to(self.loaded.device)
+            return taken(self._called(rows, given))
+
+    def finish(self, rows: Sequence[Observation], x: Floats) -> Floats:
+        return self.loaded.finish(rows, torch.from_numpy(x))
+
+    def _called(self, rows: Sequence[Observation], noise: Any) -> Any:
+        """Actions [n, chunk, dim]. Chosen anew at each call: a bound method kept here would be a cycle, and an unloaded
+        policy would stay in memory."""
+        kind, predict = self.spec.model_type, self.loaded.policy.predict_action_chunk
+        if kind == "diffusion":
+            return self._diffusion(rows, noise)
+        if kind in SEEDED:
+            return self._by_row(self._vqbet if kind == "vqbet" else predict, rows)
+        return predict(self._batch(rows))
+
+    def _batch(self, rows: Sequence[Observation]) -> Batch:
+        return self.loaded.on_device(stacked_batch([row.ready.batch for row in rows]))
+
+    def _diffusion(self, rows: Sequence[Observation], noise: Any) -> Any:
+        batch = self._batch(rows)
+        model, config = self.loaded.policy.diffusion, self.loaded.config
+        if config.image_features:
+            batch["observation.images"] = torch.stack([batch[name] for name in config.image_features], dim=-4)
+        condition = model._prepare_global_conditioning(batch)
+        # A scheduler that adds noise at every step draws it from a generator of each row: its answer is its own.
+        drawn = [torch.Generator(device=condition.device).manual_seed(row.seed % (1 << 63)) for row in rows]
+        x = model.conditional_sample(len(rows), global_cond=condition, generator=drawn, noise=noise)
+        first = config.n_obs_steps - 1
+        return x[:, first : first + config.n_action_steps]
+
+    def _vqbet(self, batch: Batch) -> Any:
+        config = self.loaded.config
+        batch["observation.images"] = torch.stack([batch[name] for name in config.image_features], dim=-4)
+        return self.loaded.policy.vqbet(batch, rollout=True)[:, : config.action_chunk_size]
+
+    def _by_row(self, call: Callable[[Batch], Any], rows: Sequence[Observation]) -> Any:
+        """Row by row: it draws from torch's own generator, which is seeded for each."""
+        if len(rows) > 1:
+            self.notes["fanout"] = "sequential"
+        answers = []
+        with torch.random.fork_rng():
+            for row in rows:
+                torch.manual_seed(row.seed % (1 << 63))
+                answers.append(call(self.loaded.on_device(row.ready.batch)))
+        return torch.cat(answers)

@@ -1,0 +1,400 @@
+"""SmolVLA, π0 and π0.5 of LeRobot in two stages, on LeRobot's own functions; and openpi's, on LeRobot's port.
+
+The prefix is one forward pass over pictures and text; its keys and values stay on the device. A step is one Euler step
+for rows at different flow times. LeRobot's time runs from 1 (noise) to 0 (actions).
+"""
+
+from __future__ import annotations
+
+import io
+import sys
+import warnings
+from collections.abc import Sequence
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.robots.policy.observation import Observation
+from reflex_runtime.robots.policy.spec import DeviceOptions, PolicySpec
+from reflex_runtime.robots.policy.units import Floats
+from reflex_runtime.robots.sources.lerobot_features import WEIGHTS, Features
+from reflex_runtime.robots.sources.lerobot_policy import LoadedModule, LoadedPolicy, check_loaded, padded, told
+from reflex_runtime.robots.sources.torch_models import GraphedStaged, Tensors, taken, torch_device
+
+
+class ReadyVla(NamedTuple):
+    """A request as the model reads it, tensors [1, …]: what `predict_action_chunk` does before the model.
+
+    anchor: see `Prepared`.
+    """
+
+    images: Sequence[Any]
+    masks: Sequence[Any]
+    tokens: Any
+    token_mask: Any
+    state: Any
+    anchor: Any
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """Requests of one kind can share a call: as many pictures of the same sizes."""
+        return tuple(image.shape for image in self.images)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class VlaPrefix:
+    """Keys and values of one request, on the device.
+
+    pad: bool [1, P], the tokens that count. keys, values: of each layer [1, heads, P, size]. longest: P of a request
+    with the longest text.
+    """
+
+    pad: Any
+    keys: Sequence[Any]
+    values: Sequence[Any]
+    longest: int
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.numel() * t.element_size() for t in (self.pad, *self.keys, *self.values))
+
+
+class StagedVla(GraphedStaged):
+    """LeRobot's model of a VLA, called for rows whose `ready` is a `ReadyVla`."""
+
+    def __init__(self, spec: PolicySpec, loaded: LoadedModule, device: DeviceOptions) -> None:
+        super().__init__(spec)
+        self._device = loaded.device
+        self.provider, self.half = device.provider, loaded.half
+        self._policy, self._model = loaded.policy, loaded.policy.model
+        self._masks = sys.modules[type(self._model).__module__].make_att_2d_masks
+        self._smolvla = spec.model_type == "smolvla"
+        if device.captured_sizes:
+            self.capture(device.captured_sizes)
+
+    def prefix(self, rows: Sequence[Observation]) -> Sequence[VlaPrefix]:
+        kinds: dict[Any, list[int]] = {}
+        for i, row in enumerate(rows):
+            kinds.setdefault(row.ready.kind, []).append(i)
+        made: dict[int, VlaPrefix] = {}
+        with torch.inference_mode():
+            for members in kinds.values():
+                made |= dict(zip(members, self._prefixes([rows[i].ready for i in members]), strict=True))
+        return [made[i] for i in range(len(rows))]
+
+    def _prefixes(self, rows: Sequence[ReadyVla]) -> list[VlaPrefix]:
+        """Of rows of one kind, in one forward pass."""
+        put = self._put
+        images = [put(torch.cat(same)) for same in zip(*(row.images for row in rows), strict=True)]
+        masks = [put(torch.cat(same)) for same in zip(*(row.masks for row in rows), strict=True)]
+        tokens = put(torch.cat(padded([row.tokens for row in rows], 1)))
+        token_mask = put(torch.cat(padded([row.token_mask for row in rows], 1)))
+        state = None if rows[0].state is None else put(torch.cat([row.state for row in rows]))
+        pad, layers = self.scene(images, masks, tokens, token_mask, state)
+        longest = pad.shape[1] + max(0, self._policy.config.tokenizer_max_length - tokens.shape[1])
+        # Copied out of the batch: a view would keep the keys and values of all its rows in memory.
+        return [
+            VlaPrefix(
+                pad[i : i + 1].clone(),
+                [keys[i : i + 1].clone() for keys, _ in layers],
+                [values[i : i + 1].clone() for _, values in layers],
+                longest,
+            )
+            for i in range(len(rows))
+        ]
+
+    @property
+    def old(self) -> bool:
+        """SmolVLA of LeRobot 0.4."""
+        return _is_old(self._model)
+
+    def scene(self, images: Any, masks: Any, tokens: Any, token_mask: Any, state: Any) -> tuple[Any, Sequence[Any]]:
+        """(which tokens count [n, P], keys and values of each layer) of a batch of prefixes."""
+        pad, cache = self._forward(images, masks, tokens, token_mask, state)
+        return pad, _layers(cache)
+
+    def _forward(self, images: Any, masks: Any, tokens: Any, token_mask: Any, state: Any) -> tuple[Any, Any]:
+        """(which tokens count, the cache of keys and values) of a batch of prefixes."""
+        model = self._model
+        if self._smolvla:
+            embedded, pad, attention = model.embed_prefix(images, masks, tokens, token_mask, state=state)
+            old = {"fill_kv_cache": True} if _is_old(model) else {}
+            _, cache = model.vlm_with_expert.forward(
+                attention_mask=self._masks(pad, attention),
+                position_ids=torch.cumsum(pad, dim=1) - 1,
+                past_key_values=None,
+                inputs_embeds=[embedded, None],
+                use_cache=True,
+                **old,
+            )
+            return pad, cache
+        embedded, pad, attention = model.embed_prefix(images, masks, tokens, token_mask)
+        model.paligemma_with_expert.paligemma.model.language_model.config._attn_implementation = "eager"
+        _, cache = model.paligemma_with_expert.forward(
+            attention_mask=_four_dimensional(self._masks(pad, attention)),
+            position_ids=torch.cumsum(pad, dim=1) - 1,
+            past_key_values=None,
+            inputs_embeds=[embedded, None],
+            use_cache=True,
+        )
+        return pad, cache
+
+    def pack(self, prefixes: Sequence[VlaPrefix], rows: Sequence[Observation]) -> SimpleNamespace:
+        """Padded on the right to the longest: masked tokens add nothing, and positions count the others only.
+
+        Graphs need one length, so for them it is that of the longest text.
+        """
+        least = 0 if self._captured is None else max(p.longest for p in prefixes)
+        with torch.inference_mode():
+            tensors = {"pad": torch.cat(padded([p.pad for p in prefixes], 1, least))}
+            for i in range(len(prefixes[0].keys)):
+                for name, own in (("keys", [p.keys[i] for p in prefixes]), ("values", [p.values[i] for p in prefixes])):
+                    tensors[f"{name} {i}"] = self._laid_out(torch.cat(padded(own, 2, least)))
+            # Of π0 the state is a token of the step: that of the request, as its prefix may be from an earlier one.
+            if self.spec.model_type == "pi0":
+                tensors["state"] = self._put(torch.cat([row.ready.state for row in rows]))
+        return self._packed(tensors)
+
+    def _laid_out(self, tensor: Any) -> Any:
+        """Keys or values [n, heads, P, size] as a step reads them."""
+        if _is_old(self._model):
+            return tensor.transpose(1, 2).contiguous()
+        room = self.spec.chunk_size + (self.spec.model_type == "pi0")
+        return with_room(tensor, room)
+
+    def _packed(self, tensors: dict[str, Any]) -> SimpleNamespace:
+        """What LeRobot's functions want of a batch, as views of these tensors."""
+        pad, count = tensors["pad"], sum(name.startswith("keys ") for name in tensors)
+        pairs = [(tensors[f"keys {i}"], tensors[f"values {i}"]) for i in range(count)]
+        cache: Any = PackedCache(pairs, pad.shape[1])
+        if _is_old(self._model):
+            cache = {i: {"key_states": keys, "value_states": values} for i, (keys, values) in enumerate(pairs)}
+        return SimpleNamespace(pad=pad, cache=cache, state=tensors.get("state"), masks=None, tensors=tensors)
+
+    def step(self, packed: SimpleNamespace, x: Floats, k: NDArray[np.int64], n: int) -> Floats:
+        with torch.inference_mode():
+            time = torch.tensor([self._time(i, n) for i in k.tolist()], dtype=torch.float32)
+            moving = {"x": self._put(torch.from_numpy(x)), "time": self._put(time)}
+            if self._captured is None:
+                return taken(self._moved(packed, moving, n))
+            return self.run_step(packed.tensors, moving, n)
+
+    def compute_step(self, packed: Tensors, moving: Tensors, n: int) -> Any:
+        return self._moved(self._packed(dict(packed)), moving, n)
+
+    def _moved(self, packed: SimpleNamespace, moving: Tensors, n: int) -> Any:
+        x = moving["x"]
+        return x + (-1.0 / n) * self._velocity(packed, x, moving["time"])
+
+    def _time(self, k: int, n: int) -> float:
+        """The flow time after k of n steps, as LeRobot computes it."""
+        return 1.0 + k * (-1.0 / n)
+
+    def _velocity(self, packed: SimpleNamespace, x: Any, time: Any) -> Any:
+        model = self._model
+        if self._smolvla:
+            return model.denoise_step(
+                prefix_pad_masks=packed.pad, past_key_values=packed.cache, x_t=x, timestep=time
+            )
+        # LeRobot's `denoise_step` without its copy of the whole cache.
+        state = () if packed.state is None else (packed.state,)
+        suffix, pad, attention, condition = model.embed_suffix(*state, x, time)
+        if packed.masks is None:  # of the membership only, not of x and time
+            to_prefix = packed.pad[:, None, :].expand(-1, pad.shape[1], -1)
+            mask = _four_dimensional(torch.cat([to_prefix, self._masks(pad, attention)], dim=2))
+            packed.masks = mask, packed.pad.sum(dim=-1)[:, None] + torch.cumsum(pad, dim=1) - 1
+        mask, positions = packed.masks
+        model.paligemma_with_expert.gemma_expert.model.config._attn_implementation = "eager"
+        (_, out), _ = model.paligemma_with_expert.forward(
+            attention_mask=mask,
+            position_ids=positions,
+            past_key_values=packed.cache,
+            inputs_embeds=[None, suffix],
+            use_cache=False,
+            adarms_cond=[None, condition],
+        )
+        return model.action_out_proj(out[:, -self.spec.chunk_size :].to(torch.float32))
+
+    def _put(self, tensor: Any) -> Any:
+        return tensor.to(self._device)
+
+
+class LeRobotStaged(StagedVla):
+    """A VLA of LeRobot. Differences to `predict_action_chunk` are those of another order of sums."""
+
+    def __init__(self, spec: PolicySpec, features: Features, device: DeviceOptions) -> None:
+        self.loaded = LoadedPolicy(spec, features, device)
+        super().__init__(spec, self.loaded, device)
+
+    def prepare(self, observation: Observation) -> ReadyVla:
+        batch, anchor = self.loaded.prepare(observation)
+        with torch.inference_mode():
+            if self._smolvla:
+                state = batch["observation.state"].clone()  # LeRobot flips joints in place
+                batch = self._policy._prepare_batch({**batch, "observation.state": state})
+                images, masks = self._policy.prepare_images(batch)
+            else:
+                images, masks = self._policy._preprocess_images(batch)
+            state = None if self.spec.model_type == "pi05" else self._policy.prepare_state(batch)
+        tokens, mask = batch["observation.language.tokens"], batch["observation.language.attention_mask"]
+        return ReadyVla(images, masks, tokens, mask.bool(), state, anchor)
+
+    def finish(self, rows: Sequence[Observation], x: Floats) -> Floats:
+        actions = torch.from_numpy(np.ascontiguousarray(x[:, :, : self.spec.action_dim]))
+        if self._smolvla and self.loaded.config.adapt_to_pi_aloha:
+            actions = self._policy._pi_aloha_encode_actions(actions)
+        return self.loaded.finish(rows, actions)
+
+    def shift(self, moved: Floats) -> Floats | None:
+        return self.loaded.shift(moved)
+
+
+class PackedCache:
+    """The prefixes of a batch in buffers with room for the tokens of a step, for what LeRobot asks of a `DynamicCache`.
+
+    buffers: (keys, values) of each layer [n, heads, P + room, size]. length: P. A step writes its own keys and values
+    into the room and leaves the prefixes as they are, so that nothing is copied while the same requests step.
+    """
+
+    def __init__(self, buffers: Sequence[tuple[Any, Any]], length: int) -> None:
+        self._length, self._buffers = length, buffers
+        self.layers = [
+            SimpleNamespace(keys=k[:, :, : self._length], values=v[:, :, : self._length]) for k, v in self._buffers
+        ]
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Tokens of the prefixes."""
+        return int(self._length)
+
+    def update(self, keys: Any, values: Any, layer_idx: int, *args: Any, **options: Any) -> tuple[Any, Any]:
+        """The prefixes' keys and values with those of the step behind them."""
+        own_keys, own_values = self._buffers[layer_idx]
+        end = self._length + keys.shape[2]
+        own_keys[:, :, self._length : end] = keys
+        own_values[:, :, self._length : end] = values
+        return own_keys[:, :, :end], own_values[:, :, :end]
+
+    def crop(self, length: int) -> None:
+        """Back to the prefixes alone, which is where it always is."""
+
+
+def with_room(tensor: Any, room: int) -> Any:
+    """Keys or values [n, heads, P, size] as [n, heads, P + room, size]."""
+    return torch.cat([tensor, tensor.new_empty((*tensor.shape[:2], room, tensor.shape[3]))], dim=2)
+
+
+def _layers(cache: Any) -> list[tuple[Any, Any]]:
+    """(keys, values) of each layer, [n, heads, P, size]."""
+    if isinstance(cache, dict):  # SmolVLA of LeRobot 0.4
+        order = sorted(cache)
+        return [(cache[i]["key_states"].transpose(1, 2), cache[i]["value_states"].transpose(1, 2)) for i in order]
+    return [(layer.keys, layer.values) for layer in cache.layers]
+
+
+def _is_old(model: Any) -> bool:
+    """SmolVLA of LeRobot 0.4, whose cache is a dict."""
+    import inspect
+
+    inner = getattr(model, "vlm_with_expert", None)
+    return inner is not None and "fill_kv_cache" in inspect.signature(inner.forward).parameters
+
+
+def _four_dimensional(masks: Any) -> Any:
+    from lerobot.policies.common.vla_utils import prepare_attention_masks_4d
+
+    return prepare_attention_masks_4d(masks)
+
+
+# -- openpi ------------------------------------------------------------------------------------------------------------
+
+
+class OpenpiStaged(StagedVla):
+    """π0 and π0.5 of openpi: LeRobot's port of the model with openpi's weights, and openpi's observations.
+
+    Norms, tokens, padding and transforms are those of the spec; prefix and steps are those of `StagedVla`.
+
+    path: the checkpoint's directory. variants: as in `OpenpiCheckpoint`.
+    """
+
+    def __init__(self, spec: PolicySpec, path: Path, variants: tuple[str, str], device: DeviceOptions) -> None:
+        name = torch_device(device)
+        torch.set_num_threads(device.threads)
+        try:
+            policy = _opened(spec, path, variants, name, "float32" if device.dtype == "float32" else "bfloat16")
+        except ConfigError:
+            raise
+        except Exception as error:  # LeRobot, transformers and safetensors raise a dozen classes
+            raise ConfigError(f"{spec.source}: LeRobot cannot load it: {told(error)}") from error
+        check_loaded(spec.source, path / WEIGHTS, policy)
+        super().__init__(spec, LoadedModule(name, policy), device)
+
+    def prepare(self, observation: Observation) -> ReadyVla:
+        images, masks = [], []
+        for name, image in observation.images.items():
+            pixels = torch.from_numpy(image.astype(np.float32))
+            images.append((pixels.permute(2, 0, 1) / 255.0 * 2.0 - 1.0)[None])
+            masks.append(torch.tensor([bool(observation.present[name])]))
+        assert observation.tokens is not None
+        assert observation.token_mask is not None
+        tokens = torch.from_numpy(observation.tokens)[None]
+        state = None
+        if self.spec.model_type == "pi0":
+            assert observation.state is not None
+            state = torch.zeros(1, self.spec.x_dim)
+            state[0, : self.spec.state_dim] = torch.from_numpy(observation.state)
+        return ReadyVla(images, masks, tokens, torch.from_numpy(observation.token_mask)[None], state, None)
+
+    def _time(self, k: int, n: int) -> float:
+        return _times(n)[k]
+
+
+@cache
+def _times(n: int) -> tuple[float, ...]:
+    """openpi adds up float32. The last bit of a time counts: it is multiplied by 2π/0.004 and goes to a sine."""
+    times = [np.float32(1.0)]
+    for _ in range(n - 1):
+        times.append(times[-1] + np.float32(-1.0 / n))
+    return tuple(map(float, times))
+
+
+def _opened(spec: PolicySpec, path: Path, variants: tuple[str, str], name: str, dtype: str) -> Any:
+    """LeRobot's policy of the same family with the weights."""
+    with warnings.catch_warnings(), redirect_stdout(io.StringIO()):  # LeRobot prints what it does
+        warnings.simplefilter("ignore")
+        from lerobot.configs.types import FeatureType, PolicyFeature
+        from lerobot.policies.factory import get_policy_class, make_policy_config
+
+        (size,) = set(spec.images.values())
+        inputs = {f"observation.images.{image}": PolicyFeature(FeatureType.VISUAL, (3, *size)) for image in spec.images}
+        inputs["observation.state"] = PolicyFeature(FeatureType.STATE, (spec.state_dim,))
+        config = make_policy_config(
+            spec.model_type,
+            input_features=inputs,
+            output_features={"action": PolicyFeature(FeatureType.ACTION, (spec.action_dim,))},
+            chunk_size=spec.chunk_size,
+            n_action_steps=spec.chunk_size,
+            max_state_dim=spec.x_dim,
+            max_action_dim=spec.x_dim,
+            paligemma_variant=variants[0],
+            action_expert_variant=variants[1],
+            image_resolution=size,
+            num_inference_steps=spec.num_denoising_steps,
+            dtype=dtype,
+            device=name,
+            push_to_hub=False,
+        )
+        policy = get_policy_class(spec.model_type).from_pretrained(str(path), config=config)
+        policy.to(name)
+        policy.eval().requires_grad_(False)
+    return policy

@@ -1,0 +1,222 @@
+"""Where a policy comes from: an export directory, a checkpoint of LeRobot or openpi, or a factory in Python."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+import sys
+import traceback
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.robots.policy.base import MonolithicPolicy, Policy
+from reflex_runtime.robots.policy.decomposed import CACHE_BYTES, DecomposedPolicy
+from reflex_runtime.robots.policy.faults import Fault, FaultyProcessor
+from reflex_runtime.robots.policy.guard import ActionGuard, GuardedProcessor
+from reflex_runtime.robots.policy.model import PolicySource, StagedModel, WholeModel
+from reflex_runtime.robots.policy.rtc import Rtc
+from reflex_runtime.robots.policy.spec import LEROBOT, OPENPI, PYTHON, DeviceOptions, PolicySpec
+from reflex_runtime.robots.sources.export_directory import Export
+from reflex_runtime.robots.sources.export_files import CONFIG_FILE, model_bytes
+from reflex_runtime.robots.sources.lerobot_checkpoint import LeRobotCheckpoint, is_checkpoint
+from reflex_runtime.robots.sources.memory import Weight
+from reflex_runtime.robots.sources.openpi_checkpoint import OpenpiCheckpoint
+from reflex_runtime.run.processor import Processor
+
+
+def read_source(source: str | Path, device: DeviceOptions | None = None) -> PolicySource:
+    """Read and check what a source says of its policy; the model itself is loaded by its `open`.
+
+    source: an export directory, `lerobot:DIR` (or DIR alone, if it is a checkpoint),
+        `openpi:DIR`, or `python:module:make`.
+    device: what a factory in Python is called with.
+    ConfigError says what is wrong with it and what to do.
+    """
+    text = str(source)
+    if text.startswith(PYTHON):
+        return read_python(text, device or DeviceOptions())
+    if text.startswith(OPENPI):
+        return OpenpiCheckpoint.load(text)
+    if text.startswith(LEROBOT) or _is_lerobot(text):
+        return LeRobotCheckpoint.load(text)
+    return Export.load(source)
+
+
+def _is_lerobot(source: str) -> bool:
+    """Whether a plain directory is a LeRobot checkpoint."""
+    return not (Path(source) / CONFIG_FILE).is_file() and is_checkpoint(Path(source))
+
+
+def is_export(source: str) -> bool:
+    """Whether a source is read as an export directory."""
+    return not source.startswith((LEROBOT, OPENPI, PYTHON)) and not _is_lerobot(source)
+
+
+def directory_of(source: str) -> Path:
+    """The directory that a source names; of `python:` the current one."""
+    return Path() if source.startswith(PYTHON) else Path(source.removeprefix(LEROBOT).removeprefix(OPENPI))
+
+
+def weight_of(source: str) -> Weight:
+    """The size of a source's model files, without reading them; 0 for `python:`, which has none."""
+    return Weight(source, 0 if source.startswith(PYTHON) else model_bytes(directory_of(source)))
+
+
+def load_policy(
+    source: PolicySource | str | Path,
+    slot: str = "prod",
+    *,
+    device: DeviceOptions | None = None,
+    cache_bytes: int = CACHE_BYTES,
+    max_age_chunks: int = 0,
+    rtc: Rtc | None = None,
+    adaptive: bool = False,
+) -> Policy:
+    """The policy of a source, of the kind it is. source: as in `read_source`.
+
+    device: how the model is loaded. cache_bytes, max_age_chunks, rtc, adaptive: as in `DecomposedPolicy`. A whole
+    model has no prefix and denoises inside its call, so it has no cache and refuses the other two.
+
+    ConfigError if the files or the model are wrong, or if they do not match.
+    """
+    spec = source if isinstance(source, PolicySource) else read_source(source)
+    if not spec.staged:
+        for flag, given in (("--rtc", rtc is not None), ("--adaptive-steps", adaptive)):
+            if given:
+                raise ConfigError(
+                    f"{flag}: {spec.source} is {spec.inference_mode}; only decomposed policies denoise step by step"
+                )
+    model = spec.open(device or DeviceOptions())
+    if isinstance(model, WholeModel):
+        return MonolithicPolicy(model, slot)
+    return DecomposedPolicy(
+        model, slot, cache_bytes=cache_bytes, max_age_chunks=max_age_chunks, rtc=rtc, adaptive=adaptive
+    )
+
+
+def served_by(
+    policy: Policy, guard: ActionGuard | None = None, faults: Iterable[Fault] = (), latency: float = 0.0
+) -> Processor:
+    """The processor to serve: the policy, then the faults of its slot, then the guard.
+
+    guard: by default one for the policy's embodiment that answers bad actions with errors. faults: only those of this
+    slot are used. latency: seconds added to every batch.
+    """
+    mine = [fault for fault in faults if fault.slot == policy.slot]
+    inner: Processor = FaultyProcessor(policy, mine, latency) if mine or latency else policy
+    return GuardedProcessor(inner, guard or ActionGuard(policy.spec.embodiment, policy.slot))
+
+
+# -- python:module:make ------------------------------------------------------------------------------------------------
+
+
+Factory = Callable[[DeviceOptions], StagedModel | WholeModel]
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class PythonSource(PolicySource):
+    """What a factory made says of itself.
+
+    factory: makes it. made: the model it made, for `device`; taken by the first `open` on that device.
+    """
+
+    factory: Factory
+    device: DeviceOptions
+    made: list[StagedModel | WholeModel]
+
+    def open(self, device: DeviceOptions) -> StagedModel | WholeModel:
+        if device == self.device and self.made:
+            model = self.made.pop()
+        else:
+            model = _made(self.source, self.factory, device)
+        model.spec = self
+        return model
+
+    def forget(self) -> None:
+        self.made.clear()
+
+
+def read_python(source: str, device: DeviceOptions) -> PythonSource:
+    """Import the module, call its factory, and check what it made. ConfigError says what is wrong with it.
+
+    source: `python:package.module:make`. The module is looked for in the current directory first.
+    """
+    factory = _factory(source)
+    model = _made(source, factory, device)
+    spec = model.spec
+    own = {field.name: getattr(spec, field.name) for field in fields(PolicySpec)}
+    own |= {"source": source, "model_hash": spec.model_hash or _file_hash(factory)}
+    own["config_hash"] = spec.config_hash or _config_hash(spec)
+    return PythonSource(**own, factory=factory, device=device, made=[model])
+
+
+def _factory(source: str) -> Factory:
+    module, _, name = source.removeprefix(PYTHON).partition(":")
+    if not module or not name:
+        raise ConfigError(f"{source}: must be python:package.module:function")
+    if "" not in sys.path:
+        sys.path.insert(0, "")
+    try:
+        found = getattr(importlib.import_module(module), name, None)
+    except ModuleNotFoundError as error:
+        hint = "run reflex in the directory that contains it, or install it with pip" if _own(error, module) else (
+            "install it with pip"
+        )
+        raise ConfigError(f"{source}: there is no module {error.name!r}: {hint}") from error
+    except (Exception, SystemExit) as error:
+        raise ConfigError(f"{source}: {module} cannot be imported: {_told(error)}") from error
+    if not callable(found):
+        what = "has no" if found is None else "has something that is no function as"
+        raise ConfigError(f"{source}: {module} {what} {name!r}; define `def {name}(device): …` there")
+    factory: Factory = found
+    return factory
+
+
+def _made(source: str, factory: Factory, device: DeviceOptions) -> StagedModel | WholeModel:
+    try:
+        model = factory(device)
+    except ConfigError as error:
+        raise ConfigError(f"{source}: {error.message}") from error
+    except (Exception, SystemExit) as error:
+        raise ConfigError(f"{source}: the factory failed: {_told(error)}") from error
+    if not isinstance(model, StagedModel | WholeModel):
+        raise ConfigError(f"{source}: made a {type(model).__name__}, expected a StagedModel or a WholeModel")
+    if not isinstance(getattr(model, "spec", None), PolicySpec):
+        raise ConfigError(f"{source}: the model has no spec; call super().__init__(spec) with a PolicySpec")
+    if tuple(model.captured_sizes) != tuple(device.captured_sizes):
+        raise ConfigError(f"{source}: --cuda-graphs: the model captures no batch sizes; leave the option out")
+    if model.spec.staged != isinstance(model, StagedModel):
+        kind = "StagedModel" if isinstance(model, StagedModel) else "WholeModel"
+        raise ConfigError(f"{source}: spec.staged is {model.spec.staged}, but it made a {kind}")
+    return model
+
+
+def _own(error: ModuleNotFoundError, module: str) -> bool:
+    """Whether the module that is missing is the one that was named, not one that it imports."""
+    return error.name is not None and (module == error.name or module.startswith(f"{error.name}."))
+
+
+def _told(error: Exception | SystemExit) -> str:
+    """An exception of foreign code in one line: its class, its text, and where it was raised."""
+    last = traceback.extract_tb(error.__traceback__)[-1:]
+    where = f" ({Path(last[0].filename).name}:{last[0].lineno})" if last else ""
+    text = " ".join(str(error).split())[:300]
+    return f"{type(error).__name__}: {text}{where}"
+
+
+def _file_hash(factory: Any) -> str:
+    """The version of a model that has no weights to hash: its file's."""
+    module = sys.modules.get(getattr(factory, "__module__", ""))
+    file = getattr(module, "__file__", None)
+    return hashlib.sha256(Path(file).read_bytes() if file else b"").hexdigest()[:16]
+
+
+def _config_hash(spec: PolicySpec) -> str:
+    """Of what it says of itself in plain values; objects (a tokenizer, a robot) have no text of their own."""
+    plain = {f.name: getattr(spec, f.name) for f in fields(PolicySpec) if f.name not in ("source", "model_hash")}
+    text = json.dumps(plain, sort_keys=True, default=lambda value: type(value).__name__)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -1,0 +1,406 @@
+"""PyTorch modules as models: rows go to the device once, prefixes stay there, and only x and actions come back.
+
+Import it only when a PyTorch policy is loaded.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from threading import Thread, current_thread
+from typing import Any, Final, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.robots.policy.model import StagedModel, WholeModel
+from reflex_runtime.robots.policy.observation import Observation
+from reflex_runtime.robots.policy.spec import DeviceOptions, PolicySpec
+from reflex_runtime.robots.policy.units import Floats
+from reflex_runtime.run.cuda import Record, recorder
+from reflex_runtime.run.onnx_session import CPU, CUDA
+
+try:
+    import torch
+    from torch import Tensor
+    from torch.overrides import TorchFunctionMode
+except ImportError as missing:
+    raise ConfigError("policies in PyTorch need torch: in a clone, pip install '.[torch]'") from missing
+
+Tensors = Mapping[str, Tensor]
+
+DEVICES: Final = {CPU: "cpu", CUDA: "cuda"}
+_PIECE: Final = 1 << 24  # bytes hashed at a time
+
+
+class StagedModule(Protocol):
+    """The module that `TorchStaged` runs. Tensors are on its device; the first axis is the batch axis.
+
+    prefix: what it reads → what every step needs of it: tensors by name, each [n, …].
+    step: (the tensors of `prefix`, with "state" unless the prefix takes it; x [n, chunk_size, x_dim]; steps made so far
+        k [n]; all steps n) → x after one more step. It must not write to its inputs. For CUDA graphs it must not wait
+        for the device (`.item()`, `.cpu()`, branches on values) either.
+    """
+
+    def prefix(self, inputs: Tensors) -> Tensors: ...
+
+    def step(self, prefix: Tensors, x: Tensor, k: Tensor, n: int) -> Tensor: ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TorchPrefix:
+    """What the prefix stage made of one request, on the device: tensors [1, …] by name."""
+
+    tensors: Tensors
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
+
+
+class _Placed:
+    """A module on its device, and the way of rows there and back."""
+
+    def __init__(self, module: Any, device: DeviceOptions, masks: bool) -> None:
+        self.masks = masks
+        self.device = torch_device(device)
+        self.dtype = torch_dtype(device)
+        torch.set_num_threads(device.threads)
+        if isinstance(module, torch.nn.Module):
+            module.eval().requires_grad_(False)
+            module.to(device=self.device, dtype=self.dtype)
+        self.module = module
+
+    def put(self, array: NDArray[Any]) -> Tensor:
+        """An array on the device; floats in the module's type. From pinned memory where that is faster."""
+        tensor = torch.from_numpy(np.ascontiguousarray(array))
+        if self.device == "cuda":
+            tensor = tensor.pin_memory().to(self.device, non_blocking=True)
+        return tensor.to(self.dtype) if self.dtype is not None and tensor.is_floating_point() else tensor
+
+    def inputs(self, rows: Sequence[Observation], state: bool) -> dict[str, Tensor]:
+        """What rows have for a module: images by name, "image_masks" where some may be missing, "tokens" and
+        "token_mask", "state", each [n, …]."""
+        roles = [*rows[0].images]
+        roles += ["image_masks"] if self.masks else []
+        roles += ["tokens", "token_mask"] if rows[0].tokens is not None else []
+        roles += ["state"] if state and rows[0].state is not None else []
+        return {role: self.put(np.stack([row.row(role) for row in rows])) for role in roles}
+
+
+class GraphedStaged(StagedModel):
+    """A staged model whose step may be captured as CUDA graphs; the prefix never is."""
+
+    pads_prefix = False
+    _captured: CapturedStep | None = None
+
+    def capture(self, sizes: Sequence[int], record: Record | None = None) -> None:
+        """From now on run steps as graphs of these batch sizes, ascending; the warm-up captures them."""
+        self.captured_sizes = tuple(sizes)
+        self._captured = CapturedStep(self.compute_step, sizes, record or recorder())
+
+    def compute_step(self, packed: Tensors, moving: Tensors, n: int) -> Tensor:
+        """x after one more of n steps, from tensors [rows, …] alone: what is captured."""
+        raise NotImplementedError
+
+    def run_step(self, packed: Tensors, moving: Tensors, n: int) -> Floats:
+        """The same on the host, by a graph where there is one."""
+        if self._captured is None:
+            return taken(self.compute_step(packed, moving, n))
+        try:
+            x, self.notes["captured"] = self._captured.run(packed, moving, n, self.warming)
+        except ConfigError as error:
+            raise ConfigError(f"{self.spec.source}: {error.message}") from error
+        return taken(x)
+
+    def describe(self) -> dict[str, Any]:
+        return {} if self._captured is None else {"cuda_graphs": self._captured.snapshot()}
+
+
+class TorchStaged(GraphedStaged):
+    """Runs a `StagedModule`. A subclass may override the three calls for inputs or prefixes of another form; with
+    captured sizes, `compute_step` in place of `step`.
+
+    spec: without a model_hash it gets that of the module's weights. device: as in `DeviceOptions`.
+    """
+
+    def __init__(self, spec: PolicySpec, module: StagedModule, device: DeviceOptions | None = None) -> None:
+        device = device or DeviceOptions()
+        super().__init__(_identified(spec, module))
+        self._placed = _Placed(module, device, bool(spec.optional_images))
+        self.provider, self.half = device.provider, _is_half(module)
+        self._step = torch.compile(module.step, dynamic=True) if device.compile else module.step
+        if device.captured_sizes:
+            self.capture(device.captured_sizes)
+
+    def prefix(self, rows: Sequence[Observation]) -> Sequence[TorchPrefix]:
+        with torch.inference_mode():
+            made = self._placed.module.prefix(self._placed.inputs(rows, self.spec.prefix_takes_state))
+            # Copied out of the batch: a view would keep the tensors of all its rows in memory.
+            return [TorchPrefix({name: t[i : i + 1].clone() for name, t in made.items()}) for i in range(len(rows))]
+
+    def pack(self, prefixes: Sequence[TorchPrefix], rows: Sequence[Observation]) -> Tensors:
+        with torch.inference_mode():
+            packed = {name: torch.cat([p.tensors[name] for p in prefixes]) for name in prefixes[0].tensors}
+            if self.spec.takes_state and not self.spec.prefix_takes_state:
+                packed["state"] = self._placed.put(np.stack([row.row("state") for row in rows]))
+            return packed
+
+    def step(self, packed: Tensors, x: Floats, k: NDArray[np.int64], n: int) -> Floats:
+        with torch.inference_mode():
+            return self.run_step(packed, {"x": self._placed.put(x), "k": self._placed.put(k)}, n)
+
+    def compute_step(self, packed: Tensors, moving: Tensors, n: int) -> Tensor:
+        return self._step(packed, moving["x"], moving["k"], n)
+
+
+class TorchWhole(WholeModel):
+    """Runs a module that is called with (inputs, noise): images, "tokens" and "state" by name, each [n, …], and noise
+    [n, chunk_size, x_dim], or None unless `spec.takes_noise`. It answers [n, chunk_size, any].
+
+    spec: without a model_hash it gets that of the module's weights. device: as in `DeviceOptions`.
+    """
+
+    def __init__(self, spec: PolicySpec, module: Any, device: DeviceOptions | None = None) -> None:
+        device = device or DeviceOptions()
+        check_no_graphs(device)
+        super().__init__(_identified(spec, module))
+        self._placed = _Placed(module, device, bool(spec.optional_images))
+        self.provider, self.half = device.provider, _is_half(module)
+        self._call = torch.compile(module, dynamic=True) if device.compile else module
+
+    def chunk(self, rows: Sequence[Observation], noise: Floats | None) -> Floats:
+        with torch.inference_mode():
+            inputs = self._placed.inputs(rows, self.spec.takes_state)
+            return taken(self._call(inputs, None if noise is None else self._placed.put(noise)))
+
+
+def torch_device(device: DeviceOptions) -> str:
+    """The device by torch's name; ConfigError if there is none."""
+    name = DEVICES.get(device.provider)
+    if name is None:
+        raise ConfigError(f"--provider={device.provider}: PyTorch policies run on cpu or cuda")
+    if device.captured_sizes and name != "cuda":
+        raise ConfigError(f"--cuda-graphs: {device.provider} has no graphs to capture; leave the option out")
+    if name == "cuda" and not torch.cuda.is_available():
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        among = "" if visible is None else f" (CUDA_VISIBLE_DEVICES={visible})"
+        raise ConfigError(
+            f"--provider=cuda: PyTorch sees no GPU here{among}; check nvidia-smi, install a CUDA build of torch, or "
+            "use --provider cpu"
+        )
+    return name
+
+
+def check_no_graphs(device: DeviceOptions) -> None:
+    """ConfigError if a model that makes its chunk in one call is to be captured."""
+    if device.captured_sizes:
+        raise ConfigError(
+            "--cuda-graphs: captures the steps of staged policies, and this one makes its chunk in one call; leave the "
+            "option out"
+        )
+
+
+def torch_dtype(device: DeviceOptions) -> Any:
+    """The type by torch's name, None to leave the weights as they are stored."""
+    return None if device.dtype == "stored" else getattr(torch, device.dtype)
+
+
+def taken(tensor: Tensor) -> Floats:
+    """A tensor as float32 on the host, in memory of its own."""
+    array: Floats = tensor.detach().to(device="cpu", dtype=torch.float32, copy=True).numpy()
+    return array
+
+
+def weights_of(module: Any) -> tuple[str, int]:
+    """(hash, bytes) of a module's weights: first 16 hex digits of SHA-256 over names, types, shapes and contents."""
+    sha, total = hashlib.sha256(), 0
+    for name, tensor in sorted(module.state_dict().items()):
+        flat = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy() if tensor.numel() else np.empty(0)
+        sha.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\0".encode())
+        for start in range(0, flat.nbytes, _PIECE):
+            sha.update(flat[start : start + _PIECE].data)
+        total += flat.nbytes
+    return sha.hexdigest()[:16], total
+
+
+def _identified(spec: PolicySpec, module: Any) -> PolicySpec:
+    if spec.model_hash or not isinstance(module, torch.nn.Module):
+        return spec
+    found, size = weights_of(module)
+    return replace(spec, model_hash=found, model_bytes=spec.model_bytes or size)
+
+
+def _is_half(module: Any) -> bool:
+    kinds = {p.dtype for p in module.parameters()} if isinstance(module, torch.nn.Module) else set()
+    return bool(kinds & {torch.float16, torch.bfloat16})
+
+
+# -- CUDA graphs -------------------------------------------------------------------------------------------------------
+
+
+_Call = Callable[[Tensors, Tensors, int], Tensor]
+_Shape = tuple[Any, ...]  # n, and (name, shape without the batch axis, type) of every input
+
+MOST_SHAPES: Final = 4  # sets of row shapes that are captured; each has its own buffers and a graph for every size
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Graph:
+    """A captured call: fill `packed` and `moving`, replay, read `moved`. All are [size, …].
+
+    constants: what the graph reads besides; kept because it reads it at these addresses.
+    """
+
+    packed: Tensors
+    moving: Tensors
+    moved: Tensor
+    constants: UploadedOnce
+    replay: Callable[[], None]
+
+
+class CapturedStep:
+    """A step on rows, captured at batch sizes.
+
+    call: (packed, moving, all steps n) → x after one more step, [rows, …]; see `run`. It neither writes to its inputs
+        nor waits for the device, and what it computes of a row depends on that row alone.
+    sizes: batch sizes, ascending. Rows are padded to the next one with copies of the last.
+    record: makes a graph, as that of `recorder` does.
+
+    A graph is for one size, one n and one set of row shapes and types. Graphs of all sizes share their input buffers,
+    which are as large as the largest size. Graphs are captured while the policy warms up and never later: capturing
+    takes several steps' time, and requests may have deadlines. So these calls run as they are, and are counted in
+    `missed`: more rows than the largest size; shapes or an n that no warm-up had; shapes beyond `MOST_SHAPES`; and
+    calls on another thread than the one that captured, as a thread that was given up may still use the buffers.
+    """
+
+    def __init__(self, call: _Call, sizes: Sequence[int], record: Record) -> None:
+        self.sizes = tuple(sizes)
+        self.replayed = self.missed = 0
+        self._call, self._record = call, record
+        self._buffers: dict[tuple[Any, ...], Tensor] = {}
+        self._graphs: dict[tuple[int, _Shape], _Graph] = {}
+        self._shapes: set[_Shape] = set()
+        self._filled: tuple[Any, Any] = (None, None)  # the packed rows whose copies are in the inputs of that graph
+        self._capturer: Thread | None = None
+        self._warned = False
+
+    def run(self, packed: Tensors, moving: Tensors, n: int, warming: bool) -> tuple[Tensor, bool]:
+        """(x after one more step, whether a graph made it). x is valid until the next call.
+
+        packed: tensors [rows, …] by name; the same mapping for as long as the same rows step, so that it is copied in
+        once. moving: tensors [rows, …] that every step has anew. warming: a graph that is missing is captured.
+        ConfigError if it cannot be.
+        """
+        rows = len(next(iter(moving.values())))
+        graph = self._graph(packed, moving, rows, n, warming)
+        if graph is None:
+            self.missed += not warming
+            return self._call(packed, moving, n), False
+        if self._filled[0] is not packed or self._filled[1] is not graph:
+            self._filled = (None, None)  # should a copy fail
+            _fill(graph.packed, packed)
+            self._filled = (packed, graph)
+        _fill(graph.moving, moving)
+        graph.replay()
+        self.replayed += not warming
+        return graph.moved[:rows], True
+
+    def snapshot(self) -> dict[str, int]:
+        """For people: graphs, sets of shapes, and since the warm-up steps with a graph and without."""
+        counts = {"graphs": len(self._graphs), "shapes": len(self._shapes)}
+        return counts | {"replayed": self.replayed, "missed": self.missed}
+
+    def _graph(self, packed: Tensors, moving: Tensors, rows: int, n: int, warming: bool) -> _Graph | None:
+        size = next((size for size in self.sizes if size >= rows), None)
+        if size is None or (self._capturer is not None and current_thread() is not self._capturer):
+            return None
+        shape = (n, *map(_kind, packed.items()), *map(_kind, moving.items()))
+        graph = self._graphs.get((size, shape))
+        if graph is not None:
+            return graph
+        if not warming or (shape not in self._shapes and len(self._shapes) == MOST_SHAPES):
+            if not self._warned:
+                self._warned = True
+                log.warning("a step runs without a CUDA graph: the warm-up captured none of %d rows of %s", size, shape)
+            return None
+        self._capturer = current_thread()
+        self._shapes.add(shape)
+        self._filled = (None, None)
+        graph = self._graphs[size, shape] = self._captured(packed, moving, size, n)
+        return graph
+
+    def _captured(self, packed: Tensors, moving: Tensors, size: int, n: int) -> _Graph:
+        own, new = (
+            {name: self._buffer(place, name, tensor)[:size] for name, tensor in given.items()}
+            for place, given in enumerate((packed, moving))
+        )
+        _fill(own, packed)
+        _fill(new, moving)
+        constants = UploadedOnce()
+        try:
+            with constants:
+                moved = torch.empty_like(self._call(own, new, n))
+
+                def step() -> None:
+                    moved.copy_(self._call(own, new, n))
+
+                return _Graph(own, new, moved, constants, self._record(step))
+        except ConfigError:
+            raise
+        except Exception as error:  # torch raises several classes, and a step any
+            text = " ".join(str(error).split())[:200]
+            raise ConfigError(
+                f"--cuda-graphs: the step cannot be captured at batch size {size} ({type(error).__name__}: {text}). It "
+                "must not wait for the device, copy from the host, depend on values, or need more memory than there "
+                "is; give fewer sizes, or leave --cuda-graphs out"
+            ) from error
+
+    def _buffer(self, place: int, name: str, tensor: Tensor) -> Tensor:
+        key = (place, _kind((name, tensor)))
+        if key not in self._buffers:
+            self._buffers[key] = tensor.new_empty((self.sizes[-1], *tensor.shape[1:]))
+        return self._buffers[key]
+
+
+class UploadedOnce(TorchFunctionMode):  # type: ignore[misc]
+    """While it is entered, `torch.tensor` of an equal list, type and device copies from the host only once.
+
+    Models make small constants (masks, for example) from lists at every call. While a graph is captured a copy from the
+    host is not allowed; one on the device is.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._made: dict[str, Tensor] = {}
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        options = kwargs or {}
+        if function is not torch.tensor or not args or not isinstance(args[0], list | tuple | int | float):
+            return function(*args, **options)
+        key = repr((args, sorted(options.items())))
+        if key not in self._made:
+            self._made[key] = function(*args, **options)
+        return self._made[key].clone()
+
+
+def _kind(item: tuple[str, Tensor]) -> tuple[str, tuple[int, ...], Any]:
+    name, tensor = item
+    return name, tuple(tensor.shape[1:]), tensor.dtype
+
+
+def _fill(buffers: Tensors, given: Tensors) -> None:
+    """Copy rows into buffers that have at least as many, padded with the last."""
+    for name, rows in given.items():
+        buffer, n = buffers[name], len(rows)
+        buffer[:n].copy_(rows)
+        if n < len(buffer):
+            buffer[n:].copy_(rows[-1:].expand_as(buffer[n:]))

@@ -1,0 +1,224 @@
+"""`python:module:make`: what a factory made is served, and what is wrong with it is one line."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from reflex_runtime.cli import main
+from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.robots import DeviceOptions, load_policy, read_source
+from reflex_runtime.robots.analysis.doctor import examine
+from reflex_runtime.robots.sources.load import weight_of
+from serving.harness import Server
+from serving.requests import busy
+
+# A model in plain NumPy: a chunk that depends on state, picture and noise.
+MODEL = '''
+import sys
+import numpy as np
+from reflex_runtime.robots import DeviceOptions, PolicySpec, StagedModel, WholeModel
+
+SPEC = PolicySpec(model_id="mine", staged=False, images={"image": (4, 4)}, takes_state=True, state_dim=2,
+                  chunk_size=3, action_dim=2, config={"trained": "yesterday"})
+
+class Mine(WholeModel):
+    def chunk(self, rows, noise):
+        light = np.array([row.images["image"].mean() / 255 for row in rows], np.float32)
+        state = np.stack([row.state for row in rows])
+        return noise * 0.1 + state[:, None, :] + light[:, None, None]
+
+calls = []
+
+def make(device):
+    calls.append(device)
+    return Mine(SPEC)
+
+class Mixing(Mine):
+    """Rows influence each other."""
+    def chunk(self, rows, noise):
+        made = super().chunk(rows, noise)
+        return made + made.mean(axis=0) * len(rows)
+
+def mixing(device):
+    return Mixing(SPEC)
+
+def nothing():
+    return Mine(SPEC)
+
+def broken(device):
+    return {}["weights"]
+
+def wrong(device):
+    return "a model"
+
+def refused(device):
+    from reflex_runtime.core.errors import ConfigError
+    raise ConfigError("weights.pt: not found")
+
+def leaves(device):
+    print("a word on standard output")
+    sys.exit()
+
+def talks(device):
+    print("a word on standard output")
+    return Mine(SPEC)
+
+def unsaid(device):
+    class Unsaid(WholeModel):
+        def __init__(self): pass
+    return Unsaid()
+
+def crossed(device):
+    import dataclasses
+    return Mine(dataclasses.replace(SPEC, staged=True))
+
+value = 3
+'''
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory with the module, and the current one."""
+    (tmp_path / "my_policy.py").write_text(MODEL)
+    (tmp_path / "needs_more.py").write_text("import no_such_package_anywhere\n")
+    (tmp_path / "with_error.py").write_text("1 / 0\n")
+    (tmp_path / "leaves.py").write_text("raise SystemExit('no licence')\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path])  # as for an installed command
+    for name in ("my_policy", "needs_more", "with_error", "leaves"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    return tmp_path
+
+
+def test_p4_a_factory_is_called_once_with_the_device_and_opened(here: Path) -> None:
+    device = DeviceOptions(threads=2)
+    policy = load_policy(read_source("python:my_policy:make", device), device=device)
+    assert sys.modules["my_policy"].calls == [device]
+    assert (policy.spec.source, policy.spec.model_id) == ("python:my_policy:make", "mine")
+    assert len(policy.spec.model_hash) == len(policy.spec.config_hash) == 16
+    state = [0.25, -1.0]
+    seen = policy.prepare(images={"image": np.full((8, 8, 3), 255, np.uint8)}, state=state, request_id="r")
+    (chunk,) = policy.answers([policy.request(seen)])
+    assert chunk.actions == pytest.approx(policy._noise(seen) * 0.1 + np.float32(state) + 1.0, abs=1e-6)
+    assert weight_of("python:my_policy:make") == ("python:my_policy:make", 0)
+
+
+def test_p4_another_device_is_another_model(here: Path) -> None:
+    spec = read_source("python:my_policy:make")
+    other = DeviceOptions(threads=2)
+    assert spec.open(other) is not spec.open(DeviceOptions())
+    assert sys.modules["my_policy"].calls == [DeviceOptions(), other]
+
+
+WRONG = {
+    "python:my_policy": "must be python:package.module:function",
+    "python::make": "must be python:package.module:function",
+    "python:no_such_module:make": "there is no module 'no_such_module': run reflex in the directory that contains it",
+    "python:needs_more:make": "there is no module 'no_such_package_anywhere': install it with pip",
+    "python:with_error:make": "with_error cannot be imported: ZeroDivisionError: division by zero (with_error.py:1)",
+    "python:my_policy:nowhere": "my_policy has no 'nowhere'; define `def nowhere(device): …` there",
+    "python:my_policy:value": "my_policy has something that is no function as 'value'",
+    "python:leaves:make": "leaves cannot be imported: SystemExit: no licence (leaves.py:1)",
+    "python:my_policy:leaves": "the factory failed: SystemExit:  (my_policy.py:",
+    "python:my_policy:nothing": "the factory failed: TypeError: nothing() takes 0 positional arguments but 1 was given",
+    "python:my_policy:broken": "the factory failed: KeyError: 'weights' (my_policy.py:",
+    "python:my_policy:wrong": "made a str, expected a StagedModel or a WholeModel",
+    "python:my_policy:refused": "python:my_policy:refused: weights.pt: not found",
+    "python:my_policy:unsaid": "the model has no spec; call super().__init__(spec) with a PolicySpec",
+    "python:my_policy:crossed": "spec.staged is True, but it made a WholeModel",
+}
+
+
+@pytest.mark.parametrize("source", WRONG)
+def test_p5_what_is_wrong_is_one_line_that_says_what_to_do(
+    here: Path, source: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["serve", source, "--no-supervise", "--port", "0"]) == 2
+    told = capsys.readouterr().err.splitlines()
+    assert len(told) == 1
+    assert WRONG[source] in told[0]
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"model_id": " "}, "PolicySpec.model_id: is empty"),
+        ({"action_dim": 0}, "PolicySpec.action_dim=0: must be in [1, 1000000]"),
+        ({"num_denoising_steps": 1001}, "PolicySpec.num_denoising_steps=1001: must be in [1, 1000]"),
+        ({"images": {"image": (0, 4)}}, "PolicySpec.images['image']=(0, 4): must be (height, width)"),
+        ({"x_dim": 1}, "PolicySpec.x_dim=1: must be at least action_dim, 2"),
+        ({"state_dim": 0}, "PolicySpec.state_dim=0: must be >= 1, because takes_state is True"),
+        ({"images": {}, "takes_state": False}, "needs images, takes_state or takes_text"),
+    ],
+)
+def test_p5_a_spec_that_cannot_be_is_refused(here: Path, change: dict[str, object], told: str) -> None:
+    from dataclasses import replace
+
+    spec = load_policy("python:my_policy:make").model.spec
+    with pytest.raises(ConfigError) as error:
+        replace(spec, **change)  # type: ignore[arg-type]
+    assert told in error.value.message
+
+
+def test_p6_the_doctor_tells_json_alone_however_much_a_model_prints(
+    here: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["doctor", "python:my_policy:talks", "--format", "json"]) == 0
+    out, err = capfd.readouterr()
+    assert json.loads(out)["checks"]
+    assert "a word on standard output" in err
+
+
+def test_p6_the_doctor_runs_what_a_factory_made(here: Path) -> None:
+    good = examine("python:my_policy:make")
+    found = {check.id: check for check in good.checks}
+    assert list(found) == [
+        "source", "embodiment", "memory", "model_load", "actions", "cameras", "determinism", "batch_parity",
+        "rtc_boundary", "clock",
+    ]  # fmt: skip
+    assert good.exit_code == 0
+    assert found["source"].actual.startswith("mine, custom, monolithic")
+    mixing = {check.id: check.status for check in examine("python:my_policy:mixing").checks}
+    assert mixing["batch_parity"] == "fail"
+    broken = {check.id: check for check in examine("python:my_policy:broken").checks}
+    assert (broken["source"].status, broken["actions"].status) == ("fail", "skip")
+    assert "KeyError: 'weights'" in broken["source"].actual
+
+
+def test_p4_it_is_served_in_one_batch_like_an_export(here: Path) -> None:
+    inside = f"import os; os.chdir({str(here)!r})"
+    with Server("python:my_policy:make", before=inside, held=True) as server:
+        body = {"image": white_picture(), "state": [0.5, 0.5]}
+        with busy(server, **body):
+            answers = server.behind([{**body, "request_id": f"r{i}"} for i in range(4)])
+        assert [answer.status for answer in answers] == [200] * 4
+        assert {answer.json["batch"]["size"] for answer in answers} == {4}
+        assert answers[0].json["inference_mode"] == "monolithic"
+        assert server.get("/config").json["export"] == {"trained": "yesterday"}
+        assert server.get("/health").json["export_dir"] == "python:my_policy:make"
+
+
+def white_picture() -> str:
+    from base64 import b64encode
+    from io import BytesIO
+
+    import PIL.Image
+
+    file = BytesIO()
+    PIL.Image.new("RGB", (4, 4), (255, 255, 255)).save(file, "PNG")
+    return b64encode(file.getvalue()).decode()
+
+
+
+def test_p14_the_name_of_a_checkpoint_on_a_hub_is_told_how_to_download(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as error:
+        read_source("lerobot:lerobot/smolvla_base")
+    assert "hf download lerobot/smolvla_base --local-dir smolvla_base" in error.value.message
+    assert error.value.message.endswith("then: reflex serve lerobot:./smolvla_base")
+    with pytest.raises(ConfigError, match="not found, expected a checkpoint of LeRobot, with its config"):
+        read_source(f"lerobot:{tmp_path}/nowhere")
