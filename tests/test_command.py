@@ -160,7 +160,7 @@ finally:
 
     assert imported("--version") == "[]"
     assert imported("simulate", "--help") == "['reflex_runtime.cli.simulate']"
-    serving = ["logs", "serve", "serve_policies", "serving", "workers"]
+    serving = ["serve", "serve_policies", "serving", "workers"]
     assert imported("serve", "--help") == str([f"reflex_runtime.cli.{name}" for name in serving])
 
 

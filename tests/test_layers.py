@@ -19,7 +19,7 @@ BELOW: dict[str, set[str]] = {
     "settings": {"core"},
     "observe": {"core"},
     "run": {"core", "observe"},
-    "web": {"core", "run"},
+    "web": {"core", "observe", "run"},
     "sim": MIDDLE,
     "feeds": MIDDLE | {"web"},
     "ipc": MIDDLE,

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
-from reflex_runtime.cli.logs import JsonLog
 from reflex_runtime.core.batch import Batch, Cause
 from reflex_runtime.core.events import BatchFinished, RequestSettled
 from reflex_runtime.core.request import Request, Ticket
+from reflex_runtime.observe.logs import JsonLog
 from reflex_runtime.observe.span_export import SpanExport
 from reflex_runtime.observe.spans import RequestSpan, Spans, batch_span, request_span
 from reflex_runtime.observe.trace_context import Span, SpanContext, parent_of, within

@@ -5,19 +5,22 @@ from __future__ import annotations
 import json
 import logging
 import os
+import signal
 import socket
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
-from reflex_runtime.cli.logs import JsonLog
 from reflex_runtime.cli.serving import show_settings
+from reflex_runtime.observe.logs import JsonLog
 from reflex_runtime.settings import ServeConfig
 from reflex_runtime.settings.declare import table
 from serving.harness import PATIENCE, Server
+from serving.pipes import fill
 
 SMALL = ("--kv-cache-gb", "0.05")
 
@@ -96,3 +99,23 @@ def test_h10_the_settings_that_are_not_defaults_are_shown(capsys: pytest.Capture
     assert head == "reflex serve tiny"
     assert [" ".join(row.split()) for row in rows] == ["--port 8123", "--api-key set", "--latest-only on", "arm EXPORT"]
     assert rest == f" {len(table(ServeConfig())) - 3} settings have their defaults, see --help"
+
+
+def test_x6_a_server_whose_log_nobody_reads_answers_and_ends_at_sigterm(tiny: Path) -> None:
+    reading, writing = os.pipe()
+    server = subprocess.Popen(
+        [sys.executable, "-m", "reflex_runtime", "serve", str(tiny), "--port", "0", "--inject-fault", "prod:raise:1"],
+        stdout=writing, stderr=writing, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )  # fmt: skip
+    with server, open(reading, "rb", buffering=0) as log:
+        ready = next(line for line in log if b"ready on http://" in line)  # the last that is read
+        url = ready.split(b"ready on ")[1].split()[0].decode().rstrip(",;")
+        fill(writing)
+        try:
+            body = {"instruction": "pick", "state": [0.0, 0.0]}  # its call fails, and is logged
+            assert httpx.post(f"{url}/act", json=body, timeout=PATIENCE).status_code == 500
+            server.send_signal(signal.SIGTERM)
+            assert server.wait(PATIENCE) == 0
+        finally:
+            server.kill()
+            os.close(writing)

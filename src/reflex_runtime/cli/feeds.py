@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.observe.logs import guard
 from reflex_runtime.settings import FeedsConfig
 from reflex_runtime.settings.declare import add_options
 
@@ -84,6 +85,7 @@ def run(args: argparse.Namespace) -> int:
         from reflex_runtime.observe.spans import check_otel
 
         check_otel(config.otel)
+    guard(stdout=config.results != "-")
     output = sys.stdout
     if config.table and config.results == "-" and output.isatty() and sys.stderr.isatty():
         raise ConfigError("--table with --results=-: both would write to this terminal; send one of them to a file")

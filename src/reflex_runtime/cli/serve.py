@@ -13,7 +13,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from reflex_runtime.cli import logs
 from reflex_runtime.cli.serve_policies import PolicyAsked, plans_of, policies_of
 from reflex_runtime.cli.serving import (
     check_trace,
@@ -26,6 +25,7 @@ from reflex_runtime.cli.serving import (
 from reflex_runtime.cli.workers import devices_of, settings_of
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.core.statistics import DEFAULT_COST
+from reflex_runtime.observe import logs
 from reflex_runtime.settings import OWN_SETTINGS, LLMServeConfig, ServeConfig
 from reflex_runtime.settings.declare import Places, one_line
 from reflex_runtime.settings.read import POLICIES, environment, read

@@ -18,7 +18,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from reflex_runtime.cli import logs
 from reflex_runtime.cli.serving import (
     check_trace,
     options_of,
@@ -30,6 +29,7 @@ from reflex_runtime.cli.serving import (
 from reflex_runtime.cli.worker_settings import adapters_of, check_model, gpu_of, load_model, settings_of, trace_of
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.demo import model_directory
+from reflex_runtime.observe import logs
 from reflex_runtime.settings import LLMServeConfig, ServeConfig
 from reflex_runtime.settings.declare import one_line
 from reflex_runtime.settings.read import environment, load

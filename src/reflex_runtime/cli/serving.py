@@ -17,6 +17,7 @@ from reflex_runtime.cli.exit_status import status_of
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.demo import model_directory
 from reflex_runtime.observe import files
+from reflex_runtime.observe.logs import leave
 from reflex_runtime.settings.declare import add_options, flag, one_line, table
 from reflex_runtime.settings.json_files import CHECKPOINT_KEYS, json_keys
 
@@ -145,9 +146,7 @@ def run_server(
     if not clean:
         if warn:
             logging.warning("the model is still at work; leaving without it")
-        logging.shutdown()
-        sys.stderr.flush()
-        os._exit(status)
+        leave(status)
     return status
 
 

@@ -7,10 +7,9 @@ import asyncio
 import logging
 import os
 import signal
-import sys
 from typing import Any
 
-from reflex_runtime.cli import logs
+from reflex_runtime.observe import logs
 
 _EPILOG = """\
 `reflex serve MODEL_DIR --workers N` starts this command with one end of a socket pair as its standard input; your
@@ -46,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
 
     def lost() -> None:
         logging.error("the model is lost; the process ends")
-        _leave(1)
+        logs.leave(1)
 
     async def main() -> tuple[int, bool]:
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, turn_all)
@@ -55,12 +54,5 @@ def run(args: argparse.Namespace) -> int:
     with asyncio.Runner(loop_factory=loop_factory) as runner:
         status, clean = runner.run(main())
         if not clean:
-            _leave(status)
+            logs.leave(status)  # a thread is stuck in a model: an interpreter that shuts down around it may crash
     return status
-
-
-def _leave(status: int) -> None:
-    """A thread is stuck in a model: an interpreter that shuts down around it may crash."""
-    logging.shutdown()
-    sys.stderr.flush()
-    os._exit(status)

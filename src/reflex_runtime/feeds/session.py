@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import logging
-import os
 import signal
 import socket
-import sys
 import threading
 from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from functools import partial
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from reflex_runtime.core.errors import Closed, ConfigError, ProcessorError
 from reflex_runtime.feeds.detectors.detector_slot import DetectorSlot
@@ -25,6 +23,7 @@ from reflex_runtime.feeds.runtime.runtime import Runtime, StopReport
 from reflex_runtime.feeds.settings import FeedSpec
 from reflex_runtime.feeds.table import Board
 from reflex_runtime.observe.batch_metrics import OneGroup
+from reflex_runtime.observe.logs import leave
 from reflex_runtime.run.batch_processor import BatchProcessor
 from reflex_runtime.run.coordinator import BatchCoordinator
 
@@ -81,7 +80,7 @@ class FeedsSession:
         with _Signals(numbers, self._signalled):
             status, clean = self._run()
         if not clean:
-            _leave(status)
+            leave(status)
         return status
 
     def _run(self) -> tuple[int, bool]:
@@ -180,7 +179,7 @@ class FeedsSession:
         if self._signal:
             self._runtime.stop()
             logging.warning("stopped by %s before it had started", _name(self._signal))
-            _leave(128 + self._signal)
+            leave(128 + self._signal)
         if errors:
             raise refusal_of(self._config, errors[0]) if isinstance(errors[0], ProcessorError) else errors[0]
         self._files.begin()
@@ -233,7 +232,7 @@ class FeedsSession:
             self._hangups.put(None)
         elif self._signal:  # it is on its way out
             logging.warning("stopped by %s without waiting", _name(number))
-            _leave(128 + number)
+            leave(128 + number)
         else:
             begun, self._signal = self._begun.is_set(), number
             self._news.put(_name(number)) if begun else self._begun.set()
@@ -306,10 +305,3 @@ def _thread(name: str, main: Callable[[], None]) -> threading.Thread:
     thread = threading.Thread(target=main, name=name, daemon=True)
     thread.start()
     return thread
-
-
-def _leave(status: int) -> NoReturn:
-    """Out, without waiting for threads that may never end."""
-    logging.shutdown()
-    sys.stderr.flush()
-    os._exit(status)

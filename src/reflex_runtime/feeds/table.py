@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import io
 import logging
-import os
 import sys
 import threading
 from collections.abc import Callable, Iterable
-from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Final, Self, TextIO, cast
+from typing import TYPE_CHECKING, Any, Final, Self
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.live import Live
@@ -60,7 +57,7 @@ class Board:
         self._runtime = runtime
         terminal = sys.stderr.isatty()
         self.console = Console(
-            file=cast(TextIO, _Unfailing(sys.stderr)),
+            file=sys.stderr,
             highlight=False,
             force_terminal=True if live else None,
             width=None if terminal else WIDE,
@@ -136,37 +133,6 @@ class _ConsoleLog(logging.Handler):
         except Exception:
             self.handleError(record)
 
-
-class _Unfailing(io.TextIOBase):
-    """A stream that ignores writes once its reader has left, as with `2>&1 | head`: the run goes on."""
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream, self._gone = stream, False
-        self.isatty, self.fileno = stream.isatty, stream.fileno  # type: ignore[method-assign]
-
-    @property
-    def encoding(self) -> str:  # type: ignore[override]
-        return self._stream.encoding
-
-    def write(self, text: str) -> int:
-        self._tried(lambda: self._stream.write(text))
-        return len(text)
-
-    def flush(self) -> None:
-        self._tried(self._stream.flush)
-
-    def _tried(self, action: Callable[[], Any]) -> None:
-        """What the stream still holds after a failure goes nowhere: the interpreter flushes it at its end, and exits
-        with 120 if it cannot."""
-        try:
-            if not self._gone:
-                action()
-        except (OSError, ValueError):
-            self._gone = True
-            with suppress(OSError, ValueError):
-                nowhere = os.open(os.devnull, os.O_WRONLY)
-                os.dup2(nowhere, self._stream.fileno())
-                os.close(nowhere)
 
 
 # -- tables ------------------------------------------------------------------------------------------------------------

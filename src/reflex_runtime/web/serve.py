@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import signal
 import socket
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -18,6 +17,7 @@ from typing import Any, Final, Protocol
 import uvicorn
 from prometheus_client import disable_created_metrics
 
+from reflex_runtime.observe.logs import leave
 from reflex_runtime.run.process import freed_memory, freeze_loaded, give_back_when_idle, loop_factory, prepare_memory
 from reflex_runtime.web.app import App
 from reflex_runtime.web.connections import ConnectionLimits, connections_of, most_connections
@@ -307,8 +307,7 @@ def stop_on_signals(loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> Non
     def signalled(number: int) -> None:
         if stop.is_set() and number == signal.SIGINT:
             log.warning("interrupted again: leaving without waiting for what is left")
-            logging.shutdown()
-            os._exit(128 + number)
+            leave(128 + number)
         stop.set()
 
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -17,13 +17,13 @@ import os
 import selectors
 import signal
 import socket
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from random import random
 from typing import Any, Final, NoReturn
 
+from reflex_runtime.observe.logs import leave
 from reflex_runtime.pacing import Restarts
 
 log = logging.getLogger("reflex.supervisor")
@@ -132,7 +132,6 @@ class _Supervisor:
         ours, theirs = os.pipe()
         above = os.getpid()
         signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)
-        sys.stderr.flush()
         pid = os.fork()
         if pid == 0:
             self._close()
@@ -295,10 +294,7 @@ def _run_and_leave(serve: Callable[[Parent], int], parent: Parent) -> NoReturn:
     except BaseException:
         log.exception("the server ended")
     finally:
-        logging.shutdown()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
+        leave(status)
 
 
 def _signal(pid: int, number: int) -> None:

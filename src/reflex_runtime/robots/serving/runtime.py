@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
@@ -18,6 +17,7 @@ from reflex_runtime.core.events import BatchFinished
 from reflex_runtime.observe.files import LineTarget, turn_all
 from reflex_runtime.observe.journal import WarmUpLine
 from reflex_runtime.observe.journal_writer import JournalWriter, Recording
+from reflex_runtime.observe.logs import leave
 from reflex_runtime.observe.metrics import Metrics
 from reflex_runtime.observe.spans import spans_of
 from reflex_runtime.robots import Policy
@@ -300,5 +300,4 @@ class PolicyRuntime:
 def _leave() -> None:
     """The event loop hangs in a model: nothing can be answered any more, and a supervisor starts the server again."""
     log.error("leaving: a batch on the event loop does not come back, and no request can be answered")
-    logging.shutdown()
-    os._exit(EXIT_STUCK)
+    leave(EXIT_STUCK)

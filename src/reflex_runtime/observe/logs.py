@@ -1,0 +1,243 @@
+"""The log of a server on standard error: lines for people, or JSON for a collector (`--log-format json`).
+
+A reader that stops reading must not stop the server: `LogStream` never waits for it, and drops what does not fit. What
+others wrote (messages, exceptions) cannot forge a line or command a terminal: `escaped`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import io
+import json
+import logging
+import os
+import select
+import socket
+import stat
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable
+from datetime import UTC, datetime
+from typing import Final, NoReturn, TextIO
+
+from reflex_runtime.observe.trace_context import current_span
+
+PLAIN: Final = "%(asctime)s %(levelname)s %(name)s %(message)s"
+WAITING: Final = 1 << 20  # the most bytes that wait for a slow reader
+LAST_WORDS_S: Final = 1.0  # seconds that a process which ends gives its reader
+
+
+def begin(form: str = PLAIN) -> None:
+    """Log lines for people, until `use` says otherwise. From now on neither a log line nor a `print` can wait."""
+    guard(stdout=True)
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr)
+    _format(TextLog(form))
+
+
+def use(log_format: str) -> None:
+    """From now on log in this format: text or json."""
+    if log_format == "json":
+        _format(JsonLog())
+
+
+def _format(formatter: logging.Formatter) -> None:
+    for handler in logging.getLogger().handlers:
+        handler.setFormatter(formatter)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, LogStream):
+            stream.formatter = formatter
+
+
+def guard(stdout: bool) -> None:
+    """Let writes to standard error, and to standard output where it carries no results, never wait for a reader."""
+    if sys.stderr is sys.__stderr__ and sys.stderr is not None:
+        sys.stderr = LogStream(sys.stderr)
+    if stdout and sys.stdout is sys.__stdout__ and sys.stdout is not None:
+        sys.stdout = LogStream(sys.stdout)
+    atexit.register(finish)
+
+
+def leave(status: int) -> NoReturn:
+    """End the process now, without waiting for threads that may never end. The log gets a second for its last lines."""
+    logging.shutdown()
+    finish()
+    os._exit(status)
+
+
+def finish() -> None:
+    """Write what waits for a slow reader of the log, for a second at most."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, LogStream):
+            stream.finish()
+        elif stream is not None:
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
+
+
+def escaped(text: str) -> str:
+    """The text with its control characters as escapes. Line ends stay, and what follows one is indented, so that no
+    text of others begins a line of the log."""
+    if text.isprintable():
+        return text
+    return "\n    ".join(
+        "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
+        for line in text.rstrip("\n").split("\n")
+    )
+
+
+class LogStream(io.TextIOBase):
+    """A text stream over standard error or output that never waits for its reader.
+
+    A write goes to the kernel at once. What a full pipe does not take waits, up to 1 MiB, for a thread that lives until
+    it is written; lines beyond that are dropped and counted, and the count is written when there is room again.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._fd = stream.fileno()
+        self.formatter: logging.Formatter = TextLog(PLAIN)  # of the line that tells of lines dropped
+        self._write_some = _non_blocking(self._fd)
+        self._begin()
+        os.register_at_fork(after_in_child=self._begin)
+
+    def _begin(self) -> None:
+        """Also in a fork, where the thread is not: what waited is for the parent to write."""
+        self._lock = threading.RLock()  # a signal handler may print
+        self._line = ""  # the beginning of a line
+        self._waiting: deque[bytes] = deque()
+        self._size = 0
+        self._dropped = 0
+        self._written = threading.Event()
+        self._written.set()
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        return self._stream.encoding
+
+    def fileno(self) -> int:
+        return self._fd
+
+    def isatty(self) -> bool:
+        return self._stream.isatty()
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, text: str) -> int:
+        with self._lock:
+            self._line += text
+            end = self._line.rfind("\n") + 1
+            if end or len(self._line) > WAITING:
+                lines, self._line = self._line[: end or None], self._line[end:] if end else ""
+                self._put(lines.encode(self.encoding, "backslashreplace"))
+        return len(text)
+
+    def flush(self) -> None:
+        """Write the beginning of a line, as progress shows it."""
+        with self._lock:
+            if self._line:
+                text, self._line = self._line, ""
+                self._put(text.encode(self.encoding, "backslashreplace"))
+
+    def finish(self, limit: float = LAST_WORDS_S) -> None:
+        """Wait until everything is written, `limit` seconds at most."""
+        self.flush()
+        self._written.wait(limit)
+
+    def _put(self, lines: bytes) -> None:
+        if not self._waiting:
+            lines = lines[self._write_some(lines) :]
+            if not lines:
+                return
+        if self._size and self._size + len(lines) > WAITING:
+            self._dropped += lines.count(b"\n")
+            return
+        self._waiting.append(lines)
+        self._size += len(lines)
+        if self._written.is_set():
+            self._written.clear()
+            threading.Thread(target=self._drain, name="reflex-log", daemon=True).start()
+
+    def _drain(self) -> None:
+        room = select.poll()
+        room.register(self._fd, select.POLLOUT)
+        while True:
+            room.poll()
+            with self._lock:
+                lines = self._waiting.popleft()
+                rest = lines[self._write_some(lines) :]
+                self._size -= len(lines) - len(rest)
+                if rest:
+                    self._waiting.appendleft(rest)
+                elif not self._waiting and self._dropped:
+                    words = f"{self._dropped} lines of the log were dropped: its reader did not read"
+                    record = logging.makeLogRecord({"name": "reflex.log", "levelname": "WARNING", "msg": words})
+                    told = f"{self.formatter.format(record)}\n".encode()
+                    self._dropped = 0
+                    self._waiting.append(told)
+                    self._size += len(told)
+                elif not self._waiting:
+                    self._written.set()
+                    return
+
+
+def _non_blocking(fd: int) -> Callable[[bytes], int]:
+    """A function that writes what the kernel takes without waiting, and returns how many bytes that were.
+
+    The flag O_NONBLOCK of `fd` itself is shared with whoever else has it, such as the shell, so it stays as it is.
+    """
+    kind = os.fstat(fd).st_mode
+    if stat.S_ISSOCK(kind):  # as systemd's journal gives it
+        other = socket.socket(fileno=os.dup(fd))
+        return lambda lines: _taken(lambda: other.send(lines, socket.MSG_DONTWAIT), lines)
+    if stat.S_ISFIFO(kind) or os.isatty(fd):
+        with contextlib.suppress(OSError):  # no /proc, or the terminal is another user's
+            own = os.open(f"/proc/self/fd/{fd}", os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY)
+            return lambda lines: _taken(lambda: os.write(own, lines), lines)
+    return lambda lines: _taken(lambda: os.write(fd, lines), lines)
+
+
+def _taken(write: Callable[[], int], lines: bytes) -> int:
+    try:
+        return write()
+    except BlockingIOError:
+        return 0
+    except OSError:  # the reader has left, or the disk is full: the server goes on
+        return len(lines)
+
+
+class TextLog(logging.Formatter):
+    """A record as a line, and a traceback below it, with control characters as escapes."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return escaped(super().format(record))
+
+
+class JsonLog(logging.Formatter):
+    """A record as one JSON object on one line.
+
+    time: UTC, ISO 8601 with microseconds. level, logger, message, pid, thread. Of an exception also `error` (its
+    class), `error_message` and `traceback`. With `--otel`, a line about a request has the ids of its span: `trace_id`,
+    `span_id`. The line at the start also has `settings`.
+    """
+
+    def format(self, record: logging.LogRecord) -> str:
+        told: dict[str, object] = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="microseconds"),
+            "level": record.levelname,
+            "logger": record.name,
+            "message": record.getMessage(),
+            "pid": record.process,
+            "thread": record.threadName,
+        }
+        if (span := current_span()) is not None:
+            told |= {"trace_id": f"{span.trace_id:032x}", "span_id": f"{span.span_id:016x}"}
+        if "settings" in record.__dict__:
+            told["settings"] = record.__dict__["settings"]
+        error = record.exc_info[1] if record.exc_info else None
+        if record.exc_info and error is not None:
+            told |= {"error": type(error).__name__, "error_message": str(error)}
+            told["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(told, default=str)  # ASCII: whatever the encoding of standard error

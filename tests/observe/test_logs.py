@@ -1,0 +1,67 @@
+"""The log: a reader that stops reading stops nobody, and no text of others makes a line of its own."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import os
+import sys
+
+from reflex_runtime.observe.logs import WAITING, JsonLog, LogStream, TextLog, escaped
+from serving.harness import PATIENCE
+from serving.pipes import fill
+
+F_SETPIPE_SZ = 1031
+
+
+def full_pipe() -> tuple[int, int]:
+    """A pipe of one page that takes no byte more: (reading end, writing end)."""
+    reading, writing = os.pipe()
+    fcntl.fcntl(writing, F_SETPIPE_SZ, 4096)
+    fill(writing)
+    return reading, writing
+
+
+def test_x6_lines_for_a_reader_that_does_not_read_are_dropped_and_counted() -> None:
+    reading, writing = full_pipe()
+    with os.fdopen(writing, "w") as file:
+        stream = LogStream(file)
+        stream.formatter = JsonLog()
+        line = "x" * 1023
+        for _ in range(WAITING // 1024 + 7):
+            print(line, file=stream)  # would wait for ever
+        assert os.read(reading, 4096) == b"." * 4096
+        text = b""
+        while not text.endswith(b"}\n"):
+            text += os.read(reading, 65536)
+        stream.finish(PATIENCE)
+    *lines, last = text.decode().splitlines()
+    assert lines == [line] * (WAITING // 1024)
+    assert json.loads(last)["message"] == "7 lines of the log were dropped: its reader did not read"
+    os.close(reading)
+
+
+def test_x6_a_thread_of_the_log_lives_only_while_its_reader_is_slow() -> None:
+    reading, writing = os.pipe()
+    with os.fdopen(writing, "w") as file:
+        stream = LogStream(file)
+        print("one", file=stream)
+        assert os.read(reading, 100) == b"one\n"  # written by the caller itself
+        os.close(reading)
+        print("two", file=stream)  # nobody will ever read it: no error
+        stream.finish(PATIENCE)
+
+
+def test_x6_no_text_of_others_begins_a_line_or_commands_a_terminal() -> None:
+    forged = "boom\n2026-11-29 INFO root ready\x1b[2J\r\x85\u2028\u202e"
+    said = escaped(forged)
+    assert said == "boom\n    2026-11-29 INFO root ready\\x1b[2J\\r\\x85\\u2028\\u202e"
+    try:
+        raise RuntimeError(forged)
+    except RuntimeError:
+        record = logging.LogRecord("reflex", logging.ERROR, "", 1, "%s", (forged,), sys.exc_info())
+    text = TextLog("%(levelname)s %(message)s").format(record)
+    assert [line[:4] for line in text.splitlines()] == ["ERRO"] + ["    "] * (len(text.splitlines()) - 1)
+    assert "\x1b" not in text
+    assert text.isascii()
