@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import html
 import json
 import os
@@ -17,8 +18,13 @@ from typing import Any
 import pytest
 
 from reflex_runtime.llm.api.openapi import numerals
+from reflex_runtime.robots.serving.app import application
 from reflex_runtime.robots.serving.openapi import act_example, document
+from reflex_runtime.robots.serving.runtime import PolicyRuntime
+from reflex_runtime.robots.serving.served import PolicyPlan
 from reflex_runtime.robots.sources.export_directory import Export
+from reflex_runtime.settings import ServeConfig
+from reflex_runtime.web.app import App
 from reflex_runtime.web.openapi import PAGES, Operation, page
 from reflex_runtime.web.openapi import described as described_routes
 from reflex_runtime.web.request import HttpRequest, Route
@@ -42,7 +48,8 @@ def tried(folder: Path, port: int, examples: int, *options: str) -> None:
     command = ["run", f"http://127.0.0.1:{port}/openapi.json", "--checks", "all", "--seed", SEED, "--no-shrink"]
     phases = "coverage,fuzzing" if examples > 1 else "fuzzing"
     command += ["--max-examples", str(examples), "--phases", phases, "--warnings", "off", *options]
-    command += ["--exclude-path-regex", "/v2/.*/infer"]  # which tensors fit, the model's metadata say
+    # Which tensors fit, the model's metadata say; the others answer for as long as they are read.
+    command += ["--exclude-path-regex", "/v2/.*/infer|/dashboard/stream|/diagnostics/journal"]
     done = subprocess.run(
         [sys.executable, "-c", RUN, *command],
         capture_output=True, text=True, env=environment, check=False, cwd=folder,  # its cache stays there
@@ -104,9 +111,7 @@ def test_h7_a_model_server_is_as_it_is_described(tmp_path: Path, examples: int) 
 
 
 def test_h7_a_path_that_is_served_cannot_lack_a_description() -> None:
-    async def run(request: HttpRequest) -> None: ...
-
-    routes = [Route("/docs", run, open=True), Route("/new", run, "POST"), Route("/dashboard/a.js", run)]
+    routes = [Route("/docs", never, open=True), Route("/new", never, "POST"), Route("/dashboard/a.js", never)]
     operation = Operation("new", codes=("404",))
     texts = dict.fromkeys(("401", "403", "404", "405", "408"), "")
     paths = json.loads(described_routes("R", routes, PAGES | {"/new": operation}, {}, texts, True))["paths"]
@@ -114,6 +119,27 @@ def test_h7_a_path_that_is_served_cannot_lack_a_description() -> None:
     assert ("401" in paths["/docs"]["get"]["responses"], "security" in paths["/new"]["post"]) == (False, True)
     with pytest.raises(KeyError, match="/new"):
         described_routes("R", routes, PAGES, {}, texts, True)
+
+
+def test_h7_every_route_of_a_policy_server_is_in_its_document(tmp_path: Path) -> None:
+    config = ServeConfig(oip_grpc="", gr00t="")
+    spec = {"prod": Export.load(write_tiny(tmp_path / "tiny"))}
+
+    async def documents(*names: str) -> tuple[App, dict[str, Any]]:
+        app = application(PolicyRuntime(config, [PolicyPlan(name, config, spec) for name in names]))
+        (route,) = [route for route in app.routes.values() if route.path == "/openapi.json"]
+        answer = await route.run(HttpRequest(app, {"path": "/openapi.json", "headers": []}, never, never))
+        assert answer is not None
+        return app, json.loads(answer.body)["paths"]
+
+    app, paths = asyncio.run(documents("default"))
+    plain = {route.path for route in app.routes.values() if route.socket is None and "." not in route.path[1:]}
+    assert plain | {"/openapi.json"} == set(paths)
+    assert {"/v2/models/{model}/versions/{version}/infer", "/episodes/{id}/outcome", "/diagnostics/journal"} <= plain
+    _, several = asyncio.run(documents("arm", "hand"))
+    live = {"/dashboard", "/dashboard/stream", "/diagnostics/journal"}
+    for name in ("arm", "hand"):
+        assert {f"/policies/{name}{path}" for path in set(paths) - live} <= set(several)
 
 
 def test_h7_what_the_policies_need_is_required_and_nothing_else(tmp_path: Path) -> None:
@@ -158,12 +184,12 @@ def test_h7_the_example_has_every_camera_under_the_name_it_is_sent(tmp_path: Pat
 
 
 def test_the_examples_name_the_server_as_it_was_asked_and_nothing_that_is_no_host(tmp_path: Path) -> None:
-    described = document({"prod": Export.load(write_tiny(tmp_path / "tiny"))}, True)
+    described = act_document(Export.load(write_tiny(tmp_path / "tiny")), True)
     assert b"curl arm.lab:8000/act " in page(described, b"arm.lab:8000")
     assert b"curl &#x27;[::1]:80/act&#x27; " in page(described, b"[::1]:80")
     assert b"curl 127.0.0.1:8000/act " in page(described, b"x'; rm -rf /")
     assert b"Authorization: Bearer KEY" in page(described)
-    assert b"Bearer KEY" not in page(document({"prod": Export.load(tmp_path / "tiny")}, False))
+    assert b"Bearer KEY" not in page(act_document(Export.load(tmp_path / "tiny"), False))
 
 
 def pasted(server: Any, path: str) -> Any:
@@ -176,6 +202,14 @@ def pasted(server: Any, path: str) -> Any:
     content = described(server)["paths"][path]["post"]["requestBody"]["content"]["application/json"]
     assert json.loads(words[5]) == content["example"]
     return server.ask("POST", path, words[5].encode(), {"Content-Type": "application/json"})
+
+
+def act_document(export: Export, key: bool) -> bytes:
+    return document([Route("/act", never, "POST")], {"default": {"prod": export}}, key)
+
+
+async def never(*_: Any) -> Any:
+    raise AssertionError
 
 
 def _references(value: Any) -> list[str]:
@@ -197,6 +231,6 @@ def test_whole_numbers_may_come_as_floats(tmp_path: Path) -> None:
 
 def test_a_key_in_one_document_is_in_no_other(tmp_path: Path) -> None:
     export = Export.load(write_tiny(tmp_path / "tiny"))
-    open_before = json.loads(document({"prod": export}, False))
-    assert "security" in json.dumps(json.loads(document({"prod": export}, True)))
-    assert json.loads(document({"prod": export}, False)) == open_before
+    open_before = json.loads(act_document(export, False))
+    assert "security" in json.dumps(json.loads(act_document(export, True)))
+    assert json.loads(act_document(export, False)) == open_before

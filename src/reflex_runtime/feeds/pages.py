@@ -15,7 +15,6 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, Final, Protocol, Self
 
-import msgspec
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
@@ -34,7 +33,16 @@ from reflex_runtime.web.dashboard import dashboard_routes, grid_route
 from reflex_runtime.web.form import PLAIN
 from reflex_runtime.web.json import encode
 from reflex_runtime.web.listen import bind, url_of
-from reflex_runtime.web.openapi import HTML, PAGES, TEXT, Operation, content, described, page, schemas_of
+from reflex_runtime.web.openapi import (
+    HTML,
+    PAGES,
+    PLAIN_ERROR,
+    TEXT,
+    Operation,
+    content,
+    described,
+    document_routes,
+)
 from reflex_runtime.web.request import HttpRequest, HttpResponse, Route
 from reflex_runtime.web.serve import ReflexServer, ServerLife, uvicorn_config
 from reflex_runtime.web.watchers import Watchers
@@ -237,31 +245,15 @@ _OPERATIONS: Final = PAGES | {
         "The same of several feeds: ?feed=A&feed=B", content({}, _SEVERAL), ("404", "422", "429")
     ),
     "/status": Operation("Every figure"),
-    "/dashboard/stream": Operation("Snapshots until you leave", content({}, "application/x-ndjson"), ("429",)),
     "/health": Operation("Whether every feed is well: 503 if not", unready=True),
     "/metrics": Operation("Prometheus series", TEXT),
 }
 
 
-class FeedError(msgspec.Struct):
-    error: str
-    message: str
-    request_id: str
-    retry_safe: bool
-
-
 def _documents(others: Iterable[Route], key: bool) -> list[Route]:
     """The document of these and the other routes, and its page. key: whether the server has one."""
-
-    async def openapi(request: HttpRequest) -> HttpResponse:
-        return HttpResponse(200, document)
-
-    async def docs(request: HttpRequest) -> HttpResponse:
-        return HttpResponse(200, page(document, request.headers.get(b"host", b"")), b"text/html; charset=utf-8")
-
-    routes = [Route("/openapi.json", openapi, open=True), Route("/docs", docs, open=True)]
-    schemas = {"Error": schemas_of(FeedError)["FeedError"]}
-    document = described("Reflex feeds", [*routes, *others], _OPERATIONS, schemas, _ERRORS, key)
+    routes = document_routes(lambda request: document)
+    document = described("Reflex feeds", [*routes, *others], _OPERATIONS, PLAIN_ERROR, _ERRORS, key)
     return routes
 
 

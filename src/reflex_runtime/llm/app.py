@@ -29,7 +29,7 @@ from reflex_runtime.web.app import App
 from reflex_runtime.web.dashboard import dashboard_routes
 from reflex_runtime.web.form import JSON, ErrorForm, Refusal
 from reflex_runtime.web.json import encode
-from reflex_runtime.web.openapi import page
+from reflex_runtime.web.openapi import document_routes
 from reflex_runtime.web.request import HttpRequest, HttpResponse, Route
 from reflex_runtime.web.serve import Make
 from reflex_runtime.web.supervisor import Parent
@@ -67,8 +67,7 @@ class ModelServer:
             Route("/health", self._health, open=True),
             Route("/metrics", self._metrics, open=True),
             Route("/version", self._version, open=True),
-            Route("/openapi.json", self._openapi, open=True),
-            Route("/docs", self._docs, open=True),
+            *document_routes(self._document),
             Route("/status", self._status),
             *dashboard_routes(watchers_of(state)),
         ]
@@ -114,13 +113,6 @@ class ModelServer:
 
     async def _version(self, request: HttpRequest) -> HttpResponse:
         return HttpResponse(200, encode({"version": __version__}))
-
-    async def _openapi(self, request: HttpRequest) -> HttpResponse:
-        return HttpResponse(200, self._document(request))
-
-    async def _docs(self, request: HttpRequest) -> HttpResponse:
-        shown = page(self._document(request), request.headers.get(b"host", b""))
-        return HttpResponse(200, shown, b"text/html; charset=utf-8")
 
     def _document(self, request: HttpRequest) -> bytes:
         """The model is named to those who may ask /v1/models."""

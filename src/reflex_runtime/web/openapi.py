@@ -6,17 +6,15 @@ import html
 import json
 import re
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Final, NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Annotated, Any, Final, NamedTuple
 
 import msgspec
 
 from reflex_runtime.version import __version__
 from reflex_runtime.web.json import JSON_TYPE
-from reflex_runtime.web.request import Route
+from reflex_runtime.web.request import HttpRequest, HttpResponse, Route
 
-METHODS: Final = ("get", "post", "patch", "delete")
-PRINTABLE: Final = r"^[^\u0000-\u001f\u007f-\u009f]*$"
 _HOST = re.compile(rb"[A-Za-z0-9.-]{1,253}(:[0-9]{1,5})?|\[[0-9a-fA-F:.]{2,45}\](:[0-9]{1,5})?")
 
 
@@ -70,10 +68,22 @@ HTML: Final = content({"type": "string"}, "text/html")
 # -- the document ------------------------------------------------------------------------------------------------------
 
 
+class PlainError(msgspec.Struct):
+    """The body of an error, beside its details; see `describe_error`."""
+
+    error: str
+    message: str
+    request_id: str
+    retry_safe: Annotated[bool, msgspec.Meta(description="whether sending it again cannot run it twice")]
+
+
+PLAIN_ERROR: Final = {"Error": schemas_of(PlainError)["PlainError"]}
+
+
 class Operation(NamedTuple):
     """What a document says of a path. answer: its content, with 200, and where it is `unready`, with 503. codes: of
-    errors, beside those of every request. request: the schema of its body, which may be left out if `optional`.
-    parameters: the schemas of those in the path. error: the schema of errors."""
+    errors, beside those of every request. request: the content of its body, which may be left out if `optional`;
+    example: of it. parameters: the schemas of those in the path. error: the schema of errors."""
 
     summary: str
     answer: Mapping[str, Any] = OBJECT
@@ -91,6 +101,7 @@ PAGES: Final = {  # of every server
     "/openapi.json": Operation("this document"),
     "/docs": Operation("this document for people", HTML),
     "/dashboard": Operation("the page that shows the server while it runs", HTML),
+    "/dashboard/stream": Operation("snapshots until you leave", content({}, "application/x-ndjson"), ("429",)),
 }
 
 
@@ -103,14 +114,15 @@ def described(
     key: bool,
     always: Sequence[str] = ("401", "403", "405", "408"),
 ) -> bytes:
-    """The document of these routes; KeyError where one has no description, but for the files of /dashboard.
+    """The document of these routes; KeyError where one has no description, but for the files of /dashboard and for
+    websockets, which OpenAPI does not know.
 
     operations: by path. errors: what each status means. key: whether one is needed where a route is not open. always:
     statuses of every request.
     """
     paths: dict[str, Any] = {}
     for route in routes:
-        if route.path.startswith("/dashboard/") and route.path not in operations:
+        if route.socket is not None or (route.path.startswith("/dashboard/") and "." in route.path):
             continue
         told = operations[route.path]
         guarded = key and not route.open
@@ -140,43 +152,26 @@ def _operation(told: Operation, codes: Iterable[str], errors: Mapping[str, str],
     if told.description:
         said["description"] = told.description
     if told.request is not None:
-        body = content(told.request)
+        body = dict(told.request)
         if told.example is not None:
-            body[JSON_TYPE]["example"] = told.example
+            body[JSON_TYPE] = {**body[JSON_TYPE], "example": told.example}
         said["requestBody"] = {"required": not told.optional, "content": body}
     said["responses"] = {code: {"description": text, "content": told.answer} for code, text in done.items()}
     said["responses"] |= {code: {"description": errors[code], "content": failed} for code in codes}
     return said | ({"security": [{"bearer": []}, {"key": []}]} if guarded else {})
 
 
-def finished(title: str, paths: dict[str, Any], schemas: dict[str, Any], unguarded: Iterable[str] | None) -> bytes:
-    """The whole document. unguarded: paths that need no key; None: none is needed."""
-    body: dict[str, Any] = {
-        "openapi": "3.1.0",
-        "info": {"title": title, "version": __version__},
-        "paths": paths,
-        "components": {"schemas": schemas},
-    }
-    if unguarded is not None:
-        body["components"]["securitySchemes"] = {
-            "bearer": {"type": "http", "scheme": "bearer"},
-            "key": {"type": "apiKey", "in": "header", "name": "X-Reflex-Key"},
-        }
-    for path, methods in paths.items():
-        for method, operation in methods.items():
-            if unguarded is not None and method in METHODS and (path not in unguarded or method != "get"):
-                operation["security"] = [{"bearer": []}, {"key": []}]
-            elif method == "get":
-                operation["responses"].pop("401", None)
-    return json.dumps(body, indent=1).encode()
+def document_routes(write: Callable[[HttpRequest], bytes]) -> list[Route]:
+    """/openapi.json and /docs. write: the document for a request."""
 
+    async def document(request: HttpRequest) -> HttpResponse:
+        return HttpResponse(200, write(request))
 
-def failures(
-    texts: Mapping[str, str], *codes: str, but: Sequence[str] = (), error: str = "Error"
-) -> dict[str, Any]:
-    """The error answers with these codes. texts: what each means. but: codes to leave out. error: their schema."""
-    content = {JSON_TYPE: {"schema": {"$ref": f"#/components/schemas/{error}"}}}
-    return {code: {"description": texts[code], "content": content} for code in codes if code not in but}
+    async def docs(request: HttpRequest) -> HttpResponse:
+        shown = page(write(request), request.headers.get(b"host", b""))
+        return HttpResponse(200, shown, b"text/html; charset=utf-8")
+
+    return [Route("/openapi.json", document, open=True), Route("/docs", docs, open=True)]
 
 
 def page(described: bytes, host: bytes = b"") -> bytes:
@@ -189,7 +184,7 @@ def page(described: bytes, host: bytes = b"") -> bytes:
     parts = []
     for path, methods in doc["paths"].items():
         for method, spec in methods.items():
-            if method not in METHODS:
+            if method == "parameters":
                 continue
             parts.append(f"<h2><code>{method.upper()} {html.escape(path)}</code></h2>")
             parts.append(f"<p>{html.escape(spec['summary'])}</p>")

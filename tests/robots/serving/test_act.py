@@ -369,7 +369,8 @@ def test_h7_openapi_names_every_path_field_and_status(server: Server) -> None:
     assert {path for path in document["paths"] if not path.startswith("/v2")} == {  # OIP's have tests of their own
         "/act", "/health", "/healthz", "/config", "/metrics", "/diagnostics/cost-model", "/diagnostics/rollout",
         "/diagnostics/shadow", "/admin/split", "/admin/rollback", "/admin/reset", "/admin/load", "/admin/faults",
-        "/reset", "/episodes/{id}/outcome", "/openapi.json", "/docs",
+        "/reset", "/episodes/{id}/outcome", "/openapi.json", "/docs", "/dashboard", "/dashboard/stream",
+        "/diagnostics/journal",
     }  # fmt: skip
     act = document["paths"]["/act"]["post"]
     known = act["requestBody"]["content"]["application/json"]["schema"]["properties"]

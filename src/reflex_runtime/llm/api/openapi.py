@@ -29,11 +29,10 @@ from reflex_runtime.llm.api import fields as wire
 from reflex_runtime.llm.api.decode import MOST_MESSAGES
 from reflex_runtime.llm.api.fields import MOST_TEXTS, MOST_TOOLS, NAME
 from reflex_runtime.llm.engine.generation_options import Limits
-from reflex_runtime.web.fields import MAX_ID_BYTES
+from reflex_runtime.web.fields import ID
 from reflex_runtime.web.openapi import (
     NULL,
     PAGES,
-    PRINTABLE,
     TEXT,
     Operation,
     closed,
@@ -162,7 +161,6 @@ _GETS: Final = PAGES | {
 }
 _STRING: Final = {"type": "string"}
 _SOME: Final = {"type": "string", "minLength": 1}
-_USER: Final = {"type": "string", "maxLength": MAX_ID_BYTES, "pattern": PRINTABLE}
 _STOP: Final = {"type": "string", "minLength": 1, "maxLength": 1000}
 _STREAM: Final = {"type": "object", "required": ["data"], "properties": {"data": {"type": "string"}}}
 
@@ -265,16 +263,17 @@ def document(
         if post.body is wire.CompletionFields:  # 0: only the prompt, with echo
             own = {"max_tokens": within(0, bounds["max_tokens"]["maximum"])}
         _narrow(body, bounds | own, post.plain)
+        if path == "/tokenize":
+            body = _either(body)
         codes, told, answer = ["400", "404", "413", "500", "503"], "", content(ref(post.answer))
         if post.last:
             told = f"With stream, the parts of the answer as server-sent events, the last one {post.last}."
             codes, answer = [*codes, "429", "504"], answer | content(_STREAM, "text/event-stream")
         error = "MessageError" if path.startswith(messages.PATH) else "Error"
-        operations[path] = Operation(post.summary, answer, codes, request=body, description=told, error=error)
+        operations[path] = Operation(post.summary, answer, codes, request=content(body), description=told, error=error)
     schemas |= {name: _COMMON[name] for name in schemas.keys() & _COMMON.keys()}
     example = {"model": names[0] if named else "MODEL", "prompt": "Once there was"}
     operations["/v1/completions"] = operations["/v1/completions"]._replace(example=example)
-    operations["/tokenize"] = operations["/tokenize"]._replace(request=_either(operations["/tokenize"].request or {}))
     return described(f"Reflex, {', '.join(names)}" if named else "Reflex", routes, operations, schemas, ERRORS, key)
 
 
@@ -336,9 +335,9 @@ def _bounds(names: Sequence[str], most: int, limits: Limits | None) -> dict[str,
         "max_tokens": limit,
         "max_completion_tokens": limit,
         "max_output_tokens": limit,
-        "user": _USER,
-        "user_id": _USER,
-        "safety_identifier": _USER,
+        "user": ID,
+        "user_id": ID,
+        "safety_identifier": ID,
         "top_k": {"type": "integer", "minimum": 0},
         "deadline_ms": {"type": "number", "exclusiveMinimum": 0, "maximum": 600_000},
         "max_gap_ms": {"type": "number", "minimum": SHORTEST_GAP_MS, "maximum": LONGEST_GAP_MS},

@@ -11,9 +11,10 @@ import logging
 import os
 import time
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
+from msgspec import Meta
 
 from reflex_runtime.core.errors import Closed, ConfigError, ReflexError
 from reflex_runtime.robots.policy.spec import PYTHON
@@ -37,7 +38,7 @@ T = TypeVar("T", bound=msgspec.Struct)
 class Split(msgspec.Struct, forbid_unknown_fields=True):
     """a's percent of new episodes."""
 
-    split: Whole
+    split: Annotated[Whole, Meta(extra_json_schema={"minimum": 0, "maximum": 100})]
 
 
 class SlotName(msgspec.Struct, forbid_unknown_fields=True):
@@ -50,13 +51,13 @@ class Load(msgspec.Struct, forbid_unknown_fields=True):
     """An export to put into a slot."""
 
     slot: str
-    path: str
+    path: Annotated[str, Meta(extra_json_schema={"minLength": 1, "pattern": r"^[^\u0000]*$"})]
 
 
 class Faults(msgspec.Struct, forbid_unknown_fields=True):
     """The faults of a drill, as --inject-fault takes them; none ends it."""
 
-    faults: list[str]
+    faults: Annotated[list[str], Meta(extra_json_schema={"maxItems": MAX_FAULTS})]
 
 
 class Nothing(msgspec.Struct, forbid_unknown_fields=True):
@@ -68,6 +69,9 @@ class Outcome(msgspec.Struct, forbid_unknown_fields=True):
 
     success: bool
     reward: float | None = None
+
+
+BODIES = (Split, SlotName, Load, Faults, Nothing, Outcome)
 
 
 class Admin:

@@ -8,28 +8,31 @@ from __future__ import annotations
 import logging
 import os
 import signal
-from collections.abc import Callable, Sequence
-from dataclasses import fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, replace
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.robots.policy.spec import PolicySpec
 from reflex_runtime.robots.serving.act import Act
 from reflex_runtime.robots.serving.admin import Admin, is_outcome
 from reflex_runtime.robots.serving.handler import RequestHandler
 from reflex_runtime.robots.serving.journal_stream import JournalStreams
 from reflex_runtime.robots.serving.live_view import watchers_of
+from reflex_runtime.robots.serving.openapi import OUTCOME, POLICIES, document
 from reflex_runtime.robots.serving.runtime import PolicyRuntime
 from reflex_runtime.robots.serving.served import PolicyPlan
 from reflex_runtime.robots.serving.views import ServerViews, Views
 from reflex_runtime.robots.wires import openpi, vla_eval
-from reflex_runtime.robots.wires.oip import OipHttp, Sequences
+from reflex_runtime.robots.wires.oip import ROOT, OipHttp, Sequences
 from reflex_runtime.settings import DEFAULT_POLICY, ServeConfig
 from reflex_runtime.settings.declare import did_you_mean
 from reflex_runtime.web.app import App
 from reflex_runtime.web.dashboard import dashboard_routes
 from reflex_runtime.web.errors import NotFound
 from reflex_runtime.web.form import PLAIN
+from reflex_runtime.web.openapi import document_routes
 from reflex_runtime.web.request import OPERATOR_BODY, HttpRequest, HttpResponse, Route, Session
 from reflex_runtime.web.serve import Make, ServerLife
 from reflex_runtime.web.supervisor import Parent
@@ -39,22 +42,14 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("reflex.server")
 
-OUTCOME: Final = "/episodes/{id}/outcome"
-POLICIES: Final = "/policies/"  # before the name of a policy; behind it is what its server would have
 
-
-def application(
-    runtime: PolicyRuntime,
-) -> App:
+def application(runtime: PolicyRuntime) -> App:
     """The application around one `PolicyRuntime`."""
     config, sequences = runtime.config, Sequences()
     handler = RequestHandler(runtime)
     several = len(runtime.policies) > 1
-    plain = PolicyRoutes(handler, ServerViews(handler) if several else Views(handler), sequences)
-    named = {}
-    for name in runtime.policies:
-        of_one = RequestHandler(runtime, name, POLICIES + name)
-        named[name] = PolicyRoutes(of_one, Views(of_one), sequences)
+    named = {name: PolicyRoutes(RequestHandler(runtime, name, POLICIES + name), sequences) for name in runtime.policies}
+    plain = PolicyRoutes(handler, sequences, list(named.values()) if several else ())
 
     def find(path: str) -> Route | None:
         if not path.startswith(POLICIES):
@@ -64,8 +59,8 @@ def application(
 
     live = dashboard_routes(watchers_of(runtime))
     live.append(JournalStreams(runtime).route)
-    routes = plain.by_path | {route.path: route for route in live}
-    app = App(config, routes, PLAIN, find, missing=partial(_missing, runtime), cors=config.cors)
+    plain.by_path |= {route.path: route for route in live}
+    app = App(config, plain.by_path, PLAIN, find, missing=partial(_missing, runtime), cors=config.cors)
     if config.gr00t:
         _listen_groot(app, handler)
     if config.oip_grpc:
@@ -87,8 +82,11 @@ def _missing(runtime: PolicyRuntime, path: str) -> str:
 class PolicyRoutes:
     """The routes of one policy: everything that a server of this policy alone has, below the path that names it."""
 
-    def __init__(self, handler: RequestHandler, views: Views, sequences: Sequences) -> None:
-        """sequences: of clients of OIP."""
+    def __init__(self, handler: RequestHandler, sequences: Sequences, below: Sequence[PolicyRoutes] = ()) -> None:
+        """sequences: of clients of OIP. below: the policies of a server of several, which these routes are of."""
+        self._handler, self._below = handler, below
+        self._document: tuple[Mapping[str, Mapping[str, PolicySpec]], bytes] = ({}, b"")  # of these policies
+        views = ServerViews(handler) if below else Views(handler)
         runtime, most = handler.runtime, handler.config.max_body_bytes
         act = Act(handler)
         admin = Admin(handler)
@@ -106,16 +104,39 @@ class PolicyRoutes:
             routes.append(Route(path, view, open=True))
         for path, view in views.guarded.items():
             routes.append(Route(path, view))
+        routes += document_routes(self._described)
         operator = min(most, OPERATOR_BODY)
         for path, change in admin.changes.items():
             routes.append(Route(path, change, "POST", changes=True, most=operator))
         self._outcome = Route(OUTCOME, admin.outcome, "POST", changes=True, most=operator)
-        self.by_path = {route.path: route for route in routes}
+        self.by_path = {route.path: route for route in [*routes, self._outcome]}
 
     def find(self, path: str) -> Route | None:
         """The route of a path."""
         found = self.by_path.get(path)
         return found or (self._outcome if is_outcome(path) else self._oip.find(path))
+
+    def _described(self, request: HttpRequest) -> bytes:
+        """The document of its routes, made again when an exchange has changed what is served."""
+        runtime, prefix = self._handler.runtime, self._handler.prefix
+        policies = [self._handler.served] if prefix else runtime.policies.values()
+        specs = {served.name: served.specs for served in policies}
+        if self._document[0] != specs:
+            self._document = specs, document(self.described, specs, bool(runtime.config.api_key))
+        return self._document[1]
+
+    @property
+    def described(self) -> list[Route]:
+        """All its routes; of a server of several policies those that it answers as a whole, and all of each policy."""
+        if self._below:
+            whole = [route for route in self.by_path.values() if _of_server(route)]
+            return whole + [route for below in self._below for route in below.described]
+        return [replace(route, path=self._handler.prefix + route.path) for route in self.by_path.values()]
+
+
+def _of_server(route: Route) -> bool:
+    """Whether a server of several policies answers it as a whole."""
+    return route.open or route.own_pages or route.path == "/config" or route.path.startswith(ROOT)
 
 
 def _listen_groot(app: App, handler: RequestHandler) -> None:

@@ -14,9 +14,9 @@ import msgspec
 import numpy as np
 
 from reflex_runtime.core.request import PRIORITIES
-from reflex_runtime.robots.serving.question import MAX_INSTRUCTION, ActAnswer, Array, Image, Question
+from reflex_runtime.robots.serving.question import LARGEST, MAX_INSTRUCTION, ActAnswer, Array, Image, Question
 from reflex_runtime.web.errors import ClientError, InvalidJson, InvalidRequest
-from reflex_runtime.web.fields import Whole, invalid, invalid_field, whole
+from reflex_runtime.web.fields import ID, Whole, invalid, invalid_field, whole
 from reflex_runtime.web.json import MAX_VALUES, encode, is_json, printable
 
 MAX_STATE = 16_384  # numbers
@@ -24,39 +24,48 @@ MAX_IMAGES = 64
 MAX_ESCAPES = 500_000  # backslashes in a body; some encoders write each / of 16 MB of base64 as \/
 
 
-def _says(description: str) -> msgspec.Meta:
-    """What a field means, for /openapi.json and /docs."""
-    return msgspec.Meta(description=description)
+def _says(description: str, **checked: Any) -> msgspec.Meta:
+    """What a field means, for /openapi.json and /docs. checked: what `Question` looks at, as JSON Schema has it."""
+    return msgspec.Meta(description=description, extra_json_schema=checked)
 
 
-Text = str | None
-Numbers = Annotated[list[float], msgspec.Meta(max_length=MAX_STATE)]
+Id = Annotated[str, msgspec.Meta(extra_json_schema=ID)] | None
+Number = Annotated[float, msgspec.Meta(extra_json_schema={"minimum": -LARGEST, "maximum": LARGEST})]
+Numbers = Annotated[list[Number], msgspec.Meta(max_length=MAX_STATE)]
+Picture = Annotated[str, msgspec.Meta(extra_json_schema={"format": "image", "contentEncoding": "base64"})]
 Instruction = Annotated[str, msgspec.Meta(max_length=MAX_INSTRUCTION)]
 _MANY = msgspec.Meta(max_length=MAX_IMAGES)
 
 
 class _Common(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     instruction: Annotated[Instruction | None, _says("what to do, in words")] = None
-    episode_id: Annotated[Text, _says("what cached prefixes and held actions belong to")] = None
-    request_id: Annotated[Text, _says("comes back in the answer and as X-Request-Id; made when absent")] = None
-    robot_id: Annotated[Text, _says("whose fair share it takes; else the episode's, else the connection's")] = None
-    seed: Annotated[Whole | None, _says("of the noise; else the first 8 bytes of SHA-256 of request_id")] = None
+    episode_id: Annotated[Id, _says("what cached prefixes and held actions belong to")] = None
+    request_id: Annotated[Id, _says("comes back in the answer and as X-Request-Id; made when absent")] = None
+    robot_id: Annotated[Id, _says("whose fair share it takes; else the episode's, else the connection's")] = None
+    seed: Annotated[
+        Whole | None,
+        _says("of the noise; else the first 8 bytes of SHA-256 of request_id", minimum=0, maximum=2**64 - 1),
+    ] = None
     priority: Annotated[
         Literal["urgent", "default", "background"], _says("urgent goes first and at once, background fills free places")
     ] = "default"
-    deadline_ms: Annotated[float | None, _says("refused before it runs when it cannot be answered within this")] = None
-    executed: Annotated[
-        Whole | None, _says("actions of the episode's last chunk executed when this was seen; for --rtc")
+    deadline_ms: Annotated[
+        float | None,
+        _says("refused before it runs when it cannot be answered within this", exclusiveMinimum=0, maximum=600_000),
     ] = None
-    policy: Annotated[Text, _says("which of several policies is asked, by its name")] = None
+    executed: Annotated[
+        Whole | None,
+        _says("actions of the episode's last chunk executed when this was seen; for --rtc", minimum=0, maximum=10**6),
+    ] = None
+    policy: Annotated[str | None, _says("which of several policies is asked, by its name")] = None
 
 
 class ActJson(_Common, kw_only=True):
     """The JSON body."""
 
-    image: Annotated[Text, _says("PNG or JPEG as base64; a data URL will do")] = None
-    image_wrist: Annotated[Text, _says("likewise, for the camera of that name")] = None
-    images: Annotated[Annotated[dict[str, str], _MANY] | None, _says("further cameras by name")] = None
+    image: Annotated[Picture | None, _says("PNG or JPEG as base64; a data URL will do")] = None
+    image_wrist: Annotated[Picture | None, _says("likewise, for the camera of that name")] = None
+    images: Annotated[Annotated[dict[str, Picture], _MANY] | None, _says("further cameras by name")] = None
     state: Annotated[Numbers | None, _says("the robot's state in its own units; finite")] = None
 
 
@@ -166,23 +175,3 @@ def encode_msgpack(value: Any) -> bytes:
         actions = np.ascontiguousarray(value.actions, dtype="<f4")
         value.actions = {"dtype": "<f4", "shape": list(actions.shape), "data": actions.tobytes()}
     return msgspec.msgpack.encode(value)
-
-
-def schema_of(kind: type) -> dict[str, Any]:
-    """The schema of one body."""
-    _, components = msgspec.json.schema_components([kind], ref_template="#/components/schemas/{name}")
-    found: dict[str, Any] = components[kind.__name__]
-    return found
-
-
-def request_schema() -> dict[str, Any]:
-    """The schema of a JSON body, whatever the policy."""
-    return schema_of(ActJson)
-
-
-def answer_schema() -> tuple[dict[str, Any], dict[str, Any]]:
-    """(the schema of a 200, those it refers to)."""
-    _, components = msgspec.json.schema_components([ActAnswer], ref_template="#/components/schemas/{name}")
-    answer = components.pop(ActAnswer.__name__)
-    answer["properties"]["actions"] = {"type": "array", "items": {"type": "array", "items": {"type": "number"}}}
-    return answer, components

@@ -120,10 +120,13 @@ class Timing(msgspec.Struct):
     age_ms: float
 
 
+_CHUNK = {"type": "array", "items": {"type": "array", "items": {"type": "number"}}}
+
+
 class ActAnswer(msgspec.Struct, omit_defaults=False):
     """The answer to a `Question`. actions: [num_actions, action_dim] in the robot's units."""
 
-    actions: Any
+    actions: Annotated[Any, msgspec.Meta(extra_json_schema=_CHUNK)]
     num_actions: int
     action_dim: int
     latency_ms: float

@@ -76,8 +76,8 @@ class ServedPolicy:
 
     def __init__(self, plan: PolicyPlan, server: PolicyServer, alone: bool = True) -> None:
         """alone: it is the only one of its server, where its slots are groups by their own names."""
-        self.name, self.config, self.specs, self.weight = plan.name, plan.config, dict(plan.specs), plan.weight
-        self.alone = alone
+        self.name, self.config, self.weight, self.alone = plan.name, plan.config, plan.weight, alone
+        self._sources = dict(plan.specs)
         self.served = tuple(slot for slot in plan.specs if slot != SHADOW)
         self.slo = self._objective()
         self.cameras = cameras_of(plan.specs.values())
@@ -99,14 +99,12 @@ class ServedPolicy:
 
     @property
     def spec(self) -> PolicySpec:
-        return self.slots[self.served[0]].policy.spec if self.slots else self.specs[self.served[0]]
+        return self.slots[self.served[0]].policy.spec if self.slots else self._sources[self.served[0]]
 
     @property
-    def all_specs(self) -> list[PolicySpec]:
-        """Those of all slots, the first slot's first."""
-        if not self.slots:
-            return list(self.specs.values())
-        return [slot.policy.spec for slot in self.slots.values()]
+    def specs(self) -> dict[str, PolicySpec]:
+        """What is in the slots, or will be; the first slot's first."""
+        return {name: slot.policy.spec for name, slot in self.slots.items()} or {**self._sources}
 
     def group(self, slot: str) -> str:
         """The group of a slot: its name in the scheduler, metrics and journals."""
@@ -122,8 +120,8 @@ class ServedPolicy:
 
     def load(self) -> dict[str, Policy]:
         """The policies by slot. For a thread that may take long; ConfigError when one is wrong."""
-        check_alike(self.specs)
-        return {slot: load(self.config, slot, spec, self.group(slot)) for slot, spec in self.specs.items()}
+        check_alike(self._sources)
+        return {slot: load(self.config, slot, spec, self.group(slot)) for slot, spec in self._sources.items()}
 
     def build(self, policies: Mapping[str, Policy]) -> list[GroupConfig]:
         """Put what was loaded into the slots. Returns how the scheduler is to treat them."""

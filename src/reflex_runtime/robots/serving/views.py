@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 from typing import Any
 
 from reflex_runtime.observe import metrics
 from reflex_runtime.robots import PolicySpec
 from reflex_runtime.robots.policy.spec import WireMap
 from reflex_runtime.robots.serving import fields as wire
-from reflex_runtime.robots.serving import openapi
 from reflex_runtime.robots.serving.handler import RequestHandler
 from reflex_runtime.robots.serving.runtime import PolicyRuntime
 from reflex_runtime.robots.serving.served import ServedPolicy
@@ -19,7 +17,6 @@ from reflex_runtime.robots.wires.common import ObservationReader
 from reflex_runtime.settings.declare import settings
 from reflex_runtime.version import __version__
 from reflex_runtime.web.errors import NotFound
-from reflex_runtime.web.openapi import page
 from reflex_runtime.web.request import Handler, HttpRequest, HttpResponse
 
 
@@ -28,13 +25,10 @@ class Views:
 
     def __init__(self, handler: RequestHandler) -> None:
         self.runtime, self._handler = handler.runtime, handler
-        self._document: tuple[Mapping[str, PolicySpec], bytes] | None = None  # of these exports
         self.open: dict[str, Handler] = {
             "/health": self.health,
             "/healthz": self.healthz,
             "/metrics": self.metrics,
-            "/openapi.json": self.openapi,
-            "/docs": self.docs,
         }
         self.guarded: dict[str, Handler] = {
             "/config": self.configuration,
@@ -121,20 +115,6 @@ class Views:
             raise NotFound("no shadow is served; start the server with --shadow-policy DIR")
         return HttpResponse(200, wire.encode_json(dict(self.served.shadow.snapshot())))
 
-    async def openapi(self, request: HttpRequest) -> HttpResponse:
-        return HttpResponse(200, self._described())
-
-    async def docs(self, request: HttpRequest) -> HttpResponse:
-        shown = page(self._described(), request.headers.get(b"host", b""))
-        return HttpResponse(200, shown, b"text/html; charset=utf-8")
-
-    def _described(self) -> bytes:
-        specs = specs_of(self.served)
-        if self._document is None or self._document[0] != specs:
-            key = bool(self.runtime.config.api_key)
-            self._document = (specs, openapi.document(specs, key, self.served.name, self._handler.prefix))
-        return self._document[1]
-
 
 class ServerViews(Views):
     """The same for a server of several policies, where none is named: what is of the whole server, and of each policy.
@@ -176,18 +156,6 @@ class ServerViews(Views):
             "reflex_version": __version__,
         }
         return HttpResponse(200, wire.encode_json(body))
-
-    def _described(self) -> bytes:
-        policies = {name: specs_of(served) for name, served in self.runtime.policies.items()}
-        seen = {f"{name}.{slot}": spec for name, specs in policies.items() for slot, spec in specs.items()}
-        if self._document is None or self._document[0] != seen:
-            self._document = (seen, openapi.document_of_several(policies, bool(self.runtime.config.api_key)))
-        return self._document[1]
-
-
-def specs_of(served: ServedPolicy) -> Mapping[str, PolicySpec]:
-    """What is in the slots of a policy, or will be."""
-    return {slot: holder.policy.spec for slot, holder in served.slots.items()} or served.specs
 
 
 # -- the parts of /health ----------------------------------------------------------------------------------------------

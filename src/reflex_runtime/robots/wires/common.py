@@ -216,7 +216,7 @@ class ObservationReaders:
     @property
     def now(self) -> ObservationReader:
         """The current reading; it changes when a policy is exchanged."""
-        specs = self._served.all_specs
+        specs = list(self._served.specs.values())
         if specs != self._specs:
             first, *others = (ObservationReader(spec, spec.wires.get(self._wire)) for spec in specs)
             video = "video." if self._wire == GROOT else ""

@@ -13,10 +13,11 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from math import prod
-from typing import Any, Final, NamedTuple
+from typing import Annotated, Any, Final, NamedTuple
 
 import msgspec
 import numpy as np
+from msgspec import Meta
 from numpy.typing import NDArray
 
 from reflex_runtime.core.errors import ReflexError
@@ -381,6 +382,8 @@ def details_of(answers: Sequence[ActAnswer]) -> str:
 
 ROOT: Final = "/v2"
 MODELS: Final = "/v2/models/"
+MODEL: Final = MODELS + "{model}"
+OF_VERSION: Final = "/versions/{version}"
 HEAD: Final = b"inference-header-content-length"
 BINARY: Final = b"application/octet-stream"
 _SIZE: Final = "binary_data_size"
@@ -393,27 +396,27 @@ class OipBody(NamedTuple):
     binary: bool
 
 
-class _Tensor(msgspec.Struct):
-    name: str
+class InputTensor(msgspec.Struct):
+    name: Annotated[str, Meta(description="as the model's metadata has it")]
     datatype: str
     shape: list[int]
-    parameters: dict[str, Any] = {}
-    data: Any = msgspec.UNSET
+    parameters: Annotated[dict[str, Any], Meta(description="binary_data_size: its bytes follow the JSON")] = {}
+    data: Annotated[Any, Meta(description="the values in C order, without binary_data_size")] = msgspec.UNSET
 
 
-class _Output(msgspec.Struct):
+class OutputTensor(msgspec.Struct):
     name: str
     parameters: dict[str, Any] = {}
 
 
-class _Body(msgspec.Struct):
-    inputs: list[_Tensor]
-    id: str = ""
-    parameters: dict[str, Any] = {}
-    outputs: list[_Output] = []
+class InferBody(msgspec.Struct):
+    inputs: Annotated[list[InputTensor], Meta(description="one tensor for each input")]
+    id: Annotated[str, Meta(description="of the request")] = ""
+    parameters: Annotated[dict[str, Any], Meta(description="robot_id, sequence_id, priority, timeout …")] = {}
+    outputs: list[OutputTensor] = []
 
 
-_json = msgspec.json.Decoder(_Body)
+_json = msgspec.json.Decoder(InferBody)
 
 
 def decode(body: bytes, head: int | None = None) -> OipBody:
@@ -450,7 +453,7 @@ def encode_answer(model: str, sent: OipBody, answers: Sequence[ActAnswer]) -> tu
     return (head + np.ascontiguousarray(actions, "<f4").tobytes(), len(head)) if sent.binary else (head, None)
 
 
-def _parse(text: bytes) -> _Body:
+def _parse(text: bytes) -> InferBody:
     if text.count(b",") > MAX_VALUES:
         raise ClientError(f"the JSON holds over {MAX_VALUES} values: send tensors as binary data")
     try:
@@ -461,7 +464,7 @@ def _parse(text: bytes) -> _Body:
         raise InvalidJson(f"the body is not JSON: {error}") from None
 
 
-def _tensor(tensor: _Tensor, rest: memoryview, size: int | None) -> Tensor:
+def _tensor(tensor: InputTensor, rest: memoryview, size: int | None) -> Tensor:
     name, has_data = tensor.name, tensor.data is not msgspec.UNSET
     _check_parameters(name, tensor.parameters)
     if has_data is (size is not None):
@@ -473,7 +476,7 @@ def _tensor(tensor: _Tensor, rest: memoryview, size: int | None) -> Tensor:
     return tensor_of_bytes(name, tensor.datatype, tensor.shape, rest[:size])
 
 
-def _binary_size(tensor: _Tensor) -> int | None:
+def _binary_size(tensor: InputTensor) -> int | None:
     size = tensor.parameters.get(_SIZE)
     if size is not None and (type(size) is not int or size < 0):
         raise invalid_input(tensor.name, f"{_SIZE} must be a whole number")
@@ -511,15 +514,23 @@ class OipHttp:
             Route("/v2/health/live", self.live, open=True, form=FORM),
             Route("/v2/health/ready", self.ready, open=True, form=FORM),
         ]
-        self._model = Route("/v2/models/{model}", self.model, form=FORM)
-        self._ready = Route("/v2/models/{model}/ready", self.model_ready, form=FORM)
-        self._infer = Route("/v2/models/{model}/infer", self.infer, "POST", most=most, form=FORM, refused=self.refused)
+        self._of_models: dict[tuple[bool, str], Route] = {}  # by whether the path names a version, and its end
+        for path in (MODEL, MODEL + OF_VERSION):
+            self._of_models |= {
+                (path != MODEL, ""): Route(path, self.model, form=FORM),
+                (path != MODEL, "ready"): Route(f"{path}/ready", self.model_ready, form=FORM),
+                (path != MODEL, "infer"): Route(
+                    f"{path}/infer", self.infer, "POST", most=most, form=FORM, refused=self.refused
+                ),
+            }
+        self.routes += self._of_models.values()
 
     def find(self, path: str) -> Route | None:
         """The route of a path with the name of a model in it."""
         if not path.startswith(MODELS):
             return None
-        return {"infer": self._infer, "ready": self._ready}.get(_what(path)[2], self._model)
+        _, version, what = _what(path)
+        return self._of_models[bool(version), what]
 
     # -- metadata and health -------------------------------------------------------------------------------------------
 
