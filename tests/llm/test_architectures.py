@@ -136,7 +136,7 @@ def test_l8_what_cannot_be_served_is_refused_and_what_can_is_named(
     with pytest.raises(ConfigError, match=r"0 of 2 layers .* other state than keys and values"):
         TorchRunner(random_checkpoint("Mamba", tmp_path / "mamba"))
     monkeypatch.setattr("sys.argv", ["openvino_tracing", str(tmp_path / "mamba"), str(tmp_path)])
-    assert tracing.converting(tracing.convert) == 1
+    assert tracing.main() == 1
     assert "other state than keys and values" in capsys.readouterr().out.splitlines()[-1]
     path = shutil.copytree(made("GPT2")[0], tmp_path / "gpt2")
     config = json.loads((path / "config.json").read_text())

@@ -20,9 +20,9 @@ from llm.steps import Lane, greedy, shuffled
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.llm.engine.load import check, choose, describe
 from reflex_runtime.llm.runners.checkpoint import Checkpoint
-from reflex_runtime.llm.runners.openvino_export import OpenVinoExport, is_export, unpaged
 from reflex_runtime.llm.runners.openvino_graph import build
-from reflex_runtime.llm.runners.openvino_runner import OpenVinoRunner
+from reflex_runtime.llm.runners.openvino_runner import OpenVinoRunner, unpaged
+from reflex_runtime.llm.runners.openvino_source import OpenVinoExport, is_export
 
 BOUND = 2e-3  # as in test_openvino_runner
 BLOCKS = 64

@@ -353,7 +353,7 @@ def test_a_graph_that_was_rounded_otherwise_is_not_used(tmp_path: Path, monkeypa
     path = random_model("llama", tmp_path)
     row_of(path, weights="int8")
     (kept,) = graphs_in(path)
-    monkeypatch.setattr("reflex_runtime.llm.runners.openvino_weights.VERSION", 0)
+    monkeypatch.setattr("reflex_runtime.llm.runners.openvino_graph.VERSION", 0)
     row_of(path, weights="int8")
     (newer,) = graphs_in(path)
     assert newer != kept

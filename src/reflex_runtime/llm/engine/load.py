@@ -18,7 +18,7 @@ from reflex_runtime.llm.engine.tokenizer import HFTokenizer, Tokenizer
 from reflex_runtime.llm.runners.adapters import ADAPTER_CONFIG, MERGE, AdapterStack, not_adaptable
 from reflex_runtime.llm.runners.checkpoint import AnyModelConfig, Checkpoint, ModelConfig, is_known, require
 from reflex_runtime.llm.runners.model_config import CONFIG_FILE, read_json
-from reflex_runtime.llm.runners.openvino_export import OpenVinoExport, is_export
+from reflex_runtime.llm.runners.openvino_source import OpenVinoExport, is_export
 from reflex_runtime.llm.runners.runner import BLOCK_SIZES, GIB, Runner, blocks_in, free_bytes
 from reflex_runtime.settings.declare import one_of
 

@@ -55,12 +55,15 @@ class TensorPlace:
     shape: tuple[int, ...]
     data: npt.NDArray[np.uint8]
 
-    def array(self, name: str) -> npt.NDArray[np.float32]:
-        """As float32, a copy unless the file holds float32 at an aligned place. Values are exact. name: of the tensor,
-        for the ConfigError of a type that is none of a weight."""
+    def check_dtype(self, name: str) -> None:
+        """ConfigError for a type that is none of a weight. name: of the tensor."""
         if self.dtype not in _WIDTHS:
             wanted = ", ".join(_WIDTHS)
             raise ConfigError(f"{self.file}: tensor {name}: dtype {self.dtype}: must be one of {wanted}")
+
+    def array(self, name: str) -> npt.NDArray[np.float32]:
+        """As float32, a copy unless the file holds float32 at an aligned place. Values are exact. See `check_dtype`."""
+        self.check_dtype(name)
         if self.dtype == "F8_E4M3":
             return _float8()[self.data].reshape(self.shape)
         if self.dtype == "BF16":  # the upper half of a float32
@@ -90,18 +93,16 @@ class Checkpoint:
         """Read config.json and the tables of the weight files; no weight is read. ConfigError for anything wrong."""
         root = Path(directory)
         config = read_config(root / CONFIG_FILE)
-        files, origin = _weight_files(root)
         places: dict[str, TensorPlace] = {}
-        for file in files:
+        for file in weight_files(root):
             places |= read_table(file)
+        index = root / INDEX_FILE
         for name, shape in config.tensors().items():
             place = places.get(name)
             if place is None:
+                origin = index if index.is_file() else root / WEIGHTS_FILE
                 raise ConfigError(f"{origin}: tensor {name}: not found, expected shape {list(shape)}")
-            if place.dtype not in _WIDTHS:
-                raise ConfigError(
-                    f"{place.file}: tensor {name}: dtype {place.dtype}: must be one of {', '.join(_WIDTHS)}"
-                )
+            place.check_dtype(name)
             if place.shape != shape:
                 found = f"found shape {list(place.shape)}, expected {list(shape)}"
                 raise ConfigError(f"{place.file}: tensor {name}: {found}, from the sizes in {CONFIG_FILE}")
@@ -139,16 +140,11 @@ def is_known(directory: Path | str) -> bool:
     return not file.is_file() or read_json(file).get("architectures") in [[name] for name in ARCHITECTURES]
 
 
-def weight_files(directory: Path) -> list[Path]:
-    """The safetensors files of a checkpoint of any architecture. ConfigError where there are none."""
-    return _weight_files(directory)[0]
-
-
 # -- weight files ------------------------------------------------------------------------------------------------------
 
 
-def _weight_files(root: Path) -> tuple[list[Path], Path]:
-    """The files to read, and the one to name when a tensor is in none of them."""
+def weight_files(root: Path) -> list[Path]:
+    """The safetensors files of a checkpoint of any architecture. ConfigError where there are none."""
     index = root / INDEX_FILE
     if not index.is_file():
         if not (root / WEIGHTS_FILE).is_file():
@@ -156,7 +152,7 @@ def _weight_files(root: Path) -> tuple[list[Path], Path]:
                 f"{root}: has neither {WEIGHTS_FILE} nor {INDEX_FILE}, expected safetensors weights; "
                 "model.save_pretrained(DIR) of transformers writes them"
             )
-        return [root / WEIGHTS_FILE], root / WEIGHTS_FILE
+        return [root / WEIGHTS_FILE]
     table = read_json(index).get("weight_map")
     if not isinstance(table, dict) or not table:
         raise ConfigError(f"{index}: weight_map: expected an object {{tensor: file}}")
@@ -168,7 +164,7 @@ def _weight_files(root: Path) -> tuple[list[Path], Path]:
         if name not in names and not (root / pure).is_file():
             raise ConfigError(f"{root / pure}: not found, but {INDEX_FILE} places tensor {tensor} there; copy it, too")
         names.add(name)
-    return [root / name for name in sorted(names)], index
+    return [root / name for name in sorted(names)]
 
 
 def read_table(file: Path) -> dict[str, TensorPlace]:

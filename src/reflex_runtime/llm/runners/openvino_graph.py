@@ -3,14 +3,17 @@
 The graph is an ordinary stateful decoder (input_ids, attention_mask, position_ids, beam_idx → logits), so that any
 tool that runs such files can run it. The shapes of its parts are not free: OpenVINO's paged-attention transformation,
 and the CPU plugin's fusions of RMSNorm and rotary positions, recognise subgraphs by their form, and each form below is
-one that they recognise. `VERSION` changes with the form, so that graphs cached by older code are not used.
+one that they recognise. `VERSION` changes with the form, so that graphs cached by older code are not used. Weights are
+left in 16 bits where they are stored so, or rounded to 8 or 4 bits.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, Final
 
 import numpy as np
+import numpy.typing as npt
 
 from reflex_runtime.llm.runners.adapters import AdapterStack
 from reflex_runtime.llm.runners.checkpoint import EMBEDDING, Checkpoint
@@ -20,8 +23,13 @@ telemetry_off()
 import openvino as ov  # noqa: E402
 from openvino import opset15 as ops  # noqa: E402
 
-ADAPTER_IDS = "adapter_ids"
-VERSION = 3
+ADAPTER_IDS: Final = "adapter_ids"
+VERSION: Final = 3
+ROUNDING: Final = 1  # changes with how weights are rounded, as `VERSION` with the form of the graph
+
+_MARK: Final = "decompression_0"
+_GROUP: Final = 64  # numbers of a row that share a scale in 4 bits, at most
+_LEAST: Final = 4096  # numbers; a smaller matrix is not worth it
 
 _TYPES = {"F32": ov.Type.f32, "F16": ov.Type.f16, "BF16": ov.Type.bf16}
 _NEVER = float(np.finfo(np.float32).min)  # added to a score that must not count; minus infinity would make NaN of a row
@@ -53,9 +61,9 @@ class _Decoder:
     def model(self) -> Any:
         config = self._config
         cosine, sine = self._rotary()
-        tokens = ops.gather(ops.shape_of(self._input_ids), _i64(1), _i64(0))
+        tokens = ops.gather(ops.shape_of(self._input_ids), i64(1), i64(0))
         masks = {window: causal_mask(self._mask, tokens, window) for window in dict.fromkeys(config.windows)}
-        states = ops.gather(self._constant(EMBEDDING), self._input_ids, _i64(0))
+        states = ops.gather(self._constant(EMBEDDING), self._input_ids, i64(0))
         states = _float(states)
         for layer, window in enumerate(config.windows):
             prefix = f"model.layers.{layer}."
@@ -73,7 +81,7 @@ class _Decoder:
 
     def _norm(self, states: Node, weight: str) -> Node:
         squares = ops.power(states, _f32(2.0))
-        mean = ops.reduce_mean(squares, _i64([-1]), keep_dims=True)
+        mean = ops.reduce_mean(squares, i64([-1]), keep_dims=True)
         scale = ops.divide(_f32(1.0), ops.sqrt(ops.add(mean, _f32(self._config.rms_norm_eps))))
         return ops.multiply(_float(self._constant(weight)), ops.multiply(states, scale))
 
@@ -94,7 +102,7 @@ class _Decoder:
         if config.qk_norm:
             queries, keys = self._norm(queries, f"{prefix}q_norm.weight"), self._norm(keys, f"{prefix}k_norm.weight")
         queries, keys, values = (
-            ops.transpose(heads, _i64([0, 2, 1, 3]))
+            ops.transpose(heads, i64([0, 2, 1, 3]))
             for heads in (queries, keys, self._heads(states, f"{prefix}v_proj", config.num_kv_heads))
         )
         queries, keys = self._rotate(queries, cosine, sine), self._rotate(keys, cosine, sine)
@@ -106,28 +114,28 @@ class _Decoder:
             for name, states in (("key", keys), ("value", values))
         )  # fmt: skip
         mixed = ops.scaled_dot_product_attention(queries, keys, values, mask)
-        merged = ops.reshape(ops.transpose(mixed, _i64([0, 2, 1, 3])), _i64([0, 0, -1]), True)
+        merged = ops.reshape(ops.transpose(mixed, i64([0, 2, 1, 3])), i64([0, 0, -1]), True)
         return self._linear(merged, f"{prefix}o_proj")
 
     def _heads(self, states: Node, name: str, heads: int) -> Node:
         """[batch, tokens, heads, head_dim]."""
-        return ops.reshape(self._linear(states, name), _i64([0, 0, heads, self._config.head_dim]), True)
+        return ops.reshape(self._linear(states, name), i64([0, 0, heads, self._config.head_dim]), True)
 
     # -- positions -----------------------------------------------------------------------------------------------------
 
     def _rotary(self) -> tuple[Node, Node]:
         """Cosine and sine of every position, [batch, 1, tokens, head_dim]."""
-        positions = ops.convert(ops.unsqueeze(self._positions, _i64(2)), "f32")
+        positions = ops.convert(ops.unsqueeze(self._positions, i64(2)), "f32")
         half = ops.multiply(positions, ops.constant(self._config.inverse_frequencies().reshape(1, 1, -1)))
-        angles = ops.unsqueeze(ops.concat([half, half], 2), _i64(1))
+        angles = ops.unsqueeze(ops.concat([half, half], 2), i64(1))
         factor = self._config.attention_factor
         waves = (ops.cos(angles), ops.sin(angles))
         return waves if factor == 1.0 else tuple(ops.multiply(wave, _f32(factor)) for wave in waves)
 
     def _rotate(self, heads: Node, cosine: Node, sine: Node) -> Node:
         half, end = self._config.head_dim // 2, np.iinfo(np.int64).max
-        low = ops.slice(heads, _i64([0]), _i64([half]), _i64([1]), _i64([3]))
-        high = ops.slice(heads, _i64([half]), _i64([end]), _i64([1]), _i64([3]))
+        low = ops.slice(heads, i64([0]), i64([half]), i64([1]), i64([3]))
+        high = ops.slice(heads, i64([half]), i64([end]), i64([1]), i64([3]))
         turned = ops.concat([ops.multiply(high, _f32(-1.0)), low], -1)
         return ops.add(ops.multiply(heads, cosine), ops.multiply(turned, sine))
 
@@ -156,11 +164,11 @@ def remembered(name: str, current: Node, queries: Node, beams: Node, sinks: list
     """
     shape = current.output(0).get_partial_shape()
     heads, size = shape[1].get_length(), shape[3].get_length()
-    batch = ops.gather(ops.shape_of(queries), _i64([0]), _i64(0))
-    empty = ops.broadcast(_f32(0.0), ops.concat([batch, _i64([heads]), _i64([0]), _i64([size])], 0))
+    batch = ops.gather(ops.shape_of(queries), i64([0]), i64(0))
+    empty = ops.broadcast(_f32(0.0), ops.concat([batch, i64([heads]), i64([0]), i64([size])], 0))
     variable = f"past_key_values.{name}present.{name}"
     past = ops.read_value(empty, variable, ov.Type.f32, ov.PartialShape([-1, heads, -1, size]))
-    both = ops.concat([ops.gather(past, beams, _i64(0)), current], 2)
+    both = ops.concat([ops.gather(past, beams, i64(0)), current], 2)
     sinks.append(ops.assign(both, variable))
     return both
 
@@ -170,8 +178,8 @@ def spread_heads(states: Node, heads: int, kv_heads: int, size: int) -> Node:
     groups = heads // kv_heads
     if groups == 1:
         return states
-    spread = ops.broadcast(ops.unsqueeze(states, _i64(2)), _i64([1, 1, groups, 1, 1]), broadcast_spec="BIDIRECTIONAL")
-    return ops.reshape(spread, _i64([0, heads, -1, size]), True)
+    spread = ops.broadcast(ops.unsqueeze(states, i64(2)), i64([1, 1, groups, 1, 1]), broadcast_spec="BIDIRECTIONAL")
+    return ops.reshape(spread, i64([0, heads, -1, size]), True)
 
 
 def causal_mask(mask: Node, tokens: Node, window: int | None) -> Node:
@@ -180,22 +188,22 @@ def causal_mask(mask: Node, tokens: Node, window: int | None) -> Node:
     mask: [batch, past + tokens], 0 for padding. tokens: how many are new. The chain with a window, with arms that are
     always true, is the one form whose window survives paging.
     """
-    total = ops.gather(ops.shape_of(mask), _i64(1), _i64(0))
-    places = ops.range(_i64(0), total, _i64(1), "i64")
-    keys = ops.reshape(places, _i64([1, 1, 1, -1]), False)
-    queries = ops.range(ops.subtract(total, tokens), total, _i64(1), "i64")
-    queries = ops.reshape(queries, _i64([1, 1, -1, 1]), False)
+    total = ops.gather(ops.shape_of(mask), i64(1), i64(0))
+    places = ops.range(i64(0), total, i64(1), "i64")
+    keys = ops.reshape(places, i64([1, 1, 1, -1]), False)
+    queries = ops.range(ops.subtract(total, tokens), total, i64(1), "i64")
+    queries = ops.reshape(queries, i64([1, 1, -1, 1]), False)
     causal = ops.less_equal(keys, queries)
-    real = ops.unsqueeze(ops.convert(mask, "boolean"), _i64([1, 2]))
+    real = ops.unsqueeze(ops.convert(mask, "boolean"), i64([1, 2]))
     if window is None:
         return ops.logical_and(causal, real)
     true = ops.constant(np.array(True))
-    near = ops.greater(keys, ops.add(queries, _i64(-window)))
+    near = ops.greater(keys, ops.add(queries, i64(-window)))
     seen = ops.bitwise_and(ops.bitwise_and(true, near), causal)
     seen = ops.bitwise_and(ops.bitwise_and(true, seen), real)
     spread = ops.broadcast(seen, ops.shape_of(seen))
     scores = ops.select(spread, _f32(0.0), _f32(_NEVER))
-    return ops.slice(scores, _i64([0]), ops.unsqueeze(total, _i64(0)), _i64([1]), _i64([3]))
+    return ops.slice(scores, i64([0]), ops.unsqueeze(total, i64(0)), i64([1]), i64([3]))
 
 
 def _parameter(name: str, shape: list[int], kind: Any = ov.Type.i64) -> Node:
@@ -208,7 +216,7 @@ def _float(node: Node) -> Node:
     return node if node.get_element_type() == ov.Type.f32 else ops.convert(node, "f32")
 
 
-def _i64(value: Any) -> Node:
+def i64(value: Any) -> Node:
     return ops.constant(np.array(value, np.int64))
 
 
@@ -234,3 +242,112 @@ def add_adapters(model: Any, stack: AdapterStack) -> None:
             place.replace_source_output(total.output(0))
     model.add_parameters([ids])
     model.validate_nodes_and_infer_types()
+
+
+# -- weights in fewer bits ---------------------------------------------------------------------------------------------
+#
+# OpenVINO keeps a weight in memory as its file has it only if the conversion behind it is marked as decompression, or
+# reads 4 or 8 bits. It computes any other conversion of a constant when it compiles, into a copy in float32.
+
+
+def keep_stored(model: Any) -> None:
+    """Mark every conversion of a 16-bit constant, so that weights stay in 16 bits in memory."""
+    for node in model.get_ops():
+        if node.get_type_name() == "Convert" and _stored(node) in ("bf16", "f16"):
+            node.get_rt_info()[_MARK] = ""
+
+
+def compress(model: Any, bits: int, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
+    """Round the matrices of a graph to 8 or 4 bits, in place; one matrix at a time is in memory in float32.
+
+    8 bits: a scale for each row. 4 bits: a scale for each 64 numbers of a row, or for the largest part of 64 that the
+    row is a multiple of; tables of embeddings, tied or not, and the matrix of the logits have 8. Other weights stay.
+    """
+    places: dict[str, list[Any]] = {}
+    constants: dict[str, tuple[Node, bool]] = {}
+    for node, place in _matrices(model):
+        source = place.get_source_output().get_node()
+        places.setdefault(source.get_friendly_name(), []).append(place)
+        wide = node.get_type_name() == "Gather" or constants.get(source.get_friendly_name(), (None, False))[1]
+        constants[source.get_friendly_name()] = source, wide
+    last = model.output("logits").get_node()
+    outer = _feeds(last)
+    for done, (name, (source, wide)) in enumerate(constants.items()):
+        progress(done, len(constants))
+        weights = _float32(source)
+        group = 0 if bits == 8 or wide or name in outer else _group(weights.shape[1])
+        small = _rounded(weights, group)
+        small.set_friendly_name(f"{name}/compressed")
+        for place in places[name]:
+            place.replace_source_output(small.output(0))
+    model.validate_nodes_and_infer_types()
+
+
+def _stored(node: Node) -> str:
+    """The type that a node's constant has, or nothing where it does not read one."""
+    source = node.input_value(0).get_node()
+    return source.get_element_type().get_type_name() if source.get_type_name() == "Constant" else ""
+
+
+def _matrices(model: Any) -> Iterator[tuple[Node, Any]]:
+    """The inputs that read a matrix [rows, numbers] of 16 or 32 bits, a table or one [outputs, inputs]."""
+    for node in model.get_ordered_ops():
+        kind = node.get_type_name()
+        if kind == "MatMul" and node.get_attributes().get("transpose_b"):
+            place = node.input(1)
+        elif kind == "Gather":
+            place = node.input(0)
+        else:
+            continue
+        source = place.get_source_output().get_node()
+        origin = source.input_value(0).get_node() if source.get_type_name() == "Convert" else source
+        shape = list(origin.get_output_partial_shape(0).to_shape()) if origin.get_type_name() == "Constant" else []
+        floats = origin.get_element_type().get_type_name() in ("f32", "f16", "bf16")
+        if floats and len(shape) == 2 and shape[0] * shape[1] >= _LEAST:
+            yield node, place
+
+
+def _feeds(result: Node) -> set[str]:
+    """Names of what the last product before a result reads."""
+    node = result
+    while node.get_type_name() != "MatMul":
+        if not node.get_input_size():
+            return set()
+        node = node.input_value(0).get_node()
+    return {node.input_value(1).get_node().get_friendly_name()}
+
+
+def _float32(source: Node) -> npt.NDArray[np.float32]:
+    constant = source.input_value(0).get_node() if source.get_type_name() == "Convert" else source
+    if constant.get_element_type() == ov.Type.bf16:  # numpy has no such type: the upper half of a float32
+        raw = constant.get_data(dtype=np.float32)
+        return np.asarray(raw, np.float32)
+    return np.asarray(constant.data, np.float32)
+
+
+def _group(size: int) -> int:
+    """The largest power of two up to `_GROUP` that divides a row; 0, a scale for each row of 8 bits, below 16."""
+    group = _GROUP
+    while size % group:
+        group //= 2
+    return group if group >= 16 else 0
+
+
+def _rounded(weights: npt.NDArray[np.float32], group: int) -> Node:
+    """A weight as float32 out of fewer bits. group: 0 for 8 bits and a scale for each row, else 4 bits."""
+    if not group:
+        scale = np.maximum(np.abs(weights).max(1, keepdims=True) / np.float32(127), np.finfo(np.float32).tiny)
+        small = np.rint(weights / scale).astype(np.int8)
+        return ops.multiply(ops.convert(ops.constant(small), "f32"), ops.constant(scale))
+    parts = weights.reshape(len(weights), -1, group)
+    # of each group the number that is furthest from zero is exact, and has the side that reaches to -8
+    widest = np.take_along_axis(parts, np.abs(parts).argmax(2)[..., None], 2)
+    scale = widest / np.float32(-8)
+    scale[scale == 0] = 1
+    small = np.clip(np.rint(parts / scale), -8, 7).astype(np.int8).reshape(-1, 2)
+    packed = (small[:, 0] & 15 | small[:, 1] << 4).astype(np.uint8)
+    tensor = ov.Tensor(ov.Type.i4, ov.Shape(parts.shape))
+    np.copyto(tensor.data.reshape(-1).view(np.uint8), packed)  # a tensor made of an array would not keep the array
+    constant = ops.constant(tensor, shared_memory=True)
+    product = ops.multiply(ops.convert(constant, "f32"), ops.constant(scale))
+    return ops.reshape(product, ops.constant(np.array(weights.shape, np.int64)), False)

@@ -6,7 +6,7 @@ it stores come from the compiled model. The graph is built from a checkpoint, or
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -17,15 +17,16 @@ from reflex_runtime.core.errors import ConfigError, ProcessorError
 from reflex_runtime.llm.runners.adapters import AdapterStack, not_adaptable
 from reflex_runtime.llm.runners.checkpoint import CONFIG_FILE
 from reflex_runtime.llm.runners.model_config import ModelConfig
-from reflex_runtime.llm.runners.openvino_export import MODEL_FILE, OpenVinoExport, page, probe, unpaged
-from reflex_runtime.llm.runners.openvino_source import GraphCache, source
-from reflex_runtime.llm.runners.openvino_weights import keep_stored
-from reflex_runtime.llm.runners.runner import GIB, Step, blocks_in, free_bytes
+from reflex_runtime.llm.runners.openvino_graph import add_adapters, keep_stored
+from reflex_runtime.llm.runners.openvino_source import MODEL_FILE, GraphCache, OpenVinoExport, last_line, source
+from reflex_runtime.llm.runners.runner import GIB, Step, blocks_in, change_by_paging, free_bytes, probe
 from reflex_runtime.run.process import telemetry_off
 
 _HINTS: Final = {"float32": "f32", "bfloat16": "bf16"}
 _NEAR: Final = {"f32": 0.01, "bf16": 0.05}  # share of the spread of logits that paging may change, by what computes
 _OF_REFERENCE: Final = {"f32": 0.01, "bf16": 0.15}  # the same, of logits that were computed in float32
+_WINDOW: Final = 10  # the place of the sliding window among the inputs of a paged layer
+_ROW_BY_ROW: Final = {"Add", "Convert", "Divide", "Multiply", "Subtract", "Tanh"}  # what may follow the last product
 WEIGHTS: Final = ("auto", "int8", "int4")
 
 
@@ -76,7 +77,7 @@ class OpenVinoRunner:
         ov = _library()
         core, root = ov.Core(), Path(directory)
         made = source(core, root, weights, GraphCache(root, cache_dir) if cache else None)
-        self._kept = made.kept  # a graph that was not read from the cache has its weights there
+        self._kept = made.checkpoint  # a graph that was not read from the cache has its weights there
         config, model = made.config, made.model
         self.adapters = _with_adapters(model, config, adapters or {})
         dtype = _dtype(dtype, config, core)
@@ -86,9 +87,9 @@ class OpenVinoRunner:
         if threads is not None:
             settings["INFERENCE_NUM_THREADS"] = threads
         keep_stored(model)
-        ids, expected = probe(config.vocab_size), made.expected
-        if made.checked and expected is None:
-            expected = made.unpaged(_HINTS[dtype], lambda: unpaged(core, model, settings, ids))
+        expected = made.expected
+        if made.checkpoint is None and expected is None:
+            expected = made.unpaged(_HINTS[dtype], lambda: unpaged(core, model, settings, probe(config.vocab_size)))
         page(model, root, config.windows, self.max_model_len)
         compiled = core.compile_model(model, "CPU", settings)
         self.vocab_size = config.vocab_size
@@ -106,7 +107,7 @@ class OpenVinoRunner:
             self._request.set_tensor(port.get_any_name(), self._cache(port))
         if expected is not None:
             near = _NEAR if made.expected is None else _OF_REFERENCE
-            self._compare(ids, expected, near[_HINTS[dtype]], root)
+            self._compare(expected, near[_HINTS[dtype]], root)
 
     def forward(self, step: Step) -> npt.NDArray[np.float32]:
         lengths = step.past_lens + (step.begins[1:] - step.begins[:-1])
@@ -147,14 +148,9 @@ class OpenVinoRunner:
         if step.rows is not None and not (step.rows.min() >= 0 and step.rows.max() < len(step.token_ids)):
             raise ProcessorError(f"{self.name}: step wants logits of a token that it does not hold")
 
-    def _compare(self, ids: npt.NDArray[np.int64], expected: npt.NDArray[np.float32], most: float, root: Path) -> None:
+    def _compare(self, expected: npt.NDArray[np.float32], most: float, root: Path) -> None:
         """Refuse a graph whose logits change with paged attention: OpenVINO drops what it does not recognise."""
-        zero, cut = np.zeros(1, np.int32), len(ids) // 2
-        for past, end in ((0, cut), (cut, len(ids))):
-            begins = np.array([0, end - past], np.int32)
-            step = Step(ids[past:end], np.arange(past, end), zero + past, begins, zero, np.array([0, 1], np.int32))
-            paged = self.forward(step)[0]
-        off = float(np.abs(paged - expected).max() / max(np.ptp(expected), 1e-9))
+        off = change_by_paging(self, expected)
         if not off <= most:
             told = f"its logits change by {off:.0%} with paged attention, so it cannot be batched"
             why = "OpenVINO loses a part of this architecture; take another version of it, or serve the checkpoint"
@@ -193,11 +189,81 @@ def _with_adapters(
         return ()
     if not isinstance(config, ModelConfig):
         raise not_adaptable()
-    from reflex_runtime.llm.runners.openvino_graph import add_adapters
-
     stack = AdapterStack.read(directories, config)
     add_adapters(model, stack)
     return stack.names
+
+
+# -- paging ------------------------------------------------------------------------------------------------------------
+
+
+def _has_window(layer: Any) -> bool:
+    """Whether a paged layer has a sliding window: its input is the constant 0 where there is none."""
+    window = layer.input_value(_WINDOW).get_node()
+    return window.get_type_name() != "Constant" or bool(np.any(window.get_data()))
+
+
+def unpaged(core: Any, model: Any, settings: dict[str, Any], ids: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
+    """The logits after the last of these tokens, from the graph as it was exported."""
+    given = {
+        "input_ids": ids[None],
+        "attention_mask": np.ones((1, len(ids)), np.int64),
+        "position_ids": np.arange(len(ids))[None],
+        "beam_idx": np.zeros(1, np.int32),
+    }
+    names = {port.get_any_name() for port in model.inputs}
+    request = core.compile_model(model, "CPU", settings).create_infer_request()
+    request.infer({name: array for name, array in given.items() if name in names})
+    logits: npt.NDArray[np.float32] = request.get_tensor("logits").data[0, -1].copy()
+    return logits
+
+
+def page(model: Any, root: Path, windows: Sequence[int | None], length: int) -> None:
+    """Turn the stateful graph into the paged one, with logits only for the rows in `sampled_tokens_indices`.
+
+    windows: of each layer. length: tokens of the longest sequence; no window matters that is not shorter.
+    """
+    import openvino as ov
+    from openvino import opset15 as ops
+    from openvino._offline_transformations import paged_attention_transformation
+
+    try:
+        paged_attention_transformation(model)
+    except RuntimeError as error:
+        raise ConfigError(
+            f"{root}: OpenVINO {ov.__version__} makes no paged attention of it: {last_line(error)}"
+        ) from error
+    layers = [node for node in model.get_ops() if node.get_type_name() == "PagedAttentionExtension"]
+    found, needed = sum(map(_has_window, layers)), [window for window in windows if window and window < length]
+    if len(layers) != len(windows) or found < len(needed):  # a loss here would raise no error
+        told = f"OpenVINO {ov.__version__} made {len(layers)} paged layers of {len(windows)}, {found} with windows"
+        limit = f", or a max_model_len of {min(needed)}" if found < len(needed) else ""
+        raise ConfigError(f"{root}: {told}; use another version, or the torch runner for a checkpoint{limit}")
+    rows = ops.parameter([-1], ov.Type.i64, name="sampled_tokens_indices")
+    rows.output(0).set_names({"sampled_tokens_indices"})
+    place = _last_product(model)
+    picked = ops.gather(place.get_source_output(), rows, ops.constant(np.array(0, np.int64)))
+    place.replace_source_output(picked.output(0))
+    model.add_parameters([rows])
+    model.validate_nodes_and_infer_types()
+
+
+def _last_product(model: Any) -> Any:
+    """The input of the product that makes logits, or of the result where that is not found: rows are picked there."""
+    place = result = model.output("logits").get_node().input(0)
+    while (node := place.get_source_output().get_node()).get_type_name() in _ROW_BY_ROW:
+        place = next((one for one in node.inputs() if not _is_constant(one)), None)
+        if place is None:
+            return result
+    return node.input(0) if node.get_type_name() == "MatMul" else result
+
+
+def _is_constant(place: Any) -> bool:
+    """Whether a value is a weight, converted or not."""
+    node = place.get_source_output().get_node()
+    while node.get_type_name() in ("Convert", "Multiply", "Subtract", "Reshape") and node.get_input_size():
+        node = node.input_value(0).get_node()
+    return bool(node.get_type_name() == "Constant")
 
 
 # -- sizes -------------------------------------------------------------------------------------------------------------

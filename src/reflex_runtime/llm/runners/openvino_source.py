@@ -1,5 +1,9 @@
 """From a model directory to the OpenVINO graph that is served: an export, or one made of a checkpoint and kept.
 
+An export is what `optimum-cli export openvino` writes: its graph is run as it is, whatever the architecture. What it
+takes and keeps between steps is in the graph, and the few numbers that are not are in `config.json`. A graph that
+cannot be served is a ConfigError that names the file.
+
 A graph is converted once and kept beside the checkpoint, in the user's cache where that cannot be, or in a directory
 that was named. It is there whole or not at all. Its name changes with the configuration, any weight file, the form of
 the graph and the libraries that made it. One process converts at a time; others wait and then use what it left.
@@ -20,6 +24,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from importlib.metadata import version
+from math import prod
 from pathlib import Path
 from typing import Any, Final
 
@@ -27,23 +32,110 @@ import numpy as np
 import numpy.typing as npt
 
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.llm.runners.checkpoint import Checkpoint, is_known, require, weight_files
-from reflex_runtime.llm.runners.model_config import CONFIG_FILE, ModelConfig
-from reflex_runtime.llm.runners.openvino_export import (
-    MODEL_FILE,
-    PROBE_FILE,
-    TRACED_VERSION,
-    OpenVinoExport,
-    is_export,
-    read_graph,
+from reflex_runtime.llm.runners.checkpoint import (
+    INDEX_FILE,
+    WEIGHTS_FILE,
+    AnyModelConfig,
+    Checkpoint,
+    is_known,
+    longest,
+    number,
+    require,
+    weight_files,
 )
+from reflex_runtime.llm.runners.model_config import CONFIG_FILE, ModelConfig, read_json
+from reflex_runtime.run.process import telemetry_off
 
-BITS = {"int8": 8, "int4": 4}
 log = logging.getLogger("reflex.llm")
+
+MODEL_FILE: Final = "openvino_model.xml"
+TRACED_FILE: Final = "traced.json"  # of our own conversions: the window of each layer
+TRACED_VERSION: Final = 1  # changes with the form of these graphs
+PROBE_FILE: Final = "probe.npy"  # of our own conversions: what the reference makes of the tokens of `probe`
 CACHE_DIR: Final = ".reflex"
+_BITS: Final = {"int8": 8, "int4": 4}
+_INPUTS: Final = {"input_ids", "attention_mask", "position_ids", "beam_idx"}
 _DRAFT: Final = "draft-"
+_TRACING: Final = "reflex_runtime.llm.runners.openvino_tracing"
 _PACKAGE: Final = Path(__file__).resolve().parents[2]  # it may be installed for many users, who may not write there
 _PLACES, _PIECE = 16, 4096  # of a weight file, that are compared: its time alone does not tell, where a build sets it
+
+
+@dataclass(frozen=True, slots=True)
+class OpenVinoExport(AnyModelConfig):
+    """The description of an export. windows: a sliding window or None for each layer; the order is not known."""
+
+    windows: tuple[int | None, ...]
+
+    @classmethod
+    def open(cls, directory: Path | str) -> OpenVinoExport:
+        """Read and check the description and the graph. Weights stay in their file."""
+        root = Path(directory)
+        file = root / MODEL_FILE
+        config = read_json(root / CONFIG_FILE)
+        config = config.get("text_config") or config
+        graph = read_graph(root)
+        inputs = {port.get_any_name() for port in graph.inputs}
+        outputs = {name for port in graph.outputs for name in port.get_names()}
+        states = [node for node in graph.get_ops() if node.get_type_name() == "ReadValue"]
+        if not {"input_ids"} <= inputs <= _INPUTS or "logits" not in outputs:
+            found = f"{', '.join(sorted(inputs))} to {', '.join(sorted(outputs))}"
+            raise ConfigError(f"{file}: goes from {found}: must be a decoder from input_ids to logits")
+        if not states:
+            why = "has no state for keys and values; export it with --task text-generation-with-past"
+            raise ConfigError(f"{file}: {why}")
+        shapes = [list(node.get_output_partial_shape(0)) for node in states]
+        fixed = [[size.get_length() for size in shape if size.is_static] for shape in shapes]
+        if len(states) % 2 or any(len(shape) - len(sizes) != 2 for shape, sizes in zip(shapes, fixed, strict=True)):
+            raise ConfigError(f"{file}: keeps other state than keys and values of tokens; such a model is not served")
+        width = graph.output("logits").get_partial_shape()[2]
+        return cls(
+            number(root, config, "vocab_size") if width.is_dynamic else width.get_length(),
+            longest(root, config),
+            str(config.get("torch_dtype") or config.get("dtype")),
+            sum(prod(sizes) for sizes in fixed),
+            _windows(root, config, len(states) // 2),
+        )
+
+
+def is_export(directory: Path | str) -> bool:
+    """Whether the directory holds an export and no checkpoint, which would be served instead."""
+    root = Path(directory)
+    weights = (root / WEIGHTS_FILE, root / INDEX_FILE)
+    return (root / MODEL_FILE).is_file() and not any(file.is_file() for file in weights)
+
+
+def read_graph(root: Path) -> Any:
+    """The `openvino.Model`; ConfigError for files that are none."""
+    telemetry_off()
+    try:
+        import openvino
+    except ImportError as error:
+        raise ConfigError(f"{root / MODEL_FILE}: needs openvino: in a clone, pip install '.[llm]'") from error
+    try:
+        return openvino.Core().read_model(root / MODEL_FILE)
+    except RuntimeError as error:
+        raise ConfigError(f"{root / MODEL_FILE}: cannot be read: {last_line(error)}") from error
+
+
+def last_line(error: BaseException) -> str:
+    """The line of OpenVINO's messages that says what is wrong."""
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    return lines[-1].strip() if lines else type(error).__name__
+
+
+def _windows(root: Path, config: dict[str, Any], layers: int) -> tuple[int | None, ...]:
+    """Where the description does not tell which layers have a window, one of them must."""
+    traced = root / TRACED_FILE
+    if traced.is_file():
+        return tuple(read_json(traced)["windows"])
+    window = config.get("sliding_window")
+    if type(window) is not int or config.get("use_sliding_window") is False:
+        return (None,) * layers
+    kinds = config.get("layer_types") or ["sliding_attention"]
+    windowed = min(kinds.count("sliding_attention"), layers)
+    return (window,) * windowed + (None,) * (layers - windowed)
+
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +300,7 @@ def _read(core: Any, place: Path) -> Any:
     try:
         return core.read_model(place / MODEL_FILE)
     except RuntimeError as error:
-        log.warning("%s: cannot be read and is made anew: %s", place / MODEL_FILE, str(error).strip().splitlines()[-1])
+        log.warning("%s: cannot be read and is made anew: %s", place / MODEL_FILE, last_line(error))
         shutil.rmtree(place, ignore_errors=True)
         return None
 
@@ -237,22 +329,16 @@ def _run(command: list[str]) -> None:
         raise ConfigError(last or f"the conversion ended with status {program.returncode}")
 
 
-def converter(module: str, *arguments: str) -> list[str]:
-    """The command that runs a module of this package."""
-    return [sys.executable, "-m", module, *arguments]
-
-
 @dataclass(frozen=True, slots=True)
 class GraphSource:
-    """model: the graph. expected: the logits after the tokens of `probe` by the reference, or None where they are not
-    known. checked: whether paging must be checked. kept: what the graph's weights lie in. cache, key: where numbers of
-    this very graph are kept."""
+    """model: the graph. checkpoint: that it was made of here, and whose files may hold its weights; None: it is an
+    export's, and its paging must be checked. expected: the logits after the tokens of `probe` by the reference, where
+    they are known. cache, key: where numbers of this very graph are kept."""
 
     config: ModelConfig | OpenVinoExport
     model: Any
-    expected: npt.NDArray[np.float32] | None
-    checked: bool
-    kept: Any = None
+    checkpoint: Checkpoint | None = None
+    expected: npt.NDArray[np.float32] | None = None
     cache: GraphCache | None = None
     key: str = ""
 
@@ -281,48 +367,46 @@ def source(core: Any, root: Path, weights: str, cache: GraphCache | None) -> Gra
         return _rounded(openvino_graph.build(checkpoint), weights)
 
     key = "" if cache is None else cache.key(checkpoint.files, openvino_graph.VERSION, _rounding(weights))
-    model = build() if cache is None else cache.graph(core, _kind(weights), key, build)
-    return GraphSource(checkpoint.config, model, None, False, checkpoint)
+    model = build() if cache is None else cache.graph(core, "plain" if weights == "auto" else weights, key, build)
+    return GraphSource(checkpoint.config, model, checkpoint)
 
 
 def traced(root: Path, cache: GraphCache) -> Path:
     """The export made of a checkpoint by tracing it in PyTorch, in a process of its own; kept."""
     require(root)
     key = cache.key(weight_files(root), TRACED_VERSION, version("transformers"), version("torch"))
-    return cache.export("traced", key, converter("reflex_runtime.llm.runners.openvino_tracing", str(root)))
+    return cache.export("traced", key, [sys.executable, "-m", _TRACING, str(root)])
 
 
 def _export(core: Any, root: Path, weights: str, cache: GraphCache | None) -> GraphSource:
     config = OpenVinoExport.open(root)
     files = [file for file in (root / MODEL_FILE, (root / MODEL_FILE).with_suffix(".bin")) if file.is_file()]
     key = "" if cache is None else cache.key(files, weights, _rounding(weights))
-    if weights != "auto":
+    if weights == "auto":
+        probe = root / PROBE_FILE
+        expected: npt.NDArray[np.float32] | None = np.load(probe, allow_pickle=False) if probe.is_file() else None
+        return GraphSource(config, read_graph(root), None, expected, cache, key)
 
-        def build() -> Any:
-            return _rounded(read_graph(root), weights)
+    def build() -> Any:
+        return _rounded(read_graph(root), weights)
 
-        kept = None if cache is None else cache.graph(core, _kind(weights), cache.key(files, _rounding(weights)), build)
-        return GraphSource(config, build() if kept is None else kept, None, True, None, cache, key)
-    probe = root / PROBE_FILE
-    expected: npt.NDArray[np.float32] | None = np.load(probe, allow_pickle=False) if probe.is_file() else None
-    return GraphSource(config, read_graph(root), expected, True, None, cache, key)
+    model = build() if cache is None else cache.graph(core, weights, cache.key(files, _rounding(weights)), build)
+    return GraphSource(config, model, None, None, cache, key)
 
 
 def _rounded(model: Any, weights: str) -> Any:
     if weights != "auto":
-        from reflex_runtime.llm.runners.openvino_weights import compress
+        from reflex_runtime.llm.runners.openvino_graph import compress
 
-        compress(model, BITS[weights], _told(weights))
+        compress(model, _BITS[weights], _told(weights))
     return model
 
 
 def _rounding(weights: str) -> int:
     """The version of what rounds; 0: nothing does."""
-    if weights == "auto":
-        return 0
-    from reflex_runtime.llm.runners.openvino_weights import VERSION
+    from reflex_runtime.llm.runners.openvino_graph import ROUNDING
 
-    return VERSION
+    return 0 if weights == "auto" else ROUNDING
 
 
 def _told(weights: str) -> Callable[[int, int], None]:
@@ -336,7 +420,3 @@ def _told(weights: str) -> Callable[[int, int], None]:
             log.info("%s: %d of %d matrices", weights, done, total)
 
     return told
-
-
-def _kind(weights: str) -> str:
-    return "plain" if weights == "auto" else weights

@@ -13,7 +13,6 @@ import json
 import shutil
 import sys
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,8 +20,9 @@ import numpy as np
 
 from reflex_runtime.core.errors import ConfigError, ReflexError
 from reflex_runtime.llm.runners.model_config import CONFIG_FILE
-from reflex_runtime.llm.runners.openvino_export import MODEL_FILE, PROBE_FILE, TRACED_FILE, probe
-from reflex_runtime.llm.runners.openvino_graph import causal_mask, remembered, spread_heads
+from reflex_runtime.llm.runners.openvino_graph import causal_mask, i64, remembered, spread_heads
+from reflex_runtime.llm.runners.openvino_source import MODEL_FILE, PROBE_FILE, TRACED_FILE, last_line
+from reflex_runtime.llm.runners.runner import probe
 from reflex_runtime.llm.runners.transformers_model import Attention, attending, layers_of, load, reference
 from reflex_runtime.run.process import telemetry_off
 
@@ -74,11 +74,11 @@ class _Layer:
             own = _shaped(heads, asked.kv_heads, asked.head_dim)
             own = remembered(f"{asked.layer}.{name}", own, query, beams, self._sinks)
             states.append(spread_heads(own, asked.heads, asked.kv_heads, asked.head_dim))
-        tokens = ops.gather(ops.shape_of(query), _i64(2), _i64(0))
+        tokens = ops.gather(ops.shape_of(query), i64(2), i64(0))
         seen = causal_mask(mask, tokens, asked.window)
         scale = ops.constant(np.array(asked.scale, np.float32))
         mixed = ops.scaled_dot_product_attention(query, *states, seen, scale)
-        return ops.transpose(mixed, _i64([0, 2, 1, 3])).outputs()
+        return ops.transpose(mixed, i64([0, 2, 1, 3])).outputs()
 
 
 def convert(directory: Path, target: Path) -> None:
@@ -135,14 +135,10 @@ def _type(name: str) -> Any:
 
 def _shaped(heads: Any, count: int, size: int) -> Any:
     """[batch, count, tokens, size], with the fixed sizes told: a traced graph does not always know them."""
-    return ops.reshape(heads, _i64([0, count, -1, size]), True)
+    return ops.reshape(heads, i64([0, count, -1, size]), True)
 
 
-def _i64(value: Any) -> Any:
-    return ops.constant(np.array(value, np.int64))
-
-
-def converting(convert: Callable[[Path, Path], None]) -> int:
+def main() -> int:
     """The program: argv names the directory and what to make. Returns its exit status; prints why it is 1."""
     directory, target = (Path(word) for word in sys.argv[1:])
     try:
@@ -151,12 +147,11 @@ def converting(convert: Callable[[Path, Path], None]) -> int:
         print(error.message, flush=True)
         return 1
     except Exception as error:  # the converter and the models raise anything
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        print(f"{directory}: cannot be converted to OpenVINO: {(lines or [type(error).__name__])[-1][:300]}; "
-              "serve it with --runner torch", flush=True)  # fmt: skip
+        told = f"cannot be converted to OpenVINO: {last_line(error)[:300]}"
+        print(f"{directory}: {told}; serve it with --runner torch", flush=True)
         return 1
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(converting(convert))
+    sys.exit(main())

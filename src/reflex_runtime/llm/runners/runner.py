@@ -1,4 +1,4 @@
-"""What runs a step: its flat batch, the protocol of runners, and how many blocks of a cache fit into memory.
+"""What runs a step: its flat batch, the protocol of runners, how many blocks fit into memory, and a test of paging.
 
 A step is one forward pass over several sequences, each with its own number of new tokens: prompts and single output
 tokens lie behind one another in one array, without padding, and a block table per sequence says where its keys and
@@ -18,6 +18,7 @@ import numpy.typing as npt
 from reflex_runtime.core.errors import ConfigError
 
 GIB: Final = 1 << 30
+PROBE: Final = 24  # tokens that a model is compared on: within one of OpenVINO's blocks
 BLOCK_SIZES: Final = {"openvino": 32, "torch": 16}  # tokens, by runner; OpenVINO's kernels decide their own
 
 
@@ -115,3 +116,18 @@ def blocks_in(kv_cache_bytes: int, block_bytes: int, free: int, num_blocks: int 
             f"num_blocks={num_blocks}: must be in [1, {free // block_bytes}]: {why}", field="num_blocks"
         )
     return num_blocks
+
+
+def probe(vocab_size: int) -> npt.NDArray[np.int64]:
+    """The tokens that a model is compared on."""
+    return np.arange(PROBE, dtype=np.int64) * 7 % vocab_size
+
+
+def change_by_paging(runner: Runner, expected: npt.NDArray[np.float32]) -> float:
+    """How far the logits after the tokens of `probe`, computed in two steps, are from the expected: of their spread."""
+    ids, width, zero = probe(runner.vocab_size), -(-PROBE // runner.block_size), np.zeros(1, np.int32)
+    blocks, widths = np.arange(width, dtype=np.int32), np.array([0, width], np.int32)
+    for past, end in ((0, PROBE // 2), (PROBE // 2, PROBE)):
+        begins = np.array([0, end - past], np.int32)
+        found = runner.forward(Step(ids[past:end], np.arange(past, end), zero + past, begins, blocks, widths))[0]
+    return float(np.abs(found - expected).max() / max(np.ptp(expected), 1e-9))

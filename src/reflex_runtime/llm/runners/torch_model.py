@@ -100,13 +100,8 @@ class Decoder:
     def run(
         self, ids: Tensor, positions: Tensor, attend: Attend, rows: Tensor | None, adapters: Tensor | None = None
     ) -> Tensor:
-        """float32 logits [n, vocab_size] of the tokens at `rows`; None: of all. adapters: see `hidden`."""
-        hidden = self.hidden(ids, positions, attend, adapters)
-        return self.logits(hidden if rows is None else hidden[rows])
-
-    def hidden(self, ids: Tensor, positions: Tensor, attend: Attend, adapters: Tensor | None = None) -> Tensor:
-        """What the layers make of the tokens: ids and positions [t] → [t, hidden_size]. `attend` once per layer.
-        adapters: [t], the number of each token's adapter; None: nobody has one."""
+        """float32 logits [n, vocab_size] of the tokens at `rows`; None: of all. ids and positions are [t]; `attend` is
+        called once per layer. adapters: [t], the number of each token's adapter; None: nobody has one."""
         chosen = None if adapters is None or self._table is None else self._table[adapters]
         eps = self.config.rms_norm_eps
         cos, sin = self._rotations(positions)
@@ -118,11 +113,7 @@ class Decoder:
             x = x + layer.out(mixed.flatten(1), chosen)
             gate, up = layer.gate_up(rms_norm(x, layer.mlp_norm, eps), chosen).chunk(2, dim=-1)
             x = x + layer.down(functional.silu(gate) * up, chosen)
-        return x
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """[n, hidden_size] → float32 [n, vocab_size]."""
-        return functional.linear(rms_norm(hidden, self._norm, self.config.rms_norm_eps), self._head).float()
+        return functional.linear(rms_norm(x if rows is None else x[rows], self._norm, eps), self._head).float()
 
     def _heads(
         self, layer: Layer, x: Tensor, cos: Tensor, sin: Tensor, chosen: Tensor | None

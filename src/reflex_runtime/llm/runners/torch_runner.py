@@ -19,7 +19,16 @@ import numpy.typing as npt
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.llm.runners.adapters import AdapterStack, not_adaptable
 from reflex_runtime.llm.runners.checkpoint import AnyModelConfig, Checkpoint, ModelConfig, is_known, require
-from reflex_runtime.llm.runners.runner import BLOCK_SIZES, GIB, Step, blocks_in, free_bytes
+from reflex_runtime.llm.runners.runner import (
+    BLOCK_SIZES,
+    GIB,
+    PROBE,
+    Step,
+    blocks_in,
+    change_by_paging,
+    free_bytes,
+    probe,
+)
 from reflex_runtime.llm.runners.torch_model import Decoder, Tensor, functional, torch
 from reflex_runtime.run.cuda import Record, recorder
 
@@ -142,22 +151,15 @@ class TorchRunner:
         self._recorded: dict[tuple[int, int], _Recorded] = {}
         self._host = torch.empty(0, 0)
         if checkpoint is None:
-            self._compare(root, 0.01 if dtype == "float32" else 0.15)
+            self._compare(decoder, root, 0.01 if dtype == "float32" else 0.15)
 
-    def _compare(self, root: Path, most: float) -> None:
+    def _compare(self, decoder: AnyDecoder, root: Path, most: float) -> None:
         """Refuse a model whose logits change with our attention. most: share of their spread."""
-        ids = np.arange(24, dtype=np.int64) * 7 % self.vocab_size
-        expected = self._decoder.expected(ids.tolist()).cpu().numpy()  # type: ignore[union-attr]
-        blocks, zero = np.arange(-(-24 // self.block_size), dtype=np.int32), np.zeros(1, np.int32)
-        if len(blocks) > self.num_blocks:
-            return
-        for past, end in ((0, 12), (12, 24)):
-            begins = np.array([0, end - past], np.int32)
-            widths = np.array([0, len(blocks)], np.int32)
-            found = self.forward(Step(ids[past:end], np.arange(past, end), zero + past, begins, blocks, widths))[0]
-        off = float(np.abs(found - expected).max() / max(np.ptp(expected), 1e-9))
-        if not off <= most:
-            raise ConfigError(f"{root}: its logits change by {off:.0%} with paged attention, so it cannot be batched")
+        if self.num_blocks * self.block_size >= PROBE:
+            off = change_by_paging(self, decoder.expected(probe(self.vocab_size).tolist()).cpu().numpy())
+            if not off <= most:
+                why = f"its logits change by {off:.0%} with paged attention, so it cannot be batched"
+                raise ConfigError(f"{root}: {why}")
 
     def forward(self, step: Step) -> npt.NDArray[np.float32]:
         """Logits [n, vocab_size] after each sequence's last token of the step, or after its `rows`.
@@ -175,7 +177,7 @@ class TorchRunner:
                 rows = self._tensor(step.picked)
                 ids, positions, plan = self._tensor(step.token_ids), self._tensor(step.positions), self._plan(step)
                 chosen = None if step.adapters is None else self._tensor(step.adapter_ids.astype(np.int64))
-                logits = self._run(ids, positions, plan, rows, chosen)
+                logits = self._decoder.run(ids, positions, partial(self._attend, plan), rows, chosen)
             return self._on_host(logits)
 
     def _on_host(self, logits: Tensor) -> npt.NDArray[np.float32]:
@@ -197,16 +199,6 @@ class TorchRunner:
 
     def _tensor(self, values: npt.ArrayLike) -> Tensor:
         return torch.tensor(values, device=self._device)
-
-    def _run(
-        self, ids: Tensor, positions: Tensor, plan: _Plan, rows: Tensor | None, adapters: Tensor | None = None
-    ) -> Tensor:
-        """Logits of the tokens at `rows`; None: of all. adapters: of each token; None: nobody has one."""
-        decoder, attend = self._decoder, partial(self._attend, plan)
-        if adapters is None:
-            return decoder.run(ids, positions, attend, rows)
-        assert isinstance(decoder, Decoder)  # another one has no adapters
-        return decoder.run(ids, positions, attend, rows, adapters)
 
     # -- planning: once per step ---------------------------------------------------------------------------------------
 
@@ -307,7 +299,7 @@ class TorchRunner:
             at = lengths - 1
             block = tables.gather(1, (at // self.block_size)[:, None])[:, 0]
             plan = _Plan(block * self.block_size + at % self.block_size, self._singles(None, tables, lengths), [])
-            logits.copy_(self._run(ids, at, plan, None))
+            logits.copy_(self._decoder.run(ids, at, partial(self._attend, plan), None))
 
         return _Recorded(ids, tables, lengths, logits, record(run))
 

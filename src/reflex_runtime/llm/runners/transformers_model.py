@@ -191,8 +191,10 @@ class AnyDecoder:
         self.layers = [layers[layer] for layer in sorted(layers)]
         self.config = self._model.config.get_text_config(decoder=True)
 
-    def run(self, ids: Tensor, positions: Tensor, attend: Attend, rows: Tensor | None) -> Tensor:
-        """float32 logits [n, vocab_size] of the tokens at `rows`; None: of all. ids and positions are [t]."""
+    def run(
+        self, ids: Tensor, positions: Tensor, attend: Attend, rows: Tensor | None, adapters: Tensor | None = None
+    ) -> Tensor:
+        """See `Decoder.run`. There are no adapters."""
 
         def function(module: Any, asked: Attention, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             query, key, value = (heads[0].transpose(0, 1) for heads in (query, key, value))
