@@ -20,8 +20,7 @@ from bench.report import Row, row, say
 from reflex_runtime.core.errors import Rejected
 from reflex_runtime.core.statistics import percentile
 from reflex_runtime.feeds.detectors.onnx import OnnxFrames
-from reflex_runtime.feeds.runtime.frame import SourceError
-from reflex_runtime.feeds.runtime.pipeline import Pipeline
+from reflex_runtime.feeds.runtime.pipeline import Pipeline, SourceError
 from reflex_runtime.feeds.runtime.runtime import Runtime
 from reflex_runtime.feeds.sources.shapes import DETECTOR, Shapes
 from reflex_runtime.run.batch_processor import BatchConfig, BatchEntry

@@ -35,7 +35,7 @@ TOP = {"demo", "cli", "__main__", "__init__"}  # may import everything; nobody i
 ORDER: Final = {
     "robots": "policy sources __init__ rollout serving wires serving/app analysis",
     "llm": "runners engine server api app __init__",
-    "feeds": "runtime sources detectors arrays stages outputs . __init__",
+    "feeds": "runtime sources detectors stages outputs . __init__",
     "web": ". dashboard",
 }
 # What still imports to the right: a module, and where. A line that is no longer needed fails; no line is added.

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from reflex_runtime.feeds.runtime.frame import Picture, SourceError
+from reflex_runtime.feeds.runtime.pipeline import Picture, SourceError
 from reflex_runtime.feeds.sources import DRAWN
 from reflex_runtime.feeds.sources.shapes import made_of, size_of
 

@@ -11,8 +11,7 @@ import numpy as np
 
 from reflex_runtime.core.errors import ProcessorError
 from reflex_runtime.feeds.runtime.feed import Feed
-from reflex_runtime.feeds.runtime.frame import Frame, Picture, SourceError
-from reflex_runtime.feeds.runtime.pipeline import Result
+from reflex_runtime.feeds.runtime.pipeline import Frame, Picture, Result, SourceError
 from reflex_runtime.run.batch_processor import BatchEntry
 from reflex_runtime.run.submitted_frame import FrameOptions, NewestFrame
 

@@ -12,8 +12,7 @@ from feeds.graphs import RED, bright_graph, lit
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.feeds import to_arrays, to_supervision
 from reflex_runtime.feeds.detectors.onnx import OnnxFrames
-from reflex_runtime.feeds.runtime.frame import Frame
-from reflex_runtime.feeds.runtime.pipeline import Result
+from reflex_runtime.feeds.runtime.pipeline import Frame, Result
 from reflex_runtime.run.batch_processor import BatchEntry
 
 PLACE = (16, 8, 48, 56)

@@ -13,8 +13,7 @@ from feeds.fakes import Camera, Collector
 from feeds.graphs import BLUE, RED, bright_graph, lit
 from reflex_runtime.core.batch import Done, Failed
 from reflex_runtime.core.errors import ConfigError, Expired, ProcessorError
-from reflex_runtime.feeds.detectors.cascade import SecondModel
-from reflex_runtime.feeds.detectors.detector_slot import DetectorSlot
+from reflex_runtime.feeds.detectors.detector_slot import DetectorSlot, SecondModel
 from reflex_runtime.feeds.detectors.onnx import OnnxFrames
 from reflex_runtime.feeds.outputs.annotated import annotated
 from reflex_runtime.feeds.outputs.json_lines import JsonLines

@@ -10,7 +10,7 @@ import pytest
 
 from feeds.chaos import ChaosSource, number_of
 from feeds.fakes import PATIENCE
-from reflex_runtime.feeds.runtime.frame import SourceError
+from reflex_runtime.feeds.runtime.pipeline import SourceError
 
 
 class Virtual:

@@ -12,7 +12,6 @@ from onnx import numpy_helper
 
 from feeds.graphs import BLUE, GREEN, RED, bright_graph, lit
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.feeds.arrays import cells_of
 from reflex_runtime.feeds.detectors import heads
 from reflex_runtime.feeds.detectors.heads import (
     AT_ONCE,
@@ -30,6 +29,7 @@ from reflex_runtime.feeds.detectors.heads import (
 from reflex_runtime.feeds.detectors.onnx import OnnxFrames
 from reflex_runtime.feeds.detectors.picture_input import GREY, cropped, letterboxed, result_of, stretched
 from reflex_runtime.feeds.detectors.recognise import GraphFacts, Trial, dialect_of, facts_of, names_in, names_of_file
+from reflex_runtime.feeds.stages import cells_of
 from reflex_runtime.run.batch_processor import BatchEntry
 
 BOX = (120, 40, 240, 160)

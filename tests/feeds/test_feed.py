@@ -41,7 +41,6 @@ from reflex_runtime.core.errors import (
 )
 from reflex_runtime.feeds.runtime.capture import Backoff, FeedConfig
 from reflex_runtime.feeds.runtime.feed import Feed
-from reflex_runtime.feeds.runtime.frame import Frame, Source, SourceError
 from reflex_runtime.feeds.runtime.health import (
     FeedConnected,
     FeedDisconnected,
@@ -51,7 +50,7 @@ from reflex_runtime.feeds.runtime.health import (
     FeedStageError,
     StageError,
 )
-from reflex_runtime.feeds.runtime.pipeline import Pipeline
+from reflex_runtime.feeds.runtime.pipeline import Frame, Pipeline, Source, SourceError
 from reflex_runtime.feeds.runtime.snapshot import DROPS, StageFigures
 
 

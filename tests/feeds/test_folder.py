@@ -14,13 +14,12 @@ from PIL import Image
 from feeds.fakes import END, Camera, Collector, Log, ended
 from feeds.test_feed import Made
 from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.feeds import sources
 from reflex_runtime.feeds.outputs.json_lines import JsonLines
 from reflex_runtime.feeds.runtime.feed import Feed
-from reflex_runtime.feeds.runtime.frame import SourceError
-from reflex_runtime.feeds.runtime.pipeline import Result
+from reflex_runtime.feeds.runtime.pipeline import Result, SourceError
 from reflex_runtime.feeds.settings import source_of_spec, specs_of
-from reflex_runtime.feeds.sources import folder, source_of
-from reflex_runtime.feeds.sources.folder import PictureFolder
+from reflex_runtime.feeds.sources import PictureFolder, source_of
 from reflex_runtime.settings import FeedsConfig
 
 
@@ -76,7 +75,7 @@ def test_a_picture_that_cannot_be_decoded_is_passed_over_and_counted(
     pictures: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (pictures / "b.PNG").write_bytes((pictures / "b.PNG").read_bytes()[:40])
-    monkeypatch.setattr(folder, "MOST_PIXELS", 40)
+    monkeypatch.setattr(sources, "MOST_PIXELS", 40)
     source = PictureFolder(pictures)
     assert [picture.file for picture in read_all(source)] == ["a.bmp"], "nor one with more pixels than are allowed"
     assert source.corrupt == 2

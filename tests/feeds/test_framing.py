@@ -11,10 +11,9 @@ import pytest
 from feeds.fakes import END, Camera, Point, picture
 from feeds.test_feed import Made
 from reflex_runtime.core.errors import ConfigError, ProcessorError
-from reflex_runtime.feeds.runtime import frame as framing
-from reflex_runtime.feeds.runtime.frame import Region, Taking, turned
+from reflex_runtime.feeds.runtime import pipeline
 from reflex_runtime.feeds.runtime.health import FeedFrozen, FeedStageError
-from reflex_runtime.feeds.runtime.pipeline import Pipeline
+from reflex_runtime.feeds.runtime.pipeline import Pipeline, Region, Taking, turned
 
 
 def taken(taking: Taking, times: Iterable[float | None], now: float = 0.0) -> list[int]:
@@ -57,7 +56,7 @@ def test_pictures_are_turned_clockwise_alike_with_and_without_opencv(
 ) -> None:
     image = np.arange(2 * 3 * 3, dtype=np.uint8).reshape(2, 3, 3)
     with_opencv = turned(image, degrees)
-    monkeypatch.setattr(framing, "opencv", lambda: None)
+    monkeypatch.setattr(pipeline, "opencv", lambda: None)
     plain = turned(image, degrees)
     assert (plain == with_opencv).all()
     assert plain.flags.c_contiguous

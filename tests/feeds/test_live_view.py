@@ -12,8 +12,7 @@ from feeds.fakes import Camera, Detector
 from feeds.pages import Page
 from reflex_runtime.feeds.pages import FeedPages
 from reflex_runtime.feeds.pictures import FeedPictures
-from reflex_runtime.feeds.runtime.frame import SourceError
-from reflex_runtime.feeds.runtime.pipeline import Pipeline
+from reflex_runtime.feeds.runtime.pipeline import Pipeline, SourceError
 from reflex_runtime.feeds.runtime.runtime import Runtime
 from reflex_runtime.run.batch_processor import BatchConfig
 

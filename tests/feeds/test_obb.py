@@ -18,8 +18,7 @@ from reflex_runtime.feeds.detectors.obb import ObbHead, ObbRows, kept_obb, polyg
 from reflex_runtime.feeds.detectors.recognise import dialect_of
 from reflex_runtime.feeds.outputs.annotated import annotated
 from reflex_runtime.feeds.pictures import PictureSize, jpeg_of
-from reflex_runtime.feeds.runtime.frame import Frame
-from reflex_runtime.feeds.runtime.pipeline import Result
+from reflex_runtime.feeds.runtime.pipeline import Frame, Result
 
 QUARTER = np.pi / 4
 

@@ -19,8 +19,7 @@ from reflex_runtime.feeds import ParquetResults, read_parquet
 from reflex_runtime.feeds.outputs import parquet as module
 from reflex_runtime.feeds.outputs.json_lines import SinkError, record_of
 from reflex_runtime.feeds.outputs.parquet import check_parquet
-from reflex_runtime.feeds.runtime.frame import Frame
-from reflex_runtime.feeds.runtime.pipeline import Result
+from reflex_runtime.feeds.runtime.pipeline import Frame, Result
 from reflex_runtime.observe import files
 
 

@@ -21,8 +21,7 @@ from feeds.fakes import frame
 from feeds.pages import PATIENCE, Page
 from reflex_runtime.feeds import pictures
 from reflex_runtime.feeds.pictures import LARGE, MIDDLE, SMALL, FeedPictures, PictureSize, jpeg_of
-from reflex_runtime.feeds.runtime.frame import Frame
-from reflex_runtime.feeds.runtime.pipeline import Result
+from reflex_runtime.feeds.runtime.pipeline import Frame, Result
 
 BOX = {"boxes": [[8, 8, 40, 40]], "labels": ["cup"], "scores": [0.5]}
 

@@ -11,8 +11,7 @@ import pytest
 from feeds.fakes import END, Camera, Collector, Point, Tracker, balanced, ended, number_in
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.feeds.runtime.feed import Feed
-from reflex_runtime.feeds.runtime.frame import Frame
-from reflex_runtime.feeds.runtime.pipeline import Pipeline, Result
+from reflex_runtime.feeds.runtime.pipeline import Frame, Pipeline, Result
 
 
 def run(pipeline: Pipeline, count: int = 3) -> tuple[Feed, Collector]:

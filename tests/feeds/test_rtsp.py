@@ -17,7 +17,7 @@ from feeds.fakes import PATIENCE
 from feeds.rtsp import RtspCamera
 from feeds.tls import behind_tls
 from feeds.videos import clip, number_of, picture
-from reflex_runtime.feeds.runtime.frame import SourceError
+from reflex_runtime.feeds.runtime.pipeline import SourceError
 from reflex_runtime.feeds.sources import video
 from reflex_runtime.feeds.sources.video import VideoSource
 

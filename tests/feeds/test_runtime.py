@@ -18,7 +18,6 @@ from feeds.fakes import END, PATIENCE, Camera, Collector, Detector, Endless, Log
 from reflex_runtime.core.errors import Closed, ConfigError, ProcessorError
 from reflex_runtime.feeds.outputs.annotated import AnnotatedVideo
 from reflex_runtime.feeds.outputs.json_lines import JsonLines
-from reflex_runtime.feeds.runtime.frame import SourceError
 from reflex_runtime.feeds.runtime.health import (
     BatchSubmissionRejected,
     FeedConnected,
@@ -29,7 +28,7 @@ from reflex_runtime.feeds.runtime.health import (
     StageError,
     ThreadDetached,
 )
-from reflex_runtime.feeds.runtime.pipeline import Pipeline
+from reflex_runtime.feeds.runtime.pipeline import Pipeline, SourceError
 from reflex_runtime.feeds.runtime.runtime import LIMIT, Events, Runtime
 from reflex_runtime.run.batch_processor import BatchConfig
 

@@ -13,7 +13,7 @@ from tools.shape_detector.scoring import Truth, hits, truth_of, write_scene
 
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.feeds.detectors.onnx import OnnxFrames
-from reflex_runtime.feeds.runtime.frame import Source, SourceError
+from reflex_runtime.feeds.runtime.pipeline import Source, SourceError
 from reflex_runtime.feeds.sources import shapes
 from reflex_runtime.feeds.sources.shapes import (
     DETECTOR,

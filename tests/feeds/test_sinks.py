@@ -21,8 +21,7 @@ from feeds.fakes import Clock, frame
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.feeds.outputs.annotated import AnnotatedVideo, annotated
 from reflex_runtime.feeds.outputs.json_lines import JsonLines, SinkError, json_safe
-from reflex_runtime.feeds.runtime.frame import Frame
-from reflex_runtime.feeds.runtime.pipeline import Result
+from reflex_runtime.feeds.runtime.pipeline import Frame, Result
 
 
 def result(sequence: int = 0, value: Any = None, feed: str = "cam") -> Result:

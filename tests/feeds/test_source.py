@@ -19,7 +19,7 @@ from PIL import Image
 from feeds.chaos import ChaosSource
 from feeds.videos import SIZE, clip, encoded, number_of, picture, write_video
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.feeds.runtime.frame import Source, SourceError
+from reflex_runtime.feeds.runtime.pipeline import Source, SourceError
 from reflex_runtime.feeds.settings import source_of_spec, specs_of
 from reflex_runtime.feeds.sources import DRAWN, source_of, video
 from reflex_runtime.feeds.sources.video import Hardware, VideoSource

@@ -16,12 +16,11 @@ from feeds.videos import clip, write_video
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.feeds.runtime.capture import FeedConfig
 from reflex_runtime.feeds.runtime.feed import Feed
-from reflex_runtime.feeds.runtime.frame import Frame
 from reflex_runtime.feeds.runtime.health import FeedStageError
-from reflex_runtime.feeds.runtime.messages import line_of_counts, line_of_stages
-from reflex_runtime.feeds.runtime.pipeline import Pipeline, Result
+from reflex_runtime.feeds.runtime.pipeline import Frame, Pipeline, Result
 from reflex_runtime.feeds.runtime.snapshot import FeedSnapshot, StageFigures
 from reflex_runtime.feeds.stages import TrackStage, ZoneStage, lines_of, zones_of
+from reflex_runtime.feeds.table import line_of_counts, line_of_stages
 
 BLACK = np.zeros((64, 64, 3), np.uint8)
 MINE = '''

@@ -72,9 +72,8 @@ def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Check everything that can be checked, start, watch, stop, sum up."""
-    from reflex_runtime.feeds.outputs import outputs_of
+    from reflex_runtime.feeds.outputs import check_files, outputs_of
     from reflex_runtime.feeds.plan import plan_of, processor_asked
-    from reflex_runtime.feeds.result_files import check_files
 
     read = partial(plan_of, args.feeds, args.config, vars(args))
     plan = read()

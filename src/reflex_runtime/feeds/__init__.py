@@ -1,6 +1,5 @@
 """Cameras and videos: sources of frames, the stages they pass through, and sinks for results."""
 
-from reflex_runtime.feeds.arrays import ResultArrays, to_arrays, to_supervision
 from reflex_runtime.feeds.outputs.annotated import AnnotatedVideo
 from reflex_runtime.feeds.outputs.json_lines import JsonLines, SinkError
 from reflex_runtime.feeds.outputs.mqtt import MqttPublisher
@@ -10,12 +9,11 @@ from reflex_runtime.feeds.outputs.webhook import Webhook
 from reflex_runtime.feeds.plan import processor_of
 from reflex_runtime.feeds.runtime.capture import FeedConfig
 from reflex_runtime.feeds.runtime.feed import Feed
-from reflex_runtime.feeds.runtime.frame import Frame, Source, SourceError
-from reflex_runtime.feeds.runtime.pipeline import Pipeline, Result
+from reflex_runtime.feeds.runtime.pipeline import Frame, Pipeline, Result, Source, SourceError
 from reflex_runtime.feeds.runtime.runtime import Runtime, StopReport
 from reflex_runtime.feeds.settings import FeedSpec, source_of_spec, specs_of
 from reflex_runtime.feeds.sources import source_of
-from reflex_runtime.feeds.stages import TrackStage, ZoneStage
+from reflex_runtime.feeds.stages import ResultArrays, TrackStage, ZoneStage, to_arrays, to_supervision
 
 __all__ = [
     "AnnotatedVideo",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import os
 import re
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -14,11 +15,10 @@ from typing import TYPE_CHECKING, Any, Final
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.feeds.detectors.detector_slot import DetectorSlot, version_of
 from reflex_runtime.feeds.detectors.onnx import FrameLimits, OnnxFrames
-from reflex_runtime.feeds.result_files import check_places
+from reflex_runtime.feeds.outputs import video_of, written
 from reflex_runtime.feeds.runtime.consumer import Sink
-from reflex_runtime.feeds.runtime.frame import Source
-from reflex_runtime.feeds.runtime.messages import in_one_line, told
-from reflex_runtime.feeds.runtime.pipeline import Pipeline
+from reflex_runtime.feeds.runtime.health import in_one_line, told
+from reflex_runtime.feeds.runtime.pipeline import Pipeline, Source
 from reflex_runtime.feeds.runtime.runtime import Runtime
 from reflex_runtime.feeds.settings import OF_STAGES, PER_FEED, FeedSpec, source_of_spec, specs_of
 from reflex_runtime.feeds.stages import imported, stages_of
@@ -29,7 +29,7 @@ from reflex_runtime.settings.declare import check_needs, flag, one_line
 from reflex_runtime.settings.read import environment, read
 
 if TYPE_CHECKING:
-    from reflex_runtime.feeds.detectors.cascade import SecondModel
+    from reflex_runtime.feeds.detectors.detector_slot import SecondModel
 
 MOST: Final = 256  # feeds of a run whose file may name more of them later
 
@@ -68,6 +68,21 @@ def plan_of(texts: Sequence[str], file: Path | None, flags: Mapping[str, Any]) -
     check_needs(config, places, {fact: "no feed is one" for fact, holds in facts.items() if not holds})
     check_places(config, specs, file)
     return FeedPlan(config, specs, sources, file)
+
+
+def check_places(config: FeedsConfig, specs: Sequence[FeedSpec], file: Path | None = None) -> None:
+    """That nothing is written over what is read, or written twice. file: the configuration."""
+    outputs = [(name, value, Path(value)) for name, value in written(config)]
+    if config.annotate:
+        outputs += [("--annotate", config.annotate, video_of(config, spec.name)) for spec in specs]
+    taken = {os.path.realpath(spec.file): f"which {spec.name} reads" for spec in specs if spec.file is not None}
+    taken |= {os.path.realpath(model): "which is the model" for model in (config.onnx, config.then) if model}
+    if file is not None:
+        taken[os.path.realpath(file)] = "which is the configuration"
+    for name, value, path in outputs:
+        if (use := taken.get(os.path.realpath(path))) is not None:
+            raise ConfigError(f"{name}={one_line(value)}: would write over {one_line(path)}, {use}")
+        taken[os.path.realpath(path)] = f"which {name} writes"
 
 
 def processor_asked(plan: FeedPlan) -> BatchProcessor:
@@ -110,7 +125,7 @@ def _checked(made: Any, flag: str) -> BatchProcessor:
 
 def second_model_asked(config: FeedsConfig, detector: BatchProcessor, frames: int) -> SecondModel:
     """The second model. frames: most that wait for the first one."""
-    from reflex_runtime.feeds.detectors.cascade import SecondModel
+    from reflex_runtime.feeds.detectors.detector_slot import SecondModel
 
     size = config.then_batch_size
     batching = BatchConfig(

@@ -14,14 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 from reflex_runtime.core.errors import Closed, ConfigError, ProcessorError
 from reflex_runtime.feeds.detectors.detector_slot import DetectorSlot
+from reflex_runtime.feeds.outputs import ResultFiles
 from reflex_runtime.feeds.outputs.output import ResultOutput
 from reflex_runtime.feeds.plan import FeedFleet, FeedPlan, batching_asked, onnx_asked, refusal_of, second_model_asked
-from reflex_runtime.feeds.result_files import ResultFiles
-from reflex_runtime.feeds.runtime.health import FeedEnded, FeedFailed, FeedStageError, StageError
-from reflex_runtime.feeds.runtime.messages import in_one_line, undecoded
+from reflex_runtime.feeds.runtime.health import FeedEnded, FeedFailed, FeedStageError, StageError, in_one_line
 from reflex_runtime.feeds.runtime.runtime import Runtime, StopReport
 from reflex_runtime.feeds.settings import FeedSpec
-from reflex_runtime.feeds.table import Board
+from reflex_runtime.feeds.table import Board, undecoded
 from reflex_runtime.observe.batch_metrics import OneGroup
 from reflex_runtime.observe.logs import leave
 from reflex_runtime.run.batch_processor import BatchProcessor

@@ -13,10 +13,9 @@ from typing import Any
 
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.feeds.outputs.json_lines import NAME
-from reflex_runtime.feeds.runtime.frame import Region, Source
-from reflex_runtime.feeds.runtime.messages import in_one_line
-from reflex_runtime.feeds.sources import DRAWN, source_of
-from reflex_runtime.feeds.sources.folder import pictures_in
+from reflex_runtime.feeds.runtime.health import in_one_line
+from reflex_runtime.feeds.runtime.pipeline import Region, Source
+from reflex_runtime.feeds.sources import DRAWN, pictures_in, source_of
 from reflex_runtime.feeds.sources.video import without_secrets
 from reflex_runtime.settings import FeedsConfig
 from reflex_runtime.settings.declare import convert, did_you_mean, hints_of, one_line

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Final, Self
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
@@ -13,24 +13,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from reflex_runtime.feeds.runtime.health import HealthEvent
-from reflex_runtime.feeds.runtime.messages import (
-    drops,
-    frames,
-    in_one_line,
-    line_of,
-    line_of_all,
-    line_of_counts,
-    line_of_output,
-    line_of_stages,
-    progress,
-    seconds,
-    state,
-    states,
-    told,
-    words_of,
-)
-from reflex_runtime.feeds.runtime.snapshot import FeedSnapshot, RuntimeSnapshot
+from reflex_runtime.feeds.runtime.health import HealthEvent, frames, in_one_line, told, words_of
+from reflex_runtime.feeds.runtime.snapshot import FeedSnapshot, OutputSnapshot, RuntimeSnapshot
 from reflex_runtime.observe.batch_metrics import BatchMetrics
 
 if TYPE_CHECKING:
@@ -133,6 +117,110 @@ class _ConsoleLog(logging.Handler):
         except Exception:
             self.handleError(record)
 
+
+
+# -- in words ----------------------------------------------------------------------------------------------------------
+
+
+def line_of(feed: FeedSnapshot) -> str:
+    """The state and figures of a feed, in a line."""
+    age = "" if feed.age is None else f", newest answer {seconds(feed.age)} old"
+    lost = _dropped(_drops(feed.drops)) + _undecoded(feed.corrupt)
+    return f"{feed.name}: {state(feed)}, {progress(feed)} answered, {feed.fps:.1f}/s{age}{lost}"
+
+
+def line_of_all(feeds: list[FeedSnapshot]) -> str:
+    """The states of many feeds, in a line."""
+    answered, rate = sum(f.processed for f in feeds), sum(f.fps for f in feeds)
+    counts: dict[str, int] = {}
+    for feed in feeds:
+        for reason, count in feed.drops.items():
+            counts[reason] = counts.get(reason, 0) + count
+    corrupt = _undecoded(sum(feed.corrupt for feed in feeds))
+    return f"{states(feeds)}; {answered} answered, {rate:.1f}/s{_dropped(_drops(counts))}{corrupt}"
+
+
+def states(feeds: list[FeedSnapshot]) -> str:
+    """12 feeds: 10 running, 2 reconnecting."""
+    each: dict[str, int] = {}
+    for feed in feeds:
+        each[feed.state] = each.get(feed.state, 0) + 1
+    return f"{len(feeds)} feed{'s'[: len(feeds) != 1]}: " + ", ".join(f"{n} {name}" for name, n in each.items())
+
+
+def state(feed: FeedSnapshot) -> str:
+    """The state of a feed; for a file also its progress, and the time left at the present rate."""
+    done = feed.frames - feed.waiting
+    if not feed.total or feed.mode != "file" or feed.state != "running":
+        return feed.state
+    left = f" {clock((feed.total - done) / feed.fps)}" if feed.fps and feed.total > done else ""
+    return f"{min(100, 100 * done // feed.total)} %{left}"
+
+
+def progress(feed: FeedSnapshot) -> str:
+    """Frames answered; of a file also how many there are."""
+    return f"{feed.processed}/{feed.total}" if feed.total and feed.mode == "file" else str(feed.processed)
+
+
+def drops(feed: FeedSnapshot) -> str:
+    """Frames that were not answered, by reason; and packets that became no frame."""
+    return ", ".join(filter(None, (_drops(feed.drops), undecoded(feed.corrupt))))
+
+
+def undecoded(packets: int) -> str:
+    """3 packets could not be decoded; nothing for none."""
+    return f"{packets} packet{'s'[: packets != 1]} could not be decoded" if packets else ""
+
+
+def seconds(value: float | None) -> str:
+    """A duration for people."""
+    if value is None:
+        return ""
+    if value < 0.0095:
+        return f"{1e3 * value:.1f} ms"
+    return f"{1e3 * value:.0f} ms" if value < 1.0 else f"{value:.1f} s" if value < 99.95 else f"{value:.0f} s"
+
+
+def line_of_counts(feed: FeedSnapshot) -> str:
+    """What a feed's zones and lines count, in a line; empty without any."""
+    zones = [f"{count} in {name}" for name, count in feed.zones.items()]
+    lines = [f"{name} crossed {counts['in']} in, {counts['out']} out" for name, counts in feed.lines.items()]
+    return f"{feed.name}: {'; '.join(zones + lines)}" if zones or lines else ""
+
+
+def line_of_stages(feed: FeedSnapshot) -> str:
+    """The stage for which a feed dropped frames, in a line; empty if none did."""
+    lost = feed.drops.get("slow_stage", 0)
+    if not lost or not feed.stages:
+        return ""
+    name, slowest = max(feed.stages.items(), key=lambda stage: stage[1].seconds)
+    each = seconds(slowest.seconds / max(1, slowest.runs))
+    return f"{feed.name}: {frames(lost)} dropped while a stage ran; {name} takes {each} a frame"
+
+
+def line_of_output(output: OutputSnapshot) -> str:
+    """What became of the results that an output got, in a line."""
+    waiting = f", {output.waiting} waiting" if output.waiting else ""
+    why = f" ({output.error})" if output.error and any(output.drops.values()) else ""
+    return f"{output.name}: {output.sent} results to {output.where}{waiting}{_dropped(_drops(output.drops))}{why}"
+
+
+def clock(value: float) -> str:
+    """Seconds as 0:07, 12:34 or 1:02:03."""
+    minutes, rest = divmod(round(value), 60)
+    return f"{minutes}:{rest:02}" if minutes < 60 else f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
+
+
+def _drops(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{count} {reason}" for reason, count in counts.items() if count)
+
+
+def _dropped(text: str) -> str:
+    return f", dropped: {text}" if text else ""
+
+
+def _undecoded(packets: int) -> str:
+    return f", {undecoded(packets)}" if packets else ""
 
 
 # -- tables ------------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from PIL import Image
 
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.feeds.detectors.heads import CROP, LETTERBOX, STRETCH, Found
-from reflex_runtime.feeds.runtime.frame import opencv
+from reflex_runtime.feeds.runtime.pipeline import opencv
 from reflex_runtime.run.onnx_session import OnnxSession, Port, shown
 
 GREY: Final = 114  # of all channels, around the picture

@@ -1,17 +1,158 @@
-"""Outputs: results that leave for a receiver that may be slow or away, each on a thread of its own.
-
-An output never delays a frame. Its queue is bounded, and the newest results win: where there is no room, the oldest one
-is dropped and counted.
-"""
+"""Where the results of a run go: files, and receivers that may be slow or away."""
 
 from __future__ import annotations
 
+import errno
+import logging
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.core.group import GroupConfig
+from reflex_runtime.feeds.outputs.json_lines import JsonLines, path_name
 from reflex_runtime.feeds.outputs.output import ReceiverAddress, ResultOutput, mqtt_address, webhook_address
+from reflex_runtime.feeds.runtime.health import in_one_line
+from reflex_runtime.observe import files
 from reflex_runtime.settings import FeedsConfig
+from reflex_runtime.settings.declare import one_line
+
+
+class ResultFiles:
+    """The files of one run.
+
+    output: standard output. gone: called when its reader left. trace: None without --trace; a sink of the coordinator's
+    events, to be closed by who opens it.
+    """
+
+    def __init__(
+        self, config: FeedsConfig, groups: Sequence[GroupConfig], output: Any, gone: Callable[[], None]
+    ) -> None:
+        from reflex_runtime.observe.journal_writer import JournalWriter
+
+        self._config = config
+        self.trace = JournalWriter(config.trace, groups) if config.trace else None
+        self._results: Any = None
+        if config.results == "-":
+            self._results = JsonLines(ResultStream(output, gone))  # type: ignore[arg-type]
+        elif is_parquet(config.results):
+            from reflex_runtime.feeds.outputs.parquet import ParquetResults
+
+            self._results = ParquetResults(config.results)
+        elif config.results:
+            self._results = JsonLines(config.results)
+        self._videos: dict[str, Path] = {}
+
+    def sinks_of(self, feed: str) -> list[Callable[[Any], None]]:
+        """Those of a feed."""
+        sinks: list[Callable[[Any], None]] = [] if self._results is None else [self._results]
+        if self._config.annotate:
+            from reflex_runtime.feeds.outputs.annotated import AnnotatedVideo
+
+            self._videos[feed] = video_of(self._config, feed)
+            sinks.append(AnnotatedVideo(self._videos[feed]))
+        return sinks
+
+    def begin(self) -> None:
+        """The run has started: until then the results of the run before are left as they are."""
+        if self._results is not None:
+            self._results.begin()
+
+    def complete(self) -> bool:
+        """At the end: log what was written, and which lines are not. Returns whether the trace is whole."""
+        config, written, whole = self._config, [], True
+        if self._results is not None and self._results.lost:
+            logging.error("--results=%s: %d results are not in it", config.results, self._results.lost)
+        elif config.results not in ("", "-"):
+            written.append(f"results: {config.results}")
+        made = [str(path) for _, path in sorted(self._videos.items()) if path.is_file()]
+        if made:
+            written.append(f"videos: {', '.join(made) if len(made) <= 4 else f'{len(made)} in {config.annotate}'}")
+        if self.trace is not None and (self.trace.error is not None or self.trace.dropped):
+            why = f": {self.trace.error.strerror}" if self.trace.error is not None else ""
+            logging.error("--trace=%s: %d lines are not in it%s", config.trace, self.trace.dropped, why)
+            whole = False
+        elif self.trace is not None:
+            written.append(f"trace: {config.trace} (reflex trace {config.trace})")
+        if written:
+            logging.info("wrote %s", "; ".join(written))
+        return whole
+
+
+class ResultStream:
+    """Standard output for results, unbuffered and in UTF-8. gone: called when its reader left; the rest is dropped."""
+
+    def __init__(self, stream: Any, gone: Callable[[], None]) -> None:
+        self._file, self._gone = stream.fileno(), gone
+        self.isatty = stream.isatty
+
+    def write(self, text: str) -> None:
+        data = memoryview(text.encode("utf-8", "replace"))
+        try:
+            while data:
+                data = data[os.write(self._file, data) :]
+        except OSError as error:
+            if error.errno != errno.EPIPE:
+                raise
+            self._gone()
+
+    def flush(self) -> None:
+        """Nothing is held back."""
+
+
+# -- checks ------------------------------------------------------------------------------------------------------------
+
+
+def check_files(config: FeedsConfig) -> None:
+    """That everything can be written."""
+    for flag, value in written(config):
+        if Path(value).is_dir() and not is_parquet(value):
+            raise ConfigError(f"{flag}={one_line(value)}: is a directory, must be a file")
+    if config.annotate:
+        with _refused("--annotate", config.annotate, "made"):
+            Path(config.annotate).mkdir(parents=True, exist_ok=True)
+        if not os.access(config.annotate, os.W_OK | os.X_OK):
+            raise ConfigError(f"--annotate={one_line(config.annotate)}: cannot be written to")
+    for flag, value in written(config):
+        with _refused(flag, value, "written"):
+            if flag == "--results" and is_parquet(value):
+                from reflex_runtime.feeds.outputs.parquet import check_parquet
+
+                check_parquet(Path(value))
+            else:
+                files.check(value)
+
+
+@contextmanager
+def _refused(flag: str, value: str, done: str) -> Iterator[None]:
+    """OSError and ValueError as a ConfigError that names the flag. done: what cannot be done."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or in_one_line(error)
+        raise ConfigError(f"{flag}={one_line(value)}: cannot be {done}: {why}") from None
+
+
+def is_parquet(results: str) -> bool:
+    """Whether results are written as Parquet: by the end of the name."""
+    return results.lower().endswith(".parquet")
+
+
+def written(config: FeedsConfig) -> list[tuple[str, str]]:
+    """Files that are written, by flag."""
+    pairs = (("--results", "" if config.results == "-" else config.results), ("--trace", config.trace))
+    return [(flag, value) for flag, value in pairs if value]
+
+
+def video_of(config: FeedsConfig, feed: str) -> Path:
+    """The file of a feed's video."""
+    return Path(config.annotate, f"{path_name(feed)}.mp4")
+
+
+# -- receivers ---------------------------------------------------------------------------------------------------------
 
 
 def outputs_of(config: FeedsConfig) -> list[ResultOutput[Any]]:

@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
 
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.feeds.arrays import cells_of
 from reflex_runtime.feeds.outputs.json_lines import SinkError
 from reflex_runtime.feeds.runtime.pipeline import Result
+from reflex_runtime.feeds.stages import cells_of
 from reflex_runtime.observe import files
 
 Box = tuple[float, float, float, float]  # x0, y0, x1, y1

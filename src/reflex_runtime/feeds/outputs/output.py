@@ -13,7 +13,7 @@ from urllib.parse import unquote, urlsplit
 
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.feeds.outputs.json_lines import ResultRecord
-from reflex_runtime.feeds.runtime.messages import in_one_line
+from reflex_runtime.feeds.runtime.health import in_one_line
 from reflex_runtime.feeds.runtime.pipeline import Result
 from reflex_runtime.feeds.runtime.snapshot import OUTPUT_DROPS, OutputSnapshot
 from reflex_runtime.feeds.sources.video import without_secrets

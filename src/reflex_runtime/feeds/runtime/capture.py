@@ -12,8 +12,8 @@ from math import inf
 from typing import Any
 
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.feeds.runtime.frame import Frame, Picture, Source, SourceError, Taking, turned
 from reflex_runtime.feeds.runtime.health import FeedConnected, FeedDisconnected, HealthEvent
+from reflex_runtime.feeds.runtime.pipeline import Frame, Picture, Source, SourceError, Taking, turned
 from reflex_runtime.feeds.runtime.snapshot import Ledger
 from reflex_runtime.pacing import doubled
 from reflex_runtime.run.device import Clock

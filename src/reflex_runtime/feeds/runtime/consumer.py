@@ -23,9 +23,8 @@ from reflex_runtime.core.errors import (
     WaitTimeout,
 )
 from reflex_runtime.feeds.runtime.capture import FeedContext
-from reflex_runtime.feeds.runtime.frame import Frame
 from reflex_runtime.feeds.runtime.health import FeedFrozen, FeedStageError
-from reflex_runtime.feeds.runtime.pipeline import Pipeline, Result, SubmitHandle, name_of
+from reflex_runtime.feeds.runtime.pipeline import Frame, Pipeline, Result, SubmitHandle, name_of
 from reflex_runtime.pacing import Throttle
 from reflex_runtime.run.submitted_frame import NewestFrame
 

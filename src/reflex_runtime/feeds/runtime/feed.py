@@ -22,9 +22,8 @@ from typing import Any
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.feeds.runtime.capture import FILE, LIVE, Capture, FeedConfig, FeedContext, Pause, words_of
 from reflex_runtime.feeds.runtime.consumer import Consumer, Sink
-from reflex_runtime.feeds.runtime.frame import Source
 from reflex_runtime.feeds.runtime.health import FeedEnded, FeedFailed, FeedStageError, HealthEvent
-from reflex_runtime.feeds.runtime.pipeline import Pipeline
+from reflex_runtime.feeds.runtime.pipeline import Pipeline, Source
 from reflex_runtime.feeds.runtime.snapshot import FeedSnapshot
 from reflex_runtime.run.device import Clock
 

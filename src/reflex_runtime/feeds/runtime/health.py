@@ -7,10 +7,15 @@ and its runtime emit the other events themselves.
 
 from __future__ import annotations
 
+import importlib
+import logging
+import os
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import inf
-from typing import Any
+from pathlib import Path
+from typing import Any, Final
 
 from reflex_runtime.core.batch import Done
 from reflex_runtime.core.errors import Closed, Displaced, InFlightCapReached, ProcessorError
@@ -286,3 +291,67 @@ class Health:
         for client in quiet[: FEEDS // 4]:
             del self._feeds[client]
         self._limit = max(FEEDS, len(self._feeds) + FEEDS // 4)
+
+
+# -- in words ----------------------------------------------------------------------------------------------------------
+
+
+LONGEST: Final = 1000  # characters of a foreign text
+_IMPORTS = tuple(str(Path(__file__).parent.parent / name) for name in ("stages.py", "plan.py"))
+
+
+def in_one_line(text: object) -> str:
+    """A foreign text as one line without control characters."""
+    words = "".join(c if c.isprintable() else " " for c in str(text)[:LONGEST])
+    return " ".join(words.split())
+
+
+def told(error: BaseException) -> str:
+    """An exception as one line: its class, what it says, and where in which file it was raised."""
+    words = in_one_line(f"{type(error).__name__}: {error}").removesuffix(":")
+    passed = (__file__, *_IMPORTS, str(Path(importlib.__file__).parent), "<")  # on the way to it
+    own = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(passed)]
+    return f"{words} ({os.path.basename(own[-1].filename)}, line {own[-1].lineno})" if own else words
+
+
+def words_of(event: HealthEvent) -> tuple[int, str]:
+    """(level, text) of a health event for the log."""
+    level, text = _words_of(event)
+    return level, in_one_line(f"{event.source}: {text}")
+
+
+def _words_of(event: HealthEvent) -> tuple[int, str]:
+    match event:
+        case FeedConnected():
+            return logging.INFO, "connected"
+        case FeedEnded():
+            return logging.INFO, "came to its end"
+        case FeedFrozen():
+            return logging.WARNING, "connected, but sends nothing"
+        case FeedDisconnected(error=error, retry_in=None):
+            return logging.ERROR, error
+        case FeedDisconnected(error=error, retry_in=seconds):
+            return logging.WARNING, f"{error}; trying again in {seconds:.1f} s"
+        case FeedFailed(error=error):
+            return logging.ERROR, f"given up: {error}"
+        case BatchSubmissionRejected(count=n, coordinator=c):
+            return logging.WARNING, f"{frames(n)} refused, the queue of {c} was full"
+        case BatchInFlightExceeded(count=n, coordinator=c):
+            return logging.WARNING, f"{frames(n)} refused, {c} had not answered the one before"
+        case BatchTimeout(count=n, coordinator=c):
+            return logging.WARNING, f"{frames(n)} not answered by {c} in time"
+        case BatchError(count=n, error=error):
+            return logging.ERROR, f"{n} batch{'es' if n > 1 else ''} failed: {error}"
+        case FeedStageError(count=n, error=error) if n > 1:
+            return logging.ERROR, f"{error} ({n} times)"
+        case FeedStageError(error=error) | StageError(error=error):
+            return logging.ERROR, error
+        case ThreadDetached(name=name):
+            return logging.ERROR, f"thread {name} did not end in time and is abandoned"
+        case _:
+            return logging.INFO, type(event).__name__
+
+
+def frames(count: int) -> str:
+    """1 frame, 2 frames."""
+    return f"{count} frame{'s'[: count != 1]}"

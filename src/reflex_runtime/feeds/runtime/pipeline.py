@@ -1,15 +1,224 @@
-"""The stages of a feed: those before the batch point, the batch point shared with other feeds, and those after it."""
+"""What passes through a feed: frames of a source, which of them and what part; its stages; and results.
+
+Stages run before the batch point, which is shared with other feeds, and after it.
+"""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, Unpack
+from functools import cache
+from math import inf
+from typing import Any, Final, Protocol, Unpack
 
-from reflex_runtime.core.errors import ConfigError, ProcessorError
-from reflex_runtime.feeds.runtime.frame import Frame, Region
+import numpy as np
+from numpy.typing import NDArray
+
+from reflex_runtime.core.errors import JSON, ConfigError, ProcessorError, ReflexError
 from reflex_runtime.run.submitted_frame import FrameOptions, NewestFrame
+from reflex_runtime.settings.declare import one_line
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Frame:
+    """A picture of one feed. Two frames are equal when they are the same object: comparing pixels is not for `==`.
+
+    image: RGB, uint8 [height, width, 3]. Its size may differ from that of the frame before it.
+    sequence: counts the feed's frames from 0; a reconnect goes on counting and repeats no number.
+    pts: seconds in the stream's own time, None when it gave none. It may jump, and after a reconnect it may start over.
+    captured: when the picture was read, in seconds of the monotonic clock. Ages and latencies count from here.
+    file: its name in a directory of pictures.
+    prepared: what the processor's `prepare` made of the image, if that was done when it was read.
+    """
+
+    image: NDArray[np.uint8]
+    sequence: int
+    pts: float | None
+    captured: float
+    prepared: Any = None
+    file: str = ""
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Width and height in pixels."""
+        return self.image.shape[1], self.image.shape[0]
+
+
+Picture = tuple[NDArray[np.uint8], float | None]  # RGB [height, width, 3] and its pts in seconds
+
+
+class SourceError(ReflexError):
+    """A source gives no more pictures: it was lost, could not be opened, or stopped sending.
+
+    retryable: True, opening it again may help (a camera that is gone may come back). False, it will not (a file that
+        is not there, or is no video).
+    """
+
+    code, http_status = "source_lost", 502
+
+    def __init__(
+        self, message: str = "", *, retryable: bool = True, retry_after: float | None = None, **details: JSON
+    ) -> None:
+        super().__init__(message, retry_after=retry_after, retryable=retryable, **details)
+        self.retryable = retryable
+
+
+class Source(Protocol):
+    """What gives a feed its pictures. One thread opens, reads and closes; only `interrupt` may come from another.
+
+    name: for people; holds no credentials.
+    live: it does not wait for the reader, so the newest picture wins. False: it waits, and no picture is lost.
+    total: pictures expected in all, None when not known. Final once `open` has returned.
+    """
+
+    name: str
+    live: bool
+    total: int | None
+
+    def open(self) -> None:
+        """Connect, or connect again after `close`. Raises SourceError."""
+
+    def read(self) -> Picture | None:
+        """The next picture and its pts; waits for it. None at the end. Raises SourceError when the source is lost.
+
+        It may have an attribute `file`, its name in a directory.
+        The array belongs to the caller: it is not written to again.
+        """
+
+    def close(self) -> None:
+        """Close it. Allowed at any time by the reading thread, also twice, also when `open` failed."""
+
+    def interrupt(self) -> None:
+        """From any thread: an `open` or `read` that waits ends soon, with a SourceError, and so does every later one.
+
+        Each source documents how soon. An interrupted source stays interrupted: a stop is final.
+        """
+
+
+LARGEST: Final = 1_000_000  # pixels
+
+Image = NDArray[np.uint8]  # [height, width, 3]
+
+
+class Taking:
+    """Which pictures of a source are taken: one of `every`, and of those at most `fps` a second; 0 is no limit.
+
+    Time is that of the stream, else of the clock. A picture may come up to a quarter of a period early, so that a limit
+    near the camera's own rate takes all; on average the rate holds. Where time runs backwards, it begins anew.
+    """
+
+    EARLY: Final = 0.25
+
+    def __init__(self, every: int = 1, fps: float = 0.0) -> None:
+        self._count, self._due = 0, 0.0
+        self._last = inf  # so that time begins anew
+        self._every, self._period = every, 1.0 / fps if fps else 0.0
+
+    @property
+    def all(self) -> bool:
+        """Whether every picture is taken."""
+        return self._every == 1 and not self._period
+
+    def takes(self, pts: float | None, now: float) -> bool:
+        """Whether the next picture is taken."""
+        self._count += 1
+        if (self._count - 1) % self._every:
+            return False
+        if not self._period:
+            return True
+        time = now if pts is None else pts
+        if self._last <= time < self._due - self.EARLY * self._period:
+            return False
+        anew = time < self._last
+        self._due = time + self._period if anew else max(self._due + self._period, time)
+        self._last = time
+        return True
+
+
+def turned(image: Image, degrees: int) -> Image:
+    """A picture turned clockwise by 0, 90, 180 or 270 degrees."""
+    if not degrees:
+        return image
+    quarters = degrees // 90
+    if (cv2 := opencv()) is not None:  # five times as fast
+        ways = (cv2.ROTATE_90_CLOCKWISE, cv2.ROTATE_180, cv2.ROTATE_90_COUNTERCLOCKWISE)
+        result: Image = cv2.rotate(image, ways[quarters - 1])
+        return result
+    return np.ascontiguousarray(np.rot90(image, -quarters))
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """The part of a feed's pictures that its processor gets: left, top, width and height in pixels. What of it lies
+    outside of a picture is left out."""
+
+    left: int
+    top: int
+    width: int
+    height: int
+
+    def __post_init__(self) -> None:
+        sides = (self.left, self.top, self.width, self.height)
+        if not all(isinstance(n, int) and 0 <= n <= LARGEST for n in sides) or not (self.width and self.height):
+            raise ConfigError(f"Region{sides}: must be whole numbers of pixels >= 0, width and height >= 1")
+
+    @classmethod
+    def of(cls, text: str) -> Region:
+        """From a text LEFT,TOP,WIDTH,HEIGHT. Raises ConfigError."""
+        found = re.fullmatch(r"\s*(\d{1,6})\s*,\s*(\d{1,6})\s*,\s*(\d{1,6})\s*,\s*(\d{1,6})\s*", text, re.ASCII)
+        if found is None or not (int(found[3]) and int(found[4])):
+            raise ConfigError(f"roi={one_line(text)}: must be X,Y,WIDTH,HEIGHT in pixels, such as 0,200,1280,520")
+        return cls(*(int(number) for number in found.groups()))
+
+    def part(self, image: Image) -> Image:
+        """That part of a picture, not copied. Raises ProcessorError if nothing of it lies inside."""
+        part = image[self.top : self.top + self.height, self.left : self.left + self.width]
+        if not part.size:
+            height, width = image.shape[:2]
+            raise ProcessorError(
+                f"roi={self.left},{self.top},{self.width},{self.height} lies outside of the picture, {width}x{height}"
+            )
+        return part
+
+    def placed(self, value: Any) -> Any:
+        """A result about the part, with its boxes, keypoints and masks in pixels of the whole picture."""
+        if not isinstance(value, Mapping) or not (self.left or self.top):
+            return value
+        result = dict(value)
+        for name, pairs in (("boxes", 2), ("keypoints", 1), ("polygons", 1)):
+            if name in result:
+                result[name] = self._moved(result[name], pairs)
+        if "masks" in result:
+            result["masks"] = [self._mask(mask) for mask in result["masks"]]
+        return result
+
+    def _mask(self, mask: Any) -> Any:
+        return {**mask, "box": self._moved(mask["box"], 2)} if isinstance(mask, Mapping) and "box" in mask else mask
+
+    def _moved(self, places: Any, pairs: int) -> Any:
+        """Places [..., x, y, …] moved; what has more columns keeps them. What has another form is left as it is."""
+        try:
+            array = np.array(places, np.float64)
+            if array.size:
+                array[..., : 2 * pairs] += (self.left, self.top) * pairs
+        except (TypeError, ValueError, IndexError):
+            return places
+        return array if isinstance(places, np.ndarray) else array.round(4).tolist()
+
+
+@cache
+def opencv() -> Any:
+    """The module cv2, or None."""
+    try:
+        import cv2
+    except ImportError:
+        return None
+    return cv2
+
+
+# -- stages ------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, eq=False)

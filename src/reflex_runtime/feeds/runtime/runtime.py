@@ -23,9 +23,8 @@ from reflex_runtime.core.errors import Closed, ConfigError
 from reflex_runtime.feeds.runtime.capture import FILE, FeedConfig
 from reflex_runtime.feeds.runtime.consumer import Sink
 from reflex_runtime.feeds.runtime.feed import Feed, close_sink
-from reflex_runtime.feeds.runtime.frame import Source
 from reflex_runtime.feeds.runtime.health import Health, HealthEvent, ThreadDetached
-from reflex_runtime.feeds.runtime.pipeline import Pipeline
+from reflex_runtime.feeds.runtime.pipeline import Pipeline, Source
 from reflex_runtime.feeds.runtime.snapshot import FeedSnapshot, OutputSnapshot, RuntimeSnapshot
 from reflex_runtime.observe.batch_metrics import OneGroup
 from reflex_runtime.run.audience import Sink as EventSink

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-from reflex_runtime.feeds.runtime.frame import Frame
+from reflex_runtime.feeds.runtime.pipeline import Frame
 from reflex_runtime.observe.batch_metrics import BatchMetrics, Durations, Times
 
 DROPS = {

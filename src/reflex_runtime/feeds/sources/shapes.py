@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from PIL import Image as Pillow
 
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.feeds.runtime.frame import Picture, SourceError
+from reflex_runtime.feeds.runtime.pipeline import Picture, SourceError
 from reflex_runtime.settings.declare import convert, one_of
 
 LABELS: Final = ("circle", "square", "triangle")

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.feeds.runtime.frame import Picture, SourceError
+from reflex_runtime.feeds.runtime.pipeline import Picture, SourceError
 from reflex_runtime.settings.declare import one_line, one_of
 
 if TYPE_CHECKING:
