@@ -39,7 +39,7 @@ from reflex_runtime.ipc.messages import (
 )
 from reflex_runtime.ipc.peer import Peer
 from reflex_runtime.ipc.worker import Worker, serve
-from reflex_runtime.run.stream import Stream
+from reflex_runtime.run.dispatcher import Stream
 
 PATIENCE = 60.0  # seconds until a test that waits is broken
 _KINDS = {CHUNK: StreamChunk, PROMPT: StreamPrompt, STATS: StreamStats, EVENT: StreamEvent}

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from reflex_runtime.core.request import Request, Ticket
-from reflex_runtime.run import wakeup_chain as relay_module
+from reflex_runtime.run import audience
+from reflex_runtime.run.audience import STALLED, Relay, Sleeper
 from reflex_runtime.run.batch_processor import BatchConfig, BatchEntry
 from reflex_runtime.run.batched import BatchedFunction, batched
 from reflex_runtime.run.coordinator import BatchCoordinator
-from reflex_runtime.run.wakeup_chain import STALLED, Relay, Sleeper
 from run.helpers import PATIENCE
 
 
@@ -83,7 +83,7 @@ def test_one_that_does_not_run_holds_up_no_others_for_long() -> None:
 
 
 def test_without_an_interpreter_lock_all_are_woken_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(relay_module, "_one_at_a_time", False)
+    monkeypatch.setattr(audience, "_one_at_a_time", False)
     played = Played()
     played.answer(0, 1, 2)
     assert (played.awake, played.relay.going) == ([True, True, True], False)

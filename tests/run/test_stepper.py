@@ -14,8 +14,8 @@ from reflex_runtime.core.flush import FlushPolicy
 from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.core.request import Request, Ticket
 from reflex_runtime.core.scheduler import Scheduler
+from reflex_runtime.run.dispatcher import Stepper
 from reflex_runtime.run.processor import BaseProcessor
-from reflex_runtime.run.stepper import Stepper
 from run.helpers import cannot_learn
 
 

@@ -39,7 +39,7 @@ from reflex_runtime.ipc.messages import (
     is_id,
 )
 from reflex_runtime.run.audience import Idle
-from reflex_runtime.run.stream import Stream
+from reflex_runtime.run.dispatcher import Stream
 
 log = logging.getLogger("reflex.ipc")
 

@@ -43,7 +43,7 @@ from reflex_runtime.core.flush import FlushPolicy
 from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.core.request import DEFAULT, Priority, Request, Ticket
 from reflex_runtime.core.scheduler import Scheduler
-from reflex_runtime.run.audience import Audience, Cancels, Delivery, Sink, resolve
+from reflex_runtime.run.audience import Audience, Cancels, Delivery, Relay, Sink, Sleeper, resolve
 from reflex_runtime.run.device import Device
 from reflex_runtime.run.dispatcher import Dispatcher
 from reflex_runtime.run.processor import (
@@ -57,7 +57,6 @@ from reflex_runtime.run.processor import (
     outcomes_of,
     payloads_of,
 )
-from reflex_runtime.run.wakeup_chain import Relay, Sleeper
 
 GONE: Final = 1.0  # seconds from the end of a task until its client is forgotten
 

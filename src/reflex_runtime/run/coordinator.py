@@ -43,7 +43,7 @@ from reflex_runtime.core.events import DeviceLost, Event
 from reflex_runtime.core.request import Request, Ticket
 from reflex_runtime.core.scheduler import Scheduler
 from reflex_runtime.observe.batch_metrics import BatchMeter, BatchMetrics, OneGroup
-from reflex_runtime.run.audience import Audience, Delivery, Sink
+from reflex_runtime.run.audience import Audience, Delivery, Relay, Sink, Sleeper
 from reflex_runtime.run.batch_processor import BatchConfig, BatchProcessor, Owned, id_of
 from reflex_runtime.run.device import Clock, Device
 from reflex_runtime.run.submitted_frame import (
@@ -54,7 +54,6 @@ from reflex_runtime.run.submitted_frame import (
     NewestFrame,
     SubmittedFrame,
 )
-from reflex_runtime.run.wakeup_chain import Relay, Sleeper
 
 log = logging.getLogger("reflex.coordinator")
 

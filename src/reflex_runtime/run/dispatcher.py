@@ -1,25 +1,37 @@
-"""The asyncio driver for work that is awaited, not run: calls to another process, and coroutine functions.
+"""Drivers without a thread of their own: an asyncio driver for calls that are awaited, not run; its streams; a stepper.
 
-Everything happens on the loop: no thread, no lock. What comes in one turn of the loop is decided on at the end of that
-turn, so that what came together leaves together. In between one timer waits for `wake_at`; nothing is polled.
+`Dispatcher`: everything happens on the loop, without a lock. What comes in one turn of the loop is decided on at the
+end of that turn, so that what came together leaves together. In between one timer waits for `wake_at`; nothing is
+polled.
+
+`Stream`: the outputs of one request over time, for one reader. Producers push on the event loop and never wait. A
+subclass bounds the memory: its hooks are called when outputs were pushed and when they were taken, and it holds the
+producer of this stream alone.
+
+`Stepper`: one step per call, in the calling thread: form a batch, run it, complete it. Tests, offline generation and
+tracing use it: nothing happens between two calls.
 """
 
 from __future__ import annotations
 
 import asyncio
+import copy
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from functools import partial
 from math import inf
-from typing import TypeVar
+from typing import Generic, Self, TypeVar
 
 from reflex_runtime.core.batch import Batch, Failed, Outcome
-from reflex_runtime.core.errors import CutShort, ProcessorError, ReflexError, Rejected, ResultCountMismatch
+from reflex_runtime.core.errors import Cancelled, CutShort, ProcessorError, ReflexError, Rejected, ResultCountMismatch
+from reflex_runtime.core.events import Event
 from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.core.request import Request, Ticket
 from reflex_runtime.core.scheduler import Scheduler
 from reflex_runtime.run.audience import Audience, Cancels, Idle, Sink
 from reflex_runtime.run.device import Clock, complete
+from reflex_runtime.run.processor import Processor, run_batch
 
 T = TypeVar("T")
 Send = Callable[[Batch], Awaitable[Sequence[Outcome]]]
@@ -202,3 +214,158 @@ def _known(error: BaseException) -> ReflexError:
     wrapped = ProcessorError(f"{type(error).__name__}: {error}")
     wrapped.__cause__ = error
     return wrapped
+
+
+# -- outputs of a request ----------------------------------------------------------------------------------------------
+
+_CLOSED = "closed before all of it was read"
+
+
+class Stream(Generic[T]):
+    """An async iterator of outputs. One that ends with an error raises it here, after what had come until then.
+
+    A reader that stops before the end calls `close`. bell: set whenever there is something to read, for a reader of
+    several streams. ended: whether no more will come; what came may still be unread.
+    """
+
+    __slots__ = ("_bell", "_closed", "_error", "_outputs", "ended")
+
+    def __init__(self, bell: asyncio.Event | None = None) -> None:
+        self._bell = bell or asyncio.Event()
+        self._outputs: deque[T] = deque()
+        self._error: ReflexError | None = None
+        self._closed = self.ended = False
+
+    # -- for the reader ------------------------------------------------------------------------------------------------
+
+    @property
+    def unread(self) -> int:
+        """Outputs that wait for the reader."""
+        return len(self._outputs)
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> T:
+        if not self._outputs and not await self._more():
+            raise StopAsyncIteration
+        output = self._outputs.popleft()
+        self._taken(1)
+        return output
+
+    async def read(self) -> list[T]:
+        """Everything that has come, at least one output; empty at the end."""
+        return self.take() if self._outputs or await self._more() else []
+
+    def take(self, most: int | None = None) -> list[T]:
+        """What has come, at most so many, without waiting. Raises the error of a stream that ended with one and is
+        read."""
+        if not self._outputs and self._error is not None:
+            raise copy.copy(self._error)  # the traceback of a raised error holds this stream: avoid a reference cycle
+        if most is None or most >= len(self._outputs):
+            outputs = list(self._outputs)
+            self._outputs.clear()
+        else:
+            outputs = [self._outputs.popleft() for _ in range(most)]
+        if outputs:
+            self._taken(len(outputs))
+        return outputs
+
+    def close(self) -> None:
+        """Take the request back unless it has ended. Reading afterwards raises `Cancelled`, so a truncated answer does
+        not pass for a complete one."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._error is None and (self._outputs or not self.ended):
+            self._error = Cancelled(_CLOSED)
+        self._outputs.clear()
+        if not self.ended:
+            self._left()
+        self._bell.set()
+
+    async def _more(self) -> bool:
+        """Wait for an output; False at the end."""
+        while not self._outputs:
+            if self._error is not None:
+                raise copy.copy(self._error)
+            if self.ended:
+                return False
+            self._bell.clear()
+            await self._bell.wait()
+        return True
+
+    # -- for the producer ----------------------------------------------------------------------------------------------
+
+    def push(self, outputs: list[T]) -> None:
+        """Outputs came. Dropped after `close`."""
+        if not self._closed:
+            self._outputs += outputs
+            self._bell.set()
+            self._pushed(len(outputs))
+
+    def end(self, error: ReflexError | None = None) -> None:
+        """It has ended; called exactly once."""
+        assert not self.ended
+        self.ended = True
+        if error is not None and self._error is None:
+            self._error = error
+        self._bell.set()
+
+    # -- hooks of a subclass that bounds it ----------------------------------------------------------------------------
+
+    def _pushed(self, n: int) -> None:
+        """So many outputs came."""
+
+    def _taken(self, n: int) -> None:
+        """So many outputs were read."""
+
+    def _left(self) -> None:
+        """The reader closed it before its end."""
+
+
+# -- one step per call -------------------------------------------------------------------------------------------------
+
+
+class Stepper:
+    """Runs a scheduler's batches one by one. Not thread-safe.
+
+    processors: one per group. sinks: called with every event, in order; what they raise reaches the caller of `step`.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        processors: Mapping[str, Processor],
+        sinks: Iterable[Callable[[Event], object]] = (),
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.scheduler, self.clock = scheduler, clock
+        self.sinks = list(sinks)
+        self._processors = processors
+
+    def step(self) -> Batch | None:
+        """One batch, formed, run and completed; None when the scheduler has none now."""
+        batch = self.scheduler.next_batch(self.clock())
+        self.deliver()
+        if batch is None:
+            self._drop()
+            return None
+        start = self.clock()
+        outcomes = run_batch(self._processors[batch.group], batch)
+        end = self.clock()
+        complete(self.scheduler, batch, outcomes, end - start, end)
+        self.deliver()
+        return batch
+
+    def deliver(self) -> None:
+        """Call the sinks with what has happened since the last call, such as an input of the caller."""
+        for event in self.scheduler.take_events():
+            for sink in self.sinks:
+                sink(event)
+
+    def _drop(self) -> None:
+        """Drop residents that left, where no next batch names them."""
+        for name, processor in self._processors.items():
+            if left := self.scheduler.take_left(name):
+                processor.drop(left)

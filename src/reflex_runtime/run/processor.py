@@ -4,12 +4,13 @@ A processor belongs to one device thread and needs no lock. Whatever it does (ra
 exceptions), `run_batch` turns it into exactly one outcome per ticket.
 
 Beside the protocol: tickets run without a scheduler, for warming up, trials and replays; a plain function as a
-processor; and one with a declared service time, for demos and tests.
+processor; one with a declared service time, for demos and tests; and what PyTorch on CUDA needs.
 """
 
 from __future__ import annotations
 
 import inspect
+import sys
 import time
 import traceback
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -18,9 +19,15 @@ from math import inf
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
 
 from reflex_runtime.core.batch import Apart, Batch, Cause, Done, Failed, More, Outcome
-from reflex_runtime.core.errors import ConfigError, ProcessorError, ProcessorHung, ReflexError, ResultCountMismatch
+from reflex_runtime.core.errors import (
+    ConfigError,
+    GpuLost,
+    ProcessorError,
+    ProcessorHung,
+    ReflexError,
+    ResultCountMismatch,
+)
 from reflex_runtime.core.request import Ticket
-from reflex_runtime.run.cuda import lost_gpu
 
 if TYPE_CHECKING:  # with a default, so that `Processor` alone is one of any values
     from typing_extensions import TypeVar as DefaultTypeVar
@@ -341,3 +348,57 @@ class FakeProcessor(BaseProcessor):
         self.calls.append(len(batch))
         self._sleep(self.seconds(len(batch)))
         return [self._answer(ticket.request.payload) for ticket in batch.grants]
+
+
+# -- CUDA --------------------------------------------------------------------------------------------------------------
+
+
+def lost_gpu(error: BaseException) -> GpuLost | None:
+    """The error that ends the device, if every later call of this process to the GPU fails too; None for any other one.
+
+    A failed assertion or a wrong address in a kernel is such an error. Memory that ran out is not.
+    """
+    torch = sys.modules.get("torch")
+    if not isinstance(error, RuntimeError) or "CUDA error" not in str(error):
+        return None
+    if torch is None or not torch.cuda.is_initialized():
+        return None
+    try:
+        torch.cuda.synchronize()
+    except Exception:
+        first = " ".join(str(error).split("\n", 1)[0].split())[:200]
+        return GpuLost(f"the GPU is lost to this process: {type(error).__name__}: {first}")
+    return None
+
+
+Record = Callable[[Callable[[], None]], Callable[[], None]]
+"""What launches work → what launches it again, on the same tensors. It is a plain function, so that everything around
+it (buffers, padding, which graphs there are) runs without a GPU: a test passes one that calls the work again."""
+
+
+def recorder() -> Record:
+    """What records the graphs of one model.
+
+    They share the memory of what they compute in between. So two of them must not run at the same time, and each must
+    leave its results in tensors made outside.
+
+    A graph is recorded after two plain runs, in which libraries choose kernels and make workspaces. While it is
+    recorded, the work must neither wait for the device nor copy from the host's memory: torch raises then.
+    """
+    import torch
+
+    aside, pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
+
+    def record(run: Callable[[], None]) -> Callable[[], None]:
+        aside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(aside):
+            run()
+            run()
+        torch.cuda.current_stream().wait_stream(aside)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool):
+            run()
+        replay: Callable[[], None] = graph.replay
+        return replay
+
+    return record

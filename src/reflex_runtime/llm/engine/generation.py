@@ -25,7 +25,7 @@ from reflex_runtime.llm.engine.sequence import Sequence, TokenOutput
 from reflex_runtime.llm.engine.tokenizer import Conversation, Texts, Tokenizer
 from reflex_runtime.run.audience import Sink
 from reflex_runtime.run.batcher import Batcher
-from reflex_runtime.run.stream import Stream
+from reflex_runtime.run.dispatcher import Stream
 
 log = logging.getLogger("reflex.server")
 

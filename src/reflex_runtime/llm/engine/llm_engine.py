@@ -28,7 +28,7 @@ from reflex_runtime.llm.engine.sequence import RequestOutput, Sequence
 from reflex_runtime.llm.engine.tokenizer import Tokenizer
 from reflex_runtime.llm.engine.toy import ByteTokenizer, ToyRunner
 from reflex_runtime.llm.runners.runner import Runner, Step
-from reflex_runtime.run.stepper import Stepper
+from reflex_runtime.run.dispatcher import Stepper
 
 _PLAIN = SamplingParams()
 StepSeconds = Callable[[float], float]  # of a step with so many tokens

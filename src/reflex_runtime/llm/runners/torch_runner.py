@@ -30,7 +30,7 @@ from reflex_runtime.llm.runners.runner import (
     probe,
 )
 from reflex_runtime.llm.runners.torch_model import Decoder, Tensor, functional, torch
-from reflex_runtime.run.cuda import Record, recorder
+from reflex_runtime.run.processor import Record, recorder
 
 if TYPE_CHECKING:
     from reflex_runtime.llm.runners.transformers_model import AnyDecoder

@@ -21,8 +21,8 @@ from reflex_runtime.robots.policy.model import StagedModel, WholeModel
 from reflex_runtime.robots.policy.observation import Observation
 from reflex_runtime.robots.policy.spec import DeviceOptions, PolicySpec
 from reflex_runtime.robots.policy.units import Floats
-from reflex_runtime.run.cuda import Record, recorder
 from reflex_runtime.run.onnx_session import CPU, CUDA
+from reflex_runtime.run.processor import Record, recorder
 
 try:
     import torch
