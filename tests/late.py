@@ -6,20 +6,18 @@ tests that one of them runs.
 
 from __future__ import annotations
 
-import importlib.util
-import sys
+from importlib import import_module
 from typing import Any
 
 
-def late(name: str) -> Any:
-    """The module of this name. It is imported when the first of its attributes is looked up."""
-    if name in sys.modules:
-        return sys.modules[name]
-    spec = importlib.util.find_spec(name)
-    assert spec is not None, name
-    assert spec.loader is not None, name
-    spec.loader = importlib.util.LazyLoader(spec.loader)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
+class Late:
+    """The module of this name. It is imported when the first of its public attributes is looked up: pytest looks up
+    private ones of whatever a test module holds, to find fixtures."""
+
+    def __init__(self, name: str) -> None:
+        self._module = name
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(import_module(self._module), name)

@@ -50,11 +50,18 @@ def test_lanes_show_waits_calls_and_answers_of_the_window() -> None:
     assert Lanes.of(run_of()).answered == 0
 
 
+# The stock client was written for an earlier version of websockets.
+@pytest.mark.filterwarnings(r"ignore:connect\(\) must be used as a context manager:DeprecationWarning")
+@pytest.mark.parametrize(
+    ("wire", "recorded"),
+    [("openpi", "openpi"), pytest.param("msgpack", "act", marks=pytest.mark.long)],  # which --ab plays
+)
 def test_the_demo_plays_without_and_with_batching(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    wire: str, recorded: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """On openpi through the stock client, unmodified."""
     monkeypatch.setattr("demo.command.CONTROL_HZ", 0.0)  # as fast as the simulator can
-    options = ["--robots", "2", "--episodes", "1", "--call-ms", "5", "--out", str(tmp_path)]
+    options = ["--wire", wire, "--robots", "2", "--episodes", "1", "--call-ms", "5", "--out", str(tmp_path)]
     assert main([*options]) == 0, capsys.readouterr().out
     out = capsys.readouterr().out
     alone, batched = (read_journal(tmp_path / f"{name}.jsonl") for name in ("alone", "batches"))
@@ -67,6 +74,10 @@ def test_the_demo_plays_without_and_with_batching(
     for name in ("gain.png", "gain.svg", "batches.png"):
         assert (tmp_path / name).stat().st_size > 5_000
     assert "without and with batching" in (tmp_path / "gain.svg").read_text()
+    assert re.search(r"chunks, refused +│ +[1-9]\d*, 0 │ +[1-9]\d*, 0 ", out), out
+    assert {line.wire for line in batched.requests} == {recorded}
+    assert {line.request.robot_id for line in batched.requests} == {"r0", "r1"}
+    assert len({line.request.episode_id for line in batched.requests}) == 2
 
 
 @pytest.mark.parametrize("wrong", [["--call-ms", "-1"], ["--call-ms", "2000"], ["--ab", "--call-ms", "3"]])

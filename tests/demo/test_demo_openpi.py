@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,25 +18,11 @@ from demo.command import main
 from demo.openpi_robot import OpenpiPolicy
 from demo.robot import Event, Gone, NoAnswer
 from demo.tasks import RobotView
-from reflex_runtime.observe.journal_reader import read_journal
 
 # The stock client was written for an earlier version of websockets.
 pytestmark = pytest.mark.filterwarnings(r"ignore:connect\(\) must be used as a context manager:DeprecationWarning")
 
 SEEN = RobotView(np.zeros((64, 64, 3), np.uint8), np.zeros(4, np.float32), "close the drawer", "x", executed=5)
-
-
-def test_the_demo_plays_through_the_stock_client(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("demo.command.CONTROL_HZ", 0.0)  # as fast as the simulator can
-    options = ["--wire", "openpi", "--robots", "2", "--episodes", "1", "--call-ms", "5", "--out", str(tmp_path)]
-    assert main([*options]) == 0, capsys.readouterr().out
-    assert re.search(r"chunks, refused +│ +[1-9]\d*, 0 │ +[1-9]\d*, 0 ", capsys.readouterr().out)
-    requests = read_journal(tmp_path / "batches.jsonl").requests
-    assert {line.wire for line in requests} == {"openpi"}
-    assert {line.request.robot_id for line in requests} == {"r0", "r1"}
-    assert len({line.request.episode_id for line in requests}) == 2
 
 
 @contextmanager

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tools.shape_detector.scoring import write_scene
 
 from feeds.commands import Feeds, by_feed, refusal, scratch
 from feeds.graphs import bright_graph, lit
@@ -96,10 +95,8 @@ def test_i18_feeds_come_go_and_change_and_the_others_are_not_touched(tmp_path: P
 
 def test_i18_tracks_of_a_feed_go_on_while_another_one_changes(tmp_path: Path) -> None:
     pytest.importorskip("trackers")
-    for seed, name in enumerate(("door", "gate")):
-        write_scene(tmp_path / f"{name}.mp4", 20, seed=seed)
-    general = 'onnx = "shapes"\ntrack = true\nrealtime = true\n'
-    door, gate = feed("door", "door.mp4"), feed("gate", "gate.mp4")
+    general = 'onnx = "shapes"\ntrack = true\n'
+    door, gate = feed("door", "shapes:seed=0"), feed("gate", "shapes:seed=1")
     made = Configured(tmp_path, door, gate, general=general)
     with made.feeds as feeds:
         made.more(30)

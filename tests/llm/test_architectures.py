@@ -32,7 +32,6 @@ from reflex_runtime.llm.engine.toy import ByteTokenizer
 from reflex_runtime.llm.runners.openvino_runner import OpenVinoRunner
 from reflex_runtime.llm.runners.runner import Runner
 from reflex_runtime.llm.runners.torch_runner import TorchRunner
-from reflex_runtime.llm.runners.transformers_model import describe as describe_any
 
 SERVED = [kind for kind in ANY if kind != "Mamba"]
 CONVERTED = ["Gemma3", "Phi3", "Mixtral", "GPT2"]
@@ -220,5 +219,5 @@ def test_l8_blocks_are_counted_by_what_the_layers_keep(made: Made) -> None:
     """The description of this one names heads that its layers do not have."""
     path, _ = made("GPT2")
     block = 2 * 2 * 4 * 16 * 16 * 4  # keys and values, layers, heads, head_dim, tokens, bytes
-    assert describe_any(path).cache_bytes(16, 4) < block
+    assert describe(path).cache_bytes(16, 4) < block
     assert TorchRunner(path, block_size=16, kv_cache_bytes=7 * block, dtype="float32").num_blocks == 7

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from late import late
+from late import Late
 from reflex_runtime.llm import LLMEngine, SamplingParams
 from serving.openai_toy import MOVE_PARAMETERS, TALK, Model, Speaker, Toy
 
-anthropic = late("anthropic")
+anthropic = Late("anthropic")
 PATH, COUNT = "/v1/messages", "/v1/messages/count_tokens"
 HI: list[Any] = [{"role": "user", "content": "hi"}]
 ASK: dict[str, Any] = {"model": "toy", "max_tokens": 9, "messages": HI}

@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
-from late import late
+from late import Late
 from reflex_runtime.core.errors import ConfigError, TooLarge
 from reflex_runtime.llm import LLMEngine, SamplingParams
 from reflex_runtime.llm.engine import constraint
 from reflex_runtime.llm.engine.toy import ByteTokenizer
 from serving.openai_toy import Model, Speaker, Toy
 
-openai = late("openai")
+openai = Late("openai")
 GREEDY = {"model": "toy", "temperature": 0}
 
 

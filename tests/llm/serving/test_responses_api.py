@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from late import late
+from late import Late
 from reflex_runtime.llm import LLMEngine, SamplingParams
 from reflex_runtime.llm.api.messages import message
 from reflex_runtime.llm.api.requests import chat
 from reflex_runtime.llm.api.responses import response
 from serving.openai_toy import MOVE_PARAMETERS, TALK, Model, Speaker, Toy
 
-openai = late("openai")
+openai = Late("openai")
 PATH = "/v1/responses"
 ASK: dict[str, Any] = {"model": "toy", "input": "hi", "temperature": 0, "max_output_tokens": 9}
 MOVE: dict[str, Any] = {

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from late import late
+from late import Late
 from llm.workers.test_workers import Fleet
 from reflex_runtime.ipc.messages import BATCH_GENERATE, SamplingParams
 from reflex_runtime.llm.api.answers import Answer
@@ -18,7 +18,7 @@ from reflex_runtime.llm.engine.sequence import Sequence
 from reflex_runtime.llm.engine.toy import ByteTokenizer
 from serving.openai_toy import Model, Toy
 
-openai = late("openai")
+openai = Late("openai")
 
 PROMPT = "robots move"
 
