@@ -147,6 +147,26 @@ class BaseProcessor:
         return
 
 
+class WrappedProcessor:
+    """A processor around another one; a subclass says what it adds in `run`."""
+
+    def __init__(self, inner: Processor) -> None:
+        self._inner, self.repeatable = inner, inner.repeatable
+
+    @property
+    def any_thread(self) -> bool:
+        return may_run_anywhere(self._inner)
+
+    def start(self) -> None:
+        self._inner.start()
+
+    def drop(self, tickets: Sequence[Ticket]) -> None:
+        self._inner.drop(tickets)
+
+    def stop(self) -> None:
+        self._inner.stop()
+
+
 # -- tickets without a scheduler ---------------------------------------------------------------------------------------
 
 

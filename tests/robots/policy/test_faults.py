@@ -187,8 +187,3 @@ def test_e4_life_cycle_reaches_the_policy_through_all_layers(policy: Policy, mon
     served.stop()
     assert called == ["start", "drop", "stop"]
     assert served.repeatable
-
-
-def test_e4_latency_out_of_range_is_named(policy: Policy) -> None:
-    with pytest.raises(ConfigError, match="latency=-1"):
-        FaultyProcessor(policy, latency=-1)

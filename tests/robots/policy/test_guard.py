@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from reflex_runtime.core.batch import Batch, Done, More
-from reflex_runtime.core.errors import ConfigError, NonFiniteResult
+from reflex_runtime.core.errors import NonFiniteResult
 from reflex_runtime.robots import ActionChunk, ActionGuard, Embodiment, GuardedProcessor, load_policy, served_by
 from reflex_runtime.run.processor import BaseProcessor
 from robots.tiny import Bench, asked, value, write_export
@@ -92,13 +92,6 @@ def test_e3_guards_of_two_slots_know_nothing_of_each_other() -> None:
     a.check(chunk([0.25, 0.5]), "e")
     with pytest.raises(NonFiniteResult):
         b.check(chunk([NAN, 0.0]), "e")
-
-
-def test_e3_settings_out_of_range_are_named() -> None:
-    with pytest.raises(ConfigError, match="on_bad_action='zeros'"):
-        ActionGuard(ARM, on_bad_action="zeros")  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="max_episodes=0"):
-        ActionGuard(ARM, max_episodes=0)
 
 
 class Poisoned(BaseProcessor):

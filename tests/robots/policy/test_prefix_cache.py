@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.robots import DecomposedPolicy, load_policy
 from reflex_runtime.robots.policy.decomposed import DENOISE, PREFIX
 from reflex_runtime.robots.policy.prefix_cache import ENTRY_OVERHEAD, PrefixCache, PrefixKey, digest
@@ -117,13 +116,6 @@ def test_e1_forgetting_an_episode() -> None:
     cache.forget("prod", "e")
     assert [cache.lookup(key(episode=e))[0] for e in "ef"] == ["miss", "hit"]
     assert cache.snapshot()["bytes"] == COST
-
-
-def test_e1_settings_out_of_range_are_named() -> None:
-    with pytest.raises(ConfigError, match="max_bytes=0"):
-        PrefixCache(0)
-    with pytest.raises(ConfigError, match="max_age_chunks=-1"):
-        PrefixCache(1, -1)
 
 
 def test_e1_digest_sees_shape_type_and_content() -> None:

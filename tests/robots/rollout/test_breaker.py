@@ -11,7 +11,6 @@ from random import Random
 import numpy as np
 import pytest
 
-from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.robots.rollout.breaker import ALPHA, ALTERNATIVES, RATE, Breaker, CrashEvidence
 from reflex_runtime.robots.rollout.router import Router, bucket
 
@@ -322,8 +321,6 @@ def test_v7_an_operator_closes_a_slot() -> None:
     assert breaker.place("a", "any", 31.0) == "a"
     assert breaker.place("b", "any", 31.0) == "b"  # a probe of its own
     assert breaker.place("b", "other", 31.0) == "a"
-    with pytest.raises(ConfigError, match=r"slot='prod': must be one of a, b"):
-        breaker.reset("prod", 31.0)
 
 
 def test_the_snapshot_is_json_and_counts_from_now() -> None:
@@ -344,23 +341,6 @@ def test_the_snapshot_is_json_and_counts_from_now() -> None:
     }
     assert breaker.snapshot()["slots"]["a"]["open_s"] == 0.0  # as of the last input
     assert breaker.snapshot(1000.0)["slots"]["a"]["retry_in_s"] == 0.0
-
-
-def test_what_it_is_made_with_is_checked() -> None:
-    for slots in ((), ("a", "a"), ("a", "b", "c")):
-        with pytest.raises(ConfigError, match=r"Breaker\.slots="):
-            Breaker(slots)
-    with pytest.raises(ConfigError, match=r"Breaker\.max_consecutive=-1"):
-        Breaker("a", -1)
-    for cooldown, longest in ((-1.0, 10.0), (20.0, 10.0), (1.0, inf), (float("nan"), 1.0)):
-        with pytest.raises(ConfigError, match=r"Breaker\.cooldown="):
-            Breaker("a", 5, cooldown, longest)
-    with pytest.raises(ConfigError, match=r"Evidence\.rate=0"):
-        CrashEvidence(rate=0.0)
-    with pytest.raises(ConfigError, match=r"Evidence\.alpha=1"):
-        CrashEvidence(alpha=1.0)
-    with pytest.raises(ConfigError, match=r"Evidence\.alternatives="):
-        CrashEvidence(rate=0.05)
 
 
 # -- random histories against the obvious ------------------------------------------------------------------------------

@@ -213,18 +213,6 @@ def test_v1_a_split_outside_its_range_names_flag_value_and_range(split: object) 
     assert router.split == 50
 
 
-def test_wrong_slots_and_bounds_are_refused() -> None:
-    router = Router(50)
-    with pytest.raises(ConfigError, match=r"slot='prod': must be a or b"):
-        router.rollback("prod", 0.0)
-    with pytest.raises(ConfigError, match=r"slot='c'"):
-        router.move(router.route("ep", "r", 0.0), "c")
-    with pytest.raises(ConfigError, match=r"Router\.episodes=0"):
-        Router(50, episodes=0)
-    with pytest.raises(ConfigError, match=r"Router\.idle=nan"):
-        Router(50, idle=float("nan"))
-
-
 def test_the_snapshot_is_json() -> None:
     router = Router(80)
     for i in range(100):

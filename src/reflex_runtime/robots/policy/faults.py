@@ -23,9 +23,8 @@ import numpy as np
 
 from reflex_runtime.core.batch import Batch, Done
 from reflex_runtime.core.errors import ConfigError, ProcessorError, ProcessorHung
-from reflex_runtime.core.request import Ticket
 from reflex_runtime.robots.policy.observation import ActionChunk
-from reflex_runtime.run.processor import Processor, may_run_anywhere
+from reflex_runtime.run.processor import Processor, WrappedProcessor
 
 FaultKind = Literal["raise", "nan", "hang", "slow", "die"]
 SLOTS: Final = ("prod", "a", "b", "shadow")
@@ -84,7 +83,7 @@ def _number(text: str) -> float:
         return float("nan")
 
 
-class FaultyProcessor:
+class FaultyProcessor(WrappedProcessor):
     """A processor with faults. It stands between the policy and its guard, so that the guard sees an injected NaN.
 
     faults: those of this slot. latency: seconds added to every batch (`--inject-latency-ms`). seed: of the draw.
@@ -99,19 +98,14 @@ class FaultyProcessor:
         seed: int = 0,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        if not 0.0 <= latency < float("inf"):
-            raise ConfigError(f"FaultyProcessor.latency={latency!r}: must be finite and >= 0 seconds")
-        self._inner, self.faults, self._latency, self._seed, self._sleep = inner, tuple(faults), latency, seed, sleep
-        self.repeatable = inner.repeatable
+        super().__init__(inner)
+        self.faults, self._latency, self._seed, self._sleep = tuple(faults), latency, seed, sleep
         self.release = threading.Event()
 
     @property
     def any_thread(self) -> bool:
         """Not with faults: they hang, and end their thread."""
-        return not self.faults and may_run_anywhere(self._inner)
-
-    def start(self) -> None:
-        self._inner.start()
+        return not self.faults and super().any_thread
 
     def run(self, batch: Batch) -> Sequence[Any]:
         if self._latency:
@@ -148,12 +142,6 @@ class FaultyProcessor:
         """The draw for one request or batch: uniform in [0, 1) by SHA-256, below the rate."""
         text = f"{self._seed}:{fault.slot}:{fault.kind}:{key}".encode("utf-8", "surrogatepass")
         return int.from_bytes(hashlib.sha256(text).digest()[:8], "big") < fault.rate * 2.0**64
-
-    def drop(self, tickets: Sequence[Ticket]) -> None:
-        self._inner.drop(tickets)
-
-    def stop(self) -> None:
-        self._inner.stop()
 
 
 def _poisoned(result: Any) -> Any:

@@ -9,17 +9,17 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from reflex_runtime.core.batch import Batch, Done
-from reflex_runtime.core.errors import ConfigError, NonFiniteResult
+from reflex_runtime.core.errors import NonFiniteResult
 from reflex_runtime.core.request import Ticket
 from reflex_runtime.robots.policy.observation import ActionChunk, GuardReport, Observation
 from reflex_runtime.robots.policy.spec import Embodiment
-from reflex_runtime.run.processor import Processor, may_run_anywhere
+from reflex_runtime.run.processor import Processor, WrappedProcessor
 
 OnBadAction = Literal["error", "hold"]
 _CLEAN = GuardReport()
@@ -38,10 +38,6 @@ class ActionGuard:
     def __init__(
         self, embodiment: Embodiment, slot: str = "prod", on_bad_action: OnBadAction = "error", max_episodes: int = 4096
     ) -> None:
-        if on_bad_action not in get_args(OnBadAction):
-            raise ConfigError(f"ActionGuard.on_bad_action={on_bad_action!r}: must be 'error' or 'hold'")
-        if not max_episodes >= 1:
-            raise ConfigError(f"ActionGuard.max_episodes={max_episodes!r}: must be >= 1")
         self.slot, self.on_bad_action = slot, on_bad_action
         self._ranges, self._names = embodiment.action_ranges, embodiment.action_names
         self._max_episodes = max_episodes
@@ -107,23 +103,15 @@ class ActionGuard:
         return str(joint) if self._names is None else self._names[joint]
 
 
-class GuardedProcessor:
+class GuardedProcessor(WrappedProcessor):
     """A policy whose chunks pass through the guard. A chunk that must not be sent fails alone.
 
     The batch's notes count the chunks that were `clamped`, `held` or `refused`.
     """
 
     def __init__(self, inner: Processor, guard: ActionGuard) -> None:
-        self._inner, self.guard = inner, guard
-        self.repeatable = inner.repeatable
-
-    @property
-    def any_thread(self) -> bool:
-        """Whether the policy's calls may be made on any thread."""
-        return may_run_anywhere(self._inner)
-
-    def start(self) -> None:
-        self._inner.start()
+        super().__init__(inner)
+        self.guard = guard
 
     def run(self, batch: Batch) -> Sequence[Any]:
         results = self._inner.run(batch)
@@ -149,12 +137,6 @@ class GuardedProcessor:
             return Done(self.guard.check(result.value, _episode(ticket)))
         except NonFiniteResult as error:
             return error
-
-    def drop(self, tickets: Sequence[Ticket]) -> None:
-        self._inner.drop(tickets)
-
-    def stop(self) -> None:
-        self._inner.stop()
 
 
 def _episode(ticket: Ticket) -> str:

@@ -19,7 +19,6 @@ from typing import Any, Final, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.robots.policy.prefix_cache import Prefix, PrefixKey
 from reflex_runtime.robots.policy.rtc import EPISODES, Anchor
 from reflex_runtime.robots.policy.spec import Resize
@@ -368,11 +367,6 @@ class ObservationHistory:
     """
 
     def __init__(self, steps: int, max_bytes: int = HISTORY_BYTES, episodes: int = EPISODES) -> None:
-        if not steps >= 2 or not max_bytes >= 1 or not episodes >= 1:
-            raise ConfigError(
-                f"ObservationHistory: steps={steps!r}, max_bytes={max_bytes!r}, episodes={episodes!r}: "
-                "must be >= 2, 1 and 1"
-            )
         self.steps, self.max_bytes, self._most = steps, max_bytes, episodes
         self._lock = threading.Lock()
         self._moments: OrderedDict[str, tuple[Glimpse, ...]] = OrderedDict()

@@ -7,14 +7,13 @@ bounded and reported option (`max_age_chunks`).
 
 from __future__ import annotations
 
+import hashlib
 import threading
 from collections import OrderedDict
 from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
-
-from reflex_runtime.core.errors import ConfigError
 
 ENTRY_OVERHEAD = 1024  # bytes counted per entry beside its prefix, so that many tiny entries are bounded too
 
@@ -60,10 +59,6 @@ class PrefixCache:
     """
 
     def __init__(self, max_bytes: int, max_age_chunks: int = 0) -> None:
-        if not max_bytes >= 1:
-            raise ConfigError(f"PrefixCache.max_bytes={max_bytes!r}: must be >= 1 bytes")
-        if not max_age_chunks >= 0:
-            raise ConfigError(f"PrefixCache.max_age_chunks={max_age_chunks!r}: must be >= 0 chunks")
         self.max_bytes, self.max_age_chunks = max_bytes, max_age_chunks
         self._lock = threading.Lock()
         self._entries: OrderedDict[PrefixKey, _Entry] = OrderedDict()
@@ -137,8 +132,6 @@ class PrefixCache:
 
 def digest(*arrays: NDArray[Any]) -> bytes:
     """16 bytes of SHA-256 over shapes and contents, in order."""
-    import hashlib
-
     sha = hashlib.sha256()
     for array in arrays:
         sha.update(f"{array.dtype.str}{array.shape}".encode())

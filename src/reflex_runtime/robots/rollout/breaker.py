@@ -7,11 +7,9 @@ clean answer can bring it back.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Mapping, Sequence
-from math import ceil, exp, inf, isfinite, log
+from collections.abc import Hashable, Sequence
+from math import ceil, exp, log
 from typing import Any, Final
-
-from reflex_runtime.core.errors import ConfigError
 
 RATE: Final = 0.01  # an acceptable crash rate
 ALPHA: Final = 1e-3
@@ -42,12 +40,6 @@ class CrashEvidence:
         alternatives: Sequence[float] = ALTERNATIVES,
         least: int = LEAST,
     ) -> None:
-        if not 0.0 < rate < 1.0:
-            raise ConfigError(f"Evidence.rate={rate!r}: must be in (0, 1)")
-        if not 0.0 < alpha < 1.0:
-            raise ConfigError(f"Evidence.alpha={alpha!r}: must be in (0, 1)")
-        if not alternatives or not all(rate < p < 1.0 for p in alternatives):
-            raise ConfigError(f"Evidence.alternatives={alternatives!r}: must be rates in ({rate!r}, 1)")
         self._least = least
         self._gain = [log(p / rate) for p in alternatives]
         self._price = [log((1.0 - p) / (1.0 - rate)) for p in alternatives]
@@ -146,12 +138,6 @@ class Breaker:
     def __init__(
         self, slots: Sequence[str], max_consecutive: int = 5, cooldown: float = 30.0, longest: float = 480.0
     ) -> None:
-        if len(slots) not in (1, 2) or len(set(slots)) != len(slots):
-            raise ConfigError(f"Breaker.slots={slots!r}: must be one slot or two different ones")
-        if not max_consecutive >= 0:
-            raise ConfigError(f"Breaker.max_consecutive={max_consecutive!r}: must be >= 0")
-        if not 0.0 <= cooldown <= longest or not isfinite(longest):
-            raise ConfigError(f"Breaker.cooldown={cooldown!r}: must be in [0, longest={longest!r}] s")
         self.max_consecutive, self.cooldown, self.longest = max_consecutive, cooldown, longest
         self._slots = {name: _SlotState() for name in slots}
         self._other = dict(zip(slots, reversed(slots), strict=True))
@@ -213,43 +199,9 @@ class Breaker:
         return other if self._slots[other].opened is None else None
 
     def reset(self, slot: str, now: float) -> None:
-        """Close the slot, for an operator. ConfigError for an unknown name."""
-        if slot not in self._slots:
-            raise ConfigError(f"slot={slot!r:.200}: must be one of {', '.join(self._slots)}", field="slot")
+        """Close the slot, for an operator."""
         self._now = now
         self._slots[slot].close(self.cooldown)
-
-    @property
-    def opened(self) -> dict[str, str]:
-        """The slots that are open, and why."""
-        return {name: state.why for name, state in self._slots.items() if state.opened is not None}
-
-    @property
-    def due(self) -> list[str]:
-        """Open slots whose next probe may go, by the time of the last input."""
-        return [n for n, state in self._slots.items() if state.opened is not None and self._now >= state.retry_at]
-
-    @property
-    def probes(self) -> dict[str, str]:
-        """The keys that are served as probes, by slot."""
-        return {name: state.probe for name, state in self._slots.items() if state.probe is not None}
-
-    def look(self, now: float) -> None:
-        """Note the time."""
-        self._now = now
-
-    def follow(self, opened: Mapping[str, str], probes: Collection[str], now: float) -> None:
-        """Take over what another breaker has decided, for a process that decides nothing. opened: its open slots and
-        why. probes: those of them that this process may probe once."""
-        self._now = now
-        for name, state in self._slots.items():
-            if name not in opened:
-                if state.opened is not None:
-                    state.close(self.cooldown)
-                continue
-            if state.opened is None:
-                state.opened, state.why, state.cooldown = now, opened[name], inf
-            state.retry_at = now if name in probes else inf
 
     def count(self, slot: str) -> int:
         """Crashes of the slot in a row."""

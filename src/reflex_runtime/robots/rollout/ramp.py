@@ -8,9 +8,8 @@ from __future__ import annotations
 import re
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import pairwise
-from math import isfinite
 from typing import Any, Final, Literal
 
 from reflex_runtime.core.errors import ConfigError
@@ -81,10 +80,6 @@ class GuardWatch:
     """
 
     def __init__(self, guard: RampGuard, window: int = 500, least: int = 30) -> None:
-        if not window >= 1:
-            raise ConfigError(f"GuardWatch.window={window!r}: must be >= 1")
-        if not 0 <= least <= window:
-            raise ConfigError(f"GuardWatch.least={least!r}: must be in [0, window={window!r}]")
         self.guard, self.least = guard, least
         self._answers: deque[tuple[bool, float]] = deque(maxlen=window)
 
@@ -163,9 +158,7 @@ class Ramp:
         now: float,
         least: int = 30,
     ) -> None:
-        self.shares = _checked(shares, ",".join(str(share) for share in shares))
-        if not (every > 0.0 and isfinite(every)):
-            raise ConfigError(f"--ramp-every={every!r}: must be > 0 s", field="ramp_every")
+        self.shares = tuple(shares)
         if comparison is not None and self.shares[0] == 100:
             raise ConfigError(
                 "--ramp=100 --ramp-evidence: a has no share to compare b with; begin below 100, or without evidence"
@@ -175,7 +168,7 @@ class Ramp:
         self.decisions: list[Decision] = []  # at most two a stage
         self._watch = GuardWatch(guard or RampGuard(), least=least)
         self._stage, self._began, self._held, self._seen, self._now = 0, now, False, 0, now
-        self._share = self.shares[0]
+        self.share = self.shares[0]  # b's percent now
         self._tell()
 
     @classmethod
@@ -183,7 +176,13 @@ class Ramp:
         """The shares in `5,20,50,100`. ConfigError names flag, value and format."""
         parts = [part.strip() for part in text.split(",")]
         whole = all(re.fullmatch(r"[0-9]{1,3}", part) for part in parts)
-        return _checked([int(part) for part in parts] if whole else [], text)
+        shares = tuple(int(part) for part in parts) if whole else ()
+        if not shares or not shares[0] >= 1 or shares[-1] > 100 or any(a >= b for a, b in pairwise(shares)):
+            raise ConfigError(
+                f"--ramp={text!r:.200}: must be ascending whole percents in [1, 100] with commas, such as 5,20,50,100",
+                field="ramp",
+            )
+        return shares
 
     @classmethod
     def every_of(cls, text: str) -> float:
@@ -195,11 +194,6 @@ class Ramp:
                 field="ramp_every",
             )
         return every
-
-    @property
-    def share(self) -> int:
-        """b's percent now."""
-        return self._share
 
     def observe(self, ok: bool, latency: float) -> None:
         """Add an answer of b: a 200 with its latency in seconds, or a failure of the model. Add no other answers."""
@@ -229,7 +223,7 @@ class Ramp:
             self._held = True
             return self._decide("hold", missing, self._numbers())
         if self._stage + 1 == len(self.shares):
-            return self._end("finished", "finish", f"b was watched at {self._share} % for its time")
+            return self._end("finished", "finish", f"b was watched at {self.share} % for its time")
         return self._advance(planned)
 
     def roll_back(self, now: float, why: str) -> Decision | None:
@@ -243,17 +237,14 @@ class Ramp:
         running = self.state == "running"
         return {
             "state": self.state,
-            "share": self._share,
+            "share": self.share,
             "shares": list(self.shares),
             "stage": self._stage + 1,
             "every_s": self.every,
             "left_s": round(max(0.0, self._began + self.every - at), 3) if running else 0.0,
             "held": self._held and running,
             "numbers": self._numbers(),
-            "decisions": [
-                {"at": d.at, "action": d.action, "share": d.share, "why": d.why, "numbers": d.numbers}
-                for d in self.decisions
-            ],
+            "decisions": [asdict(decision) for decision in self.decisions],
         }
 
     def _trouble(self) -> str | None:
@@ -281,24 +272,24 @@ class Ramp:
         return None
 
     def _advance(self, planned: float) -> Decision:
-        numbers, why = self._numbers(), f"b was watched at {self._share} % for its time"
+        numbers, why = self._numbers(), f"b was watched at {self.share} % for its time"
         self._began = self._now if self._held else max(planned, self._now - self.every / 2.0)
         self._stage, self._held, self._seen = self._stage + 1, False, 0
-        self._share = self.shares[self._stage]
+        self.share = self.shares[self._stage]
         self._tell()
         return self._decide("advance", why, numbers)
 
     def _end(self, state: State, action: Literal["finish", "rollback"], why: str) -> Decision:
         numbers = self._numbers()
         self.state = state
-        self._share = 0 if state == "rolled_back" else self._share
+        self.share = 0 if state == "rolled_back" else self.share
         self._tell()
         return self._decide(action, why, numbers)
 
     def _decide(
         self, action: Literal["advance", "finish", "hold", "rollback"], why: str, numbers: dict[str, float]
     ) -> Decision:
-        decision = Decision(self._now, action, self._share, why, numbers)
+        decision = Decision(self._now, action, self.share, why, numbers)
         self.decisions.append(decision)
         return decision
 
@@ -314,14 +305,4 @@ class Ramp:
 
     def _tell(self) -> None:
         if self.comparison is not None:
-            self.comparison.set_split(100 - self._share)
-
-
-def _checked(shares: Sequence[int], text: str) -> tuple[int, ...]:
-    whole = bool(shares) and all(type(share) is int and 1 <= share <= 100 for share in shares)
-    if not whole or any(a >= b for a, b in pairwise(shares)):
-        raise ConfigError(
-            f"--ramp={text!r:.200}: must be ascending whole percents in [1, 100] with commas, such as 5,20,50,100",
-            field="ramp",
-        )
-    return tuple(shares)
+            self.comparison.set_split(100 - self.share)

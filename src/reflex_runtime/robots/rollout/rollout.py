@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict, deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
@@ -44,18 +44,16 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The slot of a request. routing: None with one slot. verdict: of the breaker at that time. arrived: its episode,
-    if that was moved from another process."""
+    """The slot of a request. routing: None with one slot. verdict: of the breaker at that time."""
 
     slot: str
     routing: Routing | None = None
     verdict: str = "ok"
-    arrived: str = ""
 
     @property
     def changed(self) -> bool:
-        """Whether the episode was moved, from the other slot or another process, and the answer must say so."""
-        return bool(self.arrived) or (self.routing is not None and self.routing.changed)
+        """Whether the episode was moved from the other slot, and the answer must say so."""
+        return self.routing is not None and self.routing.changed
 
 
 class Rollout:
@@ -100,21 +98,13 @@ class Rollout:
         """The server is ready: a ramp starts with its first stage."""
         if self._make_ramp is not None and self.comparison is not None:
             self.ramp = self._make_ramp(self.comparison, now)
-            self._share(self.ramp.share)
+            self._set_split(100 - self.ramp.share)
             self.changed(now, "ramp", f"started: {self.ramp.share} % of new episodes go to b", {})
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
-    def place(
-        self,
-        episode_id: str | None,
-        request_id: str,
-        now: float,
-        client: Hashable = None,
-        robot: str | None = None,
-    ) -> Placement:
-        """The slot of the request; raises `Degraded` if all are drained. client, robot: whose it is, for a process that
-        bounds what it remembers of each; the slot does not depend on them."""
+    def place(self, episode_id: str | None, request_id: str, now: float) -> Placement:
+        """The slot of the request; raises `Degraded` if all are drained."""
         if self.router is None:
             placement = self._only
             if self.breaker.place(placement.slot, episode_id or request_id, now) is None:
@@ -139,7 +129,10 @@ class Rollout:
                     self._on_moved((episode_id,))
             placement = Placement(found, routing, self.breaker.verdict)
         if episode_id:
-            self._remember(episode_id, placement.slot)
+            self._episodes.setdefault(episode_id, set()).add((placement.slot, self._policies[placement.slot]))
+            self._episodes.move_to_end(episode_id)
+            if len(self._episodes) > EPISODES:
+                self._episodes.popitem(last=False)
         return placement
 
     def _degraded(self) -> Degraded:
@@ -149,30 +142,9 @@ class Rollout:
             consecutive_crashes=max(self.breaker.count(slot) for slot in self.slots),
         )
 
-    def _remember(self, episode: str, slot: str) -> None:
-        self._episodes.setdefault(episode, set()).add((slot, self._policies[slot]))
-        self._episodes.move_to_end(episode)
-        if len(self._episodes) > EPISODES:
-            self._episodes.popitem(last=False)
-
-    def knows(self, episode: str) -> bool:
-        """Whether a request of the episode was placed here lately."""
-        return episode in self._episodes
-
-    def placed(self, episode: str, slot: str, now: float) -> None:
-        """A request of the episode was placed in another process."""
-        if self.router is not None:
-            self.router.adopt(episode, slot, now)
-        self._remember(episode, slot)
-
-    @property
-    def watched(self) -> list[str]:
-        """Slots of which a ramp or a guard counts every answer."""
-        return [*self._watched, *(["b"] if self.ramp is not None and "b" not in self._watched else [])]
-
     def untold(self, placement: Placement) -> None:
         """The request failed: the next answer of its episode says that it moved."""
-        if self.router is not None and placement.routing is not None and placement.routing.changed:
+        if self.router is not None and placement.routing is not None and placement.changed:
             self.router.untold(placement.routing.key)
 
     # -- results -------------------------------------------------------------------------------------------------------
@@ -310,7 +282,7 @@ class Rollout:
         if decision.action == "rollback":
             self.rollback(decision.at, f"the ramp: {decision.why}")
         elif decision.action in ("advance", "finish"):
-            self._share(decision.share)
+            self._set_split(100 - decision.share)
         self.changed(decision.at, "ramp", f"{decision.action}: {decision.why}", numbers)
 
     # -- small things --------------------------------------------------------------------------------------------------
@@ -330,9 +302,6 @@ class Rollout:
         if self.ramp is not None:
             told["ramp"] = self.ramp.snapshot(now)
         return told
-
-    def _share(self, share: int) -> None:
-        self._set_split(100 - share)
 
     def _set_split(self, split: int) -> None:
         self._two().set_split(split)

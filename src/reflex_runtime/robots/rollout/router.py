@@ -14,7 +14,6 @@ from typing import Any, Final
 from reflex_runtime.core.errors import ConfigError
 
 BUCKETS: Final = 100
-SLOTS: Final = ("a", "b")
 
 
 def bucket(key: str) -> int:
@@ -60,10 +59,6 @@ class Router:
     """
 
     def __init__(self, split: int, episodes: int = 10_000, idle: float = 3600.0) -> None:
-        if not episodes >= 1:
-            raise ConfigError(f"Router.episodes={episodes!r}: must be >= 1")
-        if not idle > 0:
-            raise ConfigError(f"Router.idle={idle!r}: must be > 0 s")
         self._split = _checked(split)
         self._capacity, self._idle = episodes, idle
         self._table: OrderedDict[str, _Episode] = OrderedDict()  # longest unused first
@@ -99,7 +94,6 @@ class Router:
         `changed` is set only if the episode had begun on the other slot: not for a request without an episode, nor for
         the first request of one.
         """
-        _known(slot)
         if routing.slot == slot:
             return routing
         if routing.degraded:
@@ -112,18 +106,6 @@ class Router:
         episode.slot = slot
         return replace(routing, slot=slot, changed=changed)
 
-    def running(self, key: str) -> str | None:
-        """The slot of a running episode, None if it is not known."""
-        episode = self._table.get(key)
-        return None if episode is None else episode.slot
-
-    def adopt(self, key: str, slot: str, now: float) -> None:
-        """The episode runs in this slot: another process has placed it."""
-        _known(slot)
-        self._forget(now)
-        self._record(key, _Episode(slot, now))
-        self._table.move_to_end(key)
-
     def untold(self, key: str) -> None:
         """The answer that should report a move failed: the episode's next answer reports it."""
         episode = self._table.get(key)
@@ -135,7 +117,6 @@ class Router:
 
         The caller must drop the state of moved episodes in their old slot.
         """
-        _known(slot)
         self._forget(now)
         self._split = BUCKETS if slot == "a" else 0
         moved = []
@@ -181,8 +162,3 @@ def _checked(split: int) -> int:
     if isinstance(split, bool) or not isinstance(split, int) or not 0 <= split <= BUCKETS:
         raise ConfigError(f"--split={split!r:.200}: must be a whole number in [0, {BUCKETS}]", field="split")
     return split
-
-
-def _known(slot: str) -> None:
-    if slot not in SLOTS:
-        raise ConfigError(f"slot={slot!r:.200}: must be a or b", field="slot")

@@ -30,7 +30,7 @@ class Act:
                 asked = await _read(request)
                 if not isinstance(asked, Question):
                     pending.wire, as_sent = JSON_NUMPY, asked
-                    asked = asked.question(self.handler.of(asked.policy).reading(asked.block))
+                    asked = asked.question(self.handler.of(asked.limits.policy).reading(asked.block))
                 answer = await self.handler.infer(pending, asked, request.received)
         except CallerLeft:
             raise

@@ -133,9 +133,7 @@ class RequestHandler:
 
     async def _infer(self, pending: PendingRequest, question: Question) -> ActAnswer:
         served = pending.served = self.served
-        placement = pending.placement = served.place(
-            question.episode_id, pending.request_id, pending.client, question.robot_id
-        )
+        placement = pending.placement = served.place(question.episode_id, pending.request_id)
         version = pending.version = served.slots[placement.slot].version
         version.users += 1  # until its end, see `Admission`
         if question.images:

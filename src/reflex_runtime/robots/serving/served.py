@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -173,16 +173,11 @@ class ServedPolicy:
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
-    def place(
-        self, episode_id: str | None, request_id: str, client: Hashable = None, robot: str | None = None
-    ) -> Placement:
-        """Which slot answers the request. Raises when none may, because of its crashes or the latency objective.
-
-        client, robot: whose it is.
-        """
+    def place(self, episode_id: str | None, request_id: str) -> Placement:
+        """Which slot answers the request. Raises when none may, because of its crashes or the latency objective."""
         if self.slo is not None and not self.slo.admits():
             raise SloViolated("the latency objective is violated", retry_after=1.0, value_ms=self.slo.value_ms)
-        return self.rollout.place(episode_id, request_id, time.monotonic(), client, robot)
+        return self.rollout.place(episode_id, request_id, time.monotonic())
 
     def ended(self, episode_id: str, success: bool, **fields: object) -> dict[str, Any]:
         """An episode has ended: count it, forget what it carried on, and write it into every journal. Returns what came

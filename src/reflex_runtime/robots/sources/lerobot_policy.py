@@ -14,6 +14,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -61,13 +62,8 @@ class LoadedPolicy(LoadedModule):
     def __init__(self, spec: PolicySpec, features: Features, device: DeviceOptions) -> None:
         self.spec, self.features, name = spec, features, torch_device(device)
         torch.set_num_threads(device.threads)
-        try:
+        with loading(spec, partial(_hub_hint, features.path, spec)):
             policy, self.pre, self.post = _opened(features.path, device, name)
-        except ConfigError:
-            raise
-        except Exception as error:  # LeRobot, transformers and safetensors raise a dozen classes
-            hint = _hub_hint(features.path, spec) if "huggingface.co" in str(error) else ""
-            raise ConfigError(f"{spec.source}: LeRobot cannot load it: {hint}{told(error)}") from error
         check_loaded(spec.source, features.path / WEIGHTS, policy)
         super().__init__(name, policy)
         self._free: queue.SimpleQueue[tuple[Any, Any]] = queue.SimpleQueue()
@@ -161,13 +157,12 @@ def stacked_batch(batches: Sequence[Batch]) -> Batch:
 def padded(tensors: Sequence[Any], dim: int, least: int = 0) -> list[Any]:
     """Tensors with zeros (False) on the right of one axis, up to the longest, and to `least`."""
     longest = max(least, *(tensor.shape[dim] for tensor in tensors))
-    return [tensor if tensor.shape[dim] == longest else _longer(tensor, dim, longest) for tensor in tensors]
-
-
-def _longer(tensor: Any, dim: int, length: int) -> Any:
-    shape = list(tensor.shape)
-    shape[dim] = length - shape[dim]
-    return torch.cat([tensor, tensor.new_zeros(shape)], dim=dim)
+    found = []
+    for tensor in tensors:
+        shape = list(tensor.shape)
+        shape[dim] = longest - shape[dim]
+        found.append(torch.cat([tensor, tensor.new_zeros(shape)], dim=dim) if shape[dim] else tensor)
+    return found
 
 
 def _picture(image: Any) -> Any:
@@ -175,25 +170,38 @@ def _picture(image: Any) -> Any:
     return torch.from_numpy(image.astype(np.float32)).movedim(-1, -3) / 255
 
 
-def _opened(path: Path, device: DeviceOptions, name: str) -> tuple[Any, Any, Any]:
-    with warnings.catch_warnings(), redirect_stdout(io.StringIO()):  # LeRobot prints what it does
+@contextmanager
+def loading(spec: PolicySpec, hub_hint: Callable[[], str] = str) -> Iterator[None]:
+    """LeRobot prints what it does. What it, transformers and safetensors raise, a dozen classes, is a ConfigError."""
+    with warnings.catch_warnings(), redirect_stdout(io.StringIO()):
         warnings.simplefilter("ignore")
-        from lerobot.configs.policies import PreTrainedConfig
-        from lerobot.policies.factory import get_policy_class, make_pre_post_processors
+        try:
+            yield
+        except ConfigError:
+            raise
+        except Exception as error:
+            hint = hub_hint() if "huggingface.co" in str(error) else ""
+            text = f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"
+            raise ConfigError(f"{spec.source}: LeRobot cannot load it: {hint}{text}") from error
 
-        config = PreTrainedConfig.from_pretrained(str(path))
-        config.device = name
-        if device.dtype != "stored" and hasattr(config, "dtype"):
-            config.dtype = device.dtype
-        policy = _loaded(get_policy_class(config.type), config, path)
-        policy.to(name)
-        if device.dtype != "stored" and not hasattr(config, "dtype"):
-            policy.to(getattr(torch, device.dtype))
-        policy.eval().requires_grad_(False)
-        host = {"device_processor": {"device": "cpu"}}
-        pre, post = make_pre_post_processors(
-            config, pretrained_path=str(path), preprocessor_overrides=host, postprocessor_overrides=host
-        )
+
+def _opened(path: Path, device: DeviceOptions, name: str) -> tuple[Any, Any, Any]:
+    from lerobot.configs.policies import PreTrainedConfig
+    from lerobot.policies.factory import get_policy_class, make_pre_post_processors
+
+    config = PreTrainedConfig.from_pretrained(str(path))
+    config.device = name
+    if device.dtype != "stored" and hasattr(config, "dtype"):
+        config.dtype = device.dtype
+    policy = _loaded(get_policy_class(config.type), config, path)
+    policy.to(name)
+    if device.dtype != "stored" and not hasattr(config, "dtype"):
+        policy.to(getattr(torch, device.dtype))
+    policy.eval().requires_grad_(False)
+    host = {"device_processor": {"device": "cpu"}}
+    pre, post = make_pre_post_processors(
+        config, pretrained_path=str(path), preprocessor_overrides=host, postprocessor_overrides=host
+    )
     return policy, pre, post
 
 
@@ -268,11 +276,6 @@ def _check_shapes(source: str, policy: Any, shapes: dict[str, tuple[int, ...]]) 
         if name in shapes and shapes[name] != tuple(tensor.shape):
             found = f"{list(shapes[name])}, config.json wants {list(tensor.shape)}"
             raise ConfigError(f"{source}: the weights {name} have the shape {found}: {again}")
-
-
-def told(error: Exception) -> str:
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text[:400]}"
 
 
 # -- types with one call for a chunk -----------------------------------------------------------------------------------

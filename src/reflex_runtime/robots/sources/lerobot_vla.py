@@ -6,13 +6,11 @@ for rows at different flow times. LeRobot's time runs from 1 (noise) to 0 (actio
 
 from __future__ import annotations
 
-import io
 import sys
-import warnings
 from collections.abc import Sequence
-from contextlib import redirect_stdout
 from dataclasses import dataclass
 from functools import cache
+from inspect import signature
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -21,12 +19,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.robots.policy.observation import Observation
 from reflex_runtime.robots.policy.spec import DeviceOptions, PolicySpec
 from reflex_runtime.robots.policy.units import Floats
 from reflex_runtime.robots.sources.lerobot_features import WEIGHTS, Features
-from reflex_runtime.robots.sources.lerobot_policy import LoadedModule, LoadedPolicy, check_loaded, padded, told
+from reflex_runtime.robots.sources.lerobot_policy import LoadedModule, LoadedPolicy, check_loaded, loading, padded
 from reflex_runtime.robots.sources.torch_models import GraphedStaged, Tensors, taken, torch_device
 
 
@@ -77,6 +74,8 @@ class StagedVla(GraphedStaged):
         self._policy, self._model = loaded.policy, loaded.policy.model
         self._masks = sys.modules[type(self._model).__module__].make_att_2d_masks
         self._smolvla = spec.model_type == "smolvla"
+        # SmolVLA of LeRobot 0.4, whose cache is a dict.
+        self.old = self._smolvla and "fill_kv_cache" in signature(self._model.vlm_with_expert.forward).parameters
         if device.captured_sizes:
             self.capture(device.captured_sizes)
 
@@ -111,41 +110,25 @@ class StagedVla(GraphedStaged):
             for i in range(len(rows))
         ]
 
-    @property
-    def old(self) -> bool:
-        """SmolVLA of LeRobot 0.4."""
-        return _is_old(self._model)
-
     def scene(self, images: Any, masks: Any, tokens: Any, token_mask: Any, state: Any) -> tuple[Any, Sequence[Any]]:
         """(which tokens count [n, P], keys and values of each layer) of a batch of prefixes."""
-        pad, cache = self._forward(images, masks, tokens, token_mask, state)
-        return pad, _layers(cache)
-
-    def _forward(self, images: Any, masks: Any, tokens: Any, token_mask: Any, state: Any) -> tuple[Any, Any]:
-        """(which tokens count, the cache of keys and values) of a batch of prefixes."""
         model = self._model
         if self._smolvla:
             embedded, pad, attention = model.embed_prefix(images, masks, tokens, token_mask, state=state)
-            old = {"fill_kv_cache": True} if _is_old(model) else {}
-            _, cache = model.vlm_with_expert.forward(
-                attention_mask=self._masks(pad, attention),
-                position_ids=torch.cumsum(pad, dim=1) - 1,
-                past_key_values=None,
-                inputs_embeds=[embedded, None],
-                use_cache=True,
-                **old,
-            )
-            return pad, cache
-        embedded, pad, attention = model.embed_prefix(images, masks, tokens, token_mask)
-        model.paligemma_with_expert.paligemma.model.language_model.config._attn_implementation = "eager"
-        _, cache = model.paligemma_with_expert.forward(
-            attention_mask=_four_dimensional(self._masks(pad, attention)),
+            both, mask = model.vlm_with_expert, self._masks(pad, attention)
+        else:
+            embedded, pad, attention = model.embed_prefix(images, masks, tokens, token_mask)
+            both, mask = model.paligemma_with_expert, _four_dimensional(self._masks(pad, attention))
+            both.paligemma.model.language_model.config._attn_implementation = "eager"
+        _, cache = both.forward(
+            attention_mask=mask,
             position_ids=torch.cumsum(pad, dim=1) - 1,
             past_key_values=None,
             inputs_embeds=[embedded, None],
             use_cache=True,
+            **({"fill_kv_cache": True} if self.old else {}),
         )
-        return pad, cache
+        return pad, _layers(cache)
 
     def pack(self, prefixes: Sequence[VlaPrefix], rows: Sequence[Observation]) -> SimpleNamespace:
         """Padded on the right to the longest: masked tokens add nothing, and positions count the others only.
@@ -165,7 +148,7 @@ class StagedVla(GraphedStaged):
 
     def _laid_out(self, tensor: Any) -> Any:
         """Keys or values [n, heads, P, size] as a step reads them."""
-        if _is_old(self._model):
+        if self.old:
             return tensor.transpose(1, 2).contiguous()
         room = self.spec.chunk_size + (self.spec.model_type == "pi0")
         return with_room(tensor, room)
@@ -175,7 +158,7 @@ class StagedVla(GraphedStaged):
         pad, count = tensors["pad"], sum(name.startswith("keys ") for name in tensors)
         pairs = [(tensors[f"keys {i}"], tensors[f"values {i}"]) for i in range(count)]
         cache: Any = PackedCache(pairs, pad.shape[1])
-        if _is_old(self._model):
+        if self.old:
             cache = {i: {"key_states": keys, "value_states": values} for i, (keys, values) in enumerate(pairs)}
         return SimpleNamespace(pad=pad, cache=cache, state=tensors.get("state"), masks=None, tensors=tensors)
 
@@ -302,14 +285,6 @@ def _layers(cache: Any) -> list[tuple[Any, Any]]:
     return [(layer.keys, layer.values) for layer in cache.layers]
 
 
-def _is_old(model: Any) -> bool:
-    """SmolVLA of LeRobot 0.4, whose cache is a dict."""
-    import inspect
-
-    inner = getattr(model, "vlm_with_expert", None)
-    return inner is not None and "fill_kv_cache" in inspect.signature(inner.forward).parameters
-
-
 def _four_dimensional(masks: Any) -> Any:
     from lerobot.policies.common.vla_utils import prepare_attention_masks_4d
 
@@ -330,12 +305,8 @@ class OpenpiStaged(StagedVla):
     def __init__(self, spec: PolicySpec, path: Path, variants: tuple[str, str], device: DeviceOptions) -> None:
         name = torch_device(device)
         torch.set_num_threads(device.threads)
-        try:
+        with loading(spec):
             policy = _opened(spec, path, variants, name, "float32" if device.dtype == "float32" else "bfloat16")
-        except ConfigError:
-            raise
-        except Exception as error:  # LeRobot, transformers and safetensors raise a dozen classes
-            raise ConfigError(f"{spec.source}: LeRobot cannot load it: {told(error)}") from error
         check_loaded(spec.source, path / WEIGHTS, policy)
         super().__init__(spec, LoadedModule(name, policy), device)
 
@@ -370,31 +341,29 @@ def _times(n: int) -> tuple[float, ...]:
 
 def _opened(spec: PolicySpec, path: Path, variants: tuple[str, str], name: str, dtype: str) -> Any:
     """LeRobot's policy of the same family with the weights."""
-    with warnings.catch_warnings(), redirect_stdout(io.StringIO()):  # LeRobot prints what it does
-        warnings.simplefilter("ignore")
-        from lerobot.configs.types import FeatureType, PolicyFeature
-        from lerobot.policies.factory import get_policy_class, make_policy_config
+    from lerobot.configs.types import FeatureType, PolicyFeature
+    from lerobot.policies.factory import get_policy_class, make_policy_config
 
-        (size,) = set(spec.images.values())
-        inputs = {f"observation.images.{image}": PolicyFeature(FeatureType.VISUAL, (3, *size)) for image in spec.images}
-        inputs["observation.state"] = PolicyFeature(FeatureType.STATE, (spec.state_dim,))
-        config = make_policy_config(
-            spec.model_type,
-            input_features=inputs,
-            output_features={"action": PolicyFeature(FeatureType.ACTION, (spec.action_dim,))},
-            chunk_size=spec.chunk_size,
-            n_action_steps=spec.chunk_size,
-            max_state_dim=spec.x_dim,
-            max_action_dim=spec.x_dim,
-            paligemma_variant=variants[0],
-            action_expert_variant=variants[1],
-            image_resolution=size,
-            num_inference_steps=spec.num_denoising_steps,
-            dtype=dtype,
-            device=name,
-            push_to_hub=False,
-        )
-        policy = get_policy_class(spec.model_type).from_pretrained(str(path), config=config)
-        policy.to(name)
-        policy.eval().requires_grad_(False)
+    (size,) = set(spec.images.values())
+    inputs = {f"observation.images.{image}": PolicyFeature(FeatureType.VISUAL, (3, *size)) for image in spec.images}
+    inputs["observation.state"] = PolicyFeature(FeatureType.STATE, (spec.state_dim,))
+    config = make_policy_config(
+        spec.model_type,
+        input_features=inputs,
+        output_features={"action": PolicyFeature(FeatureType.ACTION, (spec.action_dim,))},
+        chunk_size=spec.chunk_size,
+        n_action_steps=spec.chunk_size,
+        max_state_dim=spec.x_dim,
+        max_action_dim=spec.x_dim,
+        paligemma_variant=variants[0],
+        action_expert_variant=variants[1],
+        image_resolution=size,
+        num_inference_steps=spec.num_denoising_steps,
+        dtype=dtype,
+        device=name,
+        push_to_hub=False,
+    )
+    policy = get_policy_class(spec.model_type).from_pretrained(str(path), config=config)
+    policy.to(name)
+    policy.eval().requires_grad_(False)
     return policy

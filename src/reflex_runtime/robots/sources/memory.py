@@ -12,9 +12,10 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple
 
 from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.robots.policy.spec import PolicySpec
 from reflex_runtime.run.onnx_session import CPU, CUDA
 
 SHARE: Final = 0.7
@@ -27,16 +28,6 @@ _CGROUP: Final = Path("/sys/fs/cgroup")
 _NVML: Final = "libnvidia-ml.so.1"
 
 log = logging.getLogger("reflex.policies")
-
-
-class Sized(Protocol):
-    """What counts of a policy."""
-
-    @property
-    def source(self) -> str: ...
-
-    @property
-    def model_bytes(self) -> int: ...
 
 
 class Weight(NamedTuple):
@@ -84,7 +75,7 @@ class Room:
 
 
 def check_two_policies(
-    exports: Sequence[Sized],
+    exports: Sequence[Weight | PolicySpec],
     environ: Mapping[str, str],
     provider: str = CPU,
     total: Callable[[str], int] | None = None,

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from math import prod
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, TypeVar
 
 import msgspec
 import numpy as np
@@ -33,9 +33,15 @@ _TYPE: Final = re.compile(r"[<>|=]?[biufUS][1-9][0-9]{0,4}")  # not V (structure
 def array_in(data: Any, dtype: Any, shape: Any) -> NDArray[Any]:
     """A read-only view of `data` (bytes or a memoryview) as an array; ClientError if the three are inconsistent."""
     known = type_of(dtype)
-    if not isinstance(data, (bytes, memoryview)) or not _is_shape(shape):
+    few = isinstance(shape, list) and len(shape) <= MAX_DIMENSIONS
+    if not isinstance(data, (bytes, memoryview)) or not few or not all(type(n) is int and n >= 0 for n in shape):
         raise ClientError(f"an array needs data and a shape of at most {MAX_DIMENSIONS} whole numbers")
-    return _viewed(data, known, shape)
+    if prod(shape) * known.itemsize != len(data):
+        raise ClientError(f"{len(data)} bytes do not make an array of shape {shape} and {known.str}")
+    try:
+        return np.ndarray(shape, known, buffer=data)
+    except (ValueError, TypeError):  # an empty array may claim a shape beyond numpy's limits
+        raise ClientError(f"shape {shape} is no array") from None
 
 
 def nd_in(found: Mapping[str, Any]) -> Any:
@@ -49,19 +55,6 @@ def nd_in(found: Mapping[str, Any]) -> Any:
     if not isinstance(data, memoryview) or len(data) != dtype.itemsize:
         raise ClientError("a numpy scalar needs as many bytes as its type has")
     return np.ndarray((), dtype, buffer=data).item()
-
-
-def _viewed(data: bytes | memoryview, dtype: np.dtype[Any], shape: Any) -> NDArray[Any]:
-    if prod(shape) * dtype.itemsize != len(data):
-        raise ClientError(f"{len(data)} bytes do not make an array of shape {shape[:MAX_DIMENSIONS]} and {dtype.str}")
-    try:
-        return np.ndarray(shape, dtype, buffer=data)
-    except (ValueError, TypeError):  # an empty array may claim a shape beyond numpy's limits
-        raise ClientError(f"shape {shape} is no array") from None
-
-
-def _is_shape(shape: Any) -> bool:
-    return isinstance(shape, list) and len(shape) <= MAX_DIMENSIONS and all(type(n) is int and n >= 0 for n in shape)
 
 
 def type_of(name: Any) -> np.dtype[Any]:
@@ -191,7 +184,10 @@ class ObservationReader:
             if self.spec.takes_text:
                 raise self._missing(names[0], came)
             return None
-        return _text(name, came[name])
+        text = text_of(came[name])
+        if not isinstance(text, str):
+            raise invalid_input(name, "must be a text")
+        return text
 
     def _missing(self, name: str, came: Mapping[str, Any]) -> InvalidRequest:
         expected = self.describe()
@@ -257,13 +253,6 @@ def _stripped(name: str) -> str:
     return name
 
 
-def _text(name: str, value: Any) -> str:
-    value = text_of(value)
-    if not isinstance(value, str):
-        raise invalid_input(name, "must be a text")
-    return value
-
-
 def _numbers(name: str, value: Any) -> NDArray[np.float64]:
     """A part of the state as a vector, from an array, a list, or one number."""
     if isinstance(value, list) and (len(value) > MAX_STATE or not all(type(v) in (int, float) for v in value)):
@@ -277,6 +266,8 @@ def _numbers(name: str, value: Any) -> NDArray[np.float64]:
 
 # -- identity and limits -----------------------------------------------------------------------------------------------
 
+
+S = TypeVar("S", bound=msgspec.Struct)
 
 OWN: Final = "reflex/"
 _TOLD: Final = ("request_id", "timing", "batch", "cache", "guard", "rtc", "model_hash", "policy_changed", "warnings")
@@ -295,6 +286,9 @@ class RequestLimits(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     policy: str | None = None
 
 
+LIMITS: Final = RequestLimits.__struct_fields__
+
+
 class SocketLimits(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """Fields of a URL's query, for all requests of its websocket."""
 
@@ -307,8 +301,12 @@ class SocketLimits(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 def limits_of(said: Mapping[str, Any]) -> RequestLimits:
     """Validate the limits of one request; 422 names the wrong field. Numbers may be text."""
-    limits: RequestLimits = _converted(said, RequestLimits)
-    return limits
+    return _converted(said, RequestLimits)
+
+
+def limits_among(values: Mapping[str, Any]) -> RequestLimits:
+    """The limits among other values."""
+    return limits_of({name: values[name] for name in LIMITS if values.get(name) is not None})
 
 
 def limits_in(observation: Mapping[str, Any]) -> RequestLimits:
@@ -318,8 +316,7 @@ def limits_in(observation: Mapping[str, Any]) -> RequestLimits:
 
 def socket_limits(query: Mapping[str, str]) -> SocketLimits:
     """Validate the query of a websocket's URL."""
-    limits: SocketLimits = _converted(query, SocketLimits)
-    return limits
+    return _converted(query, SocketLimits)
 
 
 def question_of(
@@ -342,7 +339,7 @@ def question_of(
     )
 
 
-def _converted(said: Mapping[str, Any], kind: Any) -> Any:
+def _converted(said: Mapping[str, Any], kind: type[S]) -> S:
     try:
         return msgspec.convert(said, kind, strict=False)
     except msgspec.ValidationError as error:

@@ -46,6 +46,7 @@ from reflex_runtime.robots.wires.common import (
     answer_details,
     array_in,
     invalid_input,
+    limits_among,
     limits_of,
     nd_in,
     question_of,
@@ -295,7 +296,6 @@ def _texts(name: str, value: Any, rows: int) -> list[Any]:
 
 DEADLINE_MS: Final = 15_000.0  # default `timeout_ms` of clients; those of N1.5 and N1.6 never apply it
 MAX_CLIENTS: Final = 4096  # routing ids; beyond it the least recently used one is forgotten
-_OPTIONS: Final = RequestLimits.__struct_fields__
 
 
 class GrootClient:
@@ -397,7 +397,7 @@ class GrootSession:
         reading = handler.reading(GROOT)
         seen = _map(data, "observation") if nested else {name: data[name] for name in data if name != "options"}
         observation = GrootObservation(seen)
-        limits = limits_of({name: options[name] for name in _OPTIONS if options.get(name) is not None})
+        limits = limits_among(options)
         if limits.deadline_ms is None and not handler.served.config.deadline_ms:
             limits.deadline_ms = DEADLINE_MS
         parts = _parts(options.get("env_id"), observation.size)

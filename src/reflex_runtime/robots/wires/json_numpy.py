@@ -27,12 +27,13 @@ from reflex_runtime.robots.serving.images import decoded_base64
 from reflex_runtime.robots.serving.question import Question
 from reflex_runtime.robots.serving.wire_names import GROOT, JSON_NUMPY
 from reflex_runtime.robots.wires.common import (
+    LIMITS,
     ObservationReader,
     RequestLimits,
     SocketLimits,
     array_in,
     invalid_input,
-    limits_of,
+    limits_among,
     question_of,
 )
 from reflex_runtime.robots.wires.groot import GROUPS, GrootObservation
@@ -44,7 +45,6 @@ FULL_IMAGE: Final = "full_image"
 OBSERVATION: Final = "observation"
 _MARKS: Final = (b'"__numpy__"', b'"encoded"', b'"observation"')
 _TYPES: Final = {np.dtype(code).name: np.dtype(code).str for code in "?bBhHiIlLefd"}
-_OWN: Final = frozenset(RequestLimits.__struct_fields__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,21 +53,16 @@ class JsonNumpy:
 
     block: ClassVar = JSON_NUMPY
     observation: dict[str, Any]
+    limits: RequestLimits
     quoted: bool
     whole: bool
 
-    @property
-    def policy(self) -> str | None:
-        """Which policy is asked."""
-        return limits_of({name: self.observation[name] for name in _OWN & self.observation.keys()}).policy
-
     def question(self, reading: ObservationReader) -> Question:
         """Build the question; 422 names what is missing or wrong."""
-        seen = dict(self.observation)
-        limits = limits_of({name: seen.pop(name) for name in _OWN if name in seen})
+        seen = {name: value for name, value in self.observation.items() if name not in LIMITS}
         if FULL_IMAGE in seen:
             seen.setdefault("image", seen.pop(FULL_IMAGE))
-        return question_of(reading.read(seen), limits, SocketLimits(), None, limits.episode_id)
+        return question_of(reading.read(seen), self.limits, SocketLimits(), None, self.limits.episode_id)
 
     def answer(self, actions: NDArray[Any]) -> bytes:
         """The body of the answer."""
@@ -76,18 +71,13 @@ class JsonNumpy:
 
 
 class GrootJson:
-    """A decoded observation of GR00T. said: other keys of the body. arrays: the client reads json-numpy."""
+    """A decoded observation of GR00T. arrays: the client reads json-numpy."""
 
     block: ClassVar = GROOT
 
-    def __init__(self, observation: dict[str, Any], said: dict[str, Any], arrays: bool) -> None:
-        self.observation, self._said, self._arrays = GrootObservation(observation), said, arrays
+    def __init__(self, observation: dict[str, Any], limits: RequestLimits, arrays: bool) -> None:
+        self.observation, self.limits, self._arrays = GrootObservation(observation), limits, arrays
         self._reading: ObservationReader | None = None
-
-    @property
-    def policy(self) -> str | None:
-        """Which policy is asked."""
-        return limits_of({name: self._said[name] for name in _OWN & self._said.keys()}).policy
 
     def question(self, reading: ObservationReader) -> Question:
         """Build the question; 422 names what is missing or wrong."""
@@ -95,8 +85,7 @@ class GrootJson:
             raise invalid_input(OBSERVATION, f"has {self.observation.size} rows, may have one in a request")
         self._reading = reading
         (row,) = self.observation.rows(reading.wire)
-        limits = limits_of({name: self._said[name] for name in _OWN if name in self._said})
-        return question_of(reading.read(row), limits, SocketLimits(), None, limits.episode_id)
+        return question_of(reading.read(row), self.limits, SocketLimits(), None, self.limits.episode_id)
 
     def answer(self, actions: NDArray[Any]) -> bytes:
         """The body of the answer."""
@@ -122,11 +111,11 @@ def decode(body: bytes) -> JsonNumpy | GrootJson | None:
     if not isinstance(value, dict):
         return None
     if isinstance(value.get(OBSERVATION), dict):
-        return GrootJson(_read_groups(value.pop(OBSERVATION)), value, _MARKS[0] in body)
+        return GrootJson(_read_groups(value[OBSERVATION]), limits_among(value), _MARKS[0] in body)
     observation = {name: _read(name, sent) for name, sent in value.items()}
     if not quoted and not any(isinstance(sent, np.ndarray) for sent in observation.values()):
         return None
-    return JsonNumpy(observation, quoted, FULL_IMAGE in observation)
+    return JsonNumpy(observation, limits_among(observation), quoted, FULL_IMAGE in observation)
 
 
 def _parse(text: bytes) -> Any:
