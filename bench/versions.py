@@ -33,10 +33,9 @@ from reflex_runtime.robots.rollout.rollout import Placement, Rollout
 from reflex_runtime.robots.rollout.versions import Version
 from reflex_runtime.robots.serving import fields
 from reflex_runtime.robots.serving.pending import PendingRequest
-from reflex_runtime.robots.serving.question import ActAnswer, Timing
-from reflex_runtime.robots.serving.recorded import asked_and_answered, header_of
+from reflex_runtime.robots.serving.question import ACT, ActAnswer, Timing
 from reflex_runtime.robots.serving.slots import Slot
-from reflex_runtime.robots.serving.wire_names import ACT
+from reflex_runtime.robots.serving.telemetry import asked_and_answered, header_of
 from reflex_runtime.settings import ServeConfig
 
 EPISODES = 32

@@ -15,8 +15,8 @@ from reflex_runtime.llm.engine.toy import ByteTokenizer
 from reflex_runtime.llm.server.model_host import ModelPlan
 from reflex_runtime.llm.server.workers import WorkersConfig, opened
 from reflex_runtime.settings import LLMServeConfig
-from reflex_runtime.web.listen import bind
 from reflex_runtime.web.serve import serve
+from reflex_runtime.web.supervisor import bind
 
 
 def main() -> None:

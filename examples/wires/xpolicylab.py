@@ -39,8 +39,7 @@ from reflex_runtime.robots.wires.common import (
 from reflex_runtime.robots.wires.message_session import MessageSession
 from reflex_runtime.web.app import App
 from reflex_runtime.web.errors import ClientError, describe_error
-from reflex_runtime.web.fields import invalid
-from reflex_runtime.web.json import printable
+from reflex_runtime.web.fields import invalid, printable
 from reflex_runtime.web.request import Route, SocketMessage, WebSocket
 
 NAME: Final = "xpolicylab"  # in metrics and recordings

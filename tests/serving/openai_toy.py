@@ -26,8 +26,8 @@ from reflex_runtime.llm.server.local_model import opened
 from reflex_runtime.llm.server.model_host import ModelPlan, Open
 from reflex_runtime.run.process import loop_factory
 from reflex_runtime.settings import LLMServeConfig
-from reflex_runtime.web.listen import bind
 from reflex_runtime.web.serve import Make, serving
+from reflex_runtime.web.supervisor import bind
 
 from .harness import Answer, Metrics
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from reflex_runtime.web.app import App
-from reflex_runtime.web.listen import bind
 from reflex_runtime.web.serve import ReflexServer, ServerLife, uvicorn_config
+from reflex_runtime.web.supervisor import bind
 from serving.harness import PATIENCE
 
 

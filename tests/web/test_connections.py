@@ -21,7 +21,7 @@ from reflex_runtime.web import app as application
 from reflex_runtime.web import connections as module
 from reflex_runtime.web.app import App
 from reflex_runtime.web.connections import most_connections
-from reflex_runtime.web.form import PLAIN
+from reflex_runtime.web.errors import PLAIN
 from reflex_runtime.web.request import HttpRequest, HttpResponse, Route
 from serving.harness import PATIENCE, STATE, Answer, Server, encode, parse_answers, read_all, refusal
 from serving.in_process import with_app

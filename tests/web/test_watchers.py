@@ -14,7 +14,7 @@ from reflex_runtime.settings import ServeConfig
 from reflex_runtime.web import watchers
 from reflex_runtime.web.app import App
 from reflex_runtime.web.dashboard import STREAM, dashboard_routes
-from reflex_runtime.web.form import ErrorForm, Refusal
+from reflex_runtime.web.errors import ErrorForm, Refusal
 from reflex_runtime.web.watchers import MOST, Watchers
 from web.listening import listening
 

@@ -17,8 +17,7 @@ from websockets.frames import Frame, Opcode
 
 from reflex_runtime.settings import ServeConfig
 from reflex_runtime.web.app import App
-from reflex_runtime.web.errors import NotFound
-from reflex_runtime.web.form import PLAIN
+from reflex_runtime.web.errors import PLAIN, NotFound
 from reflex_runtime.web.request import HttpRequest, HttpResponse, Route, WebSocket
 from serving.harness import parse_answers
 from web.listening import Limits, listening

@@ -17,7 +17,7 @@ from reflex_runtime.client.errors import BadAnswer, ServerError, TimedOut
 from reflex_runtime.client.exchange import Reply
 from reflex_runtime.robots.wires.groot import decode_answer, encode
 from reflex_runtime.web.errors import ClientError
-from reflex_runtime.web.json import encode as encode_json
+from reflex_runtime.web.fields import encode as encode_json
 
 _LANGUAGE = "annotation.human.task_description"
 

@@ -29,7 +29,7 @@ from reflex_runtime.observe import logs
 from reflex_runtime.settings import OWN_SETTINGS, LLMServeConfig, ServeConfig
 from reflex_runtime.settings.declare import Places, one_line
 from reflex_runtime.settings.read import POLICIES, environment, read
-from reflex_runtime.web.trust import warn_if_open
+from reflex_runtime.web.access import warn_if_open
 
 if TYPE_CHECKING:
     from reflex_runtime.robots.serving.served import PolicyPlan
@@ -122,7 +122,7 @@ def _checked(config: ServeConfig, places: Places, asked: Sequence[PolicyAsked]) 
 
 def _check_listener(name: str, address: str, key: str, module: str, package: str, extra: str) -> None:
     """What a listener of its own needs: loopback or a key, and its package."""
-    from reflex_runtime.web.trust import is_loopback
+    from reflex_runtime.web.access import is_loopback
 
     if not address:
         return

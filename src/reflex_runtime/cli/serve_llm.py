@@ -33,7 +33,7 @@ from reflex_runtime.observe import logs
 from reflex_runtime.settings import LLMServeConfig, ServeConfig
 from reflex_runtime.settings.declare import one_line
 from reflex_runtime.settings.read import environment, load
-from reflex_runtime.web.trust import warn_if_open
+from reflex_runtime.web.access import warn_if_open
 
 if TYPE_CHECKING:
     from reflex_runtime.ipc.generate_batcher import GenerateBatcherConfig

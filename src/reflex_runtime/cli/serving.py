@@ -74,16 +74,14 @@ def supervised(
     """Serve below a supervisor, unless the settings say otherwise. check: raises what is wrong with what is served.
     serve: the server itself, with its sockets: the one that all workers share first, then, where there are several, a
     loopback port of each worker's own."""
-    from reflex_runtime.web import listen
+    from reflex_runtime.web.supervisor import bind, check_tls, supervise
 
     if config.ssl_certfile:
-        listen.check_tls(config.ssl_certfile, config.ssl_keyfile)
+        check_tls(config.ssl_certfile, config.ssl_keyfile)
     if not config.supervise:
         check()
         with _bound(config) as sock:
             return serve([sock], None)
-    from reflex_runtime.web.supervisor import supervise
-
     told = ("reflex", "serve")
     with ExitStack() as bound:
         try:
@@ -92,7 +90,7 @@ def supervised(
             check()  # what is wrong besides is said first: another port would not mend it
             raise
         if workers > 1:
-            sockets += [listen.bind("127.0.0.1", 0) for _ in range(workers)]
+            sockets += [bind("127.0.0.1", 0) for _ in range(workers)]
         watched = getattr(config, "watchdog_s", 0.0)
         return supervise(lambda parent: status_of(lambda: serve(sockets, parent), told), workers, watched)
 
@@ -100,7 +98,7 @@ def supervised(
 @contextmanager
 def _bound(config: Any) -> Iterator[socket.socket]:
     """The socket that the settings ask for; the file of a Unix socket goes at the end."""
-    from reflex_runtime.web.listen import bind
+    from reflex_runtime.web.supervisor import bind
 
     yield bind(config.host, config.port, config.uds)
     if config.uds:
@@ -119,8 +117,8 @@ def run_server(
 ) -> int:
     """Serve until a signal; the exit status. loading: what is. ready: logs what is ready, and at which address. Where a
     thread hangs in a model, leave at once, because the interpreter's end may crash; warn: say so."""
-    from reflex_runtime.web.listen import url_of
     from reflex_runtime.web.serve import serve
+    from reflex_runtime.web.supervisor import url_of
 
     where, *own_urls = [url_of(sock, bool(config.ssl_certfile)) for sock in sockets]
     own = [sockets[0]]

@@ -21,7 +21,7 @@ from reflex_runtime.core.errors import ConfigError, ReflexError
 from reflex_runtime.observe.journal import JournalError
 from reflex_runtime.observe.journal_reader import Journal, read_journal
 from reflex_runtime.settings.declare import one_of
-from reflex_runtime.web.json import printable
+from reflex_runtime.web.fields import printable
 
 if TYPE_CHECKING:
     from reflex_runtime.sim.search import TunedFigures, Tuning

@@ -30,9 +30,8 @@ from reflex_runtime.run.process import loop_factory
 from reflex_runtime.version import __version__
 from reflex_runtime.web.app import App
 from reflex_runtime.web.dashboard import dashboard_routes, grid_route
-from reflex_runtime.web.form import PLAIN
-from reflex_runtime.web.json import encode
-from reflex_runtime.web.listen import bind, url_of
+from reflex_runtime.web.errors import PLAIN
+from reflex_runtime.web.fields import encode
 from reflex_runtime.web.openapi import (
     HTML,
     PAGES,
@@ -45,6 +44,7 @@ from reflex_runtime.web.openapi import (
 )
 from reflex_runtime.web.request import HttpRequest, HttpResponse, Route
 from reflex_runtime.web.serve import ReflexServer, ServerLife, uvicorn_config
+from reflex_runtime.web.supervisor import bind, url_of
 from reflex_runtime.web.watchers import Watchers
 
 MOST: Final = 256  # feeds in a snapshot: by name

@@ -30,10 +30,8 @@ from reflex_runtime.core.errors import Closed
 from reflex_runtime.feeds.outputs.annotated import annotated
 from reflex_runtime.feeds.runtime.pipeline import Result
 from reflex_runtime.web.bodies import Seldom
-from reflex_runtime.web.errors import NotFound, TooManyRequests
-from reflex_runtime.web.fields import invalid
-from reflex_runtime.web.form import PLAIN, Headers
-from reflex_runtime.web.json import printable
+from reflex_runtime.web.errors import PLAIN, Headers, NotFound, TooManyRequests
+from reflex_runtime.web.fields import invalid, printable
 from reflex_runtime.web.request import HttpRequest, HttpResponse, Route
 
 log = logging.getLogger("reflex.feeds")

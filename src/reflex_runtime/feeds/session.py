@@ -151,7 +151,7 @@ class FeedsSession:
 
     def _serve(self, coordinator: BatchCoordinator, pictures: FeedPictures, closing: ExitStack) -> None:
         from reflex_runtime.feeds.pages import FeedPages, FeedSeries, StatusServer
-        from reflex_runtime.web.trust import warn_if_open
+        from reflex_runtime.web.access import warn_if_open
 
         registry, config = self._series(), self._config
         FeedSeries(self._runtime.snapshot, registry)

@@ -27,8 +27,8 @@ from reflex_runtime.observe import metrics
 from reflex_runtime.version import __version__
 from reflex_runtime.web.app import App
 from reflex_runtime.web.dashboard import dashboard_routes
-from reflex_runtime.web.form import JSON, ErrorForm, Refusal
-from reflex_runtime.web.json import encode
+from reflex_runtime.web.errors import JSON, ErrorForm, Refusal
+from reflex_runtime.web.fields import encode
 from reflex_runtime.web.openapi import document_routes
 from reflex_runtime.web.request import HttpRequest, HttpResponse, Route
 from reflex_runtime.web.serve import Make

@@ -17,11 +17,19 @@ from http import HTTPStatus
 from typing import Any, Protocol
 
 from reflex_runtime.core.errors import Closed, ReflexError
+from reflex_runtime.web.access import Cors, Trust, answer_preflight, check_direct, is_preflight, keys_in
 from reflex_runtime.web.bodies import STALLED, Bodies, Seldom
-from reflex_runtime.web.cors import Cors, answer_preflight, is_preflight
-from reflex_runtime.web.errors import CallerLeft, MethodNotAllowed, NotFound, TooSlow, Unauthorized, known
-from reflex_runtime.web.form import ErrorForm, Headers
-from reflex_runtime.web.json import printable
+from reflex_runtime.web.errors import (
+    CallerLeft,
+    ErrorForm,
+    Headers,
+    MethodNotAllowed,
+    NotFound,
+    TooSlow,
+    Unauthorized,
+    known,
+)
+from reflex_runtime.web.fields import printable
 from reflex_runtime.web.request import (
     CLOSE,
     INTERNAL,
@@ -36,7 +44,6 @@ from reflex_runtime.web.request import (
     WebSocket,
     retry_headers,
 )
-from reflex_runtime.web.trust import Trust, check_direct, keys_in
 
 log = logging.getLogger("reflex.server")
 

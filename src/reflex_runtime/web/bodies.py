@@ -76,11 +76,6 @@ class Bodies:
         self.held -= owner.held
         owner.held = 0
 
-    def keep(self, owner: Holder, size: int) -> None:
-        """Count only this many bytes of it from now on."""
-        self.held -= owner.held - size
-        owner.held = size
-
     def beside(self, decode: Callable[..., T], *arguments: Any) -> asyncio.Future[T]:
         """The result of `decode`, computed outside the loop."""
         return asyncio.get_running_loop().run_in_executor(self._decoder, _bare, decode, *arguments)

@@ -1,9 +1,14 @@
-"""Errors that only an HTTP server has. All others have their status too, see `core.errors`."""
+"""Errors that only an HTTP server has, and the form in which all are sent. The others have their status too, see
+`core.errors`."""
 
 from __future__ import annotations
 
 import logging
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import msgspec
 
 from reflex_runtime.core.errors import ReflexError, Rejected
 
@@ -141,3 +146,51 @@ def describe_error(error: ReflexError, request_id: str) -> dict[str, Any]:
     """The body of a non-2xx answer."""
     body: dict[str, Any] = {"error": error.code, "message": error.message, "request_id": request_id}
     return body | {"retry_safe": error.retry_safe} | dict(error.details)
+
+
+# -- the form ----------------------------------------------------------------------------------------------------------
+
+Headers = list[tuple[bytes, bytes]]
+
+JSON: Final = b"application/json"
+MSGPACK: Final = b"application/msgpack"
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """An error as it is sent."""
+
+    status: int
+    body: bytes
+    content_type: bytes = JSON
+    headers: Headers = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorForm:
+    """The form of one server's errors.
+
+    refuse: makes the answer from the error, the request's id, and whether the caller reads msgpack. keeps_id: whether a
+    caller's own X-Request-Id is repeated.
+    """
+
+    refuse: Callable[[ReflexError, str, bool], Refusal]
+    keeps_id: bool = False
+
+    def own_id(self, sent: bytes) -> str | None:
+        """The id that a caller sent, where it is repeated: printable ASCII, and not too long."""
+        if not (self.keeps_id and 0 < len(sent) <= 256 and sent.isascii()):
+            return None
+        text = sent.decode()
+        return text if text.isprintable() and text == text.strip() else None
+
+
+def _plain(error: ReflexError, request_id: str, packed: bool) -> Refusal:
+    body = describe_error(error, request_id)
+    if packed:
+        return Refusal(error.http_status, msgspec.msgpack.encode(body), MSGPACK)
+    return Refusal(error.http_status, msgspec.json.encode(body))
+
+
+PLAIN: Final = ErrorForm(_plain)
+"""`error`, `message`, `request_id`, `retry_safe` and the error's details, in JSON or msgpack."""

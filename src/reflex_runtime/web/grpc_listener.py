@@ -15,13 +15,15 @@ import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from functools import partial
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError
 
 from reflex_runtime.core.errors import Closed, ConfigError, ReflexError
+from reflex_runtime.settings import ServeConfig
+from reflex_runtime.web.access import keys_in
 from reflex_runtime.web.app import App
 from reflex_runtime.web.errors import BodyTooLarge, ClientError, Reported, TooSlow, Unauthorized, describe_error, known
 
@@ -46,19 +48,6 @@ _BY_STATUS: Final = {
     503: _STATUS.UNAVAILABLE,
     504: _STATUS.DEADLINE_EXCEEDED,
 }
-
-
-class GrpcSettings(Protocol):
-    """What a listener takes of a server's settings."""
-
-    @property
-    def api_key(self) -> str: ...
-    @property
-    def max_body_bytes(self) -> int: ...
-    @property
-    def max_connections(self) -> int: ...
-    @property
-    def body_timeout_s(self) -> float: ...
 
 
 class GrpcCall:
@@ -119,7 +108,7 @@ def check_free(address: str) -> None:
 class GrpcListener:
     """A gRPC server on an address. Nothing is answered before `serve`."""
 
-    def __init__(self, app: App, flag: str, address: str, settings: GrpcSettings) -> None:
+    def __init__(self, app: App, flag: str, address: str, settings: ServeConfig) -> None:
         """flag: the option that gave the address."""
         self._app, self._key = app, settings.api_key.encode()
         self._most, self._body_timeout_s = settings.max_body_bytes, settings.body_timeout_s
@@ -181,7 +170,7 @@ class GrpcListener:
         call = GrpcCall(name, self._app.asks(), context)
         try:
             try:
-                self._check(context)
+                self._check(call)
                 return await answer(call)
             except Reported as reported:
                 error, request_id = reported.error, reported.request_id
@@ -197,13 +186,10 @@ class GrpcListener:
             self._app.bodies.release(call)
             self._app.answered()
 
-    def _check(self, context: Any) -> None:
+    def _check(self, call: GrpcCall) -> None:
         if self._app.closing:
             raise Closed("the server is shutting down", retry_after=1.0)
         if self._key:
-            sent = dict(context.invocation_metadata() or ())
-            scheme, _, borne = str(sent.get("authorization", "")).partition(" ")
-            borne = borne.strip() if scheme.lower() in ("bearer", "api-key") else ""
-            plain = str(sent.get("x-reflex-key", ""))
-            if not (hmac.compare_digest(plain.encode(), self._key) | hmac.compare_digest(borne.encode(), self._key)):
+            plain, borne = keys_in(call.headers)
+            if not (hmac.compare_digest(plain, self._key) | hmac.compare_digest(borne, self._key)):
                 raise Unauthorized("send the key as metadata: authorization: Bearer KEY, or x-reflex-key")

@@ -12,10 +12,11 @@ from typing import Annotated, Any, Final, NamedTuple
 import msgspec
 
 from reflex_runtime.version import __version__
-from reflex_runtime.web.json import JSON_TYPE
+from reflex_runtime.web.errors import JSON
 from reflex_runtime.web.request import HttpRequest, HttpResponse, Route
 
-_HOST = re.compile(rb"[A-Za-z0-9.-]{1,253}(:[0-9]{1,5})?|\[[0-9a-fA-F:.]{2,45}\](:[0-9]{1,5})?")
+JSON_TYPE: Final = JSON.decode()
+_HOST: Final = re.compile(rb"[A-Za-z0-9.-]{1,253}(:[0-9]{1,5})?|\[[0-9a-fA-F:.]{2,45}\](:[0-9]{1,5})?")
 
 
 # -- JSON Schema in a few words ----------------------------------------------------------------------------------------

@@ -17,8 +17,7 @@ from urllib.parse import parse_qsl, quote
 
 from reflex_runtime.core.errors import Closed, ReflexError
 from reflex_runtime.web.bodies import Bodies
-from reflex_runtime.web.errors import BodyTooLarge, CallerLeft
-from reflex_runtime.web.form import JSON, ErrorForm, Headers
+from reflex_runtime.web.errors import JSON, BodyTooLarge, CallerLeft, ErrorForm, Headers
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]

@@ -21,8 +21,7 @@ from reflex_runtime.observe.logs import leave
 from reflex_runtime.run.process import freed_memory, freeze_loaded, give_back_when_idle, loop_factory, prepare_memory
 from reflex_runtime.web.app import App
 from reflex_runtime.web.connections import ConnectionLimits, connections_of, most_connections
-from reflex_runtime.web.listen import BACKLOG
-from reflex_runtime.web.supervisor import Parent
+from reflex_runtime.web.supervisor import BACKLOG, Parent
 
 log = logging.getLogger("reflex.server")
 
@@ -233,12 +232,8 @@ def serve(
     called on the loop once the port answers; on_ready: called with the host once it is ready or has failed.
     """
     prepare_memory()
-
-    async def main() -> tuple[int, bool]:
-        return await serving(make, sockets, settings, on_listening, on_ready, parent)
-
     with asyncio.Runner(loop_factory=loop_factory) as runner:
-        return runner.run(main())
+        return runner.run(serving(make, sockets, settings, on_listening, on_ready, parent))
 
 
 async def serving(

@@ -18,8 +18,7 @@ from reflex_runtime.core.errors import Closed, ReflexError
 from reflex_runtime.core.events import Event
 from reflex_runtime.run.audience import Sink
 from reflex_runtime.web.bodies import Seldom
-from reflex_runtime.web.errors import TooManyRequests
-from reflex_runtime.web.form import PLAIN
+from reflex_runtime.web.errors import PLAIN, TooManyRequests
 from reflex_runtime.web.request import HttpRequest
 
 log = logging.getLogger("reflex.server")

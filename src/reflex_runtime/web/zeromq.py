@@ -14,7 +14,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from typing import Final, Protocol
+from collections.abc import Awaitable, Callable
+from typing import Final
 
 import zmq
 
@@ -43,21 +44,20 @@ class ZmqMessage:
         self.held = 0
 
 
-class ZmqSession(Protocol):
-    """What a product does with the messages of all clients."""
-
-    async def answer(self, message: ZmqMessage) -> bytes:
-        """The answer to it; errors are answers too."""
-
-    def failed(self, message: ZmqMessage, error: ReflexError) -> bytes:
-        """The message is answered with an error. Returns what says so."""
-
-
 class ZmqListener:
-    """A bound ROUTER socket. setting: that names the address. most: bytes that a message may have."""
+    """A bound ROUTER socket. setting: that names the address. most: bytes that a message may have. answer: makes the
+    answer to a message, errors too; failed: what says that one is answered with an error."""
 
-    def __init__(self, app: App, setting: str, address: str, most: int, session: ZmqSession) -> None:
-        self._app, self._most, self._session = app, most, session
+    def __init__(
+        self,
+        app: App,
+        setting: str,
+        address: str,
+        most: int,
+        answer: Callable[[ZmqMessage], Awaitable[bytes]],
+        failed: Callable[[ZmqMessage, ReflexError], bytes],
+    ) -> None:
+        self._app, self._most, self._answer_to, self._failed = app, most, answer, failed
         self._context = zmq.Context()
         self._socket: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
         self._descriptor = int(self._socket.getsockopt(zmq.FD))
@@ -134,14 +134,14 @@ class ZmqListener:
         try:
             self._check(message, len(body))
         except Exception as error:
-            self._send(message, self._session.failed(message, known(error, message.id)))
+            self._send(message, self._failed(message, known(error, message.id)))
         else:
             task = asyncio.get_running_loop().create_task(self._answer(message))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
     async def _answer(self, message: ZmqMessage) -> None:
-        self._send(message, await self._session.answer(message))
+        self._send(message, await self._answer_to(message))
 
     def _check(self, message: ZmqMessage, frames: int) -> None:
         if self._app.closing:

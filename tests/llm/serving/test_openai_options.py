@@ -234,7 +234,7 @@ def test_h10_what_is_said_of_the_model_goes_to_its_loader(
 def test_h10_options_of_the_model_are_checked_before_the_port_opens_and_named_as_flags(
     options: str, says: str, model_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("reflex_runtime.web.listen.bind", None)
+    monkeypatch.setattr("reflex_runtime.web.supervisor.bind", None)
     monkeypatch.setattr("reflex_runtime.llm.engine.load._sees_cuda", lambda: False)
     monkeypatch.setattr("reflex_runtime.llm.engine.load.free_bytes", lambda *device: 20_000_000_000)
     monkeypatch.setattr("reflex_runtime.llm.runners.openvino_runner._has_bfloat16", lambda core: True)
@@ -244,7 +244,7 @@ def test_h10_options_of_the_model_are_checked_before_the_port_opens_and_named_as
 def test_h10_a_runner_whose_library_is_missing_and_one_beside_a_gpu_are_refused_too(
     model_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("reflex_runtime.web.listen.bind", None)
+    monkeypatch.setattr("reflex_runtime.web.supervisor.bind", None)
     monkeypatch.setattr("reflex_runtime.llm.engine.load._sees_cuda", lambda: True)
     monkeypatch.setattr("reflex_runtime.llm.engine.load.find_spec", lambda name: None)
     line = said(capsys, str(model_dir), "--runner", "openvino", "--device", "cuda")
@@ -268,7 +268,7 @@ def test_h10_what_only_loading_shows_is_named_as_a_flag_too(monkeypatch: pytest.
 def test_h10_bfloat16_on_a_processor_without_it_is_refused_before_the_port_opens(
     model_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("reflex_runtime.web.listen.bind", None)
+    monkeypatch.setattr("reflex_runtime.web.supervisor.bind", None)
     monkeypatch.setattr("reflex_runtime.llm.runners.openvino_runner._has_bfloat16", lambda core: False)
     line = said(capsys, str(model_dir), "--device", "cpu", "--dtype", "bfloat16")
     assert "--dtype=bfloat16: this processor has no instructions for it; use float32 or auto" in line
@@ -277,7 +277,7 @@ def test_h10_bfloat16_on_a_processor_without_it_is_refused_before_the_port_opens
 def test_h10_beside_a_gpu_what_its_runner_cannot_do_is_refused_before_the_port_opens(
     model_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("reflex_runtime.web.listen.bind", None)
+    monkeypatch.setattr("reflex_runtime.web.supervisor.bind", None)
     monkeypatch.setattr("reflex_runtime.llm.engine.load._sees_cuda", lambda: True)
     monkeypatch.setattr("reflex_runtime.llm.engine.load.free_bytes", lambda *device: 20_000_000_000)
     line = said(capsys, str(model_dir), "--quantization", "int8")

@@ -17,7 +17,7 @@ from forked import reflex
 from reflex_runtime.cli import main
 from reflex_runtime.robots import load_policy
 from reflex_runtime.robots.rollout.router import bucket
-from reflex_runtime.web import listen
+from reflex_runtime.web import supervisor
 from robots.tiny import write_export
 from serving.exports import write_tiny
 from serving.harness import STATE, Server
@@ -37,7 +37,7 @@ class Refusals:
         def bind(host: str, port: int, uds: str = "") -> Any:
             raise AssertionError("the port was opened")
 
-        monkeypatch.setattr(listen, "bind", bind)
+        monkeypatch.setattr(supervisor, "bind", bind)
         self._capsys = capsys
 
     def __call__(self, *arguments: str | Path) -> str:

@@ -25,7 +25,7 @@ from reflex_runtime.robots.rollout.breaker import Breaker
 from reflex_runtime.robots.rollout.rollout import Change, Rollout, VerdictSink
 from reflex_runtime.robots.rollout.slo import Objective, SloTracker
 from reflex_runtime.robots.serving.app import application
-from reflex_runtime.robots.serving.failures import FailureLog
+from reflex_runtime.robots.serving.telemetry import FailureLog
 from reflex_runtime.run.audience import Audience
 from reflex_runtime.settings import ServeConfig
 from reflex_runtime.web.app import App

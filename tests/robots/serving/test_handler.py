@@ -17,9 +17,8 @@ from reflex_runtime.core.errors import Closed, Expired, ReflexError
 from reflex_runtime.core.request import Priority
 from reflex_runtime.robots.serving.handler import RequestHandler
 from reflex_runtime.robots.serving.pending import PendingRequest
-from reflex_runtime.robots.serving.question import ActAnswer, Array, Question
+from reflex_runtime.robots.serving.question import ACT, ActAnswer, Array, Question
 from reflex_runtime.robots.serving.runtime import PolicyRuntime
-from reflex_runtime.robots.serving.wire_names import ACT
 from reflex_runtime.web.app import App
 from reflex_runtime.web.errors import ClientError, InvalidRequest, Reported, TooManyRequests
 from robots.tiny import HEIGHT, WIDTH, write_export

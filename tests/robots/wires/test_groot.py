@@ -258,7 +258,7 @@ def test_w35_without_its_package_one_line_names_the_extra(
     tiny: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "zmq", None)
-    monkeypatch.setattr("reflex_runtime.web.listen.bind", None)
+    monkeypatch.setattr("reflex_runtime.web.supervisor.bind", None)
     assert main(["serve", str(tiny), "--no-supervise", *HERE]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line == "reflex serve: --gr00t needs pyzmq: in a clone, pip install '.[gr00t]'"

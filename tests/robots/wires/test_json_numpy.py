@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from reflex_runtime.robots.policy.spec import WireMap
-from reflex_runtime.robots.serving.wire_names import JSON_NUMPY
+from reflex_runtime.robots.serving.question import JSON_NUMPY
 from reflex_runtime.robots.wires.json_numpy import GrootJson, decode, is_json_numpy
 from reflex_runtime.web.errors import ClientError
 from robots.wires.broken import FRESH, check

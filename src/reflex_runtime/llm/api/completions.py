@@ -30,8 +30,7 @@ from reflex_runtime.observe.trace_context import Attribute, follow
 from reflex_runtime.run.audience import Slices, in_order
 from reflex_runtime.settings import LLMServeConfig
 from reflex_runtime.web.app import cancelled_by
-from reflex_runtime.web.errors import known
-from reflex_runtime.web.form import Headers
+from reflex_runtime.web.errors import Headers, known
 from reflex_runtime.web.request import HttpRequest, HttpResponse
 
 T = TypeVar("T")

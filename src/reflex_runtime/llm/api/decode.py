@@ -14,8 +14,7 @@ import msgspec
 
 from reflex_runtime.llm.api.errors import BadRequest
 from reflex_runtime.llm.api.fields import MOST_PROMPTS, MOST_TOKENS
-from reflex_runtime.web.fields import suggestion
-from reflex_runtime.web.json import is_json, printable
+from reflex_runtime.web.fields import is_json, printable, suggestion
 
 MOST_MESSAGES = 10_000
 MOST_VALUES = 50_000  # commas in a body whose fields are decoded without looking at each before

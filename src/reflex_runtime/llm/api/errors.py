@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from reflex_runtime.core.errors import InFlightCapReached, QueueFull, ReflexError, TooLarge
 from reflex_runtime.llm.server.lifecycle import ModelNotFound
 from reflex_runtime.web.errors import ClientError, Unauthorized, api_error
-from reflex_runtime.web.json import encode, printable
+from reflex_runtime.web.fields import encode, printable
 
 
 class BadRequest(ClientError):

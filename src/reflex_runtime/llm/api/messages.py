@@ -41,9 +41,8 @@ from reflex_runtime.llm.api.replies import Kind, PartWriter, ReplyContext
 from reflex_runtime.llm.api.requests import CompletionRequest, DefaultsOf, conversing, no_defaults
 from reflex_runtime.llm.engine.tokenizer import Conversation
 from reflex_runtime.llm.engine.tools import ToolCall
-from reflex_runtime.web.fields import Whole
-from reflex_runtime.web.form import JSON, ErrorForm, Refusal
-from reflex_runtime.web.json import encode
+from reflex_runtime.web.errors import JSON, ErrorForm, Refusal
+from reflex_runtime.web.fields import Whole, encode
 
 PATH, COUNT = "/v1/messages", "/v1/messages/count_tokens"
 _BILLING: Final = "x-anthropic-billing-header:"

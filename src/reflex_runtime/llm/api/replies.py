@@ -17,8 +17,8 @@ from reflex_runtime.ipc.models import Output, ScoredToken
 from reflex_runtime.llm.api.requests import CompletionRequest, DefaultsOf
 from reflex_runtime.llm.engine.reasoning import Thought, ThoughtParser
 from reflex_runtime.llm.engine.tools import ToolCall, ToolParser
-from reflex_runtime.web.form import ErrorForm
-from reflex_runtime.web.json import encode
+from reflex_runtime.web.errors import ErrorForm
+from reflex_runtime.web.fields import encode
 
 Part = str | Thought | ToolCall
 Kind = Literal["thought", "text"]

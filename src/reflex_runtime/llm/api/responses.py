@@ -41,8 +41,7 @@ from reflex_runtime.llm.api.replies import Kind, PartWriter, ReplyContext
 from reflex_runtime.llm.api.requests import CompletionRequest, DefaultsOf, conversing, no_defaults
 from reflex_runtime.llm.engine.tokenizer import Conversation
 from reflex_runtime.llm.engine.tools import ToolCall
-from reflex_runtime.web.fields import Whole
-from reflex_runtime.web.json import encode
+from reflex_runtime.web.fields import Whole, encode
 
 PATH: Final = "/v1/responses"
 MOST_METADATA: Final = 16

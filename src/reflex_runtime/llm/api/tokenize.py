@@ -18,7 +18,7 @@ from reflex_runtime.llm.api.messages import InputTokens, counted
 from reflex_runtime.llm.api.requests import chat_request, refused
 from reflex_runtime.llm.engine.generation import Generator
 from reflex_runtime.llm.engine.tokenizer import Conversation
-from reflex_runtime.web.json import encode
+from reflex_runtime.web.fields import encode
 
 T = TypeVar("T")
 Question = tuple[str | None, Callable[[Generator[Any]], Awaitable[bytes]]]

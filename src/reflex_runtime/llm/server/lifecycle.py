@@ -29,7 +29,7 @@ from reflex_runtime.run.audience import Sink
 from reflex_runtime.run.process import in_thread
 from reflex_runtime.version import __version__
 from reflex_runtime.web.errors import NotFound, NotReady
-from reflex_runtime.web.json import printable
+from reflex_runtime.web.fields import printable
 from reflex_runtime.web.supervisor import Lives
 from reflex_runtime.web.watchers import Fold, Watchers
 

@@ -25,7 +25,7 @@ from reflex_runtime.robots.policy.model import PolicySource
 from reflex_runtime.robots.policy.observation import ActionChunk
 from reflex_runtime.robots.policy.spec import PYTHON, DeviceOptions, PolicySpec
 from reflex_runtime.robots.policy.units import transformed
-from reflex_runtime.robots.serving.wire_names import OPENPI
+from reflex_runtime.robots.serving.question import OPENPI
 from reflex_runtime.robots.sources.embodiment import EMBODIMENT_FILE
 from reflex_runtime.robots.sources.export_directory import Export
 from reflex_runtime.robots.sources.export_files import CONFIG_FILE, check_files, uncounted

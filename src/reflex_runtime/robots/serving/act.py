@@ -6,13 +6,11 @@ from reflex_runtime.core.errors import ReflexError
 from reflex_runtime.robots.serving import fields
 from reflex_runtime.robots.serving.handler import RequestHandler
 from reflex_runtime.robots.serving.pending import PendingRequest
-from reflex_runtime.robots.serving.question import Question
-from reflex_runtime.robots.serving.wire_names import ACT, JSON_NUMPY
+from reflex_runtime.robots.serving.question import ACT, JSON_NUMPY, Question
 from reflex_runtime.robots.wires import json_numpy
 from reflex_runtime.robots.wires.json_numpy import GrootJson, JsonNumpy
 from reflex_runtime.web.bodies import LARGE
-from reflex_runtime.web.errors import CallerLeft, InvalidRequest
-from reflex_runtime.web.form import JSON, MSGPACK, Headers
+from reflex_runtime.web.errors import JSON, MSGPACK, CallerLeft, Headers, InvalidRequest
 from reflex_runtime.web.request import HttpRequest, HttpResponse, header_text
 
 

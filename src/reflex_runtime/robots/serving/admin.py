@@ -25,8 +25,7 @@ from reflex_runtime.robots.serving.served import ServedPolicy
 from reflex_runtime.robots.serving.slots import SHADOW
 from reflex_runtime.robots.sources.load import directory_of
 from reflex_runtime.web.errors import Conflict, InvalidJson, NotFound
-from reflex_runtime.web.fields import Whole, check_id, invalid, invalid_field, whole
-from reflex_runtime.web.json import printable
+from reflex_runtime.web.fields import Whole, check_id, invalid, invalid_field, printable, whole
 from reflex_runtime.web.request import Handler, HttpRequest, HttpResponse
 
 log = logging.getLogger("reflex.admin")
@@ -149,7 +148,8 @@ class Admin:
         self._tasks.add(task)
         task.add_done_callback(self._loaded)
         try:
-            return _told(loaded(asked, await asyncio.shield(task)))  # an operator that leaves does not end it
+            version = await asyncio.shield(task)  # an operator that leaves does not end it
+            return _told({"slot": asked.slot, "model_version": version.name, "path": version.policy.spec.source})
         except asyncio.CancelledError:
             if task.cancelled():
                 raise Closed("the server is shutting down", retry_after=1.0) from None
@@ -191,11 +191,6 @@ class Admin:
 def _told(told: Mapping[str, Any]) -> HttpResponse:
     """The answer that it is done."""
     return HttpResponse(200, wire.encode_json(told))
-
-
-def loaded(asked: Load, version: Version) -> dict[str, Any]:
-    """The answer to /admin/load."""
-    return {"slot": asked.slot, "model_version": version.name, "path": version.policy.spec.source}
 
 
 def is_directory(source: str) -> bool:

@@ -19,21 +19,19 @@ from reflex_runtime.robots.serving.act import Act
 from reflex_runtime.robots.serving.admin import Admin, is_outcome
 from reflex_runtime.robots.serving.handler import RequestHandler
 from reflex_runtime.robots.serving.journal_stream import JournalStreams
-from reflex_runtime.robots.serving.live_view import watchers_of
 from reflex_runtime.robots.serving.openapi import OUTCOME, POLICIES, document
 from reflex_runtime.robots.serving.runtime import PolicyRuntime
 from reflex_runtime.robots.serving.served import PolicyPlan
-from reflex_runtime.robots.serving.views import ServerViews, Views
+from reflex_runtime.robots.serving.views import ServerViews, Views, watchers_of
 from reflex_runtime.robots.wires import openpi, vla_eval
 from reflex_runtime.robots.wires.oip import ROOT, OipHttp, Sequences
 from reflex_runtime.settings import DEFAULT_POLICY, ServeConfig
 from reflex_runtime.settings.declare import did_you_mean
 from reflex_runtime.web.app import App
 from reflex_runtime.web.dashboard import dashboard_routes
-from reflex_runtime.web.errors import NotFound
-from reflex_runtime.web.form import PLAIN
+from reflex_runtime.web.errors import PLAIN, NotFound
 from reflex_runtime.web.openapi import document_routes
-from reflex_runtime.web.request import OPERATOR_BODY, HttpRequest, HttpResponse, Route, Session
+from reflex_runtime.web.request import OPERATOR_BODY, HttpRequest, HttpResponse, Route
 from reflex_runtime.web.serve import Make, ServerLife
 from reflex_runtime.web.supervisor import Parent
 
@@ -86,30 +84,25 @@ class PolicyRoutes:
         """sequences: of clients of OIP. below: the policies of a server of several, which these routes are of."""
         self._handler, self._below = handler, below
         self._document: tuple[Mapping[str, Mapping[str, PolicySpec]], bytes] = ({}, b"")  # of these policies
-        views = ServerViews(handler) if below else Views(handler)
         runtime, most = handler.runtime, handler.config.max_body_bytes
-        act = Act(handler)
-        admin = Admin(handler)
-        runtime.on_drain.append(admin.close)
-
-        routes = [Route("/act", act.run, "POST", most=most, refused=act.refused)]
-        routes.append(Route("/reset", act.reset, "POST", most=min(most, OPERATOR_BODY)))
-        sockets: dict[str, Session] = dict.fromkeys(openpi.PATHS, partial(openpi.serve, handler))
-        sockets[vla_eval.PATH] = partial(vla_eval.serve, handler)
-        for path, session in sockets.items():
-            routes.append(Route(path, websocket_only, most=most, socket=session))
-        self._oip = OipHttp(handler, most, sequences)
-        routes += self._oip.routes
-        for path, view in views.open.items():
-            routes.append(Route(path, view, open=True))
-        for path, view in views.guarded.items():
-            routes.append(Route(path, view))
-        routes += document_routes(self._described)
         operator = min(most, OPERATOR_BODY)
-        for path, change in admin.changes.items():
-            routes.append(Route(path, change, "POST", changes=True, most=operator))
+        act, admin, views = Act(handler), Admin(handler), ServerViews(handler) if below else Views(handler)
+        runtime.on_drain.append(admin.close)
+        sockets = dict.fromkeys(openpi.PATHS, partial(openpi.serve, handler))
+        sockets[vla_eval.PATH] = partial(vla_eval.serve, handler)
+        self._oip = OipHttp(handler, most, sequences)
         self._outcome = Route(OUTCOME, admin.outcome, "POST", changes=True, most=operator)
-        self.by_path = {route.path: route for route in [*routes, self._outcome]}
+        routes = [
+            Route("/act", act.run, "POST", most=most, refused=act.refused),
+            Route("/reset", act.reset, "POST", most=operator),
+            *(Route(path, websocket_only, most=most, socket=session) for path, session in sockets.items()),
+            *self._oip.routes,
+            *views.routes,
+            *document_routes(self._described),
+            *(Route(path, change, "POST", changes=True, most=operator) for path, change in admin.changes.items()),
+            self._outcome,
+        ]
+        self.by_path = {route.path: route for route in routes}
 
     def find(self, path: str) -> Route | None:
         """The route of a path."""
@@ -145,7 +138,7 @@ def _listen_groot(app: App, handler: RequestHandler) -> None:
     from reflex_runtime.web.zeromq import ZmqListener
 
     config, session = handler.config, GrootSession(handler, handler.config.gr00t_config)
-    listener = ZmqListener(app, "--gr00t", config.gr00t, config.max_body_bytes, session)
+    listener = ZmqListener(app, "--gr00t", config.gr00t, config.max_body_bytes, session.answer, session.failed)
     app.listeners.append(listener)
     app.spawn(_begin_groot(handler.runtime, listener))
     log.info("clients of GR00T: %s", listener.address)

@@ -16,8 +16,7 @@ import numpy as np
 from reflex_runtime.core.request import PRIORITIES
 from reflex_runtime.robots.serving.question import LARGEST, MAX_INSTRUCTION, ActAnswer, Array, Image, Question
 from reflex_runtime.web.errors import ClientError, InvalidJson, InvalidRequest
-from reflex_runtime.web.fields import ID, Whole, invalid, invalid_field, whole
-from reflex_runtime.web.json import MAX_VALUES, encode, is_json, printable
+from reflex_runtime.web.fields import ID, MAX_VALUES, Whole, encode, invalid, invalid_field, is_json, printable, whole
 
 MAX_STATE = 16_384  # numbers
 MAX_IMAGES = 64

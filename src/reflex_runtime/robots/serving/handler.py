@@ -31,17 +31,15 @@ from reflex_runtime.robots.serving.decode_pool import SHADOW_CLIENT, SHADOW_SHAR
 from reflex_runtime.robots.serving.images import check_names, job_of, observe
 from reflex_runtime.robots.serving.pending import PendingRequest
 from reflex_runtime.robots.serving.question import ActAnswer, Question, Timing
-from reflex_runtime.robots.serving.recorded import asked_and_answered
 from reflex_runtime.robots.serving.runtime import PolicyRuntime
 from reflex_runtime.robots.serving.served import ServedPolicy
-from reflex_runtime.robots.serving.spans import begin_span, join_span
+from reflex_runtime.robots.serving.telemetry import asked_and_answered, begin_span, join_span
 from reflex_runtime.robots.wires.common import ObservationReader, ObservationReaders
 from reflex_runtime.settings.declare import did_you_mean
 from reflex_runtime.version import __version__
 from reflex_runtime.web.app import cancelled_by
 from reflex_runtime.web.errors import Reported, TooManyRequests, known
-from reflex_runtime.web.fields import invalid
-from reflex_runtime.web.json import printable
+from reflex_runtime.web.fields import invalid, printable
 
 log = logging.getLogger("reflex.server")
 

@@ -19,8 +19,7 @@ from reflex_runtime.robots import Observation, Policy, PolicySpec
 from reflex_runtime.robots.policy.observation import Sent
 from reflex_runtime.robots.serving.decode_pool import Done, Job
 from reflex_runtime.robots.serving.question import Array, Image, Question, array_of
-from reflex_runtime.web.fields import invalid
-from reflex_runtime.web.json import printable
+from reflex_runtime.web.fields import invalid, printable
 
 PIECE = 1 << 20  # characters decoded at a time: nothing else runs meanwhile
 

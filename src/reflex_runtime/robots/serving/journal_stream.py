@@ -9,8 +9,7 @@ from typing import Final
 from reflex_runtime.core.errors import Closed, ReflexError
 from reflex_runtime.robots.serving.runtime import PolicyRuntime
 from reflex_runtime.run.process import in_thread
-from reflex_runtime.web.errors import InvalidRequest, TooManyRequests
-from reflex_runtime.web.form import PLAIN
+from reflex_runtime.web.errors import PLAIN, InvalidRequest, TooManyRequests
 from reflex_runtime.web.request import HttpRequest, Route
 from reflex_runtime.web.watchers import LINES
 

@@ -1,21 +1,30 @@
 """What a robot asks of a policy and what it is answered, on whatever wire.
 
-A wire makes a `Question` of what it reads, and writes an `ActAnswer`. `Asking` does everything in between.
+A wire makes a `Question` of what it reads, and writes an `ActAnswer`. `RequestHandler` does everything in between.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from math import prod
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from reflex_runtime.core.request import Priority
-from reflex_runtime.web.fields import check_id, invalid
-from reflex_runtime.web.json import is_unicode, printable
+from reflex_runtime.web.fields import check_id, invalid, is_unicode, printable
+
+# The protocols that requests come on, as metrics and recordings name them.
+ACT: Final = "act"
+OPENPI: Final = "openpi"
+JSON_NUMPY: Final = "json-numpy"
+OIP: Final = "oip"
+VLA_EVAL: Final = "vla-eval"
+GROOT: Final = "gr00t"
+LEROBOT: Final = "lerobot"
+WIRES: Final = (ACT, OPENPI, JSON_NUMPY, OIP, VLA_EVAL, GROOT, LEROBOT)
 
 MAX_INSTRUCTION = 16_384  # characters
 LARGEST = 1e30  # of a number of the state: larger ones need not be finite in the model's units

@@ -23,10 +23,9 @@ from reflex_runtime.observe.spans import spans_of
 from reflex_runtime.robots import Policy
 from reflex_runtime.robots.policy.observation import warm_decoders
 from reflex_runtime.robots.serving.decode_pool import DecodePool
-from reflex_runtime.robots.serving.failures import FailureLog
-from reflex_runtime.robots.serving.recorded import header_of
 from reflex_runtime.robots.serving.served import PolicyPlan, ServedPolicy
 from reflex_runtime.robots.serving.slots import SHADOW, Slot
+from reflex_runtime.robots.serving.telemetry import FailureLog, header_of
 from reflex_runtime.run.audience import Audience
 from reflex_runtime.run.batcher import Batcher
 from reflex_runtime.run.process import in_thread
@@ -162,7 +161,7 @@ class PolicyRuntime:
             ended = await self.batcher.close(drain=True, timeout=left)
             if not ended or self.batcher.device.hung:
                 running = "a batch is still running"
-            elif any(served.exchanging.loading for served in self.policies.values()):
+            elif any(served.hot_swap.loading for served in self.policies.values()):
                 running = "a policy is still being loaded"
             self._clean = not running
         for journal in self.journals:

@@ -19,15 +19,22 @@ from reflex_runtime.robots.rollout.breaker import Breaker
 from reflex_runtime.robots.rollout.comparison import Comparison
 from reflex_runtime.robots.rollout.ramp import Ramp, RampGuard
 from reflex_runtime.robots.rollout.rollout import Change, Placement, Rollout, VerdictSink
-from reflex_runtime.robots.rollout.shadow import Difference, Shadowing
+from reflex_runtime.robots.rollout.shadow import Shadowing
 from reflex_runtime.robots.rollout.slo import Objective, SloTracker
 from reflex_runtime.robots.rollout.versions import Version
 from reflex_runtime.robots.serving.decode_pool import DecodePool
-from reflex_runtime.robots.serving.exchanging import Exchanging, LoadedBeside
 from reflex_runtime.robots.serving.images import cameras_of
-from reflex_runtime.robots.serving.kept_exchanges import KeptExchanges
-from reflex_runtime.robots.serving.slots import SHADOW, WARM_SIZES, Slot, check_alike, faults_of, group_of, load
-from reflex_runtime.robots.serving.wire_names import WIRES
+from reflex_runtime.robots.serving.question import WIRES
+from reflex_runtime.robots.serving.slots import (
+    SHADOW,
+    WARM_SIZES,
+    HotSwap,
+    Slot,
+    check_alike,
+    faults_of,
+    group_of,
+    load,
+)
 from reflex_runtime.run.audience import Audience
 from reflex_runtime.run.batcher import Batcher
 from reflex_runtime.settings import ServeConfig
@@ -51,7 +58,7 @@ class PolicyPlan:
 
 
 class PolicyServer(Protocol):
-    """The server of a policy, as the policy uses it; see `PolicyRuntime`."""
+    """The server of a policy, as the policy uses it: `PolicyRuntime`, which imports this module."""
 
     metrics: Metrics
     audience: Audience
@@ -134,8 +141,7 @@ class ServedPolicy:
     def join(self, batcher: Batcher) -> None:
         """Its slots are groups of this batcher now."""
         server = self._server
-        self.exchanging = Exchanging(self.config, self.slots, batcher, self.rollout, lambda: server.slots)
-        self._kept = KeptExchanges(self.config, self.rollout, self.exchanging.go_back, self.exchanging.settle)
+        self.hot_swap = HotSwap(self.config, self.slots, batcher, self.rollout, lambda: server.slots)
         if SHADOW in self.slots:
             self.shadow = Shadowing(
                 self.slots[SHADOW],
@@ -144,7 +150,7 @@ class ServedPolicy:
                 self.config.shadow_sample,
                 server.metrics,
                 server.audience.publish,
-                self._compared,
+                lambda request_id, slot, found: self.note("shadow", request_id=request_id, slot=slot, **asdict(found)),
                 lambda why: self.rollout.changed(time.monotonic(), "shadow", f"stopped: {why}", {}),
             )
             server.audience.add(self.shadow)
@@ -163,8 +169,7 @@ class ServedPolicy:
         """Call it once a second: the objective, guards, and versions that are no longer needed."""
         if self.slo is not None:
             self.slo.check(now)
-        self._kept.look(now)
-        self.exchanging.unload()
+        self.hot_swap.look(now)
 
     def drain(self) -> None:
         """The end has begun."""
@@ -213,19 +218,12 @@ class ServedPolicy:
         return [str(fault) for slot in self.slots.values() for fault in slot.faults]
 
     async def exchange(self, slot: str, source: str) -> Version:
-        """Put another policy into a slot. ConfigError leaves everything as it is, and Conflict while a ramp runs."""
-        self.rollout.may_exchange()
-        beside = await self.exchanging.load(slot, source)
-        self.switch(slot, beside)
-        self._kept.exchanged(slot, beside.version.name, beside.version.policy.spec.source)
-        return beside.version
-
-    def switch(self, slot: str, beside: LoadedBeside) -> None:
-        """New requests of a slot go to a version that was loaded beside."""
-        self.exchanging.switch(slot, beside, keep=self._kept.guarded(slot))
-        self.cameras |= cameras_of([beside.version.policy.spec])
+        """Put another policy into a slot; see `HotSwap`."""
+        version = await self.hot_swap.exchange(slot, source)
+        self.cameras |= cameras_of([version.policy.spec])
         if self.shadow is not None and slot == SHADOW:
             self.shadow.resume()
+        return version
 
     # -- pieces --------------------------------------------------------------------------------------------------------
 
@@ -276,9 +274,6 @@ class ServedPolicy:
 
     def _changed(self, change: Change) -> None:
         self.note("decision", action=change.kind, why=change.why, numbers=change.numbers)
-
-    def _compared(self, request_id: str, slot: str, found: Difference) -> None:
-        self.note("shadow", request_id=request_id, slot=slot, **asdict(found))
 
     def _moved(self, episodes: Sequence[str]) -> None:
         """The episodes go on in the other slot: what is carried over from this one would be a jump there."""

@@ -1,41 +1,43 @@
-"""What can be asked of a policy server with GET: health, settings, metrics, diagnostics, its own description."""
+"""What can be asked of a policy server with GET: health, settings, metrics, diagnostics, and the live view."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from reflex_runtime.observe import metrics
+from reflex_runtime.observe.live import Live, own_process
 from reflex_runtime.robots import PolicySpec
 from reflex_runtime.robots.policy.spec import WireMap
 from reflex_runtime.robots.serving import fields as wire
 from reflex_runtime.robots.serving.handler import RequestHandler
+from reflex_runtime.robots.serving.question import ACT, OIP, WIRES
 from reflex_runtime.robots.serving.runtime import PolicyRuntime
 from reflex_runtime.robots.serving.served import ServedPolicy
-from reflex_runtime.robots.serving.wire_names import ACT, OIP, WIRES
 from reflex_runtime.robots.wires.common import ObservationReader
 from reflex_runtime.settings.declare import settings
 from reflex_runtime.version import __version__
 from reflex_runtime.web.errors import NotFound
-from reflex_runtime.web.request import Handler, HttpRequest, HttpResponse
+from reflex_runtime.web.request import HttpRequest, HttpResponse, Route
+from reflex_runtime.web.watchers import Watchers
 
 
 class Views:
-    """What can be asked of one policy with GET. open: needs no key; guarded: needs it where there is one."""
+    """What can be asked of one policy with GET."""
 
     def __init__(self, handler: RequestHandler) -> None:
         self.runtime, self._handler = handler.runtime, handler
-        self.open: dict[str, Handler] = {
-            "/health": self.health,
-            "/healthz": self.healthz,
-            "/metrics": self.metrics,
-        }
-        self.guarded: dict[str, Handler] = {
-            "/config": self.configuration,
-            "/diagnostics/cost-model": self.cost_model,
-            "/diagnostics/rollout": self.rollout,
-            "/diagnostics/shadow": self.shadow,
-        }
+        self.routes = [
+            Route("/health", self.health, open=True),
+            Route("/healthz", self.healthz, open=True),
+            Route("/metrics", self.metrics, open=True),
+            Route("/config", self.configuration),
+            Route("/diagnostics/cost-model", self.cost_model),
+            Route("/diagnostics/rollout", self.rollout),
+            Route("/diagnostics/shadow", self.shadow),
+        ]
 
     @property
     def served(self) -> ServedPolicy:
@@ -44,21 +46,7 @@ class Views:
 
     async def health(self, request: HttpRequest) -> HttpResponse:
         """200 only when ready."""
-        runtime, served, state = self.runtime, self.served, self.served.health
-        body: dict[str, Any] = {
-            "status": "ok" if state == "ready" else state,
-            "state": state,
-            "model_loaded": runtime.loaded,
-            **_model_in(served, runtime.loaded),
-            "robot_id": runtime.config.robot_id or None,
-            **_verdicts_in(served),
-            **_process_of(runtime),
-            **_injected_in(served),
-            **_recording_of(runtime),
-            **_objective_in(served),
-            **_trace_of(runtime),
-        }
-        return HttpResponse(200 if state == "ready" else 503, wire.encode_json(body))
+        return _health(self.runtime, self.served.health, _policy_in(self.served, self.runtime.loaded))
 
     async def healthz(self, request: HttpRequest) -> HttpResponse:
         """The same in a word, as clients of openpi ask for it."""
@@ -124,22 +112,12 @@ class ServerViews(Views):
 
     async def health(self, request: HttpRequest) -> HttpResponse:
         """200 while any policy is ready."""
-        runtime, state = self.runtime, self.runtime.health
-        body: dict[str, Any] = {
-            "status": "ok" if state == "ready" else state,
-            "state": state,
-            "model_loaded": runtime.loaded,
-            "robot_id": runtime.config.robot_id or None,
-            "policies": {name: self._told(served) for name, served in runtime.policies.items()},
-            **_process_of(runtime),
-            **_recording_of(runtime),
-            **_trace_of(runtime),
+        runtime = self.runtime
+        policies = {
+            name: {"state": served.health, **_policy_in(served, runtime.loaded)}
+            for name, served in runtime.policies.items()
         }
-        return HttpResponse(200 if state == "ready" else 503, wire.encode_json(body))
-
-    def _told(self, served: ServedPolicy) -> dict[str, Any]:
-        told = {"state": served.health, **_model_in(served, self.runtime.loaded), **_verdicts_in(served)}
-        return told | _injected_in(served) | _objective_in(served)
+        return _health(runtime, runtime.health, {"policies": policies})
 
     async def healthz(self, request: HttpRequest) -> HttpResponse:
         """The same in a word."""
@@ -161,24 +139,41 @@ class ServerViews(Views):
 # -- the parts of /health ----------------------------------------------------------------------------------------------
 
 
-def _model_in(served: ServedPolicy, loaded: bool) -> dict[str, Any]:
-    return {
-        "inference_mode": served.policy.spec.inference_mode if loaded else None,
-        "export_dir": served.spec.source,
-        "consecutive_crashes": max(served.rollout.breaker.count(slot) for slot in served.served),
-        "max_consecutive_crashes": served.config.max_consecutive_crashes,
+def _health(runtime: PolicyRuntime, state: str, of_policies: Mapping[str, Any]) -> HttpResponse:
+    body: dict[str, Any] = {
+        "status": "ok" if state == "ready" else state,
+        "state": state,
+        "model_loaded": runtime.loaded,
+        "robot_id": runtime.config.robot_id or None,
+        **of_policies,
+        **_process_of(runtime),
     }
+    return HttpResponse(200 if state == "ready" else 503, wire.encode_json(body))
 
 
-def _verdicts_in(served: ServedPolicy) -> dict[str, Any]:
-    breaker, shadow = served.rollout.breaker, served.shadow
+def _policy_in(served: ServedPolicy, loaded: bool) -> dict[str, Any]:
+    breaker, shadow, latency = served.rollout.breaker, served.shadow, served.config.inject_latency_ms
     slots: dict[str, Any] = {
         slot: {"verdict": verdict, "consecutive_crashes": breaker.count(slot)}
         for slot, verdict in breaker.verdicts.items()
     }
     if shadow is not None:
         slots["shadow"] = {"verdict": shadow.verdict, "why": shadow.stopped or None}
-    return {"verdict": breaker.verdict, "slots": slots}
+    told: dict[str, Any] = {
+        "inference_mode": served.policy.spec.inference_mode if loaded else None,
+        "export_dir": served.spec.source,
+        "consecutive_crashes": max(breaker.count(slot) for slot in served.served),
+        "max_consecutive_crashes": served.config.max_consecutive_crashes,
+        "verdict": breaker.verdict,
+        "slots": slots,
+    }
+    if served.faults or latency:
+        told["injected"] = {"faults": served.faults, "latency_ms": latency}
+    return told | _objective_in(served)
+
+
+def _objective_in(served: ServedPolicy) -> dict[str, Any]:
+    return {} if served.slo is None else {"slo": {"violated": served.slo.violated, "value_ms": served.slo.value_ms}}
 
 
 def _process_of(runtime: PolicyRuntime) -> dict[str, Any]:
@@ -189,35 +184,17 @@ def _process_of(runtime: PolicyRuntime) -> dict[str, Any]:
             told |= {"worker": parent.number, "workers": parent.own_urls}
     if runtime.loaded:
         told["hung_batches"] = runtime.batcher.device.hung
+    if (recorder := runtime.recorder) is not None:
+        told["recording"] = {
+            "recorded": recorder.recorded,
+            "dropped": recorder.dropped,
+            "cpu_s": round(recorder.cpu, 6),
+            "file": None if recorder.path is None else str(recorder.path),
+            "error": None if recorder.error is None else str(recorder.error),
+        }
+    if runtime.trace is not None and runtime.trace.error is not None:
+        told["trace_error"] = str(runtime.trace.error)
     return told
-
-
-def _injected_in(served: ServedPolicy) -> dict[str, Any]:
-    faults, latency = served.faults, served.config.inject_latency_ms
-    return {"injected": {"faults": faults, "latency_ms": latency}} if faults or latency else {}
-
-
-def _recording_of(runtime: PolicyRuntime) -> dict[str, Any]:
-    recorder = runtime.recorder
-    if recorder is None:
-        return {}
-    told = {
-        "recorded": recorder.recorded,
-        "dropped": recorder.dropped,
-        "cpu_s": round(recorder.cpu, 6),
-        "file": None if recorder.path is None else str(recorder.path),
-        "error": None if recorder.error is None else str(recorder.error),
-    }
-    return {"recording": told}
-
-
-def _objective_in(served: ServedPolicy) -> dict[str, Any]:
-    return {} if served.slo is None else {"slo": {"violated": served.slo.violated, "value_ms": served.slo.value_ms}}
-
-
-def _trace_of(runtime: PolicyRuntime) -> dict[str, Any]:
-    trace = runtime.trace
-    return {} if trace is None or trace.error is None else {"trace_error": str(trace.error)}
 
 
 def _ready(health: str) -> HttpResponse:
@@ -227,3 +204,48 @@ def _ready(health: str) -> HttpResponse:
 
 def _map_of(name: str, spec: PolicySpec) -> WireMap | None:
     return WireMap(prompt="instruction") if name in (ACT, OIP) else spec.wires.get(name)
+
+
+# -- the live view -----------------------------------------------------------------------------------------------------
+
+
+def watchers_of(runtime: PolicyRuntime) -> Watchers:
+    """Those who watch the server. They are sent away when it drains."""
+    audience = runtime.audience
+    watchers = Watchers(Live, audience.add, audience.remove, partial(_server, runtime))
+    runtime.on_drain.append(watchers.close)
+    return watchers
+
+
+def _server(runtime: PolicyRuntime) -> dict[str, Any]:
+    if runtime.loaded:
+        runtime.batcher.flush()  # events without an answer come with the next answer, or now
+    queues: dict[str, Any] = runtime.batcher.device.input(_queues) if runtime.loaded else {}
+    waiting = sum(queue["queued"] for queue in queues.values())
+    running = sum(queue["unsettled"] for queue in queues.values()) - waiting
+    lives = None if runtime.parent is None else runtime.parent.lives
+    return {
+        "product": "policies",
+        "version": __version__,
+        "state": runtime.health,
+        "error": runtime.error,
+        "unit": runtime.config.cost_model,
+        "queues": queues,
+        "processes": [own_process(runtime.health, lives, running, waiting, runtime.error)],
+        "policies": {name: _policy(served) for name, served in runtime.policies.items()},
+    }
+
+
+def _queues(scheduler: Any, _: float) -> dict[str, Any]:
+    return scheduler.snapshot()["groups"]  # type: ignore[no-any-return]
+
+
+def _policy(served: ServedPolicy) -> dict[str, Any]:
+    """The health of one policy, its versions, and how they compare."""
+    told = served.rollout.snapshot(time.monotonic())
+    told["state"] = served.health
+    told["groups"] = {slot.name: slot.group for slot in served.slots.values()}
+    told["versions"] = {name: slot.version.name for name, slot in served.slots.items()}
+    if served.shadow is not None:
+        told["shadow"] = dict(served.shadow.snapshot())
+    return told | _objective_in(served)

@@ -15,13 +15,11 @@ from numpy.typing import NDArray
 
 from reflex_runtime.core.request import PRIORITIES
 from reflex_runtime.robots.policy.spec import PolicySpec, WireMap
-from reflex_runtime.robots.serving.question import ActAnswer, Image, Question
+from reflex_runtime.robots.serving.question import GROOT, ActAnswer, Image, Question
 from reflex_runtime.robots.serving.served import ServedPolicy
-from reflex_runtime.robots.serving.wire_names import GROOT
 from reflex_runtime.robots.wires.bounded_msgpack import MAX_TEXT
 from reflex_runtime.web.errors import ClientError, InvalidRequest
-from reflex_runtime.web.fields import check_id, invalid, invalid_field
-from reflex_runtime.web.json import printable
+from reflex_runtime.web.fields import check_id, invalid, invalid_field, printable
 
 # -- arrays ------------------------------------------------------------------------------------------------------------
 

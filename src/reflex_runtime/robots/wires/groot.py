@@ -34,8 +34,7 @@ from reflex_runtime.core.errors import ReflexError
 from reflex_runtime.robots.policy.spec import WireMap
 from reflex_runtime.robots.serving.handler import RequestHandler
 from reflex_runtime.robots.serving.pending import PendingRequest
-from reflex_runtime.robots.serving.question import Question
-from reflex_runtime.robots.serving.wire_names import GROOT
+from reflex_runtime.robots.serving.question import GROOT, Question
 from reflex_runtime.robots.wires.bounded_msgpack import unpack
 from reflex_runtime.robots.wires.common import (
     PROMPTS,
@@ -60,8 +59,7 @@ from reflex_runtime.web.errors import (
     describe_error,
     known,
 )
-from reflex_runtime.web.fields import check_id, invalid
-from reflex_runtime.web.json import printable
+from reflex_runtime.web.fields import check_id, invalid, printable
 
 if TYPE_CHECKING:  # json-numpy reads the same observations, without pyzmq
     from reflex_runtime.web.zeromq import ZmqMessage

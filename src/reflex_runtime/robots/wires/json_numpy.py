@@ -24,8 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from reflex_runtime.robots.serving.images import decoded_base64
-from reflex_runtime.robots.serving.question import Question
-from reflex_runtime.robots.serving.wire_names import GROOT, JSON_NUMPY
+from reflex_runtime.robots.serving.question import GROOT, JSON_NUMPY, Question
 from reflex_runtime.robots.wires.common import (
     LIMITS,
     ObservationReader,
@@ -38,7 +37,7 @@ from reflex_runtime.robots.wires.common import (
 )
 from reflex_runtime.robots.wires.groot import GROUPS, GrootObservation
 from reflex_runtime.web.errors import ClientError, InvalidJson
-from reflex_runtime.web.json import MAX_VALUES, encode, printable
+from reflex_runtime.web.fields import MAX_VALUES, encode, printable
 
 ARRAYS: Final = ("__numpy__", "__ndarray__")
 FULL_IMAGE: Final = "full_image"

@@ -31,15 +31,13 @@ from reflex_runtime.core.errors import Closed, ReflexError
 from reflex_runtime.core.request import Priority
 from reflex_runtime.robots.serving.handler import RequestHandler
 from reflex_runtime.robots.serving.pending import PendingRequest
-from reflex_runtime.robots.serving.question import ActAnswer, Question
-from reflex_runtime.robots.serving.wire_names import LEROBOT
+from reflex_runtime.robots.serving.question import LEROBOT, ActAnswer, Question
 from reflex_runtime.robots.wires import messages_pb2 as messages
 from reflex_runtime.robots.wires.common import Episodes, ObservationReader, array_in, invalid_input
 from reflex_runtime.web.bodies import Bodies
 from reflex_runtime.web.errors import ClientError, Conflict, Reported
-from reflex_runtime.web.fields import invalid
+from reflex_runtime.web.fields import invalid, printable
 from reflex_runtime.web.grpc_listener import GrpcCall, parse, serialize
-from reflex_runtime.web.json import printable
 
 SERVICE: Final = "transport.AsyncInference"
 WAIT: Final = 2.0  # seconds that GetActions waits for an observation

@@ -25,15 +25,21 @@ from reflex_runtime.core.request import PRIORITIES
 from reflex_runtime.robots.policy.spec import PolicySpec
 from reflex_runtime.robots.serving.handler import RequestHandler
 from reflex_runtime.robots.serving.pending import HasHeaders, PendingRequest
-from reflex_runtime.robots.serving.question import ActAnswer, Question
-from reflex_runtime.robots.serving.wire_names import OIP
+from reflex_runtime.robots.serving.question import OIP, ActAnswer, Question
 from reflex_runtime.robots.wires.common import MAX_DIMENSIONS, answer_details, array_in, invalid_input, limits_of
 from reflex_runtime.version import __version__
 from reflex_runtime.web.bodies import LARGE
-from reflex_runtime.web.errors import ClientError, InvalidJson, NotFound, Reported, describe_error, known
-from reflex_runtime.web.fields import check_id, invalid_field
-from reflex_runtime.web.form import ErrorForm, Refusal
-from reflex_runtime.web.json import MAX_VALUES, encode, printable
+from reflex_runtime.web.errors import (
+    ClientError,
+    ErrorForm,
+    InvalidJson,
+    NotFound,
+    Refusal,
+    Reported,
+    describe_error,
+    known,
+)
+from reflex_runtime.web.fields import MAX_VALUES, check_id, encode, invalid_field, printable
 from reflex_runtime.web.request import HttpRequest, HttpResponse, Route
 
 MAX_TEXTS: Final = 4096  # elements of a tensor of BYTES

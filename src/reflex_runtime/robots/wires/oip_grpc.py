@@ -8,8 +8,7 @@ from typing import Any, Final
 from reflex_runtime.core.errors import ReflexError
 from reflex_runtime.robots.serving.handler import RequestHandler
 from reflex_runtime.robots.serving.pending import PendingRequest
-from reflex_runtime.robots.serving.question import ActAnswer
-from reflex_runtime.robots.serving.wire_names import OIP
+from reflex_runtime.robots.serving.question import OIP, ActAnswer
 from reflex_runtime.robots.wires import messages_pb2 as messages
 from reflex_runtime.robots.wires import oip
 from reflex_runtime.robots.wires.oip import Tensor, tensor_of_bytes, tensor_of_values

@@ -22,8 +22,7 @@ import numpy as np
 from reflex_runtime.core.errors import ReflexError
 from reflex_runtime.robots.serving.handler import RequestHandler
 from reflex_runtime.robots.serving.pending import PendingRequest
-from reflex_runtime.robots.serving.question import ActAnswer, Question
-from reflex_runtime.robots.serving.wire_names import OPENPI
+from reflex_runtime.robots.serving.question import OPENPI, ActAnswer, Question
 from reflex_runtime.robots.wires.bounded_msgpack import unpack
 from reflex_runtime.robots.wires.common import (
     Episodes,
@@ -36,8 +35,7 @@ from reflex_runtime.robots.wires.common import (
     text_of,
     type_of,
 )
-from reflex_runtime.web.errors import ClientError, describe_error, known
-from reflex_runtime.web.form import PLAIN
+from reflex_runtime.web.errors import PLAIN, ClientError, describe_error, known
 from reflex_runtime.web.request import INTERNAL, UNSUPPORTED, SocketMessage, WebSocket
 
 # -- frames ------------------------------------------------------------------------------------------------------------

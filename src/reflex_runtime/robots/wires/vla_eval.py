@@ -22,15 +22,13 @@ import numpy as np
 
 from reflex_runtime.core.errors import ReflexError
 from reflex_runtime.robots.serving.handler import RequestHandler
-from reflex_runtime.robots.serving.question import ActAnswer, Question
-from reflex_runtime.robots.serving.wire_names import VLA_EVAL
+from reflex_runtime.robots.serving.question import VLA_EVAL, ActAnswer, Question
 from reflex_runtime.robots.wires.bounded_msgpack import unpack
 from reflex_runtime.robots.wires.common import array_in, limits_in, question_of
 from reflex_runtime.robots.wires.message_session import MessageSession
 from reflex_runtime.version import __version__
 from reflex_runtime.web.errors import ClientError, describe_error
-from reflex_runtime.web.fields import check_id
-from reflex_runtime.web.json import printable
+from reflex_runtime.web.fields import check_id, printable
 from reflex_runtime.web.request import SocketMessage, WebSocket
 
 # -- frames ------------------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import msgpack
 import pytest
 
 from reflex_runtime.core.errors import QueueFull
-from reflex_runtime.web.form import PLAIN, ErrorForm
+from reflex_runtime.web.errors import PLAIN, ErrorForm
 
 
 @pytest.mark.parametrize("sent", [b"", b"a" * 257, b"a\tb", "é".encode(), b"\xff", b" a", b"a\x7f"])

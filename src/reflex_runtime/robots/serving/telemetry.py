@@ -1,21 +1,30 @@
-"""What the journal gets: references to what was asked and answered, made on the event loop, and the header."""
+"""What journals, spans and the log get of the requests of a policy server."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
 from numpy.typing import NDArray
 
+from reflex_runtime.core.batch import Failed
 from reflex_runtime.core.errors import ReflexError
+from reflex_runtime.core.events import Event, RequestAnswered
 from reflex_runtime.observe.journal import PolicyHead
 from reflex_runtime.observe.journal_writer import hardware
 from reflex_runtime.observe.request_record import RequestRecord, SentImage
+from reflex_runtime.observe.spans import RequestSpan, Spans
+from reflex_runtime.pacing import Throttle
 from reflex_runtime.robots import InvalidRequest, Observation, seed_of
 from reflex_runtime.robots.serving.images import pixels_in
 from reflex_runtime.robots.serving.pending import PendingRequest
 from reflex_runtime.robots.serving.question import Array, Question, array_of
 from reflex_runtime.robots.serving.served import ServedPolicy
+
+log = logging.getLogger("reflex.server")
+
+# -- journals: references to what was asked and answered, made on the event loop, and the header -----------------------
 
 
 def asked_and_answered(
@@ -126,3 +135,57 @@ def _array(sent: Array | NDArray[Any], name: str) -> NDArray[Any] | None:
         return array_of(sent, name) if isinstance(sent, Array) else pixels_in(sent, name)
     except InvalidRequest:
         return None
+
+
+# -- spans -------------------------------------------------------------------------------------------------------------
+
+
+def begin_span(spans: Spans, pending: PendingRequest) -> RequestSpan:
+    """The span of a request, made when it is first needed."""
+    span = pending.span
+    if span is None:
+        headers = None if pending.source is None else pending.source.headers
+        span = pending.span = spans.begin(f"infer {pending.wire}", headers)
+        span.attributes["reflex.wire"] = pending.wire
+    if span.context.sampled:
+        span.attributes["reflex.request.id"] = pending.request_id
+    return span
+
+
+def join_span(spans: Spans | None, pending: PendingRequest) -> None:
+    """The request has been queued, and what it asks is known."""
+    span, ticket, question = pending.span, pending.ticket, pending.question
+    if spans is None or span is None or ticket is None or question is None or not span.context.sampled:
+        return
+    found = span.attributes
+    found["reflex.request.id"] = pending.request_id
+    if question.robot_id is not None:
+        found["reflex.robot.id"] = question.robot_id
+    if question.episode_id is not None:
+        found["reflex.episode.id"] = question.episode_id
+    spans.joined(ticket, span)
+
+
+# -- the log -----------------------------------------------------------------------------------------------------------
+
+
+class FailureLog:
+    """A sink that logs failed requests: the first at once, then at most one line a second with the count. Client
+    errors, overload and cancellations are only in the metrics."""
+
+    events = frozenset({RequestAnswered})
+
+    def __init__(self) -> None:
+        self._throttle = Throttle()
+
+    def __call__(self, event: Event) -> None:
+        if not isinstance(event, RequestAnswered) or event.outcome != "failed" or event.served_in is None:
+            return
+        if event.ticket is not None and isinstance(event.ticket.outcome, Failed):
+            self.tell(event.at, event.ticket.id, event.ticket.outcome.error)
+
+    def tell(self, now: float, request_id: str, error: BaseException) -> None:
+        """One request failed. now: seconds."""
+        if count := self._throttle.count(now):
+            more = f" ({count - 1} more since the last line)" if count > 1 else ""
+            log.error("request %s failed: %s%s", request_id, error, more)

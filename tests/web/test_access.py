@@ -13,8 +13,8 @@ from reflex_runtime.cli import main
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.settings import LLMServeConfig, ServeConfig
 from reflex_runtime.settings.read import load
+from reflex_runtime.web.access import Trust
 from reflex_runtime.web.errors import Forbidden
-from reflex_runtime.web.trust import Trust
 from serving.harness import STATE, Answer, Server, refusal
 from serving.openai_toy import Toy
 from serving.pair import Pair, two

@@ -1,9 +1,14 @@
-"""Access to a server without a key: programs on this machine and, if bound so, on its network; but no web pages.
+"""Who may ask a server: programs with its key; without a key those on this machine and, if bound so, on its network,
+but no web pages; and with --cors the pages of these sites.
 
 A browser lets every web page send a simple POST to any address, and sends the page's site in `Origin`. A site that
 rebinds its DNS name to this machine makes its pages same-origin; the browser then sends that name in `Host`. So without
 a key both headers must name this server. Changes of state are accepted from loopback only, and not through a proxy,
 because behind a proxy on this machine every caller has a loopback address.
+
+Before a page of another site sends a request, its browser asks, without a key, whether it may (a preflight), and shows
+the page an answer only if that names the page's site. Routes that change state or show what was recorded take no part,
+and neither do websockets: pages of other sites never reach them through this.
 """
 
 from __future__ import annotations
@@ -11,15 +16,19 @@ from __future__ import annotations
 import logging
 import socket
 from collections.abc import Collection, Mapping
-from ipaddress import ip_address
-from typing import Any
+from ipaddress import IPv4Address, IPv6Address, ip_address
+from typing import Any, Final
 from urllib.parse import urlsplit
 
-from reflex_runtime.web.errors import Forbidden, Unauthorized
+from reflex_runtime.web.errors import Forbidden, Headers, Unauthorized
+from reflex_runtime.web.request import Handler, HttpRequest, HttpResponse, Route, WebSocket
 
-ANY = "*"
-_KEEPS = 256  # accepted values of Host, so that the next request needs only a look-up
-_FORWARDED = (b"forwarded", b"via", b"x-real-ip")
+ANY: Final = "*"
+_KEEPS: Final = 256  # accepted values of Host, so that the next request needs only a look-up
+_FORWARDED: Final = (b"forwarded", b"via", b"x-real-ip")
+_PORTS: Final = {"http": ":80", "https": ":443"}
+_MOST: Final = 1024  # bytes of the list of headers that a preflight asks for
+_SHOWN: Final = b"X-Request-Id, X-Should-Retry, Retry-After"
 
 
 class Trust:
@@ -30,7 +39,8 @@ class Trust:
 
     def __init__(self, host: str, names: Collection[str] = ()) -> None:
         self._names = {name.lower().rstrip(".").strip("[]") for name in (host, *names)} | {"localhost"}
-        self._everywhere = _is_unspecified(host)
+        bound = _address(host)
+        self._everywhere = not host or (bound is not None and bound.is_unspecified)  # all addresses of this machine
         if self._everywhere:
             self._names = self._names - {""} | {socket.gethostname().lower()}
         self._known: set[bytes] = set()
@@ -48,7 +58,7 @@ class Trust:
 
     def _check_host(self, host: bytes) -> None:
         name = _hostname(b"http://" + host)
-        if not (self._is_named(name) or (self._everywhere and _is_address(name))):
+        if not (self._is_named(name) or (self._everywhere and _address(name) is not None)):
             raise Forbidden(
                 f"Host: {_shown(host)}: this server has no key, so it answers only to localhost and to the address it "
                 "is bound to; start it with --api-key, or with --allow-host and this name"
@@ -78,12 +88,16 @@ def check_direct(client: tuple[str, int] | None, headers: Mapping[bytes, bytes])
 
 def is_loopback(host: str) -> bool:
     """Whether an address is this machine's own."""
-    try:
-        address = ip_address(host)
-    except ValueError:
-        return False
+    address = _address(host)
     mapped = getattr(address, "ipv4_mapped", None)  # ::ffff:127.0.0.1, on a socket that takes both
-    return (mapped or address).is_loopback
+    return address is not None and bool((mapped or address).is_loopback)
+
+
+def _address(host: str) -> IPv4Address | IPv6Address | None:
+    try:
+        return ip_address(host)
+    except ValueError:
+        return None
 
 
 def _hostname(url: bytes) -> str:
@@ -101,22 +115,6 @@ def keys_in(headers: Mapping[bytes, bytes]) -> tuple[bytes, bytes]:
     return plain, borne.strip() if scheme.lower() in (b"bearer", b"api-key") else b""
 
 
-def _is_address(host: str) -> bool:
-    try:
-        ip_address(host)
-    except ValueError:
-        return False
-    return True
-
-
-def _is_unspecified(host: str) -> bool:
-    """Whether binding to it means every address of this machine."""
-    try:
-        return not host or ip_address(host).is_unspecified
-    except ValueError:
-        return False
-
-
 def _shown(value: bytes) -> str:
     return value[:100].decode("ascii", "backslashreplace")
 
@@ -125,3 +123,52 @@ def warn_if_open(config: Any) -> None:
     """Warn when a server without a key can be reached from other machines."""
     if not (getattr(config, "uds", "") or config.api_key or config.host == "localhost" or is_loopback(config.host)):
         logging.warning("--host=%s is reachable from outside and there is no --api-key", config.host)
+
+
+# -- pages of other sites ----------------------------------------------------------------------------------------------
+
+
+class Cors:
+    """origins: of pages, such as http://localhost:3000; `*` is any."""
+
+    def __init__(self, origins: Collection[str]) -> None:
+        self._origins = {_as_sent(origin) for origin in origins}
+
+    def admits(self, request: HttpRequest, route: Route | None) -> bool:
+        """Whether the request is from a page that may read the answer. Its headers are set then."""
+        origin = request.headers.get(b"origin")
+        apart = isinstance(request, WebSocket) or (route is not None and (route.changes or route.own_pages))
+        if not self._origins or origin is None or apart:
+            return False
+        if ANY.encode() in self._origins:
+            request.cross = [(b"access-control-allow-origin", b"*")]
+        elif origin.lower() in self._origins:
+            request.cross = [(b"access-control-allow-origin", origin), (b"vary", b"Origin")]
+        else:
+            return False
+        request.cross.append((b"access-control-expose-headers", _SHOWN))
+        return True
+
+
+def _as_sent(origin: str) -> bytes:
+    """As browsers send it: they leave out the port that its scheme has anyway."""
+    scheme, _, site = origin.lower().partition("://")
+    return f"{scheme}://{site.removesuffix(_PORTS[scheme])}".encode() if site else origin.encode()
+
+
+def is_preflight(request: HttpRequest) -> bool:
+    """Whether a browser asks what it may send."""
+    return request.method == "OPTIONS" and b"access-control-request-method" in request.headers
+
+
+def answer_preflight(route: Route) -> Handler:
+    """Says what may be sent: this path's method, and the headers that were asked for."""
+
+    async def answer(request: HttpRequest) -> HttpResponse:
+        asked = request.headers.get(b"access-control-request-headers", b"")
+        told: Headers = [(b"access-control-allow-methods", route.method.encode()), (b"access-control-max-age", b"600")]
+        if asked and len(asked) <= _MOST:
+            told.append((b"access-control-allow-headers", asked))
+        return HttpResponse(200, headers=told)
+
+    return answer
