@@ -19,7 +19,7 @@ from bench.report import Row, row, say
 from bench.servers import Server, reflex
 from reflex_runtime.core.request import Request
 from reflex_runtime.run.batcher import Batcher
-from reflex_runtime.run.processor import FakeProcessor
+from reflex_runtime.run.processor import FunctionProcessor
 
 REQUESTS, CALLERS, STEPS = 1_000_000, 64, 10
 LIMIT = 300.0  # seconds
@@ -38,7 +38,7 @@ def soak(scale: float) -> list[Row]:
 
 
 async def _soak(requests: int) -> list[int]:
-    processor = FakeProcessor(0.0, 0.0, lambda seconds: None)
+    processor = FunctionProcessor(lambda numbers: numbers)
     process = psutil.Process()
     seen: list[int] = []
     began = time.monotonic()
@@ -53,7 +53,6 @@ async def _soak(requests: int) -> list[int]:
         for step in range(STEPS):
             share = requests // STEPS // CALLERS
             await asyncio.gather(*(caller(f"{step}-{c}", share) for c in range(CALLERS)))
-            processor.calls.clear()
             gc.collect()
             seen.append(process.memory_info().rss)
             rate = (step + 1) * share * CALLERS / (time.monotonic() - began)

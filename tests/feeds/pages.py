@@ -12,7 +12,7 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, Gauge
 
-from reflex_runtime.feeds.pages import StatusPages, StatusServer, monitor_routes
+from reflex_runtime.feeds.pages import FeedPages, StatusServer, monitor_routes
 
 PATIENCE = 60.0
 
@@ -28,13 +28,13 @@ class Settings:
 class Page:
     """A server with one series, a health that the test sets, and further pages."""
 
-    def __init__(self, pages: Callable[[], StatusPages] | None = None, **settings: Any) -> None:
+    def __init__(self, pages: Callable[[], FeedPages] | None = None, **settings: Any) -> None:
         self.registry = CollectorRegistry()
         Gauge("weather", "Degrees", registry=self.registry).set(21.5)
         self.health: Mapping[str, Any] | Exception = {"status": "ok", "feeds": {}, "coordinators": {}}
         self.server = StatusServer(Settings(**settings), pages or self._plain)
 
-    def _plain(self) -> StatusPages:
+    def _plain(self) -> FeedPages:
         """/metrics and /health alone."""
         routes = {route.path: route for route in monitor_routes(self.registry, self.told)}
         return SimpleNamespace(routes=routes, find=lambda path: None, close=lambda: None)

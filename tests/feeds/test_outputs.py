@@ -44,7 +44,7 @@ def result(number: int, feed: str = "a") -> Result:
     return Result(frame(number), feed, {"text": str(number)}, 0.01)
 
 
-def balanced(output: ResultOutput[Any]) -> bool:
+def balanced(output: ResultOutput) -> bool:
     s = output.snapshot()
     return s.taken == s.sent + sum(s.drops.values()) + s.waiting
 

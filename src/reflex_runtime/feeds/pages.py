@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
-from typing import Any, Final, Protocol, Self
+from typing import Any, Final, Self
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import Metric
@@ -27,6 +27,7 @@ from reflex_runtime.observe.live import Live, LiveSnapshot, own_process
 from reflex_runtime.observe.series_table import COORDINATORS, FEEDS, FEEDS_AT_COORDINATORS, OUTPUTS
 from reflex_runtime.run.coordinator import BatchCoordinator
 from reflex_runtime.run.process import loop_factory
+from reflex_runtime.settings import FeedsConfig
 from reflex_runtime.version import __version__
 from reflex_runtime.web.app import App
 from reflex_runtime.web.dashboard import dashboard_routes, grid_route
@@ -54,9 +55,9 @@ WELL: Final = frozenset({"running", "ended", "stopped"})  # states of a feed tha
 
 
 class FeedPages:
-    """The pages of one coordinator and its feeds; see `StatusPages`.
+    """The pages of one coordinator and its feeds.
 
-    registry: what /metrics shows. key: whether callers need one.
+    registry: what /metrics shows. key: whether callers need one. find: the route of a path that is not in `routes`.
     """
 
     def __init__(
@@ -260,35 +261,13 @@ def _documents(others: Iterable[Route], key: bool) -> list[Route]:
 log = logging.getLogger("reflex.feeds.status")
 
 
-class StatusSettings(Protocol):
-    """host, port: port 0 takes a free one. api_key, allow_host: see `web.access`."""
-
-    @property
-    def host(self) -> str: ...
-    @property
-    def port(self) -> int: ...
-    @property
-    def api_key(self) -> str: ...
-    @property
-    def allow_host(self) -> tuple[str, ...]: ...
-
-
-class StatusPages(Protocol):
-    """What is answered. find: the route of a path that is not in `routes`. close: end what is being answered."""
-
-    @property
-    def routes(self) -> Mapping[str, Route]: ...
-    def find(self, path: str) -> Route | None: ...
-    def close(self) -> None: ...
-
-
 class StatusServer:
     """Answers with these pages, which are made and called on its thread. address, url: where it listens, once it does.
 
     A context manager. ConfigError when the address cannot be bound.
     """
 
-    def __init__(self, settings: StatusSettings, pages: Callable[[], StatusPages]) -> None:
+    def __init__(self, settings: FeedsConfig, pages: Callable[[], FeedPages]) -> None:
         self.address, self.url = (settings.host, settings.port), ""
         self._settings, self._pages = _StatusLimits(settings), pages
         self._thread: threading.Thread | None = None
@@ -350,7 +329,7 @@ class _StatusHost:
 
     state, error, unusable, writes_files = "ready", "", False, False
 
-    def __init__(self, pages: StatusPages) -> None:
+    def __init__(self, pages: FeedPages) -> None:
         self.drain = pages.close
 
     async def start(self) -> None:
@@ -376,7 +355,7 @@ class _StatusLimits:
     ssl_certfile: Final = ""
     ssl_keyfile: Final = ""
 
-    def __init__(self, settings: StatusSettings) -> None:
+    def __init__(self, settings: FeedsConfig) -> None:
         self.host, self.api_key, self.allow_host = settings.host, settings.api_key, settings.allow_host
 
 

@@ -46,7 +46,7 @@ class FeedsSession:
         plan: FeedPlan,
         processor: BatchProcessor,
         output: Any,
-        outputs: Sequence[ResultOutput[Any]] = (),
+        outputs: Sequence[ResultOutput] = (),
         again: Callable[[], FeedPlan] | None = None,
     ) -> None:
         self._plan, self._again = plan, again

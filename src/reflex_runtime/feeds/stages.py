@@ -331,14 +331,10 @@ def stages_of(config: FeedsConfig) -> list[After]:
     found: list[After] = []
     zones, lines = zones_of(config.zone), lines_of(config.line)
     if config.track:
-        from reflex_runtime.feeds.stages import TrackStage
-
         found.append(_with_library("--track", lambda: TrackStage(config.track_score)))
     if lines and not config.track:
         raise ConfigError("--line needs --track: an object crosses it once", field="line")
     if zones or lines:
-        from reflex_runtime.feeds.stages import ZoneStage
-
         found.append(_with_library("--zone" if zones else "--line", lambda: ZoneStage(zones, lines)))
     return found + [own_stage(text) for text in config.stage]
 

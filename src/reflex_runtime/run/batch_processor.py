@@ -255,11 +255,7 @@ def _of_processor(error: ReflexError) -> ProcessorError:
 
     The original class would say that the frame never ran and may be sent again.
     """
-    if isinstance(error, ProcessorError):
-        return error
-    wrapped = ProcessorError(f"{type(error).__name__}: {error}")
-    wrapped.__cause__ = error
-    return wrapped
+    return error if isinstance(error, ProcessorError) else wrapped(error)
 
 
 def _missing() -> Failed:

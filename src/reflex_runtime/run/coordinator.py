@@ -27,7 +27,7 @@ from concurrent.futures import Future
 from itertools import count
 from math import inf
 from types import TracebackType
-from typing import Any, Protocol, TypeVar, Unpack
+from typing import Any, TypeVar, Unpack
 
 from reflex_runtime.core.batch import Done
 from reflex_runtime.core.errors import (
@@ -89,32 +89,10 @@ class _Pending(Future[Any]):
         return cancelled
 
 
-class _Owner(Protocol):
-    """What a handle needs of its coordinator."""
-
-    id: str
-    config: BatchConfig
-    processor: BatchProcessor
-    then: FollowUp | None
-    relay: Relay
-    clock: Clock
-    patience: float
-
-    @property
-    def lost(self) -> ProcessorError | None: ...
-    @property
-    def answers_here(self) -> bool: ...
-    def admit(self, request: Request, frame: SubmittedFrame) -> None: ...
-    def admit_part(self, request: Request, settled: Callable[[Ticket], None]) -> Ticket: ...
-    def cancel(self, frame: SubmittedFrame) -> None: ...
-    def abandon(self, frame: SubmittedFrame) -> bool: ...
-    def metrics(self) -> BatchMetrics: ...
-
-
 class BatchHandle:
     """Feeds submit frames here, on any thread. For the errors see `submit_and_wait`."""
 
-    def __init__(self, coordinator: _Owner) -> None:
+    def __init__(self, coordinator: BatchCoordinator) -> None:
         self._coordinator = coordinator
         self._sequences: dict[str, count[int]] = {}
         self._changing = threading.Lock()  # of these

@@ -31,7 +31,7 @@ from reflex_runtime.core.request import Request, Ticket
 from reflex_runtime.core.scheduler import Scheduler
 from reflex_runtime.run.audience import Audience, Cancels, Idle, Sink
 from reflex_runtime.run.device import Clock, complete
-from reflex_runtime.run.processor import Processor, run_batch
+from reflex_runtime.run.processor import Processor, run_batch, wrapped
 
 T = TypeVar("T")
 Send = Callable[[Batch], Awaitable[Sequence[Outcome]]]
@@ -211,9 +211,7 @@ class Dispatcher:
 def _known(error: BaseException) -> ReflexError:
     if isinstance(error, ReflexError):
         return error.with_traceback(None)  # otherwise error, batch and tickets are a reference cycle
-    wrapped = ProcessorError(f"{type(error).__name__}: {error}")
-    wrapped.__cause__ = error
-    return wrapped
+    return wrapped(error)
 
 
 # -- outputs of a request ----------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ A processor belongs to one device thread and needs no lock. Whatever it does (ra
 exceptions), `run_batch` turns it into exactly one outcome per ticket.
 
 Beside the protocol: tickets run without a scheduler, for warming up, trials and replays; a plain function as a
-processor; one with a declared service time, for demos and tests; and what PyTorch on CUDA needs.
+processor; and what PyTorch on CUDA needs.
 """
 
 from __future__ import annotations
@@ -15,12 +15,10 @@ import time
 import traceback
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from itertools import count
-from math import inf
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
 
 from reflex_runtime.core.batch import Apart, Batch, Cause, Done, Failed, More, Outcome
 from reflex_runtime.core.errors import (
-    ConfigError,
     GpuLost,
     ProcessorError,
     ProcessorHung,
@@ -330,44 +328,6 @@ def name_of(function: Any) -> str:
 def _called(function: Any) -> tuple[Any, Any]:
     """The callable and its function: they differ for an object of a class with `__call__`."""
     return function, function if inspect.isroutine(function) else type(function).__call__
-
-
-# -- a declared service time -------------------------------------------------------------------------------------------
-
-
-def _echo(payload: Any) -> Any:
-    return payload
-
-
-class FakeProcessor(BaseProcessor):
-    """Waits `seconds(n)` and answers each payload with `answer(payload)`, by default the payload itself.
-
-    fixed, marginal: seconds. sleep: how to wait; `time.sleep` for real time, a virtual clock's in tests.
-    calls: size of every batch so far.
-    """
-
-    def __init__(
-        self,
-        fixed: float,
-        marginal: float,
-        sleep: Callable[[float], None],
-        answer: Callable[[Any], Any] = _echo,
-    ) -> None:
-        for name, value in (("fixed", fixed), ("marginal", marginal)):
-            if not 0.0 <= value < inf:
-                raise ConfigError(f"FakeProcessor.{name}={value!r}: must be finite and >= 0 seconds")
-        self.fixed, self.marginal = fixed, marginal
-        self._sleep, self._answer = sleep, answer
-        self.calls: list[int] = []
-
-    def seconds(self, n: int) -> float:
-        """The declared time of a batch of n."""
-        return self.fixed + self.marginal * n
-
-    def run(self, batch: Batch) -> Sequence[Any]:
-        self.calls.append(len(batch))
-        self._sleep(self.seconds(len(batch)))
-        return [self._answer(ticket.request.payload) for ticket in batch.grants]
 
 
 # -- CUDA --------------------------------------------------------------------------------------------------------------

@@ -210,9 +210,7 @@ class OnnxFrames:
 
     def process(self, entries: Sequence[BatchEntry]) -> list[Any]:
         """One result per entry, or a ProcessorError in its place."""
-        loaded = self._loaded
-        if loaded is None:
-            raise ProcessorError(f"{self.path}: not started")
+        loaded = self._started()
         results: list[Any] = [_fault(entry.frame) for entry in entries]
         fine = [entry for entry, fault in zip(entries, results, strict=True) if fault is None]
         wanted = [self.limits.get(entry.feed_id) for entry in fine] if self.limits else ()
@@ -236,18 +234,20 @@ class OnnxFrames:
 
     def check_limits(self, limits: FrameLimits) -> None:
         """After the start: raises ConfigError for limits of a feed that have no effect, or name unknown classes."""
-        if self._loaded is None:
-            raise ProcessorError(f"{self.path}: not started")
-        if self._loaded.dialect is None and limits != FrameLimits():
+        loaded = self._started()
+        if loaded.dialect is None and limits != FrameLimits():
             raise ConfigError("score and classes have no effect: the graph's outputs are passed on as they are")
-        self._loaded.limits_of(limits)
+        loaded.limits_of(limits)
 
     def labels_of(self, classes: Sequence[str | int]) -> frozenset[Any]:
         """After the start: these classes as results have them. Raises ConfigError for one that the graph lacks."""
+        names = self._started().facts.names
+        return frozenset(names.get(number, number) for number in _numbers(classes, names))
+
+    def _started(self) -> _Loaded:
         if self._loaded is None:
             raise ProcessorError(f"{self.path}: not started")
-        names = self._loaded.facts.names
-        return frozenset(names.get(number, number) for number in _numbers(classes, names))
+        return self._loaded
 
     def _read(self, session: OnnxSession) -> _Loaded:
         wanted = self._settings

@@ -155,9 +155,9 @@ def video_of(config: FeedsConfig, feed: str) -> Path:
 # -- receivers ---------------------------------------------------------------------------------------------------------
 
 
-def outputs_of(config: FeedsConfig) -> list[ResultOutput[Any]]:
+def outputs_of(config: FeedsConfig) -> list[ResultOutput]:
     """Those of --publish and --webhook, not started. Raises ConfigError, which names the flag, no secret."""
-    found: list[ResultOutput[Any]] = []
+    found: list[ResultOutput] = []
     if config.publish:
         from reflex_runtime.feeds.outputs.mqtt import MqttPublisher
 

@@ -75,10 +75,7 @@ def annotated(image: NDArray[np.uint8], value: Any, caption: str = "") -> NDArra
 
 def _boxes(boxes: Any) -> list[Box | None]:
     """Corners in order, None for what is no box."""
-    try:
-        rows = np.asarray(boxes, dtype=np.float64)
-    except (TypeError, ValueError):
-        return []
+    rows = _numbers(boxes)
     if rows.ndim != 2 or rows.shape[1] != 4:
         return []
     found: list[Box | None] = []
@@ -90,10 +87,7 @@ def _boxes(boxes: Any) -> list[Box | None]:
 
 def _polygons(polygons: Any, count: int) -> list[list[tuple[float, float]] | None]:
     """Corners around each box, None for what has none that can be drawn."""
-    try:
-        rows = np.asarray(polygons, dtype=np.float64)
-    except (TypeError, ValueError):
-        return [None] * count
+    rows = _numbers(polygons)
     if rows.ndim != 3 or rows.shape[0] < count or rows.shape[2] != 2 or not 3 <= rows.shape[1] <= MOST_CORNERS:
         return [None] * count
     found: list[list[tuple[float, float]] | None] = []
@@ -124,10 +118,7 @@ def _tint(picture: Image.Image, mask: Any, colour: Colour) -> None:
 
 def _dots(pen: ImageDraw.ImageDraw, points: Any, colour: Colour, radius: int) -> None:
     """Keypoints x, y, and how visible: those below 0.5 are left out."""
-    try:
-        rows = np.asarray(points, dtype=np.float64)
-    except (TypeError, ValueError):
-        return
+    rows = _numbers(points)
     if rows.ndim != 2 or rows.shape[1] not in (2, 3):
         return
     for row in rows[:MOST_BOXES][np.isfinite(rows[:MOST_BOXES]).all(axis=1)].tolist():
@@ -213,6 +204,14 @@ def _items(values: Any) -> Sequence[Any]:
     if isinstance(values, np.ndarray):
         values = values.tolist()
     return values if isinstance(values, (list, tuple)) else ()
+
+
+def _numbers(values: Any) -> NDArray[np.float64]:
+    """As an array; one without axes for what is none."""
+    try:
+        return np.asarray(values, dtype=np.float64)
+    except (TypeError, ValueError):
+        return np.zeros(())
 
 
 def _number(score: Any) -> str:

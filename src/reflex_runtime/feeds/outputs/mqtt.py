@@ -12,9 +12,8 @@ from typing import Any, Final
 from uuid import uuid4
 
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.feeds.outputs.json_lines import ResultRecord, path_name, record_of
+from reflex_runtime.feeds.outputs.json_lines import ResultRecord, path_name
 from reflex_runtime.feeds.outputs.output import ReceiverAddress, ResultOutput
-from reflex_runtime.feeds.runtime.pipeline import Result
 
 WINDOW: Final = 20  # messages that are sent and not yet written to the socket, or acknowledged (QoS 1 and 2)
 MOST_BYTES: Final = 1_000_000  # of a message: many brokers end the connection at a larger one, each time it is sent
@@ -24,7 +23,7 @@ CONNECT_S: Final = 5.0  # that a connection may take
 FAREWELL_S: Final = 0.3  # for the last status, and for the disconnect
 
 
-class MqttPublisher(ResultOutput[ResultRecord]):
+class MqttPublisher(ResultOutput):
     """Publishes every result to TOPIC/feeds/NAME.
 
     qos: 0 may lose what is on its way when the connection breaks (counted as lost); 1 sends it again, so that it may
@@ -61,9 +60,6 @@ class MqttPublisher(ResultOutput[ResultRecord]):
         client.on_disconnect, client.on_publish = self._on_disconnect, self._on_publish
         client.connect_async(address.host, address.port, KEEPALIVE_S)
         return client
-
-    def _item(self, result: Result) -> ResultRecord:
-        return record_of(result)
 
     # -- on the output's thread ----------------------------------------------------------------------------------------
 

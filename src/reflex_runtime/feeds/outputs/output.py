@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Final, Generic, TypeVar
 from urllib.parse import unquote, urlsplit
 
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.feeds.outputs.json_lines import ResultRecord
+from reflex_runtime.feeds.outputs.json_lines import ResultRecord, record_of
 from reflex_runtime.feeds.runtime.health import in_one_line
 from reflex_runtime.feeds.runtime.pipeline import Result
 from reflex_runtime.feeds.runtime.snapshot import OUTPUT_DROPS, OutputSnapshot
@@ -139,7 +139,7 @@ class Outbox(Generic[Item]):
             self._drops["overrun"] += 1
 
 
-class ResultOutput(Generic[Item]):
+class ResultOutput:
     """Results on their way out. `take` is the sink that feeds get; one output may be shared by any number of feeds.
 
     name: in metrics and logs. where: the receiver, without secrets. capacity: results that wait; then the oldest is
@@ -150,7 +150,7 @@ class ResultOutput(Generic[Item]):
 
     def __init__(self, where: str, capacity: int = WAITING, name: str = "") -> None:
         self.name, self.where = name or self.kind, where
-        self.box: Outbox[Item] = Outbox(capacity)
+        self.box: Outbox[ResultRecord] = Outbox(capacity)
         self.take = self._take  # one object: feeds that share a sink know it by its identity
         self._state = "connecting"
         self._error: str | None = None
@@ -184,10 +184,6 @@ class ResultOutput(Generic[Item]):
         )
 
     # -- for the outputs -----------------------------------------------------------------------------------------------
-
-    def _item(self, result: Result) -> Item:
-        """What is kept of a result. Called on the feed's thread, so it is quick."""
-        raise NotImplementedError
 
     def _send_all(self) -> None:
         """Take and send until nothing more comes. Called once, on the output's thread."""
@@ -225,7 +221,7 @@ class ResultOutput(Generic[Item]):
     # -- within --------------------------------------------------------------------------------------------------------
 
     def _take(self, result: Result) -> None:
-        self.box.put(self._item(result))
+        self.box.put(record_of(result))
 
     def _run(self) -> None:
         try:

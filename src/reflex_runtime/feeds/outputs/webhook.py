@@ -12,9 +12,8 @@ from contextlib import suppress
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
 from typing import Final
 
-from reflex_runtime.feeds.outputs.json_lines import ResultRecord, record_of
+from reflex_runtime.feeds.outputs.json_lines import ResultRecord
 from reflex_runtime.feeds.outputs.output import ReceiverAddress, ResultOutput
-from reflex_runtime.feeds.runtime.pipeline import Result
 from reflex_runtime.pacing import doubled
 from reflex_runtime.version import __version__
 
@@ -28,7 +27,7 @@ ANSWER_BYTES: Final = 65_536  # read of an answer, so that the connection can be
 _AGAIN: Final = frozenset({408, 425, 429, 500, 502, 503, 504})
 
 
-class Webhook(ResultOutput[ResultRecord]):
+class Webhook(ResultOutput):
     """Posts groups of results as application/x-ndjson, one line each, as --results writes them.
 
     A status of 200 to 299 is success. 408, 425, 429, 500, 502, 503, 504 and a lost connection are tried again, after
@@ -48,9 +47,6 @@ class Webhook(ResultOutput[ResultRecord]):
         self._connection: HTTPConnection | None = None
         self._failures = 0  # in a row
         self._chance = random.Random()
-
-    def _item(self, result: Result) -> ResultRecord:
-        return record_of(result)
 
     def join(self) -> bool:
         """See `ResultOutput`. A request that hangs is cut off when the time is over."""

@@ -24,8 +24,9 @@ from reflex_runtime.core.errors import (
 )
 from reflex_runtime.feeds.runtime.capture import FeedContext
 from reflex_runtime.feeds.runtime.health import FeedFrozen, FeedStageError
-from reflex_runtime.feeds.runtime.pipeline import Frame, Pipeline, Result, SubmitHandle, name_of
+from reflex_runtime.feeds.runtime.pipeline import Frame, Pipeline, Result, name_of
 from reflex_runtime.pacing import Throttle
+from reflex_runtime.run.coordinator import BatchHandle
 from reflex_runtime.run.submitted_frame import NewestFrame
 
 log = logging.getLogger("reflex.feeds")
@@ -123,7 +124,7 @@ class Consumer:
         self._feed, self._pipeline, self._sinks, self._silent = feed, pipeline, sinks, silent
         self._max_age = feed.config.max_age if feed.live else None
         self._frozen_after = feed.config.frozen_after if feed.live else None
-        self._handle: SubmitHandle | None = None if pipeline.batch is None else pipeline.batch.handle
+        self._handle = None if pipeline.batch is None else pipeline.batch.handle
         plain = not pipeline.before and pipeline.view is None
         self._newest = feed.live and (feed.config.queue or 1) == 1 and plain
         self._replaced = False  # whether a newer frame took the place of the last one
@@ -224,7 +225,7 @@ class Consumer:
 
     # -- the batch point -----------------------------------------------------------------------------------------------
 
-    def _ask(self, handle: SubmitHandle, hand: CurrentFrame) -> Any:
+    def _ask(self, handle: BatchHandle, hand: CurrentFrame) -> Any:
         """The processor's answer, or _Out."""
         image = view = newest = None
         if self._newest:
@@ -268,7 +269,7 @@ class Consumer:
             self._failed(error)
             raise _Out("failed") from error
 
-    def _look_for_the_end(self, handle: SubmitHandle, error: ReflexError) -> None:
+    def _look_for_the_end(self, handle: BatchHandle, error: ReflexError) -> None:
         """Whether the coordinator no longer answers: expected at a stop, otherwise the end of the feed.
 
         The coordinator's health events report the loss, once for each feed; here it only ends the feed.

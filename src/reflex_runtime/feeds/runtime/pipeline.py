@@ -11,13 +11,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from math import inf
-from typing import Any, Final, Protocol, Unpack
+from typing import Any, Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from reflex_runtime.core.errors import JSON, ConfigError, ProcessorError, ReflexError
-from reflex_runtime.run.submitted_frame import FrameOptions, NewestFrame
+from reflex_runtime.run.coordinator import BatchCoordinator
 from reflex_runtime.settings.declare import one_line
 
 
@@ -237,35 +237,6 @@ class Result:
     latency: float
 
 
-class SubmitHandle(Protocol):
-    """What a feed needs of a coordinator's handle; see `BatchHandle`."""
-
-    @property
-    def lost(self) -> ProcessorError | None:
-        """Why the coordinator died, if it did."""
-
-    @property
-    def prepare(self) -> Callable[[Any], Any] | None:
-        """What the processor does with a frame ahead of its call, on the feed's thread."""
-
-    def submit_and_wait(
-        self,
-        feed_id: str,
-        frame: Any,
-        view: Any = None,
-        *,
-        newest: Callable[[], NewestFrame] | None = None,
-        **options: Unpack[FrameOptions],
-    ) -> Any:
-        """The frame's result."""
-
-
-class BatchPoint(Protocol):
-    """Where a pipeline meets other feeds: a `BatchCoordinator`."""
-
-    handle: Any
-
-
 Before = Callable[[Frame], Frame | None]
 After = Callable[[Result], Result | None]
 View = Callable[[Frame], Any]
@@ -289,7 +260,7 @@ class Pipeline:
     """
 
     before: Sequence[Before] = ()
-    batch: BatchPoint | None = None
+    batch: BatchCoordinator | None = None
     after: Sequence[After] = ()
     view: View | None = field(default=None, kw_only=True)
     region: Region | None = field(default=None, kw_only=True)
