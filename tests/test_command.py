@@ -14,7 +14,7 @@ import pytest
 
 import reflex_runtime
 from reflex_runtime import cli
-from reflex_runtime.cli.progress import ProgressLine
+from reflex_runtime.cli.console import ProgressLine
 from reflex_runtime.settings import LLMServeConfig, ServeConfig
 from reflex_runtime.settings.declare import flag, headed
 from reflex_runtime.settings.read import read_toml
@@ -150,7 +150,7 @@ try:
     main(sys.argv[1:])
 finally:
     heavy = {"numpy", "rich", "onnxruntime", "matplotlib"} & sys.modules.keys()
-    modules = {m for m in sys.modules if m.startswith("reflex_runtime.cli.")} - {"reflex_runtime.cli.exit_status"}
+    modules = {m for m in sys.modules if m.startswith("reflex_runtime.cli.")} - {"reflex_runtime.cli.console"}
     print(sorted(heavy | modules), file=sys.stderr)
 """
 
@@ -160,7 +160,7 @@ finally:
 
     assert imported("--version") == "[]"
     assert imported("simulate", "--help") == "['reflex_runtime.cli.simulate']"
-    serving = ["serve", "serve_policies", "serving", "workers"]
+    serving = ["serve", "serve_policies", "serving"]
     assert imported("serve", "--help") == str([f"reflex_runtime.cli.{name}" for name in serving])
 
 
@@ -303,7 +303,7 @@ def test_a_file_of_settings_may_be_a_pipe(tmp_path: Path, capsys: pytest.Capture
 
 def test_progress_is_told_now_and_then(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
-    monkeypatch.setattr("reflex_runtime.cli.progress.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("reflex_runtime.cli.console.time.monotonic", lambda: now[0])
     line = ProgressLine("requests")
     for done in range(1, 12):
         now[0] = float(done)

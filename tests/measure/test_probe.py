@@ -17,8 +17,7 @@ from openpi_client import msgpack_numpy
 from websockets.sync.server import ServerConnection, serve
 
 from reflex_runtime.cli import main
-from reflex_runtime.cli.probe import example
-from reflex_runtime.cli.probe_wires import WIRES
+from reflex_runtime.cli.probe import WIRES, example
 from serving.exports import ACTIONS, CHUNK, write_tiny
 from serving.harness import Server
 from serving.openai_toy import Toy

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from pathlib import Path
 
 import pytest
 
-from reflex_runtime.cli import trace as verb
+from reflex_runtime.cli import main
 from reflex_runtime.core.batch import Done, Failed
 from reflex_runtime.core.cost import UnitCost
 from reflex_runtime.core.errors import ProcessorError
@@ -48,10 +47,7 @@ def file(tmp_path: Path) -> Path:
 
 
 def run(*argv: object) -> int:
-    parser = argparse.ArgumentParser(prog="reflex")
-    verb.add_parser(parser.add_subparsers(required=True))
-    args = parser.parse_args(["trace", *map(str, argv)])
-    return int(args.run(args))
+    return main(["trace", *map(str, argv)])
 
 
 def test_l10_a_table_a_summary_and_two_pictures(file: Path, capsys: pytest.CaptureFixture[str]) -> None:

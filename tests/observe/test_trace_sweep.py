@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from reflex_runtime.cli import main, trace_prompts
+from reflex_runtime.cli import main
 from reflex_runtime.cli.trace_prompts import budgets_of
 from reflex_runtime.llm import trace_batches
 from reflex_runtime.observe import colours
@@ -155,16 +155,3 @@ def test_what_is_no_sweep_is_refused(text: str, capsys: pytest.CaptureFixture[st
 def test_a_part_of_many_runs_is_none(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["trace", *L3, "--sweep", "4..8", "--from", "2"]) == 2
     assert "--from=2: shows a part of one trace; --sweep makes many runs" in capsys.readouterr().err
-
-
-def test_progress_is_told_only_where_somebody_waits(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sweep = (*L3, "--sweep", "4..8", "--no-picture")
-    with monkeypatch.context() as at_once:
-        at_once.setattr(trace_prompts, "PATIENCE", 0.0)
-        assert "of 5 budgets" not in run(capsys, *sweep)
-        at_once.setenv("FORCE_COLOR", "1")  # a terminal, to rich
-        assert "of 5 budgets" in run(capsys, *sweep)
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    assert "of 5 budgets" not in run(capsys, *sweep)

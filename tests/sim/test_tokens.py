@@ -36,11 +36,11 @@ def test_a_prompt_that_arrives_later_waits_from_then_on() -> None:
 
 
 def test_programs_sweep() -> None:
-    told: list[str] = []
-    found, knee = sweep(runs(0, 0), [4, 18, 64], told.append)
+    told: list[tuple[int, int]] = []
+    found, knee = sweep(runs(0, 0), [4, 18, 64], lambda *done: told.append(done))
     assert [len(run.tokens) for run in found] == [8, 4, 4]
     assert (knee.saturated, knee.floor) == (18, 4)
-    assert told == ["1 of 3 budgets", "2 of 3 budgets", "3 of 3 budgets"]
+    assert told == [(1, 3), (2, 3), (3, 3)]
 
 
 def test_a_runner_serves_one_engine_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:

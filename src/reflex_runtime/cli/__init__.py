@@ -1,15 +1,15 @@
-"""The command `reflex`: one file per verb, imported only when it was typed, so that `reflex --version` is quick."""
+"""The command `reflex`: a verb's file is imported only when it was typed, so that `reflex --version` is quick."""
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from types import MappingProxyType
 from typing import Any, NoReturn
 
-from reflex_runtime.cli.exit_status import status_of
+from reflex_runtime.cli.console import status_of
 from reflex_runtime.run.process import telemetry_off
 from reflex_runtime.settings.declare import did_you_mean, one_line, one_of
 from reflex_runtime.version import __version__
@@ -32,6 +32,9 @@ VERBS = {
     "worker": "a runtime process: runs language models for a server in another process",
 }
 """Every verb, with its line in `reflex --help`."""
+_TOGETHER = {  # verbs that share a file
+    "doctor": "exports", "export": "exports", "demo-export": "exports", "replay": "recordings", "report": "recordings",
+}  # fmt: skip
 
 
 class Parser(argparse.ArgumentParser):
@@ -44,6 +47,7 @@ class Parser(argparse.ArgumentParser):
     def __init__(
         self, *args: Any, anywhere: str = "", elsewhere: Mapping[str, str] = MappingProxyType({}), **more: Any
     ) -> None:
+        more.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
         super().__init__(*args, **more)
         self._anywhere, self._elsewhere = anywhere, elsewhere
 
@@ -116,7 +120,7 @@ def build_parser(words: Sequence[str]) -> argparse.ArgumentParser:
         if name != verb:
             verbs.add_parser(name, help=text)
     if verb in VERBS:
-        import_module(f"reflex_runtime.cli.{_module(verb, words[1:])}").add_parser(verbs)
+        _adds(verb, words[1:])(verbs)
     elif verb.startswith("-") and not any(name.startswith(verb) for name in ("-h", "--help", "--version")):
         parser.error(f"{one_line(verb)}: no such option{did_you_mean(verb, ('--help', '--version'))}")
     elif verb and not verb.startswith("-"):
@@ -124,13 +128,17 @@ def build_parser(words: Sequence[str]) -> argparse.ArgumentParser:
     return parser
 
 
-def _module(verb: str, words: Sequence[str]) -> str:
-    """The module of a verb. What is served decides which one serves, and so which options there are."""
-    if verb == "serve":
+def _adds(verb: str, words: Sequence[str]) -> Callable[[Any], None]:
+    """What registers a verb. What is served decides which module serves, and so which options there are."""
+    module, function = _TOGETHER.get(verb, verb), "add_parser"
+    if verb in _TOGETHER:
+        function = f"add_{verb.replace('-', '_')}"
+    elif verb == "serve":
         from reflex_runtime.cli.serving import names_model
 
-        return "serve_llm" if names_model(words) else "serve"
-    return verb.replace("-", "_")
+        module = "serve_llm" if names_model(words) else "serve"
+    adds: Callable[[Any], None] = getattr(import_module(f"reflex_runtime.cli.{module}"), function)
+    return adds
 
 
 def main(argv: Sequence[str] | None = None) -> int:

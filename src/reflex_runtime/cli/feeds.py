@@ -56,7 +56,6 @@ def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
         description="Run many cameras and videos on one processor: their frames share its calls, and results go "
         "back to the right feed in order.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
         "feeds",

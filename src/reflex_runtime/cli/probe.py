@@ -1,22 +1,144 @@
-"""`reflex probe`: one observation to a server, as its clients would send it, and what its wires expect."""
+"""`reflex probe`: one observation to a server, as its clients would send it, and what its wires expect.
+
+/act and openpi get one observation, which `pick` chooses by what the server announces, and answer with actions. A
+listener of its own is greeted as its protocol does. Errors are those of `reflex_runtime.client`."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
-import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
+from reflex_runtime.cli.console import console
 from reflex_runtime.cli.server_address import ServerAddress, add_key, key_of
+from reflex_runtime.client import Client
+from reflex_runtime.client.answers import refused
+from reflex_runtime.client.errors import BadAnswer, NotFound, ServerError, TimedOut, Unreachable
+from reflex_runtime.client.exchange import Reply
 from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.robots.wires import groot, openpi
 from reflex_runtime.settings.declare import one_line, one_of
 
 if TYPE_CHECKING:
     from reflex_runtime.client import ClientError
+
+
+HTTP: Final = ("http", "https")
+Pick: TypeAlias = Callable[..., Mapping[str, Any]]  # (announced, its part on observations) → arrays, and a text
+Shape: TypeAlias = tuple[int, ...]
+Ask: TypeAlias = Callable[[ServerAddress, str, float, Pick], Shape | None]  # key: "" for none; seconds of a step
+
+
+def ask_act(server: ServerAddress, key: str, timeout: float, pick: Pick) -> Shape:
+    fields: dict[str, Any] = {}
+    for name, value in pick().items():
+        if isinstance(value, str):
+            fields["instruction"] = value
+        elif value.ndim == 3:
+            fields.setdefault("images", {})[name] = value
+        else:
+            fields[name] = value
+    url = f"{server.scheme}://{server.netloc}{server.path}"
+    with Client(url, key or None, timeout=timeout, retries=0) as client:
+        return client.act(**fields).actions.shape
+
+
+def ask_openpi(server: ServerAddress, key: str, timeout: float, pick: Pick) -> Shape:
+    """A text frame is an error: our JSON, or another server's traceback."""
+    from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidMessage, InvalidStatus
+    from websockets.sync.client import ClientConnection, connect
+
+    def receive(socket: ClientConnection) -> dict[str, Any]:
+        frame = socket.recv(timeout)
+        if isinstance(frame, bytes):
+            return openpi.decode(frame)
+        if frame.startswith("{"):
+            raise refused(Reply(0, {}, frame.encode()))
+        raise ServerError((frame.strip().splitlines() or ["an empty text frame"])[-1][:300])
+
+    url = f"{'wss' if server.secure else 'ws'}://{server.netloc}{server.path}/"
+    headers = {"Authorization": f"Api-Key {key}"} if key else {}
+    try:
+        more: Any = {"open_timeout": timeout, "close_timeout": 0.2, "compression": None, "max_size": None}
+        with connect(url, additional_headers=headers, **more) as socket:
+            announced = receive(socket)
+            socket.send(openpi.encode(dict(pick(announced, announced.get("reflex")))))
+            return tuple(receive(socket)["actions"].shape)
+    except InvalidStatus as error:
+        told = {name.lower(): value for name, value in error.response.headers.raw_items()}
+        raise refused(Reply(error.response.status_code, told, bytes(error.response.body or b""))) from None
+    except (InvalidHandshake, InvalidMessage, EOFError, KeyError, AttributeError) as error:
+        raise BadAnswer(f"no websocket of openpi: {error!r}") from None
+    except TimeoutError:
+        raise TimedOut(f"no answer within {timeout:g} s: the policy may still be loading") from None
+    except (ConnectionClosed, OSError) as error:
+        raise Unreachable(f"cannot ask {url}: {error}") from None
+
+
+def greet_groot(server: ServerAddress, key: str, timeout: float, pick: Pick) -> None:
+    try:
+        import zmq
+    except ImportError:
+        raise BadAnswer("pyzmq is not installed: in a clone, pip install '.[gr00t]'") from None
+    socket: Any = zmq.Context.instance().socket(zmq.REQ)
+    with closing(socket):
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.connect(f"tcp://{server.netloc}")
+        socket.send(groot.encode({"endpoint": "get_modality_config"} | ({"api_token": key} if key else {})))
+        if not socket.poll(round(1e3 * timeout)):
+            raise TimedOut(f"no answer from tcp://{server.netloc} within {timeout:g} s")
+        answer = groot.decode(socket.recv())
+    if "error" in answer:
+        told = {"message": str(answer["error"]), "error": answer.get("code", "server_error")}
+        raise refused(Reply(0, {}, json.dumps(told).encode()))
+    pick(answer)
+
+
+def greet_grpc(method: str, server: ServerAddress, key: str, timeout: float, pick: Pick) -> None:
+    try:
+        import grpc
+    except ImportError:
+        raise BadAnswer("grpcio is not installed: in a clone, pip install '.[grpc]'") from None
+    try:
+        with grpc.insecure_channel(server.netloc) as channel:
+            secret = (("authorization", f"Bearer {key}"),) if key else ()
+            channel.unary_unary(method)(b"", metadata=secret, timeout=timeout)
+    except grpc.RpcError as error:
+        told = dict(error.trailing_metadata() or ()).get("reflex-error")
+        if told is not None:
+            raise refused(Reply(0, {}, told if isinstance(told, bytes) else told.encode())) from None
+        kinds = {"DEADLINE_EXCEEDED": TimedOut, "UNAVAILABLE": Unreachable, "UNIMPLEMENTED": NotFound}
+        name = error.code().name
+        raise kinds.get(name, ServerError)(f"grpc://{server.netloc}: {name}: {error.details()}"[:300]) from None
+    pick()
+
+
+class ProbeWire(NamedTuple):
+    """config: its name in /config. ask: None where reading /config is all. setting: option of its own listener."""
+
+    config: str
+    ask: Ask | None = None
+    schemes: tuple[str, ...] = HTTP
+    setting: str = ""
+
+
+_OIP, _LEROBOT = "/inference.GRPCInferenceService/ServerReady", "/transport.AsyncInference/Ready"
+WIRES: Final[dict[str, ProbeWire]] = {
+    "act": ProbeWire("act", ask_act),
+    "openpi": ProbeWire("openpi", ask_openpi, (*HTTP, "ws", "wss")),
+    "json-numpy": ProbeWire("json-numpy"),
+    "oip": ProbeWire("oip"),
+    "vla-eval": ProbeWire("vla-eval"),
+    "gr00t": ProbeWire("gr00t", greet_groot, (*HTTP, "tcp"), "gr00t"),
+    "oip-grpc": ProbeWire("oip", partial(greet_grpc, _OIP), (*HTTP, "grpc"), "oip_grpc"),
+    "lerobot": ProbeWire("lerobot", partial(greet_grpc, _LEROBOT), (*HTTP, "grpc"), "lerobot"),
+}
+
 
 WIDE = 140  # columns where the output is no terminal and COLUMNS does not say
 SCHEMES = ("http", "https", "ws", "wss", "tcp", "grpc")
@@ -38,7 +160,6 @@ def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
         "probe",
         description="Ask a server once: whether it answers, on which wires, and what each of them expects.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
     add("url", metavar="URL", help="where the server is: http, https, ws, wss (openpi), tcp (GR00T) or grpc")
@@ -55,7 +176,7 @@ def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Probe and print; returns the exit status."""
-    from reflex_runtime.cli.probe_wires import HTTP, WIRES
+    from reflex_runtime.cli.probe import HTTP, WIRES
 
     if not 0.1 <= args.timeout_s <= 600.0:
         raise ConfigError(f"--timeout-s={args.timeout_s:g}: must be in [0.1, 600] s")
@@ -168,7 +289,7 @@ def probe(
     server: ServerAddress, key: str, timeout: float, name: str, seen: ServerLook, own: Mapping[str, Any] | None = None
 ) -> WireProbe:
     """Ask on one wire. own: what to send; by default what /config says, else the wire itself."""
-    from reflex_runtime.cli.probe_wires import WIRES
+    from reflex_runtime.cli.probe import WIRES
     from reflex_runtime.client import ClientError
 
     wire, found, began = WIRES[name], WireProbe(name), time.perf_counter()
@@ -224,13 +345,12 @@ def _shown(value: Any) -> str:
 
 def show(url: str, seen: ServerLook, found: list[WireProbe]) -> None:
     """A line on the server, a table of the wires, and below it each error with its wires and what to do."""
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    console = Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else WIDE, highlight=False)
+    shown = console(WIDE)
     name = " ".join(part for part in ("reflex", seen.version, seen.model) if part)
-    console.print(Text(f"{url}: {f'{name}: {seen.state}' if seen.state else 'no server of reflex'}"))
+    shown.print(Text(f"{url}: {f'{name}: {seen.state}' if seen.state else 'no server of reflex'}"))
     table = Table(box=None, pad_edge=False)
     for title in ("wire", "answer", "actions", "expects", "known from"):
         table.add_column(title, justify="right" if title == "answer" else "left", overflow="fold")
@@ -242,7 +362,7 @@ def show(url: str, seen: ServerLook, found: list[WireProbe]) -> None:
         took = "" if wire.answer_ms is None else f"{wire.answer_ms:.1f} ms"
         sent = Text("\n".join(f"{key}: {value}" for key, value in wire.sent.items()))
         table.add_row(Text(wire.wire, "green" if wire.works else "red"), took, actions, sent, wire.known)
-    console.print(table)
+    shown.print(table)
     for (error, what), names in failed.items():
-        console.print(Text(f"{', '.join(names)}: {error}", "red"))
-        console.print(Text(f"  {what}"))
+        shown.print(Text(f"{', '.join(names)}: {error}", "red"))
+        shown.print(Text(f"  {what}"))

@@ -26,7 +26,7 @@ from reflex_runtime.cli.serving import (
     show_settings,
     supervised,
 )
-from reflex_runtime.cli.worker_settings import adapters_of, check_model, gpu_of, load_model, settings_of, trace_of
+from reflex_runtime.cli.worker import adapters_of, check_model, gpu_of, load_model, settings_of, trace_of
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.demo import model_directory
 from reflex_runtime.observe import logs

@@ -9,10 +9,16 @@ import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Final
 from urllib.parse import urlsplit
 
-from reflex_runtime.core.errors import ConfigError, ReflexError
+import msgspec
 
+from reflex_runtime.core.errors import ConfigError, ReflexError
+from reflex_runtime.observe.live import LiveSnapshot
+from reflex_runtime.web.fields import printable
+
+STREAM: Final = "/dashboard/stream"  # a snapshot a line
 PATIENCE = 10.0  # seconds for the answer
 MOST = 64 * 2**20  # bytes of it
 
@@ -95,7 +101,28 @@ class ServerAddress:
         finally:
             connection.close()
 
-    def wrong_key(self, key: str) -> ConfigError:
-        """The error for a 401."""
-        which = "another key than this one" if key else "a key: --api-key KEY, or REFLEX_API_KEY in the environment"
-        return ConfigError(f"{self.url}: wants {which}")
+    def refusal(self, response: http.client.HTTPResponse, path: str, key: str) -> ReflexError:
+        """The error for an answer that is not 200."""
+        if response.status == 401:
+            which = "another key than this one" if key else "a key: --api-key KEY, or REFLEX_API_KEY in the environment"
+            return ConfigError(f"{self.url}: wants {which}")
+        if response.status == 404:
+            return ReflexError(f"{self.url}: has no {path}; is it a server of this version of reflex?")
+        try:
+            why = printable(str(msgspec.json.decode(response.read(4096))["message"]))
+        except (msgspec.DecodeError, UnicodeError, RecursionError, KeyError, TypeError):
+            why = f"answers {response.status} at {path}; is it a server of reflex?"
+        return ReflexError(f"{self.url}: {why}")
+
+
+_SNAPSHOT: Final = msgspec.json.Decoder(LiveSnapshot)
+
+
+def snapshot_of(line: bytes, url: str) -> LiveSnapshot:
+    """A snapshot from its line. ReflexError for one that is incomplete, or of another version."""
+    try:
+        return _SNAPSHOT.decode(line)
+    except msgspec.DecodeError as error:
+        if not line.endswith(b"\n"):
+            raise ReflexError(f"{url}: ended in the middle of a snapshot") from None
+        raise ReflexError(f"{url}: is of another version of reflex: its snapshot has {error}") from None

@@ -13,7 +13,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from reflex_runtime.cli.exit_status import status_of
+from reflex_runtime.cli.console import status_of
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.demo import model_directory
 from reflex_runtime.observe import files
@@ -46,7 +46,6 @@ def serve_parser(
         "serve",
         description=description,
         epilog=examples + _CLOSING,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
         **more,
     )
     parser.add_argument("--config", type=Path, metavar="FILE", help=f"TOML file with {tables}")

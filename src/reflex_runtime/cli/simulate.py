@@ -94,7 +94,6 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
         "simulate",
         description="Run the real scheduler on a simulated load and device in virtual time, and report the result.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_options(parser, SimulateConfig)
     parser.set_defaults(run=run)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
-import sys
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.text import Text
 
+from reflex_runtime.cli.console import console
 from reflex_runtime.cli.trace_prompts import ONLY_PROMPTS, PromptsConfig, record, search, setup_of
 from reflex_runtime.cli.trace_tables import (
     PLACE,
@@ -27,9 +26,9 @@ from reflex_runtime.cli.trace_tables import (
     text_lines,
     vary,
 )
-from reflex_runtime.core.errors import ConfigError, ReflexError
+from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.observe.colours import plain
-from reflex_runtime.observe.journal import BatchLine, JournalError
+from reflex_runtime.observe.journal import BatchLine
 from reflex_runtime.observe.journal_reader import Journal, read_journal
 from reflex_runtime.observe.steps import UNITS, Units, is_tokens
 from reflex_runtime.settings.declare import add_options, flag, one_line, one_of, whole
@@ -75,7 +74,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "trace",
         description=_DESCRIPTION,
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
     add("file", type=Path, metavar="FILE", nargs="?", help="the journal, .jsonl or .jsonl.gz")
@@ -109,24 +107,17 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(args: argparse.Namespace) -> int:
     """Show a journal, or run prompts and show that; returns the exit code."""
-    console = _console(args)
-    try:
-        _check(args)
-        if not args.prompts:
-            return _show(console, args, args.file)
-        if "sweep" in args:
-            return search(console, args, args.out)
-        setup = setup_of(args)
-        with TemporaryDirectory(prefix="reflex-") as scratch:
-            prefix = args.out or Path(scratch, "prompts")
-            file = prefix.with_name(prefix.name + ".jsonl")
-            return _show(console, args, file, record(setup, file))
-    except JournalError as error:
-        print(f"reflex trace: {error}", file=sys.stderr)
-        return 1
-    except ReflexError as error:
-        print(f"reflex trace: {error.message}", file=sys.stderr)
-        return 2
+    shown = console(WIDE, no_color=args.no_color)
+    _check(args)
+    if not args.prompts:
+        return _show(shown, args, args.file)
+    if "sweep" in args:
+        return search(shown, args, args.out)
+    setup = setup_of(args)
+    with TemporaryDirectory(prefix="reflex-") as scratch:
+        prefix = args.out or Path(scratch, "prompts")
+        file = prefix.with_name(prefix.name + ".jsonl")
+        return _show(shown, args, file, record(setup, file))
 
 
 def _check(args: argparse.Namespace) -> None:
@@ -141,11 +132,6 @@ def _check(args: argparse.Namespace) -> None:
             raise ConfigError("FILE: is missing; give a trace, or --prompts TEXT …")
     if args.out is not None and not args.no_picture:
         import reflex_runtime.observe.plots  # noqa: F401  # now, not after the runs
-
-
-def _console(args: argparse.Namespace) -> Console:
-    told = sys.stdout.isatty() or os.environ.get("COLUMNS", "").isdigit()
-    return Console(no_color=args.no_color, highlight=False, width=None if told else WIDE)
 
 
 def _show(

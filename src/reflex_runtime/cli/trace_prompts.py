@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import argparse
 import re
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -15,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from reflex_runtime.cli.console import ProgressLine
 from reflex_runtime.cli.trace_tables import ROWS
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.core.events import BatchScheduled, Event
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 STEP_MS = "2+0.05"
 MOST_PROMPTS = 10_000
 LONGEST = 65_536  # tokens of output
-PATIENCE = 2.0  # seconds until progress is shown
 MOST_BUDGETS = 512
 HIGHEST = 1 << 20
 
@@ -239,8 +238,8 @@ def search(console: Console, args: argparse.Namespace, prefix: Path | None) -> i
             told = {"first": "from", "final": "to"}.get(name, name)
             raise ConfigError(f"--{told}={value}: shows a part of one trace; --sweep makes many runs")
     setup = setup_of(args)
-    with _SearchProgress(console) as progress:
-        runs, found = sweep(TokenRuns(setup.engines.mute(StepTime(1.0, 0.0)), setup.prompts), budgets, progress)
+    every = TokenRuns(setup.engines.mute(StepTime(1.0, 0.0)), setup.prompts)
+    runs, found = sweep(every, budgets, ProgressLine("budgets"))
     console.print(sweep_table(runs, found))
     if len(runs) > ROWS:
         console.print(Text("budgets left out take as many steps as the row above them", style="dim"))
@@ -252,29 +251,6 @@ def search(console: Console, args: argparse.Namespace, prefix: Path | None) -> i
         for path in draw_sweep(runs, found, prefix, "; choose another, or --no-picture"):
             console.print(Text(f"wrote {path}"), soft_wrap=True)
     return 0
-
-
-class _SearchProgress:
-    """Progress after `PATIENCE` seconds, on a terminal only."""
-
-    def __init__(self, console: Console) -> None:
-        self._status = console.status("")
-        self._from = time.monotonic() + PATIENCE
-        self._shown = False
-
-    def __enter__(self) -> Callable[[str], None]:
-        return self._tell
-
-    def _tell(self, what: str) -> None:
-        if time.monotonic() >= self._from:
-            self._status.update(what)
-            if not self._shown:
-                self._status.start()
-                self._shown = True
-
-    def __exit__(self, *_: object) -> None:
-        if self._shown:
-            self._status.stop()
 
 
 def budgets_of(text: str) -> list[int]:

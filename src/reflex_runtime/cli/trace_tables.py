@@ -37,66 +37,74 @@ def vary(batches: Sequence[BatchLine], name: str) -> bool:
     return len({place_of(b)[PLACE.index(name)] for b in batches}) > 1
 
 
+_Column = tuple[str, list[Text], bool]  # its name, its cells, and whether they stand right
+
+
 def batch_table(
     trace: Journal, batches: Sequence[BatchLine], rows: Sequence[BatchLine], width: int, gap_after: int = 0
 ) -> Table:
     """gap_after: after so many rows, say how many batches were left out."""
-    colours = Colours.of(trace, batches)
-    narrow = width < NARROW
-    columns = _columns(trace, batches, rows, narrow)
-    gap = 1 if narrow else 2
-    taken = (max(map(cell_len, [*name.split("\n"), *cells])) for name, cells in columns)
+    colours, narrow = Colours.of(trace, batches), width < NARROW
+    before, behind = _columns(trace, batches, rows, narrow)
+    left_out = f"… {len(batches) - len(rows):,} batches left out …"
+    return _table(before, behind, rows, width, lambda b, room: _who(b, colours, room, narrow), gap_after, left_out)
+
+
+def _table(
+    before: Sequence[_Column],
+    behind: Sequence[_Column],
+    rows: Sequence[BatchLine],
+    width: int,
+    who: Callable[[BatchLine, int], Text],
+    gap_after: int,
+    left_out: str,
+) -> Table:
+    """The columns around `who`, which gets the room that is left and says who is in a batch."""
+    gap = 1 if width < NARROW else 2
+    around = (*before, *behind)
+    taken = (max(map(cell_len, [*name.split("\n"), *(c.plain for c in cells)])) for name, cells, _ in around)
     room = max(LEAST, width - sum(n + gap for n in taken) - gap)
     table = Table(box=None, padding=(0, gap, 0, 0), header_style="bold")
-    place = [name for name, _ in columns].index("n") + 1  # the members stand behind their number
-    left = {"where", "why", *PLACE}
-    for i, (name, _) in enumerate(columns):
-        if i == place:
-            table.add_column("who", no_wrap=True)
-        table.add_column(name, justify="left" if name in left else "right", no_wrap=True)
-    if place == len(columns):
-        table.add_column("who", no_wrap=True)
+    for name, _, right in (*before, ("who", [], False), *behind):
+        table.add_column(name, justify="right" if right else "left", no_wrap=True, vertical="bottom")
     for number, batch in enumerate(rows):
         if gap_after and number == gap_after:
-            text = f"… {len(batches) - len(rows):,} batches left out …"
-            table.add_row(*[""] * place, Text(text, style="dim", no_wrap=False, overflow="fold"))
-        cells = [Text(column[number]) for _, column in columns]
-        if batch.crashed:
-            cells[[name for name, _ in columns].index("why")].stylize("bold red")
-        cells.insert(place, _who(batch, colours, room, narrow))
+            table.add_row(*[""] * len(before), Text(left_out, style="dim", no_wrap=False, overflow="fold"))
+        cells = (*(c[number] for _, c, _ in before), who(batch, room), *(c[number] for _, c, _ in behind))
         table.add_row(*cells)
     return table
 
 
 def _columns(
     trace: Journal, batches: Sequence[BatchLine], rows: Sequence[BatchLine], narrow: bool
-) -> list[tuple[str, list[str]]]:
-    """Header and cells of every column but `who`; what is the same in each row, or zero, is no column."""
+) -> tuple[list[_Column], list[_Column]]:
+    """Those before `who` and behind it; what is the same in each row, or zero, is no column."""
     varying = [name for name in PLACE if vary(batches, name)]
     share = (16 - len(varying) + 1) // max(1, len(varying)) if narrow else 18
-    columns = [
-        ("id", [str(b.id) for b in rows]),
-        ("at s", [f"{trace.seconds(b):.3f}" for b in rows]),
+    before: list[_Column] = [
+        ("id", [Text(str(b.id)) for b in rows], True),
+        ("at s", [Text(f"{trace.seconds(b):.3f}") for b in rows], True),
     ]
     if varying:
         places = [[p for n, p in zip(PLACE, place_of(b), strict=True) if n in varying and p] for b in rows]
         told = varying[0] if len(varying) == 1 else "where"
-        columns.append((told, ["/".join(plain(p, share) for p in place) for place in places]))
-    columns.append(("why", [b.cause if narrow or b.cause == b.reason else f"{b.reason}: {b.cause}" for b in rows]))
-    columns.append(("n", [str(b.size) for b in rows]))
+        before.append((told, [Text("/".join(plain(p, share) for p in place)) for place in places], False))
+    why = [b.cause if narrow or b.cause == b.reason else f"{b.reason}: {b.cause}" for b in rows]
+    before.append(("why", [Text(w, "bold red" if b.crashed else "") for w, b in zip(why, rows, strict=True)], False))
+    before.append(("n", [Text(str(b.size)) for b in rows], True))
     measured = [_ms(b.elapsed) for b in rows]
+    behind: list[_Column] = [("measured\nms" if narrow else "measured ms", list(map(Text, measured)), True)]
     if any(b.expected is not None for b in rows):
         predicted = ["–" if b.expected is None else _ms(b.expected) for b in rows]
         name = "pred.\n/meas. ms" if narrow else "predicted\n/measured ms"
-        columns.append((name, [f"{p}/{m}" for p, m in zip(predicted, measured, strict=True)]))
-    else:
-        columns.append(("measured\nms" if narrow else "measured ms", measured))
+        behind = [(name, [Text(f"{p}/{m}") for p, m in zip(predicted, measured, strict=True)], True)]
     waits = [_waited(b, narrow) for b in rows]
     if any(float(w) for told in waits for w in told):
-        columns.append(("longest\nwait ms" if narrow else "wait ms", [" / ".join(told) for told in waits]))
+        name = "longest\nwait ms" if narrow else "wait ms"
+        behind.append((name, [Text(" / ".join(told)) for told in waits], True))
     if any(b.queued for b in rows):
-        columns.append(("queued", ["" if b.queued is None else str(b.queued) for b in rows]))
-    return columns
+        behind.append(("queued", [Text("" if b.queued is None else str(b.queued)) for b in rows], True))
+    return before, behind
 
 
 def _ms(seconds: float) -> str:
@@ -197,9 +205,6 @@ WAITERS = 3  # named in a row
 NARROW_STEPS = 90  # with fewer columns than this, what the cache and the clock say is left out
 MARKS = {"queued": "", "preempted": "↩", "resident": "‖"}
 
-_Column = tuple[str, list[Text], bool]
-
-
 def step_key(trace: Journal, batches: Sequence[BatchLine]) -> str:
     """What the marks in the table mean, of those that are in it."""
     told = ["prefill (p) dark, decode (d) pale", "8/11: computed/known before the step", "▸ entered"]
@@ -214,20 +219,14 @@ def step_table(
 ) -> Table:
     """gap_after: after so many rows, say how many steps were left out."""
     colours = Colours.of(trace, batches)
+
+    def who(batch: BatchLine, room: int) -> Text:
+        form = _form(batch, room)
+        return chips(batch, lambda m: Text(f" {form(m)} ", style=_style(m, colours)), room, len(batch.members))
+
     before, behind = _step_columns(trace, rows, colours, width)
-    gap = 1 if width < 120 else 2
-    taken = [_widest(name, cells) for name, cells, _ in (*before, *behind)]
-    table = Table(box=None, padding=(0, gap, 0, 0), header_style="bold")
-    for name, _, right in (*before, ("who", [], False), *behind):
-        table.add_column(name, justify="right" if right else "left", no_wrap=True, vertical="bottom")
-    room = max(LEAST, width - sum(n + gap for n in taken) - gap)
-    for number, batch in enumerate(rows):
-        if gap_after and number == gap_after:
-            text = f"… {len(batches) - len(rows):,} steps left out …"
-            table.add_row(*[""] * len(before), Text(text, style="dim"))
-        who = _step_who(batch, colours, _form(batch, room), room)
-        table.add_row(*(c[number] for _, c, _ in before), who, *(c[number] for _, c, _ in behind))
-    return table
+    left_out = f"… {len(batches) - len(rows):,} steps left out …"
+    return _table(before, behind, rows, width, who, gap_after, left_out)
 
 
 def _step_columns(
@@ -256,7 +255,8 @@ def _step_columns(
     if width >= NARROW_STEPS:
         totals = {str(b.notes.get("num_blocks", "?")) for b in rows if "blocks_used" in b.notes}
         if len(totals) == 1:
-            behind.append((f"blocks\nof {totals.pop()}", [Text(_blocks(b)) for b in rows], True))
+            used = [Text(str(b.notes.get("blocks_used", ""))) for b in rows]
+            behind.append((f"blocks\nof {totals.pop()}", used, True))
         name = "modelled\nms" if all("modelled" in b.notes for b in rows) else "measured\nms"
         behind.append((name, [Text(f"{b.elapsed * 1e3:.2f}") for b in rows], True))
     return before, behind
@@ -266,14 +266,6 @@ def _of_budget(trace: Journal, batch: BatchLine) -> str:
     info = trace.groups.get(batch.group)
     tokens = f"{sum(m.units for m in batch.members):g}"
     return tokens if info is None or info.budget is None else f"{tokens}/{info.budget:g}"
-
-
-def _blocks(batch: BatchLine) -> str:
-    return str(batch.notes.get("blocks_used", ""))
-
-
-def _widest(name: str, cells: Sequence[Text]) -> int:
-    return max(map(cell_len, [*name.split("\n"), *(c.plain for c in cells)]))
 
 
 # -- who ---------------------------------------------------------------------------------------------------------------
@@ -306,10 +298,6 @@ def _form(batch: BatchLine, room: int) -> Callable[[Member], str]:
     return _tiny
 
 
-def _step_who(batch: BatchLine, colours: Colours, form: Callable[[Member], str], room: int) -> Text:
-    return chips(batch, lambda m: Text(f" {form(m)} ", style=_style(m, colours)), room, len(batch.members))
-
-
 def _style(member: Member, colours: Colours) -> str:
     face = colours.hex(member)
     if is_decode(member):
@@ -322,22 +310,23 @@ def _style(member: Member, colours: Colours) -> str:
 
 def _waiting(waiters: Sequence[Waiter], batch: BatchLine, colours: Colours) -> Text:
     """Names, and the reason in words."""
-    text = Text(no_wrap=True)
-    for i, waiter in enumerate(waiters[:WAITERS]):
-        text.append(" " if i else "")
-        text.append(MARKS[waiter.state] + request_name(waiter.member), style=_name_style(waiter.member, colours))
-    if len(waiters) > WAITERS:
-        text.append(f" +{len(waiters) - WAITERS}", style="dim")
+    marks = {waiter.member.seq: MARKS[waiter.state] for waiter in waiters}
+    text = _names([waiter.member for waiter in waiters], colours, mark=lambda m: marks[m.seq])
     if waiters and batch.short_of:
         text.append(f": {why_waiting(batch)}")
     return text
 
 
-def _names(members: Sequence[Member], colours: Colours, more: Callable[[Member], str] = lambda _: "") -> Text:
+def _names(
+    members: Sequence[Member],
+    colours: Colours,
+    more: Callable[[Member], str] = lambda _: "",
+    mark: Callable[[Member], str] = lambda _: "",
+) -> Text:
     text = Text(no_wrap=True)
     for i, m in enumerate(members[:WAITERS]):
         text.append(" " if i else "")
-        text.append(request_name(m) + more(m), style=_name_style(m, colours))
+        text.append(mark(m) + request_name(m) + more(m), style=_name_style(m, colours))
     if len(members) > WAITERS:
         text.append(f" +{len(members) - WAITERS}", style="dim")
     return text

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import http.client
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -12,16 +11,12 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-import msgspec
-
-from reflex_runtime.cli.live_tables import STREAM, snapshot_of
-from reflex_runtime.cli.progress import ProgressLine
-from reflex_runtime.cli.server_address import PATIENCE, ServerAddress, add_key, key_of
+from reflex_runtime.cli.console import ProgressLine
+from reflex_runtime.cli.server_address import PATIENCE, STREAM, ServerAddress, add_key, key_of, snapshot_of
 from reflex_runtime.core.errors import ConfigError, ReflexError
 from reflex_runtime.observe.journal import JournalError
 from reflex_runtime.observe.journal_reader import Journal, read_journal
 from reflex_runtime.settings.declare import one_of
-from reflex_runtime.web.fields import printable
 
 if TYPE_CHECKING:
     from reflex_runtime.sim.search import TunedFigures, Tuning
@@ -57,7 +52,6 @@ def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
         "tune",
         description="Find the budget, hold and size of batches that suit a recorded load, and predict what they bring.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
     add("source", metavar="URL|JOURNAL", help="a policy server, http://…, or a journal, .jsonl or .jsonl.gz")
@@ -84,13 +78,9 @@ def run(args: argparse.Namespace) -> int:
 
     if args.aim is not None and args.aim not in AIMS:
         raise ConfigError(f"--aim={args.aim}: {one_of(args.aim, AIMS)}")
-    try:
-        with _journal(args) as journal:
-            tuner = Tuner(journal, ProgressLine("simulated runs"))
-            tuning = tuner.tune(args.aim)
-    except JournalError as error:
-        print(f"reflex tune: {error.message}", file=sys.stderr)
-        return 1
+    with _journal(args) as journal:
+        tuner = Tuner(journal, ProgressLine("simulated runs"))
+        tuning = tuner.tune(args.aim)
     print(told(tuning, tuner.present.in_words(), args.source))
     return 0
 
@@ -158,13 +148,11 @@ def watched_journal(url: str, seconds: float, key: str = "") -> Iterator[Journal
     with tempfile.TemporaryDirectory(prefix="reflex-tune-") as folder:
         file = Path(folder, "watched.jsonl")
         with address.answer(f"{JOURNAL}?seconds={seconds:g}", key) as response:
-            if response.status == 401:
-                raise address.wrong_key(key)
-            if response.status == 200:
-                _read(response, file, seconds, url)
-            refused = b"" if response.status == 200 else response.read(4096)
-        if not file.exists():
-            raise ReflexError(f"{url}: {_why(url, key, response.status, refused)}")
+            if response.status == 404 and (why := _OTHERS.get(_product(address, key))):
+                raise ReflexError(f"{url}: {why}")
+            if response.status != 200:
+                raise address.refusal(response, JOURNAL, key)
+            _read(response, file, seconds, url)
         try:
             yield read_journal(file)
         except (JournalError, ConfigError) as error:
@@ -188,20 +176,9 @@ def _read(response: http.client.HTTPResponse, file: Path, seconds: float, url: s
     progress(1, 1)
 
 
-def _why(url: str, key: str, status: int, body: bytes) -> str:
-    """Why a server has no journal to send."""
-    if status != 404:
-        try:
-            return printable(str(msgspec.json.decode(body)["message"]))
-        except (msgspec.DecodeError, UnicodeError, RecursionError, KeyError, TypeError):
-            return f"answers {status} at {JOURNAL}; is it a server of reflex?"
-    product = _product(url, key)
-    return _OTHERS.get(product) or f"has no {JOURNAL}; is it a policy server of this version of reflex?"
-
-
-def _product(url: str, key: str) -> str:
+def _product(address: ServerAddress, key: str) -> str:
     """What the server is; "" where it does not say."""
-    with ServerAddress.of(url).answer(STREAM, key) as response:
+    with address.answer(STREAM, key) as response:
         if response.status != 200:
             return ""
-        return str(snapshot_of(response.readline(16 << 20), url).server.get("product", ""))
+        return str(snapshot_of(response.readline(16 << 20), address.url).server.get("product", ""))

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 from reflex_runtime.core.events import BatchScheduled, Event, RequestProgressed, RequestSettled
 from reflex_runtime.core.request import Priority
 
-Progress = Callable[[str], None]
+Progress = Callable[[int, int], object]  # told (done, total) runs
 NO_LIMIT = 1 << 20
 
 
@@ -164,12 +164,12 @@ class Knee(NamedTuple):
     bend: int
 
 
-def sweep(runs: TokenRuns, budgets: Sequence[int], progress: Progress = lambda _: None) -> tuple[list[Measured], Knee]:
+def sweep(runs: TokenRuns, budgets: Sequence[int], progress: Progress = lambda *_: None) -> tuple[list[Measured], Knee]:
     """Run the prompts under every budget, ascending; returns the runs and where a larger budget stops paying."""
     found = []
     for number, budget in enumerate(budgets, 1):
-        progress(f"{number} of {len(budgets)} budgets")
         found.append(runs.measure(budget))
+        progress(number, len(budgets))
     return found, knee(found, len(runs.measure(NO_LIMIT).tokens))
 
 

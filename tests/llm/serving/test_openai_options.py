@@ -16,7 +16,7 @@ import pytest
 
 from reflex_runtime.cli import main
 from reflex_runtime.cli.serving import names_model
-from reflex_runtime.cli.worker_settings import gpu_of, load_model
+from reflex_runtime.cli.worker import gpu_of, load_model
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.core.events import BatchScheduled
 from reflex_runtime.ipc.generate_batcher import GenerateBatcherConfig

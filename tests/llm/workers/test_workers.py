@@ -22,7 +22,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
 from reflex_runtime.cli import main
-from reflex_runtime.cli.worker_settings import trace_of
+from reflex_runtime.cli.worker import trace_of
 from reflex_runtime.ipc.client import ClientConfig, WorkerUnavailable
 from reflex_runtime.ipc.generate_batcher import GenerateBatcherConfig
 from reflex_runtime.ipc.messages import BATCH_GENERATE, SamplingParams

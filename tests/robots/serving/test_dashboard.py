@@ -16,9 +16,8 @@ import pytest
 from rich.console import Console
 
 from reflex_runtime.cli import main, top
-from reflex_runtime.cli.live_tables import snapshot_of
 from reflex_runtime.cli.server_address import ServerAddress
-from reflex_runtime.cli.top import TopView, watched
+from reflex_runtime.cli.top import TopView, snapshot_of, watched
 from reflex_runtime.core.batch import Done
 from reflex_runtime.core.errors import ConfigError, ReflexError
 from reflex_runtime.core.group import GroupConfig

@@ -1,4 +1,4 @@
-"""`reflex replay`: run a journal again, through a model or through the scheduler, and show what is different."""
+"""`reflex replay`: a journal run again, through a model or the scheduler. `reflex report`: A against B of journals."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from reflex_runtime.cli.progress import ProgressLine
+from reflex_runtime.cli.console import ProgressLine
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.observe.files import create, write_all
-from reflex_runtime.observe.journal import JournalError
 from reflex_runtime.observe.journal_reader import Journal, read_journal
 from reflex_runtime.observe.journal_writer import hardware
 from reflex_runtime.settings.declare import one_of, whole
@@ -21,7 +20,8 @@ from reflex_runtime.settings.declare import one_of, whole
 if TYPE_CHECKING:
     from reflex_runtime.robots.analysis.replay import ModelReplay
 
-_DESCRIPTION = """\
+
+_REPLAY_DESCRIPTION = """\
 Replay a recording of `reflex serve --record DIR`.
 
 With --model the recorded requests go through a model, and its actions, its cache and the time of its batches are
@@ -29,7 +29,7 @@ compared with the recording. With --schedule the recorded arrivals go through th
 recorded settings; options given here replace them. --schedule also reads the files of `--trace FILE`.
 """
 
-_EPILOG = """\
+_REPLAY_EPILOG = """\
 examples:
   reflex replay run.jsonl.gz --model ./v1                      are the answers of v1 still the same?
   reflex replay run.jsonl.gz --model ./v1 --compose recorded   the same batches too: equal to the last bit
@@ -45,12 +45,11 @@ loaded, 3 something that --fail-on names differs
 """
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_replay(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser(
         "replay",
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description=_REPLAY_DESCRIPTION,
+        epilog=_REPLAY_EPILOG,
     )
     add = parser.add_argument
     add("file", type=Path, metavar="FILE", help="the journal, .jsonl or .jsonl.gz")
@@ -86,25 +85,14 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     add("--batch-timeout-ms", metavar="MS", help="another limit for holds, in [0, 1000]")
     add("--max-batch-size", metavar="N", help="another size cap, in [1, 4096]")
     parser.add_argument("--output", type=Path, metavar="JSON", help="also write the whole result to this file")
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=replay)
 
 
-def run(args: argparse.Namespace) -> int:
+def replay(args: argparse.Namespace) -> int:
     """Replay; returns the exit code."""
-    try:
-        return _run(args)
-    except JournalError as error:
-        print(f"reflex replay: {error.message}", file=sys.stderr)
-        return 1
-
-
-def _run(args: argparse.Namespace) -> int:
     if args.schedule == (args.model is not None):
         raise ConfigError("give --model DIR, to run its model, or --schedule, to run the scheduler; one of the two")
-    if args.schedule:
-        found = _schedule(args)
-    else:
-        found = _model(args)
+    found = _schedule(args) if args.schedule else _model(args)
     if args.output is not None:
         try:
             with create(args.output) as file:
@@ -261,7 +249,7 @@ def _schedule(args: argparse.Namespace) -> dict[str, Any]:
     return {
         "file": str(args.file),
         "failed": [],
-        "reports": {name: _report(report) for name, report in reports.items()},
+        "reports": {n: _plain({k: v for k, v in asdict(r).items() if k != "clients"}) for n, r in reports.items()},
         "measured": {
             "batches": len(again.batches),
             "same": again.same,
@@ -272,13 +260,6 @@ def _schedule(args: argparse.Namespace) -> dict[str, Any]:
             "first_difference": None if first is None else first.recorded.id,
         },
     }
-
-
-def _report(report: Any) -> dict[str, Any]:
-    told = asdict(report)
-    del told["clients"]
-    plain: dict[str, Any] = _plain(told)
-    return plain
 
 
 # -- small things ------------------------------------------------------------------------------------------------------
@@ -324,3 +305,57 @@ def _plain(value: Any) -> Any:
     if isinstance(value, float) and not -1e308 < value < 1e308:
         return None
     return value
+
+
+_REPORT_DESCRIPTION = """\
+Sum up what `reflex serve` wrote with --record DIR or --trace FILE: per slot its requests, episodes, success with a
+95 % Wilson interval, latency, guard and errors; a compared with b by e-values, which stay valid however often you look;
+the shadow's divergence; and a timeline of decisions.
+"""
+
+_REPORT_EPILOG = """\
+examples:
+  reflex report recordings/                       everything that was recorded there
+  reflex report monday.jsonl.gz tuesday.jsonl.gz  two files as one run
+  reflex report recordings/ --format json         for programs
+
+An e-value of 1,000 decides: if both are equally good, the chance that it ever reaches 1,000 is at most 1 in 1,000.
+
+exit codes: 0 fine, 1 a file cannot be read (file and line are named), 2 bad arguments
+"""
+
+
+def add_report(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = subparsers.add_parser(
+        "report",
+        description=_REPORT_DESCRIPTION,
+        epilog=_REPORT_EPILOG,
+    )
+    add = parser.add_argument
+    add("paths", type=Path, nargs="+", metavar="FILE|DIR", help="journals, or directories of them")
+    add("--policy", metavar="NAME", help="the policy to report, where several were served (docs/several-policies.md)")
+    add("--format", default="text", metavar="text|json", help="form of the output (default text)")
+    add(
+        "--margin",
+        default="5",
+        metavar="POINTS",
+        help="b counts as not worse if its success is at most this much lower, in (0, 100) percentage points",
+    )
+    parser.set_defaults(run=report)
+
+
+def report(args: argparse.Namespace) -> int:
+    """Report; returns the exit code."""
+    from reflex_runtime.robots.analysis.report import report
+
+    if args.format not in ("text", "json"):
+        raise ConfigError(f"--format={args.format}: {one_of(args.format, ('text', 'json'))}")
+    try:
+        margin = float(args.margin)
+    except ValueError:
+        margin = 0.0
+    if not 0.0 < margin < 100.0:
+        raise ConfigError(f"--margin={args.margin}: must be a number in (0, 100), of percentage points")
+    found = report(args.paths, margin=margin / 100.0, policy=args.policy)
+    print(json.dumps(found.as_dict(), indent=1) if args.format == "json" else found.text())
+    return 0

@@ -1,15 +1,20 @@
-"""How a command ends: its exit status, and one line for an error instead of a traceback."""
+"""What every command does with its terminal: its exit status, one line for an error, progress, the width of tables."""
 
 from __future__ import annotations
 
 import errno
 import os
 import sys
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from typing import TYPE_CHECKING, Any
 
 from reflex_runtime.core.errors import ReflexError
 from reflex_runtime.settings.declare import one_line
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -23,7 +28,7 @@ def status_of(run: Callable[[], int], told: Sequence[str]) -> int:
         return status
     except ReflexError as error:
         print(f"{' '.join(told)}: {error.message}", file=sys.stderr)
-        return 2
+        return 1 if error.code == "journal_unreadable" else 2
     except BrokenPipeError:  # the reader of our output has what it wanted, as with `reflex trace FILE | head`
         return 0
     except SystemExit as error:  # so does rich say it
@@ -53,3 +58,39 @@ def _let_go() -> None:
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, sys.stdout.fileno())
             os.close(nowhere)
+
+
+def console(width: int, columns: bool = True, **more: Any) -> Console:
+    """Where tables go. width: of what is no terminal, unless `columns` and the environment's COLUMNS says it."""
+    from rich.console import Console
+
+    told = sys.stdout.isatty() or (columns and os.environ.get("COLUMNS", "").isdigit())
+    return Console(width=None if told else width, highlight=False, **more)
+
+
+_EVERY = 0.5  # seconds between two lines on a terminal; elsewhere ten times that
+
+
+class ProgressLine:
+    """Called with (done, total), as often as one likes. what: of which things. At done = total the line goes away.
+
+    total: None where it is not known.
+    """
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._told = time.monotonic()
+        self._terminal = sys.stderr.isatty()
+
+    def __call__(self, done: int, total: int | None = None) -> None:
+        now = time.monotonic()
+        if total is not None and done >= total:
+            if self._terminal:
+                print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+            return
+        if now - self._told < (_EVERY if self._terminal else 10 * _EVERY):
+            return
+        self._told = now
+        text = f"{done:,} {self._what}" if total is None else f"{done:,} of {total:,} {self._what}"
+        before, after = ("\r\x1b[K", "") if self._terminal else ("", "\n")
+        print(f"{before}{text}", end=after, file=sys.stderr, flush=True)

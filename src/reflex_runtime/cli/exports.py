@@ -1,4 +1,4 @@
-"""`reflex doctor`: checks an export before it is served, and says how to mend what is wrong."""
+"""`reflex export`, `demo-export` and `doctor`: export directories are written, and checked before they are served."""
 
 from __future__ import annotations
 
@@ -13,16 +13,19 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from reflex_runtime.cli.console import console
 from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.demo import write_policy
 from reflex_runtime.settings.declare import whole
 
 if TYPE_CHECKING:
     from reflex_runtime.robots.analysis.doctor import Check, Diagnosis
 
+
 WIDE = 120  # columns if the output is not a terminal
 _STYLES = {"pass": "green", "fail": "bold red", "warn": "yellow", "skip": "dim"}
 
-_DESCRIPTION = """\
+_DOCTOR_DESCRIPTION = """\
 Check an export directory, or another policy. First without loading it: its files, configuration, normalisation, the
 robot's file, text, memory for two versions, the provider. Then load it as `reflex serve` does and run it: the graphs'
 inputs and batch axis, actions, determinism, a batch compared with its members alone, the needs of --rtc. Last, the
@@ -33,7 +36,7 @@ A check passes, fails, warns, or is skipped because one that it needs failed. Be
 expected and what to do.
 """
 
-_EPILOG = """\
+_DOCTOR_EPILOG = """\
 examples:
   reflex doctor ./my-export
   reflex doctor ./my-export --provider cuda --instruction "open the drawer" --rtc-horizon 8
@@ -52,12 +55,11 @@ exit codes: 0 nothing failed, 1 the export failed a check, 2 bad arguments, 3 on
 """
 
 
-def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
+def add_doctor(verbs: argparse._SubParsersAction[Any]) -> None:
     parser = verbs.add_parser(
         "doctor",
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description=_DOCTOR_DESCRIPTION,
+        epilog=_DOCTOR_EPILOG,
     )
     add = parser.add_argument
     add("source", metavar="SOURCE", help="export directory, lerobot:DIR, openpi:DIR or python:module:make")
@@ -70,10 +72,10 @@ def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
         help="an instruction that the policy must understand (default: one from its own vocabulary)",
     )
     add("--rtc-horizon", metavar="N", help="fail unless the export can be served with --rtc and this horizon")
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=doctor)
 
 
-def run(args: argparse.Namespace) -> int:
+def doctor(args: argparse.Namespace) -> int:
     """Run the checks and print them; returns the exit code."""
     from reflex_runtime.robots.analysis.doctor import examine
     from reflex_runtime.robots.sources.export_directory import check_directory
@@ -98,7 +100,7 @@ def run(args: argparse.Namespace) -> int:
         json.dump(diagnosis.as_dict(), sys.stdout, ensure_ascii=False, indent=2)
         print()
     else:
-        _show(Console(highlight=False, width=None if sys.stdout.isatty() else WIDE), diagnosis)
+        _show(console(WIDE, columns=False), diagnosis)
     return diagnosis.exit_code
 
 
@@ -133,3 +135,85 @@ def _told(check: Check) -> Text:
 
 def _ms(seconds: float) -> Text:
     return Text(f"{seconds * 1e3:.0f} ms" if seconds >= 5e-4 else "", style="dim")
+
+
+_EXPORT_DESCRIPTION = """\
+Write an export directory (ONNX, docs/exports.md) from a LeRobot checkpoint: it is served without PyTorch and LeRobot,
+by ONNX Runtime on any device. Exported are ACT, and Diffusion with DDIM, each as one graph from uint8 pictures and the
+robot's state to actions in the robot's units, with LeRobot's own normalisation in it; and SmolVLA as two, in float32,
+so that robots join and leave between denoise steps. Other types, and processors that a graph cannot have, are refused
+with the reason: serve them as they are, with `reflex serve lerobot:DIR`.
+
+The export is compared before it is there: six made-up episodes, asked alone, in pairs and all together (of SmolVLA also
+at different steps), against LeRobot's own preprocessor, policy and postprocessor. The largest difference is printed.
+Beyond the bound (1e-4 in the unit that a joint is normalised by, and 1e-6 of its largest action) nothing is written and
+the exit status is 1.
+"""
+
+_EXPORT_EPILOG = """\
+examples:
+  pip install '.[lerobot,export]'
+  reflex export lerobot:./outputs/train/act/checkpoints/last/pretrained_model ./act-export
+  reflex doctor ./act-export && reflex serve ./act-export
+
+Pictures of another size than the policy's are resized by the server, stretched, as with `reflex serve lerobot:DIR`.
+The robot's ranges and rate are in no LeRobot checkpoint: an embodiment.json (docs/exports.md) beside its config.json
+is copied. Weights beyond 2 GB are written to a file beside the graph.
+
+exit codes: 0 written and the same, 1 not the same (nothing is written), 2 bad arguments, or a type that is not exported
+"""
+
+
+def add_export(verbs: argparse._SubParsersAction[Any]) -> None:
+    parser = verbs.add_parser(
+        "export", description=_EXPORT_DESCRIPTION, epilog=_EXPORT_EPILOG
+    )
+    add = parser.add_argument
+    add("source", metavar="SOURCE", help="lerobot:DIR, or DIR alone: config.json, model.safetensors, processors")
+    add("out", metavar="OUT", type=Path, help="the directory to write; must not exist or be empty")
+    add("--opset", default="18", metavar="N", help="ONNX opset of the graph, 18 (default) to 23")
+    add("--force", action="store_true", help="replace the export at OUT, once the new one was compared")
+    parser.set_defaults(run=export)
+
+
+def export(args: argparse.Namespace) -> int:
+    """Write and compare; returns the exit code."""
+    from reflex_runtime.robots.policy.spec import OPENPI, PYTHON
+    from reflex_runtime.robots.sources.lerobot_export import BOUND, OPSETS, NotTheSame, export_checkpoint
+    from reflex_runtime.robots.sources.load import is_export
+
+    opset = whole("--opset", args.opset, *OPSETS)
+    if args.source.startswith((OPENPI, PYTHON)):
+        raise ConfigError(f"{args.source}: only LeRobot checkpoints are exported; serve it as it is")
+    if is_export(args.source) and Path(args.source, "reflex_config.json").is_file():
+        raise ConfigError(f"{args.source}: is an export already; serve it as it is")
+    try:
+        found = export_checkpoint(
+            args.source, args.out, opset=opset, force=args.force, told=lambda line: print(line, flush=True)
+        )
+    except NotTheSame as error:
+        print(f"reflex export: {args.source}: {error.message}", file=sys.stderr)
+        return 1
+    print(
+        f"largest difference in {found.compared} answers: {found.difference:.2g}, in units of normalisation "
+        f"{found.in_units:.2g} (bound {BOUND:g})\n"
+        f"wrote {args.out}; check it with: reflex doctor {args.out}; serve it with: reflex serve {args.out}"
+    )
+    return 0
+
+
+def add_demo_export(verbs: argparse._SubParsersAction[Any]) -> None:
+    parser = verbs.add_parser(
+        "demo-export",
+        description="Write the bundled demo policy (trained on six Meta-World tasks) to a directory that\n"
+        "`reflex serve` takes.",
+    )
+    parser.add_argument("directory", type=Path, metavar="DIR", help="where to write; must not exist or be empty")
+    parser.add_argument("--force", action="store_true", help="write over what is in DIR")
+    parser.set_defaults(run=demo_export)
+
+
+def demo_export(args: argparse.Namespace) -> int:
+    write_policy(args.directory, args.force)
+    print(f"wrote the policy to {args.directory}; serve it with: reflex serve {args.directory}")
+    return 0
