@@ -25,14 +25,13 @@ FORGOTTEN = 2.0**-10  # a smaller share counts as none
 
 
 class Origin:
-    """The batch whose call failed first. pending: parts that have not run. served: a member was answered. guilty: a
-    member failed alone."""
+    """The batch whose call failed first. pending: parts that have not run. served: a member was answered."""
 
-    __slots__ = ("guilty", "pending", "served")
+    __slots__ = ("pending", "served")
 
     def __init__(self) -> None:
         self.pending = 0
-        self.served = self.guilty = False
+        self.served = False
 
 
 class Part:

@@ -73,8 +73,7 @@ class BatchFinished(NamedTuple):
     """A batch came back.
 
     crashed: whether it counts as a crash of the processor: none of its items succeeded, nor any of the batch that it is
-        the last part of; or all of those succeeded when they ran apart. A request that fails while others are answered
-        is a bad request, not a crash.
+        the last part of. A request that fails while others are answered is a bad request, not a crash.
     apart: whether the call failed as a whole and its members run again in smaller batches.
     """
 

@@ -458,11 +458,10 @@ class Group:
             return faults > 0 and failed == len(batch) and not known
         origin = part.origin
         origin.pending -= 1
-        origin.guilty = origin.guilty or faults > 0
         origin.served = origin.served or failed < len(batch)
         if faults < len(batch):
             partition.suspects.succeeded(part)
-        return origin.pending == 0 and not (origin.served and origin.guilty)
+        return origin.pending == 0 and not origin.served
 
     def describe(self, now: float) -> dict[str, Any]:
         """Its state, for diagnostics; the scheduler adds how many wait."""

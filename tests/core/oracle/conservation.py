@@ -61,7 +61,7 @@ class Conservation(Views):
 
     def to_blame(self, w: World, batch: Expected, outcomes: Sequence[Outcome]) -> bool:
         """Whether the processor is to blame: nobody was served and no known offender was alone; of a call that failed,
-        once all its parts have run, nobody was served or nobody was guilty."""
+        once all its parts have run, nobody was served."""
         lost = [isinstance(o, Failed) for o in outcomes]
         if isinstance(outcomes[0], Apart):
             return False
@@ -70,11 +70,10 @@ class Conservation(Views):
             return all(lost) and not (len(lost) == 1 and w.offenders.get(client, inf) < w.served)
         origin = batch.trial.origin
         origin.pending -= 1
-        origin.guilty |= any(lost)
         origin.served |= not all(lost)
         if not all(lost) and batch.trial.other is not None:
             batch.trial.other.fails = True
-        return origin.pending == 0 and (not origin.served or not origin.guilty)
+        return origin.pending == 0 and not origin.served
 
     def isolate(self, w: World, batch: Expected) -> None:
         """A call that failed: its members stay, to run again in two halves."""

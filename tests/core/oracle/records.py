@@ -123,7 +123,6 @@ class Origin:
 
     pending: int = 0
     served: bool = False
-    guilty: bool = False
 
 
 @dataclass(eq=False)

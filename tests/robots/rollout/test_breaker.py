@@ -51,7 +51,7 @@ def test_v6_a_clean_answer_resets_that_slot_only() -> None:
     assert (breaker.count("a"), breaker.count("b")) == (0, 4)
     assert breaker.crashed("b", 0.0)
     assert breaker.verdict == "drain-b"
-    assert crash(breaker, "a", 4)[0]  # not by its run: five of six is a rate
+    assert crash(breaker, "a", 5) == [False] * 4 + [True]  # by its run: nobody would take over for a rate
 
 
 def test_v6_both_open_is_degraded_and_nobody_serves() -> None:
@@ -97,11 +97,25 @@ def test_v6_every_other_call_crashing_is_noticed_without_any_run() -> None:
 
 def test_v6_an_unbroken_run_is_left_to_the_counter() -> None:
     """Whoever allows forty in a row gets forty, though the evidence of four would do."""
-    breaker = Breaker(("a",), 40)
+    breaker = Breaker(("a", "b"), 40)
     crash(breaker, "a", 39)
     assert breaker.verdict == "ok"
     breaker.answered("a", 0.0)
     assert breaker.crashed("a", 0.0)  # 40 of 41: a rate, and no longer one run
+
+
+@pytest.mark.parametrize("slots", [("prod",), ("a", "b")])
+def test_v6_a_crash_rate_drains_only_what_another_slot_replaces(slots: tuple[str, ...]) -> None:
+    """Nobody would answer the four of five whose calls work."""
+    breaker = Breaker(slots, 5)
+    if len(slots) == 2:
+        crash(breaker, slots[1], 5)
+    for i in range(200):
+        assert not breaker.crashed(slots[0], float(i) / 100)
+        for _ in range(4):
+            breaker.answered(slots[0], float(i) / 100)
+    crash(breaker, slots[0], 4)
+    assert breaker.crashed(slots[0], 2.0)  # now nobody is answered
 
 
 def test_v6_fewer_than_three_crashes_are_never_an_alarm() -> None:
@@ -370,7 +384,7 @@ class NaiveSlot:
         unbroken = len(self.story) - len(self.story.rstrip("x"))
         return weighing >= 3 and weighing > unbroken and sum(ratios) / 6 >= 1 / ALPHA
 
-    def crashed(self, now: float) -> bool:
+    def crashed(self, now: float, replaced: bool) -> bool:
         self.run += 1
         if self.open:
             if self.probe is not None:
@@ -378,7 +392,7 @@ class NaiveSlot:
             return False
         self.story += "x"
         in_a_row = self.run >= self.limit
-        if self.limit == 0 or not (in_a_row or self.rate()):
+        if self.limit == 0 or not (in_a_row or (replaced and self.rate())):
             return False
         self.open, self.by_rate, self.last = True, not in_a_row, now
         return True
@@ -420,7 +434,8 @@ def test_v6_v7_over_random_histories_it_is_the_obvious_one(seed: int) -> None:
             right = slot if naive[slot].takes(key, now) else other if not naive[other].open else None
             assert breaker.place(slot, key, now) == right
         elif random.random() < crashing[slot]:
-            assert breaker.crashed(slot, now) == naive[slot].crashed(now)
+            replaced = any(not naive[other].open for other in names if other != slot)
+            assert breaker.crashed(slot, now) == naive[slot].crashed(now, replaced)
         else:
             assert breaker.answered(slot, now) == naive[slot].answered()
         states = {n: "ok" if not s.open else "probing" if s.probe is not None else "drained" for n, s in naive.items()}

@@ -1,8 +1,8 @@
 """Opens a slot (no requests) that crashes too often, and closes it again after a successful probe.
 
 Two tests decide. A run of crashes is fast when nothing works. An e-process on the crash rate notices a slot that fails
-sometimes (at 20 % a run of five takes 3,900 calls). A drained slot is probed, one routing key at a time, because only a
-clean answer can bring it back.
+sometimes (at 20 % a run of five takes 3,900 calls), and moves its callers to the other. A drained slot is probed, one
+routing key at a time, because only a clean answer can bring it back.
 """
 
 from __future__ import annotations
@@ -124,9 +124,9 @@ class _SlotState:
 class Breaker:
     """Decides for one slot, or for two that replace each other, whether it gets requests. For one thread, pure.
 
-    A slot opens at `max_consecutive` crashes in a row, or when the evidence on its crash rate is sufficient. For an
-    unbroken run only the counter decides, so that ten in a row are allowed if the setting is ten. 0 disables the
-    breaker; crashes are still counted.
+    A slot opens at `max_consecutive` crashes in a row, or, while another slot can take over, when the evidence on its
+    crash rate is sufficient. For an unbroken run only the counter decides, so that ten in a row are allowed if the
+    setting is ten. 0 disables the breaker; crashes are still counted.
 
     Closing again: when an open slot has waited for `cooldown` seconds, one key is served there as a probe. Its clean
     answer closes the slot and resets count, evidence and cool-down. A crash doubles the cool-down, up to `longest`. If
@@ -157,7 +157,9 @@ class Breaker:
         if state.opened is None:
             if poison < RATE:
                 state.evidence.crashed()
-            return self._judge(state, now, ceil(log(CHANCE) / log(poison)) if poison > 0.0 else 0)
+            other = self._slots[self._other[slot]]
+            replaced = other is not state and other.opened is None
+            return self._judge(state, now, ceil(log(CHANCE) / log(poison)) if poison > 0.0 else 0, replaced)
         if state.probe is not None:
             state.probe = None
             state.cooldown = min(2.0 * state.cooldown, self.longest)
@@ -248,13 +250,13 @@ class Breaker:
             },
         }
 
-    def _judge(self, state: _SlotState, now: float, least: int) -> bool:
+    def _judge(self, state: _SlotState, now: float, least: int, replaced: bool) -> bool:
         if self.max_consecutive == 0:
             return False
         evidence = state.evidence
         if state.count >= max(self.max_consecutive, least):
             state.why = f"{state.count} calls crashed in a row"
-        elif evidence.crashes > state.count and evidence.alarmed:
+        elif replaced and evidence.crashes > state.count and evidence.alarmed:
             state.by_rate = True
             state.why = f"crash rate above {RATE:.0%}: {evidence.crashes} crashes, e-value {exp(evidence.log_e):.3g}"
         else:

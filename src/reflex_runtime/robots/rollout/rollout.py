@@ -368,11 +368,10 @@ class VerdictSink:
         if event is self._counted:
             return
         self._counted = event
-        slot, part = self._slots.get(event.batch.group), event.batch.part
+        slot = self._slots.get(event.batch.group)
         self._clean = "" if event.crashed or slot is None else slot
         if event.crashed and slot is not None:
-            by_chance = part is not None and part.origin.served  # all of them were, once they ran apart
-            self._rollout.crashed(slot, event.at, 0.0 if by_chance else self._rollout.poison[slot].share)
+            self._rollout.crashed(slot, event.at, self._rollout.poison[slot].share)
 
     def _settled(self, slot: str, ticket: Ticket, now: float) -> None:
         outcome = ticket.outcome
