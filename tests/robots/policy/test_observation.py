@@ -206,3 +206,31 @@ def test_h4_half_a_jpeg_and_one_with_a_wrong_header_are_refused() -> None:
     for broken in (data[: len(data) // 2], data[:40], data[:3], data[:2] + b"\xff\xc0" + data[4:]):
         with pytest.raises(InvalidRequest, match="not a readable PNG or JPEG"):
             decode_image(broken)
+
+
+def test_h4_a_png_is_decoded_to_the_last_bit_as_pillow_does() -> None:
+    """Of any size, filter and colours, small or large."""
+    rng = np.random.default_rng(0)
+    for mode in ("RGB", "RGBA", "L", "P", "1"):
+        for height, width in ((1, 1), (1, 90), (90, 1), (224, 224), (900, 800)):
+            slope = np.linspace(0, 200, width)[None, :, None]
+            pixels = (rng.integers(0, 40, (height, width, 3)) + slope).astype(np.uint8)
+            file = io.BytesIO()
+            PIL.Image.fromarray(pixels).convert(mode).save(file, "PNG")
+            with PIL.Image.open(file) as image:
+                assert np.array_equal(decode_image(file.getvalue()), np.asarray(image.convert("RGB")))
+
+
+def test_h4_a_broken_png_is_refused_and_one_without_an_end_is_read() -> None:
+    file = io.BytesIO()
+    pixels = np.random.default_rng(0).integers(0, 255, (64, 64, 3), np.uint8)
+    PIL.Image.fromarray(pixels).save(file, "PNG")
+    data = file.getvalue()
+    end = b"\0\0\0\0IEND"
+    cut = data[: data.index(end)]
+    assert np.array_equal(decode_image(cut), pixels)
+    wrong = bytearray(data)
+    wrong[len(data) // 2] ^= 1
+    for broken in (data[: len(data) // 2], data[:40], data[:30], data[:20], bytes(wrong)):
+        with pytest.raises(InvalidRequest, match="not a readable PNG or JPEG"):
+            decode_image(broken)

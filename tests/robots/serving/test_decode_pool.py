@@ -206,6 +206,32 @@ def test_the_pace_is_learned_and_decides_where_a_picture_is_decoded() -> None:
     run(test, workers=1)
 
 
+def test_a_thread_that_waits_for_its_core_makes_no_picture_large() -> None:
+    """While a batch runs on the same core a picture takes twice as long, and no more work."""
+
+    async def test(pool: DecodePool, gate: Gate) -> None:
+        pixels, wait = 2 * LOOK_PIXELS, threading.Event()
+        for i in range(30):
+            pool.add(gate.job(i, pixels, make=lambda: wait.wait(2.0 * LIGHT_S)))
+            await gate.ended.get()
+        assert gate.threads == {"MainThread"}
+
+    run(test, workers=1)
+
+
+def test_what_was_looked_at_on_the_loop_is_not_looked_at_again() -> None:
+    async def test(pool: DecodePool, gate: Gate) -> None:
+        looked: list[str] = []
+        large = gate.job("large", LARGE)
+        look, large.look = large.look, lambda: looked.append(threading.current_thread().name) or look()
+        gate.open.set()
+        pool.add(large)
+        assert await gate.ended.get() == ("large", "large", None)
+        assert looked == ["MainThread"]
+
+    run(test, workers=1)
+
+
 def test_the_loop_is_woken_once_for_all_that_is_made_until_it_comes_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
     count = 3 * AT_ONCE
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import json_numpy
 import numpy as np
+import pybase64
 import pytest
 
 from reflex_runtime.robots.policy.spec import WireMap
@@ -156,8 +157,8 @@ def test_w19_broken_bodies_raise_nothing_but_our_errors(count: int) -> None:
 
 def test_w18_large_arrays_are_decoded_in_pieces_so_that_the_loop_runs_in_between(monkeypatch: Any) -> None:
     sizes: list[int] = []
-    one = base64.b64decode
-    monkeypatch.setattr(base64, "b64decode", lambda text, **how: sizes.append(len(text)) or one(text, **how))
+    one = pybase64.b64decode
+    monkeypatch.setattr(pybase64, "b64decode", lambda text, **how: sizes.append(len(text)) or one(text, **how))
     big = np.random.Generator(np.random.PCG64(1)).integers(0, 256, (1500, 1500, 3), np.uint8)
     found = decode(json_numpy.dumps({"image": big}).encode())
     assert found is not None

@@ -33,6 +33,9 @@ MAX_REQUEST_PIXELS = 2 * MAX_IMAGE_PIXELS  # of all images of a request that the
 IMAGE_MASK = "image_mask/"  # the role of an image's mask is this and the image's name
 _SAMPLED: frozenset[Resize] = frozenset({"pad-lerobot", "pad-smolvla"})
 MAX_SCANS = 64  # of a progressive JPEG; encoders write about ten, and each is a pass over the whole picture
+SMALL_PIXELS = 1 << 19  # of a PNG, 3 ms
+PNG_START = b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR"
+RGB_8 = b"\x08\x02\0\0\0"  # what its header has behind the size
 JPEG_START = b"\xff\xd8\xff"
 JPEG_SCAN = b"\xff\xda"  # stands in front of every scan, and never within one
 
@@ -189,7 +192,8 @@ def decode_image(
     import PIL.Image
 
     try:
-        if (fast := _jpeg(data, field, size, resize)) is not None:
+        fast = _png(data) if data.startswith(PNG_START) else _jpeg(data, field, size, resize)
+        if fast is not None:
             return fast if size is None else resize_image(fast, *size, resize)
         with _opened(data, field) as image:
             if size is not None and image.format == "JPEG" and resize not in _SAMPLED:
@@ -209,7 +213,7 @@ def decode_image(
 
 def image_size(data: bytes, field: str = "image") -> tuple[int, int]:
     """(height, width) of a PNG or JPEG by its header alone; InvalidRequest when it is neither, or above 4096²."""
-    found = _jpeg_size(data)
+    found = _png_size(data) or _jpeg_size(data)
     if found is None:
         with _opened(data, field) as image:
             return image.height, image.width
@@ -243,6 +247,26 @@ def _checked_size(height: int, width: int, field: str) -> tuple[int, int]:
     if not 0 < width * height <= MAX_IMAGE_PIXELS:
         raise InvalidRequest(f"{field}: {width}×{height} pixels, at most 4096×4096 are accepted", field)
     return height, width
+
+
+def _png_size(data: bytes) -> tuple[int, int] | None:
+    """(height, width) of a PNG with 8 bits of red, green and blue, not interlaced; None for anything else."""
+    if not data.startswith(PNG_START) or data[24:29] != RGB_8:
+        return None
+    return int.from_bytes(data[20:24]), int.from_bytes(data[16:20])
+
+
+def _png(data: bytes) -> Image | None:
+    """A small ordinary PNG in 2/5 of Pillow's time, with the interpreter's lock; None for others, and broken ones."""
+    found = _png_size(data)
+    if found is None or found[0] * found[1] > SMALL_PIXELS:
+        return None
+    import kornia_rs
+
+    try:
+        return kornia_rs.io.decode_image_png_u8(data, found, "rgb")  # type: ignore[no-any-return]
+    except Exception:  # it has no class of its own
+        return None
 
 
 def _jpeg_size(data: bytes) -> tuple[int, int] | None:

@@ -5,7 +5,6 @@ Their names are checked on the loop. Everything else happens on a thread, for th
 
 from __future__ import annotations
 
-import base64
 import binascii
 from collections.abc import Iterable
 from collections.abc import Set as AbstractSet
@@ -13,6 +12,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import pybase64
 from numpy.typing import NDArray
 
 from reflex_runtime.robots import Observation, Policy, PolicySpec
@@ -92,7 +92,7 @@ def decoded_base64(text: str) -> bytes:
     """The bytes of a text, in pieces, so that other threads run in between. ValueError where it is not base64."""
     if text.find("=", 0, len(text) - 2) >= 0:
         raise ValueError("padding before its end")
-    return b"".join(base64.b64decode(text[at : at + PIECE], validate=True) for at in range(0, len(text), PIECE))
+    return b"".join(pybase64.b64decode(text[at : at + PIECE], validate=True) for at in range(0, len(text), PIECE))
 
 
 def job_of(
