@@ -59,6 +59,7 @@ class PictureSize:
     drawn: tuple[str, ...] = ("labels", "scores", "tracker_ids", "then", "text", "masks")
 
 
+_PLACES: Final = ("boxes", "polygons", "keypoints")
 SMALL: Final = PictureSize(320, 2.0, 70, ("labels", "then", "text", "masks"))
 MIDDLE: Final = PictureSize(480, 0.1, 75)
 LARGE: Final = PictureSize(960, 0.1, 80)
@@ -290,27 +291,11 @@ def jpeg_of(result: Result, size: PictureSize) -> bytes:
     image = result.frame.image
     by = max(1, -(-max(image.shape[:2]) // size.longest))
     picture = np.asarray(Image.fromarray(image[::by]).reduce((by, 1)))
-    picture = np.ascontiguousarray(annotated(picture, _smaller(result.value, by, size.drawn)))
+    value = result.value if isinstance(result.value, Mapping) else {}
+    drawn = {name: value[name] for name in (*_PLACES, *size.drawn) if name in value}
+    picture = np.ascontiguousarray(annotated(picture, drawn, by=by))
     encoded: bytes = simplejpeg.encode_jpeg(picture, size.quality, colorspace="RGB", colorsubsampling="420")
     return encoded
-
-
-def _smaller(value: Any, by: int, drawn: tuple[str, ...]) -> dict[str, Any]:
-    """The fields of a result that are drawn, in pixels of the smaller picture. What has another form is left out."""
-    if not isinstance(value, Mapping):
-        return {}
-    found = {name: value[name] for name in drawn if name in value}
-    for name in ("boxes", "polygons"):
-        with suppress(TypeError, ValueError):
-            found[name] = np.asarray(value.get(name), dtype=np.float64) / by
-    with suppress(TypeError, ValueError, IndexError):
-        points = np.asarray(value.get("keypoints"), dtype=np.float64)
-        points[..., :2] /= by
-        found["keypoints"] = points
-    with suppress(TypeError, ValueError, KeyError):
-        masks = found.pop("masks", ())
-        found["masks"] = [{**mask, "box": [float(v) / by for v in mask["box"]]} for mask in masks]
-    return found
 
 
 def _asked(query: bytes) -> list[str]:

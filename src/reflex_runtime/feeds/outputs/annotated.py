@@ -37,13 +37,14 @@ VEIL = 110  # of 255: how much of the colour of a mask covers the picture
 _SHORT = 40  # characters of a text that is kept as drawn
 
 
-def annotated(image: NDArray[np.uint8], value: Any, caption: str = "") -> NDArray[np.uint8]:
+def annotated(image: NDArray[np.uint8], value: Any, caption: str = "", by: int = 1) -> NDArray[np.uint8]:
     """A copy of a picture (RGB [h, w, 3]) with what a result says drawn on it.
 
     value: a mapping; boxes ([[x0, y0, x1, y1], ...] in pixels) with labels, scores and tracker_ids beside them, and
     what a second model said of them (`then`), keypoints, polygons and masks (see docs/feeds.md), text in the corner.
     What is missing or has another form is left out.
     caption: a line in the other corner, on a darkened ground, under the boxes; too long, it loses its beginning.
+    by: how many times smaller the picture is than the one that positions are pixels of.
     """
     picture = Image.fromarray(image)
     pen = ImageDraw.Draw(picture)
@@ -51,20 +52,20 @@ def annotated(image: NDArray[np.uint8], value: Any, caption: str = "") -> NDArra
     if caption:
         _caption(picture, pen, _font(height), caption)
     if isinstance(value, Mapping):
-        boxes = [None if box is None else _within(box, picture.size) for box in _boxes(value.get("boxes"))]
+        boxes = [None if box is None else _within(box, picture.size) for box in _boxes(value.get("boxes"), by)]
         more = _followed(value.get("then"))
         words = [_words(value, i, more.get(i, "")) for i in range(len(boxes))]
         thick = max(1, min(4, (min(picture.size) + 120) // 180))
         for mask, (_, colour) in zip(_items(value.get("masks")), words, strict=False):
-            _tint(picture, mask, colour)
-        polygons = _polygons(value.get("polygons"), len(boxes))
+            _tint(picture, mask, colour, by)
+        polygons = _polygons(value.get("polygons"), len(boxes), by)
         for box, polygon, (_, colour) in zip(boxes, polygons, words, strict=True):
             if polygon is not None:
                 pen.polygon(polygon, outline=colour, width=thick)
             elif box is not None:
                 pen.rectangle(box, outline=colour, width=thick)
         for points, (_, colour) in zip(_items(value.get("keypoints")), words, strict=False):
-            _dots(pen, points, colour, 2 * thick)
+            _dots(pen, points, colour, 2 * thick, by)
         for box, (label, colour) in zip(boxes, words, strict=True):
             if box is not None and label:
                 _label(picture, height, box, label, colour)
@@ -73,25 +74,25 @@ def annotated(image: NDArray[np.uint8], value: Any, caption: str = "") -> NDArra
     return np.asarray(picture)
 
 
-def _boxes(boxes: Any) -> list[Box | None]:
+def _boxes(boxes: Any, by: int) -> list[Box | None]:
     """Corners in order, None for what is no box."""
     rows = _numbers(boxes)
     if rows.ndim != 2 or rows.shape[1] != 4:
         return []
     found: list[Box | None] = []
-    for x0, y0, x1, y1 in rows[:MOST_BOXES].tolist():
+    for x0, y0, x1, y1 in (rows[:MOST_BOXES] / by).tolist():
         finite = np.isfinite((x0, y0, x1, y1)).all()
         found.append((min(x0, x1), min(y0, y1), max(x0, x1), max(y0, y1)) if finite else None)
     return found
 
 
-def _polygons(polygons: Any, count: int) -> list[list[tuple[float, float]] | None]:
+def _polygons(polygons: Any, count: int, by: int) -> list[list[tuple[float, float]] | None]:
     """Corners around each box, None for what has none that can be drawn."""
     rows = _numbers(polygons)
     if rows.ndim != 3 or rows.shape[0] < count or rows.shape[2] != 2 or not 3 <= rows.shape[1] <= MOST_CORNERS:
         return [None] * count
     found: list[list[tuple[float, float]] | None] = []
-    for row in rows[:count]:
+    for row in rows[:count] / by:
         near = bool((np.abs(row) < FARTHEST).all())  # not one that is not a number
         found.append([(x, y) for x, y in row.tolist()] if near else None)
     return found
@@ -103,10 +104,10 @@ def _within(box: Box, size: tuple[int, int]) -> Box:
     return x0, y0, x1, y1
 
 
-def _tint(picture: Image.Image, mask: Any, colour: Colour) -> None:
+def _tint(picture: Image.Image, mask: Any, colour: Colour, by: int) -> None:
     """The cells of a mask in a colour that lets the picture through."""
     cells = cells_of(mask)
-    boxes = _boxes([mask.get("box")]) if cells is not None else []
+    boxes = _boxes([mask.get("box")], by) if cells is not None else []
     if cells is None or not boxes or boxes[0] is None:
         return
     x0, y0, x1, y1 = (round(v) for v in boxes[0])
@@ -116,14 +117,14 @@ def _tint(picture: Image.Image, mask: Any, colour: Colour) -> None:
     picture.paste(colour, (x0, y0, x1, y1), veil)
 
 
-def _dots(pen: ImageDraw.ImageDraw, points: Any, colour: Colour, radius: int) -> None:
+def _dots(pen: ImageDraw.ImageDraw, points: Any, colour: Colour, radius: int, by: int) -> None:
     """Keypoints x, y, and how visible: those below 0.5 are left out."""
     rows = _numbers(points)
     if rows.ndim != 2 or rows.shape[1] not in (2, 3):
         return
     for row in rows[:MOST_BOXES][np.isfinite(rows[:MOST_BOXES]).all(axis=1)].tolist():
         if len(row) == 2 or row[2] >= 0.5:
-            x, y = row[:2]
+            x, y = row[0] / by, row[1] / by
             pen.ellipse((x - radius, y - radius, x + radius, y + radius), fill=colour)
 
 
