@@ -6,7 +6,7 @@ Their names are checked on the loop. Everything else happens on a thread, for th
 from __future__ import annotations
 
 import binascii
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from collections.abc import Set as AbstractSet
 from functools import partial
 from typing import Any
@@ -40,23 +40,6 @@ def cameras_of(specs: Iterable[PolicySpec]) -> set[str]:
     """The names under which images are looked at: each export's own, and "image" where one has a single camera."""
     names = {name for spec in specs for name in spec.images}
     return names | {"image" for spec in specs if len(spec.images) == 1}
-
-
-class Pictures:
-    """The images of a request that a policy looks at.
-
-    sent: PNG or JPEG bytes, or arrays, by name; known after `look`.
-    """
-
-    def __init__(self, question: Question, policy: Policy) -> None:
-        self._question, self._policy = question, policy
-        self.sent: dict[str, Sent] = {}
-
-    def look(self) -> int:
-        """Pixels to be decoded, or the 422 of what can be seen without decoding."""
-        reads = self._policy.fields.reads
-        self.sent = {name: _sent(image, field) for name, field, image in self._question.images if reads(name)}
-        return self._policy.fields.look(self.sent)
 
 
 def _sent(image: Image, field: str) -> Sent:
@@ -99,9 +82,16 @@ def job_of(
     policy: Policy, request_id: str, question: Question, received: float, client: Any, share: float, done: Done
 ) -> Job:
     """The decoding of a question's pictures; its value is the observation."""
-    pictures = Pictures(question, policy)
-    make = partial(observe, policy, request_id, question, received, pictures)
-    return Job(client, share, sum(_size(image) for _, _, image in question.images), pictures.look, make, done)
+    sent: dict[str, Sent] = {}  # PNG or JPEG bytes, or arrays, of what the policy reads
+
+    def look() -> int:
+        """Pixels to be decoded, or the 422 of what can be seen without decoding."""
+        reads = policy.fields.reads
+        sent.update({name: _sent(image, field) for name, field, image in question.images if reads(name)})
+        return policy.fields.look(sent)
+
+    make = partial(observe, policy, request_id, question, received, sent)
+    return Job(client, share, sum(_size(image) for _, _, image in question.images), look, make, done)
 
 
 def _size(image: Image) -> int:
@@ -112,11 +102,11 @@ def _size(image: Image) -> int:
 
 
 def observe(
-    policy: Policy, request_id: str, question: Question, received: float, pictures: Pictures | None = None
+    policy: Policy, request_id: str, question: Question, received: float, pictures: Mapping[str, Sent] | None = None
 ) -> Observation:
     """What the policy makes of a question, and of its pictures if it has some."""
     return policy.prepare(
-        images=None if pictures is None else pictures.sent,
+        images=pictures,
         instruction=question.instruction,
         state=question.state_vector(),
         episode_id=question.episode_id or "",

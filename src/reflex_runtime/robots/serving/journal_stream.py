@@ -6,7 +6,7 @@ import asyncio
 from pathlib import Path
 from typing import Final
 
-from reflex_runtime.core.errors import Closed, ReflexError
+from reflex_runtime.core.errors import Closed
 from reflex_runtime.robots.serving.runtime import PolicyRuntime
 from reflex_runtime.run.process import in_thread
 from reflex_runtime.web.errors import PLAIN, InvalidRequest, TooManyRequests
@@ -25,9 +25,9 @@ LAST: Final = 0.5  # seconds that a caller has in a drain to take what is left f
 class JournalStreams:
     """The journals that are being sent. Everything happens on the loop but the writing.
 
-    A journal ends with its footer after the seconds that were asked for, or in a drain. A caller that reads slowly
-    makes its writer wait; what finds its queue full then is left out, and counted in the footer. One that does not read
-    when a drain begins is cut off: the server does not wait for it.
+    A journal ends with its footer after the seconds that were asked for, or in a drain; one that fails has none. A
+    caller that reads slowly makes its writer wait; what finds its queue full then is left out, and counted in the
+    footer. One that does not read when a drain begins is cut off: the server does not wait for it.
     """
 
     def __init__(self, runtime: PolicyRuntime) -> None:
@@ -48,7 +48,7 @@ class JournalStreams:
         end = asyncio.Event()
         self._ends.add(end)
         try:
-            await request.begin(200, [(b"content-type", LINES), (b"cache-control", b"no-store")], _failed)
+            await request.begin(200, [(b"content-type", LINES), (b"cache-control", b"no-store")])
             await _beating(request, end, 0.0 if request.method == "HEAD" else seconds)
         except BaseException:
             pipe.left = True
@@ -138,8 +138,3 @@ def _seconds(request: HttpRequest) -> float:
     if not LEAST <= seconds <= MOST:
         raise InvalidRequest(f"seconds: must be from {LEAST:g} to {MOST:g}", "seconds")
     return seconds
-
-
-def _failed(error: ReflexError) -> bytes:
-    """An answer that fails has no footer, which says enough."""
-    return b""

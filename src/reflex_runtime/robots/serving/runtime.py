@@ -101,11 +101,6 @@ class PolicyRuntime:
         return self._batcher
 
     @property
-    def has_batcher(self) -> bool:
-        """Whether there is a driver of the device yet."""
-        return self._batcher is not None
-
-    @property
     def loaded(self) -> bool:
         """Whether the policies are there and their device runs."""
         return self._started

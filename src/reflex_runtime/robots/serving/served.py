@@ -68,7 +68,7 @@ class PolicyServer(Protocol):
     @property
     def batcher(self) -> Batcher: ...
     @property
-    def has_batcher(self) -> bool: ...
+    def loaded(self) -> bool: ...
     @property
     def slots(self) -> Sequence[Slot]: ...
     def note(self, kind: str, **fields: object) -> None: ...
@@ -256,13 +256,13 @@ class ServedPolicy:
         metrics, server, group = self._server.metrics, self._server, self.group(slot)
 
         def queued() -> float:
-            return server.batcher.scheduler.queued(group) if server.has_batcher else 0.0
+            return server.batcher.scheduler.queued(group) if server.loaded else 0.0
 
         def in_flight() -> float:
-            return server.batcher.scheduler.unsettled(group) if server.has_batcher else 0.0
+            return server.batcher.scheduler.unsettled(group) if server.loaded else 0.0
 
         def backlog() -> float:
-            return server.batcher.device.input(lambda s, _: s.queued_seconds(group)) if server.has_batcher else 0.0
+            return server.batcher.device.input(lambda s, _: s.queued_seconds(group)) if server.loaded else 0.0
 
         wires, policy = WIRES if slot in self.served else ("",), "" if self.alone else self.name
         metrics.add_slot(group, embodiment, queued, in_flight, backlog, wires, policy)
