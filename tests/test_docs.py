@@ -9,7 +9,7 @@ from typing import Any, get_type_hints
 from reflex_runtime.core.errors import ReflexError
 from reflex_runtime.feeds.runtime.snapshot import DROPS, OUTPUT_DROPS, RuntimeSnapshot
 from reflex_runtime.ipc import client as ipc_errors
-from reflex_runtime.observe import series_table
+from reflex_runtime.observe import series
 from reflex_runtime.observe.series import SeriesRow
 from reflex_runtime.settings import FeedsConfig, LLMServeConfig, ServeConfig
 from reflex_runtime.settings.declare import described, flag, headed
@@ -93,7 +93,7 @@ def test_feeds_results_md_has_every_reason_for_which_a_result_is_dropped() -> No
 def test_metrics_md_has_every_series_with_type_labels_and_a_query() -> None:
     text = page("metrics.md")
     sections = dict(re.findall(r"^### `(\w+)`\n(.*?)(?=^##|\Z)", text, re.MULTILINE | re.DOTALL))
-    groups = (value for name, value in vars(series_table).items() if name.isupper() and not name.startswith("_"))
+    groups = (value for name, value in vars(series).items() if name.isupper() and not name.startswith("_"))
     rows = [row for group in groups for row in group if isinstance(row, SeriesRow)]
     kinds = {row.name: row.kind for row in rows}
     assert set(sections) == set(kinds)

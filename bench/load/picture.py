@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.load.generator import OK, LoadRound
-from reflex_runtime.observe.colours import FAINT, RULE
+from reflex_runtime.observe.journal_view import FAINT, RULE
 from reflex_runtime.observe.plots import Figure, saved
 
 _COLOURS = ("#4477aa", "#cc6677")

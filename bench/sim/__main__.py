@@ -24,7 +24,7 @@ from bench.sim.fleet import FleetPlan, Outage, in_words, run_fleet, size_fleet
 from bench.sim.picture import draw_overload
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.sim import Affine, Setting
-from reflex_runtime.sim.rules import DEVICE
+from reflex_runtime.sim.run import DEVICE
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from bench.sim.fleet import FleetPlan, Outage, run_fleet, size_fleet
-from reflex_runtime.observe.colours import FAINT, PALETTE, RULE
+from reflex_runtime.observe.journal_view import FAINT, PALETTE, RULE
 from reflex_runtime.observe.plots import Figure, saved
 from reflex_runtime.sim import Affine
 

@@ -10,8 +10,7 @@ from bench.sim.clairvoyant import most_on_time
 from bench.sim.rivals import WholeGroup
 from reflex_runtime.core.request import Priority, Request
 from reflex_runtime.sim.report import Report, columns
-from reflex_runtime.sim.rules import DEVICE, Rule, Setting
-from reflex_runtime.sim.run import simulate
+from reflex_runtime.sim.run import DEVICE, Rule, Setting, simulate
 from reflex_runtime.sim.service import Affine, Noisy, Service
 from reflex_runtime.sim.workload import (
     Around,

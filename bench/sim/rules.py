@@ -10,8 +10,7 @@ from reflex_runtime.core.flush import FlushPolicy, Planner
 from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.core.scheduler import Scheduler
 from reflex_runtime.run.batch_processor import BatchConfig
-from reflex_runtime.sim.rules import BY_COST, BY_SIZE, GREEDY, WINDOW, Rule, Setting
-from reflex_runtime.sim.run import Decider
+from reflex_runtime.sim.run import BY_COST, BY_SIZE, GREEDY, WINDOW, Decider, Rule, Setting
 
 __all__ = ["BY_COST", "BY_SIZE", "GREEDY", "WINDOW"]  # the runtime's, beside those below
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from reflex_runtime.observe.colours import FAINT, INK, PALETTE, RULE, client_name
+from reflex_runtime.observe.journal_view import FAINT, INK, PALETTE, RULE, client_name
 from reflex_runtime.observe.plots import Figure, Patch, saved
 
 if TYPE_CHECKING:

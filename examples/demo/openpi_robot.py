@@ -18,8 +18,7 @@ from websockets.exceptions import ConnectionClosed
 from demo.robot import LOOK_AGAIN, Ending, HttpPolicy, main
 from demo.tasks import RobotView, episode_id
 from reflex_runtime.client import BadAnswer, Chunk, ClientError, Unreachable
-from reflex_runtime.client.answers import refused
-from reflex_runtime.client.exchange import Reply
+from reflex_runtime.client.exchange import Reply, refused
 from reflex_runtime.core.errors import ConfigError
 
 HINT: Final = "pip install --no-deps openpi-client==0.1.2, and pip install dm-tree typing_extensions"

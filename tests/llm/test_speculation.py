@@ -29,8 +29,8 @@ from reflex_runtime.llm.runners.openvino_runner import OpenVinoRunner
 from reflex_runtime.llm.runners.runner import Runner, Step
 from reflex_runtime.llm.runners.torch_runner import TorchRunner
 from reflex_runtime.observe.journal_reader import read_journal
+from reflex_runtime.observe.journal_view import courses, unused
 from reflex_runtime.observe.journal_writer import JournalWriter
-from reflex_runtime.observe.steps import courses, unused
 
 PHRASE = [int(token) for token in np.random.default_rng(3).integers(3, 256, 12)]
 PROMPTS = [PHRASE * 3 + PHRASE[:4], PHRASE * 5, [9, 8, 7, 6, 5], PHRASE[:3], [7] * 20]

@@ -10,9 +10,9 @@ from xml.etree import ElementTree
 import pytest
 
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.observe.colours import PALETTE, Colours, plain
 from reflex_runtime.observe.journal import BatchLine, Footer, GroupInfo, Header, Member
 from reflex_runtime.observe.journal_reader import Journal
+from reflex_runtime.observe.journal_view import PALETTE, Colours, plain
 from reflex_runtime.observe.picture import BARS, NAMED, write_pictures
 
 LLM = {"llm": GroupInfo("tokens", 8, 256)}

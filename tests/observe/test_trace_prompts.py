@@ -14,7 +14,7 @@ from PIL import Image
 
 from reflex_runtime.cli import main
 from reflex_runtime.cli.trace_prompts import letters, step_time
-from reflex_runtime.observe import colours
+from reflex_runtime.observe import journal_view
 from reflex_runtime.observe.journal_reader import read_journal
 from reflex_runtime.sim.tokens import StepTime
 
@@ -125,7 +125,7 @@ def test_long_runs_show_both_ends(capsys: pytest.CaptureFixture[str]) -> None:
 def test_l10_the_picture_is_drawn_and_the_same_run_gives_the_same_bytes(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(colours, "DPI", 200)  # as everybody has it
+    monkeypatch.setattr(journal_view, "DPI", 200)  # as everybody has it
     lines = shown(capsys, *L3, "-o", "one", pictures=True)
     assert lines[-3:] == ["wrote one.jsonl", "wrote one.svg", "wrote one.png"]
     svg = Path("one.svg").read_text()

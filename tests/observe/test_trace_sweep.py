@@ -12,7 +12,7 @@ from PIL import Image
 from reflex_runtime.cli import main
 from reflex_runtime.cli.trace_prompts import budgets_of
 from reflex_runtime.llm import trace_batches
-from reflex_runtime.observe import colours
+from reflex_runtime.observe import journal_view
 from reflex_runtime.sim.tokens import Measured, in_words, knee
 
 L3 = ("--prompts", "hello world", "goodbye")
@@ -74,7 +74,7 @@ def test_every_budget_of_a_short_sweep_is_what_the_schedule_is(capsys: pytest.Ca
 def test_l10_the_sweep_is_drawn_and_names_the_knee(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(colours, "DPI", 200)  # as everybody has it
+    monkeypatch.setattr(journal_view, "DPI", 200)  # as everybody has it
     out = run(capsys, *L3, "--sweep", "4..64", "-o", "s")
     assert out.endswith("wrote s.svg\nwrote s.png\n")
     svg = Path("s.svg").read_text()

@@ -12,9 +12,8 @@ import numpy as np
 
 from bench.load.wires.expected import Expected, Observed
 from bench.load.wires.target import Target
-from reflex_runtime.client.answers import refused
 from reflex_runtime.client.errors import BadAnswer, ServerError, TimedOut
-from reflex_runtime.client.exchange import Reply
+from reflex_runtime.client.exchange import Reply, refused
 from reflex_runtime.robots.wires.groot import decode_answer, encode
 from reflex_runtime.web.errors import ClientError
 from reflex_runtime.web.fields import encode as encode_json

@@ -12,9 +12,8 @@ from typing import Any, ClassVar, Final
 from bench.load.wires.expected import Expected, Observed
 from bench.load.wires.oip import TYPES, OipCaller
 from bench.load.wires.target import Target
-from reflex_runtime.client.answers import refused
 from reflex_runtime.client.errors import BadAnswer, ClientError, NotFound, ServerError, TimedOut, Unreachable
-from reflex_runtime.client.exchange import Reply
+from reflex_runtime.client.exchange import Reply, refused
 from reflex_runtime.robots.wires import messages_pb2 as messages
 
 _BEGIN, _MIDDLE, _END = 1, 2, 3

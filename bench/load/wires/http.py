@@ -12,9 +12,9 @@ import numpy as np
 from bench.load.wires.connection import Connection, reply_of, request
 from bench.load.wires.expected import Expected, Observed
 from bench.load.wires.target import Target
-from reflex_runtime.client.answers import refused
+from reflex_runtime.client.calls import Wire, encoded, observation
 from reflex_runtime.client.errors import BadAnswer
-from reflex_runtime.client.requests import Wire, encoded, observation
+from reflex_runtime.client.exchange import refused
 
 OK = b"HTTP/1.1 200"
 

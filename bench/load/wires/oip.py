@@ -11,9 +11,8 @@ from bench.load.wires.connection import Connection, reply_of, request
 from bench.load.wires.expected import Expected, Observed
 from bench.load.wires.http import OK
 from bench.load.wires.target import Target
-from reflex_runtime.client.answers import decoded, refused
 from reflex_runtime.client.errors import BadAnswer, NotFound, ServerError
-from reflex_runtime.client.exchange import Reply
+from reflex_runtime.client.exchange import Reply, decoded, refused
 
 _HEAD: Final = "Inference-Header-Content-Length"
 TYPES: Final = {"float32": "FP32", "float64": "FP64", "int64": "INT64", "uint8": "UINT8"}

@@ -13,9 +13,8 @@ from bench.load.wires.connection import Connection, masked, payload_of, reply_of
 from bench.load.wires.expected import Expected, Observed
 from bench.load.wires.http import batch_in
 from bench.load.wires.target import Target
-from reflex_runtime.client.answers import refused
 from reflex_runtime.client.errors import BadAnswer, ServerError
-from reflex_runtime.client.exchange import Reply
+from reflex_runtime.client.exchange import Reply, refused
 from reflex_runtime.robots.wires import openpi, vla_eval
 from reflex_runtime.robots.wires.vla_eval import EvalMessage
 from reflex_runtime.web.errors import ClientError

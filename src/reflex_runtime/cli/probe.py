@@ -17,9 +17,8 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 from reflex_runtime.cli.console import console
 from reflex_runtime.cli.server_address import ServerAddress, add_key, key_of
 from reflex_runtime.client import Client
-from reflex_runtime.client.answers import refused
 from reflex_runtime.client.errors import BadAnswer, NotFound, ServerError, TimedOut, Unreachable
-from reflex_runtime.client.exchange import Reply
+from reflex_runtime.client.exchange import Reply, refused
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.robots.wires import groot, openpi
 from reflex_runtime.settings.declare import one_line, one_of

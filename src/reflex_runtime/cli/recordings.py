@@ -121,7 +121,9 @@ def _model(args: argparse.Namespace) -> dict[str, Any]:
     _one_of("--compose", args.compose, ("alone", "recorded"), every=False)
     spec = read_source(args.model)
     recording = read_journal(args.file)
-    _need_slot(recording, args.slot)
+    if args.slot is not None and args.slot not in recording.slots:
+        there = ", ".join(recording.slots) or "none"
+        raise ConfigError(f"--slot={args.slot}: not in this recording, which has {there}")
     _tell_other_model(recording, args.slot, spec.model_hash, args.model)
     guarded = any(line.guard is not None for line in recording.requests)
 
@@ -270,11 +272,6 @@ def _unfinished(recording: Journal) -> str:
         dropped = recording.footer.dropped
         return f", {dropped} lines dropped" if dropped else ""
     return ", no footer: the recorder was stopped" + (" and its last line is cut off" if recording.torn else "")
-
-
-def _need_slot(recording: Journal, slot: str | None) -> None:
-    if slot is not None and slot not in recording.slots:
-        raise ConfigError(f"--slot={slot}: not in this recording, which has {', '.join(recording.slots) or 'none'}")
 
 
 def _one_of(flag: str, text: str, choices: Sequence[str], every: bool = True) -> Any:

@@ -19,7 +19,7 @@ from reflex_runtime.demo import model_directory
 from reflex_runtime.observe import files
 from reflex_runtime.observe.logs import leave
 from reflex_runtime.settings.declare import add_options, flag, one_line, table
-from reflex_runtime.settings.json_files import CHECKPOINT_KEYS, json_keys
+from reflex_runtime.settings.read import CHECKPOINT_KEYS, json_keys
 
 if TYPE_CHECKING:
     from reflex_runtime.web.serve import Make

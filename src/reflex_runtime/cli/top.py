@@ -18,9 +18,8 @@ from rich.text import Text
 
 from reflex_runtime.cli.console import console
 from reflex_runtime.cli.server_address import STREAM, ServerAddress, add_server, key_of, snapshot_of
-from reflex_runtime.observe.colours import PALETTE
+from reflex_runtime.observe.journal_view import PALETTE, WHY_WAITING
 from reflex_runtime.observe.live import LiveBatch, LiveGroup, LiveSnapshot
-from reflex_runtime.observe.steps import WHY_WAITING
 
 WIDE = 120  # columns where the output is no terminal and COLUMNS does not say
 BATCHES = 400  # kept for the strip

@@ -27,10 +27,9 @@ from reflex_runtime.cli.trace_tables import (
     vary,
 )
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.observe.colours import plain
 from reflex_runtime.observe.journal import BatchLine
 from reflex_runtime.observe.journal_reader import Journal, read_journal
-from reflex_runtime.observe.steps import UNITS, Units, is_tokens
+from reflex_runtime.observe.journal_view import UNITS, Units, is_tokens, plain
 from reflex_runtime.settings.declare import add_options, flag, one_line, one_of, whole
 
 if TYPE_CHECKING:

@@ -12,10 +12,22 @@ from rich.table import Table
 from rich.text import Text
 
 from reflex_runtime.core.statistics import percentile
-from reflex_runtime.observe.colours import Colours, client_name, ink, pale, plain, request_name
 from reflex_runtime.observe.journal import BatchLine, Member
 from reflex_runtime.observe.journal_reader import Journal
-from reflex_runtime.observe.steps import Waiter, courses, is_decode, unused, who_waited, why_waiting
+from reflex_runtime.observe.journal_view import (
+    Colours,
+    Waiter,
+    client_name,
+    courses,
+    ink,
+    is_decode,
+    pale,
+    plain,
+    request_name,
+    unused,
+    who_waited,
+    why_waiting,
+)
 
 if TYPE_CHECKING:
     from reflex_runtime.llm.engine.sequence import RequestOutput

@@ -78,17 +78,16 @@ def run(args: argparse.Namespace) -> int:
 
     if args.aim is not None and args.aim not in AIMS:
         raise ConfigError(f"--aim={args.aim}: {one_of(args.aim, AIMS)}")
-    with _journal(args) as journal:
+    journals: AbstractContextManager[Journal] = (
+        watched_journal(args.source, args.seconds, key_of(args))
+        if args.source.startswith(("http://", "https://"))
+        else nullcontext(read_journal(args.source, images=False))
+    )
+    with journals as journal:
         tuner = Tuner(journal, ProgressLine("simulated runs"))
         tuning = tuner.tune(args.aim)
     print(told(tuning, tuner.present.in_words(), args.source))
     return 0
-
-
-def _journal(args: argparse.Namespace) -> AbstractContextManager[Journal]:
-    if not args.source.startswith(("http://", "https://")):
-        return nullcontext(read_journal(args.source, images=False))
-    return watched_journal(args.source, args.seconds, key_of(args))
 
 
 def told(tuning: Tuning, present: str, source: str) -> str:

@@ -22,8 +22,7 @@ Errors, one class per error code of the server (`docs/errors.md`):
 send and how long to pause, and the two classes do so. The package imports nothing from the rest of `reflex_runtime`.
 """
 
-from reflex_runtime.client.answers import Chunk
-from reflex_runtime.client.calls import FIRST_PAUSE, GRACE, LONGEST_PAUSE, Retries
+from reflex_runtime.client.calls import ActFields, Encoding, Picture, Priority, Retries, Wire
 from reflex_runtime.client.clients import AsyncClient, AsyncEpisode, Client, Episode
 from reflex_runtime.client.errors import (
     BadAnswer,
@@ -56,52 +55,13 @@ from reflex_runtime.client.errors import (
     Unauthorized,
     Unreachable,
 )
-from reflex_runtime.client.exchange import MAX_ANSWER
-from reflex_runtime.client.requests import ActFields, Encoding, Picture, Priority, Wire
+from reflex_runtime.client.exchange import Chunk
 
 __all__ = [
-    "FIRST_PAUSE",
-    "GRACE",
-    "LONGEST_PAUSE",
-    "MAX_ANSWER",
-    "ActFields",
-    "AsyncClient",
-    "AsyncEpisode",
-    "BadAnswer",
-    "Cancelled",
-    "Chunk",
-    "Client",
-    "ClientAtCapacity",
-    "ClientError",
-    "DeadlineExceeded",
-    "DeadlineUnreachable",
-    "Degraded",
-    "Encoding",
-    "Episode",
-    "Forbidden",
-    "Internal",
-    "InvalidConfig",
-    "InvalidJson",
-    "InvalidRequest",
-    "MethodNotAllowed",
-    "NotFound",
-    "NotReady",
-    "Overloaded",
-    "Picture",
-    "Priority",
-    "ProcessorFailed",
-    "ProcessorHung",
-    "QueueFull",
-    "RequestTimeout",
-    "Retries",
-    "ServerError",
-    "ShuttingDown",
-    "SloViolated",
-    "Superseded",
-    "TimedOut",
-    "TooLarge",
-    "TooManyRequests",
-    "Unauthorized",
-    "Unreachable",
-    "Wire",
-]
+    "ActFields", "AsyncClient", "AsyncEpisode", "BadAnswer", "Cancelled", "Chunk", "Client", "ClientAtCapacity",
+    "ClientError", "DeadlineExceeded", "DeadlineUnreachable", "Degraded", "Encoding", "Episode", "Forbidden",
+    "Internal", "InvalidConfig", "InvalidJson", "InvalidRequest", "MethodNotAllowed", "NotFound", "NotReady",
+    "Overloaded", "Picture", "Priority", "ProcessorFailed", "ProcessorHung", "QueueFull", "RequestTimeout", "Retries",
+    "ServerError", "ShuttingDown", "SloViolated", "Superseded", "TimedOut", "TooLarge", "TooManyRequests",
+    "Unauthorized", "Unreachable", "Wire",
+]  # fmt: skip

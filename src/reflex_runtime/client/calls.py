@@ -1,29 +1,60 @@
 """Every call as a generator without I/O, which the sync and the async client both run.
 
-A call yields `Send` or `Pause`. The client does it and sends back the result: the reply or the error of a `Send`, None
-after a `Pause`. The generator's return value is the call's result.
+A call yields an `Attempt`, or the seconds of a pause. The client does it and sends back the reply or the error of an
+attempt, and None after a pause. The generator's return value is the call's result.
 """
 
 from __future__ import annotations
 
+import base64
+import io
+import json
 import math
 import random
-from collections.abc import Callable, Generator, Mapping
+import uuid
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, TypeAlias, TypeVar
+from typing import Any, Final, Literal, TypeAlias, TypedDict, TypeVar
 from urllib.parse import quote
 
-from reflex_runtime.client.answers import Chunk, chunk, decoded, refused
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
 from reflex_runtime.client.errors import BadAnswer, ClientError, ServerError, Unreachable
-from reflex_runtime.client.exchange import Reply, Send
-from reflex_runtime.client.requests import Encoding, Wire, encoded, observation
+from reflex_runtime.client.exchange import Attempt, Chunk, Reply, chunk, decoded, refused
 from reflex_runtime.pacing import doubled
 
-GRACE: Final = 0.5
-"""Seconds beyond its deadline that an answer is waited for: the server is to say itself that it came too late."""
-
-
+GRACE: Final = 0.5  # seconds beyond its deadline: the server is to say itself that its answer came too late
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 2.0  # seconds between attempts where the server names none, doubling
+
+Picture = NDArray[np.uint8] | bytes
+"""uint8 [height, width, 3], or a PNG or JPEG file's bytes."""
+
+Wire = Literal["msgpack", "json"]
+Encoding = Literal["raw", "png", "jpeg"]
+Priority = Literal["urgent", "default", "background"]
+
+
+class ActFields(TypedDict, total=False):
+    """What `act` takes, by name.
+
+    image: the policy's only picture; images: by the policy's names. state: [n], in the robot's units. seed: of the
+    noise, else made from request_id. deadline_ms: from this call on, all attempts included. executed: how many actions
+    of the last chunk were executed.
+    """
+
+    image: Picture | None
+    images: Mapping[str, Picture] | None
+    instruction: str | None
+    state: Sequence[float] | NDArray[Any] | None
+    episode_id: str | None
+    robot_id: str | None
+    seed: int | None
+    priority: Priority | None
+    deadline_ms: float | None
+    request_id: str | None
+    executed: int | None
 
 
 @dataclass(slots=True)
@@ -56,22 +87,15 @@ class Retries:
         return pause
 
 
-@dataclass(frozen=True, slots=True)
-class Pause:
-    """Ask for this many seconds to pass."""
-
-    seconds: float
-
-
 T = TypeVar("T")
-Outcome: TypeAlias = Reply | ClientError | None
-Call: TypeAlias = Generator[Send | Pause, Outcome, T]
+Call: TypeAlias = Generator[Attempt | float, Reply | ClientError | None, T]
 
 
 @dataclass(frozen=True, slots=True)
 class Calls:
     """The calls of one client, and how they are made; the arguments are `Client`'s."""
 
+    url: str
     api_key: str | None
     timeout: float
     retries: int
@@ -114,7 +138,7 @@ class Calls:
 
     def health(self) -> Call[dict[str, Any]]:
         """GET /health once; 503 is an answer here."""
-        reply = yield from _sent(Send("GET", "/health", self._headers("json"), None, self.timeout))
+        reply = yield from self._sent("GET", "/health", self._headers("json"), None, self.timeout)
         if reply.status not in (200, 503):
             raise refused(reply)
         return decoded(reply)
@@ -157,7 +181,7 @@ class Calls:
                 fields = {**fields, "deadline_ms": max(1e-3, deadline_ms - (now - began) * 1e3)}
             body = None if fields is None else encoded(fields, wire)
             try:
-                reply = yield from _sent(Send(method, path, headers, body, max(1e-3, began + limit - now)))
+                reply = yield from self._sent(method, path, headers, body, max(1e-3, began + limit - now))
                 if 200 <= reply.status < 300:
                     return reply, retries.made + 1
                 raise refused(reply)
@@ -169,7 +193,7 @@ class Calls:
                 pause = retries.after(error, self.clock())
                 if pause is None:
                     raise
-            yield Pause(pause)
+            yield pause
 
     def _headers(self, wire: Wire) -> dict[str, str]:
         kind = f"application/{wire}"
@@ -178,11 +202,84 @@ class Calls:
             headers["Authorization"] = f"Bearer {self.api_key}"
         return headers
 
+    def _sent(self, method: str, path: str, headers: dict[str, str], body: bytes | None, limit: float) -> Call[Reply]:
+        """The reply to one attempt, or to one more if a kept connection turns out to be closed; raises its error."""
+        came: Reply | ClientError | None = None
+        for again in (True, False):
+            if came is None:
+                came = yield Attempt(self.url, method, path, headers, body, limit, self.clock, again)
+        if not isinstance(came, Reply):
+            assert came is not None, "a second attempt ends with a reply or an error"
+            raise came
+        return came
 
-def _sent(send: Send) -> Call[Reply]:
-    """The reply to one attempt; raises its error."""
-    came = yield send
-    if isinstance(came, ClientError):
-        raise came
-    assert came is not None, "a Send is answered by a reply or an error"
-    return came
+
+# -- the fields of a request -------------------------------------------------------------------------------------------
+
+
+def observation(fields: Mapping[str, Any], wire: Wire, encoding: Encoding) -> dict[str, Any]:
+    """The fields of POST /act; ValueError for values that no server would accept."""
+    if unknown := fields.keys() - ActFields.__annotations__.keys():
+        raise TypeError(f"act() takes no {', '.join(sorted(unknown))}")
+    sent = {
+        name: value.item() if isinstance(value, np.generic) else value
+        for name, value in fields.items()
+        if value is not None
+    }
+    sent.setdefault("request_id", uuid.uuid4().hex)  # ours, so that every attempt has the same noise
+    images = dict(sent.pop("images", {}))
+    if "image" in sent:
+        sent["image"] = _picture(sent["image"], "image", wire, encoding)
+    if images:
+        sent["images"] = {name: _picture(value, f"images[{name!r}]", wire, encoding) for name, value in images.items()}
+    if "state" in sent:
+        sent["state"] = _state(sent["state"], wire)
+    deadline = sent.get("deadline_ms")
+    if deadline is not None and not 0.0 < deadline <= 600_000.0:
+        raise ValueError(f"deadline_ms={deadline!r}: must be in (0, 600000]")
+    return sent
+
+
+def encoded(fields: Mapping[str, Any], wire: Wire) -> bytes:
+    if wire == "msgpack":
+        return msgspec.msgpack.encode(dict(fields))
+    return json.dumps(dict(fields)).encode()  # NaN goes out as NaN, and the server names the field
+
+
+def _state(values: Any, wire: Wire) -> Any:
+    state = np.asarray(values)
+    if state.ndim != 1 or state.dtype.kind not in "fiu":
+        raise ValueError(f"state: must be numbers [n], is {state.dtype} {list(state.shape)}")
+    if wire == "json":
+        return state.tolist()
+    with np.errstate(over="ignore"):  # the server names a field that float32 cannot hold
+        return _array(state.astype(np.float32))
+
+
+def _picture(picture: Any, name: str, wire: Wire, encoding: Encoding) -> Any:
+    if isinstance(picture, (bytes, bytearray, memoryview)):
+        data = bytes(picture)
+    else:
+        pixels = np.asarray(picture)
+        if pixels.dtype != np.uint8 or pixels.ndim != 3 or pixels.shape[2] != 3 or 0 in pixels.shape:
+            shape = list(pixels.shape)
+            raise ValueError(f"{name}: must be uint8 [height, width, 3] or bytes, is {pixels.dtype} {shape}")
+        if wire == "msgpack" and encoding == "raw":
+            return _array(pixels)
+        jpeg = encoding == "jpeg"
+        data = _compressed(pixels, "JPEG") if jpeg else _compressed(pixels, "PNG", compress_level=1)
+    return data if wire == "msgpack" else base64.b64encode(data).decode()
+
+
+def _compressed(pixels: NDArray[np.uint8], kind: str, **options: Any) -> bytes:
+    import PIL.Image  # here, so that a program that sends raw pictures never loads it
+
+    out = io.BytesIO()
+    PIL.Image.fromarray(pixels).save(out, kind, **options)
+    return out.getvalue()
+
+
+def _array(values: NDArray[Any]) -> dict[str, Any]:
+    """The wire form: dtype, shape and little-endian bytes in C order."""
+    little = np.ascontiguousarray(values, values.dtype.newbyteorder("<"))
+    return {"dtype": little.dtype.str, "shape": list(little.shape), "data": little.tobytes()}

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
 import ssl
 import time
-from collections.abc import Awaitable, Callable, Mapping
-from types import TracebackType
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Self, Unpack
 
-from reflex_runtime.client.answers import Chunk
-from reflex_runtime.client.calls import Call, Calls, Outcome, Pause, T
-from reflex_runtime.client.episodes import BaseEpisode, new_id
+import httpx
+
+from reflex_runtime.client.calls import ActFields, Call, Calls, Encoding, T, Wire
 from reflex_runtime.client.errors import ClientError
-from reflex_runtime.client.exchange import AsyncConnections, Network, SyncConnections
-from reflex_runtime.client.requests import ActFields, Encoding, Wire
+from reflex_runtime.client.exchange import Attempt, Chunk, Network, Reply
+
+log = logging.getLogger("reflex.client")
 
 
-class Client:
-    """Calls one server over kept connections; may be used by several threads at once.
+class BaseClient:
+    """What both clients have: where the server is, and how calls are made.
 
     url: http://HOST:PORT, with an optional path prefix. api_key: sent as Authorization: Bearer.
     timeout: most seconds of a call, pauses and further attempts included.
@@ -30,7 +33,10 @@ class Client:
     uds: path of the server's Unix socket; `url` then gives only Host and prefix.
     proxy: URL of a proxy; without it, HTTP_PROXY, HTTPS_PROXY and NO_PROXY count, but not for a server on this machine.
     verify: True checks TLS against the system's certificates; an ssl.SSLContext brings others or a client certificate.
+    sleep: by default that of `time` or `asyncio`; an `AsyncClient` awaits it.
     """
+
+    _http: Any
 
     def __init__(
         self,
@@ -45,12 +51,23 @@ class Client:
         proxy: str | None = None,
         verify: ssl.SSLContext | bool = True,
         clock: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], None] = time.sleep,
+        sleep: Callable[[float], Any] | None = None,
         spread: Callable[[], float] = random.random,
     ) -> None:
-        self._calls = Calls(api_key, timeout, retries, wire, encoding, clock, spread)
-        self._connections = SyncConnections(Network(url, uds, proxy, verify), clock)
-        self._sleep = sleep
+        self._network = Network(url, uds, proxy, verify)
+        self._calls = Calls(self._network.url, api_key, timeout, retries, wire, encoding, clock, spread)
+        self._sleep: Callable[[float], Any] = sleep or (time.sleep if isinstance(self, Client) else asyncio.sleep)
+        self._open()
+
+    def _open(self) -> None:
+        raise NotImplementedError
+
+
+class Client(BaseClient):
+    """Calls one server over kept connections; may be used by several threads at once. Arguments: see `BaseClient`."""
+
+    def _open(self) -> None:
+        self._http = self._network.client()
 
     def __enter__(self) -> Self:
         return self
@@ -60,7 +77,9 @@ class Client:
 
     def close(self) -> None:
         """Close the kept connections; a later call opens a new one."""
-        self._connections.close()
+        old: httpx.Client = self._http
+        self._open()
+        old.close()
 
     def act(self, **fields: Unpack[ActFields]) -> Chunk:
         """The next actions for this observation, see `ActFields`.
@@ -94,49 +113,35 @@ class Client:
     ) -> Episode:
         """An episode for a with statement: its `act` sends the ids, and its outcome is reported at the end of the
         block."""
-        return Episode(self, episode_id or new_id(), robot_id, instruction)
+        return Episode(self, episode_id or f"ep-{uuid.uuid4().hex}", robot_id, instruction)
 
     def _run(self, call: Call[T]) -> T:
-        """Carry out the call's `Send`s and `Pause`s until it returns."""
-        came: Outcome = None
+        """Carry out the call's attempts and pauses until it returns."""
+        came: Reply | ClientError | None = None
         while True:
             try:
                 step = call.send(came)
             except StopIteration as done:
                 result: T = done.value
                 return result
-            came = None
-            if isinstance(step, Pause):
-                self._sleep(step.seconds)
-                continue
-            try:
-                came = self._connections.exchange(step)
-            except ClientError as error:
-                came = error
+            came = self._attempt(step) if isinstance(step, Attempt) else self._sleep(step)
+
+    def _attempt(self, attempt: Attempt) -> Reply | ClientError | None:
+        try:
+            with self._http.stream(**attempt.request(attempt.note)) as response:
+                attempt.begin(response)
+                for part in response.iter_raw():
+                    attempt.take(part)
+                return attempt.reply(response)
+        except (httpx.TransportError, ClientError) as error:
+            return attempt.failed(error)
 
 
-class AsyncClient:
-    """`Client` for asyncio; may be used by several tasks at once. Arguments as there; `sleep` is awaited."""
+class AsyncClient(BaseClient):
+    """`Client` for asyncio; may be used by several tasks at once. Arguments: see `BaseClient`."""
 
-    def __init__(
-        self,
-        url: str,
-        api_key: str | None = None,
-        *,
-        timeout: float = 30.0,
-        retries: int = 5,
-        wire: Wire = "msgpack",
-        encoding: Encoding = "raw",
-        uds: str | None = None,
-        proxy: str | None = None,
-        verify: ssl.SSLContext | bool = True,
-        clock: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
-        spread: Callable[[], float] = random.random,
-    ) -> None:
-        self._calls = Calls(api_key, timeout, retries, wire, encoding, clock, spread)
-        self._connections = AsyncConnections(Network(url, uds, proxy, verify), clock)
-        self._sleep = sleep
+    def _open(self) -> None:
+        self._http = self._network.async_client()
 
     async def __aenter__(self) -> Self:
         return self
@@ -146,7 +151,9 @@ class AsyncClient:
 
     async def close(self) -> None:
         """Close the kept connections; a later call opens a new one."""
-        await self._connections.close()
+        old: httpx.AsyncClient = self._http
+        self._open()
+        await old.aclose()
 
     async def act(self, **fields: Unpack[ActFields]) -> Chunk:
         """As `Client.act`. Cancelling the task closes the connection, and the server drops the request."""
@@ -171,25 +178,70 @@ class AsyncClient:
         self, episode_id: str | None = None, robot_id: str | None = None, instruction: str | None = None
     ) -> AsyncEpisode:
         """As `Client.episode`, for an async with statement."""
-        return AsyncEpisode(self, episode_id or new_id(), robot_id, instruction)
+        return AsyncEpisode(self, episode_id or f"ep-{uuid.uuid4().hex}", robot_id, instruction)
 
     async def _run(self, call: Call[T]) -> T:
-        """Carry out the call's `Send`s and `Pause`s until it returns."""
-        came: Outcome = None
+        came: Reply | ClientError | None = None
         while True:
             try:
                 step = call.send(came)
             except StopIteration as done:
                 result: T = done.value
                 return result
-            came = None
-            if isinstance(step, Pause):
-                await self._sleep(step.seconds)
-                continue
-            try:
-                came = await self._connections.exchange(step)
-            except ClientError as error:
-                came = error
+            came = await (self._attempt(step) if isinstance(step, Attempt) else self._sleep(step))
+
+    async def _attempt(self, attempt: Attempt) -> Reply | ClientError | None:
+        try:
+            async with self._http.stream(**attempt.request(attempt.note_awaited)) as response:
+                attempt.begin(response)
+                async for part in response.aiter_raw():
+                    attempt.take(part)
+                return attempt.reply(response)
+        except (httpx.TransportError, ClientError) as error:
+            return attempt.failed(error)
+
+
+@dataclass(slots=True)
+class BaseEpisode:
+    """One episode, without I/O.
+
+    success: how it ended; set it in the block. An exception in the block makes an unset one False. None is not
+    reported, because the client does not know the outcome. An interrupted episode (KeyboardInterrupt, a cancelled task)
+    is not reported either, because that is no failure of the policy.
+    reward: reported with it. reported: the server has accepted the report; a report that fails is logged, not raised.
+    changed: the server moved the episode to another policy.
+    """
+
+    client: Any
+    episode_id: str
+    robot_id: str | None = None
+    instruction: str | None = None
+    success: bool | None = None
+    reward: float | None = None
+    reported: bool = field(default=False, init=False)
+    changed: bool = field(default=False, init=False)
+
+    def _ended(self, calls: Calls, error: object) -> Call[None]:
+        """The block has ended, with this exception or without: report the outcome if there is one."""
+        if self.success is None and isinstance(error, Exception):
+            self.success = False
+        if self.success is None:
+            return
+        try:
+            yield from calls.outcome(self.episode_id, self.success, self.reward)
+            self.reported = True
+        except ClientError as lost:
+            log.warning("the outcome of episode %s (success=%s) was not taken: %s", self.episode_id, self.success, lost)
+
+    def _carried(self, fields: ActFields) -> ActFields:
+        known: ActFields = {
+            "episode_id": self.episode_id, "robot_id": self.robot_id, "instruction": self.instruction
+        }  # fmt: skip
+        return known | fields
+
+    def _seen(self, chunk: Chunk) -> Chunk:
+        self.changed = self.changed or chunk.policy_changed
+        return chunk
 
 
 class Episode(BaseEpisode):
@@ -201,9 +253,7 @@ class Episode(BaseEpisode):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, _kind: object, error: object, _trace: object) -> None:
         self.client._run(self._ended(self.client._calls, error))
 
     def act(self, **fields: Unpack[ActFields]) -> Chunk:
@@ -220,9 +270,7 @@ class AsyncEpisode(BaseEpisode):
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, _kind: object, error: object, _trace: object) -> None:
         await self.client._run(self._ended(self.client._calls, error))
 
     async def act(self, **fields: Unpack[ActFields]) -> Chunk:

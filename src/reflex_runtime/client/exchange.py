@@ -1,4 +1,4 @@
-"""One attempt over httpx: a request goes out, and a `Reply` or a `ClientError` comes back.
+"""One attempt over httpx, and what becomes of its reply: a chunk that is safe to execute, or an error.
 
 httpx keeps the connections, and knows proxies, TLS and Unix sockets. This file adds what a robot needs beside that: one
 limit for the whole attempt, a bound on the answer, and one more attempt where a kept connection had been closed.
@@ -6,31 +6,26 @@ limit for the whole attempt, a bound on the answer, and one more attempt where a
 
 from __future__ import annotations
 
+import json
+import math
 import ssl
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Final
+from urllib.parse import unquote
 
 import httpx
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
-from reflex_runtime.client.errors import BadAnswer, ClientError, TimedOut, Unreachable
+from reflex_runtime.client.errors import BY_CODE, BadAnswer, ClientError, ServerError, TimedOut, Unreachable
 
-MAX_ANSWER: Final = 64 << 20
-"""Bytes of an answer that are read at most."""
+MAX_ANSWER: Final = 64 << 20  # bytes of an answer that are read at most
 _UNLIMITED = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=None)
 _PLAIN = {"Accept-Encoding": "identity"}  # a compressed answer could unfold to any size
-
-
-@dataclass(frozen=True, slots=True)
-class Send:
-    """A request to send. limit: seconds until its answer must be there."""
-
-    method: str
-    path: str
-    headers: Mapping[str, str]
-    body: bytes | None
-    limit: float
+_FLOATS = {"<f4": 4, "<f8": 8, "<f2": 2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,36 +37,36 @@ class Reply:
     body: bytes
 
 
-class KeptConnectionClosed(Exception):
-    """A kept connection was closed, perhaps long ago, before the head of the answer came."""
-
-
 @dataclass(slots=True)
 class Attempt:
     """What one attempt knows without waiting: its limits for httpx, what came so far, and which error a failure is.
 
-    An answer that trickles in ends late, at most after twice the limit: httpx bounds a part, not the body.
+    limit: seconds until its answer must be there. An answer that trickles in ends late, at most after twice the limit:
+    httpx bounds a part, not the body.
     """
 
     url: str
-    send: Send
+    method: str
+    path: str
+    headers: Mapping[str, str]
+    body: bytes | None
+    limit: float
     clock: Callable[[], float]
-    again: bool  # another attempt may follow
-    kept: bool = True  # until it connects
-    status: int | None = None
-    parts: list[bytes] = field(default_factory=list)
-    size: int = 0
+    again: bool = True  # another attempt may follow
+    kept: bool = field(default=True, init=False)  # until it connects
+    status: int | None = field(default=None, init=False)
+    parts: list[bytes] = field(default_factory=list, init=False)
+    size: int = field(default=0, init=False)
     until: float = field(init=False)
-    timeouts: dict[str, float] = field(default_factory=dict)
+    timeouts: dict[str, float] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
-        self.until = self.clock() + self.send.limit
+        self.until = self.clock() + self.limit
 
     def request(self, trace: Callable[..., Any]) -> dict[str, Any]:
-        """The arguments of httpx's `stream`. trace: calls `note`, awaited or not."""
-        send = self.send
+        """The arguments of httpx's `stream`. trace: `note`, or that awaited."""
         return {
-            "method": send.method, "url": self.url + send.path, "headers": dict(send.headers), "content": send.body,
+            "method": self.method, "url": self.url + self.path, "headers": dict(self.headers), "content": self.body,
             "extensions": {"timeout": self.timeouts, "trace": trace},
         }  # fmt: skip
 
@@ -81,6 +76,9 @@ class Attempt:
         self.timeouts.update(connect=left, write=left, read=left)
         if event.startswith("connection.connect_"):
             self.kept = False
+
+    async def note_awaited(self, event: str, info: Mapping[str, Any]) -> None:
+        self.note(event, info)
 
     def begin(self, response: httpx.Response) -> None:
         """The head of the answer is there."""
@@ -92,27 +90,30 @@ class Attempt:
         self._bound(self.size)
         self.parts.append(part)
         if self.clock() > self.until:
-            raise self.too_late()
+            raise self._too_late()
 
     def reply(self, response: httpx.Response) -> Reply:
         return Reply(response.status_code, dict(response.headers), b"".join(self.parts))
 
-    def too_late(self) -> TimedOut:
-        return TimedOut(f"no answer from {self.url} within {self.send.limit:.3g} s")
-
-    def failed(self, error: httpx.TransportError) -> ClientError:
-        """The error to raise. Raises KeptConnectionClosed if the request may go out once more."""
+    def failed(self, error: httpx.TransportError | ClientError) -> ClientError | None:
+        """What is wrong; None where a kept connection was closed, perhaps long ago, before the head of the answer came:
+        the request may go out once more."""
+        if isinstance(error, ClientError):
+            return error
         why = str(error) or type(error).__name__
         if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout | httpx.ProxyError):
             kind = TimedOut if isinstance(error, httpx.ConnectTimeout) else Unreachable
             return kind(f"cannot connect to {self.url}: {why}", retry_safe=True)
         if isinstance(error, httpx.TimeoutException):
-            return self.too_late()
+            return self._too_late()
         if isinstance(error, httpx.RemoteProtocolError) and "connect" not in why:  # neither closed nor disconnected
             return BadAnswer(f"not HTTP/1.1: {why}")
         if self.again and self.kept and self.status is None:
-            raise KeptConnectionClosed
+            return None
         return Unreachable(f"{self.url} closed the connection before it had answered: {why}")
+
+    def _too_late(self) -> TimedOut:
+        return TimedOut(f"no answer from {self.url} within {self.limit:.3g} s")
 
     def _bound(self, size: int) -> None:
         if size > MAX_ANSWER:
@@ -151,64 +152,134 @@ def _system_certificates() -> ssl.SSLContext:
     return ssl.create_default_context()
 
 
-class SyncConnections:
-    """The blocking side: one kept connection for each thread that asks at the same time."""
-
-    def __init__(self, network: Network, clock: Callable[[], float]) -> None:
-        self._network, self._clock = network, clock
-        self._http = network.client()
-
-    def close(self) -> None:
-        old, self._http = self._http, self._network.client()
-        old.close()
-
-    def exchange(self, send: Send) -> Reply:
-        """One attempt, and one more if a kept connection turns out to be closed."""
-        try:
-            return self._attempt(send, again=True)
-        except KeptConnectionClosed:
-            return self._attempt(send, again=False)
-
-    def _attempt(self, send: Send, again: bool) -> Reply:
-        attempt = Attempt(self._network.url, send, self._clock, again)
-        try:
-            with self._http.stream(**attempt.request(attempt.note)) as response:
-                attempt.begin(response)
-                for part in response.iter_raw():
-                    attempt.take(part)
-                return attempt.reply(response)
-        except httpx.TransportError as error:
-            raise attempt.failed(error) from None
+# -- what came ---------------------------------------------------------------------------------------------------------
 
 
-class AsyncConnections:
-    """The same, awaited."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Chunk:
+    """One answer.
 
-    def __init__(self, network: Network, clock: Callable[[], float]) -> None:
-        self._network, self._clock = network, clock
-        self._http = network.async_client()
+    actions: float32 [n, action_dim], finite, in the robot's units, the first to be executed first.
+    timing: milliseconds by name (queue_ms, batch_ms, total_ms, age_ms). batch: id, size, reason, cost_ms.
+    cache: hit, hit_stale, miss or off. guard: what the action guard changed, or None.
+    slot, model_version: which of two policies answered; None from a server with one.
+    policy_changed: the episode was moved to another policy; discard plans made before.
+    attempts: number of attempts. raw: the whole answer, with all its fields.
+    """
 
-    async def close(self) -> None:
-        old, self._http = self._http, self._network.async_client()
-        await old.aclose()
+    actions: NDArray[np.float32]
+    request_id: str
+    timing: Mapping[str, float]
+    batch: Mapping[str, Any]
+    cache: str
+    guard: Mapping[str, Any] | None
+    slot: str | None
+    model_version: str | None
+    policy_changed: bool
+    attempts: int
+    raw: Mapping[str, Any]
 
-    async def exchange(self, send: Send) -> Reply:
-        try:
-            return await self._attempt(send, again=True)
-        except KeptConnectionClosed:
-            return await self._attempt(send, again=False)
 
-    async def _attempt(self, send: Send, again: bool) -> Reply:
-        attempt = Attempt(self._network.url, send, self._clock, again)
+def decoded(reply: Reply) -> dict[str, Any]:
+    """The object of a body, JSON or msgpack."""
+    try:
+        if "msgpack" in reply.headers.get("content-type", ""):
+            value = msgspec.msgpack.decode(reply.body)
+        else:
+            value = json.loads(reply.body)
+    except (ValueError, RecursionError, msgspec.DecodeError) as error:
+        raise BadAnswer(f"the body cannot be read: {error}", status=reply.status) from None
+    if not isinstance(value, dict):
+        raise BadAnswer(f"the body is {type(value).__name__}, expected an object", status=reply.status)
+    return value
 
-        async def note(event: str, info: Mapping[str, Any]) -> None:
-            attempt.note(event, info)
 
-        try:
-            async with self._http.stream(**attempt.request(note)) as response:
-                attempt.begin(response)
-                async for part in response.aiter_raw():
-                    attempt.take(part)
-                return attempt.reply(response)
-        except httpx.TransportError as error:
-            raise attempt.failed(error) from None
+class _Refusal(msgspec.Struct):
+    """A body in the server's own form: only that can say that a retry is safe."""
+
+    error: str
+    message: str
+    retry_safe: Any = False
+    request_id: Any = None
+
+
+def refused(reply: Reply) -> ServerError:
+    """The error of a reply that is not 2xx."""
+    body: dict[str, Any] = {}
+    try:
+        body = decoded(reply)
+        told = msgspec.convert(body, _Refusal)
+    except (BadAnswer, msgspec.ValidationError):
+        start = reply.body[:200].decode(errors="replace")
+        told, body = _Refusal(f"http_{reply.status}", f"no error of a reflex server: {start!r}"), {}
+    return BY_CODE.get(told.error, ServerError)(
+        told.message,
+        code=told.error,
+        status=reply.status,
+        retry_safe=told.retry_safe is True,
+        request_id=told.request_id if isinstance(told.request_id, str) else None,
+        retry_after=_retry_after(reply.headers.get("retry-after")),
+        body=body,
+    )
+
+
+def chunk(reply: Reply, request_id: str, attempts: int) -> Chunk:
+    """The validated answer; BadAnswer for anything that is not safe to execute."""
+    raw = decoded(reply)
+    actions = _actions(raw.get("actions"))
+    for name, size in (("num_actions", actions.shape[0]), ("action_dim", actions.shape[1])):
+        if raw.get(name, size) != size:
+            raise BadAnswer(f"{name} is {raw[name]!r}, and there are {size}", status=200)
+    told = raw.get("request_id")
+    if request_id and isinstance(told, str) and told != request_id:
+        raise BadAnswer(f"it answers request {told!r}", status=200)
+    told_of = (raw.get(name) for name in ("timing", "batch", "guard"))
+    timing, batch, guard = (value if isinstance(value, dict) else {} for value in told_of)
+    return Chunk(
+        actions=actions,
+        request_id=told if isinstance(told, str) else request_id,
+        timing={name: float(value) for name, value in timing.items() if type(value) in (int, float)},
+        batch=batch,
+        cache=str(raw.get("cache", "off")),
+        guard=guard or None,
+        slot=_header(reply.headers, "x-reflex-policy-slot"),
+        model_version=_header(reply.headers, "x-reflex-model-version"),
+        policy_changed=raw.get("policy_changed") is True,
+        attempts=attempts,
+        raw=raw,
+    )
+
+
+def _actions(value: Any) -> NDArray[np.float32]:
+    try:
+        if isinstance(value, dict):
+            dtype, shape, data = value["dtype"], value["shape"], value["data"]
+            if dtype not in _FLOATS or len(shape) != 2 or math.prod(shape) * _FLOATS[dtype] != len(data):
+                raise ValueError(f"{len(data)} bytes do not make {shape} of {dtype}")
+            actions = np.frombuffer(data, dtype).reshape(shape).astype(np.float32)
+        else:
+            actions = np.asarray(value, np.float32)
+    except (KeyError, TypeError, ValueError) as error:
+        raise BadAnswer(f"actions: {error}", status=200) from None
+    if actions.ndim != 2 or 0 in actions.shape or not np.isfinite(actions).all():
+        raise BadAnswer(f"actions: {list(actions.shape)}, expected finite [n, action_dim]", status=200)
+    return actions
+
+
+def _retry_after(text: str | None) -> float | None:
+    """The seconds of Retry-After; a date, which proxies may send, counts as none."""
+    try:
+        value = float(text or "")
+    except ValueError:
+        return None
+    return value if 0.0 <= value < math.inf else None
+
+
+def _header(headers: Mapping[str, str], name: str) -> str | None:
+    """A header's text; the server percent-encodes it if it is not plain ASCII."""
+    value = headers.get(name)
+    if value is None:
+        return None
+    text = unquote(value)
+    plain = text.isascii() and text.isprintable() and text == text.strip()
+    return value if plain else text

@@ -31,8 +31,7 @@ from reflex_runtime.ipc.frames import INTERNAL_ERROR, OversizeFrame, ProtocolErr
 from reflex_runtime.ipc.messages import BATCH_GENERATE, GENERATE, BatchResult, GenerateParams, Started
 from reflex_runtime.ipc.peer import ConnectionLost, RawAnswer
 from reflex_runtime.ipc.registry import StreamHandle
-from reflex_runtime.observe.series import SeriesSet
-from reflex_runtime.observe.series_table import GENERATE_BATCHER
+from reflex_runtime.observe.series import GENERATE_BATCHER, SeriesSet
 
 MOST_PARTITIONS = 256  # kept; the least recently used is dropped
 FALLBACKS = ("capability", "disabled", "environment", "options", "oversize")

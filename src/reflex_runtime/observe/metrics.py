@@ -15,8 +15,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from reflex_runtime.core.batch import Cause, Done
 from reflex_runtime.core.events import BatchFinished, BatchScheduled, Event, RequestAnswered
-from reflex_runtime.observe.series import CounterChild, HistogramChild, SeriesSet
-from reflex_runtime.observe.series_table import POLICIES
+from reflex_runtime.observe.series import POLICIES, CounterChild, HistogramChild, SeriesSet
 
 OUTCOMES = ("ok", "cancelled", "rejected", "expired", "shed", "superseded", "drained", "failed", "client_error")
 WARNINGS = ("instruction_ignored", "instruction_unknown")

@@ -19,22 +19,27 @@ from typing import Any
 
 from reflex_runtime.core.batch import Cause
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.observe.colours import (
+from reflex_runtime.observe.journal import BatchLine, Member
+from reflex_runtime.observe.journal_reader import Journal
+from reflex_runtime.observe.journal_view import (
     FAINT,
     HATCHES,
     INK,
     PALETTE,
     RULE,
+    WHY_WAITING,
     Colours,
+    Units,
+    Waiter,
     fill,
     ink,
+    is_decode,
+    is_tokens,
     plain,
     request_name,
+    who_waited,
 )
-from reflex_runtime.observe.journal import BatchLine, Member
-from reflex_runtime.observe.journal_reader import Journal
 from reflex_runtime.observe.plots import Axes, Figure, MaxNLocator, Patch, Rectangle, saved
-from reflex_runtime.observe.steps import WHY_WAITING, Units, Waiter, is_decode, is_tokens, who_waited
 
 BARS = 160  # more batches than this are averaged
 SEGMENTS = 2400  # more grants than this are merged by colour

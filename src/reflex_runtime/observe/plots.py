@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any, Final, cast
 
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.observe import colours
-from reflex_runtime.observe.colours import FAINT, INK, RULE
+from reflex_runtime.observe import journal_view
 from reflex_runtime.observe.files import replace
+from reflex_runtime.observe.journal_view import FAINT, INK, RULE
 
 try:
     import matplotlib
@@ -55,7 +55,7 @@ def saved(prefix: Path, draw: Callable[[], Figure], hint: str = "", flag: str = 
         figure = draw()
         try:
             replace(svg, drawn(figure, format="svg", metadata={"Date": None, "Creator": None}))
-            replace(png, drawn(figure, format="png", dpi=colours.DPI, metadata={"Software": None}))
+            replace(png, drawn(figure, format="png", dpi=journal_view.DPI, metadata={"Software": None}))
         except OSError as error:
             raise ConfigError(f"{flag}={prefix}: cannot be written: {error.strerror or error}{hint}") from error
     return svg, png

@@ -1,9 +1,8 @@
-"""Series for prometheus-client: counters and histograms that events write, and tables of series read from snapshots.
+"""Series for prometheus-client: counters and histograms that events write, and the table of every server's series.
 
 Counters and histograms are written on one thread, several times for every request, without a lock; prometheus-client's
 own take one each time and cost five times as much. A scrape on another thread reads numbers that are at most one
-observation apart.
-"""
+observation apart. `docs/metrics.md` explains the series; a test compares."""
 
 from __future__ import annotations
 
@@ -11,11 +10,13 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
 from math import inf
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple, TypeAlias
 
 from prometheus_client import CollectorRegistry, Gauge, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.utils import floatToGoString
+
+from reflex_runtime.observe.batch_metrics import BOUNDS, BatchMetrics, Durations
 
 
 class CounterChild:
@@ -189,3 +190,186 @@ def rendered(families: Iterable[Metric]) -> bytes:
     registry = CollectorRegistry()
     registry.register(_Families(families))
     return generate_latest(registry)
+
+
+Row: TypeAlias = SeriesRow
+
+# -- policies: every one also has `embodiment` and `policy_slot`, and `policy` where several are served ----------------
+
+_SECONDS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+_COST: Final = (10, 25, 50, 100, 200, 500, 1000, 2000, 5000)
+_RATIO: Final = (0.25, 0.5, 0.75, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 4.0)
+_APART: Final = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
+
+POLICIES: Final = (
+    Row("reflex_batch_cost_per_flush_ms", "Estimated device ms of each flushed batch", (), _COST),
+    Row("reflex_batch_size_per_flush", "Requests per flush", (), (1, 2, 4, 8, 16, 32)),
+    Row("reflex_batch_flush_total", "Flushes by reason and finer cause", ("reason", "cause")),
+    Row("reflex_captured_graph_hit_rate", "Share of the last 100 batches of captured stages at a captured size"),
+    Row("reflex_policy_runtime_queue_depth", "Waiting requests, now"),
+    Row("reflex_backlog_seconds", "Predicted device seconds of waiting work"),
+    Row("reflex_device_busy_seconds_total", "Seconds that the device computed"),
+    Row("reflex_in_flight_requests", "Requests being answered, now"),
+    Row("reflex_slot_drained", "1 while the slot is drained or probed"),
+    Row("reflex_queue_wait_seconds", "Ready to the first batch", (), _SECONDS),
+    Row("reflex_prepare_seconds", "Arrival to pictures decoded, of requests that have any", (), _SECONDS),
+    Row("reflex_request_latency_seconds", "Every answer, end to end", ("outcome",), _SECONDS),
+    Row("reflex_act_latency_seconds", "Served answers, queue and model", (), _SECONDS),
+    Row("reflex_requests_total", "Answers by outcome and wire", ("outcome", "wire")),
+    Row("reflex_request_warnings_total", "Answers that warn of something in the request", ("kind",)),
+    Row("reflex_batch_on_loop_total", "Batches that ran on the event loop, as they are brief"),
+    Row("reflex_batch_cost_error_ratio", "Predicted over measured batch time", (), _RATIO),
+    Row("reflex_cache_hit_total", "Prefix cache hits"),
+    Row("reflex_cache_miss_total", "Prefix cache misses"),
+    Row("reflex_denoise_steps_total", "Denoise steps, summed over requests"),
+    Row("reflex_denoise_steps_spared_total", "Denoise steps that --adaptive-steps left out"),
+    Row("reflex_guard_total", "Chunks the action guard changed or refused", ("result",)),
+    Row("reflex_rtc_total", "Chunks that continued their episode's last one"),
+    Row("reflex_injected_latency_seconds_total", "Seconds that --inject-latency-ms added"),
+    Row("reflex_recording_dropped_total", "Lines missing from the recording, of all slots"),
+    Row("reflex_recording_failed", "1 when a disk error ended the recording, of all slots"),
+    Row("reflex_episode_outcomes_total", "Episodes by how they ended", ("success",)),
+    Row("reflex_shadow_delay_seconds", "What served requests waited for a shadow step that ran when they came", (),
+        _SECONDS),
+    Row("reflex_shadow_divergence", "Mean absolute difference between served and shadow actions", (), _APART),
+)  # fmt: skip
+
+# -- language models: the names of vLLM with our prefix ----------------------------------------------------------------
+
+_TOKENS: Final = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+_FIRST: Final = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0)
+_GAP: Final = (0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0)
+_WHOLE: Final = (0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0)
+
+_MESSAGES: Final = (1, 2, 4, 6, 8, 10, 12, 14, 16, 24, 32, 64)
+_WAITS: Final = (0.1, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 7.5, 10.0, 20.0, 50.0, 100.0, 1000.0)
+
+ENGINE: Final = (
+    Row("reflex_num_requests_waiting", "Requests that wait, now"),
+    Row("reflex_num_requests_waiting_by_reason", "The same, by what the last step was short of", ("reason",)),
+    Row("reflex_num_requests_running", "Requests that hold a place, now"),
+    Row("reflex_kv_cache_usage_perc", "Fraction of the cache's blocks held, 0 to 1"),
+    Row("reflex_num_preemptions_total", "Requests that lost their blocks"),
+    Row("reflex_prefix_cache_queries_total", "Tokens looked up in the prefix cache"),
+    Row("reflex_prefix_cache_hits_total", "Tokens found there"),
+    Row("reflex_spec_decode_num_draft_tokens_total", "Guessed tokens computed"),
+    Row("reflex_spec_decode_num_accepted_tokens_total", "Those that were right"),
+    Row("reflex_prompt_tokens_total", "Prompt tokens of requests that got a token"),
+    Row("reflex_generation_tokens_total", "Tokens generated"),
+    Row("reflex_request_success_total", "Requests ended, by how", ("finished_reason",)),
+    Row("reflex_invariant_violations_total", "Defects of the engine itself", ("invariant",)),
+    Row("reflex_iteration_tokens_total", "Tokens in a step", (), _TOKENS),
+    Row("reflex_time_to_first_token_seconds", "Arrival to the first token", (), _FIRST),
+    Row("reflex_inter_token_latency_seconds", "One token to the next", (), _GAP),
+    Row("reflex_request_queue_time_seconds", "Arrival to the first step", (), _FIRST),
+    Row("reflex_e2e_request_latency_seconds", "Arrival to the end", (), _WHOLE),
+)
+MODEL_SERVER: Final = (Row("reflex_openai_requests_total", "Answers over HTTP", ("path", "status")),)
+STREAMS: Final = (Row("reflex_stream_holds_total", "Times a stream was held for its slow reader"),)
+WORKERS: Final = (
+    Row("reflex_worker_ready", "Whether the runtime process takes requests", ("worker",)),
+    Row("reflex_worker_restarts_total", "Times it was started again", ("worker",)),
+)
+GENERATE_BATCHER: Final = (
+    Row("reflex_generate_batcher_batch_size", "Requests per generate message", (), _MESSAGES),
+    Row("reflex_generate_batcher_queue_wait_ms", "From arrival to its message", (), _WAITS),
+    Row("reflex_generate_batcher_priority_mix_total", "Requests in generate messages", ("priority",)),
+    Row("reflex_generate_batcher_fallback_total", "Requests that went by themselves", ("reason",)),
+)
+
+# -- every server with --otel ------------------------------------------------------------------------------------------
+
+SPANS: Final = (Row("reflex_spans_total", "Spans by what became of them", ("result",)),)
+
+# -- feeds: read from a snapshot of the runtime, a value that was not measured yet has no sample -----------------------
+
+SIZES: Final = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, inf)  # items per batch
+REFUSALS: Final = ("rejected", "in_flight_exceeded", "closed")
+ENDS: Final = ("processed", "failed", "dropped")
+
+
+def _read(name: str, help: str, value: Callable[[Any], Any], label: str = "", bounds: Sequence[float] = ()) -> Row:
+    return Row(name, help, (label,) if label else (), bounds, value)
+
+
+def _timing(name: str, help: str, value: Callable[[Any], Durations]) -> Row:
+    def counts(snapshot: Any) -> tuple[Sequence[int], float]:
+        durations = value(snapshot)
+        return durations.buckets, durations.total
+
+    return Row(name, help, (), BOUNDS, counts)
+
+
+def _of(names: Iterable[str]) -> Callable[[Any], dict[str, float]]:
+    return lambda figures: {name: getattr(figures, name) for name in names}
+
+
+def _stages(what: str) -> Callable[[Any], dict[str, float]]:
+    return lambda feed: {name: getattr(figures, what) for name, figures in feed.stages.items()}
+
+
+def _crossed(way: str) -> Callable[[Any], dict[str, float]]:
+    return lambda feed: {name: counts[way] for name, counts in feed.lines.items()}
+
+
+def _admissions(figures: BatchMetrics) -> dict[str, float]:
+    refused = _of(REFUSALS)(figures)
+    return {"admitted": figures.submitted - sum(refused.values())} | refused
+
+
+def _sizes(figures: BatchMetrics) -> tuple[Sequence[int], float]:
+    counts = [0] * len(SIZES)
+    for size, n in figures.batch_sizes.items():
+        counts[next(i for i, bound in enumerate(SIZES) if size <= bound)] += n
+    return counts, float(sum(size * n for size, n in figures.batch_sizes.items()))
+
+
+FEEDS: Final = (
+    _read("reflex_feed_up", "1 while the feed is running", lambda f: f.state == "running"),
+    _read("reflex_feed_frames_total", "Frames read from the source", lambda f: f.frames),
+    _read("reflex_feed_frames_processed_total", "Frames answered and through every stage", lambda f: f.processed),
+    _read("reflex_feed_drops_total", "Frames that left unanswered, by reason", lambda f: f.drops, "reason"),
+    _read("reflex_feed_waiting", "Frames read and not yet answered or dropped, now", lambda f: f.waiting),
+    _read("reflex_feed_in_flight", "Of these, at the batch point, now", lambda f: f.in_flight),
+    _read("reflex_feed_fps", "Frames answered per second, over the last two", lambda f: f.fps),
+    _read("reflex_feed_age_seconds", "Age of the last answered frame, now", lambda f: f.age),
+    _timing("reflex_feed_latency_seconds", "Capture of a frame to its answer", lambda f: f.latency),
+    _read("reflex_feed_restarts_total", "Times the source was opened again", lambda f: f.restarts),
+    _read("reflex_feed_sink_errors_total", "Results on which a sink failed", lambda f: f.sink_errors),
+    _read("reflex_feed_corrupt_total", "Packets that could not be decoded", lambda f: f.corrupt),
+    _read("reflex_feed_stage_runs_total", "Frames that a stage got", _stages("runs"), "stage"),
+    _read("reflex_feed_stage_errors_total", "Frames on which a stage failed", _stages("errors"), "stage"),
+    _read("reflex_feed_stage_seconds_total", "Time in a stage", _stages("seconds"), "stage"),
+    _read("reflex_feed_zone_count", "Boxes in a zone, in the last frame", lambda f: f.zones, "zone"),
+    _read("reflex_feed_line_in_total", "Objects that crossed a line inwards", _crossed("in"), "line"),
+    _read("reflex_feed_line_out_total", "Objects that crossed a line outwards", _crossed("out"), "line"),
+)
+COORDINATORS: Final = (
+    _read("reflex_feed_batch_submissions_total", "Submissions, admitted or refused", _admissions, "outcome"),
+    _read("reflex_feed_batch_items_total", "Admitted items by how they ended", _of(ENDS), "outcome"),
+    _read("reflex_feed_batch_timeouts_total", "Callers that stopped waiting", lambda m: m.timed_out),
+    _read("reflex_feed_batch_pending", "Admitted items that have not ended, now", lambda m: m.pending),
+    _read("reflex_feed_batches_total", "Batches formed", lambda m: m.batches_dispatched),
+    _read("reflex_feed_batch_size", "Items per batch", _sizes, bounds=SIZES),
+    _read("reflex_feed_batch_fill_ratio", "Items over what their batches could hold", lambda m: m.fill_ratio),
+    _timing("reflex_feed_batch_formation_seconds", "Oldest item's arrival to the batch", lambda m: m.formation),
+    _timing("reflex_feed_batch_processing_seconds", "Time in the processor, per batch", lambda m: m.processing),
+    _read(
+        "reflex_feed_batch_consecutive_errors", "Batches in a row without any answer, now",
+        lambda m: m.consecutive_errors,
+    ),
+)  # fmt: skip
+OUTPUTS: Final = (
+    _read("reflex_feed_output_up", "1 while the receiver takes results", lambda o: o.state == "connected"),
+    _read("reflex_feed_output_results_total", "Results that were given to the output", lambda o: o.taken),
+    _read("reflex_feed_output_sent_total", "Results that arrived at the receiver", lambda o: o.sent),
+    _read("reflex_feed_output_drops_total", "Results that did not arrive, by reason", lambda o: o.drops, "reason"),
+    _read("reflex_feed_output_waiting", "Results that wait to be sent, now", lambda o: o.waiting),
+    _read("reflex_feed_output_retries_total", "Times that the output tried again", lambda o: o.retries),
+)
+FEEDS_AT_COORDINATORS: Final = (  # of each feed at each coordinator
+    _read("reflex_feed_submissions_total", "Submissions by how they ended", _of((*REFUSALS, *ENDS)), "outcome"),
+    _read("reflex_feed_timeouts_total", "Times the feed stopped waiting", lambda s: s.timed_out),
+    _read("reflex_feed_pending", "Admitted items that have not ended, now", lambda s: s.pending),
+    _timing("reflex_feed_answer_seconds", "Submission to answer", lambda s: s.latency),
+)

@@ -1,7 +1,6 @@
 """The settings of the commands: frozen values, declared with `option`."""
 
 from reflex_runtime.settings.feeds import FeedsConfig
-from reflex_runtime.settings.models import LLMServeConfig
 from reflex_runtime.settings.policies import (
     DEFAULT_POLICY,
     MAX_POLICIES,
@@ -9,7 +8,7 @@ from reflex_runtime.settings.policies import (
     OwnSettings,
     ServeConfig,
 )
-from reflex_runtime.settings.server import ServerConfig
+from reflex_runtime.settings.server import LLMServeConfig, ServerConfig
 
 __all__ = [
     "DEFAULT_POLICY",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from reflex_runtime.observe.colours import FAINT, INK, PALETTE, RULE
+from reflex_runtime.observe.journal_view import FAINT, INK, PALETTE, RULE
 from reflex_runtime.observe.plots import Axes, Figure, MaxNLocator, saved
 from reflex_runtime.sim.run import Run
 from reflex_runtime.sim.tokens import Knee, Measured, in_words, wide

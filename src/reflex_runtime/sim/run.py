@@ -1,23 +1,28 @@
-"""The discrete-event loop around the real scheduler.
+"""The discrete-event loop around the real scheduler, and the batching rules that it knows by name.
 
 Like a driver it calls `next_batch`, completes batches and honours `wake_at`, on a clock that jumps from one event to
-the next. It calls `next_batch` after every single input, also when several arrive at the same instant.
-"""
+the next. It calls `next_batch` after every single input, also when several arrive at the same instant."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from heapq import heappop, heappush
 from math import inf
 from random import Random
 from typing import NamedTuple, Protocol
 
 from reflex_runtime.core.batch import Batch, Done, Failed, More, Outcome
+from reflex_runtime.core.cost import UnitCost
 from reflex_runtime.core.errors import Drained, ReflexError, Rejected
 from reflex_runtime.core.events import Event, RequestSettled
+from reflex_runtime.core.flush import FlushPolicy, Planner
+from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.core.request import Request, Ticket
-from reflex_runtime.sim.service import Service
+from reflex_runtime.core.scheduler import Scheduler
+from reflex_runtime.core.time_cost import TimeCost
+from reflex_runtime.sim.service import Affine, Service
 from reflex_runtime.sim.workload import Arrival, RequestStream, WorkloadPart
 
 RETRY = 0.001  # seconds a refused caller waits at least, so that it cannot ask again at the same instant for ever
@@ -278,3 +283,57 @@ def _outcome(ticket: Ticket, units: float) -> Outcome:
     """Done if it was granted all it wanted, else another step."""
     left = ticket.wants - units
     return Done() if left <= 1e-9 else More(wants=left)
+
+
+DEVICE = Affine(0.020, 0.002)  # the device all quoted figures are for: 20 + 2n ms
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """The inputs of a rule.
+
+    max_batch_cost, batch_timeout, goal: seconds; goal is the answer time aimed at. device: the true mean times, for the
+    rules that do not learn. max_batch_size: most requests in a batch, for the rules that count. hold: longest hold of
+    the window rule.
+    """
+
+    max_batch_cost: float = 0.100
+    batch_timeout: float = 0.005
+    goal: float = 0.100
+    device: Affine = DEVICE
+    max_batch_size: int = 32
+    hold: float = inf
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """A named rule. blind: it does not use time limits, so its requests have none (answers are still measured)."""
+
+    name: str
+    make: Callable[[Setting], Decider]
+    blind: bool = True
+
+
+def _window(s: Setting) -> Decider:
+    return Scheduler([GroupConfig(flush=FlushPolicy.window(s.max_batch_cost, s.hold), controller=Planner())])
+
+
+def _by_cost(s: Setting) -> Decider:
+    flush = FlushPolicy.by_cost(s.max_batch_cost, s.batch_timeout)
+    return Scheduler([GroupConfig(flush=flush, cost=partial(TimeCost, affine=False))])
+
+
+def _by_size(s: Setting) -> Decider:
+    flush = FlushPolicy.by_size(s.max_batch_size, s.batch_timeout)
+    return Scheduler([GroupConfig(flush=flush, cost=UnitCost)])
+
+
+def _greedy(s: Setting) -> Decider:
+    return Scheduler([GroupConfig(flush=FlushPolicy(max_batch_size=s.max_batch_size), cost=UnitCost)])
+
+
+WINDOW = Rule("window", _window, blind=False)
+BY_COST = Rule("by_cost", _by_cost)
+BY_SIZE = Rule("by_size", _by_size)
+GREEDY = Rule("greedy", _greedy)
+RULES = {rule.name: rule for rule in (WINDOW, BY_COST, BY_SIZE, GREEDY)}  # what the runtime offers

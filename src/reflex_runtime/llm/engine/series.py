@@ -18,8 +18,7 @@ from reflex_runtime.core.events import BatchScheduled, Event, RequestPreempted, 
 from reflex_runtime.core.request import Ticket
 from reflex_runtime.llm.engine.processor import LLMProcessor
 from reflex_runtime.llm.engine.sequence import Sequence
-from reflex_runtime.observe.series import SeriesSet
-from reflex_runtime.observe.series_table import ENGINE
+from reflex_runtime.observe.series import ENGINE, SeriesSet
 
 SHORT_OF = ("budget", "places", "memory", "share", "room")
 INVARIANTS = ("budget", "conservation", "blocks")

@@ -24,7 +24,7 @@ from reflex_runtime.ipc.messages import Constraint
 from reflex_runtime.llm.engine.generation_options import GENERATION_FILE
 from reflex_runtime.llm.engine.tools import ToolFormat, format_of
 from reflex_runtime.llm.runners.checkpoint import CONFIG_FILE, read_json, token_ids
-from reflex_runtime.settings.json_files import JsonObject
+from reflex_runtime.settings.read import JsonObject
 
 TOKENIZER_FILE: Final = "tokenizer.json"
 SETTINGS_FILE: Final = "tokenizer_config.json"

@@ -31,7 +31,7 @@ from reflex_runtime.llm.runners.model_config import (
     read_json,
     token_ids,
 )
-from reflex_runtime.settings.json_files import shorten
+from reflex_runtime.settings.read import shorten
 
 __all__ = ["CONFIG_FILE", "EMBEDDING", "HEAD", "Checkpoint", "ModelConfig", "RopeScaling", "read_json", "token_ids"]
 

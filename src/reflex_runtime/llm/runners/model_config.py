@@ -18,7 +18,7 @@ import numpy.typing as npt
 from msgspec import Meta
 
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.settings.json_files import JsonObject, shorten
+from reflex_runtime.settings.read import JsonObject, shorten
 
 CONFIG_FILE: Final = "config.json"
 EMBEDDING: Final = "model.embed_tokens.weight"

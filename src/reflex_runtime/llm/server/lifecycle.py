@@ -22,8 +22,7 @@ from reflex_runtime.core.events import Event
 from reflex_runtime.llm.engine.generation_options import SamplingDefaults
 from reflex_runtime.llm.server.model_host import ModelHost, ModelPlan, Open
 from reflex_runtime.observe.live import Live, LiveSnapshot, own_process
-from reflex_runtime.observe.series import SeriesSet
-from reflex_runtime.observe.series_table import MODEL_SERVER
+from reflex_runtime.observe.series import MODEL_SERVER, SeriesSet
 from reflex_runtime.observe.spans import StepSpans, spans_of
 from reflex_runtime.run.audience import Sink
 from reflex_runtime.run.process import in_thread

@@ -20,8 +20,7 @@ from reflex_runtime.llm.server.model_host import ModelPlan, Opening
 from reflex_runtime.observe.files import turn_all
 from reflex_runtime.observe.journal_writer import JournalWriter
 from reflex_runtime.observe.live import LiveProcess
-from reflex_runtime.observe.series import SeriesSet
-from reflex_runtime.observe.series_table import STREAMS
+from reflex_runtime.observe.series import STREAMS, SeriesSet
 from reflex_runtime.run.audience import Sink
 from reflex_runtime.run.process import in_thread
 from reflex_runtime.settings import LLMServeConfig

@@ -27,8 +27,7 @@ from reflex_runtime.llm.server.model_host import Open, Opening
 from reflex_runtime.llm.server.remote_generator import RemoteGenerator
 from reflex_runtime.llm.server.worker_line import Line, TokenizerProcess, WorkersConfig
 from reflex_runtime.observe.live import LiveParts, LiveProcess, LiveSnapshot, added, live_process
-from reflex_runtime.observe.series import SeriesSet, rendered
-from reflex_runtime.observe.series_table import WORKERS
+from reflex_runtime.observe.series import WORKERS, SeriesSet, rendered
 from reflex_runtime.run.audience import Sink
 
 ENDS_WITHIN, AT_LEAST = 10.0, 2.0  # seconds for a process to exit: at most, of the time that is left, and at least

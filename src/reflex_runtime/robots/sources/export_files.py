@@ -22,7 +22,7 @@ from msgspec import Meta
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.robots.policy.spec import Resize, Size
 from reflex_runtime.robots.policy.tokenizer import PROMPT, STATE_BINS, Cleaning, PromptTemplate
-from reflex_runtime.settings.json_files import JsonObject, described
+from reflex_runtime.settings.read import JsonObject, described
 
 CONFIG_FILE: Final = "reflex_config.json"
 

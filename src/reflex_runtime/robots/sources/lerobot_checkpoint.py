@@ -30,7 +30,7 @@ from reflex_runtime.robots.sources.export_files import (
 )
 from reflex_runtime.robots.sources.lerobot_features import WEIGHTS, WHOLE, Features
 from reflex_runtime.run.onnx_session import CPU, CUDA
-from reflex_runtime.settings.json_files import CHECKPOINT_KEYS, JsonObject, json_keys, shorten
+from reflex_runtime.settings.read import CHECKPOINT_KEYS, JsonObject, json_keys, shorten
 
 CONFIG_FILE: Final = "config.json"
 PROCESSORS: Final = ("policy_preprocessor.json", "policy_postprocessor.json")

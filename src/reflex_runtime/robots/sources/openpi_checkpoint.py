@@ -26,7 +26,7 @@ from reflex_runtime.robots.sources.export_directory import check_directory
 from reflex_runtime.robots.sources.export_files import files_hash, model_bytes, model_hash, read_json, whole
 from reflex_runtime.robots.sources.lerobot_checkpoint import check_device, check_lerobot, check_weights, read_robot
 from reflex_runtime.robots.sources.lerobot_features import WEIGHTS
-from reflex_runtime.settings.json_files import JsonObject
+from reflex_runtime.settings.read import JsonObject
 
 OPENPI_FILE: Final = "reflex_openpi.json"
 SIZE: Final = (224, 224)
