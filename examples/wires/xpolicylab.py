@@ -36,7 +36,7 @@ from reflex_runtime.robots.wires.common import (
     nd_in,
     question_of,
 )
-from reflex_runtime.robots.wires.message_session import MessageSession
+from reflex_runtime.robots.wires.vla_eval import MessageSession
 from reflex_runtime.web.app import App
 from reflex_runtime.web.errors import ClientError, describe_error
 from reflex_runtime.web.fields import invalid, printable

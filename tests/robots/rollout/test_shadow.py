@@ -5,20 +5,17 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.robots.rollout.shadow import Difference, Sampler, ShadowDivergence
+from reflex_runtime.robots.rollout.shadow import Difference, ShadowDivergence, sampled
 
 
 def test_v10_the_sample_is_the_share_asked_for_and_the_same_every_time() -> None:
     ids = [f"req-{i}" for i in range(20_000)]
-    taken = {i for i in ids if Sampler(0.1).takes(i)}
+    taken = {i for i in ids if sampled(i, 0.1)}
     assert 0.092 < len(taken) / len(ids) < 0.108
-    assert taken == {i for i in ids if Sampler(0.1).takes(i)}
-    assert taken < {i for i in ids if Sampler(0.5).takes(i)}  # a larger share keeps those it had
-    assert not any(Sampler(0.0).takes(i) for i in ids)
-    assert all(Sampler(1.0).takes(i) for i in ids)
-    with pytest.raises(ConfigError, match=r"--shadow-sample=1.5: must be in \[0, 1\]"):
-        Sampler(1.5)
+    assert taken == {i for i in ids if sampled(i, 0.1)}
+    assert taken < {i for i in ids if sampled(i, 0.5)}  # a larger share keeps those it had
+    assert not any(sampled(i, 0.0) for i in ids)
+    assert all(sampled(i, 1.0) for i in ids)
 
 
 def test_v10_divergence_is_told_per_joint_and_per_step() -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from reflex_runtime.observe.journal_reader import read_journal
-from reflex_runtime.robots.rollout.shadow import Sampler
+from reflex_runtime.robots.rollout.shadow import sampled
 from serving.exports import expected
 from serving.harness import STATE, Server
 from serving.pair import Pair, admin, until, version_of
@@ -92,7 +92,7 @@ def test_v10_the_sampled_share_is_asked_and_no_other(pair: Pair) -> None:
     ids = [f"r{i}" for i in range(60)]
     with with_shadow(pair, pair.v2, sample=0.3) as server:
         ask(server, 60)
-        wanted = sum(Sampler(0.3).takes(i) for i in ids)
+        wanted = sum(sampled(i, 0.3) for i in ids)
         assert 0 < wanted < 60
         until(lambda: (t := told(server))["compared"] + t["dropped"] == wanted)
 

@@ -9,7 +9,6 @@ import json
 import math
 import time
 from collections.abc import Callable, Sequence
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -148,10 +147,20 @@ class CheckContext:
         known = [word for word in sorted(words, key=lambda word: int(words[word])) if word.isalnum()] or ["open"]
         return [" ".join(known[: spec.max_tokens]), " ".join(known[-spec.max_tokens :])]
 
-    def sample(self, number: int, without: frozenset[str] = frozenset()) -> Any:
-        """A made-up request; see `trial.sample`."""
-        texts = self.instructions
-        return sample(self.policy, number, texts[number % len(texts)], without)
+    def sample(self, number: int, without: frozenset[str] = frozenset()) -> Request:
+        """A made-up request, the same for the same number in every process: noise as pictures, a state near its mean.
+
+        It has no episode: nothing is cached. without: cameras that are left out.
+        """
+        spec, rng, texts = self.policy.spec, np.random.Generator(np.random.PCG64(number)), self.instructions
+        images = {name: rng.integers(0, 256, (*size, 3), np.uint8) for name, size in spec.images.items()}
+        observation = self.policy.prepare(
+            images={name: image for name, image in images.items() if name not in without},
+            instruction=texts[number % len(texts)],
+            state=sample_state(spec, rng),
+            request_id=f"sample-{number}",
+        )
+        return self.policy.request(observation, client=number)
 
     def joints(self, which: NDArray[Any]) -> str:
         names = self.spec.embodiment.action_names
@@ -166,6 +175,27 @@ def some(problems: Sequence[str], most: int = 6) -> str:
 def size(count: float) -> str:
     """A number of bytes with a unit."""
     return f"{count / 2**20:.1f} MB" if count < 2**30 else f"{count / 2**30:.1f} GB"
+
+
+def typical_action(spec: PolicySpec) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """(the middle of the training's actions, how far from it they usually are), each [action_dim], in robot's units.
+
+    The middle is at the middle of its states, where actions are added to the state.
+    """
+    norm, dim = spec.action_norm, spec.action_dim
+    offset = np.zeros(dim, np.float32) if norm is None else norm.middle
+    scale = np.ones(dim, np.float32) if norm is None else norm.scale
+    state = np.zeros(spec.state_dim, np.float32) if spec.state_norm is None else spec.state_norm.middle
+    middle = transformed(offset, spec.action_transforms, state)
+    return middle, np.abs(transformed(offset + scale, spec.action_transforms, state) - middle)
+
+
+def sample_state(spec: PolicySpec, rng: np.random.Generator) -> NDArray[np.float32] | None:
+    """A state within one standard deviation of its mean, in the robot's units; None where the policy takes none."""
+    if not spec.takes_state:
+        return None
+    drawn = rng.uniform(-1.0, 1.0, spec.state_dim).astype(np.float32)
+    return drawn if spec.state_norm is None else spec.state_norm.denormalise(drawn)
 
 
 # -- reading it --------------------------------------------------------------------------------------------------------
@@ -607,45 +637,3 @@ OTHER: Final = (
     *_RUNS[1:],
 )
 """The same for what is no export: its own reader checks its files."""
-
-
-# -- made-up observations ----------------------------------------------------------------------------------------------
-
-
-def sample(
-    policy: Policy, number: int, instruction: str | None, without: AbstractSet[str] = frozenset()
-) -> Request:
-    """A made-up request, the same for the same number in every process: noise as pictures, a state near its mean.
-
-    without: cameras that are left out.
-    """
-    spec, rng = policy.spec, np.random.Generator(np.random.PCG64(number))
-    images = {name: rng.integers(0, 256, (*size, 3), np.uint8) for name, size in spec.images.items()}
-    observation = policy.prepare(
-        images={name: image for name, image in images.items() if name not in without},
-        instruction=instruction,
-        state=sample_state(spec, rng),
-        request_id=f"sample-{number}",
-    )
-    return policy.request(observation, client=number)
-
-
-def typical_action(spec: PolicySpec) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """(the middle of the training's actions, how far from it they usually are), each [action_dim], in robot's units.
-
-    The middle is at the middle of its states, where actions are added to the state.
-    """
-    norm, dim = spec.action_norm, spec.action_dim
-    offset = np.zeros(dim, np.float32) if norm is None else norm.middle
-    scale = np.ones(dim, np.float32) if norm is None else norm.scale
-    state = np.zeros(spec.state_dim, np.float32) if spec.state_norm is None else spec.state_norm.middle
-    middle = transformed(offset, spec.action_transforms, state)
-    return middle, np.abs(transformed(offset + scale, spec.action_transforms, state) - middle)
-
-
-def sample_state(spec: PolicySpec, rng: np.random.Generator) -> NDArray[np.float32] | None:
-    """A state within one standard deviation of its mean, in the robot's units; None where the policy takes none."""
-    if not spec.takes_state:
-        return None
-    drawn = rng.uniform(-1.0, 1.0, spec.state_dim).astype(np.float32)
-    return drawn if spec.state_norm is None else spec.state_norm.denormalise(drawn)

@@ -152,7 +152,9 @@ class RolloutReport:
 
     def _head(self) -> str:
         files = f"{len(self.files)} recordings" if len(self.files) > 1 else str(self.files[0])
-        span = f"{_clock(self.started)} to {_clock(self.ended)} UTC, {_long(self.ended - self.started)}"
+        seconds = self.ended - self.started
+        long = f"{seconds:.0f} s" if seconds < 120.0 else f"{seconds / 60:.0f} minutes"
+        span = f"{_clock(self.started)} to {_clock(self.ended)} UTC, {long}"
         lines = [_cut(files, WIDTH), span]
         if self.dropped:
             lines.append(f"{self.dropped:,} lines were dropped: the disk could not keep up")
@@ -172,8 +174,8 @@ class RolloutReport:
         row("requests", lambda s: f"{s.requests:,}")
         row("  answered", lambda s: f"{len(s.latencies):,}")
         row("episodes", lambda s: f"{len(s.started):,}, {s.finished:,} with an outcome")
-        row("success", lambda s: "–" if not s.finished else f"{s.successes} of {s.finished}, {_share(s)}")
-        row("  95 % interval", lambda s: "–" if not s.finished else _interval(s))
+        row("success", _success)
+        row("  95 % interval", _interval)
         row("latency p50, ms", lambda s: _ms(s.latency(0.50)))
         row("latency p99, ms", lambda s: _ms(s.latency(0.99)))
         row("guard clamped", lambda s: f"{s.clamped:,}")
@@ -397,17 +399,14 @@ def _cut(text: str, width: int) -> str:
     return shown if len(shown) <= width else shown[: max(0, width - 1)] + "…"
 
 
-def _share(slot: SlotReport) -> str:
-    return f"{slot.successes / slot.finished:.1%}"
+def _success(slot: SlotReport) -> str:
+    n, k = slot.finished, slot.successes
+    return f"{k} of {n}, {k / n:.1%}" if n else "–"
 
 
 def _interval(slot: SlotReport) -> str:
     low, high = wilson(slot.successes, slot.finished)
-    return f"{low:.1%} to {high:.1%}"
-
-
-def _long(seconds: float) -> str:
-    return f"{seconds:.0f} s" if seconds < 120.0 else f"{seconds / 60:.0f} minutes"
+    return f"{low:.1%} to {high:.1%}" if slot.finished else "–"
 
 
 def _ms(value: float | None) -> str:

@@ -100,15 +100,9 @@ class Observation:
         """
         if role in self.images:
             return self.images[role]
-        if role == "tokens":
-            assert self.tokens is not None
-            return self.tokens
-        if role == "state":
-            assert self.state is not None
-            return self.state
-        if role == "token_mask":
-            assert self.token_mask is not None
-            return self.token_mask
+        if role in ("tokens", "token_mask", "state"):
+            value: NDArray[Any] = getattr(self, role)
+            return value
         if role == "image_masks":
             return np.array([self.present[name] for name in self.images], np.bool_).T
         return np.array(self.present[role.removeprefix(IMAGE_MASK)], np.bool_)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections import OrderedDict
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
@@ -40,13 +41,11 @@ class Prefix(Protocol):
     def nbytes(self) -> int: ...
 
 
+@dataclass(slots=True)
 class _Entry:
-    __slots__ = ("nbytes", "prefix", "reused")
-
-    def __init__(self, prefix: Prefix) -> None:
-        self.prefix = prefix
-        self.nbytes = prefix.nbytes + ENTRY_OVERHEAD
-        self.reused = 0  # chunks answered with it for another picture
+    prefix: Prefix
+    nbytes: int
+    reused: int = 0  # chunks answered with it for another picture
 
 
 class PrefixCache:
@@ -90,7 +89,7 @@ class PrefixCache:
 
     def insert(self, key: PrefixKey, prefix: Prefix) -> None:
         """Keep a prefix; it replaces what was kept under the key."""
-        entry = _Entry(prefix)
+        entry = _Entry(prefix, prefix.nbytes + ENTRY_OVERHEAD)
         if entry.nbytes > self.max_bytes:
             return
         with self._lock:

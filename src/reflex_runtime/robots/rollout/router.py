@@ -41,12 +41,11 @@ class Routing:
     changed: bool = False
 
 
+@dataclass(slots=True)
 class _Episode:
-    __slots__ = ("moved", "slot", "used")
-
-    def __init__(self, slot: str, used: float) -> None:
-        self.slot, self.used = slot, used
-        self.moved = False  # since the client was last informed
+    slot: str
+    used: float
+    moved: bool = False  # since the client was last informed
 
 
 class Router:

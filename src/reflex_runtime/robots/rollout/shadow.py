@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from reflex_runtime.core.batch import Done
-from reflex_runtime.core.errors import ConfigError, Dropped, ReflexError
+from reflex_runtime.core.errors import Dropped, ReflexError
 from reflex_runtime.core.events import BatchFinished, BatchScheduled, Event, RequestAnswered
 from reflex_runtime.core.request import Ticket
 from reflex_runtime.observe.metrics import Metrics
@@ -44,18 +44,10 @@ WAITING: Final = 1024  # sampled requests that wait for their other answer
 TOLD: Final = 60.0  # seconds between log lines about a failing shadow
 
 
-class Sampler:
-    """Draws a share of the requests, by SHA-256 of their ids. share: in [0, 1]."""
-
-    def __init__(self, share: float) -> None:
-        if not 0.0 <= share <= 1.0:
-            raise ConfigError(f"--shadow-sample={share:g}: must be in [0, 1]")
-        self.share = share
-
-    def takes(self, request_id: str) -> bool:
-        """Whether this request is sampled."""
-        digest = hashlib.sha256(b"shadow:" + request_id.encode("utf-8", "surrogatepass")).digest()
-        return int.from_bytes(digest[:8], "big") < self.share * 2.0**64
+def sampled(request_id: str, share: float) -> bool:
+    """Whether this request is in the sample, by SHA-256 of its id. share: of all requests, in [0, 1]."""
+    digest = hashlib.sha256(b"shadow:" + request_id.encode("utf-8", "surrogatepass")).digest()
+    return int.from_bytes(digest[:8], "big") < share * 2.0**64
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +159,7 @@ class Shadowing:
     ) -> None:
         self._slot, self._batcher, self._threads, self._metrics = slot, batcher, decode_pool, metrics
         self._publish = publish
-        self._sampler = Sampler(share)
+        self._share = share
         self.divergence = ShadowDivergence()
         self.on_difference, self.on_stopped = on_difference, on_stopped
         self.dropped = self.failed = 0
@@ -181,7 +173,7 @@ class Shadowing:
 
     def takes(self, request_id: str) -> bool:
         """Whether the shadow runs this request."""
-        return self._sampler.takes(request_id)
+        return sampled(request_id, self._share)
 
     def ask(self, request_id: str, slot: str, actions: NDArray[np.float32], prepare: Prepare) -> None:
         """Run the shadow on a request that `slot` answered with `actions`. prepare: the job that makes the
@@ -287,7 +279,7 @@ class Shadowing:
         return {
             "model": self._slot.version.name,
             "export_dir": policy.spec.source,
-            "sample": self._sampler.share,
+            "sample": self._share,
             "verdict": self.verdict,
             "why": self.stopped or None,
             "dropped": self.dropped,

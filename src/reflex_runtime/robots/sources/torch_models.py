@@ -68,7 +68,7 @@ class _Placed:
     def __init__(self, module: Any, device: DeviceOptions, masks: bool) -> None:
         self.masks = masks
         self.device = torch_device(device)
-        self.dtype = torch_dtype(device)
+        self.dtype = None if device.dtype == "stored" else getattr(torch, device.dtype)
         torch.set_num_threads(device.threads)
         if isinstance(module, torch.nn.Module):
             module.eval().requires_grad_(False)
@@ -167,7 +167,11 @@ class TorchWhole(WholeModel):
 
     def __init__(self, spec: PolicySpec, module: Any, device: DeviceOptions | None = None) -> None:
         device = device or DeviceOptions()
-        check_no_graphs(device)
+        if device.captured_sizes:
+            raise ConfigError(
+                "--cuda-graphs: captures the steps of staged policies, and this one makes its chunk in one call; leave "
+                "the option out"
+            )
         super().__init__(_identified(spec, module))
         self._placed = _Placed(module, device, bool(spec.optional_images))
         self.provider, self.half = device.provider, _is_half(module)
@@ -194,20 +198,6 @@ def torch_device(device: DeviceOptions) -> str:
             "use --provider cpu"
         )
     return name
-
-
-def check_no_graphs(device: DeviceOptions) -> None:
-    """ConfigError if a model that makes its chunk in one call is to be captured."""
-    if device.captured_sizes:
-        raise ConfigError(
-            "--cuda-graphs: captures the steps of staged policies, and this one makes its chunk in one call; leave the "
-            "option out"
-        )
-
-
-def torch_dtype(device: DeviceOptions) -> Any:
-    """The type by torch's name, None to leave the weights as they are stored."""
-    return None if device.dtype == "stored" else getattr(torch, device.dtype)
 
 
 def taken(tensor: Tensor) -> Floats:
