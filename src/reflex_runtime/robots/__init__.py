@@ -14,9 +14,9 @@ Public names, and how a server uses them:
     request = policy.request(observation, client=…, time_limit=…)          on the event loop: a core Request to submit
     chunk: ActionChunk = the value of its Done                             actions, denoising_steps, cache, guard
 
-The layers under them: `source` and `export` (files → a `PolicySpec`), `model` (what computes: ONNX graphs or anything
-else), `observation` (what goes in and comes out), `base` (what both kinds of policies share), `monolithic` and
-`decomposed` (the two kinds), `prefix_cache`, `guard`, `faults`.
+The layers under them: `sources` (files → a `PolicySpec` and its model: ONNX graphs, PyTorch or anything else), and in
+`policy`: `observation` (what goes in and comes out), `base` (what both kinds of policies share) and `decomposed`,
+`prefix_cache`, `guard`, `faults`.
 """
 
 from __future__ import annotations

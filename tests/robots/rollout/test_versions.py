@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 import reflex_runtime.robots.sources.export_directory as export_module
-import reflex_runtime.robots.sources.memory as memory
 from forked import reflex
 from reflex_runtime.cli import main
 from reflex_runtime.robots import load_policy
 from reflex_runtime.robots.rollout.router import bucket
+from reflex_runtime.robots.sources import memory
 from reflex_runtime.web import supervisor
 from robots.tiny import write_export
 from serving.exports import write_tiny

@@ -24,7 +24,7 @@ from reflex_runtime.core.errors import ConfigError  # noqa: E402
 from reflex_runtime.core.request import Ticket  # noqa: E402
 from reflex_runtime.robots import DecomposedPolicy, DeviceOptions, Export, Policy, load_policy  # noqa: E402
 from reflex_runtime.robots.serving.slots import group_of  # noqa: E402
-from reflex_runtime.robots.sources import torch_models as torch_graphs  # noqa: E402
+from reflex_runtime.robots.sources import torch_models  # noqa: E402
 from reflex_runtime.robots.sources.load import read_source  # noqa: E402
 from reflex_runtime.robots.sources.torch_models import MOST_SHAPES, CapturedStep, TorchStaged, TorchWhole, UploadedOnce  # noqa: E402  # noqa: E402
 from reflex_runtime.run.onnx_session import CUDA  # noqa: E402
@@ -114,9 +114,9 @@ def test_p7_padding_rows_are_copies_of_the_last_row() -> None:
 def test_p7_prefixes_are_copied_in_once_while_the_same_requests_step(monkeypatch: pytest.MonkeyPatch) -> None:
     policy, _ = graphed()
     filled: list[str] = []
-    fill = torch_graphs._fill
+    fill = torch_models._fill
     monkeypatch.setattr(
-        torch_graphs, "_fill", lambda buffers, given: (filled.append("+".join(given)), fill(buffers, given))[1]
+        torch_models, "_fill", lambda buffers, given: (filled.append("+".join(given)), fill(buffers, given))[1]
     )
     batches(policy, 4)
     assert filled == ["scene+state", *["x+k"] * 10]

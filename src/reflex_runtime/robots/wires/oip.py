@@ -11,7 +11,6 @@ from collections import OrderedDict
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 from math import prod
 from typing import Annotated, Any, Final, NamedTuple
 
@@ -72,9 +71,8 @@ class Tensor:
 
 def tensor_of_bytes(name: str, datatype: str, shape: Sequence[int], data: bytes | memoryview) -> Tensor:
     """A tensor from raw little-endian bytes; elements of BYTES have a length prefix."""
-    size = _size(name, shape)
+    size = _size(name, datatype, shape)
     if datatype == "BYTES":
-        _check_texts(name, size)
         return Tensor(name, datatype, tuple(shape), _texts(name, size, memoryview(data)))
     try:
         values = array_in(data, _dtype(name, datatype), list(shape))
@@ -85,15 +83,15 @@ def tensor_of_bytes(name: str, datatype: str, shape: Sequence[int], data: bytes 
 
 def tensor_of_values(name: str, datatype: str, shape: Sequence[int], values: Any) -> Tensor:
     """A tensor from numbers or texts in C order: a list, which may be nested."""
-    size = _size(name, shape)
+    size = _size(name, datatype, shape)
     flat = _flat(name, values)
     if len(flat) != size:
         raise invalid_input(name, f"{len(flat)} values do not make shape {list(shape)}")
     if datatype == "BYTES":
-        _check_texts(name, size)
         if not all(isinstance(value, (str, bytes)) for value in flat):
             raise invalid_input(name, "BYTES must be texts")
-        return Tensor(name, datatype, tuple(shape), [_bytes(value) for value in flat])
+        texts = [value.encode("utf-8", "surrogatepass") if isinstance(value, str) else value for value in flat]
+        return Tensor(name, datatype, tuple(shape), texts)
     dtype = np.dtype(_dtype(name, datatype))
     try:
         return Tensor(name, datatype, tuple(shape), _array(name, datatype, flat, dtype).reshape(shape))
@@ -109,10 +107,6 @@ def _array(name: str, datatype: str, flat: list[Any], dtype: np.dtype[Any]) -> N
     raise invalid_input(name, f"holds what is no {datatype}")
 
 
-def _bytes(value: str | bytes) -> bytes:
-    return value.encode("utf-8", "surrogatepass") if isinstance(value, str) else value
-
-
 def _flat(name: str, values: Any) -> list[Any]:
     if not isinstance(values, list):
         raise invalid_input(name, "its data must be a list")
@@ -124,15 +118,13 @@ def _flat(name: str, values: Any) -> list[Any]:
     return flat
 
 
-def _size(name: str, shape: Sequence[int]) -> int:
+def _size(name: str, datatype: str, shape: Sequence[int]) -> int:
     if len(shape) > MAX_DIMENSIONS or not all(type(n) is int and 0 <= n < 2**31 for n in shape):
         raise invalid_input(name, f"shape must have at most {MAX_DIMENSIONS} whole numbers")
-    return prod(shape)
-
-
-def _check_texts(name: str, size: int) -> None:
-    if size > MAX_TEXTS:
+    size = prod(shape)
+    if datatype == "BYTES" and size > MAX_TEXTS:
         raise invalid_input(name, f"has {size} BYTES, at most {MAX_TEXTS} are read")
+    return size
 
 
 def _dtype(name: str, datatype: str) -> str:
@@ -263,15 +255,15 @@ def questions(
     robot, episode = limits.robot_id, limits.episode_id or sequences.episode(sent.parameters)
     found = []
     for row in range(rows):
-        of_row = partial(_part, f"/{row}" if rows > 1 else "")
+        part = f"/{row}" if rows > 1 else ""
         found.append(
             Question(
                 images=tuple((name, name, _picture(given[name], row)) for name in spec.images if name in given),
                 state=_state(given[_STATE], row) if spec.takes_state else None,
                 instruction=_text(given[_INSTRUCTION], row) if spec.takes_text else None,
-                robot_id=of_row(robot),
-                episode_id=of_row(episode),
-                request_id=of_row(sent.id),
+                robot_id=robot + part if robot else None,
+                episode_id=episode + part if episode else None,
+                request_id=sent.id + part if sent.id else None,
                 seed=_seed(given[_SEED], row) if _SEED in given else None,
                 executed=limits.executed,
                 priority=PRIORITIES[limits.priority or "default"],
@@ -279,10 +271,6 @@ def questions(
             )
         )
     return found
-
-
-def _part(part: str, name: str | None) -> str | None:
-    return name + part if name else None
 
 
 def _check_names(sent: InferRequest, given: Sequence[str], expected: Sequence[str], optional: Collection[str]) -> None:
