@@ -27,7 +27,7 @@ from reflex_runtime.observe.live import Live, LiveSnapshot, own_process
 from reflex_runtime.observe.series import COORDINATORS, FEEDS, FEEDS_AT_COORDINATORS, OUTPUTS
 from reflex_runtime.run.coordinator import BatchCoordinator
 from reflex_runtime.run.process import loop_factory
-from reflex_runtime.settings import FeedsConfig
+from reflex_runtime.settings import FeedsConfig, ServerConfig
 from reflex_runtime.version import __version__
 from reflex_runtime.web.app import App
 from reflex_runtime.web.dashboard import dashboard_routes, grid_route
@@ -269,7 +269,7 @@ class StatusServer:
 
     def __init__(self, settings: FeedsConfig, pages: Callable[[], FeedPages]) -> None:
         self.address, self.url = (settings.host, settings.port), ""
-        self._settings, self._pages = _StatusLimits(settings), pages
+        self._settings, self._pages = _limits_of(settings), pages
         self._thread: threading.Thread | None = None
         self._stop: Callable[[], Any] = lambda: None
 
@@ -342,21 +342,17 @@ class _StatusHost:
         """There are none."""
 
 
-class _StatusLimits:
+def _limits_of(settings: FeedsConfig) -> ServerConfig:
     """The settings of the HTTP layer: those of the feeds, and limits for a server that is asked by few."""
-
-    max_connections: Final = 256
-    idle_timeout_s: Final = 75.0
-    head_timeout_s: Final = 10.0
-    body_timeout_s: Final = 10.0
-    max_bodies_mb: Final = 1.0
-    max_body_bytes: Final = 1 << 16
-    drain_timeout_s: Final = 0.0
-    ssl_certfile: Final = ""
-    ssl_keyfile: Final = ""
-
-    def __init__(self, settings: FeedsConfig) -> None:
-        self.host, self.api_key, self.allow_host = settings.host, settings.api_key, settings.allow_host
+    return ServerConfig(
+        host=settings.host,
+        api_key=settings.api_key,
+        allow_host=settings.allow_host,
+        max_connections=256,
+        body_timeout_s=10.0,
+        max_bodies_mb=1.0,
+        max_body_bytes=1 << 16,
+    )
 
 
 def _missing(routes: Mapping[str, Route], path: str) -> str:

@@ -19,6 +19,7 @@ from prometheus_client import disable_created_metrics
 
 from reflex_runtime.observe.logs import leave
 from reflex_runtime.run.process import freed_memory, freeze_loaded, give_back_when_idle, loop_factory, prepare_memory
+from reflex_runtime.settings import LLMServeConfig, ServeConfig, ServerConfig
 from reflex_runtime.web.app import App
 from reflex_runtime.web.connections import ConnectionLimits, connections_of, most_connections
 from reflex_runtime.web.supervisor import BACKLOG, Parent
@@ -31,27 +32,6 @@ ARRIVED: Final = 0.5  # seconds at most to accept and read what has reached this
 UNREAD: Final = 2.0  # seconds that callers have at the end to take their answers
 TOLD_EVERY: Final = 5.0  # seconds between lines in the log while it starts
 _TURNS: Final = 8  # of the loop in which nothing new was seen: accept, read, start the task, and some to spare
-
-
-class ServerSettings(Protocol):
-    """The settings of connections and of the end."""
-
-    @property
-    def max_connections(self) -> int: ...
-    @property
-    def idle_timeout_s(self) -> float: ...
-    @property
-    def head_timeout_s(self) -> float: ...
-    @property
-    def body_timeout_s(self) -> float: ...
-    @property
-    def max_body_bytes(self) -> int: ...
-    @property
-    def drain_timeout_s(self) -> float: ...
-    @property
-    def ssl_certfile(self) -> str: ...
-    @property
-    def ssl_keyfile(self) -> str: ...
 
 
 class Host(Protocol):
@@ -219,7 +199,7 @@ Make = Callable[[Callable[[], None], Parent | None], tuple[App, Host]]
 def serve(
     make: Make,
     sockets: Sequence[socket.socket],
-    settings: ServerSettings,
+    settings: ServeConfig | LLMServeConfig,
     on_listening: Callable[[], None] | None = None,
     on_ready: Callable[[Any], None] | None = None,
     parent: Parent | None = None,
@@ -239,7 +219,7 @@ def serve(
 async def serving(
     make: Make,
     sockets: Sequence[socket.socket],
-    settings: ServerSettings,
+    settings: ServeConfig | LLMServeConfig,
     on_listening: Callable[[], None] | None = None,
     on_ready: Callable[[Any], None] | None = None,
     parent: Parent | None = None,
@@ -264,7 +244,7 @@ async def serving(
     return EXIT_FAILED if life.lost or host.error else EXIT_OK, life.clean
 
 
-def uvicorn_config(app: App, settings: ServerSettings) -> uvicorn.Config:
+def uvicorn_config(app: App, settings: ServerConfig) -> uvicorn.Config:
     """How uvicorn serves an application with these settings."""
     logging.getLogger("uvicorn").setLevel(logging.CRITICAL)  # it logs every websocket and bad request; we log the rest
     limits = ConnectionLimits(
