@@ -1,9 +1,10 @@
 """Processes that have the command's imports behind them: half a second of CPU time less for each run of a test.
 
 One process per pytest process imports what `reflex serve` and `reflex feeds` import, and forks at its top level for
-every `Forked`. The fork runs its code as `python -c` would: its own environment, directory and descriptors, and a whole
-interpreter exit.
-What a test can no longer see there is an import that is missing, or slow: those tests start a `Popen`.
+every `Forked`. The fork runs its code as `python -c` would: its own environment, directory and descriptors, its threads awaited and
+its exit functions called at the end. What the interpreter does after that is left out: it looks at every object that
+was imported, so that all their pages are copied, which takes as long as starting a server.
+What a test can no longer see there is that, and an import that is missing, or slow: those tests start a `Popen`.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _SIZE: Final = 64  # bytes of a message in either direction
 
 # Each request is five descriptors: the program, where to tell pid and status, and the three standard ones.
 _FORKS = """
-import gc, json, os, select, signal, socket, sys
+import atexit, gc, json, os, select, signal, socket, sys, threading, traceback
 sys.path += os.environ["TESTS"].split(":")
 from reflex_runtime.run.process import telemetry_off
 telemetry_off()
@@ -100,7 +101,28 @@ def become(program, told, *standard):
     os.chdir(wanted["cwd"])
     return wanted["code"]
 
-exec(become(*serve(socket.socket(fileno=int(sys.argv.pop())))), {"__name__": "__main__"})
+def run(code):
+    try:
+        exec(code, {"__name__": "__main__"})
+    except SystemExit as left:
+        if left.code is None or isinstance(left.code, int):
+            return left.code or 0
+        print(left.code, file=sys.stderr)
+    except Exception:
+        traceback.print_exc()
+    else:
+        return 0
+    return 1
+
+status = run(become(*serve(socket.socket(fileno=int(sys.argv.pop())))))
+threading._shutdown()
+atexit._run_exitfuncs()
+for stream in (sys.stdout, sys.stderr):
+    try:
+        stream.flush()
+    except OSError:
+        status = status or 120  # as the interpreter does
+os._exit(status & 255)
 """
 
 

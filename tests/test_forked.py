@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from forked import PATIENCE, reflex
+from forked import PATIENCE, Forked, reflex
 from reflex_runtime.version import __version__
 from serving.exports import write_tiny
 from serving.harness import Server
@@ -32,6 +32,17 @@ def test_it_is_given_words_and_surroundings_and_answers_with_both_streams_and_a_
     done = reflex("trace", "nothing.jsonl", cwd=tmp_path)
     assert done.returncode == 1
     assert done.stderr.startswith("reflex trace: nothing.jsonl: ")
+
+
+def test_its_threads_are_awaited_and_what_it_leaves_with_is_told() -> None:
+    code = """
+import sys, threading
+threading.Thread(target=lambda: (threading.main_thread().join(), print("after", end=""))).start()
+sys.exit("wrong")
+"""
+    process = Forked(code, env={}, stdout=subprocess.PIPE)
+    assert process.communicate(PATIENCE) == (b"after", b"wrong\n")
+    assert process.returncode == 1
 
 
 def test_it_ends_with_the_tests_however_those_end() -> None:
