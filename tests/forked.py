@@ -1,9 +1,9 @@
 """Processes that have the command's imports behind them: half a second of CPU time less for each run of a test.
 
 One process per pytest process imports what `reflex serve` and `reflex feeds` import, and forks at its top level for
-every `Forked`. The fork runs its code as `python -c` would: its own environment, directory and descriptors, its threads awaited and
-its exit functions called at the end. What the interpreter does after that is left out: it looks at every object that
-was imported, so that all their pages are copied, which takes as long as starting a server.
+every `Forked`. The fork runs its code as `python -c` would: its own environment, directory and descriptors, its
+threads awaited and its exit functions called at the end. What the interpreter does after that is left out: it looks at
+every object that was imported, so that all their pages are copied, which takes as long as starting a server.
 What a test can no longer see there is that, and an import that is missing, or slow: those tests start a `Popen`.
 """
 

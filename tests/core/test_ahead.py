@@ -19,6 +19,7 @@ from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.core.request import Priority, Request, TicketState
 from reflex_runtime.core.scheduler import Scheduler
 from reflex_runtime.core.time_cost import TimeCost
+from thinned import thinned
 
 
 def known(size: int = 2, **config: Any) -> Scheduler:
@@ -256,14 +257,17 @@ def test_the_end_of_the_running_batch_may_be_a_failure() -> None:
     assert [outcome_of(t) for t in settled(scheduler)] == ["processor_failed"] * 2 + ["ok"] * 2
 
 
-def test_ahead_and_at_the_boundary_are_the_same_batches() -> None:
+@pytest.mark.parametrize("histories", thinned([15, 60], [15]))
+def test_ahead_and_at_the_boundary_are_the_same_batches(histories: int) -> None:
     """Random loads on two schedulers, one of which forms ahead and at times takes it back: the same batches at the same
     times, and the same shares."""
-    for seed in range(60):
+    formed = 0
+    for seed in range(histories):
         runs = [_history(seed, ahead) for ahead in (False, True)]
         assert runs[0][:2] == runs[1][:2], seed
         assert runs[1][2] > 0 or seed, "nothing was formed ahead"
-    assert sum(_history(seed, True)[2] for seed in range(60)) > 200
+        formed += runs[1][2]
+    assert formed > 3.3 * histories
 
 
 def _learned() -> TimeCost:

@@ -69,8 +69,12 @@ def test_nothing_is_tried_where_it_makes_no_difference() -> None:
 
 @pytest.mark.parametrize(
     ("callers", "decoding", "least"),
-    [(8, 0.0013, 7.5), (8, 0.00035, 7.5), (32, 0.0013, 28.0), (32, 0.00035, 28.0)],
-    ids=["8_png", "8_jpeg", "32_png", "32_jpeg"],
+    [
+        pytest.param(8, 0.0013, 7.5, id="8_png"),
+        pytest.param(8, 0.00035, 7.5, id="8_jpeg", marks=pytest.mark.long),
+        pytest.param(32, 0.0013, 28.0, id="32_png", marks=pytest.mark.long),
+        pytest.param(32, 0.00035, 28.0, id="32_jpeg"),
+    ],
 )
 def test_callers_with_pictures_share_one_batch_where_one_core_decodes_and_runs(
     callers: int, decoding: float, least: float

@@ -35,7 +35,7 @@ from .helpers import ask, ask_many, finish, scheduler_of, take, trained
 from .histories import SCENARIOS, Play
 
 REPEATABLE = settings(
-    max_examples=60,
+    max_examples=25,
     deadline=None,
     derandomize=True,
     database=None,

@@ -52,6 +52,7 @@ from reflex_runtime.feeds.runtime.health import (
 )
 from reflex_runtime.feeds.runtime.pipeline import Frame, Pipeline, Source, SourceError
 from reflex_runtime.feeds.runtime.snapshot import DROPS, StageFigures
+from thinned import thinned
 
 
 class Made:
@@ -695,7 +696,7 @@ def test_a_feed_that_gets_no_threads_says_so(monkeypatch: pytest.MonkeyPatch) ->
 # -- conservation ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", thinned(range(4), [0]))
 @pytest.mark.parametrize("live", [True, False])
 def test_every_frame_of_a_chaotic_camera_is_in_one_place_at_every_moment(seed: int, live: bool) -> None:
     chance = random.Random(seed)

@@ -19,6 +19,7 @@ from reflex_runtime.ipc.frames import ProtocolError, RpcError
 from reflex_runtime.ipc.generate_batcher import GenerateBatcher, GenerateBatcherConfig
 from reflex_runtime.ipc.peer import ConnectionLost
 from reflex_runtime.ipc.registry import StreamHandle
+from thinned import thinned
 
 OPERATIONS = 15_000  # of each seed; whatever can happen happens dozens of times
 CONFIG = GenerateBatcherConfig(
@@ -240,7 +241,7 @@ def objects() -> int:
     return len(gc.get_objects())
 
 
-@pytest.mark.parametrize("seed", [6, 7])
+@pytest.mark.parametrize("seed", thinned([6, 7], [6]))
 def test_x2_random_operations_settle_every_caller_once_and_return_every_place(
     seed: int, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -24,6 +24,7 @@ from reflex_runtime.llm.runners.adapters import MOST_ADAPTERS, MOST_NUMBER, Adap
 from reflex_runtime.llm.runners.checkpoint import Checkpoint
 from reflex_runtime.llm.runners.openvino_runner import OpenVinoRunner
 from reflex_runtime.llm.runners.torch_runner import TorchRunner
+from thinned import thinned
 
 COUNT = 10  # tokens to write
 RUNNERS: dict[str, Any] = {"openvino": OpenVinoRunner, "torch": TorchRunner}
@@ -54,7 +55,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return random_model("llama", tmp_path_factory.mktemp("llama"))
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen2", "qwen3"])
+@pytest.fixture(scope="module", params=thinned(["llama", "qwen2", "qwen3"], ["llama", "qwen3"]))
 def written(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """A model, three adapters that differ in all they can, and what the reference writes with each and with none."""
     root = tmp_path_factory.mktemp(request.param)

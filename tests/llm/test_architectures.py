@@ -32,6 +32,7 @@ from reflex_runtime.llm.engine.toy import ByteTokenizer
 from reflex_runtime.llm.runners.openvino_runner import OpenVinoRunner
 from reflex_runtime.llm.runners.runner import Runner
 from reflex_runtime.llm.runners.torch_runner import TorchRunner
+from thinned import thinned
 
 SERVED = [kind for kind in ANY if kind != "Mamba"]
 CONVERTED = ["Gemma3", "Phi3", "Mixtral", "GPT2"]
@@ -58,10 +59,6 @@ def tracing() -> Any:
     return import_module("reflex_runtime.llm.runners.openvino_tracing")
 
 
-def some(kinds: list[str], often: tuple[str, ...] = OFTEN) -> list[Any]:
-    return [pytest.param(kind, marks=() if kind in often else pytest.mark.long) for kind in kinds]
-
-
 def prompts() -> list[list[int]]:
     """Four, of which three begin alike for two blocks of 32."""
     rng = random.Random(1)
@@ -80,7 +77,7 @@ def run(runner: Runner) -> tuple[list[list[int]], int]:
     return [list(output.token_ids) for output in outputs], len(preempted)
 
 
-@pytest.mark.parametrize("kind", some(SERVED))
+@pytest.mark.parametrize("kind", thinned(SERVED, OFTEN))
 def test_l8_any_architecture_on_pytorch_gives_the_tokens_of_transformers(made: Made, kind: str) -> None:
     path, oracle = made(kind)
     tokens, preempted = run(TorchRunner(path, num_blocks=9, block_size=16))
@@ -88,7 +85,7 @@ def test_l8_any_architecture_on_pytorch_gives_the_tokens_of_transformers(made: M
     assert preempted
 
 
-@pytest.mark.parametrize("kind", some(CONVERTED, ("Gemma3", "Phi3")))
+@pytest.mark.parametrize("kind", thinned(CONVERTED, ["Gemma3", "Phi3"]))
 def test_l8_a_converted_architecture_gives_the_tokens_of_transformers(
     made: Made, tracing: Any, tmp_path: Path, kind: str
 ) -> None:

@@ -27,6 +27,7 @@ from reflex_runtime.llm.engine.sequence import Sequence
 from reflex_runtime.llm.engine.series import invariants
 from reflex_runtime.llm.engine.toy import ByteTokenizer, ToyRunner
 from reflex_runtime.llm.runners.runner import Step
+from thinned import thinned
 
 GREEDY = SamplingParams.greedy(4, ignore_eos=True)
 A, B = "hello world", "goodbye"
@@ -485,9 +486,10 @@ def test_abort_at_any_stage_frees_its_blocks_and_leaves_its_neighbours_alone(whe
     assert engine.processor.pool.usage == 0.0
 
 
-def test_200_random_histories_of_arrivals_aborts_and_preemptions() -> None:
+@pytest.mark.parametrize("histories", thinned([50, 200], [50]))
+def test_random_histories_of_arrivals_aborts_and_preemptions(histories: int) -> None:
     preempted = ended = 0
-    for seed in range(200):
+    for seed in range(histories):
         rng = random.Random(seed)
         size = rng.choice((1, 2, 4))
         engine, watch = watched(
@@ -526,8 +528,8 @@ def test_200_random_histories_of_arrivals_aborts_and_preemptions() -> None:
                 assert all(invariants(ticket).values()), seed
         preempted += len(watch.preempted)
         ended += len(outputs)
-    assert preempted > 200
-    assert ended > 500
+    assert preempted > histories
+    assert ended > 2.5 * histories
 
 
 # -- time --------------------------------------------------------------------------------------------------------------

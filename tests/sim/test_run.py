@@ -172,7 +172,7 @@ def test_one_group_of_callers_is_not_split_by_forming_ahead() -> None:
             Scheduler([GroupConfig(flush=FlushPolicy.window(1.0, 0.005, 64))]),
             Callers(16, Fixed(0.0003)),
             Affine(0.001, 0.00001),
-            duration=2.0,
+            duration=0.5,
             between=0.0004,
             lead=lead,
         )

@@ -61,7 +61,9 @@ def test_p50_brief_ms_is_the_longest_that_runs_on_the_loop(limit: str, on_loop: 
         for _ in range(2 * PROOF):
             assert server.act().status == 200
         if on_loop:
-            server.wait_until(lambda: server.act().status == 200 and server.metrics()(ON_LOOP) > 0)
+            while not server.metrics()(ON_LOOP):  # on a busy machine a call may take longer
+                for _ in range(PROOF):
+                    assert server.act().status == 200
         else:
             assert server.metrics()(ON_LOOP) == 0
 
