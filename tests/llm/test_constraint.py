@@ -15,9 +15,8 @@ from reflex_runtime.core.errors import ConfigError, ProcessorError
 from reflex_runtime.demo import model_directory
 from reflex_runtime.ipc.messages import Constraint
 from reflex_runtime.llm import LLMEngine, SamplingParams
-from reflex_runtime.llm.engine import constraint, form_check
-from reflex_runtime.llm.engine.constraint import Constraints, Matcher, check_constraint
-from reflex_runtime.llm.engine.logits_processors import Shaping
+from reflex_runtime.llm.engine import form_check, logits_processors
+from reflex_runtime.llm.engine.logits_processors import Constraints, Matcher, Shaping, check_constraint
 from reflex_runtime.llm.engine.sampler import sample
 from reflex_runtime.llm.engine.sequence import Choice, Sequence
 from reflex_runtime.llm.engine.tokenizer import HFTokenizer
@@ -199,8 +198,8 @@ def test_l8_forms_of_everyday_are_not_too_complex() -> None:
 
 def test_l8_words_that_can_be_costly_are_found_however_they_are_written() -> None:
     for text in ('{"multipleOf": 9}', r'{"mul\u0074ipleOf": 9}', '{"$ref": "#"}', " " * 2001 + "{}"):
-        assert not constraint._plain(Constraint("json", text))
-    assert constraint._plain(Constraint("json", r'{"type": "object", "required": ["\u00fcber"]}'))
+        assert not logits_processors._plain(Constraint("json", text))
+    assert logits_processors._plain(Constraint("json", r'{"type": "object", "required": ["\u00fcber"]}'))
 
 
 def test_l8_a_look_at_a_form_that_cannot_be_taken_is_an_error_of_the_server(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,8 +10,7 @@ import pytest
 from reflex_runtime.core.batch import Batch, Cause
 from reflex_runtime.core.request import Request, Ticket
 from reflex_runtime.ipc.messages import SamplingParams
-from reflex_runtime.llm.engine.blocks import BlockPool
-from reflex_runtime.llm.engine.free_blocks import FreeBlocks, Past
+from reflex_runtime.llm.engine.blocks import BlockPool, FreeBlocks, Past
 from reflex_runtime.llm.engine.sequence import Sequence
 from reflex_runtime.llm.engine.toy import ByteTokenizer
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from reflex_runtime.llm.engine.reasoning import ThoughtParser, in_thought
+from reflex_runtime.llm.engine.output_parsers import ThoughtParser
+from reflex_runtime.llm.engine.tokenizer import in_thought
 from reflex_runtime.llm.engine.toy import ByteTokenizer
 
 

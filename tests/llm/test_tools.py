@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from reflex_runtime.llm import LLMEngine, SamplingParams
-from reflex_runtime.llm.engine.tools import Tool, ToolCall, ToolFormat, ToolParser, forced, format_of
+from reflex_runtime.llm.engine.output_parsers import Tool, ToolCall, ToolFormat, ToolParser, forced, format_of
 
 NAMES = ["move", "stop"]
 MOVE = {"name": "move", "arguments": {"x": 1, "why": "für {dich} </tool_call"}}

@@ -225,7 +225,7 @@ STUCK = """
 import sys, threading
 from reflex_runtime.settings import LLMServeConfig
 from reflex_runtime.llm.engine.toy import ByteTokenizer, ToyRunner
-from reflex_runtime.llm.server.local_model import opened
+from reflex_runtime.llm.server.model_host import opened
 from reflex_runtime.web.supervisor import bind
 from reflex_runtime.llm.server.model_host import ModelPlan
 from reflex_runtime.llm.app import serving

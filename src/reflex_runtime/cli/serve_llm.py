@@ -134,8 +134,8 @@ def _serve(
 ) -> int:
     """The server itself: alone, or below a supervisor."""
     from reflex_runtime.llm.app import serving
-    from reflex_runtime.llm.server.local_model import opened
-    from reflex_runtime.llm.server.worker_line import one_bound
+    from reflex_runtime.llm.server.model_host import opened
+    from reflex_runtime.llm.server.workers import one_bound
 
     plan = plan_of(config, directory)
     if config.workers:
@@ -153,8 +153,7 @@ def _in_workers(plan: ModelPlan, batcher: GenerateBatcherConfig) -> Open:
     """How to open the model in runtime processes."""
     from reflex_runtime.ipc.spawn import spawned
     from reflex_runtime.llm.engine.tokenizer import HFTokenizer
-    from reflex_runtime.llm.server.worker_line import WorkersConfig
-    from reflex_runtime.llm.server.workers import opened
+    from reflex_runtime.llm.server.workers import WorkersConfig, opened
 
     command = [sys.executable, "-m", "reflex_runtime", "worker"]
     workers = WorkersConfig(

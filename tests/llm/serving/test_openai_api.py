@@ -14,7 +14,7 @@ import pytest
 from late import Late
 from reflex_runtime.core.errors import ConfigError, TooLarge
 from reflex_runtime.llm import LLMEngine, SamplingParams
-from reflex_runtime.llm.engine import constraint
+from reflex_runtime.llm.engine import logits_processors
 from reflex_runtime.llm.engine.toy import ByteTokenizer
 from serving.openai_toy import Model, Speaker, Toy
 
@@ -444,13 +444,13 @@ def test_l9_structured_outputs_are_what_they_say(client: Any, form: Any, pattern
 
 def test_l9_a_form_is_compiled_once_and_not_on_the_event_loop(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
     threads: list[str] = []
-    plain = constraint._grammar
+    plain = logits_processors._grammar
 
     def grammar(library: Any, form: Any) -> str:
         threads.append(threading.current_thread().name)
         return plain(library, form)
 
-    monkeypatch.setattr(constraint, "_grammar", grammar)
+    monkeypatch.setattr(logits_processors, "_grammar", grammar)
     for _ in range(2):
         assert toy.complete(n=3, structured_outputs={"regex": "[xyz]here"}).status == 200
     assert [name.rpartition("_")[0] for name in threads] == ["reflex-forms"] * 2  # looked at, and compiled

@@ -22,7 +22,7 @@ from reflex_runtime.core.events import BatchScheduled
 from reflex_runtime.ipc.generate_batcher import GenerateBatcherConfig
 from reflex_runtime.llm.runners.runner import blocks_in
 from reflex_runtime.llm.server import workers
-from reflex_runtime.llm.server.worker_line import WorkersConfig, one_bound
+from reflex_runtime.llm.server.workers import WorkersConfig, one_bound
 from reflex_runtime.settings import LLMServeConfig
 from reflex_runtime.settings.declare import flag, table
 from reflex_runtime.settings.read import load

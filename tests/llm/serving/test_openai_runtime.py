@@ -27,7 +27,7 @@ from reflex_runtime.llm.app import ModelServer
 from reflex_runtime.llm.engine.generation import GenerationRuntime, GenerationStream, merged
 from reflex_runtime.llm.engine.generation_options import GenerationOptions
 from reflex_runtime.llm.engine.toy import ByteTokenizer
-from reflex_runtime.llm.server.local_model import LocalModel
+from reflex_runtime.llm.server.model_host import LocalModel
 from reflex_runtime.llm.server.worker_engine import WorkerEngine
 from reflex_runtime.run.audience import SLICE
 from reflex_runtime.settings import LLMServeConfig

@@ -31,8 +31,7 @@ from reflex_runtime.llm.engine.generation_options import GenerationOptions
 from reflex_runtime.llm.engine.toy import ByteTokenizer
 from reflex_runtime.llm.server import worker_engine
 from reflex_runtime.llm.server.model_host import ModelPlan, Open
-from reflex_runtime.llm.server.worker_line import WorkersConfig
-from reflex_runtime.llm.server.workers import Workers, labelled, opened
+from reflex_runtime.llm.server.workers import Workers, WorkersConfig, labelled, opened
 from reflex_runtime.observe import live
 from reflex_runtime.observe.journal_reader import read_journal
 from reflex_runtime.settings import LLMServeConfig
@@ -432,7 +431,7 @@ def test_g13_the_page_and_the_series_say_which_process() -> None:
         mix = families["reflex_generate_batcher_priority_mix"].samples
         assert sum(s.value for s in mix if s.labels.get("priority") == "default") == 3
         assert fleet.workers is not None
-        stats = fleet.on_loop(fleet.workers.get_batch_stats)["generate"]
+        stats = fleet.on_loop(lambda: {line.name: line.batcher.get_stats() for line in fleet.workers.lines})
         assert set(stats) == {"worker-0", "worker-1"}
 
 

@@ -16,8 +16,7 @@ from reflex_runtime.ipc.models import Output
 from reflex_runtime.llm.api.errors import error_body
 from reflex_runtime.llm.api.fields import CalledFunction, CalledTool
 from reflex_runtime.llm.api.replies import ReplyContext, Usage
-from reflex_runtime.llm.engine.reasoning import Thought
-from reflex_runtime.llm.engine.tools import ToolCall
+from reflex_runtime.llm.engine.output_parsers import Thought, ToolCall
 
 DONE = b"data: [DONE]\n\n"
 _encode = msgspec.json.Encoder().encode

@@ -20,9 +20,10 @@ from reflex_runtime.ipc.models import OutputStream, ScoredToken
 from reflex_runtime.llm.api import requests as wire
 from reflex_runtime.llm.api.errors import too_deep
 from reflex_runtime.llm.api.expand import aged, echoes, matcher_of, options_of, reader_of, requests_of, tokenised
-from reflex_runtime.llm.api.replies import Cached, ModelApi, PartReader, ReplyContext, Usage, Writer
+from reflex_runtime.llm.api.replies import Cached, ModelApi, ReplyContext, Usage, Writer
 from reflex_runtime.llm.api.requests import CompletionRequest
 from reflex_runtime.llm.engine.generation import Generator, merged
+from reflex_runtime.llm.engine.output_parsers import PartReader
 from reflex_runtime.llm.engine.sequence import Choice
 from reflex_runtime.llm.server.lifecycle import ServerState
 from reflex_runtime.observe.spans import RequestSpan, Spans

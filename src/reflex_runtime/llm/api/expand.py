@@ -13,14 +13,12 @@ from reflex_runtime.core.errors import ConfigError, Expired, TooLarge
 from reflex_runtime.ipc.messages import MOST_SCORES
 from reflex_runtime.llm.api import requests as wire
 from reflex_runtime.llm.api.errors import BadRequest, too_deep
-from reflex_runtime.llm.api.replies import PartReader
 from reflex_runtime.llm.api.tokenize import beside
-from reflex_runtime.llm.engine.constraint import Matcher
 from reflex_runtime.llm.engine.generation import Generator
 from reflex_runtime.llm.engine.generation_options import GenerationOptions
-from reflex_runtime.llm.engine.reasoning import ThoughtParser, in_thought
-from reflex_runtime.llm.engine.tokenizer import Tokenizer
-from reflex_runtime.llm.engine.tools import ToolFormat
+from reflex_runtime.llm.engine.logits_processors import Matcher
+from reflex_runtime.llm.engine.output_parsers import PartReader, ThoughtParser, ToolFormat
+from reflex_runtime.llm.engine.tokenizer import Tokenizer, in_thought
 from reflex_runtime.observe.spans import RequestSpan
 from reflex_runtime.run.audience import Slices
 from reflex_runtime.settings import LLMServeConfig

@@ -22,7 +22,7 @@ from msgspec import to_builtins
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.ipc.messages import Constraint
 from reflex_runtime.llm.api.errors import BadRequest
-from reflex_runtime.llm.engine.tools import Tool, ToolFormat, ToolParser, forced
+from reflex_runtime.llm.engine.output_parsers import Tool, ToolFormat, ToolParser, forced
 from reflex_runtime.web.fields import Whole, encode
 
 MOST_TEXTS: Final = 1000  # of which an answer may have to be one

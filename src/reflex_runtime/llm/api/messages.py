@@ -15,13 +15,6 @@ import msgspec
 from msgspec.structs import replace as changed
 
 from reflex_runtime.core.errors import ReflexError
-from reflex_runtime.llm.api.chat import (
-    check_arguments,
-    check_length,
-    sent_call,
-    template_variables,
-    text_of,
-)
 from reflex_runtime.llm.api.decode import decode
 from reflex_runtime.llm.api.errors import BadRequest, renamed, told
 from reflex_runtime.llm.api.fields import (
@@ -38,9 +31,19 @@ from reflex_runtime.llm.api.fields import (
     tools_of,
 )
 from reflex_runtime.llm.api.replies import Kind, PartWriter, ReplyContext
-from reflex_runtime.llm.api.requests import CompletionRequest, DefaultsOf, conversing, no_defaults
+from reflex_runtime.llm.api.requests import (
+    CompletionRequest,
+    DefaultsOf,
+    check_arguments,
+    check_length,
+    conversing,
+    no_defaults,
+    sent_call,
+    template_variables,
+    text_of,
+)
+from reflex_runtime.llm.engine.output_parsers import ToolCall
 from reflex_runtime.llm.engine.tokenizer import Conversation
-from reflex_runtime.llm.engine.tools import ToolCall
 from reflex_runtime.web.errors import JSON, ErrorForm, Refusal
 from reflex_runtime.web.fields import Whole, encode
 

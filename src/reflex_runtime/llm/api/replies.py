@@ -15,12 +15,10 @@ import msgspec
 from reflex_runtime.core.errors import ReflexError
 from reflex_runtime.ipc.models import Output, ScoredToken
 from reflex_runtime.llm.api.requests import CompletionRequest, DefaultsOf
-from reflex_runtime.llm.engine.reasoning import Thought, ThoughtParser
-from reflex_runtime.llm.engine.tools import ToolCall, ToolParser
+from reflex_runtime.llm.engine.output_parsers import PartReader, Thought, ToolCall
 from reflex_runtime.web.errors import ErrorForm
 from reflex_runtime.web.fields import encode
 
-Part = str | Thought | ToolCall
 Kind = Literal["thought", "text"]
 
 
@@ -37,36 +35,6 @@ class Usage(msgspec.Struct):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: Cached
-
-
-class PartReader:
-    """Reads one output's text as it comes: thoughts, text and calls. thinking: whether it is inside of a thought.
-    called: calls so far."""
-
-    def __init__(self, thoughts: ThoughtParser | None = None, tools: ToolParser | None = None) -> None:
-        self._thoughts, self._tools = thoughts, tools
-
-    @property
-    def thinking(self) -> bool:
-        return self._thoughts is not None and self._thoughts.thinking
-
-    @property
-    def called(self) -> int:
-        return 0 if self._tools is None else self._tools.called
-
-    def feed(self, text: str, last: bool) -> list[Part]:
-        """What is complete with this text. last: no more comes."""
-        found: list[Part] = []
-        if self._thoughts is not None:
-            thought, text = self._thoughts.feed(text)
-            if last:
-                more, rest = self._thoughts.end()
-                thought, text = thought + more, text + rest
-            if thought:
-                found.append(Thought(thought))
-        if self._tools is None:
-            return [*found, text] if text else found
-        return found + self._tools.feed(text) + (self._tools.end() if last else [])
 
 
 @dataclass(frozen=True, slots=True)

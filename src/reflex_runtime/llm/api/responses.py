@@ -13,15 +13,6 @@ from typing import Any, Final, Literal
 import msgspec
 
 from reflex_runtime.core.errors import ReflexError
-from reflex_runtime.llm.api.chat import (
-    check_arguments,
-    check_length,
-    no_effort,
-    role_of,
-    sent_call,
-    template_variables,
-    text_of,
-)
 from reflex_runtime.llm.api.decode import decode
 from reflex_runtime.llm.api.errors import BadRequest, renamed, told
 from reflex_runtime.llm.api.fields import (
@@ -38,9 +29,21 @@ from reflex_runtime.llm.api.fields import (
     tools_of,
 )
 from reflex_runtime.llm.api.replies import Kind, PartWriter, ReplyContext
-from reflex_runtime.llm.api.requests import CompletionRequest, DefaultsOf, conversing, no_defaults
+from reflex_runtime.llm.api.requests import (
+    CompletionRequest,
+    DefaultsOf,
+    check_arguments,
+    check_length,
+    conversing,
+    no_defaults,
+    no_effort,
+    role_of,
+    sent_call,
+    template_variables,
+    text_of,
+)
+from reflex_runtime.llm.engine.output_parsers import ToolCall
 from reflex_runtime.llm.engine.tokenizer import Conversation
-from reflex_runtime.llm.engine.tools import ToolCall
 from reflex_runtime.web.fields import Whole, encode
 
 PATH: Final = "/v1/responses"

@@ -1,4 +1,4 @@
-"""Looks at a form that a client sent before the server compiles it; a program of its own, run by `constraint.py`.
+"""A program that looks at a form before the server compiles it; run by `logits_processors.py`.
 
 llguidance follows references by recursion, and builds some expressions without a bound: a form of a few kilobytes can
 overrun the stack, which ends the process, or compute for minutes. Here it may do either. Standard input is the form in

@@ -18,8 +18,8 @@ from reflex_runtime.core.events import BatchFinished, Event, RequestProgressed
 from reflex_runtime.core.request import Request, Ticket
 from reflex_runtime.ipc.messages import Constraint, SamplingParams
 from reflex_runtime.ipc.models import Output, OutputStream
-from reflex_runtime.llm.engine.constraint import Matcher
 from reflex_runtime.llm.engine.generation_options import PLAIN, GenerationOptions, Limits
+from reflex_runtime.llm.engine.logits_processors import Matcher
 from reflex_runtime.llm.engine.processor import LLMProcessor
 from reflex_runtime.llm.engine.sequence import Sequence, TokenOutput
 from reflex_runtime.llm.engine.tokenizer import Conversation, Texts, Tokenizer

@@ -2,22 +2,182 @@
 
 A sequence has a `Shaping` only where its parameters ask for one; others pay nothing. It is read when a token is chosen
 and changed when that token is kept: a step that fails in between leaves no trace.
+
+The form of an output is a JSON Schema, a regular expression, one of several texts, or a grammar. The library
+`llguidance` knows which tokens may come next; here is what the engine needs of it. A form is looked at in a process of
+its own first (`form_check.py`), and compiled once for a tokenizer, off the event loop. Each sequence works on its own
+copy. What may come next is computed while the model runs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Collection
 from collections.abc import Sequence as Seq
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
-from reflex_runtime.core.errors import ProcessorError
-from reflex_runtime.ipc.messages import SamplingParams
-from reflex_runtime.llm.engine.constraint import Matcher
+from reflex_runtime.core.errors import ConfigError, ProcessorError
+from reflex_runtime.ipc.messages import Constraint, SamplingParams
+from reflex_runtime.llm.engine import form_check
 
 Row = npt.NDArray[np.float32]
-_ROOM = 64  # different tokens that are counted before the arrays grow
+_ROOM: Final = 64  # different tokens that are counted before the arrays grow
+_FORBIDDEN: Final = np.where(  # [256, 8]: what the bits of a byte of a mask add to the logits of their tokens
+    np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"), 0.0, -np.inf
+).astype(np.float32)
+# A model that is allowed any number of spaces may write nothing else until its tokens are used up.
+SPACES: Final = r"[\x20\x0A\x0D\x09]{0,32}"
+_KEPT: Final = 64  # compiled forms: clients send the same one again and again
+_PLAIN: Final = 2000  # characters of a schema that is looked at here, if it has none of the words that can be costly
+_COSTLY: Final = re.compile(r"\$|x-|attern|multipleOf|format|allOf|not|\\u00[0-7]")  # the last could write any of them
+_TOO_COMPLEX: Final = "is too complex: it takes too much time, memory or depth to compile"
+_LONGEST: Final = 60.0  # seconds for a look at a form, on a machine that is very busy
+
+
+class Matcher:
+    """Where one output is in its form. Made by `Constraints.compile`; `copy` it for each sequence."""
+
+    __slots__ = ("_core", "_penalty")
+
+    def __init__(self, core: Any) -> None:
+        """core: an `llguidance.LLMatcher`."""
+        self._core = core
+        self._penalty: Row | None = None
+
+    def copy(self) -> Matcher:
+        return Matcher(self._core.deep_copy())
+
+    def prepare(self) -> None:
+        """Find out which tokens may come next, for `penalty`. It releases the interpreter meanwhile."""
+        if self._penalty is None:
+            bits = np.frombuffer(self._core.compute_bitmask(), np.uint8)
+            self._penalty = np.take(_FORBIDDEN, bits, axis=0).reshape(-1)
+
+    def penalty(self) -> Row:
+        """What to add to the logits: 0 for each token that may come next, else minus infinity. Tokens beyond its end
+        may not. Raises ProcessorError when the form turns out to be too complex."""
+        self.prepare()
+        penalty = self._penalty
+        if self._core.is_error() or penalty is None:
+            raise self._error()
+        return penalty
+
+    def sampled(self, token: int) -> None:
+        """The output has a new token. Raises ProcessorError for one that was not allowed."""
+        self._penalty = None
+        if not self._core.consume_token(token):
+            raise self._error()
+
+    @property
+    def complete(self) -> bool:
+        """Whether nothing can follow."""
+        return bool(self._core.is_stopped())
+
+    def _error(self) -> ProcessorError:
+        return ProcessorError(f"the form of the output: {_first_line(self._core.get_error())}")
+
+
+class Constraints:
+    """Compiles forms for one tokenizer. vocabulary: `Tokenizer.vocabulary`. Any thread may call it."""
+
+    def __init__(self, vocabulary: Callable[[], Any]) -> None:
+        self._read, self._vocabulary = vocabulary, None
+        self._compiled = lru_cache(_KEPT)(self._compile)
+
+    def compile(self, constraint: Constraint) -> Matcher:
+        """At the beginning of an output. ConfigError for a form that is none; it begins with its kind."""
+        return self._compiled(constraint).copy()
+
+    def _compile(self, constraint: Constraint) -> Matcher:
+        check_constraint(constraint)
+        library = _library()
+        if self._vocabulary is None:  # built twice if two threads come at once: the same
+            self._vocabulary = self._read()
+        core = library.LLMatcher(self._vocabulary, _grammar(library, constraint), log_level=0)
+        if core.is_error():
+            raise _wrong(constraint, core.get_error())
+        return Matcher(core)
+
+
+@lru_cache(_KEPT)
+def check_constraint(constraint: Constraint) -> None:
+    """Raise what `Constraints.compile` would, as far as it can be known without a tokenizer. For most forms it starts a
+    process, which takes about a tenth of a second."""
+    library = _library()
+    form = _grammar(library, constraint)
+    error = library.LLMatcher.validate_grammar(form) if _plain(constraint) else _looked_at(constraint, form)
+    if error and not error.startswith("WARNING"):
+        raise _wrong(constraint, error)
+
+
+def _plain(constraint: Constraint) -> bool:
+    """Whether the form cannot be costly."""
+    text = constraint.text
+    return constraint.kind == "choice" or (
+        constraint.kind == "json" and len(text) <= _PLAIN and _COSTLY.search(text) is None
+    )
+
+
+def _looked_at(constraint: Constraint, form: str) -> str:
+    """What is wrong with it, found in another process."""
+    command = [sys.executable, "-P", str(Path(form_check.__file__))]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    try:
+        done = subprocess.run(
+            command, input=form.encode(), capture_output=True, timeout=_LONGEST, env=environment, check=False
+        )
+    except subprocess.TimeoutExpired:
+        raise _wrong(constraint, _TOO_COMPLEX) from None
+    if done.returncode < 0 or done.returncode == form_check.FAILED:
+        raise _wrong(constraint, _TOO_COMPLEX)
+    if done.returncode:
+        raise ProcessorError(f"the form of the output cannot be checked: {_first_line(done.stderr.decode()[-300:])}")
+    return done.stdout.decode()
+
+
+def _library() -> Any:
+    try:
+        import llguidance
+    except ImportError as error:
+        raise ConfigError("output of a given form needs the library llguidance: pip install llguidance") from error
+    return llguidance
+
+
+def _grammar(library: Any, constraint: Constraint) -> str:
+    """In the words of the library."""
+    text = constraint.text
+    matcher = library.LLMatcher
+    if constraint.kind == "regex":
+        found = matcher.grammar_from_regex(text)
+    elif constraint.kind == "grammar":
+        found = matcher.grammar_from_lark(text)
+    elif constraint.kind == "choice":
+        found = matcher.grammar_from_lark("start: " + " | ".join(json.dumps(one) for one in json.loads(text)))
+    else:
+        try:
+            found = matcher.grammar_from_json_schema(text, overrides={"whitespace_pattern": SPACES})
+        except ValueError as error:
+            raise _wrong(constraint, str(error)) from None
+    return str(found)
+
+
+def _wrong(constraint: Constraint, why: str) -> ConfigError:
+    return ConfigError(f"{constraint.kind}: {_first_line(why)}")
+
+
+def _first_line(text: str) -> str:
+    """A message without the picture of where in the text it is, and without the state of the library."""
+    told = text.partition("<state>")[0].replace("NoExtensionBias", "no text has it")  # as a reference to itself alone
+    return " ".join(line.strip() for line in told.splitlines() if line.strip(" ^|"))[:300]
 
 
 class _Counts:

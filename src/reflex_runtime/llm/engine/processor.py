@@ -1,4 +1,4 @@
-"""The processor of tokens: a step of a model is flattened, run and sampled, and each sequence gets its outcome.
+"""The processor of tokens: a step of a model is laid out flat, run and sampled, and each sequence gets its outcome.
 
 `LLMProcessor` has everything that a driver needs to generate tokens: the group of its requests, the requests, and the
 code that runs a batch. A server runs it under the asyncio driver, `LLMEngine` under one whose caller makes every step.
@@ -10,11 +10,13 @@ that fails or is cancelled in between leaves no trace in the cache.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import count
+from itertools import accumulate, count
 from math import inf
 
 import numpy as np
@@ -29,25 +31,17 @@ from reflex_runtime.core.request import Request
 from reflex_runtime.core.token_budget import TimedTokens
 from reflex_runtime.ipc.messages import SamplingParams
 from reflex_runtime.llm.engine.blocks import BlockPool
-from reflex_runtime.llm.engine.constraint import Constraints, Matcher
 from reflex_runtime.llm.engine.generation_options import PLAIN, GenerationOptions, Limits
-from reflex_runtime.llm.engine.input_batch import (
-    Lane,
-    drafted,
-    flatten,
-    next_rows,
-    num_rows,
-    scores,
-    unchanged_if_it_fails,
-)
+from reflex_runtime.llm.engine.logits_processors import Constraints, Matcher
 from reflex_runtime.llm.engine.ngram_proposer import Rates
-from reflex_runtime.llm.engine.sampler import Logits, sample
-from reflex_runtime.llm.engine.sequence import Sequence, TokenOutput
+from reflex_runtime.llm.engine.sampler import Logits, explain, sample
+from reflex_runtime.llm.engine.sequence import Choice, Sequence, TokenOutput
 from reflex_runtime.llm.engine.tokenizer import Tokenizer
-from reflex_runtime.llm.runners.runner import Runner
+from reflex_runtime.llm.runners.runner import Runner, Step
 from reflex_runtime.run.processor import BaseProcessor
 from reflex_runtime.settings.declare import option, validate
 
+Lane = tuple[Sequence, int]  # see below
 Written = TokenOutput | ProcessorError
 
 SCORED_BYTES = 64 << 20  # of logits of prompts that are scored, in one call of the model
@@ -67,8 +61,8 @@ class EngineConfig:
     max_num_batched_tokens: most tokens in a step, prompts and outputs together; it bounds the memory of a step.
     max_gap_ms: longest gap between two tokens of a sequence; prompts get the time that is left (`TimedTokens`).
         0 is 100 ms, or eight times what a step costs without tokens, up to 2 s; None bounds steps by tokens alone.
-    speculate: "ngram" guesses the next tokens by what was said before and computes them where that pays (`lookup.py`);
-        outputs are the same. "off".
+    speculate: "ngram" guesses the next tokens by what was said before and computes them where that pays; outputs are
+        the same (`ngram_proposer.py`). "off".
     max_num_seqs: most sequences that generate at the same time.
     long_prefill_token_threshold: most tokens of one sequence in a step; 0 is no limit of its own.
     enable_prefix_caching: the common beginning of prompts is computed once.
@@ -299,3 +293,101 @@ def _outcome(sequence: Sequence, n: int, last: Written | None, earlier: tuple[Wr
     if sequence.lookup is None:
         return More(last)
     return More(last, 1.0, None, earlier, float(n - right), sequence.guess())
+
+
+# -- lanes -------------------------------------------------------------------------------------------------------------
+#
+# A lane is a sequence and how many of its tokens the step computes: known ones, and behind them those of its draft.
+# It gets logits after its last known token, if that is in the step, and after each of the draft. A sequence whose
+# prompt is scored gets them after each token of the prompt, too (`Sequence.scores_from`).
+
+
+def flatten(lanes: Seq[Lane]) -> Step:
+    """The next `n` tokens of each sequence, behind one another."""
+    ids: list[int] = []
+    positions: list[int] = []
+    past: list[int] = []
+    begins, blocks, block_begins = [0], [], [0]  # type: tuple[list[int], list[int], list[int]]
+    adapters = [sequence.adapter for sequence, _ in lanes]
+    several = False
+    for sequence, n in lanes:
+        done = sequence.num_computed_tokens
+        if n == 1:
+            ids.append(sequence.tokens[done])
+            positions.append(done)
+        else:
+            ids += sequence.tokens[done : done + n]
+            positions += range(done, done + n)
+            if done + n > len(sequence.tokens):
+                ids += sequence.draft[: done + n - len(sequence.tokens)]
+                several = True
+        past.append(done)
+        begins.append(len(ids))
+        blocks += sequence.blocks
+        block_begins.append(len(blocks))
+        several = several or sequence.scores_from is not None
+    return Step(
+        np.array(ids, np.int64),
+        np.array(positions, np.int64),
+        np.array(past, np.int32),
+        np.array(begins, np.int32),
+        np.array(blocks, np.int32),
+        np.array(block_begins, np.int32),
+        _rows(lanes, begins) if several else None,
+        np.array(adapters, np.int32) if any(adapters) else None,
+    )
+
+
+def num_rows(sequence: Sequence, n: int) -> int:
+    """After how many of the lane's tokens logits are wanted: the last ones."""
+    done, first = sequence.num_computed_tokens, sequence.num_tokens - 1
+    if sequence.scores_from is not None:
+        first = min(first, sequence.scores_from)
+    return max(0, done + n - max(done, first))
+
+
+@contextmanager
+def unchanged_if_it_fails(lanes: Seq[Lane]) -> Iterator[None]:
+    """A call that raises leaves these sequences as they were, also where a part of them was computed and scored."""
+    scoring = [sequence for sequence, _ in lanes if sequence.scores_from is not None]
+    before = [(s.num_computed_tokens, len(s.prompt_choices), s.scores_from, s.cached_tokens) for s in scoring]
+    try:
+        yield
+    except BaseException:
+        for sequence, (computed, scored, first, cached) in zip(scoring, before, strict=True):
+            sequence.num_computed_tokens, sequence.scores_from, sequence.cached_tokens = computed, first, cached
+            del sequence.prompt_choices[scored:]
+        raise
+
+
+def scores(lanes: Seq[Lane], logits: Logits) -> dict[Sequence, list[Choice]]:
+    """The prompt tokens that a step with `rows` scored. logits: of those rows."""
+    found: dict[Sequence, list[Choice]] = {}
+    begin = 0
+    for sequence, n in lanes:
+        count = num_rows(sequence, n)
+        if sequence.scores_from is not None and count:
+            first = sequence.num_computed_tokens + n - count  # the token at the position behind is what a row predicts
+            told = sequence.tokens[first + 1 : min(first + count + 1, sequence.num_prompt_tokens)]
+            found[sequence] = explain(logits[begin : begin + len(told)], told, sequence.alternatives)
+        begin += count
+    return found
+
+
+def drafted(sequence: Sequence, n: int) -> int:
+    """How many of the lane's tokens are guesses."""
+    return max(0, sequence.num_computed_tokens + n - sequence.num_tokens)
+
+
+def next_rows(lanes: Seq[Lane]) -> list[int]:
+    """Where, among the rows of a step that has them, the one after each lane's last known token is."""
+    ends = accumulate(num_rows(*lane) for lane in lanes)
+    return [end - 1 - drafted(*lane) for end, lane in zip(ends, lanes, strict=True)]
+
+
+def _rows(lanes: Seq[Lane], begins: Seq[int]) -> npt.NDArray[np.int64] | None:
+    """See `Step.rows`; None if no token of the step is one, because a runner computes at least one row."""
+    rows: list[int] = []
+    for (sequence, n), end in zip(lanes, begins[1:], strict=True):
+        rows += range(end - num_rows(sequence, n), end)
+    return np.array(rows, np.int64) if rows else None

@@ -15,9 +15,9 @@ from typing import NamedTuple
 
 from reflex_runtime.core.errors import ConfigError, ReflexError
 from reflex_runtime.ipc.messages import MOST_LOGPROBS, SamplingParams
-from reflex_runtime.llm.engine.constraint import Matcher
-from reflex_runtime.llm.engine.logits_processors import shaping_of
+from reflex_runtime.llm.engine.logits_processors import Matcher, shaping_of
 from reflex_runtime.llm.engine.ngram_proposer import Lookup, Rates
+from reflex_runtime.llm.engine.output_parsers import overlap
 from reflex_runtime.observe.trace_context import SpanContext
 
 STOP, LENGTH = "stop", "length"
@@ -69,8 +69,8 @@ class RequestOutput:
 class Sequence:
     """The payload of a request: its tokens, its blocks, its text.
 
-    Between steps the scheduler's side changes it (`blocks.py`), during a step the processor (`engine.py`). The driver
-    orders the two, so it needs no lock. stream: takes an id, returns the text completed by it. matcher: of the
+    Between steps the scheduler's side changes it (`BlockPool`), during a step the processor (`LLMProcessor`). The
+    driver orders the two, so it needs no lock. stream: takes an id, returns the text completed by it. matcher: of the
     constraint in its params. span: of the request that it belongs to, if that is recorded. draft: guesses of its next
     tokens, of which a step may compute some behind its last known one; they come from `lookup`, if there is one.
     """
@@ -223,12 +223,6 @@ class Sequence:
             self.finish_reason, self._held = STOP, ""
             at, length = min(found)
             return text[: at + length if self.params.include_stop else at]
-        keep = max(_overlap(text, stop) for stop in stops)
+        keep = max(overlap(text, stop) for stop in stops)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]
-
-
-def _overlap(text: str, stop: str) -> int:
-    """How many characters at the end of the text may be the beginning of the stop text."""
-    most = min(len(text), len(stop) - 1)
-    return next((n for n in range(most, 0, -1) if text.endswith(stop[:n])), 0)

@@ -22,7 +22,7 @@ from typing import Any, Final, NoReturn, Protocol, TypeVar
 from reflex_runtime.core.errors import ConfigError, TooLarge
 from reflex_runtime.ipc.messages import Constraint
 from reflex_runtime.llm.engine.generation_options import GENERATION_FILE
-from reflex_runtime.llm.engine.tools import ToolFormat, format_of
+from reflex_runtime.llm.engine.output_parsers import ANSWER, THOUGHT, ToolFormat, format_of
 from reflex_runtime.llm.runners.checkpoint import CONFIG_FILE, read_json, token_ids
 from reflex_runtime.settings.read import JsonObject
 
@@ -34,7 +34,7 @@ _MARKS: Final = re.compile(r"\{%([-+]?)\s*(?:end)?generation\s*([-+]?)%\}")
 _BEFORE: Final = 8  # tokens of a prompt that say how its text ends: a character has at most four
 _LIKELY: Final = 8  # a text of so many characters for each token that fits is hardly ever one that fits
 _PIECE: Final = 4096  # characters
-END_OF_THOUGHT: Final = "</think>"
+_TAIL: Final = 16  # tokens of a prompt in which it may begin a thought
 _PER_CUT: Final = 64  # tokens that a cut may add, at the very most
 _SPECIAL: Final = ("bos_token", "eos_token", "pad_token", "unk_token")
 T = TypeVar("T")
@@ -88,6 +88,11 @@ class Tokenizer(Protocol):
         """All tokens as an `llguidance.LLTokenizer`, for output of a given form. ConfigError when that cannot be."""
 
 
+def in_thought(tokenizer: Tokenizer, prompt: Seq[int]) -> bool:
+    """Whether the prompt ends with the beginning of a thought."""
+    return "".join(map(tokenizer.token, prompt[-_TAIL:])).rstrip().endswith(THOUGHT)
+
+
 class HFTokenizer:
     """The tokenizer of a Hugging Face model directory. One may serve many threads."""
 
@@ -97,7 +102,7 @@ class HFTokenizer:
         """core: a `tokenizers.Tokenizer`. Use `load`."""
         self._core, self._file, self._template = core, file, template
         self.tool_format = None if template is None else format_of(template.source)
-        self.reasons = template is not None and END_OF_THOUGHT in template.source
+        self.reasons = template is not None and ANSWER in template.source
         self._special = {key: text for key in _SPECIAL if (text := _text(settings.get(key))) is not None}
         self._bos = core.token_to_id(self._special["bos_token"]) if "bos_token" in self._special else None
         self._add_bos: bool | None = settings.get("add_bos_token")

@@ -1,18 +1,31 @@
-"""What runs the model of a server: what it is given, and what the server asks of it."""
+"""What runs the model of a server: what it is given, what the server asks of it, and the model in this process.
+
+`reflex serve` has a `LocalModel` when it runs without workers, and every runtime process has one behind its connection.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
 from prometheus_client import CollectorRegistry
 
-from reflex_runtime.llm.engine.generation import Generator
+from reflex_runtime.llm.engine.generation import GenerationRuntime, Generator
 from reflex_runtime.llm.engine.generation_options import SamplingDefaults
+from reflex_runtime.llm.engine.processor import EngineConfig, LLMProcessor
+from reflex_runtime.llm.engine.series import EngineSeries
+from reflex_runtime.llm.engine.tokenizer import Tokenizer
+from reflex_runtime.llm.runners.runner import Runner, Step
+from reflex_runtime.observe.files import turn_all
+from reflex_runtime.observe.journal_writer import JournalWriter
 from reflex_runtime.observe.live import LiveProcess
+from reflex_runtime.observe.series import STREAMS, SeriesSet
 from reflex_runtime.run.audience import Sink
+from reflex_runtime.run.process import in_thread
 from reflex_runtime.settings import LLMServeConfig
 
 if TYPE_CHECKING:  # a runtime process loads this module and serves no HTTP
@@ -90,3 +103,136 @@ class Opening(Protocol):
 
 
 Open = Callable[[Opening], Awaitable[ModelHost]]
+Load = Callable[[ModelPlan], tuple[Runner, Tokenizer]]
+
+
+class LocalModel:
+    """A `ModelHost` whose model runs in this process. Made by `opened`."""
+
+    def __init__(self, runtime: GenerationRuntime, opening: Opening) -> None:
+        self.generator = runtime
+        self._batcher = runtime.batcher
+        trace = opening.plan.config.trace
+        self.trace = JournalWriter(trace, [runtime.processor.group]) if trace else None
+        if self.trace is not None:
+            self.add_sink(self.trace)
+        self._holds = SeriesSet(STREAMS, opening.registry).counter("reflex_stream_holds_total")
+        self.add_sink(EngineSeries(runtime.processor, lambda: runtime.waiting, opening.registry))
+
+    @property
+    def state(self) -> str:
+        """degraded while a step hangs."""
+        return "degraded" if self.generator.hangs else "ready"
+
+    def health(self) -> dict[str, Any]:
+        """See `ModelHost.health`."""
+        runtime = self.generator
+        processor, limits = runtime.processor, runtime.limits
+        body = {
+            "runner": processor.runner.name,
+            "max_model_len": limits.max_model_len,
+            "running": runtime.running,
+            "waiting": runtime.waiting,
+            "kv_cache_usage": round(processor.pool.usage, 6),
+            "kv_cache_tokens": limits.cache_tokens,
+            "hung_steps": self._batcher.device.hung,
+        }
+        if processor.config.speculate != "off" or processor.drafted:
+            body["speculation"] = {"draft_tokens": processor.drafted, "accepted_tokens": processor.accepted}
+        if self.trace is not None and self.trace.error is not None:
+            body["trace_error"] = str(self.trace.error)
+        return body
+
+    async def status(self) -> dict[str, Any]:
+        """The same as /health, because the engine is in the server's process."""
+        return {}
+
+    def add_sink(self, sink: Sink) -> None:
+        """See `ModelHost.add_sink`."""
+        self._batcher.add_sink(sink)
+
+    def remove_sink(self, sink: Sink) -> None:
+        """See `ModelHost.remove_sink`."""
+        self._batcher.remove_sink(sink)
+
+    def fold(self) -> None:
+        """None: its sinks get the events of its batches."""
+
+    def processes(self) -> list[LiveProcess]:
+        """None: the engine is in the server's process."""
+        return []
+
+    def queues(self) -> dict[str, Any]:
+        """See `ModelHost.queues`. Events without an answer are delivered first."""
+        self._batcher.flush()
+        groups: dict[str, Any] = self._batcher.device.input(lambda scheduler, _: scheduler.snapshot()["groups"])
+        return groups
+
+    def refresh(self) -> None:
+        """Bring the series up to date."""
+        self._batcher.flush()
+        self._holds.value = float(self.generator.holds)
+
+    async def metrics(self) -> bytes:
+        """Nothing beyond what is in the registry."""
+        self.refresh()
+        return b""
+
+    def turn(self) -> None:
+        """See `ModelHost.turn`."""
+        turn_all()
+
+    async def close(self, timeout: float, drain: bool = True) -> bool:
+        """See `ModelHost.close`."""
+        clean = await self.generator.close(drain, timeout)
+        if self.trace is not None:
+            self.trace.close()
+        return clean
+
+
+def opened(load: Load) -> Callable[[Opening], Awaitable[LocalModel]]:
+    """How to open the model that `load` makes of its plan, in a thread of its own."""
+
+    async def open(opening: Opening) -> LocalModel:
+        opening.reached("loading")
+        plan = opening.plan
+        runner, tokenizer = await in_thread(partial(load, plan))
+        processor = LLMProcessor(runner, tokenizer, engine_config(plan.config))
+        opening.reached("warming")
+        runtime = GenerationRuntime(processor, watchdog=plan.config.watchdog_s, on_fatal=opening.lost)
+        model = LocalModel(runtime, opening)
+        try:
+            await runtime.start(lambda: warm_up(runner))
+        except Exception:
+            await model.close(0.0, drain=False)
+            raise
+        return model
+
+    return open
+
+
+def engine_config(config: LLMServeConfig) -> EngineConfig:
+    """The engine's part of the settings."""
+    return EngineConfig(
+        max_gap_ms=config.max_gap_ms,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_num_seqs=config.max_num_seqs,
+        long_prefill_token_threshold=config.long_prefill_token_threshold,
+        speculate=config.speculate,
+        enable_prefix_caching=config.prefix_caching,
+        max_queue=config.max_queue,
+        max_queued_tokens=config.max_queued_tokens,
+    )
+
+
+def warm_up(runner: Runner) -> None:
+    """Run steps of a few shapes, so that the first request does not wait for one-off work.
+
+    They write to block 0, whose rows are written again before they are read.
+    """
+    whole = min(runner.block_size, runner.max_model_len)
+    for past, new in ((0, whole - 1), (whole - 1, 1)):
+        if new:
+            ids, positions = np.zeros(new, np.int64), np.arange(past, past + new, dtype=np.int64)
+            begins, table = np.array([0, new], np.int32), np.zeros(1, np.int32)
+            runner.forward(Step(ids, positions, np.array([past], np.int32), begins, table, np.array([0, 1], np.int32)))

@@ -28,8 +28,7 @@ from reflex_runtime.llm.engine.generation import GenerationRuntime, GenerationSt
 from reflex_runtime.llm.engine.generation_options import GenerationOptions
 from reflex_runtime.llm.engine.tokenizer import Conversation, Texts, Tokenizer
 from reflex_runtime.llm.runners.runner import Runner
-from reflex_runtime.llm.server.local_model import LocalModel, opened
-from reflex_runtime.llm.server.model_host import ModelPlan
+from reflex_runtime.llm.server.model_host import LocalModel, ModelPlan, opened
 from reflex_runtime.observe.live import LiveSnapshot, OnDemandLive
 from reflex_runtime.observe.spans import Spans, StepSpans, spans_of
 from reflex_runtime.observe.trace_context import parent_of

@@ -10,29 +10,256 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from math import inf
 from typing import Any, Final
 
+import msgspec
 from prometheus_client import Metric
 from prometheus_client.core import Sample
 from prometheus_client.parser import text_string_to_metric_families
 
-from reflex_runtime.core.errors import ReflexError
+from reflex_runtime.core.errors import Cancelled, ConfigError, ReflexError, TooLarge
 from reflex_runtime.core.events import Event
-from reflex_runtime.ipc.client import start_all
-from reflex_runtime.ipc.messages import LIVE, METRICS, STATE
-from reflex_runtime.llm.engine.tokenizer import Tokenizer
+from reflex_runtime.ipc.client import ClientConfig, RuntimeClient, start_all
+from reflex_runtime.ipc.generate_batcher import GenerateBatcher, GenerateBatcherConfig
+from reflex_runtime.ipc.messages import (
+    LIVE,
+    LOAD,
+    METRICS,
+    STATE,
+    TOKENIZE,
+    Constraint,
+    GenerateParams,
+    LoadModel,
+    SamplingParams,
+    Tokenize,
+)
+from reflex_runtime.ipc.registry import StreamHandle, StreamRegistry
+from reflex_runtime.ipc.spawn import Opener
+from reflex_runtime.llm.engine.generation_options import GenerationOptions, Limits
+from reflex_runtime.llm.engine.logits_processors import Matcher, check_constraint
+from reflex_runtime.llm.engine.tokenizer import Conversation, Texts, Tokenizer
 from reflex_runtime.llm.server.model_host import Open, Opening
-from reflex_runtime.llm.server.remote_generator import RemoteGenerator
-from reflex_runtime.llm.server.worker_line import Line, TokenizerProcess, WorkersConfig
 from reflex_runtime.observe.live import LiveParts, LiveProcess, LiveSnapshot, added, live_process
 from reflex_runtime.observe.series import WORKERS, SeriesSet, rendered
 from reflex_runtime.run.audience import Sink
+from reflex_runtime.settings import LLMServeConfig
 
+ASKED_WITHIN: Final = 2.0  # seconds for an answer of a process; one that takes longer is left out
 ENDS_WITHIN, AT_LEAST = 10.0, 2.0  # seconds for a process to exit: at most, of the time that is left, and at least
-WITHIN: Final = 2.0  # seconds for an answer of a process; one that takes longer shows nothing
-_Told = dict[str, LiveSnapshot | None]
+
+
+@dataclass(frozen=True, slots=True)
+class WorkersConfig:
+    """count: processes. spawn: starts one, by its number. options: settings of `reflex serve MODEL_DIR` for the model's
+    copy in a process, by the number of the process and its restarts. batcher, client: settings of each line."""
+
+    count: int
+    spawn: Callable[[int], Opener]
+    options: Callable[[LLMServeConfig, int, int], dict[str, Any]]
+    batcher: GenerateBatcherConfig = field(default_factory=GenerateBatcherConfig)
+    client: ClientConfig = field(default_factory=ClientConfig)
+
+
+def one_bound(config: LLMServeConfig, batcher: GenerateBatcherConfig) -> tuple[LLMServeConfig, GenerateBatcherConfig]:
+    """Bounds of a queue stand in two places; the smaller one holds, and is the one shown everywhere."""
+    requests = min(config.max_queue, batcher.max_pending)
+    tokens = min(config.max_queued_tokens, batcher.max_pending_tokens)
+    return (
+        replace(config, max_queue=requests, max_queued_tokens=tokens),
+        replace(batcher, max_pending=requests, max_pending_tokens=tokens),
+    )
+
+
+class Line:
+    """One runtime process with its client. limits, about: what the process has answered when the model was loaded;
+    None, and empty, before."""
+
+    def __init__(self, number: int, config: WorkersConfig, opening: Opening) -> None:
+        self.name = f"worker-{number}"
+        self.limits: Limits | None = None
+        self.about: dict[str, Any] = {}
+        self._plan, self._options, self._number = opening.plan, config.options, number
+        batcher = one_bound(opening.plan.config, config.batcher)[1]
+        self.registry = StreamRegistry(batcher.stream_limit)
+        self.client = RuntimeClient(
+            config.spawn(number), config.client, name=self.name, prepare=self._prepare,
+            on_note=self.registry.note, on_lost=self.registry.lost,
+        )  # fmt: skip
+        self.batcher = GenerateBatcher(self.client, self.registry, batcher, registry_of_series=opening.registry)
+
+    async def _prepare(self, client: RuntimeClient) -> None:
+        """Load the model: after every start of the process."""
+        plan = self._plan
+        options = self._options(plan.config, self._number, client.restarts)
+        asked = LoadModel(plan.name, str(plan.directory.resolve()), options)
+        about = await client.request(LOAD, asked, timeout=None)
+        self.limits = Limits(**{name: about.pop(name) for name in Limits.__dataclass_fields__})
+        self.about = about
+
+    @property
+    def unfinished(self) -> int:
+        """Its requests that have not ended."""
+        return self.registry.unfinished
+
+    @property
+    def running(self) -> int:
+        """Those that hold a place."""
+        return self.registry.active_count()
+
+    # -- what is asked of it -------------------------------------------------------------------------------------------
+
+    async def ask(self, method: str, kind: Any = None) -> Any:
+        """The result of a call without params, as a `kind`; None when the process does not answer."""
+        try:
+            return await self.client.request(method, {}, kind, ASKED_WITHIN) if self.client.ready else None
+        except ReflexError:
+            return None
+
+    def health(self) -> dict[str, Any]:
+        client = self.client
+        found = {"name": self.name, "state": client.state, "pid": client.pid, "restarts": client.restarts}
+        found |= {"running": self.running, "waiting": self.unfinished - self.running}
+        return found | ({"last_error": client.last_error} if client.last_error else {})
+
+    def process(self) -> LiveProcess:
+        client, running = self.client, self.running
+        state, why = client.state, client.last_error or ""
+        return live_process(self.name, client.pid, state, client.restarts, running, self.unfinished - running, why)
+
+
+class TokenizerProcess:
+    """Tokenises long prompts, so that the server's loop does not wait. name: of the model. path: of its directory."""
+
+    def __init__(self, open: Opener, config: ClientConfig, name: str, path: str) -> None:
+        self._load = LoadModel(name, path, only="tokenizer")
+        self.client = RuntimeClient(open, config, name="tokenizer", prepare=self._prepare)
+
+    async def _prepare(self, client: RuntimeClient) -> None:
+        await client.request(LOAD, self._load)
+
+    async def tokenize(self, what: str | Conversation, most: int) -> list[int] | None:
+        """The tokens of a text or a conversation; None when the process does not answer. Raises ConfigError for
+        what cannot be tokenised, TooLarge for more than `most` tokens."""
+        said = Tokenize(self._load.model_id, most=most)
+        if isinstance(what, str):
+            said.text = what
+        else:
+            said.messages, said.tools, said.template_kwargs = what.messages, what.tools, what.more
+        if not self.client.ready:
+            return None
+        try:
+            answer = await self.client.request(TOKENIZE, said, dict[str, list[int]])
+        except ConfigError:
+            raise
+        except TooLarge as error:
+            tokens = error.details.get("tokens")
+            why = "and the prompt has more" if tokens is None else f"not {tokens} prompt tokens"
+            raise TooLarge(f"the model's context holds {most} tokens, {why}", max_model_len=most) from None
+        except ReflexError:  # it died, hangs, or is too busy
+            return None
+        found: list[int] = answer["token_ids"]
+        return found
+
+
+class RemoteGenerator:
+    """The `Generator` of a model of this name. lines: of all processes, each of which has the model."""
+
+    def __init__(self, name: str, lines: Sequence[Line], tokenizer: Tokenizer, tokenizing: TokenizerProcess) -> None:
+        self._name, self._lines, self.queueing = name, lines, asyncio.Lock()
+        self._texts = Texts(tokenizer, lambda what: tokenizing.tokenize(what, self.limits.max_model_len))
+        self._sending: set[asyncio.Task[None]] = set()
+
+    def loaded(self) -> None:
+        """The processes have the model."""
+        self._texts.most = self.limits.max_model_len
+
+    def close(self) -> None:
+        """Tokenise nothing more."""
+        self._texts.close()
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The server's own: tokenising here delays no step."""
+        return self._texts.tokenizer
+
+    @property
+    def limits(self) -> Limits:
+        """Those of the model in every process."""
+        found = self._lines[0].limits
+        assert found is not None, "Workers.start was not awaited"
+        return found
+
+    async def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """The tokens of each prompt."""
+        return await self._texts.encode(texts)
+
+    async def encode_chat(self, conversation: Conversation) -> list[int]:
+        """The tokens of a conversation in the model's own form. ConfigError when it has none."""
+        return await self._texts.encode_chat(conversation)
+
+    async def compiled(self, constraint: Constraint | None) -> None:
+        """See `Generator.compiled`: checked here, compiled in the process that generates."""
+        if constraint is not None:
+            await self._texts.compiled(check_constraint, constraint)
+
+    def request(
+        self, prompt: Sequence[int], params: SamplingParams, options: GenerationOptions, matcher: Matcher | None = None
+    ) -> GenerateParams:
+        """See `Generator.request`: checked here, so that a request that can never run is not sent."""
+        self.limits.check(prompt, params.max_tokens)
+        self.limits.check_sampling(params)
+        sampling = {name: getattr(params, name) for name in SamplingParams.__struct_fields__}
+        ids = prompt if isinstance(prompt, list) else list(prompt)  # not a copy for each choice
+        return GenerateParams(
+            **sampling, model_id=self._name, adapter=options.adapter, prompt_token_ids=ids,
+            priority=options.priority.name.lower(), client=str(options.client), request_id=options.id,
+            timeout_ms=None if options.time_limit is None else options.time_limit * 1e3,
+            max_gap_ms=None if options.max_gap is None else options.max_gap * 1e3,
+            prompt_logprobs=options.prompt_logprobs,
+            traceparent="" if options.span is None else options.span.traceparent,
+        )  # fmt: skip
+
+    def submit_alike(self, requests: Sequence[GenerateParams], bell: asyncio.Event) -> list[StreamHandle]:
+        """See `Generator.submit_alike`. All go to the same process, whose cache then has their prompt."""
+        line = self._line()
+        handles: list[StreamHandle] = []
+        for request in requests:
+            handle = line.registry.register(bell=bell)
+            follows = handles[0].id if handles else None
+            handles.append(handle)
+            params = msgspec.structs.replace(request, stream_id=handle.id, follows=follows)
+            task = asyncio.create_task(self._send(line, handle, params))
+            self._sending.add(task)
+            task.add_done_callback(self._sending.discard)
+        return handles
+
+    def _line(self) -> Line:
+        """The ready process with the fewest unfinished requests."""
+        ready = [line for line in self._lines if line.client.ready]
+        if not ready:
+            raise min((line.client.unavailable() for line in self._lines), key=_soonest)
+        return min(ready, key=lambda line: line.unfinished)
+
+    @staticmethod
+    async def _send(line: Line, handle: StreamHandle, params: GenerateParams) -> None:
+        """Send a request; an error before it begins ends its stream."""
+        if handle.closed:  # its reader left before this task began
+            return
+        try:
+            await line.batcher.enqueue(params, params.priority)
+        except Cancelled:
+            pass  # its reader left
+        except ReflexError as error:
+            if not handle.ended:
+                line.registry.release(handle, error)
+
+
+def _soonest(error: ReflexError) -> float:
+    return inf if error.retry_after is None else error.retry_after
 
 
 class Workers:
@@ -91,10 +318,6 @@ class Workers:
             for line, state in zip(self.lines, states, strict=True)
         ]
         return {"lines": lines}
-
-    def get_batch_stats(self) -> dict[str, Any]:
-        """`generate`: `GenerateBatcher.get_stats` of each process."""
-        return {"generate": {line.name: line.batcher.get_stats() for line in self.lines}}
 
     def _refresh(self) -> None:
         """Update the series in the registry."""
@@ -205,10 +428,7 @@ class WorkersLive:
         return self._parts.snapshot(now, {**server, **self._told(server)})
 
     async def _ask(self, line: Line) -> None:
-        try:
-            found: _Told = await line.client.request(LIVE, {}, _Told, WITHIN) if line.client.ready else {}
-        except ReflexError:
-            found = {}
+        found: dict[str, LiveSnapshot | None] = await line.ask(LIVE, dict[str, LiveSnapshot | None]) or {}
         shown = next((snapshot for snapshot in found.values() if snapshot is not None), None)
         if shown is None:
             self._parts.forget(line.name)

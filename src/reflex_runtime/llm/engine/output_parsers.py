@@ -1,7 +1,9 @@
-"""Tool calls: how a model's template writes them, what forces one, and how they are read out of its text.
+"""The parts of an output's text: thoughts, text and tool calls; how they are read, and what forces a call.
 
 Models write calls as text. Which form they learned stands in their chat template: Hermes and Qwen put each call between
-marks, Llama 3 writes an object alone, Mistral a list of them.
+marks, Llama 3 writes an object alone, Mistral a list of them. A reasoning model writes a thought before its answer,
+between marks. Some templates leave it to the model to begin a thought, others begin it in the prompt: the output is
+inside of it then.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from reflex_runtime.ipc.messages import Constraint
 
 ToolFormat = Literal["hermes", "llama3", "mistral"]
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
+THOUGHT, ANSWER = "<think>", "</think>"  # a thought begins, and ends
 _GAP: Final = re.compile(r"[ \n\t;]*")
 _MOST: Final = 16  # calls that are forced at once
 _SPACE: Final = r"\x20?"  # between the tokens of forced arguments: a weak model would spend its answer on blanks
@@ -186,3 +189,107 @@ def _named(found: Any, key: str) -> tuple[str, str] | None:
     except (ValueError, RecursionError):  # Python reads NaN, which is no JSON
         return None
     return name, text
+
+
+@dataclass(frozen=True, slots=True)
+class Thought:
+    """A part of what a model thought."""
+
+    text: str
+
+
+class ThoughtParser:
+    """Reads the thought at the beginning of one output's text as it comes. thinking: whether it is inside of one.
+
+    An output that does not begin with a thought is an answer from its first character on.
+    """
+
+    def __init__(self, begun: bool) -> None:
+        """begun: the prompt began the thought."""
+        self._state: Literal["before", "inside", "behind", "answer"] = "inside" if begun else "before"
+        self._text = ""  # not yet said
+        self._said = False  # whether any of the thought was said
+
+    @property
+    def thinking(self) -> bool:
+        return self._state == "inside"
+
+    def feed(self, text: str) -> tuple[str, str]:
+        """What is complete with this text: of the thought, and of the answer."""
+        if self._state == "answer":
+            return "", text
+        self._text += text
+        if self._state == "before":
+            self._begin()
+        thought = self._inside() if self._state == "inside" else ""
+        if self._state == "behind" and (found := self._text.lstrip()):
+            self._state, self._text = "answer", found
+        return thought, self._rest() if self._state == "answer" else ""
+
+    def end(self) -> tuple[str, str]:
+        """What is left when the output has ended."""
+        rest = self._rest()
+        if self._state == "inside":
+            return rest.rstrip() if self._said or not THOUGHT.startswith(rest.strip()) else "", ""
+        return "", rest if self._state == "before" else ""
+
+    def _begin(self) -> None:
+        begun = self._text.lstrip()
+        if begun.startswith(THOUGHT):
+            self._state, self._text = "inside", begun[len(THOUGHT) :]
+        elif not THOUGHT.startswith(begun):
+            self._state = "answer"
+
+    def _inside(self) -> str:
+        if not self._said:  # a model may repeat the mark that the prompt ends with
+            begun = self._text.lstrip()
+            if not begun or (begun != THOUGHT and THOUGHT.startswith(begun)):
+                return ""
+            self._text = begun.removeprefix(THOUGHT).lstrip()
+        before, closed, after = self._text.partition(ANSWER)
+        if closed:
+            self._state, self._text = "behind", after
+            return before.rstrip()
+        sure = self._text[: len(self._text) - overlap(self._text, ANSWER)].rstrip()
+        self._text = self._text[len(sure) :]
+        self._said = self._said or bool(sure)
+        return sure
+
+    def _rest(self) -> str:
+        rest, self._text = self._text, ""
+        return rest
+
+
+class PartReader:
+    """Reads one output's text as it comes: thoughts, text and calls. thinking: whether it is inside of a thought.
+    called: calls so far."""
+
+    def __init__(self, thoughts: ThoughtParser | None = None, tools: ToolParser | None = None) -> None:
+        self._thoughts, self._tools = thoughts, tools
+
+    @property
+    def thinking(self) -> bool:
+        return self._thoughts is not None and self._thoughts.thinking
+
+    @property
+    def called(self) -> int:
+        return 0 if self._tools is None else self._tools.called
+
+    def feed(self, text: str, last: bool) -> list[str | Thought | ToolCall]:
+        """What is complete with this text. last: no more comes."""
+        found: list[str | Thought | ToolCall] = []
+        if self._thoughts is not None:
+            thought, text = self._thoughts.feed(text)
+            if last:
+                more, rest = self._thoughts.end()
+                thought, text = thought + more, text + rest
+            if thought:
+                found.append(Thought(thought))
+        if self._tools is None:
+            return [*found, text] if text else found
+        return found + self._tools.feed(text) + (self._tools.end() if last else [])
+
+
+def overlap(text: str, mark: str) -> int:
+    """How many characters at the end of the text may be the beginning of the mark."""
+    return next((n for n in range(min(len(text), len(mark) - 1), 0, -1) if text.endswith(mark[:n])), 0)
