@@ -24,9 +24,9 @@ def main() -> None:
     port, *rest = sys.argv[1:]
     command = [sys.executable, "-m", "bench.apps.runtime_process"]
     batcher = GenerateBatcherConfig(enabled="off" not in rest)
-    workers = WorkersConfig(1, lambda number: spawned(command), "toy", lambda number, restarts: {}, batcher)
+    workers = WorkersConfig(1, lambda number: spawned(command), lambda config, number, restarts: {}, batcher)
     config = LLMServeConfig(served_model_name="toy")
-    make = serving(config, [ModelPlan("toy", config)], opened(workers, ByteTokenizer()))
+    make = serving(ModelPlan("toy", config), opened(workers, ByteTokenizer()))
     status, clean = serve(make, [bind("127.0.0.1", int(port))], config)
     os._exit(status if clean else 1)
 

@@ -14,7 +14,7 @@ import socket
 import sys
 from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from reflex_runtime.core.errors import Cancelled, ConfigError, Drained, ReflexError
 from reflex_runtime.ipc.frames import Codec, Notification, Reader, RpcRequest
@@ -36,10 +36,11 @@ from reflex_runtime.ipc.messages import (
     StreamPrompt,
     StreamStats,
     Tokenize,
+    TokenOutput,
 )
+from reflex_runtime.ipc.models import EngineStream
 from reflex_runtime.ipc.peer import Peer
 from reflex_runtime.ipc.worker import Worker, serve
-from reflex_runtime.run.dispatcher import Stream
 
 PATIENCE = 60.0  # seconds until a test that waits is broken
 _KINDS = {CHUNK: StreamChunk, PROMPT: StreamPrompt, STATS: StreamStats, EVENT: StreamEvent}
@@ -47,24 +48,13 @@ _READERS: dict[str, Reader[Any]] = {method: Reader(kind) for method, kind in _KI
 _ANY, _BATCH = Reader(Any), Reader(BatchResult)
 
 
-class Out(NamedTuple):
-    token_id: int
-    text: str
-    logprob: float | None = None
-    top: tuple[tuple[int, float], ...] = ()
-    finish: str | None = None
-    held: int = 0
-
-
-class StubStream(Stream[Out]):
+class StubStream(EngineStream):
     """Says what a test says. Held, as those of a model are, while `most` outputs are unread."""
 
     def __init__(self, params: GenerateParams, bell: asyncio.Event, leader: Any, most: int) -> None:
-        super().__init__(bell)
+        super().__init__(bell, 3)
         self.params, self.leader, self._most = params, leader, most
-        self.prompt_tokens, self.cached_tokens, self.completion_tokens = 3, 1, 0
-        self.held = self.closed = False
-        self.prompt_scores: list[Any] = []
+        self.cached_tokens, self.closed = 1, False
 
     def say(self, *texts: str, finish: str | None = None) -> None:
         """A token for each text. finish: of the last, which ends it."""
@@ -72,10 +62,10 @@ class StubStream(Stream[Out]):
             last = text is texts[-1]
             self.completion_tokens += 1
             if last and finish is not None:
-                self.push([Out(self.completion_tokens, text, finish=finish)])
+                self.push([TokenOutput(text, self.completion_tokens, finish=finish)])
                 self.end()
             else:
-                self.push([Out(self.completion_tokens, text)])
+                self.push([TokenOutput(text, self.completion_tokens)])
 
     def _pushed(self, n: int) -> None:
         self.held = self.held or self.unread >= self._most

@@ -12,7 +12,7 @@ import pytest
 from ipc.runtime import run
 from reflex_runtime.core.errors import Cancelled, ConfigError, Expired, ProcessorError, ReflexError
 from reflex_runtime.ipc.frames import Codec, Notification, ProtocolError, error_of
-from reflex_runtime.ipc.messages import Credit, PromptToken, StreamId, Token
+from reflex_runtime.ipc.messages import Credit, ScoredToken, StreamId, TokenOutput
 from reflex_runtime.ipc.peer import ConnectionLost
 from reflex_runtime.ipc.registry import StreamHandle, StreamRegistry
 
@@ -74,7 +74,7 @@ def test_g15_chunks_stats_and_one_terminal_event_are_one_stream(front: Front) ->
         )  # fmt: skip
         front.event()
         tokens = [token async for token in handle]
-        assert tokens == [Token("a", 1, -0.5, ((1, -0.5),)), Token("b", 2)]
+        assert tokens == [TokenOutput("a", 1, -0.5, ((1, -0.5),)), TokenOutput("b", 2)]
         assert (handle.prompt_tokens, handle.cached_tokens, handle.completion_tokens, handle.ttft_ms) == (7, 4, 2, 3.5)
         assert handle.ended
         assert front.said == []
@@ -88,8 +88,8 @@ def test_l9_what_is_said_of_a_prompt_is_kept_for_the_reader_and_bounded(front: F
         handle.scores_left = 5
         front.note("stream.prompt", stream_id="s", tokens=[[7, -0.5, [[7, -0.5], [8, -1.5]]]])
         front.note("stream.prompt", stream_id="s", tokens=[[9, None], [3, -1.0]])
-        first = PromptToken(7, -0.5, ((7, -0.5), (8, -1.5)))
-        assert handle.prompt_scores == [first, PromptToken(9, None), PromptToken(3, -1.0)]
+        first = ScoredToken(7, -0.5, ((7, -0.5), (8, -1.5)))
+        assert handle.prompt_scores == [first, ScoredToken(9, None), ScoredToken(3, -1.0)]
         assert (handle.unread, front.cancels) == (0, [])
         front.note("stream.prompt", stream_id="s", tokens=[[4, -1.0]])  # one number more than may come
         front.note("stream.prompt", stream_id="t", tokens=[[4, -1.0]])  # it was not asked for

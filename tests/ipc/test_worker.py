@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ipc.engines import BATCH_GENERATE, Ends, Out, ends, params, play
+from ipc.engines import BATCH_GENERATE, Ends, ends, params, play
 from reflex_runtime.core.errors import (
     Cancelled,
     Closed,
@@ -19,7 +19,7 @@ from reflex_runtime.core.errors import (
 )
 from reflex_runtime.ipc import models, outlet, worker
 from reflex_runtime.ipc.frames import INVALID_PARAMS, METHOD_NOT_FOUND, Codec, ProtocolError
-from reflex_runtime.ipc.messages import CHUNK, EVENT, PROMPT, STATS, PromptToken, Started
+from reflex_runtime.ipc.messages import CHUNK, EVENT, PROMPT, STATS, ScoredToken, Started
 
 BOTH = pytest.mark.parametrize("codec", list(Codec), ids=lambda codec: codec.label)
 
@@ -239,8 +239,8 @@ def test_l9_what_is_said_of_a_prompt_comes_in_parts_before_the_tokens_and_delays
         async with ends(codec) as both:
             await both.batch(params("a", prompt_logprobs=1), params("b", follows="a"), params("c", prompt_logprobs=0))
             a, b, c = both.engine.streams.values()
-            a.prompt_scores += [Out(n, "", -float(n), ((n, -float(n)),)) for n in range(10)]
-            c.prompt_scores += [Out(n, "", -1.0) for n in range(3)]
+            a.prompt_scores += [ScoredToken(n, -float(n), ((n, -float(n)),)) for n in range(10)]
+            c.prompt_scores += [ScoredToken(n, -1.0) for n in range(3)]
             b.say("y", finish="stop")  # its prompt is that of the first, which has not been told of
             c.say("z", finish="stop")
             await both.front.until(lambda: both.front.ended("c"))
@@ -252,7 +252,7 @@ def test_l9_what_is_said_of_a_prompt_comes_in_parts_before_the_tokens_and_delays
             assert both.front.of("b") == ["y", "|", "stats", "<completed>"]
             parts = [said.tokens for name, said in both.front.said if name == PROMPT and said.stream_id == "a"]
             told = [token for part in parts for token in part]
-            assert told == [PromptToken(n, -float(n), ((n, -float(n)),)) for n in range(10)]
+            assert told == [ScoredToken(n, -float(n), ((n, -float(n)),)) for n in range(10)]
             order = [(name, said.stream_id) for name, said in both.front.said if name in (PROMPT, CHUNK)]
             assert order.index((CHUNK, "b")) > max(at for at, one in enumerate(order) if one == (PROMPT, "a"))
 

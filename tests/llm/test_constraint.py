@@ -13,12 +13,12 @@ import pytest
 
 from reflex_runtime.core.errors import ConfigError, ProcessorError
 from reflex_runtime.demo import model_directory
-from reflex_runtime.ipc.messages import Constraint
+from reflex_runtime.ipc.messages import Constraint, ScoredToken
 from reflex_runtime.llm import LLMEngine, SamplingParams
 from reflex_runtime.llm.engine import form_check, logits_processors
 from reflex_runtime.llm.engine.logits_processors import Constraints, Matcher, Shaping, check_constraint
 from reflex_runtime.llm.engine.sampler import sample
-from reflex_runtime.llm.engine.sequence import Choice, Sequence
+from reflex_runtime.llm.engine.sequence import Sequence
 from reflex_runtime.llm.engine.tokenizer import HFTokenizer
 from reflex_runtime.llm.engine.toy import ByteTokenizer
 
@@ -136,14 +136,14 @@ def test_l8_nothing_left_fails_that_sequence_alone() -> None:
     params = SamplingParams(min_tokens=5, constraint=Constraint("regex", "a"))
     matcher = Constraints(ByteTokenizer().vocabulary).compile(Constraint("regex", "a"))
     failing = Sequence([1], params, chr, ByteTokenizer.eos_token_ids, matcher)
-    failing.append(Choice(ord("a")))
+    failing.append(ScoredToken(ord("a")))
     assert failing.finish_reason == "stop"
     logits = np.random.default_rng(0).normal(0.0, 1.0, (3, 256)).astype(np.float32)
     plain = Sequence([1], SamplingParams.greedy(), chr)
     first, second, third = sample(logits, [plain, failing, plain])
     assert isinstance(second, ProcessorError)
     assert "no token is left" in second.message
-    others = [found.token_id for found in (first, third) if isinstance(found, Choice)]
+    others = [found.token_id for found in (first, third) if isinstance(found, ScoredToken)]
     assert others == logits[[0, 2]].argmax(axis=1).tolist()
 
 

@@ -14,10 +14,9 @@ from llm.models import Oracle, random_checkpoint, random_model
 from llm.steps import Lane, shuffled, step
 from reflex_runtime.core.errors import ProcessorError
 from reflex_runtime.core.events import BatchScheduled, Event, RequestPreempted
-from reflex_runtime.ipc.messages import SamplingParams
+from reflex_runtime.ipc.messages import SamplingParams, ScoredToken
 from reflex_runtime.llm.engine.generation_options import GenerationOptions
 from reflex_runtime.llm.engine.llm_engine import LLMEngine
-from reflex_runtime.llm.engine.sequence import Choice
 from reflex_runtime.llm.engine.toy import ByteTokenizer, ToyRunner
 from reflex_runtime.llm.runners.openvino_runner import OpenVinoRunner
 from reflex_runtime.llm.runners.runner import Runner
@@ -91,7 +90,7 @@ def test_l8_a_prompt_is_scored_in_chunks_beside_others_and_after_a_preemption(
     found = {}
     while engine.unfinished:
         found.update((output.request_id, output) for output in engine.step())
-    choices: list[Choice] = request.payload.prompt_choices
+    choices: list[ScoredToken] = request.payload.prompt_choices
     np.testing.assert_allclose([choice.logprob for choice in choices], expected, atol=BOUND, rtol=0)
     assert [choice.token_id for choice in choices] == TOKENS[1:]
     assert found["scored"].token_ids == plain

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from reflex_runtime.core.errors import ConfigError, ProcessorError
-from reflex_runtime.ipc.messages import SamplingParams
+from reflex_runtime.ipc.messages import SamplingParams, ScoredToken
 from reflex_runtime.llm import LLMEngine
 from reflex_runtime.llm.engine.generation_options import SamplingDefaults, sampling_defaults
 from reflex_runtime.llm.engine.logits_processors import Shaping, shaping_of
 from reflex_runtime.llm.engine.sampler import sample
-from reflex_runtime.llm.engine.sequence import Choice, Sequence
+from reflex_runtime.llm.engine.sequence import Sequence
 
 VOCAB = 12
 
@@ -100,15 +100,15 @@ def test_l8_a_shaped_row_changes_its_own_token_and_not_what_is_told_about_it() -
     plain = SamplingParams.greedy(logprobs=1)
     biased = SamplingParams.greedy(logprobs=1, logit_bias=((other, 100.0),))
     found = sample(logits, [Sequence([1], params, str) for params in (plain, biased, plain)])
-    assert all(isinstance(choice, Choice) for choice in found)
-    first, second, third = (choice for choice in found if isinstance(choice, Choice))
+    assert all(isinstance(choice, ScoredToken) for choice in found)
+    first, second, third = (choice for choice in found if isinstance(choice, ScoredToken))
     assert [first.token_id, second.token_id, third.token_id] == [best[0], other, best[2]]
     assert second.top[0][0] == best[1]
     assert second.logprob is not None
     assert second.logprob < second.top[0][1]
     assert (logits == before).all()
     drawn = sample(logits, [Sequence([1], SamplingParams(seed=1, logit_bias=((other, 100.0),)), str)] * 3)
-    assert [choice.token_id for choice in drawn if isinstance(choice, Choice)] == [other] * 3
+    assert [choice.token_id for choice in drawn if isinstance(choice, ScoredToken)] == [other] * 3
 
 
 def test_l8_min_p_drops_what_is_unlikely_beside_the_likeliest() -> None:
@@ -116,11 +116,11 @@ def test_l8_min_p_drops_what_is_unlikely_beside_the_likeliest() -> None:
     seen = set()
     for seed in range(300):
         (choice,) = sample(logits, [Sequence([1], SamplingParams(min_p=0.2, seed=seed), str)])
-        assert isinstance(choice, Choice)
+        assert isinstance(choice, ScoredToken)
         seen.add(choice.token_id)
     assert seen == {0, 1, 2}
     (choice,) = sample(logits, [Sequence([1], SamplingParams(min_p=1.0, top_k=3, top_p=0.9, seed=1), str)])
-    assert isinstance(choice, Choice)
+    assert isinstance(choice, ScoredToken)
     assert choice.token_id == 0
 
 

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from reflex_runtime.core.errors import ProcessorError
-from reflex_runtime.ipc.messages import SamplingParams
+from reflex_runtime.ipc.messages import SamplingParams, ScoredToken
 from reflex_runtime.llm.engine.sampler import explain, likeliest, sample, uniform
-from reflex_runtime.llm.engine.sequence import Choice, Sequence
+from reflex_runtime.llm.engine.sequence import Sequence
 
 VOCAB = 300
 
@@ -26,7 +26,7 @@ def rows(n: int, seed: int = 0) -> np.ndarray[Any, np.dtype[np.float32]]:
 
 
 def chosen(logits: Any, sequences: list[Sequence]) -> list[int]:
-    return [c.token_id for c in sample(logits, sequences) if isinstance(c, Choice)]
+    return [c.token_id for c in sample(logits, sequences) if isinstance(c, ScoredToken)]
 
 
 def frequencies(logits: Any, draws: int = 4000, **params: Any) -> Any:
@@ -123,16 +123,16 @@ def test_l8_logprobs_are_the_models_own_whatever_the_temperature() -> None:
     own = np.log(softmax(logits[0]))
     for temperature in (0.0, 1.7):
         choice = sample(logits, [sequence(temperature=temperature, seed=1, logprobs=3)])[0]
-        assert isinstance(choice, Choice)
+        assert isinstance(choice, ScoredToken)
         assert choice.logprob == pytest.approx(own[choice.token_id], abs=1e-5)
         assert [i for i, _ in choice.top] == np.argsort(-own)[:3].tolist()
         assert [x for _, x in choice.top] == pytest.approx(np.sort(own)[::-1][:3].tolist(), abs=1e-5)
-    assert sample(logits, [sequence(temperature=0.0, logprobs=0)])[0] == Choice(
+    assert sample(logits, [sequence(temperature=0.0, logprobs=0)])[0] == ScoredToken(
         int(own.argmax()),
         pytest.approx(float(own.max()), abs=1e-5),
         (),  # type: ignore[arg-type]
     )
-    assert sample(logits, [sequence(temperature=0.0)])[0] == Choice(int(own.argmax()))
+    assert sample(logits, [sequence(temperature=0.0)])[0] == ScoredToken(int(own.argmax()))
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
@@ -167,6 +167,7 @@ def test_l8_what_is_said_of_a_token_is_exact_to_a_millionth() -> None:
     wide = rows.astype(np.float64)
     wide -= wide.max(axis=1, keepdims=True)
     wide -= np.log(np.exp(wide).sum(axis=1, keepdims=True))
-    for i, choice in enumerate(explain(rows, [7, 8, 9, 10], 5)):
+    for i, token in enumerate([7, 8, 9, 10]):
+        choice = explain(rows[i], token, 5)
         assert choice.logprob == pytest.approx(wide[i, 7 + i], abs=1e-6)
         assert [logprob for _, logprob in choice.top] == pytest.approx(np.sort(wide[i])[::-1][:5], abs=1e-6)

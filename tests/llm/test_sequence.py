@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.ipc.messages import SamplingParams
-from reflex_runtime.llm.engine.sequence import Choice, Sequence
+from reflex_runtime.ipc.messages import SamplingParams, ScoredToken
+from reflex_runtime.llm.engine.sequence import Sequence
 from reflex_runtime.llm.engine.toy import ByteTokenizer
 
 
@@ -21,7 +21,7 @@ def say(sequence: Sequence, text: str | bytes) -> list[tuple[str, str | None]]:
     """(shown text, finish) of each byte, up to the end."""
     told: list[tuple[str, str | None]] = []
     for byte in text.encode() if isinstance(text, str) else text:
-        output = sequence.append(Choice(byte))
+        output = sequence.append(ScoredToken(byte))
         told.append((output.text, output.finish))
         if output.finish is not None:
             break

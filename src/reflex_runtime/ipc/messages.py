@@ -325,9 +325,13 @@ class Shutdown(msgspec.Struct):
     timeout_s: float = 10.0
 
 
-class Token(msgspec.Struct, omit_defaults=True):
-    """One token of output. text: the text to send with it. top: the likeliest (id, logprob), with `logprobs`. held:
-    characters of earlier tokens that are sent only now. finish: why it is the last."""
+class TokenOutput(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One token of output, as it is sampled.
+
+    text: the text to send with it; empty while a character is incomplete or the text may be the beginning of a stop
+    text. top: the likeliest (id, logprob), with `logprobs`. held: characters of earlier tokens that were not yet sent
+    when it came. finish: None, or why it is the last: `stop` (end of sequence, stop token, stop text) or `length`.
+    """
 
     text: str
     token_id: int
@@ -341,15 +345,17 @@ class StreamChunk(msgspec.Struct):
     """`stream.chunk`: new tokens of a stream."""
 
     stream_id: str
-    tokens: list[Token]
+    tokens: list[TokenOutput]
     is_final: bool
 
 
-class PromptToken(msgspec.Struct, array_like=True):
-    """One token of a prompt that was scored. top: the likeliest (id, logprob)."""
+class ScoredToken(msgspec.Struct, frozen=True, array_like=True):
+    """A token, sampled or of a prompt, and what the model says of it. logprob, top: of the model's own distribution at
+    temperature 1, natural logarithms; `top` are the likeliest (id, logprob), best first. None and () if not
+    requested."""
 
     token_id: int
-    logprob: float | None
+    logprob: float | None = None
     top: tuple[tuple[int, float], ...] = ()
 
 
@@ -358,7 +364,7 @@ class StreamPrompt(msgspec.Struct):
     before the first `stream.chunk` of the stream, and of those that follow it."""
 
     stream_id: str
-    tokens: list[PromptToken]
+    tokens: list[ScoredToken]
 
 
 class StreamStats(msgspec.Struct):

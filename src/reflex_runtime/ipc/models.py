@@ -7,80 +7,53 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from reflex_runtime.core.errors import Closed, ConfigError, Drained, ReflexError
-from reflex_runtime.ipc.messages import LONGEST_ID, CheckDraft, CheckedDraft, GenerateParams, LoadModel, Tokenize, is_id
+from reflex_runtime.ipc.messages import (
+    LONGEST_ID,
+    CheckDraft,
+    CheckedDraft,
+    GenerateParams,
+    LoadModel,
+    ScoredToken,
+    Tokenize,
+    TokenOutput,
+    is_id,
+)
+from reflex_runtime.run.dispatcher import Stream
 
 log = logging.getLogger("reflex.ipc")
 
 MOST_MODELS = 64
 
 
-class Output(Protocol):
-    """One token of output, as `llm.TokenOutput`."""
-
-    @property
-    def token_id(self) -> int: ...
-    @property
-    def text(self) -> str: ...
-    @property
-    def logprob(self) -> float | None: ...
-    @property
-    def top(self) -> tuple[tuple[int, float], ...]: ...
-    @property
-    def held(self) -> int: ...
-    @property
-    def finish(self) -> str | None: ...
-
-
-class ScoredToken(Protocol):
-    """What the model says of a token, as `llm.sequence.Choice`."""
-
-    @property
-    def token_id(self) -> int: ...
-    @property
-    def logprob(self) -> float | None: ...
-    @property
-    def top(self) -> tuple[tuple[int, float], ...]: ...
-
-
-class OutputStream(Protocol):
+class OutputStream(Stream[TokenOutput]):
     """One request's tokens, made in this process or in another.
 
     prompt_tokens, cached_tokens: of the prompt, and how many of them the prefix cache had; known once it has begun.
     prompt_scores: what the model says of the prompt's tokens from the second on, where that was asked for; complete
-    before there is output.
-    completion_tokens: so far. ended: whether no more will come; the bell has rung then, and outputs may be unread.
+    before there is output. completion_tokens: so far.
     """
 
-    @property
-    def prompt_tokens(self) -> int: ...
-    @property
-    def cached_tokens(self) -> int: ...
-    @property
-    def prompt_scores(self) -> Sequence[ScoredToken]: ...
-    @property
-    def completion_tokens(self) -> int: ...
-    @property
-    def ended(self) -> bool: ...
+    __slots__ = ("cached_tokens", "completion_tokens", "prompt_scores", "prompt_tokens")
 
-    def take(self, most: int | None = None) -> Sequence[Output]:
-        """Unread outputs, at most so many, without waiting. Once all are read, raises the error that it ended with."""
-
-    def close(self) -> None:
-        """Take the request back unless it has ended."""
+    def __init__(self, bell: asyncio.Event | None, prompt_tokens: int = 0) -> None:
+        super().__init__(bell)
+        self.prompt_tokens, self.cached_tokens, self.completion_tokens = prompt_tokens, 0, 0
+        self.prompt_scores: list[ScoredToken] = []
 
 
-class EngineStream(OutputStream, Protocol):
-    """The stream at its engine. unread: outputs. held: whether it makes no more until some are taken."""
+class EngineStream(OutputStream):
+    """The stream at its engine. held: whether it makes no more until some are taken."""
 
-    @property
-    def unread(self) -> int: ...
-    @property
-    def held(self) -> bool: ...
+    __slots__ = ("held",)
+
+    def __init__(self, bell: asyncio.Event | None, prompt_tokens: int) -> None:
+        super().__init__(bell, prompt_tokens)
+        self.held = False
 
 
 class Engine(Protocol):

@@ -23,12 +23,10 @@ from reflex_runtime.ipc.messages import (
     STATS,
     EventName,
     GenerateParams,
-    PromptToken,
     StreamChunk,
     StreamEvent,
     StreamPrompt,
     StreamStats,
-    Token,
     is_id,
 )
 from reflex_runtime.ipc.models import Engine, EngineStream
@@ -205,8 +203,7 @@ class Outlets:
             if outlet.first is None:
                 outlet.first = self._clock()
             outlet.final = outputs[-1].finish is not None
-            tokens = [Token(o.text, o.token_id, o.logprob, o.top, o.held, o.finish) for o in outputs]
-            peer.notify(CHUNK, StreamChunk(outlet.id, tokens, outlet.final))
+            peer.notify(CHUNK, StreamChunk(outlet.id, outputs, outlet.final))
             unread = stream.unread
         if not unread:
             outlet.stalled = False
@@ -231,8 +228,7 @@ class Outlets:
                 self._scores -= 1 + len(scores[end].top)
                 end += 1
             if end > begin:
-                tokens = [PromptToken(one.token_id, one.logprob, one.top) for one in scores[begin:end]]
-                peer.notify(PROMPT, StreamPrompt(outlet.id, tokens))
+                peer.notify(PROMPT, StreamPrompt(outlet.id, scores[begin:end]))
             outlet.told = end
             if end < len(scores):
                 self._rang(outlet)  # the rest in the next turn

@@ -29,59 +29,41 @@ from reflex_runtime.ipc.messages import (
     TERMINAL,
     WINDOW,
     Credit,
-    PromptToken,
     StreamChunk,
     StreamEvent,
     StreamId,
     StreamPrompt,
     StreamStats,
-    Token,
     is_id,
 )
+from reflex_runtime.ipc.models import OutputStream
 from reflex_runtime.run.audience import Idle
-from reflex_runtime.run.dispatcher import Stream
 
 log = logging.getLogger("reflex.ipc")
 
 WINDOWS = 4  # that may be unread; a runtime that keeps to its credits stays within one
 
 
-class StreamHandle(Stream[Token]):
+class StreamHandle(OutputStream):
     """One stream, for its one reader. See `Stream`; made by `StreamRegistry.register`.
 
-    prompt_tokens, cached_tokens, completion_tokens, ttft_ms: so far; final once it has ended. prompt_scores: see
-    `OutputStream`; scores_left: numbers that may still come of them, 0 where nothing was asked for. reserved: whether
+    ttft_ms: final, as what `OutputStream` has, once it has ended. scores_left: numbers that may still come of
+    `prompt_scores`, 0 where nothing was asked for. reserved: whether
     it holds a place. window: tokens that the runtime may be ahead of the reader. token_s: seconds from one token to the
     next, once it has ended. For the batcher: partition; most: tokens it may have; on_left: called when its reader
     leaves before it ended; on_end: called once, when it ends.
     """
 
     __slots__ = (
-        "_owed",
-        "_registry",
-        "cached_tokens",
-        "completion_tokens",
-        "id",
-        "most",
-        "on_end",
-        "on_left",
-        "partition",
-        "prompt_scores",
-        "prompt_tokens",
-        "reserved",
-        "scores_left",
-        "token_s",
-        "ttft_ms",
-        "window",
-    )
+        "_owed", "_registry", "id", "most", "on_end", "on_left", "partition", "reserved", "scores_left", "token_s",
+        "ttft_ms", "window",
+    )  # fmt: skip
 
     def __init__(self, registry: StreamRegistry, id: str, partition: Hashable, bell: asyncio.Event | None) -> None:
         super().__init__(bell)
         self.id, self.partition, self.window = id, partition, registry.window
-        self.prompt_tokens = self.cached_tokens = self.completion_tokens = 0
         self.ttft_ms: float | None = None
         self.most, self.token_s = 0, 0.0
-        self.prompt_scores: list[PromptToken] = []
         self.scores_left = 0
         self.reserved = False
         self.on_left: Callable[[], None] | None = None

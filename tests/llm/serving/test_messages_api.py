@@ -157,7 +157,7 @@ def test_l9_the_form_of_a_message_holds(client: Any) -> None:
 
 def test_l9_messages_reach_the_template_by_the_names_it_knows(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
     assert toy.model is not None
-    tokenizer, seen = toy.generator.tokenizer, []
+    tokenizer, seen = toy.generator.texts.tokenizer, []
     chat = tokenizer.chat
     monkeypatch.setattr(tokenizer, "chat", lambda talk, most=None: (seen.append(talk), chat(talk))[1])
     talk = [

@@ -587,7 +587,7 @@ def test_l9_a_thought_is_reasoning_content() -> None:
 
 def test_l9_a_prompt_may_begin_the_thought_but_a_form_has_none(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
     assert toy.model is not None
-    tokenizer = toy.generator.tokenizer
+    tokenizer = toy.generator.texts.tokenizer
     monkeypatch.setattr(tokenizer, "chat", lambda talk, most=None: tokenizer.encode("user: hi\nassistant: <think>\n"))
     message = toy.chat("hi", max_tokens=5).json["choices"][0]["message"]
     assert (message["content"], len(message["reasoning_content"])) == ("", 5)

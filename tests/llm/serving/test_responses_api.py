@@ -128,7 +128,7 @@ def test_l9_the_form_of_a_response_holds(client: Any) -> None:
 
 def test_l9_items_reach_the_template_by_the_names_it_knows(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
     assert toy.model is not None
-    tokenizer, seen = toy.generator.tokenizer, []
+    tokenizer, seen = toy.generator.texts.tokenizer, []
     chat = tokenizer.chat
     monkeypatch.setattr(tokenizer, "chat", lambda talk, most=None: (seen.append(talk), chat(talk))[1])
     calls = [{"type": "function_call", "call_id": f"{i}", "name": "move", "arguments": f'{{"x": {i}}}'} for i in (1, 2)]

@@ -42,7 +42,7 @@ def test_l9_many_tokens_are_shown_beside_the_loop(toy: Toy, monkeypatch: pytest.
     monkeypatch.setattr(tokenize, "FEW", 3)
     threads: list[str] = []
     assert toy.model is not None
-    tokenizer: Any = toy.generator.tokenizer
+    tokenizer: Any = toy.generator.texts.tokenizer
     decode = tokenizer.decode
 
     def noting(ids: list[int]) -> str:

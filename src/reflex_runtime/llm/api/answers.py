@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from reflex_runtime.core.errors import ReflexError
-from reflex_runtime.ipc.models import Output
+from reflex_runtime.ipc.messages import TokenOutput
 from reflex_runtime.llm.api.errors import error_body
 from reflex_runtime.llm.api.fields import CalledFunction, CalledTool
 from reflex_runtime.llm.api.replies import ReplyContext, Usage
@@ -161,7 +161,7 @@ class Answer:
 
     # -- as it comes ---------------------------------------------------------------------------------------------------
 
-    def chunk(self, index: int, outputs: Seq[Output]) -> bytes:
+    def chunk(self, index: int, outputs: Seq[TokenOutput]) -> bytes:
         """The events of a choice's new outputs; none while the text may still be the beginning of a stop text."""
         events = []
         if self._chat and not self._begun[index]:
@@ -190,7 +190,7 @@ class Answer:
     def failed(self, error: ReflexError) -> bytes:
         return b"data: " + error_body(error) + b"\n\n"
 
-    def _parts(self, index: int, output: Output, logprobs: Any) -> list[bytes]:
+    def _parts(self, index: int, output: TokenOutput, logprobs: Any) -> list[bytes]:
         if not self._chat:
             return [self._event(TextChoice(output.text, index, logprobs, output.finish))]
         said = bool(output.text) or logprobs is not None
@@ -202,7 +202,7 @@ class Answer:
             parts.append(DeltaChoice(index, Delta(), None, self._finished(index)))
         return [self._event(part) for part in parts]
 
-    def _deltas(self, index: int, output: Output) -> list[Delta]:
+    def _deltas(self, index: int, output: TokenOutput) -> list[Delta]:
         """What is complete of texts and calls with this output."""
         reader = self._readers[index]
         number, deltas = reader.called, []
@@ -230,7 +230,7 @@ class Answer:
 
     # -- whole ---------------------------------------------------------------------------------------------------------
 
-    def add(self, index: int, outputs: Seq[Output]) -> None:
+    def add(self, index: int, outputs: Seq[TokenOutput]) -> None:
         """Keep a choice's new outputs for `whole`."""
         if self._reply.asked.prompt_only:
             self._finish[index] = "length"
@@ -313,7 +313,7 @@ class Answer:
             found.append(_encode({str(id): PromptLogprob(p, near.get(id), self._token(id)) for id, p in rows.items()}))
         return msgspec.Raw(b"[%b]" % b",".join(found))
 
-    def _tell(self, logprobs: TextLogprobs | ChatLogprobs, output: Output, offset: int) -> None:
+    def _tell(self, logprobs: TextLogprobs | ChatLogprobs, output: TokenOutput, offset: int) -> None:
         text = self._token(output.token_id)
         own = 0.0 if output.logprob is None else output.logprob
         if isinstance(logprobs, ChatLogprobs):

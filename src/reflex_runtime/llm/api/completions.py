@@ -16,7 +16,8 @@ from typing import Any, Final, TypeVar
 
 from reflex_runtime.core.errors import ReflexError
 from reflex_runtime.core.events import RequestAnswered
-from reflex_runtime.ipc.models import OutputStream, ScoredToken
+from reflex_runtime.ipc.messages import ScoredToken
+from reflex_runtime.ipc.models import OutputStream
 from reflex_runtime.llm.api import requests as wire
 from reflex_runtime.llm.api.errors import too_deep
 from reflex_runtime.llm.api.expand import aged, echoes, matcher_of, options_of, reader_of, requests_of, tokenised
@@ -24,7 +25,6 @@ from reflex_runtime.llm.api.replies import Cached, ModelApi, ReplyContext, Usage
 from reflex_runtime.llm.api.requests import CompletionRequest
 from reflex_runtime.llm.engine.generation import Generator, merged
 from reflex_runtime.llm.engine.output_parsers import PartReader
-from reflex_runtime.llm.engine.sequence import Choice
 from reflex_runtime.llm.server.lifecycle import ServerState
 from reflex_runtime.observe.spans import RequestSpan, Spans
 from reflex_runtime.observe.trace_context import Attribute, follow
@@ -131,21 +131,21 @@ class PendingCompletion:
         slices = Slices()
         made = (requests_of(runtime, asked, i, ids, options, matcher, slices) for i, ids in enumerate(prompts))
         groups = [await each for each in made]  # all of them before one is queued: what could never run is refused
-        self._echoes = await echoes(asked, runtime.tokenizer)
+        self._echoes = await echoes(asked, runtime.texts.tokenizer)
         async with in_order(runtime.queueing, asked.n * len(groups)):
             for group in groups:
                 await slices.next(asked.n)
                 self._streams += runtime.submit_alike(group, self._bell)
         if asked.conversation is not None:
-            self._reader = reader_of(asked, runtime.tokenizer, prompts[0])
+            self._reader = reader_of(asked, runtime.texts.tokenizer, prompts[0])
         if asked.prompt_logprobs is not None:
-            first = [(Choice(ids[0]), stream) for ids, stream in zip(prompts, self._streams[:: asked.n], strict=True)]
-            self._scores = partial(_prompt_tokens, first, asked.n)
+            firsts = [ScoredToken(ids[0]) for ids in prompts]
+            self._scores = partial(_prompt_tokens, firsts, self._streams, asked.n)
         self._asked = replace(asked, prompts=[], conversation=None)
 
     def answering(self) -> ReplyContext:
         """What its answer is made from."""
-        asked, token, choices = self._asked, self._runtime.tokenizer.token, len(self._streams)
+        asked, token, choices = self._asked, self._runtime.texts.tokenizer.token, len(self._streams)
         usage = partial(_usage, self._streams, asked)
         number, echoes = self._request.number, self._echoes
         return ReplyContext(number, asked, choices, token, usage, self._reader, echoes, self._scores)
@@ -189,10 +189,11 @@ async def _made(long: bool, write: Callable[[], bytes]) -> bytes:
     return await asyncio.get_running_loop().run_in_executor(None, write)
 
 
-def _prompt_tokens(first: Sequence[tuple[ScoredToken, OutputStream]], n: int, index: int) -> list[ScoredToken]:
-    """The prompt of a choice. first: the first token of each prompt, and the stream that tells of the others."""
-    token, stream = first[index // n]
-    return [token, *stream.prompt_scores]
+def _prompt_tokens(
+    firsts: Sequence[ScoredToken], streams: Sequence[OutputStream], n: int, index: int
+) -> list[ScoredToken]:
+    """The prompt of a choice. firsts: the first token of each prompt; its first choice tells the others."""
+    return [firsts[index // n], *streams[index // n * n].prompt_scores]
 
 
 def _usage(streams: list[OutputStream], asked: wire.CompletionRequest) -> Usage:

@@ -33,7 +33,7 @@ async def tokenised(
     """The request, a call forced where it demands one, and the tokens of its prompts. Raises BadRequest."""
     _check_choices(asked, config)
     try:
-        asked = _with_tools(asked, runtime.tokenizer.tool_format)
+        asked = _with_tools(asked, runtime.texts.tokenizer.tool_format)
         prompts = await _tokens(runtime, asked)
     except RecursionError:  # the decoder allows a few levels more than others do
         raise too_deep() from None
@@ -45,9 +45,9 @@ async def tokenised(
 async def _tokens(runtime: Generator[Any], asked: wire.CompletionRequest) -> list[list[int]]:
     try:
         if asked.conversation is not None:
-            return [await runtime.encode_chat(asked.conversation)]
+            return [await runtime.texts.encode_chat(asked.conversation)]
         texts = [prompt for prompt in asked.prompts if isinstance(prompt, str)]  # all of them are, or none
-        return await runtime.encode(texts) if texts else [p for p in asked.prompts if not isinstance(p, str)]
+        return await runtime.texts.encode(texts) if texts else [p for p in asked.prompts if not isinstance(p, str)]
     except ConfigError as error:
         raise wire.refused(error, asked.field) from None
 

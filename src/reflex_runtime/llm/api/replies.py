@@ -13,7 +13,7 @@ from typing import Any, Literal, Protocol
 import msgspec
 
 from reflex_runtime.core.errors import ReflexError
-from reflex_runtime.ipc.models import Output, ScoredToken
+from reflex_runtime.ipc.messages import ScoredToken, TokenOutput
 from reflex_runtime.llm.api.requests import CompletionRequest, DefaultsOf
 from reflex_runtime.llm.engine.output_parsers import PartReader, Thought, ToolCall
 from reflex_runtime.web.errors import ErrorForm
@@ -63,7 +63,7 @@ class Writer(Protocol):
     def finish_reasons(self) -> list[str]:
         """Why each choice ended, of those that have."""
 
-    def chunk(self, index: int, outputs: Seq[Output]) -> bytes:
+    def chunk(self, index: int, outputs: Seq[TokenOutput]) -> bytes:
         """The events of a choice's new outputs."""
 
     def end(self) -> bytes:
@@ -72,7 +72,7 @@ class Writer(Protocol):
     def failed(self, error: ReflexError) -> bytes:
         """The last event of a stream that fails."""
 
-    def add(self, index: int, outputs: Seq[Output]) -> None:
+    def add(self, index: int, outputs: Seq[TokenOutput]) -> None:
         """Keep a choice's new outputs for `whole`."""
 
     def whole(self) -> bytes:
@@ -113,7 +113,7 @@ class PartWriter:
     def finish_reasons(self) -> list[str]:
         return [] if self._finish is None else [self._finish]
 
-    def chunk(self, index: int, outputs: Seq[Output]) -> bytes:
+    def chunk(self, index: int, outputs: Seq[TokenOutput]) -> bytes:
         """See `Writer.chunk`."""
         events = [] if self._begun else [self._begin()]
         self._begun = True
@@ -125,7 +125,7 @@ class PartWriter:
                 events.append(self._close())
         return b"".join(events)
 
-    def add(self, index: int, outputs: Seq[Output]) -> None:
+    def add(self, index: int, outputs: Seq[TokenOutput]) -> None:
         """See `Writer.add`."""
         self.chunk(index, outputs)
 
@@ -147,7 +147,7 @@ class PartWriter:
         self._kind, self._pieces = None, []
         return b"" if kind is None else self._closed(kind, text)
 
-    def _shown(self, output: Output) -> str:
+    def _shown(self, output: TokenOutput) -> str:
         """Its text, without the stop text that it may end with (`SamplingParams.include_stop`)."""
         if output.finish == "stop":
             ends = [stop for stop in self._reply.asked.params.stop if output.text.endswith(stop)]

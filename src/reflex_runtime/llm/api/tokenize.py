@@ -99,7 +99,7 @@ def count_tokens(body: bytes) -> Question:
 
 async def _tokenized(what: str | Conversation, texts: bool, model: Generator[Any]) -> bytes:
     ids = await _ids(what, model)
-    token, strings = model.tokenizer.token, None
+    token, strings = model.texts.tokenizer.token, None
     if texts:
         strings = await beside(len(ids), lambda: [token(id) for id in ids])
     return encode(TokenIds(len(ids), model.limits.max_model_len, ids, strings))
@@ -112,7 +112,7 @@ async def _counted(conversation: Conversation, model: Generator[Any]) -> bytes:
 async def _ids(what: str | Conversation, model: Generator[Any]) -> list[int]:
     """The tokens of a text, or of a conversation in the model's own form; BadRequest where it has none."""
     try:
-        return (await model.encode([what]))[0] if isinstance(what, str) else await model.encode_chat(what)
+        return (await model.texts.encode([what]))[0] if isinstance(what, str) else await model.texts.encode_chat(what)
     except RecursionError:
         raise too_deep() from None
     except ConfigError as error:
@@ -137,7 +137,7 @@ def _conversation(fields: TokenizeFields) -> Conversation:
 
 
 async def _detokenized(ids: list[int], model: Generator[Any]) -> bytes:
-    longest, most, decoder = model.limits.max_model_len, model.limits.vocab_size, model.tokenizer.decode
+    longest, most, decoder = model.limits.max_model_len, model.limits.vocab_size, model.texts.tokenizer.decode
     if len(ids) > longest:
         raise BadRequest(f"tokens: holds {len(ids)}, and the model's context {longest}", "tokens")
     if ids and not (min(ids) >= 0 and max(ids) < most):

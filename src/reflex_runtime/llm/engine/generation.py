@@ -16,16 +16,15 @@ from typing import Protocol, TypeVar
 from reflex_runtime.core.batch import Done
 from reflex_runtime.core.events import BatchFinished, Event, RequestProgressed
 from reflex_runtime.core.request import Request, Ticket
-from reflex_runtime.ipc.messages import Constraint, SamplingParams
-from reflex_runtime.ipc.models import Output, OutputStream
-from reflex_runtime.llm.engine.generation_options import PLAIN, GenerationOptions, Limits
+from reflex_runtime.ipc.messages import Constraint, SamplingParams, TokenOutput
+from reflex_runtime.ipc.models import EngineStream, OutputStream
+from reflex_runtime.llm.engine.generation_options import GenerationOptions, Limits
 from reflex_runtime.llm.engine.logits_processors import Matcher
 from reflex_runtime.llm.engine.processor import LLMProcessor
-from reflex_runtime.llm.engine.sequence import Sequence, TokenOutput
-from reflex_runtime.llm.engine.tokenizer import Conversation, Texts, Tokenizer
+from reflex_runtime.llm.engine.sequence import Sequence
+from reflex_runtime.llm.engine.tokenizer import Texts
 from reflex_runtime.run.audience import Sink
 from reflex_runtime.run.batcher import Batcher
-from reflex_runtime.run.dispatcher import Stream
 
 log = logging.getLogger("reflex.server")
 
@@ -36,21 +35,14 @@ PATIENCE = 120.0  # seconds that a held stream may wait for its reader: it occup
 
 
 class Generator(Protocol[R]):
-    """What generates tokens for the requests (R) of one event loop: in this process, or in others. queueing: see
-    `in_order`."""
+    """What generates tokens for the requests (R) of one event loop: in this process, or in others. texts: tokenises
+    prompts. queueing: see `in_order`."""
 
-    @property
-    def queueing(self) -> asyncio.Lock: ...
-    @property
-    def tokenizer(self) -> Tokenizer: ...
+    texts: Texts
+    queueing: asyncio.Lock
+
     @property
     def limits(self) -> Limits: ...
-
-    async def encode(self, texts: Seq[str]) -> list[list[int]]:
-        """The tokens of each prompt."""
-
-    async def encode_chat(self, conversation: Conversation) -> list[int]:
-        """The tokens of a conversation in the model's own form. ConfigError when it has none."""
 
     async def compiled(self, constraint: Constraint | None) -> Matcher | None:
         """For `request`; None where there is no constraint, or it is compiled elsewhere. ConfigError for one that is
@@ -63,39 +55,26 @@ class Generator(Protocol[R]):
         options: GenerationOptions,
         matcher: Matcher | None = None,
     ) -> R:
-        """A request for `submit_alike`. matcher: what `compiled`
-        returned for its constraint. Raises TooLarge, ConfigError."""
+        """A request for `submit_alike`. matcher: what `compiled` returned for its constraint. Raises TooLarge,
+        ConfigError."""
 
     def submit_alike(self, requests: Seq[R], bell: asyncio.Event) -> Seq[OutputStream]:
         """Admit requests with the same prompt, which is computed once: all of them or none. Raises `Rejected`; where
         they are made elsewhere, their streams may end with it. bell: set whenever there is something to read."""
 
 
-class GenerationStream(Stream[TokenOutput]):
-    """A request's tokens in this process: see `OutputStream`. scores: whether its prompt is scored. held: whether it
-    makes no tokens until it is read, or until the request it follows has begun."""
+class GenerationStream(EngineStream):
+    """A request's tokens in this process. scores: whether its prompt is scored. held: also until the request that it
+    follows has begun."""
 
-    __slots__ = (
-        "_followers",
-        "_runtime",
-        "_stalls",
-        "_ticket",
-        "cached_tokens",
-        "completion_tokens",
-        "held",
-        "prompt_scores",
-        "prompt_tokens",
-        "scores",
-    )
+    __slots__ = ("_followers", "_runtime", "_stalls", "_ticket", "scores")
 
     def __init__(self, runtime: GenerationRuntime, bell: asyncio.Event | None, sequence: Sequence) -> None:
-        super().__init__(bell)
+        super().__init__(bell, sequence.num_prompt_tokens)
         self._runtime = runtime
         self._ticket: Ticket | None = None  # None before it is submitted, and once it is not wanted
         self._followers: tuple[GenerationStream, ...] = ()
         self._stalls: asyncio.TimerHandle | None = None
-        self.held = False
-        self.prompt_tokens, self.cached_tokens, self.completion_tokens = sequence.num_prompt_tokens, 0, 0
         self.prompt_scores, self.scores = sequence.prompt_choices, sequence.scores_from is not None
 
     # -- the runtime's -------------------------------------------------------------------------------------------------
@@ -173,12 +152,13 @@ class GenerationRuntime:
             {processor.name: processor}, [processor.group], [self, *sinks], watchdog,
             on_fatal=self._given_up, one_thread=True,
         )  # fmt: skip
+        self.request = processor.request  # for `submit`
         self.holds = 0
         self.queueing = asyncio.Lock()
         self._watchdog, self._on_fatal = watchdog, on_fatal
         self._hung: asyncio.TimerHandle | None = None
         self._streams: dict[Ticket, GenerationStream] = {}
-        self._texts = Texts(processor.tokenizer, most=processor.limits.max_model_len)
+        self.texts = Texts(processor.tokenizer, most=processor.limits.max_model_len)
 
     async def start(self, prepare: Callable[[], object] | None = None) -> None:
         """Start the thread. prepare: see `Batcher.start`."""
@@ -192,7 +172,7 @@ class GenerationRuntime:
         ended = await self.batcher.close(drain, timeout)
         if self._hung is not None:
             self._hung.cancel()
-        self._texts.close()
+        self.texts.close()
         return ended and not self.batcher.device.busy
 
     @property
@@ -204,37 +184,15 @@ class GenerationRuntime:
     # -- requests ------------------------------------------------------------------------------------------------------
 
     @property
-    def tokenizer(self) -> Tokenizer:
-        return self.processor.tokenizer
-
-    @property
     def limits(self) -> Limits:
         """What requests are measured against."""
         return self.processor.limits
-
-    async def encode(self, texts: Seq[str]) -> list[list[int]]:
-        """The tokens of each prompt."""
-        return await self._texts.encode(texts)
-
-    async def encode_chat(self, conversation: Conversation) -> list[int]:
-        """The tokens of a conversation in the model's own form. ConfigError when it has none."""
-        return await self._texts.encode_chat(conversation)
 
     async def compiled(self, constraint: Constraint | None) -> Matcher | None:
         """See `Generator.compiled`."""
         if constraint is None:
             return None
-        return await self._texts.compiled(self.processor.constraints.compile, constraint)
-
-    def request(
-        self,
-        prompt: Seq[int],
-        params: SamplingParams,
-        options: GenerationOptions = PLAIN,
-        matcher: Matcher | None = None,
-    ) -> Request:
-        """A request for `submit`: see `LLMProcessor.request`."""
-        return self.processor.request(prompt, params, options, matcher)
+        return await self.texts.compiled(self.processor.constraints.compile, constraint)
 
     def submit(
         self, request: Request, bell: asyncio.Event | None = None, first: GenerationStream | None = None
@@ -333,7 +291,7 @@ class GenerationRuntime:
 
 async def merged(
     streams: Seq[OutputStream], bell: asyncio.Event
-) -> AsyncIterator[tuple[int, Seq[Output]]]:
+) -> AsyncIterator[tuple[int, list[TokenOutput]]]:
     """What the streams say, as (number of the stream, its new outputs). bell: the one they were submitted with.
 
     Raises the first error that one of them ends with.

@@ -77,11 +77,8 @@ def sampling_defaults(directory: Path | str) -> SamplingDefaults:
         SamplingParams(**found)
     except ConfigError as error:
         raise ConfigError(f"{file}: {error.message.removeprefix('SamplingParams.')}") from None
-    return SamplingDefaults(**_typed(found))
-
-
-def _typed(found: dict[str, Any]) -> dict[str, Any]:
-    return {name: value if name == "top_k" else float(value) for name, value in found.items()}
+    typed: dict[str, Any] = {name: value if name == "top_k" else float(value) for name, value in found.items()}
+    return SamplingDefaults(**typed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,9 +115,7 @@ class Limits:
             raise TooLarge(
                 f"{asked} take {blocks} blocks of {size}, the cache has {there}", cache_tokens=there * size, **told
             )
-        if not (min(ids) >= 0 and max(ids) < self.vocab_size):  # last: it looks at each
-            bounds = f"[0, {self.vocab_size - 1}]"
-            raise ConfigError(f"prompt: token ids must be in {bounds}, not {min(ids)} to {max(ids)}")
+        self._check_ids("prompt: token ids", ids)  # last: it looks at each
 
     def check_draft(self, ids: Sequence[int]) -> None:
         """Raises ConfigError for a draft that no output of this model can be.
@@ -131,13 +126,14 @@ class Limits:
         """
         if len(ids) > self.max_model_len:
             raise ConfigError(f"draft_token_ids: {len(ids)} tokens; the model's context holds {self.max_model_len}")
-        if not (min(ids) >= 0 and max(ids) < self.vocab_size):
-            bounds = f"[0, {self.vocab_size - 1}]"
-            raise ConfigError(f"draft_token_ids: must be in {bounds}, not {min(ids)} to {max(ids)}")
+        self._check_ids("draft_token_ids:", ids)
 
     def check_sampling(self, params: SamplingParams) -> None:
         """Raises ConfigError for a token id among the parameters that the model does not have."""
-        named = ("stop_token_ids", params.stop_token_ids), ("logit_bias", [token for token, _ in params.logit_bias])
-        for name, ids in named:
-            if ids and max(ids) >= self.vocab_size:
-                raise ConfigError(f"{name}: token ids must be in [0, {self.vocab_size - 1}], not {max(ids)}")
+        self._check_ids("stop_token_ids: token ids", params.stop_token_ids)
+        self._check_ids("logit_bias: token ids", [token for token, _ in params.logit_bias])
+
+    def _check_ids(self, what: str, ids: Sequence[int]) -> None:
+        if ids and not (min(ids) >= 0 and max(ids) < self.vocab_size):
+            bounds = f"[0, {self.vocab_size - 1}]"
+            raise ConfigError(f"{what} must be in {bounds}, not {min(ids)} to {max(ids)}")

@@ -244,15 +244,27 @@ def trace_batches(
     return ids, steps
 
 
+class Kept:
+    """A runner that several engines use one after the other: closing an engine leaves it open."""
+
+    def __init__(self, runner: Runner) -> None:
+        self.vocab_size, self.block_size, self.num_blocks = runner.vocab_size, runner.block_size, runner.num_blocks
+        self.max_model_len, self.name, self.adapters = runner.max_model_len, runner.name, runner.adapters
+        self._runner = runner
+
+    def forward(self, step: Step) -> npt.NDArray[np.float32]:
+        return self._runner.forward(step)
+
+    def close(self) -> None:
+        return
 
 
-class Mute:
+class Mute(Kept):
     """A runner without a model, for runs in which only the schedule matters: its answer is always token 0."""
 
     def __init__(self, like: Runner) -> None:
-        self.vocab_size, self.block_size, self.num_blocks = like.vocab_size, like.block_size, like.num_blocks
-        self.max_model_len, self.name, self.adapters = like.max_model_len, "mute", like.adapters
-        self._logits = np.zeros((0, 2), np.float32)
+        super().__init__(like)
+        self.name, self._logits = "mute", np.zeros((0, 2), np.float32)
 
     def forward(self, step: Step) -> npt.NDArray[np.float32]:
         n = len(step.past_lens if step.rows is None else step.rows)
@@ -260,36 +272,20 @@ class Mute:
             self._logits = np.zeros((n, 2), np.float32)
         return self._logits[:n]
 
-    def close(self) -> None:
-        return
-
-
-class Kept:
-    """A runner that several engines use one after the other: closing an engine leaves it open."""
-
-    def __init__(self, runner: Runner) -> None:
-        self.vocab_size, self.block_size, self.num_blocks = runner.vocab_size, runner.block_size, runner.num_blocks
-        self.max_model_len, self.name, self.forward = runner.max_model_len, runner.name, runner.forward
-        self.adapters = runner.adapters
-
-    def close(self) -> None:
-        return
-
 
 class Paced(Kept):
     """A kept runner in virtual time: `now` moves by the predicted seconds of each step."""
 
     def __init__(self, runner: Runner, takes: StepSeconds) -> None:
         super().__init__(runner)
-        self._runner, self._takes, self._now = runner, takes, 0.0
-        self.forward = self._paced
+        self._takes, self._now = takes, 0.0
 
     def now(self) -> float:
         """Virtual seconds since the start."""
         return self._now
 
-    def _paced(self, step: Step) -> npt.NDArray[np.float32]:
-        logits = self._runner.forward(step)
+    def forward(self, step: Step) -> npt.NDArray[np.float32]:
+        logits = super().forward(step)
         self._now += self._takes(len(step.token_ids))
         return logits
 
@@ -311,10 +307,11 @@ class Engines:
     ) -> tuple[LLMEngine, Callable[[], float]]:
         """An engine and its clock, in seconds. changes: settings that differ in this engine. Raises ConfigError."""
         settings = {**self.settings, **changes}
-        if self.takes is None:
-            return LLMEngine(Kept(self.runner), self.tokenizer, sinks=sinks, **settings), time.monotonic
-        paced = Paced(self.runner, self.takes)
-        return LLMEngine(paced, self.tokenizer, sinks=sinks, clock=paced.now, **settings), paced.now
+        clock, runner = time.monotonic, Kept(self.runner)
+        if self.takes is not None:
+            runner = paced = Paced(self.runner, self.takes)
+            clock = paced.now
+        return LLMEngine(runner, self.tokenizer, sinks=sinks, clock=clock, **settings), clock
 
     def mute(self, takes: StepSeconds) -> Engines:
         """The same in virtual time and without a model: the schedule depends on lengths and prefixes alone."""

@@ -29,13 +29,13 @@ from reflex_runtime.core.flush import FlushPolicy
 from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.core.request import Request
 from reflex_runtime.core.token_budget import TimedTokens
-from reflex_runtime.ipc.messages import SamplingParams
+from reflex_runtime.ipc.messages import SamplingParams, ScoredToken, TokenOutput
 from reflex_runtime.llm.engine.blocks import BlockPool
 from reflex_runtime.llm.engine.generation_options import PLAIN, GenerationOptions, Limits
 from reflex_runtime.llm.engine.logits_processors import Constraints, Matcher
 from reflex_runtime.llm.engine.ngram_proposer import Rates
 from reflex_runtime.llm.engine.sampler import Logits, explain, sample
-from reflex_runtime.llm.engine.sequence import Choice, Sequence, TokenOutput
+from reflex_runtime.llm.engine.sequence import Sequence
 from reflex_runtime.llm.engine.tokenizer import Tokenizer
 from reflex_runtime.llm.runners.runner import Runner, Step
 from reflex_runtime.run.processor import BaseProcessor
@@ -360,16 +360,17 @@ def unchanged_if_it_fails(lanes: Seq[Lane]) -> Iterator[None]:
         raise
 
 
-def scores(lanes: Seq[Lane], logits: Logits) -> dict[Sequence, list[Choice]]:
+def scores(lanes: Seq[Lane], logits: Logits) -> dict[Sequence, list[ScoredToken]]:
     """The prompt tokens that a step with `rows` scored. logits: of those rows."""
-    found: dict[Sequence, list[Choice]] = {}
+    found: dict[Sequence, list[ScoredToken]] = {}
     begin = 0
     for sequence, n in lanes:
         count = num_rows(sequence, n)
         if sequence.scores_from is not None and count:
             first = sequence.num_computed_tokens + n - count  # the token at the position behind is what a row predicts
             told = sequence.tokens[first + 1 : min(first + count + 1, sequence.num_prompt_tokens)]
-            found[sequence] = explain(logits[begin : begin + len(told)], told, sequence.alternatives)
+            rows = logits[begin : begin + len(told)]
+            found[sequence] = [explain(*each, sequence.alternatives) for each in zip(rows, told, strict=True)]
         begin += count
     return found
 

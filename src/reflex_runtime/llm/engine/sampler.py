@@ -16,7 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from reflex_runtime.core.errors import ProcessorError
-from reflex_runtime.llm.engine.sequence import Choice, Sequence
+from reflex_runtime.ipc.messages import ScoredToken
+from reflex_runtime.llm.engine.sequence import Sequence
 
 Logits = npt.NDArray[np.float32]
 _PART = 64  # of a row whose largest number is looked at first
@@ -28,7 +29,7 @@ def sample(
     sequences: Seq[Sequence],
     rows: Seq[int] | None = None,
     best: npt.NDArray[np.intp] | None = None,
-) -> list[Choice | ProcessorError]:
+) -> list[ScoredToken | ProcessorError]:
     """The next token of each sequence from its row of logits [n, vocab_size].
 
     rows: which row is whose; None: they are in order. best: the place of the largest number of each row of the logits,
@@ -53,7 +54,7 @@ def sample(
                 drawn[place[i]] = row
         for i, token in zip(drawing, _draw(drawn, [sequences[i] for i in drawing]), strict=True):
             tokens[i] = token
-    found: list[Choice | ProcessorError] = []
+    found: list[ScoredToken | ProcessorError] = []
     errors = {shaped[n]: error for n, error in failed.items()}
     for i, (sequence, token) in enumerate(zip(sequences, tokens, strict=True)):
         if i in errors:
@@ -61,9 +62,9 @@ def sample(
         elif not finite[i]:
             found.append(ProcessorError(f"the model's logits are not finite after {sequence.num_tokens} tokens"))
         elif sequence.params.logprobs is None:
-            found.append(Choice(token))
+            found.append(ScoredToken(token))
         else:
-            found.append(_explained(logits[at[i]], token, sequence.params.logprobs))
+            found.append(explain(logits[at[i]], token, sequence.params.logprobs))
     return found
 
 
@@ -128,17 +129,12 @@ def uniform(seed: int, index: int) -> float:
     return float(int.from_bytes(digest, "little") >> 11) / (1 << 53)
 
 
-def explain(logits: Logits, tokens: Seq[int], alternatives: int) -> list[Choice]:
-    """What the model says of given tokens, each from its row of logits [n, vocab_size]. alternatives: the likeliest to
-    report beside each."""
-    return [_explained(row, token, alternatives) for row, token in zip(logits, tokens, strict=True)]
-
-
-def _explained(row: npt.NDArray[np.float32], token: int, alternatives: int) -> Choice:
+def explain(row: npt.NDArray[np.float32], token: int, alternatives: int) -> ScoredToken:
+    """What the model says of a token by its row of logits. alternatives: the likeliest to report beside it."""
     most = row.max()
     total = float(most) + float(np.log(np.exp(row - most).sum(dtype=np.float64)))
     ids = likeliest(row, alternatives) if alternatives else ()
-    return Choice(token, float(row[token]) - total, tuple((int(i), float(row[i]) - total) for i in ids))
+    return ScoredToken(token, float(row[token]) - total, tuple((int(i), float(row[i]) - total) for i in ids))
 
 
 def likeliest(row: npt.NDArray[np.float32], count: int) -> npt.NDArray[np.intp]:

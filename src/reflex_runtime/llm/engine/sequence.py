@@ -11,41 +11,15 @@ import secrets
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from reflex_runtime.core.errors import ConfigError, ReflexError
-from reflex_runtime.ipc.messages import MOST_LOGPROBS, SamplingParams
+from reflex_runtime.ipc.messages import MOST_LOGPROBS, SamplingParams, ScoredToken, TokenOutput
 from reflex_runtime.llm.engine.logits_processors import Matcher, shaping_of
 from reflex_runtime.llm.engine.ngram_proposer import Lookup, Rates
 from reflex_runtime.llm.engine.output_parsers import overlap
 from reflex_runtime.observe.trace_context import SpanContext
 
 STOP, LENGTH = "stop", "length"
-
-
-class Choice(NamedTuple):
-    """A sampled token. logprob, top: of the model's own distribution at temperature 1, natural logarithms; `top` are
-    the likeliest (id, logprob), best first. None and () if not requested."""
-
-    token_id: int
-    logprob: float | None = None
-    top: tuple[tuple[int, float], ...] = ()
-
-
-class TokenOutput(NamedTuple):
-    """One token of output, as it is sampled.
-
-    text: the text to send with it; empty while a character is incomplete or the text may be the beginning of a stop
-    text. finish: None, or why it is the last: `stop` (end of sequence, stop token, stop text) or `length`.
-    held: characters of earlier tokens that were not yet sent when it came.
-    """
-
-    token_id: int
-    text: str
-    logprob: float | None
-    top: tuple[tuple[int, float], ...]
-    finish: str | None
-    held: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +34,10 @@ class RequestOutput:
     token_ids: tuple[int, ...]
     text: str
     finish_reason: str
-    logprobs: tuple[Choice, ...]
+    logprobs: tuple[ScoredToken, ...]
     cached_tokens: int
     error: ReflexError | None = None
-    prompt_logprobs: tuple[Choice, ...] = ()
+    prompt_logprobs: tuple[ScoredToken, ...] = ()
 
 
 class Sequence:
@@ -76,31 +50,10 @@ class Sequence:
     """
 
     __slots__ = (
-        "_held",
-        "_longest",
-        "_pieces",
-        "_stream",
-        "adapter",
-        "alternatives",
-        "blocks",
-        "cached_tokens",
-        "choices",
-        "digests",
-        "draft",
-        "eos",
-        "finish_reason",
-        "lookup",
-        "num_computed_tokens",
-        "num_prompt_tokens",
-        "params",
-        "prompt_choices",
-        "published",
-        "scores_from",
-        "seed",
-        "shaping",
-        "span",
-        "tokens",
-    )
+        "_held", "_longest", "_pieces", "_stream", "adapter", "alternatives", "blocks", "cached_tokens", "choices",
+        "digests", "draft", "eos", "finish_reason", "lookup", "num_computed_tokens", "num_prompt_tokens", "params",
+        "prompt_choices", "published", "scores_from", "seed", "shaping", "span", "tokens",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -125,10 +78,10 @@ class Sequence:
         self.blocks: list[int] = []
         self.digests: list[bytes] = []  # of its full blocks, one chained to the other; grows with `tokens`
         self.published = 0  # blocks of `blocks` that the prefix cache knows
-        self.choices: list[Choice] = []
+        self.choices: list[ScoredToken] = []
         self.scores_from: int | None = None  # the first position whose successor is still to be scored; see `score`
         self.alternatives = 0
-        self.prompt_choices: list[Choice] = []  # of the prompt's tokens from the second on, as far as they are scored
+        self.prompt_choices: list[ScoredToken] = []  # of the prompt's tokens from the second on, so far
         self.finish_reason: str | None = None
         self.span: SpanContext | None = None
         self.adapter = 0  # the number of its adapter, 0 for none
@@ -167,13 +120,13 @@ class Sequence:
             raise ConfigError(f"prompt_logprobs={alternatives!r}: must be in [0, {MOST_LOGPROBS}]")
         self.scores_from, self.alternatives = (0 if self.num_prompt_tokens > 1 else None), alternatives
 
-    def scored(self, choices: Seq[Choice]) -> None:
+    def scored(self, choices: Seq[ScoredToken]) -> None:
         """A step has scored the next tokens of the prompt."""
         self.prompt_choices += choices
         done = len(self.prompt_choices)
         self.scores_from = done if done < self.num_prompt_tokens - 1 else None
 
-    def append(self, choice: Choice) -> TokenOutput:
+    def append(self, choice: ScoredToken) -> TokenOutput:
         """Add a sampled token; the sequence may end with it."""
         token, held = choice.token_id, len(self._held)
         if self.shaping is not None:
@@ -198,7 +151,7 @@ class Sequence:
                 shown, self._held = shown + self._held, ""
         if shown:
             self._pieces.append(shown)
-        return TokenOutput(token, shown, choice.logprob, choice.top, self.finish_reason, held)
+        return TokenOutput(shown, token, choice.logprob, choice.top, held, self.finish_reason)
 
     def computed(self, tokens: int) -> None:
         """A step has computed so many of the known tokens."""

@@ -20,7 +20,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from reflex_runtime.core.errors import Closed, ConfigError
 from reflex_runtime.core.events import Event
 from reflex_runtime.llm.engine.generation_options import SamplingDefaults
-from reflex_runtime.llm.server.model_host import ModelHost, ModelPlan, Open
+from reflex_runtime.llm.server.model_host import ModelHost, ModelPlan, Open, Opening
 from reflex_runtime.observe.live import Live, LiveSnapshot, own_process
 from reflex_runtime.observe.series import MODEL_SERVER, SeriesSet
 from reflex_runtime.observe.spans import StepSpans, spans_of
@@ -121,7 +121,7 @@ class ServerState:
         """
         self._clean = False
         try:
-            self.host = await self._open(self)
+            self.host = await self._open(Opening(self.plan, self.registry, self._lost, self._reached))
         except Exception as error:
             self._state = "warmup_failed"
             self.unusable = isinstance(error, ConfigError)  # the message says what to mend, so no stack is logged
@@ -146,12 +146,10 @@ class ServerState:
         if self.host is not None:
             self.host.remove_sink(sink)
 
-    def reached(self, state: str) -> None:
-        """How far the host has come."""
+    def _reached(self, state: str) -> None:
         self._state = state
 
-    def lost(self) -> None:
-        """The host is lost for good."""
+    def _lost(self) -> None:
         if self._on_fatal is not None:
             self._on_fatal()
 

@@ -89,17 +89,15 @@ class ModelHost(Protocol):
         """Finish open requests within `timeout` seconds, end the rest. Returns whether nothing is left running."""
 
 
-class Opening(Protocol):
-    """What a host gets when it is opened. registry: for its series."""
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """What a host gets when it is opened. registry: for its series. lost: called when the model is lost for good.
+    reached: called with `loading`, and with `warming`."""
 
     plan: ModelPlan
     registry: CollectorRegistry
-
-    def reached(self, state: str) -> None:
-        """It is `loading`, or `warming`."""
-
-    def lost(self) -> None:
-        """The model is lost for good."""
+    lost: Callable[[], None]
+    reached: Callable[[str], None] = lambda state: None
 
 
 Open = Callable[[Opening], Awaitable[ModelHost]]
@@ -125,7 +123,6 @@ class LocalModel:
         return "degraded" if self.generator.hangs else "ready"
 
     def health(self) -> dict[str, Any]:
-        """See `ModelHost.health`."""
         runtime = self.generator
         processor, limits = runtime.processor, runtime.limits
         body = {
@@ -148,11 +145,9 @@ class LocalModel:
         return {}
 
     def add_sink(self, sink: Sink) -> None:
-        """See `ModelHost.add_sink`."""
         self._batcher.add_sink(sink)
 
     def remove_sink(self, sink: Sink) -> None:
-        """See `ModelHost.remove_sink`."""
         self._batcher.remove_sink(sink)
 
     def fold(self) -> None:
@@ -163,7 +158,7 @@ class LocalModel:
         return []
 
     def queues(self) -> dict[str, Any]:
-        """See `ModelHost.queues`. Events without an answer are delivered first."""
+        """Events without an answer are delivered first."""
         self._batcher.flush()
         groups: dict[str, Any] = self._batcher.device.input(lambda scheduler, _: scheduler.snapshot()["groups"])
         return groups
@@ -179,11 +174,9 @@ class LocalModel:
         return b""
 
     def turn(self) -> None:
-        """See `ModelHost.turn`."""
         turn_all()
 
     async def close(self, timeout: float, drain: bool = True) -> bool:
-        """See `ModelHost.close`."""
         clean = await self.generator.close(drain, timeout)
         if self.trace is not None:
             self.trace.close()

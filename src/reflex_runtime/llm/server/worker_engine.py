@@ -24,11 +24,11 @@ from reflex_runtime.ipc.messages import (
     guided,
 )
 from reflex_runtime.ipc.models import Load
-from reflex_runtime.llm.engine.generation import GenerationRuntime, GenerationStream
+from reflex_runtime.llm.engine.generation import GenerationStream
 from reflex_runtime.llm.engine.generation_options import GenerationOptions
 from reflex_runtime.llm.engine.tokenizer import Conversation, Texts, Tokenizer
 from reflex_runtime.llm.runners.runner import Runner
-from reflex_runtime.llm.server.model_host import LocalModel, ModelPlan, opened
+from reflex_runtime.llm.server.model_host import LocalModel, ModelPlan, Opening, opened
 from reflex_runtime.observe.live import LiveSnapshot, OnDemandLive
 from reflex_runtime.observe.spans import Spans, StepSpans, spans_of
 from reflex_runtime.observe.trace_context import parent_of
@@ -72,7 +72,7 @@ class WorkerEngine:
 
     async def tokenize(self, params: Tokenize) -> list[int]:
         """A text, or a conversation in the model's own form."""
-        return await tokenized(self.runtime, params)
+        return await tokenized(self.runtime.texts, params)
 
     async def submit(
         self, params: GenerateParams, bell: asyncio.Event, leader: GenerationStream | None
@@ -187,22 +187,11 @@ def _check_scores(params: GenerateParams, prompt: Sequence[int]) -> None:
         raise ConfigError(f"prompt_logprobs: {told} numbers of the prompt would be told, at most {MOST_SCORES} are")
 
 
-async def tokenized(texts: Texts | GenerationRuntime, params: Tokenize) -> list[int]:
+async def tokenized(texts: Texts, params: Tokenize) -> list[int]:
     """The tokens of a text, or of a conversation in the model's own form."""
     if params.text is not None:
         return (await texts.encode([params.text]))[0]
     return await texts.encode_chat(Conversation(params.messages or [], params.tools, params.template_kwargs))
-
-
-class _Opening:
-    """See `Opening`, in a runtime process."""
-
-    def __init__(self, plan: ModelPlan, lost: Callable[[], None]) -> None:
-        self.plan, self.lost = plan, lost
-        self.registry = CollectorRegistry()
-
-    def reached(self, state: str) -> None:
-        """States while it loads are not reported."""
 
 
 def loading(make: Make, lost: Callable[[], None], tokenizer: Callable[[Path], Tokenizer]) -> Load:
@@ -217,11 +206,12 @@ def loading(make: Make, lost: Callable[[], None], tokenizer: Callable[[Path], To
             raise ConfigError("load_model: needs path, the directory of the model")
         if asked.only:
             return TokenizerEngine(tokenizer(Path(asked.path)))
-        opening = _Opening(ModelPlan(asked.model_id, _config(asked.options), Path(asked.path)), lost)
-        spans = spans_of(opening.plan.config.otel, 1.0, opening.registry, StepSpans)  # of what the server has chosen
-        model = await opened(lambda plan: make(plan.directory, plan.config))(opening)
+        plan = ModelPlan(asked.model_id, _config(asked.options), Path(asked.path))
+        registry = CollectorRegistry()
+        spans = spans_of(plan.config.otel, 1.0, registry, StepSpans)  # of what the server has chosen
+        model = await opened(lambda plan: make(plan.directory, plan.config))(Opening(plan, registry, lost))
         freeze_loaded()
-        return WorkerEngine(model, opening.registry, spans)
+        return WorkerEngine(model, registry, spans)
 
     return load
 

@@ -166,25 +166,21 @@ class TokenizerProcess:
 
 
 class RemoteGenerator:
-    """The `Generator` of a model of this name. lines: of all processes, each of which has the model."""
+    """The `Generator` of a model of this name. lines: of all processes, each of which has the model. tokenizer: the
+    server's own, because tokenising here delays no step; tokenizing: for long prompts."""
 
     def __init__(self, name: str, lines: Sequence[Line], tokenizer: Tokenizer, tokenizing: TokenizerProcess) -> None:
         self._name, self._lines, self.queueing = name, lines, asyncio.Lock()
-        self._texts = Texts(tokenizer, lambda what: tokenizing.tokenize(what, self.limits.max_model_len))
+        self.texts = Texts(tokenizer, lambda what: tokenizing.tokenize(what, self.limits.max_model_len))
         self._sending: set[asyncio.Task[None]] = set()
 
     def loaded(self) -> None:
         """The processes have the model."""
-        self._texts.most = self.limits.max_model_len
+        self.texts.most = self.limits.max_model_len
 
     def close(self) -> None:
         """Tokenise nothing more."""
-        self._texts.close()
-
-    @property
-    def tokenizer(self) -> Tokenizer:
-        """The server's own: tokenising here delays no step."""
-        return self._texts.tokenizer
+        self.texts.close()
 
     @property
     def limits(self) -> Limits:
@@ -193,18 +189,10 @@ class RemoteGenerator:
         assert found is not None, "Workers.start was not awaited"
         return found
 
-    async def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """The tokens of each prompt."""
-        return await self._texts.encode(texts)
-
-    async def encode_chat(self, conversation: Conversation) -> list[int]:
-        """The tokens of a conversation in the model's own form. ConfigError when it has none."""
-        return await self._texts.encode_chat(conversation)
-
     async def compiled(self, constraint: Constraint | None) -> None:
         """See `Generator.compiled`: checked here, compiled in the process that generates."""
         if constraint is not None:
-            await self._texts.compiled(check_constraint, constraint)
+            await self.texts.compiled(check_constraint, constraint)
 
     def request(
         self, prompt: Sequence[int], params: SamplingParams, options: GenerationOptions, matcher: Matcher | None = None
@@ -292,7 +280,6 @@ class Workers:
         return "ready" if any(line.client.ready for line in self.lines) else "restarting"
 
     def health(self) -> dict[str, Any]:
-        """See `ModelHost.health`."""
         workers = [line.health() for line in self.lines]
         return {
             "runner": self.lines[0].about.get("runner", ""),
@@ -335,17 +322,16 @@ class Workers:
         return await asyncio.get_running_loop().run_in_executor(None, _page, pages)
 
     def add_sink(self, sink: Sink) -> None:
-        """See `ModelHost.add_sink`: the batches are messages to the processes."""
+        """The batches are messages to the processes."""
         for line in self.lines:
             line.batcher.add_sink(sink)
 
     def remove_sink(self, sink: Sink) -> None:
-        """See `ModelHost.remove_sink`."""
         for line in self.lines:
             line.batcher.remove_sink(sink)
 
     def fold(self) -> WorkersLive:
-        """See `ModelHost.fold`: the steps of the processes."""
+        """The steps of the processes."""
         return WorkersLive(self.lines)
 
     def processes(self) -> list[LiveProcess]:
@@ -359,14 +345,13 @@ class Workers:
         return {line.name: line.batcher.queue() for line in self.lines}
 
     def turn(self) -> None:
-        """See `ModelHost.turn`."""
         for line in self.lines:
             if line.client.ready and line.client.pid is not None:  # before that the signal would end it
                 with suppress(ProcessLookupError):
                     os.kill(line.client.pid, signal.SIGHUP)
 
     async def close(self, timeout: float) -> bool:
-        """See `ModelHost.close`. No process is left."""
+        """No process is left."""
         loop = asyncio.get_running_loop()
         until = loop.time() + timeout
         await asyncio.gather(*(line.batcher.close(timeout > 0, timeout) for line in self.lines))
