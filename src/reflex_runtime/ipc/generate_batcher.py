@@ -89,9 +89,8 @@ class GenerateBatcherConfig:
                 raise ConfigError(f"generate_batcher.{least}={low!r}: must be at most {most}, which is {high!r}")
         for name in self.ungroupable_options:
             if name not in OPTIONS:
-                raise ConfigError(
-                    f"generate_batcher.ungroupable_options={name!r}: must be fields of a request: {sorted(OPTIONS)}"
-                )
+                rule = f"must be fields of a request: {sorted(OPTIONS)}"
+                raise ConfigError(f"generate_batcher.ungroupable_options={name!r}: {rule}")
 
 
 _PLAIN = GenerateBatcherConfig()
@@ -213,18 +212,17 @@ class GenerateBatcher:
 
     def get_stats(self) -> dict[str, Any]:
         """Counters and waiting requests; JSON-safe."""
-        stats, active = self._stats, self._registry.active_count()
-        group = self._dispatcher.scheduler.snapshot()["groups"][GROUP]
+        stats, snapshot = self._stats, self._dispatcher.scheduler.snapshot()
         return {
             "enabled": not self._off,
             "batching": not self._off and BATCH_GENERATE in self._client.capabilities,
             "pending": self._dispatcher.scheduler.queued(GROUP),
-            "messages_out": self._dispatcher.scheduler.snapshot()["in_flight_batches"],
-            "active_streams": active,
+            "messages_out": snapshot["in_flight_batches"],
+            "active_streams": self._registry.active_count(),
             "stream_limit": self._registry.limit,
             "batches": stats.batches,
             "enqueued_by_priority": dict(stats.enqueued),
-            "promoted_background": group["promoted"],
+            "promoted_background": snapshot["groups"][GROUP]["promoted"],
             "urgent_flushes": stats.urgent_flushes,
             "aborted_requests": self._aborted,
             "expired_requests": self._expired,
@@ -270,9 +268,8 @@ class GenerateBatcher:
         handle.most = params.max_tokens
         handle.scores_left = 0 if params.prompt_logprobs is None else MOST_SCORES
         id = params.request_id or str((telemetry or {}).get("request_id", ""))
-        return msgspec.structs.replace(
-            params, stream_id=handle.id, priority=priority, request_id=id, credits=handle.window
-        )
+        own = {"stream_id": handle.id, "priority": priority, "request_id": id, "credits": handle.window}
+        return msgspec.structs.replace(params, **own)
 
     def _submit(self, call: Call, timeout_ms: float | None) -> None:
         params, handle = call.params, call.handle
@@ -436,13 +433,8 @@ class GenerateBatcher:
 
 def _group(config: GenerateBatcherConfig, targets: HoldTarget) -> GroupConfig:
     longest = config.max_hold_ms / 1000.0
-    policy = FlushPolicy.by_priority(
-        config.max_batch_size,
-        config.min_batch_size,
-        config.min_hold_ms / 1000.0,
-        longest,
-        config.background_extra_ms / 1000.0,
-    )
+    shortest, extra = config.min_hold_ms / 1000.0, config.background_extra_ms / 1000.0
+    policy = FlushPolicy.by_priority(config.max_batch_size, config.min_batch_size, shortest, longest, extra)
     return GroupConfig(
         name=GROUP,
         flush=policy,

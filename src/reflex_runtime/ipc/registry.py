@@ -107,10 +107,10 @@ class StreamRegistry:
         if not 1 <= window <= 1_000_000:
             raise ConfigError(f"StreamRegistry.window={window!r}: must be in [1, 1000000] tokens")
         self.limit, self.window = limit, window
-        self.on_room: Callable[[], None] | None = None
-        self.on_event: Callable[[StreamHandle, str], None] | None = None
-        self.on_completed: Callable[[StreamHandle], None] | None = None
-        self.say: Callable[[str, Any], None] = _dropped
+        self.on_room: Callable[[], object] = _dropped
+        self.on_event: Callable[[StreamHandle, str], object] = _dropped
+        self.on_completed: Callable[[StreamHandle], object] = _dropped
+        self.say: Callable[[str, Any], object] = _dropped
         self.stray: Counter[str] = Counter()
         self._streams: dict[str, StreamHandle] = {}  # registered and not ended, or ended for its reader alone
         self._holders: dict[StreamHandle, None] = {}  # of a place
@@ -175,7 +175,7 @@ class StreamRegistry:
         assert self._streams.get(handle.id) is handle, handle.id
         handle.reserved = True
         self._holders[handle] = None
-        self._room()
+        self.on_room()
 
     def release(self, handle: StreamHandle, error: ReflexError | None = None) -> None:
         """The runtime does not have it: its place is free, and it ends with `error`. Nothing when it has ended."""
@@ -257,10 +257,9 @@ class StreamRegistry:
 
     def _event(self, handle: StreamHandle, said: StreamEvent) -> None:
         if said.event not in TERMINAL:
-            if self.on_event is not None:
-                self.on_event(handle, said.event)
+            self.on_event(handle, said.event)
         elif said.event == "completed":
-            if self.on_completed is not None and not handle.ended:
+            if not handle.ended:
                 self.on_completed(handle)
             self._end(handle, None)
         elif said.event == "cancelled":
@@ -308,7 +307,7 @@ class StreamRegistry:
             handle.reserved = False
             del self._holders[handle]
             self._idle.look()
-            self._room()
+            self.on_room()
 
     @staticmethod
     def _ended(handle: StreamHandle) -> None:
@@ -316,13 +315,9 @@ class StreamRegistry:
         if on_end is not None:
             on_end()
 
-    def _room(self) -> None:
-        if self.on_room is not None:
-            self.on_room()
-
 
 _ID = Reader(StreamId)
 
 
-def _dropped(method: str, params: Any) -> None:
-    """`say` before there is a runtime."""
+def _dropped(*told: object) -> None:
+    """A hook before there is a batcher."""

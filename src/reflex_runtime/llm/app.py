@@ -11,12 +11,11 @@ from functools import partial
 from typing import Final
 from urllib.parse import unquote
 
-from reflex_runtime.core.errors import ReflexError
 from reflex_runtime.llm.api import messages, responses, tokenize
 from reflex_runtime.llm.api import requests as wire
 from reflex_runtime.llm.api.answers import Answer
-from reflex_runtime.llm.api.completions import CompletionHandler, GenerationSpans, read_body
-from reflex_runtime.llm.api.errors import error_body, told
+from reflex_runtime.llm.api.completions import CompletionHandler, read_body
+from reflex_runtime.llm.api.errors import error_body, error_form
 from reflex_runtime.llm.api.messages import FORM, MessageAnswer
 from reflex_runtime.llm.api.openapi import document
 from reflex_runtime.llm.api.replies import ModelApi
@@ -27,7 +26,6 @@ from reflex_runtime.observe import metrics
 from reflex_runtime.version import __version__
 from reflex_runtime.web.app import App
 from reflex_runtime.web.dashboard import dashboard_routes
-from reflex_runtime.web.errors import JSON, ErrorForm, Refusal
 from reflex_runtime.web.fields import encode
 from reflex_runtime.web.openapi import document_routes
 from reflex_runtime.web.request import HttpRequest, HttpResponse, Route
@@ -49,12 +47,13 @@ class ModelServer:
 
     def __init__(self, state: ServerState) -> None:
         self.state, config = state, state.plan.config
-        spans = None if state.spans is None else GenerationSpans(state.spans, state.plan.name)
-        self._completing = CompletionHandler(state, spans)
+        completing = CompletionHandler(state)
         most = config.max_body_bytes
         questions = [
-            Route(api.path, partial(self._completing.complete, api), "POST", most=most, form=api.form,
-                  refused=None if spans is None else spans.failed)
+            Route(
+                api.path, partial(completing.complete, api), "POST",
+                most=most, form=api.form, refused=completing.refused,
+            )
             for api in DIALECTS
         ]  # fmt: skip
         questions += [
@@ -75,7 +74,7 @@ class ModelServer:
         self.app = App(
             config,
             {route.path: route for route in [*questions, *pages]},
-            ErrorForm(_refuse, keeps_id=True),
+            error_form(lambda error, _: error_body(error)),
             find=lambda path: card if path.startswith(MODELS + "/") else None,
             on_answer=self._count,
             missing=_missing,
@@ -119,11 +118,6 @@ class ModelServer:
         state, app, routes = self.state, self.app, [*self.app.routes.values(), self._one]
         limits = None if state.host is None else state.host.generator.limits
         return document(routes, state.names, state.plan.config.max_queue, limits, app.has_key, app.knows(request))
-
-
-def _refuse(error: ReflexError, request_id: str, packed: bool) -> Refusal:
-    retry = (b"x-should-retry", b"true" if error.retry_safe else b"false")
-    return Refusal(told(error).status, error_body(error), JSON, [retry])
 
 
 def _missing(path: str) -> str:

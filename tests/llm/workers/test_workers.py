@@ -431,7 +431,7 @@ def test_g13_the_page_and_the_series_say_which_process() -> None:
         mix = families["reflex_generate_batcher_priority_mix"].samples
         assert sum(s.value for s in mix if s.labels.get("priority") == "default") == 3
         assert fleet.workers is not None
-        stats = fleet.on_loop(lambda: {line.name: line.batcher.get_stats() for line in fleet.workers.lines})
+        stats = fleet.on_loop(fleet.workers.get_batch_stats)["generate"]
         assert set(stats) == {"worker-0", "worker-1"}
 
 

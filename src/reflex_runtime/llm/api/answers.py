@@ -285,17 +285,8 @@ class Answer:
             return None
         told, offset, end = TextLogprobs(), 0, len(self._reply.echoes[index])
         most = self._reply.asked.params.logprobs or 0
-        for place, token in enumerate(self._scores(index)):
-            text = self._token(token.token_id)
-            likeliest: dict[str, float] = {}
-            for id, p in token.top[:most]:
-                likeliest.setdefault(self._token(id), p)
-            if place and token.logprob is not None:
-                likeliest.setdefault(text, token.logprob)
-            told.tokens.append(text)
-            told.token_logprobs.append(token.logprob)
-            told.top_logprobs.append(likeliest if place else None)
-            told.text_offset.append(min(offset, end))
+        for token in self._scores(index):
+            text = self._add(told, token.token_id, token.logprob, token.top[:most], min(offset, end))
             offset += len(text)
         return told
 
@@ -314,20 +305,29 @@ class Answer:
         return msgspec.Raw(b"[%b]" % b",".join(found))
 
     def _tell(self, logprobs: TextLogprobs | ChatLogprobs, output: TokenOutput, offset: int) -> None:
-        text = self._token(output.token_id)
         own = 0.0 if output.logprob is None else output.logprob
-        if isinstance(logprobs, ChatLogprobs):
-            top = [TopLogprob(t := self._token(id), p, _bytes(t)) for id, p in output.top]
-            logprobs.content.append(TokenLogprob(text, own, _bytes(text), top))
+        if isinstance(logprobs, TextLogprobs):
+            self._add(logprobs, output.token_id, own, output.top, offset)
             return
+        text = self._token(output.token_id)
+        top = [TopLogprob(t := self._token(id), p, _bytes(t)) for id, p in output.top]
+        logprobs.content.append(TokenLogprob(text, own, _bytes(text), top))
+
+    def _add(
+        self, told: TextLogprobs, id: int, logprob: float | None, top: Seq[tuple[int, float]], offset: int
+    ) -> str:
+        """Tell of one token; returns its text. logprob: None for the first of a prompt, of which nothing is known."""
+        text = self._token(id)
         likeliest: dict[str, float] = {}
-        for id, p in output.top:
-            likeliest.setdefault(self._token(id), p)  # two tokens may have the same text: keep the likelier one
-        likeliest.setdefault(text, own)  # the sampled one is always among them
-        logprobs.tokens.append(text)
-        logprobs.token_logprobs.append(own)
-        logprobs.top_logprobs.append(likeliest)
-        logprobs.text_offset.append(offset)
+        for other, p in top:
+            likeliest.setdefault(self._token(other), p)  # two tokens may have the same text: keep the likelier one
+        if logprob is not None:
+            likeliest.setdefault(text, logprob)  # the token itself is always among them
+        told.tokens.append(text)
+        told.token_logprobs.append(logprob)
+        told.top_logprobs.append(None if logprob is None else likeliest)
+        told.text_offset.append(offset)
+        return text
 
 
 def _joined(first: TextLogprobs, then: Any) -> TextLogprobs:

@@ -22,11 +22,10 @@ from reflex_runtime.llm.api import requests as wire
 from reflex_runtime.llm.api.errors import too_deep
 from reflex_runtime.llm.api.expand import aged, echoes, matcher_of, options_of, reader_of, requests_of, tokenised
 from reflex_runtime.llm.api.replies import Cached, ModelApi, ReplyContext, Usage, Writer
-from reflex_runtime.llm.api.requests import CompletionRequest
 from reflex_runtime.llm.engine.generation import Generator, merged
 from reflex_runtime.llm.engine.output_parsers import PartReader
 from reflex_runtime.llm.server.lifecycle import ServerState
-from reflex_runtime.observe.spans import RequestSpan, Spans
+from reflex_runtime.observe.spans import Spans
 from reflex_runtime.observe.trace_context import Attribute, follow
 from reflex_runtime.run.audience import Slices, in_order
 from reflex_runtime.settings import LLMServeConfig
@@ -48,20 +47,21 @@ _PROVIDER: Final = "reflex"
 
 
 class CompletionHandler:
-    """Answers what is asked of the model. spans: None without tracing."""
+    """Answers what is asked of the model."""
 
-    def __init__(self, state: ServerState, spans: GenerationSpans | None) -> None:
+    def __init__(self, state: ServerState) -> None:
         self.state = state
-        self._spans = spans
 
     async def complete(self, dialect: ModelApi, request: HttpRequest) -> None:
-        span = None if self._spans is None else self._spans.begin(request)
+        span = self._span(request)
+        if span is not None:
+            follow(span.span.context)
         try:
             host = self.state.ready()  # what is ready now answers it, also in a drain
             request.preparing = True
-            asked = await read_body(request, partial(_read, dialect, self.state.defaults))
+            asked = await read_body(request, lambda body: dialect.read(body, self.state.defaults))
             if span is not None:
-                asked_in(span, asked)
+                span.asked(asked)
             adapter = self.state.adapter(asked.model)
             underway = PendingCompletion(request, host.generator, asked, self.state.plan.config, adapter, span)
             del asked  # once it is queued, its texts are not kept
@@ -73,17 +73,27 @@ class CompletionHandler:
                 try:
                     await underway.send(answer)
                 finally:
-                    if self._spans is not None and span is not None:
-                        self._spans.used(span, request, underway.usage())
+                    if span is not None:
+                        span.used(underway.usage())
             finally:
                 underway.close()
         except (Exception, asyncio.CancelledError) as failure:
             error = cancelled_by(failure) if isinstance(failure, asyncio.CancelledError) else failure
-            if self._spans is not None and span is not None:
-                self._spans.ended(request, span, known(error, request.request_id))
+            if span is not None:
+                span.ended(known(error, request.request_id))
             raise
-        if self._spans is not None and span is not None:
-            self._spans.answered(request, span, answer)
+        if span is not None:
+            span.answered(answer)
+
+    def refused(self, request: HttpRequest, error: ReflexError) -> None:
+        """It was refused before it was read."""
+        span = self._span(request)
+        if span is not None:
+            span.ended(error)
+
+    def _span(self, request: HttpRequest) -> GenerationSpan | None:
+        spans = self.state.spans
+        return None if spans is None else GenerationSpan(spans, self.state.plan.name, request)
 
 
 async def read_body(request: HttpRequest, read: Callable[[bytes], T]) -> T:
@@ -93,10 +103,6 @@ async def read_body(request: HttpRequest, read: Callable[[bytes], T]) -> T:
         return read(body) if len(body) <= LARGE else await request.app.bodies.beside(read, body)
     except RecursionError:
         raise too_deep() from None
-
-
-def _read(dialect: ModelApi, defaults: wire.DefaultsOf, body: bytes) -> wire.CompletionRequest:
-    return dialect.read(body, defaults)
 
 
 class PendingCompletion:
@@ -110,7 +116,7 @@ class PendingCompletion:
         asked: wire.CompletionRequest,
         config: LLMServeConfig,
         adapter: str,
-        span: RequestSpan | None,
+        span: GenerationSpan | None,
     ) -> None:
         self._request, self._runtime, self._asked, self._span = request, runtime, asked, span
         self._config, self._adapter = config, adapter
@@ -127,7 +133,8 @@ class PendingCompletion:
         asked, prompts = await tokenised(runtime, self._asked, config)
         matcher = await matcher_of(runtime, asked)
         asked = aged(asked, request)
-        options = options_of(asked, self._adapter, config.default_tiers, request, self._span)
+        span = None if self._span is None else self._span.span
+        options = options_of(asked, self._adapter, config.default_tiers, request, span)
         slices = Slices()
         made = (requests_of(runtime, asked, i, ids, options, matcher, slices) for i, ids in enumerate(prompts))
         groups = [await each for each in made]  # all of them before one is queued: what could never run is refused
@@ -146,13 +153,15 @@ class PendingCompletion:
     def answering(self) -> ReplyContext:
         """What its answer is made from."""
         asked, token, choices = self._asked, self._runtime.texts.tokenizer.token, len(self._streams)
-        usage = partial(_usage, self._streams, asked)
         number, echoes = self._request.number, self._echoes
-        return ReplyContext(number, asked, choices, token, usage, self._reader, echoes, self._scores)
+        return ReplyContext(number, asked, choices, token, self.usage, self._reader, echoes, self._scores)
 
     def usage(self) -> Usage:
-        """Tokens so far."""
-        return _usage(self._streams, self._asked)
+        """Tokens so far. A prompt counts once, whatever the number of its choices."""
+        firsts = self._streams[:: self._asked.n]
+        prompt = sum(s.prompt_tokens for s in firsts)
+        made = 0 if self._asked.prompt_only else sum(s.completion_tokens for s in self._streams)
+        return Usage(prompt, made, prompt + made, Cached(sum(s.cached_tokens for s in firsts)))
 
     async def send(self, answer: Writer) -> None:
         """Send its answer as it was asked for: whole, or as a stream."""
@@ -165,17 +174,21 @@ class PendingCompletion:
 
     async def _whole(self, answer: Writer) -> None:
         async for index, outputs in merged(self._streams, self._bell):
-            first_token(self._span)
+            self._noted()
             answer.add(index, outputs)
         told = self._asked.prompt_logprobs is not None or self._asked.params.logprobs is not None
         await self._request.answer(HttpResponse(200, await _made(told, answer.whole)))
+
+    def _noted(self) -> None:
+        if self._span is not None:
+            self._span.part()
 
     async def _stream(self, answer: Writer) -> None:
         request = self._request
         async for index, outputs in merged(self._streams, self._bell):
             events = await _made(self._asked.prompt_logprobs is not None, partial(answer.chunk, index, outputs))
             if not request.begun:
-                first_token(self._span)
+                self._noted()
                 await request.begin(200, _STREAM, answer.failed)
             if events:
                 await request.write(events)
@@ -196,96 +209,74 @@ def _prompt_tokens(
     return [firsts[index // n], *streams[index // n * n].prompt_scores]
 
 
-def _usage(streams: list[OutputStream], asked: wire.CompletionRequest) -> Usage:
-    """A prompt counts once, whatever the number of its choices."""
-    firsts = streams[:: asked.n]
-    prompt = sum(s.prompt_tokens for s in firsts)
-    made = 0 if asked.prompt_only else sum(s.completion_tokens for s in streams)
-    return Usage(prompt, made, prompt + made, Cached(sum(s.cached_tokens for s in firsts)))
+class GenerationSpan:
+    """The span of one request to the model of that name. All of it happens on the event loop."""
 
-
-class GenerationSpans:
-    """Makes the spans of the requests to a server's model. All of it happens on the event loop. model: its name."""
-
-    def __init__(self, spans: Spans, model: str) -> None:
-        self._spans, self._model = spans, model
-
-    def begin(self, request: HttpRequest) -> RequestSpan:
-        """The span of a request that is being answered in this task."""
-        span = self._begun(request)
-        follow(span.context)
-        return span
-
-    def _begun(self, request: HttpRequest) -> RequestSpan:
+    def __init__(self, spans: Spans, model: str, request: HttpRequest) -> None:
+        self._spans, self._request = spans, request
         route = "" if request.route is None else request.route.path
         operation = "text_completion" if route == "/v1/completions" else "chat"
-        span = self._spans.begin(f"{operation} {self._model}", request.headers)
-        span.attributes |= {
+        self.span = spans.begin(f"{operation} {model}", request.headers)
+        self.span.attributes |= {
             "http.request.method": request.method,
             "http.route": route,
             "reflex.wire": WIRE,
             "reflex.request.id": request.request_id,
             "gen_ai.operation.name": operation,
             "gen_ai.provider.name": _PROVIDER,
-            "gen_ai.response.model": self._model,
+            "gen_ai.response.model": model,
         }
-        return span
 
-    def used(self, span: RequestSpan, request: HttpRequest, usage: Usage) -> None:
+    def asked(self, asked: wire.CompletionRequest) -> None:
+        """What it asks for, without its texts."""
+        params = asked.params
+        self.span.name = f"{self.span.attributes['gen_ai.operation.name']} {asked.model}"
+        self.span.attributes["gen_ai.response.model"] = asked.model
+        found: dict[str, Attribute] = {
+            "model": asked.model,
+            "stream": asked.stream,
+            "temperature": params.temperature,
+            "top_p": params.top_p,
+        }
+        if asked.max_tokens is not None:
+            found["max_tokens"] = asked.max_tokens
+        if params.top_k:
+            found["top_k"] = params.top_k
+        if params.seed is not None and -(1 << 63) <= params.seed < 1 << 63:  # what an attribute can have
+            found["seed"] = params.seed
+        if asked.n > 1:
+            found["choice.count"] = asked.n
+        self.span.attributes |= {f"gen_ai.request.{name}": value for name, value in found.items()}
+
+    def part(self) -> None:
+        """A part of the answer has come; the first one is noted."""
+        if not self.span.moments:
+            self.span.moments = ((FIRST_TOKEN, time.monotonic()),)
+
+    def used(self, usage: Usage) -> None:
         """What it took, also of a request that failed."""
-        span.attributes |= {
+        self.span.attributes |= {
             "gen_ai.usage.input_tokens": usage.prompt_tokens,
             "gen_ai.usage.output_tokens": usage.completion_tokens,
             "gen_ai.usage.cache_read.input_tokens": usage.prompt_tokens_details.cached_tokens,
         }
-        if span.moments:
-            span.attributes["gen_ai.response.time_to_first_chunk"] = span.moments[0][1] - request.started
+        if self.span.moments:
+            waited = self.span.moments[0][1] - self._request.started
+            self.span.attributes["gen_ai.response.time_to_first_chunk"] = waited
 
-    def answered(self, request: HttpRequest, span: RequestSpan, answer: Writer) -> None:
+    def answered(self, answer: Writer) -> None:
         """It has its whole answer."""
         told: dict[str, Attribute] = {"id": answer.id, "finish_reasons": answer.finish_reasons}
-        span.attributes |= {f"gen_ai.response.{name}": value for name, value in told.items()}
-        self.ended(request, span, None)
+        self.span.attributes |= {f"gen_ai.response.{name}": value for name, value in told.items()}
+        self.ended(None)
 
-    def failed(self, request: HttpRequest, error: ReflexError) -> None:
-        """It is refused before it was read."""
-        self.ended(request, self._begun(request), error)
-
-    def ended(self, request: HttpRequest, span: RequestSpan, error: ReflexError | None) -> None:
+    def ended(self, error: ReflexError | None) -> None:
         """It has its answer, or an error."""
-        now = time.monotonic()
+        now, request = time.monotonic(), self._request
         outcome, status = ("ok", 200) if error is None else (error.outcome, error.http_status)
-        span.attributes["http.response.status_code"] = 200 if request.begun else status
+        self.span.attributes["http.response.status_code"] = 200 if request.begun else status
         received = request.received or now
-        model, latency = str(span.attributes["gen_ai.response.model"]), now - request.started
+        model, latency = str(self.span.attributes["gen_ai.response.model"]), now - request.started
         self._spans(
-            RequestAnswered(now, model, outcome, status, latency, None, None, now - received, WIRE, error, span)
+            RequestAnswered(now, model, outcome, status, latency, None, None, now - received, WIRE, error, self.span)
         )
-
-
-def asked_in(span: RequestSpan, asked: CompletionRequest) -> None:
-    """What a request asks for, without its texts."""
-    params = asked.params
-    span.name = f"{span.attributes['gen_ai.operation.name']} {asked.model}"
-    span.attributes["gen_ai.response.model"] = asked.model
-    found: dict[str, Attribute] = {
-        "gen_ai.request.model": asked.model,
-        "gen_ai.request.stream": asked.stream,
-        "gen_ai.request.temperature": params.temperature,
-        "gen_ai.request.top_p": params.top_p,
-    }
-    if asked.max_tokens is not None:
-        found["gen_ai.request.max_tokens"] = asked.max_tokens
-    if params.top_k:
-        found["gen_ai.request.top_k"] = params.top_k
-    if params.seed is not None and -(1 << 63) <= params.seed < 1 << 63:  # what an attribute can have
-        found["gen_ai.request.seed"] = params.seed
-    if asked.n > 1:
-        found["gen_ai.request.choice.count"] = asked.n
-    span.attributes |= found
-
-
-def first_token(span: RequestSpan | None) -> None:
-    """A part of the answer has come; the first one is noted."""
-    if span is not None and not span.moments:
-        span.moments = ((FIRST_TOKEN, time.monotonic()),)

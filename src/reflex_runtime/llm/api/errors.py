@@ -5,13 +5,13 @@ The other APIs take their statuses and words from here.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from reflex_runtime.core.errors import InFlightCapReached, QueueFull, ReflexError, TooLarge
 from reflex_runtime.llm.server.lifecycle import ModelNotFound
-from reflex_runtime.web.errors import ClientError, Unauthorized, api_error
+from reflex_runtime.web.errors import JSON, ClientError, ErrorForm, Refusal, Unauthorized, api_error
 from reflex_runtime.web.fields import encode, printable
 
 
@@ -92,3 +92,14 @@ def error_body(error: ReflexError) -> bytes:
     """The body of an answer that is no success."""
     found = told(error)
     return encode(api_error(found.message, found.type, found.code, found.param))
+
+
+def error_form(body: Callable[[ReflexError, str], bytes]) -> ErrorForm:
+    """Errors with the bodies of an API, which are made of an error and the request's id; the headers say whether a
+    retry is safe."""
+
+    def refuse(error: ReflexError, request_id: str, packed: bool) -> Refusal:
+        retry = (b"x-should-retry", b"true" if error.retry_safe else b"false")
+        return Refusal(told(error).status, body(error, request_id), JSON, [retry])
+
+    return ErrorForm(refuse, keeps_id=True)

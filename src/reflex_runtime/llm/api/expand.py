@@ -17,7 +17,7 @@ from reflex_runtime.llm.api.tokenize import beside
 from reflex_runtime.llm.engine.generation import Generator
 from reflex_runtime.llm.engine.generation_options import GenerationOptions
 from reflex_runtime.llm.engine.logits_processors import Matcher
-from reflex_runtime.llm.engine.output_parsers import PartReader, ThoughtParser, ToolFormat
+from reflex_runtime.llm.engine.output_parsers import PartReader, ThoughtParser
 from reflex_runtime.llm.engine.tokenizer import Tokenizer, in_thought
 from reflex_runtime.observe.spans import RequestSpan
 from reflex_runtime.run.audience import Slices
@@ -33,7 +33,10 @@ async def tokenised(
     """The request, a call forced where it demands one, and the tokens of its prompts. Raises BadRequest."""
     _check_choices(asked, config)
     try:
-        asked = _with_tools(asked, runtime.texts.tokenizer.tool_format)
+        if asked.tools.tools:
+            constraint = asked.tools.constraint(runtime.texts.tokenizer.tool_format)
+            if constraint is not None:
+                asked = replace(asked, params=changed(asked.params, constraint=constraint))
         prompts = await _tokens(runtime, asked)
     except RecursionError:  # the decoder allows a few levels more than others do
         raise too_deep() from None
@@ -95,14 +98,6 @@ async def echoes(asked: wire.CompletionRequest, tokenizer: Tokenizer) -> list[st
     ids = sum(len(prompt) for prompt in asked.prompts if not isinstance(prompt, str))
     texts = await beside(ids, lambda: [p if isinstance(p, str) else tokenizer.decode(p) for p in asked.prompts])
     return [text for text in texts for _ in range(asked.n)]
-
-
-def _with_tools(asked: wire.CompletionRequest, form: ToolFormat | None) -> wire.CompletionRequest:
-    """The request, its answer forced to be a call where that is demanded. BadRequest when the model knows no tools."""
-    if not asked.tools.tools:
-        return asked
-    constraint = asked.tools.constraint(form)
-    return asked if constraint is None else replace(asked, params=changed(asked.params, constraint=constraint))
 
 
 def aged(asked: wire.CompletionRequest, request: HttpRequest) -> wire.CompletionRequest:

@@ -16,7 +16,7 @@ from msgspec.structs import replace as changed
 
 from reflex_runtime.core.errors import ReflexError
 from reflex_runtime.llm.api.decode import decode
-from reflex_runtime.llm.api.errors import BadRequest, renamed, told
+from reflex_runtime.llm.api.errors import BadRequest, error_form, renamed, told
 from reflex_runtime.llm.api.fields import (
     AskedTools,
     ChosenFunction,
@@ -44,7 +44,6 @@ from reflex_runtime.llm.api.requests import (
 )
 from reflex_runtime.llm.engine.output_parsers import ToolCall
 from reflex_runtime.llm.engine.tokenizer import Conversation
-from reflex_runtime.web.errors import JSON, ErrorForm, Refusal
 from reflex_runtime.web.fields import Whole, encode
 
 PATH, COUNT = "/v1/messages", "/v1/messages/count_tokens"
@@ -410,9 +409,4 @@ def _error(error: ReflexError, request_id: str) -> bytes:
     return encode({"type": "error", "error": {"type": kind, "message": found.message}, "request_id": request_id})
 
 
-def _refuse(error: ReflexError, request_id: str, packed: bool) -> Refusal:
-    retry = (b"x-should-retry", b"true" if error.retry_safe else b"false")
-    return Refusal(told(error).status, _error(error, request_id), JSON, [retry])
-
-
-FORM: Final = ErrorForm(_refuse, keeps_id=True)
+FORM: Final = error_form(_error)

@@ -90,11 +90,6 @@ class ModelApi:
     form: ErrorForm | None = None
 
 
-def event(type: str, **fields: Any) -> bytes:
-    """A server-sent event of that type."""
-    return b"event: %b\ndata: %b\n\n" % (type.encode(), encode({"type": type, **fields}))
-
-
 class PartWriter:
     """Reads the parts of an answer's outputs. A subclass makes events of them, and keeps what `whole` tells; without
     a stream its events are dropped."""
@@ -130,7 +125,10 @@ class PartWriter:
         self.chunk(index, outputs)
 
     def _event(self, type: str, **fields: Any) -> bytes:
-        return event(type, **fields) if self._reply.asked.stream else b""
+        """A server-sent event of that type."""
+        if not self._reply.asked.stream:
+            return b""
+        return b"event: %b\ndata: %b\n\n" % (type.encode(), encode({"type": type, **fields}))
 
     def _take(self, part: str | Thought | ToolCall) -> bytes:
         if isinstance(part, ToolCall):

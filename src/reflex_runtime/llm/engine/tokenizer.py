@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from math import inf
 from pathlib import Path
-from typing import Any, Final, NoReturn, Protocol, TypeVar
+from typing import Any, Final, NamedTuple, NoReturn, Protocol, TypeVar
 
 from reflex_runtime.core.errors import ConfigError, TooLarge
 from reflex_runtime.ipc.messages import Constraint
@@ -228,11 +228,11 @@ def _read_core(file: Path) -> Any:
     return core
 
 
-class _Template:
+class _Template(NamedTuple):
     """A chat template. source: what its authors wrote. render: to text."""
 
-    def __init__(self, source: str, render: Callable[..., str]) -> None:
-        self.source, self.render = source, render
+    source: str
+    render: Callable[..., str]
 
 
 def _read_template(root: Path, settings: Mapping[str, Any]) -> _Template | None:

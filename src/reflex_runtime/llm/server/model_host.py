@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -206,16 +206,8 @@ def opened(load: Load) -> Callable[[Opening], Awaitable[LocalModel]]:
 
 def engine_config(config: LLMServeConfig) -> EngineConfig:
     """The engine's part of the settings."""
-    return EngineConfig(
-        max_gap_ms=config.max_gap_ms,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        max_num_seqs=config.max_num_seqs,
-        long_prefill_token_threshold=config.long_prefill_token_threshold,
-        speculate=config.speculate,
-        enable_prefix_caching=config.prefix_caching,
-        max_queue=config.max_queue,
-        max_queued_tokens=config.max_queued_tokens,
-    )
+    same = {f.name: getattr(config, f.name) for f in fields(EngineConfig) if f.name != "enable_prefix_caching"}
+    return EngineConfig(enable_prefix_caching=config.prefix_caching, **same)
 
 
 def warm_up(runner: Runner) -> None:
