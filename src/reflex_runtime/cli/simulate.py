@@ -124,7 +124,7 @@ def run(args: argparse.Namespace) -> int:
     )
     print(Report.of(done).text())
     if config.picture:
-        from reflex_runtime.sim.picture import draw_run
+        from reflex_runtime.sim.report import draw_run
 
         paths = draw_run(done, Path(config.picture), f"{config.policy}, {config.arrivals}")
         print(f"wrote {' and '.join(str(path) for path in paths)}", file=sys.stderr)

@@ -246,7 +246,7 @@ def search(console: Console, args: argparse.Namespace, prefix: Path | None) -> i
     for line in in_words(found, runs):
         console.print(Text(line), soft_wrap=True)
     if prefix is not None and not args.no_picture:
-        from reflex_runtime.sim.picture import draw_sweep
+        from reflex_runtime.sim.tokens import draw_sweep
 
         for path in draw_sweep(runs, found, prefix, "; choose another, or --no-picture"):
             console.print(Text(f"wrote {path}"), soft_wrap=True)

@@ -31,7 +31,7 @@ from reflex_runtime.core.request import Priority, Request, Ticket
 from reflex_runtime.core.scheduler import Scheduler
 from reflex_runtime.core.statistics import percentile
 from reflex_runtime.core.time_cost import TimeCost
-from reflex_runtime.observe.journal import BatchLine, GroupInfo, RequestLine, WarmUpLine
+from reflex_runtime.observe.journal import BatchLine, GroupInfo, RequestLine, SchedulerRequest, WarmUpLine
 from reflex_runtime.observe.journal_reader import Journal
 from reflex_runtime.sim.workload import Arrival, RecordedArrivals, RequestStream, WorkloadPart
 
@@ -302,22 +302,32 @@ def observe(journal: Journal) -> ObservedLoad:
     )  # fmt: skip
 
 
+def ends_of(journal: Journal) -> dict[int, float]:
+    """When each ticket ended: with an error, or with its last batch."""
+    found = {seq: b.finished for b in journal.batches for seq in b.seqs}
+    return found | {e.ticket: e.at for e in journal.ended if e.ticket is not None}
+
+
+def came_as(line: RequestLine, asked: SchedulerRequest) -> tuple[Request, float]:
+    """The request as it came to the scheduler, and when: recorded is what was left of its limit when it was ready."""
+    request = request_of(line)
+    if asked.admitted is None:
+        return request, asked.arrived
+    if request.time_limit is not None:
+        request = replace(request, time_limit=request.time_limit + asked.arrived - asked.admitted)
+    return request, asked.admitted
+
+
 def seen_requests(journal: Journal) -> list[SeenRequest]:
     """The requests that came to the scheduler, in the order in which they came."""
-    finished = {seq: b.finished for b in journal.batches for seq in b.seqs}
-    ended = {e.ticket: e.at for e in journal.ended}
+    ends = ends_of(journal)
     found = []
     for line in journal.requests:
         asked = line.schedule
         if asked is None:
             continue
-        came = asked.arrived if asked.admitted is None else asked.admitted
-        request = request_of(line)
-        if request.time_limit is not None:  # what was left of it when it was ready is recorded
-            request = replace(request, time_limit=request.time_limit + asked.arrived - came)
-        end = came
-        if asked.ticket is not None:
-            end = ended.get(asked.ticket, finished.get(asked.ticket, asked.arrived))
+        request, came = came_as(line, asked)
+        end = came if asked.ticket is None else ends.get(asked.ticket, asked.arrived)
         served = line.latency.total_ms / 1e3
         found.append(SeenRequest(request, came, asked.arrived, max(end, came), line.outcome, served))
     return sorted(found, key=lambda one: one.came)

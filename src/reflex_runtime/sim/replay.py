@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from functools import partial
 from math import inf
 from random import Random
 from statistics import median
@@ -19,7 +20,7 @@ from reflex_runtime.core.errors import ConfigError, ProcessorError, Rejected
 from reflex_runtime.core.request import Request, Ticket
 from reflex_runtime.observe.journal import BatchLine, RequestLine, SchedulerRequest, WarmUpLine
 from reflex_runtime.observe.journal_reader import Journal
-from reflex_runtime.sim.recorded import Changes, RecordedSteps, request_of, scheduler_of
+from reflex_runtime.sim.recorded import Changes, RecordedSteps, came_as, ends_of, request_of, scheduler_of
 from reflex_runtime.sim.report import Report
 from reflex_runtime.sim.run import Ran, RequestEnd, Run, simulate
 from reflex_runtime.sim.service import line_through
@@ -95,11 +96,8 @@ def _line(sizes: Mapping[int, Sequence[float]]) -> tuple[float, float]:
 
 def replay_schedule(recording: Journal, changes: Changes | None = None) -> Report:
     """The recorded requests under the recorded settings with `changes`, in virtual time."""
-    lines = [line for line in recording.requests if line.schedule is not None]
-    if not lines:
-        raise ConfigError(f"{recording.path}: no request in it came to the scheduler")
     first, last = _span(recording)
-    asked = [(line, line.schedule) for line in lines if line.schedule is not None and line.schedule.ready]
+    asked = [(line, line.schedule) for line in recording.requests if line.schedule is not None and line.schedule.ready]
     arrivals = [Arrival(schedule.arrived - first, request_of(line)) for line, schedule in asked]
     run = simulate(
         scheduler_of(recording, changes),
@@ -114,16 +112,13 @@ def replay_schedule(recording: Journal, changes: Changes | None = None) -> Repor
 def recorded_report(recording: Journal) -> Report:
     """The same report for the recording: latency is from the arrival at the scheduler to the last batch's end."""
     first, last = _span(recording)
-    finished = {seq: b.finished for b in recording.batches for seq in b.seqs}
-    ended = {e.ticket: e.at for e in recording.ended}
+    ends = ends_of(recording)
     run = Run(0.0, last - first + 1e-9)
     for line in recording.requests:
         asked = line.schedule
         if asked is None:
             continue
-        end = asked.arrived
-        if asked.ticket is not None:
-            end = ended.get(asked.ticket, finished.get(asked.ticket, asked.arrived))
+        end = asked.arrived if asked.ticket is None else ends.get(asked.ticket, asked.arrived)
         limit = inf if asked.time_limit is None else asked.time_limit
         device = line.cost.measured_ms / 1e3
         request, arrived = request_of(line), asked.arrived - first
@@ -240,6 +235,9 @@ def replay_measured(recording: Journal) -> MeasuredReplay:
     return _Measured(recording).run()
 
 
+_Action = Callable[[float, bool], None]  # (now, whether a batch runs)
+
+
 class _Measured:
     def __init__(self, recording: Journal) -> None:
         self._scheduler = scheduler_of(recording)
@@ -299,41 +297,36 @@ class _Measured:
             return batch, 0.0
         return self._scheduler.next_batch(max(at, wake)), max(0.0, wake - at)
 
-    def _in_order(self, recording: Journal) -> list[tuple[float, int, float, Callable[[float, bool], None]]]:
+    def _in_order(self, recording: Journal) -> list[tuple[float, int, float, _Action]]:
         """(time, rank, order, action): cancellations before what ends at the same instant, requests as they came."""
-        found: list[tuple[float, int, float, Callable[[float, bool], None]]] = []
+        found: list[tuple[float, int, float, _Action]] = []
         for line in recording.requests:
             asked = line.schedule
             if asked is not None:
                 order = inf if asked.ticket is None else float(asked.ticket)
-                came = asked.arrived if asked.admitted is None else asked.admitted
-                found.append((came, 1, order, self._submitter(line, asked)))
+                request, came = came_as(line, asked)
+                seq = -1 - line.seq if asked.ticket is None else asked.ticket  # admitted here, refused there
+                ready = asked.admitted is None and asked.ready
+                found.append((came, 1, order, partial(self._submit, request, seq, ready)))
                 if asked.ticket is not None and (made := self._made(line, asked)) is not None:
-                    found.append((made[0], 1, order, self._preparer(asked.ticket, made[1])))
+                    found.append((made[0], 1, order, partial(self._prepare, asked.ticket, made[1])))
         for end in recording.ended:
             if end.ticket is None:
                 continue
             if end.outcome == "cancelled":
-                found.append((end.at, 0, end.ticket, self._canceller(end.ticket)))
+                found.append((end.at, 0, end.ticket, partial(self._cancel, end.ticket)))
             elif end.outcome == "expired":
-                found.append((end.at, 2, end.ticket, self._expirer))
+                found.append((end.at, 2, end.ticket, self._expire))
         found.sort(key=lambda entry: entry[:3])
         return found
 
-    def _submitter(self, line: RequestLine, asked: SchedulerRequest) -> Callable[[float, bool], None]:
-        def submit(now: float, busy: bool) -> None:
-            request, ready = request_of(line), asked.admitted is None and asked.ready
-            if asked.admitted is not None and request.time_limit is not None:  # what was left of it is recorded
-                request = replace(request, time_limit=request.time_limit + asked.arrived - asked.admitted)
-            try:
-                ticket = self._scheduler.submit(request, now, ready)
-            except Rejected:
-                return
-            seq = -1 - line.seq if asked.ticket is None else asked.ticket  # admitted here, refused there
-            self._tickets[seq] = ticket
-            self._seqs[ticket] = seq
-
-        return submit
+    def _submit(self, request: Request, seq: int, ready: bool, now: float, busy: bool) -> None:
+        try:
+            ticket = self._scheduler.submit(request, now, ready)
+        except Rejected:
+            return
+        self._tickets[seq] = ticket
+        self._seqs[ticket] = seq
 
     def _made(self, line: RequestLine, asked: SchedulerRequest) -> tuple[float, Request | ProcessorError] | None:
         """When it had been prepared, and to what; None if it was not."""
@@ -344,21 +337,15 @@ class _Measured:
             return None
         return end.at, ProcessorError("it could not be prepared when it was recorded")
 
-    def _preparer(self, seq: int, made: Request | ProcessorError) -> Callable[[float, bool], None]:
-        def prepare(now: float, busy: bool) -> None:
-            if seq in self._tickets:
-                self._scheduler.prepared(self._tickets[seq], made, now)
+    def _prepare(self, seq: int, made: Request | ProcessorError, now: float, busy: bool) -> None:
+        if seq in self._tickets:
+            self._scheduler.prepared(self._tickets[seq], made, now)
 
-        return prepare
+    def _cancel(self, seq: int, now: float, busy: bool) -> None:
+        if seq in self._tickets:
+            self._scheduler.cancel(self._tickets[seq], now)
 
-    def _canceller(self, seq: int) -> Callable[[float, bool], None]:
-        def cancel(now: float, busy: bool) -> None:
-            if seq in self._tickets:
-                self._scheduler.cancel(self._tickets[seq], now)
-
-        return cancel
-
-    def _expirer(self, now: float, busy: bool) -> None:
+    def _expire(self, now: float, busy: bool) -> None:
         if busy:
             self._scheduler.next_batch(now)  # forms nothing while a batch runs; what is due takes effect
 

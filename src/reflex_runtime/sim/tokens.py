@@ -18,10 +18,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import log2
-from typing import Any, NamedTuple, Protocol, TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 from reflex_runtime.core.events import BatchScheduled, Event, RequestProgressed, RequestSettled
 from reflex_runtime.core.request import Priority
+from reflex_runtime.observe.journal_view import FAINT, INK, PALETTE, RULE
+
+if TYPE_CHECKING:
+    from reflex_runtime.observe.plots import Axes, Figure
 
 Progress = Callable[[int, int], object]  # told (done, total) runs
 NO_LIMIT = 1 << 20
@@ -208,3 +213,70 @@ def in_words(found: Knee, runs: Sequence[Measured]) -> list[str]:
             f"of budget buys less ({steps[found.bend]} steps)"
         )
     return lines
+
+
+# -- the picture -------------------------------------------------------------------------------------------------------
+
+
+def draw_sweep(runs: Sequence[Measured], found: Knee, prefix: Path, hint: str = "") -> tuple[Path, Path]:
+    """Steps over budget into PREFIX.svg and PREFIX.png, the knee named. Raises ConfigError, with the hint, when a
+    file cannot be written."""
+    from reflex_runtime.observe.plots import saved
+
+    return saved(prefix, lambda: _sweep_figure(runs, found), hint)
+
+
+def _sweep_figure(runs: Sequence[Measured], found: Knee) -> Figure:
+    from reflex_runtime.observe.plots import Figure, MaxNLocator
+
+    budgets, steps = [r.budget for r in runs], [len(r.tokens) for r in runs]
+    figure = Figure(figsize=(9.0, 5.0), facecolor="white")
+    box = {"left": 0.075, "right": 0.985, "top": 0.89 - 0.042 * len(in_words(found, runs)), "bottom": 0.10}
+    panels = figure.subplots(2, 1, sharex=True, gridspec_kw={"height_ratios": (10, 3), "hspace": 0.16, **box})
+    axes, waste = panels
+    for one in (axes, waste):
+        one.set_axisbelow(True)
+        one.yaxis.grid(True, color=RULE, linewidth=0.6)
+        one.spines["left"].set_visible(False)
+    if wide(budgets):
+        axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter("{x:g}")
+    axes.plot(
+        budgets, steps, color=PALETTE[4], linewidth=1.4, marker="o", markersize=3.2, drawstyle="steps-post", gid="steps"
+    )
+    axes.axhline(found.floor, color=FAINT, linewidth=0.8, linestyle=(0, (4, 3)), gid="floor")
+    axes.annotate(
+        f"{found.floor} steps: needed without a limit", (1.0, found.floor), xycoords=("axes fraction", "data"),
+        xytext=(0, -3), textcoords="offset points", ha="right", va="top", color=FAINT, fontsize=7.5,
+    )  # fmt: skip
+    axes.set_ylim(0.0, 1.12 * max(steps))
+    axes.yaxis.set_major_locator(MaxNLocator(8, steps=[1, 2, 5, 10], integer=True))
+    axes.set_ylabel("steps")
+    for name, budget, colour in (("sharpest bend", found.bend, PALETTE[8]), ("knee", found.saturated, PALETTE[1])):
+        if budget is not None and (name == "knee" or budget != found.saturated):
+            _name_point(axes, name, (budget, steps[budgets.index(budget)]), colour)
+    if found.bend != found.saturated:
+        ends = [budgets[0], budgets[-1]], [steps[0], steps[-1]]
+        axes.plot(*ends, color=PALETTE[8], linewidth=0.8, linestyle=(0, (1, 3)), gid="between-ends")
+    waste.plot(budgets, [100.0 * r.wasted for r in runs], color=PALETTE[6], linewidth=1.2, drawstyle="steps-post")
+    waste.set_ylim(0.0, 105.0)
+    waste.set_ylabel("unused\nbudget, %")
+    waste.set_xlabel("max_num_batched_tokens: the budget of a step, tokens")
+    _head(figure, runs, found)
+    return figure
+
+
+def _name_point(axes: Axes, name: str, at: tuple[float, float], colour: str) -> None:
+    axes.plot(*([x] for x in at), "o", color=colour, markersize=8, gid=name.split()[-1])
+    axes.annotate(
+        f"{name} {at[0]:g}", at, xytext=(6, 9 if name == "knee" else 30), textcoords="offset points", color=colour,
+        fontsize=9, fontweight="bold",
+    )  # fmt: skip
+
+
+def _head(figure: Figure, runs: Sequence[Measured], found: Knee) -> None:
+    count = len(runs[0].first_step)
+    title = f"steps over budget: {count:,} request{'s' * (count != 1)}, {sum(runs[0].tokens):,} tokens"
+    figure.text(0.012, 0.955, title, fontsize=12.5, fontweight="bold", va="center", color=INK)
+    for i, line in enumerate(in_words(found, runs)):
+        figure.text(0.012, 0.905 - 0.042 * i, line, color=FAINT, va="center")
