@@ -43,6 +43,7 @@ import reflex_runtime.feeds.detectors.onnx, reflex_runtime.feeds.runtime.runtime
 import reflex_runtime.feeds.sources.video, reflex_runtime.feeds.plan
 import reflex_runtime.feeds.outputs, reflex_runtime.feeds.stages
 import encodings.idna, shlex, PIL.ImageFile, rich._emoji_codes
+import reflex_runtime.llm.engine.toy, reflex_runtime.llm.server.worker_engine, reflex_runtime.ipc.worker
 import reflex_runtime.robots.sources.onnx_models, reflex_runtime.robots.serving.app
 from reflex_runtime.cli import VERBS, build_parser
 from reflex_runtime.web.supervisor import die_with
@@ -88,6 +89,7 @@ def serve(asked):
                 os.close(other)
 
 def become(program, told, *standard):
+    os.setpgid(0, 0)  # as a runtime process, which is killed with all that it started
     os.write(told, b"%d" % os.getpid())
     os.close(told)
     for number, other in enumerate(standard):
@@ -149,7 +151,8 @@ def _forks() -> socket.socket:
 
 
 class Forked:
-    """As `subprocess.Popen([sys.executable, "-c", code])` without standard input, with what the tests use of it."""
+    """As `subprocess.Popen([sys.executable, "-c", code])` in a process group of its own, with what the tests use of
+    it. stdin: a descriptor, else it is empty."""
 
     def __init__(
         self,
@@ -157,6 +160,7 @@ class Forked:
         *,
         env: Mapping[str, str],
         cwd: Path | None = None,
+        stdin: int | None = None,
         stdout: int = subprocess.DEVNULL,
         stderr: int = subprocess.PIPE,
     ) -> None:
@@ -169,7 +173,7 @@ class Forked:
             theirs.callback(os.close, program)
             nothing = os.open(os.devnull, os.O_RDWR)
             theirs.callback(os.close, nothing)
-            standard = [nothing]
+            standard = [nothing if stdin is None else stdin]
             streams: list[IO[bytes] | None] = []
             for wanted in (stdout, stderr):
                 if wanted == subprocess.PIPE:

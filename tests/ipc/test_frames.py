@@ -283,7 +283,7 @@ messages = (
 )
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=40)
 @given(st.lists(messages, min_size=1, max_size=5), st.sampled_from(Codec), st.data())
 def test_what_is_encoded_is_decoded_however_torn(several: list[Message], codec: Codec, data: st.DataObject) -> None:
     sent = encode(several, codec)

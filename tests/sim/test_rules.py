@@ -32,6 +32,7 @@ from reflex_runtime.sim import (
     WorkloadPart,
     simulate,
 )
+from thinned import thinned
 
 BENCH = compare.Bench(duration=7.0)
 
@@ -148,10 +149,11 @@ def test_f6_sixteen_files_on_a_flat_processor_go_sixteen_at_once(feeds: list[com
         assert by_rule["feeds"].throughput > 1.8 * by_rule["greedy"].throughput
 
 
-def test_f6_waiting_loses_no_frame_that_starting_at_once_would_have_saved() -> None:
+@pytest.mark.parametrize("runs", thinned([7, 16], [7]))
+def test_f6_waiting_loses_no_frame_that_starting_at_once_would_have_saved(runs: int) -> None:
     """Cameras and devices by chance, from idle to overloaded: what a hold costs some feed it must bring in for all."""
     random, at_once, held = Random(7), 0, 0
-    for _ in range(16):
+    for _ in range(runs):
         device = Affine(random.choice([0.005, 0.010, 0.020, 0.040]), random.choice([0.0005, 0.001, 0.002]))
         setting = Setting(batch_timeout=0.050, max_batch_size=8)
         bench = compare.Bench(device=device, duration=8.0, warmup=2.0, seed=random.randrange(100), setting=setting)
@@ -161,7 +163,7 @@ def test_f6_waiting_loses_no_frame_that_starting_at_once_would_have_saved() -> N
         greedy, feeds = (bench.run(rule, cameras, noise=0.03) for rule in (named.GREEDY, named.FEEDS))
         assert lost(feeds) <= 1.03 * lost(greedy) + 2, (device, periods, jitter)
         at_once, held = at_once + lost(greedy), held + lost(feeds)
-    assert at_once > 1000  # some were overloaded
+    assert at_once > 60 * runs  # some were overloaded
     assert held < 0.8 * at_once
 
 

@@ -8,11 +8,11 @@ import json
 import os
 import re
 import signal
-import sys
+import socket
 import threading
 import time
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -21,12 +21,14 @@ import pytest
 from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
+from forked import Forked
 from reflex_runtime.cli import main
 from reflex_runtime.cli.worker import trace_of
 from reflex_runtime.ipc.client import ClientConfig, WorkerUnavailable
 from reflex_runtime.ipc.generate_batcher import GenerateBatcherConfig
 from reflex_runtime.ipc.messages import BATCH_GENERATE, SamplingParams
-from reflex_runtime.ipc.spawn import spawned
+from reflex_runtime.ipc.peer import Handler
+from reflex_runtime.ipc.spawn import Link, Opener, Process, _peer_on
 from reflex_runtime.llm.engine.generation_options import GenerationOptions
 from reflex_runtime.llm.engine.toy import ByteTokenizer
 from reflex_runtime.llm.server import worker_engine
@@ -40,6 +42,29 @@ from serving.openai_toy import Toy
 
 CHILD = Path(__file__).with_name("toy_worker.py")
 PATIENCE = 60.0
+
+
+class ForkedProcess(Process):
+    """The toy's runtime process, without the half second that its imports take."""
+
+    def __init__(self, stdin: socket.socket, env: Mapping[str, str]) -> None:
+        self._loop = asyncio.get_running_loop()
+        self.ended = self._loop.create_future()
+        code = f"import runpy; runpy.run_path({str(CHILD)!r}, run_name='__main__')"
+        self._popen: Any = Forked(code, env=env, stdin=stdin.fileno(), stdout=2, stderr=2)
+        self.pid = self._popen.pid
+        self._watch()
+
+
+def forked(env: Mapping[str, str]) -> Opener:
+    """As `spawned`."""
+
+    async def opened(handler: Handler) -> Link:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            return Link(await _peer_on(ours, handler), ForkedProcess(theirs, env))
+
+    return opened
 
 
 class Fleet(Toy):
@@ -58,7 +83,7 @@ class Fleet(Toy):
         self.workers: Workers | None = None
         self._made = WorkersConfig(
             count,
-            lambda number: spawned([sys.executable, str(CHILD)], env={**os.environ, "TOY_STEP_MS": str(step_ms)}),
+            lambda number: forked({**os.environ, "TOY_STEP_MS": str(step_ms)}),
             options,
             batcher or GenerateBatcherConfig(),
             client or ClientConfig(backoff_s=0.05),
