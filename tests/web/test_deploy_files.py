@@ -59,6 +59,7 @@ def test_x7_the_end_of_a_pod_is_longer_than_the_drain_and_its_probes_ask_what_th
     (check,) = cluster["health_checks"]
     noticed = int(check["interval"][:-1]) * check["unhealthy_threshold"] + int(cluster["dns_refresh_rate"][:-1])
     assert noticed < pause, "the gateway learns that a pod ends before it drains"
+    assert container["livenessProbe"]["httpGet"]["path"] == "/health", "a listening socket is not an answer"
     assert container["readinessProbe"]["httpGet"]["path"] == check["http_health_check"]["path"] == "/health"
     assert container["ports"][0]["containerPort"] == int(args.port)
     manager = gateway["listeners"][0]["filter_chains"][0]["filters"][0]["typed_config"]
