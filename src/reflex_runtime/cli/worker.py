@@ -51,7 +51,9 @@ def run(args: argparse.Namespace) -> int:
     form = f"%(asctime)s %(levelname)s %(name)s[{os.getpid()}] %(message)s"
     logs.begin(form)
     logs.use(os.environ.get("REFLEX_LOG_FORMAT", "text"))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when to end
+    # The parent decides when to end: one that drains, because the whole group got a signal, still needs this process.
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
     prepare_memory()
 
     def lost() -> None:

@@ -73,7 +73,9 @@ class FeedsSession:
 
     def run(self) -> int:
         """Returns the exit status."""
-        numbers = {signal.SIGINT, signal.SIGTERM}
+        numbers = {signal.SIGINT, signal.SIGTERM, signal.SIGQUIT}
+        for number in (signal.SIGUSR1, signal.SIGUSR2):
+            signal.signal(number, signal.SIG_IGN)
         if _HANGUP is not None and (self._again or signal.getsignal(_HANGUP) != signal.SIG_IGN):  # nohup
             numbers.add(_HANGUP)
         with _Signals(numbers, self._signalled):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import signal
 import socket
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -22,7 +23,7 @@ from reflex_runtime.run.process import freed_memory, freeze_loaded, give_back_wh
 from reflex_runtime.settings import LLMServeConfig, ServeConfig, ServerConfig
 from reflex_runtime.web.app import App
 from reflex_runtime.web.connections import ConnectionLimits, connections_of, most_connections
-from reflex_runtime.web.supervisor import BACKLOG, Parent
+from reflex_runtime.web.supervisor import BACKLOG, ENDS, TURNS, Parent
 
 log = logging.getLogger("reflex.server")
 
@@ -38,7 +39,7 @@ class Host(Protocol):
     """The product of a server, policies or a model: start, drain, stop.
 
     state: the word in /health. error: why it could not be started. unusable: its directory or a setting is wrong, so
-    that a restart cannot help. writes_files: whether SIGHUP calls `turn_files`.
+    that a restart cannot help. writes_files: whether SIGHUP and SIGUSR1 call `turn_files`.
     """
 
     @property
@@ -154,7 +155,7 @@ class ReflexServer(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """The signals are handled on the loop; see `stop_on_signals`."""
+        """The signals are handled on the loop; see `handle_signals`."""
         yield
 
     async def main_loop(self) -> None:
@@ -231,9 +232,7 @@ async def serving(
     life = ServerLife(app, host, settings.drain_timeout_s)
     lives.append(life)
     if stop is None:
-        stop_on_signals(asyncio.get_running_loop(), life.stop)
-        if host.writes_files:
-            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, host.turn_files)
+        handle_signals(asyncio.get_running_loop(), life.stop, host.turn_files if host.writes_files else None)
     else:
         life.stop = stop
     server = ReflexServer(uvicorn_config(app, settings), life, parent)
@@ -276,8 +275,12 @@ def _giving_back(app: App) -> Iterator[None]:
         task.cancel()
 
 
-def stop_on_signals(loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> None:
-    """SIGTERM or SIGINT sets `stop`. A SIGINT after that ends the process at once."""
+def handle_signals(loop: asyncio.AbstractEventLoop, stop: asyncio.Event, turn: Callable[[], None] | None) -> None:
+    """SIGTERM, SIGINT and SIGQUIT set `stop`; a SIGINT after that ends the process at once.
+
+    SIGHUP and SIGUSR1 call `turn`. Without it they are ignored, but a SIGHUP ends what runs in a terminal: it was
+    closed. SIGUSR2 is ignored.
+    """
 
     def signalled(number: int) -> None:
         if stop.is_set() and number == signal.SIGINT:
@@ -285,8 +288,16 @@ def stop_on_signals(loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> Non
             leave(128 + number)
         stop.set()
 
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in ENDS:
         loop.add_signal_handler(number, signalled, number)
+    for number in TURNS:
+        if turn is not None:
+            loop.add_signal_handler(number, turn)
+        elif number == signal.SIGHUP and os.isatty(0):  # nohup gives it another standard input
+            loop.add_signal_handler(number, signalled, number)
+        else:
+            signal.signal(number, signal.SIG_IGN)
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
 
 
 async def _within(wait: Callable[[], Awaitable[object]], until: float) -> bool:

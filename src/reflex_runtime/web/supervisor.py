@@ -33,7 +33,9 @@ from reflex_runtime.settings.declare import one_line
 log = logging.getLogger("reflex.supervisor")
 
 BACKLOG: Final = 4096  # connections that wait to be accepted
-PASSED_ON: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+ENDS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT)
+TURNS: Final = (signal.SIGHUP, signal.SIGUSR1)  # files continue in new ones
+PASSED_ON: Final = (*ENDS, *TURNS)
 MOST: Final = 8  # lives in a row shorter than STEADY, after which a lone worker is given up
 STEADY: Final = 60.0  # seconds
 FIRST, LONGEST = 0.1, 10.0  # seconds before the first and the longest wait for a new start
@@ -118,6 +120,7 @@ class _Supervisor:
         signal.set_wakeup_fd(self._wake.fileno(), warn_on_full_buffer=False)
         for number in (*PASSED_ON, signal.SIGCHLD):
             signal.signal(number, self._signalled)
+        signal.signal(signal.SIGUSR2, signal.SIG_IGN)
         self._selector.register(self._woken, selectors.EVENT_READ, None)
         try:
             while True:
@@ -158,7 +161,7 @@ class _Supervisor:
     def _signalled(self, number: int, frame: Any) -> None:
         if number == signal.SIGCHLD:
             return
-        if number != signal.SIGHUP:
+        if number in ENDS:
             self._ending = number
         for worker in self._workers:
             _signal(worker.pid, number)
@@ -272,8 +275,8 @@ def _become_server(above: int) -> None:
     """In the fork: set signals as in a process of its own, which ends when its supervisor is gone."""
     with contextlib.suppress(OSError):
         os.setpgid(0, 0)  # a Ctrl-C in a terminal is for the supervisor, which passes it on
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    for number in PASSED_ON:
+        signal.signal(number, signal.SIG_DFL if number in ENDS else signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     faulthandler.enable()
