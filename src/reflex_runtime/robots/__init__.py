@@ -16,15 +16,13 @@ Public names, and how a server uses them:
 
 The layers under them: `sources` (files → a `PolicySpec` and its model: ONNX graphs, PyTorch or anything else), and in
 `policy`: `observation` (what goes in and comes out), `base` (what both kinds of policies share) and `decomposed`,
-`prefix_cache`, `guard`, `faults`.
+`prefix_cache`, `processors` (guard and faults around a policy).
 """
 
 from __future__ import annotations
 
 from reflex_runtime.robots.policy.base import MonolithicPolicy, Policy, WarmUp
 from reflex_runtime.robots.policy.decomposed import DecomposedPolicy
-from reflex_runtime.robots.policy.faults import Fault, FaultyProcessor, parse_fault
-from reflex_runtime.robots.policy.guard import ActionGuard, GuardedProcessor
 from reflex_runtime.robots.policy.model import PolicyModel, PolicySource, StagedModel, WholeModel
 from reflex_runtime.robots.policy.observation import (
     ActionChunk,
@@ -35,11 +33,19 @@ from reflex_runtime.robots.policy.observation import (
     seed_of,
 )
 from reflex_runtime.robots.policy.prefix_cache import Prefix, PrefixCache
+from reflex_runtime.robots.policy.processors import (
+    ActionGuard,
+    Fault,
+    FaultyProcessor,
+    GuardedProcessor,
+    parse_fault,
+    served_by,
+)
 from reflex_runtime.robots.policy.spec import DeviceOptions, Embodiment, PolicySpec
 from reflex_runtime.robots.policy.tokenizer import PromptTemplate, WordTokenizer
 from reflex_runtime.robots.policy.units import AddState, AlohaGripper, Binarised, Norm, Scaled
 from reflex_runtime.robots.sources.export_directory import Export
-from reflex_runtime.robots.sources.load import load_policy, read_source, served_by
+from reflex_runtime.robots.sources.load import load_policy, read_source
 from reflex_runtime.web.errors import InvalidRequest
 
 __all__ = [

@@ -11,7 +11,7 @@ import pytest
 
 from reflex_runtime.core.errors import ConfigError, NonFiniteResult, ProcessorError, ProcessorHung
 from reflex_runtime.robots import Fault, FaultyProcessor, Policy, load_policy, parse_fault, served_by
-from reflex_runtime.robots.policy.faults import InjectedDeath
+from reflex_runtime.robots.policy.processors import InjectedDeath
 from robots.tiny import STEPS, Bench, asked, value, write_export
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, get_args
 
 from reflex_runtime.robots import PolicySpec
-from reflex_runtime.robots.policy.faults import FaultKind
+from reflex_runtime.robots.policy.processors import FaultKind
 from reflex_runtime.robots.serving import admin
 from reflex_runtime.robots.serving.fields import ActJson
 from reflex_runtime.robots.serving.images import cameras_of

@@ -27,7 +27,7 @@ from reflex_runtime.robots import (
     load_policy,
     parse_fault,
 )
-from reflex_runtime.robots.policy.guard import OnBadAction
+from reflex_runtime.robots.policy.processors import OnBadAction
 from reflex_runtime.robots.policy.rtc import Rtc
 from reflex_runtime.robots.policy.spec import DeviceOptions
 from reflex_runtime.robots.rollout.ramp import Ramp

@@ -242,27 +242,23 @@ def read_wires(
     takes no state. optional: cameras that may be missing, and which a preset therefore need not know."""
     if not config.has("wires"):
         return {}
-    said = config.get("wires")
+    said, takes_state = config.get("wires"), state_dim > 0
     if isinstance(said, str):
-        return {said.partition("/")[0]: _preset(config, "wires", said, cameras, state_dim > 0, optional)}
+        return {said.partition("/")[0]: _preset(config, "wires", said, cameras, takes_state, optional)}
     table = JsonObject(config.file, said, "wires")
     table.only(BLOCKS)
     found: dict[str, WireMap] = {}
-    for wire in BLOCKS:
-        if table.has(wire) and wire == GROOT:
-            found[wire] = _grouped(table, cameras, state_dim, action_dim)
-        elif table.has(wire):
-            found[wire] = _read(table, wire, cameras, state_dim > 0, optional)
+    for wire in filter(table.has, BLOCKS):
+        block = table.get(wire)
+        if isinstance(block, str) and wire != GROOT:
+            found[wire] = _preset(table, wire, block, cameras, takes_state, optional)
+            continue
+        own = JsonObject(table.file, block, table.name(wire))
+        if wire == GROOT:
+            found[wire] = _grouped(own, cameras, state_dim, action_dim)
+        else:
+            found[wire] = _described(own, cameras, takes_state)
     return found
-
-
-def _read(
-    table: JsonObject, wire: str, cameras: Collection[str], takes_state: bool, optional: AbstractSet[str]
-) -> WireMap:
-    said = table.get(wire)
-    if isinstance(said, str):
-        return _preset(table, wire, said, cameras, takes_state, optional)
-    return _described(JsonObject(table.file, said, table.name(wire)), cameras, takes_state)
 
 
 def _preset(
@@ -287,9 +283,8 @@ def _described(table: JsonObject, cameras: Collection[str], takes_state: bool) -
     return WireMap(**{name: value for name, value in msgspec.structs.asdict(keys).items() if value is not None})
 
 
-def _grouped(of: JsonObject, cameras: Collection[str], state_dim: int, action_dim: int) -> WireMap:
+def _grouped(table: JsonObject, cameras: Collection[str], state_dim: int, action_dim: int) -> WireMap:
     """Of GR00T, whose states and actions come in groups."""
-    table = JsonObject(of.file, of.get(GROOT), of.name(GROOT))
     keys = table.read(_GroupKeys)
     _check(table, keys, cameras, state_dim > 0)
     state, actions = keys.state or (), keys.actions or ()

@@ -7,7 +7,7 @@ import importlib
 import json
 import sys
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,6 @@ from typing import Any
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.robots.policy.base import MonolithicPolicy, Policy
 from reflex_runtime.robots.policy.decomposed import CACHE_BYTES, DecomposedPolicy
-from reflex_runtime.robots.policy.faults import Fault, FaultyProcessor
-from reflex_runtime.robots.policy.guard import ActionGuard, GuardedProcessor
 from reflex_runtime.robots.policy.model import PolicySource, StagedModel, WholeModel
 from reflex_runtime.robots.policy.rtc import Rtc
 from reflex_runtime.robots.policy.spec import LEROBOT, OPENPI, PYTHON, DeviceOptions, PolicySpec
@@ -25,7 +23,6 @@ from reflex_runtime.robots.sources.export_files import CONFIG_FILE, model_bytes
 from reflex_runtime.robots.sources.lerobot_checkpoint import LeRobotCheckpoint, is_checkpoint
 from reflex_runtime.robots.sources.memory import Weight
 from reflex_runtime.robots.sources.openpi_checkpoint import OpenpiCheckpoint
-from reflex_runtime.run.processor import Processor
 
 
 def read_source(source: str | Path, device: DeviceOptions | None = None) -> PolicySource:
@@ -96,19 +93,6 @@ def load_policy(
     return DecomposedPolicy(
         model, slot, cache_bytes=cache_bytes, max_age_chunks=max_age_chunks, rtc=rtc, adaptive=adaptive
     )
-
-
-def served_by(
-    policy: Policy, guard: ActionGuard | None = None, faults: Iterable[Fault] = (), latency: float = 0.0
-) -> Processor:
-    """The processor to serve: the policy, then the faults of its slot, then the guard.
-
-    guard: by default one for the policy's embodiment that answers bad actions with errors. faults: only those of this
-    slot are used. latency: seconds added to every batch.
-    """
-    mine = [fault for fault in faults if fault.slot == policy.slot]
-    inner: Processor = FaultyProcessor(policy, mine, latency) if mine or latency else policy
-    return GuardedProcessor(inner, guard or ActionGuard(policy.spec.embodiment, policy.slot))
 
 
 # -- python:module:make ------------------------------------------------------------------------------------------------

@@ -1,0 +1,304 @@
+"""The processors around a policy: injected faults, and outside them the guard of its actions.
+
+The guard is the last check of actions before they are sent: within the robot's ranges, and finite. Non-finite actions
+are an error, or a hold of the episode's last good action. Never zeros: in absolute joint control zero is a motion
+command.
+
+Faults on purpose, for drills and tests: `--inject-fault SLOT:KIND:RATE[:MS]` and `--inject-latency-ms`.
+
+    raise   the call that holds a marked request raises, so it is repeated in parts until that request stands alone
+    nan     a marked request's actions are NaN, as if the model had returned them
+    hang    a marked batch hangs for 60 s, then fails
+    slow    a marked batch takes 500 ms longer
+    die     a marked batch ends the device thread
+
+RATE is a share of requests for raise and nan, of batches for the others. Marks are drawn from the ids alone, so that a
+repeated call meets the same fault again and a drill can be repeated exactly.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final, Literal, cast, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from reflex_runtime.core.batch import Batch, Done
+from reflex_runtime.core.errors import ConfigError, NonFiniteResult, ProcessorError, ProcessorHung
+from reflex_runtime.core.request import Ticket
+from reflex_runtime.robots.policy.base import Policy
+from reflex_runtime.robots.policy.observation import ActionChunk, GuardReport, Observation
+from reflex_runtime.robots.policy.spec import Embodiment
+from reflex_runtime.run.processor import Processor, WrappedProcessor
+
+
+def served_by(
+    policy: Policy, guard: ActionGuard | None = None, faults: Iterable[Fault] = (), latency: float = 0.0
+) -> Processor:
+    """The processor to serve: the policy, then the faults of its slot, then the guard.
+
+    guard: by default one for the policy's embodiment that answers bad actions with errors. faults: only those of this
+    slot are used. latency: seconds added to every batch.
+    """
+    mine = [fault for fault in faults if fault.slot == policy.slot]
+    inner: Processor = FaultyProcessor(policy, mine, latency) if mine or latency else policy
+    return GuardedProcessor(inner, guard or ActionGuard(policy.spec.embodiment, policy.slot))
+
+
+# -- the guard ---------------------------------------------------------------------------------------------------------
+
+
+OnBadAction = Literal["error", "hold"]
+_CLEAN = GuardReport()
+
+
+class ActionGuard:
+    """Checks the chunks of one slot, on the device thread.
+
+    embodiment: actions are clamped to its ranges; without ranges they are only checked for non-finite values.
+    on_bad_action: "error" fails the request. "hold" answers with the episode's last good action in every place of the
+        chunk, and marks the answer. It is an error if the episode has no good action yet, or the request has no
+        episode. In a relative action space a repeated action goes on moving, so "error" is safer there.
+    max_episodes: number of episodes whose last action is kept; the longest unused is forgotten.
+    """
+
+    def __init__(
+        self, embodiment: Embodiment, slot: str = "prod", on_bad_action: OnBadAction = "error", max_episodes: int = 4096
+    ) -> None:
+        self.slot, self.on_bad_action = slot, on_bad_action
+        self._ranges, self._names = embodiment.action_ranges, embodiment.action_names
+        self._max_episodes = max_episodes
+        self._last: OrderedDict[tuple[str, str], NDArray[np.float32]] = OrderedDict()
+        self.clamped = self.held = self.refused = 0  # chunks
+
+    def check(self, chunk: ActionChunk, episode_id: str) -> ActionChunk:
+        """The checked chunk with its report; NonFiniteResult if it must not be sent."""
+        actions = chunk.actions
+        if not np.isfinite(actions).all():
+            return self._hold(chunk, episode_id)
+        report = GuardReport()
+        if self._ranges is not None:
+            inside = np.clip(actions, self._ranges[:, 0], self._ranges[:, 1])
+            changed = inside != actions
+            if changed.any():
+                joints = tuple(self._name(int(j)) for j in np.flatnonzero(changed.any(axis=0)))
+                report = GuardReport(int(changed.sum()), joints)
+                self.clamped += 1
+                actions = inside
+        if self.on_bad_action == "hold" and episode_id:
+            self._remember((self.slot, episode_id), actions[-1].copy())
+        return replace(chunk, actions=actions, guard=report)
+
+    def clean(self, chunks: Sequence[ActionChunk]) -> bool:
+        """True if all of these pass `check` unchanged, tested on the whole batch at once; False may also be a false
+        alarm."""
+        actions = np.concatenate([chunk.actions for chunk in chunks])
+        if self._ranges is None:
+            return bool(np.isfinite(actions).all())
+        low, high = self._ranges[:, 0], self._ranges[:, 1]
+        return bool(((actions >= low) & (actions <= high)).all())  # NaN is on neither side
+
+    def passed(self, chunks: Sequence[ActionChunk], tickets: Iterable[Ticket]) -> None:
+        """Add the guard's report to clean chunks. tickets: theirs."""
+        for chunk in chunks:
+            chunk.guard = _CLEAN
+        if self.on_bad_action == "hold":
+            for chunk, ticket in zip(chunks, tickets, strict=True):
+                if episode_id := _episode(ticket):
+                    self._remember((self.slot, episode_id), chunk.actions[-1].copy())
+
+    def _hold(self, chunk: ActionChunk, episode_id: str) -> ActionChunk:
+        bad = ~np.isfinite(chunk.actions)
+        joints = tuple(self._name(int(j)) for j in np.flatnonzero(bad.any(axis=0)))
+        last = self._last.get((self.slot, episode_id))
+        if last is None:
+            self.refused += 1
+            held = "" if self.on_bad_action == "error" else "; no good action of the episode to hold"
+            raise NonFiniteResult(f"the policy's actions are not finite ({', '.join(joints)}){held}")
+        self._last.move_to_end((self.slot, episode_id))
+        self.held += 1
+        actions = np.broadcast_to(last, chunk.actions.shape).copy()
+        return replace(chunk, actions=actions, guard=GuardReport(int(bad.sum()), joints, held=True))
+
+    def _remember(self, key: tuple[str, str], action: NDArray[np.float32]) -> None:
+        self._last[key] = action
+        self._last.move_to_end(key)
+        if len(self._last) > self._max_episodes:
+            self._last.popitem(last=False)
+
+    def _name(self, joint: int) -> str:
+        return str(joint) if self._names is None else self._names[joint]
+
+
+class GuardedProcessor(WrappedProcessor):
+    """A policy whose chunks pass through the guard. A chunk that must not be sent fails alone.
+
+    The batch's notes count the chunks that were `clamped`, `held` or `refused`.
+    """
+
+    def __init__(self, inner: Processor, guard: ActionGuard) -> None:
+        super().__init__(inner)
+        self.guard = guard
+
+    def run(self, batch: Batch) -> Sequence[Any]:
+        results = self._inner.run(batch)
+        if len(results) != len(batch.grants):
+            return results
+        chunks = [r.value for r in results if isinstance(r, Done) and isinstance(r.value, ActionChunk)]
+        if chunks and len(chunks) == len(results) and self.guard.clean(chunks):
+            self.guard.passed(chunks, batch.grants)
+            return results
+        guard = self.guard
+        before = guard.clamped, guard.held, guard.refused
+        checked = [self._checked(ticket, result) for ticket, result in zip(batch.grants, results, strict=True)]
+        after = guard.clamped, guard.held, guard.refused
+        for name, was, now in zip(("clamped", "held", "refused"), before, after, strict=True):
+            if now > was:  # added up: a batch that is bisected is several calls
+                batch.notes[name] = batch.notes.get(name, 0) + now - was
+        return checked
+
+    def _checked(self, ticket: Ticket, result: Any) -> Any:
+        if not (isinstance(result, Done) and isinstance(result.value, ActionChunk)):
+            return result
+        try:
+            return Done(self.guard.check(result.value, _episode(ticket)))
+        except NonFiniteResult as error:
+            return error
+
+
+def _episode(ticket: Ticket) -> str:
+    observation = ticket.request.payload
+    return observation.episode_id if isinstance(observation, Observation) else ""
+
+
+# -- faults ------------------------------------------------------------------------------------------------------------
+
+
+FaultKind = Literal["raise", "nan", "hang", "slow", "die"]
+SLOTS: Final = ("prod", "a", "b", "shadow")
+_DEFAULT_SECONDS: Final = {"hang": 60.0, "slow": 0.5}
+
+
+class InjectedDeath(SystemExit):
+    """Ends the device thread: no processor error, nothing catches it on the way."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One fault. rate: share of requests or batches in [0, 1]. seconds: how long hang and slow take."""
+
+    slot: str
+    kind: FaultKind
+    rate: float
+    seconds: float = 0.0
+
+    def __str__(self) -> str:
+        tail = f":{self.seconds * 1e3:g}" if self.kind in _DEFAULT_SECONDS else ""
+        return f"{self.slot}:{self.kind}:{self.rate:g}{tail}"
+
+
+def parse_fault(text: str) -> Fault:
+    """A fault from SLOT:KIND:RATE[:MS]; ConfigError naming the part that is wrong."""
+
+    def wrong(part: str, found: str, expected: str) -> ConfigError:
+        return ConfigError(f"--inject-fault {text!r}: {part}: found {found!r}, expected {expected}")
+
+    parts = text.split(":")
+    if len(parts) not in (3, 4):
+        raise wrong("format", text, "SLOT:KIND:RATE or SLOT:KIND:RATE:MS")
+    slot, kind = parts[:2]
+    if slot not in SLOTS:
+        raise wrong("SLOT", slot, "one of " + ", ".join(SLOTS))
+    if kind not in get_args(FaultKind):
+        raise wrong("KIND", kind, "one of " + ", ".join(get_args(FaultKind)))
+    rate = _number(parts[2])
+    if not 0.0 <= rate <= 1.0:
+        raise wrong("RATE", parts[2], "a number in [0, 1]")
+    seconds = _DEFAULT_SECONDS.get(kind, 0.0)
+    if len(parts) == 4:
+        if kind not in _DEFAULT_SECONDS:
+            raise wrong("MS", parts[3], f"nothing: {kind} takes no time")
+        seconds = _number(parts[3]) / 1e3
+        if not 0.0 < seconds <= 3600.0:
+            raise wrong("MS", parts[3], "a number in (0, 3600000]")
+    return Fault(slot, cast("FaultKind", kind), rate, seconds)
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return float("nan")
+
+
+class FaultyProcessor(WrappedProcessor):
+    """A processor with faults. It stands between the policy and its guard, so that the guard sees an injected NaN.
+
+    faults: those of this slot. latency: seconds added to every batch (`--inject-latency-ms`). seed: of the draw.
+    sleep: waits for `slow` and latency. `release` ends every present and future hang; tests and shutdown set it.
+    """
+
+    def __init__(
+        self,
+        inner: Processor,
+        faults: Iterable[Fault] = (),
+        latency: float = 0.0,
+        seed: int = 0,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        super().__init__(inner)
+        self.faults, self._latency, self._seed, self._sleep = tuple(faults), latency, seed, sleep
+        self.release = threading.Event()
+
+    @property
+    def any_thread(self) -> bool:
+        """Not with faults: they hang, and end their thread."""
+        return not self.faults and super().any_thread
+
+    def run(self, batch: Batch) -> Sequence[Any]:
+        if self._latency:
+            self._sleep(self._latency)
+            batch.notes["injected_ms"] = self._latency * 1e3
+        for fault in self.faults:
+            self._before(fault, batch)
+        results = self._inner.run(batch)
+        for fault in self.faults:
+            if fault.kind == "nan" and len(results) == len(batch.grants):
+                results = [
+                    _poisoned(result) if self._marked(fault, ticket.id) else result
+                    for ticket, result in zip(batch.grants, results, strict=True)
+                ]
+        return results
+
+    def _before(self, fault: Fault, batch: Batch) -> None:
+        """Faults of the whole call, before it has changed anything."""
+        if fault.kind == "raise":
+            for ticket in batch.grants:
+                if self._marked(fault, ticket.id):
+                    raise ProcessorError(f"injected fault {fault}: request {ticket.id!r}")
+        elif fault.kind != "nan" and self._marked(fault, str(batch.id)):
+            if fault.kind == "die":
+                raise InjectedDeath(f"injected fault {fault}")
+            if fault.kind == "slow":
+                self._sleep(fault.seconds)
+            else:
+                self.release.wait(fault.seconds)
+                # It must not run the batch now: its callers have their error, and another thread may run the device.
+                raise ProcessorHung(f"injected fault {fault}: batch {batch.id} hung")
+
+    def _marked(self, fault: Fault, key: str) -> bool:
+        """The draw for one request or batch: uniform in [0, 1) by SHA-256, below the rate."""
+        text = f"{self._seed}:{fault.slot}:{fault.kind}:{key}".encode("utf-8", "surrogatepass")
+        return int.from_bytes(hashlib.sha256(text).digest()[:8], "big") < fault.rate * 2.0**64
+
+
+def _poisoned(result: Any) -> Any:
+    if not (isinstance(result, Done) and isinstance(result.value, ActionChunk)):
+        return result
+    return Done(replace(result.value, actions=np.full_like(result.value.actions, np.nan)))
