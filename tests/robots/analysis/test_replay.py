@@ -308,6 +308,7 @@ def test_t5_both_bounds_hold_item_by_item() -> None:
 def test_t5_n_looks_at_the_first_and_slot_at_one(tmp_path: Path, tiny: Path) -> None:
     path = record(tmp_path, tiny, slots=("a", "b"), n=4)
     assert len(again(path, tiny, limit=5).items) == 5
+    assert len(again(path, tiny, limit=1).items) == 1  # of one slot, and none of the other
     for compose in ("alone", "recorded"):
         only = again(path, tiny, slots=("b",), compose=compose)
         assert {item.slot for item in only.items} == {"b"}

@@ -106,8 +106,8 @@ def _one_model(recording: Journal, slot: str, model_hash: str) -> str:
     )
 
 
-def _need_images(recording: Journal, policy: Policy, lines: Iterable[RequestLine]) -> None:
-    if policy.spec.images and not any(line.request.image_b64 for line in lines):
+def _need_images(recording: Journal, policy: Policy, lines: Sequence[RequestLine]) -> None:
+    if policy.spec.images and lines and not any(line.request.image_b64 for line in lines):
         raise ConfigError(
             f"{recording.path}: holds no images, and {policy.spec.source} cannot be replayed without; record with "
             "--record-images full"
