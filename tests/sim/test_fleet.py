@@ -75,7 +75,7 @@ def test_robots_and_chunk_ms_are_the_load(capsys: pytest.CaptureFixture[str]) ->
 
 def test_replicas_target_and_fail(capsys: pytest.CaptureFixture[str]) -> None:
     assert told(capsys, "--replicas", "3")["replicas"] == "3"
-    auto = told(capsys, "--replicas", "auto", "--robots", "200", "--target", "0.98")
+    auto = told(capsys, "--replicas", "auto", "--robots", "120", "--target", "0.98")
     assert auto["replicas"].endswith("so that one may fail")
     assert "asked for 98.00%" in auto["why"]
     lost = told(capsys, "--replicas", "2", "--fail", "1@2-4")
