@@ -103,16 +103,10 @@ def fill(colour: int, light: bool = False) -> dict[str, Any]:
     """Face, hatching and a white edge that separates neighbours. light: pale, and outlined in the colour itself."""
     if colour < 0:
         return {"facecolor": OTHERS, "edgecolor": "white", "linewidth": 0.5}
-    face = PALETTE[colour % len(PALETTE)]
+    face, hatch = PALETTE[colour % len(PALETTE)], HATCHES[colour // len(PALETTE) % len(HATCHES)]
     if light:
-        hatch = HATCHES[colour // len(PALETTE) % len(HATCHES)]
         return {"facecolor": pale(face), "hatch": hatch, "edgecolor": face, "linewidth": 0.8}
-    return {
-        "facecolor": face,
-        "hatch": HATCHES[colour // len(PALETTE) % len(HATCHES)],
-        "edgecolor": "white",
-        "linewidth": 0.5,
-    }
+    return {"facecolor": face, "hatch": hatch, "edgecolor": "white", "linewidth": 0.5}
 
 
 Units = Literal["grants", "ms", "requests"]  # what the height of a bar of batches counts
