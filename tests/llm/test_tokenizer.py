@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -321,3 +322,35 @@ def test_missing_and_broken_files_are_named(root: Path) -> None:
     assert refusal(root).startswith("ROOT/tokenizer.json: is not a tokenizer: ")
     (root / "tokenizer.json").unlink()
     assert refusal(root) == "ROOT/tokenizer.json: not found, expected the model's tokenizer; copy this file here, too"
+
+
+def test_a_template_that_does_not_end_is_refused_at_the_load(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would run on the event loop, where it stops every caller."""
+    monkeypatch.setattr("reflex_runtime.llm.engine.tokenizer.TRIAL_S", 0.5)
+    loops = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    (root / "chat_template.jinja").write_text(loops)
+    with pytest.raises(ConfigError, match=r"chat template takes over 0\.5 s for one short message"):
+        HFTokenizer.load(root)
+    for thread in threading.enumerate():
+        if thread.name == "reflex-try-tokenizer":
+            thread.join(60.0)
+            assert not thread.is_alive()
+
+
+def test_a_template_that_refuses_the_first_words_is_loaded(root: Path) -> None:
+    (root / "chat_template.jinja").write_text("{{ raise_exception('a system prompt is missing') }}")
+    with pytest.raises(ConfigError, match="a system prompt is missing"):
+        HFTokenizer.load(root).chat(Conversation([{"role": "user", "content": "hi"}]))
+
+
+@pytest.mark.parametrize("template", ["{{ 9**9**9 }}", "{{ 'a' * 10**10 }}", "{{ 10000000000 * 'a' }}"])
+def test_a_template_makes_no_huge_values(root: Path, template: str) -> None:
+    (root / "chat_template.jinja").write_text(template)
+    with pytest.raises(ConfigError, match="computes a power, or repeats something over 1000 times"):
+        HFTokenizer.load(root).chat(Conversation([{"role": "user", "content": "hi"}]))
+
+
+def test_a_template_may_multiply(root: Path) -> None:
+    (root / "chat_template.jinja").write_text("{{ 2 * 3 }}{{ '-' * 3 }}{{ messages[0].content }}")
+    tokenizer = HFTokenizer.load(root)
+    assert tokenizer.decode(tokenizer.chat(Conversation([{"role": "user", "content": "hi"}]))) == "6---hi"

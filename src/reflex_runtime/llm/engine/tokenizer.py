@@ -8,11 +8,14 @@ model and run in a sandbox. Both libraries are imported when a directory is load
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import json
 import re
+import threading
 from collections.abc import Awaitable, Callable, Mapping
 from collections.abc import Sequence as Seq
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from math import inf
@@ -37,6 +40,8 @@ _PIECE: Final = 4096  # characters
 _TAIL: Final = 16  # tokens of a prompt in which it may begin a thought
 _PER_CUT: Final = 64  # tokens that a cut may add, at the very most
 _SPECIAL: Final = ("bos_token", "eos_token", "pad_token", "unk_token")
+TRIAL_S: Final = 5.0  # seconds for a few words, on a machine that is very busy
+MOST_REPEATS: Final = 1000
 T = TypeVar("T")
 LONG_TEXT = 2000  # characters; what is longer in all is tokenised beside the loop
 VERY_LONG = 20_000  # what is longer by itself is tokenised in another process, where there is one
@@ -122,7 +127,29 @@ class HFTokenizer:
         for name in (CONFIG_FILE, GENERATION_FILE):  # the second, where it says something, stands
             eos = token_ids(JsonObject(root / name, _optional(root / name)), "eos_token_id") or eos
         core = _read_core(root / TOKENIZER_FILE)
-        return cls(core, root / TOKENIZER_FILE, settings, _read_template(root, settings), eos)
+        tokenizer = cls(core, root / TOKENIZER_FILE, settings, _read_template(root, settings), eos)
+        tokenizer._try_out()
+        return tokenizer
+
+    def _try_out(self) -> None:
+        """Raise ConfigError if the model's patterns or template do not end with a few words."""
+
+        def run() -> None:
+            self._encode("Hello world! 1234\n" + "a" * 64 + " " * 64 + "\u00e4\u4e2d" * 32, special=True)
+            if self._template is not None:
+                with suppress(Exception, SystemExit):  # it may need a system prompt, or none, or tools
+                    self.chat(Conversation([{"role": "user", "content": "Hello"}]))
+
+        thread = threading.Thread(target=run, name="reflex-try-tokenizer", daemon=True)
+        thread.start()
+        thread.join(TRIAL_S)
+        if thread.is_alive():
+            stop = ctypes.pythonapi.PyThreadState_SetAsyncExc  # a template ends by it, a pattern does not
+            stop(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(SystemExit))
+            raise ConfigError(
+                f"{self._file.parent}: its tokenizer or chat template takes over {TRIAL_S:g} s for one short message; "
+                f"look for loops in the template, and for nested repetitions in the patterns of {TOKENIZER_FILE}"
+            )
 
     def encode(self, text: str, most: int | None = None) -> list[int]:
         self._check_length(text, most)
@@ -263,7 +290,16 @@ def _compile(file: Path, source: str) -> _Template:
     except ImportError as error:
         raise ConfigError(f"{file}: its template needs jinja2: in a clone, pip install '.[llm]'") from error
 
-    environment = ImmutableSandboxedEnvironment(
+    class Sandbox(ImmutableSandboxedEnvironment):
+        intercepted_binops = frozenset({"*", "**"})
+
+        def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+            times = [value for value in (left, right) if isinstance(value, (int, float))]
+            if operator == "**" or (len(times) == 1 and times[0] > MOST_REPEATS):
+                raise ConfigError(f"the chat template computes a power, or repeats something over {MOST_REPEATS} times")
+            return left * right
+
+    environment = Sandbox(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
     )
     environment.filters["tojson"] = _to_json
