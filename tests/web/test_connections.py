@@ -182,6 +182,22 @@ def test_b19_a_server_with_128_descriptors_refuses_what_it_cannot_hold_and_goes_
 HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
 
 
+@pytest.mark.parametrize("value", [b"y\r\nx-more: z", b"y\nx-more: z", b"y\rx-more: z"])
+def test_a_header_of_two_lines_is_not_sent(value: bytes) -> None:
+    async def main() -> None:
+        async def run(request: HttpRequest) -> HttpResponse:
+            return HttpResponse(200, b"x", headers=[(b"x-one", value)])
+
+        app = App(ServeConfig(), {"/": Route("/", run)}, PLAIN)
+        async with listening(app) as port:
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            assert await reader.read() == b""
+            writer.close()
+
+    asyncio.run(main())
+
+
 def test_h4_a_body_that_stopped_coming_makes_room_for_others(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(application, "STALLED", 0.0)
     half = b"POST /act HTTP/1.1\r\nHost: localhost\r\nContent-Length: 900000\r\n\r\n" + bytes(800_000)

@@ -12,20 +12,21 @@ import os
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from math import inf
 from typing import Any, Final, cast
 
 import httptools
 from uvicorn.protocols.http.flow_control import FlowControl
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
 from reflex_runtime.core.errors import ReflexError
 from reflex_runtime.web.app import App
 from reflex_runtime.web.bodies import Seldom
-from reflex_runtime.web.errors import CallerLeft, ClientError, Overloaded, TooSlow
-from reflex_runtime.web.request import CANCELS, GOING_AWAY, TRY_LATER
+from reflex_runtime.web.errors import CallerLeft, ClientError, Headers, Overloaded, TooSlow
+from reflex_runtime.web.request import CANCELS, CLOSE, GOING_AWAY, RESPOND, TRY_LATER
 
 log = logging.getLogger("reflex.server")
 
@@ -38,7 +39,6 @@ AHEAD: Final = 1  # messages of a websocket that wait behind the one being answe
 REFUSED_S: Final = 1.0  # that a connection too many has to send its request: an answer before it may be lost
 IDLE, HEAD, BODY, SLOW, ANSWERED, REFUSED = "idle", "head", "body", "slow", "answered", "refused"
 
-_EXTENSIONS: Final[dict[str, Any]] = {CANCELS: {}}
 _UNIX: Final = count(1)  # callers on a Unix socket have no address: each connection gets a number
 _LATE: Final = Seldom()
 _FULL: Final = Seldom()
@@ -256,11 +256,28 @@ class HttpConnection(_OfApp, HttpToolsProtocol):
             super().on_message_complete()
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
-        cycle.scope["extensions"] = _EXTENSIONS
+        cycle.scope["extensions"] = {CANCELS: {}, RESPOND: partial(self._respond, cycle)}  # type: ignore[dict-item]
         self._running = cycle
         task = self._task = self.loop.create_task(cycle.run_asgi(app))
         task.add_done_callback(self.tasks.discard)
         self.tasks.add(task)
+
+    def _respond(self, cycle: RequestResponseCycle, status: int, headers: Headers, body: bytes) -> bool:
+        """Write a whole answer at once, in half of uvicorn's time for its two messages. False where they must do."""
+        if not cycle.keep_alive or CLOSE in headers:
+            cycle.keep_alive, headers = False, [*(header for header in headers if header != CLOSE), CLOSE]
+        headers = cycle.default_headers + headers
+        head = STATUS_LINE[status] + b"".join([b"%b: %b\r\n" % header for header in headers])
+        whole = head.count(b"\r") == head.count(b"\n") == len(headers) + 1
+        if cycle.disconnected or self.flow.write_paused or not whole:
+            return False
+        cycle.response_started = cycle.response_complete = True
+        self.transport.write(b"".join((head, b"\r\n", body)))
+        cycle.message_event.set()
+        if not cycle.keep_alive:
+            self.transport.close()
+        cycle.on_response()
+        return True
 
     def on_response_complete(self) -> None:
         self.server_state.total_requests += 1
@@ -426,7 +443,7 @@ class SocketConnection(_OfApp, WebSocketsSansIOProtocol):
         return message
 
     async def run_asgi(self) -> None:
-        self.scope["extensions"] = {**(self.scope.get("extensions") or {}), **_EXTENSIONS}
+        self.scope["extensions"] = {**(self.scope.get("extensions") or {}), CANCELS: {}}
         self._app_task = asyncio.current_task()
         await super().run_asgi()
 

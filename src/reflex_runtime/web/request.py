@@ -25,6 +25,7 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 
 CANCELS: Final = "reflex.cancels"  # extension: the server cancels the coroutine of a caller that left
+RESPOND: Final = "reflex.respond"  # extension: sends a whole answer, `HttpConnection._respond`
 CLOSE: Final = (b"connection", b"close")
 DENIAL: Final = "websocket.http.response"
 GOING_AWAY, UNSUPPORTED, POLICY, INTERNAL, TRY_LATER = 1001, 1003, 1008, 1011, 1013
@@ -187,14 +188,13 @@ class HttpRequest:
 
     async def answer(self, response: HttpResponse) -> None:
         """Send a whole answer; `App` does it with what a handler returns."""
-        headers = [
-            (b"content-type", response.content_type),
-            (b"content-length", b"%d" % len(response.body)),
-            (b"x-request-id", header_text(self.request_id)),
-        ]
-        await self._head(response.status, headers + response.headers)
+        kind, size = (b"content-type", response.content_type), (b"content-length", b"%d" % len(response.body))
+        headers = self._head(response.status, [kind, size, *response.headers])
         self.ended = True
-        await self._send({"type": "http.response.body", "body": response.body})
+        respond = (self.scope.get("extensions") or {}).get(RESPOND)
+        if respond is None or self.method == "HEAD" or not respond(response.status, headers, response.body):
+            await self._send({"type": "http.response.start", "status": response.status, "headers": headers})
+            await self._send({"type": "http.response.body", "body": response.body})
 
     async def begin(
         self, status: int, headers: Headers, error_tail: Callable[[ReflexError], bytes] | None = None
@@ -203,7 +203,8 @@ class HttpRequest:
         self._error_tail = error_tail
         self.watch()
         self.app.bodies.release(self)
-        await self._head(status, [*headers, (b"x-request-id", header_text(self.request_id))])
+        headers = self._head(status, headers)
+        await self._send({"type": "http.response.start", "status": status, "headers": headers})
 
     async def write(self, data: bytes) -> None:
         """Send a part. Waits while the caller does not read."""
@@ -229,15 +230,15 @@ class HttpRequest:
         if self._watch is not None:
             self._watch.cancel()
 
-    async def _head(self, status: int, headers: Headers) -> None:
+    def _head(self, status: int, headers: Headers) -> Headers:
+        """The headers of the answer that is sent now."""
         self.begun = True
-        headers += self.app.marks
-        headers += self.cross
+        headers = [*headers, (b"x-request-id", header_text(self.request_id)), *self.app.marks, *self.cross]
         if self.app.closing or (b"expect" in self.headers and not self.received):
             # Who waits for "100 Continue" may or may not send its body after an early answer.
             headers.append(CLOSE)
         self.app.answers(self, status)
-        await self._send({"type": "http.response.start", "status": status, "headers": headers})
+        return headers
 
 
 class SocketMessage:

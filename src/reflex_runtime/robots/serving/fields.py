@@ -113,9 +113,10 @@ def _images(sent: ActJson | ActMsgpack) -> Sequence[tuple[str, str, Image]]:
 
 
 def _decode_json(body: bytes) -> ActJson:
-    if body.count(b",") > MAX_VALUES:  # a decoder lets nothing else run: what it takes is bounded by what it is given
+    # A decoder lets nothing else run: what it takes is bounded by what it is given.
+    if len(body) > MAX_VALUES and body.count(b",") > MAX_VALUES:
         raise _too_many_values(body)
-    if body.count(b"\\") > MAX_ESCAPES:
+    if len(body) > MAX_ESCAPES and body.count(b"\\") > MAX_ESCAPES:
         raise invalid("body", f"body: has more than {MAX_ESCAPES} escapes")
     try:
         return _json.decode(body)
