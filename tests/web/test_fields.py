@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from reflex_runtime.web.errors import InvalidRequest
-from reflex_runtime.web.fields import check_id, invalid_field, suggestion
+from reflex_runtime.web.fields import brief, check_id, invalid_field, suggestion
 
 
 @pytest.mark.parametrize("value", ["", "arm 1", "a" * 256, "é" * 128, "\u2028"])
@@ -56,3 +56,14 @@ def test_h3_an_unknown_field_or_value_is_told_the_nearest(body: bytes, meant: st
     assert suggestion(str(error), _Body) == meant
     assert invalid_field(error, _Body).message.endswith(meant)
     assert "did you mean" not in invalid_field(error).message
+
+
+def test_x9_a_value_from_outside_is_shown_in_a_few_parts_however_large_it_is() -> None:
+    """`str` of the last would make 2 to the 60th texts."""
+    shared: list[object] = ["x"]
+    for _ in range(60):
+        shared = [shared, shared]
+    for value in (list(range(10**6)), {"a": shared}, "x" * 10**6, memoryview(b"x" * 10**6), dict.fromkeys(range(99))):
+        assert len(brief(value)) < 300
+    assert brief("raw") == "'raw'"
+    assert brief([1, 2]) == "[1, 2]"

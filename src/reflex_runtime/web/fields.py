@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import reprlib
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final, Literal, get_args, get_origin, get_type_hints, overload
@@ -18,6 +19,8 @@ LARGE_JSON: Final = 1 << 20  # bytes; `json` holds the interpreter for 5 ms in e
 MAX_ID_BYTES: Final = 256
 ID: Final = {"type": "string", "maxLength": MAX_ID_BYTES, "pattern": r"^[^\u0000-\u001f\u007f-\u009f]*$"}
 """JSON Schema of what `check_id` takes."""
+_BRIEF: Final = reprlib.Repr()  # at most 6 parts on each of 2 levels
+_BRIEF.maxlevel, _BRIEF.maxstring, _BRIEF.maxother = 2, 80, 80
 _PATH: Final = re.compile(r" - at `(?:key in )?\$\.?(.*?)`$")
 _UNKNOWN: Final = re.compile(r"(?:unknown|missing required) field `(.*)`")
 _STRAY: Final = re.compile(r"unknown field `(.*?)`(?: - at|$)")
@@ -147,3 +150,8 @@ def printable(text: str) -> str:
     """Text for an error: one line, always encodable, and at most 300 characters."""
     line = "".join(c if c.isprintable() else "\ufffd" for c in text[:300])
     return line.encode("utf-8", "replace").decode("utf-8")
+
+
+def brief(value: object) -> str:
+    """A value from outside for an error: a few parts of it, in a time that does not depend on its size."""
+    return _BRIEF.repr(bytes(value[:40]) if isinstance(value, (bytes, bytearray, memoryview)) else value)

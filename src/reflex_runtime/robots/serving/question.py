@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from reflex_runtime.core.request import Priority
-from reflex_runtime.web.fields import check_id, invalid, is_unicode, printable
+from reflex_runtime.web.fields import brief, check_id, invalid, is_unicode, printable
 
 # The protocols that requests come on, as metrics and recordings name them.
 ACT: Final = "act"
@@ -106,10 +106,12 @@ class Question(msgspec.Struct, kw_only=True, gc=False):
 def array_of(array: Array, field: str) -> NDArray[Any]:
     """A numpy view of an array; 422 when type, shape and length do not agree."""
     if array.dtype not in _DTYPES:
-        raise invalid(field, printable(f"{field}: dtype {array.dtype!r} is not one of {', '.join(sorted(_DTYPES))}"))
+        known = ", ".join(sorted(_DTYPES))
+        raise invalid(field, printable(f"{field}: dtype {brief(array.dtype)} is not one of {known}"))
     dtype = np.dtype(array.dtype)
     if len(array.shape) > 4 or any(n < 0 for n in array.shape):
-        raise invalid(field, printable(f"{field}: shape {array.shape} must have at most 4 dimensions, each >= 0"))
+        shape = brief(array.shape)
+        raise invalid(field, printable(f"{field}: shape {shape} must have at most 4 dimensions, each >= 0"))
     if prod(array.shape) * dtype.itemsize != len(array.data):
         raise invalid(
             field, printable(f"{field}: {len(array.data)} bytes do not make shape {array.shape} of {array.dtype}")

@@ -19,7 +19,7 @@ from reflex_runtime.robots.serving.question import GROOT, ActAnswer, Image, Ques
 from reflex_runtime.robots.serving.served import ServedPolicy
 from reflex_runtime.robots.wires.bounded_msgpack import MAX_TEXT
 from reflex_runtime.web.errors import ClientError, InvalidRequest
-from reflex_runtime.web.fields import check_id, invalid, invalid_field, printable
+from reflex_runtime.web.fields import brief, check_id, invalid, invalid_field, printable
 
 # -- arrays ------------------------------------------------------------------------------------------------------------
 
@@ -61,7 +61,7 @@ def type_of(name: Any) -> np.dtype[Any]:
         name = bytes(name).decode("ascii", "replace")
     dtype = _known(name) if isinstance(name, str) and _TYPE.fullmatch(name) else None
     if dtype is None:
-        raise ClientError(printable(f"dtype {str(name)[:40]!r}: must be a number or text, as numpy writes it"))
+        raise ClientError(printable(f"dtype {brief(name)}: must be a number or text, as numpy writes it"))
     return dtype
 
 

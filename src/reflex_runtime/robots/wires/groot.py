@@ -59,7 +59,7 @@ from reflex_runtime.web.errors import (
     describe_error,
     known,
 )
-from reflex_runtime.web.fields import check_id, invalid, printable
+from reflex_runtime.web.fields import brief, check_id, invalid, printable
 
 if TYPE_CHECKING:  # json-numpy reads the same observations, without pyzmq
     from reflex_runtime.web.zeromq import ZmqMessage
@@ -358,7 +358,7 @@ class GrootSession:
             return encode(modalities(self._asked_by(message).reading(GROOT), self._form == "n1.5"))
         if endpoint == "kill":
             raise NotFound("kill is not served")
-        raise NotFound(printable(f"Unknown endpoint: {str(endpoint)[:100]}"))
+        raise NotFound(printable(f"Unknown endpoint: {brief(endpoint)}"))
 
     def failed(self, message: ZmqMessage, error: ReflexError) -> bytes:
         """Count an error and return the message for it."""

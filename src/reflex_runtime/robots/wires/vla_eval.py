@@ -30,7 +30,7 @@ from reflex_runtime.robots.wires.bounded_msgpack import unpack
 from reflex_runtime.robots.wires.common import array_in, limits_in, question_of, socket_limits
 from reflex_runtime.version import __version__
 from reflex_runtime.web.errors import ClientError, NotFound, Reported, describe_error, known
-from reflex_runtime.web.fields import check_id, printable
+from reflex_runtime.web.fields import brief, check_id, printable
 from reflex_runtime.web.request import INTERNAL, UNSUPPORTED, SocketMessage, WebSocket
 
 # -- frames ------------------------------------------------------------------------------------------------------------
@@ -76,7 +76,7 @@ def _array(found: dict[str, Any]) -> Any:
     if "__image__" in found and found.get("format") != "raw":
         data, form = found.get("data"), found.get("format")
         if form not in ("png", "jpeg") or not isinstance(data, memoryview):
-            raise ClientError(printable(f"an image needs data, and a format: png, jpeg or raw, not {str(form)[:40]!r}"))
+            raise ClientError(printable(f"an image needs data, and a format: png, jpeg or raw, not {brief(form)}"))
         return data
     if "__image__" in found or "__ndarray__" in found:
         return array_in(found.get("data"), found.get("dtype"), found.get("shape"))
