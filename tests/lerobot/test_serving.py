@@ -330,7 +330,7 @@ def _adapter(root: Path) -> None:
 
 WRONG: dict[str, tuple[Any, str]] = {
     "no weights": (_without("model.safetensors"), "model.safetensors: not found: copy the whole directory"),
-    "half of the weights": (_short, "its header says"),
+    "half of the weights": (_short, "it is truncated; copy it again"),
     "no processors": (_without("policy_preprocessor.json"), "saved by LeRobot before 0.4. Convert it: python -m"),
     "unknown type": (_config(type="nosuch"), "type nosuch is not known to keep nothing between calls"),
     "streaming type": (_config(type="lingbot_va"), "it keeps a cache and the actions that were executed"),

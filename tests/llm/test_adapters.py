@@ -197,6 +197,14 @@ MERGE = "merge it: PeftModel.from_pretrained"
         ({"lora_alpha": 10**400}, "lora_alpha: found 10000.*, expected a number above 0"),
         ({"alpha_pattern": {"q_proj": -1}}, "alpha_pattern: found .*, expected .* a number above 0"),
         ({"alpha_pattern": {"q_proj(": 1}}, r"alpha_pattern: found .*, expected .*; q_proj\( is none"),
+        ({"alpha_pattern": {"(a+)+b": 1}}, "alpha_pattern: found .*, expected patterns of .* 3 repeats, none of a gro"),
+        ({"alpha_pattern": {"a*" * 4: 1}}, "alpha_pattern: found .*, expected patterns of .* 3 repeats, none of a gro"),
+        ({"alpha_pattern": {"a" * 257: 1}}, "alpha_pattern: found .*, expected patterns of at most 256 characters"),
+        ({"r": 10**9}, "r: found 1000000000, expected a whole number from 1 to 256"),
+        ({"r": 0}, "r: found 0, expected a whole number from 1 to 256"),
+        ({"r": 5}, r"r: found 5, expected 4, the rank of model\.layers\..* in adapter_model\.safetensors"),
+        ({"rank_pattern": {"q_proj": 8}}, r"r: found 8, expected 4, the rank of model\.layers\.0\.self_attn\.q_pro"),
+        ({"rank_pattern": {"q_proj": "8"}}, "rank_pattern: found .*, expected .* a whole number from 1 to 256"),
         ({"alpha_pattern": [1]}, r"alpha_pattern: found \[1\], expected an object"),
     ],
 )
@@ -272,7 +280,7 @@ def test_l9_ranks_and_their_number_are_bounded(
     llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = Checkpoint.open(llama).config
-    with pytest.raises(ConfigError, match=r"rank 257: must be in \[1, 256\]"):
+    with pytest.raises(ConfigError, match="r: found 257, expected a whole number from 1 to 256"):
         LoraAdapter.read("a", random_adapter(tmp_path / "a", llama, rank=257), model)
     one = LoraAdapter.read("b", random_adapter(tmp_path / "b", llama, rank=1), model)
     assert len(AdapterStack([one] * MOST_ADAPTERS).names) == MOST_ADAPTERS

@@ -19,7 +19,8 @@ from reflex_runtime.demo import model_directory
 from reflex_runtime.observe import files
 from reflex_runtime.observe.logs import leave
 from reflex_runtime.settings.declare import add_options, flag, one_line, table
-from reflex_runtime.settings.read import CHECKPOINT_KEYS, json_keys
+from reflex_runtime.settings.model_files import json_keys
+from reflex_runtime.settings.read import CHECKPOINT_KEYS
 
 if TYPE_CHECKING:
     from reflex_runtime.web.serve import Make
@@ -60,7 +61,7 @@ def names_model(args: Sequence[str]) -> bool:
         return False
     files = [os.path.join(model_directory(word), "config.json") for word in words]
     if any(os.path.isfile(file) for file in files):
-        return any(os.path.isfile(file) and not json_keys(file) >= CHECKPOINT_KEYS for file in files)
+        return any(os.path.isfile(file) and not json_keys(Path(file)) >= CHECKPOINT_KEYS for file in files)
     return any(_resembles_model(word) for word in words)
 
 

@@ -26,6 +26,7 @@ from reflex_runtime.run.batch_processor import BatchConfig, BatchProcessor
 from reflex_runtime.run.coordinator import BatchCoordinator
 from reflex_runtime.settings import FeedsConfig
 from reflex_runtime.settings.declare import check_needs, flag, one_line
+from reflex_runtime.settings.model_files import check_kind
 from reflex_runtime.settings.read import environment, read
 
 if TYPE_CHECKING:
@@ -155,6 +156,7 @@ def onnx_asked(config: FeedsConfig, flag: str = "--onnx", id: str = "onnx") -> O
     path = DETECTOR if config.onnx == "shapes" else Path(config.onnx)
     if not path.is_file():
         raise ConfigError(f"{flag}={one_line(config.onnx)}: no such file (shapes is the bundled detector)")
+    check_kind(path.with_name(f"{path.name}.data"))  # its weights may be there
     provider, names = PROVIDERS.get(config.provider, config.provider), None
     try:
         check_provider(provider)

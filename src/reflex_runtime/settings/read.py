@@ -246,15 +246,6 @@ class JsonObject:
             self.wrong(key, described(kind), value)
 
 
-def json_keys(file: str | Path) -> frozenset[str]:
-    """The keys of the JSON object in a file; none where there is no file or no object."""
-    try:
-        found = json.loads(Path(file).read_bytes())
-    except (OSError, ValueError, RecursionError):
-        return frozenset()
-    return frozenset(found) if isinstance(found, dict) else frozenset()
-
-
 def described(kind: Any) -> str:
     """The `msgspec.Meta` of a type, or of a part of the type."""
     for meta in getattr(kind, "__metadata__", ()):

@@ -21,6 +21,7 @@ from reflex_runtime.llm.runners.model_config import CONFIG_FILE, read_json
 from reflex_runtime.llm.runners.openvino_source import OpenVinoExport, is_export
 from reflex_runtime.llm.runners.runner import BLOCK_SIZES, GIB, Runner, blocks_in, free_bytes
 from reflex_runtime.settings.declare import one_of
+from reflex_runtime.settings.model_files import check_files
 
 DEVICES = ("auto", "cpu", "cuda")
 RUNNERS = ("auto", "openvino", "torch")
@@ -51,6 +52,7 @@ def load(
     file and what is wrong.
     """
     given = {name: value for name, value in options.items() if value is not None}
+    check_files(Path(directory))
     device, runner = choose(device, runner, dtype, given.get("block_size"), is_export(directory), quantization)
     tokenizer = HFTokenizer.load(directory)
     if runner == "openvino":
@@ -66,6 +68,7 @@ def load(
 
 def describe(directory: str | Path) -> Description:
     """What is in a directory, read and checked without its weights. ConfigError for what cannot be served."""
+    check_files(Path(directory))
     if is_export(directory):
         return OpenVinoExport.open(directory)
     check_directory(Path(directory))

@@ -27,6 +27,7 @@ from reflex_runtime.ipc.messages import Constraint
 from reflex_runtime.llm.engine.generation_options import GENERATION_FILE
 from reflex_runtime.llm.engine.output_parsers import ANSWER, THOUGHT, ToolFormat, format_of
 from reflex_runtime.llm.runners.checkpoint import CONFIG_FILE, read_json, token_ids
+from reflex_runtime.settings.model_files import read_file
 from reflex_runtime.settings.read import JsonObject
 
 TOKENIZER_FILE: Final = "tokenizer.json"
@@ -246,8 +247,9 @@ def _read_core(file: Path) -> Any:
         raise ConfigError(f"{file}: needs the library tokenizers: in a clone, pip install '.[llm]'") from error
     if not file.is_file():
         raise ConfigError(f"{file}: not found, expected the model's tokenizer; copy this file here, too")
+    data = read_file(file)
     try:
-        core = tokenizers.Tokenizer.from_file(str(file))
+        core = tokenizers.Tokenizer.from_buffer(data)
     except Exception as error:  # the library raises bare Exception for a file it cannot use
         raise ConfigError(f"{file}: is not a tokenizer: {error}") from error
     core.no_truncation()  # limits stored for training would cut prompts silently
@@ -267,8 +269,8 @@ def _read_template(root: Path, settings: Mapping[str, Any]) -> _Template | None:
     file, source = root / TEMPLATE_FILE, settings.get("chat_template")
     if file.is_file():
         try:
-            source = file.read_text("utf-8")
-        except (OSError, UnicodeDecodeError) as error:
+            source = read_file(file).decode()
+        except UnicodeDecodeError as error:
             raise ConfigError(f"{file}: cannot be read: {error}") from error
     elif isinstance(source, list):  # several, by name
         named = {entry.get("name"): entry.get("template") for entry in source if isinstance(entry, dict)}

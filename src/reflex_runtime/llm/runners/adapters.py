@@ -23,6 +23,7 @@ from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.llm.runners.checkpoint import read_json, read_table
 from reflex_runtime.llm.runners.model_config import ModelConfig
 from reflex_runtime.llm.runners.runner import free_bytes
+from reflex_runtime.settings.model_files import check_files
 from reflex_runtime.settings.read import JsonObject, shorten
 
 ADAPTER_CONFIG: Final = "adapter_config.json"
@@ -32,6 +33,8 @@ MOST_RANK: Final = 256  # of an adapter
 # The numbers of trained adapters are below 100. Every adapter is computed for every token of a step and multiplied by
 # zero where it is another's: what overflows float32 there is not a number, in the answers of others, too.
 MOST_NUMBER: Final = 1e6
+MOST_PATTERN: Final = 256  # characters of a pattern of layers
+MOST_REPEATS: Final = 3  # of such a pattern
 MERGE: Final = "merge it: PeftModel.from_pretrained(base, DIR).merge_and_unload().save_pretrained(NEW_DIR)"
 
 _LAYERS: Final = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -57,6 +60,7 @@ class LoraAdapter:
     @classmethod
     def read(cls, name: str, directory: Path, model: ModelConfig) -> LoraAdapter:
         """As `save_pretrained` of peft writes it. ConfigError for what is wrong with it, or does not fit the model."""
+        check_files(directory)
         settings = _Settings(directory / ADAPTER_CONFIG)
         file, shapes = directory / ADAPTER_WEIGHTS, model.tensors()
         if not file.is_file():
@@ -74,6 +78,7 @@ class LoraAdapter:
         layers = {}
         for layer, pair in sides.items():
             a, b = _fitting(file, layer, pair, shapes[f"{layer}.weight"])
+            settings.check_rank(layer, len(a))
             layers[layer] = a, _scaled(file, layer, a, b, settings.scale(layer, len(a)))
         return cls(name, max(len(a) for a, _ in layers.values()), layers)
 
@@ -129,11 +134,20 @@ _Scale = Annotated[  # in float32 inf · 0 is not a number
 ]
 
 
+_RANKS: Final = f"a whole number from 1 to {MOST_RANK}"
+_Rank = Annotated[int, Meta(ge=1, le=MOST_RANK, description=_RANKS)]
+
+
 class _AdapterFile(msgspec.Struct, kw_only=True):
-    """The keys of adapter_config.json that say how the layers are scaled, or that it is another kind of adapter."""
+    """The keys of adapter_config.json that say how the layers are scaled, or that it is another kind of adapter.
+
+    r, rank_pattern: what the tensors say again; they must agree, where the file has them.
+    """
 
     peft_type: Annotated[Literal["LORA"], Meta(description='"LORA"')]
     bias: Annotated[Literal["none"], Meta(description=f'"none": biases are not served; {MERGE}')] = "none"
+    r: _Rank | None = None
+    rank_pattern: Annotated[dict[str, _Rank], Meta(description=f"an object {{layer: {_RANKS}}}")] = {}
     lora_alpha: _Scale
     alpha_pattern: Annotated[
         dict[str, _Scale], Meta(description=f"an object {{layer: a number above 0, at most {MOST_NUMBER:g}}}")
@@ -153,7 +167,15 @@ class _Settings:
         begun = keys.get("init_lora_weights")
         if isinstance(begun, str) and begun.lower().startswith(_CHANGES_BASE):
             keys.wrong("init_lora_weights", f"another: it changes the model, too; {MERGE}")
-        self._alphas = [(_pattern(keys, key), scale) for key, scale in self._said.alpha_pattern.items()]
+        self._keys, said = keys, self._said
+        self._alphas = [(_pattern(keys, "alpha_pattern", key), scale) for key, scale in said.alpha_pattern.items()]
+        self._ranks = [(_pattern(keys, "rank_pattern", key), rank) for key, rank in said.rank_pattern.items()]
+
+    def check_rank(self, layer: str, rank: int) -> None:
+        """ConfigError where the file says another rank of a layer than its tensors have."""
+        said = next((value for pattern, value in self._ranks if pattern.match(layer)), self._said.r)
+        if said is not None and said != rank:
+            self._keys.wrong("r", f"{rank}, the rank of {layer} in {ADAPTER_WEIGHTS}", said)
 
     def scale(self, layer: str, rank: int) -> float:
         """What B · A is multiplied with."""
@@ -161,12 +183,17 @@ class _Settings:
         return next(own, self._said.lora_alpha) / (math.sqrt(rank) if self._said.use_rslora else rank)
 
 
-def _pattern(keys: JsonObject, key: str) -> re.Pattern[str]:
-    """Which layers a key of alpha_pattern means, as peft matches it: the end of a name, or a pattern of it."""
+def _pattern(keys: JsonObject, name: str, key: str) -> re.Pattern[str]:
+    """Which layers a key of alpha_pattern means, as peft matches it: the end of a name, or a pattern of it.
+
+    One that repeats what repeats may take for ever on a name that it does not match.
+    """
+    if len(key) > MOST_PATTERN or re.search(r"\)\s*[*+{]", key) or len(re.findall(r"[*+{]", key)) > MOST_REPEATS:
+        keys.wrong(name, f"patterns of at most {MOST_PATTERN} characters and {MOST_REPEATS} repeats, none of a group")
     try:
         return re.compile(rf"(.*\.)?({key})$")
     except re.error as error:
-        keys.wrong("alpha_pattern", f"patterns of layers; {shorten(key)} is none: {error}")
+        keys.wrong(name, f"patterns of layers; {shorten(key)} is none: {error}")
 
 
 def _fitting(file: Path, layer: str, pair: Mapping[str, Matrix], shape: tuple[int, ...]) -> tuple[Matrix, Matrix]:

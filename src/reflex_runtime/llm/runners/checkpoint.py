@@ -3,13 +3,12 @@
 Architectures that are not ours are known to PyTorch and transformers alone; `AnyModelConfig` is what is known of them.
 
 `Checkpoint.open` checks the whole directory before memory is taken. Every error is a ConfigError that names the file,
-the key or tensor, what was found and what is expected. The safetensors format (a length, a JSON table, bytes) is read
-here: numpy has no bfloat16, and so errors can name the tensor.
+the key or tensor, what was found and what is expected. The safetensors format is read by `settings.model_files`: numpy
+has no bfloat16, and so errors can name the tensor.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib.util import find_spec
@@ -31,7 +30,7 @@ from reflex_runtime.llm.runners.model_config import (
     read_json,
     token_ids,
 )
-from reflex_runtime.settings.read import shorten
+from reflex_runtime.settings import model_files
 
 __all__ = ["CONFIG_FILE", "EMBEDDING", "HEAD", "Checkpoint", "ModelConfig", "RopeScaling", "read_json", "token_ids"]
 
@@ -40,8 +39,6 @@ INDEX_FILE: Final = "model.safetensors.index.json"
 
 _WIDTHS: Final = {"F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1}
 _DTYPES: Final = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "F8_E4M3": "bfloat16"}
-_AGAIN: Final = "copy it again (git lfs pull, where it was cloned)"
-_MAX_HEADER: Final = 100_000_000  # bytes; the format's own limit
 _POSITIONS: Final = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")  # by architecture
 _BY_LENGTH: Final = ("dynamic", "longrope")  # rotations of every token change when one sequence grows beyond `original`
 
@@ -168,37 +165,12 @@ def weight_files(root: Path) -> list[Path]:
 
 
 def read_table(file: Path) -> dict[str, TensorPlace]:
-    """Every tensor of one safetensors file, its place checked against the file's size."""
-    size = file.stat().st_size
-    if size < 8:
-        raise ConfigError(f"{file}: is {size} bytes, too short for a safetensors file: truncated; {_AGAIN}")
-    data = np.memmap(file, np.uint8, "r")
-    length = int(data[:8].view("<u8")[0])
-    if not 2 <= length <= min(_MAX_HEADER, size - 8):
-        raise ConfigError(f"{file}: its header claims {length} bytes of {size}: truncated or not safetensors; {_AGAIN}")
-    table = read_json(file, bytes(data[8 : 8 + length]))
-    table.pop("__metadata__", None)
-    body, places = data[8 + length :], {}
-    for name, entry in table.items():
-        places[name] = _place(file, name, entry, body)
-    return places
-
-
-def _place(file: Path, name: str, entry: Any, body: npt.NDArray[np.uint8]) -> TensorPlace:
-    try:
-        dtype, shape, (start, stop) = str(entry["dtype"]), tuple(entry["shape"]), entry["data_offsets"]
-        sound = all(type(n) is int and n >= 0 for n in (*shape, start, stop)) and start <= stop
-    except (KeyError, TypeError, ValueError):
-        sound = False
-    if not sound:
-        found = shorten(repr(entry))
-        raise ConfigError(f"{file}: tensor {name}: expected dtype, shape and data_offsets, found {found}")
-    if stop > len(body):
-        missing = f"ends at byte {stop} of the data, which has {len(body)}"
-        raise ConfigError(f"{file}: tensor {name}: {missing}: it is truncated; {_AGAIN}")
-    if dtype in _WIDTHS and stop - start != math.prod(shape) * _WIDTHS[dtype]:
-        raise ConfigError(f"{file}: tensor {name}: {stop - start} bytes do not fit {dtype} of shape {list(shape)}")
-    return TensorPlace(file, dtype, shape, body[start:stop])
+    """Every tensor of one safetensors file, checked, and its bytes mapped."""
+    data = np.memmap(file, np.uint8, "r") if (tensors := model_files.read_table(file)) else np.empty(0, np.uint8)
+    return {
+        name: TensorPlace(file, tensor.dtype, tensor.shape, data[tensor.start : tensor.stop])
+        for name, tensor in tensors.items()
+    }
 
 
 def number(root: Path, config: dict[str, Any], *names: str) -> int:

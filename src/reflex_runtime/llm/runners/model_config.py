@@ -6,7 +6,6 @@ where it would change the answers. Every error is a ConfigError naming the file,
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ import numpy.typing as npt
 from msgspec import Meta
 
 from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.settings import model_files
 from reflex_runtime.settings.read import JsonObject, shorten
 
 CONFIG_FILE: Final = "config.json"
@@ -150,14 +150,9 @@ class ModelConfig:
 # -- reading -----------------------------------------------------------------------------------------------------------
 
 
-def read_json(file: Path, data: bytes | None = None) -> dict[str, Any]:
-    """The object in a JSON file (or in `data`, which came from it); ConfigError naming the file."""
-    try:
-        value = json.loads(file.read_bytes() if data is None else data)
-    except OSError as error:
-        raise ConfigError(f"{file}: cannot be read: {error.strerror or error}") from None
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{file}: is not JSON: {error}") from error
+def read_json(file: Path) -> dict[str, Any]:
+    """The object in a JSON file; ConfigError naming the file."""
+    value = model_files.read_json(file)
     if not isinstance(value, dict):
         raise ConfigError(f"{file}: expected a JSON object, found {shorten(repr(value))}")
     return value

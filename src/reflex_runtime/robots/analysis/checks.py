@@ -5,7 +5,6 @@ A check returns what it found. It raises errors of the loader and of the policy,
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -33,6 +32,7 @@ from reflex_runtime.robots.sources.memory import SHARE, Room
 from reflex_runtime.robots.wires.common import ObservationReader
 from reflex_runtime.run import onnx_session
 from reflex_runtime.run.onnx_session import CPU, BatchAxisError, PortMismatch
+from reflex_runtime.settings.model_files import read_json
 
 SAMPLES: Final = 8
 """Requests made up; batch parity is looked at for 2, 4 and 8 of them."""
@@ -141,7 +141,7 @@ class CheckContext:
             return [self.instruction]
         words = spec.config.get("tokenizer") if spec.tokenizer is not None else None
         if isinstance(words, str):
-            words = json.loads((self.root / words).read_bytes()).get("model", {}).get("vocab")
+            words = read_json(self.root / words).get("model", {}).get("vocab")
         if not isinstance(words, dict) or not words:
             return ["pick up the red block", "open the drawer"]
         known = [word for word in sorted(words, key=lambda word: int(words[word])) if word.isalnum()] or ["open"]

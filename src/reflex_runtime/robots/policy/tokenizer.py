@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from numpy.typing import NDArray
 
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.robots.policy.units import Floats
+from reflex_runtime.settings.model_files import read_json
 
 Cleaning = Literal["strip", "lower", "underscores", "newlines", "end_newline"]
 
@@ -178,10 +178,7 @@ def read_tokenizer(file: Path) -> InstructionTokenizer:
     pre_tokenizer Whitespace or WhitespaceSplit; post_processor none. All others need the `tokenizers` package; without
     it they raise a ConfigError that says what to install, or how to convert.
     """
-    try:
-        parsed = json.loads(file.read_bytes())
-    except ValueError as error:
-        raise ConfigError(f"{file}: is not JSON: {error}") from error
+    parsed = read_json(file)
     if not isinstance(parsed, dict):
         raise ConfigError(f"{file}: found {type(parsed).__name__}, expected an object")
     padding = parsed.get("padding")

@@ -45,6 +45,7 @@ from reflex_runtime.robots.sources.export_files import (
 )
 from reflex_runtime.robots.sources.onnx_models import Graph, OnnxStaged, OnnxWhole
 from reflex_runtime.run.onnx_session import TensorSpec
+from reflex_runtime.settings import model_files
 
 _BUNDLED: Final = "; bundled: reflex serve demo is a robot policy, reflex serve scribe a language model"
 
@@ -90,11 +91,12 @@ class Export(PolicySource):
 
 
 def check_directory(path: Path, hint: str = "", what: str = "an export directory") -> None:
-    """ConfigError for what is no directory. hint: for a path that does not exist. what: is expected there."""
+    """ConfigError for what is no directory of files. hint: for a path that does not exist. what: is expected there."""
     if path.is_file():
         raise ConfigError(f"{path}: is a file; name its directory, {path.parent}")
     if not path.is_dir():
         raise ConfigError(f"{path}: not found, expected {what}{hint or _BUNDLED}")
+    model_files.check_files(path)
 
 
 def _hint(path: Path) -> str:

@@ -4,7 +4,6 @@ name their versions; and how a directory is written whole. Errors name file and 
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import re
 import shutil
@@ -22,6 +21,7 @@ from msgspec import Meta
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.robots.policy.spec import Resize, Size
 from reflex_runtime.robots.policy.tokenizer import PROMPT, STATE_BINS, Cleaning, PromptTemplate
+from reflex_runtime.settings import model_files
 from reflex_runtime.settings.read import JsonObject, described
 
 CONFIG_FILE: Final = "reflex_config.json"
@@ -128,15 +128,10 @@ def read_json(file: Path) -> Any:
     def no_constant(name: str) -> NoReturn:
         raise ConfigError(f"{file}: found {name}, expected finite numbers only")
 
-    try:
-        return json.loads(file.read_bytes(), object_pairs_hook=no_duplicates, parse_constant=no_constant)
-    except FileNotFoundError:
+    if not file.exists():
         told = "not found, expected in an export directory (docs/exports.md); a language model's has a config.json"
-        raise ConfigError(f"{file}: {told}") from None
-    except (ValueError, RecursionError) as error:
-        if isinstance(error, ConfigError):
-            raise
-        raise ConfigError(f"{file}: is not JSON: {error}") from error
+        raise ConfigError(f"{file}: {told}")
+    return model_files.read_json(file, object_pairs_hook=no_duplicates, parse_constant=no_constant)
 
 
 # -- the key `prompt` --------------------------------------------------------------------------------------------------
@@ -170,7 +165,6 @@ def read_prompt(config: ExportObject, takes_text: bool) -> PromptTemplate | None
 
 
 MODEL_PATTERNS: Final = ("*.onnx", "*.onnx.data", "*.bin", "*.safetensors")
-_LFS: Final = b"version https://git-lfs."  # how a file begins that Git LFS has not fetched
 
 
 def check_files(root: Path) -> list[Path]:
@@ -179,11 +173,10 @@ def check_files(root: Path) -> list[Path]:
     for file in files:
         try:
             with file.open("rb") as stream:
-                head = stream.read(len(_LFS))
+                head = stream.read(len(model_files.LFS))
         except OSError as error:
             raise ConfigError(f"{file}: {'a link to nothing' if file.is_symlink() else error.strerror}") from None
-        if head == _LFS:
-            raise ConfigError(f"{file}: a Git LFS pointer, not the file itself: run git lfs pull, and copy again")
+        model_files.check_fetched(file, head)
     return files
 
 

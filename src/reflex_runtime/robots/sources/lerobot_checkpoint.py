@@ -6,7 +6,6 @@ Everything that can be found wrong before gigabytes are loaded is found here.
 from __future__ import annotations
 
 import json
-import struct
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -30,7 +29,8 @@ from reflex_runtime.robots.sources.export_files import (
 )
 from reflex_runtime.robots.sources.lerobot_features import WEIGHTS, WHOLE, Features
 from reflex_runtime.run.onnx_session import CPU, CUDA
-from reflex_runtime.settings.read import CHECKPOINT_KEYS, JsonObject, json_keys, shorten
+from reflex_runtime.settings.model_files import json_keys, read_table
+from reflex_runtime.settings.read import CHECKPOINT_KEYS, JsonObject, shorten
 
 CONFIG_FILE: Final = "config.json"
 PROCESSORS: Final = ("policy_preprocessor.json", "policy_postprocessor.json")
@@ -311,24 +311,7 @@ def check_weights(file: Path) -> list[str]:
     """That the weights are there and whole, by the outline of the file. Returns their names."""
     if not file.is_file():
         raise ConfigError(f"{file}: not found: copy the whole directory that it was saved in")
-    size = file.stat().st_size
-    with file.open("rb") as stream:
-        head = stream.read(8)
-        if head.startswith(b"version "):
-            raise ConfigError(f"{file}: a Git LFS pointer, not the file itself: run git lfs pull, and copy again")
-        length = struct.unpack("<Q", head)[0] if len(head) == 8 else _HEADER_MOST
-        if length >= min(size, _HEADER_MOST):
-            raise ConfigError(f"{file}: is no safetensors file, or only the beginning of one; copy it again")
-        try:
-            header = json.loads(stream.read(length))
-            ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
-            needed = 8 + length + max(ends)
-            names = [name for name in header if name != "__metadata__"]
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            raise ConfigError(f"{file}: is no safetensors file; copy it again") from None
-    if size < needed:
-        raise ConfigError(f"{file}: has {size} bytes, its header says {needed}; copy it again")
-    return names
+    return list(read_table(file))
 
 
 def check_device(device: DeviceOptions, what: str, staged: bool = True) -> None:

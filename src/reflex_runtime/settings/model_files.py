@@ -1,0 +1,165 @@
+"""Files of a model, which others made: what is none is refused, texts are read up to a bound, and tables must be true.
+
+What reads a directory after us (transformers, LeRobot, onnxruntime) opens whatever is there: a pipe or a device in the
+place of a file would hold the load for ever. So `check_files` looks at the whole directory first.
+
+The outline of a safetensors file is a length, a table in JSON, and bytes. Its tensors must cover the bytes without a
+gap and without sharing any: a file whose offsets overlap would load as another model than the one that was trained.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from contextlib import suppress
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any, Final
+
+from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.settings.read import shorten
+
+MOST_TEXT: Final = 64 << 20  # bytes of a JSON file or template; the largest tokenizers have about half of it
+MOST_FILES: Final = 100_000  # of a model's directory, with those below it
+_MAX_HEADER: Final = 100_000_000  # bytes; the format's own bound
+_AGAIN: Final = "copy it again (git lfs pull, where it was cloned)"
+LFS: Final = b"version https://git-lfs."
+_SUFFIXES: Final = (".json", ".safetensors", ".onnx", ".data", ".bin", ".xml", ".jinja")
+_BITS: Final = {
+    "BOOL": 8, "U8": 8, "I8": 8, "U16": 16, "I16": 16, "U32": 32, "I32": 32, "U64": 64, "I64": 64,
+    "F64": 64, "F32": 32, "F16": 16, "BF16": 16, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F4": 4, "C64": 64,
+}  # fmt: skip
+
+
+def check_files(root: Path) -> None:
+    """ConfigError where a directory holds a pipe or a device, or a directory with the name of a file."""
+    count = 0
+    for folder, folders, names in os.walk(root):
+        for name in (*names, *(name for name in folders if name.endswith(_SUFFIXES))):
+            check_kind(Path(folder, name))
+        count += len(names) + len(folders)
+        if count > MOST_FILES:
+            raise ConfigError(f"{root}: holds over {MOST_FILES} files; name the directory of one model")
+
+
+def check_kind(file: Path) -> None:
+    """ConfigError for what is there and is no file. A link to nothing passes: its reader tells, if it has one."""
+    with suppress(OSError):
+        _check_kind(file, file.stat().st_mode)
+
+
+def read_file(file: Path, most: int = MOST_TEXT) -> bytes:
+    """All of a file. ConfigError for what is none, cannot be read, or has over `most` bytes."""
+    try:
+        with open(file, "rb", opener=_without_waiting) as opened:
+            _check_kind(file, os.fstat(opened.fileno()).st_mode)
+            data = opened.read(most + 1)
+    except OSError as error:
+        raise ConfigError(f"{file}: cannot be read: {error.strerror or error}") from None
+    if len(data) > most:
+        raise ConfigError(f"{file}: has over {most} bytes, the most that are read of such a file")
+    return data
+
+
+def _without_waiting(path: str, flags: int) -> int:
+    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))  # a pipe would wait for a writer
+
+
+def read_json(file: Path, **hooks: Any) -> Any:
+    """The value in a JSON file. ConfigError for a file that holds none. hooks: of `json.loads`."""
+    data = read_file(file)
+    try:
+        return json.loads(data, **hooks)
+    except (ValueError, RecursionError) as error:
+        raise error if isinstance(error, ConfigError) else ConfigError(f"{file}: is not JSON: {error}") from None
+
+
+def json_keys(file: Path) -> frozenset[str]:
+    """The keys of the JSON object in a file; none where there is no file or no object."""
+    try:
+        found = read_json(file)
+    except ConfigError:
+        return frozenset()
+    return frozenset(found) if isinstance(found, dict) else frozenset()
+
+
+def _check_kind(file: Path, mode: int) -> None:
+    if not stat.S_ISREG(mode):
+        kinds = {stat.S_IFIFO: "pipe", stat.S_IFCHR: "device", stat.S_IFBLK: "device", stat.S_IFDIR: "directory"}
+        raise ConfigError(f"{file}: is a {kinds.get(stat.S_IFMT(mode), 'socket')}, expected a file")
+
+
+def check_fetched(file: Path, head: bytes) -> None:
+    """ConfigError for a file that begins as those do that Git LFS has not fetched."""
+    if head.startswith(LFS):
+        raise ConfigError(f"{file}: a Git LFS pointer, not the file itself: run git lfs pull, and copy again")
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """Where a tensor lies in a safetensors file. start, stop: bytes of the file."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+
+def read_table(file: Path) -> dict[str, StoredTensor]:
+    """Every tensor of a safetensors file; no weight is read. ConfigError for a file that is not what its table says."""
+    try:
+        size = file.stat().st_size
+        with file.open("rb") as stream:
+            head = stream.read(len(LFS))
+            length = int.from_bytes(head[:8], "little")
+            stream.seek(8)
+            text = stream.read(length) if 2 <= length <= min(_MAX_HEADER, size - 8) else b""
+    except OSError as error:
+        raise ConfigError(f"{file}: cannot be read: {error.strerror or error}") from None
+    check_fetched(file, head)
+    if size < 8:
+        raise ConfigError(f"{file}: is {size} bytes, too short for a safetensors file: truncated; {_AGAIN}")
+    if not text:
+        raise ConfigError(f"{file}: its header claims {length} bytes of {size}: truncated or not safetensors; {_AGAIN}")
+    try:
+        table = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{file}: its header is not JSON: {error}") from None
+    if not isinstance(table, dict):
+        raise ConfigError(f"{file}: expected a JSON object, found {shorten(repr(table))}")
+    table.pop("__metadata__", None)
+    tensors = {name: _entry(file, name, entry, 8 + length, size) for name, entry in table.items()}
+    _check_covered(file, tensors, 8 + length, size)
+    return tensors
+
+
+def _entry(file: Path, name: str, entry: Any, begin: int, end: int) -> StoredTensor:
+    """begin, end: of the file's data."""
+    try:
+        dtype, shape, (start, stop) = str(entry["dtype"]), tuple(entry["shape"]), entry["data_offsets"]
+        sound = all(type(n) is int and n >= 0 for n in (*shape, start, stop)) and start <= stop
+    except (KeyError, TypeError, ValueError):
+        sound = False
+    where = f"{file}: tensor {shorten(name)}"
+    if not sound:
+        raise ConfigError(f"{where}: expected dtype, shape and data_offsets, found {shorten(repr(entry))}")
+    if begin + stop > end:
+        missing = f"ends at byte {stop} of the data, which has {end - begin}"
+        raise ConfigError(f"{where}: {missing}: it is truncated; {_AGAIN}")
+    if dtype in _BITS and 8 * (stop - start) != prod(shape) * _BITS[dtype]:
+        raise ConfigError(f"{where}: {stop - start} bytes do not fit {dtype} of shape {list(shape)}")
+    return StoredTensor(dtype, shape, begin + start, begin + stop)
+
+
+def _check_covered(file: Path, tensors: dict[str, StoredTensor], begin: int, end: int) -> None:
+    """Every byte of the data is one tensor's."""
+    last, at = "the header", begin
+    for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].stop)):
+        if tensor.start != at:
+            apart = "shares bytes with" if tensor.start < at else "leaves bytes unused behind"
+            raise ConfigError(f"{file}: tensor {shorten(name)}: {apart} {shorten(last)}: its table is wrong; {_AGAIN}")
+        last, at = name, tensor.stop
+    if at != end:
+        raise ConfigError(f"{file}: has {end - at} bytes behind its last tensor: its table is wrong; {_AGAIN}")
