@@ -139,7 +139,7 @@ def test_h10_what_a_needed_setting_needs_is_needed_too() -> None:
 @pytest.fixture(autouse=True)
 def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     """What should have been refused must not serve for ever; and the file of a key need not be there."""
-    monkeypatch.setattr("reflex_runtime.settings.server._key_in", lambda file: "key")
+    monkeypatch.setattr("reflex_runtime.settings.server._key_in", lambda file, name: name)
     monkeypatch.setattr("reflex_runtime.web.supervisor.bind", None)
     monkeypatch.setattr("reflex_runtime.feeds.session.FeedsSession", None)
 

@@ -22,6 +22,7 @@ class Settings:
     host: str = "127.0.0.1"
     port: int = 0
     api_key: str = ""
+    admin_key: str = ""
     allow_host: tuple[str, ...] = ()
 
 

@@ -368,16 +368,18 @@ def test_f14_port_and_host_are_where_metrics_and_health_answer(tmp_path: Path) -
 
 def test_f14_who_may_watch_feeds_is_as_on_every_server(tmp_path: Path) -> None:
     (tmp_path / "key").write_text("of-the-file\n", encoding="utf-8")
+    (tmp_path / "admin").write_text("file\n", encoding="utf-8")
     arguments = ("a=markers:feed=1", *SIZES, "--port", "0")
     with (
-        Feeds(*arguments, "--api-key", "of-the-line", cwd=scratch(tmp_path)) as line,
-        Feeds(*arguments, "--api-key-file", "key", cwd=tmp_path) as file,
+        Feeds(*arguments, "--api-key", "of-the-line", "--admin-key", "line", cwd=scratch(tmp_path)) as line,
+        Feeds(*arguments, "--api-key-file", "key", "--admin-key-file", "admin", cwd=tmp_path) as file,
         Feeds(*arguments, "--allow-host", "cams.example", cwd=tmp_path) as named,
     ):
-        for feeds, key in ((line, "of-the-line"), (file, "of-the-file")):
-            assert asked(feeds, {"X-Reflex-Key": "wrong"}) == 401
-            assert asked(feeds, {"X-Reflex-Key": key}) == 200
-        assert asked(line, {"X-Reflex-Key": "of-the-line", "Host": "cams.example"}) == 200
+        for feeds, key in ((line, "line"), (file, "file")):
+            keys = ("wrong", f"of-the-{key}", key)
+            assert [asked(feeds, {"X-Reflex-Key": sent}) for sent in keys] == [401, 401, 200]
+            assert [asked(feeds, {"X-Reflex-Key": sent}, "/feeds.mjpeg") for sent in keys] == [401, 200, 200]
+        assert asked(line, {"X-Reflex-Key": "line", "Host": "cams.example"}) == 200
         assert [asked(named, {"Host": host}) for host in ("cams.example", "other.example")] == [200, 403]
 
 
@@ -436,8 +438,8 @@ class Two:
 """
 
 
-def asked(feeds: Feeds, headers: dict[str, str]) -> int:
+def asked(feeds: Feeds, headers: dict[str, str], path: str = "/dashboard/stream") -> int:
     """The status of a request to watch."""
     with closing(HTTPConnection("127.0.0.1", feeds.port, timeout=PATIENCE)) as connection:
-        connection.request("HEAD", "/dashboard/stream", headers=headers)
+        connection.request("HEAD", path, headers=headers)
         return connection.getresponse().status

@@ -15,6 +15,7 @@ from reflex_runtime.feeds.pictures import FeedPictures
 from reflex_runtime.feeds.runtime.pipeline import Pipeline, SourceError
 from reflex_runtime.feeds.runtime.runtime import Runtime
 from reflex_runtime.run.batch_processor import BatchConfig
+from reflex_runtime.web.access import Keys
 
 
 def test_x4_the_stream_of_feeds_has_their_batches_their_figures_and_what_is_not_well() -> None:
@@ -54,7 +55,7 @@ def test_h7_the_document_describes_every_path_and_who_may_ask() -> None:
     runtime = Runtime()
     coordinator = runtime.coordinator(Detector(), BatchConfig())
     pictures = FeedPictures(lambda: runtime.names)
-    page = Page(lambda: FeedPages(runtime, coordinator, pictures, CollectorRegistry(), key=True), api_key="k")
+    page = Page(lambda: FeedPages(runtime, coordinator, pictures, CollectorRegistry(), keys=Keys("k")), api_key="k")
     with page.server:
         document = json.loads(page.ask("/openapi.json")[2])
         pages = page.server._pages()  # those that are served
@@ -72,7 +73,7 @@ def test_i18_nothing_can_be_changed_over_http() -> None:
     runtime = Runtime()
     coordinator = runtime.coordinator(Detector(), BatchConfig())
     pictures = FeedPictures(lambda: runtime.names)
-    page = Page(lambda: FeedPages(runtime, coordinator, pictures, CollectorRegistry(), key=True), api_key="k")
+    page = Page(lambda: FeedPages(runtime, coordinator, pictures, CollectorRegistry(), keys=Keys("k")), api_key="k")
     with page.server:
         asked = (("POST", "/feeds"), ("DELETE", "/feeds/door"), ("PATCH", "/feeds/door"), ("POST", "/admin/load"))
         for method, path in asked:

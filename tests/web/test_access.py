@@ -117,7 +117,11 @@ def test_h5_without_a_key_nothing_that_came_through_a_proxy_changes_state(header
 def test_h5_with_a_key_neither_names_nor_proxies_matter(pair: Pair) -> None:
     with two(pair, "--api-key", "secret") as server:
         told = {"X-Reflex-Key": "secret", "Host": "robots.example", "Origin": "http://x.example", "Via": "1.1 proxy"}
-        assert server.ask("POST", "/admin/split", b'{"split": 10}', told).status == 200
+        assert server.ask("GET", "/diagnostics/rollout", None, told).status == 200
+        assert server.ask("POST", "/episodes/e/outcome", b'{"success": true}', told).status in (200, 404)
+        answer = server.ask("POST", "/admin/split", b'{"split": 10}', told)
+        assert (answer.status, "without --admin-key" in answer.json["message"]) == (401, True)
+        assert server.ask("POST", "/admin/split", b'{"split": 10}', {"X-Reflex-Key": "secret"}).status == 200
     with Toy(api_key="secret") as toy:
         assert toy.ask("GET", "/v1/models", None, told).status == 200
 

@@ -24,6 +24,7 @@ from reflex_runtime.robots.serving.runtime import PolicyRuntime
 from reflex_runtime.robots.serving.served import PolicyPlan
 from reflex_runtime.robots.sources.export_directory import Export
 from reflex_runtime.settings import ServeConfig
+from reflex_runtime.web.access import NO_KEYS, Keys
 from reflex_runtime.web.app import App
 from reflex_runtime.web.openapi import PAGES, Operation, page
 from reflex_runtime.web.openapi import described as described_routes
@@ -114,11 +115,11 @@ def test_h7_a_path_that_is_served_cannot_lack_a_description() -> None:
     routes = [Route("/docs", never, open=True), Route("/new", never, "POST"), Route("/dashboard/a.js", never)]
     operation = Operation("new", codes=("404",))
     texts = dict.fromkeys(("401", "403", "404", "405", "408"), "")
-    paths = json.loads(described_routes("R", routes, PAGES | {"/new": operation}, {}, texts, True))["paths"]
+    paths = json.loads(described_routes("R", routes, PAGES | {"/new": operation}, {}, texts, Keys("k")))["paths"]
     assert {path: set(methods) for path, methods in paths.items()} == {"/docs": {"get"}, "/new": {"post"}}
     assert ("401" in paths["/docs"]["get"]["responses"], "security" in paths["/new"]["post"]) == (False, True)
     with pytest.raises(KeyError, match="/new"):
-        described_routes("R", routes, PAGES, {}, texts, True)
+        described_routes("R", routes, PAGES, {}, texts, Keys("k"))
 
 
 def test_h7_every_route_of_a_policy_server_is_in_its_document(tmp_path: Path) -> None:
@@ -184,12 +185,12 @@ def test_h7_the_example_has_every_camera_under_the_name_it_is_sent(tmp_path: Pat
 
 
 def test_the_examples_name_the_server_as_it_was_asked_and_nothing_that_is_no_host(tmp_path: Path) -> None:
-    described = act_document(Export.load(write_tiny(tmp_path / "tiny")), True)
+    described = act_document(Export.load(write_tiny(tmp_path / "tiny")), Keys("key"))
     assert b"curl arm.lab:8000/act " in page(described, b"arm.lab:8000")
     assert b"curl &#x27;[::1]:80/act&#x27; " in page(described, b"[::1]:80")
     assert b"curl 127.0.0.1:8000/act " in page(described, b"x'; rm -rf /")
     assert b"Authorization: Bearer KEY" in page(described)
-    assert b"Bearer KEY" not in page(act_document(Export.load(tmp_path / "tiny"), False))
+    assert b"Bearer KEY" not in page(act_document(Export.load(tmp_path / "tiny"), NO_KEYS))
 
 
 def pasted(server: Any, path: str) -> Any:
@@ -204,8 +205,8 @@ def pasted(server: Any, path: str) -> Any:
     return server.ask("POST", path, words[5].encode(), {"Content-Type": "application/json"})
 
 
-def act_document(export: Export, key: bool) -> bytes:
-    return document([Route("/act", never, "POST")], {"default": {"prod": export}}, key)
+def act_document(export: Export, keys: Keys) -> bytes:
+    return document([Route("/act", never, "POST")], {"default": {"prod": export}}, keys)
 
 
 async def never(*_: Any) -> Any:
@@ -231,6 +232,6 @@ def test_whole_numbers_may_come_as_floats(tmp_path: Path) -> None:
 
 def test_a_key_in_one_document_is_in_no_other(tmp_path: Path) -> None:
     export = Export.load(write_tiny(tmp_path / "tiny"))
-    open_before = json.loads(act_document(export, False))
-    assert "security" in json.dumps(json.loads(act_document(export, True)))
-    assert json.loads(act_document(export, False)) == open_before
+    open_before = json.loads(act_document(export, NO_KEYS))
+    assert "security" in json.dumps(json.loads(act_document(export, Keys("key"))))
+    assert json.loads(act_document(export, NO_KEYS)) == open_before

@@ -35,7 +35,8 @@ def add_server(parser: argparse.ArgumentParser) -> None:
 def add_key(parser: argparse.ArgumentParser) -> None:
     """The option of the key alone."""
     parser.add_argument(
-        "--api-key", metavar="KEY", help="key of the server; default: the environment variable REFLEX_API_KEY"
+        "--api-key", metavar="KEY",
+        help="key of the server, of operators if it has two; default: the environment variable REFLEX_API_KEY",
     )
 
 

@@ -29,6 +29,7 @@ from reflex_runtime.run.coordinator import BatchCoordinator
 from reflex_runtime.run.process import loop_factory
 from reflex_runtime.settings import FeedsConfig, ServerConfig
 from reflex_runtime.version import __version__
+from reflex_runtime.web.access import NO_KEYS, Keys
 from reflex_runtime.web.app import App
 from reflex_runtime.web.dashboard import dashboard_routes, grid_route
 from reflex_runtime.web.errors import PLAIN
@@ -57,7 +58,7 @@ WELL: Final = frozenset({"running", "ended", "stopped"})  # states of a feed tha
 class FeedPages:
     """The pages of one coordinator and its feeds.
 
-    registry: what /metrics shows. key: whether callers need one. find: the route of a path that is not in `routes`.
+    registry: what /metrics shows. keys: of the server. find: the route of a path that is not in `routes`.
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class FeedPages:
         coordinator: BatchCoordinator,
         pictures: FeedPictures,
         registry: CollectorRegistry,
-        key: bool = False,
+        keys: Keys = NO_KEYS,
     ) -> None:
         told = partial(_server, runtime, coordinator)
         self._watchers = Watchers(partial(_FeedsLive, coordinator), coordinator.add_sink, coordinator.remove_sink, told)
@@ -80,8 +81,8 @@ class FeedPages:
             return HttpResponse(200, encode(health(snapshot) | snapshot.as_dict()))
 
         routes = monitor_routes(registry, lambda: health(runtime.snapshot()))
-        routes += [*dashboard_routes(self._watchers), grid_route(), Route("/status", status)]
-        routes += _documents([*routes, *pictures.every], key)
+        routes += [*dashboard_routes(self._watchers), grid_route(), Route("/status", status, operators=True)]
+        routes += _documents([*routes, *pictures.every], keys)
         self.routes = {route.path: route for route in routes} | pictures.routes
         self.find = pictures.find
 
@@ -251,10 +252,10 @@ _OPERATIONS: Final = PAGES | {
 }
 
 
-def _documents(others: Iterable[Route], key: bool) -> list[Route]:
-    """The document of these and the other routes, and its page. key: whether the server has one."""
+def _documents(others: Iterable[Route], keys: Keys) -> list[Route]:
+    """The document of these and the other routes, and its page."""
     routes = document_routes(lambda request: document)
-    document = described("Reflex feeds", [*routes, *others], _OPERATIONS, PLAIN_ERROR, _ERRORS, key)
+    document = described("Reflex feeds", [*routes, *others], _OPERATIONS, PLAIN_ERROR, _ERRORS, keys)
     return routes
 
 
@@ -347,6 +348,7 @@ def _limits_of(settings: FeedsConfig) -> ServerConfig:
     return ServerConfig(
         host=settings.host,
         api_key=settings.api_key,
+        admin_key=settings.admin_key,
         allow_host=settings.allow_host,
         max_connections=256,
         body_timeout_s=10.0,

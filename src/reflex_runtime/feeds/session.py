@@ -153,11 +153,12 @@ class FeedsSession:
 
     def _serve(self, coordinator: BatchCoordinator, pictures: FeedPictures, closing: ExitStack) -> None:
         from reflex_runtime.feeds.pages import FeedPages, FeedSeries, StatusServer
-        from reflex_runtime.web.access import warn_if_open
+        from reflex_runtime.web.access import Keys, warn_if_open
 
         registry, config = self._series(), self._config
         FeedSeries(self._runtime.snapshot, registry)
-        pages = partial(FeedPages, self._runtime, coordinator, pictures, registry, bool(config.api_key))
+        keys = Keys(config.api_key, config.admin_key)
+        pages = partial(FeedPages, self._runtime, coordinator, pictures, registry, keys)
         server = closing.enter_context(StatusServer(config, pages))
         warn_if_open(config)
         logging.info("%s/dashboard, /feeds, /metrics and /health", server.url)

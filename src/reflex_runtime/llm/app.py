@@ -67,7 +67,7 @@ class ModelServer:
             Route("/metrics", self._metrics, open=True),
             Route("/version", self._version, open=True),
             *document_routes(self._document),
-            Route("/status", self._status),
+            Route("/status", self._status, operators=True),
             *dashboard_routes(watchers_of(state)),
         ]
         card = self._one = Route(MODELS + "/{id}", self._card)
@@ -117,7 +117,7 @@ class ModelServer:
         """The model is named to those who may ask /v1/models."""
         state, app, routes = self.state, self.app, [*self.app.routes.values(), self._one]
         limits = None if state.host is None else state.host.generator.limits
-        return document(routes, state.names, state.plan.config.max_queue, limits, app.has_key, app.knows(request))
+        return document(routes, state.names, state.plan.config.max_queue, limits, app.keys, app.knows(request))
 
 
 def _missing(path: str) -> str:

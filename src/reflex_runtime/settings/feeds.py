@@ -172,6 +172,12 @@ class FeedsConfig:
         "", "key that callers of --port must send as Authorization: Bearer or X-Reflex-Key", secret=True, needs="port"
     )
     api_key_file: str = option("", "file that holds the key", metavar="FILE", needs="port")
+    admin_key: str = option(
+        "", "key of operators: opens all paths of --port, and is the only one that opens /status and the dashboard's "
+        "stream",
+        secret=True, needs="port",
+    )
+    admin_key_file: str = option("", "file that holds the operators' key", metavar="FILE", needs="port")
     allow_host: tuple[str, ...] = option(
         (), "without a key: a further host name of --port; * is any", metavar="NAME", repeat=True, needs="port",
         unless="api_key",

@@ -39,29 +39,36 @@ def check_address(name: str, address: str) -> None:
         raise ConfigError(f"{flag(name)}={one_line(address)}: must be {expected}", field=name)
 
 
+KEYS = ("api_key", "admin_key")  # of callers, and of operators
+
+
 def check_trust(config: Any) -> None:
-    """Read the key from its file. ConfigError for a host name that is none."""
-    if config.api_key_file and not config.api_key:
-        object.__setattr__(config, "api_key", _key_in(config.api_key_file))
+    """Read the keys from their files. ConfigError for a host name that is none, and for two keys that are one."""
+    for key in KEYS:
+        file = getattr(config, f"{key}_file")
+        if file and not getattr(config, key):
+            object.__setattr__(config, key, _key_in(file, f"{key}_file"))
+    if config.admin_key and config.admin_key == config.api_key:
+        raise ConfigError("--admin-key and --api-key: must be two keys", field="admin_key")
     for name in config.allow_host:
         if not re.fullmatch(r"\*|[\w.-]{1,253}|\[?[0-9a-fA-F:.]{2,45}\]?", name):
             expected = "a host name or an address without a port, or *"
             raise ConfigError(f"--allow-host={one_line(name)}: must be {expected}", field="allow_host")
 
 
-def _key_in(file: str) -> str:
-    """The key that a file holds: one line."""
-    where = f"--api-key-file={one_line(file)}"
+def _key_in(file: str, name: str) -> str:
+    """The key that a file holds: one line. name: of the setting."""
+    where = f"{flag(name)}={one_line(file)}"
     try:
         with open(file, encoding="utf-8") as opened:
             text = opened.read(4097)
     except OSError as error:
-        raise ConfigError(f"{where}: cannot be read: {error.strerror}", field="api_key_file") from None
+        raise ConfigError(f"{where}: cannot be read: {error.strerror}", field=name) from None
     except UnicodeDecodeError:
-        raise ConfigError(f"{where}: is no UTF-8 text", field="api_key_file") from None
+        raise ConfigError(f"{where}: is no UTF-8 text", field=name) from None
     key = text.strip()
     if not key or len(text) > 4096 or not key.isprintable():
-        raise ConfigError(f"{where}: must hold one line of at most 4096 characters, the key", field="api_key_file")
+        raise ConfigError(f"{where}: must hold one line of at most 4096 characters, the key", field=name)
     return key
 
 
@@ -93,6 +100,12 @@ class ServerConfig:
         "", "key that clients must send as Authorization: Bearer, X-Reflex-Key or x-api-key", secret=True
     )
     api_key_file: str = option("", "file that holds the key", metavar="FILE")
+    admin_key: str = option(
+        "", "key of operators: opens all paths, and is the only one that opens /admin, /diagnostics, the journal, "
+        "/status and the dashboard's stream; without it changes are accepted from programs on this machine only",
+        secret=True,
+    )
+    admin_key_file: str = option("", "file that holds the operators' key", metavar="FILE")
     allow_host: tuple[str, ...] = option(
         (), "without a key: a further host name of the server, and a site whose pages may POST; * is any",
         metavar="NAME", repeat=True, unless="api_key",

@@ -1,10 +1,11 @@
-"""Who may ask a server: programs with its key; without a key those on this machine and, if bound so, on its network,
-but no web pages; and with --cors the pages of these sites.
+"""Who may ask a server: programs with its key, operators with theirs; without a key programs on this machine and, if
+bound so, on its network, but no web pages; and with --cors the pages of these sites.
 
 A browser lets every web page send a simple POST to any address, and sends the page's site in `Origin`. A site that
 rebinds its DNS name to this machine makes its pages same-origin; the browser then sends that name in `Host`. So without
-a key both headers must name this server. Changes of state are accepted from loopback only, and not through a proxy,
-because behind a proxy on this machine every caller has a loopback address.
+a key both headers must name this server. Without the operators' key what they may change is accepted from loopback
+only, and not through a proxy, because behind a proxy on this machine every caller has a loopback address: who may ask
+may not load directories.
 
 Before a page of another site sends a request, its browser asks, without a key, whether it may (a preflight), and shows
 the page an answer only if that names the page's site. Routes that change state or show what was recorded take no part,
@@ -13,6 +14,7 @@ and neither do websockets: pages of other sites never reach them through this.
 
 from __future__ import annotations
 
+import hmac
 import logging
 import socket
 from collections.abc import Collection, Mapping
@@ -74,16 +76,44 @@ class Trust:
         return ANY in self._names or name in self._names or is_loopback(name)
 
 
-def check_direct(client: tuple[str, int] | None, headers: Mapping[bytes, bytes]) -> None:
-    """Raise Unauthorized for a change of state that was not sent by a program on this machine, without a proxy."""
+def check_direct(client: tuple[str, int] | None, headers: Mapping[bytes, bytes], key: str) -> None:
+    """Raise Unauthorized for a change of state that was not sent by a program on this machine, without a proxy. key:
+    the option that would admit others."""
     if client is None or not (client[0] == "unix" or is_loopback(client[0])):
-        raise Unauthorized("without --api-key this path answers on loopback only")
+        raise Unauthorized(f"without {key} this path answers on loopback only")
     for name in headers:
         if name in _FORWARDED or name.startswith(b"x-forwarded-"):
             raise Unauthorized(
-                f"{_shown(name)}: the request came through a proxy, so its sender is not known; without --api-key this "
+                f"{_shown(name)}: the request came through a proxy, so its sender is not known; without {key} this "
                 "path answers only what programs on this machine send directly"
             )
+
+
+class Keys:
+    """The keys of a server, "" for one that it does not have. That of operators opens everything."""
+
+    def __init__(self, callers: str = "", operators: str = "") -> None:
+        self.callers, self.operators = callers.encode(), operators.encode()
+
+    def __bool__(self) -> bool:
+        return bool(self.callers or self.operators)
+
+    def of(self, route: Route | None) -> bytes:
+        """The key that a route needs, b"" for none; of a path without a route that of callers."""
+        if route is not None and route.operators and self.operators:
+            return self.operators
+        return b"" if route is not None and route.open else self.callers
+
+    def sent(self, headers: Mapping[bytes, bytes], key: bytes) -> bool:
+        """Whether a request has this key, or that of operators."""
+        plain, borne = keys_in(headers)
+        known = hmac.compare_digest(plain, key) | hmac.compare_digest(borne, key)
+        if self.operators:
+            known |= hmac.compare_digest(plain, self.operators) | hmac.compare_digest(borne, self.operators)
+        return known
+
+
+NO_KEYS: Final = Keys()
 
 
 def is_loopback(host: str) -> bool:
@@ -137,7 +167,8 @@ class Cors:
     def admits(self, request: HttpRequest, route: Route | None) -> bool:
         """Whether the request is from a page that may read the answer. Its headers are set then."""
         origin = request.headers.get(b"origin")
-        apart = isinstance(request, WebSocket) or (route is not None and (route.changes or route.own_pages))
+        own = route is not None and (route.changes or route.own_pages or route.operators)
+        apart = own or isinstance(request, WebSocket)
         if not self._origins or origin is None or apart:
             return False
         if ANY.encode() in self._origins:

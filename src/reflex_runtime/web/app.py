@@ -8,7 +8,6 @@ the product's form. Any ASGI server can run it; `web.serve` runs it on uvicorn.
 from __future__ import annotations
 
 import asyncio
-import hmac
 import logging
 import secrets
 from collections import defaultdict
@@ -17,7 +16,7 @@ from http import HTTPStatus
 from typing import Any, Protocol
 
 from reflex_runtime.core.errors import Closed, ReflexError
-from reflex_runtime.web.access import Cors, Trust, answer_preflight, check_direct, is_preflight, keys_in
+from reflex_runtime.web.access import Cors, Keys, Trust, answer_preflight, check_direct, is_preflight
 from reflex_runtime.web.bodies import STALLED, Bodies, Seldom
 from reflex_runtime.web.errors import (
     CallerLeft,
@@ -54,6 +53,8 @@ class WebSettings(Protocol):
     def host(self) -> str: ...
     @property
     def api_key(self) -> str: ...
+    @property
+    def admin_key(self) -> str: ...
     @property
     def allow_host(self) -> tuple[str, ...]: ...
     @property
@@ -105,18 +106,13 @@ class App:
         self.marks: Headers = []
         self.life: Lifespan | None = None
         self.requests: set[HttpRequest] = set()  # of HTTP, that are being answered
-        self._key = settings.api_key.encode()
+        self.keys = Keys(settings.api_key, settings.admin_key)
         self._cors = Cors(cors)
         self._trust = Trust(settings.host, settings.allow_host)
         self._prefix = secrets.token_hex(6)
         self._refused: defaultdict[int, Seldom] = defaultdict(Seldom)  # websockets, by status
         self._beside: set[asyncio.Task[None]] = set()
         self._all_answered, self.all_left = asyncio.Event(), asyncio.Event()  # set once it is closing
-
-    @property
-    def has_key(self) -> bool:
-        """Whether callers need a key."""
-        return bool(self._key)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
@@ -183,7 +179,7 @@ class App:
         socket = isinstance(request, WebSocket)
         crosses = self._cors.admits(request, route)
         if crosses and route is not None and is_preflight(request):
-            if not self._key:
+            if not self.keys.callers:
                 self._trust.check("GET", request.headers)
             return Route(route.path, answer_preflight(route))
         self._check_caller(request, route, crosses)
@@ -242,24 +238,28 @@ class App:
 
     def _check_caller(self, request: HttpRequest, route: Route | None, crosses: bool) -> None:
         """crosses: it is from a page of another site that may ask this."""
-        if not self._key:
+        keys = self.keys
+        if needed := keys.of(route):
+            if not keys.sent(request.headers, needed):
+                which = "the key of operators (--admin-key)" if needed is keys.operators else "the key"
+                raise Unauthorized(f"send {which} as Authorization: Bearer KEY, X-Reflex-Key or x-api-key")
+        elif not keys.callers:
             guarded = isinstance(request, WebSocket) or (route is not None and route.own_pages)
             self._trust.check("POST" if guarded else "GET" if crosses else request.method, request.headers)
-            if route is not None and route.changes and request.method == route.method:
-                check_direct(request.client, request.headers)
-        elif (route is None or not route.open) and not self.knows(request):
-            raise Unauthorized("send the key as Authorization: Bearer KEY, X-Reflex-Key or x-api-key")
+        if route is None or not route.changes or request.method != route.method:
+            return
+        if not (keys.operators if route.operators else keys.callers):
+            check_direct(request.client, request.headers, "--admin-key" if route.operators else "--api-key")
 
     def knows(self, request: HttpRequest) -> bool:
         """Whether this caller sent the key, or none is needed; for paths that tell more to those who have it."""
-        plain, borne = keys_in(request.headers)
-        return not self._key or hmac.compare_digest(plain, self._key) | hmac.compare_digest(borne, self._key)
+        return not self.keys.callers or self.keys.sent(request.headers, self.keys.callers)
 
     def may_change(self, request: HttpRequest) -> bool:
         """Whether this caller may change state; for paths that do not always change it."""
-        if not self._key:
+        if not self.keys.callers:
             try:
-                check_direct(request.client, request.headers)
+                check_direct(request.client, request.headers, "--api-key")
             except Unauthorized:
                 return False
         return True

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Final, NamedTuple
 import msgspec
 
 from reflex_runtime.version import __version__
+from reflex_runtime.web.access import Keys
 from reflex_runtime.web.errors import JSON
 from reflex_runtime.web.request import HttpRequest, HttpResponse, Route
 
@@ -112,13 +113,13 @@ def described(
     operations: Mapping[str, Operation],
     schemas: Mapping[str, Any],
     errors: Mapping[str, str],
-    key: bool,
+    keys: Keys,
     always: Sequence[str] = ("401", "403", "405", "408"),
 ) -> bytes:
     """The document of these routes; KeyError where one has no description, but for the files of /dashboard and for
     websockets, which OpenAPI does not know.
 
-    operations: by path. errors: what each status means. key: whether one is needed where a route is not open. always:
+    operations: by path. errors: what each status means. keys: which routes need one. always:
     statuses of every request.
     """
     paths: dict[str, Any] = {}
@@ -126,7 +127,7 @@ def described(
         if route.socket is not None or (route.path.startswith("/dashboard/") and "." in route.path):
             continue
         told = operations[route.path]
-        guarded = key and not route.open
+        guarded = bool(keys.of(route))
         codes = {*always, *told.codes} - ({"503"} if told.unready else set())
         if route.method == "GET" and not guarded:
             codes.discard("401")
@@ -137,7 +138,7 @@ def described(
                 for name, schema in told.parameters.items()
             ]
     components: dict[str, Any] = {"schemas": schemas}
-    if key:
+    if keys:
         components["securitySchemes"] = {
             "bearer": {"type": "http", "scheme": "bearer"},
             "key": {"type": "apiKey", "in": "header", "name": "X-Reflex-Key"},

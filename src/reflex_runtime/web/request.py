@@ -42,8 +42,9 @@ class Route:
     """What answers the requests for one path.
 
     path: as metrics tell it. run: the coroutine; returns the answer, or None if it has sent one. method: GET (HEAD
-    too), POST, PATCH or DELETE. others: routes of the same path for other methods. open: needs no key. changes: changes
-    state, so that without a key only programs on this machine may ask it. most: bytes that a body may have. socket:
+    too), POST, PATCH or DELETE. others: routes of the same path for other methods. open: needs no key. operators: needs
+    the operators' key, where there is one. changes: changes state, so that without the key that it needs only programs
+    on this machine may ask it. most: bytes that a body may have. socket:
     serves each websocket on the path. form: of its errors, where it is not the application's. own_pages: without a key,
     pages of other sites may not even GET it. refused: called with what stands against a request, before `run` is.
     """
@@ -52,6 +53,7 @@ class Route:
     run: Handler
     method: str = "GET"
     open: bool = False
+    operators: bool = False
     changes: bool = False
     most: int = OPERATOR_BODY
     socket: Session | None = None

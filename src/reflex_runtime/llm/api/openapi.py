@@ -29,6 +29,7 @@ from reflex_runtime.llm.api import fields as wire
 from reflex_runtime.llm.api.decode import MOST_MESSAGES
 from reflex_runtime.llm.api.fields import MOST_TEXTS, MOST_TOOLS, NAME
 from reflex_runtime.llm.engine.generation_options import Limits
+from reflex_runtime.web.access import NO_KEYS, Keys
 from reflex_runtime.web.fields import ID
 from reflex_runtime.web.openapi import (
     NULL,
@@ -247,11 +248,11 @@ def document(
     names: Sequence[str],
     most: int,
     limits: Limits | None,
-    key: bool = False,
+    keys: Keys = NO_KEYS,
     named: bool = True,
 ) -> bytes:
     """The OpenAPI 3.1 document. names: those that may be asked for; most: choices that may wait; limits: None before
-    the model is there. key: whether one is needed. named: whether it may name the model."""
+    the model is there. keys: of the server. named: whether it may name the model."""
     schemas = schemas_of(*(kind for post in _POSTS.values() for kind in (post.body, post.answer)), Error, MessageError)
     bounds = _bounds(names if named else (), most, limits)
     for kind, needed in _PARTS.items():
@@ -274,7 +275,7 @@ def document(
     schemas |= {name: _COMMON[name] for name in schemas.keys() & _COMMON.keys()}
     example = {"model": names[0] if named else "MODEL", "prompt": "Once there was"}
     operations["/v1/completions"] = operations["/v1/completions"]._replace(example=example)
-    return described(f"Reflex, {', '.join(names)}" if named else "Reflex", routes, operations, schemas, ERRORS, key)
+    return described(f"Reflex, {', '.join(names)}" if named else "Reflex", routes, operations, schemas, ERRORS, keys)
 
 
 def _either(body: Mapping[str, Any]) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from reflex_runtime.robots.wires import openpi, vla_eval
 from reflex_runtime.robots.wires.oip import ROOT, OipHttp, Sequences
 from reflex_runtime.settings import DEFAULT_POLICY, ServeConfig
 from reflex_runtime.settings.declare import did_you_mean
+from reflex_runtime.web.access import Keys
 from reflex_runtime.web.app import App
 from reflex_runtime.web.dashboard import dashboard_routes
 from reflex_runtime.web.errors import PLAIN, NotFound
@@ -99,7 +100,10 @@ class PolicyRoutes:
             *self._oip.routes,
             *views.routes,
             *document_routes(self._described),
-            *(Route(path, change, "POST", changes=True, most=operator) for path, change in admin.changes.items()),
+            *(
+                Route(path, change, "POST", operators=True, changes=True, most=operator)
+                for path, change in admin.changes.items()
+            ),
             self._outcome,
         ]
         self.by_path = {route.path: route for route in routes}
@@ -111,11 +115,11 @@ class PolicyRoutes:
 
     def _described(self, request: HttpRequest) -> bytes:
         """The document of its routes, made again when an exchange has changed what is served."""
-        runtime, prefix = self._handler.runtime, self._handler.prefix
+        runtime, prefix, config = self._handler.runtime, self._handler.prefix, self._handler.config
         policies = [self._handler.served] if prefix else runtime.policies.values()
         specs = {served.name: served.specs for served in policies}
         if self._document[0] != specs:
-            self._document = specs, document(self.described, specs, bool(runtime.config.api_key))
+            self._document = specs, document(self.described, specs, Keys(config.api_key, config.admin_key))
         return self._document[1]
 
     @property

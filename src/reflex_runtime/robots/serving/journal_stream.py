@@ -34,7 +34,7 @@ class JournalStreams:
         self._runtime = runtime
         self._ends: set[asyncio.Event] = set()
         runtime.on_drain.append(self.close)
-        self.route = Route(JOURNAL, self.send, own_pages=True, form=PLAIN)
+        self.route = Route(JOURNAL, self.send, own_pages=True, operators=True, form=PLAIN)
 
     async def send(self, request: HttpRequest) -> None:
         """Answer with a journal. Raises InvalidRequest, TooManyRequests, NotReady, or Closed in a drain."""

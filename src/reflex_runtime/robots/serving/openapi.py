@@ -19,6 +19,7 @@ from reflex_runtime.robots.serving.question import ActAnswer
 from reflex_runtime.robots.serving.slots import SHADOW
 from reflex_runtime.robots.wires import oip
 from reflex_runtime.settings import DEFAULT_POLICY
+from reflex_runtime.web.access import Keys
 from reflex_runtime.web.fields import ID
 from reflex_runtime.web.openapi import (
     NULL,
@@ -81,15 +82,15 @@ _FIXED: Final = PAGES | {  # whatever is served
 }  # fmt: skip
 
 
-def document(routes: Iterable[Route], policies: Mapping[str, Mapping[str, PolicySpec]], key: bool) -> bytes:
-    """The OpenAPI 3.1 document of these routes. policies: by name, what is in the slots of each. key: whether one is
-    needed."""
+def document(routes: Iterable[Route], policies: Mapping[str, Mapping[str, PolicySpec]], keys: Keys) -> bytes:
+    """The OpenAPI 3.1 document of these routes. policies: by name, what is in the slots of each. keys: of the
+    server."""
     first, *others = policies
     operations = _operations(policies[first], first, list(policies) if others else None)
     for name, specs in policies.items():
         operations |= {f"{POLICIES}{name}{path}": told for path, told in _operations(specs, name).items()}
     schemas = schemas_of(ActAnswer, oip.InferBody) | PLAIN_ERROR
-    return described("Reflex", routes, operations, schemas, ERRORS, key, _ALWAYS)
+    return described("Reflex", routes, operations, schemas, ERRORS, keys, _ALWAYS)
 
 
 def _operations(

@@ -34,9 +34,9 @@ class Views:
             Route("/healthz", self.healthz, open=True),
             Route("/metrics", self.metrics, open=True),
             Route("/config", self.configuration),
-            Route("/diagnostics/cost-model", self.cost_model),
-            Route("/diagnostics/rollout", self.rollout),
-            Route("/diagnostics/shadow", self.shadow),
+            Route("/diagnostics/cost-model", self.cost_model, operators=True),
+            Route("/diagnostics/rollout", self.rollout, operators=True),
+            Route("/diagnostics/shadow", self.shadow, operators=True),
         ]
 
     @property

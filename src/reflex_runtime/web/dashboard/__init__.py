@@ -46,7 +46,7 @@ _HEADERS: Final = [
 
 def dashboard_routes(watchers: Watchers) -> list[Route]:
     """The page, its files and its stream."""
-    routes = [Route(STREAM, watchers.watch, own_pages=True, form=PLAIN)]
+    routes = [Route(STREAM, watchers.watch, own_pages=True, operators=True, form=PLAIN)]
     routes.append(Route(PAGE, partial(_send, "index.html"), open=True))
     return routes + [Route(f"{PAGE}/{name}", partial(_send, name), open=True) for name in _FILES]
 
