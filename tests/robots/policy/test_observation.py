@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import io
 import pickle
+import zlib
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import PIL.Image
+import PIL.ImageOps
 import pytest
 
 from reflex_runtime.robots import Export, InvalidRequest, Policy, decode_image, load_policy, noise_of, seed_of
+from reflex_runtime.robots.policy.observation import resize_image
 from robots.tiny import picture, write_export
 from serving.exports import write_tiny
 
@@ -234,3 +237,37 @@ def test_h4_a_broken_png_is_refused_and_one_without_an_end_is_read() -> None:
     for broken in (data[: len(data) // 2], data[:40], data[:30], data[:20], bytes(wrong)):
         with pytest.raises(InvalidRequest, match="not a readable PNG or JPEG"):
             decode_image(broken)
+
+
+@pytest.mark.parametrize("size", [None, (20, 30), (12, 9)])
+@pytest.mark.parametrize("kind", ["JPEG", "PNG"])
+def test_p29_a_picture_is_turned_as_its_exif_says(kind: str, size: tuple[int, int] | None) -> None:
+    """All eight orientations, at its size and at smaller ones: the picture that a viewer shows, then fitted."""
+    coarse = np.random.default_rng(0).integers(0, 255, (6, 4, 3), np.uint8)
+    pixels = coarse.repeat(8, 0).repeat(8, 1)
+    for orientation in range(1, 9):
+        exif, file = PIL.Image.Exif(), io.BytesIO()
+        exif[0x0112] = orientation
+        PIL.Image.fromarray(pixels).save(file, kind, exif=exif)
+        with PIL.Image.open(file) as image:
+            seen = np.asarray(PIL.ImageOps.exif_transpose(image))
+        for resize in ("stretch", "pad", "pad-smolvla"):
+            wanted = seen if size is None else resize_image(seen, *size, resize)
+            decoded = decode_image(file.getvalue(), "image", size, resize)
+            assert decoded.shape == wanted.shape
+            # A JPEG is first decoded at a fraction of its size.
+            assert np.abs(decoded.astype(int) - wanted).mean() < (6 if kind == "JPEG" and size == (12, 9) else 1e-9)
+        assert seen.shape == ((48, 32, 3) if orientation < 5 else (32, 48, 3))
+
+
+def test_p29_a_broken_exif_turns_nothing() -> None:
+    file = io.BytesIO()
+    pixels = np.random.default_rng(0).integers(0, 255, (64, 48, 3), np.uint8)
+    PIL.Image.fromarray(pixels).save(file, "PNG")
+    data = file.getvalue()
+    chunk = b"eXIf" + b"II*\0\xff\xff\xff\xff broken"
+    chunk = (len(chunk) - 4).to_bytes(4) + chunk + zlib.crc32(chunk).to_bytes(4)
+    end = data.index(b"IEND") - 4
+    assert np.array_equal(decode_image(data[:end] + chunk + data[end:]), pixels)
+    with pytest.raises(InvalidRequest, match="not a readable PNG or JPEG"):  # of the picture itself
+        decode_image(data[:33] + chunk + data[33 : end - 60])

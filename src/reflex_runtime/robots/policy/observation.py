@@ -38,6 +38,8 @@ PNG_START = b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR"
 RGB_8 = b"\x08\x02\0\0\0"  # what its header has behind the size
 JPEG_START = b"\xff\xd8\xff"
 JPEG_SCAN = b"\xff\xda"  # stands in front of every scan, and never within one
+MAX_PARTS = 4096  # of a PNG or JPEG that are looked at for EXIF; encoders write some hundred of 8 kB at most
+ORIENTATION = 0x0112  # tag of EXIF; a value beyond 1 means that the picture is to be turned or mirrored
 
 
 class Doubt(NamedTuple):
@@ -180,22 +182,27 @@ def decode_image(
     """A PNG or JPEG as uint8 [height, width, 3]; InvalidRequest when it is neither, broken, or above 4096².
 
     size: (height, width) of the result; None keeps the size. resize: see `resize_image`. A JPEG that is at least twice
-    as large is decoded at 1/2, 1/4 or 1/8 of its size first, unless pixels are sampled. Only one picture is in memory
-    at full size, in the mode of the file.
+    as large is decoded at 1/2, 1/4 or 1/8 of its size first, unless pixels are sampled. It is turned as its EXIF says.
+    Only one picture is in memory at full size, in the mode of the file; two where it is turned.
     """
     import PIL.Image
 
     try:
-        fast = _png(data) if data.startswith(PNG_START) else _jpeg(data, field, size, resize)
+        fast, exif = None, _has_exif(data)
+        if not exif:
+            fast = _png(data) if data.startswith(PNG_START) else _jpeg(data, field, size, resize)
         if fast is not None:
             return fast if size is None else resize_image(fast, *size, resize)
         with _opened(data, field) as image:
+            turn = _turn(image) if exif else None
             if size is not None and image.format == "JPEG" and resize not in _SAMPLED:
-                image.draft(None, size[::-1])
+                image.draft(None, size if turn in _SIDEWAYS else size[::-1])
             if image.mode.startswith("I"):  # 16 bits of grey: a conversion would cut off instead of scale
                 whole = PIL.Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
             else:
                 whole = image if image.mode in ("RGB", "L") else image.convert("L" if image.mode == "1" else "RGB")
+            if turn is not None:
+                whole = whole.transpose(PIL.Image.Transpose(turn))
             if size is not None:
                 whole = _fitted(whole, *size, resize)
             return np.asarray(whole if whole.mode == "RGB" else whole.convert("RGB"))
@@ -205,8 +212,44 @@ def decode_image(
         raise InvalidRequest(f"{field}: not a readable PNG or JPEG image", field) from error
 
 
+_TURNS: Final = {2: 0, 3: 3, 4: 1, 5: 5, 6: 4, 7: 6, 8: 2}  # by the orientation, as `PIL.Image.Transpose` counts
+_SIDEWAYS: Final = {_TURNS[orientation] for orientation in (5, 6, 7, 8)}
+
+
+def _has_exif(data: bytes) -> bool:
+    """Whether a PNG or JPEG may have EXIF, by the outline of the file; True where that is unusual."""
+    if data.startswith(PNG_START):
+        at = 8
+        for _ in range(MAX_PARTS):
+            kind = data[at + 4 : at + 8]
+            if kind in (b"IEND", b"eXIf", b""):
+                return kind == b"eXIf"
+            at += 12 + int.from_bytes(data[at : at + 4])
+    elif data.startswith(JPEG_START):
+        at = 2
+        for _ in range(MAX_PARTS):
+            if data[at : at + 2] == JPEG_SCAN:
+                return False
+            if data[at + 4 : at + 10] == b"Exif\0\0":
+                return True
+            at += 2 + int.from_bytes(data[at + 2 : at + 4])
+    return True
+
+
+def _turn(image: Any) -> int | None:
+    """How to turn an open picture so that it is seen as the camera was held; None for not at all. A broken EXIF turns
+    nothing."""
+    if image.format == "PNG":
+        image.load()  # it may have its EXIF at the end; below, an error of the picture would be taken for one of that
+    try:
+        return _TURNS.get(image.getexif().get(ORIENTATION))
+    except Exception:  # as many classes as broken files
+        return None
+
+
 def image_size(data: bytes, field: str = "image") -> tuple[int, int]:
-    """(height, width) of a PNG or JPEG by its header alone; InvalidRequest when it is neither, or above 4096²."""
+    """(height, width) of a PNG or JPEG by its header alone, before it is turned; InvalidRequest when it is neither, or
+    above 4096²."""
     found = _png_size(data) or _jpeg_size(data)
     if found is None:
         with _opened(data, field) as image:
