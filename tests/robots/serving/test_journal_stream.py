@@ -203,7 +203,7 @@ def test_x4_tune_says_what_it_cannot_watch(server: Server, capsys: pytest.Captur
         ([url], "wants a key: --api-key KEY"),
         ([url, "--api-key", "s3cret", "--seconds", "0"], "--seconds=0: must be from 1 to 600"),
         ([url, "--api-key", "s3cret", "--seconds", "1"], f"{url}: 0 requests came to the scheduler; too few"),
-        ([f"{url}/x", "--api-key", "s3cret", "--seconds", "1"], "has no /diagnostics/journal; is it a policy server"),
+        ([f"{url}/x", "--api-key", "s3cret", "--seconds", "1"], "has no /diagnostics/journal; is it a server"),
         (["http://127.0.0.1:1"], "nothing listens there"),
     ):
         assert main(["tune", *words]) == 2

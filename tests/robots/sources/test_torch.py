@@ -16,7 +16,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from reflex_runtime.core.errors import ConfigError  # noqa: E402
+from reflex_runtime.core.errors import ConfigError, ProcessorError  # noqa: E402
 from reflex_runtime.core.request import Request  # noqa: E402
 from reflex_runtime.robots import (  # noqa: E402
     DecomposedPolicy,
@@ -29,7 +29,7 @@ from reflex_runtime.robots import (  # noqa: E402
 )
 from reflex_runtime.robots.serving.slots import device_of, load  # noqa: E402
 from reflex_runtime.robots.sources.load import read_source  # noqa: E402
-from reflex_runtime.robots.sources.torch_models import TorchPrefix, TorchStaged, TorchWhole, weights_of  # noqa: E402
+from reflex_runtime.robots.sources.torch_models import TorchPrefix, TorchStaged, TorchWhole, taken, weights_of  # noqa: E402
 from reflex_runtime.run.onnx_session import CUDA  # noqa: E402
 from reflex_runtime.settings import ServeConfig  # noqa: E402
 from serving.harness import Server  # noqa: E402
@@ -243,3 +243,14 @@ def test_p20_a_module_gets_masks_history_and_the_mask_of_tokens() -> None:
         "tokens": ((1, 4), torch.int64),
         "token_mask": ((1, 4), torch.bool),
     }
+
+
+@pytest.mark.parametrize(
+    ("answer", "told"),
+    [(None, "NoneType"), ([1.0], "list"), (torch.zeros(1, dtype=torch.complex64), "torch.complex64")],
+)
+def test_what_is_no_tensor_of_numbers_is_no_answer(answer: Any, told: str) -> None:
+    """A complex one would lose its imaginary part."""
+    with pytest.raises(ProcessorError, match=f"the module answered {told} where a tensor of numbers is expected"):
+        taken(answer)
+    assert taken(torch.arange(3)).tolist() == [0.0, 1.0, 2.0]

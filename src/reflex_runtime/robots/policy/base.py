@@ -285,6 +285,22 @@ class Policy(BaseProcessor):
         if not ticket.cancel_requested and ticket.state is not TicketState.SETTLED:  # no robot gets its chunk
             self.history.remember(observation.episode_id, observation.moment)
 
+    def _actions(self, rows: Sequence[Observation], x: NDArray[Any]) -> NDArray[np.float32]:
+        """What the model answered to these, in the robot's units; ProcessorError unless it is what the policy declares.
+
+        Each call is looked at: a robot would execute the actions of another row, or of other joints.
+        """
+        spec = self.spec
+        wanted, found = (len(rows), spec.chunk_size, spec.action_dim), x
+        if x.dtype.kind in "fiu" and x.ndim == 3 and x.shape[-1] in (spec.action_dim, spec.x_dim):
+            found = self.model.finish(rows, x)
+            if found.shape == wanted:
+                return found
+        other = f"{found.dtype}{list(found.shape)}"
+        raise ProcessorError(
+            f"{spec.source}: the model answered {other}, not {list(wanted)} (rows, chunk_size, action_dim)"
+        )
+
     def _noise(self, observation: Observation) -> NDArray[np.float32]:
         return noise_of(observation.seed, self.spec.horizon, self.spec.x_dim)
 
@@ -352,9 +368,7 @@ class MonolithicPolicy(Policy):
         seen: list[Observation] = [ticket.request.payload for ticket in batch.grants]
         noise = stacked([self._noise(observation) for observation in seen]) if self.spec.takes_noise else None
         self.model.notes = batch.notes
-        actions = self.model.finish(seen, self.model.chunk(seen, noise))
-        if len(actions) != len(seen):
-            raise ProcessorError(f"{self.spec.source}: the model answered {len(actions)} rows for {len(seen)}")
+        actions = self._actions(seen, self.model.chunk(seen, noise))
         steps = self.spec.num_denoising_steps
         if self.history is not None:
             for ticket in batch.grants:

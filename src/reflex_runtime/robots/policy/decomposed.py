@@ -234,7 +234,7 @@ class DecomposedPolicy(Policy):
         if not flows:
             return {}
         seen: list[Observation] = [ticket.request.payload for ticket in flows]
-        actions = self.model.finish(seen, stacked([flow.x for flow in flows.values()]))
+        actions = self._actions(seen, stacked([flow.x for flow in flows.values()]))
         chunks = {}
         for (ticket, flow), observation, row in zip(flows.items(), seen, actions, strict=True):
             report = None if observation.anchor is None else observation.anchor.report

@@ -16,7 +16,7 @@ from typing import Any, Final, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.core.errors import ConfigError, ProcessorError
 from reflex_runtime.robots.policy.model import StagedModel, WholeModel
 from reflex_runtime.robots.policy.observation import Observation
 from reflex_runtime.robots.policy.spec import DeviceOptions, PolicySpec
@@ -200,8 +200,14 @@ def torch_device(device: DeviceOptions) -> str:
     return name
 
 
+_WHOLE: Final = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+
+
 def taken(tensor: Tensor) -> Floats:
     """A tensor as float32 on the host, in memory of its own."""
+    if not isinstance(tensor, torch.Tensor) or not (tensor.is_floating_point() or tensor.dtype in _WHOLE):
+        kind = tensor.dtype if isinstance(tensor, torch.Tensor) else type(tensor).__name__
+        raise ProcessorError(f"the module answered {kind} where a tensor of numbers is expected")
     array: Floats = tensor.detach().to(device="cpu", dtype=torch.float32, copy=True).numpy()
     return array
 
