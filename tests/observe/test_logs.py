@@ -65,3 +65,16 @@ def test_x6_no_text_of_others_begins_a_line_or_commands_a_terminal() -> None:
     assert [line[:4] for line in text.splitlines()] == ["ERRO"] + ["    "] * (len(text.splitlines()) - 1)
     assert "\x1b" not in text
     assert text.isascii()
+
+
+def test_x6_a_text_of_any_length_is_a_short_one_in_the_log() -> None:
+    """A model may raise with all of its input in the words."""
+    try:
+        raise RuntimeError("a" + "\n" * 5_000_000 + "z")
+    except RuntimeError:
+        record = logging.LogRecord("reflex", logging.ERROR, "", 1, "%s", ("x" * 5_000_000,), sys.exc_info())
+    for form in (TextLog("%(message)s"), JsonLog()):
+        text = form.format(record)
+        assert len(text) < 150_000
+        assert " characters … " in text or " characters \\u2026 " in text
+    assert text.count("\n") == 0

@@ -26,6 +26,7 @@ from reflex_runtime.observe.trace_context import current_span
 
 PLAIN: Final = "%(asctime)s %(levelname)s %(name)s %(message)s"
 WAITING: Final = 1 << 20  # the most bytes that wait for a slow reader
+LONGEST: Final = 1 << 14  # characters of a text in the log: a model may raise one of any length
 LAST_WORDS_S: Final = 1.0  # seconds that a process which ends gives its reader
 
 
@@ -76,9 +77,17 @@ def finish() -> None:
                 stream.flush()
 
 
+def cut(text: str) -> str:
+    """The beginning and the end of a long text."""
+    if len(text) <= LONGEST:
+        return text
+    return f"{text[: LONGEST // 2]} … {len(text) - LONGEST} characters … {text[-LONGEST // 2 :]}"
+
+
 def escaped(text: str) -> str:
     """The text with its control characters as escapes. Line ends stay, and what follows one is indented, so that no
     text of others begins a line of the log."""
+    text = cut(text)
     if text.isprintable():
         return text
     return "\n    ".join(
@@ -228,7 +237,7 @@ class JsonLog(logging.Formatter):
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="microseconds"),
             "level": record.levelname,
             "logger": record.name,
-            "message": record.getMessage(),
+            "message": cut(record.getMessage()),
             "pid": record.process,
             "thread": record.threadName,
         }
@@ -238,6 +247,6 @@ class JsonLog(logging.Formatter):
             told["settings"] = record.__dict__["settings"]
         error = record.exc_info[1] if record.exc_info else None
         if record.exc_info and error is not None:
-            told |= {"error": type(error).__name__, "error_message": str(error)}
-            told["traceback"] = self.formatException(record.exc_info)
+            told |= {"error": type(error).__name__, "error_message": cut(str(error))}
+            told["traceback"] = cut(self.formatException(record.exc_info))
         return json.dumps(told, default=str)  # ASCII: whatever the encoding of standard error
