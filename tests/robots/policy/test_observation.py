@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import pickle
+import subprocess
+import sys
 import zlib
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,9 @@ import PIL.ImageOps
 import pytest
 
 from reflex_runtime.robots import Export, InvalidRequest, Policy, decode_image, load_policy, noise_of, seed_of
-from reflex_runtime.robots.policy.observation import resize_image
+from reflex_runtime.robots.policy import observation
+from reflex_runtime.robots.policy.observation import MAX_SIDE, resize_image
+from reflex_runtime.robots.policy.spec import Resize
 from robots.tiny import picture, write_export
 from serving.exports import write_tiny
 
@@ -107,6 +111,68 @@ def test_h4_an_image_above_4096_squared_is_refused_before_it_is_decompressed(mon
     monkeypatch.setattr(PIL.Image.Image, "convert", lambda *a: pytest.fail("it was decompressed"))
     with pytest.raises(InvalidRequest, match="4097×4096 pixels"):
         decode_image(out.getvalue())
+
+
+@pytest.mark.parametrize(("width", "height"), [(MAX_SIDE + 1, 1), (1, MAX_SIDE + 1), (4096 * 4096, 1)])
+def test_h4_a_picture_has_a_longest_side(width: int, height: int, policy: Policy) -> None:
+    """As PNG, as JPEG where it can be so large, and as an array: a filter has weights for each pixel of a side."""
+    flat = np.zeros((height, width, 3), np.uint8)
+    sent: list[Any] = [flat, encoded(flat, "PNG"), encoded(flat[..., 0], "PNG")]
+    if max(width, height) < 65536:
+        sent += [encoded(flat, "JPEG"), encoded(flat[..., 0], "JPEG")]
+    for image in sent:
+        with pytest.raises(InvalidRequest, match=f"image: {width}×{height} pixels, .* and {MAX_SIDE} on a side"):
+            policy.prepare(**(FINE | {"images": {"image": image}}))
+
+
+@pytest.mark.parametrize("resize", ["stretch", "pad", "pad-lerobot"])
+@pytest.mark.parametrize("mode", ["RGB", "RGBA", "P", "L", "LA", "1", "I;16"])
+def test_h4_a_large_picture_is_converted_in_parts_to_the_same_pixels(
+    mode: str, resize: Resize, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng = np.random.default_rng(0)
+    if mode == "I;16":
+        picture = PIL.Image.fromarray(rng.integers(0, 1 << 16, (700, 900)).astype(np.uint16))
+    else:
+        picture = PIL.Image.fromarray(rng.integers(0, 256, (700, 900, 3), np.uint8)).convert(mode)
+    data = io.BytesIO()
+    picture.save(data, "PNG", compress_level=1)
+    sizes = (None, (64, 48), (700, 900), (1024, 1024))
+    monkeypatch.setattr(observation, "SMALL_PIXELS", 0)  # not by another library
+    at_once = [decode_image(data.getvalue(), "image", size, resize) for size in sizes]
+    monkeypatch.setattr(observation, "BAND_PIXELS", 900 * 100 + 1)
+    for whole, size in zip(at_once, sizes, strict=True):
+        parts = decode_image(data.getvalue(), "image", size, resize)
+        assert np.abs(parts.astype(int) - whole).max() <= (resize != "pad-lerobot" and size is not None)
+
+
+@pytest.mark.parametrize(("mode", "resize", "most"), [("LA", "stretch", 4.0), ("P", "pad-lerobot", 1.0)])
+def test_h4_a_large_picture_is_in_memory_once(mode: str, resize: Resize, most: float) -> None:
+    """In the mode of its file, and a part of it in the one that is needed: at most 4 bytes a pixel, and some."""
+    data = io.BytesIO()
+    PIL.Image.new(mode, (4096, 4096)).save(data, "PNG", compress_level=1)
+    took = subprocess.run(
+        [sys.executable, "-c", PEAK, resize], input=data.getvalue(), capture_output=True, check=True, timeout=120
+    ).stdout
+    assert int(took) / 4096**2 < most + 1.0
+
+
+PEAK = """
+import sys
+from pathlib import Path
+from reflex_runtime.robots.policy.observation import decode_image, warm_decoders
+
+def peak(key):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(key))
+
+data = sys.stdin.buffer.read()
+warm_decoders()
+Path("/proc/self/clear_refs").write_text("5")
+before = peak("VmRSS")
+decode_image(data, "image", (224, 224), sys.argv[1])
+print(peak("VmHWM") - before)
+"""
 
 
 def test_h1_one_image_may_be_called_image_and_strange_ones_are_ignored(policy: Policy) -> None:

@@ -12,7 +12,7 @@ import hashlib
 import io
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, NamedTuple
 
@@ -29,11 +29,13 @@ Sent = bytes | NDArray[Any]  # an image as it comes: PNG or JPEG bytes, or an ar
 CacheUse = Literal["hit", "hit_stale", "miss", "off"]
 
 MAX_IMAGE_PIXELS = 4096 * 4096
+MAX_SIDE = 16_384  # a filter of Pillow's takes 16 bytes for each pixel of a side, for each of the result
 MAX_REQUEST_PIXELS = 2 * MAX_IMAGE_PIXELS  # of all images of a request that the policy uses
 IMAGE_MASK = "image_mask/"  # the role of an image's mask is this and the image's name
 _SAMPLED: frozenset[Resize] = frozenset({"pad-lerobot", "pad-smolvla"})
 MAX_SCANS = 64  # of a progressive JPEG; encoders write about ten, and each is a pass over the whole picture
 SMALL_PIXELS = 1 << 19  # of a PNG, 3 ms
+BAND_PIXELS = 1 << 20  # of a picture, that are converted to the mode they are needed in at a time
 PNG_START = b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR"
 RGB_8 = b"\x08\x02\0\0\0"  # what its header has behind the size
 JPEG_START = b"\xff\xd8\xff"
@@ -158,7 +160,7 @@ def pixels_of(sent: Any, field: str = "image") -> int:
     """The work of decoding an image, in pixels of a PNG: of a PNG or JPEG by its header alone, or of uint8 [h, w, 3].
 
     A JPEG counts a 32nd of its pixels for each of its scans, because it is decoded at a fraction of its size if less is
-    needed. InvalidRequest if it is none of these, broken, above 4096² pixels or of more than 64 scans.
+    needed. InvalidRequest if it is none of these, broken, too large (see `_checked_size`) or of more than 64 scans.
     """
     if isinstance(sent, bytes | bytearray | memoryview):
         data = bytes(sent)
@@ -171,22 +173,19 @@ def pixels_of(sent: Any, field: str = "image") -> int:
     if not isinstance(sent, np.ndarray) or sent.dtype != np.uint8 or sent.ndim != 3 or sent.shape[2] != 3:
         raise InvalidRequest(f"{field}: must be uint8 [height, width, 3]", field)
     pixels = sent.shape[0] * sent.shape[1]
-    if not 0 < pixels <= MAX_IMAGE_PIXELS:
-        raise InvalidRequest(f"{field}: must have between 1 and 4096×4096 pixels", field)
+    _checked_size(sent.shape[0], sent.shape[1], field)
     return pixels // 8
 
 
 def decode_image(
     data: bytes, field: str = "image", size: tuple[int, int] | None = None, resize: Resize = "stretch"
 ) -> Image:
-    """A PNG or JPEG as uint8 [height, width, 3]; InvalidRequest when it is neither, broken, or above 4096².
+    """A PNG or JPEG as uint8 [height, width, 3]; InvalidRequest when it is neither, broken, or too large.
 
     size: (height, width) of the result; None keeps the size. resize: see `resize_image`. A JPEG that is at least twice
     as large is decoded at 1/2, 1/4 or 1/8 of its size first, unless pixels are sampled. It is turned as its EXIF says.
-    Only one picture is in memory at full size, in the mode of the file; two where it is turned.
+    Only one picture is in memory at full size, in its file's mode: at most 4 bytes a pixel; two where it is turned.
     """
-    import PIL.Image
-
     try:
         fast, exif = None, _has_exif(data)
         if not exif:
@@ -197,15 +196,8 @@ def decode_image(
             turn = _turn(image) if exif else None
             if size is not None and image.format == "JPEG" and resize not in _SAMPLED:
                 image.draft(None, size if turn in _SIDEWAYS else size[::-1])
-            if image.mode.startswith("I"):  # 16 bits of grey: a conversion would cut off instead of scale
-                whole = PIL.Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
-            else:
-                whole = image if image.mode in ("RGB", "L") else image.convert("L" if image.mode == "1" else "RGB")
-            if turn is not None:
-                whole = whole.transpose(PIL.Image.Transpose(turn))
-            if size is not None:
-                whole = _fitted(whole, *size, resize)
-            return np.asarray(whole if whole.mode == "RGB" else whole.convert("RGB"))
+            upright = image if turn is None else image.transpose(turn)
+            return _whole(upright) if size is None else _fitted(upright, *size, resize)
     except InvalidRequest:
         raise
     except Exception as error:  # Pillow raises OSError, SyntaxError, ValueError, struct.error … on broken files
@@ -249,7 +241,7 @@ def _turn(image: Any) -> int | None:
 
 def image_size(data: bytes, field: str = "image") -> tuple[int, int]:
     """(height, width) of a PNG or JPEG by its header alone, before it is turned; InvalidRequest when it is neither, or
-    above 4096²."""
+    too large."""
     found = _png_size(data) or _jpeg_size(data)
     if found is None:
         with _opened(data, field) as image:
@@ -281,8 +273,10 @@ def _opened(data: bytes, field: str) -> Any:
 
 
 def _checked_size(height: int, width: int, field: str) -> tuple[int, int]:
-    if not 0 < width * height <= MAX_IMAGE_PIXELS:
-        raise InvalidRequest(f"{field}: {width}×{height} pixels, at most 4096×4096 are accepted", field)
+    """Rows of one pixel, and columns, cost more to decode and to resize than their pixels say: sides have a bound."""
+    if not 0 < width * height <= MAX_IMAGE_PIXELS or max(width, height) > MAX_SIDE:
+        most = f"at most 4096×4096 are accepted, and {MAX_SIDE} on a side"
+        raise InvalidRequest(f"{field}: {width}×{height} pixels, {most}", field)
     return height, width
 
 
@@ -296,7 +290,7 @@ def _png_size(data: bytes) -> tuple[int, int] | None:
 def _png(data: bytes) -> Image | None:
     """A small ordinary PNG in 2/5 of Pillow's time, with the interpreter's lock; None for others, and broken ones."""
     found = _png_size(data)
-    if found is None or found[0] * found[1] > SMALL_PIXELS:
+    if found is None or found[0] * found[1] > SMALL_PIXELS or max(found) > MAX_SIDE:
         return None
     import kornia_rs
 
@@ -349,41 +343,117 @@ def resize_image(image: Image, height: int, width: int, resize: Resize = "stretc
     """
     if image.shape[:2] == (height, width):
         return image
+    if resize in _SAMPLED:  # as one of Pillow's it would be in memory once more
+        inner = _inner(image.shape[1], image.shape[0], height, width, resize)
+        return _padded(_sampled(image.__getitem__, image.shape[:2], *inner), height, width, resize)
     import PIL.Image
 
-    return np.asarray(_fitted(PIL.Image.fromarray(image), height, width, resize))
+    return _fitted(PIL.Image.fromarray(image), height, width, resize)
 
 
-def _fitted(image: Any, height: int, width: int, resize: Resize) -> Any:
-    import PIL.Image
+def _fitted(image: Any, height: int, width: int, resize: Resize) -> Image:
+    """A picture of Pillow's, in any mode."""
+    inner = _inner(image.width, image.height, height, width, resize)
+    if image.size == inner:
+        return _padded(_whole(image), height, width, resize)
+    if resize in _SAMPLED:
+        pixels = _sampled(lambda rows: _rows(image, rows), (image.height, image.width), *inner)
+    else:
+        pixels = np.asarray(_resized(image, *inner))
+    return _padded(pixels, height, width, resize)
 
-    if image.size == (width, height):
-        return image
-    ratio = max(image.width / width, image.height / height)
-    inner = (width, height)
-    if resize != "stretch":
-        inner = (max(1, int(image.width / ratio)), max(1, int(image.height / ratio)))
-    resized = _sampled(image, *inner) if resize in _SAMPLED else image.resize(inner, PIL.Image.Resampling.BILINEAR)
-    if inner == (width, height):
-        return resized
-    padded = PIL.Image.new(resized.mode, (width, height), 0)
-    left, top = width - inner[0], height - inner[1]
-    padded.paste(resized, (left, top) if resize == "pad-smolvla" else (left // 2, top // 2))
+
+def _inner(wide: int, high: int, height: int, width: int, resize: Resize) -> tuple[int, int]:
+    """(width, height) of a picture of that size within the result."""
+    if resize == "stretch" or (wide, high) == (width, height):
+        return width, height
+    ratio = max(wide / width, high / height)
+    return max(1, int(wide / ratio)), max(1, int(high / ratio))
+
+
+def _padded(pixels: NDArray[np.uint8], height: int, width: int, resize: Resize) -> Image:
+    """The pixels in black, three times where they are grey."""
+    if pixels.ndim == 2:
+        pixels = np.repeat(pixels[..., None], 3, axis=2)
+    down, right = height - pixels.shape[0], width - pixels.shape[1]
+    if not (down or right):
+        return pixels
+    top, left = (down, right) if resize == "pad-smolvla" else (down // 2, right // 2)
+    padded = np.zeros((height, width, 3), np.uint8)
+    padded[top : top + pixels.shape[0], left : left + pixels.shape[1]] = pixels
     return padded
 
 
-def _sampled(image: Any, width: int, height: int) -> Any:
-    """Each pixel between the four nearest of the original; what PyTorch's `interpolate` gives, to half a level."""
+def _plain(image: Any) -> Any:
+    """In grey or in colours."""
     import PIL.Image
 
-    pixels = np.asarray(image)
-    (y, y_next, y_share), (x, x_next, x_share) = _nearest(len(pixels), height), _nearest(pixels.shape[1], width)
-    more = (1,) * (pixels.ndim - 2)  # of the colours, where there are any
-    above = pixels[y].astype(np.float32)
-    rows = above + y_share.reshape(-1, 1, *more) * (pixels[y_next] - above)
-    left = rows.take(x, axis=1)
-    between = left + x_share.reshape(1, -1, *more) * (rows.take(x_next, axis=1) - left)
-    return PIL.Image.fromarray((between + np.float32(0.5)).astype(np.uint8), image.mode)
+    if image.mode.startswith("I"):  # 16 bits of grey: a conversion would cut off instead of scale
+        return PIL.Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+    return image if image.mode in ("RGB", "L") else image.convert("L" if image.mode == "1" else "RGB")
+
+
+def _bands(image: Any) -> Iterator[tuple[int, Any]]:
+    """(first row, its part) of a picture in parts, in grey or in colours: one part where nothing is converted."""
+    step = max(1, BAND_PIXELS // image.width)
+    if image.mode in ("RGB", "L") or image.height <= step:
+        yield 0, _plain(image)
+        return
+    for top in range(0, image.height, step):
+        yield top, _plain(image.crop((0, top, image.width, min(top + step, image.height))))
+
+
+def _whole(image: Any) -> Image:
+    """In colours, at its size."""
+    bands = ((top, np.asarray(band if band.mode == "RGB" else band.convert("RGB"))) for top, band in _bands(image))
+    _, first = next(bands)
+    if len(first) == image.height:
+        return first
+    pixels = np.empty((image.height, image.width, 3), np.uint8)
+    pixels[: len(first)] = first
+    for top, band in bands:
+        pixels[top : top + len(band)] = band
+    return pixels
+
+
+def _resized(image: Any, width: int, height: int) -> Any:
+    """Bilinear. Where it is converted, rows are narrowed band by band before columns are shortened, whatever order
+    Pillow takes; what is in between is rounded, so levels may differ by one."""
+    import PIL.Image
+
+    bilinear, narrow = PIL.Image.Resampling.BILINEAR, None
+    for top, band in _bands(image):
+        if band.height == image.height:
+            return band.resize((width, height), bilinear)
+        narrow = narrow or PIL.Image.new(band.mode, (width, image.height))
+        narrow.paste(band.resize((width, band.height), bilinear), (0, top))
+    assert narrow is not None
+    return narrow.resize((width, height), bilinear)
+
+
+def _rows(image: Any, rows: NDArray[np.intp]) -> NDArray[np.uint8]:
+    """Some rows of a picture; those of a large one are taken one by one, because as an array it is in memory twice."""
+    if image.width * image.height <= BAND_PIXELS:
+        return np.asarray(_plain(image))[rows]
+    return np.concatenate([np.asarray(_plain(image.crop((0, row, image.width, row + 1)))) for row in rows.tolist()])
+
+
+def _sampled(
+    take: Callable[[NDArray[np.intp]], NDArray[np.uint8]], size: tuple[int, ...], width: int, height: int
+) -> NDArray[np.uint8]:
+    """Each pixel between the four nearest of the original; what PyTorch's `interpolate` gives, to half a level.
+
+    take: returns rows of the original. size: (height, width) of it.
+    """
+    (y, y_next, y_share), (x, x_next, x_share) = _nearest(size[0], height), _nearest(size[1], width)
+    above, below = take(y), take(y_next)
+    more = (1,) * (above.ndim - 2)  # of the colours, where there are any
+    sides = []
+    for column in (x, x_next):
+        upper = above.take(column, axis=1).astype(np.float32)
+        sides.append(upper + y_share.reshape(-1, 1, *more) * (below.take(column, axis=1) - upper))
+    between: NDArray[np.float32] = sides[0] + x_share.reshape(1, -1, *more) * (sides[1] - sides[0])
+    return (between + np.float32(0.5)).astype(np.uint8)
 
 
 def _nearest(size: int, wanted: int) -> tuple[NDArray[np.intp], NDArray[np.intp], NDArray[np.float32]]:
