@@ -14,13 +14,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from websockets.sync.client import connect
 
 from reflex_runtime.robots.serving.runtime import PolicyRuntime
 from reflex_runtime.settings import ServeConfig
 from reflex_runtime.web import app as application
 from reflex_runtime.web import connections as module
 from reflex_runtime.web.app import App
-from reflex_runtime.web.connections import most_connections
+from reflex_runtime.web.connections import AddressShares, most_connections
 from reflex_runtime.web.errors import PLAIN
 from reflex_runtime.web.request import HttpRequest, HttpResponse, Route
 from serving.harness import PATIENCE, STATE, Answer, Server, encode, parse_answers, read_all, refusal
@@ -160,6 +161,45 @@ def test_l9_max_connections_refuses_the_newest_in_the_form_of_the_api() -> None:
             (refused,) = parse_answers(read_all(second))
         assert (refused.status, toy.error(refused)["code"]) == (503, "overloaded")
         assert refused.headers["x-should-retry"] == "true"
+
+
+def test_h10_max_connections_per_address_refuses_the_newest_of_that_address_alone(tiny: Path) -> None:
+    with Server(tiny, "--max-connections-per-address", "2") as server:
+        where = ("127.0.0.1", server.port)
+        with connect(f"ws://127.0.0.1:{server.port}/openpi/policy") as robot, server.connect():
+            robot.recv()  # a websocket counts as what it was before
+            (refused,) = parse_answers(server.raw(b""))
+            assert (refused.status, refused.code, refused.headers["retry-after"]) == (503, "overloaded", "1")
+            assert refused.json["message"].startswith("2 connections of your address are open")
+            with socket.create_connection(where, PATIENCE, ("127.0.0.2", 0)) as neighbour:
+                neighbour.sendall(HEALTH)
+                assert neighbour.recv(12) == b"HTTP/1.1 200"
+        assert "of 127.0.0.1 are open (--max-connections-per-address)" in server.wait_log("(--max-conn")
+        with server.connect():
+            server.wait_until(lambda: server.raw(HEALTH)[9:12] == b"200")  # it has seen that both have left
+
+
+def test_l9_max_connections_per_address_is_the_same_for_a_model() -> None:
+    with Toy(max_connections_per_address=1) as toy, socket.create_connection(("127.0.0.1", toy.port)) as held:
+        held.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert held.recv(65536).startswith(b"HTTP/1.1 200")
+        with socket.create_connection(("127.0.0.1", toy.port), timeout=PATIENCE) as second:
+            (refused,) = parse_answers(read_all(second))
+        assert (refused.status, toy.error(refused)["code"]) == (503, "overloaded")
+
+
+def test_h10_the_shares_of_addresses_end_with_their_connections() -> None:
+    shares, six = AddressShares(1), "2001:db8:0:0:ffff::2"
+    for host in ("10.0.0.1", "::ffff:10.0.0.1", "2001:db8::1", six, "2001:db8:0:1::1", "fe80::1%eth0"):
+        shares.opened((host, 1))
+    over = {host: shares.over((host, 9)) for host in ("10.0.0.1", "2001:db8::7", "2001:db8:0:1::7", "fe80::2%eth0")}
+    assert over == {"10.0.0.1": 1, "2001:db8::7": 1, "2001:db8:0:1::7": 0, "fe80::2%eth0": 0}
+    for host in ("10.0.0.1", "::ffff:10.0.0.1", "2001:db8::1", "2001:db8::2", "2001:db8:0:1::1", "fe80::1%eth0"):
+        shares.closed((host, 1))
+    assert not shares._open
+    for number in range(3):
+        shares.opened(("unix", number))
+    assert shares.over(("unix", 3)) == 0
 
 
 def test_b19_a_server_with_128_descriptors_refuses_what_it_cannot_hold_and_goes_on(tiny: Path) -> None:

@@ -121,6 +121,11 @@ class ServerConfig:
     max_connections: int = option(
         4096, "most open connections; a further one is refused with 503 overloaded", low=1, high=1_000_000
     )
+    max_connections_per_address: int = option(
+        0, "most of them that one address may have open (of IPv6, a /64 network); 0 is no limit. Behind a proxy all "
+        "callers are one address",
+        low=0, high=1_000_000,
+    )
     idle_timeout_s: float = option(
         75.0, "a connection without a request is closed after this time", low=0.1, high=86_400, unit="s"
     )
