@@ -136,9 +136,12 @@ def test_h5_admin_key_guards_the_own_port_of_each_worker(tiny: Path, tmp_path: P
         tiny, "--replicas", "2", "--api-key", "callers", "--admin-key-file", str(tmp_path / "key"), supervised=True
     ) as server:
         for url in own_urls(server):
-            for key, status in (("", 401), ("callers", 401), ("operators", 200)):
-                request = urllib.request.Request(f"{url}/diagnostics/cost-model", headers=headers_of(key))
-                assert status_of(request) == status
+            requests = {
+                key: urllib.request.Request(f"{url}/diagnostics/cost-model", headers=headers_of(key))
+                for key in ("", "callers", "operators")
+            }
+            server.wait_until(lambda request=requests["operators"]: status_of(request) == 200)  # it is loaded
+            assert [status_of(requests[key]) for key in ("", "callers")] == [401, 401]
 
 
 def status_of(request: urllib.request.Request) -> int:
