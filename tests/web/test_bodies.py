@@ -29,7 +29,7 @@ from reflex_runtime.robots.serving.question import Question
 from reflex_runtime.robots.serving.runtime import PolicyRuntime
 from reflex_runtime.settings import LLMServeConfig
 from reflex_runtime.web.app import App
-from reflex_runtime.web.bodies import LARGE, Bodies, Seldom
+from reflex_runtime.web.bodies import LARGE, Bodies, Reading, Seldom
 from reflex_runtime.web.errors import Overloaded
 from serving.harness import PATIENCE, STATE
 from serving.in_process import Caller, nothing, with_app
@@ -427,3 +427,39 @@ def test_h1_a_picture_decoded_in_pieces_is_the_same_and_padding_stands_at_its_en
     for wrong in (piece + "==" + "AAAA", piece + "AA" + "A", piece + "!!", "A" * PIECE + "A==="):
         with pytest.raises(InvalidRequest, match="not base64"):
             _from_base64(wrong, "image")
+
+
+# -- messages of unknown size ------------------------------------------------------------------------------------------
+
+
+def test_w34_few_messages_of_unknown_size_are_read_at_a_time_and_a_slow_one_makes_room(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("reflex_runtime.web.bodies.STALLED", 0.01)
+
+    async def check() -> None:
+        reading, far = Reading(1), asyncio.get_running_loop().time() + PATIENCE
+        came: list[str] = []
+
+        async def read(name: str, sent: asyncio.Event) -> None:
+            async with reading.one(far):
+                await sent.wait()
+                came.append(name)
+
+        never, at_once = asyncio.Event(), asyncio.Event()
+        at_once.set()
+        first = asyncio.create_task(read("first", never))
+        await asyncio.sleep(0)
+        stalled = asyncio.create_task(read("stalled", never))
+        await asyncio.sleep(0)
+        last = asyncio.create_task(read("last", at_once))
+        await asyncio.gather(first, stalled, last, return_exceptions=True)
+        assert [type(task.exception()) for task in (first, stalled, last)] == [TimeoutError, TimeoutError, type(None)]
+        assert came == ["last"]
+        with pytest.raises(TimeoutError):
+            async with reading.one(asyncio.get_running_loop().time() + 0.01):
+                await never.wait()
+        async with reading.one(far):
+            came.append("again")
+
+    asyncio.run(check())

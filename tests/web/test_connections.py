@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 from websockets.sync.client import connect
 
+from reflex_runtime.cli import main
 from reflex_runtime.robots.serving.runtime import PolicyRuntime
 from reflex_runtime.settings import ServeConfig
 from reflex_runtime.web import app as application
@@ -39,7 +40,9 @@ def test_max_connections_leaves_descriptors_to_others(
     monkeypatch.setattr(module.os, "listdir", lambda path: ["fd"] * 20)
     for allowed, asked, most in ((1024, 4096, 940), (1024, 940, 940), (64, 4096, 16), (resource.RLIM_INFINITY, 9, 9)):
         monkeypatch.setattr(resource, "getrlimit", lambda kind, allowed=allowed: (allowed, allowed))
+        most_connections.cache_clear()
         assert most_connections(asked) == most
+    most_connections.cache_clear()
     assert [record.message for record in caplog.records] == [
         "--max-connections=4096: the process may have 1024 open files, so it is 940",
         "--max-connections=4096: the process may have 64 open files, so it is 16",
@@ -326,6 +329,22 @@ def test_h10_ssl_certfile_and_ssl_keyfile_serve_tls(tiny: Path, certificate: tup
             sock.sendall(encode({"state": STATE}, {"Connection": "close"}))
             (answer,) = parse_answers(read_all(sock))
             assert answer.status == 200
+
+
+def test_h10_the_same_files_serve_tls_over_grpc(
+    tiny: Path, certificate: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cert, key = certificate
+    monkeypatch.setenv("GRPC_DEFAULT_SSL_ROOTS_FILE_PATH", str(cert))
+    monkeypatch.setenv("SSL_CERT_FILE", str(cert))
+    tls = ("--ssl-certfile", str(cert), "--ssl-keyfile", str(key))
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with Server(tiny, *tls, "--oip-grpc", f"localhost:{port}", until="ready on") as server:
+        for url in (f"grpcs://localhost:{port}", f"https://localhost:{server.port}"):
+            assert main(["probe", url, "--wire", "oip-grpc", "--json"]) == 0
+            assert json.loads(capsys.readouterr().out)["wires"][0]["works"]
+        assert main(["probe", f"grpc://localhost:{port}", "--wire", "oip-grpc", "--timeout-s", "1"]) == 1
 
 
 def test_h10_files_that_are_no_certificate_and_key_are_refused(tiny: Path, certificate: tuple[Path, Path]) -> None:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 
 HTTP: Final = ("http", "https")
+GRPC: Final = ("grpc", "grpcs")
 Pick: TypeAlias = Callable[..., Mapping[str, Any]]  # (announced, its part on observations) → arrays, and a text
 Shape: TypeAlias = tuple[int, ...]
 Ask: TypeAlias = Callable[[ServerAddress, str, float, Pick], Shape | None]  # key: "" for none; seconds of a step
@@ -104,7 +105,9 @@ def greet_grpc(method: str, server: ServerAddress, key: str, timeout: float, pic
     except ImportError:
         raise BadAnswer("grpcio is not installed: in a clone, pip install '.[grpc]'") from None
     try:
-        with grpc.insecure_channel(server.netloc) as channel:
+        trusted = grpc.ssl_channel_credentials() if server.secure else None
+        place = server.netloc
+        with grpc.secure_channel(place, trusted) if trusted else grpc.insecure_channel(place) as channel:
             secret = (("authorization", f"Bearer {key}"),) if key else ()
             channel.unary_unary(method)(b"", metadata=secret, timeout=timeout)
     except grpc.RpcError as error:
@@ -134,13 +137,13 @@ WIRES: Final[dict[str, ProbeWire]] = {
     "oip": ProbeWire("oip"),
     "vla-eval": ProbeWire("vla-eval"),
     "gr00t": ProbeWire("gr00t", greet_groot, (*HTTP, "tcp"), "gr00t"),
-    "oip-grpc": ProbeWire("oip", partial(greet_grpc, _OIP), (*HTTP, "grpc"), "oip_grpc"),
-    "lerobot": ProbeWire("lerobot", partial(greet_grpc, _LEROBOT), (*HTTP, "grpc"), "lerobot"),
+    "oip-grpc": ProbeWire("oip", partial(greet_grpc, _OIP), (*HTTP, *GRPC), "oip_grpc"),
+    "lerobot": ProbeWire("lerobot", partial(greet_grpc, _LEROBOT), (*HTTP, *GRPC), "lerobot"),
 }
 
 
 WIDE = 140  # columns where the output is no terminal and COLUMNS does not say
-SCHEMES = ("http", "https", "ws", "wss", "tcp", "grpc")
+SCHEMES = ("http", "https", "ws", "wss", "tcp", "grpc", "grpcs")
 
 _EPILOG = """\
 examples:
@@ -161,7 +164,7 @@ def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
         epilog=_EPILOG,
     )
     add = parser.add_argument
-    add("url", metavar="URL", help="where the server is: http, https, ws, wss (openpi), tcp (GR00T) or grpc")
+    add("url", metavar="URL", help="where the server is: http, https, ws, wss (openpi), tcp (GR00T), grpc or grpcs")
     add("--wire", metavar="NAME", action="append", help="only this one; may be given again")
     add_key(parser)
     add("--observation", metavar="FILE", help="an .npz file with the names of the wire (needs --wire)")
@@ -324,6 +327,8 @@ def listener(server: ServerAddress, setting: str, seen: ServerLook) -> ServerAdd
         option = f"--{setting.replace('_', '-')}"
         raise ConfigError(f"/config names no {option}: start the server with it, or give the listener's own URL")
     found = ServerAddress.of(seen.on[setting], SCHEMES)
+    if server.secure and found.scheme == SCHEMES[0]:  # HOST:PORT of gRPC, with the certificate of HTTP
+        found = replace(found, scheme="grpcs")
     return replace(found, host=server.host) if found.host in ("*", "0.0.0.0", "::") else found
 
 

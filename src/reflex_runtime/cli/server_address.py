@@ -57,7 +57,7 @@ class ServerAddress:
 
     @property
     def secure(self) -> bool:
-        return self.scheme in ("https", "wss")
+        return self.scheme in ("https", "wss", "grpcs")
 
     @property
     def netloc(self) -> str:

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from reflex_runtime.core.errors import Closed, ReflexError
 from reflex_runtime.web.access import Cors, Keys, Trust, answer_preflight, check_direct, is_preflight
-from reflex_runtime.web.bodies import STALLED, Bodies, Seldom
+from reflex_runtime.web.bodies import STALLED, Bodies, Reading, Seldom
 from reflex_runtime.web.errors import (
     CallerLeft,
     ErrorForm,
@@ -59,6 +59,8 @@ class WebSettings(Protocol):
     def allow_host(self) -> tuple[str, ...]: ...
     @property
     def max_bodies_mb(self) -> float: ...
+    @property
+    def max_body_bytes(self) -> int: ...
 
 
 class Lifespan(Protocol):
@@ -83,6 +85,7 @@ class App:
 
     asked: requests so far. active: those that are being answered, messages of other protocols too. closing: refuse
     POSTs, and close connections after their next answer. listeners: other than that of HTTP; they are closed last.
+    apart: connections that are theirs alone. reading: of messages of unknown size.
     marks: headers of every answer. all_left: in a drain, no connection is left. life: set by the server, for ASGI's
     lifespan.
     """
@@ -100,7 +103,8 @@ class App:
         self.routes, self.form, self._find, self._on_answer = dict(routes), form, find, on_answer
         self._missing = missing
         self.bodies = Bodies(int(settings.max_bodies_mb * 1e6), self._cut_stalled)
-        self.asked = self.active = 0
+        self.reading = Reading(max(1, self.bodies.most // settings.max_body_bytes))
+        self.asked = self.active = self.apart = 0
         self.closing = False
         self.listeners: list[Listener] = []
         self.marks: Headers = []
@@ -322,6 +326,12 @@ class App:
         if self.life is not None:
             await self.life.end()
         await send({"type": "lifespan.shutdown.complete"})
+
+    def give_apart(self, most: int) -> int:
+        """How many connections one more listener may have, of so many in all: a quarter of what HTTP has left."""
+        given = max(1, (most - self.apart) // 4)
+        self.apart += given
+        return given
 
     def close(self) -> None:
         """From now on refuse POSTs, and close every connection after its next answer."""

@@ -10,8 +10,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from math import inf
 from typing import Any, Final, Protocol, TypeVar
 
@@ -37,6 +38,42 @@ class Seldom:
         now = time.monotonic()
         before, self._last = self._last, now
         return now - before > self.QUIET
+
+
+class Reading:
+    """Messages whose size is not known before they are there: at most so many are read at a time. While others wait,
+    one that is read has STALLED seconds more."""
+
+    def __init__(self, most: int) -> None:
+        self._free = asyncio.Semaphore(most)
+        self._running: set[asyncio.Timeout] = set()
+        self._waiting = 0
+
+    @asynccontextmanager
+    async def one(self, until: float) -> AsyncIterator[None]:
+        """Read one in this block. TimeoutError when it has not come until then, by the loop's clock."""
+        async with asyncio.timeout_at(until) as limit:
+            self._waiting += 1
+            if self._free.locked():
+                self._hurry(self._running)
+            try:
+                await self._free.acquire()
+            finally:
+                self._waiting -= 1
+            self._running.add(limit)
+            if self._waiting:
+                self._hurry([limit])
+            try:
+                yield
+            finally:
+                self._running.discard(limit)
+                self._free.release()
+
+    def _hurry(self, limits: Iterable[asyncio.Timeout]) -> None:
+        soon = asyncio.get_running_loop().time() + STALLED
+        for limit in limits:
+            if not limit.expired():
+                limit.reschedule(min(limit.when() or inf, soon))
 
 
 class Holder(Protocol):

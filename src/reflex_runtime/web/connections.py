@@ -12,7 +12,7 @@ import os
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from ipaddress import IPv6Network, ip_address
 from itertools import count
 from math import inf
@@ -523,6 +523,7 @@ def connections_of(limits: ConnectionLimits) -> tuple[type[HttpConnection], type
     return http, socket
 
 
+@cache
 def most_connections(asked: int) -> int:
     """The setting, or fewer if the process has fewer file descriptors."""
     try:

@@ -3,18 +3,27 @@
 Messages are bytes here, so that they are counted and bounded before a wire parses them. A call is counted, its key
 checked, and its bytes held among the request bodies, until it is answered; one that its caller cancels ends as a
 cancelled coroutine.
+
+gRPC's core owns its sockets and reads with threads of its own, so its limits are set before it starts. All that HTTP
+has together is bounded here in parts:
+
+- A quarter of the connections that HTTP has left is the listener's. The core closes further ones as they are accepted.
+- Every method is a stream to the core: it reads WINDOW bytes of a call, and the rest when it is asked for a message. So
+  the key comes before the message. There are as many calls as windows fit in --max-bodies-mb.
+- The core allocates a whole message, and says its size when it is there: so few are read at a time, see `Reading`.
+- Connections without a call end after --idle-timeout-s, and those whose peer does not read, or is gone.
 """
 
 from __future__ import annotations
 
 import asyncio
 import errno
-import hmac
 import json
 import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any, Final
 
 import grpc
@@ -23,11 +32,13 @@ from google.protobuf.message import DecodeError
 
 from reflex_runtime.core.errors import Closed, ConfigError, ReflexError
 from reflex_runtime.settings import ServeConfig
-from reflex_runtime.web.access import keys_in
 from reflex_runtime.web.app import App
+from reflex_runtime.web.connections import most_connections
 from reflex_runtime.web.errors import BodyTooLarge, ClientError, Reported, TooSlow, Unauthorized, describe_error, known
 
 OVER: Final = 1.0  # seconds that callers have at the end to take their answers
+WINDOW: Final = 1 << 17  # bytes of a call that are read before they are asked for
+STREAMS: Final = 128  # calls of one connection
 _STATUS: Final = grpc.StatusCode
 _BY_CODE: Final = {
     "queue_full": _STATUS.RESOURCE_EXHAUSTED,
@@ -105,21 +116,40 @@ def check_free(address: str) -> None:
                     raise  # anything else is of one of several addresses, such as IPv6 where there is none
 
 
+def _add_port(server: Any, address: str, settings: ServeConfig) -> Any:
+    """The port; with the TLS of HTTP."""
+    if not settings.ssl_certfile:
+        return server.add_insecure_port(address)
+    certificates = Path(settings.ssl_certfile).read_bytes()
+    key = Path(settings.ssl_keyfile or settings.ssl_certfile).read_bytes()
+    return server.add_secure_port(address, grpc.ssl_server_credentials(((key, certificates),)))
+
+
 class GrpcListener:
     """A gRPC server on an address. Nothing is answered before `serve`."""
 
     def __init__(self, app: App, flag: str, address: str, settings: ServeConfig) -> None:
         """flag: the option that gave the address."""
-        self._app, self._key = app, settings.api_key.encode()
-        self._most, self._body_timeout_s = settings.max_body_bytes, settings.body_timeout_s
+        self._app, self._most, self._body_timeout_s = app, settings.max_body_bytes, settings.body_timeout_s
         self._failed: Callable[[GrpcCall, ReflexError], None] = lambda call, error: None
+        idle_ms = round(1e3 * settings.idle_timeout_s)
         self._server = grpc.aio.server(
-            options=(("grpc.max_receive_message_length", self._most), ("grpc.so_reuseport", 0)),
-            maximum_concurrent_rpcs=settings.max_connections,
+            options=(
+                ("grpc.so_reuseport", 0),
+                ("grpc.max_allowed_incoming_connections", app.give_apart(most_connections(settings.max_connections))),
+                ("grpc.max_concurrent_streams", STREAMS),
+                ("grpc.max_receive_message_length", self._most),
+                ("grpc.http2.lookahead_bytes", WINDOW),
+                ("grpc.http2.bdp_probe", 0),  # or the window grows with what comes
+                ("grpc.server_handshake_timeout_ms", round(1e3 * settings.head_timeout_s)),
+                ("grpc.max_connection_idle_ms", idle_ms),
+                ("grpc.keepalive_time_ms", idle_ms),
+            ),
+            maximum_concurrent_rpcs=min(settings.max_connections, max(1, app.bodies.most // WINDOW)),
         )
         try:
             check_free(address)
-            port = self._server.add_insecure_port(address)
+            port = _add_port(self._server, address, settings)
         except (OSError, RuntimeError) as error:
             why = error.strerror if isinstance(error, OSError) else "is it in use?"
             raise ConfigError(f"{flag}={address}: cannot be bound: {why}; choose another address or port") from None
@@ -134,8 +164,8 @@ class GrpcListener:
     ) -> None:
         """Answer the methods of a service. failed: called with each error that is not `Reported`."""
         self._failed = failed
-        unary, stream = grpc.unary_unary_rpc_method_handler, grpc.stream_unary_rpc_method_handler
-        handlers = {name: unary(partial(self._unary, name, method)) for name, method in methods.items()}
+        stream = grpc.stream_unary_rpc_method_handler
+        handlers = {name: stream(partial(self._unary, name, method)) for name, method in methods.items()}
         handlers |= {name: stream(partial(self._stream, name, method)) for name, method in streams.items()}
         self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, handlers),))
         self._starting = asyncio.get_running_loop().create_task(self._server.start())
@@ -144,27 +174,33 @@ class GrpcListener:
         """Close, after giving callers a moment to read their answers."""
         await self._server.stop(OVER)
 
-    async def _unary(self, name: str, method: Method, data: bytes, context: Any) -> bytes:
+    async def _unary(self, name: str, method: Method, unread: object, context: Any) -> bytes:
         async def answer(call: GrpcCall) -> bytes:
-            self._app.bodies.take(call, len(data))
-            return await method(call, data)
+            async for data in self._parts(call, context):
+                return await method(call, data)
+            raise ClientError("the call has no message")
 
         return await self._answer(name, answer, context)
 
-    async def _stream(self, name: str, method: StreamMethod, parts: AsyncIterator[bytes], context: Any) -> bytes:
-        return await self._answer(name, lambda call: method(call, self._within(call, parts)), context)
+    async def _stream(self, name: str, method: StreamMethod, unread: object, context: Any) -> bytes:
+        return await self._answer(name, lambda call: method(call, self._parts(call, context)), context)
 
-    async def _within(self, call: GrpcCall, parts: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-        """The parts of a message, within its size and its time."""
-        try:
-            async with asyncio.timeout(self._body_timeout_s):
-                async for part in parts:
-                    if call.held + len(part) > self._most:
-                        raise BodyTooLarge(f"the message has over {self._most} bytes")
-                    self._app.bodies.take(call, len(part))
-                    yield part
-        except TimeoutError:
-            raise TooSlow(f"the message did not come within {self._body_timeout_s:g} s") from None
+    async def _parts(self, call: GrpcCall, context: Any) -> AsyncIterator[bytes]:
+        """The parts of a message, within its size and its time. Not by gRPC's own iterator: one that is not read to its
+        end lives until the next collection, and its last message with it."""
+        until = asyncio.get_running_loop().time() + self._body_timeout_s
+        while True:
+            try:
+                async with self._app.reading.one(until):
+                    part = await context.read()
+            except TimeoutError:
+                raise TooSlow("the message did not come in time, or others waited for it to come") from None
+            if part is grpc.aio.EOF:
+                return
+            if call.held + len(part) > self._most:
+                raise BodyTooLarge(f"the message has over {self._most} bytes")
+            self._app.bodies.take(call, len(part))
+            yield part
 
     async def _answer(self, name: str, answer: Callable[[GrpcCall], Awaitable[bytes]], context: Any) -> bytes:
         call = GrpcCall(name, self._app.asks(), context)
@@ -177,11 +213,12 @@ class GrpcListener:
             except Exception as failure:
                 error, request_id = known(failure, call.id), call.id
                 self._failed(call, error)
-                error.__traceback__ = None  # its frames hold the message until it is answered
-            code = _BY_CODE.get(error.code) or _BY_STATUS.get(error.http_status, _STATUS.INTERNAL)
-            told = (("reflex-error", json.dumps(describe_error(error, request_id))),)
-            await context.abort(code, error.message, told)
-            raise AssertionError("abort raises")
+            # Its frames hold the message, and so would an abort: an exception that gRPC keeps with the call.
+            error.__traceback__ = error.__context__ = None
+            context.set_code(_BY_CODE.get(error.code) or _BY_STATUS.get(error.http_status, _STATUS.INTERNAL))
+            context.set_details(error.message)
+            context.set_trailing_metadata((("reflex-error", json.dumps(describe_error(error, request_id))),))
+            return b""
         finally:
             self._app.bodies.release(call)
             self._app.answered()
@@ -189,7 +226,6 @@ class GrpcListener:
     def _check(self, call: GrpcCall) -> None:
         if self._app.closing:
             raise Closed("the server is shutting down", retry_after=1.0)
-        if self._key:
-            plain, borne = keys_in(call.headers)
-            if not (hmac.compare_digest(plain, self._key) | hmac.compare_digest(borne, self._key)):
-                raise Unauthorized("send the key as metadata: authorization: Bearer KEY, or x-reflex-key")
+        keys = self._app.keys
+        if keys.callers and not keys.sent(call.headers, keys.callers):
+            raise Unauthorized("send the key as metadata: authorization: Bearer KEY, or x-reflex-key")

@@ -247,7 +247,7 @@ def uvicorn_config(app: App, settings: ServerConfig) -> uvicorn.Config:
     """How uvicorn serves an application with these settings."""
     logging.getLogger("uvicorn").setLevel(logging.CRITICAL)  # it logs every websocket and bad request; we log the rest
     limits = ConnectionLimits(
-        most_connections(settings.max_connections),
+        max(1, most_connections(settings.max_connections) - app.apart),
         settings.idle_timeout_s,
         settings.head_timeout_s,
         settings.body_timeout_s,

@@ -190,7 +190,7 @@ def test_w51_every_refusal_is_a_status(tiny: Path) -> None:
         with refused("UNIMPLEMENTED"):
             client.get_model_repository_index()
         assert client.infer("tiny", [state()]).as_numpy("actions").shape == (1, CHUNK, ACTIONS)
-        assert server.metrics()("reflex_requests_total", outcome="client_error", wire="oip") == 11
+        assert server.metrics()("reflex_requests_total", outcome="client_error", wire="oip") == 12
 
 
 def test_w51_a_row_that_fails_is_the_error_of_all_and_the_others_are_taken_back(tiny: Path) -> None:
