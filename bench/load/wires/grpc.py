@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 import pickletools
+import secrets
 import struct
 from collections.abc import Mapping
 from typing import Any, ClassVar, Final
@@ -23,7 +24,7 @@ _NAMES: Final = {4: "deadline_exceeded", 5: "not_found", 12: "not_found", 14: "u
 
 
 class _GrpcCaller:
-    """A caller with its own channel, like a robot's program."""
+    """A caller with its own channel. gRPC lets those of a process share a connection: metadata say whose a call is."""
 
     schemes: ClassVar[tuple[str, ...]] = ("http", "https", "grpc")
     service: ClassVar[str]
@@ -32,6 +33,8 @@ class _GrpcCaller:
         self.announced: Mapping[str, Any] = {}
         self._target = target
         self._channel: Any = None
+        self._metadata = (("x-reflex-robot", secrets.token_hex(8)),)
+        self._metadata += (("authorization", f"Bearer {target.key}"),) if target.key else ()
 
     async def close(self) -> None:
         channel, self._channel = self._channel, None
@@ -46,14 +49,17 @@ class _GrpcCaller:
             raise BadAnswer("grpcio is not installed: in a clone, pip install '.[grpc]'") from None
         target = self._target
         if self._channel is None:
-            options = (("grpc.use_local_subchannel_pool", 1), ("grpc.max_receive_message_length", -1))
+            options = (("grpc.max_receive_message_length", -1),)
             self._channel = grpc.aio.insecure_channel(target.address.netloc, options)
         path = f"/{self.service}/{method}"
-        key = (("authorization", f"Bearer {target.key}"),) if target.key else ()
         try:
             if isinstance(sent, bytes):
-                return bytes(await self._channel.unary_unary(path)(sent, metadata=key, timeout=target.timeout))
-            return bytes(await self._channel.stream_unary(path)(iter(sent), metadata=key, timeout=target.timeout))
+                return bytes(
+                    await self._channel.unary_unary(path)(sent, metadata=self._metadata, timeout=target.timeout)
+                )
+            return bytes(
+                await self._channel.stream_unary(path)(iter(sent), metadata=self._metadata, timeout=target.timeout)
+            )
         except grpc.aio.AioRpcError as error:
             raise self._error(error) from None
 

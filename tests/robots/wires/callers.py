@@ -325,7 +325,7 @@ class OipGrpc(Caller):
 
     def __init__(self, server: Server) -> None:
         address = server.wait_log("clients of OIP over gRPC: ").rpartition(" ")[2]
-        self._channel = grpc.insecure_channel(address, (("grpc.use_local_subchannel_pool", 1),))
+        self._channel = grpc.insecure_channel(address)
         self._infer = service_pb2_grpc.GRPCInferenceServiceStub(self._channel).ModelInfer
         self._waiting: Any = None
         self._starts = False
@@ -372,7 +372,7 @@ class Lerobot(Caller):
     names = "elbow.pos"
 
     def __init__(self, server: Server) -> None:
-        self._robot = Robot(server.wait_log("clients of LeRobot: ").rpartition(" ")[2])
+        self._robot = Robot(server.wait_log("clients of LeRobot: ").rpartition(" ")[2], name=f"robot-{id(self)}")
         self._robot.start()
         self._step = 0
         self._waiting: Any = None

@@ -59,9 +59,7 @@ def lerobot() -> Any:
 
 def features(cameras: tuple[str, ...] = (), motors: tuple[str, ...] = ("shoulder.pos", "elbow.pos")) -> dict[str, Any]:
     """What its robots say of their observations."""
-    found: dict[str, Any] = {
-        "observation.state": {"dtype": "float32", "shape": (len(motors),), "names": list(motors)}
-    }
+    found: dict[str, Any] = {"observation.state": {"dtype": "float32", "shape": (len(motors),), "names": list(motors)}}
     for camera in cameras:
         names = ["height", "width", "channels"]
         found[f"observation.images.{camera}"] = {"dtype": "image", "shape": (6, 8, 3), "names": names}
@@ -103,12 +101,16 @@ def _varint(value: int) -> bytes:
 
 
 class Robot:
-    """One connection. key: sent with every call."""
+    """One client. key, name: sent with every call.
 
-    def __init__(self, address: str, key: str = "") -> None:
-        # Channels of one process share a connection unless they say otherwise; a robot is a process.
-        self._channel = grpc.insecure_channel(address, (("grpc.use_local_subchannel_pool", 1),))
-        self._metadata = (("authorization", f"Bearer {key}"),) if key else ()
+    Robots of a process share a connection, as LeRobot's do: only a name, or a connection of its own, tells them apart.
+    """
+
+    def __init__(self, address: str, key: str = "", name: str = "", own_connection: bool = False) -> None:
+        self._channel = grpc.insecure_channel(address, (("grpc.use_local_subchannel_pool", 1),) * own_connection)
+        self._metadata = ((("authorization", f"Bearer {key}"),) if key else ()) + (
+            (("x-reflex-robot", name),) if name else ()
+        )
 
     def close(self) -> None:
         self._channel.close()
@@ -121,9 +123,7 @@ class Robot:
         """The same without waiting for its end."""
         return self._channel.unary_unary(f"/transport.AsyncInference/{name}").future(data, metadata=self._metadata)
 
-    def start(
-        self, policy_type: str = "act", steps: int = 50, checkpoint: Any = "lab/checkpoint", **more: Any
-    ) -> None:
+    def start(self, policy_type: str = "act", steps: int = 50, checkpoint: Any = "lab/checkpoint", **more: Any) -> None:
         """What it does first."""
         self.call("Ready")
         own = more.pop("features", features())

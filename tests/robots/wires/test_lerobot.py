@@ -47,8 +47,8 @@ def serving(export: Path | str, *options: str, **more: Any) -> Iterator[tuple[Se
     with Server(export, "--lerobot", "127.0.0.1:0", *options, **more) as server:
         address = server.wait_log("clients of LeRobot: ").rpartition(" ")[2]
 
-        def robot(started: bool = True, key: str = "", **setup: Any) -> Robot:
-            robots.append(Robot(address, key))
+        def robot(started: bool = True, key: str = "", name: str = "", own: bool = False, **setup: Any) -> Robot:
+            robots.append(Robot(address, key, name, own))
             if started:
                 robots[-1].start(**setup)
             return robots[-1]
@@ -106,7 +106,7 @@ def test_p32_the_checkpoint_of_the_instructions_names_the_policy(tmp_path: Path)
     first, second = (f"--policy={name}={export}" for name, export in exports.items())
     with serving(first, second) as (server, robot):
         for name, weights in (("other", -WEIGHTS), ("arm", WEIGHTS)):
-            one = robot(checkpoint=name)
+            one = robot(checkpoint=name, name=name)
             one.see([0.3, -0.1])
             (action, *_) = one.act()
             want = np.tanh(np.float32([0.3, -0.1]) @ weights)
@@ -114,7 +114,7 @@ def test_p32_the_checkpoint_of_the_instructions_names_the_policy(tmp_path: Path)
         assert server.metrics()("reflex_requests_total", policy="other", outcome="ok", wire="lerobot") == 1
         for wrong in ("lab/checkpoint", ["arm"], 7):
             with refused(grpc.StatusCode.INVALID_ARGUMENT) as error:
-                robot(started=False).start(checkpoint=wrong)
+                robot(started=False, name="new").start(checkpoint=wrong)
             assert "several are served: arm, other" in error["message"]
 
 
@@ -161,7 +161,7 @@ def test_w41_what_a_setup_names_is_bounded_however_often_a_pickle_repeats_it() -
 
 def test_w42_the_newest_observation_wins_and_nothing_yet_is_empty(tiny: Path, tmp_path: Path) -> None:
     with serving(tiny, "--record", str(tmp_path)) as (server, robot):
-        one, other = robot(), robot()
+        one, other = robot(name="one"), robot(name="other")
         assert one.act() == []
         for step in range(3):
             one.see([0.1 * step, 0.0], step)
@@ -213,7 +213,7 @@ def test_w43_what_is_wrong_has_its_status(tiny: Path) -> None:
 def test_w43_full_late_and_failing_have_their_status(tiny: Path) -> None:
     options = ("--max-queue", "1", "--deadline-ms", "300")
     with serving(tiny, *options, held=True) as (server, robot), busy(server, deadline_ms=60_000):
-        one, two = robot(), robot()
+        one, two = robot(name="one"), robot(name="two")
         one.see([0.0, 0.0])
         late = one.begin("GetActions")
         server.reach(queued(1))
@@ -248,7 +248,7 @@ def test_w43_who_leaves_while_queued_is_never_computed(tiny: Path) -> None:
 
 def test_w43_a_server_that_ends_answers_what_it_took_and_refuses_the_rest(tiny: Path) -> None:
     with serving(tiny, held=True) as (server, robot), busy(server):
-        one, idle = robot(), robot()
+        one, idle = robot(name="one"), robot(name="idle")
         one.see([0.0, 0.0])
         waiting, nothing = one.begin("GetActions"), idle.begin("GetActions")
         server.reach(queued(1))
@@ -268,7 +268,7 @@ def test_w43_a_server_that_ends_answers_what_it_took_and_refuses_the_rest(tiny: 
 def test_w43_sixteen_robots_share_a_batch(tiny: Path, tmp_path: Path) -> None:
     trace = tmp_path / "trace"
     with serving(tiny, "--trace", str(trace), held=True, takes="0.001 * len(batch)") as (server, robot), busy(server):
-        robots = [robot() for _ in range(16)]
+        robots = [robot(name=f"arm-{i}") for i in range(16)]
         for i, one in enumerate(robots):
             one.see([0.1 * i, 0.0], i)
         waiting = [one.begin("GetActions") for one in robots]
@@ -283,7 +283,7 @@ def test_w42_an_observation_that_must_go_goes_first(tiny: Path, tmp_path: Path) 
     with serving(tiny, *options, held=True) as (server, robot), busy(server):
         waiting = []
         for place, must_go in enumerate((False, True), 1):
-            one = robot()
+            one = robot(name=f"arm-{place}")
             one.see([0.1 * place, 0.0], must_go=must_go)
             waiting.append(one.begin("GetActions"))
             server.reach(queued(place))

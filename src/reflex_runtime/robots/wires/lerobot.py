@@ -5,7 +5,15 @@
     SendObservations         sends one observation; it replaces an older one that still waits
     GetActions               waits for an observation and returns its actions; empty data after 2 s without one
 
-A robot is a connection. Its messages hold pickles, read by an `Unpickler` that knows ten names, each a class of this
+Nothing in these messages names a robot, and a `GetActions` names no observation. So a robot is a connection, and a
+connection is one robot: a second one on it is refused, because nothing would tell whose an answer is. Clients of one
+process share a connection if their channels have equal options, and so do those behind a proxy that pools connections;
+the metadata `x-reflex-robot` tells them apart.
+
+A client sends its instructions once. If its connection breaks, gRPC makes another, and the client goes on without
+instructions: those of its kind that came before hold, or else what the export says of motors and cameras.
+
+Messages hold pickles, read by an `Unpickler` that knows ten names, each a class of this
 file. A pickle of a few hundred bytes can still claim gigabytes, and lists that hold the one before twice double with
 every line. So its opcodes are checked before it is loaded: which they are, how many, and how large the value would be
 with every shared part counted each time. The answer, a list of `TimedAction`s with tensors, is written opcode by
@@ -19,9 +27,10 @@ import io
 import pickle
 import pickletools
 import struct
+import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import asynccontextmanager, suppress
 from typing import Any, Final
 
 import numpy as np
@@ -29,19 +38,28 @@ from numpy.typing import NDArray
 
 from reflex_runtime.core.errors import Closed, ReflexError
 from reflex_runtime.core.request import Priority
+from reflex_runtime.robots.policy.spec import PolicySpec
 from reflex_runtime.robots.serving.handler import RequestHandler
 from reflex_runtime.robots.serving.pending import PendingRequest
 from reflex_runtime.robots.serving.question import LEROBOT, ActAnswer, Question
 from reflex_runtime.robots.wires import messages_pb2 as messages
 from reflex_runtime.robots.wires.common import Episodes, ObservationReader, array_in, invalid_input
 from reflex_runtime.web.bodies import Bodies
-from reflex_runtime.web.errors import ClientError, Conflict, Reported
-from reflex_runtime.web.fields import invalid, printable
+from reflex_runtime.web.errors import ClientError, Conflict, InvalidRequest, Reported
+from reflex_runtime.web.fields import check_id, invalid, printable
 from reflex_runtime.web.grpc_listener import GrpcCall, parse, serialize
 
 SERVICE: Final = "transport.AsyncInference"
 WAIT: Final = 2.0  # seconds that GetActions waits for an observation
 STALE: Final = 10.0  # seconds after which an observation without a GetActions is dropped
+LEFT: Final = 10.0  # seconds of silence after which a robot has left its connection to another
+PAUSE: Final = 1.0  # seconds before a refused GetActions is answered: clients ask again at once
+NAME: Final = b"x-reflex-robot"
+MAX_SETUPS: Final = 64  # kinds of robots remembered
+APART: Final = (
+    "run each client in a process of its own, or give its channel the option grpc.use_local_subchannel_pool=1, or send"
+    " the metadata x-reflex-robot: NAME with every call"
+)
 MAX_ROBOTS: Final = 4096  # beyond it the least recently used one is forgotten
 MAX_MOTORS: Final = 1024  # of a robot; a small pickle can repeat one list in every feature
 MAX_NAME: Final = 256  # characters of a motor's name
@@ -49,6 +67,8 @@ RATE_HZ: Final = 30.0  # of actions, if the export gives no rate
 TYPES: Final = ("act", "smolvla", "diffusion", "tdmpc", "vqbet", "pi0", "pi0_fast", "pi05", "groot")
 _BEGIN, _MIDDLE, _END = 1, 2, 3
 _STATE, _IMAGES = "observation.state", "observation.images."
+TASK, MOTOR = "task", ".pos"
+MAX_EXECUTED: Final = 1_000_000  # as in `Question`
 
 MAX_OPCODES: Final = 5000  # of a pickle
 MAX_PARTS: Final = 20_000  # of a value; a part that is shared counts each time
@@ -67,6 +87,9 @@ _MEMO: Final = ("MEMOIZE", "BINPUT", "LONG_BINPUT")
 _CHANGES: Final = ("APPEND", "APPENDS", "SETITEM", "SETITEMS", "BUILD")  # the value below what they take
 
 
+LerobotKind = tuple[str | None, tuple[Any, ...], tuple[Any, ...], int]
+
+
 class LerobotSetup:
     """Describes the observations of a robot: motors in the order of the state, and cameras."""
 
@@ -76,7 +99,7 @@ class LerobotSetup:
         if not all(isinstance(name, str) for name in rename.values()):
             raise invalid_input("rename_map", "must be texts")
         self.policy_type: str = _of(sent, "policy_type", str)
-        self.checkpoint = sent.get("pretrained_name_or_path")  # may name a policy that is served
+        self.policy: str | None = None  # the one that its checkpoint names, if that is served
         self.steps: int = _of(sent, "actions_per_chunk", int)
         if self.steps < 1:
             raise invalid_input("actions_per_chunk", "must be at least 1")
@@ -89,6 +112,17 @@ class LerobotSetup:
                 self.cameras[own] = name.removeprefix(_IMAGES)
             elif isinstance(names, (list, tuple)) and all(isinstance(motor, str) for motor in names):
                 self.motors[own] = _bounded(names, MAX_MOTORS - sum(map(len, self.motors.values())))
+
+    @property
+    def names(self) -> set[str]:
+        """Of an observation, beside the task."""
+        return {name for motors in self.motors.values() for name in motors} | set(self.cameras.values())
+
+    @property
+    def kind(self) -> LerobotKind:
+        """What equals in setups of robots of one kind; the chunk's length comes last."""
+        motors = tuple((name, tuple(own)) for name, own in self.motors.items())
+        return self.policy, motors, tuple(self.cameras.items()), self.steps
 
     def check(self, reading: ObservationReader) -> None:
         """Raises 422 for a difference from the export."""
@@ -124,18 +158,79 @@ class LerobotObservation:
         self.held = 0
 
 
-class LerobotRobot:
-    """One connection, with its newest observation that still waits for GetActions."""
+class LerobotTurn:
+    """A GetActions that is not answered yet. gone: done when it ends; True if its caller gave it up."""
 
-    def __init__(self, name: str, bodies: Bodies, handler: RequestHandler) -> None:
-        self.name, self.episodes = name, Episodes(name)
+    def __init__(self, peer: str) -> None:
+        self.peer = peer
+        self.gone: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+
+
+class LerobotRobot:
+    """One robot, with its newest observation that still waits for GetActions. named: it says who it is itself."""
+
+    def __init__(self, name: str, named: bool, bodies: Bodies) -> None:
+        self.name, self.named, self.episodes = name, named, Episodes(name)
         self.setup: LerobotSetup | None = None
-        self.handler = handler  # for the policy that its instructions name
+        self.shared = False  # two robots have been seen on its connection
         self._bodies = bodies
         self._seen: LerobotObservation | None = None
         self._came = asyncio.Event()
         self._stale: asyncio.TimerHandle | None = None
         self._ends = False
+        self._turn: LerobotTurn | None = None
+        self._used = 0.0  # when it last sent an observation or asked; 0.0 before
+        self._timestep = 0  # of its last observation
+        self._answered: tuple[str | None, int] | None = None  # episode and timestep of its last chunk
+
+    @property
+    def left(self) -> bool:
+        """Whether it took part and is silent now. One that has not begun yet may still take its time."""
+        return bool(self._used) and self._turn is None and time.monotonic() - self._used > LEFT
+
+    def check_alone(self) -> None:
+        """Raise if its connection is shared."""
+        if self.shared:
+            raise Conflict(f"two robots use this connection, and nothing tells whose an answer is: {APART}")
+
+    def at(self, timestep: int) -> None:
+        """It is at this timestep now; an earlier one begins a new episode."""
+        self._used = time.monotonic()
+        if timestep < self._timestep:
+            self.episodes.reset()
+        self._timestep = timestep
+
+    def executed(self, seen: LerobotObservation) -> int | None:
+        """How many actions of the episode's last chunk it has executed: the timesteps say so."""
+        if self._answered is None or self._answered[0] != seen.question.episode_id:
+            return None
+        return min(max(0, seen.timestep - self._answered[1]), MAX_EXECUTED)
+
+    def answered(self, seen: LerobotObservation) -> None:
+        self._answered = seen.question.episode_id, seen.timestep
+
+    @asynccontextmanager
+    async def turn(self, peer: str) -> AsyncIterator[None]:
+        """The turn of a GetActions. A robot asks one by one, unless it gave the last up or lost its connection.
+
+        Two calls of one connection that both wait are of two robots.
+        """
+        while (other := self._turn) is not None:
+            await asyncio.wait([other.gone], timeout=WAIT)
+            if other.peer == peer and not (other.gone.done() and other.gone.result()):
+                self.shared = True
+                self.check_alone()
+        turn = self._turn = LerobotTurn(peer)
+        self._used = time.monotonic()
+        gone = False
+        try:
+            yield
+        except asyncio.CancelledError:
+            gone = True
+            raise
+        finally:
+            self._turn, self._used = None, time.monotonic()
+            turn.gone.set_result(gone)
 
     def put(self, seen: LerobotObservation, call: GrpcCall) -> None:
         """Store an observation in place of an older one, and take over the counted bytes of its call."""
@@ -181,7 +276,8 @@ class LerobotService:
 
     def __init__(self, handler: RequestHandler, bodies: Bodies) -> None:
         self._handler, self._bodies = handler, bodies
-        self._robots: OrderedDict[str, LerobotRobot] = OrderedDict()
+        self._robots: OrderedDict[tuple[bool, str], LerobotRobot] = OrderedDict()
+        self._setups: OrderedDict[LerobotKind, LerobotSetup] = OrderedDict()
         self.methods = {
             "Ready": self.ready,
             "SendPolicyInstructions": self.instruct,
@@ -210,67 +306,134 @@ class LerobotService:
         setup = LerobotSetup(sent)
         await self._handler.runtime.wait_started()
         self._handler.runtime.need_policy()
-        named = isinstance(setup.checkpoint, str) and setup.checkpoint in self._handler.runtime.policies
-        handler = self._handler.one(setup.checkpoint if named else None)
-        setup.check(handler.reading(LEROBOT))
+        checkpoint = sent.get("pretrained_name_or_path")
+        if isinstance(checkpoint, str) and checkpoint in self._handler.runtime.policies:
+            setup.policy = checkpoint
+        setup.check(self._handler.one(setup.policy).reading(LEROBOT))
         robot = self._robot(call)
-        robot.setup, robot.handler = setup, handler
+        if robot.setup is not None and robot.left:
+            robot.drop()
+            del self._robots[self._key(call)]
+            robot = self._robot(call)
+        if robot.setup is not None and not robot.named:
+            raise Conflict(f"another robot was set up on this connection, and answers could not be told apart: {APART}")
+        self._setups[setup.kind] = robot.setup = setup
+        self._setups.move_to_end(setup.kind)
+        if len(self._setups) > MAX_SETUPS:
+            self._setups.popitem(last=False)
         return b""
 
     async def observe(self, call: GrpcCall, parts: AsyncIterator[bytes]) -> bytes:
         sent = read_pickle(await _joined(parts), OBSERVATION)
-        robot = self._robot(call)
+        robot, seen = self._robot(call), _of(sent, "observation", dict)
+        robot.check_alone()
         if robot.setup is None:
-            raise Conflict("SendPolicyInstructions has not come on this connection: it says what observations hold")
+            robot.setup = self._setup_of(seen)
         timestep = _of(sent, "timestep", int)
         if not abs(timestep) < 2**62:
             raise invalid_input("timestep", "must be below 2^62")
-        question = self._question(robot, robot.setup, sent)
+        robot.at(timestep)
+        question = self._question(robot, robot.setup, seen, sent.get("must_go") is True)
         robot.put(LerobotObservation(question, robot.setup.steps, _of(sent, "timestamp", float), timestep, call), call)
         return b""
 
     async def actions(self, call: GrpcCall, data: bytes) -> bytes:
         robot = self._robot(call)
-        seen = await robot.next()
-        if seen is None:
-            return b""
-        try:
-            answer = await self._ask(call, robot, seen)
-        finally:
-            self._bodies.release(seen)
-        step = 1.0 / (robot.handler.served.spec.embodiment.control_rate_hz or RATE_HZ)
+        if robot.shared:
+            await asyncio.sleep(PAUSE)
+        robot.check_alone()
+        async with robot.turn(call.peer):
+            seen = await robot.next()
+            if seen is None:
+                return b""
+            try:
+                assert robot.setup is not None
+                handler = self._handler.one(robot.setup.policy)
+                answer = await self._ask(call, robot, handler, seen)
+            finally:
+                self._bodies.release(seen)
+        step = 1.0 / (handler.served.spec.embodiment.control_rate_hz or RATE_HZ)
         pickled = write_actions(answer.actions[: seen.steps], seen.timestamp, seen.timestep, step)
         return serialize(messages.Pickle(data=pickled))
 
-    def _question(self, robot: LerobotRobot, setup: LerobotSetup, sent: Mapping[str, Any]) -> Question:
-        seen = setup.observation(_of(sent, "observation", dict))
-        images, state, instruction = robot.handler.reading(LEROBOT).read(seen)
+    def _setup_of(self, seen: Mapping[str, Any]) -> LerobotSetup:
+        """The setup of an observation that came without one: that of robots with the same names, else the export's."""
+        missing = "SendPolicyInstructions has not come on this connection: it says what observations hold"
+        fits = [setup for setup in self._setups.values() if setup.names == seen.keys() - {TASK}]
+        if len({setup.kind[:-1] for setup in fits}) > 1:
+            raise Conflict(f"{missing}, and robots of two kinds have these names: start the client again")
+        if fits:
+            return min(fits, key=lambda setup: setup.steps)
+        try:
+            reading = self._handler.one(None).reading(LEROBOT)
+            setup = LerobotSetup(_instructions(reading.spec, seen))
+            setup.check(reading)
+        except InvalidRequest as error:
+            raise Conflict(f"{missing}; without it: {error.message}. Start the client again") from None
+        return setup
+
+    def _question(self, robot: LerobotRobot, setup: LerobotSetup, seen: Mapping[str, Any], must_go: bool) -> Question:
+        reading = self._handler.one(setup.policy).reading(LEROBOT)
+        images, state, instruction = reading.read(setup.observation(seen))
         return Question(
             images=images,
             state=state,
             instruction=instruction,
             robot_id=robot.name,
             episode_id=robot.episodes.of(None, instruction),
-            priority=Priority.URGENT if sent.get("must_go") is True else Priority.DEFAULT,
+            priority=Priority.URGENT if must_go else Priority.DEFAULT,
         )
 
-    async def _ask(self, call: GrpcCall, robot: LerobotRobot, seen: LerobotObservation) -> ActAnswer:
+    async def _ask(
+        self, call: GrpcCall, robot: LerobotRobot, handler: RequestHandler, seen: LerobotObservation
+    ) -> ActAnswer:
         pending = PendingRequest(LEROBOT, call.id, robot.name, seen.started, call)
+        seen.question.executed = robot.executed(seen)
         try:
-            with robot.handler.admit(pending):
-                return await robot.handler.infer(pending, seen.question)
+            with handler.admit(pending):
+                answer = await handler.infer(pending, seen.question)
         except ReflexError as error:
             raise Reported(error, pending.request_id) from None
+        robot.answered(seen)
+        return answer
+
+    def _key(self, call: GrpcCall) -> tuple[bool, str]:
+        """Whether the robot of a call has a name, and the name or the connection."""
+        name = call.headers.get(NAME)
+        if name is None:
+            return False, call.peer
+        robot = name.decode("utf-8", "replace")
+        check_id(NAME.decode(), robot)
+        return True, robot
 
     def _robot(self, call: GrpcCall) -> LerobotRobot:
-        """The robot of a connection. Named after its first call, because ports repeat."""
-        robot = self._robots.get(call.peer)
+        """The robot of a call. One without a name is called after its first call, because ports repeat."""
+        named, key = place = self._key(call)
+        robot = self._robots.get(place)
         if robot is None:
-            robot = self._robots[call.peer] = LerobotRobot(f"lerobot-{call.id}", self._bodies, self._handler)
+            robot = self._robots[place] = LerobotRobot(key if named else f"lerobot-{call.id}", named, self._bodies)
             if len(self._robots) > MAX_ROBOTS:
                 self._robots.popitem(last=False)[1].drop()
-        self._robots.move_to_end(call.peer)
+        self._robots.move_to_end(place)
         return robot
+
+
+def _instructions(spec: PolicySpec, seen: Mapping[str, Any]) -> dict[str, Any]:
+    """What a client would say of an observation: its motors in the order of the export, and its cameras."""
+    motors = {name.removesuffix(MOTOR): name for name, value in seen.items() if type(value) in (int, float)}
+    known = _plain(spec.embodiment.state_names or ())
+    if spec.takes_state and set(known) != set(motors):
+        why = "the export names no motors" if not known else f"the export has the motors {', '.join(known)}"
+        raise invalid_input("observation", why)
+    pictures = [name for name, value in seen.items() if isinstance(value, np.ndarray)]
+    features: dict[str, Any] = {_IMAGES + name: {"dtype": "image"} for name in pictures}
+    if spec.takes_state:
+        features[_STATE] = {"dtype": "float32", "names": [motors[name] for name in known]}
+    return {
+        "policy_type": spec.model_type,
+        "actions_per_chunk": spec.chunk_size,
+        "lerobot_features": features,
+    }
 
 
 async def _joined(parts: AsyncIterator[bytes]) -> bytes:
@@ -319,7 +482,7 @@ def _number(raw: Mapping[str, Any], name: str) -> float:
 
 
 def _plain(names: Any) -> list[str]:
-    return [name.removesuffix(".pos") for name in names]
+    return [name.removesuffix(MOTOR) for name in names]
 
 
 # -- pickles -----------------------------------------------------------------------------------------------------------

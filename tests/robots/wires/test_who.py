@@ -1,0 +1,186 @@
+"""Who is a robot: an answer goes to the one that asked, on shared, cut, silent and moved connections."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+
+from serving.exports import CHUNK, write_tiny
+from serving.harness import PATIENCE, Server
+from serving.relay import Relay, relay
+from serving.requests import recorded
+
+from .lerobot_robot import Robot, features, load
+from .test_lerobot import refused, right, serving, tensors
+
+__all__ = ["tensors"]  # used by all tests here
+CLOSED = grpc.StatusCode.FAILED_PRECONDITION
+LISTENS = ("--lerobot", "127.0.0.1:0")
+TURNED = features(motors=("elbow.pos", "shoulder.pos"))
+
+
+def address_of(server: Server) -> str:
+    return server.wait_log("clients of LeRobot: ").rpartition(" ")[2]
+
+
+@contextmanager
+def cut_off(server: Server, **setup: Any) -> Iterator[tuple[Relay, Robot]]:
+    """A robot behind a relay."""
+    with relay(address_of(server)) as between:
+        robot = Robot(between.address)
+        robot.start(**setup)
+        try:
+            yield between, robot
+        finally:
+            robot.close()
+
+
+def again(robot: Robot, state: list[float], timestep: int) -> list[Any]:
+    """Actions after a cut. What LeRobot's client does: it logs an error, and sends the next observation."""
+    for _ in range(100):
+        try:
+            robot.see(state, timestep)
+            return robot.act()
+        except grpc.RpcError as error:
+            if error.code() is not grpc.StatusCode.UNAVAILABLE:
+                raise
+    raise AssertionError("it does not connect again")
+
+
+# -- LeRobot: a shared connection --------------------------------------------------------------------------------------
+
+
+def test_w42_a_second_robot_of_one_connection_is_refused_by_name(tiny: Path) -> None:
+    with serving(tiny) as (_, robot):
+        one = robot()
+        for setup in ({}, {"features": TURNED}, {"steps": 2}):
+            with refused(CLOSED) as error:
+                robot(**setup)
+            assert "another robot was set up on this connection" in error["message"]
+            assert "grpc.use_local_subchannel_pool" in error["message"]
+            assert "x-reflex-robot" in error["message"]
+        one.see([0.1, 0.0], 7)
+        assert [step.timestep for step in one.act()] == [7, 8, 9]
+        assert robot(own=True).act() == []
+
+
+def test_w42_robots_with_names_share_a_connection(tiny: Path, tmp_path: Path) -> None:
+    with serving(tiny, "--record", str(tmp_path)) as (server, robot):
+        robots = {name: robot(name=name) for name in ("10", "200")}
+        for step in range(3):
+            waiting = {name: one.begin("GetActions") for name, one in robots.items()}
+            for name, one in reversed(robots.items()):
+                one.see([float(name) / 1000, 0.1], int(name) + step)
+            for name, answer in waiting.items():
+                assert load(answer.result(PATIENCE))[0].timestep == int(name) + step
+        server.stop()
+    assert {(one.robot_id, round(one.state[0], 3)) for one in recorded(tmp_path)} == {("10", 0.01), ("200", 0.2)}
+
+
+def test_w42_two_that_ask_on_one_connection_get_nothing(tiny: Path) -> None:
+    """The second did not heed that it was refused."""
+    with serving(tiny, before="import reflex_runtime.robots.wires.lerobot as w; w.PAUSE = 0.0\n") as (_, robot):
+        one, other = robot(), robot(started=False)
+        waiting = [client.begin("GetActions") for client in (one, other)]
+        found = sorted([answer.code() is CLOSED for answer in waiting])
+        assert found == [False, True]
+        for client in (one, other):
+            with refused(CLOSED) as error:
+                client.see([0.1, 0.0])
+            assert "two robots use this connection" in error["message"]
+            with refused(CLOSED):
+                client.act()
+
+
+def test_w42_a_robot_that_gives_up_a_call_is_no_second_robot(tiny: Path) -> None:
+    with serving(tiny) as (_, robot):
+        one = robot()
+        for step in range(20):
+            one.begin("GetActions").cancel()
+            one.see([0.1, 0.0], step)
+            one.begin("GetActions").cancel()
+            one.see([0.1, 0.0], step)
+            assert one.act()[0].timestep == step
+
+
+def test_w42_a_silent_robot_leaves_its_connection_and_one_that_has_not_begun_does_not(tiny: Path) -> None:
+    with serving(tiny, before="import reflex_runtime.robots.wires.lerobot as w; w.LEFT = 0.0\n") as (_, robot):
+        one = robot()
+        with refused(CLOSED):
+            robot()
+        one.see([0.1, 0.0], 7)
+        assert one.act()[0].timestep == 7
+        other = robot(features=TURNED)
+        other.see([0.1, 0.0], 1)
+        assert other.act()[0].timestep == 1
+
+
+# -- LeRobot: cut, silent, moved, restarted ----------------------------------------------------------------------------
+
+
+def test_w42_a_robot_whose_connection_is_cut_goes_on(tiny: Path, tmp_path: Path) -> None:
+    """Its client sends no instructions again."""
+    with Server(tiny, *LISTENS, "--record", str(tmp_path)) as server:
+        with cut_off(server, features=TURNED, steps=2) as (between, robot):
+            robot.see([0.1, -0.2], 5)
+            assert len(robot.act()) == 2
+            waiting = robot.begin("GetActions")
+            between.cut()
+            assert waiting.code() is grpc.StatusCode.UNAVAILABLE
+            chunk = again(robot, [0.3, -0.4], 9)
+            assert [step.timestep for step in chunk] == [9, 10]
+        server.stop()
+    *_, last = recorded(tmp_path)
+    assert np.allclose(last.state, [-0.4, 0.3])  # the motors in the order of its instructions
+    assert np.allclose([step.action for step in chunk], right(last)[:2], atol=1e-5)
+
+
+def test_w42_a_cut_robot_of_one_of_two_kinds_is_refused(tiny: Path) -> None:
+    with serving(tiny) as (server, robot), cut_off(server) as (between, one):
+        robot(own=True, features=TURNED)
+        between.cut()
+        with refused(CLOSED) as error:
+            again(one, [0.1, 0.0], 1)
+        assert "robots of two kinds have these names" in error["message"]
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_w42_after_a_restart_of_the_server_the_export_says_what_observations_hold(named: bool, tmp_path: Path) -> None:
+    export = write_tiny(tmp_path / "export", cameras=("front",), model_type="act")
+    if named:
+        (export / "embodiment.json").write_text(json.dumps({"name": "so101", "state_names": ["shoulder", "elbow"]}))
+    picture = np.zeros((6, 8, 3), np.uint8)
+    with Server(export, *LISTENS) as server, cut_off(server, features=features(("front",))) as (between, robot):
+        server.stop()
+        with Server(export, *LISTENS) as second:
+            between.target = address_of(second)
+            between.cut()
+            robot.call("Ready")
+            if named:
+                robot.see([0.1, -0.2], 30, front=picture)
+                assert [step.timestep for step in robot.act()] == [*range(30, 30 + CHUNK)]
+            else:
+                with refused(CLOSED) as error:
+                    robot.see([0.1, -0.2], 30, front=picture)
+                assert "the export names no motors. Start the client again" in error["message"]
+
+
+def test_w42_a_robot_may_pause(tiny: Path) -> None:
+    """Minutes long: what a robot is set up for does not pass, only an observation that is too old."""
+    patch = "import reflex_runtime.robots.wires.lerobot as w; w.STALE = w.LEFT = 0.0\n"
+    with serving(tiny, before=patch) as (_, robot):
+        one, chunk = robot(), []
+        one.see([0.1, 0.0], 4)
+        assert one.act() == []
+        while not chunk:
+            waiting = one.begin("GetActions")
+            one.see([0.1, 0.0], 5)
+            chunk = load(waiting.result(PATIENCE))
+        assert chunk[0].timestep == 5
