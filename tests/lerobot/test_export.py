@@ -153,8 +153,8 @@ def test_p41_a_processor_that_the_graph_would_lack_is_refused(
     path = saved(tmp_path / "checkpoint", **ACT)
     file = path / "policy_postprocessor.json"
     pipeline = json.loads(file.read_text())
-    pipeline["steps"].append({"registry_name": "torch2numpy_action_processor", "config": {}})
+    pipeline["steps"].append({"registry_name": "to_batch_processor_action", "config": {}})
     file.write_text(json.dumps(pipeline))
     assert main(["export", str(path), str(tmp_path / "out")]) == 2
-    assert "its processors have a Torch2NumpyActionProcessorStep" in capsys.readouterr().err
+    assert "its processors have a AddBatchDimensionActionStep" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()

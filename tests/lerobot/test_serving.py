@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import json
 import os
+import pkgutil
 import shutil
 import threading
 import warnings
@@ -18,14 +20,25 @@ import pytest
 pytest.importorskip("lerobot.policies.factory", exc_type=ImportError)
 
 import torch
-from tiny_checkpoints import FAMILIES, OLD, STAGED, TASKS, load
+from tiny_checkpoints import FAMILIES, OLD, STAGED, TASKS, TOP, WRIST, load
 
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.robots import DecomposedPolicy, DeviceOptions, Policy, load_policy, noise_of, read_source
+from reflex_runtime.robots import (
+    DecomposedPolicy,
+    DeviceOptions,
+    InvalidRequest,
+    Policy,
+    load_policy,
+    noise_of,
+    read_source,
+)
 from reflex_runtime.robots.analysis.doctor import examine
 from reflex_runtime.robots.policy.rtc import Rtc
+from reflex_runtime.robots.serving.images import cameras_of
 from reflex_runtime.robots.sources.lerobot_checkpoint import LeRobotCheckpoint
+from reflex_runtime.robots.sources.lerobot_processors import REFUSED, STEPS
 from reflex_runtime.robots.sources.lerobot_vla import VlaPrefix
+from reflex_runtime.robots.wires.common import ObservationReader
 from serving.harness import Server
 
 pytestmark = pytest.mark.filterwarnings("default")  # LeRobot's and its dependencies' are not ours
@@ -324,6 +337,48 @@ def _action_tokens(root: Path) -> None:
     file.write_text(json.dumps(told | {"steps": [*told["steps"], step]}))
 
 
+def _statistics(name: str, change: Any) -> Any:
+    """Change the stored statistics of a processor: "pre" or "post"."""
+
+    def changed(root: Path) -> None:
+        from safetensors.torch import load_file, save_file
+
+        (file,) = root.glob(f"policy_{name}processor*.safetensors")
+        save_file(change(load_file(file)), file)
+
+    return changed
+
+
+def _of_a_data_set(stats: dict[str, Any]) -> dict[str, Any]:
+    """As a base checkpoint of many data sets has them."""
+    return {f"so100.buffer.{name}": tensor for name, tensor in stats.items()}
+
+
+def _processor(name: str, change: Any) -> Any:
+    """Change the steps of a processor."""
+
+    def changed(root: Path) -> None:
+        file = root / f"policy_{name}processor.json"
+        told = json.loads(file.read_text())
+        file.write_text(json.dumps(told | {"steps": change(told["steps"])}))
+
+    return changed
+
+
+def _other_step(name: str, **config: Any) -> Any:
+    return lambda steps: [*steps, {"registry_name": name, "config": config}]
+
+
+def _renamed(**names: str) -> Any:
+    return lambda steps: [{"registry_name": "rename_observations_processor", "config": {"rename_map": names}}, *steps]
+
+
+def _without_action(steps: list[Any]) -> list[Any]:
+    for step in steps:
+        step["config"].get("features", {}).pop("action", None)
+    return steps
+
+
 def _adapter(root: Path) -> None:
     (root / "adapter_config.json").write_text("{}")
 
@@ -351,6 +406,34 @@ WRONG: dict[str, tuple[Any, str]] = {
     ),
     "NaN": (_nan, "hold NaN or infinite values: the training diverged"),
     "adapter": (_adapter, "holds a PEFT adapter and not a whole policy"),
+    "actions by data set": (
+        _statistics("post", _of_a_data_set), "unnormalizer_processor has no min of action, which is MIN_MAX in policy_"
+    ),
+    "states by data set": (_statistics("pre", _of_a_data_set), "those of so100.buffer.observation.state): LeR"),
+    "no ENV": (
+        _statistics("pre", lambda s: {n: t for n, t in s.items() if not n.endswith("environment_state.std")}),
+        "normalizer_processor has no std of observation.environment_state, which is MEAN_STD",
+    ),
+    "statistics of one joint": (
+        _statistics("post", lambda s: s | {"action.max": s["action.max"][:1].clone()}),
+        "the max of action has 1 numbers in policy_postprocessor",
+    ),
+    "no unnormaliser": (_processor("post", lambda steps: steps[1:]), "no step normalises action, which is MIN_MAX in"),
+    "not among its features": (_processor("post", _without_action), "action, which is MIN_MAX, is not in its features"),
+    "unknown step": (_processor("pre", _other_step("some_new_step")), "some_new_step is not applied: only steps that"),
+    "crops": (_processor("pre", _other_step("image_crop_resize_processor")), "is not applied: it crops pictures of"),
+    "other actions": (_processor("post", _other_step("xvla_rotation_6d_to_axis_angle")), "it makes other actions of"),
+    "unknown key of a step": (
+        _processor("post", lambda steps: [*steps[:1], steps[1] | {"enabled": False}]), "steps[1]: Object contains unkn",
+    ),
+    "unknown mode": (
+        _processor("post", lambda s: [s[0] | {"config": s[0]["config"] | {"norm_map": {"ACTION": "MAGIC"}}}, *s[1:]]),
+        "unnormalizer_processor: Invalid enum value 'MAGIC'",
+    ),
+    "features exchanged": (
+        _processor("pre", _renamed(**{"observation.state": "observation.environment_state"})),
+        "a feature of the policy, observation.state, is renamed to observation.environment_state",
+    ),
 }  # fmt: skip
 
 
@@ -365,6 +448,62 @@ def test_p14_a_wrong_checkpoint_is_one_line(checkpoints: dict[str, Path], tmp_pa
     assert told in error.value.message
     assert "\n" not in error.value.message
     assert not (root / "ran").exists()
+
+
+def test_p14_the_doctor_does_not_find_statistics_of_another_name_fit(
+    checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    root = tmp_path / "checkpoint"
+    shutil.copytree(checkpoints["smolvla"], root)
+    _statistics("post", _of_a_data_set)(root)
+    found = examine(f"lerobot:{root}")
+    assert found.exit_code == 1
+    assert "unnormalizer_processor has no mean of action, which is MEAN_STD" in found.checks[0].actual
+
+
+@pytest.mark.skipif(OLD, reason="LeRobot 0.4 has fewer steps")
+def test_p14_every_step_that_lerobot_has_is_applied_or_refused() -> None:
+    """Those that are refused without a reason of their own are for robots, simulators and training."""
+    import lerobot.policies
+
+    for module in pkgutil.walk_packages(lerobot.policies.__path__, "lerobot.policies."):
+        if ".processor_" in module.name:
+            importlib.import_module(module.name)
+    import lerobot.processor
+
+    others = set(lerobot.processor.ProcessorStepRegistry.list()) - STEPS - REFUSED.keys()
+    theirs = {name for name in others if name.startswith(("groot_", "wall_x_"))}
+    assert others - theirs <= {
+        "map_tensor_to_delta_action_dict", "map_delta_action_to_robot_action", "reward_classifier_processor",
+        "policy_action_to_robot_action_processor", "robot_action_to_policy_action_processor",
+        "add_teleop_action_as_complementary_data", "libero_processor",
+        "add_teleop_action_as_info", "torch2numpy_action_processor", "numpy2torch_action_processor",
+        "observation_processor", "render_messages_processor", "isaaclab_arena_processor", "time_limit_processor",
+        "gym_hil_adapter_processor", "gripper_penalty_processor", "intervention_action_processor",
+    }  # fmt: skip
+
+
+def test_p10_a_renamed_camera_has_both_names(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    """LeRobot renames what a robot calls front to top, and takes top as well; so does every wire."""
+    root = tmp_path / "checkpoint"
+    shutil.copytree(checkpoints["act"], root)
+    names = {"observation.images.front": TOP, "observation.images.x": "observation.images.y"}
+    _processor("pre", _renamed(**names))(root)
+    policy = loaded(root)
+    fields = asked(policy.spec, 0)
+    (expected,) = policy.answers([policy.request(policy.prepare(**fields))])
+    sent = {"front": fields["images"]["top"], "wrist": fields["images"]["wrist"]}
+    (chunk,) = policy.answers([policy.request(policy.prepare(**fields | {"images": sent}))])
+    assert np.array_equal(chunk.actions, expected.actions)
+    reader = ObservationReader(policy.spec, None)
+    seen = {f"observation.images.{name}": image for name, image in sent.items()}
+    images, _, _ = reader.read({**seen, "observation.state": fields["state"]})
+    assert [(camera, name) for camera, name, _ in images] == [
+        ("top", "observation.images.front"), ("wrist", WRIST),
+    ]  # fmt: skip
+    assert cameras_of([policy.spec]) == {"top", "front", "wrist"}
+    with pytest.raises(InvalidRequest, match=r"images.front: is top, which was sent as well"):
+        policy.prepare(**fields | {"images": fields["images"] | {"front": fields["images"]["top"]}})
 
 
 @pytest.mark.parametrize("family", STAGED)

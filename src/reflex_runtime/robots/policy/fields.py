@@ -35,7 +35,7 @@ class ObservationFields:
 
     def reads(self, camera: str) -> bool:
         """Whether it uses an image with this name: the names of its own images, and "image" if it has only one."""
-        return camera in self.spec.images or (camera == "image" and len(self.spec.images) == 1)
+        return camera in names_of(self.spec)
 
     def look(self, images: Mapping[str, Sent]) -> int:
         """Pixels that `prepare` will decode, from the headers alone; InvalidRequest for a missing or wrong field."""
@@ -65,7 +65,11 @@ class ObservationFields:
         """The image sent for one of its cameras, None where it may be left out, and the field name for errors."""
         # The field is as the caller would write it: `image` and `image_wrist` stand alone, others in `images`.
         field = name if name in ("image", "image_wrist") else f"images.{name}"
-        sent = images.get(name)
+        sent, other = images.get(name), self.spec.other_names.get(name, "")
+        if other in images:
+            if sent is not None:
+                raise InvalidRequest(f"images.{other}: is {name}, which was sent as well", f"images.{other}")
+            sent, field = images[other], f"images.{other}"
         if sent is None and "image" in images and len(self.spec.images) == 1:
             sent, field = images["image"], "image"
         if sent is None and name not in self.spec.optional_images:
@@ -128,6 +132,11 @@ class ObservationFields:
         if not isfinite(sum(values.tolist())):  # for some dozen numbers twice as fast as numpy
             raise InvalidRequest("state: must be finite numbers", "state")
         return (changed, values) if self.spec.takes_state else (None, None)
+
+
+def names_of(spec: PolicySpec) -> set[str]:
+    """The names under which a request may send the policy's images."""
+    return {*spec.images, *spec.other_names.values(), *(("image",) if len(spec.images) == 1 else ())}
 
 
 @cache

@@ -101,6 +101,7 @@ class PolicySpec:
 
     images: (height, width) by image name, uint8 [height, width, 3]. resize: how pictures of another size are fitted:
         stretched, or padded with black; "none" leaves them as they came, for a model that fits them itself.
+    other_names: by image, another name that a request may give it.
     optional_images: those that a request may leave out: the model gets black pictures and `Observation.present`.
     observation_steps: observations of an episode that the model sees together, the newest last. Images and state have
         an axis of that length in front if it is above 1. See `ObservationHistory`.
@@ -123,6 +124,7 @@ class PolicySpec:
     model_type: str = "custom"
     images: Mapping[str, Size] = field(default_factory=dict)
     resize: Resize | Literal["none"] = "stretch"
+    other_names: Mapping[str, str] = field(default_factory=dict)
     takes_state: bool = False
     state_dim: int = 0
     state_norm: Norm | None = None

@@ -16,6 +16,7 @@ import pybase64
 from numpy.typing import NDArray
 
 from reflex_runtime.robots import Observation, Policy, PolicySpec
+from reflex_runtime.robots.policy.fields import names_of
 from reflex_runtime.robots.policy.observation import Sent
 from reflex_runtime.robots.serving.decode_pool import Done, Job
 from reflex_runtime.robots.serving.question import Array, Image, Question, array_of
@@ -37,9 +38,8 @@ def check_names(question: Question, known: AbstractSet[str]) -> None:
 
 
 def cameras_of(specs: Iterable[PolicySpec]) -> set[str]:
-    """The names under which images are looked at: each export's own, and "image" where one has a single camera."""
-    names = {name for spec in specs for name in spec.images}
-    return names | {"image" for spec in specs if len(spec.images) == 1}
+    """The names under which images are looked at."""
+    return {name for spec in specs for name in names_of(spec)}
 
 
 def _sent(image: Image, field: str) -> Sent:

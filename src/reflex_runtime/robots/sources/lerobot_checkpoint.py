@@ -5,7 +5,6 @@ Everything that can be found wrong before gigabytes are loaded is found here.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -27,13 +26,19 @@ from reflex_runtime.robots.sources.export_files import (
     read_json,
     whole,
 )
-from reflex_runtime.robots.sources.lerobot_features import WEIGHTS, WHOLE, Features
+from reflex_runtime.robots.sources.lerobot_features import WEIGHTS, WHOLE, Feature, Features
+from reflex_runtime.robots.sources.lerobot_processors import (
+    PROCESSORS,
+    check_code,
+    check_statistics,
+    read_steps,
+    renames_of,
+)
 from reflex_runtime.run.onnx_session import CPU, CUDA
 from reflex_runtime.settings.model_files import json_keys, read_table
-from reflex_runtime.settings.read import CHECKPOINT_KEYS, JsonObject, shorten
+from reflex_runtime.settings.read import CHECKPOINT_KEYS, JsonObject
 
 CONFIG_FILE: Final = "config.json"
-PROCESSORS: Final = ("policy_preprocessor.json", "policy_postprocessor.json")
 STAGED: Final = ("smolvla", "pi0", "pi05")
 """Types whose prefix and steps are calls of their own."""
 
@@ -52,12 +57,6 @@ REFUSED: Final = {
 }
 """Types that cannot be served, with the reason."""
 
-RUN: Final = {
-    "action_tokenizer_name": ("lerobot/fast-action-tokenizer", "physical-intelligence/fast"),
-    "text_tokenizer_name": ("google/paligemma-3b-pt-224",),
-}
-"""Keys that name a repository of which LeRobot runs the code, with those that LeRobot's own configurations name."""
-
 NEEDS_06: Final = ("pi0", "pi05", "pi0_fast")
 """Types whose code in older versions needs a patched transformers that no registry has."""
 
@@ -66,13 +65,6 @@ _IMAGE, _IMAGES, _STATE, _ENVIRONMENT = (
 )  # fmt: skip
 _EMPTY: Final = "empty_camera"  # features that stand for no camera: LeRobot fills them
 _HEADER_MOST: Final = 100 << 20  # bytes; the format's own limit
-
-
-class Feature(msgspec.Struct, kw_only=True):
-    """An input or output of the policy."""
-
-    type: Annotated[str, Meta(description="VISUAL, STATE, ENV or ACTION")]
-    shape: Annotated[tuple[Annotated[int, Meta(ge=1, le=1_000_000)], ...], Meta(description="a list of sizes")]
 
 
 _Features = Annotated[dict[str, Feature], Meta(description="an object {feature: {type, shape}}")]
@@ -93,6 +85,7 @@ class _Config(msgspec.Struct, kw_only=True):
     max_action_dim: _Whole | None = None
     num_steps: Annotated[int, whole(1, 1000)] | None = None
     num_inference_steps: Annotated[int, whole(1, 1000)] | None = None
+    normalization_mapping: Annotated[dict[str, str], Meta(description="an object {type: mode}")] = {}
     action_feature_names: Any = None
     repo_id: Annotated[str, Meta(min_length=1, max_length=256, description="a name")] | None = None
 
@@ -120,6 +113,8 @@ class LeRobotCheckpoint(PolicySource):
                     f"{self.features.path / name}: not found: it was saved by LeRobot before 0.4. Convert it: python "
                     f"-m lerobot.processor.migrate_policy_normalization --pretrained-path {self.features.path}"
                 )
+        served = (*self.features.cameras.values(), *(name for name, _ in self.features.states))
+        check_statistics(self.features.path, self.config, served)
 
     def open(self, device: DeviceOptions) -> StagedModel | WholeModel:
         self.check()
@@ -153,7 +148,7 @@ def _load(source: str, root: Path) -> LeRobotCheckpoint:
             f"{table.file}: type {config.type} is not known to keep nothing between calls, and robots could get each "
             f"other's actions; known are {', '.join((*STAGED, *WHOLE))}. Serve it as python:module:make"
         )
-    _check_code(table.file, "", table.values)
+    check_code(table.file, "", table.values)
     action = config.output_features.get("action")
     if action is None or len(action.shape) != 1:
         table.wrong("output_features", "a feature action with one size")
@@ -161,7 +156,8 @@ def _load(source: str, root: Path) -> LeRobotCheckpoint:
     given = [name for name in (_STATE, _ENVIRONMENT) if name in config.input_features]
     states = tuple((name, _flat(table, config, name)) for name in given)
     chunk, horizon, denoising = _lengths(table, config)
-    steps = [_steps(root / name) for name in PROCESSORS]
+    steps = [read_steps(root / name) for name in PROCESSORS]
+    renamed = renames_of(root / PROCESSORS[0], steps[0], config.input_features)
     dim = action.shape[0]
     names = _names(config, dim)
     robot = read_robot(root, sum(size for _, size in states), dim)
@@ -172,11 +168,12 @@ def _load(source: str, root: Path) -> LeRobotCheckpoint:
         staged=config.type in STAGED,
         config=dict(table.values),
         images=sizes,
+        other_names={c: renamed[name].removeprefix(_IMAGES) for c, name in cameras.items() if name in renamed},
         resize="none" if config.type in STAGED else "stretch",
         features=Features(root, cameras, states),
         takes_state=bool(states),
         state_dim=sum(size for _, size in states),
-        takes_text=any("tokenizer" in step for step in steps[0]),
+        takes_text=any("tokenizer" in step.registry_name for step in steps[0]),
         takes_noise=config.type not in ("act", "pi0_fast"),
         action_dim=dim,
         chunk_size=chunk,
@@ -237,36 +234,6 @@ def _lengths(table: JsonObject, config: _Config) -> tuple[int, int, int]:
     if config.type in STAGED and steps is None:
         table.wrong("num_steps" if config.type == "smolvla" else "num_inference_steps", "an integer in [1, 1000]")
     return chunk, horizon or chunk, min(int(steps or 1), 1000)
-
-
-def _steps(file: Path) -> list[str]:
-    """The names of a processor's steps; none where there is no file. ConfigError for a step that is not LeRobot's own.
-
-    LeRobot imports what the `class` of a step names, from any module, and calls it.
-    """
-    if not file.is_file():
-        return []
-    table = read_json(file)
-    steps = table.get("steps") if isinstance(table, dict) else None
-    if not isinstance(steps, list) or not all(isinstance(step, dict) for step in steps):
-        raise ConfigError(f"{file}: is not what LeRobot writes: expected a JSON object with `steps`")
-    for i, step in enumerate(steps):
-        if not isinstance(step.get("registry_name"), str):
-            named = shorten(repr(step.get("class")))
-            raise ConfigError(f"{file}: steps[{i}]: names the class {named}; only steps of LeRobot itself are run")
-        _check_code(file, f"steps[{i}].config.", step.get("config"))
-    return [step["registry_name"] for step in steps]
-
-
-def _check_code(file: Path, within: str, config: Any) -> None:
-    """That no key names a repository of which LeRobot would run the code, other than those that it names itself."""
-    for key, known in RUN.items():
-        found = config.get(key) if isinstance(config, dict) else None
-        if found is not None and found not in known:
-            raise ConfigError(
-                f"{file}: {within}{key}: found {shorten(json.dumps(found))}, expected {' or '.join(known)}: LeRobot "
-                "runs the code of what it names; if you trust that, serve it as python:module:make"
-            )
 
 
 def _names(config: _Config, dim: int) -> tuple[str, ...] | None:

@@ -139,10 +139,14 @@ class ObservationReader:
 
     def _is_there(self, camera: str, came: Mapping[str, Any], plain: Mapping[str, str]) -> bool:
         """Whether it was sent; of cameras that must be sent, `_image` says so."""
-        return camera not in self.spec.optional_images or (self.wire.images.get(camera) or plain.get(camera)) in came
+        return camera not in self.spec.optional_images or self._name(camera, plain) in came
+
+    def _name(self, camera: str, plain: Mapping[str, str]) -> str | None:
+        """Under which the observation would have a camera's picture."""
+        return self.wire.images.get(camera) or plain.get(camera) or plain.get(self.spec.other_names.get(camera, ""))
 
     def _image(self, camera: str, came: Mapping[str, Any], plain: Mapping[str, str]) -> tuple[str, str, Image]:
-        name = self.wire.images.get(camera) or plain.get(camera)
+        name = self._name(camera, plain)
         if name is None and len(self.spec.images) == 1:
             only = [name for name in came if name.startswith(("images/", "vision/", "video."))]
             name = plain.get("image") or (only[0] if len(only) == 1 else None)
