@@ -171,6 +171,26 @@ def test_an_observation_of_ones_own_is_sent(server: Server, tmp_path: Path, caps
     assert "observation/wrist_image: missing" in found["wires"][0]["message"]
 
 
+def test_a_name_that_act_does_not_know_is_one_line(
+    server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    np.savez(tmp_path / "seen.npz", joints=np.zeros(2))
+    assert main(["probe", url(server), "--wire", "act", "--observation", str(tmp_path / "seen.npz")]) == 2
+    assert "--observation: /act has no field joints" in capsys.readouterr().err
+
+
+def test_the_environments_proxy_is_not_asked_for_a_server_on_this_machine(
+    server: Server, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("http_proxy", "https_proxy", "all_proxy", "grpc_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")  # nothing listens there
+        monkeypatch.setenv(name.upper(), "http://127.0.0.1:9")
+    for name in ("no_proxy", "NO_PROXY", "no_grpc_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    status, found = probed(capsys, url(server))
+    assert (status, [wire["wire"] for wire in found["wires"] if not wire["works"]]) == (0, [])
+
+
 def test_the_dialect_of_roboarena_is_known_from_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     names = "image_resolution needs_wrist_camera n_external_cameras needs_stereo_camera needs_session_id action_space"
     wires = {"openpi": {"dialect": "roboarena", "metadata": dict.fromkeys(names.split(), None)}}

@@ -17,6 +17,14 @@ from serving.in_process import Caller, with_app
 BODY = json.dumps({"state": STATE, "request_id": "plain"}).encode()
 
 
+def test_h1_a_path_may_end_in_a_slash(tiny: Path) -> None:
+    with Server(tiny) as server:
+        asked = server.ask("POST", "/act/", json.dumps({"state": STATE}).encode(), {"Content-Type": "application/json"})
+        assert asked.status == 200
+        assert server.get("/health/").status == 200
+        assert server.get("/nothing/").status == 404
+
+
 @pytest.mark.parametrize("leaves", [True, False], ids=["our server", "any server"])
 def test_a_request_may_come_in_parts(tiny: Path, leaves: bool) -> None:
     async def check(app: App, runtime: PolicyRuntime) -> None:

@@ -17,11 +17,13 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 from reflex_runtime.cli.console import console
 from reflex_runtime.cli.server_address import ServerAddress, add_key, key_of
 from reflex_runtime.client import Client
+from reflex_runtime.client.calls import ActFields
 from reflex_runtime.client.errors import BadAnswer, NotFound, ServerError, TimedOut, Unreachable
 from reflex_runtime.client.exchange import Reply, refused
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.robots.wires import groot, openpi
 from reflex_runtime.settings.declare import one_line, one_of
+from reflex_runtime.web.access import is_loopback
 
 if TYPE_CHECKING:
     from reflex_runtime.client import ClientError
@@ -43,6 +45,9 @@ def ask_act(server: ServerAddress, key: str, timeout: float, pick: Pick) -> Shap
             fields.setdefault("images", {})[name] = value
         else:
             fields[name] = value
+    unknown = fields.keys() - ActFields.__annotations__.keys()
+    if unknown:
+        raise ConfigError(f"--observation: /act has no field {one_line(min(unknown))}; a picture is uint8 [h, w, 3]")
     url = f"{server.scheme}://{server.netloc}{server.path}"
     with Client(url, key or None, timeout=timeout, retries=0) as client:
         return client.act(**fields).actions.shape
@@ -65,6 +70,7 @@ def ask_openpi(server: ServerAddress, key: str, timeout: float, pick: Pick) -> S
     headers = {"Authorization": f"Api-Key {key}"} if key else {}
     try:
         more: Any = {"open_timeout": timeout, "close_timeout": 0.2, "compression": None, "max_size": None}
+        more["proxy"] = None if is_loopback(server.host) else True  # that of the environment
         with connect(url, additional_headers=headers, **more) as socket:
             announced = receive(socket)
             socket.send(openpi.encode(dict(pick(announced, announced.get("reflex")))))
@@ -106,8 +112,10 @@ def greet_grpc(method: str, server: ServerAddress, key: str, timeout: float, pic
         raise BadAnswer("grpcio is not installed: in a clone, pip install '.[grpc]'") from None
     try:
         trusted = grpc.ssl_channel_credentials() if server.secure else None
-        place = server.netloc
-        with grpc.secure_channel(place, trusted) if trusted else grpc.insecure_channel(place) as channel:
+        place, options = server.netloc, [("grpc.enable_http_proxy", not is_loopback(server.host))]
+        with (
+            grpc.secure_channel(place, trusted, options) if trusted else grpc.insecure_channel(place, options)
+        ) as channel:
             secret = (("authorization", f"Bearer {key}"),) if key else ()
             channel.unary_unary(method)(b"", metadata=secret, timeout=timeout)
     except grpc.RpcError as error:
@@ -178,7 +186,6 @@ def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Probe and print; returns the exit status."""
-    from reflex_runtime.cli.probe import HTTP, WIRES
 
     if not 0.1 <= args.timeout_s <= 600.0:
         raise ConfigError(f"--timeout-s={args.timeout_s:g}: must be in [0.1, 600] s")
@@ -291,7 +298,6 @@ def probe(
     server: ServerAddress, key: str, timeout: float, name: str, seen: ServerLook, own: Mapping[str, Any] | None = None
 ) -> WireProbe:
     """Ask on one wire. own: what to send; by default what /config says, else the wire itself."""
-    from reflex_runtime.cli.probe import WIRES
     from reflex_runtime.client import ClientError
 
     wire, found, began = WIRES[name], WireProbe(name), time.perf_counter()

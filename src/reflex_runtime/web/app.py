@@ -178,7 +178,8 @@ class App:
 
     def _route(self, request: HttpRequest) -> Route:
         """The route of a request; raises what stands against it."""
-        found = self.routes.get(request.path) or self._find(request.path)
+        path = request.path
+        found = self.routes.get(path) or self._find(path) or self.routes.get(path.rstrip("/"))
         route = request.route = found.of(request.method) if found is not None and found.others else found
         socket = isinstance(request, WebSocket)
         crosses = self._cors.admits(request, route)

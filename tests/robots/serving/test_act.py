@@ -89,6 +89,11 @@ def test_h1_an_image_comes_as_png_jpeg_or_data_url_and_under_its_own_name(server
     plain = good(server.post(fields()))["actions"]
     assert good(server.post(fields(image="data:image/png;base64," + PICTURE)))["actions"] == plain
     assert good(server.post(fields(image=None, images={"front": PICTURE})))["actions"] == plain
+    lines = "\r\n".join(PICTURE[at : at + 76] for at in range(0, len(PICTURE), 76))
+    urls = PICTURE.replace("+", "-").replace("/", "_").rstrip("=")
+    assert urls != PICTURE
+    for text in (lines, urls):
+        assert good(server.post(fields(image=text)))["actions"] == plain
     jpeg = b64(png(np.full((HEIGHT, WIDTH, 3), 90, np.uint8), form="JPEG", quality=95))
     grey = b64(png(np.full((HEIGHT, WIDTH, 3), 90, np.uint8)))
     assert good(server.post(fields(image=jpeg)))["actions"] == good(server.post(fields(image=grey)))["actions"]
@@ -399,7 +404,7 @@ def test_h12_every_answer_has_an_id_and_every_error_its_keys(server: Server) -> 
         wrong = server.ask(method, "/act")
         assert wrong.status == 405
         assert wrong.headers["allow"] == "POST"
-    for path in ("/", "/act/", "/ACT", "/v1/models", "/%00", "/a%0d%0ab", "/" + "x" * 5000, "/%C3%A9", "/%FF"):
+    for path in ("/", "/act//x", "/ACT", "/v1/models", "/%00", "/a%0d%0ab", "/" + "x" * 5000, "/%C3%A9", "/%FF"):
         check_error(server.get(path), 404, "not_found")
     assert server.post(fields()).headers["x-request-id"] != server.post(fields()).headers["x-request-id"]
 

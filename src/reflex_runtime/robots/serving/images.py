@@ -72,7 +72,20 @@ def _from_base64(text: str, field: str) -> bytes:
 
 
 def decoded_base64(text: str) -> bytes:
-    """The bytes of a text, in pieces, so that other threads run in between. ValueError where it is not base64."""
+    """The bytes of a text, in pieces, so that other threads run in between. ValueError where it is not base64.
+
+    Both alphabets of RFC 4648 are read, and lines as MIME breaks them.
+    """
+    try:
+        return _decoded(text)
+    except ValueError:
+        plain = text.replace("\r", "").replace("\n", "").replace("-", "+").replace("_", "/")
+        if plain == text:
+            raise
+        return _decoded(plain + "=" * (-len(plain) % 4))  # of URLs, where it is mostly left out
+
+
+def _decoded(text: str) -> bytes:
     if text.find("=", 0, len(text) - 2) >= 0:
         raise ValueError("padding before its end")
     return b"".join(pybase64.b64decode(text[at : at + PIECE], validate=True) for at in range(0, len(text), PIECE))
