@@ -19,7 +19,11 @@ from serving.harness import STATE, Answer, Server, refusal
 from serving.openai_toy import Toy
 from serving.pair import Pair, two
 
-FORWARDING = ("Forwarded", "Via", "X-Real-IP", "X-Forwarded-For", "X-Forwarded-Host", "X-Forwarded-Proto")
+FORWARDING = (
+    "Forwarded", "Via", "X-Real-IP", "X-Forwarded-For", "X-Forwarded-Host", "X-Forwarded-Proto", "X-Client-IP",
+    "CF-Connecting-IP", "True-Client-IP", "X-Cluster-Client-IP", "X-Original-Forwarded-For", "Fastly-Client-IP",
+    "Fly-Client-IP", "X-Envoy-External-Address",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ import pytest
 from reflex_runtime.demo import POLICY
 from serving.exports import write_tiny
 from serving.harness import STATE, Server, encode, parse_answers, read_all
-from serving.requests import busy, numbered, observe, queued, right
+from serving.requests import busy, check_error, numbered, observe, queued, right
 
 
 @contextlib.contextmanager
@@ -55,7 +55,11 @@ def test_h6_while_loading_health_tells_it_and_requests_are_told_to_come_back(
         refused = server.act()
         assert (refused.status, refused.code, refused.headers["retry-after"]) == (503, "not_ready", "1")
         assert (refused.json["retry_safe"], refused.json["state"]) == (True, state)
-        assert server.metrics()("reflex_requests_total", outcome="rejected") == 1
+        for named in (server.act(request_id="mine"), server.act_with({"X-Request-Id": "mine"})):
+            assert check_error(named, 503, "not_ready")["request_id"] == "mine"
+        named = server.ask("POST", "/act", b"{", {"X-Request-Id": "theirs"})
+        assert check_error(named, 503, "not_ready")["request_id"] == "theirs"
+        server.reach(lambda m: m("reflex_requests_total", outcome="rejected") == 4)
         assert server.get("/diagnostics/cost-model").status == 503
         assert server.get("/config").json["policy"] is None
         os.write(pipe, b"x")

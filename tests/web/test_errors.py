@@ -8,16 +8,15 @@ import msgpack
 import pytest
 
 from reflex_runtime.core.errors import QueueFull
-from reflex_runtime.web.errors import PLAIN, ErrorForm
+from reflex_runtime.web.errors import PLAIN
+from reflex_runtime.web.request import own_id
 
 
 @pytest.mark.parametrize("sent", [b"", b"a" * 257, b"a\tb", "é".encode(), b"\xff", b" a", b"a\x7f"])
 def test_l9_an_id_that_cannot_be_repeated_as_it_came_is_not(sent: bytes) -> None:
-    form = ErrorForm(PLAIN.refuse, keeps_id=True)
-    assert form.own_id(sent) is None
-    assert form.own_id(b"a" * 256) == "a" * 256
-    assert form.own_id(b"mine 1") == "mine 1"
-    assert PLAIN.own_id(b"mine 1") is None
+    assert own_id(sent) is None
+    assert own_id(b"a" * 256) == "a" * 256
+    assert own_id(b"mine 1") == "mine 1"
 
 
 def test_h3_an_error_says_the_same_in_json_and_msgpack() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import socket
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -98,6 +100,7 @@ NOT_HTTP = {
     "no version": b"GET /health\r\nHost: localhost\r\n\r\n",
     "no Host": b"GET /health HTTP/1.1\r\n\r\n",
     "two Hosts": b"GET /health HTTP/1.1\r\nHost: localhost\r\nHost: localhost\r\n\r\n",
+    "chunks in HTTP/1.0": b"POST /act HTTP/1.0\r\nTransfer-Encoding: chunked\r\n\r\n5\r\n{}   \r\n0\r\n\r\n",
     "two Hosts of HTTP/1.0": b"GET /health HTTP/1.0\r\nHost: localhost\r\nhOST: u\r\n\r\n",
     "upgrade with a framing that is none": (
         b"POST /act HTTP/1.1\r\nHost: localhost\r\nConnection: upgrade\r\nUpgrade: h2c\r\n"
@@ -141,7 +144,7 @@ def test_h14_what_is_not_http_is_answered_before_it_is_closed(server: Server, na
 
 
 BROKEN_BEHIND = ["HTTP/2 line", "no Host", "two Hosts", "upgrade with two framings", "two framings", "garbage"]
-BROKEN_BEHIND += ["upgrade with a framing that is none", "CONNECT"]
+BROKEN_BEHIND += ["upgrade with a framing that is none", "CONNECT", "chunks in HTTP/1.0"]
 
 
 @pytest.mark.parametrize("name", BROKEN_BEHIND)
@@ -186,6 +189,78 @@ def test_a_caller_that_leaves_in_the_middle_of_its_body_is_cancelled(server: Ser
     with server.connect() as sock:
         sock.sendall(b"POST /act HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{")
     server.reach(lambda m: m("reflex_requests_total", outcome="cancelled") == before + 1)
+
+
+ONE_EACH = ("Authorization", "X-Reflex-Key", "x-api-key", "Origin", "Content-Type", "Content-Encoding")
+
+
+@pytest.mark.parametrize("name", ONE_EACH)
+def test_h14_a_header_that_says_one_thing_is_not_sent_twice(server: Server, name: str) -> None:
+    sent = encode(FIELDS).replace(b"\r\n\r\n", f"\r\n{name}: a\r\n{name.upper()}: b\r\n\r\n".encode(), 1)
+    first, second = parse_answers(server.raw(sent + encode(FIELDS, {"Connection": "close", "X-a": "1\r\nx-A: 2"})))
+    body = check_error(first, 400, "invalid_request")
+    assert body["message"] == f"the request has 2 {name.lower()} headers, there may be one"
+    assert second.status == 200
+
+
+def peak(server: Server) -> int:
+    """Bytes of memory the server has had at most."""
+    status = Path(f"/proc/{server.process.pid}/status").read_text()
+    return int(status.split("VmHWM:")[1].split()[0]) << 10
+
+
+# -- compressed bodies -------------------------------------------------------------------------------------------------
+
+
+GZIP = {"Content-Encoding": "gzip"}
+PACKED = gzip.compress(BODY, mtime=0)
+
+
+@pytest.mark.parametrize("name", ["gzip", "GZIP ", "x-gzip"])
+def test_h4_a_body_in_gzip_is_read(server: Server, name: str) -> None:
+    seeded = json.dumps(FIELDS | {"seed": 7}).encode()
+    packed = server.post(gzip.compress(seeded), {"Content-Encoding": name})
+    assert packed.json["actions"] == server.post(seeded).json["actions"]
+    head = b"POST /act HTTP/1.1\r\nHost: localhost\r\nContent-Encoding: gzip\r\nTransfer-Encoding: chunked\r\n"
+    parts = b"".join(b"1\r\n%c\r\n" % byte for byte in PACKED)
+    (answer,) = parse_answers(server.raw(head + b"Connection: close\r\n\r\n" + parts + b"0\r\n\r\n"))
+    assert answer.status == 200
+    assert server.post(BODY, {"Content-Encoding": "identity"}).status == 200
+
+
+def test_h4_a_body_in_gzip_unfolds_to_the_limit_and_no_further(server: Server) -> None:
+    assert server.post(gzip.compress(BODY + b" " * (LIMIT - len(BODY))), GZIP).status == 200
+    body = check_error(server.post(gzip.compress(BODY + b" " * (LIMIT - len(BODY) + 1)), GZIP), 413, "too_large")
+    assert body["max_body_bytes"] == LIMIT
+    before = peak(server)
+    check_error(server.post(gzip.compress(bytes(500 * LIMIT)), GZIP), 413, "too_large")  # 2 GB in 2 MB
+    assert peak(server) - before < 8 * LIMIT
+    stored = zlib.compressobj(0, wbits=31)  # which makes nothing out of a lot
+    empty = b"".join(stored.compress(b"") + stored.flush(zlib.Z_FULL_FLUSH) for _ in range(LIMIT // 5 + 10))
+    check_error(server.post(empty, GZIP), 413, "too_large")
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        (BODY, "the body is not gzip: Error -3"),
+        (PACKED[:-1], "the body is not gzip: it ends in the middle"),
+        (b"", "the body is not gzip: it ends in the middle"),
+        (PACKED + b"x", "the body goes on behind the end of its gzip"),
+        (PACKED * 2, "the body goes on behind the end of its gzip"),
+        (zlib.compress(BODY), "the body is not gzip: Error -3"),
+    ],
+)
+def test_h4_what_is_no_gzip_is_400(server: Server, body: bytes, says: str) -> None:
+    assert check_error(server.post(body, GZIP), 400, "invalid_request")["message"].startswith(says)
+
+
+@pytest.mark.parametrize("name", ["br", "deflate", "zstd", "gzip, gzip", "identity, gzip", "x" * 1000])
+def test_h4_any_other_encoding_is_415(server: Server, name: str) -> None:
+    answer = server.post(BODY, {"Content-Encoding": name})
+    body = check_error(answer, 415, "unsupported_encoding")
+    assert body["message"] == f"Content-Encoding: {name[:100]}: must be gzip, or left out"
+    assert answer.headers["accept-encoding"] == "gzip"
 
 
 # -- limits ------------------------------------------------------------------------------------------------------------

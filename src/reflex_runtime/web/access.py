@@ -17,17 +17,22 @@ from __future__ import annotations
 import hmac
 import logging
 import socket
-from collections.abc import Collection, Mapping
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
 from ipaddress import IPv4Address, IPv6Address, ip_address
 from typing import Any, Final
 from urllib.parse import urlsplit
 
-from reflex_runtime.web.errors import Forbidden, Headers, Unauthorized
+from reflex_runtime.web.errors import ClientError, Forbidden, Headers, Unauthorized
 from reflex_runtime.web.request import Handler, HttpRequest, HttpResponse, Route, WebSocket
 
 ANY: Final = "*"
 _KEEPS: Final = 256  # accepted values of Host, so that the next request needs only a look-up
-_FORWARDED: Final = (b"forwarded", b"via", b"x-real-ip")
+_FORWARDED: Final = (
+    b"forwarded", b"via", b"x-real-ip", b"x-client-ip", b"x-cluster-client-ip", b"x-original-forwarded-for",
+    b"x-envoy-external-address", b"true-client-ip", b"cf-connecting-ip", b"fastly-client-ip", b"fly-client-ip",
+)  # fmt: skip
+_ONE: Final = (b"authorization", b"x-reflex-key", b"x-api-key", b"origin", b"content-type", b"content-encoding")
 _PORTS: Final = {"http": ":80", "https": ":443"}
 _MOST: Final = 1024  # bytes of the list of headers that a preflight asks for
 _SHOWN: Final = b"X-Request-Id, X-Should-Retry, Retry-After"
@@ -87,6 +92,15 @@ def check_direct(client: tuple[str, int] | None, headers: Mapping[bytes, bytes],
                 f"{_shown(name)}: the request came through a proxy, so its sender is not known; without {key} this "
                 "path answers only what programs on this machine send directly"
             )
+
+
+def check_once(headers: Iterable[tuple[bytes, bytes]]) -> None:
+    """Raise ClientError where a header is sent twice that may say one thing only: what is in front of this server may
+    have read the other one."""
+    counts = Counter(name for name, _ in headers)
+    for name in _ONE:
+        if counts[name] > 1:
+            raise ClientError(f"the request has {counts[name]} {name.decode()} headers, there may be one")
 
 
 class Keys:

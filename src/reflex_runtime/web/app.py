@@ -16,7 +16,7 @@ from http import HTTPStatus
 from typing import Any, Protocol
 
 from reflex_runtime.core.errors import Closed, ReflexError
-from reflex_runtime.web.access import Cors, Keys, Trust, answer_preflight, check_direct, is_preflight
+from reflex_runtime.web.access import Cors, Keys, Trust, answer_preflight, check_direct, check_once, is_preflight
 from reflex_runtime.web.bodies import STALLED, Bodies, Reading, Seldom
 from reflex_runtime.web.errors import (
     CallerLeft,
@@ -41,6 +41,7 @@ from reflex_runtime.web.request import (
     Scope,
     Send,
     WebSocket,
+    own_id,
     retry_headers,
 )
 
@@ -129,12 +130,9 @@ class App:
     # -- a request -----------------------------------------------------------------------------------------------------
 
     async def _answer(self, request: HttpRequest) -> None:
-        request.number = request.request_id = self.asks(request)
-        request.task = asyncio.current_task()
+        self._begin(request)
         self.requests.add(request)
         try:
-            if self.form.keeps_id:
-                request.request_id = self.form.own_id(request.headers.get(b"x-request-id", b"")) or request.number
             response = await self._respond(request)
         except asyncio.CancelledError:
             response = None  # it left while an error was sent
@@ -152,6 +150,13 @@ class App:
             return  # it left while the answer was sent
         finally:
             request.left()
+
+    def _begin(self, request: HttpRequest) -> None:
+        """Count it, and give it its id: the caller's own in X-Request-Id, or a new one."""
+        request.number = request.request_id = self.asks(request)
+        request.task = asyncio.current_task()
+        if (sent := request.headers.get(b"x-request-id")) is not None:
+            request.request_id = own_id(sent) or request.number
 
     async def _respond(self, request: HttpRequest) -> HttpResponse | None:
         """The answer; None if it was sent in parts, or its caller has left."""
@@ -181,6 +186,8 @@ class App:
         path = request.path
         found = self.routes.get(path) or self._find(path) or self.routes.get(path.rstrip("/"))
         route = request.route = found.of(request.method) if found is not None and found.others else found
+        if len(request.headers) < len(request.scope["headers"]):  # a name comes twice
+            check_once(request.scope["headers"])
         socket = isinstance(request, WebSocket)
         crosses = self._cors.admits(request, route)
         if crosses and route is not None and is_preflight(request):
@@ -282,8 +289,7 @@ class App:
 
     async def _connect(self, socket: WebSocket) -> None:
         """Serve a websocket. Its session accepts it; what it raises before that refuses it."""
-        socket.number = socket.request_id = self.asks(socket)
-        socket.task = asyncio.current_task()
+        self._begin(socket)
         try:
             await socket.connecting()
             route = self._route(socket)

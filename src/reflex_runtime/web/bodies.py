@@ -1,4 +1,4 @@
-"""Bodies of requests: the limit on their bytes in memory, and the decoding of large ones.
+"""Bodies of requests: the limit on their bytes in memory, compressed ones, and the decoding of large ones.
 
 Every byte counts from when it was read until its request is answered, so that callers that send half a body, or wait in
 the queue with a picture, cannot fill the memory. Large bodies are decoded in a separate thread, one at a time: a
@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+import zlib
 from collections.abc import AsyncIterator, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
@@ -17,7 +18,7 @@ from math import inf
 from typing import Any, Final, Protocol, TypeVar
 
 from reflex_runtime.core.errors import ReflexError
-from reflex_runtime.web.errors import Overloaded
+from reflex_runtime.web.errors import BodyTooLarge, ClientError, Overloaded, UnsupportedEncoding
 
 T = TypeVar("T")
 log = logging.getLogger("reflex.server")
@@ -120,6 +121,43 @@ class Bodies:
     def close(self) -> None:
         """Forget the bodies that wait to be decoded."""
         self._decoder.shutdown(wait=False, cancel_futures=True)
+
+
+class Gzip:
+    """A compressed body, unfolded part by part. Of neither form more than `most` bytes are taken."""
+
+    def __init__(self, most: int) -> None:
+        self._most, self._came, self._made = most, 0, 0
+        self._stream = zlib.decompressobj(wbits=31)
+
+    def unfold(self, part: bytes) -> bytes:
+        self._came += len(part)
+        try:
+            made = self._stream.decompress(part, self._most - self._made + 1)
+        except zlib.error as error:
+            raise ClientError(f"the body is not gzip: {error}") from None
+        self._made += len(made)
+        if max(self._made, self._came) > self._most:
+            raise BodyTooLarge(f"the body has over {self._most} bytes", max_body_bytes=self._most)
+        if self._stream.unused_data:
+            raise ClientError("the body goes on behind the end of its gzip")
+        return made
+
+    def end(self) -> None:
+        """ClientError where the last part was not the last."""
+        if not self._stream.eof:
+            raise ClientError("the body is not gzip: it ends in the middle")
+
+
+def gzip_of(encoding: bytes, most: int) -> Gzip | None:
+    """What unfolds a body with this Content-Encoding, None for a plain one."""
+    name = encoding.strip().lower()
+    if name in (b"gzip", b"x-gzip"):
+        return Gzip(most)
+    if name not in (b"identity", b""):
+        told = name[:100].decode("ascii", "backslashreplace")
+        raise UnsupportedEncoding(f"Content-Encoding: {told}: must be gzip, or left out")
+    return None
 
 
 def _bare(decode: Callable[..., T], *arguments: Any) -> T:

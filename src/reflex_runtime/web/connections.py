@@ -288,6 +288,8 @@ class HttpConnection(_OfApp, HttpToolsProtocol):
             size += len(name) + len(value)
         if size > HEAD_BYTES:
             raise ClientError(f"the head of the request has over {HEAD_BYTES} bytes")
+        if version == "1.0" and any(name == b"transfer-encoding" for name, _ in self.headers):
+            raise ClientError("HTTP/1.0 has no Transfer-Encoding")
         if version not in ("1.0", "1.1"):
             raise ClientError(f"HTTP/{version} is not spoken here, HTTP/1.1 is")
         if hosts > 1 or (not hosts and version == "1.1"):

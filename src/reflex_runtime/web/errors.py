@@ -51,6 +51,13 @@ class BodyTooLarge(ClientError):
     code, http_status = "too_large", 413
 
 
+class UnsupportedEncoding(ClientError):
+    """The body is compressed in a way that is not read."""
+
+    code, http_status = "unsupported_encoding", 415
+    headers: Final = [(b"accept-encoding", b"gzip")]
+
+
 class TooSlow(ClientError):
     """The request did not come in time."""
 
@@ -170,19 +177,10 @@ class Refusal:
 class ErrorForm:
     """The form of one server's errors.
 
-    refuse: makes the answer from the error, the request's id, and whether the caller reads msgpack. keeps_id: whether a
-    caller's own X-Request-Id is repeated.
+    refuse: makes the answer from the error, the request's id, and whether the caller reads msgpack.
     """
 
     refuse: Callable[[ReflexError, str, bool], Refusal]
-    keeps_id: bool = False
-
-    def own_id(self, sent: bytes) -> str | None:
-        """The id that a caller sent, where it is repeated: printable ASCII, and not too long."""
-        if not (self.keeps_id and 0 < len(sent) <= 256 and sent.isascii()):
-            return None
-        text = sent.decode()
-        return text if text.isprintable() and text == text.strip() else None
 
 
 def _plain(error: ReflexError, request_id: str, packed: bool) -> Refusal:

@@ -16,7 +16,7 @@ from typing import Any, Final, Protocol
 from urllib.parse import parse_qsl, quote
 
 from reflex_runtime.core.errors import Closed, ReflexError
-from reflex_runtime.web.bodies import Bodies
+from reflex_runtime.web.bodies import Bodies, gzip_of
 from reflex_runtime.web.errors import JSON, BodyTooLarge, CallerLeft, ErrorForm, Headers
 
 Scope = MutableMapping[str, Any]
@@ -138,6 +138,8 @@ class HttpRequest:
         assert self.route is not None
         most = self.route.most
         too_large(self.headers, most)
+        packed = self.headers.get(b"content-encoding")
+        gzip = None if packed is None else gzip_of(packed, most)
         parts: list[bytes] = []
         size = 0
         while True:
@@ -146,6 +148,8 @@ class HttpRequest:
                 raise CallerLeft("the caller left before it had sent its request")
             part = message.get("body", b"")
             if part:
+                if gzip is not None:
+                    part = gzip.unfold(part)
                 size += len(part)
                 if size > most:
                     raise BodyTooLarge(f"the body has over {most} bytes", max_body_bytes=most)
@@ -154,6 +158,8 @@ class HttpRequest:
                 self.heard = time.monotonic()
             if not message.get("more_body"):
                 break
+        if gzip is not None:
+            gzip.end()
         self.received = time.monotonic()
         self.watch()
         return parts[0] if len(parts) == 1 else b"".join(parts)
@@ -371,6 +377,14 @@ def too_large(headers: dict[bytes, bytes], most: int) -> None:
     declared = headers.get(b"content-length", b"0")
     if declared.isdigit() and int(declared) > most:
         raise BodyTooLarge(f"the body has {int(declared)} bytes, at most {most} are read", max_body_bytes=most)
+
+
+def own_id(sent: bytes) -> str | None:
+    """The id in a caller's X-Request-Id, if it can be repeated: printable ASCII, and not too long."""
+    if not (0 < len(sent) <= 256 and sent.isascii()):
+        return None
+    text = sent.decode()
+    return text if text.isprintable() and text == text.strip() else None
 
 
 def header_text(text: str) -> bytes:

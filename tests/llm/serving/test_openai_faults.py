@@ -453,6 +453,8 @@ def test_l9_before_the_model_is_there_it_says_so() -> None:
         answer = toy.complete()
         assert (answer.status, toy.error(answer)["code"]) == (503, "not_ready")
         assert answer.headers["retry-after"] == "1"
+        named = toy.post("/v1/completions", {"model": "toy", "prompt": "x"}, **{"X-Request-Id": "mine"})
+        assert (named.status, named.headers["x-request-id"]) == (503, "mine")
         assert toy.get("/v1/models").status == 200
         assert toy.get("/metrics").status == 200
         toy.loaded.set()

@@ -258,10 +258,11 @@ def test_w10_identity_and_limits_come_from_the_query_and_from_the_observation(ti
             client.infer(seen(2, robot_id="arm 2", episode_id="e2", request_id="r2", deadline_ms="50000"))
             client.infer(seen(3) | {"session_id": "e3"})
             client.infer(seen(4) | {"prompt": "stop"})
-        with pytest.raises(InvalidStatus) as info, robot(server, "/?robot=arm"):
-            pass
-        assert info.value.response.status_code == 422
-        assert json.loads(info.value.response.body or b"")["field"] == "robot"
+        for query in ("robot=arm", "robot_id=a%0ab", "episode_id=%7f", f"robot_id={'a' * 257}", "deadline_ms=soon"):
+            with pytest.raises(InvalidStatus) as info, robot(server, f"/?{query}"):
+                pass
+            assert info.value.response.status_code == 422
+            assert json.loads(info.value.response.body or b"")["field"] == query.partition("=")[0]
         server.stop()
     (line,) = [line for line in server.log if "a websocket was refused: 422" in line]
     assert "unknown field `robot`" in line

@@ -54,6 +54,7 @@ ERRORS: Final = {
     "405": "method_not_allowed: the header Allow has the right method",
     "408": "request_timeout: the head or the body did not come in time",
     "413": "too_large: the body exceeds --max-body-bytes",
+    "415": "unsupported_encoding: the body is compressed, and not with gzip",
     "429": "queue_full, client_at_capacity: try again after Retry-After",
     "500": "processor_failed, processor_hung: it ran and failed",
     "503": "deadline_unreachable, not_ready, shutting_down: try again after Retry-After",
@@ -266,7 +267,7 @@ def document(
         _narrow(body, bounds | own, post.plain)
         if path == "/tokenize":
             body = _either(body)
-        codes, told, answer = ["400", "404", "413", "500", "503"], "", content(ref(post.answer))
+        codes, told, answer = ["400", "404", "413", "415", "500", "503"], "", content(ref(post.answer))
         if post.last:
             told = f"With stream, the parts of the answer as server-sent events, the last one {post.last}."
             codes, answer = [*codes, "429", "504"], answer | content(_STREAM, "text/event-stream")

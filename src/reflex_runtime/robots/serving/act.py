@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 from reflex_runtime.core.errors import ReflexError
 from reflex_runtime.robots.serving import fields
 from reflex_runtime.robots.serving.handler import RequestHandler
@@ -10,7 +12,7 @@ from reflex_runtime.robots.serving.question import ACT, JSON_NUMPY, Question
 from reflex_runtime.robots.wires import json_numpy
 from reflex_runtime.robots.wires.json_numpy import GrootJson, JsonNumpy
 from reflex_runtime.web.bodies import LARGE
-from reflex_runtime.web.errors import JSON, MSGPACK, CallerLeft, Headers, InvalidRequest
+from reflex_runtime.web.errors import JSON, MSGPACK, CallerLeft, Headers, InvalidRequest, NotReady
 from reflex_runtime.web.request import HttpRequest, HttpResponse, header_text
 
 
@@ -33,6 +35,10 @@ class Act:
         except CallerLeft:
             raise
         except ReflexError as error:
+            if isinstance(error, NotReady) and not request.received:  # robots that wait for a load tell answers by id
+                with suppress(ReflexError):
+                    asked = await _read(request)
+                    pending.request_id = (isinstance(asked, Question) and asked.request_id) or pending.request_id
             request.request_id = pending.request_id
             return request.app.refuse(request, error, _routed(pending))
         request.request_id = pending.request_id

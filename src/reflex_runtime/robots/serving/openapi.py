@@ -47,6 +47,7 @@ ERRORS: Final = {
     "409": "superseded: a newer request of the same robot replaced it; invalid_request: it does not fit the state of "
     "the server",
     "413": "too_large: the body exceeds --max-body-bytes",
+    "415": "unsupported_encoding: the body is compressed, and not with gzip",
     "422": "invalid_request: `field` names what is wrong",
     "429": "client_at_capacity, too_many_requests: try again after Retry-After",
     "500": "processor_failed, processor_hung: it ran and failed",
@@ -55,8 +56,8 @@ ERRORS: Final = {
     "504": "deadline_exceeded: the deadline passed before it ran",
 }
 _ALWAYS: Final = ("401", "403", "405", "408", "503")
-_CHANGED: Final = ("400", "404", "409", "413", "422", "500")
-_INFERRED: Final = ("400", "409", "413", "422", "429", "500", "504")
+_CHANGED: Final = ("400", "404", "409", "413", "415", "422", "500")
+_INFERRED: Final = ("400", "409", "413", "415", "422", "429", "500", "504")
 _PICTURE: Final = (  # a PNG of 8 x 8 pixels
     "iVBORw0KGgoAAAANSUhEUgAAAAgAAAAICAIAAABLbSncAAAAFUlEQVR42mNMaFjAgA0wMeAAg1MCAC/XAZAAI3yiAAAAAElFTkSuQmCC"
 )
@@ -74,7 +75,7 @@ _FIXED: Final = PAGES | {  # whatever is served
         "the journal of the next 30 seconds, or of ?seconds=N", content({}, "application/x-ndjson"), ("422", "429")
     ),
     "/reset": Operation(
-        "for clients of GR00T, which ask it before an episode; it changes nothing", codes=("400", "413")
+        "for clients of GR00T, which ask it before an episode; it changes nothing", codes=("400", "413", "415")
     ),
     "/v2": Operation("the server, as the Open Inference Protocol asks for it"),
     "/v2/health/live": Operation("OIP: 200"),

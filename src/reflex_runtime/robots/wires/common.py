@@ -317,8 +317,12 @@ def limits_in(observation: Mapping[str, Any]) -> RequestLimits:
 
 
 def socket_limits(query: Mapping[str, str]) -> SocketLimits:
-    """Validate the query of a websocket's URL."""
-    return _converted(query, SocketLimits)
+    """Validate the query of a websocket's URL: what is wrong refuses its handshake."""
+    said = _converted(query, SocketLimits)
+    for name in ("robot_id", "episode_id"):
+        if (id := getattr(said, name)) is not None:
+            check_id(name, id)
+    return said
 
 
 def question_of(
