@@ -41,7 +41,7 @@ class ActFields(TypedDict, total=False):
 
     image: the policy's only picture; images: by the policy's names. state: [n], in the robot's units. seed: of the
     noise, else made from request_id. deadline_ms: from this call on, all attempts included. executed: how many actions
-    of the last chunk were executed.
+    of the last chunk were executed; delay: how many will be until the answer is there.
     """
 
     image: Picture | None
@@ -55,6 +55,7 @@ class ActFields(TypedDict, total=False):
     deadline_ms: float | None
     request_id: str | None
     executed: int | None
+    delay: int | None
 
 
 @dataclass(slots=True)

@@ -56,7 +56,7 @@ def test_e2_frozen_actions_repeat_the_tail_exactly_and_free_ones_do_not(root: Pa
     second = bench.answer(asked(policy, 1, request_id="next", executed=1))
     assert first.rtc is None
     assert second.rtc | {"delay_ms": 0} == {
-        "executed": 1, "overlap": 3, "frozen": 0, "delay_ms": 0, "horizon": 2, "schedule": "ONES",
+        "executed": 1, "overlap": 3, "frozen": 0, "delay": 0, "delay_ms": 0, "horizon": 2, "schedule": "ONES",
     }  # fmt: skip
     assert second.actions[:2] == pytest.approx(first.actions[1:3], abs=1e-6)
     alone = Bench(other := _policy(root)).answer(asked(other, 1, request_id="next"))

@@ -58,7 +58,7 @@ def test_e2_the_tail_is_what_was_not_executed_moved_to_the_front() -> None:
     assert anchor is not None
     assert np.array_equal(anchor.target[:5], _chunk()[3:])
     assert anchor.report | {"delay_ms": 0} == {
-        "executed": 3, "overlap": 5, "frozen": 0, "delay_ms": 0, "horizon": 4, "schedule": "ONES",
+        "executed": 3, "overlap": 5, "frozen": 0, "delay": 0, "delay_ms": 0, "horizon": 4, "schedule": "ONES",
     }  # fmt: skip
 
 
@@ -70,6 +70,29 @@ def test_e2_with_a_control_rate_time_says_how_many_were_executed_and_how_many_ar
     anchor = tails.anchor("ep", executed=None)
     assert anchor is not None
     assert (anchor.report["executed"], anchor.report["frozen"], anchor.report["delay_ms"]) == (2, 2, 30.0)
+
+
+def test_e2_time_counts_until_the_observation_arrived_however_long_it_waited_then() -> None:
+    clock = _Clock()
+    tails = ChunkTails(Rtc("LINEAR", 6), clock, control_hz=50.0)
+    tails.remember("ep", _chunk(), latency=0.030)
+    answered = clock.now
+    clock.now += 0.100  # of a queue
+    for received, executed in ((answered + 0.0405, 2), (answered, 0), (answered - 0.050, 0)):
+        anchor = tails.anchor("ep", executed=None, received=received)
+        assert anchor is not None
+        assert anchor.report["executed"] == executed
+
+
+def test_e2_a_delay_that_was_said_is_no_estimate() -> None:
+    for rate in (50.0, None):
+        tails = ChunkTails(Rtc("LINEAR", 6), _Clock(), control_hz=rate)
+        tails.remember("ep", _chunk(), latency=0.030)
+        for delay in (0, 3):
+            anchor = tails.anchor("ep", executed=1, delay=delay)
+            assert anchor is not None
+            assert anchor.report["delay"] == anchor.report["frozen"] == delay
+            assert (anchor.weights == 1.0).sum() == delay
 
 
 def test_e2_a_caller_that_says_nothing_at_an_unknown_rate_gets_no_anchor() -> None:

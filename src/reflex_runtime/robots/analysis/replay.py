@@ -127,15 +127,17 @@ class _Tails(ChunkTails):
         self._newest[episode] = actions, state
         super().remember(episode, actions, latency, state)
 
-    def prepare(self, episode: str, report: Mapping[str, Any] | None, executed: int | None) -> int | None:
-        """Before a request is made: what `Anchor.report` said of it. Returns how many actions had been executed."""
+    def prepare(
+        self, episode: str, report: Mapping[str, Any] | None, executed: int | None
+    ) -> tuple[int | None, int | None]:
+        """Before a request is made: what `Anchor.report` said of it. Returns `executed` and `delay` of the request."""
         if report is None:
             self.forget(episode)
-            return executed
+            return executed, None
         if episode in self._newest:
             actions, state = self._newest[episode]
             super().remember(episode, actions, report["delay_ms"] / 1e3, state)
-        return int(report["executed"])
+        return int(report["executed"]), report.get("delay")
 
 
 class _Past(ObservationHistory):
@@ -165,7 +167,9 @@ def _as_recorded(policy: Policy, lines: Sequence[RequestLine]) -> None:
     policy.adaptive = any(line.response and 0 < line.denoise < policy.spec.num_denoising_steps for line in lines)
 
 
-def _prepared(policy: Policy, asked: JournalRequest, executed: int | None) -> Observation:
+def _prepared(
+    policy: Policy, asked: JournalRequest, executed: int | None = None, delay: int | None = None
+) -> Observation:
     return policy.prepare(
         images=asked.images(),
         instruction=asked.instruction,
@@ -174,6 +178,7 @@ def _prepared(policy: Policy, asked: JournalRequest, executed: int | None) -> Ob
         request_id=asked.request_id,
         seed=asked.seed,
         executed=executed,
+        delay=delay,
     )
 
 
@@ -213,10 +218,10 @@ class _Runner:
             moments = [self._moment(policy, policy.history, line.slot, past) for past in asked.past or ()]
             policy.history.moments = tuple(moments)
         tails = getattr(policy, "tails", None)
-        executed = asked.executed
+        executed, delay = asked.executed, None
         if isinstance(tails, _Tails):
-            executed = tails.prepare(asked.episode_id or "", line.rtc, executed)
-        return policy.request(_prepared(policy, asked, executed))
+            executed, delay = tails.prepare(asked.episode_id or "", line.rtc, executed)
+        return policy.request(_prepared(policy, asked, executed, delay))
 
     def _moment(self, policy: Policy, history: _Past, slot: str, request_id: str) -> Glimpse:
         """What an earlier request saw; InvalidRequest when the recording does not have it."""
@@ -225,7 +230,7 @@ class _Runner:
             if key not in self._line_by_id:
                 raise InvalidRequest(f"it looks back to request {request_id}, which is not in the recording", "past")
             history.moments = ()
-            moment = _prepared(policy, self._line_by_id[key].request, None).moment
+            moment = _prepared(policy, self._line_by_id[key].request).moment
             assert moment is not None
             self._seen[key] = moment
             if len(self._seen) > MOMENTS:

@@ -89,6 +89,7 @@ class Policy(BaseProcessor):
         request_id: str = "",
         seed: int | None = None,
         executed: int | None = None,
+        delay: int | None = None,
         received: float | None = None,
     ) -> Observation:
         """Check and convert the fields of a request. Slow (decoding, resizing): call it on worker threads.
@@ -97,9 +98,9 @@ class Policy(BaseProcessor):
         Other images are ignored, undecoded: two versions behind one router may use different cameras.
         At full size one image is held at a time.
         state: [state_dim], as the robot measures it. seed: in [0, 2⁶⁴); default `seed_of(request_id)`.
-        executed: actions of the episode's last chunk that have been executed; matters to real-time chunking only.
-        received: when the server had all of the request, seconds on its monotonic clock, now if None; matters only to a
-        policy that sees several observations of an episode.
+        executed: actions of the episode's last chunk that have been executed; delay: those that will be until the
+        answer arrives. They matter to real-time chunking only. received: when the server had all of the request,
+        seconds on its monotonic clock, now if None; matters to these, and to a policy that sees several observations.
 
         Raises InvalidRequest naming the field when something this policy needs is missing or wrong.
         """
@@ -115,6 +116,7 @@ class Policy(BaseProcessor):
             raise InvalidRequest("seed: must be an integer in [0, 2^64)", "seed")
         observation = Observation({}, tokens, normalised, seed, request_id, episode_id or "", executed=executed)
         observation.token_mask, observation.robot_state = mask, robot_state
+        observation.delay, observation.received = delay, received
         if spec.images:
             observation.images, observation.present = fields.pictures(sent)
         if self.history is not None:

@@ -108,7 +108,8 @@ class DecomposedPolicy(Policy):
     def _anchor(self, observation: Observation, tails: ChunkTails) -> Anchor | None:
         """The anchor of its chunk. Where actions are changes of the state, the old ones count from the new state: the
         robot is to go to the same places."""
-        anchor = tails.anchor(observation.episode_id, observation.executed)
+        o = observation
+        anchor = tails.anchor(o.episode_id, o.executed, o.delay, o.received)
         if anchor is None or anchor.state is None or observation.robot_state is None:
             return anchor
         shift = self.model.shift(observation.robot_state - anchor.state)

@@ -73,7 +73,8 @@ class Observation:
     moment: what is kept of it for the next ones of its episode, or None; past: the request ids of those it looks back
         to, oldest first.
     doubts: the warnings for the answer.
-    executed: actions of the episode's last chunk that were executed before this observation, or None. anchor: set by
+    executed: actions of the episode's last chunk that were executed before this observation, or None. delay: those that
+        are executed until the new chunk arrives, or None. received: when the server had it, or None. anchor: set by
         `Policy.request`: the old actions that the new chunk continues.
     """
 
@@ -87,6 +88,8 @@ class Observation:
     cache: CacheUse = "off"
     prefix: Prefix | None = None
     executed: int | None = None
+    delay: int | None = None
+    received: float | None = None
     anchor: Anchor | None = None
     doubts: tuple[Doubt, ...] = ()
     instruction: str = ""

@@ -88,7 +88,7 @@ class ChunkTails:
     """The last chunk of each episode of one slot, longest unused forgotten. Read on the loop, written on the device.
 
     control_hz: actions that the robot executes a second. If None, the request must give the number of executed actions,
-    and no action is frozen.
+    and no action is frozen unless it says how many.
     """
 
     def __init__(
@@ -127,11 +127,15 @@ class ChunkTails:
         with self._lock:
             self._tails.clear()
 
-    def anchor(self, episode: str, executed: int | None) -> Anchor | None:
+    def anchor(
+        self, episode: str, executed: int | None, delay: int | None = None, received: float | None = None
+    ) -> Anchor | None:
         """The anchor for the episode's next chunk; None if it has no last chunk, or all of it was executed.
 
-        executed: actions of the last chunk that were executed before this observation. If absent, they are computed
-        from the time since the last answer and the control rate, if that is known.
+        executed: actions of the last chunk that were executed before this observation. If absent, they are those of the
+        time from the last answer until this observation was received (now, if None): as if the robot began a chunk when
+        it was answered and never stood still. delay: actions that are executed until the new chunk arrives. If absent,
+        they are those of the time that the last chunk took. Both need a control rate.
         """
         with self._lock:
             tail = self._tails.get(episode)
@@ -141,19 +145,22 @@ class ChunkTails:
         if done is None:
             if self.control_hz is None:
                 return None
-            done = int((self._clock() - tail.answered) * self.control_hz)
+            at = self._clock() if received is None else received
+            done = max(0, int((at - tail.answered) * self.control_hz))
         size = len(tail.actions)
         overlap = size - done
         if overlap <= 0:
             return None
-        frozen = max(0, ceil(tail.latency * self.control_hz)) if self.control_hz else 0
+        if delay is None:
+            delay = max(0, ceil(tail.latency * self.control_hz)) if self.control_hz else 0
         target = np.zeros_like(tail.actions)
         target[:overlap] = tail.actions[done:]
-        weights = self.rtc.weights(frozen, overlap, size)
+        weights = self.rtc.weights(delay, overlap, size)
         report = {
             "executed": done,
             "overlap": overlap,
-            "frozen": int((weights == 1.0).sum()) if self.rtc.schedule != "ONES" else min(frozen, overlap),
+            "frozen": int((weights == 1.0).sum()) if self.rtc.schedule != "ONES" else min(delay, overlap),
+            "delay": delay,
             "delay_ms": round(tail.latency * 1e3, 3),
             "horizon": self.rtc.horizon,
             "schedule": self.rtc.schedule,

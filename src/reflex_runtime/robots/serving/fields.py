@@ -56,6 +56,10 @@ class _Common(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         Whole | None,
         _says("actions of the episode's last chunk executed when this was seen; for --rtc", minimum=0, maximum=10**6),
     ] = None
+    delay: Annotated[
+        Whole | None,
+        _says("actions executed until the answer arrives, 0 for no delay; for --rtc", minimum=0, maximum=10**6),
+    ] = None
     policy: Annotated[str | None, _says("which of several policies is asked, by its name")] = None
 
 
@@ -93,6 +97,7 @@ def decode(body: bytes, packed: bool) -> Question:
         robot_id=sent.robot_id,
         seed=None if sent.seed is None else whole("seed", sent.seed),
         executed=None if sent.executed is None else whole("executed", sent.executed),
+        delay=None if sent.delay is None else whole("delay", sent.delay),
         priority=PRIORITIES[sent.priority],
         deadline_ms=sent.deadline_ms,
         policy=sent.policy,

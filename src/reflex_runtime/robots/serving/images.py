@@ -117,7 +117,11 @@ def _size(image: Image) -> int:
 def observe(
     policy: Policy, request_id: str, question: Question, received: float, pictures: Mapping[str, Sent] | None = None
 ) -> Observation:
-    """What the policy makes of a question, and of its pictures if it has some."""
+    """What the policy makes of a question, and of its pictures if it has some.
+
+    A caller that gives a seed wants the same answer again: how long the last one took has no part in it.
+    """
+    delay = 0 if question.delay is None and question.seed is not None else question.delay
     return policy.prepare(
         images=pictures,
         instruction=question.instruction,
@@ -126,5 +130,6 @@ def observe(
         request_id=request_id,
         seed=question.seed,
         executed=question.executed,
+        delay=delay,
         received=received,
     )

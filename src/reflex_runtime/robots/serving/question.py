@@ -49,8 +49,8 @@ class Question(msgspec.Struct, kw_only=True, gc=False):
     images: (camera, field to name in errors, picture). state: in the robot's units. episode_id: what cached prefixes
     and held actions belong to. robot_id: whose fair share it takes; else the episode's, else the connection's. seed: of
     the noise; else the first 8 bytes of SHA-256 of the request's id. executed: actions of the episode's last chunk that
-    the robot has executed. deadline_ms: from when the request reached this machine. policy: the name of the one that is
-    asked, where the request itself has it.
+    the robot has executed when it sees this; delay: those that it executes until the answer is there. deadline_ms: from
+    when the request reached this machine. policy: the name of the one that is asked, where the request itself has it.
     """
 
     images: Sequence[tuple[str, str, Image]] = ()
@@ -61,6 +61,7 @@ class Question(msgspec.Struct, kw_only=True, gc=False):
     robot_id: str | None = None
     seed: int | None = None
     executed: int | None = None
+    delay: int | None = None
     priority: Priority = Priority.DEFAULT
     deadline_ms: float | None = None
     policy: str | None = None
@@ -78,8 +79,9 @@ class Question(msgspec.Struct, kw_only=True, gc=False):
             raise invalid("instruction", f"instruction: has more than {MAX_INSTRUCTION} characters")
         if self.seed is not None and not 0 <= self.seed < 2**64:
             raise invalid("seed", f"seed={self.seed}: must be in [0, 2^64)")
-        if self.executed is not None and not 0 <= self.executed <= 1_000_000:
-            raise invalid("executed", f"executed={self.executed}: must be in [0, 1000000]")
+        for name in ("executed", "delay"):
+            if (value := getattr(self, name)) is not None and not 0 <= value <= 1_000_000:
+                raise invalid(name, f"{name}={value}: must be in [0, 1000000]")
         limit = self.deadline_ms
         if limit is not None and not 0.0 < limit <= 600_000.0:
             raise invalid("deadline_ms", f"deadline_ms={limit}: must be in (0, 600000]")

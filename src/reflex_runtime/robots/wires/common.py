@@ -285,6 +285,7 @@ class RequestLimits(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     deadline_ms: float | None = None
     seed: int | None = None
     executed: int | None = None
+    delay: int | None = None
     policy: str | None = None
 
 
@@ -339,6 +340,7 @@ def question_of(
         robot_id=limits.robot_id or robot_id,
         seed=limits.seed,
         executed=limits.executed,
+        delay=limits.delay,
         priority=PRIORITIES[limits.priority or said.priority or "default"],
         deadline_ms=said.deadline_ms if limits.deadline_ms is None else limits.deadline_ms,
         policy=limits.policy,

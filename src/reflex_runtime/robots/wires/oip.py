@@ -266,6 +266,7 @@ def questions(
                 request_id=sent.id + part if sent.id else None,
                 seed=_seed(given[_SEED], row) if _SEED in given else None,
                 executed=limits.executed,
+                delay=limits.delay,
                 priority=PRIORITIES[limits.priority or "default"],
                 deadline_ms=limits.deadline_ms,
             )
@@ -298,7 +299,8 @@ def _rows(given: Sequence[Tensor]) -> int:
 
 
 def _said(parameters: Mapping[str, Any], most_ms: float | None) -> dict[str, Any]:
-    said = {name: parameters[name] for name in ("robot_id", "episode_id", "executed", "priority") if name in parameters}
+    own = ("robot_id", "episode_id", "executed", "delay", "priority")
+    said = {name: parameters[name] for name in own if name in parameters}
     level = said.get("priority")
     if type(level) is int:
         said["priority"] = _LEVELS.get(level, "background") if level > 0 else "default"
