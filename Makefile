@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 unexport PYTHONDONTWRITEBYTECODE  # the tests start hundreds of processes: each would compile all that it imports
 
-.PHONY: setup demo test test-long test-lerobot test-ray lint messages bench docs clean
+.PHONY: setup demo test test-long test-lerobot test-ray lint messages hashes bench docs clean
 
 setup: .venv/ready           ## make .venv with everything for development
 
@@ -59,6 +59,13 @@ messages:                     ## generate the gRPC messages from messages.proto
 	.venv-protoc/bin/pip install -q 'grpcio-tools==1.73.1' 'setuptools<80'
 	cd src && ../.venv-protoc/bin/python -m grpc_tools.protoc -I. --python_out=. reflex_runtime/robots/wires/messages.proto
 
+hashes:                       ## renew deploy/requirements.txt, the container's packages with hashes, after constraints.txt
+	python3 -m venv .venv-hashes
+	.venv-hashes/bin/pip install -q 'uv>=0.9'
+	echo 'hatchling>=1.27' | .venv-hashes/bin/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes \
+		--no-emit-find-links --no-emit-index-url --no-annotate --no-header --constraint constraints.txt \
+		pyproject.toml - --output-file deploy/requirements.txt
+
 bench: setup                 ## the figures of docs/benchmarks.md, about twenty minutes
 	$(BIN)/python -m bench
 
@@ -66,4 +73,4 @@ docs: setup                  ## check that the pages tell what is there
 	$(BIN)/python -m pytest tests/test_docs.py tests/test_pages.py
 
 clean:
-	rm -rf .venv .venv-lerobot .venv-ray .venv-protoc demo-out bench-out .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-lerobot .venv-ray .venv-protoc .venv-hashes demo-out bench-out .pytest_cache .mypy_cache .ruff_cache .hypothesis

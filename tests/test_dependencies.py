@@ -1,12 +1,16 @@
-"""pyproject.toml names what the package imports, and its plain dependencies are imported."""
+"""pyproject.toml names what the package imports, bounds what it knows too well; and the container's have hashes."""
 
 from __future__ import annotations
 
+import ast
 import re
 import sys
 import tomllib
-from importlib.metadata import packages_distributions
+from collections.abc import Iterable
+from importlib.metadata import distribution, packages_distributions
+from itertools import chain
 
+from packaging.requirements import Requirement
 from tests.sources import PACKAGE, ROOT, modules
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -17,6 +21,19 @@ BROUGHT = {
     "safetensors": "lerobot", "onnxscript": "onnxscript", "trackers": "trackers", "metaworld": "metaworld",
 }  # fmt: skip
 """Imports whose distribution has another name, comes with another one, or may not be installed here."""
+
+BOUNDED = {"kornia-rs", "lerobot", "openvino", "ray", "transformers", "uvicorn", "websockets"}
+"""Whose private or unstable parts we touch: each has an upper bound."""
+PRIVATE = {
+    "openvino._offline_transformations",
+    "_apply_gate",  # transformers
+    # lerobot
+    "_load_as_safetensor", "_normalize_action", "_normalize_observation", "_pi_aloha_encode_actions", "_prepare_batch",
+    "_prepare_global_conditioning", "_preprocess_images", "_tensor_stats",
+    # Python's own, and its named tuples
+    "_SubParsersAction", "_asdict", "_exit", "_fields", "_get_formatter", "_option_string_actions", "_replace",
+}  # fmt: skip
+"""All that is private to others, and used."""
 
 
 def names(dependencies: list[str]) -> set[str]:
@@ -46,3 +63,65 @@ def test_what_the_package_imports_is_named_once_and_nothing_else_is_plain() -> N
     wrong += [f"{name} is a plain dependency that nothing imports" for name in plain - found.keys()]
     wrong += [f"{name} is plain, and part of an extra" for name in plain & more]
     assert wrong == []
+
+
+# -- what is private ---------------------------------------------------------------------------------------------------
+
+
+def private(trees: Iterable[ast.Module]) -> set[str]:
+    """Attributes and modules with an underscore that nothing of these defines."""
+    own: set[str] = set()
+    used: set[str] = set()
+    for node in (node for tree in trees for node in ast.walk(tree)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            own.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            own.add(node.id)
+        elif isinstance(node, ast.Attribute):
+            (used if isinstance(node.ctx, ast.Load) else own).add(node.attr)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            own.add(node.value)  # of __slots__
+        elif isinstance(node, ast.ImportFrom) and "._" in (node.module or ""):
+            used.add(node.module or "")
+    return {name for name in used - own if re.match(r"_[^_]|.*\._", name)}
+
+
+def test_what_is_private_to_a_library_is_known_and_its_version_has_an_upper_bound() -> None:
+    trees = [module.tree for name, module in modules().items() if not name.endswith("_pb2")]
+    assert private(trees) == PRIVATE
+    lines = [*PROJECT["dependencies"], *chain(*PROJECT["optional-dependencies"].values())]
+    bounds = {(told.name, str(told.specifier)) for told in map(Requirement, lines) if told.name in BOUNDED}
+    assert {name for name, _ in bounds} == BOUNDED
+    assert [told for told in bounds if not re.search("<|~=|==", told[1])] == []
+
+
+def test_something_private_is_found() -> None:
+    tree = ast.parse("from a._b import c\nd._e\nclass F:\n def _g(self): self._g()\nos.__name__")
+    assert private([tree]) == {"a._b", "_e"}
+
+
+# -- the container -----------------------------------------------------------------------------------------------------
+
+
+def closure(wanted: Iterable[str]) -> set[str]:
+    """These distributions and all that they need, as they are installed here."""
+    found: set[str] = set()
+    queue = list(wanted)
+    while queue:
+        need = Requirement(queue.pop())
+        name = need.name.lower().replace("_", "-")
+        if name not in found and (need.marker is None or need.marker.evaluate({"extra": ""})):
+            found.add(name)
+            queue += distribution(name).requires or []
+    return found
+
+
+def test_the_container_has_hashes_of_the_versions_that_were_tested() -> None:
+    text = (ROOT / "deploy" / "requirements.txt").read_text().replace("\\\n", " ")
+    pins = {words[0]: words[1:] for words in map(str.split, text.splitlines())}
+    tested = (ROOT / "constraints.txt").read_text().lower().replace("_", "-").splitlines()
+    assert sorted(pins.keys() - set(tested)) == [], "make hashes"
+    unhashed = [pin for pin, rest in pins.items() if not any(word.startswith("--hash=sha256:") for word in rest)]
+    assert unhashed == []
+    needed = closure([*PROJECT["dependencies"], "hatchling"])
+    assert needed <= {pin.partition("==")[0] for pin in pins}

@@ -104,7 +104,7 @@ def _trace(model: Any, layers: dict[int, Attention]) -> Any:
     extensions: list[Any] = []
     for module in model.modules():
         layer = getattr(module, "layer_idx", None)
-        if layer in layers and _SITE not in module._modules:
+        if layer in layers and not hasattr(module, _SITE):
             site = _Site()
             module.add_module(_SITE, site)
             name = f"reflex::attention_{layer}_{len(extensions)}"
