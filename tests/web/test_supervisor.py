@@ -124,6 +124,14 @@ def test_b19_a_loop_that_stands_still_is_killed_with_its_stacks_in_the_log_and_r
         assert server.act().status == 200
 
 
+def test_b19_a_worker_that_cannot_say_its_last_words_is_killed(tiny: Path) -> None:
+    with Server(tiny, "--watchdog-s", "0.1", supervised=True) as server:
+        below(server).suspend()  # as by a debugger: SIGABRT waits until it goes on
+        server.wait_log("worker 0: its event loop has stood still for 2 s; its stacks follow, and it is killed")
+        health = ready_again(server, 2)
+        assert (health.json["restarts"], health.json["last_exit"]) == (1, "was ended by SIGKILL")
+
+
 def test_b19_the_second_hang_ends_the_server_and_another_takes_over(tiny: Path) -> None:
     with Server(tiny, "--inject-fault", "prod:hang:1", "--watchdog-s", "0.3", supervised=True) as server:
         first = below(server)

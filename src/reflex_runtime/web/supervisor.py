@@ -41,6 +41,7 @@ STEADY: Final = 60.0  # seconds
 FIRST, LONGEST = 0.1, 10.0  # seconds before the first and the longest wait for a new start
 BEAT: Final = 0.5  # seconds
 LEAST_WATCH: Final = 4 * BEAT  # a loop that stands still for less is not hung, whatever the setting says
+LAST_WORDS: Final = 2.0  # seconds in which a hung worker writes its stacks; one that the kernel has stopped cannot
 _BEATS, _READY, _ENDS = b"b", b"r", b"e"
 _PR_SET_PDEATHSIG: Final = 1
 EXIT_LOST: Final = 1  # status of a worker that lost its device, and of a supervisor that gives up
@@ -89,6 +90,7 @@ class _Worker:
     start_at: float = 0.0
     ready_at: float | None = None
     beat_at: float | None = None  # the last beat; None before the first
+    kill_at: float | None = None  # when it is killed, if its last words have not ended it
     on_purpose: bool = False
 
 
@@ -152,7 +154,7 @@ class _Supervisor:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
         os.set_blocking(ours, False)
         worker.pid, worker.pipe = pid, ours
-        worker.ready_at = worker.beat_at = None
+        worker.ready_at = worker.beat_at = worker.kill_at = None
         worker.on_purpose = False
         self._selector.register(ours, selectors.EVENT_READ, worker)
         if self._ending is not None:  # it came meanwhile
@@ -171,6 +173,7 @@ class _Supervisor:
         times = [worker.start_at for worker in self._workers if not worker.pid and self._ending is None]
         if self._hung_after:
             times += [worker.beat_at + self._hung_after for worker in self._workers if worker.beat_at is not None]
+            times += [worker.kill_at for worker in self._workers if worker.kill_at is not None]
         limit = max(0.0, min(times) - now) if times else None
         for key, _ in self._selector.select(limit):
             if key.data is None:
@@ -206,8 +209,11 @@ class _Supervisor:
                 "worker %d: its event loop has stood still for %g s; its stacks follow, and it is killed",
                 worker.number, self._hung_after,
             )  # fmt: skip
-            worker.beat_at = None
+            worker.beat_at, worker.kill_at = None, now + LAST_WORDS
             _signal(worker.pid, signal.SIGABRT)  # faulthandler writes the stacks of all threads
+        if worker.kill_at is not None and now >= worker.kill_at:
+            worker.kill_at = None
+            _signal(worker.pid, signal.SIGKILL)
 
     def _drop_pipe(self, worker: _Worker) -> None:
         if worker.pipe >= 0:
