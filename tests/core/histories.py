@@ -121,6 +121,17 @@ def tokens(flush: FlushPolicy, threshold: float = inf, **kw: Any) -> GroupSpec:
     return GroupSpec(flush, lambda: Tokens(threshold), lambda: TokenCost(threshold), **kw)
 
 
+class SharedTokens(TokenCost):
+    """One whose steps have a fixed part that lasts as long as so many rows."""
+
+    def __init__(self, fixed: float) -> None:
+        super().__init__()
+        self._fixed = fixed
+
+    def shared(self, rows: int) -> float:
+        return 2 * rows + self._fixed
+
+
 def timed(flush: FlushPolicy, stages: tuple[str, ...] = ("",), **kw: Any) -> GroupSpec:
     return GroupSpec(flush, lambda: Seconds(stages=stages), lambda: TimeCost(stages), **kw)
 
@@ -649,6 +660,29 @@ SCENARIOS: dict[str, Scenario] = {
         wants=(1.0, 3.0, 7.0, 10.0),
         more=True,
         partitions=1,
+    ),
+    "memory_shared": Scenario(  # steps are
+        (
+            GroupSpec(
+                FlushPolicy.every_step(20, 12),
+                lambda: Tokens(free=1.5),
+                lambda: SharedTokens(1.5),
+                pool=60.0,
+                promote_after=8 * TICK,
+            ),
+        ),
+        clients=3,
+        wants=(1.0, 1.0, 2.0, 5.0),
+        more=True,
+        holds=True,
+        partitions=1,
+    ),
+    "memory_shared_several": Scenario(
+        (GroupSpec(FlushPolicy.every_step(20, 6), lambda: Tokens(free=-2.5), lambda: SharedTokens(-2.5), pool=30.0),),
+        max_batches=2,
+        clients=2,
+        wants=(1.0, 1.0, 3.0),
+        more=True,
     ),
     "queued_units": Scenario(
         (tokens(STEPS, max_queued_units=12.0, capacity=5, share_room=True),), wants=(1.0, 3.0, 20.0), more=True

@@ -535,8 +535,8 @@ MUTANTS = [
     M(
         "core/forming.py",
         "shares bind the more urgent",
-        "elif over is None and shares is not None",
-        "elif shares is not None",
+        "elif over is None and (\n",
+        "elif (\n",
     ),
     M(
         "core/forming.py",
@@ -1011,6 +1011,12 @@ MUTANTS = [
     ),
     M("core/token_budget.py", "prompts alone keep the gap", "(1.0 if rows else ALONE)", "1.0"),
     M("core/forming.py", "prompts leave no time for decodes", "self._entered.tally.expect([", "list(["),
+    # clients share steps
+    M("core/scheduler.py", "the oldest steps first", "partition.residents.pop(ticket, None)", "None"),
+    M("core/forming.py", "who left a moment ago is forgotten", "now < known.left_at + BESIDE", "False"),
+    M("core/forming.py", "all have the part of one", "clients - 1) * least)", "clients - 1))"),
+    M("core/forming.py", "prompts count as one unit of a part", "left[client] -= grants[ticket]", "left[client] -= 1"),
+    M("core/token_budget.py", "a stall is usual", "min(took, 1.25 * usual)", "took"),
 ]
 
 

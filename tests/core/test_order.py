@@ -161,7 +161,7 @@ def test_counters_of_clients_long_gone_are_forgotten() -> None:
     for i in range(2 * IDLE_CLIENTS):
         client = clients.enter(i)
         clients.shares.charge(client, 1.0)
-        clients.leave(client)
+        clients.leave(client, float(i))
     assert len(clients._known) <= IDLE_CLIENTS + 1
     assert len(clients) == 0
 

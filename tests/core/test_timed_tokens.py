@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from itertools import cycle, pairwise
 from random import Random
 
 import pytest
@@ -12,6 +13,7 @@ from reflex_runtime.core.batch import Batch
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.core.events import RequestProgressed, RequestSettled
 from reflex_runtime.core.flush import BUDGET, FlushPolicy
+from reflex_runtime.core.forming import BESIDE
 from reflex_runtime.core.group import UnitPool
 from reflex_runtime.core.request import Priority, Request, Ticket, TicketState
 from reflex_runtime.core.scheduler import Scheduler
@@ -58,11 +60,17 @@ class Device:
         self.tokens: dict[str, list[float]] = defaultdict(list)
 
     def ask(
-        self, name: str, prompt: int, outputs: int, priority: Priority = Priority.DEFAULT, gap: float | None = None
+        self,
+        name: str,
+        prompt: int,
+        outputs: int,
+        priority: Priority = Priority.DEFAULT,
+        gap: float | None = None,
+        client: str | None = None,
     ) -> None:
         self.generation.total[name] = prompt + outputs - 1
-        request = Request(id=name, wants=float(prompt), client=name, priority=priority, streams=True, max_gap=gap)
-        self.scheduler.submit(request, self.now)
+        fields = {"client": name if client is None else client, "priority": priority, "max_gap": gap}
+        self.scheduler.submit(Request(id=name, wants=float(prompt), streams=True, **fields), self.now)
 
     def step(self) -> Batch:
         batch = take(self.scheduler, self.now)
@@ -362,3 +370,110 @@ def test_l2_a_row_that_was_not_expected_has_its_gap_too() -> None:
         return tally.offer(prompt, 4096.0)
 
     assert 4 * offered(0.03) < offered(0.3)
+
+
+# -- clients share steps -----------------------------------------------------------------------------------------------
+
+
+def ask_many(device: Device, client: str, n: int, outputs: int = 2000) -> None:
+    for i in range(n):
+        device.ask(f"{client} {i}", 4, outputs, client=client)
+
+
+def listen(device: Device, requests: int) -> tuple[float, float]:
+    """Somebody asks again after each answer: 99 of 100 of its first tokens, and of its gaps, take at most so long."""
+    first, gaps = list[float](), list[float]()
+    for _ in range(requests):
+        device.tokens.pop("one", None)
+        asked = device.now
+        device.ask("one", 4, 30)
+        while len(device.tokens["one"]) < 30:
+            device.step()
+        times = device.tokens["one"]
+        first.append(times[0] - asked)
+        gaps += [after - before for before, after in pairwise(times)]
+        if not device.scheduler.idle:
+            device.step()  # of others
+    return percentile(sorted(first), 0.99), percentile(sorted(gaps), 0.99)
+
+
+def kinked(rows: float, tokens: float, pairs: float) -> float:
+    """Few rows take less than the time of many lets one think."""
+    return min(0.001 + 0.0005 * rows, 0.006 + 0.0001 * rows) + 0.0001 * tokens
+
+
+def by_context(rows: float, tokens: float, pairs: float) -> float:
+    return 0.004 + 0.00001 * (rows + tokens) + 0.00002 * pairs
+
+
+@pytest.mark.parametrize("takes", [small, large, kinked, by_context])
+def test_l2_a_client_slows_others_by_a_bounded_factor_however_many_sequences_it_has(takes: Takes) -> None:
+    device = Device(None, takes)
+    quiet = listen(device, 10)
+    ask_many(device, "greedy", 128)
+    beside = listen(device, 20)
+    assert beside[0] < 3 * quiet[0]
+    assert beside[1] < 3 * quiet[1]
+    assert max(len(step) for step, _ in device.steps) > 4  # and shares what rows cost together
+
+
+def test_l2_sequences_of_a_client_take_turns_beside_others() -> None:
+    device = Device(None, small)
+    device.ask("one", 4, 4000)
+    for _ in range(10):
+        device.step()
+    ask_many(device, "greedy", 128)
+    while len(device.tokens) < 129:
+        device.step()
+    had = {name: len(times) for name, times in device.tokens.items()}
+    for _ in range(300):
+        device.step()
+    more = {name: len(times) - had[name] for name, times in device.tokens.items()}
+    assert more.pop("one") == 300
+    assert min(more.values()) > 30
+    assert max(more.values()) - min(more.values()) <= 1
+
+
+def test_l2_clients_with_as_many_sequences_all_go_on_in_every_step() -> None:
+    device = Device(None, small)
+    for client in "abc":
+        ask_many(device, client, 40)
+    for _ in range(20):
+        device.step()
+    assert [len(step) for step, _ in device.steps[-10:]] == [120] * 10
+
+
+def test_l2_a_client_has_the_whole_step_when_no_other_one_was_there_for_a_while() -> None:
+    device = Device(None, small)
+    for name in ("one", "other"):
+        device.ask(name, 4, 10)
+        while device.scheduler.queued("default") or not device.scheduler.idle:
+            device.step()
+        device.now += 0.8 * BESIDE
+    ask_many(device, "greedy", 128)
+    left = device.tokens["other"][-1]
+    while device.now < left + 2 * BESIDE:
+        device.step()
+    at, sizes = left + 0.8 * BESIDE, list[tuple[float, int]]()
+    for step, took in device.steps[20:]:
+        sizes.append((at - left, len(step)))
+        at += took
+    assert max(n for since, n in sizes if since < BESIDE) < 64
+    assert {n for since, n in sizes if since > 1.2 * BESIDE} == {128}
+
+
+def test_l2_what_stalls_and_what_one_client_does_alone_is_not_how_long_a_shared_step_may_be() -> None:
+    stalls = cycle([1.0] * 6 + [20.0])
+    device = Device(None, lambda rows, tokens, pairs: small(rows, tokens, pairs) * next(stalls))
+    device.ask("one", 4, 4000)
+    for _ in range(60):
+        device.step()
+    ask_many(device, "greedy", 128)
+    for _ in range(400):
+        device.step()
+    assert percentile(sorted(took for _, took in device.steps[-200:]), 0.5) < 3 * small(1, 0, 0)
+    model, batch = device.scheduler.cost_model("default"), device.step()
+    before = model.shared(1)
+    for _ in range(20):  # of which the first was asked about
+        model.observe(batch, 1.0)
+    assert model.shared(1) > 0.8 * before

@@ -89,6 +89,10 @@ class CostModel(Protocol):
         budget, most: limits of a batch's cost and size. 0.0 if not learned yet, or if the model knows no times.
         """
 
+    def shared(self, rows: int) -> float:
+        """The most members of a step that clients share, if those of all but one of them are so many; inf while it is
+        not known how much longer others make it."""
+
     def marginal(self, ticket: Ticket, units: float) -> float:
         """The cost that this grant adds to a batch: the part of the charge known before the batch is complete."""
 
@@ -173,6 +177,9 @@ class UnitCost:
 
     def share(self, ticket: Ticket, budget: float, most: int) -> float:
         return 0.0
+
+    def shared(self, rows: int) -> float:
+        return inf
 
     def marginal(self, ticket: Ticket, units: float) -> float:
         return 1.0

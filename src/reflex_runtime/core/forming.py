@@ -21,6 +21,11 @@ One that runs in another batch is never preempted. An aged ticket is served, and
 up to. But only its priority puts it over others: otherwise an aged backlog would preempt its own kind.
 `room` is an outside limit and always holds.
 
+A step is as long as all its members make it, so with memory each client has a part of it (`part_of_step`), in units. Of
+one that has more residents, those step that did not for longest; its tickets enter until its part is used up, at least
+one. Who is alone has the whole step, but not before others were away for a while: they would else find a long step when
+they come back.
+
 Ahead: the next batch may be formed while one still runs, and is started in the moment that the device is free. Late
 binding stays true. Only a batch is formed ahead that could not become another one by waiting: it is full, of one call,
 in the first turn, and no deadline of it is at risk. A driver asks for it shortly before the running batch ends. Until
@@ -31,7 +36,7 @@ deadline; its group pauses; the scheduler closes.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice, takewhile
@@ -47,6 +52,7 @@ from reflex_runtime.core.order import MAX_PASSED_OVER, Cursor, Partition
 from reflex_runtime.core.request import BACKGROUND, RESIDENT, RUNNING, WAITING, Priority, Ticket
 
 _ANY = 1 << 30  # places, where another rule counts them
+BESIDE = 1.0  # seconds for which a client that left counts as there
 
 
 class Filling:
@@ -58,7 +64,7 @@ class Filling:
     preempted: residents that lost their place, in the order it happened.
     """
 
-    def __init__(self, group: Group, partition: Partition, policy: FlushPolicy) -> None:
+    def __init__(self, group: Group, partition: Partition, policy: FlushPolicy, now: float) -> None:
         self._group, self._partition, self._cost = group, partition, group.cost
         self._budget, self._size, self._room = policy.max_batch_cost, policy.max_batch_size, group.room_in(partition)
         self._resources = group.config.resources
@@ -68,7 +74,13 @@ class Filling:
         self.extra: dict[Ticket, float] = {}
         self.preempted: dict[Ticket, None] = {}
         self._entered = self._beside({})
-        self._todo = movable(partition)[::-1] if partition.residents else []  # may still step, the first at the end
+        part = inf if self._resources is None else part_of_step(group, partition, now)
+        self._todo = movable(partition, part)[::-1] if partition.residents else []  # to step, the first at the end
+        self._left: dict[object, float] | None = None  # of each client's part, for tickets that enter
+        if part < inf:
+            self._left = defaultdict(lambda: part)
+            for client, step in Counter(t.request.client for t in self._todo).items():
+                self._left[client] = max(1.0, part - step)
         if self._resources is not None and self._todo:
             self._entered.tally.expect([t for t in self._todo if t.wants <= 1.0 and t.computed])
         self._stage: str | None = None  # a step has one
@@ -139,7 +151,7 @@ class Filling:
         """Add candidates in order to the fill: the one loop that grants units to waiting tickets."""
         model, budget, places, resources = self._cost, self._budget, filled.places, self._resources
         shares = shares_of_places(self._group, self._partition, self._size)
-        tally, grants, offenders = filled.tally, filled.grants, self._group.offenders
+        tally, grants, offenders, left = filled.tally, filled.grants, self._group.offenders, self._left
         over: list[Ticket] | None = None
         blocked: set[object] = set()
         for ticket in candidates:
@@ -161,7 +173,9 @@ class Filling:
             apart = bool(offenders) and client in offenders and resources is None
             if apart and grants:  # its turn comes when it is the first
                 why = "apart"
-            elif over is None and shares is not None and shares[client] <= 0:
+            elif over is None and (
+                (shares is not None and shares[client] <= 0) or (left is not None and left[client] <= 0)
+            ):
                 why = "share"
             elif resources is not None:
                 why = self._enter(ticket, over, resources)
@@ -174,6 +188,8 @@ class Filling:
             if not why:
                 if shares is not None:
                     shares[client] -= 1
+                if left is not None:
+                    left[client] -= grants[ticket]
                 if cursor is not None:
                     cursor.take(model.marginal(ticket, grants[ticket]) / ticket.request.weight)
                 if apart:
@@ -348,11 +364,46 @@ def gives_way(ticket: Ticket) -> tuple[bool, Priority, int]:
     return ticket.held, ticket.tier, ticket.seq
 
 
-def movable(partition: Partition) -> list[Ticket]:
-    """The residents that may step, in order: tiers, then those that want one unit, then the others, each by arrival."""
+def movable(partition: Partition, part: float) -> list[Ticket]:
+    """The residents that may step, in order: tiers, then those that want one unit, then the others, each by arrival.
+
+    part: most of one client. If they could be too many they take turns: those first that did not step for longest.
+    """
     able = [t for t in partition.residents if t.state is RESIDENT and not t.held]
-    able.sort(key=lambda t: (t.tier, t.wants > 1.0, t.seq))
+    if part >= len(able):
+        able.sort(key=lambda t: (t.tier, t.wants > 1.0, t.seq))
+        return able
+    turns: dict[Hashable, list[Ticket]] = defaultdict(list)
+    for ticket in sorted(able, key=lambda t: t.tier):
+        turns[ticket.request.client].append(ticket)
+    able = [ticket for some in turns.values() for ticket in some[: int(part)]]
+    able.sort(key=lambda t: (t.tier, t.wants > 1.0))
     return able
+
+
+def part_of_step(group: Group, partition: Partition, now: float) -> float:
+    """Most members of one client in a step, so that no client makes it much longer (`CostModel.shared`) than those of
+    the others would, if each had as many as the one with the fewest. Who has no resident counts as one member.
+
+    inf for a client by itself, and where nothing is known of a step's time.
+    """
+    known, residents = group.clients, partition.residents
+    clients = len(known) + (len(known) == 1 and now < known.left_at + BESIDE)
+    if clients < 2:
+        return inf
+    asked = sorted(client.unsettled for client in {t.queue.client for t in residents}) or [inf]
+    others = clients - len(asked)
+    least = 1 if others else int(asked[0])
+    most = group.cost.shared((clients - 1) * least)
+    if most == inf:
+        return inf
+    left = max(clients * least, most) - others
+    for i, some in enumerate(asked):
+        count = len(asked) - i
+        if count == 1 or some * count > left:
+            break
+        left -= some
+    return left // count
 
 
 def shares_of_places(group: Group, partition: Partition, places: int) -> dict[object, int] | None:
@@ -426,7 +477,7 @@ class Former:
         while (part := self.partition.suspects.next()) is not None:
             if (formed := self._form_part(part)) is not None:
                 return formed
-        filling = Filling(self.group, self.partition, self.policy)
+        filling = Filling(self.group, self.partition, self.policy, self.now)
         filled = filling.fill()
         shed: list[Ticket] = []
         if self.policy.shed and len(self.partition.deadlines):
@@ -445,7 +496,7 @@ class Former:
 
         For a partition without residents.
         """
-        filled = Filling(self.group, self.partition, self.policy).fill()
+        filled = Filling(self.group, self.partition, self.policy, self.now).fill()
         full = filled.grants and (filled.size_reached or filled.passed_over)
         if not full or (self.policy.shed and at_risk(filled, self.now)):
             return None

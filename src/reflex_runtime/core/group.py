@@ -363,7 +363,7 @@ class Group:
         if self.evidence.pending and self.evidence.probes(ticket):
             self.evidence.settled(ticket, answered, now)
         client: ClientShare = ticket.queue.client
-        self.clients.leave(client)
+        self.clients.leave(client, now)
         self.unsettled -= 1
         if answered:
             partition.gathering.answered(now - ticket.admitted)

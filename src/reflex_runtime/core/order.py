@@ -258,12 +258,17 @@ class Clients:
 
     def __init__(self) -> None:
         self._known: dict[Hashable, ClientShare] = {}
-        self._idle: OrderedDict[Hashable, None] = OrderedDict()  # the longest idle first
+        self._idle: OrderedDict[Hashable, float] = OrderedDict()  # since when, the longest idle first
         self.shares = Shares()
 
     def __len__(self) -> int:
         """Clients that have something in the system."""
         return len(self.shares)
+
+    @property
+    def left_at(self) -> float:
+        """When the last one left of those that have nothing in the system; -inf if there is none."""
+        return next(reversed(self._idle.values()), -inf)
 
     def get(self, key: Hashable) -> ClientShare | None:
         """The client, if it is known."""
@@ -281,12 +286,12 @@ class Clients:
         client.unsettled += 1
         return client
 
-    def leave(self, client: ClientShare) -> None:
+    def leave(self, client: ClientShare, now: float) -> None:
         """One ticket of the client settled."""
         client.unsettled -= 1
         if client.unsettled == 0:
             self.shares.leave(client)
-            self._idle[client.key] = None
+            self._idle[client.key] = now
             if len(self._idle) > IDLE_CLIENTS:
                 del self._known[self._idle.popitem(last=False)[0]]
 

@@ -189,6 +189,7 @@ class Transitions:
     def _reside(self, partition: Partition, ticket: Ticket, now: float) -> ReflexError | None:
         """Make a ticket that ran wait for its next call. Returns the error if it leaves at this boundary instead."""
         self.move(ticket, RESIDENT)
+        partition.residents.pop(ticket, None)  # the one that stepped last is at the end
         partition.residents[ticket] = None
         if ticket.cancel_requested or ticket.abandoned:
             return Cancelled("cancelled by the caller")

@@ -326,6 +326,9 @@ class TimeCost:
             known = kind.remaining[ticket.wants] = seconds if tally.measured else 0.0
         return known
 
+    def shared(self, rows: int) -> float:
+        return inf
+
     def share(self, ticket: Ticket, budget: float, most: int) -> float:
         kind, key = self.kind(ticket), (ticket.wants, budget, most)
         known = kind.shares.get(key)

@@ -190,6 +190,7 @@ COLD = 64.0  # prompt tokens of a step, while too little was measured
 COLD_ROWS = 8.0  # and sequences, where a gap is promised
 ALONE = 4.0  # times the gap, or the fixed part, that a step of prompts may take while no sequence waits for a token
 EVEN = 2.0  # times the rows of a step, that it may take whatever gap a request asks for
+SHARED = 2.5  # times the rows of the others, that a step may take because a client has more than they
 LONGEST = 2.0  # seconds of a step because of its fixed part, or because its rows allow a long gap
 
 # The fit wants numbers of similar size: rows, prompt tokens and pairs are counted in these units.
@@ -218,6 +219,11 @@ class TimedTokens(TokenCost):
             raise ConfigError(f"TimedTokens.gap={gap!r}: must be > 0 seconds, or None")
         self._gap = gap
         self._fit = AffineFit()
+        # By the power of two above a number of rows: the usual seconds of steps without prompts; how many rows a step
+        # may have that clients share. A fit of all steps is too coarse for it: it cannot tell few rows from very few.
+        self._plain: dict[int, float] = {}
+        self._shared: dict[int, float] = {}
+        self._sharing: tuple[int, float] | None = None  # of the step that is formed: its key there, and most seconds
         self._extra, self._asked, self._most_extra = ExtraUnits(), False, most_extra
 
     @property
@@ -285,6 +291,13 @@ class TimedTokens(TokenCost):
         left = min(gap, self.gap) / (1.0 + SURE * self.sigma) - seconds
         return self._extra.choose(rows, [ticket.extra for ticket in tickets], min(units, self._most_extra), left)
 
+    def shared(self, rows: int) -> float:
+        if not self.measured:
+            return inf
+        size = rows.bit_length()
+        self._sharing = size, SHARED * (self._plain.get(size) or self.predict(rows, 0.0, 0.0))
+        return self._shared.setdefault(size, EVEN * rows)
+
     def tally(self) -> Tally:
         return _TimedTokenTally(self)
 
@@ -306,7 +319,19 @@ class TimedTokens(TokenCost):
         if self._asked:
             self._extra.observe(rows, tokens, more, elapsed)
         took = elapsed - self._extra.seconds(rows, more)  # without them
+        if rows and not tokens and 0.0 < took < inf:
+            self._observe_rows(rows, took)
         self._fit.observe(_counts(rows, tokens, pairs), max(took, 0.2 * elapsed))
+
+    def _observe_rows(self, rows: int, took: float) -> None:
+        usual = self._plain.setdefault(rows.bit_length(), took)
+        self._plain[rows.bit_length()] += 0.2 * (min(took, 1.25 * usual) - usual)  # a stall is not usual
+        if self._sharing is not None:
+            (size, most), self._sharing = self._sharing, None
+            if took > most:
+                self._shared[size] *= 0.9
+            elif rows > self._shared[size] - 1.0:
+                self._shared[size] += max(1.0, 0.05 * rows)
 
     def snapshot(self) -> list[dict[str, Any]]:
         fit = self._fit

@@ -75,6 +75,10 @@ class Conservation(Views):
             batch.trial.other.fails = True
         return origin.pending == 0 and not origin.served
 
+    def stays(self, ticket: Seen) -> None:
+        self.turns += 1
+        ticket.state, ticket.has_place, ticket.turn = "resident", True, self.turns
+
     def isolate(self, w: World, batch: Expected) -> None:
         """A call that failed: its members stay, to run again in two halves."""
         origin = Origin() if batch.trial is None else batch.trial.origin
@@ -82,7 +86,7 @@ class Conservation(Views):
         self.halve(w, batch.partition, list(batch.grants), origin)
         for ticket, units in batch.grants:
             ticket.recomputed += units
-            ticket.state, ticket.has_place = "resident", True
+            self.stays(ticket)
             if w.pool is not None:
                 i = max(i for i, held in enumerate(self.memory) if held == (ticket, units))
                 del self.memory[i]

@@ -33,6 +33,10 @@ class Units:
     def seconds(self, members: Members, budget: float) -> tuple[float, float]:
         return 0.0, 0.0
 
+    def shared(self, rows: int, least: int) -> float:
+        """The most members of a step that clients share; inf where its time is not known."""
+        return inf
+
     def charge(self, ticket: Seen, units: float) -> float:
         return 1.0
 
@@ -63,8 +67,11 @@ class Units:
 class Tokens(Units):
     """A member costs what it is granted, which is what it wants as far as that is left."""
 
-    def __init__(self, threshold: float = inf) -> None:
-        self.threshold = threshold
+    def __init__(self, threshold: float = inf, free: float = inf) -> None:
+        self.threshold, self.free = threshold, free
+
+    def shared(self, rows: int, least: int) -> float:
+        return max(2 * rows + self.free, least)
 
     def room(self, base: Members, members: Members, ticket: Seen, budget: float) -> float:
         return max(0.0, min(ticket.wants, budget - self.cost(base, members, budget), self.threshold))

@@ -15,7 +15,12 @@ class Memory(Order):
     def step_with_memory(self, w: World, partition: Hashable) -> tuple[Stepped, bool]:
         """The step, and whether all places are taken. Those that wait one by one, in serving order; before each the
         residents that are no less urgent than its priority; at last all other residents."""
-        s = Stepped()
+        s = Stepped(part=self.part(w, partition))
+        s.turns = [t for t in self.present(w, partition, s) if not t.held]
+        if s.part < len(s.turns):
+            s.turns.sort(key=lambda t: (t.tier, t.turn))
+            clients = list(dict.fromkeys(t.client for t in s.turns))
+            s.turns = [t for c in clients for t in [t for t in s.turns if t.client == c][: int(s.part)]]
         left, shares = self.waiting(w.name, partition), self.shares(w, partition)
         charged: dict[Hashable, float] = {}
         blocked: set[Hashable] = set()
@@ -74,8 +79,8 @@ class Memory(Order):
     def let_step(self, w: World, partition: Hashable, s: Stepped, tier: int) -> None:
         """The residents of one tier."""
         assert w.pool is not None
-        able = [t for t in self.present(w, partition, s) if t.tier == tier and not t.held]
-        for ticket in sorted(able, key=lambda t: (t.wants > 1.0, t.seq)):
+        able = [t for t in s.turns if t.tier == tier and t in self.present(w, partition, s)]
+        for ticket in sorted(able, key=lambda t: t.wants > 1.0):
             if ticket in s.thrown_out or len(s.base) + len(s.entered) >= w.flush.max_batch_size:
                 continue
             s.stage = ticket.stage if s.stage is None else s.stage
@@ -105,7 +110,7 @@ class Memory(Order):
         budget = w.flush.max_batch_cost
         free, room = self.places(w, partition)
         free += len(s.thrown_out) - len(s.entered)
-        todo = [t for t in over if not t.held and t.tier > reached]
+        todo = [t for t in over if t in s.turns and t.tier > reached]
         victims = self.victims(over, s, not s.base and not s.entered and not todo)
         if s.memory_short and not over:
             return "memory", True
@@ -113,7 +118,9 @@ class Memory(Order):
             return "places", True
         if room is not None and len(s.entered) >= room:
             return "room", True
-        if not over and shares is not None and shares[ticket.client] <= 0:
+        step = len([t for t in s.turns if t.client == ticket.client])
+        came = sum(u for t, u in s.entered if t.client == ticket.client)
+        if not over and (came >= max(1.0, s.part - step) or (shares is not None and shares[ticket.client] <= 0)):
             return "share", False
         if (s.base or s.entered) and ticket.stage != s.stage:
             return "stage", False

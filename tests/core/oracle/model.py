@@ -265,7 +265,7 @@ class Oracle(Batches):
                 ticket.computed += units
                 ticket.wants = outcome.wants
                 ticket.stage = ticket.stage if outcome.stage is None else outcome.stage
-                ticket.state, ticket.has_place = "resident", True
+                self.stays(ticket)
                 if ticket.request.streams and outcome.value is not None:
                     ticket.deadline = inf
                 if ticket.cancelled or ticket.abandoned:

@@ -38,6 +38,7 @@ class Seen:
     share: float = 0.0  # seconds it counts for while it waits
     has_place: bool = False  # it is or was resident and has not left since
     lost: float = -1.0
+    turn: int = 0  # how many steps of all had ended when its last one did
     held: bool = False
     abandoned: bool = False
     cancelled: bool = False
@@ -164,6 +165,8 @@ class Stepped:
     thrown_out: list[Seen] = field(default_factory=list)
     cached: dict[Seen, float] = field(default_factory=dict)
     stage: str | None = None
+    part: float = inf  # most members of a client
+    turns: list[Seen] = field(default_factory=list)  # residents whose turn it is
     memory_short: bool = False
     passed_over: bool = False
     short_of: str = ""

@@ -18,6 +18,7 @@ class Views:
         self.open: list[Seen] = []  # of those, all that have not settled
         self.preparing: list[Seen] = []
         self.tickets = 0
+        self.turns = 0
         self.in_flight: list[Expected] = []
         self.settled: list[tuple[int, str]] = []  # (seq, result) since last asked
         self.preempted: list[int] = []
@@ -82,3 +83,20 @@ class Views:
             return None
         even = ceil(w.flush.max_batch_size / len(self.clients(w.name)))
         return {c: even - len([p for p in placed if p.client == c]) for c in clients}
+
+    def part(self, w: World, partition: Hashable) -> float:
+        """Most members of a client in a step: the most that keep its members within what clients may cause each other.
+        Whoever has no resident counts as one member, and so does one that left a second ago while one is alone."""
+        active = self.clients(w.name)
+        gone = [t.settled_at for t in self.all if t.request.group == w.name and t.client not in active]
+        n = len(active)
+        if n == 1 and any(at is not None and self.now < at + 1.0 for at in gone):
+            n = 2
+        placed = {t.client for t in self.unsettled(w.name, partition) if t.has_place}
+        asked = sorted(len(self.unsettled(w.name, client=c)) for c in placed)
+        asked = [1] * (n - max(1, len(asked))) + asked
+        most = w.meter.shared((n - 1) * asked[0], n * asked[0]) if n > 1 else inf
+        part = 1
+        while most < inf and sum(min(part + 1, a) for a in asked[: n - 1]) + part + 1 <= most:
+            part += 1
+        return part if most < inf else inf
