@@ -78,6 +78,8 @@ class Reference:
         seen = self._ours.prepare(**fields)
         raw: dict[str, Any] = {"task": fields["instruction"] or ""}
         for camera, name in self._spec.features.cameras.items():
+            if camera not in fields["images"]:
+                continue
             raw[name] = torch.from_numpy(fields["images"][camera]).permute(2, 0, 1).float() / 255
         place = 0
         for name, size in self._spec.features.states:
@@ -481,6 +483,27 @@ def test_p14_every_step_that_lerobot_has_is_applied_or_refused() -> None:
         "observation_processor", "render_messages_processor", "isaaclab_arena_processor", "time_limit_processor",
         "gym_hil_adapter_processor", "gripper_penalty_processor", "intervention_action_processor",
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("family", STAGED)
+def test_p10_any_of_its_cameras_is_enough_and_the_answer_is_lerobots(
+    checkpoints: dict[str, Path], family: str
+) -> None:
+    """Requests that show other cameras share batches; none is taken for a black picture."""
+    policy = loaded(checkpoints[family])
+    reference = Reference(policy)
+    every = [asked(policy.spec, i) for i in range(6)]
+    for fields, cameras in zip(every, [("top",), ("wrist",), ("top", "wrist")] * 2, strict=True):
+        fields["images"] = {name: fields["images"][name] for name in cameras}
+    expected = [reference.answer(fields) for fields in every]
+    for starts in ([0] * 6, [0, 0, 1, 1, 2, 2]):
+        chunks = policy.answers([policy.request(policy.prepare(**fields)) for fields in every], starts)
+        assert max(np.abs(c.actions - e).max() for c, e in zip(chunks, expected, strict=True)) <= BOUND
+    black = every[0] | {"images": every[0]["images"] | {"wrist": np.zeros((48, 64, 3), np.uint8)}}
+    (chunk,) = policy.answers([policy.request(policy.prepare(**black))])
+    assert np.abs(chunk.actions - expected[0]).max() > 1e-3
+    found = {check.id: check for check in examine(f"lerobot:{checkpoints[family]}").checks}
+    assert (found["cameras"].status, found["cameras"].actual) == ("pass", "finite without wrist")
 
 
 def test_p10_a_renamed_camera_has_both_names(checkpoints: dict[str, Path], tmp_path: Path) -> None:

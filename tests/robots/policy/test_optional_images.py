@@ -10,6 +10,7 @@ import pytest
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.robots import InvalidRequest, load_policy
 from reflex_runtime.robots.policy.decomposed import DecomposedPolicy
+from reflex_runtime.robots.wires.common import ObservationReader
 from robots.plain import plain
 from robots.tiny import Bench, picture
 
@@ -49,6 +50,25 @@ def test_p20_only_cameras_that_are_marked_may_be_left_out() -> None:
         policy.fields.look({"wrist": picture(0)})
 
 
+def test_p20_one_image_must_come_where_all_are_optional() -> None:
+    policy = load_policy(plain(look, images=CAMERAS, optional_images=frozenset(CAMERAS)))
+    assert policy.prepare(**sent("wrist")).present == {"front": False, "wrist": True}
+    assert policy.prepare(**sent("front")).present == {"front": True, "wrist": False}
+    for none in (policy.prepare, lambda images, **_: policy.fields.look(images)):
+        with pytest.raises(InvalidRequest, match="images: one of front, wrist is needed"):
+            none(**sent())
+
+
+def test_p20_a_picture_of_no_camera_is_not_left_out_in_silence() -> None:
+    policy = load_policy(plain(look, images=CAMERAS, optional_images=frozenset(CAMERAS)))
+    reader, state = ObservationReader(policy.spec, None), {"state": np.zeros(2)}
+    images, _, _ = reader.read({"observation/wrist": picture(0), **state})
+    assert [camera for camera, _, _ in images] == ["wrist"]
+    for seen in ({}, {"observation/wrist": picture(0), "observation/frnt": picture(1)}):
+        with pytest.raises(InvalidRequest, match=r"front: missing; came: .*; expected: front, wrist, state"):
+            reader.read(seen | state)
+
+
 def test_p20_a_black_picture_is_not_a_missing_one_to_the_prefix_cache() -> None:
     policy = two_cameras(staged=True)
     assert isinstance(policy, DecomposedPolicy)
@@ -64,8 +84,6 @@ def test_p20_a_black_picture_is_not_a_missing_one_to_the_prefix_cache() -> None:
 def test_p20_a_spec_that_cannot_be_is_refused() -> None:
     with pytest.raises(ConfigError, match="optional_images: 'roof' is none of the images"):
         plain(look, images=CAMERAS, optional_images=frozenset({"roof"}))
-    with pytest.raises(ConfigError, match="all images are optional"):
-        plain(look, images=CAMERAS, optional_images=frozenset(CAMERAS))
     with pytest.raises(ConfigError, match="observation_steps=0"):
         plain(look, observation_steps=0)
 

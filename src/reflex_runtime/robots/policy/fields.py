@@ -59,6 +59,8 @@ class ObservationFields:
             sent, field = self._sent_for(name, images)
             if sent is not None:
                 found[name] = sent, field
+        if not found and self.spec.images:
+            raise InvalidRequest(f"images: one of {', '.join(self.spec.images)} is needed", "images")
         return found
 
     def _sent_for(self, name: str, images: Mapping[str, Sent]) -> tuple[Sent | None, str]:

@@ -102,7 +102,8 @@ class PolicySpec:
     images: (height, width) by image name, uint8 [height, width, 3]. resize: how pictures of another size are fitted:
         stretched, or padded with black; "none" leaves them as they came, for a model that fits them itself.
     other_names: by image, another name that a request may give it.
-    optional_images: those that a request may leave out: the model gets black pictures and `Observation.present`.
+    optional_images: those that a request may leave out, but one at least must come: the model gets black pictures and
+        `Observation.present`.
     observation_steps: observations of an episode that the model sees together, the newest last. Images and state have
         an axis of that length in front if it is above 1. See `ObservationHistory`.
     takes_state, state_dim, state_norm: the robot's state, normalised before the model sees it if there is a state_norm.
@@ -167,8 +168,6 @@ class PolicySpec:
         unknown = sorted(self.optional_images - set(self.images))
         if unknown:
             raise ConfigError(f"PolicySpec.optional_images: {unknown[0]!r} is none of the images")
-        if self.images and not set(self.images) - self.optional_images:
-            raise ConfigError("PolicySpec.optional_images: all images are optional, at least one must not be")
         if self.x_dim < self.action_dim:
             raise ConfigError(f"PolicySpec.x_dim={self.x_dim}: must be at least action_dim, {self.action_dim}")
         if self.prompt is not None and self.tokenizer is None:

@@ -177,17 +177,23 @@ def _cameras(schema: dict[str, Any], specs: Sequence[PolicySpec]) -> None:
     images |= {"properties": dict.fromkeys(further, picture), "additionalProperties": False}
     ways = []
     for spec in specs:
-        for name in [name for name in spec.images if name not in spec.optional_images]:
-            within = {"type": "object", "required": [name]}
-            here: dict[str, Any] = {"required": ["images"], "properties": {"images": within}}
-            top = "image" if len(spec.images) == 1 else name
-            at_top: dict[str, Any] = {"required": [top], "properties": {top: {"type": "string"}}}
-            if name in ("image", "image_wrist"):
-                ways.append(at_top)
-            else:
-                ways.append({"anyOf": [at_top, here]} if top == "image" else here)
+        needed = [_sends(spec, name) for name in spec.images if name not in spec.optional_images]
+        ways += needed or ([{"anyOf": [_sends(spec, name) for name in spec.images]}] if spec.images else [])
     if ways:
         schema["allOf"] = ways
+
+
+def _sends(spec: PolicySpec, name: str) -> dict[str, Any]:
+    """The schema of a body that sends an image, under one of its names."""
+    top = "image" if len(spec.images) == 1 else name
+    ways: list[dict[str, Any]] = []
+    if top in ("image", "image_wrist"):
+        ways.append({"required": [top], "properties": {top: {"type": "string"}}})
+    for own in dict.fromkeys((name, spec.other_names.get(name, name))):
+        if own not in ("image", "image_wrist"):
+            within = {"type": "object", "required": [own]}
+            ways.append({"required": ["images"], "properties": {"images": within}})
+    return ways[0] if len(ways) == 1 else {"anyOf": ways}
 
 
 def act_example(specs: Sequence[PolicySpec]) -> dict[str, Any]:

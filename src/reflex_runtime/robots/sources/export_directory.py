@@ -207,8 +207,6 @@ def _optional_images(table: ExportObject, config: ExportConfig, images: Mapping[
     for name in names:
         if name not in images:
             table.wrong("optional_images", "names of `images`: " + (", ".join(images) or "there are none"), name)
-    if names and len(set(names)) == len(images):
-        table.wrong("optional_images", "fewer than all images: a request must show something")
     return frozenset(names)
 
 

@@ -168,6 +168,7 @@ def _load(source: str, root: Path) -> LeRobotCheckpoint:
         staged=config.type in STAGED,
         config=dict(table.values),
         images=sizes,
+        optional_images=frozenset(sizes) if config.type in STAGED and len(sizes) > 1 else frozenset(),
         other_names={c: renamed[name].removeprefix(_IMAGES) for c, name in cameras.items() if name in renamed},
         resize="none" if config.type in STAGED else "stretch",
         features=Features(root, cameras, states),

@@ -74,7 +74,9 @@ class LoadedPolicy(LoadedModule):
     def prepare(self, observation: Observation) -> Prepared:
         """The observation as LeRobot's own preprocessor makes it; on any thread."""
         batch: Batch = {
-            name: _picture(observation.images[camera]) for camera, name in self.features.cameras.items()
+            name: _picture(observation.images[camera])
+            for camera, name in self.features.cameras.items()
+            if camera not in self.spec.optional_images or observation.present[camera]
         }
         if observation.state is not None:
             sizes = [size for _, size in self.features.states]

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from reflex_runtime.core.request import PRIORITIES
+from reflex_runtime.robots.policy.observation import JPEG_START, PNG_START
 from reflex_runtime.robots.policy.spec import PolicySpec, WireMap
 from reflex_runtime.robots.serving.question import GROOT, ActAnswer, Image, Question
 from reflex_runtime.robots.serving.served import ServedPolicy
@@ -116,6 +117,7 @@ class ObservationReader:
             for camera in [camera for camera in other.spec.images if camera not in images]:
                 with suppress(InvalidRequest):  # the version that needs it reports the error
                     images[camera] = other._image(camera, came, plain)
+        self._check_subset(images, came)
         return tuple(images.values()), self._state(came, plain), self._prompt(came, plain)
 
     def describe(self) -> dict[str, Any]:
@@ -136,6 +138,14 @@ class ObservationReader:
         if spec.takes_text:
             found["prompt"] = wire.prompt or PROMPTS[0]
         return found
+
+    def _check_subset(self, images: Mapping[str, tuple[str, str, Image]], came: Mapping[str, Any]) -> None:
+        """Where any camera may be left out, a picture under a name that is none must not pass for that."""
+        missing = [camera for camera in self.spec.images if camera not in images]
+        if missing and self.spec.optional_images >= set(self.spec.images):
+            read = {name for _, name, _ in images.values()}
+            if not read or any(_is_picture(value) for name, value in came.items() if printable(name) not in read):
+                raise self._missing(self.wire.images.get(missing[0], self._video + missing[0]), came)
 
     def _is_there(self, camera: str, came: Mapping[str, Any], plain: Mapping[str, str]) -> bool:
         """Whether it was sent; of cameras that must be sent, `_image` says so."""
@@ -236,6 +246,12 @@ def text_of(value: Any) -> Any:
         except UnicodeDecodeError:
             return value
     return value
+
+
+def _is_picture(value: Any) -> bool:
+    return value.ndim == 3 if isinstance(value, np.ndarray) else (
+        isinstance(value, memoryview) and bytes(value[:8]).startswith((JPEG_START, PNG_START[:8]))
+    )
 
 
 def _flat(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
