@@ -104,6 +104,19 @@ def test_w24_rows_are_requests_in_json_and_binary(tiny: Path) -> None:
         assert len(answer.json["outputs"][0]["data"]) == CHUNK * ACTIONS
 
 
+def test_w24_a_picture_may_come_as_json(tmp_path: Path) -> None:
+    """Of 224 × 224, as servers and their clients show it in examples."""
+    export = write_tiny(tmp_path / "export", cameras=("image",))
+    picture = np.random.default_rng(0).integers(0, 256, (224, 224, 3), np.uint8)
+    with Server(export) as server:
+        answers = []
+        for data in ([picture.tolist()], picture.ravel().tolist()):
+            sent = {"name": "image", "datatype": "UINT8", "shape": [1, 224, 224, 3], "data": data}
+            answers.append(post(server, {"inputs": [sent, *asked()["inputs"]], "id": "same"}))
+        assert [answer.status for answer in answers] == [200, 200], answers[0].body
+        assert answers[0].json["outputs"] == answers[1].json["outputs"]
+
+
 def test_w24_large_bodies_are_read_beside_the_loop_to_the_same_end(tiny: Path) -> None:
     with Server(tiny) as server:
         body = json.dumps(asked() | {"more": " " * 200_000}).encode()
@@ -333,7 +346,9 @@ def test_w26_a_binary_body_is_read_as_views_of_it() -> None:
         (b"{}", 3, "Inference-Header-Content-Length is 3"),
         (b"{}", None, "inputs"),
         (b"", None, "not JSON"),
-        (b'{"inputs": [' + b"[]," * 50_000 + b"]}", None, "over 40000 values"),
+        (b'{"inputs": [' + b"[]," * 70_000 + b"]}", None, "60000 lists: send tensors as binary data"),
+        (b'{"inputs": [' + b"{}," * 50_000 + b"]}", None, "60000 lists: send tensors as binary data"),
+        (b'{"inputs": [' + b"1.000000," * 500_000 + b"]}", None, "over 2 MB"),
         (b'{"inputs": [{"name": "a", "datatype": "FP32", "shape": [1], "data": ' + b"[" * 100_000, None, "not JSON"),
     ],
 )

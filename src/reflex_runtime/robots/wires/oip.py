@@ -41,6 +41,8 @@ from reflex_runtime.web.errors import (
 from reflex_runtime.web.fields import MAX_VALUES, check_id, encode, invalid_field, printable
 from reflex_runtime.web.request import HttpRequest, HttpResponse, Route
 
+MAX_JSON: Final = 2 << 20  # bytes; a decoder lets nothing else run for 50 ms in each MB
+MAX_LISTS: Final = 60_000  # a picture of 224 × 224 has 50,401
 MAX_TEXTS: Final = 4096  # elements of a tensor of BYTES
 MAX_ROWS: Final = 256
 MAX_SEQUENCES: Final = 4096
@@ -450,8 +452,10 @@ def encode_answer(model: str, sent: OipBody, answers: Sequence[ActAnswer]) -> tu
 
 
 def _parse(text: bytes) -> InferBody:
-    if text.count(b",") > MAX_VALUES:
-        raise ClientError(f"the JSON holds over {MAX_VALUES} values: send tensors as binary data")
+    if text.count(b",") > MAX_VALUES and (
+        len(text) > MAX_JSON or text.count(b"[") > MAX_LISTS or text.count(b"{") > MAX_VALUES
+    ):
+        raise ClientError(f"the JSON is over {MAX_JSON >> 20} MB or {MAX_LISTS} lists: send tensors as binary data")
     try:
         return _json.decode(text)
     except msgspec.ValidationError as error:
