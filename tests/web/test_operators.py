@@ -86,6 +86,23 @@ def test_h5_the_page_says_which_key_every_route_needs(tmp_path: Path) -> None:
     assert documented() == dict(zip(COLUMNS, map(table_of, found), strict=True))
 
 
+def test_h5_below_the_name_of_a_policy_the_same_holds(tmp_path: Path) -> None:
+    spec = {"prod": Export.load(write_tiny(tmp_path / "tiny"))}
+
+    async def several() -> App:
+        return application(
+            PolicyRuntime(ServeConfig(), [PolicyPlan(name, ServeConfig(), spec) for name in ("arm", "leg")])
+        )
+
+    app = asyncio.run(several())
+    rows = [row.split() for row in documented()["policies"] if "{" not in row and "/dashboard" not in row]
+    rows.remove(["GET", "/diagnostics/journal"])  # of the whole server
+    for method, path in rows:
+        route = app._find(f"/policies/leg{path}")
+        assert route is not None
+        assert NEEDED[BOTH.of(route)] == documented()["policies"][f"{method} {path}"], path
+
+
 # -- the servers -------------------------------------------------------------------------------------------------------
 
 
