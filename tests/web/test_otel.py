@@ -79,6 +79,7 @@ def test_x6_the_parent_of_a_request_is_its_callers_span(collector: Collector, se
     (span,) = collector.wait(1, lambda s: s.trace == TRACE)
     assert (span.parent, span.state, span.kind, span.status) == (SPAN, "a=1,b=2", SERVER, UNSET)
     assert span.attributes["reflex.outcome"] == "ok"
+    assert span.attributes["gen_ai.action.embodiment"] == "unknown"
     assert set(span.moments) == {"reflex.queued", "reflex.started"}
     assert span.resource["service.name"] == "reflex"
 

@@ -159,6 +159,8 @@ def join_span(spans: Spans | None, pending: PendingRequest) -> None:
         return
     found = span.attributes
     found["reflex.request.id"] = pending.request_id
+    if pending.served is not None:
+        found["gen_ai.action.embodiment"] = pending.served.spec.embodiment.name or "unknown"
     if question.robot_id is not None:
         found["reflex.robot.id"] = question.robot_id
     if question.episode_id is not None:
