@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 unexport PYTHONDONTWRITEBYTECODE  # the tests start hundreds of processes: each would compile all that it imports
 
-.PHONY: setup demo test test-long test-lerobot test-ray lint messages hashes bench docs clean
+.PHONY: setup demo test test-long test-lerobot test-ray lint messages hashes bench soak docs clean
 
 setup: .venv/ready           ## make .venv with everything for development
 
@@ -68,6 +68,9 @@ hashes:                       ## renew deploy/requirements.txt, the container's 
 
 bench: setup                 ## the figures of docs/benchmarks.md, about twenty minutes
 	$(BIN)/python -m bench
+
+soak: setup                  ## faults, hostile inputs, greedy callers and mixed traffic on all products, ten minutes
+	$(BIN)/python -m bench.soak
 
 docs: setup                  ## check that the pages tell what is there
 	$(BIN)/python -m pytest tests/test_docs.py tests/test_pages.py

@@ -22,19 +22,15 @@ from bench import (
     capacity,
     core,
     detectors,
-    faults,
     feeds,
     forms,
     from_python,
     gaps,
-    hostile,
     ipc,
     llm,
     machine,
     models,
-    pictures,
     serving,
-    soak,
     speculation,
     tiers,
     torch_policies,
@@ -43,12 +39,13 @@ from bench import (
     wires,
 )
 from bench.report import Row, as_json, say, table
+from bench.soak.traffic import memory
 
 CASES = ("core", "scaling", "ahead", "library", "feeds", "llm", "workers", "small", "alone", "closed", "arriving")
-CASES += ("closed-pictures", "arriving-pictures", "capacity", "faults", "hostile", "pictures", "soak")
-CASES += ("versions", "wires", "torch", "soak-mixed", "tune", "tune-pinned")
+CASES += ("closed-pictures", "arriving-pictures", "capacity", "memory")
+CASES += ("versions", "wires", "torch", "tune", "tune-pinned")
 CASES += ("detectors", "cameras", "forms", "gaps", "tiers", "adapters", "speculation", "cached")
-USUAL = CASES[:-22]  # the others are asked for by name
+USUAL = CASES[:10]  # the others are asked for by name
 
 
 def main() -> int:
@@ -56,7 +53,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
     parser.add_argument("--only", nargs="+", choices=CASES, metavar="CASE", help=f"some of: {', '.join(CASES)}")
     parser.add_argument("--quick", action="store_true", help="fewer and shorter rounds: to see that it works")
-    parser.add_argument("--minutes", type=float, default=10.0, metavar="N", help="of the case soak-mixed (10)")
     parser.add_argument("--out", type=Path, default=Path("bench-out"), metavar="DIR")
     args = parser.parse_args()
     scale = 0.2 if args.quick else 1.0
@@ -92,11 +88,7 @@ def main() -> int:
             "closed-pictures": lambda: serving.closed_pictures(Path(root), scale),
             "arriving-pictures": lambda: serving.arriving_pictures(Path(root), heavy, scale),
             "capacity": lambda: capacity.capacity(Path(root), heavy, scale),
-            "faults": lambda: faults.faults(tiny, scale),
-            "hostile": lambda: hostile.hostile(tiny, scale),
-            "pictures": lambda: pictures.pictures(scale),
-            "soak": lambda: soak.soak(scale),
-            "soak-mixed": lambda: soak.mixed(Path(root), args.minutes),
+            "memory": lambda: memory(scale),
             "versions": lambda: versions.versions(tiny, heavy, scale),
             "wires": lambda: wires.wires(Path(root), scale),
             "tune": lambda: tune.tune(heavy, scale),

@@ -18,8 +18,7 @@ import msgspec
 import numpy as np
 
 from bench.load import STATE, Answered
-from bench.models import SIDE, write_export
-from bench.pictures import picture
+from bench.models import SIDE, picture, write_export
 from bench.report import Row, row, table
 from bench.servers import Server, byhand, reflex, running
 from bench.serving import turns

@@ -115,8 +115,7 @@ def _ready(port: int, path: str = "/health", most: float = 120.0) -> None:
 
 def act(source: Path, root: Path) -> list[str]:
     from bench.load import STATE  # here: the server that is counted may be of another checkout
-    from bench.models import SIDE, write_export
-    from bench.pictures import picture
+    from bench.models import SIDE, picture, write_export
 
     export = write_export(root / "seeing", heavy=False, cameras=("image",))
     body = STATE | {"image": picture("PNG", (SIDE, SIDE))}

@@ -8,6 +8,8 @@ measured in every run. With cameras they also take pictures of 224 by 224, and l
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -48,6 +50,16 @@ def write_export(
     config |= settings
     (root / "reflex_config.json").write_text(json.dumps(config))
     return root
+
+
+def picture(form: str, size: tuple[int, int], plain: bool = False, **how: Any) -> str:
+    """A picture in base64: soft noise, or one colour. how: for its encoder."""
+    import PIL.Image
+
+    data = io.BytesIO()
+    noise = PIL.Image.effect_noise((16, 16), 60).convert("RGB").resize(size)
+    (PIL.Image.new("RGB", size, "teal") if plain else noise).save(data, form, **how)
+    return base64.b64encode(data.getvalue()).decode()
 
 
 def _tiny(pictures: list[Any]) -> bytes:

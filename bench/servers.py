@@ -58,7 +58,7 @@ class Server:
             return ask(Job(**{"port": self.port, "path": self.path, "pids": self.pids()} | job))
         except ReflexError as error:
             state = "runs" if self._process.poll() is None else f"ended with status {self._process.returncode}"
-            raise RuntimeError(f"{error}; {self.name} {state}:\n{self._tail()}") from error
+            raise RuntimeError(f"{error}; {self.name} {state}:\n{self.tail()}") from error
 
     def get(self, path: str) -> bytes:
         """The body of one GET."""
@@ -69,15 +69,15 @@ class Server:
         finally:
             connection.close()
 
-    def stop(self) -> None:
-        """End it and whatever it started."""
+    def stop(self, limit: float = 5.0) -> int:
+        """End it and whatever it started. Returns its exit status, -9 if it had to be killed."""
         with contextlib.suppress(ProcessLookupError):
             self._process.send_signal(signal.SIGTERM)
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(5.0)
+                self._process.wait(limit)
             os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
         self._log.close()
+        return self._process.wait()
 
     def pids(self) -> list[int]:
         """Of its processes."""
@@ -88,12 +88,13 @@ class Server:
         end = time.monotonic() + START_LIMIT
         while not self._answers():
             if self._process.poll() is not None or time.monotonic() > end:
-                tail = self._tail()
+                tail = self.tail()
                 self.stop()
                 raise RuntimeError(f"{self.name} did not start:\n{tail}")
             time.sleep(0.1)
 
-    def _tail(self) -> str:
+    def tail(self) -> str:
+        """The end of its log."""
         self._log.seek(0, os.SEEK_END)
         self._log.seek(max(0, self._log.tell() - 2000))
         return self._log.read().decode(errors="replace")

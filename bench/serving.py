@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.load import STATE, Answered, quantile
-from bench.models import SIDE, write_export
-from bench.pictures import picture
+from bench.models import SIDE, picture, write_export
 from bench.report import Row, row, say
 from bench.servers import Raw, Server, byhand, hello, reflex, rivals, running
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import subprocess
 import sys
@@ -73,6 +74,18 @@ def test_traces_of_conversations_are_the_same_each_time() -> None:
         assert first == trace(name, 1)
         assert [one.at for one in first] == sorted(one.at for one in first)
         assert {sum(tokens for _, tokens in one.texts) <= one.prompt for one in first} == {True}
+
+
+@pytest.mark.timeout(900)
+def test_the_soak_runs_and_nothing_is_wrong(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "bench.soak", "--minutes", "1", "--out", str(tmp_path)]
+    assert subprocess.run(command, check=False, cwd=ROOT).returncode in (0, 1)  # times are for people
+    found = json.loads((tmp_path / "soak.json").read_text())
+    assert found["details"] == {"faults not survived": [], "wrong under faults": [], "hostile inputs": []}
+    assert {row["case"].partition(" ")[2] for row in found["rows"]} == {
+        "kinds of faults", "hostile inputs", "caller beside one with extreme pictures",
+        "caller beside one with the largest bodies", "caller beside one with n: 128", "minutes of mixed traffic",
+    }  # fmt: skip
 
 
 def test_the_benchmarks_start() -> None:
