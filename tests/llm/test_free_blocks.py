@@ -10,6 +10,7 @@ import pytest
 from reflex_runtime.core.batch import Batch, Cause
 from reflex_runtime.core.request import Request, Ticket
 from reflex_runtime.ipc.messages import SamplingParams
+from reflex_runtime.llm.engine import blocks
 from reflex_runtime.llm.engine.blocks import BlockPool, FreeBlocks, Past
 from reflex_runtime.llm.engine.sequence import Sequence
 from reflex_runtime.llm.engine.toy import ByteTokenizer
@@ -126,3 +127,28 @@ def test_l5_shared_is_what_stands_before_a_fork() -> None:
     assert sum(pool._shared) == 4
     ask(pool, texts.new(39))  # everything but one block is forgotten
     assert sum(pool._shared) <= 1
+
+
+def touched(pool: BlockPool) -> int:
+    """Blocks that have memory: those that were ever handed out."""
+    return pool._free._fresh
+
+
+def test_l5_prompts_that_never_come_back_take_little_memory_of_a_large_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blocks, "_LONG", 16)
+    pool, texts = BlockPool(480, SIZE), Texts()
+    for _ in range(300):
+        assert ask(pool, texts.new(4)) == 0
+    assert touched(pool) <= 30 + 2 * 4
+    ask(pool, texts.new(400))
+    assert touched(pool) >= 400, "what is held at a time has the memory that it needs"
+
+
+def test_l5_prompts_that_come_back_after_long_get_the_memory_to_be_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blocks, "_LONG", 16)
+    pool, texts = BlockPool(480, SIZE), Texts()
+    talks = [[*texts.new(5), 0] for _ in range(40)]
+    found = [[ask(pool, talk) for talk in talks] for _ in range(6)]
+    assert found[-1] == [5] * 40
+    assert sum(some.count(5) < 40 for some in found) <= 3
+    assert touched(pool) < 300

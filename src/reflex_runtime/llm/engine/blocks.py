@@ -13,7 +13,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Collection
 from collections.abc import Sequence as Seq
 from hashlib import blake2b
-from math import exp
+from math import exp, inf
 from typing import Final, NamedTuple
 
 from reflex_runtime.core.batch import Batch
@@ -23,6 +23,8 @@ from reflex_runtime.llm.engine.sequence import Sequence
 
 _STEP: Final = 1.6  # of the logarithm of the weight, when as many mistakes were made as there are blocks
 _MOST: Final = 16.0  # times as long that one kind stays than the other
+_LONG: Final = 1024  # published blocks, for which a free one is kept before any memory is taken in its place; at least
+_LONGER: Final = 8  # of those more, with each that was forgotten too early
 _RARE: Final = 16.0  # times that a mistake counts of a kind that is rarely forgotten
 
 
@@ -257,10 +259,14 @@ class FreeBlocks:
     """The free ones of num_blocks blocks, and which of them is handed out next, so that what it knows is forgotten. All
     are free, and know nothing, at first.
 
-    Blocks that know nothing go first. Of those that know a prefix the one that was free longest goes, as conversations
-    come back soon or not at all; but beginnings that several prompts share (a system prompt, a document) are a list of
-    their own. How long they stay, compared with all others, is learned from mistakes: what was forgotten and had to be
-    computed again. Everything counts in published blocks, so there is no clock, and every method is O(1).
+    Blocks that know nothing go first, but those that were never handed out have no memory yet: they wait while another
+    has been free for long. How long is learned: longer with each block that was forgotten and comes back. So a server
+    whose prompts do not come back takes little memory, however large its cache may be.
+
+    Of those that know a prefix the one that was free longest goes, as conversations come back soon or not at all; but
+    beginnings that several prompts share (a system prompt, a document) are a list of their own. How long they stay,
+    compared with all others, is learned from mistakes: what was forgotten and had to be computed again. Everything
+    counts in published blocks, so there is no clock, and every method is O(1).
 
     weight: how many times as long shared beginnings stay free, before they are handed out, as other blocks do.
     """
@@ -268,7 +274,9 @@ class FreeBlocks:
     def __init__(self, num_blocks: int) -> None:
         self.weight = 1.0
         self._num_blocks = num_blocks
-        self._blank = list(range(num_blocks))[::-1]
+        self._blank: list[int] = []  # that were handed out and know nothing
+        self._fresh = 0  # this one and all above it were never handed out
+        self._long = max(_LONG, num_blocks // 16)
         self._known: tuple[OrderedDict[int, int], OrderedDict[int, int]] = (OrderedDict(), OrderedDict())
         self._published = 0
         self._forgotten: OrderedDict[bytes, bytes | None] = OrderedDict()  # see `Past.next`; the oldest first
@@ -276,12 +284,12 @@ class FreeBlocks:
 
     def __len__(self) -> int:
         own, shared = self._known
-        return len(self._blank) + len(own) + len(shared)
+        return self._num_blocks - self._fresh + len(self._blank) + len(own) + len(shared)
 
     def blocks(self) -> list[int]:
         """All of them. O(blocks): for tests and debugging."""
         own, shared = self._known
-        return [*self._blank, *own, *shared]
+        return [*self._blank, *range(self._fresh, self._num_blocks), *own, *shared]
 
     def add(self, block: int, known: bool, shared: bool) -> None:
         """The block lost its last holder. known: it contains a known prefix. Of a sequence the far end comes first."""
@@ -301,12 +309,11 @@ class FreeBlocks:
         if self._blank:
             return self._blank.pop()
         own, shared = self._known
-        if own and shared:
-            age_own = self._published - next(iter(own.values()))
-            age_shared = self._published - next(iter(shared.values()))
-            oldest = shared if age_shared > age_own * self.weight else own
-        else:
-            oldest = own or shared
+        age_own, age_shared = (self._published - next(iter(some.values()), inf) for some in (own, shared))
+        oldest, age = (shared, age_shared) if age_shared > age_own * self.weight else (own, age_own)
+        if self._fresh < self._num_blocks and age <= self._long:
+            self._fresh += 1
+            return self._fresh - 1
         return oldest.popitem(last=False)[0]
 
     def forgot(self, prefix: bytes, shared: bool, next: bytes | None) -> None:
@@ -324,6 +331,8 @@ class FreeBlocks:
         self._published += 1
         if prefix not in self._forgotten:
             return None
+        if self._fresh < self._num_blocks:
+            self._long += _LONGER
         shared, count = prefix in self._were_shared, len(self._were_shared)
         rare = min(_RARE, len(self._forgotten) / (count if shared else len(self._forgotten) - count))
         changed = self.weight * exp((_STEP if shared else -_STEP) * rare / self._num_blocks)
