@@ -343,14 +343,59 @@ def test_a_template_that_refuses_the_first_words_is_loaded(root: Path) -> None:
         HFTokenizer.load(root).chat(Conversation([{"role": "user", "content": "hi"}]))
 
 
-@pytest.mark.parametrize("template", ["{{ 9**9**9 }}", "{{ 'a' * 10**10 }}", "{{ 10000000000 * 'a' }}"])
+HUGE = [
+    "{{ 9**9**9 }}", "{{ 'a' * 10**10 }}", "{{ 10000000000 * 'a' }}", "{{ '%1000000000d'|format(1) }}",
+    "{{ '%*d' % (1000000000, 1) }}", "{{ '%.1000000000f' % 1 }}", "{{ '%(a)01000000000d' % {'a': 1} }}",
+    "{{ '{:>1000000000}'.format(1) }}", "{{ '{:{}}'.format(1, 1000000000) }}", "{{ 'a'.ljust(1000000000) }}",
+    "{{ 'a'.center(width=1000000000) if false else 'a'.zfill(1000000000) }}", "{{ 'a'|center(1000000000) }}",
+    "{{ 'a\nb'|indent(1000000000) }}", "{{ 'a\nb'|indent(width=1000000000) }}",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("template", HUGE)
 def test_a_template_makes_no_huge_values(root: Path, template: str) -> None:
     (root / "chat_template.jinja").write_text(template)
     with pytest.raises(ConfigError, match="computes a power, or repeats something over 1000 times"):
         HFTokenizer.load(root).chat(Conversation([{"role": "user", "content": "hi"}]))
 
 
-def test_a_template_may_multiply(root: Path) -> None:
-    (root / "chat_template.jinja").write_text("{{ 2 * 3 }}{{ '-' * 3 }}{{ messages[0].content }}")
+@pytest.mark.parametrize(("part", "steps_of"), [("normalizer", "normalizers"), ("decoder", "decoders")])
+def test_a_part_that_makes_a_long_text_of_a_short_one_is_refused(root: Path, part: str, steps_of: str) -> None:
+    file = root / "tokenizer.json"
+    core = json.loads(file.read_text())
+
+    def replacing(*lengths: int) -> None:
+        steps = [{"type": "Replace", "pattern": {"String": "a"}, "content": "a" * length} for length in lengths]
+        file.write_text(json.dumps(core | {part: {"type": "Sequence", steps_of: steps}}))
+
+    replacing(8, 8)
+    assert HFTokenizer.load(root).encode("a")
+    for lengths in ((65,), (8, 9), (2,) * 40):
+        replacing(*lengths)
+        with pytest.raises(ConfigError, match=f"^{file}: {part}: makes over 64 characters of one$"):
+            HFTokenizer.load(root)
+
+
+def test_a_text_that_a_pattern_gives_up_on_is_refused(root: Path) -> None:
+    file = root / "tokenizer.json"
+    core = json.loads(file.read_text())
+
+    def split_by(pattern: str) -> None:
+        split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+        file.write_text(json.dumps(core | {"pre_tokenizer": split}))
+
+    split_by("(b+)+$")
     tokenizer = HFTokenizer.load(root)
-    assert tokenizer.decode(tokenizer.chat(Conversation([{"role": "user", "content": "hi"}]))) == "6---hi"
+    with pytest.raises(ConfigError, match=r"^the tokenizer cannot read this text: "):
+        tokenizer.encode("b" * 3000 + "!")
+    assert tokenizer.encode("b")
+    split_by("(a+)+$")
+    with pytest.raises(ConfigError, match=f"^{file}: of a short text: the tokenizer cannot read this text: "):
+        HFTokenizer.load(root)
+
+
+def test_a_template_may_multiply(root: Path) -> None:
+    plain = "{{ 2 * 3 }}{{ '-' * 3 }}{{ ''|center(0) ~ '%d' % (7 % 10) ~ '**%s**'|format('') ~ '{:}'.format('') }}"
+    (root / "chat_template.jinja").write_text(plain + "{{ messages[0].content }}")
+    tokenizer = HFTokenizer.load(root)
+    assert tokenizer.decode(tokenizer.chat(Conversation([{"role": "user", "content": "hi"}]))) == "6---7****hi"

@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
-from math import inf
+from math import inf, prod
 from pathlib import Path
 from typing import Any, Final, NamedTuple, NoReturn, Protocol, TypeVar
 
@@ -43,6 +43,9 @@ _PER_CUT: Final = 64  # tokens that a cut may add, at the very most
 _SPECIAL: Final = ("bos_token", "eos_token", "pad_token", "unk_token")
 TRIAL_S: Final = 5.0  # seconds for a few words, on a machine that is very busy
 MOST_REPEATS: Final = 1000
+MOST_GROWTH: Final = 64  # characters that a normaliser or decoder makes of one
+_WIDE: Final = re.compile(r"%(\(\w*\))?[-+ #0]*(\d{4}|\*|\d*\.(\d{4}|\*))")  # a width or precision over 999, or given
+_WIDE_FIELD: Final = re.compile(r"\{[^{}]*:[^{}]*(\d{4}|\{)")  # of `str.format`
 T = TypeVar("T")
 LONG_TEXT = 2000  # characters; what is longer in all is tokenised beside the loop
 VERY_LONG = 20_000  # what is longer by itself is tokenised in another process, where there is one
@@ -133,10 +136,15 @@ class HFTokenizer:
         return tokenizer
 
     def _try_out(self) -> None:
-        """Raise ConfigError if the model's patterns or template do not end with a few words."""
+        """Raise ConfigError if the model's patterns or template do not end with a few words, or give up on them."""
+        failed: list[ConfigError] = []
 
         def run() -> None:
-            self._encode("Hello world! 1234\n" + "a" * 64 + " " * 64 + "\u00e4\u4e2d" * 32, special=True)
+            try:
+                self._encode("Hello world! 1234\n" + "a" * 64 + " " * 64 + "\u00e4\u4e2d" * 32, special=True)
+            except ConfigError as error:
+                failed.append(error)
+                return
             if self._template is not None:
                 with suppress(Exception, SystemExit):  # it may need a system prompt, or none, or tools
                     self.chat(Conversation([{"role": "user", "content": "Hello"}]))
@@ -144,6 +152,8 @@ class HFTokenizer:
         thread = threading.Thread(target=run, name="reflex-try-tokenizer", daemon=True)
         thread.start()
         thread.join(TRIAL_S)
+        if failed:
+            raise ConfigError(f"{self._file}: of a short text: {failed[0].message}")
         if thread.is_alive():
             stop = ctypes.pythonapi.PyThreadState_SetAsyncExc  # a template ends by it, a pattern does not
             stop(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(SystemExit))
@@ -229,7 +239,12 @@ class HFTokenizer:
 
     def _encode(self, text: str, special: bool) -> list[int]:
         # one in a batch: only that form leaves the interpreter free meanwhile, and only it skips the offsets
-        ids: list[int] = self._core.encode_batch_fast([text], add_special_tokens=special)[0].ids
+        try:
+            ids: list[int] = self._core.encode_batch_fast([text], add_special_tokens=special)[0].ids
+        except BaseException as error:
+            if type(error).__name__ != "PanicException":  # of Rust: no Exception, so that nothing would answer it
+                raise
+            raise ConfigError(f"the tokenizer cannot read this text: {error}") from None
         return ids
 
 
@@ -252,9 +267,20 @@ def _read_core(file: Path) -> Any:
         core = tokenizers.Tokenizer.from_buffer(data)
     except Exception as error:  # the library raises bare Exception for a file it cannot use
         raise ConfigError(f"{file}: is not a tokenizer: {error}") from error
+    for name in ("normalizer", "decoder"):
+        part = getattr(core, name)
+        if part is not None and _growth(json.loads(part.__getstate__())) > MOST_GROWTH:
+            raise ConfigError(f"{file}: {name}: makes over {MOST_GROWTH} characters of one")
     core.no_truncation()  # limits stored for training would cut prompts silently
     core.no_padding()
     return core
+
+
+def _growth(part: Mapping[str, Any]) -> int:
+    """How many characters a normaliser or decoder may make of one by replacements, at most."""
+    if part.get("type") == "Sequence":
+        return prod(map(_growth, part.get("normalizers") or part.get("decoders") or ()))
+    return max(1, len(part.get("content", ""))) if part.get("type") == "Replace" else 1
 
 
 class _Template(NamedTuple):
@@ -293,24 +319,63 @@ def _compile(file: Path, source: str) -> _Template:
         raise ConfigError(f"{file}: its template needs jinja2: in a clone, pip install '.[llm]'") from error
 
     class Sandbox(ImmutableSandboxedEnvironment):
-        intercepted_binops = frozenset({"*", "**"})
+        intercepted_binops = frozenset({"*", "**", "%"})
 
         def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+            if operator == "%":
+                return _formatted(left, right)
             times = [value for value in (left, right) if isinstance(value, (int, float))]
-            if operator == "**" or (len(times) == 1 and times[0] > MOST_REPEATS):
-                raise ConfigError(f"the chat template computes a power, or repeats something over {MOST_REPEATS} times")
+            _check_repeats(operator == "**" or (len(times) == 1 and times[0] > MOST_REPEATS))
             return left * right
+
+        def call(self, context: Any, function: Any, *given: Any, **named: Any) -> Any:
+            method = getattr(function, "__wrapped__", function)  # as it wraps str.format
+            if isinstance(text := getattr(method, "__self__", None), str):
+                if method.__name__.startswith("format"):
+                    _check_repeats(_WIDE_FIELD.search(text) is not None)
+                else:
+                    _check_numbers(*given, *named.values())
+            return super().call(context, function, *given, **named)
 
     environment = Sandbox(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
     )
+    for name in ("center", "indent"):
+        environment.filters[name] = _bounded(environment.filters[name])
+    environment.filters["format"] = lambda form, *given, **named: _formatted(str(form), named or given)
     environment.filters["tojson"] = _to_json
+    environment.globals.pop("lipsum")
     environment.globals["raise_exception"] = _refuse
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
     try:
         return _Template(source, environment.from_string(_MARKS.sub(r"{#\1 \2#}", source)).render)
     except jinja2.TemplateError as error:
         raise ConfigError(f"{file}: chat template: {error}") from error
+
+
+def _check_repeats(wrong: bool) -> None:
+    if wrong:
+        raise ConfigError(f"the chat template computes a power, or repeats something over {MOST_REPEATS} times")
+
+
+def _check_numbers(*given: Any) -> None:
+    _check_repeats(any(isinstance(value, (int, float)) and value > MOST_REPEATS for value in given))
+
+
+def _formatted(left: Any, right: Any) -> Any:
+    """left % right; a width is how often a space is repeated."""
+    _check_repeats(isinstance(left, str) and _WIDE.search(left) is not None)
+    return left % right
+
+
+def _bounded(filter: Callable[..., Any]) -> Callable[..., Any]:
+    """A filter that repeats a space."""
+
+    def checked(text: Any, *given: Any, **named: Any) -> Any:
+        _check_numbers(*given, *named.values())
+        return filter(text, *given, **named)
+
+    return checked
 
 
 def _to_json(value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, **more: Any) -> str:
