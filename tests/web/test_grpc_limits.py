@@ -53,6 +53,19 @@ def test_w44_the_key_is_checked_before_a_message_is_read(tiny: Path) -> None:
             unsent.set()
 
 
+def test_w44_a_key_is_not_sent_twice(tiny: Path) -> None:
+    with Server(tiny, *HERE, "--api-key", "secret") as server:
+        with grpc.insecure_channel("{}:{}".format(*address_of(server))) as channel:
+            ready = channel.unary_unary("/transport.AsyncInference/Ready")
+            right, wrong = ("authorization", "Bearer secret"), ("authorization", "Bearer wrong")
+            ready(b"", metadata=[right], timeout=PATIENCE)
+            for sent in ([right, wrong], [wrong, right], [right, right]):
+                with pytest.raises(grpc.RpcError) as caught:
+                    ready(b"", metadata=sent, timeout=PATIENCE)
+                assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+                assert "the request has 2 authorization headers" in str(caught.value.details())
+
+
 def test_w44_connections_are_a_part_of_those_of_http(tiny: Path) -> None:
     """Of eight, two are of gRPC and six of HTTP."""
     with Server(tiny, *HERE, "--max-connections", "8") as server, contextlib.ExitStack() as open_:

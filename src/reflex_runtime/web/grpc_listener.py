@@ -32,6 +32,7 @@ from google.protobuf.message import DecodeError
 
 from reflex_runtime.core.errors import Closed, ConfigError, ReflexError
 from reflex_runtime.settings import ServeConfig
+from reflex_runtime.web.access import check_once
 from reflex_runtime.web.app import App
 from reflex_runtime.web.connections import most_connections
 from reflex_runtime.web.errors import BodyTooLarge, ClientError, Reported, TooSlow, Unauthorized, describe_error, known
@@ -79,7 +80,9 @@ class GrpcCall:
     def headers(self) -> Mapping[bytes, bytes]:
         """Its metadata: names in lower case."""
         sent = self._context.invocation_metadata() or ()
-        return {name.encode(): value.encode() if isinstance(value, str) else value for name, value in sent}
+        named = [(name.encode(), value.encode() if isinstance(value, str) else value) for name, value in sent]
+        check_once(named)
+        return dict(named)
 
 
 def parse(kind: Any, data: bytes) -> Any:
