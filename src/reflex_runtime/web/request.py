@@ -18,6 +18,7 @@ from urllib.parse import parse_qsl, quote
 from reflex_runtime.core.errors import Closed, ReflexError
 from reflex_runtime.web.bodies import Bodies, gzip_of
 from reflex_runtime.web.errors import JSON, BodyTooLarge, CallerLeft, ErrorForm, Headers
+from reflex_runtime.web.fields import invalid
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -179,6 +180,11 @@ class HttpRequest:
     def query(self) -> dict[str, str]:
         """The fields of the query, each name once."""
         return query_of(self.query_string)
+
+    def refuse_query(self) -> None:
+        """Raise the 422 where there is a query and nothing reads it."""
+        if self.query_string:
+            raise invalid("query", "query: no field is read from it; put fields into the body")
 
     @property
     def sent_msgpack(self) -> bool:

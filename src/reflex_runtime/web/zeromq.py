@@ -32,14 +32,14 @@ UNREAD_MS: Final = 1000  # that clients have at the end to take their answers
 
 
 class ZmqMessage:
-    """One message. peer: the routing id of its connection, the same again after a restart. id: made by the server,
-    unique. started, received: when it was taken (`time.monotonic`). held: bytes of it that `Bodies` counts."""
+    """One message. peer: the routing ids on its way, of brokers too; the same again after a restart. id: made by the
+    server, unique. started, received: when it was taken (`time.monotonic`). held: bytes of it that `Bodies` counts."""
 
     __slots__ = ("data", "envelope", "held", "id", "peer", "received", "started")
 
     def __init__(self, id: str, envelope: list[bytes], data: bytes) -> None:
         self.id, self.envelope, self.data = id, envelope, data
-        self.peer = envelope[0]
+        self.peer = tuple(envelope)
         self.started = self.received = time.monotonic()
         self.held = 0
 

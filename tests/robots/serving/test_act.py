@@ -381,7 +381,7 @@ def test_h7_openapi_names_every_path_field_and_status(server: Server) -> None:
     known = act["requestBody"]["content"]["application/json"]["schema"]["properties"]
     assert set(known) == {
         "image", "image_wrist", "images", "instruction", "state", "episode_id", "request_id", "robot_id", "seed",
-        "priority", "deadline_ms", "executed", "policy",
+        "priority", "deadline_ms", "executed", "delay", "policy",
     }  # fmt: skip
     failures = {"400", "401", "403", "405", "408", "409", "413", "415", "422", "429", "500", "503", "504"}
     assert set(act["responses"]) == {"200"} | failures

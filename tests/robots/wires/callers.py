@@ -250,7 +250,6 @@ class Groot(Caller):
     wire = "gr00t"
     options = ("--gr00t", "tcp://127.0.0.1:0")
     lacks: ClassVar = dict.fromkeys(("leaves queued", "leaves running"), "ZeroMQ does not say that a client has left")
-    ignores = True
 
     def __init__(self, server: Server) -> None:
         self._robot = GrootRobot(port_of(server))

@@ -141,7 +141,7 @@ def test_w33_broken_messages_raise_nothing_but_our_errors(tmp_path: Any, count: 
     seeds = [msgpack.packb(value, default=write) for value in (good, flat) for write in (as_npy, as_nd)]
 
     def ask(frame: bytes) -> None:
-        for row in GrootObservation(decode(frame)).rows(reading.wire):
+        for row in GrootObservation(decode(frame)).rows(reading):
             reading.read(row)
 
     for seed in seeds:

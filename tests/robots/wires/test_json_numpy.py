@@ -15,8 +15,9 @@ import numpy as np
 import pybase64
 import pytest
 
-from reflex_runtime.robots.policy.spec import WireMap
+from reflex_runtime.robots import Export
 from reflex_runtime.robots.serving.question import JSON_NUMPY
+from reflex_runtime.robots.wires.common import ObservationReader
 from reflex_runtime.robots.wires.json_numpy import GrootJson, decode, is_json_numpy
 from reflex_runtime.web.errors import ClientError
 from robots.wires.broken import FRESH, check
@@ -138,8 +139,9 @@ def test_w16_others_are_read_as_before(tmp_path: Path) -> None:
 
 
 @FRESH
-def test_w19_broken_bodies_raise_nothing_but_our_errors(count: int) -> None:
+def test_w19_broken_bodies_raise_nothing_but_our_errors(tmp_path: Path, count: int) -> None:
     """Each is an observation, none of these, or our error."""
+    reading = ObservationReader(Export.load(write_tiny(tmp_path / "e")), None)
     plain = json_numpy.dumps({"image": PICTURE[:2, :2], "state": STATE, "instruction": "go"})
     good = [plain.encode(), json.dumps({"encoded": plain}).encode()]
     packed = {"__ndarray__": base64.b64encode(bytes(12)).decode(), "dtype": "uint8", "shape": [2, 2, 3]}
@@ -150,7 +152,7 @@ def test_w19_broken_bodies_raise_nothing_but_our_errors(count: int) -> None:
         assert isinstance(is_json_numpy(body), bool)
         found = decode(body)
         if isinstance(found, GrootJson):
-            found.observation.rows(WireMap())
+            found.observation.rows(reading)
 
     assert check("json_numpy", good, ask, count) > 0.01
 

@@ -170,7 +170,7 @@ def test_w48_a_sequence_is_an_episode_until_it_ends_or_starts_again(export: Expo
     assert [episode(), episode(sequence_id=0), episode(sequence_id="")] == [None] * 3
     assert [episode(sequence_id=7, sequence_start=True), episode(sequence_id=7)] == ["7", "7"]
     assert episode(sequence_id="7", sequence_end=True) == "7"
-    assert episode(sequence_id=7, other=1) == "7#1"
+    assert episode(sequence_id=7, priority=1) == "7#1"
     assert episode(sequence_id=7, sequence_start=True) == "7#2"
     assert episode(sequence_id=8, sequence_start=True) == "8"
     assert episode(sequence_id=8, episode_id="e") == "e"

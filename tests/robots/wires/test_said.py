@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import grpc
 import numpy as np
 import pytest
 import tritonclient.http as triton
 
 from reflex_runtime.demo import POLICY
+from reflex_runtime.robots import Export
+from reflex_runtime.robots.wires.common import ObservationReader
+from reflex_runtime.robots.wires.groot import GrootObservation
+from reflex_runtime.web.errors import InvalidRequest
+from serving.exports import write_tiny
 from serving.harness import Server
 from serving.requests import observe, recorded
 
 from . import test_openpi
 from .groot_clients import GrootRobot, port_of
 from .lerobot_robot import Robot, features
-from .test_lerobot import serving, tensors
+from .test_lerobot import refused, serving, tensors
 
 __all__ = ["tensors"]  # used by all tests here
 pytestmark = test_openpi.pytestmark
@@ -105,3 +112,113 @@ def test_w54_the_delay_is_said_or_estimated_and_with_a_seed_there_is_none(by: Ca
         assert {told["executed"] for told in found} == {4}
         if by is not by_act:
             assert ask(executed=4)["delay"] > 0  # it took five steps of 8 ms
+
+
+# -- what is not used is refused ---------------------------------------------------------------------------------------
+
+
+def as_json(**fields: Any) -> bytes:
+    return json.dumps(fields).encode()
+
+
+NUMBERS = {"__numpy__": "AAAAAAAAAAAAAAAAAAAAAA==", "dtype": "<f8", "shape": [2]}
+GROOT = {"state.all": NUMBERS}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "field"),
+    [
+        ("/act?deadline_ms=5", as_json(state=[0, 0]), "query"),
+        ("/act", as_json(state=NUMBERS, num_steps=10), "num_steps"),
+        ("/act", as_json(state=NUMBERS, unnorm_key="fractal"), "unnorm_key"),
+        ("/act", as_json(observation=GROOT, nonsense=1), "nonsense"),
+        ("/act", as_json(observation=GROOT, options={"nonsense": 1}), "options.nonsense"),
+        ("/act", as_json(observation=GROOT, options={"deadline_ms": -1}), "deadline_ms"),
+        ("/v2/models/tiny/infer", as_json(parameters={"nonsense": 1}), "nonsense"),
+        ("/v2/models/tiny/infer", as_json(parameters={"sequence_id": 1, "sequence_start": 1}), "sequence_start"),
+        ("/v2/models/tiny/infer?deadline_ms=5", as_json(), "query"),
+    ],
+)
+def test_w54_over_http_what_is_said_and_not_used_is_refused(path: str, body: bytes, field: str, keyed: Server) -> None:
+    if "/infer" in path:
+        body = json.dumps({"inputs": [STATE_TENSOR]} | json.loads(body)).encode()
+    answer = keyed.ask("POST", path, body)
+    assert answer.status == 422, answer.body
+    assert field in answer.json["message"]
+
+
+STATE_TENSOR = {"name": "state", "datatype": "FP32", "shape": [1, 2], "data": [0, 0]}
+
+
+@pytest.fixture(scope="module")
+def keyed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A policy whose statistics have a name, for clients of OpenVLA."""
+    wires = {"json-numpy": {"metadata": {"unnorm_key": "bridge_orig"}}}
+    with Server(write_tiny(tmp_path_factory.mktemp("keyed") / "export", wires=wires), *GROOT_HERE) as server:
+        yield server
+
+
+GROOT_HERE = ("--gr00t", "tcp://127.0.0.1:0")
+
+
+def test_w54_what_openvlas_and_groots_clients_say_over_http_is_used(keyed: Server) -> None:
+    assert keyed.ask("POST", "/act", as_json(state=NUMBERS, unnorm_key="bridge_orig")).status == 200
+    seeded = [keyed.ask("POST", "/act", as_json(observation=GROOT, options={"seed": 5})).json for _ in range(2)]
+    assert seeded[0] == seeded[1]
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        ({"reset": 1}, "reset: must be true or false"),
+        ({"endpoint": "kill"}, "endpoint: must be infer or reset"),
+        ({"noise": np.zeros(4)}, "noise: is not read here: noise is drawn by the server"),
+        ({"observation/inference_delay": 4}, "delay says it"),
+        ({"image_mask": {"base": True}}, "image_mask: is not read here: leave out"),
+    ],
+)
+def test_w54_openpis_words_are_used_or_refused(said: dict[str, Any], words: str, keyed: Server) -> None:
+    with test_openpi.robot(keyed) as client:
+        with pytest.raises(RuntimeError, match=words):
+            client.infer(test_openpi.seen() | said)
+        assert test_openpi.right(client.infer(test_openpi.seen() | {"endpoint": "infer", "reset": False}))
+
+
+def test_w54_roboarenas_reset_is_known_in_every_dialect(tiny: Path, tmp_path: Path) -> None:
+    with Server(tiny, "--record", str(tmp_path)) as server:
+        with test_openpi.robot(server) as client:
+            client.infer(test_openpi.seen())
+            with pytest.raises(RuntimeError, match="reset successful"):  # to openpi's client any text is an error
+                client.infer({"endpoint": "reset"})
+            client.infer(test_openpi.seen())
+        server.stop()
+    first, second = recorded(tmp_path)
+    assert second.episode_id == f"{first.episode_id}#1"
+
+
+def test_w54_groots_options_and_names_are_used_or_refused(keyed: Server) -> None:
+    seen = {"state": {"all": np.zeros((1, 1, 2))}}
+    with GrootRobot(port_of(keyed)) as robot:
+        for endpoint, data, field in [
+            ("get_action", {"observation": seen, "options": {"nonsense": 1}}, "options.nonsense"),
+            ("get_action", {"observation": seen, "seed": 1}, "seed"),
+            ("reset", {"options": {"seed": 5}}, "options.seed"),
+            ("reset", {"options": None, "env_id": 5}, "env_id"),
+        ]:
+            assert robot.call(endpoint, data)["error"].startswith(f"{field}: is not read here")
+        assert robot.act(seen)[0]["actions"].shape == (1, 3, 2)
+
+
+def test_w54_groots_frames_of_several_times_are_refused_by_a_policy_that_keeps_them_itself(tmp_path: Path) -> None:
+    spec = Export.load(write_tiny(tmp_path / "export"))
+    seen = GrootObservation({"state": {"all": np.zeros((1, 2, 2))}})
+    assert len(seen.rows(ObservationReader(spec, None))) == 1
+    with pytest.raises(InvalidRequest, match="has several steps: send the newest"):
+        seen.rows(ObservationReader(replace(spec, observation_steps=2), None))
+
+
+def test_w54_lerobots_features_without_names_are_refused(tiny: Path) -> None:
+    named = {"observation.state": {"dtype": "float32", "shape": (2,), "names": {"motors": ["a", "b"]}}}
+    with serving(tiny) as (_, robot), refused(grpc.StatusCode.INVALID_ARGUMENT) as error:
+        robot(features=named)
+    assert error["message"] == "lerobot_features.observation.state: names must be a list of texts"

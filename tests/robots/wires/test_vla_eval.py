@@ -152,6 +152,18 @@ def test_w20_a_new_episode_drops_the_rest_of_the_chunk(portal: BlockingPortal, t
         assert right(second.act(seen(2)), 1, step=1)
 
 
+def test_w54_a_new_instruction_ends_the_chunk_of_the_old_one(
+    portal: BlockingPortal, tiny: Path, tmp_path: Path
+) -> None:
+    with Server(tiny, "--record", str(tmp_path)) as server:
+        with robot(portal, server) as client:
+            for task in ("open", "open", "close", "close"):
+                client.act(seen() | {"task_description": task})
+        server.stop()
+    first, second = recorded(tmp_path)
+    assert (first.executed, second.executed) == (None, 2)
+
+
 def test_w20_the_export_says_how_much_of_a_chunk_is_executed(portal: BlockingPortal, tmp_path: Path) -> None:
     export = write_tiny(tmp_path / "export", wires={"vla-eval": {"execute": 2}})
     record = tmp_path / "record"

@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
 import grpc
+import msgpack
 import numpy as np
 import pytest
+import zmq
+from openpi_client import msgpack_numpy
+from openpi_client.websocket_client_policy import WebsocketClientPolicy
+from zmq.utils.monitor import recv_monitor_message
 
 from serving.exports import CHUNK, write_tiny
 from serving.harness import PATIENCE, Server
 from serving.relay import Relay, relay
 from serving.requests import recorded
 
+from .groot_clients import GrootRobot, as_npy, port_of
 from .lerobot_robot import Robot, features, load
 from .test_lerobot import refused, right, serving, tensors
 
 __all__ = ["tensors"]  # used by all tests here
+pytestmark = pytest.mark.filterwarnings(r"ignore:connect\(\) must be used as a context manager:DeprecationWarning")
 CLOSED = grpc.StatusCode.FAILED_PRECONDITION
 LISTENS = ("--lerobot", "127.0.0.1:0")
 TURNED = features(motors=("elbow.pos", "shoulder.pos"))
@@ -184,3 +192,87 @@ def test_w42_a_robot_may_pause(tiny: Path) -> None:
             one.see([0.1, 0.0], 5)
             chunk = load(waiting.result(PATIENCE))
         assert chunk[0].timestep == 5
+
+
+# -- GR00T -------------------------------------------------------------------------------------------------------------
+
+GROOT_HERE = ("--gr00t", "tcp://127.0.0.1:0")
+
+
+def test_w36_clients_behind_a_broker_are_robots_of_their_own(tiny: Path, tmp_path: Path) -> None:
+    """A broker sends the messages of all its clients on one connection, each with its client's routing id."""
+    seen = {"endpoint": "get_action", "data": {"observation": {"state": {"all": np.zeros((1, 1, 2))}}}}
+    with Server(tiny, *GROOT_HERE, "--record", str(tmp_path)) as server:
+        with zmq.Context() as context, context.socket(zmq.DEALER) as broker:
+            broker.setsockopt(zmq.RCVTIMEO, int(PATIENCE * 1e3))
+            broker.connect(f"tcp://127.0.0.1:{port_of(server)}")
+            for client in (b"one", b"two", b"one"):
+                broker.send_multipart([client, b"", msgpack.packb(seen, default=as_npy)])
+                assert broker.recv_multipart()[:2] == [client, b""]
+        server.stop()
+    first, second, third = recorded(tmp_path)
+    assert first.robot_id == third.robot_id != second.robot_id
+    assert first.episode_id == third.episode_id != second.episode_id
+
+
+def test_w36_a_client_whose_connection_is_cut_is_another_robot_and_named_it_is_the_same(
+    tiny: Path, tmp_path: Path
+) -> None:
+    seen = {"state": {"all": np.zeros((1, 1, 2))}}
+    with Server(tiny, *GROOT_HERE, "--record", str(tmp_path)) as server:
+        with relay(f"127.0.0.1:{port_of(server)}") as between:
+            for named in ({}, {"robot_id": "arm", "episode_id": "e"}):
+                with GrootRobot(int(between.address.rpartition(":")[2])) as robot:
+                    robot.act(seen, **named)
+                    with robot.socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED) as monitor:
+                        between.cut()
+                        recv_monitor_message(monitor)
+                        robot.socket.disable_monitor()
+                    robot.act(seen, **named)
+        server.stop()
+    *plain, first, second = [(one.robot_id, one.episode_id) for one in recorded(tmp_path)]
+    assert len(set(plain)) == 2
+    assert first == second == ("arm", "e")
+
+
+# -- websockets and HTTP -----------------------------------------------------------------------------------------------
+
+
+def test_w10_a_socket_that_is_cut_is_another_robot_and_named_it_is_the_same(tiny: Path, tmp_path: Path) -> None:
+    with Server(tiny, "--record", str(tmp_path)) as server, relay(f"127.0.0.1:{server.port}") as between:
+        for query in ("/", "/?robot_id=arm&episode_id=e"):
+            for _ in range(2):
+                with closing(WebsocketClientPolicy(f"ws://{between.address}{query}")._ws) as socket:
+                    socket.send(msgpack_numpy.packb({"state": np.zeros(2)}))
+                    assert isinstance(socket.recv(), bytes)
+                    between.cut()
+        server.stop()
+    *plain, first, second = [(one.robot_id, one.episode_id) for one in recorded(tmp_path)]
+    assert len(set(plain)) == 2
+    assert first == second == ("arm", "e")
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/act", {"state": [0, 0]}),
+        ("/act", {"state": {"__numpy__": "AAAAAAAAAAAAAAAAAAAAAA==", "dtype": "<f8", "shape": [2]}}),
+        ("/v2/models/tiny/infer", {"inputs": [{"name": "state", "datatype": "FP32", "shape": [1, 2], "data": [0, 0]}]}),
+    ],
+)
+def test_h2_requests_are_who_they_say_on_any_connection(
+    path: str, body: dict[str, Any], tiny: Path, tmp_path: Path
+) -> None:
+    """A proxy mixes those of many robots on one; a robot comes on many."""
+    with Server(tiny, "--record", str(tmp_path)) as server:
+        with closing(http.client.HTTPConnection("127.0.0.1", server.port, timeout=PATIENCE)) as shared:
+            for connection in (shared, shared, http.client.HTTPConnection("127.0.0.1", server.port, timeout=PATIENCE)):
+                for name in ("one", "two", ""):
+                    said = {"robot_id": name, "episode_id": f"of-{name}"} if name else {}
+                    sent = body | ({"parameters": said} if "/v2" in path else said)
+                    connection.request("POST", path, json.dumps(sent))
+                    assert connection.getresponse().read()
+            connection.close()
+        server.stop()
+    found = [(one.robot_id, one.episode_id) for one in recorded(tmp_path)]
+    assert found == [("one", "of-one"), ("two", "of-two"), (None, None)] * 3

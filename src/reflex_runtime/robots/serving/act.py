@@ -66,6 +66,7 @@ def _pending(request: HttpRequest) -> PendingRequest:
 async def _read(request: HttpRequest) -> Question | JsonNumpy | GrootJson:
     """What is asked; the body itself is not kept."""
     body = await request.body()
+    request.refuse_query()
     if len(body) > LARGE:
         request.preparing = True
         asked = await request.app.bodies.beside(_decode, body, request.sent_msgpack)

@@ -89,6 +89,20 @@ STATES: Final = ("state", "states")
 MAX_STATE: Final = 16_384  # numbers
 MAX_NAME: Final = 256  # characters of a name with the names of its enclosing maps
 
+UNSERVED: Final = {
+    "noise": "noise is drawn by the server; a seed says which",
+    "num_steps": "the export says how many denoise steps there are",
+    "num_denoising_steps": "the export says how many there are",
+    "inference_delay": "delay says it, a number of actions",
+    "prev_action_chunk": "with --rtc the server continues the last chunk of the episode by itself",
+    "prev_chunk_left_over": "with --rtc the server continues the last chunk of the episode by itself",
+    "execution_horizon": "--rtc-horizon says it, for all robots",
+    "image_mask": "leave out the pictures that are missing",
+    "image_masks": "leave out the pictures that are missing",
+}
+"""What clients of other servers say beside an observation. It would change the answer, so it is refused; other names
+that a policy does not read are data that it does not see."""
+
 WireObservation = tuple[tuple[tuple[str, str, Image], ...], NDArray[np.float64] | None, str | None]
 
 
@@ -108,6 +122,9 @@ class ObservationReader:
         """(images, state, instruction) of a `Question`; 422 naming what is missing or wrong."""
         came = dict(_flat(observation))
         plain = {_stripped(name): name for name in reversed(came)}
+        for name in UNSERVED.keys() & {*plain, *(name.partition("/")[0] for name in came)}:
+            if name not in self.spec.images and plain.get(name) not in (*self.wire.images.values(), *self.wire.state):
+                raise invalid_input(name, f"is not read here: {UNSERVED[name]}")
         images = {
             camera: self._image(camera, came, plain)
             for camera in self.spec.images

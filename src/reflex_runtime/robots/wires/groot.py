@@ -23,7 +23,7 @@ import hmac
 import io
 import re
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
@@ -31,12 +31,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from reflex_runtime.core.errors import ReflexError
-from reflex_runtime.robots.policy.spec import WireMap
 from reflex_runtime.robots.serving.handler import RequestHandler
 from reflex_runtime.robots.serving.pending import PendingRequest
 from reflex_runtime.robots.serving.question import GROOT, Question
 from reflex_runtime.robots.wires.bounded_msgpack import unpack
 from reflex_runtime.robots.wires.common import (
+    LIMITS,
     PROMPTS,
     Episodes,
     ObservationReader,
@@ -164,8 +164,12 @@ class GrootObservation:
         if sizes or not 0 < self.size <= MAX_ROWS:
             raise ClientError(f"the batch axes of video and state must be equal, and 1 to {MAX_ROWS}")
 
-    def rows(self, wire: WireMap) -> list[dict[str, Any]]:
+    def rows(self, reading: ObservationReader) -> list[dict[str, Any]]:
         """One observation for each row, as `ObservationReader` takes them."""
+        wire, steps = reading.wire, reading.spec.observation_steps
+        for name, array in self._arrays.items():
+            if steps > 1 and array.ndim > _axes(name) and array.shape[-1 - _axes(name)] > 1:
+                raise invalid_input(name, "has several steps: send the newest, the server keeps those before it")
         names = {name: name for name in self._arrays}
         states = [name for name in names if name.startswith(STATE)]
         if len(states) == 1 and not wire.state:
@@ -292,6 +296,8 @@ def _texts(name: str, value: Any, rows: int) -> list[Any]:
 # -- the session -------------------------------------------------------------------------------------------------------
 
 
+OPTIONS: Final = {*LIMITS, "env_id"}
+RESETS: Final = {"robot_id", "episode_id", "policy", "env_id"}
 DEADLINE_MS: Final = 15_000.0  # default `timeout_ms` of clients; those of N1.5 and N1.6 never apply it
 MAX_CLIENTS: Final = 4096  # routing ids; beyond it the least recently used one is forgotten
 
@@ -328,7 +334,7 @@ class GrootSession:
 
     def __init__(self, handler: RequestHandler, form: str) -> None:
         self._handler, self._form = handler, form
-        self._clients: OrderedDict[bytes, GrootClient] = OrderedDict()
+        self._clients: OrderedDict[tuple[bytes, ...], GrootClient] = OrderedDict()
 
     async def answer(self, message: ZmqMessage) -> bytes:
         """The answer to a message; errors are answers too."""
@@ -342,11 +348,12 @@ class GrootSession:
     async def _answer(self, message: ZmqMessage) -> bytes:
         sent = decode(message.data)
         self._check_token(sent.get("api_token"))
+        only(sent, ("endpoint", "data", "api_token"))
         endpoint = text_of(sent.get("endpoint", "get_action"))
         if endpoint == "get_action":
             return await self._act(message, _map(sent, "data"))
         if endpoint == "reset":
-            self._client(message).reset(_options(_map(sent, "data")))
+            self._client(message).reset(options_of(only(_map(sent, "data"), ("options",)), RESETS))
             return encode({})
         if endpoint == "ping":
             self._handler.runtime.need_policy()
@@ -390,7 +397,9 @@ class GrootSession:
     async def _act(self, message: ZmqMessage, data: Mapping[str, Any]) -> bytes:
         """One get_action. Each row is a request; they are answered together."""
         client, nested = self._client(message), "observation" in data
-        options = client.said | _options(data)
+        if nested:
+            only(data, ("observation", "options"))
+        options = client.said | options_of(data)
         handler = self._asked_by(message, options)
         reading = handler.reading(GROOT)
         seen = _map(data, "observation") if nested else {name: data[name] for name in data if name != "options"}
@@ -399,7 +408,7 @@ class GrootSession:
         if limits.deadline_ms is None and not handler.served.config.deadline_ms:
             limits.deadline_ms = DEADLINE_MS
         parts = _parts(options.get("env_id"), observation.size)
-        rows = observation.rows(reading.wire)
+        rows = observation.rows(reading)
         questions = [_question(reading, row, client, part, limits) for row, part in zip(rows, parts, strict=True)]
         many = len(questions) > 1
         for row, question in enumerate(questions):
@@ -436,12 +445,19 @@ def _map(sent: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     return found
 
 
-def _options(data: Mapping[str, Any]) -> dict[str, Any]:
+def only(sent: Mapping[str, Any], names: Collection[str], where: str = "") -> Mapping[str, Any]:
+    """A map that holds these names alone; 422 for others."""
+    for name in sent.keys() - names:
+        raise invalid_input(where + name, f"is not read here, only {', '.join(sorted(names))}")
+    return sent
+
+
+def options_of(data: Mapping[str, Any], names: Collection[str] = OPTIONS) -> dict[str, Any]:
     """The options of a message. Ids may be numbers."""
     found = data.get("options")
     if found is None:
         return {}
-    options = {name: text_of(value) for name, value in _map(data, "options").items()}
+    options = {name: text_of(value) for name, value in only(_map(data, "options"), names, "options.").items()}
     return options | {name: str(options[name]) for name in ("robot_id", "episode_id") if type(options.get(name)) is int}
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final
 
@@ -35,12 +36,13 @@ from reflex_runtime.robots.wires.common import (
     limits_among,
     question_of,
 )
-from reflex_runtime.robots.wires.groot import GROUPS, GrootObservation
+from reflex_runtime.robots.wires.groot import GROUPS, GrootObservation, only, options_of
 from reflex_runtime.web.errors import ClientError, InvalidJson
 from reflex_runtime.web.fields import MAX_VALUES, encode, printable
 
 ARRAYS: Final = ("__numpy__", "__ndarray__")
 FULL_IMAGE: Final = "full_image"
+KEY: Final = "unnorm_key"  # of the statistics that a client of OpenVLA asks for
 OBSERVATION: Final = "observation"
 _MARKS: Final = (b'"__numpy__"', b'"encoded"', b'"observation"')
 _TYPES: Final = {np.dtype(code).name: np.dtype(code).str for code in "?bBhHiIlLefd"}
@@ -59,6 +61,7 @@ class JsonNumpy:
     def question(self, reading: ObservationReader) -> Question:
         """Build the question; 422 names what is missing or wrong."""
         seen = {name: value for name, value in self.observation.items() if name not in LIMITS}
+        _check_key(seen.get(KEY), reading.wire.metadata)
         if FULL_IMAGE in seen:
             seen.setdefault("image", seen.pop(FULL_IMAGE))
         return question_of(reading.read(seen), self.limits, SocketLimits(), None, self.limits.episode_id)
@@ -83,7 +86,7 @@ class GrootJson:
         if self.observation.size > 1:
             raise invalid_input(OBSERVATION, f"has {self.observation.size} rows, may have one in a request")
         self._reading = reading
-        (row,) = self.observation.rows(reading.wire)
+        (row,) = self.observation.rows(reading)
         return question_of(reading.read(row), self.limits, SocketLimits(), None, self.limits.episode_id)
 
     def answer(self, actions: NDArray[Any]) -> bytes:
@@ -91,6 +94,13 @@ class GrootJson:
         assert self._reading is not None
         groups = self.observation.actions(self._reading, [actions])
         return encode({name: _map(group) if self._arrays else group.tolist() for name, group in groups.items()})
+
+
+def _check_key(sent: Any, metadata: Mapping[str, Any]) -> None:
+    """422 for statistics that are not the export's, where it says which it has."""
+    own = metadata.get(KEY)
+    if None not in (sent, own) and sent != own:
+        raise invalid_input(KEY, f"is {printable(str(sent)[:100])}, the export has the statistics of {own}")
 
 
 def is_json_numpy(body: bytes) -> bool:
@@ -110,7 +120,9 @@ def decode(body: bytes) -> JsonNumpy | GrootJson | None:
     if not isinstance(value, dict):
         return None
     if isinstance(value.get(OBSERVATION), dict):
-        return GrootJson(_read_groups(value[OBSERVATION]), limits_among(value), _MARKS[0] in body)
+        only(value, (OBSERVATION, "options", *LIMITS))
+        options = options_of(value, LIMITS)
+        return GrootJson(_read_groups(value[OBSERVATION]), limits_among(value | options), _MARKS[0] in body)
     observation = {name: _read(name, sent) for name, sent in value.items()}
     if not quoted and not any(isinstance(sent, np.ndarray) for sent in observation.values()):
         return None

@@ -110,7 +110,9 @@ class LerobotSetup:
             dtype, names = _of(feature, "dtype", str, name), feature.get("names")
             if dtype in ("image", "video"):
                 self.cameras[own] = name.removeprefix(_IMAGES)
-            elif isinstance(names, (list, tuple)) and all(isinstance(motor, str) for motor in names):
+            elif not isinstance(names, (list, tuple)) or not all(isinstance(motor, str) for motor in names):
+                raise invalid_input(f"lerobot_features.{name}", "names must be a list of texts")
+            else:
                 self.motors[own] = _bounded(names, MAX_MOTORS - sum(map(len, self.motors.values())))
 
     @property

@@ -230,7 +230,10 @@ class Sequences:
 
     def episode(self, parameters: Mapping[str, Any]) -> str | None:
         """The episode that a request belongs to; None where it names no sequence."""
-        sequence, start = parameters.get("sequence_id"), parameters.get("sequence_start") is True
+        sequence = parameters.get("sequence_id")
+        start, end = (parameters.get(name, False) for name in ("sequence_start", "sequence_end"))
+        if not isinstance(start, bool) or not isinstance(end, bool):
+            raise invalid_input("sequence_start, sequence_end", "must be true or false")
         if sequence in (None, 0, ""):
             return None
         if not isinstance(sequence, (str, int)) or isinstance(sequence, bool):
@@ -239,10 +242,16 @@ class Sequences:
         check_id("sequence_id", name)
         known = name in self._epochs
         epoch = self._epochs.pop(name, 0) + (known and start)
-        self._epochs[name] = epoch + (parameters.get("sequence_end") is True)
+        self._epochs[name] = epoch + end
         if len(self._epochs) > MAX_SEQUENCES:
             self._epochs.popitem(last=False)
         return f"{name}#{epoch}" if epoch else name
+
+
+PARAMETERS: Final = {
+    "robot_id", "episode_id", "executed", "delay", "priority", "timeout", "sequence_id", "sequence_start",
+    "sequence_end", "binary_data_output",
+}  # fmt: skip
 
 
 def questions(
@@ -301,6 +310,8 @@ def _rows(given: Sequence[Tensor]) -> int:
 
 
 def _said(parameters: Mapping[str, Any], most_ms: float | None) -> dict[str, Any]:
+    for name in parameters.keys() - PARAMETERS:
+        raise invalid_input(name, f"no such parameter; there are {', '.join(sorted(PARAMETERS))}")
     own = ("robot_id", "episode_id", "executed", "delay", "priority")
     said = {name: parameters[name] for name in own if name in parameters}
     level = said.get("priority")
@@ -565,6 +576,7 @@ class OipHttp:
         try:
             handler, name = self._model_of(request)
             sent = await _read(request)
+            request.refuse_query()
             rows = questions(handler.served.spec, self._sequences, sent.asked)
         except Exception as failure:
             error = known(failure, request.request_id)

@@ -28,6 +28,7 @@ from reflex_runtime.robots.wires.common import (
     Episodes,
     answer_details,
     array_in,
+    invalid_input,
     limits_in,
     limits_of,
     question_of,
@@ -133,7 +134,7 @@ class OpenpiRobot:
         try:
             self._socket.refuse_if_closing()
             sent = decode(data)
-            if self._readings.map.dialect == "roboarena" and sent.get("endpoint") == "reset":
+            if "endpoint" in sent and self._resets(text_of(sent["endpoint"])):
                 for episodes in self._episodes.values():
                     episodes.reset()
                 return RESET
@@ -147,6 +148,12 @@ class OpenpiRobot:
         pending = self._pending(message, message.id)
         answer = await self._infer(pending, sent, "", message.received)
         return _text(answer, pending.request_id) if isinstance(answer, ReflexError) else encode(self._told(answer))
+
+    def _resets(self, endpoint: Any) -> bool:
+        """Whether a message of RoboArena begins an episode, and observes nothing."""
+        if not isinstance(endpoint, str) or endpoint not in ("infer", "reset"):
+            raise invalid_input("endpoint", "must be infer or reset")
+        return endpoint == "reset"
 
     async def _all(self, message: SocketMessage, observations: Sequence[Any]) -> list[dict[str, Any]]:
         """The answers or errors of a batch: each row is a robot of its own.
@@ -189,7 +196,10 @@ class OpenpiRobot:
                 limits.episode_id = limits_of({"episode_id": text_of(observation[name])}).episode_id
         observed = self._readings.now.read(observation)
         episodes = self._episodes.setdefault(part, Episodes((said.episode_id or f"ws-{self._socket.id}") + part))
-        if observation.get("reset") is True:
+        reset = observation.get("reset")
+        if not isinstance(reset, bool | None):
+            raise invalid_input("reset", "must be true or false")
+        if reset:
             episodes.reset()
         episode = episodes.of(limits.episode_id, observed[2])
         return question_of(observed, limits, said, self._robot + part, episode)

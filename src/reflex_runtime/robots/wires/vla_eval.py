@@ -27,7 +27,7 @@ from reflex_runtime.robots.serving.handler import RequestHandler
 from reflex_runtime.robots.serving.pending import PendingRequest
 from reflex_runtime.robots.serving.question import VLA_EVAL, ActAnswer, Question
 from reflex_runtime.robots.wires.bounded_msgpack import unpack
-from reflex_runtime.robots.wires.common import array_in, limits_in, question_of, socket_limits
+from reflex_runtime.robots.wires.common import PROMPTS, array_in, limits_in, question_of, socket_limits, text_of
 from reflex_runtime.version import __version__
 from reflex_runtime.web.errors import ClientError, NotFound, Reported, describe_error, known
 from reflex_runtime.web.fields import brief, check_id, printable
@@ -182,6 +182,7 @@ def _success_in(result: dict[str, Any]) -> bool | None:
 
 PATH: Final = "/vla-eval"
 PROTOCOL: Final = 1
+PLACES: Final = ("reflex/episode_id", "reflex/robot_id")
 TYPES: Final = ("hello", "episode_start", "observation", "episode_end", "error")
 
 
@@ -199,6 +200,7 @@ class VlaEvalSession(MessageSession):
         self._episodes = 0
         self._left: deque[Any] = deque()  # actions
         self._executed: int | None = None  # actions of the episode's last chunk
+        self._told: tuple[Any, ...] = ()  # by the last observation, of what the chunk is for
         self._sent = EvalMessage("", {})
         self._hello = 0
 
@@ -257,8 +259,14 @@ class VlaEvalSession(MessageSession):
             self._episode = named
 
     async def _observed(self, message: SocketMessage, observation: dict[str, Any]) -> bytes:
-        if self._left:
+        texts = (text_of(observation.get(name)) for name in (*PROMPTS, *PLACES))
+        told = tuple(text if isinstance(text, str) else None for text in texts)
+        if self._left and told == self._told:
             return self._action()
+        if self._executed is not None:
+            self._executed -= len(self._left)
+        self._left.clear()
+        self._told = told
         return await self.infer(message, partial(self._question, observation))
 
     def _question(self, observation: dict[str, Any]) -> Question:
