@@ -111,6 +111,7 @@ NOT_HTTP = {
         b"Transfer-Encoding: chunked\r\nContent-Length: 5\r\n\r\n"
     ),
     "CONNECT": b"CONNECT elsewhere:80 HTTP/1.1\r\nHost: localhost\r\n\r\n",
+    "a target without a path": b"GET http://localhost HTTP/1.1\r\nHost: localhost\r\n\r\n",
     "negative length": b"POST /act HTTP/1.1\r\nContent-Length: -5\r\n\r\n",
     "huge length": b"POST /act HTTP/1.1\r\nContent-Length: 99999999999999999999999999\r\n\r\n",
     "two framings": b"POST /act HTTP/1.1\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n",
@@ -141,6 +142,7 @@ def test_h14_what_is_not_http_is_answered_before_it_is_closed(server: Server, na
     (answer,) = parse_answers(data)
     check_error(answer, 400, "invalid_request")
     assert answer.headers["connection"] == "close"
+    assert "object has no" not in answer.json["message"]
 
 
 BROKEN_BEHIND = ["HTTP/2 line", "no Host", "two Hosts", "upgrade with two framings", "two framings", "garbage"]

@@ -296,6 +296,8 @@ class HttpConnection(_OfApp, HttpToolsProtocol):
             raise ClientError(f"the request has {hosts} Host headers, HTTP/1.1 wants one")
         if self.parser.get_method() == b"CONNECT":
             raise ClientError("CONNECT is not served: this is no proxy")
+        if self.url[:1] != b"/" and httptools.parse_url(self.url).path is None:  # http://host, without a slash
+            raise ClientError("the target of the request has no path")
         if self.parser.should_upgrade() and not self._should_upgrade():
             self._declined = True  # it comes again without the offer
             return
