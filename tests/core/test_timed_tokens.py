@@ -477,3 +477,14 @@ def test_l2_what_stalls_and_what_one_client_does_alone_is_not_how_long_a_shared_
     for _ in range(20):  # of which the first was asked about
         model.observe(batch, 1.0)
     assert model.shared(1) > 0.8 * before
+
+
+def test_l2_who_comes_beside_a_client_that_takes_all_places_need_not_wait_for_one() -> None:
+    device = Device(None, small, seqs=64)
+    ask_many(device, "greedy", 200)
+    for _ in range(50):
+        device.step()
+    assert len(device.steps[-1][0]) == 63
+    device.ask("one", 4, 10)
+    device.step()
+    assert "one" in device.steps[-1][0]

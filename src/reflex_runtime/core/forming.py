@@ -52,6 +52,7 @@ from reflex_runtime.core.order import MAX_PASSED_OVER, Cursor, Partition
 from reflex_runtime.core.request import BACKGROUND, RESIDENT, RUNNING, WAITING, Priority, Ticket
 
 _ANY = 1 << 30  # places, where another rule counts them
+KEPT = 64  # of so many places one is kept for a client that has none
 BESIDE = 1.0  # seconds for which a client that left counts as there
 
 
@@ -407,14 +408,18 @@ def part_of_step(group: Group, partition: Partition, now: float) -> float:
 
 
 def shares_of_places(group: Group, partition: Partition, places: int) -> dict[object, int] | None:
-    """Resident places each client may still take while others wait: its even part less what it holds.
+    """Resident places each client may still take: its even part while others wait, less what it holds. With memory the
+    last ones of many are for clients that hold none, so that who comes beside one that takes all need not wait for its
+    end.
 
-    None when work is one-shot or no other client waits.
+    None when work is one-shot or no other client waits, and no place is kept.
     """
     active = len(group.clients)
-    if not partition.residents or active < 2 or not partition.contended():
+    kept = places // KEPT if group.config.resources is not None else 0
+    contended = partition.residents and active >= 2 and partition.contended()
+    if not contended and not kept:
         return None
-    even = ceil(places / active)
+    even = ceil(places / active) if contended else places - kept
     spare: dict[object, int] = defaultdict(lambda: even)
     for ticket in partition.residents:
         spare[ticket.request.client] -= 1

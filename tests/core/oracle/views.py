@@ -76,12 +76,15 @@ class Views:
         return w.flush.max_batch_size - len(placed), min(rooms, default=None)
 
     def shares(self, w: World, partition: Hashable) -> dict[Hashable, int] | None:
-        """Places each client may still take, when others wait beside residents."""
+        """Places each client may still take, when others wait beside residents; else all but one of 64."""
         placed = [t for t in self.unsettled(w.name, partition) if t.has_place]
         clients = {t.client for t in self.waiting(w.name, partition)}
-        if not placed or len(clients) < 2:
+        places = w.flush.max_batch_size
+        even = places - (places // 64 if w.pool is not None else 0)
+        if placed and len(clients) >= 2:
+            even = ceil(places / len(self.clients(w.name)))
+        elif even == places:
             return None
-        even = ceil(w.flush.max_batch_size / len(self.clients(w.name)))
         return {c: even - len([p for p in placed if p.client == c]) for c in clients}
 
     def part(self, w: World, partition: Hashable) -> float:
