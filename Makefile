@@ -32,7 +32,7 @@ LEROBOT_PYTHON ?= $(shell python3.12 --version >/dev/null 2>&1 && echo python3.1
 	{ found=$$(pyenv latest 3.12) && echo "$$(pyenv prefix $$found)/bin/python"; } 2>/dev/null || echo $(PYTHON))
 .venv-lerobot/ready: pyproject.toml
 	$(LEROBOT_PYTHON) -m venv .venv-lerobot
-	.venv-lerobot/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[lerobot,export]' \
+	.venv-lerobot/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[lerobot,grpc,export]' \
 		'lerobot[dataset]; python_version >= "3.12"' psutil pytest pytest-timeout dm-tree typing_extensions msgpack
 	.venv-lerobot/bin/python -m pip install --quiet --disable-pip-version-check --no-deps openpi-client==0.1.2
 	touch $@
