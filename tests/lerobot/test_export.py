@@ -15,6 +15,7 @@ import pytest
 pytest.importorskip("lerobot.policies.factory", exc_type=ImportError)
 pytest.importorskip("onnxscript", exc_type=ImportError)
 
+import numpy as np
 import torch
 from lerobot.configs.types import FeatureType, NormalizationMode, PolicyFeature
 from lerobot.policies.factory import get_policy_class, make_policy_config, make_pre_post_processors
@@ -22,7 +23,8 @@ from tiny_checkpoints import OLD
 
 from reflex_runtime.cli import main
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.robots import load_policy
+from reflex_runtime.robots import Observation, load_policy
+from reflex_runtime.robots.sources.lerobot_checkpoint import LeRobotCheckpoint
 from reflex_runtime.robots.sources.lerobot_export import NotTheSame, export_checkpoint
 from reflex_runtime.robots.sources.lerobot_graphs import TracedPolicy, TracedSmolVla
 
@@ -113,8 +115,17 @@ def test_p40_two_stages_of_smolvla_answer_as_lerobot_does(
     assert found.compared == 24  # those at different steps, too
     assert found.in_units <= 5e-5  # as large as the weights are random
     assert main(["doctor", str(out)]) == 0
-    spec = load_policy(out).spec
+    policy = load_policy(out)
+    spec = policy.spec
     assert (spec.staged, spec.x_dim, spec.action_dim) == (True, 32, 6)
+    assert (spec.images, spec.optional_images) == ({"top": (32, 32), "wrist": (32, 32)}, {"top", "wrist"})
+    original = TracedSmolVla(LeRobotCheckpoint.load(str(checkpoints["smolvla"])))
+    rng, state = np.random.default_rng(0), np.zeros(6, np.float32)
+    for size in ((72, 128), (48, 64), (20, 20)):  # of cameras, not of the config or the graph
+        fields = {"images": {"top": rng.integers(0, 256, (*size, 3), np.uint8)}, "state": state, "instruction": "wipe"}
+        wanted = original.answer([Observation(**fields, seed=5)])
+        (chunk,) = policy.answers([policy.request(policy.prepare(**fields, seed=5))])
+        assert (np.abs(chunk.actions - wanted) / original.unit).max() <= 1e-4, size
 
     monkeypatch.setattr(TracedSmolVla, "_step", lambda self, given: given["x"] * 0.9 + 0.0 * given["time"].sum())
     with pytest.raises((NotTheSame, ConfigError)):

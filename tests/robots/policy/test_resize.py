@@ -56,6 +56,10 @@ def test_p29_pictures_are_fitted_as_lerobot_fits_them(of: Any, to: Any, levels: 
     corner = resize_image(pattern(*of), *to, "pad-smolvla")[..., 1]
     assert (corner[-len(inner) :, -inner.shape[1] :] == inner).all()  # `resize_with_pad` of SmolVLA: all black before
     assert corner.sum(dtype=int) == inner.sum(dtype=int)
+    exact = resize_image(pattern(*of), *to, "pad-smolvla-float")[..., 1][-len(inner) :, -inner.shape[1] :]
+    wanted = np.array(levels)[rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1]
+    assert exact.dtype == np.float32
+    assert np.abs(exact - wanted).max() <= 0.01  # they stand here with two digits
 
 
 def test_p29_files_are_fitted_as_arrays_are_and_jpeg_is_decoded_whole() -> None:
@@ -75,12 +79,20 @@ def test_p29_files_are_fitted_as_arrays_are_and_jpeg_is_decoded_whole() -> None:
 def test_p29_an_export_says_how(tmp_path: Any) -> None:
     ports: Any = {"front": ("u", [4, 4, 3])}
     seen = {}
-    for resize in ("stretch", "pad", "pad-lerobot", "pad-smolvla"):
+    for resize in ("stretch", "pad", "pad-lerobot", "pad-smolvla", "pad-smolvla-float"):
+        if resize == "pad-smolvla-float":
+            ports["front"] = ("f", [4, 4, 3])
         root = means.write_export(tmp_path / resize, ports, 1, images={"front": [4, 4]}, resize=resize)
         policy = load_policy(root)
         sent = policy.request(policy.prepare(images={"front": pattern(6, 9)}))
         seen[resize] = float(run_alone(policy, sent).actions[0, 0])
         assert seen[resize] == pytest.approx(resize_image(pattern(6, 9), 4, 4, resize).mean(), rel=1e-6)  # type: ignore[arg-type]
-    assert len(set(seen.values())) == 3  # the last two differ in place only
+    assert len(set(seen.values())) == 4  # two differ in place only
+    whole = policy.prepare(images={"front": pattern(4, 4)}).images["front"]
+    assert (whole.dtype, (whole == pattern(4, 4)).all()) == (np.float32, True)
+    with pytest.raises(ConfigError, match="float"):
+        load_policy(means.write_export(tmp_path / "u", {"front": ("u", [4, 4, 3])}, 1, images={"front": [4, 4]},
+                                       resize="pad-smolvla-float"))
+    ports["front"] = ("u", [4, 4, 3])
     with pytest.raises(ConfigError, match="resize: found \"crop\", expected 'stretch' or 'pad' or 'pad-lerobot'"):
         Export.load(means.write_export(tmp_path / "x", ports, 1, images={"front": [4, 4]}, resize="crop"))

@@ -15,7 +15,8 @@ from onnx import TensorProto, helper, numpy_helper
 
 from reflex_runtime.cli import main
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.robots import Observation, load_policy
+from reflex_runtime.robots import Observation, decode_image, load_policy
+from reflex_runtime.robots.policy.observation import resize_image
 from reflex_runtime.robots.sources import lerobot_export as exporting
 from reflex_runtime.robots.sources.export_files import new_directory
 from reflex_runtime.robots.sources.lerobot_checkpoint import LeRobotCheckpoint
@@ -47,7 +48,9 @@ class StandIn:
         self.asked += 1
         (moment,) = episode
         assert moment.state is not None
-        row = moment.state @ WEIGHTS + moment.images["top"].mean(dtype=np.float64).astype(np.float32) / 255
+        sent, size = moment.images["top"], (HEIGHT, WIDTH)
+        picture = decode_image(sent, size=size) if isinstance(sent, bytes) else resize_image(sent, *size)
+        row = moment.state @ WEIGHTS + picture.mean(dtype=np.float64).astype(np.float32) / 255
         return np.tile(row, (CHUNK, 1)).astype(np.float32) + np.array([0.0, self.off], np.float32)
 
 

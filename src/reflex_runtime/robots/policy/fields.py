@@ -22,7 +22,7 @@ from reflex_runtime.robots.policy.observation import (
     pixels_of,
     resize_image,
 )
-from reflex_runtime.robots.policy.spec import PolicySpec
+from reflex_runtime.robots.policy.spec import FLOAT_LEVELS, PolicySpec
 from reflex_runtime.robots.policy.units import transformed
 from reflex_runtime.web.errors import InvalidRequest
 
@@ -49,7 +49,10 @@ class ObservationFields:
         """The picture of every camera, decoded and resized, black for one that was left out; and whether it was sent.
         sent: see `found`."""
         sizes = self.spec.images
-        made = {name: self._image(name, *sent[name]) if name in sent else _black(size) for name, size in sizes.items()}
+        kind = np.float32 if self.spec.resize == FLOAT_LEVELS else np.uint8
+        made = {
+            name: self._image(name, *sent[name]) if name in sent else _black(size, kind) for name, size in sizes.items()
+        }
         return made, {name: name in sent for name in sizes}
 
     def found(self, images: Mapping[str, Sent]) -> dict[str, tuple[Sent, str]]:
@@ -81,11 +84,13 @@ class ObservationFields:
     def _image(self, name: str, sent: Sent, field: str) -> Image:
         size, resize = self.spec.images[name], self.spec.resize
         if isinstance(sent, bytes | bytearray | memoryview):
-            return decode_image(bytes(sent), field) if resize == "none" else decode_image(
+            image = decode_image(bytes(sent), field) if resize == "none" else decode_image(
                 bytes(sent), field, size, resize
             )
-        pixels_of(sent, field)
-        return sent if resize == "none" else resize_image(sent, *size, resize)
+        else:
+            pixels_of(sent, field)
+            image = sent if resize == "none" else resize_image(sent, *size, resize)
+        return image.astype(np.float32, copy=False) if resize == FLOAT_LEVELS else image
 
     def doubts(self, instruction: str) -> tuple[Doubt, ...]:
         """What may be wrong with an instruction, although it is taken."""
@@ -142,8 +147,8 @@ def names_of(spec: PolicySpec) -> set[str]:
 
 
 @cache
-def _black(size: tuple[int, int]) -> Image:
+def _black(size: tuple[int, int], kind: type[Any]) -> Image:
     """A black picture of that size, read only."""
-    black = np.zeros((*size, 3), np.uint8)
+    black = np.zeros((*size, 3), kind)
     black.setflags(write=False)
     return black

@@ -21,10 +21,10 @@ from numpy.typing import NDArray
 
 from reflex_runtime.robots.policy.prefix_cache import Prefix, PrefixKey
 from reflex_runtime.robots.policy.rtc import EPISODES, Anchor
-from reflex_runtime.robots.policy.spec import Resize
+from reflex_runtime.robots.policy.spec import FLOAT_LEVELS, Resize
 from reflex_runtime.web.errors import InvalidRequest
 
-Image = NDArray[np.uint8]
+Image = NDArray[Any]  # uint8, or float32 (`FLOAT_LEVELS`)
 Sent = bytes | NDArray[Any]  # an image as it comes: PNG or JPEG bytes, or an array
 CacheUse = Literal["hit", "hit_stale", "miss", "off"]
 
@@ -32,7 +32,7 @@ MAX_IMAGE_PIXELS = 4096 * 4096
 MAX_SIDE = 16_384  # a filter of Pillow's takes 16 bytes for each pixel of a side, for each of the result
 MAX_REQUEST_PIXELS = 2 * MAX_IMAGE_PIXELS  # of all images of a request that the policy uses
 IMAGE_MASK = "image_mask/"  # the role of an image's mask is this and the image's name
-_SAMPLED: frozenset[Resize] = frozenset({"pad-lerobot", "pad-smolvla"})
+_SAMPLED: frozenset[Resize] = frozenset({"pad-lerobot", "pad-smolvla", FLOAT_LEVELS})
 MAX_SCANS = 64  # of a progressive JPEG; encoders write about ten, and each is a pass over the whole picture
 SMALL_PIXELS = 1 << 19  # of a PNG, 3 ms
 BAND_PIXELS = 1 << 20  # of a picture, that are converted to the mode they are needed in at a time
@@ -342,13 +342,13 @@ def resize_image(image: Image, height: int, width: int, resize: Resize = "stretc
 
     "stretch": to the size. "pad": with its aspect ratio, in the middle of black, as openpi does. "pad-lerobot": so too,
     with each pixel between the four nearest of the original, without averaging, as π0 of LeRobot does. "pad-smolvla":
-    the same in the bottom right corner.
+    the same in the bottom right corner. "pad-smolvla-float": so too, and float32 where it was fitted.
     """
     if image.shape[:2] == (height, width):
         return image
     if resize in _SAMPLED:  # as one of Pillow's it would be in memory once more
         inner = _inner(image.shape[1], image.shape[0], height, width, resize)
-        return _padded(_sampled(image.__getitem__, image.shape[:2], *inner), height, width, resize)
+        return _padded(_levels(_sampled(image.__getitem__, image.shape[:2], *inner), resize), height, width, resize)
     import PIL.Image
 
     return _fitted(PIL.Image.fromarray(image), height, width, resize)
@@ -360,7 +360,8 @@ def _fitted(image: Any, height: int, width: int, resize: Resize) -> Image:
     if image.size == inner:
         return _padded(_whole(image), height, width, resize)
     if resize in _SAMPLED:
-        pixels = _sampled(lambda rows: _rows(image, rows), (image.height, image.width), *inner)
+        sampled = _sampled(lambda rows: _rows(image, rows), (image.height, image.width), *inner)
+        pixels = _levels(sampled, resize)
     else:
         pixels = np.asarray(_resized(image, *inner))
     return _padded(pixels, height, width, resize)
@@ -374,15 +375,20 @@ def _inner(wide: int, high: int, height: int, width: int, resize: Resize) -> tup
     return max(1, int(wide / ratio)), max(1, int(high / ratio))
 
 
-def _padded(pixels: NDArray[np.uint8], height: int, width: int, resize: Resize) -> Image:
+def _levels(sampled: NDArray[np.float32], resize: Resize) -> Image:
+    """Whole levels, where the way of fitting has those."""
+    return sampled if resize == FLOAT_LEVELS else (sampled + np.float32(0.5)).astype(np.uint8)
+
+
+def _padded(pixels: Image, height: int, width: int, resize: Resize) -> Image:
     """The pixels in black, three times where they are grey."""
     if pixels.ndim == 2:
         pixels = np.repeat(pixels[..., None], 3, axis=2)
     down, right = height - pixels.shape[0], width - pixels.shape[1]
     if not (down or right):
         return pixels
-    top, left = (down, right) if resize == "pad-smolvla" else (down // 2, right // 2)
-    padded = np.zeros((height, width, 3), np.uint8)
+    top, left = (down, right) if resize in ("pad-smolvla", FLOAT_LEVELS) else (down // 2, right // 2)
+    padded = np.zeros((height, width, 3), pixels.dtype)
     padded[top : top + pixels.shape[0], left : left + pixels.shape[1]] = pixels
     return padded
 
@@ -443,8 +449,8 @@ def _rows(image: Any, rows: NDArray[np.intp]) -> NDArray[np.uint8]:
 
 def _sampled(
     take: Callable[[NDArray[np.intp]], NDArray[np.uint8]], size: tuple[int, ...], width: int, height: int
-) -> NDArray[np.uint8]:
-    """Each pixel between the four nearest of the original; what PyTorch's `interpolate` gives, to half a level.
+) -> NDArray[np.float32]:
+    """Each pixel between the four nearest of the original, as PyTorch's `interpolate` gives it.
 
     take: returns rows of the original. size: (height, width) of it.
     """
@@ -456,7 +462,7 @@ def _sampled(
         upper = above.take(column, axis=1).astype(np.float32)
         sides.append(upper + y_share.reshape(-1, 1, *more) * (below.take(column, axis=1) - upper))
     between: NDArray[np.float32] = sides[0] + x_share.reshape(1, -1, *more) * (sides[1] - sides[0])
-    return (between + np.float32(0.5)).astype(np.uint8)
+    return between
 
 
 def _nearest(size: int, wanted: int) -> tuple[NDArray[np.intp], NDArray[np.intp], NDArray[np.float32]]:

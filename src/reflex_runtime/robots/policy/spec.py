@@ -14,7 +14,9 @@ from reflex_runtime.robots.policy.tokenizer import InstructionTokenizer, PromptT
 from reflex_runtime.robots.policy.units import AddState, Norm, Transform
 from reflex_runtime.run.onnx_session import CPU
 
-Resize = Literal["stretch", "pad", "pad-lerobot", "pad-smolvla"]
+Resize = Literal["stretch", "pad", "pad-lerobot", "pad-smolvla", "pad-smolvla-float"]
+FLOAT_LEVELS: Final = "pad-smolvla-float"
+"""The way of fitting whose pictures are float32: levels of 255 that are not rounded."""
 Size = tuple[int, int]  # height, width in pixels
 
 
@@ -99,8 +101,9 @@ class PolicySpec:
     config: its configuration as JSON, for /config. model_hash, config_hash: first 16 hex digits of SHA-256; filled in
         where they are empty. model_bytes: size of its weights.
 
-    images: (height, width) by image name, uint8 [height, width, 3]. resize: how pictures of another size are fitted:
-        stretched, or padded with black; "none" leaves them as they came, for a model that fits them itself.
+    images: (height, width) by image name, uint8 [height, width, 3] unless `resize` is `FLOAT_LEVELS`. resize: how
+        pictures of another size are fitted: stretched, or padded with black; "none" leaves them as they came, for a
+        model that fits them itself.
     other_names: by image, another name that a request may give it.
     optional_images: those that a request may leave out, but one at least must come: the model gets black pictures and
         `Observation.present`.

@@ -18,7 +18,7 @@ from msgspec import Meta
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.robots.policy.model import PolicySource
 from reflex_runtime.robots.policy.observation import IMAGE_MASK
-from reflex_runtime.robots.policy.spec import DeviceOptions, Size
+from reflex_runtime.robots.policy.spec import FLOAT_LEVELS, DeviceOptions, Size
 from reflex_runtime.robots.policy.tokenizer import InstructionTokenizer, WordTokenizer, read_tokenizer
 from reflex_runtime.robots.policy.units import AddState
 from reflex_runtime.robots.sources.embodiment import (
@@ -246,12 +246,12 @@ class Roles:
         self.inputs.only([*images, *own, *self._optional])
         self.outputs = ExportObject(table.file, table.get("outputs"), "outputs")
         self.outputs.only(["actions", *(["past_kv"] if split else [])])
-        most = config.max_tokens
+        most, kind = config.max_tokens, "f" if config.resize == FLOAT_LEVELS else "u"
         self._specs: dict[str, tuple[str, tuple[int | None, ...]]] = {
             TOKEN_MASK: ("bif", (most if type(most) is int else None,)),
             MASKS: ("bif", (*axis, len(images))),
             **{IMAGE_MASK + name: ("bif", axis) for name in images},
-            **{name: ("u", (*axis, *size, 3)) for name, size in images.items()},
+            **{name: (kind, (*axis, *size, 3)) for name, size in images.items()},
             "tokens": ("i", (most if type(most) is int else None,)),
             "state": ("f", (*axis, config.state_dim)),
             "noise": ("f", (config.horizon or config.chunk_size, chunk[1])),

@@ -6,9 +6,10 @@ postprocessor, on made-up observations that are asked alone, in pairs and all to
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Protocol
@@ -19,7 +20,7 @@ from numpy.typing import NDArray
 from reflex_runtime.core.errors import ConfigError, ReflexError
 from reflex_runtime.robots.policy.base import Policy
 from reflex_runtime.robots.policy.observation import ActionChunk, Observation
-from reflex_runtime.robots.policy.spec import Size
+from reflex_runtime.robots.policy.spec import PolicySpec, Size
 from reflex_runtime.robots.policy.units import Floats
 from reflex_runtime.robots.sources.embodiment import EMBODIMENT_FILE
 from reflex_runtime.robots.sources.export_files import CONFIG_FILE, check_new, new_directory
@@ -55,6 +56,7 @@ class Original(Protocol):
     """The checkpoint, loaded by LeRobot.
 
     unit: by which each joint's actions are normalised, [action_dim]. states: lowest and highest, [2, state_dim].
+    Observations have pictures as robots send them; they are fitted as the served checkpoint fits them.
     """
 
     unit: Floats
@@ -161,7 +163,7 @@ def config_of(spec: LeRobotCheckpoint, opset: int) -> dict[str, Any]:
 def compared(policy: Policy, original: Original) -> Verified:
     """Answers of the export, alone, in pairs and all together, against those of the checkpoint. Raises NotTheSame."""
     spec = policy.spec
-    episodes = made_up(spec.images, original.states if spec.takes_state else None, spec.observation_steps)
+    episodes = made_up(spec, original.states if spec.takes_state else None)
     wanted = np.stack([original.answer(episode) for episode in episodes])
     if wanted.shape[1:] != (spec.chunk_size, spec.action_dim):
         raise NotTheSame(f"the checkpoint answers {wanted.shape[1:]}, not {(spec.chunk_size, spec.action_dim)}")
@@ -226,22 +228,45 @@ def _serve(spec: LeRobotCheckpoint) -> str:
 # -- made-up episodes --------------------------------------------------------------------------------------------------
 
 
-EPISODES: Final = 6
-_INSTRUCTIONS: Final = ("pick up the cube", "wipe", "open the drawer\n", "put the red block into the bowl")
+EPISODES: Final = 6  # as many as instructions and shapes
+_INSTRUCTIONS: Final = (
+    "pick up the cube", "wipe\n", "räume den\nTisch auf", "put the red block away", " open it \n\n", "put " * 60,
+)  # fmt: skip
+_SHAPES: Final = ((1.0, 1.0), (1.125, 2.0), (1.75, 1.0), (0.6, 0.4), (1.5, 2.0), (1.0, 1.0))
+"""Height and width of an episode's pictures, as shares of those that the export's graph reads."""
 
 
-def made_up(images: Mapping[str, Size], states: Floats | None, steps: int) -> list[list[Observation]]:
-    """Episodes with pictures of several kinds, and states within the range. The same ones every time."""
+def made_up(spec: PolicySpec, states: Floats | None) -> list[list[Observation]]:
+    """Episodes with what robots send: pictures of several kinds and shapes, as arrays and as files, a camera less where
+    that may be, states in the training's range and outside it. The same ones every time."""
     episodes: list[list[Observation]] = []
-    for number in range(EPISODES):
+    for number, (instruction, (high, wide)) in enumerate(zip(_INSTRUCTIONS, _SHAPES, strict=True)):
         rng = np.random.Generator(np.random.PCG64(number))
-        instruction = _INSTRUCTIONS[number % len(_INSTRUCTIONS)]
+        left_out = list(spec.images)[:1] if spec.optional_images >= set(spec.images) and number == 3 else []
         episodes.append([])
-        for _ in range(steps):
-            pictures = {name: _picture(rng, size, number + i) for i, (name, size) in enumerate(images.items())}
-            state = None if states is None else rng.uniform(states[0], states[1]).astype(np.float32)
+        for _ in range(spec.observation_steps):
+            pictures: dict[str, Any] = {}
+            for i, (name, size) in enumerate(spec.images.items()):
+                shape = max(1, round(size[0] * high)), max(1, round(size[1] * wide))
+                if name not in left_out:
+                    pictures[name] = _sent(_picture(rng, shape, number + i), number)
+            state = None
+            if states is not None:
+                beyond = (states[1] - states[0]) * (number > 3)
+                state = rng.uniform(states[0] - beyond, states[1] + beyond).astype(np.float32)
             episodes[-1].append(Observation(pictures, state=state, seed=number, instruction=instruction))
     return episodes
+
+
+def _sent(picture: NDArray[np.uint8], number: int) -> Any:
+    """The picture as the robot of an episode sends it: a PNG, a JPEG, or as it is."""
+    if number not in (2, 4):
+        return picture
+    import PIL.Image
+
+    file = io.BytesIO()
+    PIL.Image.fromarray(picture).save(file, "PNG" if number == 2 else "JPEG")
+    return file.getvalue()
 
 
 def _picture(rng: np.random.Generator, size: Size, kind: int) -> NDArray[np.uint8]:

@@ -19,8 +19,9 @@ import numpy as np
 import torch
 
 from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.robots.policy.fields import ObservationFields
 from reflex_runtime.robots.policy.observation import Observation, noise_of
-from reflex_runtime.robots.policy.spec import DeviceOptions
+from reflex_runtime.robots.policy.spec import FLOAT_LEVELS, DeviceOptions
 from reflex_runtime.robots.policy.units import Floats
 from reflex_runtime.robots.sources.lerobot_checkpoint import LeRobotCheckpoint
 from reflex_runtime.robots.sources.lerobot_policy import LoadedPolicy
@@ -171,8 +172,12 @@ class TracedPolicy:
 def raw_of(spec: LeRobotCheckpoint, moment: Observation) -> dict[str, Any]:
     """What LeRobot's own loops give a preprocessor."""
     raw: dict[str, Any] = {"task": moment.instruction}
+    fields = ObservationFields(spec)
+    pictures, _ = fields.pictures(fields.found(moment.images))  # of any size where the policy fits them itself
     for camera, name in spec.features.cameras.items():
-        raw[name] = torch.from_numpy(moment.images[camera].transpose(2, 0, 1).astype(np.float32) / 255)
+        if camera in spec.optional_images and camera not in moment.images:
+            continue
+        raw[name] = torch.from_numpy(pictures[camera].transpose(2, 0, 1).astype(np.float32) / 255)
     start = 0
     for name, size in spec.features.states:
         assert moment.state is not None
@@ -249,6 +254,8 @@ class TracedSmolVla:
         check_steps(spec, self._loaded, KNOWN | _TEXT)
         if self._loaded.config.adapt_to_pi_aloha:
             raise ConfigError(f"{spec.source}: adapt_to_pi_aloha is not exported; serve it as it is")
+        if self._loaded.config.resize_imgs_with_padding is None:
+            raise ConfigError(f"{spec.source}: without resize_imgs_with_padding it is not exported; serve it as it is")
         if self._model.old:
             raise ConfigError(f"{spec.source}: SmolVLA is exported with LeRobot 0.6.1 and newer (Python 3.12)")
         self._normaliser = step_of(self._loaded.pre, "Normalizer")
@@ -258,8 +265,11 @@ class TracedSmolVla:
 
     def write(self, directory: Path, opset: int) -> dict[str, Any]:
         spec, policy, config = self._spec, self._loaded.policy, self._loaded.config
-        n, tokens = EXAMPLES, config.tokenizer_max_length
-        given = {name: torch.zeros((n, *size, 3), dtype=torch.uint8) for name, size in spec.images.items()}
+        n, tokens, size = EXAMPLES, config.tokenizer_max_length, tuple(config.resize_imgs_with_padding[::-1])
+        given = {name: torch.zeros((n, *size, 3)) for name in spec.images}
+        optional = spec.optional_images and not config.add_image_special_tokens  # those would stay
+        if optional:
+            given["image_masks"] = torch.ones((n, len(spec.images)), dtype=torch.bool)
         given["tokens"] = torch.zeros((n, tokens), dtype=torch.int64)
         given["token_mask"] = torch.ones((n, tokens), dtype=torch.bool)
         given["state"] = torch.zeros((n, spec.state_dim))
@@ -277,6 +287,9 @@ class TracedSmolVla:
         tokenizer.save(str(directory / "tokenizer.json"))
         return {
             "export_kind": "decomposed",
+            "images": {name: list(size) for name in spec.images},
+            "resize": FLOAT_LEVELS,
+            **({"optional_images": list(spec.images)} if optional else {}),
             "x_dim": spec.x_dim,
             "max_tokens": tokens,
             "tokenizer": "tokenizer.json",
@@ -307,6 +320,8 @@ class TracedSmolVla:
             batch = self._normaliser._normalize_observation(batch, inverse=False)
         policy = self._loaded.policy
         images, masks = policy.prepare_images(batch)
+        if "image_masks" in given:
+            masks = given["image_masks"].unbind(1)
         state = policy.prepare_state(batch)
         pad, layers = self._model.scene(images, masks, given["tokens"], given["token_mask"], state)
         return (pad, *(tensor for layer in layers for tensor in layer))
