@@ -11,7 +11,7 @@ from reflex_runtime.settings.server import ServerConfig, check_address, sizes_of
 
 DEFAULT_POLICY = "default"  # the name of SOURCE; its policy is asked where a request names none
 MAX_POLICIES = 32
-_ZMQ_ADDRESS = r"tcp://(\*|localhost|[0-9.]{7,15}|\[[0-9a-fA-F:.]{2,45}\]):(?P<port>[0-9]{1,5})"
+_ZMQ_ADDRESS = r"tcp://(localhost|127(\.[0-9]{1,3}){3}|\[::1\]):(?P<port>[0-9]{1,5})"
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class ServeConfig(ServerConfig):
         group="listening and trust",
     )
     gr00t: str = option(
-        "", "also serve clients of GR00T, on this ZeroMQ address; elsewhere than loopback only with --api-key",
+        "", "also serve clients of GR00T, on this ZeroMQ address, which must be a loopback one",
         metavar="tcp://127.0.0.1:5555",
     )
     gr00t_config: str = option(
@@ -226,8 +226,11 @@ class ServeConfig(ServerConfig):
         _ = self.captured_sizes
         found = re.fullmatch(_ZMQ_ADDRESS, self.gr00t)
         if self.gr00t and (found is None or int(found["port"]) > 65535):
-            expected = "tcp://ADDRESS:PORT with localhost, a numeric address or *, and a port up to 65535"
-            raise ConfigError(f"--gr00t={one_line(self.gr00t)}: must be {expected}", field="gr00t")
+            raise ConfigError(
+                f"--gr00t={one_line(self.gr00t)}: must be tcp://ADDRESS:PORT with a loopback address, because ZeroMQ "
+                "is not encrypted (from elsewhere: ssh -L 5555:127.0.0.1:5555 HOST), and a port up to 65535",
+                field="gr00t",
+            )
         check_address("oip_grpc", self.oip_grpc)
         check_address("lerobot", self.lerobot)
 
