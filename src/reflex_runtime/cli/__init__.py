@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import Any, NoReturn
 
 from reflex_runtime.cli.console import status_of
+from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.run.process import telemetry_off
 from reflex_runtime.settings.declare import did_you_mean, one_line, one_of
 from reflex_runtime.version import __version__
@@ -86,7 +87,9 @@ class Parser(argparse.ArgumentParser):
     def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
         try:
             return super()._get_value(action, arg_string)
-        except argparse.ArgumentError:
+        except argparse.ArgumentError as error:
+            if isinstance(error.__context__, ConfigError):
+                self.error(error.__context__.message)
             if action.type not in (int, float):
                 raise
             kind = "a whole number" if action.type is int else "a number"

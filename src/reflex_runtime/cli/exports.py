@@ -56,22 +56,23 @@ exit codes: 0 nothing failed, 1 the export failed a check, 2 bad arguments, 3 on
 
 
 def add_doctor(verbs: argparse._SubParsersAction[Any]) -> None:
-    parser = verbs.add_parser(
-        "doctor",
-        description=_DOCTOR_DESCRIPTION,
-        epilog=_DOCTOR_EPILOG,
-    )
+    parser = verbs.add_parser("doctor", description=_DOCTOR_DESCRIPTION, epilog=_DOCTOR_EPILOG)
     add = parser.add_argument
     add("source", metavar="SOURCE", help="export directory, lerobot:DIR, openpi:DIR or python:module:make")
     add("--format", choices=("text", "json"), default="text", help="a table (default), or one JSON object")
     add("--provider", default="cpu", help="as with serve: cpu (default), cuda or an ONNX Runtime provider name")
-    add("--threads", default="1", metavar="N", help="as with serve: ONNX Runtime threads per call (default 1)")
     add(
-        "--instruction",
-        metavar="TEXT",
+        "--threads", type=lambda n: whole("--threads", n, 1, 256), default="1", metavar="N",
+        help="as with serve: ONNX Runtime threads per call (default 1)",
+    )  # fmt: skip
+    add(
+        "--instruction", metavar="TEXT",
         help="an instruction that the policy must understand (default: one from its own vocabulary)",
-    )
-    add("--rtc-horizon", metavar="N", help="fail unless the export can be served with --rtc and this horizon")
+    )  # fmt: skip
+    add(
+        "--rtc-horizon", type=lambda n: whole("--rtc-horizon", n, 1, 10_000), metavar="N",
+        help="fail unless the export can be served with --rtc and this horizon",
+    )  # fmt: skip
     parser.set_defaults(run=doctor)
 
 
@@ -84,18 +85,13 @@ def doctor(args: argparse.Namespace) -> int:
 
     if is_export(args.source):
         check_directory(Path(args.source))
-    threads = whole("--threads", args.threads, 1, 256)
-    horizon = None if args.rtc_horizon is None else whole("--rtc-horizon", args.rtc_horizon, 1, 10_000)
     if args.instruction is not None and not args.instruction.strip():
         raise ConfigError("--instruction=: is empty; give words, such as 'open the drawer', or leave it out")
     with redirect_stdout(sys.stderr):  # what a model prints would break the JSON
         diagnosis = examine(
-            args.source,
-            PROVIDERS.get(args.provider, args.provider),
-            threads,
-            instruction=args.instruction,
-            rtc_horizon=horizon,
-        )
+            args.source, PROVIDERS.get(args.provider, args.provider), args.threads,
+            instruction=args.instruction, rtc_horizon=args.rtc_horizon,
+        )  # fmt: skip
     if args.format == "json":
         json.dump(diagnosis.as_dict(), sys.stdout, ensure_ascii=False, indent=2)
         print()
@@ -165,9 +161,7 @@ exit codes: 0 written and the same, 1 not the same (nothing is written), 2 bad a
 
 
 def add_export(verbs: argparse._SubParsersAction[Any]) -> None:
-    parser = verbs.add_parser(
-        "export", description=_EXPORT_DESCRIPTION, epilog=_EXPORT_EPILOG
-    )
+    parser = verbs.add_parser("export", description=_EXPORT_DESCRIPTION, epilog=_EXPORT_EPILOG)
     add = parser.add_argument
     add("source", metavar="SOURCE", help="lerobot:DIR, or DIR alone: config.json, model.safetensors, processors")
     add("out", metavar="OUT", type=Path, help="the directory to write; must not exist or be empty")

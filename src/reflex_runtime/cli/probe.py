@@ -22,7 +22,7 @@ from reflex_runtime.client.errors import BadAnswer, NotFound, ServerError, Timed
 from reflex_runtime.client.exchange import Reply, refused
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.robots.wires import groot, openpi
-from reflex_runtime.settings.declare import one_line, one_of
+from reflex_runtime.settings.declare import one_line
 from reflex_runtime.web.access import is_loopback
 
 if TYPE_CHECKING:
@@ -182,7 +182,7 @@ def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
     )
     add = parser.add_argument
     add("url", metavar="URL", help="where the server is: http, https, ws, wss (openpi), tcp (GR00T), grpc or grpcs")
-    add("--wire", metavar="NAME", action="append", help="only this one; may be given again")
+    add("--wire", choices=WIRES, metavar="NAME", action="append", help="only this one; may be given again")
     add_key(parser)
     add("--observation", metavar="FILE", help="an .npz file with the names of the wire (needs --wire)")
     add(
@@ -202,8 +202,6 @@ def run(args: argparse.Namespace) -> int:
     if not (key.isascii() and key.isprintable()):
         raise ConfigError("--api-key: must be printable ASCII")
     for name in args.wire or ():
-        if name not in WIRES:
-            raise ConfigError(f"--wire={one_line(name)}: {one_of(name, WIRES)}")
         if server.scheme not in WIRES[name].schemes:
             schemes = ", ".join(f"{scheme}://" for scheme in WIRES[name].schemes)
             raise ConfigError(f"--wire={name}: not at {server.scheme}://; give the URL as {schemes}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,7 @@ from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.observe.files import create, write_all
 from reflex_runtime.observe.journal_reader import Journal, read_journal
 from reflex_runtime.observe.journal_writer import hardware
-from reflex_runtime.settings.declare import one_of, whole
+from reflex_runtime.settings.declare import one_line, whole
 
 if TYPE_CHECKING:
     from reflex_runtime.robots.analysis.replay import ModelReplay
@@ -46,44 +46,38 @@ loaded, 3 something that --fail-on names differs
 
 
 def add_replay(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = subparsers.add_parser(
-        "replay",
-        description=_REPLAY_DESCRIPTION,
-        epilog=_REPLAY_EPILOG,
-    )
-    add = parser.add_argument
-    add("file", type=Path, metavar="FILE", help="the journal, .jsonl or .jsonl.gz")
-    model = parser.add_argument_group("through a model")
-    add = model.add_argument
+    parser = subparsers.add_parser("replay", description=_REPLAY_DESCRIPTION, epilog=_REPLAY_EPILOG)
+    parser.add_argument("file", type=Path, metavar="FILE", help="the journal, .jsonl or .jsonl.gz")
+    add = parser.add_argument_group("through a model").add_argument
     add("--model", metavar="SOURCE", help="the policy to run: an export directory")
     add("--slot", metavar="SLOT", help="only requests that this slot answered (default: all, listed per slot)")
     add(
-        "--recorded-by",
-        metavar="HASH",
+        "--recorded-by", metavar="HASH",
         help="only requests that the model with this hash answered, if the recording has several models",
-    )
+    )  # fmt: skip
+    what: Any = {"choices": ("actions", "latency", "cache", "all"), "metavar": "WHAT"}
+    add("--diff", default="all", **what, help="differences to show: actions, latency, cache or all (default all)")
     add(
-        "--diff",
-        default="all",
-        metavar="WHAT",
-        help="differences to show: actions, latency, cache or all (default all)",
-    )
-    add(
-        "--compose",
-        default="alone",
-        metavar="HOW",
+        "--compose", default="alone", choices=("alone", "recorded"), metavar="HOW",
         help="alone: each request in a batch of its own (default); recorded: in its recorded batches",
-    )
-    add("--n", metavar="N", help="only the first N answered requests, N >= 1")
-    add("--fail-on", metavar="WHAT", help="exit with 3 if this differs: actions, latency, cache or all")
+    )  # fmt: skip
+    add("--n", type=lambda n: whole("--n", n, 1), metavar="N", help="only the first N answered requests, N >= 1")
+    add("--fail-on", **what, help="exit with 3 if this differs: actions, latency, cache or all")
     add("--provider", default="cpu", metavar="NAME", help="cpu, cuda or an ONNX Runtime provider name (default cpu)")
-    add("--threads", default="1", metavar="N", help="ONNX Runtime threads per call, in [1, 256] (default 1)")
-    schedule = parser.add_argument_group("through the scheduler")
-    add = schedule.add_argument
+    add(
+        "--threads", type=lambda n: whole("--threads", n, 1, 256), default="1", metavar="N",
+        help="ONNX Runtime threads per call, in [1, 256] (default 1)",
+    )  # fmt: skip
+    add = parser.add_argument_group("through the scheduler").add_argument
     add("--schedule", action="store_true", help="run the recorded arrivals through the scheduler, in virtual time")
-    add("--max-batch-cost-ms", metavar="MS", help="another budget, in [10, 10000]")
-    add("--batch-timeout-ms", metavar="MS", help="another limit for holds, in [0, 1000]")
-    add("--max-batch-size", metavar="N", help="another size cap, in [1, 4096]")
+    for flag, low, high, kind in (
+        ("--max-batch-cost-ms", 10, 10_000, "budget"), ("--batch-timeout-ms", 0, 1000, "limit for holds"),
+    ):  # fmt: skip
+        add(flag, type=_milliseconds(flag, low, high), metavar="MS", help=f"another {kind}, in [{low}, {high}]")
+    add(
+        "--max-batch-size", type=lambda n: whole("--max-batch-size", n, 1, 4096), metavar="N",
+        help="another size cap, in [1, 4096]",
+    )  # fmt: skip
     parser.add_argument("--output", type=Path, metavar="JSON", help="also write the whole result to this file")
     parser.set_defaults(run=replay)
 
@@ -112,13 +106,8 @@ def _model(args: argparse.Namespace) -> dict[str, Any]:
     from reflex_runtime.run.onnx_session import PROVIDERS
     from reflex_runtime.run.processor import Processor
 
-    diffs = DIFFS if args.diff == "all" else (_one_of("--diff", args.diff, DIFFS),)
-    fail_on = (
-        () if args.fail_on is None else DIFFS if args.fail_on == "all" else (_one_of("--fail-on", args.fail_on, DIFFS),)
-    )
-    limit = None if args.n is None else whole("--n", args.n, 1, 10**12)
-    threads = whole("--threads", args.threads, 1, 256)
-    _one_of("--compose", args.compose, ("alone", "recorded"), every=False)
+    chosen: dict[str | None, Any] = {None: (), "all": DIFFS}
+    diffs, fail_on = (chosen.get(what, (what,)) for what in (args.diff, args.fail_on))
     spec = read_source(args.model)
     recording = read_journal(args.file)
     if args.slot is not None and args.slot not in recording.slots:
@@ -129,7 +118,7 @@ def _model(args: argparse.Namespace) -> dict[str, Any]:
 
     def make(slot: str) -> tuple[Policy, Processor]:
         provider = PROVIDERS.get(args.provider, args.provider)
-        policy = load_policy(spec, slot, device=DeviceOptions(provider, threads))
+        policy = load_policy(spec, slot, device=DeviceOptions(provider, args.threads))
         return policy, served_by(policy, ActionGuard(spec.embodiment, slot)) if guarded else policy
 
     replay = replay_model(
@@ -138,7 +127,7 @@ def _model(args: argparse.Namespace) -> dict[str, Any]:
         compose=args.compose,
         slots=() if args.slot is None else (args.slot,),
         recorded_by=args.recorded_by or "",
-        limit=limit,
+        limit=args.n,
         progress=ProgressLine("requests"),
     )
     same = _same_hardware(recording.header.hardware)
@@ -229,16 +218,15 @@ def _schedule(args: argparse.Namespace) -> dict[str, Any]:
     from reflex_runtime.sim.replay import recorded_report, replay_measured, replay_schedule, side_by_side
     from reflex_runtime.sim.report import columns
 
-    cost = _milliseconds("--max-batch-cost-ms", args.max_batch_cost_ms, 10, 10_000)
-    hold = _milliseconds("--batch-timeout-ms", args.batch_timeout_ms, 0, 1000)
-    size = None if args.max_batch_size is None else whole("--max-batch-size", args.max_batch_size, 1, 4096)
+    cost, hold, size = args.max_batch_cost_ms, args.batch_timeout_ms, args.max_batch_size
     recording = read_journal(args.file, images=False)
     again = replay_measured(recording)
     reports = {"recorded": recorded_report(recording), "replayed": replay_schedule(recording)}
-    if cost is not None or hold is not None or size is not None:
-        words = (f"{args.max_batch_cost_ms} ms", f"{args.batch_timeout_ms} ms hold", f"size {size}")
-        name = ", ".join(w for w, value in zip(words, (cost, hold, size), strict=True) if value is not None)
-        reports[name] = replay_schedule(recording, Changes(cost, hold, size))
+    told = [] if cost is None else [f"{cost * 1e3:g} ms"]
+    told += [] if hold is None else [f"{hold * 1e3:g} ms hold"]
+    told += [] if size is None else [f"size {size}"]
+    if told:
+        reports[", ".join(told)] = replay_schedule(recording, Changes(cost, hold, size))
     print(f"{args.file}: {len(recording.requests)} requests{_unfinished(recording)}")
     rows = side_by_side(reports)
     print(columns(rows[0], rows[1:]))
@@ -274,23 +262,19 @@ def _unfinished(recording: Journal) -> str:
     return ", no footer: the recorder was stopped" + (" and its last line is cut off" if recording.torn else "")
 
 
-def _one_of(flag: str, text: str, choices: Sequence[str], every: bool = True) -> Any:
-    if text not in choices:
-        raise ConfigError(f"{flag}={text}: {one_of(text, [*choices, 'all'] if every else choices)}")
-    return text
+def _milliseconds(flag: str, low: float, high: float) -> Callable[[str], float]:
+    """What reads the option as seconds."""
 
+    def seconds(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = low - 1.0
+        if not low <= value <= high:
+            raise ConfigError(f"{flag}={one_line(text)}: must be a number in [{low:g}, {high:g}] ms")
+        return value / 1e3
 
-def _milliseconds(flag: str, text: str | None, low: float, high: float) -> float | None:
-    """Seconds, None when the flag was not given."""
-    if text is None:
-        return None
-    try:
-        value = float(text)
-    except ValueError:
-        value = low - 1.0
-    if not low <= value <= high:
-        raise ConfigError(f"{flag}={text}: must be a number in [{low:g}, {high:g}] ms")
-    return value / 1e3
+    return seconds
 
 
 def _plain(value: Any) -> Any:
@@ -323,21 +307,15 @@ exit codes: 0 fine, 1 a file cannot be read (file and line are named), 2 bad arg
 
 
 def add_report(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = subparsers.add_parser(
-        "report",
-        description=_REPORT_DESCRIPTION,
-        epilog=_REPORT_EPILOG,
-    )
+    parser = subparsers.add_parser("report", description=_REPORT_DESCRIPTION, epilog=_REPORT_EPILOG)
     add = parser.add_argument
     add("paths", type=Path, nargs="+", metavar="FILE|DIR", help="journals, or directories of them")
     add("--policy", metavar="NAME", help="the policy to report, where several were served (docs/several-policies.md)")
-    add("--format", default="text", metavar="text|json", help="form of the output (default text)")
+    add("--format", default="text", choices=("text", "json"), help="text (default), or JSON")
     add(
-        "--margin",
-        default="5",
-        metavar="POINTS",
+        "--margin", type=float, default=5.0, metavar="POINTS",
         help="b counts as not worse if its success is at most this much lower, in (0, 100) percentage points",
-    )
+    )  # fmt: skip
     parser.set_defaults(run=report)
 
 
@@ -345,14 +323,8 @@ def report(args: argparse.Namespace) -> int:
     """Report; returns the exit code."""
     from reflex_runtime.robots.analysis.report import report
 
-    if args.format not in ("text", "json"):
-        raise ConfigError(f"--format={args.format}: {one_of(args.format, ('text', 'json'))}")
-    try:
-        margin = float(args.margin)
-    except ValueError:
-        margin = 0.0
-    if not 0.0 < margin < 100.0:
-        raise ConfigError(f"--margin={args.margin}: must be a number in (0, 100), of percentage points")
-    found = report(args.paths, margin=margin / 100.0, policy=args.policy)
+    if not 0.0 < args.margin < 100.0:
+        raise ConfigError(f"--margin={args.margin:g}: must be a number in (0, 100), of percentage points")
+    found = report(args.paths, margin=args.margin / 100.0, policy=args.policy)
     print(json.dumps(found.as_dict(), indent=1) if args.format == "json" else found.text())
     return 0

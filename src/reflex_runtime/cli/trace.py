@@ -29,8 +29,8 @@ from reflex_runtime.cli.trace_tables import (
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.observe.journal import BatchLine
 from reflex_runtime.observe.journal_reader import Journal, read_journal
-from reflex_runtime.observe.journal_view import UNITS, Units, is_tokens, plain
-from reflex_runtime.settings.declare import add_options, flag, one_line, one_of, whole
+from reflex_runtime.observe.journal_view import UNITS, is_tokens, plain
+from reflex_runtime.settings.declare import add_options, flag, one_line, whole
 
 if TYPE_CHECKING:
     from reflex_runtime.llm.engine.sequence import RequestOutput
@@ -69,31 +69,22 @@ exit codes: 0 fine, 1 the file cannot be read (file and line are named), 2 bad a
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = subparsers.add_parser(
-        "trace",
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
-    )
+    parser = subparsers.add_parser("trace", description=_DESCRIPTION, epilog=_EPILOG)
     add = parser.add_argument
     add("file", type=Path, metavar="FILE", nargs="?", help="the journal, .jsonl or .jsonl.gz")
     add(
-        "-o",
-        "--out",
-        type=Path,
-        metavar="PREFIX",
+        "-o", "--out", type=Path, metavar="PREFIX",
         help="write PREFIX.svg and PREFIX.png, and PREFIX.jsonl with --prompts (default: FILE without its suffix; with "
         "--prompts nothing is written)",
-    )
-    add("--last", metavar="N", help="only the last N batches, N >= 1")
-    add("--from", dest="first", metavar="ID", help="only batches from this id on")
-    add("--to", dest="final", metavar="ID", help="only batches up to this id")
+    )  # fmt: skip
+    add("--last", type=lambda n: whole("--last", n, 1), metavar="N", help="only the last N batches, N >= 1")
+    add("--from", type=lambda n: whole("--from", n, 0), dest="first", metavar="ID", help="only batches from this id on")
+    add("--to", type=lambda n: whole("--to", n, 0), dest="final", metavar="ID", help="only batches up to this id")
     add("--group", metavar="SLOT", help="only batches of this group (a slot or a workload)")
     add(
-        "--units",
-        default="grants",
-        metavar="|".join(UNITS),
+        "--units", default="grants", choices=UNITS, metavar="|".join(UNITS),
         help="height of the bars: units granted (default), estimated milliseconds, or requests",
-    )
+    )  # fmt: skip
     add("--no-picture", action="store_true", help="the table only")
     add("--no-color", action="store_true", help="no colours in the table")
     prompts: Any = parser.add_argument_group("prompts, run here and now on the engine of reflex serve")
@@ -137,9 +128,7 @@ def _show(
     console: Console, args: argparse.Namespace, file: Path, outputs: Mapping[str, RequestOutput] | None = None
 ) -> int:
     """Print and draw a trace. outputs: the results of its prompts, if they were run now."""
-    units = _units(args.units)
-    limits = (("--last", args.last, 1), ("--from", args.first, 0), ("--to", args.final, 0))
-    last, first, final = (None if text is None else whole(name, text, low) for name, text, low in limits)
+    last, first, final = args.last, args.first, args.final
     if first is not None and final is not None and first > final:
         raise ConfigError(f"--to={final}: must be >= --from, which is {first}")
     trace = read_journal(file, images=False)
@@ -151,7 +140,7 @@ def _show(
     if drawn and not missing:
         from reflex_runtime.observe.picture import write_pictures
 
-        pictures = write_pictures(trace, batches, args.out or _prefix(file), units)
+        pictures = write_pictures(trace, batches, args.out or _prefix(file), args.units)
     _tell(console, trace, batches, last is not None or first is not None, str(file) if kept else "prompts")
     texts = text_lines(trace, outputs, console.width) if outputs else []
     if len(texts) > ROWS:
@@ -181,13 +170,6 @@ def _select(
         ids = [b.id for b in batches]
         raise ConfigError(f"{flag}={value}: leaves no batch; ids here are in [{min(ids)}, {max(ids)}]")
     return found if last is None else found[-last:]
-
-
-def _units(text: str) -> Units:
-    for units in UNITS:
-        if text == units:
-            return units
-    raise ConfigError(f"--units={text}: {one_of(text, UNITS)}")
 
 
 def _prefix(file: Path) -> Path:

@@ -9,10 +9,14 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
-from functools import cache
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import chain
+from operator import attrgetter
 from pathlib import Path
+from statistics import fmean
 from typing import Any, Final, Protocol
 
 import msgspec
@@ -133,30 +137,34 @@ class LiveSnapshot(msgspec.Struct):
     server: Mapping[str, Any]
 
 
+_rate = partial(Rate, RATE_S)
+_window: Callable[[], deque[float]] = partial(deque, maxlen=WINDOW)
+
+
+@dataclass(slots=True)
 class _ClientFigures:
-    __slots__ = ("answers", "at", "group", "latencies", "lost", "rate", "why", "wire")
+    group: str
+    wire: str = ""
+    why: str = ""
+    answers: int = 0
+    lost: int = 0
+    at: float = 0.0
+    rate: Rate = field(default_factory=_rate)
+    latencies: deque[float] = field(default_factory=partial(deque, maxlen=OWN))
 
-    def __init__(self, group: str) -> None:
-        self.group, self.wire, self.why = group, "", ""
-        self.answers = self.lost = 0
-        self.at = 0.0
-        self.rate = Rate(RATE_S)
-        self.latencies: deque[float] = deque(maxlen=OWN)
 
-
+@dataclass(slots=True)
 class _GroupFigures:
-    __slots__ = ("batches", "busy", "firsts", "gaps", "latencies", "outcomes", "rate", "ratios", "requests", "tokens")
-
-    def __init__(self) -> None:
-        self.busy = 0.0
-        self.batches = self.requests = 0
-        self.ratios: list[float] = []
-        self.rate = Rate(RATE_S)
-        self.tokens = Rate(RATE_S)
-        self.latencies: deque[float] = deque(maxlen=WINDOW)
-        self.firsts: deque[float] = deque(maxlen=WINDOW)
-        self.gaps: deque[float] = deque(maxlen=WINDOW)
-        self.outcomes: dict[str, int] = {}
+    busy: float = 0.0
+    batches: int = 0
+    requests: int = 0
+    ratios: list[float] = field(default_factory=list)
+    rate: Rate = field(default_factory=_rate)
+    tokens: Rate = field(default_factory=_rate)
+    latencies: deque[float] = field(default_factory=_window)
+    firsts: deque[float] = field(default_factory=_window)
+    gaps: deque[float] = field(default_factory=_window)
+    outcomes: Counter[str] = field(default_factory=Counter)
 
 
 class Live:
@@ -239,7 +247,7 @@ class Live:
         client.answers += 1
         client.at = now
         group.requests += 1
-        group.outcomes["ok"] = group.outcomes.get("ok", 0) + 1
+        group.outcomes["ok"] += 1
 
     def _part(self, now: float, ticket: Ticket) -> None:
         """A part of an answer: a token."""
@@ -256,8 +264,7 @@ class Live:
         found.lost += 1
         found.why = getattr(error, "code", "failed")
         found.at = found.at or now
-        kind = getattr(error, "outcome", "failed")
-        figures.outcomes[kind] = figures.outcomes.get(kind, 0) + 1
+        figures.outcomes[getattr(error, "outcome", "failed")] += 1
 
     def _finished(self, event: BatchFinished) -> None:
         batch, elapsed = event.batch, event.elapsed
@@ -301,28 +308,26 @@ def _told(batch: Batch, queued: int) -> LiveBatch:
 
 
 def _group(name: str, found: _GroupFigures, passed: float, now: float) -> LiveGroup:
-    ratios, ranked = found.ratios, sorted(found.latencies)
-    p50, p95, p99 = (percentile(ranked, share) for share in (0.5, 0.95, 0.99)) if ranked else (None, None, None)
-    parts = [_two(found.firsts), _two(found.gaps)]
+    error = fmean(found.ratios) if found.ratios else None
+    p50, p95, p99 = _percentiles(found.latencies, 0.5, 0.95, 0.99)
+    parts = [*_percentiles(found.firsts, 0.5, 0.99), *_percentiles(found.gaps, 0.5, 0.99)]
     told = LiveGroup(
-        name, found.busy / passed, found.batches, found.requests, found.rate.value(now), p50, p95, p99,
-        sum(ratios) / len(ratios) if ratios else None, dict(found.outcomes), found.tokens.value(now),
-        *parts[0], *parts[1],
+        name, found.busy / passed, found.batches, found.requests, found.rate.value(now), p50, p95, p99, error,
+        dict(found.outcomes), found.tokens.value(now), *parts,
     )  # fmt: skip
     found.busy, found.batches = 0.0, 0
-    ratios.clear()
+    found.ratios.clear()
     return told
 
 
-def _two(values: Iterable[float]) -> tuple[float | None, float | None]:
-    """p50 and p99."""
+def _percentiles(values: Iterable[float], *shares: float) -> list[Any]:
+    """None for each where there are no values."""
     ranked = sorted(values)
-    return (percentile(ranked, 0.5), percentile(ranked, 0.99)) if ranked else (None, None)
+    return [percentile(ranked, share) if ranked else None for share in shares]
 
 
 def _client(name: Hashable, found: _ClientFigures, now: float) -> LiveClient:
-    ranked = sorted(found.latencies)
-    p95 = percentile(ranked, 0.95) if ranked else None
+    (p95,) = _percentiles(found.latencies, 0.95)
     age, rate = now - found.at, found.rate.value(now)
     return LiveClient(_name(name), found.group, found.wire, rate, age, found.answers, p95, found.lost, found.why)
 
@@ -386,14 +391,9 @@ def memory_of(pid: int | None) -> int | None:
     if pid is None:
         return None
     try:
-        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * _page()
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except (OSError, ValueError, IndexError):
         return None
-
-
-@cache
-def _page() -> int:
-    return os.sysconf("SC_PAGE_SIZE")
 
 
 class OnDemandLive:
@@ -502,41 +502,32 @@ def _merged_clients(found: Iterable[LiveClient]) -> list[LiveClient]:
     by_name: dict[str, LiveClient] = {}
     for client in found:
         before = by_name.get(client.name)
-        by_name[client.name] = client if before is None else _merged_client(*sorted((before, client), key=_age))
-    return sorted(by_name.values(), key=_age)
+        by_name[client.name] = client if before is None else _merged_client(*sorted((before, client), key=_AGE))
+    return sorted(by_name.values(), key=_AGE)
 
 
-def _age(client: LiveClient) -> float:
-    return client.age
+_AGE = attrgetter("age")
 
 
 def _merged_client(newer: LiveClient, older: LiveClient) -> LiveClient:
     known = [client.p95 for client in (newer, older) if client.p95 is not None]
-    return msgspec.structs.replace(
-        newer,
-        rate=newer.rate + older.rate,
-        answers=newer.answers + older.answers,
-        p95=max(known, default=None),
-        lost=newer.lost + older.lost,
-        why=newer.why or older.why,
-    )
+    summed = {name: getattr(newer, name) + getattr(older, name) for name in ("rate", "answers", "lost")}
+    return msgspec.structs.replace(newer, **summed, p95=max(known, default=None), why=newer.why or older.why)
 
 
 def _merged_groups(several: list[list[LiveGroup]]) -> list[LiveGroup]:
     found: dict[str, list[LiveGroup]] = {}
-    for groups in several:
-        for group in groups:
-            found.setdefault(group.name, []).append(group)
+    for group in chain.from_iterable(several):
+        found.setdefault(group.name, []).append(group)
     return [_merged_group(groups, len(several)) for groups in found.values()]
 
 
 def _merged_group(groups: list[LiveGroup], replicas: int) -> LiveGroup:
     """One group of several replicas. Rates and counts are added, busy is the mean over the devices, p50 the mean of the
     replicas' by their answers, and p95 and p99 those of the slowest replica."""
-    outcomes: dict[str, int] = {}
+    outcomes: Counter[str] = Counter()
     for group in groups:
-        for kind, count in group.outcomes.items():
-            outcomes[kind] = outcomes.get(kind, 0) + count
+        outcomes.update(group.outcomes)
 
     def worst(name: str) -> float | None:
         return max((value for group in groups if (value := getattr(group, name)) is not None), default=None)
@@ -549,6 +540,6 @@ def _merged_group(groups: list[LiveGroup], replicas: int) -> LiveGroup:
     return LiveGroup(
         groups[0].name, sum(g.busy for g in groups) / replicas, sum(g.batches for g in groups),
         sum(g.requests for g in groups), sum(g.rate for g in groups), mean("p50", "requests"), worst("p95"),
-        worst("p99"), mean("error", "batches"), outcomes, sum(g.tokens for g in groups), mean("first_p50", "requests"),
-        worst("first_p99"), mean("gap_p50", "requests"), worst("gap_p99"),
+        worst("p99"), mean("error", "batches"), dict(outcomes), sum(g.tokens for g in groups),
+        mean("first_p50", "requests"), worst("first_p99"), mean("gap_p50", "requests"), worst("gap_p99"),
     )  # fmt: skip

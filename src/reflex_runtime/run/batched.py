@@ -35,7 +35,7 @@ from functools import partial
 from math import inf
 from queue import SimpleQueue
 from random import random
-from typing import Any, Final, Generic, Protocol, Self, TypeVar, overload
+from typing import Any, Final, Generic, NamedTuple, Protocol, Self, TypeVar, overload
 
 from reflex_runtime.core.batch import Batch, Done, Outcome
 from reflex_runtime.core.errors import Cancelled, ConfigError, ProcessorHung, Rejected, WaitTimeout
@@ -148,22 +148,24 @@ Result = TypeVar("Result")
 _inside: ContextVar[Batch | None] = ContextVar("_inside", default=None)  # the batch that this task runs, or ran
 
 
+class _Rules(NamedTuple):
+    """What `batched` was told."""
+
+    group: GroupConfig
+    repeatable: bool
+    watchdog: float
+
+
 class BatchedCoroutine(Handle, Generic[Item, Result]):
     """A coroutine function over a list that is awaited with single items; `batched` makes it.
 
     `Handle` lists the errors of its calls. Callers, sinks and `close` are those of the running loop.
     """
 
-    def __init__(
-        self,
-        function: Callable[[list[Item]], Awaitable[Sequence[Result]]],
-        config: GroupConfig,
-        repeatable: bool,
-        watchdog: float,
-    ) -> None:
+    def __init__(self, function: Callable[[list[Item]], Awaitable[Sequence[Result]]], rules: _Rules) -> None:
         super().__init__(function)
-        self._group = config.name
-        self._make = partial(_Calls, function, config, repeatable, watchdog)
+        self._group = rules.group.name
+        self._make = partial(_Calls, function, rules)
         self._calls: dict[asyncio.AbstractEventLoop, _Calls] = {}
 
     async def __call__(
@@ -209,16 +211,10 @@ class BatchedCoroutine(Handle, Generic[Item, Result]):
 class _Calls:
     """The calls of one function in one loop. running: the batch that it is awaited for, if there is one."""
 
-    def __init__(
-        self,
-        function: Callable[[list[Any]], Awaitable[Sequence[Any]]],
-        config: GroupConfig,
-        repeatable: bool,
-        watchdog: float,
-    ) -> None:
-        self._function, self._repeatable, self._watchdog = function, repeatable, watchdog
+    def __init__(self, function: Callable[[list[Any]], Awaitable[Sequence[Any]]], rules: _Rules) -> None:
+        self._function, self._rules = function, rules
         self.running: Batch | None = None
-        self.dispatcher = Dispatcher([config], self._run, max_batches=1)
+        self.dispatcher = Dispatcher([rules.group], self._run, max_batches=1)
         self.dispatcher.start()
         self.clients = TaskClients()
 
@@ -226,12 +222,12 @@ class _Calls:
         self.running = batch
         _inside.set(batch)
         try:
-            async with asyncio.timeout(self._watchdog or None) as limit:
+            async with asyncio.timeout(self._rules.watchdog or None) as limit:
                 results = await self._function(payloads_of(batch))
             return outcomes_of(checked_results(self._function, results), batch)
         except Exception as error:
-            hung = ProcessorHung(f"the function did not come back within {self._watchdog:g} s")
-            return failure_of(hung if limit.expired() else error, batch, self._repeatable)
+            hung = ProcessorHung(f"the function did not come back within {self._rules.watchdog:g} s")
+            return failure_of(hung if limit.expired() else error, batch, self._rules.repeatable)
         finally:
             self.running = None
 
@@ -245,15 +241,9 @@ _LATE = 0.001  # seconds; a loop's timer may fire this early, when nothing has e
 class BatchedFunction(Handle, Generic[Item, Result]):
     """A function over a list that is called with single items; `batched` makes it. `Handle` lists its errors."""
 
-    def __init__(
-        self,
-        function: Callable[[list[Item]], Sequence[Result]],
-        config: GroupConfig,
-        repeatable: bool,
-        watchdog: float,
-    ) -> None:
+    def __init__(self, function: Callable[[list[Item]], Sequence[Result]], rules: _Rules) -> None:
         super().__init__(function)
-        self._driver = _Driver(function, config, repeatable, watchdog, self._name)
+        self._driver = _Driver(function, rules, self._name)
 
     def __call__(
         self,
@@ -341,15 +331,13 @@ class BatchedFunction(Handle, Generic[Item, Result]):
 class _Driver:
     """The thread of one batched function and its callers; it starts with the first item."""
 
-    def __init__(
-        self, function: Callable[[list[Any]], Any], config: GroupConfig, repeatable: bool, watchdog: float, name: str
-    ) -> None:
-        processors = {config.name: FunctionProcessor(function, repeatable)}
-        self.group = config.name
-        self.watchdog = watchdog or inf
+    def __init__(self, function: Callable[[list[Any]], Any], rules: _Rules, name: str) -> None:
+        self.group = rules.group.name
+        processors = {self.group: FunctionProcessor(function, rules.repeatable)}
+        self.watchdog = rules.watchdog or inf
         self.audience = Audience()
         self.delivery = Delivery(lambda: self.device.take_events(), self.audience)
-        scheduler = Scheduler([config])
+        scheduler = Scheduler([rules.group])
         scheduler.unheard = self.audience.unheard
         self.device = Device(scheduler, processors, self.deliver, name=name)
         self._inboxes: dict[asyncio.AbstractEventLoop, _Inbox] = {}
@@ -436,7 +424,9 @@ class _Inbox:
     def _wake(self) -> None:
         self._wake_due = False
         self._driver.device.wake()
-        self._watch()
+        if not self._watching and self._driver.watchdog < inf:  # for deadlines and hangs, as long as callers wait
+            self._watching = True
+            self._loop.call_later(self._driver.watchdog, self._look)
 
     def put(self, future: asyncio.Future[Any], ticket: Ticket) -> None:
         """Keep an answer for the loop until `call`; on any thread."""
@@ -456,12 +446,6 @@ class _Inbox:
         self._called = False  # first, so that later answers call again
         while self._come:
             resolve(self._come.popleft())
-
-    def _watch(self) -> None:
-        """Watch the running call for deadlines and hangs, as long as callers wait."""
-        if not self._watching and self._driver.watchdog < inf:
-            self._watching = True
-            self._loop.call_later(self._driver.watchdog, self._look)
 
     def _look(self) -> None:
         driver = self._driver
@@ -629,11 +613,8 @@ def batched(
         return batched()(max_batch_size)
     if not 0.0 <= watchdog < inf:
         raise ConfigError(f"@batched: watchdog={watchdog!r}: must be finite and >= 0 seconds")
-    config = GroupConfig(
-        name="batched",
-        flush=FlushPolicy(max_batch_size=max_batch_size, returns=max_latency, shed=True),
-        capacity=capacity,
-    )
+    flush = FlushPolicy(max_batch_size=max_batch_size, returns=max_latency, shed=True)
+    rules = _Rules(GroupConfig(name="batched", flush=flush, capacity=capacity), repeatable, watchdog)
 
     def decorate(function: Any) -> Any:
         if isinstance(function, staticmethod):
@@ -641,7 +622,7 @@ def batched(
         kind = BatchedCoroutine if is_async(function) else BatchedFunction
 
         def make(of_list: Callable[[list[Any]], Any]) -> Any:
-            return kind(of_list, config, repeatable, watchdog)
+            return kind(of_list, rules)
 
         if not is_method(function):
             check_function(function)

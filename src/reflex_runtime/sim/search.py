@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import inf
-from typing import Final, Literal, NamedTuple, get_args
+from typing import Final, Literal, NamedTuple
 
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.core.statistics import percentile
@@ -21,7 +21,6 @@ from reflex_runtime.sim.report import Report
 from reflex_runtime.sim.run import Run, simulate
 
 Aim = Literal["p50", "p95", "p99", "throughput", "on-time"]
-AIMS: Final[tuple[Aim, ...]] = get_args(Aim)
 
 BUDGETS: Final = tuple(ms / 1e3 for ms in (10, 20, 30, 50, 75, 100, 150, 200, 300, 500, 1000, 2000))
 HOLDS: Final = (0.0, 0.002, 0.005, 0.010, 0.030, inf)

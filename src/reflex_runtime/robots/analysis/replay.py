@@ -28,7 +28,6 @@ from reflex_runtime.robots.policy.decomposed import DecomposedPolicy
 from reflex_runtime.robots.policy.observation import ActionChunk, Glimpse, Observation, ObservationHistory
 from reflex_runtime.robots.policy.rtc import ChunkTails, Rtc
 from reflex_runtime.run.processor import Processor, advance, run_batch, run_through
-from reflex_runtime.settings.declare import one_of
 from reflex_runtime.web.errors import InvalidRequest
 
 COSINE = 0.999  # at least, of recorded and replayed actions
@@ -64,8 +63,6 @@ def replay_model(
     ConfigError when the model sees images and the recording has none, naming `--record-images full`; a request the
     model will not take is an item with an error.
     """
-    if compose not in get_args(Compose):
-        raise ConfigError(f"--compose={compose}: {one_of(compose, get_args(Compose))}")
     if not recording.header.payloads:
         raise ConfigError(
             f"{recording.path}: holds no payloads, as --trace writes it, and only what was recorded with --record DIR "
