@@ -7,6 +7,9 @@ import json
 import logging
 import os
 import sys
+import threading
+
+import pytest
 
 from reflex_runtime.observe.logs import WAITING, JsonLog, LogStream, TextLog, escaped
 from serving.harness import PATIENCE
@@ -51,6 +54,45 @@ def test_x6_a_thread_of_the_log_lives_only_while_its_reader_is_slow() -> None:
         os.close(reading)
         print("two", file=stream)  # nobody will ever read it: no error
         stream.finish(PATIENCE)
+
+
+def test_x6_a_log_that_gets_no_thread_goes_on_once_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    reading, writing = full_pipe()
+
+    def refused(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with os.fdopen(writing, "w") as file:
+        stream = LogStream(file)
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", refused)
+            print("one", file=stream)
+        print("two", file=stream)
+        assert [os.read(reading, 4096) for _ in range(3)] == [b"." * 4096, b"one\n", b"two\n"]
+    os.close(reading)
+
+
+def test_x6_a_log_waits_for_its_own_reader_whatever_becomes_of_the_descriptor() -> None:
+    """Libraries let standard error be /dev/null while they are noisy: a thread that asked that for room would spin."""
+    reading, writing = full_pipe()
+    with os.fdopen(writing, "w") as file:
+        stream = LogStream(file)
+        with open(os.devnull, "w") as nothing:
+            os.dup2(nothing.fileno(), writing)
+        tries, write_some = [], stream._write_some
+
+        def counted(lines: bytes) -> int:
+            tries.append(lines)
+            return write_some(lines)
+
+        stream._write_some = counted
+        print("one", file=stream)
+        assert not stream._written.wait(0.5)
+        assert tries == [b"one\n"]
+        assert os.read(reading, 4096) == b"." * 4096
+        stream.finish(PATIENCE)
+        assert os.read(reading, 100) == b"one\n"
+    os.close(reading)
 
 
 def test_x6_no_text_of_others_begins_a_line_or_commands_a_terminal() -> None:

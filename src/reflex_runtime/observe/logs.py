@@ -17,6 +17,7 @@ import socket
 import stat
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from datetime import UTC, datetime
@@ -69,9 +70,10 @@ def leave(status: int) -> NoReturn:
 
 def finish() -> None:
     """Write what waits for a slow reader of the log, for a second at most."""
+    until = time.monotonic() + LAST_WORDS_S
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, LogStream):
-            stream.finish()
+            stream.finish(max(0.0, until - time.monotonic()))
         elif stream is not None:
             with contextlib.suppress(OSError, ValueError):
                 stream.flush()
@@ -107,7 +109,7 @@ class LogStream(io.TextIOBase):
         self._stream = stream
         self._fd = stream.fileno()
         self.formatter: logging.Formatter = TextLog(PLAIN)  # of the line that tells of lines dropped
-        self._write_some = _non_blocking(self._fd)
+        self._to, self._write_some = _non_blocking(self._fd)
         self._begin()
         os.register_at_fork(after_in_child=self._begin)
 
@@ -150,7 +152,7 @@ class LogStream(io.TextIOBase):
                 text, self._line = self._line, ""
                 self._put(text.encode(self.encoding, "backslashreplace"))
 
-    def finish(self, limit: float = LAST_WORDS_S) -> None:
+    def finish(self, limit: float) -> None:
         """Wait until everything is written, `limit` seconds at most."""
         self.flush()
         self._written.wait(limit)
@@ -167,11 +169,14 @@ class LogStream(io.TextIOBase):
         self._size += len(lines)
         if self._written.is_set():
             self._written.clear()
-            threading.Thread(target=self._drain, name="reflex-log", daemon=True).start()
+            try:
+                threading.Thread(target=self._drain, name="reflex-log", daemon=True).start()
+            except RuntimeError:  # there are as many threads as there may be, or the interpreter ends
+                self._written.set()  # the next line tries again
 
     def _drain(self) -> None:
         room = select.poll()
-        room.register(self._fd, select.POLLOUT)
+        room.register(self._to, select.POLLOUT)
         while True:
             room.poll()
             with self._lock:
@@ -192,20 +197,22 @@ class LogStream(io.TextIOBase):
                     return
 
 
-def _non_blocking(fd: int) -> Callable[[bytes], int]:
-    """A function that writes what the kernel takes without waiting, and returns how many bytes that were.
+def _non_blocking(fd: int) -> tuple[int, Callable[[bytes], int]]:
+    """A descriptor, and a function that writes what the kernel takes without waiting, and returns how many bytes that
+    were.
 
-    The flag O_NONBLOCK of `fd` itself is shared with whoever else has it, such as the shell, so it stays as it is.
+    The flag O_NONBLOCK of `fd` itself is shared with whoever else has it, such as the shell, so it stays as it is. What
+    libraries do to `fd`, such as close it or let it be /dev/null for a while, is nothing to the descriptor here.
     """
     kind = os.fstat(fd).st_mode
     if stat.S_ISSOCK(kind):  # as systemd's journal gives it
         other = socket.socket(fileno=os.dup(fd))
-        return lambda lines: _taken(lambda: other.send(lines, socket.MSG_DONTWAIT), lines)
+        return other.fileno(), lambda lines: _taken(lambda: other.send(lines, socket.MSG_DONTWAIT), lines)
     if stat.S_ISFIFO(kind) or os.isatty(fd):
         with contextlib.suppress(OSError):  # no /proc, or the terminal is another user's
             own = os.open(f"/proc/self/fd/{fd}", os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY)
-            return lambda lines: _taken(lambda: os.write(own, lines), lines)
-    return lambda lines: _taken(lambda: os.write(fd, lines), lines)
+            return own, lambda lines: _taken(lambda: os.write(own, lines), lines)
+    return fd, lambda lines: _taken(lambda: os.write(fd, lines), lines)
 
 
 def _taken(write: Callable[[], int], lines: bytes) -> int:
