@@ -53,6 +53,7 @@ def test_a_table_whose_tensors_cover_the_bytes_is_read_in_any_order(tmp_path: Pa
         (f'{{"a": {json.dumps(tensor(0, 8))}, "a": {json.dumps(tensor(8, 16))}}}', 16, "tensor a: leaves bytes"),
         ({"a": tensor(0, 8, "F64", shape=[2])}, 8, "tensor a: 8 bytes do not fit F64 of shape"),
         ({"a": tensor(0, 8, "U8", shape=[2**62, 4])}, 8, "tensor a: 8 bytes do not fit U8"),
+        ({"a": tensor(0, 8, "U8", shape=[1] * 65)}, 8, "tensor a: expected dtype, shape and data_offsets"),
         ({"a": tensor(-8, 0)}, 8, "tensor a: expected dtype, shape and data_offsets"),
         ({"a": tensor(0, 10**15)}, 8, "tensor a: ends at byte 1000000000000000"),
         ("[" * 100_000, 8, "its header is not JSON"),

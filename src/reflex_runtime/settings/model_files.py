@@ -23,6 +23,7 @@ from reflex_runtime.settings.read import shorten
 
 MOST_TEXT: Final = 64 << 20  # bytes of a JSON file or template; the largest tokenizers have about half of it
 MOST_FILES: Final = 100_000  # of a model's directory, with those below it
+_MOST_AXES: Final = 64  # of a tensor; NumPy has no more, and a product of millions of lengths takes minutes
 _MAX_HEADER: Final = 100_000_000  # bytes; the format's own bound
 _AGAIN: Final = "copy it again (git lfs pull, where it was cloned)"
 LFS: Final = b"version https://git-lfs."
@@ -139,7 +140,8 @@ def _entry(file: Path, name: str, entry: Any, begin: int, end: int) -> StoredTen
     """begin, end: of the file's data."""
     try:
         dtype, shape, (start, stop) = str(entry["dtype"]), tuple(entry["shape"]), entry["data_offsets"]
-        sound = all(type(n) is int and n >= 0 for n in (*shape, start, stop)) and start <= stop
+        sound = len(shape) <= _MOST_AXES and all(type(n) is int and n >= 0 for n in (*shape, start, stop))
+        sound = sound and start <= stop
     except (KeyError, TypeError, ValueError):
         sound = False
     where = f"{file}: tensor {shorten(name)}"
