@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import struct
 import subprocess
 import sys
 import zlib
@@ -337,3 +338,22 @@ def test_p29_a_broken_exif_turns_nothing() -> None:
     assert np.array_equal(decode_image(data[:end] + chunk + data[end:]), pixels)
     with pytest.raises(InvalidRequest, match="not a readable PNG or JPEG"):  # of the picture itself
         decode_image(data[:33] + chunk + data[33 : end - 60])
+
+
+def test_h4_what_a_png_has_beside_its_pixels_costs_no_more_than_they_do() -> None:
+    """A colour profile that inflates a thousandfold, and an EXIF of all the tags there are."""
+    plain = encoded(picture(0))
+    bomb = _with_part(plain, b"iCCP", b"profile\0\0" + zlib.compress(bytes(64 << 20)))
+    with pytest.raises(InvalidRequest, match="not a readable PNG"):
+        decode_image(bomb)
+    profile = _with_part(plain, b"iCCP", b"profile\0\0" + zlib.compress(bytes(1000)))
+    assert np.array_equal(decode_image(profile), picture(0))
+    turned = [(0x0112, 3, 1, 6), *((tag, 3, 1, 1) for tag in range(0x0113, 0x0113 + 6000))]
+    exif = b"II*\0" + struct.pack("<IH", 8, len(turned)) + b"".join(struct.pack("<HHII", *tag) for tag in turned)
+    assert np.array_equal(decode_image(_with_part(plain, b"eXIf", exif + bytes(4))), picture(0))
+
+
+def _with_part(png: bytes, kind: bytes, data: bytes) -> bytes:
+    """The PNG with a part more behind its header."""
+    part = struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+    return png[:33] + part + png[33:]

@@ -41,6 +41,7 @@ RGB_8 = b"\x08\x02\0\0\0"  # what its header has behind the size
 JPEG_START = b"\xff\xd8\xff"
 JPEG_SCAN = b"\xff\xda"  # stands in front of every scan, and never within one
 MAX_PARTS = 4096  # of a PNG or JPEG that are looked at for EXIF; encoders write some hundred of 8 kB at most
+MAX_EXIF = 1 << 16  # bytes; each has up to a twelfth of a tag, and Pillow reads all of them, 60,000 in a second
 ORIENTATION = 0x0112  # tag of EXIF; a value beyond 1 means that the picture is to be turned or mirrored
 
 
@@ -190,7 +191,7 @@ def decode_image(
     Only one picture is in memory at full size, in its file's mode: at most 4 bytes a pixel; two where it is turned.
     """
     try:
-        fast, exif = None, _has_exif(data)
+        fast, exif = None, _for_pillow(data)
         if not exif:
             fast = _png(data) if data.startswith(PNG_START) else _jpeg(data, field, size, resize)
         if fast is not None:
@@ -211,14 +212,18 @@ _TURNS: Final = {2: 0, 3: 3, 4: 1, 5: 5, 6: 4, 7: 6, 8: 2}  # by the orientation
 _SIDEWAYS: Final = {_TURNS[orientation] for orientation in (5, 6, 7, 8)}
 
 
-def _has_exif(data: bytes) -> bool:
-    """Whether a PNG or JPEG may have EXIF, by the outline of the file; True where that is unusual."""
+def _for_pillow(data: bytes) -> bool:
+    """Whether a PNG or JPEG may have EXIF, by the outline of the file; True where that is unusual.
+
+    So too for a colour profile in a PNG: kornia inflates it, 300 kB to 300 MB, and lets nothing else run meanwhile.
+    Pillow ends at 1 MB.
+    """
     if data.startswith(PNG_START):
         at = 8
         for _ in range(MAX_PARTS):
             kind = data[at + 4 : at + 8]
-            if kind in (b"IEND", b"eXIf", b""):
-                return kind == b"eXIf"
+            if kind in (b"IEND", b"eXIf", b"iCCP", b""):
+                return kind in (b"eXIf", b"iCCP")
             at += 12 + int.from_bytes(data[at : at + 4])
     elif data.startswith(JPEG_START):
         at = 2
@@ -232,10 +237,12 @@ def _has_exif(data: bytes) -> bool:
 
 
 def _turn(image: Any) -> int | None:
-    """How to turn an open picture so that it is seen as the camera was held; None for not at all. A broken EXIF turns
-    nothing."""
+    """How to turn an open picture so that it is seen as the camera was held; None for not at all. An EXIF that is
+    broken, or longer than a JPEG's can be, turns nothing."""
     if image.format == "PNG":
         image.load()  # it may have its EXIF at the end; below, an error of the picture would be taken for one of that
+    if len(image.info.get("exif", b"")) > MAX_EXIF:
+        return None
     try:
         return _TURNS.get(image.getexif().get(ORIENTATION))
     except Exception:  # as many classes as broken files
