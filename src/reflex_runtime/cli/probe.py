@@ -12,11 +12,11 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 from reflex_runtime.cli.console import console
 from reflex_runtime.cli.server_address import ServerAddress, add_key, key_of
-from reflex_runtime.client import Client
+from reflex_runtime.client import Client, ClientError
 from reflex_runtime.client.calls import ActFields
 from reflex_runtime.client.errors import BadAnswer, NotFound, ServerError, TimedOut, Unreachable
 from reflex_runtime.client.exchange import Reply, refused
@@ -24,10 +24,6 @@ from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.robots.wires import groot, openpi
 from reflex_runtime.settings.declare import one_line
 from reflex_runtime.web.access import is_loopback
-
-if TYPE_CHECKING:
-    from reflex_runtime.client import ClientError
-
 
 HTTP: Final = ("http", "https")
 GRPC: Final = ("grpc", "grpcs")
@@ -305,8 +301,6 @@ def probe(
     server: ServerAddress, key: str, timeout: float, name: str, seen: ServerLook, own: Mapping[str, Any] | None = None
 ) -> WireProbe:
     """Ask on one wire. own: what to send; by default what /config says, else the wire itself."""
-    from reflex_runtime.client import ClientError
-
     wire, found, began = WIRES[name], WireProbe(name), time.perf_counter()
 
     def pick(announced: Mapping[str, Any] = {}, said: Any = None) -> Mapping[str, Any]:

@@ -10,10 +10,10 @@ import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.feeds.detectors.detector_slot import DetectorSlot, version_of
+from reflex_runtime.feeds.detectors.detector_slot import DetectorSlot, SecondModel, version_of
 from reflex_runtime.feeds.detectors.onnx import FrameLimits, OnnxFrames
 from reflex_runtime.feeds.outputs import video_of, written
 from reflex_runtime.feeds.runtime.consumer import Sink
@@ -28,9 +28,6 @@ from reflex_runtime.settings import FeedsConfig
 from reflex_runtime.settings.declare import check_needs, flag, one_line
 from reflex_runtime.settings.model_files import check_kind
 from reflex_runtime.settings.read import environment, read
-
-if TYPE_CHECKING:
-    from reflex_runtime.feeds.detectors.detector_slot import SecondModel
 
 MOST: Final = 256  # feeds of a run whose file may name more of them later
 
@@ -126,8 +123,6 @@ def _checked(made: Any, flag: str) -> BatchProcessor:
 
 def second_model_asked(config: FeedsConfig, detector: BatchProcessor, frames: int) -> SecondModel:
     """The second model. frames: most that wait for the first one."""
-    from reflex_runtime.feeds.detectors.detector_slot import SecondModel
-
     size = config.then_batch_size
     batching = BatchConfig(
         max_batch_size=size,

@@ -84,7 +84,8 @@ def suggestion(text: str, kind: type[msgspec.Struct]) -> str:
 def _struct_at(kind: type[msgspec.Struct], names: Sequence[str]) -> type[msgspec.Struct] | None:
     """The kind of the object at a path of field names; None where the path leaves what is known."""
     for name in names:
-        inner = next((of for of in _parts(_hints(kind).get(name)) if _is_struct(of)), None)
+        types = (of for of in _parts(_hints(kind).get(name)) if isinstance(of, type))
+        inner = next((of for of in types if issubclass(of, msgspec.Struct)), None)
         if inner is None:
             return None
         kind = inner
@@ -107,10 +108,6 @@ def _choices(hint: Any) -> list[str]:
     """The texts of the `Literal` in a type."""
     found = next((part for part in _parts(hint) if get_origin(part) is Literal), None)
     return [str(value) for value in get_args(found)]
-
-
-def _is_struct(hint: Any) -> bool:
-    return isinstance(hint, type) and issubclass(hint, msgspec.Struct)
 
 
 def check_id(name: str, value: str) -> None:

@@ -455,9 +455,6 @@ def test_g13_the_page_and_the_series_say_which_process() -> None:
         assert families["reflex_generate_batcher_queue_wait_ms"]
         mix = families["reflex_generate_batcher_priority_mix"].samples
         assert sum(s.value for s in mix if s.labels.get("priority") == "default") == 3
-        assert fleet.workers is not None
-        stats = fleet.on_loop(fleet.workers.get_batch_stats)["generate"]
-        assert set(stats) == {"worker-0", "worker-1"}
 
 
 def test_g13_reflex_top_once_asks_the_running_server(capsys: pytest.CaptureFixture[str]) -> None:

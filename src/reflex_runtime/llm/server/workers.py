@@ -306,10 +306,6 @@ class Workers:
         ]
         return {"lines": lines}
 
-    def get_batch_stats(self) -> dict[str, Any]:
-        """`generate`: `GenerateBatcher.get_stats` of each process."""
-        return {"generate": {line.name: line.batcher.get_stats() for line in self.lines}}
-
     def _refresh(self) -> None:
         """Update the series in the registry."""
         for line in self.lines:

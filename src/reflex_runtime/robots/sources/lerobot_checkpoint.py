@@ -64,7 +64,6 @@ _IMAGE, _IMAGES, _STATE, _ENVIRONMENT = (
     "observation.image", "observation.images.", "observation.state", "observation.environment_state",
 )  # fmt: skip
 _EMPTY: Final = "empty_camera"  # features that stand for no camera: LeRobot fills them
-_HEADER_MOST: Final = 100 << 20  # bytes; the format's own limit
 
 
 _Features = Annotated[dict[str, Feature], Meta(description="an object {feature: {type, shape}}")]
