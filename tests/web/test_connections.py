@@ -156,6 +156,18 @@ def test_h10_max_connections_refuses_the_newest(tiny: Path) -> None:
         assert server.act().status == 200
 
 
+def test_h10_a_connection_that_was_one_too_many_is_served_once_another_has_left(tiny: Path) -> None:
+    with Server(tiny, "--max-connections", "1") as server:
+
+        def served_late() -> bool:
+            with server.connect() as held, server.connect() as late:
+                held.close()
+                late.sendall(HEALTH)
+                return late.recv(12) == b"HTTP/1.1 200"
+
+        server.wait_until(served_late)
+
+
 def test_l9_max_connections_refuses_the_newest_in_the_form_of_the_api() -> None:
     with Toy(max_connections=1) as toy, socket.create_connection(("127.0.0.1", toy.port), timeout=PATIENCE) as held:
         held.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")

@@ -194,7 +194,7 @@ class HttpConnection(_OfApp, HttpToolsProtocol):
         self.flow = _PipelineFlow(transport, self.pipeline)
         self.client = self.client or (UNIX, next(_UNIX))
         self.limits.shares.opened(self.client)
-        over = max(len(self.connections) - self.limits.most, self.limits.shares.over(self.client))
+        over = self._over()
         self._time.enter(IDLE if over <= 0 else REFUSED)
         if over > RESERVE // 2:  # they hold file descriptors, too
             self._refuse()
@@ -221,8 +221,15 @@ class HttpConnection(_OfApp, HttpToolsProtocol):
             self._cancel(CallerLeft("the caller left"))
             self.transport.close()
 
+    def _over(self) -> int:
+        """So many connections too many."""
+        return max(len(self.connections) - self.limits.most, self.limits.shares.over(self.client))
+
     def _refuse(self) -> None:
-        """There are too many connections."""
+        """There are too many connections, unless others have left meanwhile."""
+        if self._over() <= 0:
+            self._time.enter(IDLE)
+            return
         shares = self.limits.shares
         if shares.over(self.client) > 0:
             if _CROWDED.first():
