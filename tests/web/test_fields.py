@@ -65,5 +65,7 @@ def test_x9_a_value_from_outside_is_shown_in_a_few_parts_however_large_it_is() -
         shared = [shared, shared]
     for value in (list(range(10**6)), {"a": shared}, "x" * 10**6, memoryview(b"x" * 10**6), dict.fromkeys(range(99))):
         assert len(brief(value)) < 300
+    for large in (b"x" * 10**6, bytearray(10**6), memoryview(b"x" * 10**6)):
+        assert brief([large]) == f"[{bytes(large[:40])!r}]"
     assert brief("raw") == "'raw'"
     assert brief([1, 2]) == "[1, 2]"

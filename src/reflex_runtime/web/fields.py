@@ -19,7 +19,18 @@ LARGE_JSON: Final = 1 << 20  # bytes; `json` holds the interpreter for 5 ms in e
 MAX_ID_BYTES: Final = 256
 ID: Final = {"type": "string", "maxLength": MAX_ID_BYTES, "pattern": r"^[^\u0000-\u001f\u007f-\u009f]*$"}
 """JSON Schema of what `check_id` takes."""
-_BRIEF: Final = reprlib.Repr()  # at most 6 parts on each of 2 levels
+
+
+class _Brief(reprlib.Repr):
+    """At most 6 parts on each of 2 levels. It has no method for bytes, which it would write whole before it cuts."""
+
+    def repr_bytes(self, data: bytes | memoryview, level: int) -> str:
+        return repr(bytes(data[:40]))
+
+    repr_bytearray = repr_memoryview = repr_bytes
+
+
+_BRIEF: Final = _Brief()
 _BRIEF.maxlevel, _BRIEF.maxstring, _BRIEF.maxother = 2, 80, 80
 _PATH: Final = re.compile(r" - at `(?:key in )?\$\.?(.*?)`$")
 _UNKNOWN: Final = re.compile(r"(?:unknown|missing required) field `(.*)`")
@@ -151,4 +162,4 @@ def printable(text: str) -> str:
 
 def brief(value: object) -> str:
     """A value from outside for an error: a few parts of it, in a time that does not depend on its size."""
-    return _BRIEF.repr(bytes(value[:40]) if isinstance(value, (bytes, bytearray, memoryview)) else value)
+    return _BRIEF.repr(value)
