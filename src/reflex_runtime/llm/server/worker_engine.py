@@ -40,7 +40,7 @@ Make = Callable[[Path, LLMServeConfig], tuple[Runner, Tokenizer]]
 
 
 class WorkerEngine:
-    """The model of a runtime process: an `ipc.engine.Engine`."""
+    """The model of a runtime process: an `ipc.models.Engine`."""
 
     def __init__(self, model: LocalModel, registry: CollectorRegistry, spans: Spans | None = None) -> None:
         """spans: of its steps; closed with the engine."""
