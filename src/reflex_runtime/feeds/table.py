@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Final, Self
 
@@ -131,19 +132,16 @@ def line_of(feed: FeedSnapshot) -> str:
 def line_of_all(feeds: list[FeedSnapshot]) -> str:
     """The states of many feeds, in a line."""
     answered, rate = sum(f.processed for f in feeds), sum(f.fps for f in feeds)
-    counts: dict[str, int] = {}
+    counts: Counter[str] = Counter()
     for feed in feeds:
-        for reason, count in feed.drops.items():
-            counts[reason] = counts.get(reason, 0) + count
+        counts.update(feed.drops)
     corrupt = _undecoded(sum(feed.corrupt for feed in feeds))
     return f"{states(feeds)}; {answered} answered, {rate:.1f}/s{_dropped(_drops(counts))}{corrupt}"
 
 
 def states(feeds: list[FeedSnapshot]) -> str:
     """12 feeds: 10 running, 2 reconnecting."""
-    each: dict[str, int] = {}
-    for feed in feeds:
-        each[feed.state] = each.get(feed.state, 0) + 1
+    each = Counter(feed.state for feed in feeds)
     return f"{len(feeds)} feed{'s'[: len(feeds) != 1]}: " + ", ".join(f"{n} {name}" for name, n in each.items())
 
 

@@ -342,7 +342,7 @@ class RuntimeClient:
         heartbeat = Heartbeat(link.peer, self.config.heartbeat_s, self.config.hung_after_s, self._informed)
         self._heartbeat = heartbeat
         await asyncio.wait({link.peer.ended})
-        return heartbeat.hung
+        return heartbeat.pulse.over
 
     def _informed(self, info: Info) -> None:
         self.info = info

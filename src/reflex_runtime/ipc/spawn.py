@@ -208,15 +208,10 @@ class Heartbeat:
 
     def __init__(self, peer: Peer, every: float, limit: float, told: Callable[[Info], None]) -> None:
         self._peer, self._told, self._limit = peer, told, limit
-        self._pulse = Pulse(every, limit)
+        self.pulse = Pulse(every, limit)
         self._timer: asyncio.TimerHandle | None = None
         if every > 0:
             self._ask()
-
-    @property
-    def hung(self) -> bool:
-        """Whether it has ended the connection."""
-        return self._pulse.over
 
     def stop(self) -> None:
         """The connection has ended."""
@@ -230,10 +225,10 @@ class Heartbeat:
 
     def _wait(self, answer: asyncio.Future[RawAnswer]) -> None:
         loop = asyncio.get_running_loop()
-        self._timer = loop.call_later(self._pulse.next(loop.time()), self._tick, answer)
+        self._timer = loop.call_later(self.pulse.next(loop.time()), self._tick, answer)
 
     def _tick(self, answer: asyncio.Future[RawAnswer]) -> None:
-        if not self._pulse.tick(answer.done(), asyncio.get_running_loop().time()):
+        if not self.pulse.tick(answer.done(), asyncio.get_running_loop().time()):
             self._peer.abort(ProcessorHung(f"nothing was answered for {self._limit:g} s"))
         elif not answer.done():
             self._wait(answer)

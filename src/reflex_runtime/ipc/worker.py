@@ -106,7 +106,7 @@ class Worker:
         self._models = Models(load, self._outlets.end, grace)
         self._tasks: set[asyncio.Task[None]] = set()
         self._stopping: asyncio.Task[bool] | None = None
-        self._over, self._told = asyncio.Event(), False
+        self._over, self.told_to_stop = asyncio.Event(), False  # whether `shutdown` was called
         self._batches, self._batched, self._last = 0, 0, BatchResult([])
         self._methods: dict[str, Callable[[Any, Codec], Any]] = {
             INFO: self._info, STATE: self._state, METRICS: self._metrics, LIVE: self._live,
@@ -133,11 +133,6 @@ class Worker:
                 await asyncio.wait(late, timeout=self._grace)
         peer.close()
         return clean
-
-    @property
-    def told_to_stop(self) -> bool:
-        """Whether `shutdown` was called."""
-        return self._told
 
     # -- handler -------------------------------------------------------------------------------------------------------
 
@@ -219,7 +214,7 @@ class Worker:
         asked = _SHUTDOWN.read(params, codec)
         if not (isfinite(asked.timeout_s) and 0 <= asked.timeout_s <= LONGEST_DRAIN):
             raise ConfigError(f"shutdown: timeout_s={asked.timeout_s}: must be in [0, {LONGEST_DRAIN}] seconds")
-        self._told = True
+        self.told_to_stop = True
         return self._stop(asked.drain, asked.timeout_s)
 
     def _stop(self, drain: bool, timeout: float) -> asyncio.Task[bool]:

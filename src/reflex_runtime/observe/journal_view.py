@@ -93,10 +93,10 @@ def ink(face: str) -> str:
     return "#FFFFFF" if 0.2126 * r + 0.7152 * g + 0.0722 * b < 0.45 else INK
 
 
-def pale(face: str, share: float = 0.62) -> str:
+def pale(face: str) -> str:
     """A colour mixed with white: for requests that get one token."""
     parts = (int(face[i : i + 2], 16) for i in (1, 3, 5))
-    return "#" + "".join(f"{round(255 * share + part * (1 - share)):02X}" for part in parts)
+    return "#" + "".join(f"{round(255 * 0.62 + part * 0.38):02X}" for part in parts)
 
 
 def fill(colour: int, light: bool = False) -> dict[str, Any]:

@@ -227,10 +227,12 @@ class JournalWriter:
         if isinstance(event, (RequestSettled, RequestProgressed)):
             if self._open is not None:
                 self._outcome(self._open, event)
-            if self._progress:
-                self._follow(event)
-            if isinstance(event.ticket.outcome, Failed):  # of one that progressed there is none yet
-                self._failed(event)
+            if isinstance(event, RequestSettled):
+                self._progress.ended(event.ticket.seq)
+                if isinstance(event.ticket.outcome, Failed):
+                    self._put(EndedLine(event.ticket.seq, event.at, _ending(event.ticket)))
+            elif event.value is not None:
+                self._progress.answered(event.ticket.seq)
         elif isinstance(event, RequestAnswered):
             self._answered(event)
         elif isinstance(event, BatchScheduled):
@@ -301,17 +303,6 @@ class JournalWriter:
             self._next += 1
             if self._next == len(members) and not member.guessed:
                 self._flush()
-
-    def _failed(self, event: RequestSettled | RequestProgressed) -> None:
-        ticket = event.ticket
-        if isinstance(event, RequestSettled):
-            self._put(EndedLine(ticket.seq, event.at, _ending(ticket)))
-
-    def _follow(self, event: RequestSettled | RequestProgressed) -> None:
-        if isinstance(event, RequestSettled):
-            self._progress.ended(event.ticket.seq)
-        elif event.value is not None:
-            self._progress.answered(event.ticket.seq)
 
     def _flush(self) -> None:
         if self._open is not None:
@@ -527,17 +518,11 @@ class Progress(NamedTuple):
 
 class ProgressFold:
     """Counts computed and known tokens of every request that has run and has not ended. A preempted request starts over
-    when it enters again; what it knew stays known.
-
-    False while there is none: events of other work cost one test each.
-    """
+    when it enters again; what it knew stays known."""
 
     def __init__(self) -> None:
         self._counts: dict[int, tuple[float, float]] = {}  # seq → computed, known
         self._guessed: dict[int, bool] = {}  # seq, where the last batch had guesses → whether its first token has come
-
-    def __bool__(self) -> bool:
-        return bool(self._counts)
 
     def ran(self, batch: Batch, failed: bool = False) -> list[Progress]:
         """What the members of a finished batch had before it, in the order of its grants. failed: the call failed, and

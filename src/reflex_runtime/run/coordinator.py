@@ -285,14 +285,9 @@ class BatchCoordinator:
         meters = [meter if then is None else OneGroup(meter, name) for name, meter in self._meters.items()]
         self._audience = Audience([*meters, *sinks], self.id)
         self._delivery = Delivery(self._events, self._audience)
+        name = f"reflex-{self.id}"
         self._device = Device(
-            self._scheduler,
-            self._owned,
-            self._deliver,
-            clock,
-            self._died,
-            name=f"reflex-{self.id}",
-            one_thread=True,
+            self._scheduler, self._owned, self._deliver, clock, self._died, name=name, one_thread=True
         )
         self.relay = Relay(clock, self._device.wake)
         self._loss: DeviceLost | None = None  # published after everything else

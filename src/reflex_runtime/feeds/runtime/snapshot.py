@@ -139,11 +139,14 @@ class RuntimeSnapshot:
 
 
 class Ledger:
-    """Where each frame of a feed is. Thread-safe; a frame is `read` once and then `drop`ped or `answered` once."""
+    """Where each frame of a feed is. Thread-safe; a frame is `read` once and then `drop`ped or `answered` once.
+
+    read_so_far: frames; also the number of the next one.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._read = self._processed = self._waiting = self._sink_errors = 0
+        self.read_so_far = self._processed = self._waiting = self._sink_errors = 0
         self._drops = dict.fromkeys(DROPS, 0)
         self._latency = Times()
         self._began: float | None = None  # when the first frame came
@@ -155,15 +158,10 @@ class Ledger:
         self._stages: dict[str, StageFigures] = {}
         self._in_stage = False
 
-    @property
-    def read_so_far(self) -> int:
-        """Frames read; also the number of the next one."""
-        return self._read
-
     def read(self, frame: Frame) -> None:
         """A frame came from the source."""
         with self._lock:
-            self._read += 1
+            self.read_so_far += 1
             self._waiting += 1
             self._resolution = frame.size
             if self._began is None:
@@ -172,7 +170,7 @@ class Ledger:
     def passed_over(self) -> None:
         """A picture was read and not taken."""
         with self._lock:
-            self._read += 1
+            self.read_so_far += 1
             self._drops["skipped"] += 1
 
     def drop(self, reason: str, count: int = 1) -> None:
@@ -221,7 +219,7 @@ class Ledger:
         with self._lock:
             self._forget(now)
             figures = {
-                "frames": self._read,
+                "frames": self.read_so_far,
                 "processed": self._processed,
                 "waiting": self._waiting,
                 "drops": dict(self._drops),

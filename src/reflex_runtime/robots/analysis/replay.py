@@ -82,7 +82,12 @@ def replay_model(
     if limit is not None:
         answered = answered[:limit]
     for slot, (policy, _) in models.items():
-        _need_images(recording, policy, [line for line in answered if line.slot == slot])
+        asked = [line.request for line in answered if line.slot == slot]
+        if policy.spec.images and asked and not any(request.image_b64 for request in asked):
+            raise ConfigError(
+                f"{recording.path}: holds no images, and {policy.spec.source} cannot be replayed without; record with "
+                "--record-images full"
+            )
     runner = _Alone if compose == "alone" else _Composed
     runner(recording, models, replay, clock, progress).run(answered)
     replay.items.sort(key=lambda item: item.seq)
@@ -101,14 +106,6 @@ def _one_model(recording: Journal, slot: str, model_hash: str) -> str:
         f"{recording.path}: slot {slot}: its policy was exchanged while this was recorded, and none of them is "
         f"{model_hash}; choose one with --recorded-by: {there}"
     )
-
-
-def _need_images(recording: Journal, policy: Policy, lines: Sequence[RequestLine]) -> None:
-    if policy.spec.images and lines and not any(line.request.image_b64 for line in lines):
-        raise ConfigError(
-            f"{recording.path}: holds no images, and {policy.spec.source} cannot be replayed without; record with "
-            "--record-images full"
-        )
 
 
 class _Tails(ChunkTails):

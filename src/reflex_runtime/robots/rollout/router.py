@@ -58,19 +58,14 @@ class Router:
     """
 
     def __init__(self, split: int, episodes: int = 10_000, idle: float = 3600.0) -> None:
-        self._split = _checked(split)
+        self.split = _checked(split)
         self._capacity, self._idle = episodes, idle
         self._table: OrderedDict[str, _Episode] = OrderedDict()  # longest unused first
         self._now = 0.0
 
-    @property
-    def split(self) -> int:
-        """Percent of the keys that go to a."""
-        return self._split
-
     def set_split(self, split: int) -> None:
         """Change it for episodes that begin from now on. ConfigError outside [0, 100]."""
-        self._split = _checked(split)
+        self.split = _checked(split)
 
     def route(self, episode_id: str | None, request_id: str, now: float) -> Routing:
         """The slot of a request. An empty episode_id names no episode, as everywhere in the runtime."""
@@ -117,7 +112,7 @@ class Router:
         The caller must drop the state of moved episodes in their old slot.
         """
         self._forget(now)
-        self._split = BUCKETS if slot == "a" else 0
+        self.split = BUCKETS if slot == "a" else 0
         moved = []
         for key, episode in self._table.items():
             if episode.slot != slot:
@@ -133,14 +128,14 @@ class Router:
         """JSON-safe: the split, and the number of episodes in each slot. O(episodes)."""
         a = sum(1 for episode in self._table.values() if episode.slot == "a")
         return {
-            "split": self._split,
+            "split": self.split,
             "episodes": {"a": a, "b": len(self._table) - a},
             "max_episodes": self._capacity,
             "idle_s": self._idle,
         }
 
     def _slot_of(self, key: str) -> str:
-        return "a" if bucket(key) < self._split else "b"
+        return "a" if bucket(key) < self.split else "b"
 
     def _record(self, key: str, episode: _Episode) -> None:
         self._table[key] = episode
