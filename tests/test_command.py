@@ -69,6 +69,7 @@ def without(package: str, *arguments: str, cwd: Path) -> subprocess.CompletedPro
         ("simulate --duration-s 3 --picture x", "matplotlib", "plots"),
         ("trace --prompts hi --out x", "matplotlib", "plots"),
         ("trace --prompts hi --sweep 4..8 --out x", "matplotlib", "plots"),
+        ("serve {export} --gr00t tcp://127.0.0.1:0", "zmq", "gr00t"),
         ("serve {export} --oip-grpc 127.0.0.1:0", "grpc", "grpc"),
         ("serve {export} --lerobot 127.0.0.1:0", "grpc", "grpc"),
         ("serve scribe", "tokenizers", "llm"),

@@ -115,7 +115,7 @@ def _opened(target: Target) -> Any:
     try:
         import zmq.asyncio
     except ImportError:
-        raise BadAnswer("pyzmq is not installed: in a clone, pip install pyzmq") from None
+        raise BadAnswer("pyzmq is not installed: in a clone, pip install '.[gr00t]'") from None
     socket = zmq.asyncio.Context.instance().socket(zmq.REQ)
     socket.connect(f"tcp://{target.address.netloc}")
     return socket

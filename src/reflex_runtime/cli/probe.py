@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import socket
 import time
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any, Final, NamedTuple, TypeAlias
@@ -83,31 +83,22 @@ def ask_openpi(server: ServerAddress, key: str, timeout: float, pick: Pick) -> S
 
 
 def greet_groot(server: ServerAddress, key: str, timeout: float, pick: Pick) -> None:
-    sent = groot.encode({"endpoint": "get_modality_config"} | ({"api_token": key} if key else {}))
     try:
-        answer = groot.decode(_ask_router(server, sent, timeout))
-    except TimeoutError:
-        raise TimedOut(f"no answer from tcp://{server.netloc} within {timeout:g} s") from None
-    except OSError as error:
-        raise Unreachable(f"cannot ask tcp://{server.netloc}: {error}") from None
+        import zmq
+    except ImportError:
+        raise BadAnswer("pyzmq is not installed: in a clone, pip install '.[gr00t]'") from None
+    socket: Any = zmq.Context.instance().socket(zmq.REQ)
+    with closing(socket):
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.connect(f"tcp://{server.netloc}")
+        socket.send(groot.encode({"endpoint": "get_modality_config"} | ({"api_token": key} if key else {})))
+        if not socket.poll(round(1e3 * timeout)):
+            raise TimedOut(f"no answer from tcp://{server.netloc} within {timeout:g} s")
+        answer = groot.decode(socket.recv())
     if "error" in answer:
         told = {"message": str(answer["error"]), "error": answer.get("code", "server_error")}
         raise refused(Reply(0, {}, json.dumps(told).encode()))
     pick(answer)
-
-
-def _ask_router(server: ServerAddress, data: bytes, timeout: float) -> bytes:
-    """The answer to one message, sent as ZeroMQ's socket REQ does."""
-    from reflex_runtime.web.zeromq import COMMAND, GREETING, LONG, MORE, frame, ready
-
-    with socket.create_connection((server.host, server.port), timeout) as sock, sock.makefile("rb") as came:
-        sock.sendall(GREETING + ready(b"REQ") + frame(MORE, b"") + frame(0, data))
-        came.read(len(GREETING))
-        while head := came.read(1):
-            part = came.read(int.from_bytes(came.read(8 if head[0] & LONG else 1)))
-            if not head[0] & (MORE | COMMAND):
-                return part
-    raise ConnectionResetError("it closed the connection")
 
 
 def greet_grpc(method: str, server: ServerAddress, key: str, timeout: float, pick: Pick) -> None:

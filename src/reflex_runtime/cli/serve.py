@@ -29,7 +29,7 @@ from reflex_runtime.observe import logs
 from reflex_runtime.settings import OWN_SETTINGS, LLMServeConfig, ServeConfig
 from reflex_runtime.settings.declare import Places, flag, one_line
 from reflex_runtime.settings.read import POLICIES, environment, read
-from reflex_runtime.web.access import is_loopback, warn_if_open
+from reflex_runtime.web.access import warn_if_open
 
 if TYPE_CHECKING:
     from reflex_runtime.robots.serving.served import PolicyPlan
@@ -115,13 +115,23 @@ def _checked(config: ServeConfig, places: Places, asked: Sequence[PolicyAsked]) 
             raise ConfigError(f"--record={one_line(config.record)}: cannot be made: {error.strerror}") from None
     check_trace(config.trace)
     check_otel(config.otel)
-    for name, address in (("oip-grpc", config.oip_grpc), ("lerobot", config.lerobot)):
-        host = address.rpartition(":")[0].strip("[]")
-        if address and not (config.api_key or host == "localhost" or is_loopback(host)):
-            raise ConfigError(f"--{name}={address}: needs --api-key, or a loopback address: others could reach it")
-        if address and find_spec("grpc") is None:
-            raise ConfigError(f"--{name} needs grpcio: in a clone, pip install '.[grpc]'")
+    _check_listener("gr00t", config.gr00t, config.api_key, "zmq", "pyzmq", "gr00t")
+    _check_listener("oip-grpc", config.oip_grpc, config.api_key, "grpc", "grpcio", "grpc")
+    _check_listener("lerobot", config.lerobot, config.api_key, "grpc", "grpcio", "grpc")
     return plans
+
+
+def _check_listener(name: str, address: str, key: str, module: str, package: str, extra: str) -> None:
+    """What a listener of its own needs: loopback or a key, and its package."""
+    from reflex_runtime.web.access import is_loopback
+
+    if not address:
+        return
+    host = address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
+    if not (key or host == "localhost" or is_loopback(host)):
+        raise ConfigError(f"--{name}={address}: needs --api-key, or a loopback address: others could reach it")
+    if find_spec(module) is None:
+        raise ConfigError(f"--{name} needs {package}: in a clone, pip install '.[{extra}]'")
 
 
 def _announce(config: ServeConfig, asked: Sequence[PolicyAsked], model_id: str) -> None:

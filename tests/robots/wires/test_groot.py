@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import socket
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,6 +18,7 @@ import numpy as np
 import pytest
 import zmq
 
+from reflex_runtime.cli import main
 from reflex_runtime.observe.journal_reader import read_journal
 from robots.wires.groot_clients import BLOCK, PICTURE, GrootRobot, as_nd, as_npy, nested, port_of, want
 from serving.exports import ACTIONS, CHUNK, write_tiny
@@ -250,6 +252,16 @@ def test_w35_an_address_in_use_is_one_line(tiny: Path) -> None:
         with Server(tiny, "--gr00t", address, until="cannot be bound") as server:
             assert server.wait() == 2
             assert server.log[-2] == f"reflex serve: --gr00t={address}: cannot be bound: Address already in use"
+
+
+def test_w35_without_its_package_one_line_names_the_extra(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "zmq", None)
+    monkeypatch.setattr("reflex_runtime.web.supervisor.bind", None)
+    assert main(["serve", str(tiny), "--no-supervise", *HERE]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == "reflex serve: --gr00t needs pyzmq: in a clone, pip install '.[gr00t]'"
 
 
 def test_w36_a_connection_is_a_robot_and_reset_begins_its_episode_alone(tiny: Path, tmp_path: Path) -> None:

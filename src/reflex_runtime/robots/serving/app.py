@@ -142,7 +142,7 @@ def _listen_groot(app: App, handler: RequestHandler) -> None:
     from reflex_runtime.web.zeromq import ZmqListener
 
     config, session = handler.config, GrootSession(handler, handler.config.gr00t_config)
-    listener = ZmqListener(app, "--gr00t", config.gr00t, config, session.answer, session.failed)
+    listener = ZmqListener(app, "--gr00t", config.gr00t, config.max_body_bytes, session.answer, session.failed)
     app.listeners.append(listener)
     app.spawn(_begin_groot(handler.runtime, listener))
     log.info("clients of GR00T: %s", listener.address)

@@ -12,9 +12,9 @@ steps T the last counts.
     {"video.front": [T, H, W, C], "state.arm": [T, D], "annotation.human.task": [text]}                      N1.5
     {"video": {"front": [B, T, H, W, C]}, "state": {"arm": [B, T, D]}, "language": {"task": [[text]]}}       N1.6, N1.7
 
-One `GrootSession` serves all clients of a listener, because one that names itself is the same on another connection. A
-client (a routing id) is a robot of its own. Every message is answered, also an invalid one, because a REQ client
-without an answer waits for ever.
+One `GrootSession` serves all clients of a listener, because ZeroMQ says who sent a message and not who left. A client
+(a routing id) is a robot of its own. Every message is answered, also an invalid one, because a REQ client without an
+answer waits for ever.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ from reflex_runtime.web.errors import (
 )
 from reflex_runtime.web.fields import brief, check_id, invalid, printable
 
-if TYPE_CHECKING:  # json-numpy reads the same observations without a listener
+if TYPE_CHECKING:  # json-numpy reads the same observations, without pyzmq
     from reflex_runtime.web.zeromq import ZmqMessage
 
 # -- messages ----------------------------------------------------------------------------------------------------------
