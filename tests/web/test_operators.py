@@ -205,6 +205,22 @@ def test_h5_without_admin_key_only_this_machine_changes_anything(
         app._route(request)
 
 
+@pytest.mark.parametrize("key", ["", "operators"])
+def test_h5_the_operators_key_opens_what_is_the_callers_where_they_have_none(key: str) -> None:
+    route = Route("/change", done, "POST", changes=True)
+    app = App(ServeConfig(admin_key="operators"), {"/change": route}, PLAIN)
+    headers = [(name.lower().encode(), value.encode()) for name, value in headers_of(key).items()]
+    headers.append((b"host", b"localhost"))
+    scope = {"method": "POST", "path": "/change", "headers": headers, "client": ("10.0.0.9", 5)}
+    request = HttpRequest(app, scope, never, never)
+    assert app.may_change(request) is bool(key)
+    if key:
+        assert app._route(request) is route
+        return
+    with pytest.raises(Unauthorized):
+        app._route(request)
+
+
 async def never(*_: Any) -> Any:
     raise AssertionError
 

@@ -53,6 +53,8 @@ def test_e1_actions_of_the_declared_shape_are_answered(change: Any) -> None:
         (lambda x: np.concatenate([x, x]), "float32[4, 4, 3], "),
         (lambda x: x[0], "float32[4, 8], "),
         (lambda x: x.astype(np.complex64), "complex64[2, 4, 8], "),
+        (lambda x: x.tolist(), "list, "),
+        (lambda x: None, "NoneType, "),
         (lambda x: x.astype(bool), "bool[2, 4, 8], "),
     ],
 )

@@ -294,11 +294,12 @@ class Policy(BaseProcessor):
         """
         spec = self.spec
         wanted, found = (len(rows), spec.chunk_size, spec.action_dim), x
-        if x.dtype.kind in "fiu" and x.ndim == 3 and x.shape[-1] in (spec.action_dim, spec.x_dim):
+        numbers = isinstance(x, np.ndarray) and x.dtype.kind in "fiu" and x.ndim == 3
+        if numbers and x.shape[-1] in (spec.action_dim, spec.x_dim):
             found = self.model.finish(rows, x)
             if found.shape == wanted:
                 return found
-        other = f"{found.dtype}{list(found.shape)}"
+        other = f"{found.dtype}{list(found.shape)}" if isinstance(found, np.ndarray) else type(found).__name__
         raise ProcessorError(
             f"{spec.source}: the model answered {other}, not {list(wanted)} (rows, chunk_size, action_dim)"
         )
