@@ -70,6 +70,10 @@ def request(
     return head + (b"Content-Length: %d\r\n" % len(body) if length else b"") + more + b"\r\n" + body
 
 
+def _get(path: str) -> bytes:
+    return f"GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode()
+
+
 def _chunks(body: bytes) -> bytes:
     return b"%x\r\n%s\r\n0\r\n\r\n" % (len(body), body)
 
@@ -80,7 +84,7 @@ def _chunks(body: bytes) -> bytes:
 def framing() -> Iterator[Input]:
     """Requests whose end is unclear: two readers must not see two different requests in them."""
     good = json.dumps({"state": STATE}).encode()
-    health = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    health = _get("/health")
     chunked, chunks = b"Transfer-Encoding: chunked\r\n", _chunks(good)
 
     def of(
@@ -108,10 +112,10 @@ def framing() -> Iterator[Input]:
     yield Input("HTTP: rubbish", lambda: random.Random(1).randbytes(100_000))
     yield Input("HTTP: a TLS hello", lambda: b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(500))
     yield Input("HTTP: of version 2", lambda: b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(500))
-    yield Input("HTTP: 5,000 in a row", lambda: health * 5000, OK)
+    yield Input("HTTP: 5,000 in a row", lambda: health.replace(b"Connection: close\r\n", b"") * 5000 + health, OK)
     yield Input("HTTP: CONNECT", lambda: b"CONNECT a:80 HTTP/1.1\r\nHost: localhost\r\n\r\n" + health, ANY)
-    yield Input("HTTP: a path of 70 kB", lambda: b"GET /%s HTTP/1.1\r\nHost: localhost\r\n\r\n" % (b"a" * 70_000))
-    yield Input("HTTP: a path out of the root", lambda: b"GET /%2e%2e/etc/passwd HTTP/1.1\r\nHost: localhost\r\n\r\n")
+    yield Input("HTTP: a path of 70 kB", lambda: _get("/" + "a" * 70_000))
+    yield Input("HTTP: a path out of the root", lambda: _get("/%2e%2e/etc/passwd"))
 
 
 # -- bodies ------------------------------------------------------------------------------------------------------------
@@ -192,7 +196,7 @@ def prompts() -> Iterator[Input]:
     def of(
         name: str, allowed: frozenset[int] = ANY, path: str = "/v1/completions", clients: int = 1, **more: Any
     ) -> Input:
-        asked = {"model": "scribe", "prompt": "Once there was", "max_tokens": 8} | more
+        asked = {"model": "scribe", "max_tokens": 8} | ({} if "messages" in more else {"prompt": "Once"}) | more
         return Input(f"prompt: {name}", lambda: request(path, json.dumps(asked).encode()), allowed, clients)
 
     def schema(shape: Any) -> dict[str, Any]:
@@ -344,8 +348,7 @@ def sends(port: int, data: bytes, allowed: frozenset[int], patience: float = 60.
     answer = b""
     with socket.create_connection(("127.0.0.1", port), timeout=patience) as sock:
         try:
-            sock.sendall(data)
-            sock.shutdown(socket.SHUT_WR)
+            sock.sendall(data)  # and no half-close: it says that nobody waits
             while part := sock.recv(1 << 16):
                 answer += part
         except TimeoutError:

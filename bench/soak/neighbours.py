@@ -47,7 +47,7 @@ def neighbours(root: Path, seconds: float) -> list[Row]:
 
 
 def _extreme() -> Iterator[str]:
-    yield png(16_777_216, 1, 1)
+    yield png(16_384, 1024, 1)
     yield png(4096, 4096, 16)
     yield picture("JPEG", (4096, 4096), progressive=True)
 
