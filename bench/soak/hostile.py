@@ -9,13 +9,14 @@ from __future__ import annotations
 import json
 import pickle
 import random
+import resource
 import socket
 import struct
 import threading
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -262,11 +263,21 @@ def pickles() -> Iterator[tuple[str, bytes]]:
     yield "pickle: it calls a function", b"cos\nsystem\n(S'exit 1'\ntR."
 
 
+def crowds() -> Iterator[tuple[str, int, bytes]]:
+    """(name, connections, what each sends before it stops in the middle)."""
+    head = b"POST /act HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n" % LARGEST
+    yield "2,000 connections that say nothing", 2000, b""
+    yield "1,000 heads of 60 kB without an end", 1000, head + b"X: " + b"a" * 60_000
+    yield "40 bodies of 16 MB without an end", 40, head + b'\r\n{"instruction":"' + b"a" * (LARGEST - 4096)
+
+
 # -- how they are met --------------------------------------------------------------------------------------------------
 
 
 def hostile(root: Path) -> list[Met]:
     """Give all of them to servers of both kinds, one after the other."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(most, 8192), most))
     export = str(write_export(root / "hostile", heavy=False, cameras=("image",)))
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -283,6 +294,7 @@ def hostile(root: Path) -> list[Met]:
         inputs = [*framing(), *bodies(), *pictures()]
         found += _meet(server, plain, ((one.name, _sends(server, one)) for one in inputs))
         found += _meet(server, plain, ((name, _pickled(lerobot, data)) for name, data in pickles()))
+        found += _meet(server, plain, ((name, _crowd(server.port, n, data)) for name, n, data in crowds()))
         ends.pop_all()
         server.stop()
     with ExitStack() as ends:
@@ -357,6 +369,21 @@ def sends(port: int, data: bytes, allowed: frozenset[int], patience: float = 60.
             pass
     statuses = {int(line.split()[1]) for line in answer.split(b"\r\n") if line.startswith(b"HTTP/1.1 ")}
     return "" if statuses <= allowed else f"answered with {sorted(statuses)}: {answer[-200:]!r}"
+
+
+def _crowd(port: int, connections: int, data: bytes) -> Callable[[], str]:
+    """Opens connections that send so much, and closes them a second later."""
+
+    def send() -> str:
+        with ExitStack() as ends:
+            for _ in range(connections):
+                sock = ends.enter_context(socket.create_connection(("127.0.0.1", port), timeout=10.0))
+                with suppress(OSError):  # it is refused
+                    sock.sendall(data)
+            time.sleep(1.0)
+        return ""
+
+    return send
 
 
 def _pickled(port: int, data: bytes) -> Callable[[], str]:
