@@ -28,6 +28,7 @@ _OF_REFERENCE: Final = {"f32": 0.01, "bf16": 0.15}  # the same, of logits that w
 _WINDOW: Final = 10  # the place of the sliding window among the inputs of a paged layer
 _ROW_BY_ROW: Final = {"Add", "Convert", "Divide", "Multiply", "Subtract", "Tanh"}  # what may follow the last product
 WEIGHTS: Final = ("auto", "int8", "int4")
+KERNELS: Final = 256  # compiled for shapes, that OpenVINO keeps; with its own 5,000 memory grows for hours
 
 
 class OpenVinoRunner:
@@ -84,8 +85,8 @@ class OpenVinoRunner:
         self.max_model_len = _length(max_model_len, config, root)
         stored = "u8" if kv_dtype == "uint8" else _HINTS[dtype]
         settings = {"INFERENCE_PRECISION_HINT": _HINTS[dtype], "KV_CACHE_PRECISION": stored, "NUM_STREAMS": 1}
-        if threads is not None:
-            settings["INFERENCE_NUM_THREADS"] = threads
+        settings |= {"CPU_RUNTIME_CACHE_CAPACITY": KERNELS}
+        settings |= {} if threads is None else {"INFERENCE_NUM_THREADS": threads}
         keep_stored(model)
         expected = made.expected
         if made.checkpoint is None and expected is None:
