@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from reflex_runtime.cli.console import ProgressLine
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.observe.files import create, write_all
+from reflex_runtime.observe.files import create, refused, write_all
 from reflex_runtime.observe.journal_reader import Journal, read_journal
 from reflex_runtime.observe.journal_writer import hardware
 from reflex_runtime.settings.declare import one_line, whole
@@ -88,11 +88,8 @@ def replay(args: argparse.Namespace) -> int:
         raise ConfigError("give --model DIR, to run its model, or --schedule, to run the scheduler; one of the two")
     found = _schedule(args) if args.schedule else _model(args)
     if args.output is not None:
-        try:
-            with create(args.output) as file:
-                write_all(file, (json.dumps(found, indent=1, allow_nan=False) + "\n").encode())
-        except OSError as error:
-            raise ConfigError(f"--output={args.output}: cannot be written: {error.strerror}") from error
+        with refused(f"--output={args.output}"), create(args.output) as file:
+            write_all(file, (json.dumps(found, indent=1, allow_nan=False) + "\n").encode())
         print(f"wrote {args.output}", file=sys.stderr)
     return 3 if found.get("failed") else 0
 

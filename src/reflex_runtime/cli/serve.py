@@ -25,7 +25,7 @@ from reflex_runtime.cli.serving import (
 )
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.core.statistics import DEFAULT_COST
-from reflex_runtime.observe import logs
+from reflex_runtime.observe import files, logs
 from reflex_runtime.settings import OWN_SETTINGS, LLMServeConfig, ServeConfig
 from reflex_runtime.settings.declare import Places, flag, one_line
 from reflex_runtime.settings.read import POLICIES, environment, read
@@ -109,10 +109,8 @@ def _checked(config: ServeConfig, places: Places, asked: Sequence[PolicyAsked]) 
 
     plans = plans_of(config, places, asked)
     if config.record:
-        try:
+        with files.refused(f"--record={one_line(config.record)}", "be made"):
             Path(config.record).mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ConfigError(f"--record={one_line(config.record)}: cannot be made: {error.strerror}") from None
     check_trace(config.trace)
     check_otel(config.otel)
     _check_listener("gr00t", config.gr00t, config.api_key, "zmq", "pyzmq", "gr00t")

@@ -183,10 +183,8 @@ def show_settings(config: Any, name: str, more: Iterable[tuple[str, str]] = ()) 
 def check_trace(path: str) -> None:
     """ConfigError when --trace cannot be written."""
     if path:
-        try:
+        with files.refused(f"--trace={one_line(path)}"):
             files.check(path)
-        except OSError as error:
-            raise ConfigError(f"--trace={one_line(path)}: cannot be written: {error.strerror}") from None
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.observe.files import refused
 from reflex_runtime.settings.declare import add_options, did_you_mean, one_line, option, validate
 from reflex_runtime.settings.read import load
 
@@ -107,11 +108,8 @@ def run(args: argparse.Namespace) -> int:
     if config.picture:
         import reflex_runtime.observe.plots  # noqa: F401  # now, not after minutes
 
-        try:
+        with refused(f"--picture={one_line(config.picture)}", "make its directory"):
             Path(config.picture).absolute().parent.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            where = f"--picture={one_line(config.picture)}"
-            raise ConfigError(f"{where}: cannot make its directory: {error.strerror}") from None
     device, rule = Affine(config.fixed_ms / 1e3, config.marginal_ms / 1e3), RULES[config.policy]
     done = simulate(
         rule.make(_setting(config, device)),

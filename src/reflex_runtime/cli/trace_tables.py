@@ -338,15 +338,11 @@ def _names(
     text = Text(no_wrap=True)
     for i, m in enumerate(members[:WAITERS]):
         text.append(" " if i else "")
-        text.append(mark(m) + request_name(m) + more(m), style=_name_style(m, colours))
+        style = f"{ink(colours.hex(m))} on {colours.hex(m)}" if colours.knows(m) else ""
+        text.append(mark(m) + request_name(m) + more(m), style=style)
     if len(members) > WAITERS:
         text.append(f" +{len(members) - WAITERS}", style="dim")
     return text
-
-
-def _name_style(member: Member, colours: Colours) -> str:
-    known = colours.knows(member)
-    return f"{ink(colours.hex(member))} on {colours.hex(member)}" if known else ""
 
 
 # -- under the table ---------------------------------------------------------------------------------------------------

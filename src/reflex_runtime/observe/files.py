@@ -15,13 +15,15 @@ import threading
 import time
 import zlib
 from collections import deque
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from io import FileIO
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 from weakref import WeakSet
+
+from reflex_runtime.core.errors import ConfigError
 
 try:
     import fcntl
@@ -73,6 +75,15 @@ def write_all(file: FileIO, data: bytes | memoryview) -> None:
     left = memoryview(data)
     while left:
         left = left[file.write(left) :]
+
+
+@contextmanager
+def refused(setting: str, cannot: str = "be written") -> Iterator[None]:
+    """An OSError from within is a ConfigError of that setting."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"{setting}: cannot {cannot}: {error.strerror}") from error
 
 
 def _make_way(path: Path) -> bool:

@@ -35,7 +35,7 @@ from reflex_runtime.core.events import (
 from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.core.request import Ticket
 from reflex_runtime.core.time_cost import TimeCost
-from reflex_runtime.observe.files import LineFile, LineTarget, LineWriter, text, utc
+from reflex_runtime.observe.files import LineFile, LineTarget, LineWriter, refused, text, utc
 from reflex_runtime.observe.journal import (
     IMAGE_MODES,
     KINDS,
@@ -83,11 +83,8 @@ class Recording:
 
     def make(self) -> None:
         """Make the directory. ConfigError when it cannot be made."""
-        try:
+        with refused(f"Recording.directory={str(self.directory)!r}", "be made"):
             Path(self.directory).mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            what = f"Recording.directory={str(self.directory)!r}"
-            raise ConfigError(f"{what}: cannot be made: {error.strerror}") from error
 
     def file(self, header: Header, now: float) -> LineFile:
         """The file of a part."""
@@ -155,11 +152,8 @@ class JournalWriter:
             self.path, self._opened = to.path, to
         else:
             self.path = Path(to)
-            try:
+            with refused(f"JournalWriter.to={str(to)!r}"):
                 self._opened = LineFile(self.path, self.path.suffix == ".gz")
-            except OSError as error:
-                what = f"JournalWriter.to={str(to)!r}"
-                raise ConfigError(f"{what}: cannot be written: {error.strerror}") from error
         self._lines: LineWriter[_Item] = LineWriter(
             "reflex-trace" if self._recording is None else "reflex-record",
             self._start,

@@ -26,7 +26,7 @@ from opentelemetry.trace import SpanContext as SdkContext
 from opentelemetry.trace import SpanKind, Status, StatusCode, TraceFlags, TraceState
 from prometheus_client import CollectorRegistry
 
-from reflex_runtime.observe.series import SPANS, CounterChild, SeriesSet
+from reflex_runtime.observe.series import SPANS, SeriesSet
 from reflex_runtime.observe.trace_context import Span, SpanContext
 from reflex_runtime.pacing import Throttle
 from reflex_runtime.version import __version__
@@ -50,7 +50,8 @@ class SpanExport(SpanExporter):
 
     def __init__(self, endpoint: str, registry: CollectorRegistry, capacity: int = CAPACITY) -> None:
         self._where, self._capacity = endpoint, capacity
-        self._series = span_series(registry)
+        spans = SeriesSet(SPANS, registry)
+        self._series = {result: spans.counter("reflex_spans_total", result) for result in RESULTS}
         self._put = self._taken = self._settled = 0  # spans that were queued, that went out, whose end is known
         self._closed = self._given_up = False
         self._lost, self._reason = Throttle(SELDOM), LastReason()
@@ -154,9 +155,3 @@ def _session(endpoint: str) -> requests.Session:
 def _context(context: SpanContext) -> SdkContext:
     state = TraceState.from_header([context.state]) if context.state else None
     return SdkContext(context.trace_id, context.span_id, False, TraceFlags(int(context.sampled)), state)
-
-
-def span_series(registry: CollectorRegistry) -> dict[str, CounterChild]:
-    """The counters of what became of spans, by `RESULTS`. Each is written by one thread."""
-    spans = SeriesSet(SPANS, registry)
-    return {result: spans.counter("reflex_spans_total", result) for result in RESULTS}

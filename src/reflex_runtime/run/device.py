@@ -128,7 +128,7 @@ class FormingAhead:
         if self._misses >= MISSES or self._ends or not expected * PAYS < self._takes:
             self._at = inf
             return
-        self._at = now + expected - self._lead(expected)
+        self._at = now + expected - (WAKING + 2.0 * self._takes + ERROR * expected)
         if self._thread is None:
             self._thread = threading.Thread(target=self._main, name=self._name, daemon=True)
             try:
@@ -147,9 +147,6 @@ class FormingAhead:
         """The thread ends soon."""
         self._ends = True
         self._bell.ring()
-
-    def _lead(self, expected: float) -> float:
-        return WAKING + 2.0 * self._takes + ERROR * expected
 
     def _took(self, seconds: float) -> None:
         self._takes = seconds if self._takes == 0.0 else self._takes + 0.1 * (seconds - self._takes)
@@ -516,8 +513,9 @@ class Device:
 
     def _take(self, now: float) -> tuple[Batch | None, Sequence[tuple[Processor, tuple[Ticket, ...]]]]:
         """The batch to run now, and residents to drop where there is none. The lock is held."""
-        found = self._take_ahead(now) or self._form(now)
-        return found, self._take_left() if found is None else ()
+        if (found := self._take_ahead(now) or self._form(now)) is not None:
+            return found, ()
+        return None, [(p, left) for name, p in self._processors.items() if (left := self.scheduler.take_left(name))]
 
     def _complete(self, outcomes: Sequence[Outcome], now: float) -> None:
         """The batch that ran came back. The lock is held. If the next one is formed, it is completed once that runs."""
@@ -585,9 +583,6 @@ class Device:
         held, not while it sleeps."""
         wake = self.scheduler.wake_at()
         self._bell.wait(min(wake - self.clock(), most), wake)
-
-    def _take_left(self) -> list[tuple[Processor, tuple[Ticket, ...]]]:
-        return [(p, left) for name, p in self._processors.items() if (left := self.scheduler.take_left(name))]
 
     @staticmethod
     def _drop(gone: Sequence[tuple[Processor, tuple[Ticket, ...]]]) -> None:

@@ -67,12 +67,6 @@ def decode(decoder: msgspec.json.Decoder[F], body: bytes, plain: Mapping[str, tu
     return fields
 
 
-def at_fault(error: msgspec.ValidationError, name: str) -> str:
-    """What msgspec says of the field of that name."""
-    plain = _PATH.sub("", str(error))
-    return f"{name}: {plain[:1].lower()}{plain[1:]}"
-
-
 def _whole(name: str, value: float) -> int:
     if not value.is_integer():
         raise BadRequest(f"{name}={value}: must be a whole number", name)
@@ -111,7 +105,8 @@ def prompts_of(sent: msgspec.Raw) -> list[str | list[int]]:
     try:
         prompt = _PROMPT.decode(raw)
     except msgspec.ValidationError as error:
-        raise BadRequest(at_fault(error, "prompt"), "prompt") from None
+        plain = _PATH.sub("", str(error))
+        raise BadRequest(f"prompt: {plain[:1].lower()}{plain[1:]}", "prompt") from None
     if isinstance(prompt, str):
         found: list[str | list[int]] = [prompt]
     elif prompt and all(type(token) is int for token in prompt):

@@ -190,7 +190,9 @@ def opened(load: Load) -> Callable[[Opening], Awaitable[LocalModel]]:
         opening.reached("loading")
         plan = opening.plan
         runner, tokenizer = await in_thread(partial(load, plan))
-        processor = LLMProcessor(runner, tokenizer, engine_config(plan.config))
+        same = {f.name: getattr(plan.config, f.name) for f in fields(EngineConfig) if f.name != "enable_prefix_caching"}
+        config = EngineConfig(enable_prefix_caching=plan.config.prefix_caching, **same)
+        processor = LLMProcessor(runner, tokenizer, config)
         opening.reached("warming")
         runtime = GenerationRuntime(processor, watchdog=plan.config.watchdog_s, on_fatal=opening.lost)
         model = LocalModel(runtime, opening)
@@ -202,12 +204,6 @@ def opened(load: Load) -> Callable[[Opening], Awaitable[LocalModel]]:
         return model
 
     return open
-
-
-def engine_config(config: LLMServeConfig) -> EngineConfig:
-    """The engine's part of the settings."""
-    same = {f.name: getattr(config, f.name) for f in fields(EngineConfig) if f.name != "enable_prefix_caching"}
-    return EngineConfig(enable_prefix_caching=config.prefix_caching, **same)
 
 
 def warm_up(runner: Runner) -> None:

@@ -229,7 +229,8 @@ class RemoteGenerator:
         """The ready process with the fewest unfinished requests."""
         ready = [line for line in self._lines if line.client.ready]
         if not ready:
-            raise min((line.client.unavailable() for line in self._lines), key=_soonest)
+            errors = [line.client.unavailable() for line in self._lines]
+            raise min(errors, key=lambda error: inf if error.retry_after is None else error.retry_after)
         return min(ready, key=lambda line: line.unfinished)
 
     @staticmethod
@@ -244,10 +245,6 @@ class RemoteGenerator:
         except ReflexError as error:
             if not handle.ended:
                 line.registry.release(handle, error)
-
-
-def _soonest(error: ReflexError) -> float:
-    return inf if error.retry_after is None else error.retry_after
 
 
 class Workers:
