@@ -390,13 +390,13 @@ def _pickled(port: int, data: bytes) -> Callable[[], str]:
     """Sends it as a robot's settings, to LeRobot's wire."""
     import grpc
 
-    from reflex_runtime.robots.wires.messages_pb2 import Pickle
+    from reflex_runtime.robots.wires import messages_pb2 as messages
 
     def send() -> str:
         with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
             ask = channel.unary_unary("/transport.AsyncInference/SendPolicyInstructions")
             try:
-                ask(Pickle(data=data).SerializeToString(), timeout=30)
+                ask(messages.Pickle(data=data).SerializeToString(), timeout=30)
             except grpc.RpcError as error:
                 refused = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.RESOURCE_EXHAUSTED)
                 return "" if error.code() in refused else f"answered with {error.code()}: {error.details()}"

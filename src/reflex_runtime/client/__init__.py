@@ -12,7 +12,8 @@ Errors, one class per error code of the server (`docs/errors.md`):
     │   └── TimedOut            no answer in time
     ├── BadAnswer               an unusable answer: too large, not parseable, or without usable actions
     └── ServerError             an error from the server; one class per code:
-        ├── InvalidRequest · InvalidJson · NotFound · MethodNotAllowed · TooLarge · RequestTimeout · InvalidConfig
+        ├── InvalidRequest · InvalidJson · NotFound · MethodNotAllowed · TooLarge · UnsupportedEncoding ·
+        │   RequestTimeout · InvalidConfig
         ├── Unauthorized · Forbidden
         ├── QueueFull · ClientAtCapacity · TooManyRequests · Overloaded · SloViolated
         ├── DeadlineUnreachable · DeadlineExceeded · Superseded · Cancelled
@@ -54,6 +55,7 @@ from reflex_runtime.client.errors import (
     TooManyRequests,
     Unauthorized,
     Unreachable,
+    UnsupportedEncoding,
 )
 from reflex_runtime.client.exchange import Chunk
 
@@ -63,5 +65,5 @@ __all__ = [
     "Internal", "InvalidConfig", "InvalidJson", "InvalidRequest", "MethodNotAllowed", "NotFound", "NotReady",
     "Overloaded", "Picture", "Priority", "ProcessorFailed", "ProcessorHung", "QueueFull", "RequestTimeout", "Retries",
     "ServerError", "ShuttingDown", "SloViolated", "Superseded", "TimedOut", "TooLarge", "TooManyRequests",
-    "Unauthorized", "Unreachable", "Wire",
+    "Unauthorized", "Unreachable", "UnsupportedEncoding", "Wire",
 ]  # fmt: skip

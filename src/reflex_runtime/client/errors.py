@@ -102,6 +102,10 @@ class TooLarge(ServerError):
     """Send JPEG, or smaller pictures."""
 
 
+class UnsupportedEncoding(ServerError):
+    """The body is compressed, and not with gzip."""
+
+
 class InvalidConfig(ServerError):
     """A setting is wrong; the message names it."""
 

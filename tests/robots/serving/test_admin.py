@@ -109,7 +109,7 @@ def test_other_methods_are_405(method: str, duo: Server) -> None:
 
 
 @pytest.mark.parametrize(
-    "path", ["/admin", "/admin/", "/admin/split/", "/admin/nothing", "/episodes", "/episodes/", "/episodes/e",
+    "path", ["/admin", "/admin/", "/admin/split/x", "/admin/nothing", "/episodes", "/episodes/", "/episodes/e",
              "/episodes//outcome", "/episodes/outcome", "/episodes/e/outcomes"],
 )  # fmt: skip
 def test_other_paths_are_404(path: str, duo: Server) -> None:
