@@ -76,4 +76,4 @@ docs: setup                  ## check that the pages tell what is there
 	$(BIN)/python -m pytest tests/test_docs.py tests/test_pages.py
 
 clean:
-	rm -rf .venv .venv-lerobot .venv-ray .venv-protoc .venv-hashes demo-out bench-out .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-lerobot .venv-ray .venv-protoc .venv-hashes logs demo-out bench-out .pytest_cache .mypy_cache .ruff_cache .hypothesis
