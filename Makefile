@@ -21,8 +21,8 @@ setup: .venv/ready           ## make .venv with everything for development
 demo: .venv/demo             ## simulated robots on a real policy, with the batches drawn; installs what they need alone
 	$(BIN)/python examples/demo
 
-test: setup                  ## every promise; the tests of a file run in one process, so that its server starts once
-	$(BIN)/python -m pytest -m "not long" --numprocesses 2 --dist loadfile
+test: setup                  ## every promise, in three processes: many tests wait for a server; those of a file share one
+	$(BIN)/python -m pytest -m "not long" --numprocesses 3 --dist loadfile
 
 test-long: setup             ## what measures time, more messages and seeds of the same tests, and the benchmarks' own tests
 	$(BIN)/python -m pytest -m long tests clients bench

@@ -20,7 +20,7 @@ def test_make_test_runs_all_but_what_is_long_and_fails_with_it(tmp_path: Path) -
     python = tmp_path / "python"
     python.write_text(PYTHON)
     python.chmod(0o755)
-    told = {"test": "-m pytest -m not long --numprocesses 2 --dist loadfile"}
+    told = {"test": "-m pytest -m not long --numprocesses 3 --dist loadfile"}
     told["test-long"] = "-m pytest -m long tests clients bench"
     for target, command in told.items():
         for fails, status in (("nothing", 0), ("pytest", 2)):
