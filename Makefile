@@ -63,7 +63,7 @@ hashes:                       ## renew deploy/requirements.txt, the container's 
 	python3 -m venv .venv-hashes
 	.venv-hashes/bin/pip install -q 'uv>=0.9'
 	echo 'hatchling>=1.27' | .venv-hashes/bin/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes \
-		--no-emit-find-links --no-emit-index-url --no-annotate --no-header --constraint constraints.txt \
+		--no-annotate --no-header --constraint constraints.txt \
 		pyproject.toml - --output-file deploy/requirements.txt
 
 bench: setup                 ## the figures of docs/benchmarks.md, about twenty minutes
