@@ -37,18 +37,19 @@ def is_closed(sock: socket.socket) -> bool:
     return True
 
 
+def never(unsent: threading.Event) -> Iterator[bytes]:
+    """A message that does not come before the event."""
+    unsent.wait(PATIENCE)
+    yield b""
+
+
 def test_w44_the_key_is_checked_before_a_message_is_read(tiny: Path) -> None:
     unsent = threading.Event()
-
-    def never() -> Iterator[bytes]:
-        unsent.wait(PATIENCE)
-        yield b""
-
     with Server(tiny, *HERE, "--api-key", "secret") as server:
         with grpc.insecure_channel("{}:{}".format(*address_of(server))) as channel:
             for method in ("Ready", "SendPolicyInstructions", "SendObservations"):
                 with pytest.raises(grpc.RpcError) as caught:
-                    channel.stream_unary(f"/transport.AsyncInference/{method}")(never(), timeout=PATIENCE)
+                    channel.stream_unary(f"/transport.AsyncInference/{method}")(never(unsent), timeout=PATIENCE)
                 assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
             unsent.set()
 
@@ -89,15 +90,10 @@ def test_w44_a_connection_without_a_call_is_closed(tiny: Path) -> None:
 
 def test_w44_a_message_that_does_not_come_ends_its_call(tiny: Path) -> None:
     unsent = threading.Event()
-
-    def never() -> Iterator[bytes]:
-        unsent.wait(PATIENCE)
-        yield b""
-
     with Server(tiny, *HERE, "--body-timeout-s", "0.2") as server:
         with grpc.insecure_channel("{}:{}".format(*address_of(server))) as channel:
             with pytest.raises(grpc.RpcError) as caught:
-                channel.stream_unary("/transport.AsyncInference/Ready")(never(), timeout=PATIENCE)
+                channel.stream_unary("/transport.AsyncInference/Ready")(never(unsent), timeout=PATIENCE)
             assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
             assert "did not come in time" in str(caught.value.details())
             unsent.set()

@@ -51,14 +51,13 @@ def callers(n: int, slots: Sequence[str] = ("prod",), **changes: Any) -> list[Ca
     return [one(i) for i in range(n)]
 
 
-class Company(Processor):
-    """Answers depend on who was in every batch on the way, and where: as kernels of another size round differently."""
+class Around(Processor):
+    """A processor around another one, on the same thread as any other."""
 
     repeatable = True
 
     def __init__(self, inner: Processor) -> None:
         self._inner = inner
-        self._met: dict[str, float] = {}
 
     def start(self) -> None:
         self._inner.start()
@@ -68,6 +67,14 @@ class Company(Processor):
 
     def drop(self, tickets: Any) -> None:
         self._inner.drop(tickets)
+
+
+class Company(Around):
+    """Answers depend on who was in every batch on the way, and where: as kernels of another size round differently."""
+
+    def __init__(self, inner: Processor) -> None:
+        super().__init__(inner)
+        self._met: dict[str, float] = {}
 
     def run(self, batch: Batch) -> Sequence[Any]:
         names = [ticket.id for ticket in batch.grants]
@@ -165,25 +172,14 @@ def test_t5_requests_that_joined_at_different_steps_are_composed_again(tmp_path:
     assert [item.equal and item.composed for item in replay.items] == [True] * 2 * EACH
 
 
-class Held(Processor):
+class Held(Around):
     """Every denoise batch waits, before it runs, until the test says `go_on`."""
 
-    repeatable = True
-
     def __init__(self, inner: Processor) -> None:
-        self._inner = inner
+        super().__init__(inner)
         self.loop: asyncio.AbstractEventLoop | None = None
         self.stepping = asyncio.Event()
         self._go, self._over = threading.Event(), False
-
-    def start(self) -> None:
-        self._inner.start()
-
-    def stop(self) -> None:
-        self._inner.stop()
-
-    def drop(self, tickets: Any) -> None:
-        self._inner.drop(tickets)
 
     def run(self, batch: Batch) -> Sequence[Any]:
         if batch.stage == "denoise" and not self._over:
