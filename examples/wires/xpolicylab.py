@@ -81,7 +81,7 @@ class LabFrame:
 
 def decode(data: bytes) -> LabFrame:
     """The message in a frame, arrays as read-only views of it; ClientError when there is none."""
-    value = unpack(data, _array)
+    value = unpack(data, nd_in)
     if not isinstance(value, dict):
         raise ClientError("the frame must be a map with message_type, message_id and payload")
     kind, payload = value.get("message_type"), value.get("payload") or {}
@@ -101,10 +101,6 @@ def encode(frame: LabFrame) -> bytes:
     sent_at = datetime.now(UTC).isoformat()
     value = {"message_type": frame.type, **frame.envelope, "sent_at": sent_at, "payload": frame.payload}
     return msgspec.msgpack.encode(value, enc_hook=_plain)
-
-
-def _array(found: dict[str, Any]) -> Any:
-    return nd_in(found) if "nd" in found and "data" in found else found
 
 
 def _plain(value: Any) -> Any:

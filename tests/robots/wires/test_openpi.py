@@ -16,6 +16,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
+import msgpack_numpy as packaged
 import numpy as np
 import PIL.Image
 import pytest
@@ -100,6 +101,22 @@ def _png() -> str:
     file = io.BytesIO()
     PIL.Image.fromarray(PICTURE).save(file, "PNG")
     return base64.b64encode(file.getvalue()).decode()
+
+
+def test_w7_a_client_that_packs_with_msgpack_numpy_is_answered_in_its_form(seeing: Path) -> None:
+    """As DreamZero's client of MolmoSpaces does. One and the same socket may send both."""
+    with Server(seeing) as server, robot(server) as client:
+        sent = MORE | {"observation/state": np.array(STATE), "prompt": "go", "reflex/seed": np.int64(3)}
+        wanted = client.infer(sent)["actions"]
+        client._ws.send(packaged.packb(sent))
+        answer = packaged.unpackb(client._ws.recv())
+        assert answer["actions"].dtype == np.float32
+        assert answer["actions"].tolist() == wanted.tolist()
+        client._ws.send(packaged.packb({"batch": [sent, {"prompt": "go"}]}))
+        one, wrong = packaged.unpackb(client._ws.recv())["batch"]
+        assert one["actions"].shape == wanted.shape
+        assert wrong["error"]["error"] == "invalid_request"
+        assert client.infer(sent)["actions"].tolist() == wanted.tolist()
 
 
 def test_w7_the_broker_of_the_stock_client_hands_out_every_step(tiny: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import tracemalloc
 from typing import Any
 
+import msgpack_numpy as package
 import numpy as np
 import pytest
 from openpi_client import msgpack_numpy as stock
@@ -12,7 +13,7 @@ from openpi_client import msgpack_numpy as stock
 from reflex_runtime.robots import Export
 from reflex_runtime.robots.wires.bounded_msgpack import MAX_DEPTH, MAX_VALUES
 from reflex_runtime.robots.wires.common import ObservationReader
-from reflex_runtime.robots.wires.openpi import decode, encode
+from reflex_runtime.robots.wires.openpi import decode, decode_form, encode
 from reflex_runtime.web.errors import ClientError
 from robots.tiny import write_export
 from robots.wires.broken import FRESH, check
@@ -72,6 +73,36 @@ def test_w6_arrays_are_views_of_the_frame() -> None:
     decode(big)
     assert tracemalloc.get_traced_memory()[1] - before < 100_000
     tracemalloc.stop()
+
+
+def test_w6_arrays_of_msgpack_numpy_are_read_and_answered_in_its_form() -> None:
+    own: Any = package.packb
+    found, packaged = decode_form(own(OBSERVATION))
+    assert packaged
+    assert same(found, OBSERVATION)
+    assert decode_form(stock.packb(OBSERVATION))[1] is False
+    assert decode_form(stock.packb({"prompt": "no array"}))[1] is False
+    both = stock.packb({"a": np.zeros(2)})[1:] + own({"b": np.zeros(2)})[1:]
+    assert decode_form(b"\x82" + both)[1] is False
+    answer = {"actions": np.ones((3, 2), np.float32), "warnings": ["x"]}
+    assert same(package.unpackb(encode(answer, packaged)), answer)
+    assert encode(answer, packaged) == own(answer)
+
+
+@pytest.mark.parametrize(
+    ("sent", "why"),
+    [
+        ({b"nd": True, b"type": "|O", b"kind": b"O", b"shape": [1], b"data": b"\x80\x04N."}, "kind O or V"),
+        ({b"nd": True, b"type": [["x", "<f4"]], b"kind": b"V", b"shape": [1], b"data": b"\0" * 4}, "kind O or V"),
+        ({b"nd": True, b"type": "<f4", b"kind": b"", b"shape": [2**40], b"data": b"\0" * 4}, "4 bytes do not make"),
+        ({b"nd": True, b"type": "<c8", b"kind": b"", b"shape": [1], b"data": b"\0" * 8}, "dtype"),
+        ({b"nd": False, b"type": "<f4", b"data": b"\0" * 8}, "as many bytes"),
+        ({b"nd": False, b"type": None, b"data": b""}, "dtype"),
+    ],
+)
+def test_w6_no_array_of_msgpack_numpy_is_unpickled_or_larger_than_it_came(sent: Any, why: str) -> None:
+    with pytest.raises(ClientError, match=why):
+        decode(stock.packb({"a": sent}))
 
 
 def array(dtype: Any, data: Any = b"", shape: Any = (0,)) -> bytes:
@@ -141,5 +172,6 @@ def test_w6_broken_frames_raise_nothing_but_our_errors(tmp_path: Any, count: int
     reading = ObservationReader(Export.load(write_export(tmp_path / "e")), None)
     good = {"observation/front": np.zeros((4, 6, 3), np.uint8), "observation/state": np.zeros(2), "prompt": "open"}
     seeds = [stock.packb(good), stock.packb(OBSERVATION), stock.packb({"batch": [good]}), GOLDEN]
+    seeds.append(package.packb(OBSERVATION))
     share = check("openpi", seeds, lambda frame: reading.read(decode(frame)), count)
     assert share > 0.01  # what is hit is often a pixel

@@ -44,7 +44,10 @@ def array_in(data: Any, dtype: Any, shape: Any) -> NDArray[Any]:
 
 
 def nd_in(found: Mapping[str, Any]) -> Any:
-    """The array or number in a map of msgpack-numpy: `nd`, `type`, `kind`, `shape`, `data`. Nothing is unpickled."""
+    """The array or number in a map of msgpack-numpy: `nd`, `type`, `kind`, `shape`, `data`. Nothing is unpickled.
+    Another map is returned as it is."""
+    if "nd" not in found or "data" not in found:
+        return found
     kind = found.get("kind", b"")
     if kind not in (b"", ""):  # V: structures; O: a pickle
         raise ClientError("an array of kind O or V is not read: send numbers or texts")

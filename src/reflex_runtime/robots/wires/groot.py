@@ -103,7 +103,7 @@ def _decoded(found: dict[str, Any]) -> Any:
     """The array that a map stands for, else the map."""
     if "__ndarray_class__" in found:
         return _npy(found.get("as_npy"))
-    return nd_in(found) if "nd" in found and "data" in found else found
+    return nd_in(found)
 
 
 def _npy(data: Any) -> Any:

@@ -6,8 +6,10 @@ arrays and numpy scalars as maps:
 
     {b"__ndarray__": True, b"data": bytes, b"dtype": "<f8", b"shape": [8]}
     {b"__npgeneric__": True, b"data": 0.5, b"dtype": "<f8"}
+    {b"nd": True, b"type": "<f8", b"kind": b"", b"shape": [8], b"data": bytes}    of the package msgpack-numpy
 
-The keys of these maps may come as text too. They are written as bytes: stock clients look for nothing else.
+The keys of these maps may come as text too. They are written as bytes: stock clients look for nothing else. An answer
+has the form of the question's arrays, and the first one where they came in both.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ from reflex_runtime.robots.wires.common import (
     invalid_input,
     limits_in,
     limits_of,
+    nd_in,
     question_of,
     socket_limits,
     text_of,
@@ -44,15 +47,28 @@ from reflex_runtime.web.request import INTERNAL, UNSUPPORTED, SocketMessage, Web
 
 def decode(frame: bytes) -> dict[str, Any]:
     """The map in a frame, arrays as read-only views of it; ClientError when there is none."""
-    value = unpack(frame, _array)
+    return decode_form(frame)[0]
+
+
+def decode_form(frame: bytes) -> tuple[dict[str, Any], bool]:
+    """The same, and whether its arrays came as msgpack-numpy writes them."""
+    forms: set[bool] = set()
+
+    def array(found: dict[str, Any]) -> Any:
+        value = _array(found)
+        if value is not found:
+            forms.add("nd" in found)
+        return value
+
+    value = unpack(frame, array)
     if not isinstance(value, dict):
         raise ClientError("the frame must be a map (an observation)")
-    return value
+    return value, forms == {True}
 
 
-def encode(value: Any) -> bytes:
-    """A frame."""
-    return msgspec.msgpack.encode(value, enc_hook=_plain)
+def encode(value: Any, packaged: bool = False) -> bytes:
+    """A frame. packaged: with arrays as msgpack-numpy writes them."""
+    return msgspec.msgpack.encode(value, enc_hook=_packaged if packaged else _plain)
 
 
 def _plain(value: Any) -> Any:
@@ -64,6 +80,11 @@ def _plain(value: Any) -> Any:
             b"shape": value.shape,
         }
     raise NotImplementedError(f"{type(value).__name__} is not written")
+
+
+def _packaged(value: Any) -> Any:
+    plain = _plain(value)
+    return {b"nd": True, b"type": plain[b"dtype"], b"kind": b"", b"shape": plain[b"shape"], b"data": plain[b"data"]}
 
 
 def _array(found: dict[str, Any]) -> Any:
@@ -78,7 +99,7 @@ def _array(found: dict[str, Any]) -> Any:
         if not isinstance(data, (bool, int, float, str, bytes)):
             raise ClientError("a numpy scalar needs data that is a number or a text")
         return data
-    return found
+    return nd_in(found)
 
 
 # -- the websocket -----------------------------------------------------------------------------------------------------
@@ -133,7 +154,7 @@ class OpenpiRobot:
         """The frame that answers a message."""
         try:
             self._socket.refuse_if_closing()
-            sent = decode(data)
+            sent, packaged = decode_form(data)
             if "endpoint" in sent and self._resets(text_of(sent["endpoint"])):
                 for episodes in self._episodes.values():
                     episodes.reset()
@@ -144,10 +165,12 @@ class OpenpiRobot:
             self._handler.refused(self._pending(message, message.id), error)
             return _text(error, message.id)
         if observations is not None:
-            return encode({"batch": await self._all(message, observations)})
+            return encode({"batch": await self._all(message, observations)}, packaged)
         pending = self._pending(message, message.id)
         answer = await self._infer(pending, sent, "", message.received)
-        return _text(answer, pending.request_id) if isinstance(answer, ReflexError) else encode(self._told(answer))
+        if isinstance(answer, ReflexError):
+            return _text(answer, pending.request_id)
+        return encode(self._told(answer), packaged)
 
     def _resets(self, endpoint: Any) -> bool:
         """Whether a message of RoboArena begins an episode, and observes nothing."""
