@@ -94,14 +94,13 @@ def test_a_recording_is_read_line_by_line(tmp_path: Path, lines: list[bytes]) ->
 
 
 def test_a_file_of_another_version_is_refused_in_one_line_that_says_what_to_do(tmp_path: Path) -> None:
-    """Traces and recordings were two formats of version 1."""
-    old = b'{"kind":"header","schema_version":1,"started_at":"","origin":0.0,"reflex_version":"0.1.0","groups":{}}\n'
+    old = b'{"kind":"header","schema_version":3,"started_at":"","origin":0.0,"reflex_version":"9.0.0","groups":{}}\n'
     path = put(tmp_path, [old, b'{"kind":"batch","id":1}\n'])
     with pytest.raises(JournalError) as caught:
         read_journal(path)
     assert str(caught.value) == (
-        f"{path}, line 1: schema_version 1, by reflex 0.1.0; this release reads 2: read the file with the release that "
-        "wrote it, or write it again with this one"
+        f"{path}, line 1: schema_version 3, by reflex 9.0.0; this release reads 1 and 2: read the file with the "
+        "release that wrote it, or write it again with this one"
     )
 
 

@@ -111,3 +111,28 @@ def test_what_a_journal_cannot_mean_is_one_line(
     printed = capsys.readouterr()
     errors = [line for line in printed.err.splitlines() if line.startswith("reflex tune: ")]
     assert [said in error for error in errors] == ([True] if said else [])
+
+
+def test_a_latency_that_batches_do_not_explain_is_warned_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also by `reflex replay --schedule`: every answer came 100 ms after its batch had ended."""
+    said = "p50 or throughput is off by"
+    file = journal(tmp_path, inf, 2, 0.9)
+    for words in (["tune"], ["replay", "--schedule"]):
+        assert main([*words, str(file)]) == 0
+        printed = capsys.readouterr()
+        assert said not in printed.out + printed.err
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+
+    def later(line: dict[str, Any]) -> None:
+        if line["kind"] == "batch":
+            line["finished"] += 0.1
+        elif line["kind"] == "request":
+            line["latency"]["total_ms"] += 100.0
+
+    file.write_text("".join(_with(line, later) + "\n" for line in lines))
+    assert main(["tune", str(file)]) == 0
+    assert f"\nwarning   simulated with the recorded settings, {said}" in capsys.readouterr().out
+    out = tmp_path / "o.json"
+    assert main(["replay", "--schedule", str(file), "--output", str(out)]) == 0
+    assert f"reflex replay: warning: simulated with the recorded settings, {said}" in capsys.readouterr().err
+    assert said in json.loads(out.read_text())["warning"]

@@ -213,7 +213,7 @@ def _same_hardware(recorded: Any) -> bool:
 def _schedule(args: argparse.Namespace) -> dict[str, Any]:
     from reflex_runtime.sim.recorded import Changes
     from reflex_runtime.sim.replay import recorded_report, replay_measured, replay_schedule, side_by_side
-    from reflex_runtime.sim.report import columns
+    from reflex_runtime.sim.report import columns, doubt
 
     cost, hold, size = args.max_batch_cost_ms, args.batch_timeout_ms, args.max_batch_size
     recording = read_journal(args.file, images=False)
@@ -225,6 +225,10 @@ def _schedule(args: argparse.Namespace) -> dict[str, Any]:
     if told:
         reports[", ".join(told)] = replay_schedule(recording, Changes(cost, hold, size))
     print(f"{args.file}: {len(recording.requests)} requests{_unfinished(recording)}")
+    seen, replayed = reports["recorded"], reports["replayed"]
+    warning = doubt((replayed.p50, seen.p50), (replayed.throughput, seen.throughput))
+    if warning:
+        print(f"reflex replay: warning: {warning}", file=sys.stderr)
     rows = side_by_side(reports)
     print(columns(rows[0], rows[1:]))
     print(
@@ -236,6 +240,7 @@ def _schedule(args: argparse.Namespace) -> dict[str, Any]:
     return {
         "file": str(args.file),
         "failed": [],
+        "warning": warning,
         "reports": {n: _plain({k: v for k, v in asdict(r).items() if k != "clients"}) for n, r in reports.items()},
         "measured": {
             "batches": len(again.batches),

@@ -86,7 +86,6 @@ def run(args: argparse.Namespace) -> int:
 def told(tuning: Tuning, present: str, source: str) -> str:
     """The result as text."""
     from reflex_runtime.sim.report import columns
-    from reflex_runtime.sim.search import TRUSTED
 
     load, before, after = tuning.load, tuning.before, tuning.after
     lines = [
@@ -95,11 +94,8 @@ def told(tuning: Tuning, present: str, source: str) -> str:
         f"now       {present}",
         f"aim       {tuning.aim}",
     ]
-    if tuning.off > TRUSTED:
-        lines.append(
-            f"warning   simulated with these settings, p50 or throughput is off by {tuning.off:.0%}: something other "
-            "than batching decides the latency. Do not rely on what follows"
-        )
+    if tuning.doubt:
+        lines.append(f"warning   {tuning.doubt}")
     rows = _rows({"measured": tuning.measured, "simulated": before.figures})
     if tuning.why:
         lines += ["", columns(rows[0], rows[1:]), "", f"Nothing to change: {tuning.why}."]

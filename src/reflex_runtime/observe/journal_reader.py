@@ -1,7 +1,7 @@
 """Reads journals, also those that a crash cut short.
 
 A missing footer, blank lines and a torn last line are what a crash leaves, and are accepted. Anything else (a
-torn line with others after it, an empty file, another version) raises JournalError, which names file and line.
+torn line with others after it, an empty file, a later version) raises JournalError, which names file and line.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from reflex_runtime.observe.journal import (
     RequestLine,
     WarmUpLine,
 )
+from reflex_runtime.observe.schema_1 import Schema1, complete
 
 _NO_JOURNAL = "not a journal"
 _WRITES = "reflex serve --trace FILE or --record DIR writes one"
@@ -84,6 +85,8 @@ def read_journal(path: str | Path, images: bool = True) -> Journal:
     for line in kinds[RequestLine]:
         if line.schedule is None:
             line.schedule = refused.get(line.request.request_id)
+    if reader.header.schema_version == 1:
+        complete(kinds[RequestLine], kinds[BatchLine])
     return Journal(
         path=reader.path,
         header=reader.header,
@@ -114,6 +117,7 @@ class JournalReader:
         self.footer: Footer | None = None
         self.torn = False
         self._number = self._torn_at = 0
+        self._old: Schema1 | None = None
         self._read = self._lines()
         self._policy = policy
         header = self._first()
@@ -121,9 +125,11 @@ class JournalReader:
 
     def __iter__(self) -> Iterator[Line]:
         """The lines between header and footer."""
+        if self._old is not None:
+            yield from self._old.warm
         for line, _ in self._whole():
             try:
-                found = _decode(line)
+                found = _decode(line, self._old)
             except msgspec.ValidationError as error:
                 raise self._bad(f"not a line of a journal: {error}") from error
             except (msgspec.DecodeError, UnicodeDecodeError):
@@ -154,6 +160,9 @@ class JournalReader:
                 found = msgspec.json.decode(line, type=_AnyHeader)
                 if found.kind != "header":
                     raise self._bad(f"{_NO_JOURNAL}: the first line is a {found.kind!r:.80}, not a header; {_WRITES}")
+                if found.schema_version == 1:
+                    self._old = Schema1(msgspec.json.decode(line))
+                    return msgspec.convert(self._old.header, Header)
                 if found.schema_version != SCHEMA_VERSION:
                     raise self._bad(_other_version(found))
                 return msgspec.json.decode(line, type=Header)
@@ -229,7 +238,7 @@ class _AnyHeader(msgspec.Struct):
 def _other_version(found: _AnyHeader) -> str:
     return (
         f"schema_version {found.schema_version}, by reflex {found.reflex_version}; this release reads "
-        f"{SCHEMA_VERSION}: read the file with the release that wrote it, or write it again with this one"
+        f"1 and {SCHEMA_VERSION}: read the file with the release that wrote it, or write it again with this one"
     )
 
 
@@ -237,15 +246,23 @@ class _Kind(msgspec.Struct):
     kind: str
 
 
+_AnyKind = Header | WarmUpLine | RequestLine | BatchLine | EndedLine | Footer
 _kind = msgspec.json.Decoder(_Kind).decode
-_known = msgspec.json.Decoder(Header | WarmUpLine | RequestLine | BatchLine | EndedLine | Footer).decode
+_known = msgspec.json.Decoder(_AnyKind).decode
 
 
-def _decode(line: bytes) -> Any:
+def _decode(line: bytes, old: Schema1 | None) -> Any:
     kind = _kind(line).kind
-    if kind in KINDS:
+    if old is None and kind in KINDS:
         return _known(line)
     fields = msgspec.json.decode(line)
+    if old is not None:
+        fields = old.line(fields)
+        if isinstance(fields, BatchLine):
+            return fields
+        kind = fields["kind"]
+        if kind in KINDS:
+            return msgspec.convert(fields, _AnyKind)
     del fields["kind"]
     return Note(kind, fields)
 

@@ -77,7 +77,7 @@ def scheduler_of(recording: Journal, changes: Changes | None = None) -> Schedule
     ConfigError when the recording does not say how its slots were scheduled.
     """
     settings = recording.groups
-    missing = [slot for slot in recording.slots if slot not in settings]
+    missing = [slot for slot in recording.slots if slot not in settings or not settings[slot].flush]
     if missing or not settings:
         raise ConfigError(
             f"{recording.path}: the header's `groups` do not say how {', '.join(missing) or 'its slots'} were "

@@ -7,7 +7,7 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from reflex_runtime.core.request import Priority
 from reflex_runtime.core.statistics import percentile
@@ -15,6 +15,9 @@ from reflex_runtime.sim.run import Run
 
 if TYPE_CHECKING:
     from reflex_runtime.observe.plots import Figure
+
+
+TRUSTED: Final = 0.25  # share by which the simulation of recorded settings may be off
 
 
 def jain(values: Iterable[float]) -> float | None:
@@ -122,6 +125,18 @@ class Report:
         if self.fairness is not None:
             rows.append(("fairness", f"Jain {self.fairness:.3f} over {len(self.clients)} clients"))
         return "\n".join(f"{name:<12}{value}" for name, value in rows)
+
+
+def doubt(*figures: tuple[float | None, float | None]) -> str:
+    """Why a simulation of recorded settings is not to be relied on, "" where it is. figures: (simulated, measured)
+    p50 and throughput."""
+    off = max((abs((simulated or 0.0) / seen - 1.0) for simulated, seen in figures if seen), default=0.0)
+    if off <= TRUSTED:
+        return ""
+    return (
+        f"simulated with the recorded settings, p50 or throughput is off by {off:.0%}: something other than batching "
+        "decides the latency. Do not rely on what follows"
+    )
 
 
 def columns(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

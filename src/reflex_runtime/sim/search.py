@@ -17,7 +17,7 @@ from reflex_runtime.core.statistics import percentile
 from reflex_runtime.observe.journal_reader import Journal
 from reflex_runtime.sim.recorded import Changes, ObservedLoad, RecordedSteps, flush_of, observe, scheduler_of
 from reflex_runtime.sim.replay import MeasuredDevice
-from reflex_runtime.sim.report import Report
+from reflex_runtime.sim.report import Report, doubt
 from reflex_runtime.sim.run import Run, simulate
 
 Aim = Literal["p50", "p95", "p99", "throughput", "on-time"]
@@ -35,7 +35,6 @@ MISSED: Final = 0.01  # share of requests without an answer in time from which o
 LOSS: Final = 0.05  # share by which p99 may get worse, and throughput by less than half of it
 SATURATED: Final = 0.95  # busy share of a device that can do no more
 IDLE: Final = 0.10  # busy share of a device that has nothing to do
-TRUSTED: Final = 0.25  # share by which the simulation of the present settings may be off
 
 
 class Knobs(NamedTuple):
@@ -117,11 +116,10 @@ class Tuning:
         return TunedFigures(**{**told, "busy": min(1.0, told["busy"])})
 
     @property
-    def off(self) -> float:
-        """By which share the simulated p50 and throughput of the present settings are off, whichever is worse."""
-        pairs = [(self.before.figures.p50, self.measured.p50)]
-        pairs.append((self.before.figures.throughput, self.measured.throughput))
-        return max(abs(simulated / seen - 1.0) for simulated, seen in pairs if seen > 0.0)
+    def doubt(self) -> str:
+        """Why the prediction is not to be relied on; "" where it is."""
+        simulated, measured = self.before.figures, self.measured
+        return doubt((simulated.p50, measured.p50), (simulated.throughput, measured.throughput))
 
 
 class Tuner:

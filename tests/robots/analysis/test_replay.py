@@ -20,7 +20,7 @@ from reflex_runtime.demo import POLICY
 from reflex_runtime.observe.journal_reader import read_journal
 from reflex_runtime.observe.journal_writer import hardware
 from reflex_runtime.robots import Policy, load_policy, served_by
-from reflex_runtime.robots.analysis.replay import ModelReplay, ReplayedRequest, distance, replay_model
+from reflex_runtime.robots.analysis.replay import DIFFS, ModelReplay, ReplayedRequest, distance, replay_model
 from reflex_runtime.robots.policy.rtc import Rtc
 from reflex_runtime.run.processor import Processor
 from robots.bundled import V1
@@ -299,6 +299,12 @@ def test_t5_both_bounds_hold_item_by_item() -> None:
     assert distance(nan, np.array([[0.0, 1.0]]))[1] == float("inf")
     for cosine, largest, close in ((1.0, 1e-3, True), (0.999, 0.0, True), (0.998, 0.0, False), (1.0, 1.1e-3, False)):
         assert ReplayedRequest(0, "", "a", cosine, largest).close is close
+
+
+@pytest.mark.parametrize("items", [[], [ReplayedRequest(0, "r", "a", error="not taken", recorded_cache="hit")]])
+def test_t5_where_nothing_was_compared_nothing_is_the_same(items: list[ReplayedRequest]) -> None:
+    replay = ModelReplay("alone", items)
+    assert [diff for diff in DIFFS if replay.failed(diff)] == ["actions", "cache"]
 
 
 def test_t5_n_looks_at_the_first_and_slot_at_one(tmp_path: Path, tiny: Path) -> None:

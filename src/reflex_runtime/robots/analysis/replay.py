@@ -481,12 +481,13 @@ class ModelReplay:
     left_out: Counter[str] = field(default_factory=Counter)
 
     def failed(self, diff: Diff, same_hardware: bool = True) -> bool:
-        """Whether the replay differs. Latency counts only on the same hardware. Nothing to compare fails `actions`, and
-        not `latency`."""
+        """Whether the replay differs. Latency counts only on the same hardware. Nothing to compare fails `actions`
+        and `cache`, and not `latency`."""
         if diff == "actions":
             return not self.items or not all(item.close for item in self.items)
         if diff == "cache":
-            return any(item.cache != item.recorded_cache for item in self.items if not item.error)
+            compared = [item for item in self.items if not item.error]
+            return not compared or any(item.cache != item.recorded_cache for item in compared)
         ratio = self.latency_ratio()
         return same_hardware and ratio is not None and abs(ratio - 1.0) > LATENCY
 
