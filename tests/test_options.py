@@ -200,10 +200,11 @@ def test_h10_reflex_feeds_refuses_an_option_without_effect(
 
 
 def test_h10_reflex_simulate_refuses_an_option_without_effect(capsys: pytest.CaptureFixture[str]) -> None:
-    assert said(capsys, "simulate", "--callers", "3").endswith("--callers needs --arrivals=closed")
+    assert said(capsys, "simulate", "--think", "3").endswith("--think needs --arrivals=closed")
     words = "--arrivals", "closed", "--rate", "5"
     assert said(capsys, "simulate", *words).endswith("--rate has no effect with --arrivals=closed")
-    assert said(capsys, "simulate", "--max-batch-size", "5").endswith("needs --policy=by_size or --policy=greedy")
+    words = "--policy", "by_cost", "--max-batch-size", "5"
+    assert said(capsys, "simulate", *words).endswith("--max-batch-size has no effect with --policy=by_cost")
 
 
 # -- names that are none -----------------------------------------------------------------------------------------------

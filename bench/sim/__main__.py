@@ -23,6 +23,7 @@ from bench.sim import compare, stages
 from bench.sim.fleet import FleetPlan, Outage, in_words, run_fleet, size_fleet
 from bench.sim.picture import draw_overload
 from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.settings import ServeConfig
 from reflex_runtime.sim import Affine, Setting
 from reflex_runtime.sim.run import DEVICE
 
@@ -130,10 +131,10 @@ def _outages(text: str, duration: float) -> list[Outage]:
 def _bench(
     args: argparse.Namespace, device: Affine = DEVICE, slo_ms: float = 100.0, max_batch_cost_ms: float = 100.0
 ) -> compare.Bench:
-    setting = Setting(max_batch_cost_ms / 1e3)
+    serve = ServeConfig(max_batch_cost_ms=max_batch_cost_ms, batch_timeout_ms=args.batch_timeout_ms)
+    setting = Setting(serve)
     if args.batch_timeout_ms is not None:
-        hold = args.batch_timeout_ms / 1e3
-        setting = Setting(max_batch_cost_ms / 1e3, hold, hold=hold)
+        setting = Setting(serve, args.batch_timeout_ms / 1e3)
     return compare.Bench(device, args.noise, slo_ms / 1e3, args.duration_s, args.warmup_s, args.seed, setting)
 
 

@@ -9,6 +9,7 @@ from bench.sim import rules
 from bench.sim.clairvoyant import most_on_time
 from bench.sim.rivals import WholeGroup
 from reflex_runtime.core.request import Priority, Request
+from reflex_runtime.settings import ServeConfig
 from reflex_runtime.sim.report import Report, columns
 from reflex_runtime.sim.run import DEVICE, Rule, Setting, simulate
 from reflex_runtime.sim.service import Affine, Noisy, Service
@@ -214,7 +215,8 @@ def fairness(bench: Bench, progress: Progress = lambda _: None) -> Results:
     limit = 1.5 * bench.slo
     rates = {"greedy": 2.0 * bench.lossless, **{f"modest-{i}": bench.lossless / 15.0 for i in range(7)}}
     workload = [Open(Poisson(r), (Request(client=c, time_limit=limit),)) for c, r in rates.items()]
-    longer = replace(bench, setting=replace(bench.setting, max_batch_cost=max(limit, bench.setting.max_batch_cost)))
+    budget = ServeConfig(max_batch_cost_ms=1e3 * max(limit, bench.setting.max_batch_cost))
+    longer = replace(bench, setting=replace(bench.setting, serve=budget))
     results: Results = {}
     for rule in FAIR_RULES:
         progress(f"fairness: {rule.name}")

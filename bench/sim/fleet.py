@@ -17,12 +17,11 @@ from bench.sim.rendezvous import owner
 from reflex_runtime.core.batch import Batch, Failed, Outcome
 from reflex_runtime.core.errors import ConfigError, Drained, ReflexError
 from reflex_runtime.core.events import Event
-from reflex_runtime.core.flush import FlushPolicy, Planner
-from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.core.request import Request, Ticket
 from reflex_runtime.core.scheduler import Scheduler
 from reflex_runtime.core.statistics import percentile
 from reflex_runtime.observe.journal import WarmUpLine
+from reflex_runtime.settings.policies import ServeConfig, serving_group
 from reflex_runtime.sim.recorded import teach
 from reflex_runtime.sim.report import Report
 from reflex_runtime.sim.run import Run, simulate
@@ -292,8 +291,9 @@ def _owners(robots: int, names: Sequence[str]) -> Counter[str]:
 
 
 def _scheduler(plan: FleetPlan) -> Scheduler:
-    flush = FlushPolicy.window(plan.max_batch_cost, plan.hold)
-    scheduler = Scheduler([GroupConfig(flush=flush, controller=Planner())])
+    hold = None if plan.hold == inf else plan.hold * 1e3
+    serve = ServeConfig(max_batch_cost_ms=plan.max_batch_cost * 1e3, batch_timeout_ms=hold)
+    scheduler = Scheduler([serving_group(serve, "default")])
     sizes = [("", n, plan.device.of(n)) for n in (1, 2, 4)] * 3
     warm = WarmUpLine("default", "", "", 1.0, sizes, [])  # as a server warms up
     teach(scheduler.cost_model("default"), "default", warm)

@@ -6,10 +6,11 @@ from dataclasses import replace
 
 from bench.sim.rivals import EarlyDrop, HoldAlways, MarginalWait
 from reflex_runtime.core.cost import UnitCost
-from reflex_runtime.core.flush import FlushPolicy, Planner
+from reflex_runtime.core.flush import FlushPolicy
 from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.core.scheduler import Scheduler
 from reflex_runtime.run.batch_processor import BatchConfig
+from reflex_runtime.settings.policies import serving_group
 from reflex_runtime.sim.run import BY_COST, BY_SIZE, GREEDY, WINDOW, Decider, Rule, Setting
 
 __all__ = ["BY_COST", "BY_SIZE", "GREEDY", "WINDOW"]  # the runtime's, beside those below
@@ -25,11 +26,12 @@ def _one_in_flight(s: Setting) -> Decider:
 
 
 def _unheld(s: Setting) -> Decider:
-    return Scheduler([GroupConfig(flush=FlushPolicy.window(s.max_batch_cost, 0.0), controller=Planner())])
+    return WINDOW.make(replace(s, serve=replace(s.serve, batch_timeout_ms=0.0)))
 
 
 def _unplanned(s: Setting) -> Decider:
-    return Scheduler([GroupConfig(flush=FlushPolicy.window(s.max_batch_cost, s.hold))])
+    group = serving_group(replace(s.serve, max_batch_cost_ms=s.max_batch_cost * 1e3), "default")
+    return Scheduler([replace(group, controller=None)])
 
 
 def _feeds(s: Setting) -> Decider:

@@ -14,6 +14,7 @@ from bench.sim.__main__ import main
 from bench.sim.rivals import EarlyDrop, HoldAlways, MarginalWait
 
 from reflex_runtime.core.request import Request
+from reflex_runtime.settings import ServeConfig
 from reflex_runtime.sim import (
     Affine,
     Around,
@@ -180,7 +181,7 @@ def test_b6_two_groups_that_alternate_become_one(device: Affine, think: Think) -
     half = device.of(8) / 2.0
     groups = [Callers(8, think, name="first"), Delayed(Callers(8, think, name="second"), half)]
     for rule, most in ((named.WINDOW, 0.005), (named.FEEDS, 0.050)):
-        setting = Setting(max_batch_cost=1.0, batch_timeout=most, max_batch_size=16)
+        setting = Setting(ServeConfig(max_batch_cost_ms=1000.0), batch_timeout=most, max_batch_size=16)
         run = simulate(rule.make(setting), groups, Noisy(device, 0.03), duration=12.0, warmup=6.0)
         assert Report.of(run).batch_size == pytest.approx(16.0, abs=0.6), rule.name
 

@@ -44,6 +44,17 @@ def test_callers_and_think_make_the_load_of_closed_arrivals(capsys: pytest.Captu
     assert found["offered"][0] == pytest.approx(3 / (0.478 + 0.024), rel=0.1)
 
 
+def test_callers_are_the_clients_of_open_arrivals(capsys: pytest.CaptureFixture[str]) -> None:
+    assert figures(capsys, "--callers", "3")["fairness"][-1] == 3.0
+    assert figures(capsys)["fairness"][-1] > 1000.0  # each request is a client's own
+
+
+def test_without_a_budget_batches_are_as_long_as_those_of_reflex_serve(capsys: pytest.CaptureFixture[str]) -> None:
+    crowd = ("--arrivals", "closed", "--callers", "100", "--noise", "0", "--slo-ms", "0", "--fixed-ms", "40")
+    assert largest(figures(capsys, *crowd)) == 100.0  # 240 ms, up to 8 times the fixed part
+    assert largest(figures(capsys, *crowd, "--max-batch-cost-ms", "100")) <= 30.0
+
+
 def test_fixed_ms_and_marginal_ms_are_the_devices(capsys: pytest.CaptureFixture[str]) -> None:
     assert p50(figures(capsys, *ALONE)) == 22.0
     assert p50(figures(capsys, *ALONE, "--fixed-ms", "40")) == 42.0

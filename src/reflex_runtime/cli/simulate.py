@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.observe.files import refused
+from reflex_runtime.settings import ServeConfig
 from reflex_runtime.settings.declare import add_options, did_you_mean, one_line, option, validate
 from reflex_runtime.settings.read import load
 
@@ -38,7 +39,10 @@ class SimulateConfig:
         "pattern of arrivals; closed: callers that wait for their answer, see --callers and --think",
         choices=("poisson", "bursty", "diurnal", "heavy", "closed"),
     )
-    callers: int = option(8, "callers, with --arrivals closed", low=1, high=10_000, needs="arrivals=closed")
+    callers: int = option(
+        0, "clients that the requests come from; 0: 8 with --arrivals closed, else a new one for each request",
+        low=0, high=10_000,
+    )
     think: str = option(
         "1",
         "ms between an answer and the caller's next request: 5 | exp:5 | around:100,5 | mix:1,300 (drawn each "
@@ -56,9 +60,10 @@ class SimulateConfig:
         high=600_000,
         unit="ms",
     )
-    max_batch_cost_ms: float = option(
-        100.0,
-        "ceiling on a batch's predicted time (window, by_cost)",
+    max_batch_cost_ms: float | None = option(
+        None,
+        "ceiling on a batch's predicted time (window, by_cost); by default as in reflex serve: 100, for window eight "
+        "times the fixed part if that is more",
         low=10,
         high=10_000,
         unit="ms",
@@ -74,7 +79,8 @@ class SimulateConfig:
         needs="policy=window|policy=by_cost|policy=by_size",
     )
     max_batch_size: int = option(
-        32, "most requests in a batch (by_size, greedy)", low=1, high=100_000, needs="policy=by_size|policy=greedy"
+        0, "most requests in a batch (window, by_size, greedy); 0: 256 as in reflex serve, 32 for the others",
+        low=0, high=4096, unless="policy=by_cost",
     )
     duration_s: float = option(60.0, "virtual seconds", low=0.1, high=86_400, unit="s")
     warmup_s: float = option(2.0, "virtual seconds at the start that the figures leave out", low=0, high=3600, unit="s")
@@ -132,11 +138,13 @@ def run(args: argparse.Namespace) -> int:
 def _setting(config: SimulateConfig, device: Affine) -> Setting:
     from reflex_runtime.sim import Setting
 
-    found = Setting(config.max_batch_cost_ms / 1e3, goal=config.slo_ms / 1e3 or 1.0, device=device)
-    if config.batch_timeout_ms is not None:
-        hold = config.batch_timeout_ms / 1e3
-        found = replace(found, batch_timeout=hold, hold=hold)
-    return replace(found, max_batch_size=config.max_batch_size)
+    serve = ServeConfig(
+        max_batch_cost_ms=config.max_batch_cost_ms,
+        batch_timeout_ms=config.batch_timeout_ms,
+        max_batch_size=config.max_batch_size or ServeConfig.max_batch_size,
+    )
+    found = Setting(serve, goal=config.slo_ms / 1e3 or 1.0, device=device, max_batch_size=config.max_batch_size or 32)
+    return found if config.batch_timeout_ms is None else replace(found, batch_timeout=config.batch_timeout_ms / 1e3)
 
 
 def _workload(config: SimulateConfig) -> list[WorkloadPart]:
@@ -145,10 +153,11 @@ def _workload(config: SimulateConfig) -> list[WorkloadPart]:
 
     request = Request(time_limit=config.slo_ms / 1e3 or None)
     if config.arrivals == "closed":
-        callers = _callers(config.think, config.callers)
+        callers = _callers(config.think, config.callers or 8)
         return [replace(part, request=request) for part in callers]
     process = {"poisson": Poisson, "bursty": Bursty, "diurnal": Diurnal, "heavy": Heavy}[config.arrivals]
-    return [Open(process(config.rate), (request,))]
+    robots = [replace(request, client=i) for i in range(config.callers)]
+    return [Open(process(config.rate), robots or (request,), strangers=not robots)]
 
 
 def _callers(think: str, count: int) -> list[Callers]:

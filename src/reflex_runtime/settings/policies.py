@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from math import inf
 
+from reflex_runtime.core.cost import CostModel
 from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.core.flush import TIMES_FIXED, FlushPolicy, Planner
+from reflex_runtime.core.group import GroupConfig
+from reflex_runtime.core.time_cost import TimeCost
 from reflex_runtime.settings.declare import one_line, option, validate
 from reflex_runtime.settings.server import ServerConfig, check_address, sizes_of
 
 DEFAULT_POLICY = "default"  # the name of SOURCE; its policy is asked where a request names none
 MAX_POLICIES = 32
+WATCHED = 4.0  # times what a batch is planned to take that a watchdog must give it
 _ZMQ_ADDRESS = r"tcp://(localhost|127(\.[0-9]{1,3}){3}|\[::1\]):(?P<port>[0-9]{1,5})"
 
 
@@ -261,3 +269,41 @@ class OwnSettings:
 
     def __post_init__(self) -> None:
         validate(self, "policy")
+
+
+def serving_group(
+    config: ServeConfig,
+    name: str,
+    cost: Callable[..., CostModel] = TimeCost,
+    weight: float = 1.0,
+    tenant: str = "",
+) -> GroupConfig:
+    """How the scheduler treats a policy's requests: the one constructor for `reflex serve` and for what simulates it.
+
+    weight, tenant: of the policy, where there are several.
+    """
+    budget = None if config.max_batch_cost_ms is None else config.max_batch_cost_ms / 1e3
+    hold = inf if config.batch_timeout_ms is None else config.batch_timeout_ms / 1e3
+    flush = FlushPolicy.window(budget, hold, config.max_batch_size)
+    if budget is None:
+        flush = replace(flush, times_fixed=_times_fixed(config, alone=not tenant))
+    return GroupConfig(
+        name=name,
+        flush=flush,
+        capacity=config.max_queue,
+        max_queued_seconds=config.max_queue_s or inf,
+        max_in_flight_per_client=config.max_in_flight_per_client,
+        weight=weight,
+        tenant=tenant,
+        latest_only=config.latest_only,
+        cost=partial(cost, affine=config.cost_model == "affine"),
+        controller=Planner(),
+    )
+
+
+def _times_fixed(config: ServeConfig, alone: bool) -> float:
+    """How many times its fixed part a batch may take. alone: whether there is no other policy, which would wait for
+    it."""
+    if 0.0 < config.watchdog_s < WATCHED * Planner.LONGEST:
+        return 0.0
+    return TIMES_FIXED if alone else Planner.SHARED

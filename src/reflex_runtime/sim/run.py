@@ -17,11 +17,12 @@ from reflex_runtime.core.batch import Batch, Done, Failed, More, Outcome
 from reflex_runtime.core.cost import UnitCost
 from reflex_runtime.core.errors import Drained, ReflexError, Rejected
 from reflex_runtime.core.events import Event, RequestSettled
-from reflex_runtime.core.flush import FlushPolicy, Planner
+from reflex_runtime.core.flush import BUDGET, FlushPolicy
 from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.core.request import Request, Ticket
 from reflex_runtime.core.scheduler import Scheduler
 from reflex_runtime.core.time_cost import TimeCost
+from reflex_runtime.settings.policies import ServeConfig, serving_group
 from reflex_runtime.sim.service import Affine, Service
 from reflex_runtime.sim.workload import Arrival, RequestStream, WorkloadPart
 
@@ -292,17 +293,26 @@ DEVICE = Affine(0.020, 0.002)  # the device all quoted figures are for: 20 + 2n 
 class Setting:
     """The inputs of a rule.
 
-    max_batch_cost, batch_timeout, goal: seconds; goal is the answer time aimed at. device: the true mean times, for the
-    rules that do not learn. max_batch_size: most requests in a batch, for the rules that count. hold: longest hold of
-    the window rule.
+    serve: those of `reflex serve`, for the window rule. batch_timeout, goal: seconds; goal is the answer time aimed at.
+    device: the true mean times, for the rules that do not learn. max_batch_size: most requests in a batch, for the
+    rules that count.
     """
 
-    max_batch_cost: float = 0.100
+    serve: ServeConfig = field(default_factory=ServeConfig)
     batch_timeout: float = 0.005
     goal: float = 0.100
     device: Affine = DEVICE
     max_batch_size: int = 32
-    hold: float = inf
+
+    @property
+    def max_batch_cost(self) -> float:
+        """Of rules that have no other default, in seconds."""
+        return BUDGET if self.serve.max_batch_cost_ms is None else self.serve.max_batch_cost_ms / 1e3
+
+    @property
+    def hold(self) -> float:
+        """The longest one of the window rule, in seconds."""
+        return inf if self.serve.batch_timeout_ms is None else self.serve.batch_timeout_ms / 1e3
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,7 +325,7 @@ class Rule:
 
 
 def _window(s: Setting) -> Decider:
-    return Scheduler([GroupConfig(flush=FlushPolicy.window(s.max_batch_cost, s.hold), controller=Planner())])
+    return Scheduler([serving_group(s.serve, "default")])
 
 
 def _by_cost(s: Setting) -> Decider:

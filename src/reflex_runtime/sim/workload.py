@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import count
 from math import inf, pi, sin
 from random import Random
 from typing import NamedTuple, Protocol
@@ -246,11 +247,13 @@ class Open:
     """Requests that arrive whether or not earlier ones were answered.
 
     requests: one of them is drawn for each arrival, in proportion to `shares` (equal if empty).
+    strangers: each request is of a client of its own.
     """
 
     arrivals: Arrivals
     requests: Sequence[Request] = (Request(),)
     shares: Sequence[float] = ()
+    strangers: bool = False
 
     def __post_init__(self) -> None:
         if not self.requests:
@@ -269,6 +272,7 @@ class _OpenStream:
         self._requests, self._shares = source.requests, source.shares or None
         self._rng = rng
         self._times = source.arrivals.times(rng)
+        self._numbers = count() if source.strangers else None
 
     def next(self, now: float) -> Arrival | None:
         at = next(self._times, inf)
@@ -276,6 +280,8 @@ class _OpenStream:
             return None
         requests = self._requests
         request = requests[0] if len(requests) == 1 else self._rng.choices(requests, self._shares)[0]
+        if self._numbers is not None:
+            request = replace(request, client=next(self._numbers))
         return Arrival(at, request)
 
 

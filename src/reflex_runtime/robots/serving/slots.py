@@ -5,14 +5,12 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
-from math import inf
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.core.flush import BUDGET, TIMES_FIXED, FlushPolicy, Planner
+from reflex_runtime.core.flush import BUDGET, FlushPolicy
 from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.core.time_cost import TimeCost
 from reflex_runtime.robots import (
@@ -39,6 +37,7 @@ from reflex_runtime.run.batcher import Batcher
 from reflex_runtime.run.onnx_session import PROVIDERS
 from reflex_runtime.run.process import in_thread
 from reflex_runtime.settings import ServeConfig
+from reflex_runtime.settings.policies import serving_group
 from reflex_runtime.settings.read import environment
 from reflex_runtime.web.errors import Conflict, NotFound
 
@@ -48,7 +47,6 @@ SHADOW = "shadow"
 SHADOW_QUEUE = 16  # sampled requests that may wait for a gap
 GAP_CHANCE = 0.5
 WARM_SIZES = (1, 2, 4)
-WATCHED = 4.0  # times what a batch is planned to take that a watchdog must give it
 
 
 class Slot:
@@ -277,40 +275,20 @@ def group_of(config: ServeConfig, slot: str, policy: Policy, weight: float = 1.0
 
     weight, tenant: of the policy, where there are several.
     """
-    affine = config.cost_model == "affine"
     # Values alone, so that it keeps no policy.
-    cost = partial(TimeCost, policy.stages, affine, policy.captured_sizes, padded_stages=policy.padded_stages)
-    budget = None if config.max_batch_cost_ms is None else config.max_batch_cost_ms / 1e3
-    hold = inf if config.batch_timeout_ms is None else config.batch_timeout_ms / 1e3
+    cost = partial(TimeCost, policy.stages, sizes=policy.captured_sizes, padded_stages=policy.padded_stages)
     if slot == SHADOW:
         # One request, one step at a time: what the others may wait for.
-        alone = FlushPolicy.window(budget or BUDGET, 0.0, 1)
+        budget = BUDGET if config.max_batch_cost_ms is None else config.max_batch_cost_ms / 1e3
         return GroupConfig(
-            name=policy.slot, flush=alone, capacity=SHADOW_QUEUE, weight=0.0, gap_chance=GAP_CHANCE, cost=cost
+            name=policy.slot,
+            flush=FlushPolicy.window(budget, 0.0, 1),
+            capacity=SHADOW_QUEUE,
+            weight=0.0,
+            gap_chance=GAP_CHANCE,
+            cost=partial(cost, affine=config.cost_model == "affine"),
         )
-    flush = FlushPolicy.window(budget, hold, config.max_batch_size)
-    if budget is None:
-        flush = replace(flush, times_fixed=_times_fixed(config, alone=not tenant))
-    return GroupConfig(
-        name=policy.slot,
-        flush=flush,
-        capacity=config.max_queue,
-        max_queued_seconds=config.max_queue_s or inf,
-        max_in_flight_per_client=config.max_in_flight_per_client,
-        weight=weight,
-        tenant=tenant,
-        latest_only=config.latest_only,
-        cost=cost,
-        controller=Planner(),
-    )
-
-
-def _times_fixed(config: ServeConfig, alone: bool) -> float:
-    """How many times its fixed part a batch may take. alone: whether there is no other policy, which would wait for
-    it."""
-    if 0.0 < config.watchdog_s < WATCHED * Planner.LONGEST:
-        return 0.0
-    return TIMES_FIXED if alone else Planner.SHARED
+    return serving_group(config, policy.slot, cost, weight, tenant)
 
 
 def check_alike(specs: Mapping[str, PolicySpec]) -> None:
