@@ -525,6 +525,33 @@ def test_a_capture_thread_that_dies_says_so(error: BaseException) -> None:
     assert [type(error).__name__ in e.error for e in made.log.of(FeedFailed)] == [True]
 
 
+class PanicException(BaseException):
+    """As a library in Rust raises it."""
+
+
+def test_a_source_that_panics_is_one_that_failed() -> None:
+    made = Made(Camera(0, PanicException("unwrap"), live=False)).run()
+    assert (made.feed.state, made.sink.sequences) == ("failed", [0])
+    assert [e.error for e in made.log.of(FeedFailed)] == ["Panic: PanicException: unwrap"]
+
+
+@pytest.mark.parametrize("where", ["stage", "sink"])
+def test_a_stage_or_a_sink_that_panics_costs_one_frame(where: str) -> None:
+    def panics(result: Any) -> Any:
+        if result.frame.sequence == 1:
+            raise PanicException("unwrap")
+        return result
+
+    pipeline = Pipeline(after=[panics]) if where == "stage" else Pipeline()
+    made = Made(Camera(0, 1, 2, END, live=False), pipeline=pipeline)
+    if where == "sink":
+        made.feed.sinks = made.feed._consumer._sinks = (panics, made.sink)  # type: ignore[assignment]
+    made.run()
+    assert made.feed.state == "ended"
+    assert made.sink.sequences == ([0, 2] if where == "stage" else [0, 1, 2])
+    assert ["PanicException: unwrap" in e.error for e in made.log.of(FeedStageError)] == [True]
+
+
 def test_a_pipeline_thread_that_dies_says_so_and_the_frame_is_counted() -> None:
     def answer(sequence: int) -> int:
         raise SystemExit(1)

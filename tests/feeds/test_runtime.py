@@ -208,11 +208,22 @@ def test_reconnecting_many_times_leaks_no_thread(monkeypatch: pytest.MonkeyPatch
     assert threads() == set()
 
 
+def test_wait_without_files_is_until_the_stop() -> None:
+    for cameras in (0, 1):
+        runtime = Runtime()
+        for _ in range(cameras):
+            runtime.feed("live", Camera())
+        runtime.start()
+        assert not runtime.wait(0.01)
+        with ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(runtime.wait, PATIENCE)
+            runtime.stop()
+            assert waiting.result(PATIENCE / 2)
+
+
 def test_wait_is_for_file_feeds_and_no_longer_than_told() -> None:
     with Runtime() as runtime:
-        assert runtime.wait(0.0)  # there is none
         runtime.feed("live", Camera())
-        assert runtime.wait(0.0)
         file = Camera(0, live=False)
         runtime.feed("file", file)
         assert not runtime.wait(0.01)

@@ -254,3 +254,20 @@ def test_thousands_of_cancels_in_one_turn_are_made_in_slices() -> None:
     run(main())
     assert calls == [0]
     assert held.close()
+
+
+def test_a_thread_that_comes_after_one_that_ended_is_another_client() -> None:
+    """The system gives it the same identity again, and it would pay for what that one had."""
+    seen: list[Event] = []
+
+    @batched
+    def echo(items: list[int]) -> list[int]:
+        return items
+
+    echo.add_sink(seen.append)
+    for item in range(4):
+        thread = threading.Thread(target=echo, args=(item,))
+        thread.start()
+        thread.join()
+    assert echo.close()
+    assert len({event.ticket.request.client for event in seen if isinstance(event, RequestSettled)}) == 4

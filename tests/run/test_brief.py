@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from reflex_runtime.core.batch import Batch, Cause, Done, Failed, More
-from reflex_runtime.core.errors import Cancelled, ReflexError
+from reflex_runtime.core.errors import Cancelled, ProcessorError, ReflexError
 from reflex_runtime.core.events import BatchFinished
 from reflex_runtime.core.flush import FlushPolicy
 from reflex_runtime.core.group import GroupConfig
@@ -327,8 +327,8 @@ def test_p52_what_interrupts_the_loop_answers_its_batch() -> None:
     run(main())
 
 
-def test_p52_what_interrupts_a_batch_on_the_loop_is_told_and_what_waits_goes_on() -> None:
-    """Some exceptions are no `Exception`, and do not end the loop: CancelledError, a panic in an extension in Rust."""
+def test_p52_what_is_no_exception_fails_a_batch_on_the_loop_and_what_waits_goes_on() -> None:
+    """A function that nobody awaits cannot be cancelled: the error is its own, as a panic of Rust is."""
 
     async def main() -> None:
         processor = Anywhere()
@@ -340,7 +340,7 @@ def test_p52_what_interrupts_a_batch_on_the_loop_is_told_and_what_waits_goes_on(
             tickets = [batcher.submit(Request(0.0)) for _ in range(2)]
             processor.hang = Interrupting(asyncio.CancelledError())
             async with asyncio.timeout(PATIENCE):
-                with pytest.raises(Exception, match="interrupted"):
+                with pytest.raises(ProcessorError, match="CancelledError"):
                     await tickets[0].waiter
                 await tickets[1].waiter
 

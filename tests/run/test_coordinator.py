@@ -224,12 +224,20 @@ def test_f2_a_processor_has_an_id(name: Any) -> None:
         BatchCoordinator(wrong)
 
 
-@pytest.mark.parametrize("verb", ["on_start", "process", "on_stop"])
-def test_f2_a_processor_has_three_methods(verb: str) -> None:
+def test_f2_a_processor_needs_process_alone() -> None:
     wrong = Wrong()
-    setattr(wrong, verb, None)
-    with pytest.raises(ConfigError, match=rf"has no method {verb}\(\)"):
+    wrong.process = None  # type: ignore[method-assign, assignment]
+    with pytest.raises(ConfigError, match=r"has no method process\(\)"):
         BatchCoordinator(wrong)
+
+    class Least:
+        id = "least"
+
+        def process(self, entries: Any) -> list[Any]:
+            return [entry.frame for entry in entries]
+
+    with BatchCoordinator(Least()) as handle:
+        assert handle.submit_and_wait("cam", 7) == 7
 
 
 def test_f2_the_answering_thread_may_not_wait_for_an_answer() -> None:

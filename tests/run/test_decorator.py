@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import re
 import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -594,3 +595,17 @@ def test_zero_switches_the_watchdog_off_and_nonsense_is_refused() -> None:
     for wrong in (-1.0, inf, nan):
         with pytest.raises(ConfigError, match="watchdog="):
             batched(watchdog=wrong)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "must"),
+    [
+        *(("max_batch_size", value, "a whole number from 1 to 1000000") for value in (0, -1, 2.5, inf, True, "8")),
+        *(("capacity", value, "a whole number from 1 to 1000000") for value in (0, 0.5, inf)),
+        *(("max_latency", value, "a number of seconds from 0 to 60") for value in (-1, inf, nan, True, "1", 60.1)),
+        *(("watchdog", value, "a number of seconds from 0 to 86400") for value in (-1, inf, nan, None)),
+    ],
+)
+def test_a_wrong_value_is_refused_in_the_words_of_the_caller(name: str, value: Any, must: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^@batched: {name}={re.escape(repr(value))}: must be {must}$"):
+        batched(**{name: value})

@@ -114,9 +114,8 @@ def _checked(made: Any, flag: str) -> BatchProcessor:
     """Refuse what lacks an attribute of a batch processor."""
     if not isinstance(getattr(made, "id", None), str):
         raise ConfigError(f"{flag}: {type(made).__name__} has no id, a text that names it in the table and in metrics")
-    missing = [verb for verb in ("on_start", "process", "on_stop") if not callable(getattr(made, verb, None))]
-    if missing:
-        raise ConfigError(f"{flag}: {type(made).__name__} has no method {missing[0]}(), which a batch processor needs")
+    if not callable(getattr(made, "process", None)):
+        raise ConfigError(f"{flag}: {type(made).__name__} has no method process(), which a batch processor needs")
     processor: BatchProcessor = made
     return processor
 

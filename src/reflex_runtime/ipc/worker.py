@@ -66,6 +66,7 @@ from reflex_runtime.ipc.messages import (
 from reflex_runtime.ipc.models import Load, Models
 from reflex_runtime.ipc.outlet import Outlet, Outlets
 from reflex_runtime.ipc.peer import Peer
+from reflex_runtime.run.wall import ASYNC_WALL
 from reflex_runtime.version import __version__
 
 log = logging.getLogger("reflex.ipc")
@@ -365,7 +366,8 @@ def inherited() -> socket.socket:
 async def _answer(peer: Peer, request: RpcRequest, work: Coroutine[Any, Any, Any]) -> None:
     """Answer a call with its result or its error."""
     try:
-        result = await work
+        with ASYNC_WALL:
+            result = await work
     except ReflexError as error:
         peer.refuse(request, error)
     except asyncio.CancelledError:

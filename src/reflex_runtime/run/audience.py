@@ -153,6 +153,10 @@ class Audience:
         self._clock = clock
         self._changed()
 
+    @property
+    def sinks(self) -> tuple[Sink, ...]:
+        return tuple(self._sinks)
+
     def add(self, sink: Sink) -> None:
         """Add a sink for the events from now on."""
         self._sinks.append(sink)

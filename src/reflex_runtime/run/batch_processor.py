@@ -177,8 +177,10 @@ class BatchEntry(NamedTuple):
 class BatchProcessor(Protocol):
     """The processor of a coordinator. It is called on one thread only and needs no lock.
 
-    id: names it in metrics and events. A class may set `repeatable = False`: then a call that raised is not repeated
-    with fewer entries to find the bad one, and the whole batch fails. It may have `batch_size`, known after `on_start`:
+    id: names it in metrics and events. It may have `on_start`, called once before the first batch: load the model
+    there, `start` raises its exception; and `on_stop`, called once after the last batch, if `on_start` succeeded and
+    the thread did not die. A class may set `repeatable = False`: then a call that raised is not repeated with fewer
+    entries to find the bad one, and the whole batch fails. It may have `batch_size`, known after `on_start`:
     how many entries a call computes, whatever it is given; batches are then no larger. None: any number. It may change.
     It may have `prepare(frame)`, which feeds call on their own threads, several at once: what it returns is the entry's
     `view`, unless a feed makes its own. So work on one frame needs no time of the thread that runs `process`, which
@@ -187,14 +189,22 @@ class BatchProcessor(Protocol):
 
     id: str
 
-    def on_start(self) -> None:
-        """Called once, before the first batch: load the model here. `start` raises its exception."""
-
     def process(self, entries: Sequence[BatchEntry]) -> Sequence[Any]:
         """One result per entry, in order. An exception instance fails that entry alone; None counts as missing."""
 
-    def on_stop(self) -> None:
-        """Called once, after the last batch, if `on_start` succeeded and the thread did not die."""
+
+def on_start(processor: BatchProcessor) -> None:
+    """Call its `on_start`, if it has one."""
+    getattr(processor, "on_start", _nothing)()
+
+
+def on_stop(processor: BatchProcessor) -> None:
+    """Call its `on_stop`, if it has one."""
+    getattr(processor, "on_stop", _nothing)()
+
+
+def _nothing() -> None:
+    return
 
 
 class Owned(BaseProcessor):
@@ -244,7 +254,7 @@ class Owned(BaseProcessor):
         if not self.started:
             return
         try:
-            self.processor.on_stop()
+            on_stop(self.processor)
         except BaseException as error:
             self.stop_error = error
             log.exception("%s: on_stop failed", self.processor.id)
@@ -267,7 +277,6 @@ def id_of(processor: BatchProcessor) -> str:
     name = getattr(processor, "id", None)
     if not isinstance(name, str) or not 0 < len(name) <= 64:
         raise ConfigError(f"{type(processor).__name__}.id={name!r}: must be a text of 1 to 64 characters")
-    for verb in ("on_start", "process", "on_stop"):
-        if not callable(getattr(processor, verb, None)):
-            raise ConfigError(f"{type(processor).__name__}: has no method {verb}(), which a batch processor needs")
+    if not callable(getattr(processor, "process", None)):
+        raise ConfigError(f"{type(processor).__name__}: has no method process(), which a batch processor needs")
     return name

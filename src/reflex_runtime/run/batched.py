@@ -46,6 +46,7 @@ from reflex_runtime.core.scheduler import Scheduler
 from reflex_runtime.run.audience import Audience, Cancels, Delivery, Relay, Sink, Sleeper, resolve
 from reflex_runtime.run.device import Device
 from reflex_runtime.run.dispatcher import Dispatcher
+from reflex_runtime.run.process import tell_of_forks
 from reflex_runtime.run.processor import (
     FunctionProcessor,
     check_function,
@@ -57,10 +58,14 @@ from reflex_runtime.run.processor import (
     outcomes_of,
     payloads_of,
 )
+from reflex_runtime.run.wall import ASYNC_WALL
 
+MOST_ITEMS: Final = 1_000_000
+MOST_LATENCY: Final = 60.0  # seconds
+DAY: Final = 86_400.0  # seconds
 GONE: Final = 1.0  # seconds from the end of a task until its client is forgotten
 
-_numbers = itertools.count(1)  # of clients, in all loops
+_numbers = itertools.count(1)  # of clients, in all loops and threads
 
 
 class Handle:
@@ -130,6 +135,16 @@ class TaskClients:
             if left >= oldest:
                 return client
         return ""
+
+
+class _Thread(threading.local):
+    """client: of this thread. Not its ident, which the next thread gets when this one has ended."""
+
+    def __init__(self) -> None:
+        self.client = f"thread {next(_numbers)}"
+
+
+_thread = _Thread()
 
 
 def forget_closed(by_loop: dict[asyncio.AbstractEventLoop, Any]) -> None:
@@ -223,7 +238,8 @@ class _Calls:
         _inside.set(batch)
         try:
             async with asyncio.timeout(self._rules.watchdog or None) as limit:
-                results = await self._function(payloads_of(batch))
+                with ASYNC_WALL:
+                    results = await self._function(payloads_of(batch))
             return outcomes_of(checked_results(self._function, results), batch)
         except Exception as error:
             hung = ProcessorHung(f"the function did not come back within {self._rules.watchdog:g} s")
@@ -266,8 +282,7 @@ class BatchedFunction(Handle, Generic[Item, Result]):
             raise RuntimeError(f"{self._name}(item) would block the running event loop: await {self._name}.aio(item)")
         if timeout is not None and not timeout >= 0.0:
             raise ConfigError(f"timeout={timeout!r}: must be >= 0 seconds, or None to wait for ever")
-        caller = threading.get_ident()
-        request = Request(item, group=driver.group, client=caller, priority=priority, time_limit=time_limit)
+        request = Request(item, group=driver.group, client=_thread.client, priority=priority, time_limit=time_limit)
         sleeper, ticket = Sleeper(), None
         try:
             ticket = driver.ask(request, sleeper)
@@ -321,17 +336,17 @@ class BatchedFunction(Handle, Generic[Item, Result]):
         return self._driver.device.stop(timeout)
 
     def expect_deletion(self) -> None:
-        if _stopper.acquire(blocking=False):
-            threading.Thread(target=_stop_ownerless, name="reflex-ownerless", daemon=True).start()
+        _ownerless.begin()
 
     def owner_deleted(self) -> None:
-        _ownerless.put(self._driver.device)
+        _ownerless.devices.put(self._driver.device)
 
 
 class _Driver:
     """The thread of one batched function and its callers; it starts with the first item."""
 
     def __init__(self, function: Callable[[list[Any]], Any], rules: _Rules, name: str) -> None:
+        self._made_of = function, rules, name
         self.group = rules.group.name
         processors = {self.group: FunctionProcessor(function, rules.repeatable)}
         self.watchdog = rules.watchdog or inf
@@ -344,6 +359,14 @@ class _Driver:
         self.relay = Relay(self.device.clock, self.device.wake)
         self._starting = threading.Lock()
         self._started = False
+        tell_of_forks(self)
+
+    def forked(self) -> None:
+        """Start anew; the sinks stay. The callers that wait are threads of the other process."""
+        sinks = self.audience.sinks
+        self.__init__(*self._made_of)  # type: ignore[misc]
+        for sink in sinks:
+            self.audience.add(sink)
 
     def submit(self, request: Request, waiter: Callable[..., None], wake: bool = True) -> Ticket:
         """Admit an item. waiter: called with the settled ticket, on any thread. wake: see `Device.submit`."""
@@ -455,15 +478,32 @@ class _Inbox:
             self._loop.call_later(max(0.0, at - driver.device.clock()) + _LATE, self._look)
 
 
-# Devices whose objects were deleted. Stopping a device takes its lock, which the thread that collects garbage may hold.
-# So the collector only appends them here, without a lock, and another thread stops them.
-_ownerless: SimpleQueue[Device] = SimpleQueue()
-_stopper = threading.Lock()  # held from when the thread is there
+class _Ownerless:
+    """Stops the devices of objects that were deleted.
+
+    Stopping a device takes its lock, which the thread that collects garbage may hold. So the collector only appends
+    them here, without a lock, and another thread stops them.
+    """
+
+    def __init__(self) -> None:
+        self.devices: SimpleQueue[Device] = SimpleQueue()
+        self._begun = threading.Lock()  # held from when the thread is there
+        tell_of_forks(self)
+
+    def forked(self) -> None:
+        self.__init__()  # type: ignore[misc]
+
+    def begin(self) -> None:
+        """Have the thread that stops them."""
+        if self._begun.acquire(blocking=False):
+            threading.Thread(target=self._stop, name="reflex-ownerless", daemon=True).start()
+
+    def _stop(self) -> None:
+        while True:
+            self.devices.get().stop(0.0)
 
 
-def _stop_ownerless() -> None:
-    while True:
-        _ownerless.get().stop(0.0)
+_ownerless = _Ownerless()
 
 
 def _loop_runs() -> bool:
@@ -473,6 +513,16 @@ def _loop_runs() -> bool:
     except RuntimeError:
         return False
     return True
+
+
+def _check_whole(name: str, value: Any, most: int) -> None:
+    if type(value) is not int or not 1 <= value <= most:
+        raise ConfigError(f"@batched: {name}={value!r}: must be a whole number from 1 to {most}")
+
+
+def _check_seconds(name: str, value: Any, most: float) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0.0 <= value <= most:
+        raise ConfigError(f"@batched: {name}={value!r}: must be a number of seconds from 0 to {most:g}")
 
 
 # -- the decorator -----------------------------------------------------------------------------------------------------
@@ -611,8 +661,10 @@ def batched(
     """
     if callable(max_batch_size) or isinstance(max_batch_size, classmethod):
         return batched()(max_batch_size)
-    if not 0.0 <= watchdog < inf:
-        raise ConfigError(f"@batched: watchdog={watchdog!r}: must be finite and >= 0 seconds")
+    _check_whole("max_batch_size", max_batch_size, MOST_ITEMS)
+    _check_whole("capacity", capacity, MOST_ITEMS)
+    _check_seconds("max_latency", max_latency, MOST_LATENCY)
+    _check_seconds("watchdog", watchdog, DAY)
     flush = FlushPolicy(max_batch_size=max_batch_size, returns=max_latency, shed=True)
     rules = _Rules(GroupConfig(name="batched", flush=flush, capacity=capacity), repeatable, watchdog)
 

@@ -44,7 +44,7 @@ from reflex_runtime.core.request import Request, Ticket
 from reflex_runtime.core.scheduler import Scheduler
 from reflex_runtime.observe.batch_metrics import BatchMeter, BatchMetrics, OneGroup
 from reflex_runtime.run.audience import Audience, Delivery, Relay, Sink, Sleeper
-from reflex_runtime.run.batch_processor import BatchConfig, BatchProcessor, Owned, id_of
+from reflex_runtime.run.batch_processor import BatchConfig, BatchProcessor, Owned, id_of, on_start
 from reflex_runtime.run.device import Clock, Device
 from reflex_runtime.run.submitted_frame import (
     FollowUp,
@@ -113,6 +113,7 @@ class BatchHandle:
     ) -> Future[Any]:
         """A future of the frame's result. Never blocks; raises `QueueFull`, `InFlightCapReached` or `Closed`.
 
+        The frame is not copied: do not write to it until the future ends (a capture loop with one buffer copies it).
         The future ends with the result or with one of the errors of `submit_and_wait`, `WaitTimeout` apart. Its
         callbacks run on the thread that answers and must be quick. Cancelling it takes the frame back.
         """
@@ -219,7 +220,7 @@ class BatchHandle:
         if isinstance(error, InFlightCapReached):
             most = config.max_in_flight_per_feed
             return InFlightCapReached(f"{coordinator.id}: feed {feed_id!r} has {most} frames in flight already", **more)
-        if isinstance(error, Closed):
+        if type(error) is Closed:  # not one that says why itself
             why = "is stopping" if coordinator.lost is None else f"died: {coordinator.lost.message}"
             return Closed(f"{coordinator.id}: the coordinator {why}", **more)
         return error
@@ -488,7 +489,7 @@ class BatchCoordinator:
         """Run `on_start` on the thread that will run everything else."""
         try:
             for owned in self._owned.values():
-                owned.processor.on_start()
+                on_start(owned.processor)
                 owned.started = True
         except BaseException as error:
             self.signal()  # frames may wait already, and none may run on a processor that did not start

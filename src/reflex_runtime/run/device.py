@@ -24,13 +24,14 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from reflex_runtime.core.batch import Batch, Cause, Failed, Outcome
 from reflex_runtime.core.errors import ConfigError, CutShort, GpuLost, ProcessorError, ProcessorHung, ReflexError
 from reflex_runtime.core.events import Event
 from reflex_runtime.core.request import Request, Ticket
 from reflex_runtime.core.scheduler import Scheduler
+from reflex_runtime.run.process import ForkedLock, tell_of_forks
 from reflex_runtime.run.processor import Processor, run_batch
 
 log = logging.getLogger("reflex.device")
@@ -260,6 +261,10 @@ class Device:
             if self._thread is not None:
                 raise ConfigError("Device.start: already started")
             self._spawn(prepare)
+        tell_of_forks(self)
+
+    def forked(self) -> None:
+        self._lock = cast(threading.Lock, ForkedLock(self._name))
 
     def submit(
         self, request: Request, waiter: Any = None, wake: bool = True, ready: bool = True, held: bool = False

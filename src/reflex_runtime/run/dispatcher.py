@@ -19,6 +19,7 @@ import copy
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from contextvars import Context
 from functools import partial
 from math import inf
 from typing import Generic, Self, TypeVar
@@ -181,7 +182,7 @@ class Dispatcher:
         assert self._loop is not None
         call: asyncio.Future[Sequence[Outcome]]
         try:
-            call = asyncio.ensure_future(self._send(batch))
+            call = Context().run(lambda: asyncio.ensure_future(self._send(batch)))  # a batch has no caller's variables
         except Exception as error:
             call = self._loop.create_future()
             call.set_exception(_known(error))

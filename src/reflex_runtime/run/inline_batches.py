@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from contextvars import Context
 from math import inf
 from typing import Final
 
@@ -128,6 +129,7 @@ class LoopDevice(Device):
             scheduler, processors, notify, clock, on_fatal, expendable=expendable, one_thread=one_thread, ahead=True
         )
         self._brief = BriefBatches(0.0 if one_thread else brief, processors)
+        self._context = Context()  # as a thread has one: not that of the caller who woke the loop
         self._here = False  # the batch that runs is on the thread that called `turn`
         self._handed: Batch | None = None  # formed there, but for the device thread to run
         self._on_stuck, self._look_every = on_stuck, look_every
@@ -154,7 +156,7 @@ class LoopDevice(Device):
                 self._notify()
             return False
         try:
-            outcomes = run_batch(self._processors[batch.group], batch)
+            outcomes = self._context.run(run_batch, self._processors[batch.group], batch)
         except BaseException:  # the caller does not go on with what waits
             error = Failed(ProcessorError("the thread that ran it was interrupted"))
             self._came_back(batch, [error] * len(batch), ring=True)

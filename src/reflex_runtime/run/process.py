@@ -17,7 +17,10 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Protocol, TypeVar
+from weakref import WeakSet
+
+from reflex_runtime.core.errors import Closed
 
 
 def loop_factory() -> asyncio.AbstractEventLoop:
@@ -63,6 +66,50 @@ async def in_thread(function: Callable[[], T]) -> T:
 
     threading.Thread(target=run, name="reflex-load", daemon=True).start()
     return await asyncio.wrap_future(done)
+
+
+# -- a fork ------------------------------------------------------------------------------------------------------------
+
+
+class HasThreads(Protocol):
+    """An object whose threads are not there in a process that was forked from this one."""
+
+    def forked(self) -> None:
+        """Called in the new process before anything else runs there. Locks may be held by threads that are gone."""
+
+
+_with_threads: WeakSet[HasThreads] = WeakSet()
+
+
+def tell_of_forks(one: HasThreads) -> None:
+    """Call its `forked` in every process that is forked from this one, as long as it is alive."""
+    _with_threads.add(one)
+
+
+def _tell_all() -> None:
+    for one in list(_with_threads):
+        one.forked()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_tell_all)
+
+
+class Forked(Closed):
+    """The object belongs to another process, which this one was forked from."""
+
+
+class ForkedLock:
+    """In the place of the lock of an object whose threads stayed in another process: says so, and never waits."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __enter__(self) -> None:
+        raise Forked(f"{self._name}: its threads are in the process that this one was forked from: make a new one here")
+
+    def __exit__(self, *_: object) -> None:
+        return
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------

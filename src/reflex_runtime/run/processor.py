@@ -26,6 +26,7 @@ from reflex_runtime.core.errors import (
     ResultCountMismatch,
 )
 from reflex_runtime.core.request import Ticket
+from reflex_runtime.run.wall import WALL, Panic
 
 if TYPE_CHECKING:  # with a default, so that `Processor` alone is one of any values
     from typing_extensions import TypeVar as DefaultTypeVar
@@ -79,7 +80,8 @@ def run_batch(processor: Processor, batch: Batch) -> list[Outcome]:
     results: whose is missing cannot be known. Raises GpuLost if no further batch can run in this process.
     """
     try:
-        return outcomes_of(processor.run(batch), batch)
+        with WALL:
+            return outcomes_of(processor.run(batch), batch)
     except Exception as error:
         if lost := lost_gpu(error):
             raise lost from error
@@ -111,7 +113,9 @@ def failure_of(error: Exception, batch: Batch, repeatable: bool) -> list[Outcome
 
 
 def wrapped(error: BaseException) -> ProcessorError:
-    """An exception of the model as an error for callers."""
+    """An exception of the model as an error for callers. Its `__cause__` is what the model raised."""
+    if isinstance(error, Panic) and error.__cause__ is not None:
+        error = error.__cause__
     wrapped = ProcessorError(f"{type(error).__name__}: {error}")
     wrapped.__cause__ = error
     return wrapped

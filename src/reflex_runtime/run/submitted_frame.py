@@ -19,6 +19,7 @@ from reflex_runtime.core.errors import Expired, ProcessorError, Rejected
 from reflex_runtime.core.request import Request, Ticket
 from reflex_runtime.run.batch_processor import BatchConfig, BatchEntry, BatchProcessor
 from reflex_runtime.run.device import Clock
+from reflex_runtime.run.wall import WALL
 
 _entry = tuple.__new__  # a NamedTuple's own constructor is a Python function around this
 
@@ -83,7 +84,8 @@ class GivenFrame:
         newest, self._newest = self._newest, None
         assert newest is not None
         try:
-            self.frame, self.view, self.sequence, self.pts, self.deadline = newest()
+            with WALL:
+                self.frame, self.view, self.sequence, self.pts, self.deadline = newest()
         except Exception as error:
             self._fault = error
 
@@ -205,7 +207,8 @@ class FrameParts(SubmittedFrame):
             self._end(outcome)
             return
         try:
-            parts, self._join = self._follow.parts(self._given.frame, outcome.value)
+            with WALL:
+                parts, self._join = self._follow.parts(self._given.frame, outcome.value)
         except Exception as error:
             self._end(self._fault("parts", error))
             return
@@ -242,9 +245,12 @@ class FrameParts(SubmittedFrame):
         if self._left:
             return
         try:
-            self._end(Done(self._join(self._answers)))
+            with WALL:
+                joined = self._join(self._answers)
         except Exception as error:
             self._end(self._fault("join", error))
+        else:
+            self._end(Done(joined))
 
     def _fault(self, step: str, error: Exception) -> Failed:
         log.exception("%s: %s failed", type(self._follow).__name__, step)

@@ -16,6 +16,7 @@ from http import HTTPStatus
 from typing import Any, Protocol
 
 from reflex_runtime.core.errors import Closed, ReflexError
+from reflex_runtime.run.wall import ASYNC_WALL
 from reflex_runtime.web.access import Cors, Keys, Trust, answer_preflight, check_direct, check_once, is_preflight
 from reflex_runtime.web.bodies import STALLED, Bodies, Reading, Seldom
 from reflex_runtime.web.errors import (
@@ -163,7 +164,8 @@ class App:
         route = None
         try:
             route = self._route(request)
-            return await route.run(request)
+            with ASYNC_WALL:
+                return await route.run(request)
         except asyncio.CancelledError as cancelled:
             return await self._failed(request, cancelled_by(cancelled))
         except Exception as failure:
@@ -298,7 +300,8 @@ class App:
             await socket.connecting()
             route = self._route(socket)
             assert route.socket is not None
-            await route.socket(socket)
+            with ASYNC_WALL:
+                await route.socket(socket)
             await socket.close()
         except asyncio.CancelledError:
             return  # it left

@@ -158,6 +158,30 @@ def test_small_pictures_are_decoded_on_the_loop_while_large_ones_hold_every_thre
     run(test, workers=2)
 
 
+class PanicException(BaseException):
+    """As a decoder in Rust raises it."""
+
+
+@pytest.mark.parametrize("pixels", [100, LARGE])
+@pytest.mark.parametrize("where", ["look", "make"])
+def test_a_decoder_that_panics_fails_its_picture_alone(pixels: int, where: str) -> None:
+    def panics() -> Any:
+        raise PanicException("unwrap")
+
+    async def test(pool: DecodePool, gate: Gate) -> None:
+        gate.open.set()
+        bad = gate.job("bad", pixels, make=panics)
+        if where == "look":
+            bad.look, bad.make = panics, int
+        pool.add(bad)
+        name, value, error = await gate.ended.get()
+        assert (name, value, str(error)) == ("bad", None, "PanicException: unwrap")
+        pool.add(gate.job("good", pixels))
+        assert await gate.ended.get() == ("good", "good", None)
+
+    run(test, workers=1)
+
+
 def test_many_small_pictures_let_other_work_of_the_loop_have_its_turns() -> None:
     async def test(pool: DecodePool, gate: Gate) -> None:
         def slow() -> None:

@@ -19,6 +19,7 @@ from reflex_runtime.feeds.runtime.snapshot import OUTPUT_DROPS, OutputSnapshot
 from reflex_runtime.feeds.sources.video import without_secrets
 from reflex_runtime.pacing import Throttle
 from reflex_runtime.run.device import Clock
+from reflex_runtime.run.wall import WALL
 from reflex_runtime.settings.declare import one_line
 
 log = logging.getLogger("reflex.feeds.outputs")
@@ -204,7 +205,8 @@ class ResultOutput:
     def _line(self, record: ResultRecord) -> bytes | None:
         """One line, without its end, of a result in hand; None if it cannot be written: it alone is refused."""
         try:
-            return record.as_json().encode("utf-8", "replace")
+            with WALL:
+                return record.as_json().encode("utf-8", "replace")
         except Exception as error:  # of the value's own class
             self.box.drop("refused")
             self._unsuited(f"a result of {record.feed} cannot be written as JSON: {type(error).__name__}: {error}")

@@ -17,6 +17,7 @@ from reflex_runtime.feeds.runtime.pipeline import Frame, Picture, Source, Source
 from reflex_runtime.feeds.runtime.snapshot import Ledger
 from reflex_runtime.pacing import doubled
 from reflex_runtime.run.device import Clock
+from reflex_runtime.run.wall import WALL
 from reflex_runtime.settings.declare import option, validate
 
 log = logging.getLogger("reflex.feeds")
@@ -174,8 +175,9 @@ class Capture:
         """
         while True:
             try:
-                self._source.open()
-                self._read_all()
+                with WALL:
+                    self._source.open()
+                    self._read_all()
                 return None
             except Exception as error:
                 lost = error
@@ -223,7 +225,8 @@ class Capture:
     def _prepared(self, image: Any) -> Any:
         """None if it fails: then the thread that submits the frame does it again, and counts it as failed."""
         try:
-            return None if self._prepare is None else self._prepare(image)
+            with WALL:
+                return None if self._prepare is None else self._prepare(image)
         except Exception:
             return None
 

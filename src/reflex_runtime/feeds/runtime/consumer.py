@@ -28,6 +28,7 @@ from reflex_runtime.feeds.runtime.pipeline import Frame, Pipeline, Result, name_
 from reflex_runtime.pacing import Throttle
 from reflex_runtime.run.coordinator import BatchHandle
 from reflex_runtime.run.submitted_frame import NewestFrame
+from reflex_runtime.run.wall import WALL
 
 log = logging.getLogger("reflex.feeds")
 
@@ -204,7 +205,8 @@ class Consumer:
         name, began, failed = name_of(stage), self._feed.clock(), True
         self._feed.ledger.stage_begins()
         try:
-            made = stage(item)
+            with WALL:
+                made = stage(item)
             if made is not None and not isinstance(made, kind):
                 raise TypeError(f"returned {type(made).__name__}, must return a {kind.__name__} or None")
             failed = False
@@ -292,7 +294,8 @@ class Consumer:
                     return False
                 self._at = sink
             try:
-                sink(result)
+                with WALL:
+                    sink(result)
             except Exception as error:
                 failed = True
                 self._feed.ledger.sink_failed()

@@ -338,10 +338,14 @@ class Runtime:
         return StopReport(time.monotonic() - began, tuple(detached), errors)
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until every file feed is over, or `timeout` seconds. Returns whether they are; at once without any."""
+        """Wait until every file feed is over, or `timeout` seconds. Returns whether they are.
+
+        Without any it waits until the runtime stops.
+        """
 
         def over() -> bool:
-            return all(feed.over for feed in self._feeds.values() if feed.mode == FILE)
+            files = [feed.over for feed in self._feeds.values() if feed.mode == FILE]
+            return all(files) if files else self._state == STOPPED
 
         with self._change:
             return self._change.wait_for(over, timeout)

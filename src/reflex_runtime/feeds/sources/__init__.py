@@ -20,6 +20,7 @@ from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.feeds.runtime.pipeline import Source, SourceError
 from reflex_runtime.feeds.sources.shapes import shapes_source
 from reflex_runtime.feeds.sources.video import NETWORK, VideoSource, without_secrets
+from reflex_runtime.run.wall import WALL
 from reflex_runtime.settings.declare import one_line
 
 # Sources that draw their own pictures, by the word before the colon. Each gets the whole text. A program may add some.
@@ -134,7 +135,7 @@ class PictureFolder:
 
     def _decoded(self, file: str) -> NDArray[np.uint8] | None:
         try:
-            with Image.open(self._where / file) as picture:
+            with WALL, Image.open(self._where / file) as picture:
                 if picture.width * picture.height > MOST_PIXELS:
                     return None
                 upright = ImageOps.exif_transpose(picture)

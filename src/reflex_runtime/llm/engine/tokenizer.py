@@ -27,6 +27,7 @@ from reflex_runtime.ipc.messages import Constraint
 from reflex_runtime.llm.engine.generation_options import GENERATION_FILE
 from reflex_runtime.llm.engine.output_parsers import ANSWER, THOUGHT, ToolFormat, format_of
 from reflex_runtime.llm.runners.checkpoint import CONFIG_FILE, read_json, token_ids
+from reflex_runtime.run.wall import WALL, Panic
 from reflex_runtime.settings.model_files import read_file
 from reflex_runtime.settings.read import JsonObject
 
@@ -242,11 +243,10 @@ class HFTokenizer:
     def _encode(self, text: str, special: bool) -> list[int]:
         # one in a batch: only that form leaves the interpreter free meanwhile, and only it skips the offsets
         try:
-            ids: list[int] = self._core.encode_batch_fast([text], add_special_tokens=special)[0].ids
-        except BaseException as error:
-            if type(error).__name__ != "PanicException":  # of Rust: no Exception, so that nothing would answer it
-                raise
-            raise ConfigError(f"the tokenizer cannot read this text: {error}") from None
+            with WALL:
+                ids: list[int] = self._core.encode_batch_fast([text], add_special_tokens=special)[0].ids
+        except Panic as panic:
+            raise ConfigError(f"the tokenizer cannot read this text: {panic}") from None
         return ids
 
 

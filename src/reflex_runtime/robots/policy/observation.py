@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from reflex_runtime.robots.policy.prefix_cache import Prefix, PrefixKey
 from reflex_runtime.robots.policy.rtc import EPISODES, Anchor
 from reflex_runtime.robots.policy.spec import FLOAT_LEVELS, Resize
+from reflex_runtime.run.wall import WALL
 from reflex_runtime.web.errors import InvalidRequest
 
 Image = NDArray[Any]  # uint8, or float32 (`FLOAT_LEVELS`)
@@ -305,7 +306,8 @@ def _png(data: bytes) -> Image | None:
     import kornia_rs
 
     try:
-        return kornia_rs.io.decode_image_png_u8(data, found, "rgb")  # type: ignore[no-any-return]
+        with WALL:  # it is written in Rust
+            return kornia_rs.io.decode_image_png_u8(data, found, "rgb")  # type: ignore[no-any-return]
     except Exception:  # it has no class of its own
         return None
 

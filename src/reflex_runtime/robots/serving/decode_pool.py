@@ -29,6 +29,7 @@ from reflex_runtime.core.errors import QueueFull, ReflexError
 from reflex_runtime.core.order import LazyHeap
 from reflex_runtime.core.request import Priority
 from reflex_runtime.robots.policy.observation import MAX_IMAGE_PIXELS
+from reflex_runtime.run.wall import WALL
 
 log = logging.getLogger("reflex.server")
 
@@ -190,7 +191,7 @@ class DecodePool:
         until = time.perf_counter() + TURN_S
         while time.perf_counter() < until and (job := self._light.take()) is not None:
             try:
-                pixels = job.look()
+                pixels = self._look(job)
                 if pixels * self._pace > LIGHT_S:
                     job.look = partial(int, pixels)  # its base64 is read, too
                     self._add_large(job, pixels)
@@ -204,9 +205,14 @@ class DecodePool:
         if self._turn_due:
             self._loop.call_soon(self._turn)
 
+    def _look(self, job: Job) -> int:
+        with WALL:
+            return job.look()
+
     def _decode(self, job: Job, pixels: int) -> Any:
         began = time.thread_time()  # a batch that runs on the same core makes no picture large
-        value = job.make()
+        with WALL:
+            value = job.make()
         if pixels > LOOK_PIXELS:
             self._pace += 0.1 * ((time.thread_time() - began) / pixels - self._pace)
         return value
@@ -250,7 +256,7 @@ class DecodePool:
                 if self._closed or job is None:
                     return
             try:
-                pixels = job.look()
+                pixels = self._look(job)
                 if pixels > job.pixels:  # it waited by its bytes
                     with self._lock:
                         refused, waiting = self._large.push(job, pixels), self._large.waiting_pixels
