@@ -38,7 +38,7 @@ def another(kind: type[Any], field: Field[Any]) -> Any:
         return not field.default
     if meta["choices"]:
         return next(choice for choice in meta["choices"] if choice != field.default)
-    if field.default is None:
+    if field.default is None and meta["high"] is not None:
         return meta["high"]
     if meta["low"] is not None:
         return meta["high"] if field.default == meta["low"] else type(field.default)((meta["low"] + field.default) / 2)
@@ -167,6 +167,7 @@ SERVE = [
     ("--record-max-mb 5", "--record"),
     ("--prefix-cache-mb 64", "a decomposed export: {export} is monolithic"),
     ("--prefix-max-age-chunks 2", "a decomposed export: {export} is monolithic"),
+    ("--default-prompt go", "a policy that takes an instruction: {export} takes none"),
     ("--gr00t-config n1.5", "--gr00t"),
     ("--probe-cooldown-s 5 --max-consecutive-crashes 0", "--max-consecutive-crashes"),
 ]

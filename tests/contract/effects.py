@@ -43,6 +43,7 @@ EFFECTS: Final[dict[type[Any], dict[str, str]]] = {
         "compile": "test_p3_compile_compiles_the_step_and_threads_are_torchs",
         "prefix_max_age_chunks": "test_e1_prefix_max_age_chunks_allows_so_many_blind_chunks",
         "prefix_cache_mb": "test_h10_prefix_cache_mb_bounds_what_is_kept",
+        "default_prompt": "test_w55_without_an_instruction_the_default_is_used_and_an_empty_one_is_a_text",
         "on_bad_action": "test_e3_on_bad_action_hold_repeats_the_episodes_last_good_action",
         "deadline_ms": "test_b17_deadline_ms_is_the_limit_of_requests_that_bring_none",
         "gr00t": "test_w30_clients_of_n16_and_n17_get_the_answer_of_act",

@@ -166,6 +166,8 @@ def _missing(specs: Sequence[PolicySource]) -> dict[str, str]:
     missing = {}
     if not any(spec.staged for spec in specs):
         missing["a decomposed export"] = f"{told} is monolithic"
+    if not any(spec.takes_text for spec in specs):
+        missing["a policy that takes an instruction"] = f"{told} takes none"
     if all(isinstance(spec, Export) for spec in specs):
         missing["a model in PyTorch"] = f"{told} is an ONNX export"
     return missing

@@ -173,7 +173,7 @@ def convert(value: Any, kind: Any, where: str, meta: Mapping[str, Any] | None = 
             if number != number:
                 raise ValueError
             return number
-        if kind is str:
+        if kind in (str, str | None):
             if isinstance(value, list):
                 raise ValueError
             return str(value)

@@ -53,6 +53,10 @@ class ServeConfig(ServerConfig):
         "", "a worker for each device, such as cuda:0,cuda:1 or cpu,cpu", metavar="DEVICES"
     )
     robot_id: str = option("", "name of the robot this server belongs to, shown on /health")
+    default_prompt: str | None = option(
+        None, "instruction of requests that have none; one that was sent is used, an empty one too",
+        needs="a policy that takes an instruction",
+    )
     on_bad_action: str = option(
         "error", "for an action that is not finite: answer an error, or repeat (hold) the episode's last good action",
         choices=("error", "hold"),
@@ -249,7 +253,7 @@ class ServeConfig(ServerConfig):
 
 
 OWN_SETTINGS = frozenset({
-    "provider", "threads", "dtype", "compile", "cuda_graphs", "on_bad_action",
+    "provider", "threads", "dtype", "compile", "cuda_graphs", "default_prompt", "on_bad_action",
     "policy_a", "policy_b", "split", "shadow_policy", "shadow_sample",
     "ramp", "ramp_every", "guard", "ramp_evidence", "ramp_margin",
     "max_batch_cost_ms", "batch_timeout_ms", "max_batch_size", "cost_model",

@@ -50,7 +50,6 @@ def encoded(image: Any, kind: str = "PNG", **options: Any) -> bytes:
         ({"images": {"front": np.zeros((0, 4, 3), np.uint8)}}, "images.front", "4096"),
         ({"images": {"front": [[1, 2], [3, 4]]}}, "images.front", "uint8"),
         ({"instruction": None}, "instruction", "missing"),
-        ({"instruction": "  "}, "instruction", "missing"),
         ({"state": None}, "state", "missing"),
         ({"state": [0.0]}, "state", "2 numbers"),
         ({"state": [[0.0, 1.0]]}, "state", "2 numbers"),

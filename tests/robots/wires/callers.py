@@ -43,7 +43,8 @@ class Caller(ABC):
 
     wire: as metrics name it. options: of the server that serves it. lacks: cells that the protocol has no such thing
     for, with the reason. names: what an error calls the state. ignores: names that the server does not know are no
-    error. too_large: what a message over the limit is answered with.
+    error. too_large: what a message over the limit is answered with. prompt: the instruction; None to send
+    none.
     """
 
     wire: ClassVar[str]
@@ -52,6 +53,11 @@ class Caller(ABC):
     names: ClassVar[str] = "state"
     ignores: ClassVar[bool] = False
     too_large: ClassVar[str] = "too_large"
+    prompt: str | None = None
+
+    def worded(self, name: str) -> dict[str, Any]:
+        """The instruction under this name, if there is one."""
+        return {} if self.prompt is None else {name: self.prompt}
 
     @abstractmethod
     def __init__(self, server: Server) -> None: ...
@@ -120,9 +126,10 @@ class _Http(Caller):
 
 class ActJson(_Http):
     wire = "act"
+    prompt = "go"
 
     def write(self, asked: dict[str, Any]) -> bytes:
-        asked["instruction"] = "go" + asked.pop("more", b"").decode()
+        asked |= {name: text + asked.pop("more", b"").decode() for name, text in self.worded("instruction").items()}
         return json.dumps(asked).encode()
 
     def read(self, body: bytes) -> Any:
@@ -135,7 +142,7 @@ class ActMsgpack(_Http):
 
     def write(self, asked: dict[str, Any]) -> bytes:
         more = {"image": asked.pop("more")} if "more" in asked else {}
-        return bytes(msgpack.packb(asked | more))
+        return bytes(msgpack.packb(asked | more | self.worded("instruction")))
 
     def read(self, body: bytes) -> Any:
         array = msgpack.unpackb(body)["actions"]
@@ -147,10 +154,11 @@ class JsonNumpyCaller(_Http):
 
     wire = "json-numpy"
     ignores = True
+    prompt = "go"
 
     def write(self, asked: dict[str, Any]) -> bytes:
         asked["state"] = np.array(asked["state"])
-        asked["instruction"] = "go" + asked.pop("more", b"").decode()
+        asked |= {name: text + asked.pop("more", b"").decode() for name, text in self.worded("instruction").items()}
         return bytes(json_numpy.dumps({"full_image": np.zeros((2, 2, 3), np.uint8)} | asked).encode())
 
     def read(self, body: bytes) -> Any:
@@ -181,6 +189,7 @@ class _Socket(Caller):
 
 class Openpi(_Socket):
     wire = "openpi"
+    prompt = "go"
 
     def __init__(self, server: Server) -> None:
         super().__init__(server)
@@ -191,7 +200,8 @@ class Openpi(_Socket):
         more = {"more": fields.pop("more", b""), "reset": self._resets}
         own = {f"reflex/{name}": value for name, value in fields.items()}
         self._resets = False
-        self._socket.send(msgpack_numpy.packb({"observation/state": np.array(state), "prompt": "go"} | more | own))
+        seen = {"observation/state": np.array(state)} | self.worded("prompt")
+        self._socket.send(msgpack_numpy.packb(seen | more | own))
 
     def answer(self) -> Any:
         answer = self._receive()
@@ -209,6 +219,7 @@ class VlaEval(_Socket):
 
     wire = "vla-eval"
     path = "/vla-eval"
+    prompt = "go"
 
     def __init__(self, server: Server) -> None:
         super().__init__(server)
@@ -229,7 +240,8 @@ class VlaEval(_Socket):
     def send(self, state: list[float], **fields: Any) -> None:
         more = {"more": fields.pop("more", b"")}
         own = {f"reflex/{name}": value for name, value in fields.items()}
-        self._say(MessageType.OBSERVATION, {"states": np.array(state), "task_description": "go"} | more | own)
+        seen = {"states": np.array(state)} | self.worded("task_description")
+        self._say(MessageType.OBSERVATION, seen | more | own)
 
     def answer(self) -> Any:
         message = self._hear()
@@ -255,10 +267,10 @@ class Groot(Caller):
         self._robot = GrootRobot(port_of(server))
 
     def send(self, state: list[float], **fields: Any) -> None:
-        more = {"more": {"x": fields.pop("more", b"")}}
-        self._robot.send(
-            "get_action", {"observation": {"state": {"all": np.array([[state]])}} | more, "options": LONG | fields}
-        )
+        seen: dict[str, Any] = {"state": {"all": np.array([[state]])}, "more": {"x": fields.pop("more", b"")}}
+        if self.prompt is not None:
+            seen["language"] = {"task": [[self.prompt]]}
+        self._robot.send("get_action", {"observation": seen, "options": LONG | fields})
 
     def answer(self) -> Any:
         answer = self._robot.answer()
@@ -285,6 +297,8 @@ class OipHttp(_Http):
         inputs = [{"name": "state", "datatype": "FP32", "shape": [1, len(values)], "parameters": size}]
         if "nonsense" in asked:
             inputs.append({"name": "nonsense", "datatype": "FP32", "shape": [1, 1], "data": [asked["nonsense"]]})
+        if self.prompt is not None:
+            inputs.append({"name": "instruction", "datatype": "BYTES", "shape": [1, 1], "data": [self.prompt]})
         parameters = {"sequence_id": 5, "sequence_start": self._starts}
         self._starts = False
         if "deadline_ms" in asked:
@@ -333,9 +347,10 @@ class OipGrpc(Caller):
         sent = service_pb2.ModelInferRequest(model_name="tiny")
         sent.inputs.add(name="state", datatype="FP32", shape=[1, len(state)])
         sent.raw_input_contents.append(np.array(state, "<f4").tobytes())
-        for name in {"nonsense", "more"} & set(fields):
+        texts = {name: fields[name] if name == "more" else b"1" for name in {"nonsense", "more"} & set(fields)}
+        texts |= {name: text.encode() for name, text in self.worded("instruction").items()}
+        for name, data in texts.items():
             sent.inputs.add(name=name, datatype="BYTES", shape=[1, 1])
-            data = fields[name] if name == "more" else b"1"
             sent.raw_input_contents.append(len(data).to_bytes(4, "little") + data)
         if "deadline_ms" in fields:
             sent.parameters["timeout"].int64_param = 1000 * fields["deadline_ms"]
@@ -369,6 +384,7 @@ class Lerobot(Caller):
     ignores = True
     too_large = "RESOURCE_EXHAUSTED"
     names = "elbow.pos"
+    prompt = "go"
 
     def __init__(self, server: Server) -> None:
         self._robot = Robot(server.wait_log("clients of LeRobot: ").rpartition(" ")[2], name=f"robot-{id(self)}")
@@ -380,7 +396,7 @@ class Lerobot(Caller):
         self._step += 1
         more = {"elbow.pos": np.array(state[1:])} if len(state) > 2 else {}
         try:
-            self._robot.see(state, self._step, **fields, **more)
+            self._robot.see(state, self._step, task=self.prompt, **fields, **more)
         except grpc.RpcError as error:
             raise refused_by_grpc(error) from None
         self._waiting = self._robot.begin("GetActions")

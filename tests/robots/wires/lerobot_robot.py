@@ -131,8 +131,9 @@ class Robot:
         self.call("SendPolicyInstructions", message(pickle.dumps(setup)))
 
     def see(self, state: list[float], timestep: int = 0, must_go: bool = False, **more: Any) -> None:
-        """Send an observation."""
+        """Send an observation. more: None leaves a name out."""
         seen = {"shoulder.pos": state[0], "elbow.pos": state[1], "task": "go"} | more
+        seen = {name: value for name, value in seen.items() if value is not None}
         self.send(pickle.dumps(lerobot().TimedObservation(1000.0 + timestep, timestep, seen, must_go)))
 
     def send(self, data: bytes | Iterator[bytes]) -> None:

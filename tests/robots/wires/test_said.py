@@ -24,6 +24,7 @@ from serving.harness import Server
 from serving.requests import observe, recorded
 
 from . import test_openpi
+from .callers import CALLERS, Refused
 from .groot_clients import GrootRobot, port_of
 from .lerobot_robot import Robot, features
 from .test_lerobot import refused, serving, tensors
@@ -51,6 +52,62 @@ def test_w54_lerobots_timesteps_say_how_much_of_the_last_chunk_was_executed(tmp_
     asked = recorded(tmp_path)
     assert [request.executed for request in asked] == [None, 9, 0, 3, 28, None, 2]
     assert len({request.episode_id for request in asked[:5]} | {request.episode_id for request in asked[5:]}) == 2
+
+
+# -- instructions ------------------------------------------------------------------------------------------------------
+
+READER = """
+import numpy as np
+from reflex_runtime.robots import PolicySpec, WholeModel
+
+class Reader(WholeModel):
+    def chunk(self, rows, noise):
+        return np.stack([np.full((3, 2), len(row.instruction), np.float32) for row in rows])
+
+def make(device):
+    return Reader(PolicySpec(model_id="tiny", staged=False, takes_state=True, state_dim=2, takes_text=True,
+                             takes_noise=False, chunk_size=3, action_dim=2))
+"""
+
+
+LISTENING = [word for options in {caller.options: None for caller in CALLERS.values()} for word in options]
+
+
+@pytest.fixture(scope="module")
+def reader(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A policy that answers the length of its instruction."""
+    with pytest.MonkeyPatch.context() as patch:
+        root = tmp_path_factory.mktemp("reader")
+        (root / "instruction_reader.py").write_text(READER)
+        patch.chdir(root)
+        yield root
+
+
+def test_w55_without_an_instruction_the_default_is_used_and_an_empty_one_is_a_text(
+    reader: Path, tmp_path: Path
+) -> None:
+    options = (*LISTENING, "--default-prompt", "ab", "--record", str(tmp_path))
+    with Server("python:instruction_reader:make", *options) as server:
+        for name, kind in CALLERS.items():
+            caller = kind(server)
+            for prompt, number in ((None, 2), ("", 0), ("c", 1), (None, 2)):
+                caller.prompt = prompt
+                assert np.allclose(caller.ask([0.1, 0.2]), number), (name, prompt)
+            caller.leave()
+        server.stop()
+    assert [one.instruction for one in recorded(tmp_path)] == ["ab", "", "c", "ab"] * len(CALLERS)
+
+
+def test_w55_without_a_default_a_missing_instruction_is_named_and_an_empty_one_is_used(reader: Path) -> None:
+    with Server("python:instruction_reader:make", *LISTENING) as server:
+        for name, kind in CALLERS.items():
+            caller = kind(server)
+            caller.prompt = None
+            with pytest.raises(Refused, match="missing"):
+                caller.ask([0.1, 0.2])
+            caller.prompt = ""
+            assert np.allclose(caller.ask([0.1, 0.2]), 0.0), name
+            caller.leave()
 
 
 # -- RTC: how long the answer takes -----------------------------------------------------------------------------------

@@ -102,8 +102,8 @@ class ObservationFields:
         return ()
 
     def check_text(self, instruction: str | None) -> None:
-        """Refuse none, or an empty one."""
-        if not instruction or not instruction.strip():
+        """Refuse none. An empty one is a text, and used."""
+        if instruction is None:
             raise InvalidRequest("instruction: missing, and this policy needs it", "instruction")
 
     def tokens(

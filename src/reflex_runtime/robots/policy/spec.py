@@ -111,7 +111,8 @@ class PolicySpec:
         an axis of that length in front if it is above 1. See `ObservationHistory`.
     takes_state, state_dim, state_norm: the robot's state, normalised before the model sees it if there is a state_norm.
     state_transforms: applied to the state before that. action_transforms: applied to the denormalised actions.
-    takes_text: an instruction is needed. tokenizer, max_tokens: how it becomes tokens; None if the model does that.
+    takes_text: an instruction is needed. default_prompt: that of requests that have none. tokenizer, max_tokens: how
+        it becomes tokens; None if the model does that.
     prompt: the text that is tokenized; None for the instruction as it is.
     takes_noise: the request's noise decides the answer. x_dim: width of the noise and of what is denoised;
         0 is action_dim. horizon: its rows, 0 is chunk_size; only whole models have others.
@@ -133,6 +134,7 @@ class PolicySpec:
     state_dim: int = 0
     state_norm: Norm | None = None
     takes_text: bool = False
+    default_prompt: str | None = None
     tokenizer: InstructionTokenizer | None = None
     max_tokens: int = 0
     takes_noise: bool = True

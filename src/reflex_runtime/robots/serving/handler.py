@@ -134,6 +134,8 @@ class RequestHandler:
         placement = pending.placement = served.place(question.episode_id, pending.request_id)
         version = pending.version = served.slots[placement.slot].version
         version.users += 1  # until its end, see `Admission`
+        if question.instruction is None:
+            question.instruction = version.policy.spec.default_prompt
         if question.images:
             check_names(question, served.cameras)
         request = self._request(pending, question, version.policy)

@@ -155,8 +155,7 @@ def act_request(specs: Sequence[PolicySpec], policy: str = DEFAULT_POLICY) -> di
     values = {name: field["anyOf"] for name, field in fields.items() if "anyOf" in field}
     values["policy"][0] = {"enum": [policy]}
     values["state"][0] |= {"minItems": specs[0].state_dim, "maxItems": specs[0].state_dim}
-    if reads := any(spec.takes_text for spec in specs):
-        values["instruction"][0] |= {"pattern": r"\S"}
+    reads = any(spec.takes_text and spec.default_prompt is None for spec in specs)
     needed = schema["required"] = ["instruction"] * reads + ["state"] * any(spec.takes_state for spec in specs)
     for name in needed:
         fields[name] = values[name][0] | {"description": fields[name]["description"]}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -251,6 +252,8 @@ def load(config: ServeConfig, slot: str, spec: PolicySource, group: str = "") ->
 
     group: of its requests, where it is not called as the slot.
     """
+    if spec.takes_text and config.default_prompt is not None:
+        spec = replace(spec, default_prompt=config.default_prompt)
     rtc = Rtc(config.rtc_schedule, config.rtc_horizon) if config.rtc and slot != SHADOW else None  # type: ignore[arg-type]
     return load_policy(
         spec,

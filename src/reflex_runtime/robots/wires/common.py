@@ -211,11 +211,11 @@ class ObservationReader:
 
     def _prompt(self, came: Mapping[str, Any], plain: Mapping[str, str]) -> str | None:
         names = [self.wire.prompt] if self.wire.prompt else [plain.get(name, name) for name in PROMPTS]
-        name = next((name for name in names if name in came), None)
+        name = next((name for name in names if came.get(name) is not None), None)
         if name is None:
-            if self.spec.takes_text:
+            if self.spec.takes_text and self.spec.default_prompt is None:
                 raise self._missing(names[0], came)
-            return None
+            return self.spec.default_prompt
         text = text_of(came[name])
         if not isinstance(text, str):
             raise invalid_input(name, "must be a text")

@@ -260,7 +260,8 @@ def questions(
     """A question for each row; 422 names what is wrong. most_ms: the longest time that the caller waits."""
     expected = [item["name"] for item in model_metadata(spec)["inputs"]]
     given = {tensor.name: tensor for tensor in sent.inputs}
-    _check_names(sent, list(given), expected, {_SEED, *spec.optional_images})
+    prompted = {_INSTRUCTION} if spec.default_prompt is not None else set()
+    _check_names(sent, list(given), expected, {_SEED, *spec.optional_images, *prompted})
     rows = _rows(list(given.values()))
     limits = limits_of(_said(sent.parameters, most_ms))
     robot, episode = limits.robot_id, limits.episode_id or sequences.episode(sent.parameters)
@@ -271,7 +272,7 @@ def questions(
             Question(
                 images=tuple((name, name, _picture(given[name], row)) for name in spec.images if name in given),
                 state=_state(given[_STATE], row) if spec.takes_state else None,
-                instruction=_text(given[_INSTRUCTION], row) if spec.takes_text else None,
+                instruction=_text(given[_INSTRUCTION], row) if _INSTRUCTION in given else None,
                 robot_id=robot + part if robot else None,
                 episode_id=episode + part if episode else None,
                 request_id=sent.id + part if sent.id else None,
