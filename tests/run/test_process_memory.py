@@ -6,14 +6,18 @@ import os
 import platform
 import subprocess
 import sys
+import weakref
 from collections.abc import Iterator
+from itertools import count, pairwise
 
 import pytest
 
 from reflex_runtime.run.process import (
+    BUSY,
     COLLECTIONS,
     KEPT,
     LARGE,
+    LONGEST,
     FreedMemory,
     freed_memory,
     freeze_loaded,
@@ -145,8 +149,8 @@ class Resident:
 
 
 def test_freed_memory_goes_back_once_the_process_has_become_much_larger() -> None:
-    memory = Resident()
-    freed = FreedMemory(memory, memory.trim)
+    memory, now = Resident(), 0.0
+    freed = FreedMemory(memory, memory.trim, lambda: now)
     memory.free = LARGE
     freed.give_back()
     assert memory.trims == 0
@@ -157,11 +161,39 @@ def test_freed_memory_goes_back_once_the_process_has_become_much_larger() -> Non
     for _ in range(3):
         freed.give_back()
     assert memory.trims == 2
-    memory.used -= 3 * LARGE
+    memory.used, memory.free = memory.used - 3 * LARGE, 3 * LARGE  # it was held, and is free
     freed.give_back()
-    memory.free = LARGE + MB
+    assert memory.trims == 2
+    now += 1.0
     freed.give_back()
-    assert memory.trims == 3
+    assert (memory.trims, memory.free) == (3, 0)
+
+
+def test_what_cannot_go_back_is_tried_later_and_later() -> None:
+    memory, now, tries = Resident(), 0.0, list[float]()
+    freed = FreedMemory(memory, lambda pad: tries.append(now), lambda: now)
+    memory.used += 2 * LARGE
+    while now < 2 * LONGEST:
+        freed.give_back()
+        now += 1.0
+    gaps = [later - sooner for sooner, later in pairwise(tries)]
+    assert gaps[:4] == [1.0, 2.0, 4.0, 8.0]
+    assert max(gaps) <= LONGEST
+
+
+def test_requests_that_waited_in_a_burst_are_collected() -> None:
+    class Request:
+        def __init__(self) -> None:
+            self.itself = self
+
+    request = Request()
+    gc.collect()  # it is old now
+    gone, memory = weakref.ref(request), Resident()
+    del request
+    freed = FreedMemory(memory, memory.trim)
+    memory.free = 2 * LARGE
+    freed.give_back()
+    assert gone() is None
 
 
 def test_freed_memory_goes_back_while_nobody_asks() -> None:
@@ -188,6 +220,24 @@ def test_freed_memory_goes_back_while_nobody_asks() -> None:
 
     asyncio.run(wait())
     assert (looks, memory.free) == (5, 0)
+
+
+def test_much_freed_memory_goes_back_although_somebody_asks_all_the_time() -> None:
+    memory, asked = Resident(), count()
+    freed = FreedMemory(memory, memory.trim)
+
+    async def turns() -> None:
+        task = asyncio.create_task(give_back_when_idle(lambda: next(asked), freed, 0.0))
+        for _ in range(3 * BUSY):
+            await asyncio.sleep(0)
+        task.cancel()
+
+    memory.free = 4 * LARGE
+    asyncio.run(turns())
+    assert memory.trims == 0
+    memory.free += MB
+    asyncio.run(turns())
+    assert memory.trims == 1
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc gives it back")

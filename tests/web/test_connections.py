@@ -14,17 +14,19 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from websockets.frames import Frame, Opcode
 from websockets.sync.client import connect
 
 from reflex_runtime.cli import main
 from reflex_runtime.robots.serving.runtime import PolicyRuntime
+from reflex_runtime.run.process import loop_factory
 from reflex_runtime.settings import ServeConfig
 from reflex_runtime.web import app as application
 from reflex_runtime.web import connections as module
 from reflex_runtime.web.app import App
 from reflex_runtime.web.connections import AddressShares, most_connections
 from reflex_runtime.web.errors import PLAIN
-from reflex_runtime.web.request import HttpRequest, HttpResponse, Route
+from reflex_runtime.web.request import HttpRequest, HttpResponse, Route, WebSocket
 from serving.harness import PATIENCE, STATE, Answer, Server, encode, parse_answers, read_all, refusal
 from serving.in_process import with_app
 from serving.openai_toy import Toy
@@ -366,3 +368,71 @@ def test_h10_files_that_are_no_certificate_and_key_are_refused(tiny: Path, certi
     assert "No such file or directory" in refusal(tiny, "--ssl-certfile", str(cert) + "x", "--ssl-keyfile", str(key))
     assert f"--ssl-certfile={cert}: cannot be used: " in refusal(tiny, "--ssl-certfile", str(cert))  # without its key
     assert "--ssl-certfile" in refusal(tiny, "--ssl-keyfile", str(key))
+
+
+REQUEST = b"GET /no HTTP/1.1\r\nHost: localhost\r\n\r\n"
+CHUNKED = b"POST /whole HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nTransfer-Encoding: chunked\r\n\r\n"
+LAST = b"GET /last HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
+
+
+@pytest.mark.parametrize("kind", ["requests", "chunks"])
+def test_others_are_served_between_requests_and_parts_that_came_at_once(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parsed: list[int] = []  # requests and parts in each turn of the loop
+
+    class Counting(module.HttpConnection):
+        def _parse(self, data: bytes) -> None:
+            super()._parse(data)
+            parsed.append(self._parts)
+
+    async def whole(request: HttpRequest) -> HttpResponse:
+        return HttpResponse(200, b"%d" % len(await request.body()))
+
+    async def check() -> list[Answer]:
+        app = App(ServeConfig(), {"/whole": Route("/whole", whole, method="POST", most=10**6)}, PLAIN)
+        async with listening(app) as port:
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            all_of_it = (
+                REQUEST * 20_000 + LAST if kind == "requests" else CHUNKED + b"1\r\na\r\n" * 90_000 + b"0\r\n\r\n"
+            )
+            writer.write(all_of_it)
+            data = await reader.read()
+            writer.close()
+        return parse_answers(data)
+
+    monkeypatch.setattr(module, "HttpConnection", Counting)
+    with asyncio.Runner(loop_factory=loop_factory) as runner:
+        answers = runner.run(check())
+    if kind == "requests":
+        assert [answer.status for answer in answers] == [404] * 20_001
+    else:
+        assert [answer.body for answer in answers] == [b"90000"]
+    assert sum(parsed) >= 20_000
+    assert max(parsed) <= module.MANY + module.SLICE / min(len(REQUEST), len(b"1\r\na\r\n"))
+
+
+def test_a_websocket_takes_over_what_was_not_parsed() -> None:
+    """More came with its handshake than is parsed in one turn."""
+
+    async def echo(socket: WebSocket) -> None:
+        await socket.accept()
+        async for message in socket:
+            await socket.send(message.data)
+
+    async def check() -> bytes:
+        app = App(ServeConfig(), {"/echo": Route("/echo", echo, socket=echo)}, PLAIN)  # type: ignore[arg-type]
+        async with listening(app) as port:
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            shake = b"GET /echo HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n"
+            shake += b"Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: cmVmbGV4LWJlbmNoLTEyMw==\r\n\r\n"
+            message = Frame(Opcode.TEXT, bytes(40_000) + b"end").serialize(mask=True)
+            writer.write(shake + message)
+            data = await reader.readuntil(b"end")
+            writer.close()
+            return data
+
+    with asyncio.Runner(loop_factory=loop_factory) as runner:
+        data = runner.run(check())
+    assert data.startswith(b"HTTP/1.1 101 ")
+    assert data.endswith(bytes(40_000) + b"end")

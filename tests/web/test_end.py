@@ -71,7 +71,7 @@ def test_h6_while_loading_health_tells_it_and_requests_are_told_to_come_back(
 GIVES_BACK = """
 import sys, reflex_runtime.web.serve as serve
 class Freed:
-    def give_back(self):
+    def give_back(self, large: int):
         print("given back", file=sys.stderr, flush=True)
 serve.freed_memory = Freed
 """

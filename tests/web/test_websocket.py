@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import random
 from collections.abc import AsyncIterator, Callable, Coroutine
@@ -17,6 +18,7 @@ from websockets.frames import Frame, Opcode
 
 from reflex_runtime.settings import ServeConfig
 from reflex_runtime.web.app import App
+from reflex_runtime.web.connections import AHEAD, FRAMES, SocketConnection
 from reflex_runtime.web.errors import PLAIN, NotFound
 from reflex_runtime.web.request import HttpRequest, HttpResponse, Route, WebSocket
 from serving.harness import parse_answers
@@ -54,6 +56,11 @@ class Running:
                 await socket.send(message.data)
         finally:
             self.gone.set()
+
+    def connection(self) -> SocketConnection:
+        """The only one there is."""
+        (found,) = [item for item in gc.get_objects() if isinstance(item, SocketConnection) and not item.disconnected]
+        return found
 
     def url(self, path: str = "/echo") -> str:
         return f"ws://127.0.0.1:{self.port}{path}"
@@ -405,5 +412,81 @@ def test_w5_at_the_end_the_last_answer_comes_and_then_1001() -> None:
             run.go.set()
             assert await client.recv() == "hold"
             assert await closed_with(client) == 1001
+
+    running(check)
+
+
+@pytest.mark.parametrize("kind", [Opcode.PING, Opcode.PONG, Opcode.CONT, Opcode.TEXT])
+def test_w6_others_are_served_between_frames_that_came_at_once(kind: Opcode) -> None:
+    async def check(run: Running) -> None:
+        async with run.connected(ping_interval=None) as client:
+            await client.recv()
+            parsed: list[int] = []
+            server = run.connection()
+            handle = server.handle_events
+
+            def handle_events() -> None:
+                parsed.append(len(server.conn.events))
+                handle()
+
+            server.handle_events = handle_events  # type: ignore[method-assign]
+            begin = [Frame(Opcode.TEXT, b"", fin=False)] if kind is Opcode.CONT else []
+            await raw(client, *begin, *[Frame(kind, b"", fin=kind is not Opcode.CONT)] * 3000)
+            end = [Frame(Opcode.CONT, b"end")] if kind is Opcode.CONT else [Frame(Opcode.TEXT, b"end")]
+            await raw(client, *end)
+            while await client.recv() != "end":
+                pass
+            assert sum(parsed) > 3000
+            assert max(parsed) <= FRAMES + 1
+            assert run.app.bodies.held == 0
+
+    running(check)
+
+
+def test_w6_messages_wait_as_bytes_while_one_is_answered() -> None:
+    async def check(run: Running) -> None:
+        async with run.connected(ping_interval=None) as client:
+            await client.recv()
+            await client.send("hold")
+            await run.came.wait()
+            server = run.connection()
+            await raw(client, *[Frame(Opcode.TEXT, b"a")] * 5000)
+            for _ in range(200):
+                await asyncio.sleep(0)
+            assert server.queue.qsize() <= FRAMES + AHEAD + 1
+            run.go.set()
+            assert await client.recv() == "hold"
+            assert [await client.recv() for _ in range(5000)] == ["a"] * 5000
+
+    running(check)
+
+
+def test_w6_parts_of_a_byte_are_held_in_one_buffer() -> None:
+    async def check(run: Running) -> None:
+        async with run.connected(ping_interval=None) as client:
+            await client.recv()
+            server = run.connection()
+            await raw(client, Frame(Opcode.TEXT, b"a", fin=False), *[Frame(Opcode.CONT, b"b", fin=False)] * 1000)
+            await (await client.ping())
+            assert [len(part) for part in server.frames] == [1001]
+            await raw(client, Frame(Opcode.CONT, b"c"))
+            assert await client.recv() == "a" + 1000 * "b" + "c"
+
+    running(check)
+
+
+def test_w6_half_a_message_goes_with_its_connection() -> None:
+    async def check(run: Running) -> None:
+        async with run.connected(ping_interval=None) as client:
+            await client.recv()
+            server = run.connection()
+            await raw(client, Frame(Opcode.BINARY, bytes(30_000), fin=False))
+            await raw(client, Frame(Opcode.CONT, bytes(60_000)).serialize(mask=True)[:40_000])
+            for _ in range(200):
+                await asyncio.sleep(0)
+            assert run.app.bodies.held >= 70_000
+            client.transport.abort()
+            await run.gone.wait()
+        assert (len(server.conn.reader.buffer), server.frames) == (0, [])
 
     running(check)

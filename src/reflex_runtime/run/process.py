@@ -13,9 +13,11 @@ import gc
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
+from math import inf
 from pathlib import Path
 from typing import Any, Final, Protocol, TypeVar
 from weakref import WeakSet
@@ -120,6 +122,8 @@ LARGE: Final = 16 * 2**20
 for batches of 32 pictures they would cost more than the copying."""
 KEPT: Final = 2 * LARGE  # bytes at the end of the pool that may stay unused
 IDLE: Final = 0.25  # seconds without a new request after which freed memory may go back
+BUSY: Final = 40  # times that long with requests, after which it may go back too
+LONGEST: Final = 600.0  # seconds between tries to give back what is used
 
 COLLECTIONS: Final = (10_000, 3, 1_000)  # `gc.set_threshold`. Requests make few cycles, so a young collection each 700
 # objects is pure tail. But thousands that wait are objects that every collection looks at: 1.5 ms for 10,000 of them
@@ -152,17 +156,30 @@ class FreedMemory:
     resident: bytes of memory that the process has. trim: gives back what is free, also between what is used.
     """
 
-    def __init__(self, resident: Callable[[], int], trim: Callable[[int], object]) -> None:
-        self._resident, self._trim = resident, trim
-        self._least = resident()  # since it was last given back
+    def __init__(
+        self, resident: Callable[[], int], trim: Callable[[int], object], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._resident, self._trim, self._clock = resident, trim, clock
+        self._least = resident()  # so far
+        self._wait, self._next = 0.0, -inf  # seconds between tries, and when the next one may be
 
-    def give_back(self) -> None:
-        """Give it back, if the process has become LARGE larger: it takes some milliseconds."""
+    def give_back(self, large: int = LARGE) -> None:
+        """Give it back, if the process has become that much larger: it takes some milliseconds, and where nothing went
+        back, because it is used, the next try is later and later.
+
+        Requests and connections are in reference cycles, and those that waited in a burst are old by then: only a whole
+        collection finds them.
+        """
         resident = self._resident()
-        if resident > self._least + LARGE:
-            self._trim(0)
-            resident = self._least = self._resident()
         self._least = min(self._least, resident)
+        if resident <= self._least + large or self._clock() < self._next:
+            return
+        gc.collect()
+        self._trim(0)
+        left = self._resident()
+        self._least = min(self._least, left)
+        self._wait = 0.0 if left < resident - LARGE // 2 else min(2 * self._wait or 1.0, LONGEST)
+        self._next = self._clock() + self._wait
 
 
 def freed_memory(load: Callable[[None], Any] = ctypes.CDLL) -> FreedMemory | None:
@@ -188,11 +205,14 @@ def _resident() -> int:
 
 
 async def give_back_when_idle(asked: Callable[[], int], freed: FreedMemory, idle: float = IDLE) -> None:
-    """Run until it is cancelled. asked: the number of requests so far."""
-    before = -1
+    """Run until it is cancelled. asked: the number of requests so far. Where somebody asks all the time, only much
+    memory goes back, and seldom."""
+    before, busy = -1, 0
     while True:
         await asyncio.sleep(idle)
-        if (now := asked()) == before:
+        now = asked()
+        busy = 0 if now == before else busy + 1
+        if busy % BUSY == 0:
             with suppress(OSError):  # no file may be open just now
-                freed.give_back()
+                freed.give_back(4 * LARGE if busy else LARGE)
         before = now

@@ -1,7 +1,8 @@
 """uvicorn's protocols with the limits that they lack: time for a head and a body, sizes, and the number of connections.
 
 A caller that leaves cancels the coroutine that answers it, so that nothing is computed for it. What uvicorn itself
-refuses is answered in the application's form.
+refuses is answered in the application's form. One read may bring ten thousand small requests or frames: they are parsed
+in slices, between which the loop serves others.
 """
 
 from __future__ import annotations
@@ -10,13 +11,13 @@ import asyncio
 import logging
 import os
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from functools import cache, partial
 from ipaddress import IPv6Network, ip_address
 from itertools import count
 from math import inf
-from typing import Any, Final, cast
+from typing import Any, Final
 
 import httptools
 from uvicorn.protocols.http.flow_control import FlowControl
@@ -37,6 +38,9 @@ RESERVE: Final = 64  # file descriptors left to models, recordings and the like
 LEAST: Final = 16  # connections, even with very few descriptors
 BEHIND: Final = 16  # requests that wait behind the one being answered; then the connection is not read
 AHEAD: Final = 1  # messages of a websocket that wait behind the one being answered; then it is not read
+SLICE: Final = 16 * 1024  # bytes of requests that are parsed in one turn of the loop, if they begin or end many
+MANY: Final = 256  # parts of bodies, and beginnings of requests
+FRAMES: Final = 64  # of a websocket, in one turn
 REFUSED_S: Final = 1.0  # that a connection too many has to send its request: an answer before it may be lost
 IDLE, HEAD, BODY, SLOW, ANSWERED, REFUSED = "idle", "head", "body", "slow", "answered", "refused"
 
@@ -143,25 +147,24 @@ class _Timed:
 
 
 class _PipelineFlow(FlowControl):
-    """Reads on while little waits behind the request that is answered, to notice when the caller leaves."""
+    """Reads on while little waits behind the request that is answered, to notice when the caller leaves. unparsed: what
+    was read, and waits for its turn."""
 
     def __init__(self, transport: asyncio.Transport, behind: deque[Any]) -> None:
         super().__init__(transport)
-        self._behind = behind
+        self._behind, self.unparsed = behind, b""
 
     def read_on(self) -> None:
-        """Pause or resume, by what waits behind."""
-        if self._full:
+        """Pause or resume, by what waits."""
+        if self.unparsed or self.full:
             self.pause_reading()
         else:
             super().resume_reading()
 
-    def resume_reading(self) -> None:
-        if not self._full:
-            super().resume_reading()
+    resume_reading = read_on
 
     @property
-    def _full(self) -> bool:
+    def full(self) -> bool:
         return len(self._behind) > BEHIND or sum(len(cycle.body) for cycle, _ in self._behind) > HEAD_BYTES
 
 
@@ -186,12 +189,12 @@ class HttpConnection(_OfApp, HttpToolsProtocol):
         self._task: asyncio.Task[None] | None = None
         self._running: RequestResponseCycle | None = None  # the one that is answered; `cycle` is the last that came
         self._time = _Timed(self.loop, self.limits, self._slow)
-        self._head_bytes = 0
+        self._head_bytes = self._parts = 0
         self._in_head = self._declined = self._broken = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self.flow = _PipelineFlow(transport, self.pipeline)
+        self.flow: _PipelineFlow = _PipelineFlow(transport, self.pipeline)
         self.client = self.client or (UNIX, next(_UNIX))
         self.limits.shares.opened(self.client)
         over = self._over()
@@ -204,6 +207,7 @@ class HttpConnection(_OfApp, HttpToolsProtocol):
         self.limits.shares.closed(self.client)
         self._time.cancel()
         self.pipeline.clear()
+        self.flow.unparsed = b""
         self.reflex.left(len(self.connections))
         self._cancel(CallerLeft("the caller left"))
 
@@ -245,24 +249,49 @@ class HttpConnection(_OfApp, HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self._time.phase == REFUSED:
             self._refuse()
-        if self._in_head or self._time.phase == IDLE:
-            self._head_bytes += len(data)
-        while data and not (self._broken or self.transport.is_closing()):
-            data = self._feed(data)
-        if self._in_head and self._head_bytes > HEAD_BYTES:
-            self._end(ClientError(f"the head of the request has over {HEAD_BYTES} bytes"))
-        if self.pipeline:
-            cast(_PipelineFlow, self.flow).read_on()
+        if self.flow.unparsed:
+            self.flow.unparsed += data
+            return
+        self._parse(data)
         self._take_time()
 
-    def _feed(self, data: bytes) -> bytes:
-        """Parse what has come. Returns what is to be parsed next: a request whose offer to upgrade is declined."""
+    def _parse(self, data: bytes) -> None:
+        """Parse it slice by slice, as long as few requests and parts are in it; the rest in another turn."""
+        at = self._parts = 0
+        while at < len(data) and not (self._broken or self.transport.is_closing()):
+            if at and (self._parts > MANY or self.flow.full):
+                self.flow.unparsed = data[at:]
+                if not self.flow.full:
+                    self.loop.call_soon(self._parse_on)
+                break
+            part = data if len(data) <= SLICE else data[at : at + SLICE]
+            at += len(part)
+            if self._in_head or self._time.phase == IDLE:
+                self._head_bytes += len(part)
+            while part and not (self._broken or self.transport.is_closing()):
+                part = self._feed(part, data[at:])
+            if self._in_head and self._head_bytes > HEAD_BYTES:
+                self._end(ClientError(f"the head of the request has over {HEAD_BYTES} bytes"))
+        if self.pipeline or self.flow.unparsed:
+            self.flow.read_on()
+
+    def _parse_on(self) -> None:
+        """Go on with what was read, unless it must wait longer."""
+        if self.flow.unparsed and not (self.flow.full or self.transport.is_closing()):
+            data, self.flow.unparsed = self.flow.unparsed, b""
+            self._parse(data)
+            self.flow.read_on()
+            self._take_time()
+
+    def _feed(self, data: bytes, behind: bytes) -> bytes:
+        """Parse what has come. Returns what is to be parsed next: a request whose offer to upgrade is declined. behind:
+        what has come behind it; a websocket takes it over."""
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade as upgrade:
             if self._should_upgrade():
                 self.handle_websocket_upgrade()
-                if rest := data[upgrade.args[0] :]:
+                if rest := data[upgrade.args[0] :] + behind:
                     self.transport.get_protocol().data_received(rest)  # type: ignore[attr-defined]
                 return b""
             return self._without_offer() + data[upgrade.args[0] :]
@@ -286,6 +315,11 @@ class HttpConnection(_OfApp, HttpToolsProtocol):
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self._in_head = True
+        self._parts += 1
+
+    def on_body(self, body: bytes) -> None:
+        super().on_body(body)
+        self._parts += 1
 
     def on_headers_complete(self) -> None:
         self._in_head, self._head_bytes = False, 0
@@ -350,6 +384,8 @@ class HttpConnection(_OfApp, HttpToolsProtocol):
             return
         if self.pipeline:
             self._start_asgi_task(*self.pipeline.pop())
+        if self.flow.unparsed:
+            self.loop.call_soon(self._parse_on)
         self.flow.resume_reading()
         self._take_time()
 
@@ -409,7 +445,9 @@ class HttpConnection(_OfApp, HttpToolsProtocol):
         cycle = self.cycle
         if self._broken or self.flow is None or self.transport.is_closing() or self.flow.write_paused:
             return
-        if self._in_head:
+        if self.flow.unparsed:
+            phase = ANSWERED  # it waits for us
+        elif self._in_head:
             phase = HEAD
         elif cycle is None or (cycle.response_complete and not cycle.more_body):
             phase = IDLE
@@ -429,7 +467,10 @@ class SocketConnection(_OfApp, WebSocketsSansIOProtocol):
         super().__init__(*arguments, **named)
         self._app_task: asyncio.Task[Any] | None = None
         self._idles = False  # the application waits for a message
-        self.held = 0
+        self.held = self._frames = 0  # frames: that may be parsed before others have their turn
+        self._next: asyncio.Handle | None = None
+        reader = self.conn.reader
+        self._at_eof, reader.at_eof = reader.at_eof, self._at_frame  # type: ignore[method-assign]
         self._time = _Timed(self.loop, self.limits, self._idle)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -441,6 +482,10 @@ class SocketConnection(_OfApp, WebSocketsSansIOProtocol):
         super().connection_lost(exc)
         self.limits.shares.closed(self.client)  # the connection of HTTP that it was opened it
         self._time.cancel()
+        self.conn.reader.discard()  # its parser is in a reference cycle, and what has come with it
+        self.frames.clear()
+        while self.queue.qsize() > 1:
+            self.queue.get_nowait()
         self.reflex.bodies.release(self)
         self.reflex.left(len(self.connections))
         if self._app_task is not None and not self._app_task.done():
@@ -453,10 +498,35 @@ class SocketConnection(_OfApp, WebSocketsSansIOProtocol):
         except Overloaded as error:
             self._leave(error.message[:100], TRY_LATER)
             return
+        self._parse(data)
+
+    def _parse(self, data: bytes = b"") -> None:
+        """The next frames of what has come."""
+        self._frames, self._next = FRAMES, None
+        if self.transport.is_closing():
+            return
         super().data_received(data)
         if not self.handshake_initiated and self.conn.handshake_exc is not None:
             self._refuse(self.conn.handshake_exc)
         self._release()
+        self._pace()
+
+    def _at_frame(self) -> Generator[None, None, bool]:
+        """In the place of the reader's `at_eof`, with which the parser begins a frame: it may have to wait."""
+        while not self._frames:
+            yield
+        self._frames -= 1
+        return (yield from self._at_eof())
+
+    def _pace(self) -> None:
+        """Read on, unless messages wait for the application, or frames for their turn."""
+        full = self.queue.qsize() > AHEAD
+        waits = not self._frames and bool(self.conn.reader.buffer)
+        if waits and not full and self._next is None:
+            self._next = self.loop.call_soon(self._parse)
+        if self.read_paused != (full or waits):
+            self.read_paused = not self.read_paused
+            (self.transport.pause_reading if self.read_paused else self.transport.resume_reading)()
 
     def handle_connect(self, event: Any) -> None:
         if self.conn.accept(event).status_code != 101:
@@ -474,12 +544,20 @@ class SocketConnection(_OfApp, WebSocketsSansIOProtocol):
         if self.held and not (self.frames or self.conn.reader.buffer or self.queue.qsize()):
             self.reflex.bodies.release(self)
 
+    def handle_cont(self, event: Any) -> None:
+        """One buffer for all parts of a message: apart, those of one byte would have a hundred times their size."""
+        whole: Any = self.frames[0]
+        if not isinstance(whole, bytearray):
+            whole = bytearray(whole)
+        whole += event.data
+        self.frames[0] = bytes(whole) if event.fin else whole
+        if event.fin:
+            self.send_receive_event_to_app()
+
     def send_receive_event_to_app(self) -> None:
-        self.read_paused = True  # so that it is not paused for one message
+        paused, self.read_paused = self.read_paused, True  # so that it is not paused for one message
         super().send_receive_event_to_app()
-        self.read_paused = self.queue.qsize() > AHEAD
-        if self.read_paused:
-            self.transport.pause_reading()
+        self.read_paused = paused
 
     def shutdown(self) -> None:
         self._leave("the server is shutting down")
@@ -503,9 +581,7 @@ class SocketConnection(_OfApp, WebSocketsSansIOProtocol):
         finally:
             self._idles = False
         self._release()
-        if self.read_paused and self.queue.qsize() <= AHEAD:
-            self.read_paused = False
-            self.transport.resume_reading()
+        self._pace()
         return message
 
     async def run_asgi(self) -> None:
