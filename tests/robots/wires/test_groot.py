@@ -136,8 +136,8 @@ def test_w32_one_bad_row_is_the_error_of_all(tiny: Path) -> None:
     bad["state"]["all"][1] = np.nan
     with Server(tiny, *HERE) as server, GrootRobot(port_of(server)) as robot:
         answer = robot.act(bad)
-        assert set(answer) == {"error", "code", "field", "request_id", "retry_safe"}
-        assert (answer["code"], answer["field"]) == ("invalid_request", "state")
+        assert set(answer) == {"error", "code", "field", "request_id", "retry_safe", "row"}
+        assert (answer["code"], answer["field"], answer["row"]) == ("invalid_request", "state", 1)
         assert "NaN" in answer["error"]
         assert right(robot.act(tiny_state(1), seed=5), 1)
 

@@ -64,6 +64,16 @@ def test_w30_over_http_names_may_be_nested(server: Server) -> None:
     assert answer.headers["x-request-id"] == "r"
 
 
+def test_w32_over_http_rows_are_requests_and_are_answered_stacked(server: Server) -> None:
+    seen = nested(1, 2, 3)
+    sent = {f"{kind}.{name}": as_json(array) for kind in ("video", "state") for name, array in seen[kind].items()}
+    answer = server.post({"observation": sent | {"annotation": ["open the door"]}, "seed": 5, "robot_id": "env"})
+    assert answer.status == 200, answer.body
+    gripper = np.array(answer.json["action.gripper"])
+    assert gripper.shape == (3, CHUNK, 1)
+    np.testing.assert_allclose(gripper[..., 0], [want(i, 5)[:, 1] for i in (1, 2, 3)], atol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("body", "status", "why"),
     [
@@ -72,7 +82,7 @@ def test_w30_over_http_names_may_be_nested(server: Server) -> None:
         ({"observation": {"state.arm": as_json(np.zeros((1, 1, 1))) | {"dtype": "object"}}}, 400, "dtype"),
         ({"observation": {"state.arm": as_json(np.zeros((1, 1, 1))) | {"dtype": []}}}, 400, "dtype"),
         ({"observation": {"state": 5, "video": {}}}, 422, "state: must be a map"),
-        ({"observation": {"state.arm": as_json(np.zeros((2, 1, 1)))}}, 422, "has 2 rows"),
+        ({"observation": {"state.arm": as_json(np.zeros((2, 1, 1)))}}, 422, "row 0: video.ego_view: missing"),
         ({"observation": 5}, 422, "observation"),
     ],
 )

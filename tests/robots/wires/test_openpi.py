@@ -25,10 +25,10 @@ from openpi_client.websocket_client_policy import WebsocketClientPolicy
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
 from reflex_runtime.observe.journal_reader import read_journal
-from reflex_runtime.robots.serving.handler import RequestHandler
+from reflex_runtime.robots.serving.handler import ROWS, RequestHandler
 from reflex_runtime.robots.serving.runtime import PolicyRuntime
 from reflex_runtime.robots.wires.common import Episodes
-from reflex_runtime.robots.wires.openpi import ROWS, OpenpiRobot
+from reflex_runtime.robots.wires.openpi import OpenpiRobot
 from reflex_runtime.web.app import App
 from reflex_runtime.web.errors import InvalidRequest
 from reflex_runtime.web.request import SocketMessage

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
 
 from reflex_runtime.core.errors import ReflexError
 from reflex_runtime.robots.serving import fields
-from reflex_runtime.robots.serving.handler import RequestHandler
+from reflex_runtime.robots.serving.handler import Asked, RequestHandler
 from reflex_runtime.robots.serving.pending import PendingRequest
 from reflex_runtime.robots.serving.question import ACT, JSON_NUMPY, Question
 from reflex_runtime.robots.wires import json_numpy
 from reflex_runtime.robots.wires.json_numpy import GrootJson, JsonNumpy
 from reflex_runtime.web.bodies import LARGE
-from reflex_runtime.web.errors import JSON, MSGPACK, CallerLeft, Headers, InvalidRequest, NotReady
+from reflex_runtime.web.errors import JSON, MSGPACK, CallerLeft, Headers, InvalidRequest, NotReady, Reported
 from reflex_runtime.web.request import HttpRequest, HttpResponse, header_text
 
 
@@ -24,16 +25,20 @@ class Act:
 
     async def run(self, request: HttpRequest) -> HttpResponse:
         pending = _pending(request)
-        as_sent: JsonNumpy | GrootJson | None = None
         try:
             with self.handler.admit(pending):
                 asked = await _read(request)
-                if not isinstance(asked, Question):
-                    pending.wire, as_sent = JSON_NUMPY, asked
-                    asked = asked.question(self.handler.of(asked.limits.policy).reading(asked.block))
-                answer = await self.handler.infer(pending, asked, request.received)
+                questions = [asked] if isinstance(asked, Question) else self._questions(pending, asked)
+                if len(questions) == 1:
+                    answers = [await self.handler.infer(pending, questions[0], request.received)]
+            if len(questions) > 1:  # robots whose observations came as one: each is a request, and the message is none
+                rows = [_pending(request, JSON_NUMPY, f".{row}") for row in range(len(questions))]
+                answers = await self.handler.infer_all(rows, questions, request.received)
         except CallerLeft:
             raise
+        except Reported as reported:
+            request.request_id = reported.request_id
+            return request.app.refuse(request, reported.error)
         except ReflexError as error:
             if isinstance(error, NotReady) and not request.received:  # robots that wait for a load tell answers by id
                 with suppress(ReflexError):
@@ -42,11 +47,15 @@ class Act:
             request.request_id = pending.request_id
             return request.app.refuse(request, error, _routed(pending))
         request.request_id = pending.request_id
-        if as_sent is not None:
-            return HttpResponse(200, as_sent.answer(answer.actions), JSON, _routed(pending))
+        if not isinstance(asked, Question):
+            return HttpResponse(200, asked.answer([answer.actions for answer in answers]), JSON, _routed(pending))
         if request.wants_msgpack:
-            return HttpResponse(200, fields.encode_msgpack(answer), MSGPACK, _routed(pending))
-        return HttpResponse(200, fields.encode_json(answer), JSON, _routed(pending))
+            return HttpResponse(200, fields.encode_msgpack(answers[0]), MSGPACK, _routed(pending))
+        return HttpResponse(200, fields.encode_json(answers[0]), JSON, _routed(pending))
+
+    def _questions(self, pending: PendingRequest, sent: JsonNumpy | GrootJson) -> Sequence[Asked]:
+        pending.wire = JSON_NUMPY
+        return sent.questions(self.handler.of(sent.policy).reading(sent.block))
 
     async def reset(self, request: HttpRequest) -> HttpResponse:
         """What clients of GR00T ask before an episode: nothing is kept of requests that do not name theirs."""
@@ -59,8 +68,8 @@ class Act:
         self.handler.refused(_pending(request), error)
 
 
-def _pending(request: HttpRequest) -> PendingRequest:
-    return PendingRequest(ACT, request.request_id, request.client, request.started, request)
+def _pending(request: HttpRequest, wire: str = ACT, row: str = "") -> PendingRequest:
+    return PendingRequest(wire, request.request_id + row, request.client, request.started, request)
 
 
 async def _read(request: HttpRequest) -> Question | JsonNumpy | GrootJson:

@@ -14,11 +14,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from copy import copy
 from functools import partial
 from types import TracebackType
-from typing import Any
+from typing import Any, Final
 
 from reflex_runtime.core.errors import Closed, Expired, ReflexError
 from reflex_runtime.core.events import RequestAnswered
@@ -42,6 +43,11 @@ from reflex_runtime.web.errors import Reported, TooManyRequests, known
 from reflex_runtime.web.fields import invalid, printable
 
 log = logging.getLogger("reflex.server")
+
+ROWS: Final = 16  # of a message, that are read in one turn of the loop; each takes 0.2 ms
+
+Asked = Question | Callable[[], Question]
+"""A question, or what makes it once its request is admitted."""
 
 
 class RequestHandler:
@@ -120,10 +126,10 @@ class RequestHandler:
         with within_span(self.runtime, pending):
             self._publish(pending, error.outcome, error.http_status, error)
 
-    async def infer(self, pending: PendingRequest, question: Question, received: float | None = None) -> ActAnswer:
+    async def infer(self, pending: PendingRequest, asked: Asked, received: float | None = None) -> ActAnswer:
         """The policy's answer. received: when its last byte was read, else now."""
         pending.received = time.monotonic() if received is None else received
-        pending.question = question
+        question = pending.question = asked() if callable(asked) else asked
         if question.request_id:
             pending.request_id = question.request_id
         handler = self if question.policy is None else self.of(question.policy)
@@ -159,20 +165,40 @@ class RequestHandler:
         pending.answer = self._answer(pending, ticket, chunk)
         return pending.answer
 
+    async def infer_row(
+        self, pending: PendingRequest, row: int, asked: Asked, received: float | None = None
+    ) -> ActAnswer:
+        """The answer of one of the requests of a message; an error is raised as Reported.
+
+        A message of many does not hold the loop: `ROWS` are read in each of its turns. All are admitted in the first,
+        so that a shutdown takes none of them back.
+        """
+        try:
+            with self.admit(pending):
+                for _ in range(row // ROWS):
+                    await asyncio.sleep(0)
+                return await self.infer(pending, asked, received)
+        except ReflexError as error:
+            raise Reported(error, pending.request_id) from None
+
     async def infer_all(
-        self, rows: Sequence[PendingRequest], questions: Sequence[Question], received: float | None = None
+        self, rows: Sequence[PendingRequest], questions: Sequence[Asked], received: float | None = None
     ) -> list[ActAnswer]:
         """The answers of requests that came together and are answered together. The first error cancels the others, and
-        is raised as Reported."""
+        is raised as Reported; of several rows it names its own."""
+        if len(rows) == 1:
+            return [await self.infer_row(rows[0], 0, questions[0], received)]
 
-        async def one(pending: PendingRequest, question: Question) -> ActAnswer:
+        async def one(row: int) -> ActAnswer:
+            rows[row].client = rows[row].client, row  # one that names no robots is not one robot that asks again
             try:
-                with self.admit(pending):
-                    return await self.infer(pending, question, received)
-            except ReflexError as error:
-                raise Reported(error, pending.request_id) from None
+                return await self.infer_row(rows[row], row, questions[row], received)
+            except Reported as reported:
+                error = reported.error = copy(reported.error)
+                error.message, error.details = f"row {row}: {error.message}", {**error.details, "row": row}
+                raise
 
-        tasks = [asyncio.ensure_future(one(*row)) for row in zip(rows, questions, strict=True)]
+        tasks = [asyncio.ensure_future(one(row)) for row in range(len(rows))]
         try:
             return list(await asyncio.gather(*tasks))
         finally:
@@ -269,6 +295,8 @@ class RequestHandler:
     def ended(self, pending: PendingRequest, error: ReflexError | None) -> None:
         """Publish the end of a request that had entered."""
         served = pending.served
+        if error is None and pending.answer is None:  # a message that turned out to hold several
+            return
         if error is None:
             self._publish(pending, "ok", 200, None)
             if served is not None and served.shadow is not None:

@@ -91,6 +91,7 @@ PROMPTS: Final = ("prompt", "instruction", "task", "task_description")
 STATES: Final = ("state", "states")
 MAX_STATE: Final = 16_384  # numbers
 MAX_NAME: Final = 256  # characters of a name with the names of its enclosing maps
+MAX_ROWS: Final = 256  # robots in a message, so that one leaves most of a queue (--max-queue) to other callers
 
 UNSERVED: Final = {
     "noise": "noise is drawn by the server; a seed says which",
@@ -140,6 +141,36 @@ class ObservationReader:
         self._check_subset(images, came)
         return tuple(images.values()), self._state(came, plain), self._prompt(came, plain)
 
+    def split(self, observation: Mapping[str, Any]) -> list[dict[str, Any]] | None:
+        """The observations of N robots that came as one, with a leading axis; None for an observation of one robot.
+
+        Pictures and states that have a dimension more than one robot's say so; those of them that are read must agree.
+        Any other list or array of N, of instructions or limits too, has one value for each robot. Other values are for
+        all; an id gets the robot's number.
+        """
+        came = dict(_flat(observation))
+        plain = {_stripped(name): name for name in reversed(came)}
+        states = self._state_names(plain) if self.spec.takes_state else ()
+        cameras = [self._found(camera, came, plain) for camera in self.spec.images]
+        axes = {name: _axis(came[name], 3) for name in cameras if name in came}
+        pictures = max(axes.values(), default=None)
+        axes |= {name: _axis(came[name], 1) for name in states if name in came}
+        size = max(axes.values(), default=0)
+        if not size or (size == 1 and pictures == 0):  # a state [1, dim] beside plain pictures
+            return None
+        for name in [self.wire.prompt] if self.wire.prompt else [plain.get(name, name) for name in PROMPTS]:
+            if many := _many(text_of(came.get(name))):
+                axes[name] = many
+        # Single numbers are the parts of a state that have no dimension of their own.
+        differ = [name for name, found in axes.items() if size not in (found, name in states and _axis(came[name], 0))]
+        if differ:
+            told = ", ".join(f"{name} {found or 'none'}" for name, found in axes.items())
+            raise invalid_input(differ[0], f"has another leading axis than the rest of the observation: {told}")
+        if size > MAX_ROWS:
+            raise invalid_input(next(iter(axes)), f"is of {size} robots, at most {MAX_ROWS} are read from a message")
+        parts = [_each(name, value, size) for name, value in came.items()]
+        return [dict(zip(came, row, strict=True)) for row in zip(*parts, strict=True)]
+
     def describe(self) -> dict[str, Any]:
         """The expected observation, JSON-safe."""
         spec, wire = self.spec, self.wire
@@ -175,11 +206,16 @@ class ObservationReader:
         """Under which the observation would have a camera's picture."""
         return self.wire.images.get(camera) or plain.get(camera) or plain.get(self.spec.other_names.get(camera, ""))
 
-    def _image(self, camera: str, came: Mapping[str, Any], plain: Mapping[str, str]) -> tuple[str, str, Image]:
+    def _found(self, camera: str, came: Mapping[str, Any], plain: Mapping[str, str]) -> str | None:
+        """The same, but the only camera may have the only picture, whatever it is called."""
         name = self._name(camera, plain)
         if name is None and len(self.spec.images) == 1:
             only = [name for name in came if name.startswith(("images/", "vision/", "video."))]
             name = plain.get("image") or (only[0] if len(only) == 1 else None)
+        return name
+
+    def _image(self, camera: str, came: Mapping[str, Any], plain: Mapping[str, str]) -> tuple[str, str, Image]:
+        name = self._found(camera, came, plain)
         if name is None or name not in came:
             raise self._missing(name or self._video + camera, came)
         image = came[name]
@@ -191,11 +227,13 @@ class ObservationReader:
             image = image.transpose(1, 2, 0)
         return camera, printable(name), image
 
+    def _state_names(self, plain: Mapping[str, str]) -> Sequence[str]:
+        return self.wire.state or (next((plain[name] for name in STATES if name in plain), STATES[0]),)
+
     def _state(self, came: Mapping[str, Any], plain: Mapping[str, str]) -> NDArray[np.float64] | None:
         if not self.spec.takes_state:
             return None
-        names = self.wire.state or (next((plain[name] for name in STATES if name in plain), STATES[0]),)
-        parts = []
+        names, parts = self._state_names(plain), []
         for name in names:
             if name not in came:
                 raise self._missing(name, came)
@@ -274,6 +312,32 @@ def _is_picture(value: Any) -> bool:
     )
 
 
+def _axis(value: Any, dims: int) -> int:
+    """The length of an axis in front of so many dimensions, of an array or of a list; 0 where there is none."""
+    if isinstance(value, np.ndarray):
+        return len(value) if value.ndim == dims + 1 else 0
+    if not isinstance(value, list) or not value:
+        return 0
+    kinds = {0: (int, float), 1: (list, np.ndarray), 3: (np.ndarray, memoryview)}[dims]
+    return len(value) if all(isinstance(part, kinds) for part in value) else 0
+
+
+def _many(value: Any) -> int:
+    """How many values it may be, one for each robot; 0 for what is one value."""
+    return len(value) if isinstance(value, list) or (isinstance(value, np.ndarray) and value.ndim) else 0
+
+
+def _each(name: str, value: Any, size: int) -> Sequence[Any]:
+    """What a value is for each of so many robots."""
+    if _many(value) == size:
+        each: Sequence[Any] = value.tolist() if isinstance(value, np.ndarray) and value.ndim == 1 else value
+        return each
+    id, text = name.removeprefix(OWN), text_of(value)
+    if id in IDS and isinstance(text, str):
+        return [f"{text}{IDS[id]}{row}" for row in range(size)]
+    return [value] * size
+
+
 def _flat(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
     """Flatten nested maps to names joined by slashes."""
     for name, value in values.items():
@@ -308,6 +372,8 @@ def _numbers(name: str, value: Any) -> NDArray[np.float64]:
 S = TypeVar("S", bound=msgspec.Struct)
 
 OWN: Final = "reflex/"
+IDS: Final = {"robot_id": "/", "episode_id": "/", "session_id": "/", "request_id": "."}
+"""What stands between an id and the number of one of several robots."""
 _TOLD: Final = ("request_id", "timing", "batch", "cache", "guard", "rtc", "model_hash", "policy_changed", "warnings")
 
 
@@ -346,6 +412,12 @@ def limits_of(said: Mapping[str, Any]) -> RequestLimits:
 def limits_among(values: Mapping[str, Any]) -> RequestLimits:
     """The limits among other values."""
     return limits_of({name: values[name] for name in LIMITS if values.get(name) is not None})
+
+
+def limits_of_row(limits: RequestLimits, row: int) -> RequestLimits:
+    """Those of one of several robots, where they were said once: its ids have its number."""
+    ids = {name: getattr(limits, name, None) for name in IDS}
+    return msgspec.structs.replace(limits, **{name: f"{id}{IDS[name]}{row}" for name, id in ids.items() if id})
 
 
 def limits_in(observation: Mapping[str, Any]) -> RequestLimits:

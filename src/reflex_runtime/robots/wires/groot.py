@@ -37,6 +37,7 @@ from reflex_runtime.robots.serving.question import GROOT, Question
 from reflex_runtime.robots.wires.bounded_msgpack import unpack
 from reflex_runtime.robots.wires.common import (
     LIMITS,
+    MAX_ROWS,
     PROMPTS,
     Episodes,
     ObservationReader,
@@ -139,7 +140,6 @@ def _plain(value: Any) -> Any:
 # -- observations ------------------------------------------------------------------------------------------------------
 
 
-MAX_ROWS: Final = 256
 GROUPS: Final = ("video", "state", "language")
 VIDEO, STATE, ACTION, LANGUAGE = "video.", "state.", "action.", "language."
 LANGUAGE_KEY: Final = "annotation.human.task_description"  # of N1.5 and N1.6, if the export gives none

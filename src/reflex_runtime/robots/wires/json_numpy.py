@@ -16,14 +16,16 @@ from __future__ import annotations
 
 import base64
 import binascii
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, Final
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from reflex_runtime.robots.serving.handler import Asked
 from reflex_runtime.robots.serving.images import decoded_base64
 from reflex_runtime.robots.serving.question import GROOT, JSON_NUMPY, Question
 from reflex_runtime.robots.wires.common import (
@@ -34,6 +36,8 @@ from reflex_runtime.robots.wires.common import (
     array_in,
     invalid_input,
     limits_among,
+    limits_of,
+    limits_of_row,
     question_of,
 )
 from reflex_runtime.robots.wires.groot import GROUPS, GrootObservation, only, options_of
@@ -48,28 +52,38 @@ _MARKS: Final = (b'"__numpy__"', b'"encoded"', b'"observation"')
 _TYPES: Final = {np.dtype(code).name: np.dtype(code).str for code in "?bBhHiIlLefd"}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class JsonNumpy:
     """A decoded observation. quoted: it came as JSON within JSON. whole: the client takes all actions of a chunk."""
 
     block: ClassVar = JSON_NUMPY
     observation: dict[str, Any]
-    limits: RequestLimits
     quoted: bool
     whole: bool
+    together: bool = False  # it is of several robots, with a leading axis
 
-    def question(self, reading: ObservationReader) -> Question:
-        """Build the question; 422 names what is missing or wrong."""
-        seen = {name: value for name, value in self.observation.items() if name not in LIMITS}
-        _check_key(seen.get(KEY), reading.wire.metadata)
-        if FULL_IMAGE in seen:
-            seen.setdefault("image", seen.pop(FULL_IMAGE))
-        return question_of(reading.read(seen), self.limits, SocketLimits(), None, self.limits.episode_id)
+    @property
+    def policy(self) -> str | None:
+        """The policy that it names."""
+        return limits_of({"policy": self.observation.get("policy")}).policy
 
-    def answer(self, actions: NDArray[Any]) -> bytes:
+    def questions(self, reading: ObservationReader) -> list[Asked]:
+        """One for each robot, made when it is called; 422 names what is missing or wrong."""
+        rows = reading.split(self.observation)
+        self.together = rows is not None
+        return [partial(self._question, reading, row) for row in rows or [self.observation]]
+
+    def answer(self, chunks: Sequence[NDArray[Any]]) -> bytes:
         """The body of the answer."""
+        actions = np.stack(chunks, 1) if self.together else chunks[0]
         written = encode([_map(action) for action in actions] if self.whole else _map(actions[0]))
         return encode(written.decode()) if self.quoted else written
+
+    @staticmethod
+    def _question(reading: ObservationReader, observation: Mapping[str, Any]) -> Question:
+        seen = {name: value for name, value in observation.items() if name not in LIMITS}
+        _check_key(seen.get(KEY), reading.wire.metadata)
+        return _asked(reading, seen, limits_among(observation))
 
 
 class GrootJson:
@@ -78,22 +92,26 @@ class GrootJson:
     block: ClassVar = GROOT
 
     def __init__(self, observation: dict[str, Any], limits: RequestLimits, arrays: bool) -> None:
-        self.observation, self.limits, self._arrays = GrootObservation(observation), limits, arrays
+        self.observation, self.policy = GrootObservation(observation), limits.policy
+        self._limits, self._arrays = limits, arrays
         self._reading: ObservationReader | None = None
 
-    def question(self, reading: ObservationReader) -> Question:
-        """Build the question; 422 names what is missing or wrong."""
-        if self.observation.size > 1:
-            raise invalid_input(OBSERVATION, f"has {self.observation.size} rows, may have one in a request")
+    def questions(self, reading: ObservationReader) -> list[Asked]:
+        """One for each row, made when it is called; 422 names what is missing or wrong."""
         self._reading = reading
-        (row,) = self.observation.rows(reading)
-        return question_of(reading.read(row), self.limits, SocketLimits(), None, self.limits.episode_id)
+        rows = self.observation.rows(reading)
+        limits = [self._limits] if len(rows) == 1 else [limits_of_row(self._limits, row) for row in range(len(rows))]
+        return [partial(_asked, reading, *each) for each in zip(rows, limits, strict=True)]
 
-    def answer(self, actions: NDArray[Any]) -> bytes:
+    def answer(self, chunks: Sequence[NDArray[Any]]) -> bytes:
         """The body of the answer."""
         assert self._reading is not None
-        groups = self.observation.actions(self._reading, [actions])
+        groups = self.observation.actions(self._reading, chunks)
         return encode({name: _map(group) if self._arrays else group.tolist() for name, group in groups.items()})
+
+
+def _asked(reading: ObservationReader, seen: Mapping[str, Any], limits: RequestLimits) -> Question:
+    return question_of(reading.read(seen), limits, SocketLimits(), None, limits.episode_id)
 
 
 def _check_key(sent: Any, metadata: Mapping[str, Any]) -> None:
@@ -126,7 +144,9 @@ def decode(body: bytes) -> JsonNumpy | GrootJson | None:
     observation = {name: _read(name, sent) for name, sent in value.items()}
     if not quoted and not any(isinstance(sent, np.ndarray) for sent in observation.values()):
         return None
-    return JsonNumpy(observation, limits_among(observation), quoted, FULL_IMAGE in observation)
+    if whole := FULL_IMAGE in observation:
+        observation.setdefault("image", observation.pop(FULL_IMAGE))
+    return JsonNumpy(observation, quoted, whole)
 
 
 def _parse(text: bytes) -> Any:

@@ -25,7 +25,14 @@ from reflex_runtime.robots.policy.spec import PolicySpec
 from reflex_runtime.robots.serving.handler import RequestHandler
 from reflex_runtime.robots.serving.pending import HasHeaders, PendingRequest
 from reflex_runtime.robots.serving.question import OIP, ActAnswer, Question
-from reflex_runtime.robots.wires.common import MAX_DIMENSIONS, answer_details, array_in, invalid_input, limits_of
+from reflex_runtime.robots.wires.common import (
+    MAX_DIMENSIONS,
+    MAX_ROWS,
+    answer_details,
+    array_in,
+    invalid_input,
+    limits_of,
+)
 from reflex_runtime.version import __version__
 from reflex_runtime.web.bodies import LARGE
 from reflex_runtime.web.errors import (
@@ -44,7 +51,6 @@ from reflex_runtime.web.request import HttpRequest, HttpResponse, Route
 MAX_JSON: Final = 2 << 20  # bytes; a decoder lets nothing else run for 50 ms in each MB
 MAX_LISTS: Final = 60_000  # a picture of 224 × 224 has 50,401
 MAX_TEXTS: Final = 4096  # elements of a tensor of BYTES
-MAX_ROWS: Final = 256
 MAX_SEQUENCES: Final = 4096
 VERSION: Final = "1"
 ACTIONS: Final = "actions"

@@ -16,17 +16,19 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Final
 
 import msgspec
 import numpy as np
 
 from reflex_runtime.core.errors import ReflexError
-from reflex_runtime.robots.serving.handler import RequestHandler
+from reflex_runtime.robots.serving.handler import Asked, RequestHandler
 from reflex_runtime.robots.serving.pending import PendingRequest
 from reflex_runtime.robots.serving.question import OPENPI, ActAnswer, Question
 from reflex_runtime.robots.wires.bounded_msgpack import unpack
 from reflex_runtime.robots.wires.common import (
+    MAX_ROWS,
     Episodes,
     answer_details,
     array_in,
@@ -39,7 +41,7 @@ from reflex_runtime.robots.wires.common import (
     text_of,
     type_of,
 )
-from reflex_runtime.web.errors import PLAIN, ClientError, describe_error, known
+from reflex_runtime.web.errors import PLAIN, ClientError, Reported, describe_error, known
 from reflex_runtime.web.request import INTERNAL, UNSUPPORTED, SocketMessage, WebSocket
 
 # -- frames ------------------------------------------------------------------------------------------------------------
@@ -106,8 +108,7 @@ def _array(found: dict[str, Any]) -> Any:
 
 
 PATHS: Final = ("/", "/openpi/policy", "/v1/realtime/robot/openpi")
-MAX_BATCH: Final = 256  # observations in a frame
-ROWS: Final = 16  # observations submitted in one turn of the loop; each takes 0.2 ms
+MAX_EPISODES: Final = 4 * MAX_ROWS  # of a socket; beyond it the least recently used is forgotten
 RESET: Final = "reset successful"  # RoboArena's answer to reset: the only text frame that is not an error
 
 
@@ -133,7 +134,7 @@ class OpenpiRobot:
         self._said = socket_limits(socket.query)
         self._handler, self._socket = handler.one(self._said.policy), socket
         self._robot = self._said.robot_id or f"ws-{socket.id}"
-        self._episodes: dict[str, Episodes] = {}  # by position in a batch
+        self._episodes: dict[str, Episodes] = {}  # by position in a message, or name
         self._spent: float | None = None  # milliseconds until the last answer
         self._readings = self._handler.readings(OPENPI)
 
@@ -159,18 +160,22 @@ class OpenpiRobot:
                 for episodes in self._episodes.values():
                     episodes.reset()
                 return RESET
-            observations = _batch_of(sent) if "batch" in sent else None
+            apart = "batch" in sent
+            seen = _batch_of(sent) if apart else self._readings.now.split(sent)
         except Exception as failure:
             error = known(failure, message.id)
             self._handler.refused(self._pending(message, message.id), error)
             return _text(error, message.id)
-        if observations is not None:
-            return encode({"batch": await self._all(message, observations)}, packaged)
-        pending = self._pending(message, message.id)
-        answer = await self._infer(pending, sent, "", message.received)
-        if isinstance(answer, ReflexError):
-            return _text(answer, pending.request_id)
-        return encode(self._told(answer), packaged)
+        parts = {"": sent} if seen is None else {f"/{row}": one for row, one in enumerate(seen)}
+        rows = [self._pending(message, message.id + part.replace("/", ".")) for part in parts]
+        questions = [partial(self._question, one, part) for part, one in parts.items()]
+        if apart:
+            return encode({"batch": await self._each(rows, questions, message.received)}, packaged)
+        try:
+            answers = await self._handler.infer_all(rows, questions, message.received)
+        except Reported as reported:
+            return _text(reported.error, reported.request_id)
+        return encode(self._told(answers[0]) if seen is None else self._together(answers), packaged)
 
     def _resets(self, endpoint: Any) -> bool:
         """Whether a message of RoboArena begins an episode, and observes nothing."""
@@ -178,33 +183,24 @@ class OpenpiRobot:
             raise invalid_input("endpoint", "must be infer or reset")
         return endpoint == "reset"
 
-    async def _all(self, message: SocketMessage, observations: Sequence[Any]) -> list[dict[str, Any]]:
-        """The answers or errors of a batch: each row is a robot of its own.
+    async def _each(
+        self, rows: Sequence[PendingRequest], questions: Sequence[Asked], received: float
+    ) -> list[dict[str, Any]]:
+        """The answers or errors of a batch, each by itself."""
 
-        All are admitted at once, so that a shutdown takes none of them back. `ROWS` are read in each turn of the loop.
-        """
-        rows = [self._pending(message, f"{message.id}.{place}") for place in range(len(observations))]
+        async def ask(row: int) -> ActAnswer | Reported:
+            try:
+                return await self._handler.infer_row(rows[row], row, questions[row], received)
+            except Reported as reported:
+                return reported
+
         async with asyncio.TaskGroup() as group:
-            tasks = [
-                group.create_task(self._infer(row, observation, f"/{place}", message.received, place // ROWS))
-                for place, (row, observation) in enumerate(zip(rows, observations, strict=True))
-            ]
-        found = zip(rows, [task.result() for task in tasks], strict=True)
+            tasks = [group.create_task(ask(row)) for row in range(len(rows))]
+        answers = [task.result() for task in tasks]
         return [
-            {"error": describe_error(answer, row.request_id)} if isinstance(answer, ReflexError) else self._told(answer)
-            for row, answer in found
+            {"error": describe_error(one.error, one.request_id)} if isinstance(one, Reported) else self._told(one)
+            for one in answers
         ]
-
-    async def _infer(
-        self, pending: PendingRequest, observation: Any, part: str, received: float, turn: int = 0
-    ) -> ActAnswer | ReflexError:
-        try:
-            with self._handler.admit(pending):
-                for _ in range(turn):
-                    await asyncio.sleep(0)
-                return await self._handler.infer(pending, self._question(observation, part), received)
-        except ReflexError as error:
-            return error
 
     def _pending(self, message: SocketMessage, request_id: str) -> PendingRequest:
         return PendingRequest(OPENPI, request_id, self._robot, message.started, self._socket)
@@ -218,7 +214,7 @@ class OpenpiRobot:
             if name in observation and limits.episode_id is None:
                 limits.episode_id = limits_of({"episode_id": text_of(observation[name])}).episode_id
         observed = self._readings.now.read(observation)
-        episodes = self._episodes.setdefault(part, Episodes((said.episode_id or f"ws-{self._socket.id}") + part))
+        episodes = self._episodes_of(part, limits.episode_id)
         reset = observation.get("reset")
         if not isinstance(reset, bool | None):
             raise invalid_input("reset", "must be true or false")
@@ -227,17 +223,30 @@ class OpenpiRobot:
         episode = episodes.of(limits.episode_id, observed[2])
         return question_of(observed, limits, said, self._robot + part, episode)
 
+    def _episodes_of(self, part: str, name: str | None) -> Episodes:
+        """Of one robot. Several in a message may change places, so they are known by the names of their episodes."""
+        key = name if part and name else part
+        known = self._episodes.pop(key, None)
+        self._episodes[key] = known or Episodes((self._said.episode_id or f"ws-{self._socket.id}") + part)
+        if len(self._episodes) > MAX_EPISODES:
+            del self._episodes[next(iter(self._episodes))]
+        return self._episodes[key]
+
     def _told(self, answer: ActAnswer) -> dict[str, Any]:
-        timing = {"infer_ms": answer.timing.total_ms}
+        return {"actions": answer.actions, **self._timing([answer]), **answer_details(answer)}
+
+    def _together(self, answers: Sequence[ActAnswer]) -> dict[str, Any]:
+        """The answer to an observation with a leading axis."""
+        actions = np.stack([answer.actions for answer in answers])
+        return {"actions": actions, **self._timing(answers), "reflex": [answer_details(answer) for answer in answers]}
+
+    def _timing(self, answers: Sequence[ActAnswer]) -> dict[str, Any]:
+        timing = {"infer_ms": max(answer.timing.total_ms for answer in answers)}
         if self._spent is not None:
             timing["prev_total_ms"] = self._spent
-        self._spent = answer.timing.age_ms
-        return {
-            "actions": answer.actions,
-            "policy_timing": {"infer_ms": answer.timing.batch_ms},
-            "server_timing": timing,
-            **answer_details(answer),
-        }
+        self._spent = max(answer.timing.age_ms for answer in answers)
+        spent = max(answer.timing.batch_ms for answer in answers)
+        return {"policy_timing": {"infer_ms": spent}, "server_timing": timing}
 
 
 def _text(error: ReflexError, request_id: str) -> str:
@@ -246,6 +255,6 @@ def _text(error: ReflexError, request_id: str) -> str:
 
 def _batch_of(sent: dict[str, Any]) -> list[Any]:
     batch = sent["batch"]
-    if len(sent) > 1 or not isinstance(batch, list) or not 0 < len(batch) <= MAX_BATCH:
-        raise ClientError(f"batch: must be a list of 1 to {MAX_BATCH} observations, and alone")
+    if len(sent) > 1 or not isinstance(batch, list) or not 0 < len(batch) <= MAX_ROWS:
+        raise ClientError(f"batch: must be a list of 1 to {MAX_ROWS} observations, and alone")
     return batch
