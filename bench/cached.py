@@ -20,6 +20,7 @@ from reflex_runtime.core.request import Request, Ticket
 from reflex_runtime.ipc.messages import SamplingParams
 from reflex_runtime.llm.engine.blocks import BlockPool
 from reflex_runtime.llm.engine.sequence import Sequence
+from reflex_runtime.llm.engine.toy import ByteTokenizer
 
 BLOCK = 64  # tokens
 SIZES = (0.1, 0.2, 0.4, 0.8)  # of the working set
@@ -58,7 +59,7 @@ class Replayed:
 
     def ticket(self) -> Ticket:
         total = self.asked.prompt + self.asked.answer
-        sequence = Sequence(range(self.asked.prompt), SamplingParams(max_tokens=self.asked.answer), str)
+        sequence = Sequence(range(self.asked.prompt), SamplingParams(max_tokens=self.asked.answer), ByteTokenizer())
         sequence.digests = list(self.blocks)
         return Ticket(Request(sequence, wants=float(total)), self.number, self.asked.at)
 

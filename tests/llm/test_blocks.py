@@ -18,7 +18,7 @@ from reflex_runtime.llm.engine.toy import ByteTokenizer
 
 def ticket(tokens: list[int] | str, max_tokens: int = 8) -> Ticket:
     ids = list(tokens.encode()) if isinstance(tokens, str) else tokens
-    sequence = Sequence(ids, SamplingParams(max_tokens), ByteTokenizer().stream())
+    sequence = Sequence(ids, SamplingParams(max_tokens), ByteTokenizer())
     return Ticket(Request(sequence, wants=float(len(ids))), 0, 0.0)
 
 

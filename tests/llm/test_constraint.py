@@ -135,11 +135,11 @@ def test_l8_rows_of_the_model_that_are_no_tokens_never_come() -> None:
 def test_l8_nothing_left_fails_that_sequence_alone() -> None:
     params = SamplingParams(min_tokens=5, constraint=Constraint("regex", "a"))
     matcher = Constraints(ByteTokenizer().vocabulary).compile(Constraint("regex", "a"))
-    failing = Sequence([1], params, chr, ByteTokenizer.eos_token_ids, matcher)
+    failing = Sequence([1], params, ByteTokenizer(), ByteTokenizer.eos_token_ids, matcher)
     failing.append(ScoredToken(ord("a")))
     assert failing.finish_reason == "stop"
     logits = np.random.default_rng(0).normal(0.0, 1.0, (3, 256)).astype(np.float32)
-    plain = Sequence([1], SamplingParams.greedy(), chr)
+    plain = Sequence([1], SamplingParams.greedy(), ByteTokenizer())
     first, second, third = sample(logits, [plain, failing, plain])
     assert isinstance(second, ProcessorError)
     assert "no token is left" in second.message

@@ -20,7 +20,7 @@ SIZE = 4
 
 def ask(pool: BlockPool, tokens: list[int]) -> int:
     """A prompt is computed and its request ends; returns how many of its blocks were found."""
-    sequence = Sequence(tokens, SamplingParams(1), ByteTokenizer().stream())
+    sequence = Sequence(tokens, SamplingParams(1), ByteTokenizer())
     ticket = Ticket(Request(sequence, wants=float(len(tokens))), 0, 0.0)
     found = int(pool.begin(ticket)) // SIZE
     assert pool.reserve(ticket, len(tokens) - found * SIZE)

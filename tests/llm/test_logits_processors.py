@@ -16,6 +16,7 @@ from reflex_runtime.llm.engine.generation_options import SamplingDefaults, sampl
 from reflex_runtime.llm.engine.logits_processors import Shaping, shaping_of
 from reflex_runtime.llm.engine.sampler import sample
 from reflex_runtime.llm.engine.sequence import Sequence
+from reflex_runtime.llm.engine.toy import ByteTokenizer
 
 VOCAB = 12
 
@@ -99,7 +100,7 @@ def test_l8_a_shaped_row_changes_its_own_token_and_not_what_is_told_about_it() -
     before = logits.copy()
     plain = SamplingParams.greedy(logprobs=1)
     biased = SamplingParams.greedy(logprobs=1, logit_bias=((other, 100.0),))
-    found = sample(logits, [Sequence([1], params, str) for params in (plain, biased, plain)])
+    found = sample(logits, [Sequence([1], params, ByteTokenizer()) for params in (plain, biased, plain)])
     assert all(isinstance(choice, ScoredToken) for choice in found)
     first, second, third = (choice for choice in found if isinstance(choice, ScoredToken))
     assert [first.token_id, second.token_id, third.token_id] == [best[0], other, best[2]]
@@ -107,7 +108,7 @@ def test_l8_a_shaped_row_changes_its_own_token_and_not_what_is_told_about_it() -
     assert second.logprob is not None
     assert second.logprob < second.top[0][1]
     assert (logits == before).all()
-    drawn = sample(logits, [Sequence([1], SamplingParams(seed=1, logit_bias=((other, 100.0),)), str)] * 3)
+    drawn = sample(logits, [Sequence([1], SamplingParams(seed=1, logit_bias=((other, 100.0),)), ByteTokenizer())] * 3)
     assert [choice.token_id for choice in drawn if isinstance(choice, ScoredToken)] == [other] * 3
 
 
@@ -115,18 +116,18 @@ def test_l8_min_p_drops_what_is_unlikely_beside_the_likeliest() -> None:
     logits = np.log(np.array([[0.5, 0.3, 0.15, 0.05]], np.float32))
     seen = set()
     for seed in range(300):
-        (choice,) = sample(logits, [Sequence([1], SamplingParams(min_p=0.2, seed=seed), str)])
+        (choice,) = sample(logits, [Sequence([1], SamplingParams(min_p=0.2, seed=seed), ByteTokenizer())])
         assert isinstance(choice, ScoredToken)
         seen.add(choice.token_id)
     assert seen == {0, 1, 2}
-    (choice,) = sample(logits, [Sequence([1], SamplingParams(min_p=1.0, top_k=3, top_p=0.9, seed=1), str)])
+    (choice,) = sample(logits, [Sequence([1], SamplingParams(min_p=1.0, top_k=3, top_p=0.9, seed=1), ByteTokenizer())])
     assert isinstance(choice, ScoredToken)
     assert choice.token_id == 0
 
 
 def test_l8_logits_that_are_not_finite_fail_a_shaped_sequence_too() -> None:
     logits = np.full((1, VOCAB), np.nan, np.float32)
-    (found,) = sample(logits, [Sequence([1], SamplingParams(presence_penalty=1.0), str)])
+    (found,) = sample(logits, [Sequence([1], SamplingParams(presence_penalty=1.0), ByteTokenizer())])
     assert isinstance(found, ProcessorError)
 
 

@@ -11,12 +11,13 @@ from reflex_runtime.core.errors import ProcessorError
 from reflex_runtime.ipc.messages import SamplingParams, ScoredToken
 from reflex_runtime.llm.engine.sampler import explain, likeliest, sample, uniform
 from reflex_runtime.llm.engine.sequence import Sequence
+from reflex_runtime.llm.engine.toy import ByteTokenizer
 
 VOCAB = 300
 
 
 def sequence(n: int = 0, **params: Any) -> Sequence:
-    found = Sequence([1], SamplingParams(**params), str)
+    found = Sequence([1], SamplingParams(**params), ByteTokenizer())
     found.tokens += [0] * n
     return found
 

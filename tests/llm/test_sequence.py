@@ -14,7 +14,7 @@ from reflex_runtime.llm.engine.toy import ByteTokenizer
 
 def sequence(prompt: str = "p", eos: frozenset[int] = frozenset(), **params: Any) -> Sequence:
     params.setdefault("max_tokens", 1000)
-    return Sequence(list(prompt.encode()), SamplingParams(**params), ByteTokenizer().stream(), eos)
+    return Sequence(list(prompt.encode()), SamplingParams(**params), ByteTokenizer(), eos)
 
 
 def say(sequence: Sequence, text: str | bytes) -> list[tuple[str, str | None]]:

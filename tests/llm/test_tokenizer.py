@@ -74,7 +74,7 @@ def test_text_comes_back_and_a_prompt_begins_as_the_model_wants(root: Path, text
 @pytest.mark.parametrize("text", TEXTS)
 def test_a_stream_gives_the_same_text_and_never_half_a_character(root: Path, text: str) -> None:
     tokenizer = HFTokenizer.load(root)
-    feed, ids = tokenizer.stream(), tokenizer.encode(text)
+    feed, ids = tokenizer.stream().feed, tokenizer.encode(text)
     pieces = [feed(token) for token in ids]
     assert "".join(pieces) == tokenizer.decode(ids)
     assert not any("�" in piece for piece in pieces)
@@ -90,13 +90,13 @@ def test_a_stream_survives_bytes_that_make_no_character(tmp_path: Path) -> None:
     )
     core.save(str(tmp_path / "tokenizer.json"))
     tokenizer = HFTokenizer.load(tmp_path)
-    feed = tokenizer.stream()
+    feed = tokenizer.stream().feed
     said = "".join(feed(token) for token in (258, 1 + ord("m"), 1 + 0xE4, 1 + 0xE5, 258, 257, 1 + 10, 258))
     assert said.startswith("bm")
     assert said.endswith("b a\nb")
     rng = random.Random(3)
     for _ in range(300):
-        feed = tokenizer.stream()
+        feed = tokenizer.stream().feed
         for _ in range(60):
             feed(rng.randrange(len(vocab)))
 
@@ -104,7 +104,7 @@ def test_a_stream_survives_bytes_that_make_no_character(tmp_path: Path) -> None:
 def test_streams_are_independent(root: Path) -> None:
     tokenizer = HFTokenizer.load(root)
     robot = tokenizer.encode("🤖")
-    one, other = tokenizer.stream(), tokenizer.stream()
+    one, other = tokenizer.stream().feed, tokenizer.stream().feed
     held = [one(token) for token in robot[:-1]]
     assert "".join(other(token) for token in robot) == "🤖"
     assert "".join([*held, one(robot[-1])]) == "🤖"
@@ -123,19 +123,19 @@ def test_a_leading_space_of_a_sentencepiece_token_is_kept(tmp_path: Path) -> Non
     core.save(str(tmp_path / "tokenizer.json"))
     tokenizer = HFTokenizer.load(tmp_path)
     assert [tokenizer.token(id) for id in range(3)] == [" the", " ", "the"]
-    feed = tokenizer.stream()
+    feed = tokenizer.stream().feed
     assert [feed(id) for id in (2, 0, 2)] == ["the", " the", "the"]
-    feed = tokenizer.stream()
+    feed = tokenizer.stream().feed
     assert [feed(id) for id in (0, 0)] == ["the", " the"]  # the text's first space is the model's, not the text's
     for prompt in ([0], [2], [0, 2] * 50):
-        feed = tokenizer.stream(prompt)  # it goes on: what it says is put behind the prompt as it is
+        feed = tokenizer.stream(prompt).feed  # it goes on: what it says is put behind the prompt as it is
         assert [feed(id) for id in (0, 2)] == [" the", "the"]
 
 
 def test_a_stream_finishes_the_character_that_its_prompt_began(root: Path) -> None:
     tokenizer = HFTokenizer.load(root)
     robot = tokenizer.encode("🤖")
-    feed = tokenizer.stream(robot[:-1])
+    feed = tokenizer.stream(robot[:-1]).feed
     assert [feed(robot[-1]), feed(tokenizer.encode("a")[-1])] == ["🤖", "a"]
 
 

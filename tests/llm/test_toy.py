@@ -51,7 +51,7 @@ def test_what_no_scheduler_may_form_is_refused() -> None:
 def test_bytes_as_tokens() -> None:
     tokenizer = ByteTokenizer()
     assert tokenizer.decode(tokenizer.encode("naïve €")) == "naïve €"
-    stream = tokenizer.stream()
+    stream = tokenizer.stream().feed
     assert "".join(map(stream, tokenizer.encode("naïve €"))) == "naïve €"
     hello = Conversation([{"role": "user", "content": "hi"}])
     assert tokenizer.decode(tokenizer.chat(hello)) == "user: hi\nassistant: "

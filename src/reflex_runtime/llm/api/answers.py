@@ -32,7 +32,7 @@ class TextLogprobs(msgspec.Struct):
 
 
 class TopLogprob(msgspec.Struct):
-    """bytes: of the token's text; null when it is a part of a character, whose bytes a tokenizer does not tell."""
+    """bytes: what the token adds to the text, be it a part of a character; null where it is no text."""
 
     token: str
     logprob: float
@@ -133,7 +133,7 @@ class Answer:
     """The answer to one request of /v1/completions, or of /v1/chat/completions (`chat`). See `Writer`."""
 
     def __init__(self, reply: ReplyContext, chat: bool) -> None:
-        self._reply, self._chat, self._token = reply, chat, reply.token
+        self._reply, self._chat, self._token = reply, chat, reply.detokenizer.token
         asked, n = reply.asked, reply.choices
         self._logprobs, self._usage_last = asked.params.logprobs is not None, asked.include_usage
         self._head = (("chatcmpl-" if chat else "cmpl-") + reply.id, int(time.time()), asked.model)
@@ -284,10 +284,11 @@ class Answer:
         if self._scores is None:
             return None
         told, offset, end = TextLogprobs(), 0, len(self._reply.echoes[index])
+        stream = self._reply.detokenizer.stream()
         most = self._reply.asked.params.logprobs or 0
         for token in self._scores(index):
-            text = self._add(told, token.token_id, token.logprob, token.top[:most], min(offset, end))
-            offset += len(text)
+            self._add(told, token.token_id, token.logprob, token.top[:most], min(offset, end))
+            offset += len(stream.feed(token.token_id))
         return told
 
     def _prompt_logprobs(self, index: int) -> Any:
@@ -309,14 +310,17 @@ class Answer:
         if isinstance(logprobs, TextLogprobs):
             self._add(logprobs, output.token_id, own, output.top, offset)
             return
-        text = self._token(output.token_id)
-        top = [TopLogprob(t := self._token(id), p, _bytes(t)) for id, p in output.top]
-        logprobs.content.append(TokenLogprob(text, own, _bytes(text), top))
+        top = [TopLogprob(self._token(id), p, self._bytes(id)) for id, p in output.top]
+        id = output.token_id
+        logprobs.content.append(TokenLogprob(self._token(id), own, self._bytes(id), top))
+
+    def _bytes(self, id: int) -> list[int] | None:
+        return list(self._reply.detokenizer.piece(id)) or None
 
     def _add(
         self, told: TextLogprobs, id: int, logprob: float | None, top: Seq[tuple[int, float]], offset: int
-    ) -> str:
-        """Tell of one token; returns its text. logprob: None for the first of a prompt, of which nothing is known."""
+    ) -> None:
+        """Tell of one token. logprob: None for the first of a prompt, of which nothing is known."""
         text = self._token(id)
         likeliest: dict[str, float] = {}
         for other, p in top:
@@ -327,12 +331,7 @@ class Answer:
         told.token_logprobs.append(logprob)
         told.top_logprobs.append(None if logprob is None else likeliest)
         told.text_offset.append(offset)
-        return text
 
 
 def _joined(first: TextLogprobs, then: Any) -> TextLogprobs:
     return TextLogprobs(*(getattr(first, name) + getattr(then, name) for name in TextLogprobs.__struct_fields__))
-
-
-def _bytes(text: str) -> list[int] | None:
-    return None if "\ufffd" in text else list(text.encode())

@@ -152,9 +152,9 @@ class PendingCompletion:
 
     def answering(self) -> ReplyContext:
         """What its answer is made from."""
-        asked, token, choices = self._asked, self._runtime.texts.tokenizer.token, len(self._streams)
+        asked, tokenizer, choices = self._asked, self._runtime.texts.tokenizer, len(self._streams)
         number, echoes = self._request.number, self._echoes
-        return ReplyContext(number, asked, choices, token, self.usage, self._reader, echoes, self._scores)
+        return ReplyContext(number, asked, choices, tokenizer, self.usage, self._reader, echoes, self._scores)
 
     def usage(self) -> Usage:
         """Tokens so far. A prompt counts once, whatever the number of its choices."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any, Final
 
 from msgspec.structs import replace as changed
@@ -96,7 +97,8 @@ async def echoes(asked: wire.CompletionRequest, tokenizer: Tokenizer) -> list[st
     if not asked.echo:
         return []
     ids = sum(len(prompt) for prompt in asked.prompts if not isinstance(prompt, str))
-    texts = await beside(ids, lambda: [p if isinstance(p, str) else tokenizer.decode(p) for p in asked.prompts])
+    decode = partial(tokenizer.decode, whole=asked.prompt_only)  # a character that it begins is the answer's
+    texts = await beside(ids, lambda: [p if isinstance(p, str) else decode(p) for p in asked.prompts])
     return [text for text in texts for _ in range(asked.n)]
 
 

@@ -15,6 +15,7 @@ import msgspec
 from reflex_runtime.core.errors import ReflexError
 from reflex_runtime.ipc.messages import ScoredToken, TokenOutput
 from reflex_runtime.llm.api.requests import CompletionRequest, DefaultsOf
+from reflex_runtime.llm.engine.detokenizer import Detokenizer
 from reflex_runtime.llm.engine.output_parsers import PartReader, Thought, ToolCall
 from reflex_runtime.web.errors import ErrorForm
 from reflex_runtime.web.fields import encode
@@ -39,15 +40,15 @@ class Usage(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class ReplyContext:
-    """What the answer to one request is made from. id: of the request. choices: how many. token: a token id as text.
-    usage: tokens so far. reader: makes one for each choice; None: its text is not looked into. echoes: texts with which
-    the choices begin, one each. scores: the tokens of a choice's prompt, the first without a logprob, once the choice
-    has its first output; None: they are not asked for."""
+    """What the answer to one request is made from. id: of the request. choices: how many. detokenizer: says
+    what of tokens is text. usage: tokens so far. reader: makes one for each choice; None: its text is not looked into.
+    echoes: texts with which the choices begin, one each. scores: the tokens of a choice's prompt, the first without a
+    logprob, once the choice has its first output; None: they are not asked for."""
 
     id: str
     asked: CompletionRequest
     choices: int
-    token: Callable[[int], str]
+    detokenizer: Detokenizer
     usage: Callable[[], Usage]
     reader: Callable[[], PartReader] | None = None
     echoes: Seq[str] = ()

@@ -16,10 +16,12 @@ from secrets import token_hex
 from typing import Any, Final, Literal
 
 from reflex_runtime.ipc.messages import Constraint
+from reflex_runtime.llm.engine.detokenizer import overlap
 
 ToolFormat = Literal["hermes", "llama3", "mistral"]
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 THOUGHT, ANSWER = "<think>", "</think>"  # a thought begins, and ends
+MARKS: Final = frozenset({OPEN, CLOSE, THOUGHT, ANSWER, "[TOOL_CALLS]"})  # tokens that are text, also if special ones
 _GAP: Final = re.compile(r"[ \n\t;]*")
 _MOST: Final = 16  # calls that are forced at once
 _SPACE: Final = r"\x20?"  # between the tokens of forced arguments: a weak model would spend its answer on blanks
@@ -288,8 +290,3 @@ class PartReader:
         if self._tools is None:
             return [*found, text] if text else found
         return found + self._tools.feed(text) + (self._tools.end() if last else [])
-
-
-def overlap(text: str, mark: str) -> int:
-    """How many characters at the end of the text may be the beginning of the mark."""
-    return next((n for n in range(min(len(text), len(mark) - 1), 0, -1) if text.endswith(mark[:n])), 0)

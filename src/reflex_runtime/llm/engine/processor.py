@@ -144,7 +144,7 @@ class LLMProcessor(BaseProcessor):
             self.limits.check_draft(options.draft)
         tokenizer, guesses = self.tokenizer, options.draft is not None or self.config.speculate != "off"
         sequence = Sequence(
-            ids, params, tokenizer.stream(ids), tokenizer.eos_token_ids, matcher,
+            ids, params, tokenizer, tokenizer.eos_token_ids, matcher,
             self.rates if guesses else None, options.draft or (),
         )  # fmt: skip
         sequence.span = options.span

@@ -8,15 +8,14 @@ all is computed it gets a new token. Preemption sets the second counter to 0; th
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from reflex_runtime.core.errors import ConfigError, ReflexError
 from reflex_runtime.ipc.messages import MOST_LOGPROBS, SamplingParams, ScoredToken, TokenOutput
+from reflex_runtime.llm.engine.detokenizer import Detokenizer
 from reflex_runtime.llm.engine.logits_processors import Matcher, shaping_of
 from reflex_runtime.llm.engine.ngram_proposer import Lookup, Rates
-from reflex_runtime.llm.engine.output_parsers import overlap
 from reflex_runtime.observe.trace_context import SpanContext
 
 STOP, LENGTH = "stop", "length"
@@ -44,13 +43,13 @@ class Sequence:
     """The payload of a request: its tokens, its blocks, its text.
 
     Between steps the scheduler's side changes it (`BlockPool`), during a step the processor (`LLMProcessor`). The
-    driver orders the two, so it needs no lock. stream: takes an id, returns the text completed by it. matcher: of the
-    constraint in its params. span: of the request that it belongs to, if that is recorded. draft: guesses of its next
-    tokens, of which a step may compute some behind its last known one; they come from `lookup`, if there is one.
+    driver orders the two, so it needs no lock. detokenizer: says what is text. matcher: of the constraint in its
+    params. span: of the request that it belongs to, if that is recorded. draft: guesses of its next tokens, of which a
+    step may compute some behind its last known one; they come from `lookup`, if there is one.
     """
 
     __slots__ = (
-        "_held", "_longest", "_pieces", "_stream", "adapter", "alternatives", "blocks", "cached_tokens", "choices",
+        "_longest", "_pieces", "_stream", "adapter", "alternatives", "blocks", "cached_tokens", "choices",
         "digests", "draft", "eos", "finish_reason", "lookup", "num_computed_tokens", "num_prompt_tokens", "params",
         "prompt_choices", "published", "scores_from", "seed", "shaping", "span", "tokens",
     )  # fmt: skip
@@ -59,7 +58,7 @@ class Sequence:
         self,
         prompt: Seq[int],
         params: SamplingParams,
-        stream: Callable[[int], str],
+        detokenizer: Detokenizer,
         eos: frozenset[int] = frozenset(),
         matcher: Matcher | None = None,
         rates: Rates | None = None,
@@ -87,9 +86,8 @@ class Sequence:
         self.adapter = 0  # the number of its adapter, 0 for none
         self.draft: list[int] = []
         self.lookup = None if rates is None else Lookup(self.tokens, rates, expected)
-        self._stream = stream
+        self._stream = detokenizer.stream(self.tokens, params.stop, params.include_stop)
         self._pieces: list[str] = []
-        self._held = ""  # complete characters that may be the beginning of a stop text
 
     @property
     def num_tokens(self) -> int:
@@ -128,7 +126,8 @@ class Sequence:
 
     def append(self, choice: ScoredToken) -> TokenOutput:
         """Add a sampled token; the sequence may end with it."""
-        token, held = choice.token_id, len(self._held)
+        token, stream = choice.token_id, self._stream
+        held = stream.held
         if self.shaping is not None:
             self.shaping.sampled(token)
         self.tokens.append(token)
@@ -137,18 +136,15 @@ class Sequence:
         if self.params.logprobs is not None:
             self.choices.append(choice)
         if token in self.eos:
-            self.finish_reason = STOP
-            shown, self._held = self._held, ""
+            self.finish_reason, shown = STOP, stream.end()
         else:
-            shown = self._stream(token)
-            if self.params.stop and self.num_output_tokens >= self.params.min_tokens:
-                shown = self._show(shown)
-            if self.finish_reason is None and self.shaping is not None and self.shaping.complete:
+            shown = stream.feed(token, self.num_output_tokens >= self.params.min_tokens)
+            if stream.stopped:
                 self.finish_reason = STOP
-                shown, self._held = shown + self._held, ""
-            elif len(self.tokens) >= self._longest and self.finish_reason is None:
-                self.finish_reason = LENGTH
-                shown, self._held = shown + self._held, ""
+            elif self.shaping is not None and self.shaping.complete:
+                self.finish_reason, shown = STOP, shown + stream.end()
+            elif len(self.tokens) >= self._longest:
+                self.finish_reason, shown = LENGTH, shown + stream.end()
         if shown:
             self._pieces.append(shown)
         return TokenOutput(shown, token, choice.logprob, choice.top, held, self.finish_reason)
@@ -166,16 +162,3 @@ class Sequence:
             return ()
         self.draft, chances = self.lookup.guess(self._longest - len(self.tokens) - 1)
         return chances
-
-    def _show(self, piece: str) -> str:
-        """The part of held text and new piece that is ready to send; ends the sequence at a stop text."""
-        stops = self.params.stop
-        text = self._held + piece
-        found = [(at, len(stop)) for stop in stops if (at := text.find(stop)) >= 0]
-        if found:
-            self.finish_reason, self._held = STOP, ""
-            at, length = min(found)
-            return text[: at + length if self.params.include_stop else at]
-        keep = max(overlap(text, stop) for stop in stops)
-        self._held = text[len(text) - keep :]
-        return text[: len(text) - keep]

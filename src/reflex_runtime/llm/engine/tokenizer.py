@@ -24,8 +24,9 @@ from typing import Any, Final, NamedTuple, NoReturn, Protocol, TypeVar
 
 from reflex_runtime.core.errors import ConfigError, TooLarge
 from reflex_runtime.ipc.messages import Constraint
+from reflex_runtime.llm.engine.detokenizer import CoreDetokenizer, Detokenizer
 from reflex_runtime.llm.engine.generation_options import GENERATION_FILE
-from reflex_runtime.llm.engine.output_parsers import ANSWER, THOUGHT, ToolFormat, format_of
+from reflex_runtime.llm.engine.output_parsers import ANSWER, MARKS, THOUGHT, ToolFormat, format_of
 from reflex_runtime.llm.runners.checkpoint import CONFIG_FILE, read_json, token_ids
 from reflex_runtime.run.wall import WALL, Panic
 from reflex_runtime.settings.model_files import read_file
@@ -36,7 +37,6 @@ SETTINGS_FILE: Final = "tokenizer_config.json"
 TEMPLATE_FILE: Final = "chat_template.jinja"
 # marks of what an assistant said, for training; as comments they do nothing but trim the same whitespace
 _MARKS: Final = re.compile(r"\{%([-+]?)\s*(?:end)?generation\s*([-+]?)%\}")
-_BEFORE: Final = 8  # tokens of a prompt that say how its text ends: a character has at most four
 _LIKELY: Final = 8  # a text of so many characters for each token that fits is hardly ever one that fits
 _PIECE: Final = 4096  # characters
 _TAIL: Final = 16  # tokens of a prompt in which it may begin a thought
@@ -63,7 +63,7 @@ class Conversation:
     more: dict[str, Any] = field(default_factory=dict)
 
 
-class Tokenizer(Protocol):
+class Tokenizer(Detokenizer, Protocol):
     """What the engine needs. Ids run from 0 to vocab_size - 1; any of eos_token_ids ends an answer. tool_format: how
     the model writes calls of tools; None: it knows none. reasons: whether its template marks thoughts."""
 
@@ -78,21 +78,9 @@ class Tokenizer(Protocol):
         most: raise TooLarge for a text that has more tokens for certain, before all of it is tokenised.
         """
 
-    def decode(self, ids: Seq[int]) -> str:
-        """Their text, special tokens left out; an incomplete character becomes U+FFFD."""
-
-    def stream(self, prompt: Seq[int] = ()) -> Callable[[int], str]:
-        """A function that takes one id after the other and returns the text complete by now ("" inside a character).
-
-        prompt: the ids before the first; the text goes on from theirs.
-        """
-
     def chat(self, conversation: Conversation, most: int | None = None) -> list[int]:
         """The ids of a conversation and the beginning of the answer; ConfigError when the model has no template. most:
         see `encode`."""
-
-    def token(self, id: int) -> str:
-        """One token as text, special ones too."""
 
     def vocabulary(self) -> Any:
         """All tokens as an `llguidance.LLTokenizer`, for output of a given form. ConfigError when that cannot be."""
@@ -103,14 +91,15 @@ def in_thought(tokenizer: Tokenizer, prompt: Seq[int]) -> bool:
     return "".join(map(tokenizer.token, prompt[-_TAIL:])).rstrip().endswith(THOUGHT)
 
 
-class HFTokenizer:
+class HFTokenizer(CoreDetokenizer, Tokenizer):
     """The tokenizer of a Hugging Face model directory. One may serve many threads."""
 
     def __init__(
         self, core: Any, file: Path, settings: Mapping[str, Any], template: _Template | None, eos: frozenset[int]
     ) -> None:
         """core: a `tokenizers.Tokenizer`. Use `load`."""
-        self._core, self._file, self._template = core, file, template
+        super().__init__(core)
+        self._file, self._template = file, template
         self.tool_format = None if template is None else format_of(template.source)
         self.reasons = template is not None and ANSWER in template.source
         self._special = {key: text for key in _SPECIAL if (text := _text(settings.get(key))) is not None}
@@ -172,27 +161,6 @@ class HFTokenizer:
             ids.insert(0, self._bos)
         return ids
 
-    def decode(self, ids: Seq[int]) -> str:
-        text: str = self._core.decode(list(ids), skip_special_tokens=True)
-        return text
-
-    def stream(self, prompt: Seq[int] = ()) -> Callable[[int], str]:
-        from tokenizers.decoders import DecodeStream
-
-        decoder, core = DecodeStream(skip_special_tokens=True), self._core
-
-        def feed(id: int) -> str:
-            nonlocal decoder
-            try:
-                return decoder.step(core, id) or ""
-            except Exception:  # later bytes may change text that was already returned
-                decoder = DecodeStream(skip_special_tokens=True)
-                return decoder.step(core, id) or ""
-
-        for id in prompt[-_BEFORE:]:  # else a word that follows would lose its space, as the first of a text
-            feed(id)
-        return feed
-
     def chat(self, conversation: Conversation, most: int | None = None) -> list[int]:
         if self._template is None:
             where = f"{SETTINGS_FILE} (chat_template) or {TEMPLATE_FILE}"
@@ -209,15 +177,6 @@ class HFTokenizer:
             raise ConfigError(f"{self._file.parent}: chat template: {type(error).__name__}: {error}") from error
         self._check_length(text, most)
         return self._encode(text, special=False)  # a template writes its own special tokens
-
-    def token(self, id: int) -> str:
-        raw = self._core.id_to_token(id)
-        if raw is None:
-            return ""
-        if raw.startswith("▁"):  # a decoder would take this space for the text's first and drop it
-            return str(raw.replace("▁", " "))
-        text: str = self._core.decode([id], skip_special_tokens=False)
-        return text
 
     def vocabulary(self) -> Any:
         import llguidance
@@ -267,6 +226,11 @@ def _read_core(file: Path) -> Any:
     data = read_file(file)
     try:
         core = tokenizers.Tokenizer.from_buffer(data)
+        if any(token.special and token.content in MARKS for token in core.get_added_tokens_decoder().values()):
+            whole = json.loads(data)
+            for token in whole["added_tokens"]:
+                token["special"] &= token["content"] not in MARKS
+            core = tokenizers.Tokenizer.from_str(json.dumps(whole))
     except Exception as error:  # the library raises bare Exception for a file it cannot use
         raise ConfigError(f"{file}: is not a tokenizer: {error}") from error
     for name in ("normalizer", "decoder"):

@@ -7,9 +7,6 @@ the output.
 
 from __future__ import annotations
 
-import codecs
-from collections.abc import Callable
-from collections.abc import Sequence as Seq
 from typing import Any
 
 import numpy as np
@@ -17,7 +14,7 @@ import numpy.typing as npt
 
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.llm.engine.output_parsers import ToolFormat
-from reflex_runtime.llm.engine.tokenizer import Conversation
+from reflex_runtime.llm.engine.tokenizer import Conversation, Tokenizer
 from reflex_runtime.llm.runners.runner import Step
 
 _MIX = (np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
@@ -25,7 +22,7 @@ _VOWELS = frozenset(b"aeiou")
 _LETTERS = b"abcdefghiklmnoprstuvz"
 
 
-class ByteTokenizer:
+class ByteTokenizer(Tokenizer):
     """One token is one byte of UTF-8; the byte 0 ends a text."""
 
     vocab_size = 256
@@ -36,20 +33,13 @@ class ByteTokenizer:
     def encode(self, text: str, most: int | None = None) -> list[int]:
         return list(text.encode())
 
-    def decode(self, ids: Seq[int]) -> str:
-        return bytes(ids).decode(errors="replace")
-
-    def stream(self, prompt: Seq[int] = ()) -> Callable[[int], str]:
-        decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        return lambda token: decoder.decode(bytes((token,)))
+    def piece(self, id: int) -> bytes:
+        return bytes((id,)) if id < self.vocab_size else b""
 
     def chat(self, conversation: Conversation, most: int | None = None) -> list[int]:
         lines = [f"tool: {tool['function']['name']}\n" for tool in conversation.tools]
         lines += [f"{message['role']}: {message['content']}\n" for message in conversation.messages]
         return self.encode("".join([*lines, "assistant: "]))
-
-    def token(self, token: int) -> str:
-        return bytes((token,)).decode(errors="replace")
 
     def vocabulary(self) -> Any:
         import llguidance
