@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from bench.load.__main__ import main as bench
 from openpi_client import msgpack_numpy
 from websockets.sync.server import ServerConnection, serve
 
@@ -22,7 +23,7 @@ from serving.exports import ACTIONS, CHUNK, write_tiny
 from serving.harness import Server
 from serving.openai_toy import Toy
 
-ASKED = ("act", "openpi")
+ASKED = ("act", "openpi")  # on the port of HTTP
 CAMERAS = {"observation/image": "uint8 [6, 8, 3]", "observation/wrist_image": "uint8 [6, 8, 3]"}
 
 
@@ -48,12 +49,52 @@ def test_every_wire_of_a_server_answers(server: Server, capsys: pytest.CaptureFi
     assert list(wires) == list(WIRES)
     for name, wire in wires.items():
         assert (wire["works"], wire["error"], wire["known"]) == (True, "", "/config"), wire
-        assert wire["actions"] == ([CHUNK, ACTIONS] if name in ASKED else None)
+        assert wire["actions"] == ([CHUNK, ACTIONS] if name in (*ASKED, "lerobot") else None)
         assert (wire["answer_ms"] is None) == (WIRES[name].ask is None)
     assert wires["openpi"]["sent"] == CAMERAS | {"observation/state": "float32 [2]"}
     assert wires["openpi"]["announced"]["reflex"]["actions"] == [CHUNK, ACTIONS]
     assert wires["gr00t"]["announced"]["video"]["as_json"]["modality_keys"] == ["image", "image_wrist"]
     assert wires["act"]["sent"]["image_wrist"] == "uint8 [6, 8, 3]"
+
+
+@pytest.fixture
+def so101(tmp_path: Path) -> Iterator[Server]:
+    """A policy as `reflex export` writes it: of a kind that LeRobot names, with the motors of its robot."""
+    robot = {"name": "so101", "state_names": ["shoulder.pos", "elbow.pos"], "control_rate_hz": 30}
+    export = write_tiny(tmp_path / "e", cameras=("front", "wrist"), embodiment="embodiment.json", model_type="act")
+    (export / "embodiment.json").write_text(json.dumps(robot))
+    with Server(export, "--lerobot", "127.0.0.1:0") as server:
+        yield server
+
+
+def test_a_robot_of_lerobot_is_what_config_says_of_its_motors(
+    so101: Server, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its listener is found where it is, whatever port was asked for; the load generator asks as the same robot."""
+    status, found = probed(capsys, url(so101), "--wire", "lerobot")
+    (wire,) = found["wires"]
+    assert (status, wire["error"], wire["actions"], wire["known"]) == (0, "", [CHUNK, ACTIONS], "/config")
+    camera, motor = "uint8 [6, 8, 3]", "float32 [1]"
+    assert wire["sent"] == {"front": camera, "wrist": camera, "shoulder.pos": motor, "elbow.pos": motor}
+    quick = ("--rounds", "1", "--round-s", "0.3", "--warmup-s", "0")
+    assert bench([url(so101), "--wire", "lerobot", *quick, "--json"]) == 0
+    (told,) = json.loads(capsys.readouterr().out)["servers"]
+    assert (told["errors"], told["answers"] > 0) == ({}, True)
+
+
+def test_an_observation_of_a_robot_of_lerobot_is_sent(
+    so101: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen = {name: np.zeros((480, 640, 3), np.uint8) for name in ("front", "wrist")}  # in several messages
+    np.savez(tmp_path / "seen.npz", **seen, **{"shoulder.pos": 0.5, "elbow.pos": np.float32(1.0), "task": "go"})
+    words = ["--wire", "lerobot", "--observation", str(tmp_path / "seen.npz")]
+    status, found = probed(capsys, url(so101), *words)
+    assert (status, found["wires"][0]["error"], found["wires"][0]["actions"]) == (0, "", [CHUNK, ACTIONS])
+    np.savez(tmp_path / "seen.npz", **seen, **{"elbow.pos": 0.5, "shoulder.pos": 0.5})
+    status, found = probed(capsys, url(so101), *words)
+    (wire,) = found["wires"]
+    assert (status, wire["error"]) == (1, "invalid_request")
+    assert "the motors are elbow.pos, shoulder.pos; the export has shoulder.pos, elbow.pos" in wire["message"]
 
 
 def test_the_table_says_what_is_expected_and_what_comes(server: Server, capsys: pytest.CaptureFixture[str]) -> None:

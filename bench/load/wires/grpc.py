@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import pickle
-import pickletools
 import secrets
 import struct
 from collections.abc import Mapping
 from typing import Any, ClassVar, Final
+
+import msgspec
 
 from bench.load.wires.expected import Expected, Observed
 from bench.load.wires.oip import TYPES, OipCaller
@@ -16,10 +16,8 @@ from bench.load.wires.target import Target
 from reflex_runtime.client.errors import BadAnswer, ClientError, NotFound, ServerError, TimedOut, Unreachable
 from reflex_runtime.client.exchange import Reply, refused
 from reflex_runtime.robots.wires import messages_pb2 as messages
+from reflex_runtime.robots.wires.lerobot_client import SERVICE, sent_by_robot, shape_of
 
-_BEGIN, _MIDDLE, _END = 1, 2, 3
-_SIZE: Final = 2 << 20  # bytes of a part
-_HELPERS: Final = "lerobot.async_inference.helpers"
 _NAMES: Final = {4: "deadline_exceeded", 5: "not_found", 12: "not_found", 14: "unreachable", 16: "unauthorized"}
 
 
@@ -120,12 +118,11 @@ class OipGrpcCaller(_GrpcCaller):
 
 
 class LerobotCaller(_GrpcCaller):
-    """LeRobot: the setup, then each observation in one call and its actions in another. Pickles are written without
-    LeRobot's package, and answers are counted without loading them."""
+    """LeRobot: the setup, then each observation in one call and its actions in another."""
 
     config: ClassVar[str] = "lerobot"
     setting: ClassVar[str] = "lerobot"
-    service: ClassVar[str] = "transport.AsyncInference"
+    service: ClassVar[str] = SERVICE
 
     def __init__(self, target: Target) -> None:
         super().__init__(target)
@@ -141,56 +138,20 @@ class LerobotCaller(_GrpcCaller):
         return None
 
     def frame(self, observed: Observed, deadline_ms: float) -> bytes:
-        """The setup for this observation, followed by the observation. Motors of a state are called m0, m1 …"""
-        features: dict[str, Any] = {}
-        seen: dict[str, Any] = {}
-        for name, value in observed.items():
-            plain = name.removeprefix("observation.images.").removeprefix("observation.")
-            if isinstance(value, str):
-                seen["task"] = value
-            elif value.ndim == 3:
-                features[f"observation.images.{plain}"] = {"dtype": "image", "shape": value.shape, "names": None}
-                seen[plain] = value
-            else:
-                motors = [f"{plain}.m{i}" for i in range(value.size)]
-                features[f"observation.{plain}"] = {"dtype": "float32", "shape": value.shape, "names": motors}
-                seen |= dict(zip(motors, value.tolist(), strict=True))
-        policy: dict[str, Any] = {
-            "policy_type": "act",
-            "pretrained_name_or_path": "reflex",
-            "lerobot_features": features,
-        }
-        policy |= {"actions_per_chunk": 1000, "device": "cpu", "rename_map": {}}
-        setup = bytes(messages.Pickle(data=_pickled("RemotePolicyConfig", policy)).SerializeToString())
-        observation = {"timestamp": 0.0, "timestep": 0, "observation": seen, "must_go": True}
-        return struct.pack("<I", len(setup)) + setup + _pickled("TimedObservation", observation)
+        """The setup for this observation, and its parts."""
+        return msgspec.msgpack.encode(sent_by_robot(observed, self._target.policy_type))
 
     async def ask(self, frame: bytes) -> int:
         """Send the setup if it changed, then the observation, and wait for the actions."""
-        (length,) = struct.unpack_from("<I", frame)
-        setup, data = frame[4 : 4 + length], frame[4 + length :]
+        setup, parts = msgspec.msgpack.decode(frame)
         if setup != self._set:
             await self._call("SendPolicyInstructions", setup)
             self._set = setup
-        await self._call("SendObservations", _parts(data))
-        answer = messages.Pickle.FromString(await self._call("GetActions", b"")).data
-        steps = [opcode.name for opcode, _, _ in pickletools.genops(answer)] if answer else []
-        count = steps.count("NEWOBJ") or steps.count("TUPLE3")  # opcodes of LeRobot's own servers, or of ours
-        if not count:
+        await self._call("SendObservations", parts)
+        try:
+            shape = shape_of(await self._call("GetActions", b""))
+        except ValueError as error:
+            raise BadAnswer(str(error)) from None
+        if not shape:
             raise BadAnswer("no actions came for the observation")
         return 0
-
-
-def _pickled(name: str, fields: Mapping[str, Any]) -> bytes:
-    """The pickle of an object of LeRobot's class `name` with these fields."""
-    state = pickle.dumps(dict(fields), 3)
-    return b"\x80\x03c" + f"{_HELPERS}\n{name}\n".encode() + b")\x81" + state[2:-1] + b"b."
-
-
-def _parts(data: bytes) -> list[bytes]:
-    found = []
-    for at in range(0, len(data), _SIZE):
-        state = _END if at + _SIZE >= len(data) else _BEGIN if at == 0 else _MIDDLE
-        part = messages.ObservationPart(transfer_state=state, data=data[at : at + _SIZE])
-        found.append(bytes(part.SerializeToString()))
-    return found

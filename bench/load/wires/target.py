@@ -12,12 +12,14 @@ from reflex_runtime.core.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """key: "" for none. timeout: seconds of each step. model: name of the served model; "" if unknown."""
+    """key: "" for none. timeout: seconds of each step. model, policy_type: name of the served model, and what robots of
+    LeRobot call its kind; "" if unknown."""
 
     address: ServerAddress
     key: str = ""
     timeout: float = 10.0
     model: str = ""
+    policy_type: str = ""
 
     @classmethod
     def of(cls, url: str, key: str = "", timeout: float = 10.0) -> Target:
@@ -27,8 +29,10 @@ class Target:
     def on(self, setting: str, seen: ServerLook) -> Target:
         """The same for a wire, whose listener is named in /config. NotFound without it."""
         model = seen.model.rpartition("@")[0].rpartition("/")[2]
+        lerobot = seen.wires.get("lerobot") or {}
         try:
-            return replace(self, address=listener(self.address, setting, seen), model=model)
+            address = listener(self.address, setting, seen)
+            return replace(self, address=address, model=model, policy_type=str(lerobot.get("policy_type", "")))
         except ConfigError as error:
             raise NotFound(error.message, code="not_found") from None
 

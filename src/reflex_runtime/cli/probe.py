@@ -1,17 +1,17 @@
 """`reflex probe`: one observation to a server, as its clients would send it, and what its wires expect.
 
-/act and openpi get one observation, which `pick` chooses by what the server announces, and answer with actions. A
-listener of its own is greeted as its protocol does. Errors are those of `reflex_runtime.client`."""
+/act, openpi and LeRobot get one observation, which `Pick` chooses by what the server announces, and answer with
+actions. Any other listener is greeted as its protocol does. Errors are those of `reflex_runtime.client`."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import time
-from collections.abc import Callable, Mapping
-from contextlib import closing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
+from secrets import token_hex
 from typing import Any, Final, NamedTuple, TypeAlias
 
 from reflex_runtime.cli.console import console
@@ -27,9 +27,8 @@ from reflex_runtime.web.access import is_loopback
 
 HTTP: Final = ("http", "https")
 GRPC: Final = ("grpc", "grpcs")
-Pick: TypeAlias = Callable[..., Mapping[str, Any]]  # (announced, its part on observations) → arrays, and a text
 Shape: TypeAlias = tuple[int, ...]
-Ask: TypeAlias = Callable[[ServerAddress, str, float, Pick], Shape | None]  # key: "" for none; seconds of a step
+Ask: TypeAlias = "Callable[[ServerAddress, str, float, Pick], Shape | None]"  # key: "" for none; seconds of a step
 
 
 def ask_act(server: ServerAddress, key: str, timeout: float, pick: Pick) -> Shape:
@@ -101,19 +100,28 @@ def greet_groot(server: ServerAddress, key: str, timeout: float, pick: Pick) -> 
     pick(answer)
 
 
-def greet_grpc(method: str, server: ServerAddress, key: str, timeout: float, pick: Pick) -> None:
+@contextmanager
+def grpc_calls(server: ServerAddress, key: str, timeout: float) -> Iterator[Callable[..., bytes]]:
+    """Calls of a server: (method, a message, or a list of them in a stream) → its answer. As a robot of its own."""
     try:
         import grpc
     except ImportError:
         raise BadAnswer("grpcio is not installed: in a clone, pip install '.[grpc]'") from None
+    metadata = [("x-reflex-robot", f"probe-{token_hex(4)}"), *([("authorization", f"Bearer {key}")] if key else [])]
+    more: dict[str, Any] = {"metadata": metadata, "timeout": timeout}
     try:
         trusted = grpc.ssl_channel_credentials() if server.secure else None
         place, options = server.netloc, [("grpc.enable_http_proxy", not is_loopback(server.host))]
         with (
             grpc.secure_channel(place, trusted, options) if trusted else grpc.insecure_channel(place, options)
         ) as channel:
-            secret = (("authorization", f"Bearer {key}"),) if key else ()
-            channel.unary_unary(method)(b"", metadata=secret, timeout=timeout)
+
+            def call(method: str, sent: bytes | Sequence[bytes] = b"") -> bytes:
+                if isinstance(sent, bytes):
+                    return bytes(channel.unary_unary(method)(sent, **more))
+                return bytes(channel.stream_unary(method)(iter(sent), **more))
+
+            yield call
     except grpc.RpcError as error:
         told = dict(error.trailing_metadata() or ()).get("reflex-error")
         if told is not None:
@@ -121,7 +129,33 @@ def greet_grpc(method: str, server: ServerAddress, key: str, timeout: float, pic
         kinds = {"DEADLINE_EXCEEDED": TimedOut, "UNAVAILABLE": Unreachable, "UNIMPLEMENTED": NotFound}
         name = error.code().name
         raise kinds.get(name, ServerError)(f"grpc://{server.netloc}: {name}: {error.details()}"[:300]) from None
+
+
+def greet_oip(server: ServerAddress, key: str, timeout: float, pick: Pick) -> None:
+    with grpc_calls(server, key, timeout) as call:
+        call("/inference.GRPCInferenceService/ServerReady")
     pick()
+
+
+def ask_lerobot(server: ServerAddress, key: str, timeout: float, pick: Pick) -> Shape | None:
+    """Greeted only where nothing says what its robots see."""
+    with grpc_calls(server, key, timeout) as call:
+        from reflex_runtime.robots.wires.lerobot_client import SERVICE, sent_by_robot, shape_of  # protobuf, as gRPC
+
+        call(f"/{SERVICE}/Ready")
+        if not (observed := pick()):
+            return None
+        setup, parts = sent_by_robot(observed, str(pick.said.get("policy_type", "")))
+        call(f"/{SERVICE}/SendPolicyInstructions", setup)
+        call(f"/{SERVICE}/SendObservations", parts)
+        answer = call(f"/{SERVICE}/GetActions")
+    try:
+        shape = shape_of(answer)
+    except ValueError as error:
+        raise BadAnswer(str(error)) from None
+    if not shape:
+        raise BadAnswer("no actions came for the observation")
+    return shape
 
 
 class ProbeWire(NamedTuple):
@@ -133,7 +167,6 @@ class ProbeWire(NamedTuple):
     setting: str = ""
 
 
-_OIP, _LEROBOT = "/inference.GRPCInferenceService/ServerReady", "/transport.AsyncInference/Ready"
 WIRES: Final[dict[str, ProbeWire]] = {
     "act": ProbeWire("act", ask_act),
     "openpi": ProbeWire("openpi", ask_openpi, (*HTTP, "ws", "wss")),
@@ -141,8 +174,8 @@ WIRES: Final[dict[str, ProbeWire]] = {
     "oip": ProbeWire("oip"),
     "vla-eval": ProbeWire("vla-eval"),
     "gr00t": ProbeWire("gr00t", greet_groot, (*HTTP, "tcp"), "gr00t"),
-    "oip-grpc": ProbeWire("oip", partial(greet_grpc, _OIP), (*HTTP, *GRPC), "oip_grpc"),
-    "lerobot": ProbeWire("lerobot", partial(greet_grpc, _LEROBOT), (*HTTP, *GRPC), "lerobot"),
+    "oip-grpc": ProbeWire("oip", greet_oip, (*HTTP, *GRPC), "oip_grpc"),
+    "lerobot": ProbeWire("lerobot", ask_lerobot, (*HTTP, *GRPC), "lerobot"),
 }
 
 
@@ -155,7 +188,8 @@ examples:
   reflex probe ws://10.0.0.7:8000 --wire openpi --observation seen.npz     any server of openpi
   reflex probe tcp://10.0.0.7:5555                                         any server of GR00T
 
-/act and openpi get one observation, by default what the server says it expects. docs/measure.md explains the table.
+/act, openpi and LeRobot get one observation, by default what the server says it expects. docs/measure.md explains the
+table.
 
 Exit status: 0 when at least one wire answered, 1 when none did, 2 when nothing listens there or the command is wrong.
 """
@@ -292,29 +326,39 @@ def probe(
     server: ServerAddress, key: str, timeout: float, name: str, seen: ServerLook, own: Mapping[str, Any] | None = None
 ) -> WireProbe:
     """Ask on one wire. own: what to send; by default what /config says, else the wire itself."""
-    wire, found, began = WIRES[name], WireProbe(name), time.perf_counter()
-
-    def pick(announced: Mapping[str, Any] = {}, said: Any = None) -> Mapping[str, Any]:
-        nonlocal began
-        sources = {"--observation": own, "/config": example(seen.wires.get(wire.config)), "metadata": example(said)}
-        found.known, sent = next(((k, v) for k, v in sources.items() if v is not None), ("", {}))
-        optional = seen.wires[wire.config].get("optional_images") if found.known == "/config" else None
-        if optional and isinstance(optional, list):
-            found.known += f"; may be left out: {', '.join(map(one_line, optional))}"
-        found.announced, found.sent = announced, {key: _shown(value) for key, value in sent.items()}
-        began = time.perf_counter()
-        return sent
-
+    wire, found = WIRES[name], WireProbe(name)
+    pick = Pick(found, seen.wires.get(wire.config), own)
     try:
         if wire.ask is None:  # on the main port, beside /act
             pick()
             found.works = seen.state == "ready" and wire.config in seen.wires
             return found
         found.actions = wire.ask(listener(server, wire.setting, seen), key, timeout, pick)
-        found.answer_ms, found.works = 1e3 * (time.perf_counter() - began), True
+        found.answer_ms, found.works = 1e3 * (time.perf_counter() - pick.began), True
     except ClientError as error:
         found.error, found.message, found.advice = error.code, error.message, advice(error)
     return found
+
+
+class Pick:
+    """Chooses what is sent on one wire, once the server has announced what it can. said: of it in /config. began: when
+    it was chosen."""
+
+    def __init__(self, found: WireProbe, said: Any, own: Mapping[str, Any] | None) -> None:
+        self.said: Mapping[str, Any] = said if isinstance(said, dict) else {}
+        self.began, self._found, self._own = time.perf_counter(), found, own
+
+    def __call__(self, announced: Mapping[str, Any] = {}, said: Any = None) -> Mapping[str, Any]:
+        """announced, said: by the server on the wire itself, and its part on observations."""
+        found = self._found
+        sources = {"--observation": self._own, "/config": example(self.said), "metadata": example(said)}
+        found.known, sent = next(((k, v) for k, v in sources.items() if v is not None), ("", {}))
+        optional = self.said.get("optional_images") if found.known == "/config" else None
+        if optional and isinstance(optional, list):
+            found.known += f"; may be left out: {', '.join(map(one_line, optional))}"
+        found.announced, found.sent = announced, {key: _shown(value) for key, value in sent.items()}
+        self.began = time.perf_counter()
+        return sent
 
 
 def listener(server: ServerAddress, setting: str, seen: ServerLook) -> ServerAddress:

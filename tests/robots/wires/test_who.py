@@ -50,11 +50,11 @@ def cut_off(server: Server, **setup: Any) -> Iterator[tuple[Relay, Robot]]:
             robot.close()
 
 
-def again(robot: Robot, state: list[float], timestep: int) -> list[Any]:
+def again(robot: Robot, state: list[float], timestep: int, **more: Any) -> list[Any]:
     """Actions after a cut. What LeRobot's client does: it logs an error, and sends the next observation."""
     for _ in range(100):
         try:
-            robot.see(state, timestep)
+            robot.see(state, timestep, **more)
             return robot.act()
         except grpc.RpcError as error:
             if error.code() is not grpc.StatusCode.UNAVAILABLE:
@@ -159,6 +159,16 @@ def test_w42_a_cut_robot_of_one_of_two_kinds_is_refused(tiny: Path) -> None:
         assert "robots of two kinds have these names" in error["message"]
 
 
+def test_w42_robots_that_name_their_cameras_in_another_order_are_of_one_kind(tmp_path: Path) -> None:
+    export, seen = write_tiny(tmp_path / "export", cameras=("front", "wrist")), np.zeros((6, 8, 3), np.uint8)
+    with Server(export, *LISTENS) as server, cut_off(server, features=features(("front", "wrist"))) as (between, one):
+        other = Robot(address_of(server), own_connection=True)
+        other.start(features=features(("wrist", "front")))
+        other.close()
+        between.cut()
+        assert again(one, [0.1, 0.0], 1, front=seen, wrist=seen)[0].timestep == 1
+
+
 @pytest.mark.parametrize("named", [True, False])
 def test_w42_after_a_restart_of_the_server_the_export_says_what_observations_hold(named: bool, tmp_path: Path) -> None:
     export = write_tiny(tmp_path / "export", cameras=("front",), model_type="act")
@@ -171,13 +181,30 @@ def test_w42_after_a_restart_of_the_server_the_export_says_what_observations_hol
             between.target = address_of(second)
             between.cut()
             robot.call("Ready")
-            if named:
-                robot.see([0.1, -0.2], 30, front=picture)
-                assert [step.timestep for step in robot.act()] == [*range(30, 30 + CHUNK)]
-            else:
+            if not named:
                 with refused(CLOSED) as error:
                     robot.see([0.1, -0.2], 30, front=picture)
-                assert "the export names no motors. Start the client again" in error["message"]
+                told = "the export names no motors (state_names in its embodiment.json). Start the client again"
+                assert told in error["message"]
+                return
+            robot.see([0.1, -0.2], 30, front=picture)
+            assert [step.timestep for step in robot.act()] == [*range(30, 30 + CHUNK)]
+
+
+def test_w42_the_log_says_what_to_write_so_that_robots_go_on_after_a_restart(tmp_path: Path) -> None:
+    """The order of an observation's motors is not that of the instructions: HopeJR's arm of LeRobot 0.6.1 differs."""
+    export = write_tiny(tmp_path / "export", noise=False, model_type="act")
+    with Server(export, *LISTENS) as server, cut_off(server, features=TURNED) as (between, robot):
+        robot.see([0.1, -0.2], 0)  # the shoulder first
+        before = [step.action.tolist() for step in robot.act()]
+        line = server.wait_log('In its embodiment.json: "state_names": ')
+        server.stop()
+        robot_file = {"name": "so101", "state_names": json.loads(line.partition('"state_names": ')[2])}
+        (export / "embodiment.json").write_text(json.dumps(robot_file))
+        with Server(export, *LISTENS) as second:
+            between.target = address_of(second)
+            between.cut()
+            assert [step.action.tolist() for step in again(robot, [0.1, -0.2], 30)] == before
 
 
 def test_w42_a_robot_may_pause(tiny: Path) -> None:

@@ -145,6 +145,7 @@ def _listen_groot(app: App, handler: RequestHandler) -> None:
     listener = ZmqListener(app, "--gr00t", config.gr00t, config.max_body_bytes, session.answer, session.failed)
     app.listeners.append(listener)
     app.spawn(_begin_groot(handler.runtime, listener))
+    handler.runtime.listening["gr00t"] = listener.address
     log.info("clients of GR00T: %s", listener.address)
 
 
@@ -161,11 +162,13 @@ def _listen_oip(app: App, handler: RequestHandler, sequences: Sequences) -> None
     listener = GrpcListener(app, "--oip-grpc", handler.config.oip_grpc, handler.config)
     listener.serve(SERVICE, service.methods, {}, service.failed)
     app.listeners.append(listener)
+    handler.runtime.listening["oip_grpc"] = listener.address
     log.info("clients of OIP over gRPC: %s", listener.address)
 
 
 def _listen_lerobot(app: App, handler: RequestHandler) -> None:
-    from reflex_runtime.robots.wires.lerobot import SERVICE, LerobotService
+    from reflex_runtime.robots.wires.lerobot import LerobotService
+    from reflex_runtime.robots.wires.lerobot_client import SERVICE
     from reflex_runtime.web.grpc_listener import GrpcListener
 
     service = LerobotService(handler, app.bodies)
@@ -173,6 +176,7 @@ def _listen_lerobot(app: App, handler: RequestHandler) -> None:
     listener.serve(SERVICE, service.methods, service.streams, service.failed)
     app.listeners.append(listener)
     handler.runtime.on_drain.append(service.end)
+    handler.runtime.listening["lerobot"] = listener.address
     log.info("clients of LeRobot: %s", listener.address)
 
 

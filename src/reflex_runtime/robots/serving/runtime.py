@@ -70,6 +70,7 @@ class PolicyRuntime:
         self.active = 0
         self.exchanges = False  # a policy is being loaded into a slot
         self.on_drain: list[Callable[[], None]] = []
+        self.listening: dict[str, str] = {}  # addresses of wires on ports of their own, by their settings
         self._on_fatal = on_fatal
         self._batcher: Batcher | None = None
         self._journal: Callable[..., JournalWriter] = JournalWriter  # with what its first line says

@@ -13,7 +13,7 @@ from reflex_runtime.robots import PolicySpec
 from reflex_runtime.robots.policy.spec import WireMap
 from reflex_runtime.robots.serving import fields as wire
 from reflex_runtime.robots.serving.handler import RequestHandler
-from reflex_runtime.robots.serving.question import ACT, OIP, WIRES
+from reflex_runtime.robots.serving.question import ACT, LEROBOT, OIP, WIRES
 from reflex_runtime.robots.serving.runtime import PolicyRuntime
 from reflex_runtime.robots.serving.served import ServedPolicy
 from reflex_runtime.robots.wires.common import ObservationReader
@@ -55,7 +55,7 @@ class Views:
     async def configuration(self, request: HttpRequest) -> HttpResponse:
         """The export's configuration, what each wire expects, and the settings in force."""
         body = self.configuration_of(self.served) | {
-            "server": settings(self.served.config),
+            "server": settings(self.served.config) | self.runtime.listening,
             "reflex_version": __version__,
         }
         return HttpResponse(200, wire.encode_json(body))
@@ -65,7 +65,7 @@ class Views:
         loaded, spec = self.runtime.loaded, served.spec
         return {
             "export": dict(spec.config),
-            "wires": {name: ObservationReader(spec, _map_of(name, spec)).describe() for name in WIRES},
+            "wires": {name: _expected(name, spec) for name in WIRES},
             "policy": served.policy.describe() if loaded else None,
             "slots": {name: slot.policy.describe() for name, slot in served.slots.items()} if loaded else None,
         }
@@ -130,7 +130,7 @@ class ServerViews(Views):
                 name: self.configuration_of(served) | {"settings": settings(served.config), "weight": served.weight}
                 for name, served in self.runtime.policies.items()
             },
-            "server": settings(self.runtime.config),
+            "server": settings(self.runtime.config) | self.runtime.listening,
             "reflex_version": __version__,
         }
         return HttpResponse(200, wire.encode_json(body))
@@ -202,8 +202,16 @@ def _ready(health: str) -> HttpResponse:
     return HttpResponse(200 if ready else 503, b"OK\n" if ready else b"not ready\n", b"text/plain; charset=utf-8")
 
 
-def _map_of(name: str, spec: PolicySpec) -> WireMap | None:
-    return WireMap(prompt="instruction") if name in (ACT, OIP) else spec.wires.get(name)
+def _expected(name: str, spec: PolicySpec) -> dict[str, Any]:
+    """The observation that a wire expects. One of LeRobot has a number for each motor, and its robot says of which
+    policy it is."""
+    own = WireMap(prompt="instruction") if name in (ACT, OIP) else spec.wires.get(name)
+    found = ObservationReader(spec, own).describe()
+    if name == LEROBOT:
+        found |= {"policy_type": spec.model_type} | ({"prompt": "task"} if spec.takes_text else {})
+        if spec.embodiment.state_names and "state" in found and len(found["state"]["names"]) == 1:
+            found["state"] = {"names": list(spec.embodiment.state_names), "dim": spec.state_dim}
+    return found
 
 
 # -- the live view -----------------------------------------------------------------------------------------------------

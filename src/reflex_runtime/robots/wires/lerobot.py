@@ -11,7 +11,8 @@ process share a connection if their channels have equal options, and so do those
 the metadata `x-reflex-robot` tells them apart.
 
 A client sends its instructions once. If its connection breaks, gRPC makes another, and the client goes on without
-instructions: those of its kind that came before hold, or else what the export says of motors and cameras.
+instructions: those of its kind that came before hold, or else what the export says of motors and cameras. The order in
+which an observation has its motors says nothing: HopeJR's arm reads its shoulder last, and names it first.
 
 Messages hold pickles, read by an `Unpickler` that knows ten names, each a class of this
 file. A pickle of a few hundred bytes can still claim gigabytes, and lists that hold the one before twice double with
@@ -24,6 +25,8 @@ from __future__ import annotations
 
 import asyncio
 import io
+import json
+import logging
 import pickle
 import pickletools
 import struct
@@ -44,12 +47,24 @@ from reflex_runtime.robots.serving.pending import PendingRequest
 from reflex_runtime.robots.serving.question import LEROBOT, ActAnswer, Question
 from reflex_runtime.robots.wires import messages_pb2 as messages
 from reflex_runtime.robots.wires.common import Episodes, ObservationReader, array_in, invalid_input
+from reflex_runtime.robots.wires.lerobot_client import (
+    BEGIN,
+    END,
+    HELPERS,
+    IMAGES,
+    MIDDLE,
+    OBSERVATION,
+    SETUP,
+    STATE,
+    TASK,
+)
 from reflex_runtime.web.bodies import Bodies
 from reflex_runtime.web.errors import ClientError, Conflict, InvalidRequest, Reported
 from reflex_runtime.web.fields import check_id, invalid, printable
 from reflex_runtime.web.grpc_listener import GrpcCall, parse, serialize
 
-SERVICE: Final = "transport.AsyncInference"
+log = logging.getLogger("reflex.server")
+
 WAIT: Final = 2.0  # seconds that GetActions waits for an observation
 STALE: Final = 10.0  # seconds after which an observation without a GetActions is dropped
 LEFT: Final = 10.0  # seconds of silence after which a robot has left its connection to another
@@ -65,16 +80,12 @@ MAX_MOTORS: Final = 1024  # of a robot; a small pickle can repeat one list in ev
 MAX_NAME: Final = 256  # characters of a motor's name
 RATE_HZ: Final = 30.0  # of actions, if the export gives no rate
 TYPES: Final = ("act", "smolvla", "diffusion", "tdmpc", "vqbet", "pi0", "pi0_fast", "pi05", "groot")
-_BEGIN, _MIDDLE, _END = 1, 2, 3
-_STATE, _IMAGES = "observation.state", "observation.images."
-TASK, MOTOR = "task", ".pos"
+MOTOR: Final = ".pos"
 MAX_EXECUTED: Final = 1_000_000  # as in `Question`
 
 MAX_OPCODES: Final = 5000  # of a pickle
 MAX_PARTS: Final = 20_000  # of a value; a part that is shared counts each time
 MAX_DEPTH: Final = 20
-HELPERS: Final = "lerobot.async_inference.helpers"
-SETUP, OBSERVATION = "RemotePolicyConfig", "TimedObservation"
 # What Python's pickler writes from protocol 2 on, for values that a message may hold.
 _OPCODES: Final = {
     "PROTO", "FRAME", "STOP", "MARK", "NONE", "NEWTRUE", "NEWFALSE", "BININT", "BININT1", "BININT2", "LONG1",
@@ -109,7 +120,7 @@ class LerobotSetup:
             own = rename.get(name, name)
             dtype, names = _of(feature, "dtype", str, name), feature.get("names")
             if dtype in ("image", "video"):
-                self.cameras[own] = name.removeprefix(_IMAGES)
+                self.cameras[own] = name.removeprefix(IMAGES)
             elif not isinstance(names, (list, tuple)) or not all(isinstance(motor, str) for motor in names):
                 raise invalid_input(f"lerobot_features.{name}", "names must be a list of texts")
             else:
@@ -123,15 +134,15 @@ class LerobotSetup:
     @property
     def kind(self) -> LerobotKind:
         """What equals in setups of robots of one kind; the chunk's length comes last."""
-        motors = tuple((name, tuple(own)) for name, own in self.motors.items())
-        return self.policy, motors, tuple(self.cameras.items()), self.steps
+        motors = tuple(sorted((name, tuple(own)) for name, own in self.motors.items()))
+        return self.policy, motors, tuple(sorted(self.cameras.items())), self.steps
 
     def check(self, reading: ObservationReader) -> None:
         """Raises 422 for a difference from the export."""
         spec = reading.spec
         if spec.model_type in TYPES and self.policy_type != spec.model_type:
             raise invalid_input("policy_type", f"is {self.policy_type}, the export has {spec.model_type}")
-        known, motors = spec.embodiment.state_names, self.motors.get(_STATE, [])
+        known, motors = spec.embodiment.state_names, self.motors.get(STATE, [])
         if known is not None and _plain(motors) != _plain(known):
             why = f"the motors are {', '.join(motors)}; the export has {', '.join(known)}"
             raise invalid_input("lerobot_features", why)
@@ -311,7 +322,13 @@ class LerobotService:
         checkpoint = sent.get("pretrained_name_or_path")
         if isinstance(checkpoint, str) and checkpoint in self._handler.runtime.policies:
             setup.policy = checkpoint
-        setup.check(self._handler.one(setup.policy).reading(LEROBOT))
+        reading = self._handler.one(setup.policy).reading(LEROBOT)
+        setup.check(reading)
+        if reading.spec.embodiment.state_names is None and STATE in setup.motors and setup.kind not in self._setups:
+            log.warning(
+                "the export names no motors: after a restart of this server robots are refused until their clients "
+                'start again. In its embodiment.json: "state_names": %s', json.dumps(setup.motors[STATE]),
+            )  # fmt: skip
         robot = self._robot(call)
         if robot.setup is not None and robot.left:
             robot.drop()
@@ -425,12 +442,13 @@ def _instructions(spec: PolicySpec, seen: Mapping[str, Any]) -> dict[str, Any]:
     motors = {name.removesuffix(MOTOR): name for name, value in seen.items() if type(value) in (int, float)}
     known = _plain(spec.embodiment.state_names or ())
     if spec.takes_state and set(known) != set(motors):
-        why = "the export names no motors" if not known else f"the export has the motors {', '.join(known)}"
+        there = f"the export has the motors {', '.join(known)}"
+        why = there if known else "the export names no motors (state_names in its embodiment.json)"
         raise invalid_input("observation", why)
     pictures = [name for name, value in seen.items() if isinstance(value, np.ndarray)]
-    features: dict[str, Any] = {_IMAGES + name: {"dtype": "image"} for name in pictures}
+    features: dict[str, Any] = {IMAGES + name: {"dtype": "image"} for name in pictures}
     if spec.takes_state:
-        features[_STATE] = {"dtype": "float32", "names": [motors[name] for name in known]}
+        features[STATE] = {"dtype": "float32", "names": [motors[name] for name in known]}
     return {
         "policy_type": spec.model_type,
         "actions_per_chunk": spec.chunk_size,
@@ -444,11 +462,11 @@ async def _joined(parts: AsyncIterator[bytes]) -> bytes:
     async for sent in parts:
         part = parse(messages.ObservationPart, sent)
         state = part.transfer_state
-        if state not in (_BEGIN, _MIDDLE, _END):
-            raise ClientError(f"transfer_state: {state} is not one of {_BEGIN}, {_MIDDLE}, {_END}")
-        found = [] if state == _BEGIN else found
+        if state not in (BEGIN, MIDDLE, END):
+            raise ClientError(f"transfer_state: {state} is not one of {BEGIN}, {MIDDLE}, {END}")
+        found = [] if state == BEGIN else found
         found.append(part.data)
-        if state == _END:
+        if state == END:
             return b"".join(found)
     raise ClientError("the observation breaks off before its last part")
 
