@@ -135,20 +135,29 @@ def touched(pool: BlockPool) -> int:
 
 
 def test_l5_prompts_that_never_come_back_take_little_memory_of_a_large_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blocks, "_LONG", 16)
+    monkeypatch.setattr(blocks, "_FEW", 16)
     pool, texts = BlockPool(480, SIZE), Texts()
     for _ in range(300):
         assert ask(pool, texts.new(4)) == 0
-    assert touched(pool) <= 30 + 2 * 4
+    assert touched(pool) == 16
     ask(pool, texts.new(400))
     assert touched(pool) >= 400, "what is held at a time has the memory that it needs"
 
 
+def test_l5_memory_of_a_large_cache_is_that_of_the_first_minute() -> None:
+    pool, texts = BlockPool(4096, SIZE), Texts()
+    seen = []
+    for _ in range(300):
+        ask(pool, texts.new(1 + texts.made % 12))
+        seen.append(touched(pool))
+    assert seen[50] == seen[-1] == 256
+
+
 def test_l5_prompts_that_come_back_after_long_get_the_memory_to_be_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blocks, "_LONG", 16)
+    monkeypatch.setattr(blocks, "_FEW", 16)
     pool, texts = BlockPool(480, SIZE), Texts()
     talks = [[*texts.new(5), 0] for _ in range(40)]
     found = [[ask(pool, talk) for talk in talks] for _ in range(6)]
     assert found[-1] == [5] * 40
     assert sum(some.count(5) < 40 for some in found) <= 3
-    assert touched(pool) < 300
+    assert touched(pool) <= 16 + 240

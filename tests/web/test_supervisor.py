@@ -7,6 +7,7 @@ import json
 import signal
 import socket
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -292,6 +293,16 @@ def complete(server: Server, **fields: Any) -> Answer:
     return server.ask("POST", "/v1/completions", body, {"X-Request-Id": "mine"})
 
 
+def pools(pid: int) -> int:
+    """Pools of malloc beside the first one: 64 MB of addresses, of which the beginning has memory."""
+    maps = [line.split() for line in Path(f"/proc/{pid}/maps").read_text().splitlines()]
+    areas = [(*(int(end, 16) for end in place.split("-")), access) for place, access, *_ in maps]
+    return sum(
+        begin % (64 << 20) == 0 and end == rest and last == begin + (64 << 20) and access == "rw-p" and kept == "---p"
+        for (begin, end, access), (rest, last, kept) in pairwise(areas)
+    )
+
+
 def test_b19_a_model_server_that_crashes_comes_back_and_keeps_its_socket(latch: Latch) -> None:
     openai = pytest.importorskip("openai")
     before = BEFORE_IT_ACCEPTS.format(wait=latch.wait)
@@ -318,6 +329,7 @@ def test_b19_a_model_server_that_crashes_comes_back_and_keeps_its_socket(latch: 
         assert complete(server).status == 200
         maps = Path(f"/proc/{server.process.pid}/maps").read_text()
         assert "openvino" not in maps
+        assert pools(below(server).pid) == 0
         assert server.stop() == 0
 
 

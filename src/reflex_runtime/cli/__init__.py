@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 from reflex_runtime.cli.console import status_of
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.run.process import telemetry_off
+from reflex_runtime.run.process import prepare_memory, telemetry_off
 from reflex_runtime.settings.declare import did_you_mean, one_line, one_of
 from reflex_runtime.version import __version__
 
@@ -151,6 +151,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     def run() -> int:
         telemetry_off()  # also that of libraries which a processor of the user's imports
         words = sys.argv[1:] if argv is None else argv
+        if words and words[0] in ("serve", "worker"):
+            prepare_memory()  # before the log or a library has a thread; processes that fork from this one have it too
         parser = build_parser(words)
         if not words:
             parser.print_help(sys.stderr)

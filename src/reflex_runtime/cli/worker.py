@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
     from reflex_runtime.llm.engine.tokenizer import HFTokenizer
     from reflex_runtime.llm.server.worker_engine import loading
     from reflex_runtime.observe.files import turn_all
-    from reflex_runtime.run.process import loop_factory, prepare_memory
+    from reflex_runtime.run.process import loop_factory
 
     form = f"%(asctime)s %(levelname)s %(name)s[{os.getpid()}] %(message)s"
     logs.begin(form)
@@ -54,7 +54,6 @@ def run(args: argparse.Namespace) -> int:
     # The parent decides when to end: one that drains, because the whole group got a signal, still needs this process.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
-    prepare_memory()
 
     def lost() -> None:
         logging.error("the model is lost; the process ends")

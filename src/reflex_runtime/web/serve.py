@@ -19,7 +19,7 @@ import uvicorn
 from prometheus_client import disable_created_metrics
 
 from reflex_runtime.observe.logs import leave
-from reflex_runtime.run.process import freed_memory, freeze_loaded, give_back_when_idle, loop_factory, prepare_memory
+from reflex_runtime.run.process import freed_memory, freeze_loaded, give_back_when_idle, loop_factory
 from reflex_runtime.settings import LLMServeConfig, ServeConfig, ServerConfig
 from reflex_runtime.web.app import App
 from reflex_runtime.web.connections import AddressShares, ConnectionLimits, connections_of, most_connections
@@ -212,7 +212,6 @@ def serve(
     when the device is lost for good; its second is the supervisor, if there is one. sockets: bound. on_listening:
     called on the loop once the port answers; on_ready: called with the host once it is ready or has failed.
     """
-    prepare_memory()
     with asyncio.Runner(loop_factory=loop_factory) as runner:
         return runner.run(serving(make, sockets, settings, on_listening, on_ready, parent))
 

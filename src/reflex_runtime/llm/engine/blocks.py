@@ -23,8 +23,8 @@ from reflex_runtime.llm.engine.sequence import Sequence
 
 _STEP: Final = 1.6  # of the logarithm of the weight, when as many mistakes were made as there are blocks
 _MOST: Final = 16.0  # times as long that one kind stays than the other
-_LONG: Final = 1024  # published blocks, for which a free one is kept before any memory is taken in its place; at least
-_LONGER: Final = 8  # of those more, with each that was forgotten too early
+_FEW: Final = 256  # blocks that get memory before a cached one is forgotten; at least
+_PART: Final = 64  # of the cache gets it, too
 _RARE: Final = 16.0  # times that a mistake counts of a kind that is rarely forgotten
 
 
@@ -259,9 +259,9 @@ class FreeBlocks:
     """The free ones of num_blocks blocks, and which of them is handed out next, so that what it knows is forgotten. All
     are free, and know nothing, at first.
 
-    Blocks that know nothing go first, but those that were never handed out have no memory yet: they wait while another
-    has been free for long. How long is learned: longer with each block that was forgotten and comes back. So a server
-    whose prompts do not come back takes little memory, however large its cache may be.
+    Blocks that know nothing go first, but those that were never handed out have no memory yet. Beyond a few they get it
+    only when all others are held, and one with each block that was forgotten and comes back. So a server whose prompts
+    do not come back takes little memory, all of it soon, however large its cache may be.
 
     Of those that know a prefix the one that was free longest goes, as conversations come back soon or not at all; but
     beginnings that several prompts share (a system prompt, a document) are a list of their own. How long they stay,
@@ -276,7 +276,7 @@ class FreeBlocks:
         self._num_blocks = num_blocks
         self._blank: list[int] = []  # that were handed out and know nothing
         self._fresh = 0  # this one and all above it were never handed out
-        self._long = max(_LONG, num_blocks // 16)
+        self._wanted = max(_FEW, num_blocks // _PART)  # that are handed out before a cached one is forgotten
         self._known: tuple[OrderedDict[int, int], OrderedDict[int, int]] = (OrderedDict(), OrderedDict())
         self._published = 0
         self._forgotten: OrderedDict[bytes, bytes | None] = OrderedDict()  # see `Past.next`; the oldest first
@@ -309,12 +309,11 @@ class FreeBlocks:
         if self._blank:
             return self._blank.pop()
         own, shared = self._known
-        age_own, age_shared = (self._published - next(iter(some.values()), inf) for some in (own, shared))
-        oldest, age = (shared, age_shared) if age_shared > age_own * self.weight else (own, age_own)
-        if self._fresh < self._num_blocks and age <= self._long:
+        if self._fresh < self._num_blocks and (self._fresh < self._wanted or not (own or shared)):
             self._fresh += 1
             return self._fresh - 1
-        return oldest.popitem(last=False)[0]
+        age_own, age_shared = (self._published - next(iter(some.values()), inf) for some in (own, shared))
+        return (shared if age_shared > age_own * self.weight else own).popitem(last=False)[0]
 
     def forgot(self, prefix: bytes, shared: bool, next: bytes | None) -> None:
         """A block that was handed out knew this prefix; see `Past` for next."""
@@ -331,8 +330,7 @@ class FreeBlocks:
         self._published += 1
         if prefix not in self._forgotten:
             return None
-        if self._fresh < self._num_blocks:
-            self._long += _LONGER
+        self._wanted = max(self._wanted, self._fresh) + 1
         shared, count = prefix in self._were_shared, len(self._were_shared)
         rare = min(_RARE, len(self._forgotten) / (count if shared else len(self._forgotten) - count))
         changed = self.weight * exp((_STEP if shared else -_STEP) * rare / self._num_blocks)
