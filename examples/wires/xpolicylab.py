@@ -179,7 +179,7 @@ class XPolicyLabSession(MessageSession):
             self._resets = self._resets + 1 if trial == self._trial else 0
             self._trial = trial
         elif sent.type == "trial_end":
-            self.report(self._episode(trial), sent.payload)
+            self.report(self._episode(trial), sent.payload, self.robot)
 
     def _episode(self, trial: str) -> str:
         if trial != self._trial:

@@ -64,7 +64,7 @@ def test_an_episode_carries_its_ids_and_reports_how_it_ended(make: Make) -> None
     assert {(seen.fields["episode_id"], seen.fields["robot_id"]) for seen in stub.seen[:2]} == {
         (episode.episode_id, "r7")
     }
-    assert told(stub) == [{"success": True, "reward": 0.5}]
+    assert told(stub) == [{"success": True, "reward": 0.5, "robot_id": "r7"}]
     assert episode.reported
     assert episode.changed
 

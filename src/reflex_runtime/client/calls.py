@@ -149,13 +149,17 @@ class Calls:
         reply, _ = yield from self._ask("POST", path, fields, "json", self.clock(), episode=episode)
         return decoded(reply) if reply.body else {}
 
-    def outcome(self, episode_id: str, success: bool, reward: float | None) -> Call[dict[str, Any]]:
+    def outcome(
+        self, episode_id: str, success: bool, reward: float | None, robot_id: str | None = None
+    ) -> Call[dict[str, Any]]:
         """POST /episodes/{id}/outcome."""
         if reward is not None and not math.isfinite(reward):
             raise ValueError(f"reward={reward!r}: must be finite")
         body: dict[str, Any] = {"success": bool(success)}
         if reward is not None:
             body["reward"] = float(reward)
+        if robot_id is not None:
+            body["robot_id"] = robot_id
         return (yield from self.post(f"/episodes/{quote(episode_id, safe='')}/outcome", body, episode_id))
 
     def _ask(

@@ -104,9 +104,11 @@ class Client(BaseClient):
         """POST a JSON object to any other path, such as /admin/split {"split": 50}; returns the answer."""
         return self._run(self._calls.post(path, fields))
 
-    def report_outcome(self, episode_id: str, success: bool, reward: float | None = None) -> dict[str, Any]:
-        """Report how an episode ended. `episode` does this by itself."""
-        return self._run(self._calls.outcome(episode_id, success, reward))
+    def report_outcome(
+        self, episode_id: str, success: bool, reward: float | None = None, robot_id: str | None = None
+    ) -> dict[str, Any]:
+        """Report how an episode ended. `episode` does this by itself. robot_id: if its requests had one."""
+        return self._run(self._calls.outcome(episode_id, success, reward, robot_id))
 
     def episode(
         self, episode_id: str | None = None, robot_id: str | None = None, instruction: str | None = None
@@ -171,8 +173,10 @@ class AsyncClient(BaseClient):
     async def post(self, path: str, fields: Mapping[str, Any]) -> dict[str, Any]:
         return await self._run(self._calls.post(path, fields))
 
-    async def report_outcome(self, episode_id: str, success: bool, reward: float | None = None) -> dict[str, Any]:
-        return await self._run(self._calls.outcome(episode_id, success, reward))
+    async def report_outcome(
+        self, episode_id: str, success: bool, reward: float | None = None, robot_id: str | None = None
+    ) -> dict[str, Any]:
+        return await self._run(self._calls.outcome(episode_id, success, reward, robot_id))
 
     def episode(
         self, episode_id: str | None = None, robot_id: str | None = None, instruction: str | None = None
@@ -228,7 +232,7 @@ class BaseEpisode:
         if self.success is None:
             return
         try:
-            yield from calls.outcome(self.episode_id, self.success, self.reward)
+            yield from calls.outcome(self.episode_id, self.success, self.reward, self.robot_id)
             self.reported = True
         except ClientError as lost:
             log.warning("the outcome of episode %s (success=%s) was not taken: %s", self.episode_id, self.success, lost)

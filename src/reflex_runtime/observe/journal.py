@@ -162,6 +162,10 @@ class JournalRequest(msgspec.Struct):
     image_sha256: str | dict[str, str] | None = None
     image_b64: str | dict[str, str] | None = None
 
+    @property
+    def episode(self) -> str:
+        return episode_key(self.robot_id, self.episode_id)
+
     def images(self) -> dict[str, bytes]:
         """The recorded images, PNG or JPEG, by name; empty when none were recorded."""
         return {name: base64.b64decode(data) for name, data in _by_name(self.image_b64).items()}
@@ -169,6 +173,14 @@ class JournalRequest(msgspec.Struct):
     def hashes(self) -> dict[str, str]:
         """SHA-256 of each image as sent, by name."""
         return _by_name(self.image_sha256)
+
+
+def episode_key(robot_id: str | None, episode_id: str | None) -> str:
+    """What is kept of an episode is kept under this: an episode is of one robot, where that is known. "" for none.
+
+    No id has a line break in it.
+    """
+    return f"{robot_id}\n{episode_id}" if robot_id and episode_id else episode_id or ""
 
 
 def _by_name(kept: str | dict[str, str] | None) -> dict[str, str]:

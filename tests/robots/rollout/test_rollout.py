@@ -54,6 +54,23 @@ def test_v3_the_warning_is_told_once_in_a_process(versions: Versions, caplog: py
     assert caplog.messages[0].startswith("policy_router.degraded_mode request_id=r0:")
 
 
+def test_v12_the_outcome_of_an_episode_is_that_of_its_robot(versions: Versions) -> None:
+    rollout = versions.rollout
+    for robot in ("one", "two"):
+        rollout.place("0", "r", 0.0, robot)
+    rollout.place("alone", "r", 0.0, "one")
+    with pytest.raises(Conflict, match="2 robots have an episode_id '0': say whose by robot_id"):
+        rollout.outcome("0", True)
+    first, second = rollout.outcome("0", True, "one"), rollout.outcome("0", False, "two")
+    assert first["counted"] is second["counted"] is True
+    assert (first["robot_id"], second["robot_id"]) == ("one", "two")
+    assert rollout.outcome("0", True, "one")["repeated"] is True
+    assert rollout.outcome("alone", True)["robot_id"] == "one"
+    with pytest.raises(NotFound):
+        rollout.outcome("0", True, "three")
+    assert sum(n for _, n in rollout.outcomes.values()) == 3
+
+
 def test_one_policy_needs_no_routing_and_refuses_to_split() -> None:
     rollout = Rollout(("prod",), Breaker(("prod",), max_consecutive=1, cooldown=10.0))
     assert rollout.place("e", "r", 0.0).routing is None

@@ -74,6 +74,41 @@ def test_v3_without_an_episode_the_request_is_the_key_and_says_so() -> None:
     assert router.route(None, "req_42", 0.0).slot == "b"
 
 
+def test_v3_a_robot_is_the_key_where_no_episode_is_named_and_stays_where_it_is() -> None:
+    router = Router(100)
+    first = router.route(None, "r1", 0.0, robot_id="ep_xyz")
+    assert first == Routing("a", "ep_xyz", degraded=False, cached=False)
+    router.set_split(0)
+    assert router.route("", "r2", 1.0, robot_id="ep_xyz") == Routing("a", "ep_xyz", degraded=False, cached=True)
+    assert router.route("ep_xyz", "r3", 1.0).slot == "b"  # an episode of that name is no robot
+    assert router.rollback("b", 2.0) == ["ep_xyz\n"]
+    assert router.route(None, "r4", 3.0, robot_id="ep_xyz").changed
+
+
+def test_v3_a_connection_is_the_key_where_nothing_is_named_and_degraded_until_it_comes_back() -> None:
+    router = Router(100, episodes=10)
+    router.route("running", "r", 0.0)
+    first = router.route(None, "r1", 0.0, connection=("127.0.0.1", 5))
+    assert first == Routing("a", "127.0.0.1:5", degraded=True, cached=False)
+    router.set_split(0)
+    assert router.route(None, "r2", 1.0, connection=("127.0.0.1", 5)) == Routing("a", "127.0.0.1:5", False, True)
+    assert router.route(None, "r2", 1.0, connection="ipv4:127.0.0.1:5").slot == "b"
+    for port in range(100):  # a client that opens one for each request
+        router.route(None, "r", 2.0, connection=("10.0.0.1", port))
+    assert router.route("running", "r", 3.0).cached
+    assert len(router) == 1
+    assert len(router.rollback("a", 4.0)) == 10
+    assert router.route(None, "r", 5.0, connection=("10.0.0.1", 99)).changed
+
+
+def test_v3_two_robots_with_one_name_for_their_episodes_are_told_of_a_move_each() -> None:
+    router = Router(0)
+    one, two = (router.route("0", "r", 0.0, robot_id=name) for name in ("one", "two"))
+    assert one == two == Routing("b", "0", degraded=False, cached=False)
+    assert router.rollback("a", 1.0) == ["one\n0", "two\n0"]
+    assert [router.route("0", "r", 2.0, robot_id=name).changed for name in ("one", "two", "one")] == [True, True, False]
+
+
 def test_v3_an_empty_episode_id_names_no_episode() -> None:
     assert Router(50).route("", "req_42", 0.0).degraded
     assert not Router(50).route("ep_xyz", "req_42", 0.0).degraded

@@ -14,14 +14,16 @@ import pytest
 import reflex_runtime.robots.sources.export_directory as export_module
 from forked import reflex
 from reflex_runtime.cli import main
+from reflex_runtime.observe.journal_reader import read_journal
 from reflex_runtime.robots import load_policy
 from reflex_runtime.robots.rollout.router import bucket
 from reflex_runtime.robots.sources import memory
 from reflex_runtime.web import supervisor
 from robots.tiny import write_export
+from robots.wires.callers import CALLERS
 from serving.exports import write_tiny
 from serving.harness import STATE, Server
-from serving.pair import Pair, admin, episodes, rollout, two, version_of
+from serving.pair import WEIGHTS_OF, Pair, admin, episodes, rollout, two, version_of
 from serving.requests import busy, grey, numbered, queued
 
 # -- V1, V8: what is refused -------------------------------------------------------------------------------------------
@@ -191,25 +193,54 @@ def test_v2_a_restart_does_not_move_anybody(duo: Server, pair: Pair) -> None:
     assert {"a", "b"} == set(before)
 
 
-def test_v3_without_an_episode_each_request_is_routed_by_itself_and_one_line_says_so(pair: Pair) -> None:
+def test_v3_without_an_episode_or_a_robot_a_connection_is_routed_and_one_line_says_so(pair: Pair) -> None:
     with two(pair) as server:
-        answer = server.act(request_id="req_42", seed=1)
-        assert answer.headers["x-reflex-policy-slot"] == "a"  # bucket 20
-        assert answer.headers["x-reflex-routing-key"] == "req_42"
-        assert answer.headers["x-reflex-routing-degraded"] == "true"
-        made = [server.act(seed=i) for i in range(30)]
-        slots = {a.headers["x-reflex-policy-slot"] for a in made}
-        assert slots == {"a", "b"}
+        made = [server.act(seed=i, request_id="req_42", episode_id="") for i in range(30)]  # on a connection each
+        assert {a.headers["x-reflex-policy-slot"] for a in made} == {"a", "b"}
         for a in made:
             key = a.headers["x-reflex-routing-key"]
-            assert key == a.headers["x-request-id"]
+            assert key.startswith("127.0.0.1:")
             assert a.headers["x-reflex-policy-slot"] == ("a" if bucket(key) < 50 else "b")
-        assert server.act(episode_id="", seed=1).headers["x-reflex-routing-degraded"] == "true"
+            assert a.headers["x-reflex-routing-degraded"] == "true"
         assert server.stop() == 0
         lines = [line for line in server.log if "policy_router.degraded_mode" in line]
         assert len(lines) == 1
         assert "policy_router.degraded_mode request_id=req_42" in lines[0]
         assert "episode_id" in lines[0]
+
+
+def test_v3_a_robot_without_an_episode_keeps_its_version_on_any_connection(pair: Pair) -> None:
+    with two(pair) as server:
+        names = [f"arm-{i}" for i in range(12)]
+        before = [server.act(robot_id=name).headers for name in names]
+        admin(server, "split", split=0)
+        for name, first in zip(names, before, strict=True):
+            again = server.act(robot_id=name).headers
+            assert again["x-reflex-policy-slot"] == first["x-reflex-policy-slot"] == ("a" if bucket(name) < 50 else "b")
+            assert again["x-reflex-routing-key"] == name
+            assert "x-reflex-routing-degraded" not in again
+        assert server.act(robot_id="new").headers["x-reflex-policy-slot"] == "b"
+
+
+def test_v3_on_every_wire_a_client_without_ids_keeps_its_version(pair: Pair, tmp_path: Path) -> None:
+    listening = [word for caller in CALLERS.values() for word in caller.options]
+    one_step = {"vla-eval": {"execute": 1}}
+    versions = Pair(*(write_tiny(tmp_path / v, weights=WEIGHTS_OF[v], wires=one_step) for v in ("v1", "v2", "v3")))
+    journal = tmp_path / "recordings"
+    with two(versions, "--record", str(journal), *listening) as server:
+        for kind in CALLERS.values():
+            caller = kind(server)
+            for split in (50, 0, 100):
+                admin(server, "split", split=split)
+                for _ in range(2):
+                    caller.ask([0.1, 0.2])
+            caller.leave()
+        server.stop()
+    (file,) = journal.iterdir()
+    slots = [line.slot for line in read_journal(file).requests]
+    for i, name in enumerate(CALLERS):
+        assert len(set(slots[6 * i : 6 * i + 6])) == 1, name
+    assert len(slots) == 6 * len(CALLERS)
 
 
 @pytest.mark.parametrize("key", ["épisode-7", "回", "a b", " padded ", "tab%09", "x/y?z#", "\u2028", "é" * 128])

@@ -284,7 +284,8 @@ def test_t2_routing_says_how_it_was_found(versions: tuple[Path, Path], there: Pa
     assert told[1] == {"slot": "b", "routing_key": "ep_xyz", "degraded": False, "cached": True}
     assert told[2] == {"slot": "a", "routing_key": "req_42", "degraded": False, "cached": False}
     assert told[3] is not None
-    assert (told[3]["routing_key"], told[3]["degraded"]) == ("r3", True)
+    assert told[3]["degraded"] is True
+    assert told[3]["routing_key"].startswith("127.0.0.1:")
     assert [r.slot for r in found.requests] == [r["slot"] for r in told if r]
     assert found.footer is not None
     assert (found.footer.total_requests, found.footer.dropped) == (4, 0)

@@ -622,6 +622,7 @@ def test_p34_every_setting_of_a_policy_can_stand_in_its_table() -> None:
     known = {field.name: field for field in fields(ServeConfig)}
     assert known.keys() >= OWN_SETTINGS
     texts = {"cuda_graphs": "1,2", "slo": "p99=1s", "guard": "p99=1s", "ramp": "5,100", "ramp_every": "1m"}
+    texts["default_prompt"] = "go"
     for name in OWN_SETTINGS:
         meta, default = known[name].metadata, known[name].default
         other = texts.get(name) or next((c for c in meta["choices"] if c != default), None)

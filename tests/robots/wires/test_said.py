@@ -160,6 +160,18 @@ def by_oip(server: Server) -> Ask:
 
 
 @pytest.mark.parametrize("by", [by_act, by_openpi, by_groot, by_oip])
+def test_w56_two_robots_with_one_name_for_their_episodes_do_not_continue_each_others_chunks(
+    by: Callable[[Server], Ask],
+) -> None:
+    with Server(POLICY, "--rtc", "--gr00t", "tcp://127.0.0.1:0") as server:
+        ask = by(server)
+        found = [ask(seed=1, robot_id=name) is not None for name in ("one", "two", "one", "two", "three")]
+        assert found == [False, False, True, True, False]
+        if by is by_openpi:  # a socket that names no robot is one
+            assert [ask(seed=1) for _ in range(2)] == [None, None]
+
+
+@pytest.mark.parametrize("by", [by_act, by_openpi, by_groot, by_oip])
 def test_w54_the_delay_is_said_or_estimated_and_with_a_seed_there_is_none(by: Callable[[Server], Ask]) -> None:
     with Server(POLICY, "--rtc", "--inject-latency-ms", "8", "--gr00t", "tcp://127.0.0.1:0") as server:
         ask = by(server)

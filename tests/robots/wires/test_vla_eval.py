@@ -285,6 +285,20 @@ def test_w23_without_a_key_only_programs_on_this_machine_say_how_an_episode_ende
         assert sum(outcomes[slot]["episodes"] for slot in "ab") == 1
 
 
+def test_w23_two_robots_that_name_their_episodes_alike_have_an_outcome_each(pair: Pair) -> None:
+    with two(pair) as server:
+        for path, more in ((PATH, {}), (PATH, {}), (PATH + "?robot_id=arm", {}), (PATH, {"reflex/robot_id": "hand"})):
+            with connect(f"ws://127.0.0.1:{server.port}{path}") as client:
+                for said, told in (
+                    ("episode_start", {"recording": {"eid": "0"}}), ("observation", seen() | more),
+                    ("episode_end", {"success": True}), ("hello", {}),
+                ):  # fmt: skip
+                    client.send(encode(EvalMessage(said, told)))
+                assert (decode(client.recv()).type, decode(client.recv()).type) == ("action", "hello")
+        outcomes = rollout(server)["outcomes"]
+        assert sum(outcomes[slot]["episodes"] for slot in "ab") == 4
+
+
 def test_w22_every_error_keeps_the_session(portal: BlockingPortal, tiny: Path) -> None:
     options = ("--max-body-bytes", "4096", "--max-concurrent", "1")
     with Server(tiny, *options) as server, robot(portal, server) as client:

@@ -168,7 +168,7 @@ def _prepared(
         images=asked.images(),
         instruction=asked.instruction,
         state=None if asked.state is None else [float(v) for v in asked.state],
-        episode_id=asked.episode_id,
+        episode_id=asked.episode,
         request_id=asked.request_id,
         seed=asked.seed,
         executed=executed,
@@ -214,7 +214,7 @@ class _Runner:
         tails = getattr(policy, "tails", None)
         executed, delay = asked.executed, None
         if isinstance(tails, _Tails):
-            executed, delay = tails.prepare(asked.episode_id or "", line.rtc, executed)
+            executed, delay = tails.prepare(asked.episode, line.rtc, executed)
         return policy.request(_prepared(policy, asked, executed, delay))
 
     def _moment(self, policy: Policy, history: _Past, slot: str, request_id: str) -> Glimpse:
@@ -382,7 +382,7 @@ class _Composed(_Runner):
         cache = getattr(policy, "cache", None)
         if cache is None or request.payload.cache == "miss":
             return request
-        cache.forget(policy.slot, line.request.episode_id or "")
+        cache.forget(policy.slot, line.request.episode)
         return self._request(line)
 
     def _run_batch(self, recorded: BatchLine) -> int:

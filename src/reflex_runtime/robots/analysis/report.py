@@ -15,7 +15,7 @@ from typing import Any
 
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.core.statistics import percentile
-from reflex_runtime.observe.journal import Header, JournalError, Note, RequestLine
+from reflex_runtime.observe.journal import Header, JournalError, Note, RequestLine, episode_key
 from reflex_runtime.observe.journal_reader import JournalReader
 from reflex_runtime.robots.rollout.comparison import Comparison, wilson
 
@@ -48,8 +48,8 @@ class SlotReport:
     def add(self, line: RequestLine) -> None:
         self.requests += 1
         self.outcomes[line.outcome] += 1
-        if line.request.episode_id:
-            self.started.add(line.request.episode_id)
+        if line.request.episode:
+            self.started.add(line.request.episode)
         if line.error is not None:
             self.errors[line.error.slug] += 1
         if line.response is not None:
@@ -318,7 +318,7 @@ def _follow(found: RolloutReport, notes: Sequence[Note]) -> None:
         elif note.kind == "shadow":
             found.divergence.append(note.fields)
         elif note.kind == "outcome":
-            episode = str(note.fields.get("episode_id", ""))
+            episode = episode_key(note.fields.get("robot_id"), str(note.fields.get("episode_id", "")))
             if episode in told:
                 continue
             told.add(episode)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
@@ -17,6 +17,7 @@ from reflex_runtime.core.batch import Done
 from reflex_runtime.core.errors import ProcessorError
 from reflex_runtime.core.events import BatchFinished, Event, RequestAnswered, RequestSettled
 from reflex_runtime.core.request import Ticket
+from reflex_runtime.observe.journal import episode_key
 from reflex_runtime.robots.rollout.breaker import Breaker, Poison
 from reflex_runtime.robots.rollout.comparison import Comparison, wilson
 from reflex_runtime.robots.rollout.ramp import Decision, GuardWatch, Ramp, RampGuard
@@ -103,34 +104,43 @@ class Rollout:
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
-    def place(self, episode_id: str | None, request_id: str, now: float) -> Placement:
+    def place(
+        self,
+        episode_id: str | None,
+        request_id: str,
+        now: float,
+        robot_id: str | None = None,
+        connection: Hashable = None,
+    ) -> Placement:
         """The slot of the request; raises `Degraded` if all are drained."""
+        episode = episode_key(robot_id, episode_id)
         if self.router is None:
             placement = self._only
-            if self.breaker.place(placement.slot, episode_id or request_id, now) is None:
+            if self.breaker.place(placement.slot, episode or request_id, now) is None:
                 raise self._degraded()
         else:
-            routing = self.router.route(episode_id, request_id, now)
+            routing = self.router.route(episode_id, request_id, now, robot_id, connection)
             if routing.degraded and not self._warned:
                 self._warned = True
                 log.warning(
-                    "policy_router.degraded_mode request_id=%s: no episode_id, so every request is routed by itself "
-                    "and robots change between policies; send a stable episode_id with every request",
+                    "policy_router.degraded_mode request_id=%s: no episode_id and no robot_id, so a request is routed "
+                    "by its connection, and robots that open one for each request change between policies; send a "
+                    "stable episode_id or robot_id with every request",
                     request_id,
                 )
-            found = self.breaker.place(routing.slot, routing.key, now)
+            found = self.breaker.place(routing.slot, routing.entry or routing.key, now)
             if found is None:
                 if routing.changed:
-                    self.router.untold(routing.key)
+                    self.router.untold(routing)
                 raise self._degraded()
             if found != routing.slot:
                 routing = self.router.move(routing, found)
-                if routing.changed and episode_id:
-                    self._on_moved((episode_id,))
+                if routing.changed and episode:
+                    self._on_moved((episode,))
             placement = Placement(found, routing, self.breaker.verdict)
-        if episode_id:
-            self._episodes.setdefault(episode_id, set()).add((placement.slot, self._policies[placement.slot]))
-            self._episodes.move_to_end(episode_id)
+        if episode:
+            self._episodes.setdefault(episode, set()).add((placement.slot, self._policies[placement.slot]))
+            self._episodes.move_to_end(episode)
             if len(self._episodes) > EPISODES:
                 self._episodes.popitem(last=False)
         return placement
@@ -145,7 +155,7 @@ class Rollout:
     def untold(self, placement: Placement) -> None:
         """The request failed: the next answer of its episode says that it moved."""
         if self.router is not None and placement.routing is not None and placement.changed:
-            self.router.untold(placement.routing.key)
+            self.router.untold(placement.routing)
 
     # -- results -------------------------------------------------------------------------------------------------------
 
@@ -175,19 +185,27 @@ class Rollout:
         if watch is not None:
             watch.add(outcome == "ok", latency)
 
-    def outcome(self, episode_id: str, success: bool) -> dict[str, Any]:
+    def outcome(self, episode_id: str, success: bool, robot_id: str | None = None) -> dict[str, Any]:
         """Report how an episode ended. The first report counts. Episodes that two policies answered, or whose policy
-        was exchanged since, count for none."""
-        by = self._episodes.get(episode_id)
+        was exchanged since, count for none. Where no robot is named, one alone may have an episode of that name."""
+        episode = episode_key(robot_id, episode_id)
+        if robot_id is None and episode not in self._episodes:
+            named = [known for known in self._episodes if known.endswith(f"\n{episode_id}")]
+            if len(named) > 1:
+                raise Conflict(f"{len(named)} robots have an episode_id {episode_id[:100]!r}: say whose by robot_id")
+            episode = named[0] if named else ""
+        by = self._episodes.get(episode)
         if by is None:
             raise NotFound(f"no request with episode_id {episode_id[:100]!r} was answered here lately")
         mixed = len({slot for slot, _ in by}) > 1
         slot, policy = next(iter(by))
         counted = len(by) == 1 and policy == self._policies[slot]
         told: dict[str, Any] = {"episode_id": episode_id, "slot": None if mixed else slot, "success": success}
-        if episode_id in self._told:  # a caller that got no answer repeats its report
+        if robot := episode.rpartition("\n")[0]:
+            told["robot_id"] = robot
+        if episode in self._told:  # a caller that got no answer repeats its report
             return told | {"counted": False, "repeated": True}
-        self._told[episode_id] = None
+        self._told[episode] = None
         if len(self._told) > EPISODES:
             self._told.popitem(last=False)
         if counted:

@@ -1,17 +1,20 @@
 """Which of two policies serves an episode: the same one from its first request to its last.
 
-Only the key decides the slot, so the choice is the same in every process and after a restart. When the split changes, a
-table keeps running episodes on their slot. A move (by a drain or a rollback) is reported in one answer.
+Only the key decides the slot, so the choice is the same in every process and after a restart. It is the episode's name,
+else the robot's, else the connection. When the split changes, a table keeps running episodes on their slot. A move (by
+a drain or a rollback) is reported in one answer.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
-from dataclasses import dataclass, replace
+from collections.abc import Hashable
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.observe.journal import episode_key
 
 BUCKETS: Final = 100
 
@@ -29,9 +32,10 @@ def bucket(key: str) -> int:
 class Routing:
     """Where one request goes.
 
-    slot: a or b. key: the hashed text. degraded: the request names no episode, so the next one may go to another slot.
-    cached: the slot came from the table of running episodes. changed: the other slot served the episode until now; the
-    answer to this request must say so, whatever its status.
+    slot: a or b. key: the hashed text. degraded: nothing says that the next request has the same key: it names no
+    episode and no robot, and is the first of its connection, or has none. cached: the slot came from the table of
+    running episodes. changed: the other slot served the episode until now; the answer to this request must say so,
+    whatever its status. entry: of the table, "" for none; robots that give one name to an episode have one each.
     """
 
     slot: str
@@ -39,6 +43,7 @@ class Routing:
     degraded: bool
     cached: bool
     changed: bool = False
+    entry: str = field(default="", compare=False)
 
 
 @dataclass(slots=True)
@@ -61,26 +66,43 @@ class Router:
         self.split = _checked(split)
         self._capacity, self._idle = episodes, idle
         self._table: OrderedDict[str, _Episode] = OrderedDict()  # longest unused first
+        self._connections: OrderedDict[str, _Episode] = OrderedDict()  # apart: they are many, and push no episode out
         self._now = 0.0
 
     def set_split(self, split: int) -> None:
         """Change it for episodes that begin from now on. ConfigError outside [0, 100]."""
         self.split = _checked(split)
 
-    def route(self, episode_id: str | None, request_id: str, now: float) -> Routing:
-        """The slot of a request. An empty episode_id names no episode, as everywhere in the runtime."""
+    def route(
+        self,
+        episode_id: str | None,
+        request_id: str,
+        now: float,
+        robot_id: str | None = None,
+        connection: Hashable = None,
+    ) -> Routing:
+        """The slot of a request. An empty episode_id names no episode, as everywhere in the runtime.
+
+        connection: that it came on, a text or (address, port).
+        """
         self._forget(now)
-        if not episode_id:
+        if key := episode_id or robot_id or "":
+            entry = episode_key(robot_id, episode_id) or f"{robot_id}\n"
+        elif connection:
+            key = ":".join(map(str, connection)) if isinstance(connection, tuple) else str(connection)
+            entry = f"\n{key}"
+        else:
             return Routing(self._slot_of(request_id), request_id, degraded=True, cached=False)
-        episode = self._table.get(episode_id)
+        table = self._table_of(entry)
+        episode = table.get(entry)
         if episode is None:
-            slot = self._slot_of(episode_id)
-            self._record(episode_id, _Episode(slot, now))
-            return Routing(slot, episode_id, degraded=False, cached=False)
+            slot = self._slot_of(key)
+            self._record(entry, _Episode(slot, now))
+            return Routing(slot, key, degraded=table is self._connections, cached=False, entry=entry)
         episode.used = now
-        self._table.move_to_end(episode_id)
+        table.move_to_end(entry)
         moved, episode.moved = episode.moved, False
-        return Routing(episode.slot, episode_id, degraded=False, cached=True, changed=moved)
+        return Routing(episode.slot, key, degraded=False, cached=True, changed=moved, entry=entry)
 
     def move(self, routing: Routing, slot: str) -> Routing:
         """Move a request to another slot, and its episode with it.
@@ -90,19 +112,19 @@ class Router:
         """
         if routing.slot == slot:
             return routing
-        if routing.degraded:
+        if not routing.entry:
             return replace(routing, slot=slot)
-        episode = self._table.get(routing.key)
+        episode = self._table_of(routing.entry).get(routing.entry)
         if episode is None:  # forgotten since it was routed
             episode = _Episode(routing.slot, self._now)
-            self._record(routing.key, episode)
+            self._record(routing.entry, episode)
         changed = routing.changed or (routing.cached and episode.slot != slot)
         episode.slot = slot
         return replace(routing, slot=slot, changed=changed)
 
-    def untold(self, key: str) -> None:
+    def untold(self, routing: Routing) -> None:
         """The answer that should report a move failed: the episode's next answer reports it."""
-        episode = self._table.get(key)
+        episode = self._table_of(routing.entry).get(routing.entry)
         if episode is not None:
             episode.moved = True
 
@@ -114,10 +136,11 @@ class Router:
         self._forget(now)
         self.split = BUCKETS if slot == "a" else 0
         moved = []
-        for key, episode in self._table.items():
-            if episode.slot != slot:
-                episode.slot, episode.moved = slot, True
-                moved.append(key)
+        for table in (self._table, self._connections):
+            for entry, episode in table.items():
+                if episode.slot != slot:
+                    episode.slot, episode.moved = slot, True
+                    moved.append(entry)
         return moved
 
     def __len__(self) -> int:
@@ -137,19 +160,20 @@ class Router:
     def _slot_of(self, key: str) -> str:
         return "a" if bucket(key) < self.split else "b"
 
-    def _record(self, key: str, episode: _Episode) -> None:
-        self._table[key] = episode
-        if len(self._table) > self._capacity:
-            self._table.popitem(last=False)
+    def _table_of(self, entry: str) -> OrderedDict[str, _Episode]:
+        return self._connections if entry.startswith("\n") else self._table
+
+    def _record(self, entry: str, episode: _Episode) -> None:
+        table = self._table_of(entry)
+        table[entry] = episode
+        if len(table) > self._capacity:
+            table.popitem(last=False)
 
     def _forget(self, now: float) -> None:
         self._now = now
-        table, since = self._table, now - self._idle
-        while table:
-            key = next(iter(table))
-            if table[key].used > since:
-                return
-            del table[key]
+        for table in (self._table, self._connections):
+            while table and table[entry := next(iter(table))].used <= now - self._idle:
+                del table[entry]
 
 
 def _checked(split: int) -> int:

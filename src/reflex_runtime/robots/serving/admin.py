@@ -68,6 +68,7 @@ class Outcome(msgspec.Struct, forbid_unknown_fields=True):
 
     success: bool
     reward: float | None = None
+    robot_id: str | None = None
 
 
 BODIES = (Split, SlotName, Load, Faults, Nothing, Outcome)
@@ -184,7 +185,9 @@ class Admin:
         episode = _episode_of(request.path.removeprefix(self._handler.prefix))
         asked = _decode(await self._body(request), Outcome)
         fields = {"reward": asked.reward} if asked.reward is not None else {}
-        told = self.served.ended(episode, asked.success, **fields)
+        if asked.robot_id is not None:
+            check_id("robot_id", asked.robot_id)
+        told = self.served.ended(episode, asked.success, asked.robot_id, **fields)
         return _told(told)
 
 

@@ -38,7 +38,7 @@ _MANY = msgspec.Meta(max_length=MAX_IMAGES)
 
 class _Common(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     instruction: Annotated[Instruction | None, _says("what to do, in words")] = None
-    episode_id: Annotated[Id, _says("what cached prefixes and held actions belong to")] = None
+    episode_id: Annotated[Id, _says("what cached prefixes and held actions belong to, with robot_id")] = None
     request_id: Annotated[Id, _says("comes back in the answer and as X-Request-Id; made when absent")] = None
     robot_id: Annotated[Id, _says("whose fair share it takes; else the episode's, else the connection's")] = None
     seed: Annotated[

@@ -137,7 +137,9 @@ class RequestHandler:
 
     async def _infer(self, pending: PendingRequest, question: Question) -> ActAnswer:
         served = pending.served = self.served
-        placement = pending.placement = served.place(question.episode_id, pending.request_id)
+        placement = pending.placement = served.place(
+            question.episode_id, pending.request_id, question.robot_id, pending.client
+        )
         version = pending.version = served.slots[placement.slot].version
         version.users += 1  # until its end, see `Admission`
         if question.instruction is None:
@@ -217,7 +219,7 @@ class RequestHandler:
         decoded = partial(self._decoded, pending, policy)
         job = job_of(policy, pending.request_id, question, pending.received, client, SHARES[priority], decoded)
         return policy.reservation(
-            job, pending.request_id, question.episode_id or "", client=client, priority=priority, time_limit=limit
+            job, pending.request_id, question.episode, client=client, priority=priority, time_limit=limit
         )
 
     def _decoded(

@@ -126,7 +126,7 @@ def observe(
         images=pictures,
         instruction=question.instruction,
         state=question.state_vector(),
-        episode_id=question.episode_id or "",
+        episode_id=question.episode,
         request_id=request_id,
         seed=question.seed,
         executed=question.executed,

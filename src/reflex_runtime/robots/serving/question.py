@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from reflex_runtime.core.request import Priority
+from reflex_runtime.observe.journal import episode_key
 from reflex_runtime.web.fields import brief, check_id, invalid, is_unicode, printable
 
 # The protocols that requests come on, as metrics and recordings name them.
@@ -47,7 +48,8 @@ class Question(msgspec.Struct, kw_only=True, gc=False):
     """What a robot asks. Checked when it is made: the 422 names the field.
 
     images: (camera, field to name in errors, picture). state: in the robot's units. episode_id: what cached prefixes
-    and held actions belong to. robot_id: whose fair share it takes; else the episode's, else the connection's. seed: of
+    and held actions belong to, with the robot. robot_id: whose fair share it takes; else the episode's, else the
+    connection's. seed: of
     the noise; else the first 8 bytes of SHA-256 of the request's id. executed: actions of the episode's last chunk that
     the robot has executed when it sees this; delay: those that it executes until the answer is there. deadline_ms: from
     when the request reached this machine. policy: the name of the one that is asked, where the request itself has it.
@@ -65,6 +67,10 @@ class Question(msgspec.Struct, kw_only=True, gc=False):
     priority: Priority = Priority.DEFAULT
     deadline_ms: float | None = None
     policy: str | None = None
+
+    @property
+    def episode(self) -> str:
+        return episode_key(self.robot_id, self.episode_id)
 
     def __post_init__(self) -> None:
         if self.episode_id is not None:

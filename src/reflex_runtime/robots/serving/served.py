@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, Protocol
 
 from reflex_runtime.core.events import BatchFinished
 from reflex_runtime.core.group import GroupConfig
-from reflex_runtime.observe.journal import WarmUpLine
+from reflex_runtime.observe.journal import WarmUpLine, episode_key
 from reflex_runtime.observe.journal_writer import warmed
 from reflex_runtime.observe.metrics import Metrics
 from reflex_runtime.robots import Policy, PolicySource, PolicySpec
@@ -178,21 +178,25 @@ class ServedPolicy:
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
-    def place(self, episode_id: str | None, request_id: str) -> Placement:
+    def place(
+        self, episode_id: str | None, request_id: str, robot_id: str | None = None, connection: Hashable = None
+    ) -> Placement:
         """Which slot answers the request. Raises when none may, because of its crashes or the latency objective."""
         if self.slo is not None and not self.slo.admits():
             raise SloViolated("the latency objective is violated", retry_after=1.0, value_ms=self.slo.value_ms)
-        return self.rollout.place(episode_id, request_id, time.monotonic())
+        return self.rollout.place(episode_id, request_id, time.monotonic(), robot_id, connection)
 
-    def ended(self, episode_id: str, success: bool, **fields: object) -> dict[str, Any]:
+    def ended(
+        self, episode_id: str, success: bool, robot_id: str | None = None, **fields: object
+    ) -> dict[str, Any]:
         """An episode has ended: count it, forget what it carried on, and write it into every journal. Returns what came
-        of it; 404 for one that is not known."""
-        told = self.rollout.outcome(episode_id, success)
+        of it; 404 for one that is not known, 409 where it may be one of several robots'."""
+        told = self.rollout.outcome(episode_id, success, robot_id)
         if told["counted"]:
             self._server.metrics.ended(self.group(told["slot"]), success)
         if not told["repeated"]:
             for slot in self.slots.values():
-                slot.policy.forget(episode_id)
+                slot.policy.forget(episode_key(told.get("robot_id"), episode_id))
             self.note("outcome", **told, **fields)
         return told
 

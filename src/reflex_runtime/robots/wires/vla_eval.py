@@ -160,12 +160,12 @@ class MessageSession(ABC):
     def _pending(self, message: SocketMessage) -> PendingRequest:
         return PendingRequest(self._wire, message.id, self.robot, message.started, self.socket)
 
-    def report(self, episode: str, result: dict[str, Any]) -> None:
-        """Count the success of an ended episode, if the result reports it and the policy answered in that episode."""
+    def report(self, episode: str, result: dict[str, Any], robot: str) -> None:
+        """Count the success of a robot's ended episode, if the result reports it and the policy answered in it."""
         success = _success_in(result)
         if success is not None and self.socket.may_change:
             with suppress(NotFound):
-                self.handler.served.ended(episode, success)
+                self.handler.served.ended(episode, success, robot)
 
 
 def _success_in(result: dict[str, Any]) -> bool | None:
@@ -197,6 +197,7 @@ class VlaEvalSession(MessageSession):
     def __init__(self, handler: RequestHandler, socket: WebSocket) -> None:
         super().__init__(VLA_EVAL, handler, socket)
         self._own = self._episode = self.said.episode_id or f"ws-{socket.id}"
+        self._asked_as = self.robot  # by the last observation
         self._episodes = 0
         self._left: deque[Any] = deque()  # actions
         self._executed: int | None = None  # actions of the episode's last chunk
@@ -221,7 +222,7 @@ class VlaEvalSession(MessageSession):
         if sent.type == "episode_start":
             self._begin(sent.payload)
         elif sent.type == "episode_end":
-            self.report(self._episode, sent.payload)
+            self.report(self._episode, sent.payload, self._asked_as)
         return None
 
     def hello(self) -> bytes:
@@ -273,7 +274,7 @@ class VlaEvalSession(MessageSession):
         limits = limits_in(observation)
         if limits.executed is None:
             limits.executed = self._executed
-        episode = limits.episode_id or self._episode
+        episode, self._asked_as = limits.episode_id or self._episode, limits.robot_id or self.robot
         return question_of(self.readings.now.read(observation), limits, self.said, self.robot, episode)
 
     def _action(self) -> bytes:
