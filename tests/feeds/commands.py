@@ -85,6 +85,9 @@ class NoStop:
     def process(self, entries):
         return entries
 
+class NoProcess:
+    id = "noprocess"
+
 class NoName(NoStop):
     id = None
 

@@ -77,7 +77,7 @@ def test_f14_what_cannot_be_done_is_refused_in_one_line(
         ("raises_at_import:X", "cannot be imported: RuntimeError: first second (raises_at_import.py, line 2)"),
         ("exits_at_import:X", "cannot be imported: SystemExit: 7 (exits_at_import.py, line 1)"),
         ("mine:Missing", "mine has no Missing"),
-        ("mine:NoStop", "NoStop has no method on_stop()"),
+        ("mine:NoProcess", "NoProcess has no method process()"),
         ("mine:NoName", "NoName has no id"),
         ("mine:SECONDS", "float has no id"),
         ("mine:Needs", "cannot be made: TypeError: Needs.__init__() missing 1 required positional argument: 'path'"),
@@ -223,8 +223,8 @@ def test_f14_a_full_disk_is_said_and_exit_status_1(flag: str, says: str, tmp_pat
 def test_f14_a_damaged_file_is_said_and_exit_status_1(tmp_path: Path) -> None:
     damaged = broken(tmp_path / "a.mp4", range(20, 25))
     feeds = ran(f"a={damaged}", f"b={clip(5)}", "--processor", "mine:Sizes", cwd=scratch(tmp_path), status=1)
-    assert feeds.log[-1].endswith("ERROR a: the file is damaged: 5 packets could not be decoded")
-    assert any(line.startswith("a ") and line.endswith(" 5 packets could not be decoded") for line in feeds.log)
+    assert feeds.log[-1].endswith("ERROR a: the file is damaged: 5 pictures missing or broken")
+    assert any(line.startswith("a ") and line.endswith(" 5 pictures missing or broken") for line in feeds.log)
     assert figures(feeds, "a") == {"frames": 25, "answered": 25}
     assert figures(feeds, "b")["answered"] == 5
 

@@ -126,10 +126,11 @@ def test_f14_without_a_terminal_a_feed_is_a_line_and_many_are_one() -> None:
     assert line_of(CAMERA) == said
     assert line_of(replace(FILE, age=None)) == "yard: 25 % 0:30, 100/400 answered, 10.0/s"
     torn = replace(CAMERA, corrupt=3)
-    assert line_of(torn) == said + ", 3 packets could not be decoded"
-    assert line_of_all([torn, torn]).endswith("12 stale, 6 packets could not be decoded")
-    assert line_of(replace(CAMERA, drops={}, corrupt=1)).endswith("66 ms old, 1 packet could not be decoded")
-    assert shown(summary(snapshot(torn)), 120)[1].endswith("13 overrun, 6 stale, 3 packets could not be decoded")
+    assert line_of(torn) == said + ", 3 pictures missing or broken"
+    assert line_of_all([torn, torn]).endswith("12 stale, 6 pictures missing or broken")
+    one = line_of(replace(CAMERA, drops={}, corrupt=1))
+    assert one.endswith("66 ms old, 1 picture missing or broken")
+    assert shown(summary(snapshot(torn)), 120)[1].endswith("13 overrun, 6 stale, 3 pictures missing or broken")
     feeds = [replace(CAMERA, name=str(k)) for k in range(9)] + [replace(CAMERA, name="x", state="failed")]
     together = "10 feeds: 9 running, 1 failed; 1000 answered, 123.4/s, dropped: 130 overrun, 60 stale"
     assert line_of_all(feeds) == together

@@ -63,6 +63,65 @@ def test_f14_each_picture_of_a_directory_comes_once_by_name(pictures: Path) -> N
     assert len(read_all(source)) == 3, "opened again, it starts over"
 
 
+def test_names_are_in_natural_order(tmp_path: Path) -> None:
+    names = ["a2.png", "a10.png", "a010.png", "b.png", "a.png", "10.png", "9.png", "a2b1.png"]
+    for name in names:
+        save(tmp_path / name, 1)
+    order = ["9.png", "10.png", "a2.png", "a2b1.png", "a010.png", "a10.png", "a.png", "b.png"]
+    assert [picture.file for picture in read_all(PictureFolder(tmp_path))] == order
+
+
+RAMP = np.linspace(0, 1, 64 * 48).reshape(48, 64)
+SIXTEEN = (RAMP * 0xFFFF).astype(np.uint16)
+EIGHT = (RAMP * 0xFF).astype(np.uint8)
+
+
+def cmyk() -> Image.Image:
+    return Image.fromarray(np.dstack([255 - EIGHT] * 3 + [EIGHT * 0]), "CMYK")
+
+
+@pytest.mark.parametrize(
+    ("name", "made"),
+    [
+        ("16.png", lambda: Image.fromarray(SIXTEEN)),
+        ("16.tif", lambda: Image.fromarray(SIXTEEN)),
+        ("32.tif", lambda: Image.fromarray(SIXTEEN.astype(np.int32))),
+        ("float.tif", lambda: Image.fromarray(RAMP.astype(np.float32))),
+        ("8.png", lambda: Image.fromarray(EIGHT)),
+        ("alpha.png", lambda: Image.fromarray(np.dstack([EIGHT] * 3 + [EIGHT * 0]), "RGBA")),
+        ("grey-alpha.png", lambda: Image.fromarray(np.dstack([EIGHT, EIGHT]), "LA")),
+        ("palette.png", lambda: Image.fromarray(EIGHT).convert("P")),
+        ("cmyk.tif", cmyk),
+        ("cmyk.jpg", cmyk),
+    ],
+)
+def test_a_ramp_from_black_to_white_is_one_in_every_form(tmp_path: Path, name: str, made: Any) -> None:
+    made().save(tmp_path / name, **({"quality": 100} if name.endswith("jpg") else {}))
+    ((image, _),) = read_all(PictureFolder(tmp_path))
+    assert image.shape == (48, 64, 3)
+    assert np.abs(image.astype(int) - EIGHT[..., None]).max() <= 3
+
+
+@pytest.mark.parametrize(
+    "levels", [SIXTEEN.astype(np.int32) * 2, SIXTEEN.astype(np.int32) - 1, RAMP.astype(np.float32) * 255, RAMP * np.nan]
+)
+def test_levels_that_mean_nothing_are_refused_and_counted(tmp_path: Path, levels: Any) -> None:
+    Image.fromarray(levels.astype(np.float32) if levels.dtype == np.float64 else levels).save(tmp_path / "a.tif")
+    source = PictureFolder(tmp_path)
+    assert read_all(source) == []
+    assert source.corrupt == 1
+
+
+def test_that_fps_has_no_effect_where_there_are_no_times_is_said(
+    pictures: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = Made(PictureFolder(pictures), fps=2.0).run()
+    assert made.sink.sequences == [0, 1, 2]
+    assert [record.message for record in caplog.records if "fps" in record.message] == [
+        "cam: fps has no effect: its pictures have neither times nor a rate; use every"
+    ]
+
+
 def test_an_orientation_in_the_picture_is_applied(tmp_path: Path) -> None:
     exif = Image.Exif()
     exif[0x0112] = 6  # the camera was turned

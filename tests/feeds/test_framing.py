@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from math import inf, nan
 from typing import Any
 
 import numpy as np
@@ -13,12 +14,12 @@ from feeds.test_feed import Made
 from reflex_runtime.core.errors import ConfigError, ProcessorError
 from reflex_runtime.feeds.runtime import pipeline
 from reflex_runtime.feeds.runtime.health import FeedFrozen, FeedStageError
-from reflex_runtime.feeds.runtime.pipeline import Pipeline, Region, Taking, turned
+from reflex_runtime.feeds.runtime.pipeline import Pipeline, Region, SourceClock, Taking, turned
 
 
-def taken(taking: Taking, times: Iterable[float | None], now: float = 0.0) -> list[int]:
+def taken(taking: Taking, times: Iterable[float | None]) -> list[int]:
     """The numbers of the pictures that are taken."""
-    return [number for number, time in enumerate(times) if taking.takes(time, now)]
+    return [number for number, time in enumerate(times) if taking.takes(time)]
 
 
 def test_one_of_every_so_many_is_taken() -> None:
@@ -41,13 +42,53 @@ def test_every_comes_before_the_rate() -> None:
     assert taken(Taking(every=2, fps=5), [k / 25 for k in range(25)]) == [0, 4, 10, 14, 20, 24]
 
 
-def test_time_that_jumps_begins_anew_and_does_not_stop_a_feed() -> None:
-    assert taken(Taking(fps=1), [0.0, 0.5, 1e12, 0.2, 0.3, 1.2]) == [0, 2, 3, 5], "back from a wrong time, too"
+@pytest.mark.parametrize(
+    ("kind", "times", "expected"),
+    [
+        ("as they are", [5.0, 5.1, 5.2, 5.3], [5.0, 5.1, 5.2, 5.3]),
+        ("far apart in a file", [0.0, 60.0, 120.0], [0.0, 60.0, 120.0]),
+        ("missing", [None, None, None], [0.0, 0.2, 0.4]),
+        ("missing later", [1.0, None, None, 1.6], [1.0, 1.2, 1.4, 1.6]),
+        ("standing still", [1.0, 1.0, 1.0, 1.1], [1.0, 1.2, 1.4, 1.5]),
+        ("no numbers", [1.0, nan, inf, 1.6], [1.0, 1.2, 1.4, 1.6]),
+        ("going back", [1.0, 0.8, 0.9], [1.0, 1.2, 1.3]),
+        ("beginning anew", [9.8, 10.0, 0.0, 0.2], [9.8, 10.0, 10.2, 10.4]),
+        ("a leap", [1.0, 95_443.0, 95_443.2], [1.0, 1.2, 1.4]),
+        ("a leap and back", [1.0, 1e12, 1.4, 1.6], [1.0, 1.2, 1.4, 1.6]),
+    ],
+)
+def test_the_times_of_a_file_never_go_back_and_follow_its_rate_where_they_mean_nothing(
+    kind: str, times: list[float | None], expected: list[float]
+) -> None:
+    """The machine's clock has no part in it: a file is read as fast as it can be."""
+    for arrivals in ([7.0] * 9, [7.0 + 100.0 * k for k in range(9)]):
+        clock = SourceClock(live=False)
+        assert [clock.time(pts, at, 0.2) for pts, at in zip(times, arrivals, strict=False)] == pytest.approx(expected)
 
 
-def test_without_a_time_in_the_stream_the_clock_counts() -> None:
-    taking = Taking(fps=1)
-    assert [taking.takes(None, now) for now in (10.0, 10.5, 11.0)] == [True, False, True]
+@pytest.mark.parametrize(
+    ("kind", "times", "expected"),
+    [
+        ("as they are", [5.0, 5.1, 5.2, 5.3], [5.0, 5.1, 5.2, 5.3]),
+        ("missing", [None, None, None], [0.0, 0.3, 0.6]),
+        ("standing still", [1.0, 1.0, 1.0, 1.1], [1.0, 1.3, 1.6, 1.7]),
+        ("going back", [1.0, 0.8, 0.9], [1.0, 1.3, 1.4]),
+        ("beginning anew", [9.8, 10.0, 0.0, 0.2], [9.8, 10.0, 10.3, 10.5]),
+        ("a leap", [1.0, 7.0, 7.2], [1.0, 1.3, 1.5]),
+    ],
+)
+def test_the_times_of_a_camera_never_go_back_and_follow_the_arrivals_where_they_mean_nothing(
+    kind: str, times: list[float | None], expected: list[float]
+) -> None:
+    for step in (None, 0.04):  # what FFmpeg takes for its rate has no part in it
+        clock = SourceClock(live=True)
+        found = [clock.time(pts, 7.0 + 0.3 * k, step) for k, pts in enumerate(times)]
+        assert found == pytest.approx(expected)
+
+
+def test_a_file_without_times_and_rate_has_none() -> None:
+    clock = SourceClock(live=False)
+    assert [clock.time(None, at, None) for at in (1.0, 2.0)] == [None, None]
 
 
 @pytest.mark.parametrize("degrees", [0, 90, 180, 270])

@@ -152,6 +152,28 @@ def test_f14_user_and_password_may_stand_beside_the_address_and_the_will_is_hear
     assert "s3cr" not in json.dumps(status) + metrics + str(feeds)
 
 
+@needs_mosquitto
+def test_one_that_leaves_does_not_leave_offline_behind_where_another_publishes(broker: Broker) -> None:
+    """As in a rolling restart: both are there for a while, and the old one ends."""
+    url = f"mqtt://{USER[0]}:{USER[1]}@127.0.0.1:{broker.port}/rolling"
+    with Subscriber(broker.port, "rolling", USER) as told:
+        new = MqttPublisher(mqtt_address(url))
+        new.start()
+        assert told.get()[1] == "online"
+        old = MqttPublisher(mqtt_address(url))
+        old.start()
+        assert told.get()[1] == "online"
+        old.signal(PATIENCE)
+        assert old.join()
+        told.until("rolling/status", "offline")
+        assert told.get()[:2] == ("rolling/status", "online")
+        new.signal(PATIENCE)
+        assert new.join()
+        told.until("rolling/status", "offline")
+    with Subscriber(broker.port, "rolling", USER) as later:
+        assert later.get()[:2] == ("rolling/status", "offline")
+
+
 def published(url: str, count: int = 3) -> MqttPublisher:
     """So many results given at once, then the end."""
     output = MqttPublisher(mqtt_address(url))

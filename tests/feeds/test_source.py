@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import gc
+import io
+import struct
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from fractions import Fraction
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +21,10 @@ import pytest
 from PIL import Image
 
 from feeds.chaos import ChaosSource
+from feeds.test_feed import Made
 from feeds.videos import SIZE, clip, encoded, number_of, picture, write_video
 from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.feeds.runtime import pipeline
 from reflex_runtime.feeds.runtime.pipeline import Source, SourceError
 from reflex_runtime.feeds.settings import source_of_spec, specs_of
 from reflex_runtime.feeds.sources import DRAWN, source_of, video
@@ -75,7 +81,11 @@ def test_a_program_can_add_a_source_that_draws(monkeypatch: pytest.MonkeyPatch) 
     ("text", "options", "says"),
     [
         ("", {}, "source=''"),
-        ("ftp://u:secret@host/x", {}, "source='ftp://host/x': must be a path, a device /dev/video*, or start with rtsp://"),
+        (
+            "ftp://u:secret@host/x",
+            {},
+            "source='ftp://host/x': must be a path, a device /dev/video*, or start with rtsp://",
+        ),
         ("rtsp://u:secret@host/x", {"realtime": True}, "realtime=True: must be False for rtsp://host/x"),
         ("rtsp://host/x", {"loop": True}, "loop=True: must be False"),
         ("chaos:", {"loop": True}, "loop=True: must be False for chaos:"),
@@ -160,6 +170,140 @@ def test_the_resolution_may_change_and_the_pts_be_missing(tmp_path: Path) -> Non
     assert [image.shape[:2] for image, _ in read] == [(48, 160)] * 6 + [(64, 96)] * 7
     assert {pts for _, pts in read} == {None}
     assert source.total is None
+
+
+def test_the_times_of_a_stream_without_times_are_not_taken_from_ffmpeg() -> None:
+    """JPEG pictures over HTTP have none: FFmpeg gives them 25 a second, whatever the camera does."""
+    jpegs = []
+    for number in range(6):
+        out = io.BytesIO()
+        Image.fromarray(picture(number)).save(out, "JPEG", quality=95)
+        jpegs.append(out.getvalue())
+
+    class Camera(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.send_header("Content-Type", "multipart/x-mixed-replace; boundary=B")
+            self.end_headers()
+            for jpeg in [*jpegs, jpegs[-1]]:  # a picture ends where the next one begins
+                head = b"--B\r\nContent-Type: image/jpeg\r\nContent-Length: %d\r\n\r\n" % len(jpeg)
+                self.wfile.write(head + jpeg + b"\r\n")
+
+        def log_message(self, *_: object) -> None:
+            return
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Camera) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        source = VideoSource(f"http://127.0.0.1:{server.server_address[1]}/video")
+        source.open()
+        read = [source.read() for _ in range(6)]
+        source.close()
+        server.shutdown()
+    assert numbers(read) == list(range(6))  # type: ignore[arg-type]
+    assert {one[1] for one in read if one is not None} == {None}
+
+
+def test_a_file_without_times_is_read_by_its_rate(tmp_path: Path) -> None:
+    path = tmp_path / "raw.h264"
+    path.write_bytes(encoded([picture(number) for number in range(150)]))
+    made = Made(VideoSource(path), fps=5.0).run()
+    assert 29 <= len(made.sink.results) <= 31
+    assert [result.frame.pts for result in made.sink.results][:3] == pytest.approx([0.0, 0.2, 0.4], abs=0.05)
+
+
+def turned_in(path: Path, degrees: int, ending: str = "mp4") -> Path:
+    """The thirty pictures' file, to be shown turned by so many degrees clockwise: the matrix in its `tkhd`."""
+    data = bytearray(clip(30).read_bytes())
+    at = data.index(b"tkhd") + 4 + 40  # version 0: flags, times, track, duration, layers and volume are before it
+    cos, sin = {90: (0, 1), 180: (-1, 0), 270: (0, -1)}[degrees]
+    one, w = 1 << 16, 1 << 30
+    data[at : at + 36] = struct.pack(">9i", cos * one, sin * one, 0, -sin * one, cos * one, 0, 0, 0, w)
+    path.write_bytes(data)
+    return path
+
+
+@pytest.mark.parametrize("degrees", [90, 180, 270])
+def test_pictures_are_turned_as_the_file_says(tmp_path: Path, degrees: int) -> None:
+    (image, _), *_ = read_all(VideoSource(turned_in(tmp_path / "a.mp4", degrees)))
+    lying = pipeline.turned(read_all(VideoSource(clip(30)))[0][0], degrees)
+    assert (image == lying).all()
+
+
+def test_a_size_is_that_of_the_turned_picture(tmp_path: Path) -> None:
+    (image, _), *_ = read_all(VideoSource(turned_in(tmp_path / "a.mp4", 90), size=(24, 80)))
+    assert image.shape == (80, 24, 3)
+
+
+@pytest.mark.parametrize(("aspect", "width"), [(Fraction(2), 320), (Fraction(1, 2), 80), (Fraction(1), 160)])
+def test_pixels_become_square(tmp_path: Path, aspect: Fraction, width: int) -> None:
+    path = tmp_path / "a.mp4"
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("libx264", rate=25)
+        stream.width, stream.height, stream.pix_fmt = *SIZE, "yuv420p"
+        stream.codec_context.sample_aspect_ratio = aspect
+        for number in (0, 5):
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(picture(number), format="rgb24")))
+        container.mux(stream.encode(None))
+    read = read_all(VideoSource(path))
+    assert [image.shape for image, _ in read] == [(SIZE[1], width, 3)] * 2
+    assert numbers(read) == [0, 5]
+
+
+def test_pictures_that_are_too_wide_as_they_are_shown_are_refused(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(video, "MAX_SIDE", 200)
+    source = VideoSource(clip(30))
+    source.open()
+    source._aspect = 2.0
+    with pytest.raises(SourceError, match="320x48"):
+        source.read()
+    source.close()
+
+
+def packets_of(path: Path, of: Path, keep: Callable[[int], bool]) -> Path:
+    """The packets of a video whose number is kept, as they are."""
+    with av.open(str(of)) as source, av.open(str(path), "w") as container:
+        video_of = source.streams.video[0]
+        stream = container.add_stream_from_template(video_of)
+        for number, packet in enumerate(source.demux(video_of)):
+            if packet.size and keep(number):
+                packet.stream = stream
+                container.mux(packet)
+    return path
+
+
+HEVC = {"x265-params": "log-level=none:keyint=10:min-keyint=10:scenecut=0:bframes=0"}
+KINDS = [("libx264", {"g": "10", "bf": "0"}), ("libx265", HEVC)]
+
+
+@pytest.mark.parametrize(("codec", "options"), KINDS)
+@pytest.mark.parametrize("ending", ["mp4", "mkv"])
+@pytest.mark.parametrize(
+    ("kind", "lost"), [("none", range(0)), ("a lost packet", [12]), ("begins between key frames", range(3))]
+)
+def test_what_a_file_held_and_what_it_gave_is_counted(
+    tmp_path: Path, codec: str, options: dict[str, str], ending: str, kind: str, lost: Sequence[int]
+) -> None:
+    """A decoder may give nothing, without a word, until the next key frame."""
+    made = write_video(tmp_path / f"a.{ending}", map(picture, range(30)), 25, codec, options)
+    source = VideoSource(packets_of(tmp_path / f"b.{ending}", made, lambda number: number not in lost))
+    read = read_all(source)
+    given = [number for number in numbers(read) if number not in lost]
+    assert len(read) + source.corrupt >= 30 - len(lost)
+    assert (source.corrupt == 0) == (len(given) == 30 - len(lost))
+    if not lost:
+        assert source.corrupt == 0
+
+
+def test_a_file_that_lost_its_end_says_so(tmp_path: Path) -> None:
+    path = tmp_path / "a.mkv"
+    path.write_bytes(write_video(tmp_path / "whole.mkv", map(picture, range(100)), 25).read_bytes())
+    whole = VideoSource(path)
+    assert (len(read_all(whole)), whole.corrupt) == (100, 0)
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    cut = VideoSource(path)
+    read = read_all(cut)
+    assert len(read) < 75
+    assert len(read) + cut.corrupt == pytest.approx(100, abs=2)
 
 
 def test_decoding_starts_no_thread() -> None:

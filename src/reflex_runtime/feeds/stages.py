@@ -18,7 +18,7 @@ from PIL import Image
 
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.feeds.runtime.health import told
-from reflex_runtime.feeds.runtime.pipeline import After, Frame, Result
+from reflex_runtime.feeds.runtime.pipeline import UNTIMED_S, After, Result
 from reflex_runtime.settings import FeedsConfig
 from reflex_runtime.settings.declare import one_line
 
@@ -169,10 +169,6 @@ def has_boxes(result: Result) -> bool:
     return isinstance(result.value, Mapping) and result.value.get("boxes") is not None
 
 
-LEAP_S: Final = 5.0  # a longer step of the stream's time is a jump, and the time of the capture is taken
-LEAST_S: Final = 1e-3  # between two frames
-
-
 class TrackStage:
     """Adds `tracker_ids` to each result: for each box the number of its track, None while it has none.
 
@@ -188,9 +184,9 @@ class TrackStage:
         self._tracker = tracker(track_activation_threshold=score, high_conf_det_threshold=score)
         self._detections = supervision().Detections
         self._time = 0.0
-        self._before: tuple[float | None, float] | None = None  # times of the frame before
 
     def __call__(self, result: Result) -> Result:
+        self._time = self._time + UNTIMED_S if result.frame.pts is None else result.frame.pts
         if not has_boxes(result):
             return result
         found = to_arrays(result, masks=False)
@@ -198,23 +194,11 @@ class TrackStage:
         detections = self._detections(
             xyxy=found.boxes[fine], confidence=found.scores[fine], data={"row": np.arange(len(found))[fine]}
         )
-        tracked = self._tracker.update(detections, timestamp=self._next_time(result.frame))
+        tracked = self._tracker.update(detections, timestamp=self._time)
         ids: list[int | None] = [None] * len(found)
         for row, number in zip(tracked.data.get("row", ()), tracked.tracker_id, strict=True):
             ids[row] = None if number == NO_TRACK else int(number)
         return replace(result, value={**result.value, "tracker_ids": ids})
-
-    def _next_time(self, frame: Frame) -> float:
-        """Seconds that never go back: those of the stream; where these stand still, go back or leap, those between the
-        captures."""
-        before, self._before = self._before, (frame.pts, frame.captured)
-        if before is not None:
-            pts, captured = before
-            step = None if frame.pts is None or pts is None else frame.pts - pts
-            if step is None or not 0.0 < step <= LEAP_S:
-                step = frame.captured - captured
-            self._time += max(LEAST_S, step)
-        return self._time
 
 
 def _trackers() -> Any:

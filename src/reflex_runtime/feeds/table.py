@@ -164,9 +164,9 @@ def drops(feed: FeedSnapshot) -> str:
     return ", ".join(filter(None, (_drops(feed.drops), undecoded(feed.corrupt))))
 
 
-def undecoded(packets: int) -> str:
-    """3 packets could not be decoded; nothing for none."""
-    return f"{packets} packet{'s'[: packets != 1]} could not be decoded" if packets else ""
+def undecoded(pictures: int) -> str:
+    """3 pictures missing or broken; nothing for none."""
+    return f"{pictures} picture{'s'[: pictures != 1]} missing or broken" if pictures else ""
 
 
 def seconds(value: float | None) -> str:

@@ -19,7 +19,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.feeds.outputs.json_lines import SinkError
-from reflex_runtime.feeds.runtime.pipeline import Result
+from reflex_runtime.feeds.runtime.pipeline import UNTIMED_S, Result
 from reflex_runtime.feeds.stages import cells_of
 from reflex_runtime.observe import files
 
@@ -240,12 +240,12 @@ class AnnotatedVideo:
     (made even) all pictures get; what is there is kept as PATH.1, and only the owner may read it. An .mp4 is written in
     fragments of `FRAGMENT_S`, so that a killed process leaves all but the last one, as it does of an .mkv.
     caption: whether feed, number and latency are written into the corner.
-    Times are those of the stream; where they stand still, go back or leap more than `LEAP_S`, the usual step is taken.
+    Times are those of the source; what took longer than `LONGEST_S` is shown for so long.
     Raises ConfigError if PyAV is missing.
     """
 
     shared = False  # of one feed only
-    LEAP_S = 5.0
+    LONGEST_S = 5.0
     FRAGMENT_S = 1.0
     TICKS = 60_000  # a second: a whole number of them at every usual rate, and not more than MPEG-4 counts
 
@@ -259,7 +259,6 @@ class AnnotatedVideo:
         self._size = (0, 0)
         self._over = False
         self._pts: float | None = None
-        self._step = 1 / 25
         self._tick = -1
         self._time = 0.0
 
@@ -333,10 +332,7 @@ class AnnotatedVideo:
         """When a picture is shown, in ticks from the first; later than the one before it."""
         before, self._pts = self._pts, pts
         if self._tick >= 0:
-            step = None if pts is None or before is None else pts - before
-            if step is not None and 0.0 < step <= self.LEAP_S:
-                self._step = step
-            self._time += self._step
+            self._time += UNTIMED_S if pts is None or before is None else min(pts - before, self.LONGEST_S)
         self._tick = max(self._tick + 1, round(self._time * self.TICKS))
         return self._tick
 

@@ -1,7 +1,8 @@
 """Results to an MQTT broker, one message each.
 
     TOPIC/feeds/NAME   a feed's results, each the line that --results writes; for NAME see `path_name`
-    TOPIC/status       online or offline, retained; the broker itself says offline when this process is gone
+    TOPIC/status       online or offline, retained; the broker itself says offline when this process is gone. Another
+                       one on the same topic, as in a rolling restart, then says online again
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ class MqttPublisher(ResultOutput):
         self._connected = self._refused = False  # refused: by the broker, at the last try
         self._on_way: set[int] = set()  # message numbers
         self._early: set[int] = set()  # acknowledged before `publish` told their number
-        self._status = -1  # the number of the status message
+        self._statuses: set[int] = set()  # the numbers of status messages that are on their way
+        self._leaving = False
         self._client = self._made(address)
 
     def _made(self, address: ReceiverAddress) -> Any:
@@ -58,6 +60,7 @@ class MqttPublisher(ResultOutput):
         client.connect_timeout = CONNECT_S
         client.on_connect, client.on_connect_fail = self._on_connect, self._on_connect_fail
         client.on_disconnect, client.on_publish = self._on_disconnect, self._on_publish
+        client.on_message = self._on_status
         client.connect_async(address.host, address.port, KEEPALIVE_S)
         return client
 
@@ -99,6 +102,7 @@ class MqttPublisher(ResultOutput):
 
     def _leave(self) -> None:
         """Say goodbye, if there is somebody to hear it, in a bounded time."""
+        self._leaving = True
         if self._connected and not self._on_way:  # a broker that takes nothing would not take this
             self._client.publish(f"{self._topic}/status", "offline", qos=1, retain=True).wait_for_publish(FAREWELL_S)
         self._client.disconnect()
@@ -113,7 +117,8 @@ class MqttPublisher(ResultOutput):
         if self._refused:
             self._unwell(f"the broker refuses the connection: {reason}")
             return
-        self._status = client.publish(f"{self._topic}/status", "online", qos=1, retain=True).mid
+        client.subscribe(f"{self._topic}/status", qos=1)
+        self._say_online()
         with self.box.news:
             if self._qos == 0 and self._on_way:  # the client forgets these
                 self.box.drop("lost", len(self._on_way))
@@ -122,6 +127,14 @@ class MqttPublisher(ResultOutput):
             self._connected = True
             self._well()
             self.box.news.notify_all()
+
+    def _on_status(self, _: Any, __: Any, message: Any) -> None:
+        """Somebody on the same topic has left, or was cut off, while this one is here."""
+        if message.payload == b"offline" and not self._leaving:
+            self._say_online()
+
+    def _say_online(self) -> None:
+        self._statuses.add(self._client.publish(f"{self._topic}/status", "online", qos=1, retain=True).mid)
 
     def _on_connect_fail(self, _: Any, __: Any) -> None:
         self._lost("nothing answers there as an MQTT broker")
@@ -142,7 +155,9 @@ class MqttPublisher(ResultOutput):
             if number in self._on_way:
                 self._on_way.discard(number)
                 self.box.sent()
-            elif number != self._status:
+            elif number in self._statuses:
+                self._statuses.discard(number)
+            else:
                 self._early.add(number)
 
 

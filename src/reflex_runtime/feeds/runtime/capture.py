@@ -13,7 +13,7 @@ from typing import Any
 
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.feeds.runtime.health import FeedConnected, FeedDisconnected, HealthEvent
-from reflex_runtime.feeds.runtime.pipeline import Frame, Picture, Source, SourceError, Taking, turned
+from reflex_runtime.feeds.runtime.pipeline import Frame, Picture, Source, SourceClock, SourceError, Taking, turned
 from reflex_runtime.feeds.runtime.snapshot import Ledger
 from reflex_runtime.pacing import doubled
 from reflex_runtime.run.device import Clock
@@ -162,6 +162,7 @@ class Capture:
         restarts = feed.config.restarts
         self._most = restarts if restarts is not None else (inf if feed.live else 0)
         self._taking = Taking(feed.config.every, feed.config.fps)
+        self._clock = SourceClock(feed.live)
         self._backoff = Backoff(chance)
         self.state = "connecting"
         self.restarts = 0
@@ -209,10 +210,13 @@ class Capture:
 
     def _take(self, picture: Picture, now: float) -> None:
         """Number a picture, and put it into the queue if it is taken."""
-        (image, pts), ledger = picture, self._feed.ledger
+        (image, pts), feed, ledger = picture, self._feed, self._feed.ledger
         self.latest = now
         self._backoff.reset()
-        if not self._taking.takes(pts, now):
+        pts = self._clock.time(pts, now, getattr(self._source, "step", None))
+        if pts is None and feed.config.fps and ledger.read_so_far == 0:
+            log.warning("%s: fps has no effect: its pictures have neither times nor a rate; use every", feed.name)
+        if not self._taking.takes(pts):
             ledger.passed_over()
             return
         image, file = turned(image, self._feed.config.rotate), getattr(picture, "file", "")

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from math import inf
+from math import inf, isfinite
 from typing import Any, Final, Protocol
 
 import numpy as np
@@ -27,7 +27,7 @@ class Frame:
 
     image: RGB, uint8 [height, width, 3]. Its size may differ from that of the frame before it.
     sequence: counts the feed's frames from 0; a reconnect goes on counting and repeats no number.
-    pts: seconds in the stream's own time, None when it gave none. It may jump, and after a reconnect it may start over.
+    pts: seconds of the source that never go back (see `SourceClock`); None for a file without times and rate.
     captured: when the picture was read, in seconds of the monotonic clock. Ages and latencies count from here.
     file: its name in a directory of pictures.
     prepared: what the processor's `prepare` made of the image, if that was done when it was read.
@@ -46,6 +46,7 @@ class Frame:
         return self.image.shape[1], self.image.shape[0]
 
 
+UNTIMED_S: Final = 0.04  # between two pictures without times, for tracks and videos
 Picture = tuple[NDArray[np.uint8], float | None]  # RGB [height, width, 3] and its pts in seconds
 
 
@@ -71,6 +72,9 @@ class Source(Protocol):
     name: for people; holds no credentials.
     live: it does not wait for the reader, so the newest picture wins. False: it waits, and no picture is lost.
     total: pictures expected in all, None when not known. Final once `open` has returned.
+
+    It may have `step`, the seconds between two pictures of a file by its own rate, and `corrupt`, how many pictures of
+    what was read could not be decoded.
     """
 
     name: str
@@ -102,18 +106,53 @@ LARGEST: Final = 1_000_000  # pixels
 Image = NDArray[np.uint8]  # [height, width, 3]
 
 
+class SourceClock:
+    """The time of a source: seconds that never go back, whatever its stream says.
+
+    Times of the stream count as long as they go forward without a leap. Where they are missing, stand still, go back or
+    leap, the next picture of a camera comes as much later as it arrived later, and that of a file by its rate.
+    """
+
+    LEAP_S: Final = {True: 5.0, False: 600.0}  # of a camera, of a file: its pictures may be far apart
+    LEAST_S: Final = 1e-3  # between two pictures
+
+    def __init__(self, live: bool) -> None:
+        self._live, self._offset = live, 0.0
+        self._before: tuple[float | None, float] | None = None  # time in the stream and arrival of the picture before
+        self._time: float | None = None
+
+    def time(self, pts: float | None, arrived: float, step: float | None) -> float | None:
+        """That of the next picture; None for a file without times and rate.
+
+        pts: in the stream. arrived: by the machine's clock. step: between two pictures by the file's rate, if known.
+        """
+        pts = pts if pts is not None and isfinite(pts) else None
+        before, self._before = self._before, (pts, arrived)
+        if before is None or self._time is None:
+            self._time = 0.0 if pts is None and (self._live or step) else pts
+            return self._time
+        last, arrived_last = before
+        found = None if pts is None or last is None else pts - last
+        if pts is not None and found is not None and 0.0 < found <= self.LEAP_S[self._live]:
+            self._time = pts + self._offset
+        else:
+            found = arrived - arrived_last if self._live else step or self.LEAST_S
+            self._time += max(self.LEAST_S, found)
+            self._offset = self._time - (pts or 0.0)
+        return self._time
+
+
 class Taking:
     """Which pictures of a source are taken: one of `every`, and of those at most `fps` a second; 0 is no limit.
 
-    Time is that of the stream, else of the clock. A picture may come up to a quarter of a period early, so that a limit
-    near the camera's own rate takes all; on average the rate holds. Where time runs backwards, it begins anew.
+    A picture may come up to a quarter of a period early, so that a limit near the camera's own rate takes all; on
+    average the rate holds.
     """
 
     EARLY: Final = 0.25
 
     def __init__(self, every: int = 1, fps: float = 0.0) -> None:
-        self._count, self._due = 0, 0.0
-        self._last = inf  # so that time begins anew
+        self._count, self._due = 0, -inf
         self._every, self._period = every, 1.0 / fps if fps else 0.0
 
     @property
@@ -121,19 +160,16 @@ class Taking:
         """Whether every picture is taken."""
         return self._every == 1 and not self._period
 
-    def takes(self, pts: float | None, now: float) -> bool:
-        """Whether the next picture is taken."""
+    def takes(self, time: float | None) -> bool:
+        """Whether the next picture, of that time of its source, is taken; without a time each of `every`."""
         self._count += 1
         if (self._count - 1) % self._every:
             return False
-        if not self._period:
+        if not self._period or time is None:
             return True
-        time = now if pts is None else pts
-        if self._last <= time < self._due - self.EARLY * self._period:
+        if time < self._due - self.EARLY * self._period:
             return False
-        anew = time < self._last
-        self._due = time + self._period if anew else max(self._due + self._period, time)
-        self._last = time
+        self._due = time + self._period if self._due == -inf else max(self._due + self._period, time)
         return True
 
 

@@ -14,12 +14,13 @@ from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image, ImageOps
+from PIL import Image
 
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.feeds.runtime.pipeline import Source, SourceError
 from reflex_runtime.feeds.sources.shapes import shapes_source
 from reflex_runtime.feeds.sources.video import NETWORK, VideoSource, without_secrets
+from reflex_runtime.run.pictures import upright
 from reflex_runtime.run.wall import WALL
 from reflex_runtime.settings.declare import one_line
 
@@ -88,11 +89,11 @@ class FilePicture(tuple[NDArray[np.uint8], float | None]):
 
 
 class PictureFolder:
-    """The pictures in a directory, as a `Source`: files whose names end in one of `ENDINGS`, sorted by name, without
+    """The pictures in a directory, as a `Source`: files whose names end in one of `ENDINGS`, in natural order, without
     hidden ones and without those in directories below it.
 
-    An orientation that a camera wrote into a picture is applied. Of an animation the first picture is taken. A file
-    that cannot be decoded is passed over, and counted by `corrupt`.
+    Pictures mean what they mean to `/act` (see `run.pictures`). Of an animation the first picture is taken. A file that
+    cannot be decoded is passed over, and counted by `corrupt`.
     """
 
     live = False
@@ -138,21 +139,26 @@ class PictureFolder:
             with WALL, Image.open(self._where / file) as picture:
                 if picture.width * picture.height > MOST_PIXELS:
                     return None
-                upright = ImageOps.exif_transpose(picture)
-                return np.array(upright.convert("RGB"))
+                return np.array(upright(picture))
         except Exception:  # Pillow's decoders raise a dozen classes, SyntaxError among them
             return None
 
 
 def pictures_in(where: Path) -> list[str]:
-    """The names of the pictures in a directory, sorted. ConfigError if there are none."""
+    """The names of the pictures in a directory, in natural order: 2 is before 10. ConfigError if there are none."""
     try:
-        found = sorted(entry.name for entry in os.scandir(where) if _is_picture(entry))
+        found = sorted((entry.name for entry in os.scandir(where) if _is_picture(entry)), key=_natural)
     except OSError as error:
         raise ConfigError(f"{where}: {error.strerror}") from None
     if not found:
         raise ConfigError(f"{where}: holds no pictures ({', '.join(sorted(ENDINGS))})")
     return found
+
+
+def _natural(name: str) -> list[tuple[int, int, str]]:
+    """A key that compares runs of digits as numbers; names that differ only in zeros by their text."""
+    parts = re.split(r"([0-9]+)", name)
+    return [(int(part), 0, "") if at % 2 else (0, 1, part) for at, part in enumerate(parts)] + [(0, 2, name)]
 
 
 def _is_picture(entry: os.DirEntry[str]) -> bool:

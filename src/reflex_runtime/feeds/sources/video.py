@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.feeds.runtime.pipeline import Picture, SourceError
+from reflex_runtime.feeds.runtime.pipeline import Picture, SourceError, turned
 from reflex_runtime.settings.declare import one_line, one_of
 
 if TYPE_CHECKING:
@@ -93,6 +93,9 @@ class Hardware:
 
 MAX_SIDE = 8192  # pixels; a header with more is an error or an attack, and would exhaust the memory
 MAX_BARREN = 300  # packets in a row without a picture; by default encoders send a key frame every 250
+EMPTY = 8  # bytes; a packet with no more says that a picture is that before, as in MPEG-4
+EARLY_S = 1.0  # a file that ends so much before its length has lost its end
+NO_TIMES = 0x80  # flag of a format of FFmpeg's: it has no times, as raw H.264 and JPEG pictures over HTTP
 NETWORK = ("rtsp", "rtsps", "http", "https")
 
 
@@ -108,9 +111,10 @@ class VideoSource:
     hwaccel: decode on a device that FFmpeg knows, such as cuda, vaapi, or cuda:1 for the second one; auto takes the
         first that works. Where there is none, or it cannot decode this video, a log line says so and the CPU decodes.
     name: the address without user, password and query. total: the frame count in the file, else its duration times
-        its rate. corrupt: packets and pictures that could not be decoded, and were skipped.
+        its rate. corrupt: packets and pictures that could not be decoded, and were skipped; at the end of a file those
+        that are missing too, by its packets and its length. step: seconds between two pictures by its rate.
 
-    A picture is RGB as it was encoded: a rotation in the file's metadata is not applied. 300 packets in a row without
+    A picture is RGB as it is to be shown: turned as the file says, and with square pixels. 300 packets in a row without
     a good picture raise SourceError, as does a picture with a side of more than 8192 pixels. A network source is lost
     when it ends, is cut off, or sends nothing for read_timeout; it may then be opened again, unless it refused the
     password. An error in a file is permanent. A picture of H.264 over RTSP is complete only when the next one begins,
@@ -157,6 +161,9 @@ class VideoSource:
         self.live = self._remote or realtime
         self.total: int | None = None
         self.corrupt = 0
+        self.step = 0.04
+        self._aspect = 1.0  # width of a pixel over its height
+        self._timed = True  # else FFmpeg invents the times
 
     # -- Source ------------------------------------------------------------------------------------------------------
 
@@ -176,7 +183,7 @@ class VideoSource:
         if frame is None:
             return None
         self._check_side(frame.width, frame.height)
-        pts = self._timing.stamp(frame.time)
+        pts = self._timing.stamp(frame.time if self._timed else None)
         if self._realtime and self._stop.wait(self._timing.delay(time.monotonic())):
             raise self._interrupted()
         return self._guarded(lambda: self._picture(frame), "no frame", self._timeouts[1]), pts
@@ -207,10 +214,13 @@ class VideoSource:
         stream.codec_context.thread_type = "NONE"  # the reading thread decodes; many feeds share the cores
         stream.codec_context.thread_count = 1
         rate = float(stream.average_rate or stream.guessed_rate or 0.0)
-        self._timing.start(1.0 / rate if rate > 0.0 else 0.04)
+        self.step = 1.0 / rate if rate > 0.0 else 0.04
+        self._timing.start(self.step)
+        self._timed = not self._container.format.flags & NO_TIMES
         self.total = None if self._remote or self._loop else self._expected(stream, rate)
         if self._hardware is not None:
             self._hardware.check(stream)
+        self._aspect = float(stream.codec_context.sample_aspect_ratio or stream.sample_aspect_ratio or 1.0)
         self._frames = self._decode(self._container, stream)
 
     def _open(self) -> InputContainer:
@@ -259,11 +269,14 @@ class VideoSource:
         """Every good picture until the end. Packets that cannot be decoded are counted and skipped."""
         invalid: type[Exception] = self._av.error.InvalidDataError
         packets, barren, waited, unseen = container.demux(), 0, 0.0, self._hardware
+        held, gave, lost, end = 0, 0, self.corrupt, 0.0  # packets and pictures of this pass; the last one's time
         while barren < MAX_BARREN:
             began = time.monotonic()
             try:
                 packet = next(packets)
             except StopIteration:
+                if not self._remote:
+                    self.corrupt = lost + max(self.corrupt - lost, held - gave, self._missing(video, end))
                 return
             except invalid:  # what cannot be taken apart ended the generator
                 self.corrupt, barren, packets = self.corrupt + 1, barren + 1, container.demux()
@@ -275,6 +288,7 @@ class VideoSource:
             if packet.stream is not video:  # not by stream_index: the packet that flushes a decoder has none
                 continue
             barren, waited = barren + 1, 0.0
+            held += packet.size > EMPTY and not packet.is_discard
             try:
                 frames: list[VideoFrame] = packet.decode()  # type: ignore[assignment]
             except invalid:
@@ -284,18 +298,31 @@ class VideoSource:
                 if frame.is_corrupt:
                     self.corrupt += 1
                 else:
-                    barren = 0
+                    barren, gave, end = 0, gave + 1, frame.time or end
                     if unseen is not None:
                         unseen.check_picture(frame.format.name)
                         unseen = None
                     yield frame
         raise SourceError(f"{self.name}: {MAX_BARREN} packets in a row gave no picture", retryable=self._remote)
 
+    def _missing(self, video: VideoStream, end: float) -> int:
+        """How many pictures should follow the last one, by the length that the file gives. Its count is no proof: that
+        of a file that was cut without being encoded again has the pictures before the cut, too."""
+        length = _length_of(video)
+        return round((length - end) / self.step) if self._timed and length - end > self.step + EARLY_S else 0
+
     def _picture(self, frame: VideoFrame) -> NDArray[np.uint8]:
-        width, height = self._size or (frame.width, frame.height)
+        """Upright, with square pixels."""
+        turn = round(-frame.rotation / 90) % 4 * 90  # FFmpeg counts against the clock
+        width, height = frame.width, frame.height
+        if self._size is not None:
+            width, height = self._size if turn in (0, 180) else self._size[::-1]
+        elif self._aspect != 1.0:
+            width = max(1, round(width * self._aspect))
+            self._check_side(width, height)
         # One thread: PyAV's default is one per core, for every feed.
         rgb = frame.reformat(width, height, "rgb24", threads=1)
-        return np.ascontiguousarray(rgb.to_ndarray(), np.uint8)
+        return turned(np.ascontiguousarray(rgb.to_ndarray(), np.uint8), turn)
 
     # -- faults ------------------------------------------------------------------------------------------------------
 
@@ -377,6 +404,14 @@ def without_secrets(where: str) -> str:
     scheme, _, rest = where.partition("://")
     host, slash, path = re.split(r"[?#]", rest, maxsplit=1)[0].partition("/")
     return f"{scheme}://{host.rpartition('@')[2]}{slash}{path}"
+
+
+def _length_of(video: VideoStream) -> float:
+    """Seconds of a stream, as its file says; 0 if it does not. Matroska has a text."""
+    if video.duration and video.time_base:
+        return float(video.duration * video.time_base)
+    found = re.fullmatch(r"(\d+):(\d\d):(\d\d(?:\.\d+)?)", video.metadata.get("DURATION", ""), re.ASCII)
+    return 3600 * int(found[1]) + 60 * int(found[2]) + float(found[3]) if found else 0.0
 
 
 # -- PyAV --------------------------------------------------------------------------------------------------------------

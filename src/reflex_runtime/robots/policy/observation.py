@@ -12,7 +12,7 @@ import hashlib
 import io
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, NamedTuple
 
@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from reflex_runtime.robots.policy.prefix_cache import Prefix, PrefixKey
 from reflex_runtime.robots.policy.rtc import EPISODES, Anchor
 from reflex_runtime.robots.policy.spec import FLOAT_LEVELS, Resize
+from reflex_runtime.run.pictures import BAND_PIXELS, SIDEWAYS, bands, plain, turn_of, whole
 from reflex_runtime.run.wall import WALL
 from reflex_runtime.web.errors import InvalidRequest
 
@@ -36,14 +37,11 @@ IMAGE_MASK = "image_mask/"  # the role of an image's mask is this and the image'
 _SAMPLED: frozenset[Resize] = frozenset({"pad-lerobot", "pad-smolvla", FLOAT_LEVELS})
 MAX_SCANS = 64  # of a progressive JPEG; encoders write about ten, and each is a pass over the whole picture
 SMALL_PIXELS = 1 << 19  # of a PNG, 3 ms
-BAND_PIXELS = 1 << 20  # of a picture, that are converted to the mode they are needed in at a time
 PNG_START = b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR"
 RGB_8 = b"\x08\x02\0\0\0"  # what its header has behind the size
 JPEG_START = b"\xff\xd8\xff"
 JPEG_SCAN = b"\xff\xda"  # stands in front of every scan, and never within one
 MAX_PARTS = 4096  # of a PNG or JPEG that are looked at for EXIF; encoders write some hundred of 8 kB at most
-MAX_EXIF = 1 << 16  # bytes; each has up to a twelfth of a tag, and Pillow reads all of them, 60,000 in a second
-ORIENTATION = 0x0112  # tag of EXIF; a value beyond 1 means that the picture is to be turned or mirrored
 
 
 class Doubt(NamedTuple):
@@ -198,19 +196,15 @@ def decode_image(
         if fast is not None:
             return fast if size is None else resize_image(fast, *size, resize)
         with _opened(data, field) as image:
-            turn = _turn(image) if exif else None
+            turn = turn_of(image) if exif else None
             if size is not None and image.format == "JPEG" and resize not in _SAMPLED:
-                image.draft(None, size if turn in _SIDEWAYS else size[::-1])
+                image.draft(None, size if turn in SIDEWAYS else size[::-1])
             upright = image if turn is None else image.transpose(turn)
-            return _whole(upright) if size is None else _fitted(upright, *size, resize)
+            return whole(upright) if size is None else _fitted(upright, *size, resize)
     except InvalidRequest:
         raise
     except Exception as error:  # Pillow raises OSError, SyntaxError, ValueError, struct.error … on broken files
         raise InvalidRequest(f"{field}: not a readable PNG or JPEG image", field) from error
-
-
-_TURNS: Final = {2: 0, 3: 3, 4: 1, 5: 5, 6: 4, 7: 6, 8: 2}  # by the orientation, as `PIL.Image.Transpose` counts
-_SIDEWAYS: Final = {_TURNS[orientation] for orientation in (5, 6, 7, 8)}
 
 
 def _for_pillow(data: bytes) -> bool:
@@ -235,19 +229,6 @@ def _for_pillow(data: bytes) -> bool:
                 return True
             at += 2 + int.from_bytes(data[at + 2 : at + 4])
     return True
-
-
-def _turn(image: Any) -> int | None:
-    """How to turn an open picture so that it is seen as the camera was held; None for not at all. An EXIF that is
-    broken, or longer than a JPEG's can be, turns nothing."""
-    if image.format == "PNG":
-        image.load()  # it may have its EXIF at the end; below, an error of the picture would be taken for one of that
-    if len(image.info.get("exif", b"")) > MAX_EXIF:
-        return None
-    try:
-        return _TURNS.get(image.getexif().get(ORIENTATION))
-    except Exception:  # as many classes as broken files
-        return None
 
 
 def image_size(data: bytes, field: str = "image") -> tuple[int, int]:
@@ -367,7 +348,7 @@ def _fitted(image: Any, height: int, width: int, resize: Resize) -> Image:
     """A picture of Pillow's, in any mode."""
     inner = _inner(image.width, image.height, height, width, resize)
     if image.size == inner:
-        return _padded(_whole(image), height, width, resize)
+        return _padded(whole(image), height, width, resize)
     if resize in _SAMPLED:
         sampled = _sampled(lambda rows: _rows(image, rows), (image.height, image.width), *inner)
         pixels = _levels(sampled, resize)
@@ -402,45 +383,13 @@ def _padded(pixels: Image, height: int, width: int, resize: Resize) -> Image:
     return padded
 
 
-def _plain(image: Any) -> Any:
-    """In grey or in colours."""
-    import PIL.Image
-
-    if image.mode.startswith("I"):  # 16 bits of grey: a conversion would cut off instead of scale
-        return PIL.Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
-    return image if image.mode in ("RGB", "L") else image.convert("L" if image.mode == "1" else "RGB")
-
-
-def _bands(image: Any) -> Iterator[tuple[int, Any]]:
-    """(first row, its part) of a picture in parts, in grey or in colours: one part where nothing is converted."""
-    step = max(1, BAND_PIXELS // image.width)
-    if image.mode in ("RGB", "L") or image.height <= step:
-        yield 0, _plain(image)
-        return
-    for top in range(0, image.height, step):
-        yield top, _plain(image.crop((0, top, image.width, min(top + step, image.height))))
-
-
-def _whole(image: Any) -> Image:
-    """In colours, at its size."""
-    bands = ((top, np.asarray(band if band.mode == "RGB" else band.convert("RGB"))) for top, band in _bands(image))
-    _, first = next(bands)
-    if len(first) == image.height:
-        return first
-    pixels = np.empty((image.height, image.width, 3), np.uint8)
-    pixels[: len(first)] = first
-    for top, band in bands:
-        pixels[top : top + len(band)] = band
-    return pixels
-
-
 def _resized(image: Any, width: int, height: int) -> Any:
     """Bilinear. Where it is converted, rows are narrowed band by band before columns are shortened, whatever order
     Pillow takes; what is in between is rounded, so levels may differ by one."""
     import PIL.Image
 
     bilinear, narrow = PIL.Image.Resampling.BILINEAR, None
-    for top, band in _bands(image):
+    for top, band in bands(image):
         if band.height == image.height:
             return band.resize((width, height), bilinear)
         narrow = narrow or PIL.Image.new(band.mode, (width, image.height))
@@ -452,8 +401,8 @@ def _resized(image: Any, width: int, height: int) -> Any:
 def _rows(image: Any, rows: NDArray[np.intp]) -> NDArray[np.uint8]:
     """Some rows of a picture; those of a large one are taken one by one, because as an array it is in memory twice."""
     if image.width * image.height <= BAND_PIXELS:
-        return np.asarray(_plain(image))[rows]
-    return np.concatenate([np.asarray(_plain(image.crop((0, row, image.width, row + 1)))) for row in rows.tolist()])
+        return np.asarray(plain(image))[rows]
+    return np.concatenate([np.asarray(plain(image.crop((0, row, image.width, row + 1)))) for row in rows.tolist()])
 
 
 def _sampled(
