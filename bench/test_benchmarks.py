@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from websockets.frames import Frame, Opcode
 from websockets.streams import StreamReader
@@ -17,7 +18,9 @@ from bench.capacity import HIGHEST, IN_TIME, LOWEST, STEPS, Halving
 from bench.conversations import TRACES, chats, trace
 from bench.load.wires.connection import masked
 from bench.report import row, table
+from reflex_runtime.demo import POLICY
 from reflex_runtime.llm.engine.blocks import BlockPool
+from reflex_runtime.robots import load_policy
 
 ROOT = Path(__file__).parents[1]
 pytestmark = pytest.mark.long
@@ -74,6 +77,18 @@ def test_traces_of_conversations_are_the_same_each_time() -> None:
         assert first == trace(name, 1)
         assert [one.at for one in first] == sorted(one.at for one in first)
         assert {sum(tokens for _, tokens in one.texts) <= one.prompt for one in first} == {True}
+
+
+def test_the_policy_of_the_evaluation_is_larger_and_the_same_function() -> None:
+    small, large = load_policy(POLICY), load_policy("python:bench.apps.metaworld_torch:make")
+    assert large.spec.model_bytes > 20 * small.spec.model_bytes
+    rng = np.random.default_rng(0)
+    seen = {"images": {"image": rng.integers(0, 256, (64, 64, 3), np.uint8)}, "state": rng.uniform(-1.0, 1.0, 4)}
+    prepared = [
+        policy.request(policy.prepare(**seen, instruction="close the drawer", seed=3)) for policy in (small, large)
+    ]
+    ours, theirs = (policy.answers([one])[0].actions for policy, one in zip((small, large), prepared, strict=True))
+    assert np.allclose(ours, theirs, atol=1e-4)
 
 
 @pytest.mark.timeout(900)

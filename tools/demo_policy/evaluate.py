@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import time
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from numpy.typing import NDArray
 from demo.robot import EXECUTE, run_robot
 from demo.tasks import INSTRUCTIONS, RobotView
 from demo.world import World
+from reflex_runtime.robots.rollout.comparison import wilson
 
 
 def session(path: Path) -> ort.InferenceSession:
@@ -70,14 +70,6 @@ class RandomActions:
 
     def __call__(self, seen: RobotView) -> NDArray[np.float32]:
         return self.rng.uniform(-1.0, 1.0, (16, 4)).astype(np.float32)
-
-
-def wilson(successes: int, n: int, z: float = 1.96) -> tuple[float, float]:
-    """95 % score interval of a proportion (Wilson 1927); unlike the normal one it holds near 0 and 1."""
-    p = successes / n
-    middle = (p + z * z / (2 * n)) / (1 + z * z / n)
-    half = z / (1 + z * z / n) * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
-    return middle - half, middle + half
 
 
 def line(name: str, successes: int, n: int) -> str:
