@@ -126,11 +126,21 @@ def test_h1_every_priority_and_a_deadline_are_taken(server: Server) -> None:
 def test_an_instruction_that_changes_nothing_is_a_warning_and_is_counted(server: Server, tmp_path: Path) -> None:
     before = server.metrics()("reflex_request_warnings_total", kind="instruction_unknown")
     assert good(server.post(fields()))["warnings"] == []
-    assert good(server.post(fields(instruction="fold the towel")))["warnings"] == []  # it knows one of them
-    for text in ("fold my towel", "Tür öffnen"):
+    assert good(server.post(fields(instruction="")))["warnings"] == []  # it has none
+    said = "instruction: words that the policy does not know: "
+    for text, words in (("fold my door, fold\n", "'fold', 'my', 'door,'"), ("Tür öffnen", "'tür', 'öffnen'")):
         answer = good(server.post(fields(instruction=text)))
-        assert answer["warnings"] == ["instruction: the policy knows none of its words"]
-    assert server.metrics()("reflex_request_warnings_total", kind="instruction_unknown") == before + 2
+        assert answer["warnings"] == [said + words]
+        assert server.wait_log(f"{said}{words} (said once in this log)")
+    assert good(server.post(fields(instruction="fold my door,", request_id="again")))["warnings"] == [
+        f"{said}'fold', 'my', 'door,'"
+    ]
+    long = f"\x1b{50 * 'x'} " + " ".join(f"w{i}" for i in range(9))
+    (told,) = good(server.post(fields(instruction=long)))["warnings"]
+    assert told == said + ", ".join(map(repr, [f"\x1b{39 * 'x'}", *(f"w{i}" for i in range(7))])) + " and 2 more"
+    server.wait_log("and 2 more (said once in this log)")
+    assert not any("request again: " in line for line in server.log)
+    assert server.metrics()("reflex_request_warnings_total", kind="instruction_unknown") == before + 4
     with Server(write_tiny(tmp_path / "tiny")) as blind:
         assert good(blind.act())["warnings"] == []
         (told,) = good(blind.act(instruction="open the door"))["warnings"]

@@ -15,6 +15,7 @@ import pytest
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.robots import DecomposedPolicy, Export, load_policy
 from reflex_runtime.robots.policy.spec import DeviceOptions
+from reflex_runtime.robots.policy.tokenizer import PackagedTokenizer
 from robots.tiny import (
     ACTIONS,
     CHUNK,
@@ -394,6 +395,21 @@ def test_export_word_level_tokenizer_json(tmp_path: Path) -> None:
     assert tokenizer.encode("Open door!", 5).tolist() == [3, 4, 5, 7, 7]
     assert tokenizer.encode("shut", 1).tolist() == [9]
     assert tokenizer.encode("open door open door", 2).tolist() == [3, 4]
+
+
+@pytest.mark.parametrize("package", [False, True])
+def test_the_words_that_a_tokenizer_does_not_know(tmp_path: Path, package: bool) -> None:
+    content = WORD_LEVEL | {"padding": None}
+    if package:  # special tokens are its own
+        one, two = ({"Sequence": {"id": name, "type_id": 0}} for name in "AB")
+        content["post_processor"] = {
+            "type": "TemplateProcessing", "single": [one], "pair": [one, two], "special_tokens": {},
+        }  # fmt: skip
+    tokenizer = Export.load(tokenizer_in(tmp_path, content)).tokenizer
+    assert isinstance(tokenizer, PackagedTokenizer) == package
+    assert tokenizer is not None
+    assert tokenizer.unknown("shut Door, shut WINDOW!") == ["shut", "WINDOW" if package else "window"]
+    assert tokenizer.unknown("Open door ! ?") == tokenizer.unknown("") == []
 
 
 def test_export_word_level_tokenizer_json_without_normalizer(tmp_path: Path) -> None:

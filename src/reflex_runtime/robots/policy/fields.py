@@ -26,6 +26,9 @@ from reflex_runtime.robots.policy.spec import FLOAT_LEVELS, PolicySpec
 from reflex_runtime.robots.policy.units import transformed
 from reflex_runtime.web.errors import InvalidRequest
 
+MAX_WORDS = 8  # unknown words that a warning names
+MAX_WORD = 40  # characters of each
+
 
 class ObservationFields:
     """Reads the fields of requests to a policy with this specification."""
@@ -97,9 +100,11 @@ class ObservationFields:
         tokenizer = self.spec.tokenizer
         if not self.spec.takes_text:
             return (Doubt("instruction_ignored", "instruction: this policy reads no text; it changes nothing"),)
-        if tokenizer is not None and not tokenizer.knows(instruction):
-            return (Doubt("instruction_unknown", "instruction: the policy knows none of its words"),)
-        return ()
+        if tokenizer is None or not (unknown := tokenizer.unknown(instruction)):
+            return ()
+        told = ", ".join(repr(word[:MAX_WORD]) for word in unknown[:MAX_WORDS])
+        more = f" and {len(unknown) - MAX_WORDS} more" if len(unknown) > MAX_WORDS else ""
+        return (Doubt("instruction_unknown", f"instruction: words that the policy does not know: {told}{more}"),)
 
     def check_text(self, instruction: str | None) -> None:
         """Refuse none. An empty one is a text, and used."""

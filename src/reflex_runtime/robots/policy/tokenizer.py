@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -78,8 +78,8 @@ class InstructionTokenizer:
         """The ids of the text, as many as there are."""
         raise NotImplementedError
 
-    def knows(self, text: str) -> bool:
-        """Whether the text has at least one known word."""
+    def unknown(self, text: str) -> list[str]:
+        """Its words that are no token, or have a part that is none; without punctuation that stands alone."""
         raise NotImplementedError
 
     def encode(self, text: str, max_tokens: int) -> NDArray[np.int64]:
@@ -115,8 +115,8 @@ class WordTokenizer(InstructionTokenizer):
     def ids(self, text: str) -> Sequence[int]:
         return [self._words.get(word, self._unknown) for word in self._split(text)]
 
-    def knows(self, text: str) -> bool:
-        return any(self._words.get(word, self._unknown) != self._unknown for word in self._split(text))
+    def unknown(self, text: str) -> list[str]:
+        return _words(word for word in self._split(text) if self._words.get(word, self._unknown) == self._unknown)
 
     def _split(self, text: str) -> list[str]:
         text = text.lower() if self._lower else text
@@ -135,10 +135,11 @@ class PackagedTokenizer(InstructionTokenizer):
         found: Sequence[int] = self._tokenizer.encode(text).ids
         return found
 
-    def knows(self, text: str) -> bool:
-        word = getattr(self._tokenizer.model, "unk_token", None)
-        unknown = None if word is None else self._tokenizer.token_to_id(word)
-        return any(i != unknown for i in self._tokenizer.encode(text, add_special_tokens=False).ids)
+    def unknown(self, text: str) -> list[str]:
+        token = getattr(self._tokenizer.model, "unk_token", None)
+        missing = None if token is None else self._tokenizer.token_to_id(token)
+        found = self._tokenizer.encode(text, add_special_tokens=False)
+        return _words(text[begin:end] for i, (begin, end) in zip(found.ids, found.offsets, strict=True) if i == missing)
 
 
 class SentencePieceTokenizer(InstructionTokenizer):
@@ -151,8 +152,15 @@ class SentencePieceTokenizer(InstructionTokenizer):
         found: list[int] = self._processor.encode(text.removesuffix("\n"), add_bos=True)
         return [*found, *self._processor.encode("\n")] if text.endswith("\n") else found
 
-    def knows(self, text: str) -> bool:
-        return any(i != self._processor.unk_id() for i in self._processor.encode(text))
+    def unknown(self, text: str) -> list[str]:
+        missing = self._processor.unk_id()
+        if missing not in self.ids(text):
+            return []
+        return _words(word for word in text.split() if missing in self.ids(word))
+
+
+def _words(found: Iterable[str]) -> list[str]:
+    return [word for word in dict.fromkeys(found) if any(map(str.isalnum, word))]
 
 
 def read_sentencepiece(file: Path) -> SentencePieceTokenizer:

@@ -44,6 +44,8 @@ from reflex_runtime.web.fields import invalid, printable
 
 log = logging.getLogger("reflex.server")
 
+MAX_WARNED = 100  # different warnings that the log has
+
 ROWS: Final = 16  # of a message, that are read in one turn of the loop; each takes 0.2 ms
 
 Asked = Question | Callable[[], Question]
@@ -63,6 +65,7 @@ class RequestHandler:
         self._served = runtime.default if policy is None else runtime.policies[policy]
         self._named: dict[tuple[str, bool], RequestHandler] = {}  # others, by policy and whether they are fixed to it
         self._readings: dict[str, ObservationReaders] = {}
+        self._warned: set[str] = set()
         self._described: tuple[AdmittedBatch, dict[str, Any]] | None = None
 
     @property
@@ -270,12 +273,15 @@ class RequestHandler:
             rtc=chunk.rtc,
             policy_changed=pending.placement is not None and pending.placement.changed,
             injected={"latency_ms": latency} if latency else None,
-            warnings=self._warnings(ticket.request.group, doubts) if doubts else [],
+            warnings=self._warnings(pending, ticket.request.group, doubts) if doubts else [],
         )
 
-    def _warnings(self, slot: str, doubts: Sequence[Doubt]) -> list[str]:
+    def _warnings(self, pending: PendingRequest, slot: str, doubts: Sequence[Doubt]) -> list[str]:
         for doubt in doubts:
             self.runtime.metrics.warned(slot, doubt.kind)
+            if doubt.message not in self._warned and len(self._warned) < MAX_WARNED:
+                self._warned.add(doubt.message)
+                log.warning("request %s: %s (said once in this log)", pending.request_id, doubt.message)
         return [doubt.message for doubt in doubts]
 
     # -- its end -------------------------------------------------------------------------------------------------------
