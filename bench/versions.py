@@ -30,11 +30,10 @@ from reflex_runtime.observe.journal_writer import JournalWriter, Recording
 from reflex_runtime.robots import ActionChunk, Export, GuardReport, Policy, load_policy
 from reflex_runtime.robots.rollout.breaker import Breaker
 from reflex_runtime.robots.rollout.rollout import Placement, Rollout
-from reflex_runtime.robots.rollout.versions import Version
 from reflex_runtime.robots.serving import fields
 from reflex_runtime.robots.serving.pending import PendingRequest
 from reflex_runtime.robots.serving.question import ACT, ActAnswer, Timing
-from reflex_runtime.robots.serving.slots import Slot
+from reflex_runtime.robots.serving.slots import Slot, Version
 from reflex_runtime.robots.serving.telemetry import asked_and_answered, header_of
 from reflex_runtime.settings import ServeConfig
 

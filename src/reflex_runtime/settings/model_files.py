@@ -77,6 +77,14 @@ def read_json(file: Path, **hooks: Any) -> Any:
         raise error if isinstance(error, ConfigError) else ConfigError(f"{file}: is not JSON: {error}") from None
 
 
+def read_object(file: Path) -> dict[str, Any]:
+    """The object in a JSON file; ConfigError naming the file."""
+    value = read_json(file)
+    if not isinstance(value, dict):
+        raise ConfigError(f"{file}: expected a JSON object, found {shorten(repr(value))}")
+    return value
+
+
 def json_keys(file: Path) -> frozenset[str]:
     """The keys of the JSON object in a file; none where there is no file or no object."""
     try:

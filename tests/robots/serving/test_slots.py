@@ -16,8 +16,7 @@ from reflex_runtime.core.batch import Batch
 from reflex_runtime.core.errors import ConfigError, ProcessorError
 from reflex_runtime.core.request import Ticket
 from reflex_runtime.robots import Export, Policy, load_policy, parse_fault
-from reflex_runtime.robots.rollout.versions import SlotProcessor, Version
-from reflex_runtime.robots.serving.slots import Slot, check_alike, faults_of, group_of, load
+from reflex_runtime.robots.serving.slots import Slot, SlotProcessor, Version, check_alike, faults_of, group_of, load
 from reflex_runtime.settings import ServeConfig
 from robots.tiny import Bench, asked, write_export
 

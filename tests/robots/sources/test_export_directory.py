@@ -468,7 +468,7 @@ def test_export_other_tokenizers_are_read_by_the_package(tmp_path: Path) -> None
     ("text", "said"),
     [
         ("{", "is not JSON"),
-        ("[]", "expected an object"),
+        ("[]", "expected a JSON object"),
         ('{"padding": {"pad_id": "0"}}', "padding.pad_id: found '0'"),
         ('{"padding": {"pad_id": -1}}', "padding.pad_id: found -1"),
     ],

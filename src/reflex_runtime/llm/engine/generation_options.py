@@ -11,8 +11,8 @@ from typing import Any, Final
 from reflex_runtime.core.errors import ConfigError, TooLarge
 from reflex_runtime.core.request import Priority
 from reflex_runtime.ipc.messages import SamplingParams
-from reflex_runtime.llm.runners.checkpoint import read_json
 from reflex_runtime.observe.trace_context import SpanContext
+from reflex_runtime.settings.model_files import read_object
 
 GENERATION_FILE: Final = "generation_config.json"
 
@@ -65,7 +65,7 @@ def sampling_defaults(directory: Path | str) -> SamplingDefaults:
     `do_sample` and `max_new_tokens` are for other programs: in the OpenAI API a request says both.
     """
     file = Path(directory) / GENERATION_FILE
-    said = read_json(file) if file.is_file() else {}
+    said = read_object(file) if file.is_file() else {}
     found = {f.name: said[f.name] for f in fields(SamplingDefaults) if said.get(f.name) is not None}
     for name, value in found.items():
         whole = name == "top_k"

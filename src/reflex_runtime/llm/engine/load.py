@@ -17,11 +17,11 @@ from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.llm.engine.tokenizer import HFTokenizer, Tokenizer
 from reflex_runtime.llm.runners.adapters import ADAPTER_CONFIG, MERGE, AdapterStack, not_adaptable
 from reflex_runtime.llm.runners.checkpoint import AnyModelConfig, Checkpoint, ModelConfig, is_known, require
-from reflex_runtime.llm.runners.model_config import CONFIG_FILE, read_json
+from reflex_runtime.llm.runners.model_config import CONFIG_FILE
 from reflex_runtime.llm.runners.openvino_source import OpenVinoExport, is_export
 from reflex_runtime.llm.runners.runner import BLOCK_SIZES, GIB, Runner, blocks_in, free_bytes
 from reflex_runtime.settings.declare import one_of
-from reflex_runtime.settings.model_files import check_files
+from reflex_runtime.settings.model_files import check_files, read_object
 
 DEVICES = ("auto", "cpu", "cuda")
 RUNNERS = ("auto", "openvino", "torch")
@@ -173,7 +173,7 @@ def check_directory(root: Path) -> None:
         raise ConfigError(f"{root}: GGUF {why}; --quantization int4 makes it as small")
     adapter = root / ADAPTER_CONFIG
     if adapter.is_file() and not (root / CONFIG_FILE).is_file():
-        base = read_json(adapter).get("base_model_name_or_path")
+        base = read_object(adapter).get("base_model_name_or_path")
         how = f"serve it beside its model, reflex serve MODEL_DIR --lora NAME={root}, or {MERGE}"
         raise ConfigError(f"{root}: is an adapter (PEFT) of {base!r}, not a model; {how}")
 

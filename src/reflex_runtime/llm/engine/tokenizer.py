@@ -27,9 +27,9 @@ from reflex_runtime.ipc.messages import Constraint
 from reflex_runtime.llm.engine.detokenizer import CoreDetokenizer, Detokenizer
 from reflex_runtime.llm.engine.generation_options import GENERATION_FILE
 from reflex_runtime.llm.engine.output_parsers import ANSWER, MARKS, THOUGHT, ToolFormat, format_of
-from reflex_runtime.llm.runners.checkpoint import CONFIG_FILE, read_json, token_ids
+from reflex_runtime.llm.runners.checkpoint import CONFIG_FILE, token_ids
 from reflex_runtime.run.wall import WALL, Panic
-from reflex_runtime.settings.model_files import read_file
+from reflex_runtime.settings.model_files import read_file, read_object
 from reflex_runtime.settings.read import JsonObject
 
 TOKENIZER_FILE: Final = "tokenizer.json"
@@ -213,7 +213,7 @@ class HFTokenizer(CoreDetokenizer, Tokenizer):
 
 
 def _optional(file: Path) -> dict[str, Any]:
-    return read_json(file) if file.is_file() else {}
+    return read_object(file) if file.is_file() else {}
 
 
 def _read_core(file: Path) -> Any:

@@ -20,10 +20,10 @@ import numpy.typing as npt
 from msgspec import Meta
 
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.llm.runners.checkpoint import read_json, read_table
+from reflex_runtime.llm.runners.checkpoint import read_table
 from reflex_runtime.llm.runners.model_config import ModelConfig
 from reflex_runtime.llm.runners.runner import free_bytes
-from reflex_runtime.settings.model_files import check_files
+from reflex_runtime.settings.model_files import check_files, read_object
 from reflex_runtime.settings.read import JsonObject, shorten
 
 ADAPTER_CONFIG: Final = "adapter_config.json"
@@ -159,7 +159,7 @@ class _Settings:
     """adapter_config.json: refuses what is not served, and knows the scale of each layer."""
 
     def __init__(self, file: Path) -> None:
-        keys = JsonObject(file, read_json(file))
+        keys = JsonObject(file, read_object(file))
         self._said = keys.read(_AdapterFile)
         for key in _REFUSED:
             if keys.values.get(key):

@@ -27,12 +27,12 @@ from reflex_runtime.llm.runners.model_config import (
     ModelConfig,
     RopeScaling,
     read_config,
-    read_json,
     token_ids,
 )
 from reflex_runtime.settings import model_files
+from reflex_runtime.settings.model_files import read_object
 
-__all__ = ["CONFIG_FILE", "EMBEDDING", "HEAD", "Checkpoint", "ModelConfig", "RopeScaling", "read_json", "token_ids"]
+__all__ = ["CONFIG_FILE", "EMBEDDING", "HEAD", "Checkpoint", "ModelConfig", "RopeScaling", "token_ids"]
 
 WEIGHTS_FILE: Final = "model.safetensors"
 INDEX_FILE: Final = "model.safetensors.index.json"
@@ -134,7 +134,7 @@ class Checkpoint:
 def is_known(directory: Path | str) -> bool:
     """Whether the checkpoint has one of our own architectures; the others need PyTorch and transformers."""
     file = Path(directory) / CONFIG_FILE
-    return not file.is_file() or read_json(file).get("architectures") in [[name] for name in ARCHITECTURES]
+    return not file.is_file() or read_object(file).get("architectures") in [[name] for name in ARCHITECTURES]
 
 
 # -- weight files ------------------------------------------------------------------------------------------------------
@@ -150,7 +150,7 @@ def weight_files(root: Path) -> list[Path]:
                 "model.save_pretrained(DIR) of transformers writes them"
             )
         return [root / WEIGHTS_FILE]
-    table = read_json(index).get("weight_map")
+    table = read_object(index).get("weight_map")
     if not isinstance(table, dict) or not table:
         raise ConfigError(f"{index}: weight_map: expected an object {{tensor: file}}")
     names = set()
@@ -226,7 +226,7 @@ def require(root: Path) -> None:
     """ConfigError, with what to install, unless the libraries are there that know other architectures than ours."""
     needed = [name for name in ("torch", "transformers") if find_spec(name) is None]
     if needed:
-        named = read_json(root / CONFIG_FILE).get("architectures")
+        named = read_object(root / CONFIG_FILE).get("architectures")
         told = f"architectures={named}: needs {' and '.join(needed)}: in a clone, pip install '.[convert]'"
         other = "or serve what `optimum-cli export openvino --task text-generation-with-past` makes of it elsewhere"
         raise ConfigError(f"{root / CONFIG_FILE}: {told}; {other}")

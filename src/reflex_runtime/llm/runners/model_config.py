@@ -9,16 +9,15 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Final, Literal
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 from msgspec import Meta
 
-from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.settings import model_files
-from reflex_runtime.settings.read import JsonObject, shorten
+from reflex_runtime.settings.model_files import read_object
+from reflex_runtime.settings.read import JsonObject
 
 CONFIG_FILE: Final = "config.json"
 EMBEDDING: Final = "model.embed_tokens.weight"
@@ -150,14 +149,6 @@ class ModelConfig:
 # -- reading -----------------------------------------------------------------------------------------------------------
 
 
-def read_json(file: Path) -> dict[str, Any]:
-    """The object in a JSON file; ConfigError naming the file."""
-    value = model_files.read_json(file)
-    if not isinstance(value, dict):
-        raise ConfigError(f"{file}: expected a JSON object, found {shorten(repr(value))}")
-    return value
-
-
 _Number = Annotated[float, Meta(gt=0.0, le=1e12, description="a finite number above 0")]
 _Theta = Annotated[float, Meta(gt=1.0, le=1e12, description="a finite number above 1")]
 _Positions = Annotated[int, Meta(ge=1, le=1 << 27, description=f"an integer from 1 to {1 << 27}")]
@@ -240,7 +231,7 @@ class _ConfigFile(msgspec.Struct, kw_only=True):
 
 def read_config(file: Path) -> ModelConfig:
     """The description in a config.json; `torch_dtype` is empty where the file does not say."""
-    keys = JsonObject(file, read_json(file))
+    keys = JsonObject(file, read_object(file))
     said = keys.read(_ConfigFile)
     (architecture,) = said.architectures
     llama, qwen2, qwen3 = (architecture == f"{name}ForCausalLM" for name in ("Llama", "Qwen2", "Qwen3"))

@@ -43,8 +43,9 @@ from reflex_runtime.llm.runners.checkpoint import (
     require,
     weight_files,
 )
-from reflex_runtime.llm.runners.model_config import CONFIG_FILE, ModelConfig, read_json
+from reflex_runtime.llm.runners.model_config import CONFIG_FILE, ModelConfig
 from reflex_runtime.run.process import telemetry_off
+from reflex_runtime.settings.model_files import read_object
 
 log = logging.getLogger("reflex.llm")
 
@@ -72,7 +73,7 @@ class OpenVinoExport(AnyModelConfig):
         """Read and check the description and the graph. Weights stay in their file."""
         root = Path(directory)
         file = root / MODEL_FILE
-        config = read_json(root / CONFIG_FILE)
+        config = read_object(root / CONFIG_FILE)
         config = config.get("text_config") or config
         graph = read_graph(root)
         inputs = {port.get_any_name() for port in graph.inputs}
@@ -128,7 +129,7 @@ def _windows(root: Path, config: dict[str, Any], layers: int) -> tuple[int | Non
     """Where the description does not tell which layers have a window, one of them must."""
     traced = root / TRACED_FILE
     if traced.is_file():
-        return tuple(read_json(traced)["windows"])
+        return tuple(read_object(traced)["windows"])
     window = config.get("sliding_window")
     if type(window) is not int or config.get("use_sliding_window") is False:
         return (None,) * layers

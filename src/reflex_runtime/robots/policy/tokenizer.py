@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.robots.policy.units import Floats
-from reflex_runtime.settings.model_files import read_json
+from reflex_runtime.settings.model_files import read_object
 
 Cleaning = Literal["strip", "lower", "underscores", "newlines", "end_newline"]
 
@@ -186,9 +186,7 @@ def read_tokenizer(file: Path) -> InstructionTokenizer:
     pre_tokenizer Whitespace or WhitespaceSplit; post_processor none. All others need the `tokenizers` package; without
     it they raise a ConfigError that says what to install, or how to convert.
     """
-    parsed = read_json(file)
-    if not isinstance(parsed, dict):
-        raise ConfigError(f"{file}: found {type(parsed).__name__}, expected an object")
+    parsed = read_object(file)
     padding = parsed.get("padding")
     pad_id = padding.get("pad_id", 0) if isinstance(padding, dict) else 0
     if type(pad_id) is not int or pad_id < 0:

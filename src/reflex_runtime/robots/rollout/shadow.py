@@ -30,10 +30,9 @@ from reflex_runtime.core.events import BatchFinished, BatchScheduled, Event, Req
 from reflex_runtime.core.request import Ticket
 from reflex_runtime.observe.metrics import Metrics
 from reflex_runtime.robots import Observation, Policy
-from reflex_runtime.robots.rollout.versions import Version
 from reflex_runtime.robots.serving.decode_pool import DecodePool, Job
 from reflex_runtime.robots.serving.decode_pool import Done as Made
-from reflex_runtime.robots.serving.slots import SHADOW_QUEUE, Slot
+from reflex_runtime.robots.serving.slots import SHADOW_QUEUE, Slot, Version
 from reflex_runtime.run.batcher import Batcher
 
 log = logging.getLogger("reflex.shadow")

@@ -18,11 +18,10 @@ from msgspec import Meta
 
 from reflex_runtime.core.errors import Closed, ConfigError, ReflexError
 from reflex_runtime.robots.policy.spec import PYTHON
-from reflex_runtime.robots.rollout.versions import Version
 from reflex_runtime.robots.serving import fields as wire
 from reflex_runtime.robots.serving.handler import RequestHandler
 from reflex_runtime.robots.serving.served import ServedPolicy
-from reflex_runtime.robots.serving.slots import SHADOW
+from reflex_runtime.robots.serving.slots import SHADOW, Version
 from reflex_runtime.robots.sources.load import directory_of
 from reflex_runtime.web.errors import Conflict, InvalidJson, NotFound
 from reflex_runtime.web.fields import Whole, check_id, invalid, invalid_field, printable, whole

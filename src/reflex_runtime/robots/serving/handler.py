@@ -135,11 +135,7 @@ class RequestHandler:
         question = pending.question = asked() if callable(asked) else asked
         if question.request_id:
             pending.request_id = question.request_id
-        handler = self if question.policy is None else self.of(question.policy)
-        return await handler._infer(pending, question)
-
-    async def _infer(self, pending: PendingRequest, question: Question) -> ActAnswer:
-        served = pending.served = self.served
+        served = pending.served = self.of(question.policy).served
         placement = pending.placement = served.place(
             question.episode_id, pending.request_id, question.robot_id, pending.client
         )
@@ -149,7 +145,7 @@ class RequestHandler:
             question.instruction = version.policy.spec.default_prompt
         if question.images:
             check_names(question, served.cameras)
-        request = self._request(pending, question, version.policy)
+        request = self._request(pending, question, served, version.policy)
         job = request.payload if isinstance(request.payload, Job) else None
         ticket = pending.ticket = self.runtime.batcher.submit(request, ready=job is None)
         if pending.span is not None:
@@ -167,7 +163,7 @@ class RequestHandler:
             ticket.waiter = waiter = None
             if job is not None and not job.gone:
                 self.runtime.decode_pool.discard(job)
-        pending.answer = self._answer(pending, ticket, chunk)
+        pending.answer = self._answer(pending, served, ticket, chunk)
         return pending.answer
 
     async def infer_row(
@@ -211,11 +207,11 @@ class RequestHandler:
                 task.cancel()
             await asyncio.wait(tasks)
 
-    def _request(self, pending: PendingRequest, question: Question, policy: Policy) -> Request:
+    def _request(self, pending: PendingRequest, question: Question, served: ServedPolicy, policy: Policy) -> Request:
         """What is submitted: the request, or a reservation where pictures are to be decoded once it is admitted."""
         priority = question.priority
         client = question.robot_id or question.episode_id or pending.client
-        limit = _time_limit(pending, question, self.served.config.deadline_ms)
+        limit = _time_limit(pending, question, served.config.deadline_ms)
         if not question.images:
             observation = observe(policy, pending.request_id, question, pending.received)
             return policy.request(observation, client=client, priority=priority, time_limit=limit)
@@ -243,7 +239,7 @@ class RequestHandler:
             self.runtime.metrics.prepared(admitted.group, time.monotonic() - ticket.arrived)
         self.runtime.batcher.prepared(ticket, made)
 
-    def _answer(self, pending: PendingRequest, ticket: Ticket, chunk: ActionChunk) -> ActAnswer:
+    def _answer(self, pending: PendingRequest, served: ServedPolicy, ticket: Ticket, chunk: ActionChunk) -> ActAnswer:
         admission, started, version = ticket.admission, ticket.started, pending.version
         assert admission is not None
         assert started is not None
@@ -252,7 +248,7 @@ class RequestHandler:
             self._described = (admission, _batch_of(admission))
         now = pending.answered = time.monotonic()
         total = now - pending.received
-        spent, latency, doubts = _ms(total), self.served.config.inject_latency_ms, ticket.request.payload.doubts
+        spent, latency, doubts = _ms(total), served.config.inject_latency_ms, ticket.request.payload.doubts
         mode, model_hash, config_hash = version.told
         return ActAnswer(
             actions=chunk.actions,

@@ -21,7 +21,6 @@ from reflex_runtime.robots.rollout.ramp import Ramp, RampGuard
 from reflex_runtime.robots.rollout.rollout import Change, Placement, Rollout, VerdictSink
 from reflex_runtime.robots.rollout.shadow import Shadowing
 from reflex_runtime.robots.rollout.slo import Objective, SloTracker
-from reflex_runtime.robots.rollout.versions import Version
 from reflex_runtime.robots.serving.decode_pool import DecodePool
 from reflex_runtime.robots.serving.images import cameras_of
 from reflex_runtime.robots.serving.question import WIRES
@@ -30,6 +29,7 @@ from reflex_runtime.robots.serving.slots import (
     WARM_SIZES,
     HotSwap,
     Slot,
+    Version,
     check_alike,
     faults_of,
     group_of,

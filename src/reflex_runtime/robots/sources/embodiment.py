@@ -22,7 +22,7 @@ from reflex_runtime.robots.sources.export_files import (
     Text,
     list_of,
     names_of,
-    read_json,
+    read_export_json,
     whole,
 )
 from reflex_runtime.settings.read import JsonObject
@@ -135,7 +135,7 @@ def read_embodiment(
     file = config.file_in(root, "embodiment") if config.has("embodiment") else root / EMBODIMENT_FILE
     if not config.has("embodiment") and not file.is_file():
         return Embodiment(), dict.fromkeys(dims)
-    table, action_dim = ExportObject(file, read_json(file)), dims["action_norm"]
+    table, action_dim = ExportObject(file, read_export_json(file)), dims["action_norm"]
     values = msgspec.structs.asdict(table.read(_embodiment_keys(dims["state_norm"], action_dim)))
     if table.has("action_ranges"):
         if not all(low < high for low, high in values["action_ranges"]):

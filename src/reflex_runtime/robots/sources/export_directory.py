@@ -39,7 +39,7 @@ from reflex_runtime.robots.sources.export_files import (
     model_bytes,
     model_hash,
     names_of,
-    read_json,
+    read_export_json,
     read_prompt,
     whole,
 )
@@ -119,7 +119,7 @@ def from_hub(path: Path, source: str = "") -> str:
 
 
 def _load(root: Path) -> Export:
-    table = ExportObject(root / CONFIG_FILE, read_json(root / CONFIG_FILE))
+    table = ExportObject(root / CONFIG_FILE, read_export_json(root / CONFIG_FILE))
     config = table.read(ExportConfig)
     images = _images(table, config)
     optional = _optional_images(table, config, images)

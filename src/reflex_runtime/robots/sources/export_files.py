@@ -115,7 +115,7 @@ class ExportObject(JsonObject):
         return root / pure
 
 
-def read_json(file: Path) -> Any:
+def read_export_json(file: Path) -> Any:
     """The value in a JSON file; ConfigError naming what is wrong with it."""
     def no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found: dict[str, Any] = {}

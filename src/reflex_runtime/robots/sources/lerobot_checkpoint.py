@@ -23,7 +23,7 @@ from reflex_runtime.robots.sources.export_files import (
     files_hash,
     model_bytes,
     model_hash,
-    read_json,
+    read_export_json,
     whole,
 )
 from reflex_runtime.robots.sources.lerobot_features import WEIGHTS, WHOLE, Feature, Features
@@ -195,7 +195,7 @@ def _config_of(root: Path) -> Any:
         deeper = root / "pretrained_model"
         hint = f"; serve {deeper}" if deeper.is_dir() else ", expected what save_pretrained of LeRobot writes"
         raise ConfigError(f"{root / CONFIG_FILE}: not found{hint}")
-    return read_json(root / CONFIG_FILE)
+    return read_export_json(root / CONFIG_FILE)
 
 
 def _cameras(table: JsonObject, config: _Config) -> tuple[dict[str, str], dict[str, Size]]:

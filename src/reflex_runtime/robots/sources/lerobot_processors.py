@@ -15,7 +15,7 @@ from typing import Any, Final, Literal
 import msgspec
 
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.robots.sources.export_files import read_json
+from reflex_runtime.robots.sources.export_files import read_export_json
 from reflex_runtime.robots.sources.lerobot_features import Feature
 from reflex_runtime.settings.model_files import read_table
 from reflex_runtime.settings.read import shorten
@@ -76,7 +76,7 @@ def read_steps(file: Path) -> list[ProcessorStep]:
     """
     if not file.is_file():
         return []
-    table = read_json(file)
+    table = read_export_json(file)
     entries = table.get("steps") if isinstance(table, dict) else None
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
         raise ConfigError(f"{file}: is not what LeRobot writes: expected a JSON object with `steps`")

@@ -23,7 +23,7 @@ from reflex_runtime.robots.policy.tokenizer import InstructionTokenizer, PromptT
 from reflex_runtime.robots.policy.units import AddState, AlohaGripper, Norm, Scaled, Transform, frozen
 from reflex_runtime.robots.sources.embodiment import read_wires
 from reflex_runtime.robots.sources.export_directory import check_directory
-from reflex_runtime.robots.sources.export_files import files_hash, model_bytes, model_hash, read_json, whole
+from reflex_runtime.robots.sources.export_files import files_hash, model_bytes, model_hash, read_export_json, whole
 from reflex_runtime.robots.sources.lerobot_checkpoint import check_device, check_lerobot, check_weights, read_robot
 from reflex_runtime.robots.sources.lerobot_features import WEIGHTS
 from reflex_runtime.settings.read import JsonObject
@@ -153,7 +153,7 @@ def _load(source: str, root: Path) -> OpenpiCheckpoint:
         found = "π0.5" if "time_mlp_in.weight" in names else "π0"
         raise ConfigError(f"{root / OPENPI_FILE}: config: found {keys.config}, but {WEIGHTS} is of {found}")
     written = root / "config.json"
-    sizes: _Written = JsonObject(written, read_json(written) if written.is_file() else {}).read(_Written)
+    sizes: _Written = JsonObject(written, read_export_json(written) if written.is_file() else {}).read(_Written)
     robot = ROBOTS[trained.robot]
     state_in_prompt = trained.state_in_prompt if keys.state_in_prompt is None else keys.state_in_prompt
     delta = trained.delta_actions if keys.delta_actions is None else keys.delta_actions
@@ -206,7 +206,7 @@ def _configured(root: Path) -> tuple[_OpenpiKeys, _Training]:
             f"{file}: not found: openpi does not write which configuration a checkpoint was trained with, and so what "
             f'its observations and actions are. Write it there: {{"config": NAME}}, NAME one of {_Names}'
         )
-    table = JsonObject(file, read_json(file))
+    table = JsonObject(file, read_export_json(file))
     keys: _OpenpiKeys = table.read(_OpenpiKeys)
     if keys.config not in CONFIGS:
         table.wrong("config", f"one of {_Names}; of your own, the one with the same robot and its other keys")
@@ -231,7 +231,7 @@ def _stats_file(root: Path, asset_id: str | None) -> Path:
 
 def _norms(file: Path, quantiles: bool, robot: _OpenpiRobot) -> dict[str, Norm]:
     """The norms of "state" and "actions" by the first dimensions of a norm_stats.json, as openpi pads."""
-    table = JsonObject(file, read_json(file))
+    table = JsonObject(file, read_export_json(file))
     stats = JsonObject(file, table.get("norm_stats"), "norm_stats")
     found = {}
     for key, dim in (("state", robot.state_dim), ("actions", robot.action_dim)):
