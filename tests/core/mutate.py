@@ -157,7 +157,7 @@ MUTANTS = [
         "self.turns.shares.charge(partition, max(0.0, seconds))",
     ),
     M("core/group.py", "half the time limit does not promote", "0.5 * limit", "5 * limit"),
-    M("core/group.py", "answers are not remembered", "if client.unsettled == 0 and client", "if False and client"),
+    M("core/group.py", "answers are not remembered", "if answered and client", "if False and client"),
     # life cycle
     M("core/admission.py", "expiry a moment late", "group.turns.expires_at() <= now", "group.turns.expires_at() < now"),
     M(
@@ -820,9 +820,7 @@ MUTANTS = [
     M("core/group.py", "the newcomer is another", "partition.unsettled - 1)", "partition.unsettled)"),
     # two groups or one
     M("core/think_times.py", "two groups stay two", "if r > rate", "if False and r > rate"),
-    M("core/think_times.py", "gathering is never tried", "if self._left <= 0 and self.differs:", "if False:"),
     M("core/think_times.py", "those that come later are gathered", "<= soon, self.prepares", "<= 1e9, self.prepares"),
-    M("core/think_times.py", "chance begins it", "if self.on else 0.0", "if False else 0.0"),
     M("core/think_times.py", "what is prepared does not wait", "(queued + left) * wait", "queued * wait"),
     M("core/holding.py", "one size tells all", "if not group.cost.told_apart(head):", "if False:"),
     M("core/cost.py", "seconds before they are measured", "if self._fit.samples >= WARM_SAMPLES else 0.0", ""),

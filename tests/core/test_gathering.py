@@ -1,70 +1,13 @@
-"""Whether callers are gathered into one batch (contract B6): tried, and kept where answers come sooner."""
+"""Callers that come back soon are gathered into one batch (contract B6)."""
 
 from __future__ import annotations
 
 import pytest
 
 from reflex_runtime.core.flush import FlushPolicy
-from reflex_runtime.core.think_times import AGAIN, SETTLING, SOON, WINDOW, Gathering
 
 from .helpers import ask, finish, scheduler_of, take, trained
 from .one_core import OneCore
-
-TRIAL = SETTLING + WINDOW
-
-
-def batches(gathering: Gathering, count: int, latency: float, spread: float = 0.0) -> None:
-    """So many batches of two, answered after this time, where gathering would make a difference."""
-    for i in range(count):
-        gathering.differs = True
-        for _ in range(2):
-            gathering.answered(latency + spread * (-1) ** i)
-        gathering.left()
-
-
-def test_it_is_tried_and_kept_where_answers_come_sooner() -> None:
-    gathering = Gathering()
-    batches(gathering, SOON - 1, 0.050)
-    assert not gathering.on
-    batches(gathering, 1, 0.050)
-    assert gathering.on
-    batches(gathering, TRIAL, 0.040)
-    assert gathering.on
-    batches(gathering, AGAIN, 0.040)
-    assert not gathering.on  # now it is tried to stop
-    batches(gathering, TRIAL, 0.050)
-    assert gathering.on
-
-
-def test_it_is_given_up_where_they_do_not_and_tried_again_after_twice_as_many_batches() -> None:
-    gathering = Gathering()
-    for pause in (SOON, 2 * SOON, 4 * SOON):
-        batches(gathering, pause, 0.040)
-        assert gathering.on
-        batches(gathering, TRIAL, 0.041)
-        assert not gathering.on
-
-
-def test_a_trial_that_is_much_slower_ends_early() -> None:
-    gathering = Gathering()
-    batches(gathering, SOON, 0.040)
-    batches(gathering, SETTLING + 2, 0.080)
-    assert not gathering.on
-
-
-def test_chance_does_not_begin_it() -> None:
-    gathering = Gathering()
-    batches(gathering, SOON, 0.050, spread=0.020)
-    batches(gathering, TRIAL, 0.045, spread=0.020)
-    assert not gathering.on
-
-
-def test_nothing_is_tried_where_it_makes_no_difference() -> None:
-    gathering = Gathering()
-    for _ in range(10 * SOON):
-        gathering.answered(0.050)
-        gathering.left()
-    assert not gathering.on
 
 
 @pytest.mark.parametrize(

@@ -349,7 +349,6 @@ class Group:
     def scheduled(self, partition: Partition, newcomers: int) -> None:
         """A batch of the partition is in flight, with so many that entered."""
         partition.in_flight += 1
-        partition.gathering.left()
         if partition.room is not None:
             partition.room -= newcomers
         if self.room is not None:
@@ -365,10 +364,8 @@ class Group:
         client: ClientShare = ticket.queue.client
         self.clients.leave(client, now)
         self.unsettled -= 1
-        if answered:
-            partition.gathering.answered(now - ticket.admitted)
-            if client.unsettled == 0 and client.key not in self.preparing:
-                self.think_times.answered(client.key, now)
+        if answered and client.unsettled == 0 and client.key not in self.preparing:
+            self.think_times.answered(client.key, now)
 
     def settled(self, partition: Partition) -> None:
         """Tickets of the partition have left."""

@@ -40,7 +40,6 @@ from reflex_runtime.core.batch import Suspects
 from reflex_runtime.core.cost import CostModel
 from reflex_runtime.core.request import BACKGROUND, DEFAULT, RUNNING, SETTLED, URGENT, Priority, Ticket
 from reflex_runtime.core.statistics import Rate
-from reflex_runtime.core.think_times import Gathering
 
 T = TypeVar("T", bound=Hashable)
 K = TypeVar("K", float, tuple[float, int])
@@ -582,7 +581,6 @@ class Partition:
         "arrivals",
         "counter",
         "deadlines",
-        "gathering",
         "hold_came",
         "hold_for",
         "hold_input",
@@ -617,7 +615,6 @@ class Partition:
         self.in_flight = 0  # batches
         self.arrivals = Rate()
         self.usual_limit = 0.0  # slow mean of the time limits asked for, seconds; 0 when none was
-        self.gathering = Gathering()
         self.hold_until = -inf  # decided after input number `hold_input`; these are `Holding`'s
         self.hold_input = -1
         self.hold_for = 0  # clients that are to come before it is decided again

@@ -1,14 +1,4 @@
-"""When clients come back, and whether a free device waits for them.
-
-A trial decides whether returning callers share one batch or alternate between two: what answers sooner. A batch of n
-requests takes T(n) = a + b·n, and callers come back ρ after their answer. N callers in one group have a cycle of a +
-b·N + ρ. In two groups that take turns it is 2a + b·N: while one runs, the other comes back. So one group is better if ρ
-< a. That holds where coming back costs the device nothing. If one processor decodes the pictures of one group and runs
-the other, each makes the other slower, and one group is better for a longer ρ. Neither a nor ρ tells these cases apart.
-So what is worth gathering by `ThinkTimes` (clients that come within a, and pictures that are being decoded) is tried
-now and then, for a few batches, and kept if requests were answered sooner. In the same way it is tried to stop.
-
-It is tried only where it makes a difference (`differs`): a lone caller, and clients that are not expected, never wait.
+"""When clients come back, and how long a free device waits for them.
 
 A free device waits for clients whose next request is due, and only if waiting pays. Cameras send by the clock; robots
 and files send some time after their answer. Two habits of each client are recorded: the last 32 gaps between its
@@ -27,92 +17,28 @@ itself a whole batch, and lengthens this one for n others.)
 Each client's distribution is summed in at most PARTS steps. If more than FEW are absent, each is taken to come at one
 of its past times. The times of all together are spread as their distributions are, and summing them takes a third.
 
-G considers one batch only. But two groups of callers that take turns cost a more in every cycle than one. So
-there is a second hold, to gather callers: the h that maximises
+G considers one batch only. But two groups of callers that take turns pay for a fixed part more in every cycle than one:
+N callers that come back ρ after their answer have a cycle of a + b·N + ρ in one group, and of 2a + b·N in two, because
+one group comes back while the other runs. So one group is better if ρ < a, and clients that usually come within a of
+their answer, and those being prepared, are gathered: the device waits for the h that maximises
 
     (n + E(h)) / (h + held + T(n))
 
-the requests of the batch over the time from its first hold to its end. (Not T(n + E): what comes too late runs later,
-and takes its b there.) Here E counts clients that usually come within a of their answer, and those being prepared.
-The trial decides which of the two holds is used: the second only where it was measured to answer sooner.
+the requests of the batch over the time from its first hold to its end, if that is longer. (Not T(n + E): what comes too
+late runs later, and takes its b there.) Here E counts those clients only.
+
+Brings, for 8 to 32 callers in a closed loop, 10 to 60 % of the mean latency, and 20 % for cameras of one rate. It
+brings and costs nothing where arrivals do not wait for answers (docs/benchmarks.md#the-schedulers-rules).
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Hashable
-from math import inf, sqrt
+from math import inf
 
 from reflex_runtime.core.request import Ticket
-
-WINDOW = 6  # batches that are compared
-SETTLING = 2  # batches after a change that do not count
-SOON, LONGEST = 8, 512  # batches until the first trial of the other way, and most between two
-AGAIN = 32  # batches from a change to the next trial
-BY_CHANCE = 2.0  # standard errors by which gathering must be better to begin with it
-BETTER = 0.99  # and the share of the other latency
-WORSE = 1.25  # times the other latency: ends a trial early
-
-
-class Gathering:
-    """The choice for one partition. on: whether callers are gathered now; differs: whether that mattered lately."""
-
-    __slots__ = ("_answers", "_before", "_latencies", "_left", "_pause", "_seconds", "differs", "on")
-
-    def __init__(self) -> None:
-        self.on = self.differs = False
-        self._latencies: deque[tuple[float, int]] = deque(maxlen=WINDOW)  # (sum, answers) of the last batches
-        self._seconds, self._answers = 0.0, 0  # of the batch that was answered last
-        self._before: tuple[float, float] | None = None  # mean and standard error of the usual way, during a trial
-        self._pause = self._left = SOON  # batches from trial to trial, and until the next change
-
-    def answered(self, seconds: float) -> None:
-        """A request was answered so long after it was admitted."""
-        self._seconds += seconds
-        self._answers += 1
-
-    def left(self) -> None:
-        """A batch leaves: what was answered since the last one did is the outcome of an earlier batch."""
-        if not self._answers:
-            return
-        self._latencies.append((self._seconds, self._answers))
-        self._seconds, self._answers = 0.0, 0
-        self._left -= 1
-        if self._before is None:
-            if self._left <= 0 and self.differs:
-                self._before = self._measured()
-                self._change(SETTLING + WINDOW)
-            return
-        if self._left == WINDOW:
-            self._latencies.clear()
-        if self._left >= WINDOW - 1:
-            return
-        latency, error = self._measured()
-        before, its_error = self._before
-        if self._left > 0 and latency < WORSE * before:
-            return
-        self._before = None
-        noise = BY_CHANCE * sqrt(error * error + its_error * its_error) if self.on else 0.0
-        if latency < BETTER * before and latency + noise < before:
-            self._pause, self._left, self.differs = AGAIN, AGAIN, False
-        else:
-            self._pause = min(2 * self._pause, LONGEST)
-            self._change(self._pause)
-
-    def _change(self, batches: int) -> None:
-        self.on, self.differs, self._left = not self.on, False, batches
-
-    def _measured(self) -> tuple[float, float]:
-        """Mean latency, and its standard error by the spread between batches."""
-        sums = self._latencies
-        mean = sum(seconds for seconds, _ in sums) / sum(n for _, n in sums)
-        spread = sum((seconds / n - mean) ** 2 for seconds, n in sums)
-        return mean, sqrt(spread / (len(sums) * max(1, len(sums) - 1)))
-
-
-# -- think times -------------------------------------------------------------------------------------------------------
-
 
 IN_TURNS = 64  # most clients that take turns
 RECENT = 128  # absent clients considered per decision: those answered last
@@ -295,7 +221,7 @@ class ThinkTimes:
         held: float,
     ) -> tuple[Hold, Hold]:
         """How to hold a batch of the partition, at most for `longest`: by the gain G for this batch, and to gather
-        callers.
+        callers. The longer one counts.
 
         queued: n. places: how many more may join. fixed: a. seconds: T(n). held: for how long it has been held.
         """

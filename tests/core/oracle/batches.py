@@ -233,7 +233,6 @@ class Batches(Memory, Wake, Conservation):
                 w.rooms[where] -= len(admitted)  # type: ignore[operator]
         w.was_held[partition] = False
         w.sizes.append(len(batch))
-        w.happened.setdefault(partition, []).append(None)
         self.batches += 1
         left, w.left = w.left, []
         expected = expected if w.meter.in_seconds else 0.0

@@ -37,8 +37,6 @@ class Conservation(Views):
                 w.renewed += [(key, self.now, ticket.shared) for key in (ticket.request.shape, kind(ticket))]
         self.memory = [(t, u) for t, u in self.memory if t is not ticket]
         w.holds.pop(ticket.request.partition, None)  # what it was held for has changed
-        if result == "ok":
-            w.happened.setdefault(ticket.request.partition, []).append(self.now - ticket.admitted)
         if not self.unsettled(w.name, client=ticket.client):
             prepared = [t for t in self.preparing if (t.request.group, t.client) == (w.name, ticket.client)]
             if result == "ok" and not prepared:

@@ -95,7 +95,6 @@ class World:
     left: list[Seen] = field(default_factory=list)
     hold_for: dict[Hashable, int] = field(default_factory=dict)  # how many are to come before it is looked at again
     came: dict[Hashable, bool] = field(default_factory=dict)  # whether some of them have
-    happened: dict[Hashable, list[float | str | None]] = field(default_factory=dict)  # see `wake.gathered`
     made_ready: list[tuple[float, float]] = field(default_factory=list)  # (admitted, ready)
     sizes: list[int] = field(default_factory=list)  # of its batches
     prices: dict[Hashable, float] = field(default_factory=dict)

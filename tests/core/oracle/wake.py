@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from math import ceil, inf, sqrt
+from math import ceil, inf
 
 from reflex_runtime.core.flush import FlushPolicy
 from reflex_runtime.core.request import Priority
@@ -98,48 +98,6 @@ def spread(values: Sequence[float]) -> float:
     return found[3 * n // 4] - found[n // 4] if n else inf
 
 
-def gathered(happened: Sequence[float | str | None]) -> bool:
-    """Whether callers are gathered, from all that happened: latencies of answers, batches that left (None), and
-    "differs" where gathering would have held one for longer."""
-    on, differs, pause, left = False, False, 8, 8
-    batches: list[list[float]] = []
-    answers: list[float] = []
-    before: tuple[float, float] | None = None
-    for what in happened:
-        if what == "differs":
-            differs = True
-        elif isinstance(what, float):
-            answers.append(what)
-        elif answers:
-            batches, answers, left = [*batches, answers][-6:], [], left - 1
-            if before is None:
-                if left <= 0 and differs:
-                    before, on, differs, left = figures(batches), not on, False, 8
-                continue
-            if left == 6:
-                batches = []
-            if left >= 5 or (left > 0 and figures(batches)[0] < 1.25 * before[0]):
-                continue
-            mean, error = figures(batches)
-            by_chance = 2 * sqrt(error**2 + before[1] ** 2) if on else 0.0
-            if mean < 0.99 * before[0] and mean + by_chance < before[0]:
-                pause = left = 32
-                differs = False
-            else:
-                pause = min(2 * pause, 512)
-                on, differs, left = not on, False, pause
-            before = None
-    return on
-
-
-def figures(batches: Sequence[Sequence[float]]) -> tuple[float, float]:
-    """Mean latency of the answers, and its standard error by the means of the batches."""
-    sums = [sum(b) for b in batches]
-    mean = sum(sums) / sum(len(b) for b in batches)
-    spread = sum((s / len(b) - mean) ** 2 for s, b in zip(sums, batches, strict=True))
-    return mean, sqrt(spread / (len(batches) * max(1, len(batches) - 1)))
-
-
 class Wake(Views):
     """When a batch leaves, and when to ask again."""
 
@@ -210,10 +168,7 @@ class Wake(Views):
             rate /= self.now - since + wait + seconds
             if gathers and rate > for_all[0] * (1 + NEARLY):
                 for_all = (rate, until, back)
-        happened = w.happened.setdefault(partition, [])
-        if for_all[1:] > for_this[1:]:
-            happened.append("differs")
-        return max(for_this[1:], for_all[1:]) if gathered(happened) else for_this[1:]
+        return max(for_this[1:], for_all[1:])
 
     def absent(self, w: World) -> dict[Hashable, float]:
         """Clients that were answered and have asked nothing since, and when that was."""
