@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from reflex_runtime.llm import LLMEngine, SamplingParams
-from reflex_runtime.llm.engine.output_parsers import Tool, ToolCall, ToolFormat, ToolParser, forced, format_of
+from reflex_runtime.llm.engine.tool_calls import FORMS, Tool, ToolCall, ToolParser, forced
 
-NAMES = ["move", "stop"]
+KNOWN = [Tool("move", {"type": "object", "properties": {"why": {"type": "string"}}}), Tool("stop", {"type": "object"})]
 MOVE = {"name": "move", "arguments": {"x": 1, "why": "für {dich} </tool_call"}}
 STOP: dict[str, Any] = {"name": "stop", "arguments": {}}
 
@@ -19,13 +19,25 @@ FLY = '<tool_call>{"name": "fly", "arguments": {}}</tool_call>'
 FIVE = '<tool_call>{"name": "move", "arguments": 5}</tool_call>'
 
 
+IN_MARKS = {"name": "move", "arguments": {"why": '</tool_call> <tool_call> ]} "[TOOL_CALLS]\\'}}
+MARK = json.dumps(IN_MARKS)
+NESTED = "a\n\n</tool_call> </function> </parameter>."
+TAGS = {"name": "move", "arguments": {"why": NESTED, "n": 5, "yes": True, "of": {"a": None}}}
+VALUES = {"why": NESTED, "n": "5", "yes": "True", "of": '{"a": null}'}
+PARTS = "".join(f"<parameter={name}>\n{value}\n</parameter>\n" for name, value in VALUES.items())
+TAGGED = f"<tool_call>\n<function=move>\n{PARTS}</function>\n</tool_call>"
+TWO = {"name": "move", "arguments": {"x": 2}}
+OTHER_KEY = '<tool_call>{"name": "move", "input": {"x": 2}}</tool_call>'
+AS_TEXT = json.dumps({"name": "move", "arguments": json.dumps(TWO["arguments"])})
+
+
 def marked(*calls: Any) -> str:
     return "\n".join(f"<tool_call>\n{json.dumps(call, ensure_ascii=False)}\n</tool_call>" for call in calls)
 
 
-def read(form: ToolFormat, text: str, size: int) -> tuple[str, list[tuple[str, Any]], int]:
+def read(form: str, text: str, size: int) -> tuple[str, list[tuple[str, Any]], int]:
     """The text beside the calls, the calls, and how many the parser counts; fed `size` characters at a time."""
-    parser = ToolParser(form, NAMES)
+    parser = ToolParser(FORMS[form], KNOWN)
     found: list[str | ToolCall] = []
     for at in range(0, len(text), size):
         found += parser.feed(text[at : at + size])
@@ -36,7 +48,7 @@ def read(form: ToolFormat, text: str, size: int) -> tuple[str, list[tuple[str, A
     return said, [(call.name, json.loads(call.arguments)) for call in calls], parser.called
 
 
-CASES: list[tuple[ToolFormat, str, str, list[Any]]] = [
+CASES: list[tuple[str, str, str, list[Any]]] = [
     ("hermes", marked(MOVE), "", [MOVE]),
     ("hermes", "\n" + marked(MOVE, STOP) + "\n", "", [MOVE, STOP]),
     ("hermes", "I move.\n\n" + marked(MOVE) + " Done <b> now ", "I move. Done <b> now", [MOVE]),
@@ -51,16 +63,42 @@ CASES: list[tuple[ToolFormat, str, str, list[Any]]] = [
     ("llama3", '{"name": "fly", "parameters": {}}', '{"name": "fly", "parameters": {}}', []),
     ("llama3", 'Text, then {"name": "stop"}', 'Text, then {"name": "stop"}', []),
     ("llama3", '{"name": "stop"} and text', '{"name": "stop"} and text', []),
-    ("mistral", json.dumps([STOP, MOVE]), "", [STOP, MOVE]),
+    ("mistral", "[TOOL_CALLS]" + json.dumps([STOP, MOVE]), "", [STOP, MOVE]),
+    ("hermes", marked(MOVE).removesuffix("</tool_call>"), "", [MOVE]),
+    ("hermes", f"<tool_call>{MARK}</tool_call>", "", [IN_MARKS]),
+    ("hermes", f"<tool_call>{MARK}", "", [IN_MARKS]),
+    ("hermes", f"<tool_call>{MARK}\n{json.dumps(STOP)}</tool_call>", "", [IN_MARKS, STOP]),
+    ("hermes", f"<tool_call>[{json.dumps(STOP)}, {MARK}]</tool_call>yes", "yes", [STOP, IN_MARKS]),
+    ("hermes", '<tool_call>{"name": "move", "parameters": {"x": 2}}</tool_call>', "", [TWO]),
+    ("hermes", f"<tool_call>{AS_TEXT}</tool_call>", "", [TWO]),
+    ("hermes", OTHER_KEY, OTHER_KEY, []),
+    ("hermes", "a <tool_call> b", "a <tool_call> b", []),
+    ("qwen3_coder", TAGGED, "", [TAGS]),
+    ("qwen3_coder", "So.\n\n" + TAGGED + "\n" + TAGGED.removesuffix("</tool_call>"), "So.", [TAGS, TAGS]),
+    ("qwen3_coder", "<tool_call>\n<function=stop>\n</function>\n</tool_call>", "", [STOP]),
+    ("qwen3_coder", "<tool_call>\n<function=fly>\n</function>", "<tool_call>\n<function=fly>\n</function>", []),
+    ("qwen3_coder", "<tool_call> <b>bold</b>", "<tool_call> <b>bold</b>", []),
+    ("qwen3_coder", TAGGED[:60], TAGGED[:60], []),
+    ("granite", f"<|tool_call|>[{MARK}, {json.dumps(STOP)}]", "", [IN_MARKS, STOP]),
+    ("phi4", f"<|tool_call|>[{MARK}]<|/tool_call|>", "", [IN_MARKS]),
+    ("mistral", f"[TOOL_CALLS][{MARK}]", "", [IN_MARKS]),
+    ("mistral", f"I see [TOOL_CALLS] [{MARK}]", "I see", [IN_MARKS]),
+    ("mistral_named", '[TOOL_CALLS]move[ARGS]{"x": 2}[TOOL_CALLS]stop[ARGS]{}', "", [TWO, STOP]),
+    ("mistral_named", "[TOOL_CALLS]move[ARGS]{x: 2}", "[TOOL_CALLS]move[ARGS]{x: 2}", []),
+    ("mistral_named", "[TOOL_CALLS]move it", "[TOOL_CALLS]move it", []),
+    ("llama3", '<|python_tag|>{"name": "stop", "parameters": {}}', "", [STOP]),
+    ("llama3", "<|python_tag|>print(1)", "<|python_tag|>print(1)", []),
+    ("llama3", '{"type": "function", "name": "stop", "parameters": {}}', "", [STOP]),
     ("mistral", "[1, 2]", "[1, 2]", []),
-    ("mistral", "[" * 100_000, "[" * 100_000, []),
+    ("mistral", "[TOOL_CALLS]" + "[" * 100_000, "[TOOL_CALLS]" + "[" * 100_000, []),
+    ("llama3", "[" * 100_000, "[" * 100_000, []),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("size", [1, 7, 1_000_000])
 @pytest.mark.parametrize(("form", "text", "said", "calls"), CASES, ids=[f"{c[0]}-{i}" for i, c in enumerate(CASES)])
 def test_l9_calls_are_read_and_what_is_none_stays_text(
-    form: ToolFormat, text: str, said: str, calls: list[Any], size: int
+    form: str, text: str, said: str, calls: list[Any], size: int
 ) -> None:
     found = read(form, text, max(size, len(text) // 1000))
     assert found[0].strip() == said.strip()
@@ -70,20 +108,25 @@ def test_l9_calls_are_read_and_what_is_none_stays_text(
 
 def test_l9_arguments_are_json_that_can_be_sent() -> None:
     call = '<tool_call>{"name": "move", "arguments": %s}</tool_call>'
-    (half,) = ToolParser("hermes", NAMES).feed(call % r'{"x": "\ud800"}')
+    (half,) = ToolParser(FORMS["hermes"], KNOWN).feed(call % r'{"x": "\ud800"}')
     assert isinstance(half, ToolCall)
     assert half.arguments.encode() == rb'{"x": "\ud800"}'
-    for none in ('{"x": NaN}', '{"x": 1e999}'):
-        assert ToolParser("hermes", NAMES).feed(call % none) == [call % none]
+    (large,) = ToolParser(FORMS["hermes"], KNOWN).feed(call % '{"x": 1e999}')  # a form allows it, and it is JSON
+    assert isinstance(large, ToolCall)
+    assert large.arguments == '{"x": 1e999}'
+    for none in ('{"x": NaN}', '{"x": 01}', '"{"', '"[1]"', "[]"):
+        parser = ToolParser(FORMS["hermes"], KNOWN)
+        assert parser.feed(call % none) + parser.end() == [call % none]
 
 
 def test_l9_text_before_a_mark_is_said_as_soon_as_it_is_sure() -> None:
-    parser = ToolParser("hermes", NAMES)
+    parser = ToolParser(FORMS["hermes"], KNOWN)
+    assert parser.feed("<tool_call>{no JSON} and a text") == ["<tool_call>{no JSON} and a text"]
     assert parser.feed("I go <") == ["I go"]
     assert parser.feed("b") == [" <b"]
     assert parser.feed(" ") == []
     assert parser.feed("<tool_call>") == []
-    assert ToolParser("mistral", NAMES).feed("Text") == ["Text"]
+    assert ToolParser(FORMS["mistral"], KNOWN).feed("Text") == ["Text"]
 
 
 ARM = {
@@ -96,13 +139,13 @@ ARM = {
 TOOLS = [Tool("move", ARM), Tool("stop", {"type": "object", "additionalProperties": False})]
 
 
-@pytest.mark.parametrize("form", ["hermes", "llama3", "mistral"])
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("several", [True, False])
-def test_l9_a_call_that_is_demanded_fits_its_schema(form: ToolFormat, several: bool) -> None:
+def test_l9_a_call_that_is_demanded_fits_its_schema(form: str, several: bool) -> None:
     import jsonschema
 
     params = [
-        SamplingParams(max_tokens=2000, temperature=1.9, seed=seed, constraint=forced(form, TOOLS, several))
+        SamplingParams(max_tokens=2000, temperature=1.9, seed=seed, constraint=forced(FORMS[form], TOOLS, several))
         for seed in range(6)
     ]
     outputs = LLMEngine().generate(["Go"] * len(params), params)
@@ -116,17 +159,3 @@ def test_l9_a_call_that_is_demanded_fits_its_schema(form: ToolFormat, several: b
             jsonschema.validate(arguments, next(tool.parameters for tool in TOOLS if tool.name == name))
         counts.add(count)
     assert counts == {1} if not several else max(counts) > 1
-
-
-@pytest.mark.parametrize(
-    ("template", "form"),
-    [
-        ("{% for tool in tools %}{{ tool | tojson }}{% endfor %}<tool_call>", "hermes"),
-        ("{% if tools %}[AVAILABLE_TOOLS]{% endif %}[TOOL_CALLS]", "mistral"),
-        ('{% if tools %}{"name": f, "parameters": p}{% endif %}', "llama3"),
-        ("{% if tools %}call them somehow{% endif %}", None),
-        ("{{ messages }}<tool_call>", None),
-    ],
-)
-def test_l9_the_template_says_how_its_model_calls(template: str, form: str | None) -> None:
-    assert format_of(template) == form

@@ -15,6 +15,7 @@ from late import Late
 from reflex_runtime.core.errors import ConfigError, TooLarge
 from reflex_runtime.llm import LLMEngine, SamplingParams
 from reflex_runtime.llm.engine import logits_processors
+from reflex_runtime.llm.engine.tool_calls import FORMS
 from reflex_runtime.llm.engine.toy import ByteTokenizer
 from serving.openai_toy import Model, Speaker, Toy
 
@@ -619,7 +620,7 @@ def test_l9_tools_that_a_model_does_not_know_are_refused(toy: Toy, monkeypatch: 
     answer = toy.post("/v1/chat/completions", GREEDY | {"messages": [{"role": "user", "content": "x"}], "tools": TOOLS})
     assert (answer.status, toy.error(answer)["param"]) == (400, "tools")
     broken = {"type": "function", "function": {"name": "f", "parameters": {"type": "nothing"}}}
-    monkeypatch.setattr(ByteTokenizer, "tool_format", "hermes")
+    monkeypatch.setattr(ByteTokenizer, "tool_format", FORMS["hermes"])
     fields = GREEDY | {"messages": [{"role": "user", "content": "x"}], "tools": [broken], "tool_choice": "required"}
     answer = toy.post("/v1/chat/completions", fields)
     assert (answer.status, toy.error(answer)["param"]) == (400, "tools")

@@ -157,9 +157,9 @@ def test_l9_logprobs_of_an_answer_are_written_beside_the_loop(
 def test_l9_long_lists_of_token_ids_are_echoed_by_a_thread(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
     read, names = ByteTokenizer.decode, set[str]()
 
-    def decode(self: ByteTokenizer, ids: Any) -> str:
+    def decode(self: ByteTokenizer, ids: Any, whole: bool) -> str:
         names.add(threading.current_thread().name)
-        return read(self, ids)
+        return read(self, ids, whole)
 
     monkeypatch.setattr(ByteTokenizer, "decode", decode)
     choices = toy.complete([[97] * 400, [98] * 400, [99] * 400], max_tokens=0, echo=True).json["choices"]

@@ -16,7 +16,8 @@ from reflex_runtime.ipc.messages import TokenOutput
 from reflex_runtime.llm.api.errors import error_body
 from reflex_runtime.llm.api.fields import CalledFunction, CalledTool
 from reflex_runtime.llm.api.replies import ReplyContext, Usage
-from reflex_runtime.llm.engine.output_parsers import Thought, ToolCall
+from reflex_runtime.llm.engine.output_parsers import Thought
+from reflex_runtime.llm.engine.tool_calls import ToolCall
 
 DONE = b"data: [DONE]\n\n"
 _encode = msgspec.json.Encoder().encode

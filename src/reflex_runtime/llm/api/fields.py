@@ -22,7 +22,7 @@ from msgspec import to_builtins
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.ipc.messages import Constraint
 from reflex_runtime.llm.api.errors import BadRequest
-from reflex_runtime.llm.engine.output_parsers import Tool, ToolFormat, ToolParser, forced
+from reflex_runtime.llm.engine.tool_calls import Tool, ToolForm, ToolParser, forced
 from reflex_runtime.web.fields import Whole, encode
 
 MOST_TEXTS: Final = 1000  # of which an answer may have to be one
@@ -156,7 +156,7 @@ class AskedTools:
     forced: bool = False
     several: bool = True
 
-    def constraint(self, form: ToolFormat | None) -> Constraint | None:
+    def constraint(self, form: ToolForm | None) -> Constraint | None:
         """What the answer must be, where it has to be a call. BadRequest when the model knows no tools."""
         if form is None:
             why = "this model's chat template knows none, or writes calls in no known form"
@@ -168,9 +168,9 @@ class AskedTools:
         except ConfigError as error:
             raise BadRequest(f"tools: all parameters together: {error.message}", "tools") from None
 
-    def parser(self, form: ToolFormat) -> ToolParser:
+    def parser(self, form: ToolForm) -> ToolParser:
         """For one choice."""
-        return ToolParser(form, (tool.name for tool in self.tools))
+        return ToolParser(form, self.tools)
 
 
 NO_TOOLS = AskedTools()

@@ -16,7 +16,8 @@ from reflex_runtime.core.errors import ReflexError
 from reflex_runtime.ipc.messages import ScoredToken, TokenOutput
 from reflex_runtime.llm.api.requests import CompletionRequest, DefaultsOf
 from reflex_runtime.llm.engine.detokenizer import Detokenizer
-from reflex_runtime.llm.engine.output_parsers import PartReader, Thought, ToolCall
+from reflex_runtime.llm.engine.output_parsers import PartReader, Thought
+from reflex_runtime.llm.engine.tool_calls import ToolCall
 from reflex_runtime.web.errors import ErrorForm
 from reflex_runtime.web.fields import encode
 

@@ -42,8 +42,8 @@ from reflex_runtime.llm.api.requests import (
     template_variables,
     text_of,
 )
-from reflex_runtime.llm.engine.output_parsers import ToolCall
 from reflex_runtime.llm.engine.tokenizer import Conversation
+from reflex_runtime.llm.engine.tool_calls import ToolCall
 from reflex_runtime.web.fields import Whole, encode
 
 PATH: Final = "/v1/responses"

@@ -10,43 +10,39 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import json
-import re
+import logging
 import threading
 from collections.abc import Awaitable, Callable, Mapping
 from collections.abc import Sequence as Seq
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
-from datetime import datetime
 from math import inf, prod
 from pathlib import Path
-from typing import Any, Final, NamedTuple, NoReturn, Protocol, TypeVar
+from typing import Any, Final, Protocol, TypeVar
 
 from reflex_runtime.core.errors import ConfigError, TooLarge
 from reflex_runtime.ipc.messages import Constraint
+from reflex_runtime.llm.engine.chat_template import SETTINGS_FILE, TEMPLATE_FILE, ChatTemplate
 from reflex_runtime.llm.engine.detokenizer import CoreDetokenizer, Detokenizer
 from reflex_runtime.llm.engine.generation_options import GENERATION_FILE
-from reflex_runtime.llm.engine.output_parsers import ANSWER, MARKS, THOUGHT, ToolFormat, format_of
+from reflex_runtime.llm.engine.output_parsers import ANSWER, MARKS, THOUGHT
+from reflex_runtime.llm.engine.tool_calls import TRIED, ToolForm, form_of
 from reflex_runtime.llm.runners.checkpoint import CONFIG_FILE, token_ids
 from reflex_runtime.run.wall import WALL, Panic
 from reflex_runtime.settings.model_files import read_file, read_object
 from reflex_runtime.settings.read import JsonObject
 
 TOKENIZER_FILE: Final = "tokenizer.json"
-SETTINGS_FILE: Final = "tokenizer_config.json"
-TEMPLATE_FILE: Final = "chat_template.jinja"
-# marks of what an assistant said, for training; as comments they do nothing but trim the same whitespace
-_MARKS: Final = re.compile(r"\{%([-+]?)\s*(?:end)?generation\s*([-+]?)%\}")
 _LIKELY: Final = 8  # a text of so many characters for each token that fits is hardly ever one that fits
 _PIECE: Final = 4096  # characters
 _TAIL: Final = 16  # tokens of a prompt in which it may begin a thought
 _PER_CUT: Final = 64  # tokens that a cut may add, at the very most
+_HELLO: Final = {"role": "user", "content": "Hello"}
 _SPECIAL: Final = ("bos_token", "eos_token", "pad_token", "unk_token")
 TRIAL_S: Final = 5.0  # seconds for a few words, on a machine that is very busy
-MOST_REPEATS: Final = 1000
 MOST_GROWTH: Final = 64  # characters that a normaliser or decoder makes of one
-_WIDE: Final = re.compile(r"%(\(\w*\))?[-+ #0]*(\d{4}|\*|\d*\.(\d{4}|\*))")  # a width or precision over 999, or given
-_WIDE_FIELD: Final = re.compile(r"\{[^{}]*:[^{}]*(\d{4}|\{)")  # of `str.format`
+log = logging.getLogger("reflex.server")
 T = TypeVar("T")
 LONG_TEXT = 2000  # characters; what is longer in all is tokenised beside the loop
 VERY_LONG = 20_000  # what is longer by itself is tokenised in another process, where there is one
@@ -69,7 +65,7 @@ class Tokenizer(Detokenizer, Protocol):
 
     eos_token_ids: frozenset[int]
     vocab_size: int
-    tool_format: ToolFormat | None
+    tool_format: ToolForm | None
     reasons: bool
 
     def encode(self, text: str, most: int | None = None) -> list[int]:
@@ -95,12 +91,13 @@ class HFTokenizer(CoreDetokenizer, Tokenizer):
     """The tokenizer of a Hugging Face model directory. One may serve many threads."""
 
     def __init__(
-        self, core: Any, file: Path, settings: Mapping[str, Any], template: _Template | None, eos: frozenset[int]
+        self, core: Any, file: Path, settings: Mapping[str, Any], template: ChatTemplate | None, eos: frozenset[int]
     ) -> None:
         """core: a `tokenizers.Tokenizer`. Use `load`."""
         super().__init__(core)
         self._file, self._template = file, template
-        self.tool_format = None if template is None else format_of(template.source)
+        self.tool_format: ToolForm | None = None  # found when it is tried
+        self._arguments_as_text = False  # in the calls of a history: templates write them as JSON, or as they are
         self.reasons = template is not None and ANSWER in template.source
         self._special = {key: text for key in _SPECIAL if (text := _text(settings.get(key))) is not None}
         self._bos = core.token_to_id(self._special["bos_token"]) if "bos_token" in self._special else None
@@ -121,13 +118,15 @@ class HFTokenizer(CoreDetokenizer, Tokenizer):
         for name in (CONFIG_FILE, GENERATION_FILE):  # the second, where it says something, stands
             eos = token_ids(JsonObject(root / name, _optional(root / name)), "eos_token_id") or eos
         core = _read_core(root / TOKENIZER_FILE)
-        tokenizer = cls(core, root / TOKENIZER_FILE, settings, _read_template(root, settings), eos)
-        tokenizer._try_out()
+        tokenizer = cls(core, root / TOKENIZER_FILE, settings, ChatTemplate.read(root, settings), eos)
+        if (why := tokenizer._try_out()) and tokenizer._template is not None:
+            log.info("%s: tools are refused: %s", root, why)
         return tokenizer
 
-    def _try_out(self) -> None:
-        """Raise ConfigError if the model's patterns or template do not end with a few words, or give up on them."""
-        failed: list[ConfigError] = []
+    def _try_out(self) -> str:
+        """Find out how the model calls tools; returns why it calls none, or "". Raise ConfigError if its patterns or
+        template do not end with a few words, or give up on them."""
+        failed, whys = list[ConfigError](), [""]
 
         def run() -> None:
             try:
@@ -138,8 +137,10 @@ class HFTokenizer(CoreDetokenizer, Tokenizer):
             except Exception:  # it knows none of these letters
                 pass
             if self._template is not None:
-                with suppress(Exception, SystemExit):  # it may need a system prompt, or none, or tools
-                    self.chat(Conversation([{"role": "user", "content": "Hello"}]))
+                with suppress(SystemExit):
+                    with suppress(Exception):  # it may need a system prompt, or none, or tools
+                        self.chat(Conversation([_HELLO]))
+                    whys[0] = self._try_tools()
 
         thread = threading.Thread(target=run, name="reflex-try-tokenizer", daemon=True)
         thread.start()
@@ -153,6 +154,39 @@ class HFTokenizer(CoreDetokenizer, Tokenizer):
                 f"{self._file.parent}: its tokenizer or chat template takes over {TRIAL_S:g} s for one short message; "
                 f"look for loops in the template, and for nested repetitions in the patterns of {TOKENIZER_FILE}"
             )
+        return whys[0]
+
+    def _try_tools(self) -> str:
+        """Set what the template says of calls; returns why it says nothing."""
+        function = {"name": TRIED.name, "description": "Try", "parameters": TRIED.parameters}
+        shown = [{"type": "function", "function": function}]
+        special = sorted((self.token(id) for id, hidden in self._added.items() if hidden), key=len, reverse=True)
+
+        def written(calls: list[dict[str, Any]]) -> str:
+            """What stands behind the beginning of the answer, as a parser gets it."""
+            made = [{"id": f"reflex{i:03}", "type": "function", "function": call} for i, call in enumerate(calls)]
+            said = {"role": "assistant", "content": "", "tool_calls": made}
+            text = self._written(Conversation([_HELLO, said], shown), begin_answer=False)
+            text = text[next((len(before) for before in (begun, asked) if text.startswith(before)), 0) :]
+            for token in special:
+                text = text.replace(token, "")
+            return text
+
+        why = ""
+        for self._arguments_as_text in (False, True):
+            try:
+                begun, asked = (self._written(Conversation([_HELLO], shown), begin) for begin in (True, False))
+                if TRIED.name not in begun:
+                    return "the chat template does not show them to the model"
+                self.tool_format = form_of(written)
+                if self.tool_format is not None:
+                    return ""
+                call = written([{"name": TRIED.name, "arguments": {"text": "x"}}])
+                why = why or f"the chat template writes a call as {call[:200]!r}, which is read nowhere here"
+            except Exception as error:  # a template is a program of the model's author
+                why = why or f"the chat template does not write a call: {error}"
+        self._arguments_as_text = "does not write" in why
+        return why
 
     def encode(self, text: str, most: int | None = None) -> list[int]:
         self._check_length(text, most)
@@ -162,21 +196,25 @@ class HFTokenizer(CoreDetokenizer, Tokenizer):
         return ids
 
     def chat(self, conversation: Conversation, most: int | None = None) -> list[int]:
+        text = self._written(conversation)
+        self._check_length(text, most)
+        return self._encode(text, special=False)  # a template writes its own special tokens
+
+    def _written(self, conversation: Conversation, begin_answer: bool = True) -> str:
         if self._template is None:
             where = f"{SETTINGS_FILE} (chat_template) or {TEMPLATE_FILE}"
             raise ConfigError(f"{self._file.parent}: has no chat template in {where}, so it takes no messages")
         given: dict[str, Any] = {**conversation.more, **self._special}
-        given["messages"] = [_message(i, message) for i, message in enumerate(conversation.messages)]
         if conversation.tools:
             given["tools"] = conversation.tools
+        as_text = self._arguments_as_text
         try:
-            text = self._template.render(given, add_generation_prompt=True)
+            given["messages"] = [_message(i, message, as_text) for i, message in enumerate(conversation.messages)]
+            return self._template.render(given, begin_answer)
         except ConfigError:
             raise
         except Exception as error:  # a template is a program of the model's author: anything can come out of it
             raise ConfigError(f"{self._file.parent}: chat template: {type(error).__name__}: {error}") from error
-        self._check_length(text, most)
-        return self._encode(text, special=False)  # a template writes its own special tokens
 
     def vocabulary(self) -> Any:
         import llguidance
@@ -249,111 +287,7 @@ def _growth(part: Mapping[str, Any]) -> int:
     return max(1, len(part.get("content", ""))) if part.get("type") == "Replace" else 1
 
 
-class _Template(NamedTuple):
-    """A chat template. source: what its authors wrote. render: to text."""
-
-    source: str
-    render: Callable[..., str]
-
-
-def _read_template(root: Path, settings: Mapping[str, Any]) -> _Template | None:
-    """The chat template, from its own file or the settings."""
-    file, source = root / TEMPLATE_FILE, settings.get("chat_template")
-    if file.is_file():
-        try:
-            source = read_file(file).decode()
-        except UnicodeDecodeError as error:
-            raise ConfigError(f"{file}: cannot be read: {error}") from error
-    elif isinstance(source, list):  # several, by name
-        named = {entry.get("name"): entry.get("template") for entry in source if isinstance(entry, dict)}
-        file, source = root / SETTINGS_FILE, named.get("default")
-    else:
-        file = root / SETTINGS_FILE
-    if source is None:
-        return None
-    if not isinstance(source, str):
-        raise ConfigError(f"{file}: chat_template: must be a Jinja template, found {type(source).__name__}")
-    return _compile(file, source)
-
-
-def _compile(file: Path, source: str) -> _Template:
-    """Whitespace, filters and functions are those that templates of model hubs are written against."""
-    try:
-        import jinja2
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
-    except ImportError as error:
-        raise ConfigError(f"{file}: its template needs jinja2: in a clone, pip install '.[llm]'") from error
-
-    class Sandbox(ImmutableSandboxedEnvironment):
-        intercepted_binops = frozenset({"*", "**", "%"})
-
-        def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-            if operator == "%":
-                return _formatted(left, right)
-            made = [value if isinstance(value, (int, float)) else len(value) for value in (left, right)]
-            plain = all(isinstance(value, (int, float)) for value in (left, right))
-            _check_repeats(operator == "**" or (not plain and made[0] * made[1] > MOST_REPEATS))
-            return left * right
-
-        def call(self, context: Any, function: Any, *given: Any, **named: Any) -> Any:
-            method = getattr(function, "__wrapped__", function)  # as it wraps str.format
-            if isinstance(text := getattr(method, "__self__", None), str):
-                if method.__name__.startswith("format"):
-                    _check_repeats(_WIDE_FIELD.search(text) is not None)
-                else:
-                    _check_numbers(*given, *named.values())
-            return super().call(context, function, *given, **named)
-
-    environment = Sandbox(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-    )
-    for name in ("center", "indent"):
-        environment.filters[name] = _bounded(environment.filters[name])
-    environment.filters["format"] = lambda form, *given, **named: _formatted(str(form), named or given)
-    environment.filters["tojson"] = _to_json
-    environment.globals.pop("lipsum")
-    environment.globals["raise_exception"] = _refuse
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    try:
-        return _Template(source, environment.from_string(_MARKS.sub(r"{#\1 \2#}", source)).render)
-    except jinja2.TemplateError as error:
-        raise ConfigError(f"{file}: chat template: {error}") from error
-
-
-def _check_repeats(wrong: bool) -> None:
-    if wrong:
-        raise ConfigError(f"the chat template computes a power, or makes over {MOST_REPEATS} characters by repeating")
-
-
-def _check_numbers(*given: Any) -> None:
-    _check_repeats(any(isinstance(value, (int, float)) and value > MOST_REPEATS for value in given))
-
-
-def _formatted(left: Any, right: Any) -> Any:
-    """left % right; a width is how often a space is repeated."""
-    _check_repeats(isinstance(left, str) and _WIDE.search(left) is not None)
-    return left % right
-
-
-def _bounded(filter: Callable[..., Any]) -> Callable[..., Any]:
-    """A filter that repeats a space."""
-
-    def checked(text: Any, *given: Any, **named: Any) -> Any:
-        _check_numbers(*given, *named.values())
-        return filter(text, *given, **named)
-
-    return checked
-
-
-def _to_json(value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, **more: Any) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, **more)
-
-
-def _refuse(message: str) -> NoReturn:
-    raise ConfigError(f"messages: the chat template refuses them: {message}")
-
-
-def _message(place: int, message: Any) -> dict[str, Any]:
+def _message(place: int, message: Any, arguments_as_text: bool) -> dict[str, Any]:
     """The message with its content as one text: most templates know no other form."""
     role = message.get("role") if isinstance(message, dict) else None
     if not isinstance(role, str) or not role:
@@ -366,6 +300,11 @@ def _message(place: int, message: Any) -> dict[str, Any]:
         content = "\n".join(map(str, parts))
     if content is not None and not isinstance(content, str):
         raise ConfigError(f"messages[{place}].content: must be a text or a list of text parts")
+    if arguments_as_text and message.get("tool_calls"):
+        calls = [call | {"function": dict(call["function"])} for call in message["tool_calls"]]
+        for call in calls:
+            call["function"]["arguments"] = json.dumps(call["function"]["arguments"], ensure_ascii=False)
+        message = {**message, "tool_calls": calls}
     return {**message, "content": content}
 
 

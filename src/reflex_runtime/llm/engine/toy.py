@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.llm.engine.output_parsers import ToolFormat
 from reflex_runtime.llm.engine.tokenizer import Conversation, Tokenizer
+from reflex_runtime.llm.engine.tool_calls import FORMS, ToolForm
 from reflex_runtime.llm.runners.runner import Step
 
 _MIX = (np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
@@ -27,7 +27,7 @@ class ByteTokenizer(Tokenizer):
 
     vocab_size = 256
     eos_token_ids: frozenset[int] = frozenset({0})
-    tool_format: ToolFormat | None = "hermes"
+    tool_format: ToolForm | None = FORMS["hermes"]
     reasons = True
 
     def encode(self, text: str, most: int | None = None) -> list[int]:

@@ -1,0 +1,146 @@
+"""Chat templates: Jinja programs that came with a model, run in a sandbox and chosen as `transformers` does.
+
+Whitespace, filters and functions are those that templates of model hubs are written against.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Final, NoReturn
+
+from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.settings.model_files import read_file
+
+SETTINGS_FILE: Final = "tokenizer_config.json"
+TEMPLATE_FILE: Final = "chat_template.jinja"
+MORE_TEMPLATES: Final = "additional_chat_templates"  # a folder: a template by the name of its file
+DEFAULT, TOOL_USE = "default", "tool_use"
+# marks of what an assistant said, for training; as comments they do nothing but trim the same whitespace
+_MARKS: Final = re.compile(r"\{%([-+]?)\s*(?:end)?generation\s*([-+]?)%\}")
+MOST_REPEATS: Final = 1000
+_WIDE: Final = re.compile(r"%(\(\w*\))?[-+ #0]*(\d{4}|\*|\d*\.(\d{4}|\*))")  # a width or precision over 999, or given
+_WIDE_FIELD: Final = re.compile(r"\{[^{}]*:[^{}]*(\d{4}|\{)")  # of `str.format`
+
+
+class ChatTemplate:
+    """The templates of a model by their names: one for all, or one of its own for conversations with tools."""
+
+    def __init__(self, file: Path, sources: Mapping[str, str]) -> None:
+        """file: that errors name."""
+        self.source = "".join(sources.values())
+        self._file, self._names = file, sorted(sources)
+        self._programs = {name: _compile(file, sources[name]) for name in (DEFAULT, TOOL_USE) if name in sources}
+
+    @classmethod
+    def read(cls, root: Path, settings: Mapping[str, Any]) -> ChatTemplate | None:
+        """From files of their own, or else the settings; None where there is none."""
+        files = {path.stem: path for path in sorted((root / MORE_TEMPLATES).glob("*.jinja"))}
+        if (root / TEMPLATE_FILE).is_file():
+            files[DEFAULT] = root / TEMPLATE_FILE
+        if files:
+            return cls(files.get(DEFAULT, root / MORE_TEMPLATES), {name: _read(file) for name, file in files.items()})
+        file, found = root / SETTINGS_FILE, settings.get("chat_template")
+        if found is None:
+            return None
+        if isinstance(found, list):  # several, by name
+            found = {entry.get("name"): entry.get("template") for entry in found if isinstance(entry, dict)}
+        named = found if isinstance(found, dict) else {DEFAULT: found}
+        for source in named.values():
+            if not isinstance(source, str):
+                raise ConfigError(f"{file}: chat_template: must be a Jinja template, found {type(source).__name__}")
+        return cls(file, named)
+
+    def render(self, given: Mapping[str, Any], begin_answer: bool = True) -> str:
+        """The text of a conversation. begin_answer: and the beginning of the answer."""
+        name = TOOL_USE if given.get("tools") and TOOL_USE in self._programs else DEFAULT
+        if name not in self._programs:
+            raise ConfigError(f"{self._file}: has chat templates named {', '.join(self._names)}, and no {DEFAULT}")
+        return self._programs[name](given, add_generation_prompt=begin_answer)
+
+
+def _read(file: Path) -> str:
+    try:
+        return read_file(file).decode()
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{file}: cannot be read: {error}") from error
+
+
+def _compile(file: Path, source: str) -> Callable[..., str]:
+    """Whitespace, filters and functions are those that templates of model hubs are written against."""
+    try:
+        import jinja2
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+    except ImportError as error:
+        raise ConfigError(f"{file}: its template needs jinja2: in a clone, pip install '.[llm]'") from error
+
+    class Sandbox(ImmutableSandboxedEnvironment):
+        intercepted_binops = frozenset({"*", "**", "%"})
+
+        def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+            if operator == "%":
+                return _formatted(left, right)
+            made = [value if isinstance(value, (int, float)) else len(value) for value in (left, right)]
+            plain = all(isinstance(value, (int, float)) for value in (left, right))
+            _check_repeats(operator == "**" or (not plain and made[0] * made[1] > MOST_REPEATS))
+            return left * right
+
+        def call(self, context: Any, function: Any, *given: Any, **named: Any) -> Any:
+            method = getattr(function, "__wrapped__", function)  # as it wraps str.format
+            if isinstance(text := getattr(method, "__self__", None), str):
+                if method.__name__.startswith("format"):
+                    _check_repeats(_WIDE_FIELD.search(text) is not None)
+                else:
+                    _check_numbers(*given, *named.values())
+            return super().call(context, function, *given, **named)
+
+    environment = Sandbox(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
+    for name in ("center", "indent"):
+        environment.filters[name] = _bounded(environment.filters[name])
+    environment.filters["format"] = lambda form, *given, **named: _formatted(str(form), named or given)
+    environment.filters["tojson"] = _to_json
+    environment.globals.pop("lipsum")
+    environment.globals["raise_exception"] = _refuse
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    try:
+        return environment.from_string(_MARKS.sub(r"{#\1 \2#}", source)).render
+    except jinja2.TemplateError as error:
+        raise ConfigError(f"{file}: chat template: {error}") from error
+
+
+def _check_repeats(wrong: bool) -> None:
+    if wrong:
+        raise ConfigError(f"the chat template computes a power, or makes over {MOST_REPEATS} characters by repeating")
+
+
+def _check_numbers(*given: Any) -> None:
+    _check_repeats(any(isinstance(value, (int, float)) and value > MOST_REPEATS for value in given))
+
+
+def _formatted(left: Any, right: Any) -> Any:
+    """left % right; a width is how often a space is repeated."""
+    _check_repeats(isinstance(left, str) and _WIDE.search(left) is not None)
+    return left % right
+
+
+def _bounded(filter: Callable[..., Any]) -> Callable[..., Any]:
+    """A filter that repeats a space."""
+
+    def checked(text: Any, *given: Any, **named: Any) -> Any:
+        _check_numbers(*given, *named.values())
+        return filter(text, *given, **named)
+
+    return checked
+
+
+def _to_json(value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, **more: Any) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, **more)
+
+
+def _refuse(message: str) -> NoReturn:
+    raise ConfigError(f"messages: the chat template refuses them: {message}")

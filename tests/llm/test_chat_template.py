@@ -1,0 +1,177 @@
+"""Chat templates are tried at the load: what they write of known calls says how the model calls, and whether."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer as Core
+
+from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.llm.engine.tokenizer import Conversation, HFTokenizer
+from reflex_runtime.llm.engine.tool_calls import AWKWARD, FORMS, TRIED, ToolCall, ToolParser
+
+SPECIAL = ["<|im_start|>", "<|im_end|>", "<|tool_call|>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "</think>"]
+HEAD = (
+    "{%- if tools %}<|im_start|>system\nTools:{% for tool in tools %}\n{{ tool | tojson }}{% endfor %}\nA call is "
+    '<tool_call>\n{"name": <name>, "arguments": <object>}\n</tool_call> or {"parameters": {}}<|im_end|>\n{% endif %}'
+    "{%- for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% for c in m.tool_calls or [] %}"
+)
+TAIL = "{% endfor %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+AS_JSON = "c.function.arguments | tojson"
+AS_IT_IS = "c.function.arguments if c.function.arguments is string else"
+EACH = '{"name": "{{ c.function.name }}", "arguments": {{ ARGUMENTS }}}'
+TAGS = (
+    "\n<tool_call>\n<function={{ c.function.name }}>\n{% for name, value in c.function.arguments | items %}"
+    "<parameter={{ name }}>\n{{ VALUE }}\n</parameter>\n{% endfor %}</function>\n</tool_call>"
+)
+ONE = "{% if m.tool_calls | length > 1 %}{{ raise_exception('one call at a time') }}{% endif %}"
+
+
+def marked(arguments: str = AS_JSON) -> str:
+    return f"\n<tool_call>\n{EACH}\n</tool_call>".replace("ARGUMENTS", arguments)
+
+
+def tagged(value: str) -> str:
+    return TAGS.replace("VALUE", value)
+
+
+def listed(begin: str, end: str) -> str:
+    return f"{{{{ '{begin}' if loop.first }}}}{EACH}{{{{ '{end}' if loop.last else ', ' }}}}".replace(
+        "ARGUMENTS", AS_JSON
+    )
+
+
+KINDS = {
+    "objects between marks": ("hermes", marked()),
+    "arguments as they are": ("hermes", marked(f"{AS_IT_IS} 1 // 0")),
+    "arguments in either form": ("hermes", marked(f"{AS_IT_IS} {AS_JSON}")),
+    "arguments by concatenation": ("hermes", marked('"" + c.function.arguments')),
+    "tags": ("qwen3_coder", tagged("value if value is string else value | tojson")),
+    "tags in Python's words": ("qwen3_coder", tagged("value | tojson if value is mapping else value")),
+    "a list behind a mark": ("granite", listed("<|tool_call|>[", "]")),
+    "a list between marks": ("phi4", listed("<|tool_call|>[", "]<|/tool_call|>")),
+    "a list behind Mistral's mark": ("mistral", listed("[TOOL_CALLS][", "]")),
+    "names behind marks": ("mistral_named", f"[TOOL_CALLS]{{{{ c.function.name }}}}[ARGS]{{{{ {AS_JSON} }}}}"),
+    "an object alone": ("llama3", ONE + EACH.replace("arguments", "parameters").replace("ARGUMENTS", AS_JSON)),
+}
+
+
+def saved(root: Path, template: Any = None) -> Path:
+    core = Core(models.BPE({letter: id for id, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, []))
+    core.pre_tokenizer, core.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    core.add_tokens([AddedToken("<tool_call>"), AddedToken("</tool_call>")])
+    core.add_special_tokens([AddedToken(text, special=True) for text in SPECIAL])
+    core.save(str(root / "tokenizer.json"))
+    values = {"eos_token": "<|im_end|>"} | ({} if template is None else {"chat_template": template})
+    (root / "tokenizer_config.json").write_text(json.dumps(values))
+    return root
+
+
+def calls(*arguments: Any) -> list[dict[str, Any]]:
+    made = [{"name": TRIED.name, "arguments": each} for each in arguments]
+    return [{"id": f"call{i:05}", "type": "function", "function": call} for i, call in enumerate(made)]
+
+
+TOOLS = [{"type": "function", "function": {"name": TRIED.name, "parameters": TRIED.parameters}}]
+ASK: list[dict[str, Any]] = [{"role": "user", "content": "Go"}]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_form_is_the_one_that_reads_back_what_the_template_writes(tmp_path: Path, kind: str) -> None:
+    name, call = KINDS[kind]
+    tokenizer = HFTokenizer.load(saved(tmp_path, HEAD + call + TAIL))
+    assert tokenizer.tool_format == replace(FORMS[name], several=name != "llama3")
+    for made in [({"text": "x"},), (AWKWARD,), ({"text": "x"}, AWKWARD)][: 2 if name == "llama3" else 3]:
+        said = {"role": "assistant", "content": "", "tool_calls": calls(*made)}
+        before, whole = (
+            len(tokenizer.chat(Conversation(ASK, TOOLS))),
+            tokenizer.chat(Conversation([*ASK, said], TOOLS)),
+        )
+        ids = whole[before : len(whole) - len(tokenizer.chat(Conversation([]))) - 1]
+        for size in (1, 3, len(ids)):  # as an output that streams
+            stream, parser, found = (
+                tokenizer.stream(whole[:before]),
+                ToolParser(tokenizer.tool_format, [TRIED]),
+                list[Any](),
+            )
+            for at in range(0, len(ids), size):
+                found += parser.feed("".join(map(stream.feed, ids[at : at + size])))
+            found += parser.end()
+            assert [json.loads(one.arguments) for one in found if isinstance(one, ToolCall)] == list(made)
+            assert not "".join(one for one in found if isinstance(one, str)).strip()
+
+
+@pytest.fixture
+def told(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+    with caplog.at_level(logging.INFO, "reflex.server"):
+        yield caplog
+
+
+@pytest.mark.parametrize(
+    ("template", "why"),
+    [
+        (HEAD + f"<call>{{{{ c.function.name }}}}({{{{ {AS_JSON} }}}})" + TAIL, "writes a call as '<call>reflex"),
+        (HEAD + marked("'{}'") + TAIL, "writes a call as '<tool_call>"),
+        (HEAD + marked("c.function.arguments | string") + TAIL, ""),
+        (HEAD + TAIL, "writes a call as "),
+        ("{% for m in messages %}{{ m.content }}<tool_call>{% endfor %}", "does not show them to the model"),
+        ("{% if tools %}{{ raise_exception('no tools here') }}{% endif %}", "does not write a call: .*no tools here"),
+    ],
+    ids=["an unknown form", "no arguments", "Python's words", "no calls", "no tools", "a refusal"],
+)  # fmt: skip
+def test_a_template_whose_calls_nobody_reads_takes_no_tools_and_the_log_says_why(
+    tmp_path: Path, told: pytest.LogCaptureFixture, template: str, why: str
+) -> None:
+    tokenizer = HFTokenizer.load(saved(tmp_path, template))
+    if not why:  # as a text it is well
+        assert tokenizer.tool_format == FORMS["hermes"]
+        return
+    assert tokenizer.tool_format is None
+    assert re.search(f"tools are refused: the chat template {why}", told.text), told.text
+
+
+def test_a_history_has_its_arguments_as_the_template_takes_them(tmp_path: Path) -> None:
+    """Also where nobody reads its calls."""
+    call = "{% for c in m.tool_calls or [] %}{{ '!' + c.function.arguments }}{% endfor %}"
+    template = "{% for m in messages %}" + call + "{% endfor %}{{ tools }}"
+    tokenizer = HFTokenizer.load(saved(tmp_path, template))
+    said = {"role": "assistant", "content": "", "tool_calls": calls({"text": "für"})}
+    assert tokenizer.decode(tokenizer.chat(Conversation([said]))) == '!{"text": "für"}'
+    assert said["tool_calls"][0]["function"]["arguments"] == {"text": "für"}
+
+
+@pytest.mark.parametrize("files", ["list", "folder", "both"])
+def test_a_template_is_chosen_by_name_as_transformers_does(tmp_path: Path, files: str) -> None:
+    import transformers
+
+    named = {
+        "default": "plain{{ ' tools' if tools }}",
+        "tool_use": HEAD + marked() + TAIL,
+        "rag": "{% if",
+    }
+    saved(tmp_path, [{"name": name, "template": text} for name, text in named.items()] if files != "folder" else None)
+    if files != "list":
+        (tmp_path / "additional_chat_templates").mkdir()
+        (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text(named["tool_use"])
+        (tmp_path / "chat_template.jinja").write_text("own")
+    tokenizer, reference = HFTokenizer.load(tmp_path), transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    for tools in (TOOLS, None):
+        expected = reference.apply_chat_template(ASK, tools=tools, add_generation_prompt=True, return_dict=False)
+        assert tokenizer.chat(Conversation(ASK, tools or [])) == expected
+    assert tokenizer.tool_format == FORMS["hermes"]
+
+
+def test_templates_without_a_default_serve_what_they_are_for(tmp_path: Path) -> None:
+    template = HEAD + marked() + TAIL
+    tokenizer = HFTokenizer.load(saved(tmp_path, [{"name": "tool_use", "template": template}]))
+    assert tokenizer.chat(Conversation(ASK, TOOLS))
+    with pytest.raises(ConfigError, match="has chat templates named tool_use, and no default"):
+        tokenizer.chat(Conversation(ASK))
