@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import io
 import json
 import subprocess
 import sys
@@ -12,13 +13,15 @@ from typing import Any
 
 import json_numpy
 import numpy as np
+import PIL.Image
 import pybase64
 import pytest
 
-from reflex_runtime.robots import Export
+from reflex_runtime.robots import Export, PolicySpec
+from reflex_runtime.robots.policy.spec import WireMap
 from reflex_runtime.robots.serving.question import JSON_NUMPY
 from reflex_runtime.robots.wires.common import ObservationReader
-from reflex_runtime.robots.wires.json_numpy import GrootJson, decode, is_json_numpy
+from reflex_runtime.robots.wires.json_numpy import GrootJson, JsonNumpy, decode, is_json_numpy
 from reflex_runtime.web.errors import ClientError
 from robots.wires.broken import FRESH, check
 from serving.exports import CHUNK, expected, write_tiny
@@ -44,7 +47,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 def ask(server: Server, observation: dict[str, Any], quoted: bool = False) -> Answer:
-    body = json_numpy.dumps({"left_wrist_image": PICTURE, "state": STATE, "seed": 5} | observation)
+    state = {} if "proprio" in observation else {"state": STATE}
+    body = json_numpy.dumps({"left_wrist_image": PICTURE, **state, "seed": 5} | observation)
     if quoted:
         body = json.dumps({"encoded": body})
     return server.ask("POST", "/act", body.encode(), {"Content-Type": "application/json"})
@@ -95,6 +99,100 @@ def test_w18_large_pictures_are_read_beside_the_loop_to_the_same_end(server: Ser
     answer = ask(server, {"full_image": np.full((300, 400, 3), 7, np.uint8), "instruction": "go"})
     assert answer.status == 200, answer.body
     np.testing.assert_allclose(np.stack(json_numpy.loads(answer.body)), WANTED, atol=1e-5)
+
+
+# -- X-VLA and open-pi-zero: the bodies that their clients post --------------------------------------------------------
+
+
+def by_xvla(server: Server, proprio: Any, /, *views: Any, **more: Any) -> Answer:
+    """As its clients ask through `requests`: arrays as texts of json-numpy, in a body of plain JSON."""
+    asked = {
+        "proprio": json_numpy.dumps(proprio),
+        "language_instruction": "open the door",
+        **{f"image{i}": json_numpy.dumps(view) for i, view in enumerate(views)},
+        "domain_id": 0,
+        "steps": 1,
+        "seed": 5,
+    } | more
+    return server.ask("POST", "/act", json.dumps(asked).encode(), {"Content-Type": "application/json"})
+
+
+@pytest.mark.parametrize("proprio", [STATE, STATE[None], STATE.tolist()])
+def test_w57_xvla_gets_every_action_as_lists(server: Server, proprio: Any) -> None:
+    answer = by_xvla(server, proprio, PICTURE, PICTURE)
+    assert answer.status == 200, answer.body
+    assert answer.json.keys() == {"action"}
+    np.testing.assert_allclose(answer.json["action"], WANTED, atol=1e-5)
+
+
+def test_w57_xvla_may_send_encoded_pictures_and_lists(server: Server) -> None:
+    file = io.BytesIO()
+    PIL.Image.fromarray(PICTURE).save(file, "JPEG")
+    answer = by_xvla(server, STATE, np.frombuffer(file.getvalue(), np.uint8), PICTURE.tolist())
+    assert answer.status == 200, answer.body
+    plain = {"image0": PICTURE.tolist(), "image1": PICTURE.tolist(), "proprio": STATE.tolist()}
+    answer = by_xvla(server, STATE, PICTURE, PICTURE, **plain)
+    np.testing.assert_allclose(answer.json["action"], WANTED, atol=1e-5)
+
+
+def test_w57_the_views_of_xvla_are_the_cameras_in_their_order() -> None:
+    seen = {f"image{i}": json_numpy.dumps(PICTURE + i) for i in range(3)} | {"proprio": "[0.3, -0.3]"}
+    spec = PolicySpec(model_id="m", staged=False, images={"front": (6, 8), "wrist": (6, 8)}, takes_state=True,
+                      state_dim=2, action_dim=2, chunk_size=3)  # fmt: skip
+    for wire, wanted in ((None, (0, 1)), (WireMap(images={"front": "image2"}), (2, 1))):
+        asked = decode(json.dumps(seen).encode())
+        assert isinstance(asked, JsonNumpy)
+        (question,) = [one() for one in asked.questions(ObservationReader(spec, wire))]
+        assert [(name, int(picture[0, 0, 0]) - 7) for name, _, picture in question.images] == [
+            ("front", wanted[0]), ("wrist", wanted[1]),
+        ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("more", "status", "word"),
+    [
+        ({"steps": 10}, 422, "steps: is 10, the export has 1"),
+        ({"image1": None}, 422, "left_wrist_image"),
+        ({"image1": "/etc/passwd"}, 422, "left_wrist_image: must be an array"),
+        ({"image0": '{"__numpy__": "@@"}'}, 400, "base64"),
+        ({"proprio": "[0.3, "}, 400, "not JSON"),
+        ({"proprio": "[[0.3, [1]], 2]"}, 422, "proprio"),
+        ({"proprio": "[0.3]"}, 422, "state"),
+    ],
+)
+def test_w57_what_xvla_says_wrong_is_named(server: Server, more: dict[str, Any], status: int, word: str) -> None:
+    answer = by_xvla(server, STATE, PICTURE, PICTURE, **more)
+    assert answer.status == status, answer.body
+    assert word in answer.json["message"]
+
+
+def test_w57_another_domain_than_the_exports_is_refused(tmp_path: Path) -> None:
+    metadata = {"domain_id": 2, "steps": 10}
+    with Server(write_tiny(tmp_path, cameras=("front",), wires={"json-numpy": {"metadata": metadata}})) as server:
+        assert by_xvla(server, STATE, PICTURE, domain_id=2, steps=10).status == 200
+        assert "domain_id: is 3, the export has 2" in by_xvla(server, STATE, PICTURE, domain_id=3).json["message"]
+
+
+def test_w57_open_pi_zero_gets_the_chunk_as_one_array(server: Server) -> None:
+    """As AutoEval's clients ask it: with `unnorm_key` all actions, without the next one."""
+    asked = {"image": PICTURE, "instruction": "open the door", "unnorm_key": "bridge_orig", "proprio": STATE}
+    for more in ({}, {"image": PICTURE.tolist(), "proprio": STATE.tolist(), "left_wrist_image": PICTURE.tolist()}):
+        for quoted in (False, True):
+            answer = ask(server, asked | more, quoted)
+            assert answer.status == 200, answer.body
+            told = json_numpy.loads(answer.body)
+            told = json_numpy.loads(told) if quoted else told
+            assert isinstance(told, list) is bool(more)  # who sends lists reads lists
+            np.testing.assert_allclose(told, WANTED, atol=1e-5)
+    del asked["unnorm_key"]
+    action = json_numpy.loads(ask(server, asked).body)
+    np.testing.assert_allclose(action, WANTED[0], atol=1e-5)
+
+
+def test_w57_a_picture_of_256_pixels_may_be_lists(server: Server) -> None:
+    picture = np.full((256, 256, 3), 255, np.uint8).tolist()
+    asked = {"image": picture, "instruction": "go", "unnorm_key": "x", "proprio": STATE.tolist()}
+    assert ask(server, asked).status == 200
 
 
 @pytest.mark.parametrize(
@@ -170,7 +268,7 @@ def test_w18_large_arrays_are_decoded_in_pieces_so_that_the_loop_runs_in_between
 
 def test_w19_no_more_is_made_than_was_sent() -> None:
     many = b'{"encoded": "' + b"[],".replace(b'"', b'\\"') * 100_000 + b'"}'
-    with pytest.raises(ClientError, match="over 40000 values"):
+    with pytest.raises(ClientError, match="over 2 MB or 70000 lists"):
         decode(many)
     packed = base64.b64encode(bytes(12)).decode()
     assert decode(json.dumps({"image": {"__numpy__": packed, "dtype": "|u1", "shape": [2, 2, 3]}}).encode()) is not None

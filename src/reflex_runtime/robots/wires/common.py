@@ -20,7 +20,7 @@ from reflex_runtime.robots.serving.question import GROOT, ActAnswer, Image, Ques
 from reflex_runtime.robots.serving.served import ServedPolicy
 from reflex_runtime.robots.wires.bounded_msgpack import MAX_TEXT
 from reflex_runtime.web.errors import ClientError, InvalidRequest
-from reflex_runtime.web.fields import brief, check_id, invalid, invalid_field, printable
+from reflex_runtime.web.fields import MAX_VALUES, brief, check_id, invalid, invalid_field, printable
 
 # -- arrays ------------------------------------------------------------------------------------------------------------
 
@@ -77,6 +77,18 @@ def _known(name: str) -> np.dtype[Any] | None:
         return None
 
 
+MAX_JSON: Final = 2 << 20  # bytes; a decoder lets nothing else run for 50 ms in each MB
+MAX_LISTS: Final = 70_000  # a picture of 256 × 256 has 65,793
+
+
+def check_json(text: bytes) -> None:
+    """ClientError for JSON with more values than fields have, and than a picture as lists."""
+    if text.count(b",") > MAX_VALUES and (
+        len(text) > MAX_JSON or text.count(b"[") > MAX_LISTS or text.count(b"{") > MAX_VALUES
+    ):
+        raise ClientError(f"the JSON is over {MAX_JSON >> 20} MB or {MAX_LISTS} lists: send arrays as binary data")
+
+
 def invalid_input(name: str, why: str) -> InvalidRequest:
     """422 for a field or a tensor, under the name that the caller gave it."""
     return invalid(printable(name), printable(f"{name}: {why}"))
@@ -87,8 +99,8 @@ def invalid_input(name: str, why: str) -> InvalidRequest:
 
 PREFIXES: Final = ("observation/", "observation.images.", "observation.", "images/", "vision/", "video.")
 """Prefixes that other protocols put before a name."""
-PROMPTS: Final = ("prompt", "instruction", "task", "task_description")
-STATES: Final = ("state", "states")
+PROMPTS: Final = ("prompt", "instruction", "task", "task_description", "language_instruction")
+STATES: Final = ("state", "states", "proprio")
 MAX_STATE: Final = 16_384  # numbers
 MAX_NAME: Final = 256  # characters of a name with the names of its enclosing maps
 MAX_ROWS: Final = 256  # robots in a message, so that one leaves most of a queue (--max-queue) to other callers

@@ -198,7 +198,7 @@ class GrootObservation:
             if not name.startswith(ACTION) and _is_text(value):
                 self._languages[name.removeprefix(LANGUAGE)] = value
             return
-        array = _array(name, value)
+        array = array_of(name, value)
         if not _AXES[prefix] <= array.ndim <= _AXES[prefix] + 2:
             axes = "[B, T, H, W, C], [T, H, W, C] or [H, W, C]" if prefix == VIDEO else "[B, T, D], [T, D] or [D]"
             raise invalid_input(name, f"has shape {list(array.shape)}, must be {axes}")
@@ -256,7 +256,7 @@ def _axes(name: str) -> int:
     return _AXES[VIDEO] if name.startswith(VIDEO) else _AXES[STATE]
 
 
-def _array(name: str, value: Any) -> NDArray[Any]:
+def array_of(name: str, value: Any) -> NDArray[Any]:
     if _is_numbers(value, 5):  # with a text among them numpy would allocate the longest text for each
         try:
             value = np.asarray(value)

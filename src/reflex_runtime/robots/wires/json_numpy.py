@@ -1,13 +1,17 @@
-"""json-numpy on POST /act, as clients of OpenVLA, OpenVLA-OFT and GR00T send it: JSON with arrays as maps.
+"""json-numpy on POST /act, as clients of OpenVLA, OpenVLA-OFT, X-VLA, open-pi-zero and GR00T send it: JSON with arrays
+as maps, as the text of such a map, or as nested lists.
 
     {"__numpy__": base64, "dtype": "|u1", "shape": [224, 224, 3]}
     {"__ndarray__": base64, "dtype": "uint8", "shape": [224, 224, 3]}
 
-Four forms, recognised by their keys. Each is answered in its own form; errors are those of /act.
+Six forms, recognised by their keys. Each is answered in its own form; errors are those of /act.
 
     {"image": array, "instruction": text, …}        an array: the first action of the chunk
     {"encoded": "<the JSON of that>"}               a text: the JSON of that array
     {"full_image": array, "state": array, …}        a list of arrays: one for each action of the chunk
+    {"image0": "<array>", "proprio": "<array>", …}  {"action": lists}: every action of the chunk, as X-VLA
+    {"image": array, "proprio": array,
+     "unnorm_key": text, …}                         an array: every action of the chunk, as open-pi-zero
     {"observation": {"video.x": array, …}, …}       {"action.x": array}: the groups of GR00T, as lists where none of
                                                     the observation's arrays came as `__numpy__`
 """
@@ -30,36 +34,44 @@ from reflex_runtime.robots.serving.images import decoded_base64
 from reflex_runtime.robots.serving.question import GROOT, JSON_NUMPY, Question
 from reflex_runtime.robots.wires.common import (
     LIMITS,
+    PROMPTS,
     ObservationReader,
     RequestLimits,
     SocketLimits,
     array_in,
+    check_json,
     invalid_input,
     limits_among,
     limits_of,
     limits_of_row,
     question_of,
 )
-from reflex_runtime.robots.wires.groot import GROUPS, GrootObservation, only, options_of
+from reflex_runtime.robots.wires.groot import GROUPS, GrootObservation, array_of, only, options_of
 from reflex_runtime.web.errors import ClientError, InvalidJson
-from reflex_runtime.web.fields import MAX_VALUES, encode, printable
+from reflex_runtime.web.fields import encode, printable
 
 ARRAYS: Final = ("__numpy__", "__ndarray__")
 FULL_IMAGE: Final = "full_image"
 KEY: Final = "unnorm_key"  # of the statistics that a client of OpenVLA asks for
 OBSERVATION: Final = "observation"
-_MARKS: Final = (b'"__numpy__"', b'"encoded"', b'"observation"')
+VIEWS: Final = ("image0", "image1", "image2")  # of X-VLA
+PROPRIO: Final = "proprio"
+DOMAIN, STEPS = "domain_id", "steps"  # of X-VLA: the robot's prompt, and denoise steps
+FIRST, EVERY, WHOLE, ACTION = "first", "every", "whole", "action"  # forms of answers
+_MARKS: Final = (b'"__numpy__"', b'"encoded"', b'"observation"', b'"proprio"', b'"image0"')
 _TYPES: Final = {np.dtype(code).name: np.dtype(code).str for code in "?bBhHiIlLefd"}
 
 
 @dataclass(slots=True)
 class JsonNumpy:
-    """A decoded observation. quoted: it came as JSON within JSON. whole: the client takes all actions of a chunk."""
+    """A decoded observation. quoted: it came as JSON within JSON. form: of its answer, the first action or all of a
+    chunk. arrays: the client reads json-numpy, because it sent no nested lists."""
 
     block: ClassVar = JSON_NUMPY
     observation: dict[str, Any]
     quoted: bool
-    whole: bool
+    form: str
+    arrays: bool
     together: bool = False  # it is of several robots, with a leading axis
 
     @property
@@ -69,6 +81,8 @@ class JsonNumpy:
 
     def questions(self, reading: ObservationReader) -> list[Asked]:
         """One for each robot, made when it is called; 422 names what is missing or wrong."""
+        if self.form == ACTION:
+            self._name_views(reading)
         rows = reading.split(self.observation)
         self.together = rows is not None
         return [partial(self._question, reading, row) for row in rows or [self.observation]]
@@ -76,13 +90,35 @@ class JsonNumpy:
     def answer(self, chunks: Sequence[NDArray[Any]]) -> bytes:
         """The body of the answer."""
         actions = np.stack(chunks, 1) if self.together else chunks[0]
-        written = encode([_map(action) for action in actions] if self.whole else _map(actions[0]))
+
+        def write(array: NDArray[Any]) -> Any:
+            return _map(array) if self.arrays else array.tolist()
+
+        if self.form == ACTION:
+            written = encode({ACTION: np.stack(chunks).tolist() if self.together else actions.tolist()})
+        elif self.form == EVERY:
+            written = encode([write(action) for action in actions])
+        else:
+            written = encode(write(actions if self.form == WHOLE and len(actions) > 1 else actions[0]))
         return encode(written.decode()) if self.quoted else written
 
-    @staticmethod
-    def _question(reading: ObservationReader, observation: Mapping[str, Any]) -> Question:
+    def _name_views(self, reading: ObservationReader) -> None:
+        """The views of X-VLA are the policy's cameras in their order, where the export does not name them."""
+        seen = self.observation
+        for i, camera in enumerate(reading.spec.images):
+            name, view = reading.wire.images.get(camera, camera), f"image{i}"
+            if view in seen and name not in seen and name not in VIEWS:
+                seen[name] = seen.pop(view)
+
+    def _question(self, reading: ObservationReader, observation: Mapping[str, Any]) -> Question:
         seen = {name: value for name, value in observation.items() if name not in LIMITS}
-        _check_key(seen.get(KEY), reading.wire.metadata)
+        metadata = reading.wire.metadata
+        own = {KEY: metadata.get(KEY)}
+        if self.form == ACTION:
+            own |= {DOMAIN: metadata.get(DOMAIN), STEPS: metadata.get(STEPS, reading.spec.num_denoising_steps)}
+        for name, value in own.items():
+            if None not in (sent := seen.get(name), value) and sent != value:
+                raise invalid_input(name, f"is {printable(str(sent)[:100])}, the export has {value}")
         return _asked(reading, seen, limits_among(observation))
 
 
@@ -114,13 +150,6 @@ def _asked(reading: ObservationReader, seen: Mapping[str, Any], limits: RequestL
     return question_of(reading.read(seen), limits, SocketLimits(), None, limits.episode_id)
 
 
-def _check_key(sent: Any, metadata: Mapping[str, Any]) -> None:
-    """422 for statistics that are not the export's, where it says which it has."""
-    own = metadata.get(KEY)
-    if None not in (sent, own) and sent != own:
-        raise invalid_input(KEY, f"is {printable(str(sent)[:100])}, the export has the statistics of {own}")
-
-
 def is_json_numpy(body: bytes) -> bool:
     """Whether a body that is not in the form of /act may be in one of these."""
     return any(mark in body for mark in _MARKS)
@@ -141,17 +170,25 @@ def decode(body: bytes) -> JsonNumpy | GrootJson | None:
         only(value, (OBSERVATION, "options", *LIMITS))
         options = options_of(value, LIMITS)
         return GrootJson(_read_groups(value[OBSERVATION]), limits_among(value | options), _MARKS[0] in body)
-    observation = {name: _read(name, sent) for name, sent in value.items()}
+    form = ACTION if VIEWS[0] in value else EVERY if FULL_IMAGE in value else FIRST
+    if form == FIRST and PROPRIO in value and KEY in value:
+        form = WHOLE
+    if form == ACTION:
+        value |= {name: _parse(sent.encode()) for name, sent in value.items() if _is_quoted(name, sent)}
+    observation = {name: (_pixels if _is_nested(sent) else _read)(name, sent) for name, sent in value.items()}
     if not quoted and not any(isinstance(sent, np.ndarray) for sent in observation.values()):
         return None
-    if whole := FULL_IMAGE in observation:
+    if form == EVERY:
         observation.setdefault("image", observation.pop(FULL_IMAGE))
-    return JsonNumpy(observation, quoted, whole)
+    if form == ACTION:  # a picture with one dimension is a PNG or JPEG
+        encoded = {name: sent for name, sent in observation.items() if isinstance(sent, np.ndarray) and sent.ndim == 1}
+        pictures = {name: memoryview(sent.tobytes()) for name, sent in encoded.items() if sent.dtype == np.uint8}
+        observation |= pictures
+    return JsonNumpy(observation, quoted, form, not any(map(_is_nested, value.values())))
 
 
 def _parse(text: bytes) -> Any:
-    if text.count(b",") > MAX_VALUES:
-        raise ClientError(f"the body holds over {MAX_VALUES} values: send arrays as arrays")
+    check_json(text)
     try:
         return msgspec.json.decode(text)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -168,6 +205,25 @@ def _read(name: str, value: Any) -> Any:
         raise ClientError(printable(f"{name}: {key} is not base64")) from None
     dtype = value.get("dtype")
     return array_in(data, _TYPES.get(dtype, dtype) if isinstance(dtype, str) else dtype, value.get("shape"))
+
+
+def _is_quoted(name: str, sent: Any) -> bool:
+    return isinstance(sent, str) and sent[:1] in ("{", "[") and name not in (*PROMPTS, *LIMITS)
+
+
+def _is_nested(sent: Any) -> bool:
+    """Whether it is a list of lists of numbers, by its first one."""
+    depth = 0
+    while isinstance(sent, list) and sent:
+        sent, depth = sent[0], depth + 1
+    return depth > 1 and type(sent) in (int, float)
+
+
+def _pixels(name: str, value: list[Any]) -> NDArray[Any]:
+    """The array in nested lists, of whole numbers from 0 to 255 as pixels are, where it has their dimensions."""
+    array = array_of(name, value)
+    pixels = array.ndim > 2 and array.dtype.kind in "iu" and bool(((array >= 0) & (array <= 255)).all())
+    return array.astype(np.uint8) if pixels else array
 
 
 def _read_groups(observation: dict[str, Any], flat: bool = False) -> dict[str, Any]:

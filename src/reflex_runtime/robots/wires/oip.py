@@ -30,6 +30,7 @@ from reflex_runtime.robots.wires.common import (
     MAX_ROWS,
     answer_details,
     array_in,
+    check_json,
     invalid_input,
     limits_of,
 )
@@ -45,11 +46,9 @@ from reflex_runtime.web.errors import (
     describe_error,
     known,
 )
-from reflex_runtime.web.fields import MAX_VALUES, check_id, encode, invalid_field, printable
+from reflex_runtime.web.fields import check_id, encode, invalid_field, printable
 from reflex_runtime.web.request import HttpRequest, HttpResponse, Route
 
-MAX_JSON: Final = 2 << 20  # bytes; a decoder lets nothing else run for 50 ms in each MB
-MAX_LISTS: Final = 60_000  # a picture of 224 × 224 has 50,401
 MAX_TEXTS: Final = 4096  # elements of a tensor of BYTES
 MAX_SEQUENCES: Final = 4096
 VERSION: Final = "1"
@@ -470,10 +469,7 @@ def encode_answer(model: str, sent: OipBody, answers: Sequence[ActAnswer]) -> tu
 
 
 def _parse(text: bytes) -> InferBody:
-    if text.count(b",") > MAX_VALUES and (
-        len(text) > MAX_JSON or text.count(b"[") > MAX_LISTS or text.count(b"{") > MAX_VALUES
-    ):
-        raise ClientError(f"the JSON is over {MAX_JSON >> 20} MB or {MAX_LISTS} lists: send tensors as binary data")
+    check_json(text)
     try:
         return _json.decode(text)
     except msgspec.ValidationError as error:
