@@ -31,6 +31,7 @@ EFFECTS: Final[dict[type[Any], dict[str, str]]] = {
         "max_queue": "test_b13_a_full_queue_refuses_with_exactly_these_values",
         "max_queue_s": "test_b13_max_queue_s_bounds_the_predicted_time_that_waits",
         "max_batch_size": "test_h10_max_batch_size_bounds_a_batch",
+        "deterministic": "test_h10_deterministic_is_the_size_of_every_call",
         "cost_model": "test_b8_the_median_alone_does_not_learn_what_company_costs",
         "brief_ms": "test_p50_brief_ms_is_the_longest_that_runs_on_the_loop",
         "max_batch": "test_b12_max_batch_is_ignored_and_warns_once",

@@ -39,6 +39,7 @@ expected and what to do.
 _DOCTOR_EPILOG = """\
 examples:
   reflex doctor ./my-export
+  reflex doctor ./my-export --deterministic 8
   reflex doctor ./my-export --provider cuda --instruction "open the drawer" --rtc-horizon 8
   reflex doctor ./my-export --format json | jq '.checks[] | select(.status == "fail")'
 
@@ -49,7 +50,7 @@ examples:
   stay. environment is true if the fault is in this machine and not in the export.
 ids:
   files config wires normalisation embodiment tokenizer memory provider model_load inputs dynamic_batch actions cameras
-  determinism batch_parity rtc_boundary clock, and for what is no export: source
+  determinism batch_parity rtc_boundary clock, for what is no export: source, and with --deterministic: deterministic
 
 exit codes: 0 nothing failed, 1 the export failed a check, 2 bad arguments, 3 only checks of this machine failed
 """
@@ -73,6 +74,10 @@ def add_doctor(verbs: argparse._SubParsersAction[Any]) -> None:
         "--rtc-horizon", type=lambda n: whole("--rtc-horizon", n, 1, 10_000), metavar="N",
         help="fail unless the export can be served with --rtc and this horizon",
     )  # fmt: skip
+    add(
+        "--deterministic", type=lambda n: whole("--deterministic", n, 1, 256), nargs="?", const="8", default=0,
+        metavar="ROWS", help="as with serve: fail unless answers are then the same bits in any company (alone 8)",
+    )  # fmt: skip
     parser.set_defaults(run=doctor)
 
 
@@ -90,7 +95,7 @@ def doctor(args: argparse.Namespace) -> int:
     with redirect_stdout(sys.stderr):  # what a model prints would break the JSON
         diagnosis = examine(
             args.source, PROVIDERS.get(args.provider, args.provider), args.threads,
-            instruction=args.instruction, rtc_horizon=args.rtc_horizon,
+            instruction=args.instruction, rtc_horizon=args.rtc_horizon, rows=args.deterministic,
         )  # fmt: skip
     if args.format == "json":
         json.dump(diagnosis.as_dict(), sys.stdout, ensure_ascii=False, indent=2)

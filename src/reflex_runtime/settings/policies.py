@@ -133,7 +133,15 @@ class ServeConfig(ServerConfig):
         "may take; 0: it never waits",
         low=0, high=1000, unit="ms",
     )
-    max_batch_size: int = option(256, "most requests in a batch, whatever their cost", low=1, high=4096)
+    max_batch_size: int = option(
+        256, "most requests in a batch, whatever their cost", low=1, high=4096, unless="deterministic"
+    )
+    deterministic: int = option(
+        0,
+        "rows of every call of the model, copies where fewer are asked, so that an answer does not depend on what "
+        "shares its batch; without ROWS 8; 0: off; see docs/policies.md",
+        low=0, high=256, metavar="ROWS", bare="8",
+    )
     cost_model: str = option(
         "affine",
         "how batch time is predicted: affine learns a fixed and a marginal part, median takes measured time / size",
@@ -256,7 +264,7 @@ OWN_SETTINGS = frozenset({
     "provider", "threads", "dtype", "compile", "cuda_graphs", "default_prompt", "on_bad_action",
     "policy_a", "policy_b", "split", "shadow_policy", "shadow_sample",
     "ramp", "ramp_every", "guard", "ramp_evidence", "ramp_margin",
-    "max_batch_cost_ms", "batch_timeout_ms", "max_batch_size", "cost_model",
+    "max_batch_cost_ms", "batch_timeout_ms", "max_batch_size", "deterministic", "cost_model",
     "deadline_ms", "max_queue", "max_queue_s", "latest_only", "max_in_flight_per_client", "slo", "slo_mode",
     "rtc", "rtc_per_episode", "rtc_schedule", "rtc_horizon", "adaptive_steps",
     "prefix_cache_mb", "prefix_max_age_chunks", "max_consecutive_crashes", "probe_cooldown_s",
@@ -288,7 +296,7 @@ def serving_group(
     """
     budget = None if config.max_batch_cost_ms is None else config.max_batch_cost_ms / 1e3
     hold = inf if config.batch_timeout_ms is None else config.batch_timeout_ms / 1e3
-    flush = FlushPolicy.window(budget, hold, config.max_batch_size)
+    flush = FlushPolicy.window(budget, hold, config.deterministic or config.max_batch_size)
     if budget is None:
         flush = replace(flush, times_fixed=_times_fixed(config, alone=not tenant))
     return GroupConfig(

@@ -494,6 +494,58 @@ def test_t7_batch_parity_of_rows_that_influence_each_other(mono: Path) -> None:
     assert "--max-batch-size 1" in finding.remediation
 
 
+def _plus(model: Any, *nodes: Any) -> None:
+    """Add to the actions what the nodes make of them as "more", which is [rows, 1, 1] or one number."""
+    constants = (
+        numpy_helper.from_array(np.array(0), "zero"),
+        numpy_helper.from_array(np.array(1), "one_row"),
+        numpy_helper.from_array(np.array([1, 2]), "inner"),
+        numpy_helper.from_array(np.array(1e-2, np.float32), "little"),
+    )
+    size = [helper.make_node("Shape", ["made"], ["dims"]), helper.make_node("Gather", ["dims", "zero"], ["size"])]
+    add = [
+        helper.make_node("Cast", ["count"], ["counted"], to=onnx.TensorProto.FLOAT),
+        helper.make_node("Mul", ["counted", "little"], ["more"]),
+        helper.make_node("Add", ["made", "more"], ["chunk"]),
+    ]
+    insert_before_output(model, *size, *nodes, *add, constants=constants)
+
+
+def test_p53_deterministic_is_proven_where_the_size_of_a_call_changes_its_bits(mono: Path) -> None:
+    edit(mono / "model.onnx", lambda model: _plus(model, helper.make_node("Identity", ["size"], ["count"])))
+    assert "deterministic" not in {check.id for check in examine(mono).checks}
+    diagnosis = examine(mono, rows=3, clocks=ticking(1e-3))
+    assert found(diagnosis, "batch_parity").status == "fail"
+    finding = found(diagnosis, "deterministic")
+    assert finding.status == "pass"
+    assert finding.actual == (
+        "bit-equal alone, beside others and in each of 3 rows; an answer alone takes 1.0 ms, 1.0 ms without"
+    )
+
+
+def test_p53_deterministic_fails_where_a_row_depends_on_its_place_or_on_others(mono: Path, split: Path) -> None:
+    places = [
+        helper.make_node("Range", ["zero", "size", "one_row"], ["place"]),
+        helper.make_node("Unsqueeze", ["place", "inner"], ["count"]),
+    ]
+    edit(split / "expert_denoise.onnx", lambda model: _plus(model, *places))
+    finding = failed(split, "deterministic", rows=4)
+    assert "in rows 1; 2; 3 of 4" in finding.actual
+    assert "--deterministic 1" in finding.remediation
+    assert found(examine(split, rows=1), "deterministic").status == "pass"
+    edit(mono / "model.onnx", _mean_over_batch)
+    assert "in rows 0; 1; 2; 3 of 4" in failed(mono, "deterministic", rows=4).actual
+
+
+def test_p53_deterministic_is_an_option_of_the_command(mono: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", str(mono), "--deterministic", "--format", "json"]) == 0
+    checks = {check["id"]: check["actual"] for check in json.loads(capsys.readouterr().out)["checks"]}
+    assert "in each of 8 rows" in checks["deterministic"]
+    with pytest.raises(SystemExit):
+        main(["doctor", str(mono), "--deterministic", "0"])
+    assert "--deterministic=0: must be a whole number in [1, 256]" in capsys.readouterr().err
+
+
 def test_t7_batch_parity_no_better_than_16_bits_is_a_warning(mono: Path) -> None:
     edit(mono / "model.onnx", lambda m: _mean_over_batch(m, 1e-3))
     assert "weights in 16 bits" in failed(mono, "batch_parity", "warn").remediation

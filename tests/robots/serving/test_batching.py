@@ -500,6 +500,25 @@ def test_h10_max_batch_size_bounds_a_batch(tiny: Path) -> None:
     assert max(sizes) == 3
 
 
+def test_h10_deterministic_is_the_size_of_every_call(tiny: Path, tmp_path: Path) -> None:
+    sizes = tmp_path / "sizes"
+    spy = f"""
+from reflex_runtime.run.onnx_session import OnnxSession
+_session_run = OnnxSession.run
+def run(self, rows, notes=None):
+    with open({str(sizes)!r}, "a") as file:
+        print(len(rows["pose"]), file=file)
+    return _session_run(self, rows, notes)
+OnnxSession.run = run
+"""
+    with Server(tiny, "--deterministic", "4", before=spy, held=True) as server, busy(server):
+        together = server.behind(numbered(10))
+        alone = [server.post(fields) for fields in numbered(10)]
+    assert max(answer.json["batch"]["size"] for answer in together) == 4
+    assert [answer.json["actions"] for answer in together] == [answer.json["actions"] for answer in alone]
+    assert set(sizes.read_text().split()) == {"4"}
+
+
 def test_h10_batch_timeout_holds_for_callers_that_come_back(tiny: Path, file: Path) -> None:
     """Eight callers in closed loop, split in two by a late start: only with a hold is a batch ever kept waiting."""
     for hold in (0, 50):

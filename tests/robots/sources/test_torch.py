@@ -111,6 +111,17 @@ def test_p1_rows_that_join_between_steps_answer_as_the_whole_chunk(template: Any
     assert np.abs(chunks[0].actions - chunks[2].actions).max() > 0.1  # they are different requests
 
 
+def test_p53_in_calls_of_one_size_company_does_not_change_a_bit(template: Any) -> None:
+    for source in ("staged", "whole"):
+        loose = staged() if source == "staged" else whole(template)
+        policy = type(loose)(loose.model, "prod", rows=8)  # type: ignore[arg-type]
+        requests = [asked(policy, i) for i in range(8)]
+        alone = [policy.answers([request])[0].actions.tobytes() for request in requests]
+        for starts in ([0] * 8, [i % 3 for i in range(8)]):
+            assert [chunk.actions.tobytes() for chunk in policy.answers(requests, starts)] == alone
+    assert served(ServeConfig(deterministic=5)).rows == 5
+
+
 def test_p1_robots_of_a_real_server_get_the_answer_of_the_whole_chunk(template: Any) -> None:
     """Sixteen at once: some wait, and join others between their steps, as the server's own scheduler decides."""
     reference = whole(template)

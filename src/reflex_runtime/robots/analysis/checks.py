@@ -105,6 +105,7 @@ class CheckContext:
     rtc_horizon: int | None
     clocks: Clocks
     total_memory: Callable[[str], int]
+    rows: int = 0
     began: tuple[float, float] = (0.0, 0.0)  # monotonic, wall
     loaded: PolicySource | None = None
     opened: Policy | None = None
@@ -463,6 +464,35 @@ def check_determinism(context: CheckContext) -> str:
     return "bit-equal"
 
 
+def check_rows(context: CheckContext) -> str:
+    """With `--deterministic`: each sample alone, then all together until each was in each row. Tells the price."""
+    n, steps, loose = context.rows, context.spec.num_denoising_steps, context.policy
+    policy = type(loose)(loose.model, loose.slot, rows=n)
+    samples, alone, times = [context.sample(i) for i in range(n)], [], []
+    for sample in samples:
+        took = []
+        for one in (loose, policy):
+            began = context.clocks.monotonic()
+            (chunk,) = one.answers([sample])
+            took.append(context.clocks.monotonic() - began)
+        alone.append(chunk.actions)
+        times.append(took)
+    wrong, worst = set(), 0.0
+    for turn in range(n):
+        order = [(turn + row) % n for row in range(n)]
+        starts = [row % steps for row in range(n)] if context.spec.staged and turn % 2 else []
+        for row, chunk in enumerate(policy.answers([samples[i] for i in order], starts)):
+            if chunk.actions.tobytes() != alone[order[row]].tobytes():
+                wrong.add(row)
+                worst = max(worst, float(np.abs(chunk.actions - alone[order[row]]).max()))
+    if wrong:
+        told = some([str(row) for row in sorted(wrong)])
+        raise CheckFailure(f"an answer differs by up to {worst:.3g} from itself alone, in rows {told} of {n}")
+    without, spent = 1e3 * np.median(times, axis=0)
+    price = f"an answer alone takes {spent:.1f} ms, {without:.1f} ms without"
+    return f"bit-equal alone, beside others and in each of {n} rows; {price}"
+
+
 def check_batch_parity(context: CheckContext) -> str:
     alone = np.stack([chunk.actions for chunk in context.alone])
     scale = np.maximum(np.abs(alone).max(axis=(0, 1)), np.maximum(typical_action(context.spec)[1], LEAST_SCALE))
@@ -595,6 +625,13 @@ _RUNS: Final = (
         environment=True,
     ),
 )  # fmt: skip
+
+ROWS: Final = CheckRule(
+    "deterministic", check_rows, ("determinism",), "the same bits whatever shares the batch, and in whatever row",
+    "this runtime computes a row by its place in the call, or by what is in other rows: serve with --deterministic 1, "
+    "one row a call, or try --threads 1 or another provider",
+)  # fmt: skip
+"""Made only where it is asked for."""
 
 EXPORT: Final = (
     CheckRule(

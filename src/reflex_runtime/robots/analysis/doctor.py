@@ -16,6 +16,7 @@ from reflex_runtime.core.errors import ReflexError
 from reflex_runtime.robots.analysis.checks import (
     EXPORT,
     OTHER,
+    ROWS,
     CheckContext,
     CheckFailure,
     CheckRule,
@@ -92,6 +93,7 @@ def examine(
     *,
     instruction: str | None = None,
     rtc_horizon: int | None = None,
+    rows: int = 0,
     clocks: Clocks | None = None,
     total_memory: Callable[[str], int] = total_memory,
 ) -> Diagnosis:
@@ -99,13 +101,14 @@ def examine(
 
     provider, threads: as in `OnnxSession`, and as the policy would be served. instruction: one it has to understand;
     default its own first words. rtc_horizon: actions of a chunk that anchor the next one; named, a policy that cannot
-    do it fails, else it is a warning for the default. clocks, total_memory: for tests.
+    do it fails, else it is a warning for the default. rows: as in `Policy`; named, it is proven that they make answers
+    deterministic. clocks, total_memory: for tests.
     """
     clocks = clocks or Clocks()
-    context = CheckContext(str(source), provider, threads, instruction, rtc_horizon, clocks, total_memory)
+    context = CheckContext(str(source), provider, threads, instruction, rtc_horizon, clocks, total_memory, rows)
     context.began = clocks.together()
     checks: dict[str, Check] = {}
-    for rule in EXPORT if is_export(context.source) else OTHER:
+    for rule in (*(EXPORT if is_export(context.source) else OTHER), *([ROWS] if rows else [])):
         broken = [checks[need] for need in rule.needs if checks[need].status in ("fail", "skip")]
         checks[rule.id] = _skipped(rule, broken) if broken else _made(rule, context)
     return Diagnosis(context.source, provider, threads, context.loaded, list(checks.values()))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, get_args
+from typing import Any, ClassVar, TypeVar, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,6 +32,8 @@ from reflex_runtime.robots.policy.spec import PolicySpec
 from reflex_runtime.run.processor import BaseProcessor, TimedBatch, run_through
 from reflex_runtime.web.errors import InvalidRequest
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WarmUp:
@@ -52,6 +54,8 @@ class Policy(BaseProcessor):
     """A processor whose payloads are `Observation`s and whose values are `ActionChunk`s.
 
     model: what computes. slot: the scheduler group of its requests; its caches are never shared between slots.
+    rows: of every call of the model, which are filled up with copies of the last one: libraries choose kernels, and so
+    the last bits of a result, by the size of a call. 0: a call has as many as there are.
     stages: the stages of a request, for the cost model. staged: whether it is for staged models.
     padded_stages: those whose batches are padded to `captured_sizes`.
     """
@@ -59,14 +63,14 @@ class Policy(BaseProcessor):
     stages: ClassVar[tuple[str, ...]]
     staged: ClassVar[bool]
 
-    def __init__(self, model: PolicyModel, slot: str) -> None:
+    def __init__(self, model: PolicyModel, slot: str, rows: int = 0) -> None:
         spec = model.spec
         if spec.staged != self.staged:
             raise ConfigError(
                 f"{spec.source}: found a {spec.inference_mode} model, {type(self).__name__} is for the other kind; "
                 "`load_policy` picks the right one"
             )
-        self.model, self.spec, self.slot = model, spec, slot
+        self.model, self.spec, self.slot, self.rows = model, spec, slot, rows
         self.captured_sizes = tuple(model.captured_sizes)
         self.any_thread = model.any_thread
         self.padded_stages: tuple[str, ...] = self.stages
@@ -224,7 +228,7 @@ class Policy(BaseProcessor):
         """
         if not sizes or min(sizes) < 1 or repeats < 1:
             raise ConfigError(f"warm_up: sizes={tuple(sizes)!r}, repeats={repeats!r}: sizes and repeats must be >= 1")
-        sizes = sorted({*sizes, *self.captured_sizes})
+        sizes = sorted({min(size, self.rows or size) for size in (*sizes, *self.captured_sizes)})
         batches: list[TimedBatch] = []
         finished: list[Ticket] = []
         # Sizes are innermost: a run of equal sizes would look like drift to the cost model at the next.
@@ -287,6 +291,10 @@ class Policy(BaseProcessor):
         if not ticket.cancel_requested and ticket.state is not TicketState.SETTLED:  # no robot gets its chunk
             self.history.remember(observation.episode_id, observation.moment)
 
+    def _filled(self, rows: Sequence[T]) -> Sequence[T]:
+        """The rows of a call: at least `self.rows`."""
+        return [*rows, *[rows[-1]] * (self.rows - len(rows))] if self.rows > len(rows) else rows
+
     def _actions(self, rows: Sequence[Observation], x: NDArray[Any]) -> NDArray[np.float32]:
         """What the model answered to these, in the robot's units; ProcessorError unless it is what the policy declares.
 
@@ -323,6 +331,7 @@ class Policy(BaseProcessor):
             "fanout": "batched" if model.batched else "sequential",
             "shape": str(self.shape),
             "captured_sizes": list(self.captured_sizes),
+            "rows": self.rows or None,
             **model.describe(),
             **({} if self.history is None else {"history": self.history.snapshot()}),
             **self._describe(),
@@ -364,14 +373,16 @@ class MonolithicPolicy(Policy):
     staged = False
     model: WholeModel
 
-    def __init__(self, model: WholeModel, slot: str = "prod") -> None:
-        super().__init__(model, slot)
+    def __init__(self, model: WholeModel, slot: str = "prod", rows: int = 0) -> None:
+        super().__init__(model, slot, rows)
 
     def run(self, batch: Batch) -> Sequence[Any]:
         seen: list[Observation] = [ticket.request.payload for ticket in batch.grants]
-        noise = stacked([self._noise(observation) for observation in seen]) if self.spec.takes_noise else None
+        noise = [self._noise(observation) for observation in seen] if self.spec.takes_noise else None
+        rows = self._filled(seen)
         self.model.notes = batch.notes
-        actions = self._actions(seen, self.model.chunk(seen, noise))
+        x = self.model.chunk(rows, None if noise is None else stacked(self._filled(noise)))
+        actions = self._actions(rows, x)[: len(seen)]
         steps = self.spec.num_denoising_steps
         if self.history is not None:
             for ticket in batch.grants:

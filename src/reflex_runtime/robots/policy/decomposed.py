@@ -67,9 +67,10 @@ class DecomposedPolicy(Policy):
         max_age_chunks: int = 0,
         rtc: Rtc | None = None,
         adaptive: bool = False,
+        rows: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        super().__init__(model, slot)
+        super().__init__(model, slot, rows)
         if not model.pads_prefix:
             self.padded_stages = (DENOISE,)
         self.adaptive = adaptive
@@ -163,11 +164,12 @@ class DecomposedPolicy(Policy):
     def _run_prefix(self, batch: Batch) -> Sequence[Any]:
         tickets = list(batch.grants)
         seen: list[Observation] = [ticket.request.payload for ticket in tickets]
-        prefixes = self.model.prefix(seen)
-        if len(prefixes) != len(seen):
-            raise ProcessorError(f"{self.spec.source}: the model answered {len(prefixes)} prefixes for {len(seen)}")
+        rows = self._filled(seen)
+        prefixes = self.model.prefix(rows)
+        if len(prefixes) != len(rows):
+            raise ProcessorError(f"{self.spec.source}: the model answered {len(prefixes)} prefixes for {len(rows)}")
         # No state has changed so far, and nothing below can fail: so a call that raises may be repeated.
-        for ticket, observation, prefix in zip(tickets, seen, prefixes, strict=True):
+        for ticket, observation, prefix in zip(tickets, seen, prefixes, strict=False):
             self._flows[ticket] = self._begun(prefix, observation)
             if self.cache is not None and observation.prefix_key is not None:
                 self.cache.insert(observation.prefix_key, prefix)
@@ -199,11 +201,11 @@ class DecomposedPolicy(Policy):
             return ()
         tickets = tuple(flows)
         if self._packed[0] != tickets:
-            prefixes = [flow.prefix for flow in flows.values()]
-            self._packed = (tickets, self.model.pack(prefixes, [ticket.request.payload for ticket in tickets]))
-        k = np.array([flow.step for flow in flows.values()], np.int64)
-        x = stacked([flow.x for flow in flows.values()])
-        return list(self.model.step(self._packed[1], x, k, self.spec.num_denoising_steps))
+            prefixes, seen = [flow.prefix for flow in flows.values()], [ticket.request.payload for ticket in tickets]
+            self._packed = (tickets, self.model.pack(self._filled(prefixes), self._filled(seen)))
+        rows = self._filled(list(flows.values()))
+        k, x = np.array([flow.step for flow in rows], np.int64), stacked([flow.x for flow in rows])
+        return list(self.model.step(self._packed[1], x, k, self.spec.num_denoising_steps))[: len(flows)]
 
     def _flow(self, ticket: Ticket) -> _Flow | None:
         """The state of a ticket between steps; one with a cached prefix starts here."""
@@ -235,9 +237,10 @@ class DecomposedPolicy(Policy):
         if not flows:
             return {}
         seen: list[Observation] = [ticket.request.payload for ticket in flows]
-        actions = self._actions(seen, stacked([flow.x for flow in flows.values()]))
+        x = stacked(self._filled([flow.x for flow in flows.values()]))
+        actions = self._actions(self._filled(seen), x)
         chunks = {}
-        for (ticket, flow), observation, row in zip(flows.items(), seen, actions, strict=True):
+        for (ticket, flow), observation, row in zip(flows.items(), seen, actions, strict=False):
             report = None if observation.anchor is None else observation.anchor.report
             # Copied out of the batch: a view would keep the actions of all its rows in memory.
             chunks[ticket] = ActionChunk(np.array(row, np.float32), flow.step, observation.cache, rtc=report)

@@ -344,6 +344,7 @@ def load(config: ServeConfig, slot: str, spec: PolicySource, group: str = "") ->
         max_age_chunks=config.prefix_max_age_chunks,
         rtc=rtc,
         adaptive=config.adaptive_steps,
+        rows=config.deterministic,
     )
 
 

@@ -72,11 +72,13 @@ def load_policy(
     max_age_chunks: int = 0,
     rtc: Rtc | None = None,
     adaptive: bool = False,
+    rows: int = 0,
 ) -> Policy:
     """The policy of a source, of the kind it is. source: as in `read_source`.
 
-    device: how the model is loaded. cache_bytes, max_age_chunks, rtc, adaptive: as in `DecomposedPolicy`. A whole
-    model has no prefix and denoises inside its call, so it has no cache and refuses the other two.
+    device: how the model is loaded. rows: as in `Policy`. cache_bytes, max_age_chunks, rtc, adaptive: as in
+    `DecomposedPolicy`. A whole model has no prefix and denoises inside its call, so it has no cache and refuses the
+    other two.
 
     ConfigError if the files or the model are wrong, or if they do not match.
     """
@@ -89,9 +91,9 @@ def load_policy(
                 )
     model = spec.open(device or DeviceOptions())
     if isinstance(model, WholeModel):
-        return MonolithicPolicy(model, slot)
+        return MonolithicPolicy(model, slot, rows)
     return DecomposedPolicy(
-        model, slot, cache_bytes=cache_bytes, max_age_chunks=max_age_chunks, rtc=rtc, adaptive=adaptive
+        model, slot, cache_bytes=cache_bytes, max_age_chunks=max_age_chunks, rtc=rtc, adaptive=adaptive, rows=rows
     )
 
 
