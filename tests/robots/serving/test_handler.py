@@ -122,15 +122,16 @@ def test_rows_that_came_together_are_answered_together_or_not_at_all(tiny: Path)
         handler = RequestHandler(runtime)
 
         async def asks(*states: Any) -> list[ActAnswer]:
-            rows = [PendingRequest(ACT, f"row-{place}", "robot") for place in range(len(states))]
-            return await handler.infer_all(rows, [Question(state=state, seed=7) for state in states])
+            message = PendingRequest(ACT, "message", "robot")
+            return await handler.infer_all(message, [Question(state=state, seed=7) for state in states])
 
         for answer in await asks(STATE, STATE):
             np.testing.assert_allclose(answer.actions, expected(STATE, 7), atol=1e-5)
         with pytest.raises(Reported) as wrong:
             await asks(STATE, [1.0], STATE)
         assert isinstance(wrong.value.error, InvalidRequest)
-        assert wrong.value.request_id == "row-1"
+        assert wrong.value.request_id == "message.1"
+        assert wrong.value.error.details["row"] == 1
         assert (_counted(runtime, "ok"), _counted(runtime, "client_error"), _counted(runtime, "cancelled")) == (2, 1, 2)
         assert runtime.active == 0
 

@@ -63,7 +63,7 @@ class Policy(BaseProcessor):
     stages: ClassVar[tuple[str, ...]]
     staged: ClassVar[bool]
 
-    def __init__(self, model: PolicyModel, slot: str, rows: int = 0) -> None:
+    def __init__(self, model: PolicyModel, slot: str = "prod", rows: int = 0) -> None:
         spec = model.spec
         if spec.staged != self.staged:
             raise ConfigError(
@@ -79,6 +79,7 @@ class Policy(BaseProcessor):
         self.history = ObservationHistory(spec.observation_steps) if spec.observation_steps > 1 else None
         steps = f"{spec.num_denoising_steps} steps"
         kinds = {use: "hit" if use in ("hit", "hit_stale") else "miss" for use in get_args(CacheUse)}
+        # Of costs, within a shape: whether a prefix must be computed, and the number of steps.
         self._classes = {use: f"{kind}, {steps}" for use, kind in kinds.items()}
 
     # -- worker thread -------------------------------------------------------------------------------------------------
@@ -110,8 +111,8 @@ class Policy(BaseProcessor):
         """
         spec, fields = self.spec, self.fields
         sent = fields.found(images or {}) if spec.images else {}
-        if spec.takes_text:
-            fields.check_text(instruction)
+        if spec.takes_text and instruction is None:  # an empty one is a text
+            raise InvalidRequest("instruction: missing, and this policy needs it", "instruction")
         robot_state, normalised = fields.state(state)
         tokens, mask = fields.tokens(instruction or "", normalised) if spec.takes_text else (None, None)
         if seed is None:
@@ -185,15 +186,11 @@ class Policy(BaseProcessor):
             group=self.slot,
             partition=self.shape,
             shape=self.shape,
-            cost_class=self.cost_class(cache),
+            cost_class=self._classes[cache],
             stage=stage,
             wants=wants,
             **terms,
         )
-
-    def cost_class(self, cache: CacheUse) -> str:
-        """The cost class within a shape: whether a prefix must be computed, and the number of steps."""
-        return self._classes[cache]
 
     def _enter(self, observation: Observation) -> tuple[Observation, str, float]:
         """(payload, first stage, wanted units) of a request."""
@@ -372,9 +369,6 @@ class MonolithicPolicy(Policy):
     stages = ("",)
     staged = False
     model: WholeModel
-
-    def __init__(self, model: WholeModel, slot: str = "prod", rows: int = 0) -> None:
-        super().__init__(model, slot, rows)
 
     def run(self, batch: Batch) -> Sequence[Any]:
         seen: list[Observation] = [ticket.request.payload for ticket in batch.grants]

@@ -144,7 +144,8 @@ class DecomposedPolicy(Policy):
 
     def run(self, batch: Batch) -> Sequence[Any]:
         self.drop(batch.left)
-        self._forget_settled()
+        # One whose first batch hung is settled and never in `left`, because it was not resident yet.
+        self.drop([ticket for ticket in list(self._flows) if ticket.state is TicketState.SETTLED])
         self.model.notes = batch.notes
         return self._run_prefix(batch) if batch.stage == PREFIX else self._run_step(batch)
 
@@ -156,10 +157,6 @@ class DecomposedPolicy(Policy):
     def stop(self) -> None:
         self._flows.clear()
         self._packed = ((), None)
-
-    def _forget_settled(self) -> None:
-        """Forget settled requests. One whose first batch hung is never in `left`, because it was not resident yet."""
-        self.drop([ticket for ticket in list(self._flows) if ticket.state is TicketState.SETTLED])
 
     def _run_prefix(self, batch: Batch) -> Sequence[Any]:
         tickets = list(batch.grants)

@@ -106,11 +106,6 @@ class ObservationFields:
         more = f" and {len(unknown) - MAX_WORDS} more" if len(unknown) > MAX_WORDS else ""
         return (Doubt("instruction_unknown", f"instruction: words that the policy does not know: {told}{more}"),)
 
-    def check_text(self, instruction: str | None) -> None:
-        """Refuse none. An empty one is a text, and used."""
-        if instruction is None:
-            raise InvalidRequest("instruction: missing, and this policy needs it", "instruction")
-
     def tokens(
         self, instruction: str, state: NDArray[np.float32] | None
     ) -> tuple[NDArray[np.int64] | None, NDArray[np.bool_] | None]:

@@ -32,8 +32,7 @@ class Act:
                 if len(questions) == 1:
                     answers = [await self.handler.infer(pending, questions[0], request.received)]
             if len(questions) > 1:  # robots whose observations came as one: each is a request, and the message is none
-                rows = [_pending(request, JSON_NUMPY, f".{row}") for row in range(len(questions))]
-                answers = await self.handler.infer_all(rows, questions, request.received)
+                answers = await self.handler.infer_all(pending, questions, request.received)
         except CallerLeft:
             raise
         except Reported as reported:
@@ -68,8 +67,8 @@ class Act:
         self.handler.refused(_pending(request), error)
 
 
-def _pending(request: HttpRequest, wire: str = ACT, row: str = "") -> PendingRequest:
-    return PendingRequest(wire, request.request_id + row, request.client, request.started, request)
+def _pending(request: HttpRequest) -> PendingRequest:
+    return PendingRequest(ACT, request.request_id, request.client, request.started, request)
 
 
 async def _read(request: HttpRequest) -> Question | JsonNumpy | GrootJson:

@@ -183,15 +183,15 @@ class RequestHandler:
             raise Reported(error, pending.request_id) from None
 
     async def infer_all(
-        self, rows: Sequence[PendingRequest], questions: Sequence[Asked], received: float | None = None
+        self, message: PendingRequest, questions: Sequence[Asked], received: float | None = None
     ) -> list[ActAnswer]:
         """The answers of requests that came together and are answered together. The first error cancels the others, and
         is raised as Reported; of several rows it names its own."""
-        if len(rows) == 1:
-            return [await self.infer_row(rows[0], 0, questions[0], received)]
+        if len(questions) == 1:
+            return [await self.infer_row(message, 0, questions[0], received)]
+        rows = message.rows(len(questions))
 
         async def one(row: int) -> ActAnswer:
-            rows[row].client = rows[row].client, row  # one that names no robots is not one robot that asks again
             try:
                 return await self.infer_row(rows[row], row, questions[row], received)
             except Reported as reported:

@@ -54,3 +54,8 @@ class PendingRequest:
         self.version: Version | None = None
         self.ticket: Ticket | None = None
         self.answer: ActAnswer | None = None
+
+    def rows(self, size: int) -> list[PendingRequest]:
+        """The requests of a message of several. Rows without a name are not one robot that asks again."""
+        ids = [(f"{self.request_id}.{row}", (self.client, row)) for row in range(size)]
+        return [PendingRequest(self.wire, *own, self.started, self.source) for own in ids]

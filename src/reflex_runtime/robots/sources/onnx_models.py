@@ -15,7 +15,7 @@ from reflex_runtime.robots.policy.model import StagedModel, WholeModel, stacked
 from reflex_runtime.robots.policy.observation import Observation
 from reflex_runtime.robots.policy.spec import DeviceOptions, PolicySpec
 from reflex_runtime.robots.policy.units import Floats
-from reflex_runtime.run.onnx_session import CPU, OnnxSession, TensorSpec
+from reflex_runtime.run.onnx_session import CPU, OnnxSession, TensorSpec, fits
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,10 +78,7 @@ class OnnxStaged(StagedModel):
         self.half = self._prefix.half or self._expert.half
         for made, read in past_kv.items():
             left, right = self._prefix.outputs[made], self._expert.inputs[read]
-            fit = len(left.dims) == len(right.dims) and all(
-                a is None or b is None or a == b for a, b in zip(left.dims, right.dims, strict=True)
-            )
-            if not fit or left.dtype != right.dtype:
+            if not fits(left.dims, right.dims) or left.dtype != right.dtype:
                 raise ConfigError(
                     f"{expert.file}: input {read!r}: {right.dtype} {right.dims}, but {prefix.file.name} makes "
                     f"{left.dtype} {left.dims} (decomposed.past_kv_tensor_names)"

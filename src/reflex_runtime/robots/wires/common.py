@@ -389,23 +389,6 @@ IDS: Final = {"robot_id": "/", "episode_id": "/", "session_id": "/", "request_id
 _TOLD: Final = ("request_id", "timing", "batch", "cache", "guard", "rtc", "model_hash", "policy_changed", "warnings")
 
 
-class RequestLimits(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """Limits of one request; the same fields as in POST /act."""
-
-    robot_id: str | None = None
-    episode_id: str | None = None
-    request_id: str | None = None
-    priority: Literal["urgent", "default", "background"] | None = None
-    deadline_ms: float | None = None
-    seed: int | None = None
-    executed: int | None = None
-    delay: int | None = None
-    policy: str | None = None
-
-
-LIMITS: Final = RequestLimits.__struct_fields__
-
-
 class SocketLimits(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """Fields of a URL's query, for all requests of its websocket."""
 
@@ -414,6 +397,18 @@ class SocketLimits(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     priority: Literal["urgent", "default", "background"] | None = None
     deadline_ms: float | None = None
     policy: str | None = None
+
+
+class RequestLimits(SocketLimits, forbid_unknown_fields=True, kw_only=True):
+    """Limits of one request; the same fields as in POST /act."""
+
+    request_id: str | None = None
+    seed: int | None = None
+    executed: int | None = None
+    delay: int | None = None
+
+
+LIMITS: Final = RequestLimits.__struct_fields__
 
 
 def limits_of(said: Mapping[str, Any]) -> RequestLimits:

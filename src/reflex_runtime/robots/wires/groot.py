@@ -410,12 +410,10 @@ class GrootSession:
         parts = _parts(options.get("env_id"), observation.size)
         rows = observation.rows(reading)
         questions = [_question(reading, row, client, part, limits) for row, part in zip(rows, parts, strict=True)]
-        many = len(questions) > 1
         for row, question in enumerate(questions):
-            if many and question.request_id:
+            if len(questions) > 1 and question.request_id:
                 question.request_id = f"{question.request_id}.{row}"
-        ids = [f"{message.id}.{row}" if many else message.id for row in range(len(questions))]
-        pending = [PendingRequest(GROOT, own, client.name, message.started) for own in ids]
+        pending = PendingRequest(GROOT, message.id, client.name, message.started)
         answers = await handler.infer_all(pending, questions, message.received)
         actions = observation.actions(reading, [answer.actions for answer in answers])
         if not nested:

@@ -44,7 +44,7 @@ from reflex_runtime.core.request import Priority
 from reflex_runtime.robots.policy.spec import PolicySpec
 from reflex_runtime.robots.serving.handler import RequestHandler
 from reflex_runtime.robots.serving.pending import PendingRequest
-from reflex_runtime.robots.serving.question import LEROBOT, ActAnswer, Question
+from reflex_runtime.robots.serving.question import LEROBOT, Question
 from reflex_runtime.robots.wires import messages_pb2 as messages
 from reflex_runtime.robots.wires.common import Episodes, ObservationReader, array_in, invalid_input
 from reflex_runtime.robots.wires.lerobot_client import (
@@ -59,7 +59,7 @@ from reflex_runtime.robots.wires.lerobot_client import (
     TASK,
 )
 from reflex_runtime.web.bodies import Bodies
-from reflex_runtime.web.errors import ClientError, Conflict, InvalidRequest, Reported
+from reflex_runtime.web.errors import ClientError, Conflict, InvalidRequest
 from reflex_runtime.web.fields import check_id, invalid, printable
 from reflex_runtime.web.grpc_listener import GrpcCall, parse, serialize
 
@@ -368,7 +368,10 @@ class LerobotService:
             try:
                 assert robot.setup is not None
                 handler = self._handler.one(robot.setup.policy)
-                answer = await self._ask(call, robot, handler, seen)
+                pending = PendingRequest(LEROBOT, call.id, robot.name, seen.started, call)
+                seen.question.executed = robot.executed(seen)
+                answer = await handler.infer_row(pending, 0, seen.question)
+                robot.answered(seen)
             finally:
                 self._bodies.release(seen)
         step = 1.0 / (handler.served.spec.embodiment.control_rate_hz or RATE_HZ)
@@ -402,19 +405,6 @@ class LerobotService:
             episode_id=robot.episodes.of(None, instruction),
             priority=Priority.URGENT if must_go else Priority.DEFAULT,
         )
-
-    async def _ask(
-        self, call: GrpcCall, robot: LerobotRobot, handler: RequestHandler, seen: LerobotObservation
-    ) -> ActAnswer:
-        pending = PendingRequest(LEROBOT, call.id, robot.name, seen.started, call)
-        seen.question.executed = robot.executed(seen)
-        try:
-            with handler.admit(pending):
-                answer = await handler.infer(pending, seen.question)
-        except ReflexError as error:
-            raise Reported(error, pending.request_id) from None
-        robot.answered(seen)
-        return answer
 
     def _key(self, call: GrpcCall) -> tuple[bool, str]:
         """Whether the robot of a call has a name, and the name or the connection."""

@@ -8,7 +8,7 @@ have a `binary_data_size`, in their order, little-endian. Answers are written in
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from math import prod
@@ -23,7 +23,7 @@ from reflex_runtime.core.errors import ReflexError
 from reflex_runtime.core.request import PRIORITIES
 from reflex_runtime.robots.policy.spec import PolicySpec
 from reflex_runtime.robots.serving.handler import RequestHandler
-from reflex_runtime.robots.serving.pending import HasHeaders, PendingRequest
+from reflex_runtime.robots.serving.pending import PendingRequest
 from reflex_runtime.robots.serving.question import OIP, ActAnswer, Question
 from reflex_runtime.robots.wires.common import (
     MAX_DIMENSIONS,
@@ -366,22 +366,6 @@ def _seed(tensor: Tensor, row: int) -> int:
     return int(tensor.values.flat[row])
 
 
-async def infer(
-    handler: RequestHandler,
-    request_id: str,
-    client: Hashable,
-    questions: Sequence[Question],
-    started: float,
-    source: HasHeaders,
-    received: float | None = None,
-) -> list[ActAnswer]:
-    """The answers of all rows; the first error, as Reported. request_id: if the caller names none."""
-    many = len(questions) > 1
-    ids = [f"{request_id}/{row}" if many else request_id for row in range(len(questions))]
-    rows = [PendingRequest(OIP, own, client, started, source) for own in ids]
-    return await handler.infer_all(rows, questions, received)
-
-
 def actions_of(answers: Sequence[ActAnswer]) -> NDArray[np.float32]:
     """The output tensor: [n, actions, dim]."""
     return np.stack([np.asarray(answer.actions, "<f4") for answer in answers])
@@ -586,9 +570,7 @@ class OipHttp:
             self.refused(request, error)
             raise error from None
         try:
-            answers = await infer(
-                handler, request.request_id, request.client, rows, request.started, request, request.received
-            )
+            answers = await handler.infer_all(_pending(request), rows, request.received)
         except Reported as reported:
             request.request_id = reported.request_id
             return request.app.refuse(request, reported.error)
@@ -600,7 +582,11 @@ class OipHttp:
 
     def refused(self, request: HttpRequest, error: ReflexError) -> None:
         """Count a request that cannot be read, or must not be asked."""
-        self._handler.refused(PendingRequest(OIP, request.request_id, request.client, request.started, request), error)
+        self._handler.refused(_pending(request), error)
+
+
+def _pending(request: HttpRequest) -> PendingRequest:
+    return PendingRequest(OIP, request.request_id, request.client, request.started, request)
 
 
 async def _read(request: HttpRequest) -> OipBody:

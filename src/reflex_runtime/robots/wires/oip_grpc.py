@@ -103,6 +103,10 @@ def _parameter(sent: Any) -> Any:
     return getattr(sent, field) if field else None
 
 
+def _pending(call: GrpcCall) -> PendingRequest:
+    return PendingRequest(OIP, call.id, call.peer, call.started, call)
+
+
 class OipService:
     """The gRPC calls of a listener."""
 
@@ -120,7 +124,7 @@ class OipService:
     def failed(self, call: GrpcCall, error: ReflexError) -> None:
         """Count the error of a request."""
         if call.method == "ModelInfer":
-            self._handler.refused(PendingRequest(OIP, call.id, call.peer, call.started, call), error)
+            self._handler.refused(_pending(call), error)
 
     async def live(self, call: GrpcCall, data: bytes) -> bytes:
         return serialize(messages.ServerLiveResponse(live=True))
@@ -144,7 +148,7 @@ class OipService:
         handler, name = oip.model_of(self._handler, model, version)
         most_ms = call.left_ms if call.left_ms is None or call.left_ms <= MOST_MS else None
         asked = oip.questions(handler.served.spec, self._sequences, sent, most_ms)
-        answers = await oip.infer(handler, call.id, call.peer, asked, call.started, call)
+        answers = await handler.infer_all(_pending(call), asked)
         return encode(name, sent.id, answers)
 
     def _model_of(self, data: bytes) -> tuple[RequestHandler, str]:

@@ -164,15 +164,14 @@ class OpenpiRobot:
             seen = _batch_of(sent) if apart else self._readings.now.split(sent)
         except Exception as failure:
             error = known(failure, message.id)
-            self._handler.refused(self._pending(message, message.id), error)
+            self._handler.refused(self._pending(message), error)
             return _text(error, message.id)
         parts = {"": sent} if seen is None else {f"/{row}": one for row, one in enumerate(seen)}
-        rows = [self._pending(message, message.id + part.replace("/", ".")) for part in parts]
         questions = [partial(self._question, one, part) for part, one in parts.items()]
         if apart:
-            return encode({"batch": await self._each(rows, questions, message.received)}, packaged)
+            return encode({"batch": await self._each(message, questions)}, packaged)
         try:
-            answers = await self._handler.infer_all(rows, questions, message.received)
+            answers = await self._handler.infer_all(self._pending(message), questions, message.received)
         except Reported as reported:
             return _text(reported.error, reported.request_id)
         return encode(self._told(answers[0]) if seen is None else self._together(answers), packaged)
@@ -183,14 +182,13 @@ class OpenpiRobot:
             raise invalid_input("endpoint", "must be infer or reset")
         return endpoint == "reset"
 
-    async def _each(
-        self, rows: Sequence[PendingRequest], questions: Sequence[Asked], received: float
-    ) -> list[dict[str, Any]]:
+    async def _each(self, message: SocketMessage, questions: Sequence[Asked]) -> list[dict[str, Any]]:
         """The answers or errors of a batch, each by itself."""
+        rows = self._pending(message).rows(len(questions))
 
         async def ask(row: int) -> ActAnswer | Reported:
             try:
-                return await self._handler.infer_row(rows[row], row, questions[row], received)
+                return await self._handler.infer_row(rows[row], row, questions[row], message.received)
             except Reported as reported:
                 return reported
 
@@ -202,8 +200,8 @@ class OpenpiRobot:
             for one in answers
         ]
 
-    def _pending(self, message: SocketMessage, request_id: str) -> PendingRequest:
-        return PendingRequest(OPENPI, request_id, self._robot, message.started, self._socket)
+    def _pending(self, message: SocketMessage) -> PendingRequest:
+        return PendingRequest(OPENPI, message.id, self._robot, message.started, self._socket)
 
     def _question(self, observation: Any, part: str) -> Question:
         """part: position in a batch; each position is a separate robot."""

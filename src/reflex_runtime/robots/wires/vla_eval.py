@@ -149,13 +149,7 @@ class MessageSession(ABC):
 
     async def infer(self, message: SocketMessage, question: Callable[[], Question]) -> bytes:
         """The frame for the policy's answer. question: made of the message once it is admitted."""
-        pending = self._pending(message)
-        try:
-            with self.handler.admit(pending):
-                answer = await self.handler.infer(pending, question(), message.received)
-        except ReflexError as error:
-            raise Reported(error, pending.request_id) from None
-        return self.answered(answer)
+        return self.answered(await self.handler.infer_row(self._pending(message), 0, question, message.received))
 
     def _pending(self, message: SocketMessage) -> PendingRequest:
         return PendingRequest(self._wire, message.id, self.robot, message.started, self.socket)
