@@ -127,7 +127,10 @@ def test_w60_episodes_with_ids_are_known_wherever_they_stand(root: Path, tmp_pat
             client.infer(sent | {"episode_id": list(ids), "reset": [reset == "1" for reset in resets]})
         client.infer(seen() | {"session_id": "s"})
         server.stop()
-    found = [str(line.episode_id) for line in recorded(tmp_path)]
+    kept = recorded(tmp_path)
+    found = [str(line.episode_id) for line in kept]
+    robots = [str(line.robot_id).rpartition("/")[2] for line in kept[: 3 * N + 1]]  # what is kept is a robot's
+    assert robots == [episode[0] for episode in found[: 3 * N + 1]]
     assert [sorted(found[at : at + N]) for at in (0, N, 2 * N)] == [
         ["a", "b", "c", "d", "e"], ["a", "b#1", "c", "d", "e"], ["a", "b#1", "c", "d", "e"],
     ]  # fmt: skip
@@ -210,7 +213,7 @@ def test_w60_parts_of_a_state_may_be_single_numbers(tmp_path: Path) -> None:
     for gripper in (np.array([7.0, 8.0, 9.0]), np.array([[7.0], [8.0], [9.0]]), [7.0, 8.0, 9.0], [[7.0], [8.0], [9.0]]):
         rows = reader.split({"observation/joint_position": joints, "observation/gripper_position": gripper})
         assert rows is not None
-        states = [reader.read(row)[1] for row in rows]
+        states = [reader.read(row)[1] for row in rows.values()]
         assert np.array_equal(np.array(states), np.column_stack([joints, [7.0, 8.0, 9.0]]))
     one = {"observation/joint_position": joints[0], "observation/gripper_position": np.float64(7.0)}
     assert reader.split(one) is None
@@ -240,7 +243,7 @@ def test_w60_oft_gets_for_each_step_the_actions_of_all(server: Server, tmp_path:
         assert post(recording, sent).status == 200  # no robot has a name, and none takes the place of another
         recording.stop()
     kept = recorded(tmp_path)
-    assert {(line.robot_id, line.episode_id) for line in kept[:N]} == {(f"sim/{i}", "abcde"[i]) for i in range(N)}
+    assert {(line.robot_id, line.episode_id) for line in kept[:N]} == {(f"sim/{name}", name) for name in "abcde"}
     assert {(line.robot_id, line.episode_id) for line in kept[N:]} == {(None, None)}
 
 

@@ -153,8 +153,9 @@ class ObservationReader:
         self._check_subset(images, came)
         return tuple(images.values()), self._state(came, plain), self._prompt(came, plain)
 
-    def split(self, observation: Mapping[str, Any]) -> list[dict[str, Any]] | None:
-        """The observations of N robots that came as one, with a leading axis; None for an observation of one robot.
+    def split(self, observation: Mapping[str, Any]) -> dict[str, dict[str, Any]] | None:
+        """The observations of N robots that came as one, with a leading axis, by their episodes' ids where each has one
+        and else by number; None for an observation of one robot.
 
         Pictures and states that have a dimension more than one robot's say so; those of them that are read must agree.
         Any other list or array of N, of instructions or limits too, has one value for each robot. Other values are for
@@ -180,8 +181,10 @@ class ObservationReader:
             raise invalid_input(differ[0], f"has another leading axis than the rest of the observation: {told}")
         if size > MAX_ROWS:
             raise invalid_input(next(iter(axes)), f"is of {size} robots, at most {MAX_ROWS} are read from a message")
-        parts = [_each(name, value, size) for name, value in came.items()]
-        return [dict(zip(came, row, strict=True)) for row in zip(*parts, strict=True)]
+        ids = [text_of(id) for name in EPISODES if _many(came.get(name)) == size for id in came[name]]
+        robots = ids if len({id for id in ids if isinstance(id, str)}) == size else [str(row) for row in range(size)]
+        parts = [_each(name, value, robots) for name, value in came.items()]
+        return {robot: dict(zip(came, row, strict=True)) for robot, *row in zip(robots, *parts, strict=True)}
 
     def describe(self) -> dict[str, Any]:
         """The expected observation, JSON-safe."""
@@ -339,15 +342,15 @@ def _many(value: Any) -> int:
     return len(value) if isinstance(value, list) or (isinstance(value, np.ndarray) and value.ndim) else 0
 
 
-def _each(name: str, value: Any, size: int) -> Sequence[Any]:
-    """What a value is for each of so many robots."""
-    if _many(value) == size:
+def _each(name: str, value: Any, robots: Sequence[str]) -> Sequence[Any]:
+    """What a value is for each of several robots."""
+    if _many(value) == len(robots):
         each: Sequence[Any] = value.tolist() if isinstance(value, np.ndarray) and value.ndim == 1 else value
         return each
     id, text = name.removeprefix(OWN), text_of(value)
     if id in IDS and isinstance(text, str):
-        return [f"{text}{IDS[id]}{row}" for row in range(size)]
-    return [value] * size
+        return [f"{text}.{row}" if id == "request_id" else f"{text}/{robot}" for row, robot in enumerate(robots)]
+    return [value] * len(robots)
 
 
 def _flat(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
@@ -384,6 +387,7 @@ def _numbers(name: str, value: Any) -> NDArray[np.float64]:
 S = TypeVar("S", bound=msgspec.Struct)
 
 OWN: Final = "reflex/"
+EPISODES: Final = (f"{OWN}episode_id", "episode_id", "session_id")
 IDS: Final = {"robot_id": "/", "episode_id": "/", "session_id": "/", "request_id": "."}
 """What stands between an id and the number of one of several robots."""
 _TOLD: Final = ("request_id", "timing", "batch", "cache", "guard", "rtc", "model_hash", "policy_changed", "warnings")

@@ -85,7 +85,7 @@ class JsonNumpy:
             self._name_views(reading)
         rows = reading.split(self.observation)
         self.together = rows is not None
-        return [partial(self._question, reading, row) for row in rows or [self.observation]]
+        return [partial(self._question, reading, row) for row in (rows or {"": self.observation}).values()]
 
     def answer(self, chunks: Sequence[NDArray[Any]]) -> bytes:
         """The body of the answer."""

@@ -134,7 +134,7 @@ class OpenpiRobot:
         self._said = socket_limits(socket.query)
         self._handler, self._socket = handler.one(self._said.policy), socket
         self._robot = self._said.robot_id or f"ws-{socket.id}"
-        self._episodes: dict[str, Episodes] = {}  # by position in a message, or name
+        self._episodes: dict[str, Episodes] = {}  # by what tells robots of a message apart
         self._spent: float | None = None  # milliseconds until the last answer
         self._readings = self._handler.readings(OPENPI)
 
@@ -166,7 +166,7 @@ class OpenpiRobot:
             error = known(failure, message.id)
             self._handler.refused(self._pending(message), error)
             return _text(error, message.id)
-        parts = {"": sent} if seen is None else {f"/{row}": one for row, one in enumerate(seen)}
+        parts = {"": sent} if seen is None else {f"/{part}": one for part, one in seen.items()}
         questions = [partial(self._question, one, part) for part, one in parts.items()]
         if apart:
             return encode({"batch": await self._each(message, questions)}, packaged)
@@ -204,7 +204,7 @@ class OpenpiRobot:
         return PendingRequest(OPENPI, message.id, self._robot, message.started, self._socket)
 
     def _question(self, observation: Any, part: str) -> Question:
-        """part: position in a batch; each position is a separate robot."""
+        """part: what tells robots of a message apart."""
         if not isinstance(observation, dict):
             raise ClientError("an observation must be a map")
         limits, said = limits_in(observation), self._said
@@ -212,7 +212,7 @@ class OpenpiRobot:
             if name in observation and limits.episode_id is None:
                 limits.episode_id = limits_of({"episode_id": text_of(observation[name])}).episode_id
         observed = self._readings.now.read(observation)
-        episodes = self._episodes_of(part, limits.episode_id)
+        episodes = self._episodes_of(part)
         reset = observation.get("reset")
         if not isinstance(reset, bool | None):
             raise invalid_input("reset", "must be true or false")
@@ -221,14 +221,12 @@ class OpenpiRobot:
         episode = episodes.of(limits.episode_id, observed[2])
         return question_of(observed, limits, said, self._robot + part, episode)
 
-    def _episodes_of(self, part: str, name: str | None) -> Episodes:
-        """Of one robot. Several in a message may change places, so they are known by the names of their episodes."""
-        key = name if part and name else part
-        known = self._episodes.pop(key, None)
-        self._episodes[key] = known or Episodes((self._said.episode_id or f"ws-{self._socket.id}") + part)
+    def _episodes_of(self, part: str) -> Episodes:
+        known = self._episodes.pop(part, None)
+        self._episodes[part] = known or Episodes((self._said.episode_id or f"ws-{self._socket.id}") + part)
         if len(self._episodes) > MAX_EPISODES:
             del self._episodes[next(iter(self._episodes))]
-        return self._episodes[key]
+        return self._episodes[part]
 
     def _told(self, answer: ActAnswer) -> dict[str, Any]:
         return {"actions": answer.actions, **self._timing([answer]), **answer_details(answer)}
@@ -251,8 +249,8 @@ def _text(error: ReflexError, request_id: str) -> str:
     return PLAIN.refuse(error, request_id, False).body.decode()
 
 
-def _batch_of(sent: dict[str, Any]) -> list[Any]:
+def _batch_of(sent: dict[str, Any]) -> dict[str, Any]:
     batch = sent["batch"]
     if len(sent) > 1 or not isinstance(batch, list) or not 0 < len(batch) <= MAX_ROWS:
         raise ClientError(f"batch: must be a list of 1 to {MAX_ROWS} observations, and alone")
-    return batch
+    return {str(row): observation for row, observation in enumerate(batch)}
