@@ -119,9 +119,19 @@ def test_an_id_that_two_robots_use_is_two_episodes_without_an_outcome(tmp_path: 
 def test_recordings_without_pictures_say_how_to_record(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="--record-images full"):
         written(two_robots(tmp_path / "recordings", images="hash_only"), tmp_path / "fleet")
-    (tmp_path / "no.jsonl").write_text('{"kind": "header", "schema_version": 1}\n')
-    with pytest.raises(SystemExit, match="no journal of version 2"):
+    (tmp_path / "no.jsonl").write_text('{"kind": "header", "schema_version": 3}\n')
+    with pytest.raises(SystemExit, match="no journal of version 1 or 2"):
         written(tmp_path / "no.jsonl", tmp_path / "fleet")
+
+
+def test_a_recording_of_schema_version_1_is_read() -> None:
+    """The one that the tests of Reflex's own reader have."""
+    file = Path(__file__).parents[3] / "tests" / "observe" / "schema_1" / "recording.jsonl.gz"
+    with tempfile.TemporaryFile() as scratch:
+        found = Recordings([file], scratch)
+        told = {known.key[1]: (len(list(found.frames(known))), known.success) for known in found.episodes}
+    assert told == {"ep-0": (2, True), "ep-1": (2, True), "ep-2": (2, False), "ep-3": (2, True)}
+    assert dict(+found.left_out) == {"rejected": 6, "client_error": 1}
 
 
 def test_a_file_that_a_crash_cut_off_is_read_up_to_there(tmp_path: Path) -> None:

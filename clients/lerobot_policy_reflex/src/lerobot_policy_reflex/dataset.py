@@ -28,7 +28,7 @@ import numpy as np
 import PIL.Image
 from lerobot.datasets.lerobot_dataset import LeRobotDataset
 
-SCHEMA_VERSION: Final = 2  # of Reflex's journals; docs/journal.md describes them
+SCHEMA_VERSIONS: Final = (1, 2)  # of Reflex's journals, alike in what is read here; docs/journal.md describes them
 
 Line = dict[str, Any]
 Key = tuple[str, str, str]  # session, episode, robot: a server that starts again may see the same episode id again
@@ -76,8 +76,8 @@ class Recordings:
         for path in files:
             lines = lines_of(path)
             header = next(lines, {})
-            if header.get("kind") != "header" or header.get("schema_version") != SCHEMA_VERSION:
-                raise SystemExit(f"{path}: no journal of version {SCHEMA_VERSION}: `reflex serve --record` writes one")
+            if header.get("kind") != "header" or header.get("schema_version") not in SCHEMA_VERSIONS:
+                raise SystemExit(f"{path}: no journal of version 1 or 2: `reflex serve --record` writes one")
             if header.get("served") and policy not in header["served"]:
                 raise SystemExit(f"{path}: has several policies: choose {' or '.join(header['served'])} with --policy")
             self.about = self.about or header | (header["served"][policy] if header.get("served") else {})
