@@ -139,7 +139,7 @@ class _Losing:
 
 
 class Openpi(Client):
-    """One observation, or several in `batch`; pictures as arrays, channels first, floats, or PNG."""
+    """One observation, or several in `batch` or with a leading axis; pictures as arrays, CHW, floats, or PNG."""
 
     rows = 3
     lost = (OSError, EOFError, WebSocketException)
@@ -152,6 +152,14 @@ class Openpi(Client):
         try:
             if len(rows) == 1:
                 return [self._policy.infer(rows[0])["actions"]]
+            if self.turn % 2 and len({one.sides for one in seen}) == 1:
+                pictures, states = np.stack([one.picture for one in seen]), np.float32([one.state for one in seen])
+                axis = {
+                    "observation/front": pictures,
+                    "observation/state": states,
+                    "prompt": [one.text for one in seen],
+                }
+                return list(self._policy.infer(axis)["actions"])
             answers = self._policy.infer({"batch": rows})["batch"]
         except RuntimeError as error:
             raise Refused(json.loads(str(error).partition("\n")[2])) from None
@@ -175,8 +183,10 @@ class Openpi(Client):
 
 
 class JsonNumpy(Client):
-    """As OpenVLA's robots, and OFT's; as JSON, or JSON in JSON."""
+    """As OpenVLA's robots, and OFT's; as JSON, or JSON in JSON; several with a leading axis."""
 
+    rows = 3
+    one_size = True
     lost = (OSError, requests.RequestException)
 
     def open(self) -> None:
@@ -184,9 +194,13 @@ class JsonNumpy(Client):
         self._session.trust_env = False
 
     def act(self, seen: Sequence[Seen]) -> list[Any]:
-        (one,) = seen
-        picture = "full_image" if self.turn % 2 else "image"
-        said = json_numpy.dumps({picture: one.picture, "state": np.array(one.state), "instruction": one.text})
+        every = self.turn % 2
+        pictures, states = np.stack([one.picture for one in seen]), np.array([one.state for one in seen])
+        texts = [one.text for one in seen]
+        if len(seen) == 1:
+            (pictures,), (states,), (texts,) = pictures, states, texts
+        picture = "full_image" if every else "image"
+        said = json_numpy.dumps({picture: pictures, "state": states, "instruction": texts})
         quoted = self.turn % 3 == 0
         body = json.dumps({"encoded": said}) if quoted else said
         answer = self._session.post(
@@ -195,7 +209,8 @@ class JsonNumpy(Client):
         if answer.status_code != 200:
             raise Refused(answer.json())
         text = json.loads(answer.text) if quoted else answer.text
-        return [np.asarray(json_numpy.loads(text))]
+        actions = np.asarray(json_numpy.loads(text))
+        return [actions] if len(seen) == 1 else list(actions.swapaxes(0, 1) if every else actions)
 
     def close(self) -> None:
         self._session.close()
