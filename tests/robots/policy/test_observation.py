@@ -7,7 +7,10 @@ import pickle
 import struct
 import subprocess
 import sys
+import time
+import warnings
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +21,7 @@ import pytest
 
 from reflex_runtime.robots import Export, InvalidRequest, Policy, decode_image, load_policy, noise_of, seed_of
 from reflex_runtime.robots.policy import observation
-from reflex_runtime.robots.policy.observation import MAX_SIDE, resize_image
+from reflex_runtime.robots.policy.observation import MAX_SIDE, pixels_of, resize_image, warm_decoders
 from reflex_runtime.robots.policy.spec import Resize
 from robots.tiny import picture, write_export
 from serving.exports import write_tiny
@@ -350,6 +353,59 @@ def test_h4_what_a_png_has_beside_its_pixels_costs_no_more_than_they_do() -> Non
     turned = [(0x0112, 3, 1, 6), *((tag, 3, 1, 1) for tag in range(0x0113, 0x0113 + 6000))]
     exif = b"II*\0" + struct.pack("<IH", 8, len(turned)) + b"".join(struct.pack("<HHII", *tag) for tag in turned)
     assert np.array_equal(decode_image(_with_part(plain, b"eXIf", exif + bytes(4))), picture(0))
+
+
+SEEN = picture(0, 64, 64)
+PNG, JPEG, GREY = encoded(SEEN), encoded(SEEN, "JPEG"), encoded(SEEN[..., 0], "JPEG")
+CHUNKS = struct.pack(">I4sI", 0, b"teSt", zlib.crc32(b"teSt")) * 100_000
+PARTS = {
+    "APP segments": JPEG[:2] + b"\xff\xe1\0\2" * 500_000 + JPEG[2:],
+    "comments in grey": GREY[:2] + b"\xff\xfe\0\2" * 500_000 + GREY[2:],
+    "fill bytes": JPEG[:2] + b"\xff" * 500_000 + JPEG[2:],
+    "bytes between parts": JPEG[:20] + bytes(500_000) + JPEG[20:],
+    "markers without a length": JPEG[:2] + b"\xff\xd0" * 500_000 + JPEG[2:],
+    "chunks": PNG[:33] + CHUNKS + PNG[33:],
+    "chunks at the end": PNG[:-12] + CHUNKS + PNG[-12:],
+    "chunks in grey": encoded(SEEN[..., 0])[:33] + CHUNKS + encoded(SEEN[..., 0])[33:],
+}
+
+
+@pytest.mark.parametrize("read", [pixels_of, decode_image])
+@pytest.mark.parametrize("name", PARTS)
+def test_h4_a_picture_of_very_many_parts_is_refused_before_they_are_read(name: str, read: Callable[..., Any]) -> None:
+    if read is pixels_of and name in ("chunks", "chunks at the end"):
+        return  # it reads the first one only
+    began = time.thread_time()
+    with pytest.raises(InvalidRequest, match="image: a file of over 4096 parts"):
+        read(PARTS[name])
+    assert time.thread_time() - began < 0.2  # half a second to two without the bound
+
+
+def test_h4_a_picture_of_many_parts_is_read() -> None:
+    """A PNG in parts of 20 bytes, and a JPEG with fill bytes, thumbnails and markers that decoders skip."""
+    found = [PNG[:33]]
+    body = PNG[41 : 41 + int.from_bytes(PNG[33:37])]
+    for at in range(0, len(body), 20):
+        part = b"IDAT" + body[at : at + 20]
+        found.append(struct.pack(">I", len(part) - 4) + part + struct.pack(">I", zlib.crc32(part)))
+    assert len(found) > 500
+    assert np.array_equal(decode_image(b"".join(found) + PNG[-12:]), SEEN)
+    beside = b"\xff\xff\xff\xfe\0\4hi" + b"\xff\xe1\0\x0eJPEG \xff\xd8\xff\xda\0\0"
+    assert np.array_equal(decode_image(JPEG[:2] + beside * 100 + JPEG[2:]), decode_image(JPEG))
+
+
+@pytest.mark.filterwarnings("default")
+def test_h4_what_pillow_warns_of_is_not_printed_for_each_request() -> None:
+    """A picture beyond its bound, and one that begins as several pictures do."""
+    many = GREY[:2] + b"\xff\xe2\0\x08MPF\0xx" + GREY[2:]
+    large = io.BytesIO()
+    PIL.Image.new("1", (10_000, 10_000)).save(large, "PNG")
+    with warnings.catch_warnings(record=True) as caught:
+        warm_decoders()
+        decode_image(many)
+        with pytest.raises(InvalidRequest, match="10000×10000 pixels"):
+            decode_image(large.getvalue())
+    assert caught == []
 
 
 def _with_part(png: bytes, kind: bytes, data: bytes) -> bytes:

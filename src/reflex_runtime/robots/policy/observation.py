@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import io
 import threading
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -41,7 +42,8 @@ PNG_START = b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR"
 RGB_8 = b"\x08\x02\0\0\0"  # what its header has behind the size
 JPEG_START = b"\xff\xd8\xff"
 JPEG_SCAN = b"\xff\xda"  # stands in front of every scan, and never within one
-MAX_PARTS = 4096  # of a PNG or JPEG that are looked at for EXIF; encoders write some hundred of 8 kB at most
+MAX_PARTS = 4096  # of a PNG, or of a JPEG's head; encoders write some hundred of 8 kB at most
+MAX_READS = 4 * MAX_PARTS + 1024  # of a file by Pillow, each some microseconds; a part may have one byte
 
 
 class Doubt(NamedTuple):
@@ -190,7 +192,7 @@ def decode_image(
     Only one picture is in memory at full size, in its file's mode: at most 4 bytes a pixel; two where it is turned.
     """
     try:
-        fast, exif = None, _for_pillow(data)
+        fast, exif = None, _for_pillow(data, field)
         if not exif:
             fast = _png(data) if data.startswith(PNG_START) else _jpeg(data, field, size, resize)
         if fast is not None:
@@ -207,8 +209,12 @@ def decode_image(
         raise InvalidRequest(f"{field}: not a readable PNG or JPEG image", field) from error
 
 
-def _for_pillow(data: bytes) -> bool:
-    """Whether a PNG or JPEG may have EXIF, by the outline of the file; True where that is unusual.
+_BARE: Final = {b"\xff" + bytes([mark]) for mark in (0, 1, *range(0xD0, 0xDA))}  # markers of a JPEG without a length
+
+
+def _for_pillow(data: bytes, field: str) -> bool:
+    """Whether a PNG or JPEG may have EXIF, by the outline of the file; True where that is unusual. InvalidRequest for
+    one of very many parts: 16 MB of them take Pillow a minute.
 
     So too for a colour profile in a PNG: kornia inflates it, 300 kB to 300 MB, and lets nothing else run meanwhile.
     Pillow ends at 1 MB.
@@ -223,17 +229,25 @@ def _for_pillow(data: bytes) -> bool:
     elif data.startswith(JPEG_START):
         at = 2
         for _ in range(MAX_PARTS):
-            if data[at : at + 2] == JPEG_SCAN:
+            mark = data[at : at + 2]
+            if mark == JPEG_SCAN:
                 return False
-            if data[at + 4 : at + 10] == b"Exif\0\0":
+            if data[at + 4 : at + 10] == b"Exif\0\0" or at >= len(data):
                 return True
-            at += 2 + int.from_bytes(data[at + 2 : at + 4])
-    return True
+            if mark[:1] != b"\xff" or mark == b"\xff\xff":  # decoders skip it byte by byte
+                at += 1
+            else:
+                at += 2 + (0 if mark in _BARE else int.from_bytes(data[at + 2 : at + 4]))
+    else:
+        return True
+    raise InvalidRequest(f"{field}: a file of over {MAX_PARTS} parts", field)
 
 
 def image_size(data: bytes, field: str = "image") -> tuple[int, int]:
     """(height, width) of a PNG or JPEG by its header alone, before it is turned; InvalidRequest when it is neither, or
     too large."""
+    if data.startswith(JPEG_START):
+        _for_pillow(data, field)
     found = _png_size(data) or _jpeg_size(data)
     if found is None:
         with _opened(data, field) as image:
@@ -242,9 +256,11 @@ def image_size(data: bytes, field: str = "image") -> tuple[int, int]:
 
 
 def warm_decoders() -> None:
-    """Decode a small PNG and JPEG: the first one imports Pillow, which may take longer than a deadline."""
+    """Decode a small PNG and JPEG: the first one imports Pillow, which may take longer than a deadline. Its warnings
+    are of callers' files, and would be a line for each request."""
     import PIL.Image
 
+    warnings.filterwarnings("ignore", module=r"PIL\.")
     for kind in ("PNG", "JPEG"):
         file = io.BytesIO()
         PIL.Image.new("RGB", (32, 32)).save(file, kind)
@@ -257,11 +273,27 @@ def _opened(data: bytes, field: str) -> Any:
     import PIL.Image  # here, so that a runtime whose callers send arrays never loads it
 
     try:
-        image = PIL.Image.open(io.BytesIO(data), formats=("PNG", "JPEG"))
+        image = PIL.Image.open(_SeldomRead(data, field), formats=("PNG", "JPEG"))
+    except InvalidRequest:
+        raise
     except Exception as error:
         raise InvalidRequest(f"{field}: not a readable PNG or JPEG image", field) from error
     _checked_size(image.height, image.width, field)
     return image
+
+
+class _SeldomRead(io.BytesIO):
+    """A file that is read so often, and then is refused."""
+
+    def __init__(self, data: bytes, field: str) -> None:
+        super().__init__(data)
+        self._field, self._left = field, MAX_READS
+
+    def read(self, size: int | None = -1) -> bytes:
+        self._left -= 1
+        if self._left < 0:
+            raise InvalidRequest(f"{self._field}: a file of over {MAX_PARTS} parts", self._field)
+        return super().read(size)
 
 
 def _checked_size(height: int, width: int, field: str) -> tuple[int, int]:
