@@ -14,6 +14,7 @@ from tokenizers import Tokenizer as Core
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 from reflex_runtime.core.errors import ConfigError, TooLarge
+from reflex_runtime.llm.engine.chat_template import _compile
 from reflex_runtime.llm.engine.tokenizer import Conversation, HFTokenizer
 
 CORPUS = ["the quick brown fox jumps over the lazy dog", "der schnelle braune Fuchs springt über den faulen Hund"] * 20
@@ -358,6 +359,44 @@ def test_a_template_makes_no_huge_values(root: Path, template: str) -> None:
     (root / "chat_template.jinja").write_text(template)
     with pytest.raises(ConfigError, match="computes a power, or makes over 1000 characters by repeating"):
         HFTokenizer.load(root).chat(Conversation([{"role": "user", "content": "hi"}]))
+
+
+ONES = "{% set n = namespace(a='1', b=['1']) %}{% for i in range(20) %}"
+GROWING = [
+    ONES + "{% set n.a = n.a ~ n.a %}{% endfor %}", ONES + "{% set n.a = n.a + n.a %}{% endfor %}",
+    ONES + "{% set n.b = n.b + n.b %}{% endfor %}", ONES + "{% set n.a = [n.a, n.a]|join %}{% endfor %}",
+    ONES + "{% set n.a = [1, 2, 3]|join(n.a) %}{% endfor %}", ONES + "{% set n.a = n.a.join([n.a, n.a]) %}{% endfor %}",
+    ONES + "{% set n.a = n.a|replace('1', '11') %}{% endfor %}",
+    ONES + "{% set n.a = n.a.replace('', '11') %}{% endfor %}",
+    ONES + "{% set a %}{{ n.a }}{{ n.a }}{% endset %}{% set n.a = a %}{% endfor %}",
+    "{% macro m(a) %}{{ a }}{{ a }}{% endmacro %}" + ONES + "{% set n.a = m(n.a) %}{% endfor %}",
+    *(ONES + "{% set n.b = [n.b, n.b] %}{% endfor %}{{ n.b" + printed + " }}"
+      for printed in ("", " ~ ''", "|string", "|tojson", "|upper", "|join", "|trim", "|replace('a', 'b')")),
+    "{% for i in range(10001) %}{{ 'a' }}{% endfor %}",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("template", GROWING)
+def test_a_template_doubles_no_text_again_and_again(root: Path, template: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("reflex_runtime.llm.engine.chat_template.MOST_TEXT", 10_000, raising=False)
+    (root / "chat_template.jinja").write_text(template)
+    with pytest.raises(ConfigError, match="makes a text or a list of over 10000 characters or parts"):
+        HFTokenizer.load(root).chat(Conversation([{"role": "user", "content": "hi"}]))
+
+
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [
+        ("{{ 'a' ~ 1 ~ none ~ missing ~ [1, 'b'] }}", "a1None[1, 'b']"),
+        ("{{ 1 + 2.5 }} {{ [1] + [2] }} {{ 'a' + 'b' }}", "3.5 [1, 2] ab"),
+        ("{{ messages|join(', ', attribute='role') }} {{ {'k': 1}|join }} {{ [1, 'b']|join('-') }}", "user k 1-b"),
+        ("{{ 'abab'|replace('a', 'c', 1) }} {{ 12|replace('1', '3') }} {{ 'ab'.replace('', '-') }}", "cbab 32 -a-b-"),
+        ("{{ '-'.join(['a', 'b']) }} {{ ' a '|trim }} {{ 'ab'|upper }} {{ 1|string }} {{ '<'|e }}", "a-b a AB 1 &lt;"),
+        ("{{ none }} {{ true }} {{ missing }} {{ {'a': [1]}|tojson }}", 'None True  {"a": [1]}'),
+    ],
+)
+def test_what_a_template_prints_is_as_jinja_prints_it(template: str, text: str) -> None:
+    assert _compile(Path("t"), template)(messages=[{"role": "user"}]) == text
 
 
 @pytest.mark.parametrize(("part", "steps_of"), [("normalizer", "normalizers"), ("decoder", "decoders")])

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
@@ -22,6 +23,12 @@ DEFAULT, TOOL_USE = "default", "tool_use"
 # marks of what an assistant said, for training; as comments they do nothing but trim the same whitespace
 _MARKS: Final = re.compile(r"\{%([-+]?)\s*(?:end)?generation\s*([-+]?)%\}")
 MOST_REPEATS: Final = 1000
+MOST_TEXT: Final = 1 << 25  # characters of a text that a template makes, and parts of a list: it may double them
+_OF_PAGES: Final = ("batch", "pprint", "slice", "urlencode", "urlize", "wordwrap", "xmlattr")  # make much of little
+_OF_TEXTS: Final = (
+    "capitalize", "center", "e", "escape", "forceescape", "indent", "lower", "safe", "striptags", "title", "trim",
+    "upper", "wordcount",
+)  # fmt: skip
 _WIDE: Final = re.compile(r"%(\(\w*\))?[-+ #0]*(\d{4}|\*|\d*\.(\d{4}|\*))")  # a width or precision over 999, or given
 _WIDE_FIELD: Final = re.compile(r"\{[^{}]*:[^{}]*(\d{4}|\{)")  # of `str.format`
 
@@ -73,14 +80,30 @@ def _compile(file: Path, source: str) -> Callable[..., str]:
     """Whitespace, filters and functions are those that templates of model hubs are written against."""
     try:
         import jinja2
+        from jinja2.compiler import CodeGenerator
+        from jinja2.filters import make_attrgetter
         from jinja2.sandbox import ImmutableSandboxedEnvironment
     except ImportError as error:
         raise ConfigError(f"{file}: its template needs jinja2: in a clone, pip install '.[llm]'") from error
 
+    class Code(CodeGenerator):
+        def visit_Concat(self, node: Any, frame: Any) -> None:  # noqa: N802 jinja2's
+            """a ~ b is no operator that a sandbox intercepts."""
+            self.write("concat((")
+            for part in node.nodes:
+                self.visit(part, frame)
+                self.write(", ")
+            self.write("))")
+
     class Sandbox(ImmutableSandboxedEnvironment):
-        intercepted_binops = frozenset({"*", "**", "%"})
+        intercepted_binops = frozenset({"*", "**", "%", "+"})
+        code_generator_class = Code
+        concat = staticmethod(_joined)  # also what blocks and macros print
 
         def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+            if operator == "+":
+                _check_size(sum(len(value) for value in (left, right) if hasattr(value, "__len__")))
+                return left + right
             if operator == "%":
                 return _formatted(left, right)
             made = [value if isinstance(value, (int, float)) else len(value) for value in (left, right)]
@@ -93,17 +116,27 @@ def _compile(file: Path, source: str) -> Callable[..., str]:
             if isinstance(text := getattr(method, "__self__", None), str):
                 if method.__name__.startswith("format"):
                     _check_repeats(_WIDE_FIELD.search(text) is not None)
+                elif method.__name__ == "replace":
+                    function = partial(_replaced, text)
+                elif method.__name__ == "join":
+                    function = partial(_joined, between=text)
                 else:
+                    _check_repeats(method.__name__ == "translate")
                     _check_numbers(*given, *named.values())
             return super().call(context, function, *given, **named)
 
+    def join(values: Any, between: str = "", attribute: str | None = None) -> str:
+        return _joined(map(make_attrgetter(environment, attribute), values), between)
+
     environment = Sandbox(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"], finalize=_shown
     )
-    for name in ("center", "indent"):
+    for name in _OF_PAGES:
+        environment.filters.pop(name)
+    for name in _OF_TEXTS:
         environment.filters[name] = _bounded(environment.filters[name])
     environment.filters["format"] = lambda form, *given, **named: _formatted(str(form), named or given)
-    environment.filters["tojson"] = _to_json
+    environment.filters |= {"tojson": _to_json, "string": _shown, "replace": _replaced, "join": join}
     environment.globals.pop("lipsum")
     environment.globals["raise_exception"] = _refuse
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
@@ -118,6 +151,39 @@ def _check_repeats(wrong: bool) -> None:
         raise ConfigError(f"the chat template computes a power, or makes over {MOST_REPEATS} characters by repeating")
 
 
+def _check_size(size: int) -> None:
+    if size > MOST_TEXT:
+        raise ConfigError(f"the chat template makes a text or a list of over {MOST_TEXT} characters or parts")
+
+
+def _shown(value: Any) -> Any:
+    """A value as it is printed. One list may be in another twice, and that one so in a third: it is counted first."""
+    if isinstance(value, (list, tuple, dict)):
+        size, waits = 0, [value]
+        while waits:
+            part = waits.pop()
+            size += len(part) if isinstance(part, (str, list, tuple, dict)) else 1
+            _check_size(size)
+            if isinstance(part, (list, tuple, dict)):
+                waits += [*part, *part.values()] if isinstance(part, dict) else part
+    return value if isinstance(value, str) else str(value)
+
+
+def _joined(parts: Iterable[Any], between: str = "") -> str:
+    texts, size = list[str](), 0
+    for part in parts:
+        texts.append(_shown(part))
+        size += len(texts[-1]) + len(between)
+        _check_size(size)
+    return between.join(texts)
+
+
+def _replaced(text: Any, old: str, new: str, count: int | None = None) -> str:
+    text = str(_shown(text))
+    _check_size(len(text) + (len(text) + 1 if not old else text.count(old)) * len(new))
+    return str(text.replace(old, new, -1 if count is None else count))
+
+
 def _check_numbers(*given: Any) -> None:
     _check_repeats(any(isinstance(value, (int, float)) and value > MOST_REPEATS for value in given))
 
@@ -129,16 +195,17 @@ def _formatted(left: Any, right: Any) -> Any:
 
 
 def _bounded(filter: Callable[..., Any]) -> Callable[..., Any]:
-    """A filter that repeats a space."""
+    """A filter that prints a value, or repeats a space."""
 
     def checked(text: Any, *given: Any, **named: Any) -> Any:
         _check_numbers(*given, *named.values())
-        return filter(text, *given, **named)
+        return filter(_shown(text), *given, **named)
 
     return checked
 
 
 def _to_json(value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, **more: Any) -> str:
+    _shown(value)
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, **more)
 
 
