@@ -123,3 +123,19 @@ def test_a_text_has_a_bound_and_a_directory_has_one(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(model_files, "MOST_FILES", 1)
     with pytest.raises(ConfigError, match="holds over 1 files; name the directory of one model"):
         check_files(tmp_path)
+
+
+def test_a_linked_folder_is_looked_into_once(tmp_path: Path) -> None:
+    """As in a cache of Hugging Face's, whose files are links, and a folder may be one too."""
+    root, blobs = tmp_path / "snapshot", tmp_path / "blobs"
+    (blobs / "inner").mkdir(parents=True)
+    root.mkdir()
+    (blobs / "weights").write_bytes(b"1")
+    (root / "model.safetensors").symlink_to(blobs / "weights")
+    (root / "linked").symlink_to(blobs)
+    (root / "again").symlink_to(blobs)
+    (blobs / "inner" / "above").symlink_to(root)
+    check_files(root)
+    os.mkfifo(blobs / "inner" / "pipe")
+    with pytest.raises(ConfigError, match=r"inner/pipe: is a pipe, expected a file"):
+        check_files(root)

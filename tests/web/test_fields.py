@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 import msgspec
+import numpy as np
 import pytest
 
 from reflex_runtime.web.errors import InvalidRequest
@@ -69,3 +70,35 @@ def test_x9_a_value_from_outside_is_shown_in_a_few_parts_however_large_it_is() -
         assert brief([large]) == f"[{bytes(large[:40])!r}]"
     assert brief("raw") == "'raw'"
     assert brief([1, 2]) == "[1, 2]"
+
+
+def test_a_value_from_outside_is_shown_without_a_look_at_all_of_it() -> None:
+    """Of a dictionary or set its parts would be sorted, and an array of objects printed whole."""
+
+    class Part:
+        seen = 0
+
+        def __lt__(self, other: object) -> bool:
+            Part.seen += 1
+            return True
+
+        def __repr__(self) -> str:
+            Part.seen += 1
+            return "x" * 100_000
+
+    array = np.empty(300, object)
+    array[:] = [Part() for _ in range(300)]
+    shared = np.empty((), object)
+    shared[()] = array
+    parts = [Part() for _ in range(300)]
+    told = {brief(value) for value in (dict.fromkeys(parts), set(parts), frozenset(parts), array, shared)}
+    assert {"<set of 300>", "<frozenset of 300>", "<ndarray of (300,)>", "<ndarray of ()>"} < told
+    assert Part.seen < 30
+    assert brief({"b": 1, "a": 2}) == "{'a': 2, 'b': 1}"
+    assert brief({i: i for i in range(9, 0, -1)}) == "{6: 6, 7: 7, 8: 8, 9: 9, ...}"
+    assert [brief(value) for value in (np.float32(1.5), None, {}, np.str_("a"))] == [
+        "1.5",
+        "None",
+        "{}",
+        "<str_ of ()>",
+    ]

@@ -35,9 +35,15 @@ _BITS: Final = {
 
 
 def check_files(root: Path) -> None:
-    """ConfigError where a directory holds a pipe or a device, or a directory with the name of a file."""
-    count = 0
-    for folder, folders, names in os.walk(root):
+    """ConfigError where a directory holds a pipe or a device, or a directory with the name of a file. Linked folders
+    are looked into as libraries do, each once: a link may lead to a folder above it."""
+    count, seen = 0, set[tuple[int, int]]()
+    for folder, folders, names in os.walk(root, followlinks=True):
+        there = os.stat(folder)
+        if (there.st_dev, there.st_ino) in seen:
+            folders.clear()
+            continue
+        seen.add((there.st_dev, there.st_ino))
         for name in (*names, *(name for name in folders if name.endswith(_SUFFIXES))):
             check_kind(Path(folder, name))
         count += len(names) + len(folders)

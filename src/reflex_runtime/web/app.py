@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 from reflex_runtime.core.errors import Closed, ReflexError
 from reflex_runtime.run.wall import ASYNC_WALL
+from reflex_runtime.settings import ServerConfig
 from reflex_runtime.web.access import Cors, Keys, Trust, answer_preflight, check_direct, check_once, is_preflight
 from reflex_runtime.web.bodies import STALLED, Bodies, Reading, Seldom
 from reflex_runtime.web.errors import (
@@ -48,22 +49,6 @@ from reflex_runtime.web.request import (
 
 log = logging.getLogger("reflex.server")
 
-class WebSettings(Protocol):
-    """The settings that every server needs."""
-
-    @property
-    def host(self) -> str: ...
-    @property
-    def api_key(self) -> str: ...
-    @property
-    def admin_key(self) -> str: ...
-    @property
-    def allow_host(self) -> tuple[str, ...]: ...
-    @property
-    def max_bodies_mb(self) -> float: ...
-    @property
-    def max_body_bytes(self) -> int: ...
-
 
 class Lifespan(Protocol):
     """The life of what is served, for ASGI's lifespan; see `web.serve`."""
@@ -94,7 +79,7 @@ class App:
 
     def __init__(
         self,
-        settings: WebSettings,
+        settings: ServerConfig,
         routes: Mapping[str, Route],
         form: ErrorForm,
         find: Callable[[str], Route | None] = lambda path: None,

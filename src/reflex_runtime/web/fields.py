@@ -7,6 +7,7 @@ import re
 import reprlib
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from itertools import islice
 from typing import TYPE_CHECKING, Any, Final, Literal, get_args, get_origin, get_type_hints, overload
 
 import msgspec
@@ -22,7 +23,22 @@ ID: Final = {"type": "string", "maxLength": MAX_ID_BYTES, "pattern": r"^[^\u0000
 
 
 class _Brief(reprlib.Repr):
-    """At most 6 parts on each of 2 levels. It has no method for bytes, which it would write whole before it cuts."""
+    """At most 6 parts on each of 2 levels. It has no method for bytes, which it would write whole before it cuts; a
+    dictionary and a set it would sort whole, and what it does not know, such as an array of objects, it would write."""
+
+    def repr_dict(self, table: dict[Any, Any], level: int) -> str:
+        if len(table) <= self.maxdict:
+            return super().repr_dict(table, level)
+        some = super().repr_dict(dict(islice(table.items(), self.maxdict)), level)
+        return f"{some[:-1]}, ...}}" if level > 0 else some
+
+    def repr_instance(self, value: Any, level: int) -> str:
+        if hasattr(value, "__len__"):
+            shape = getattr(value, "shape", None)
+            return f"<{type(value).__name__} of {len(value) if shape is None else shape}>"
+        return super().repr_instance(value, level)
+
+    repr_set = repr_frozenset = repr_instance  # type: ignore[assignment]
 
     def repr_bytes(self, data: bytes | memoryview, level: int) -> str:
         return repr(bytes(data[:40]))
