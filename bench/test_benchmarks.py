@@ -18,6 +18,7 @@ from bench.capacity import HIGHEST, IN_TIME, LOWEST, STEPS, Halving
 from bench.conversations import TRACES, chats, trace
 from bench.load.wires.connection import masked
 from bench.report import row, table
+from bench.soak.__main__ import bars
 from reflex_runtime.demo import POLICY
 from reflex_runtime.llm.engine.blocks import BlockPool
 from reflex_runtime.robots import load_policy
@@ -91,7 +92,22 @@ def test_the_policy_of_the_evaluation_is_larger_and_the_same_function() -> None:
     assert np.allclose(ours, theirs, atol=1e-4)
 
 
-@pytest.mark.timeout(900)
+def test_the_soak_says_of_each_bar_whether_it_is_met() -> None:
+    rows = [
+        row("45 kinds of faults", "survived", [43], "", least=45),
+        row("1 minutes of mixed traffic", "feeds: growth after the first fifth", [1.5], "MB"),
+        *(row("a caller", "p99 over that alone", [ratio], "x", most=3.0) for ratio in (1.25, 2.0)),
+    ]
+    assert [" ".join(line.split()) for line in bars(rows)] == [
+        "NOT MET kinds of faults survived: 43 (>= 45.0)",
+        "not run hostile inputs that did harm: -",
+        "not run requests under faults without one right answer, a refusal or a closed connection: -",
+        "not judged MB that a product grew by after minute two: 1.5",
+        "met times that p99 is beside a greedy caller over that alone: 1.25, 2 (<= 3.00)",
+    ]
+
+
+@pytest.mark.timeout(1800)
 def test_the_soak_runs_and_nothing_is_wrong(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "bench.soak", "--minutes", "1", "--out", str(tmp_path)]
     assert subprocess.run(command, check=False, cwd=ROOT).returncode in (0, 1)  # times are for people

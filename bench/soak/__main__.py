@@ -12,6 +12,7 @@ import multiprocessing
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
@@ -23,6 +24,15 @@ from bench.soak.neighbours import neighbours
 from bench.soak.traffic import traffic
 
 PARTS = ("traffic", "faults", "hostile", "neighbours")
+BARS = {  # by what their rows say
+    "kinds of faults survived": "survived",
+    "hostile inputs that did harm": "with a wrong answer, a stop over 250 ms or growth over 64 MB",
+    "requests under faults without one right answer, a refusal or a closed connection": (
+        "requests without one right answer, a refusal or a closed connection"
+    ),
+    "MB that a product grew by after minute two": "growth after the first fifth",
+    "times that p99 is beside a greedy caller over that alone": "p99 over that alone",
+}
 
 
 def main() -> int:
@@ -52,9 +62,19 @@ def main() -> int:
     seconds = round(time.monotonic() - began, 1)
     result = {"machine": about, "minutes": args.minutes, "seconds": seconds, "rows": as_json(rows), "details": details}
     (args.out / "soak.json").write_text(json.dumps(result, indent=1) + "\n")
-    missed = sum(r.met is False for r in rows)
-    print(f"\n{sum(r.met is True for r in rows)} bars met, {missed} not met; {seconds} s")
-    return 1 if missed else 0
+    print("", *bars(rows), f"{seconds} s", sep="\n")
+    return 1 if any(r.met is False for r in rows) else 0
+
+
+def bars(rows: list[Row]) -> Iterator[str]:
+    """A line for each bar: whether it is met, and the figures of its rows."""
+    for name, what in BARS.items():
+        some = [r for r in rows if r.what.endswith(what)]
+        verdicts = {r.met for r in some}
+        short = "not judged" if some else "not run"  # a product still warms up in less than ten minutes
+        verdict = "NOT MET" if False in verdicts else short if None in verdicts or not some else "met"
+        figures = ", ".join(f"{r.value:.4g}" for r in some)
+        yield f"{verdict:<10}  {name}: {figures or '-'}" + (f" ({some[0].bar})" if some and some[0].bar else "")
 
 
 def _faults(minutes: float, root: Path, details: dict[str, list[str]]) -> list[Row]:

@@ -43,9 +43,12 @@ def step(scheduler: Scheduler, now: float = 0.0) -> Batch:
     return batch
 
 
-def residents(scheduler: Scheduler, n: int = 4, priority: Priority = BACKGROUND, **fields: Any) -> list[Ticket]:
-    """So many residents that want one unit each."""
-    tickets = [ask(scheduler, id=f"r{i}", client=f"r{i}", priority=priority, **fields) for i in range(n)]
+def residents(
+    scheduler: Scheduler, n: int = 4, priority: Priority = BACKGROUND, name: str = "r", **fields: Any
+) -> list[Ticket]:
+    """So many residents that want one unit each, of a client each."""
+    names = [f"{name}{i}" for i in range(n)]
+    tickets = [ask(scheduler, id=name, client=name, priority=priority, **fields) for name in names]
     while any(t.batches == 0 or t.wants > 1.0 for t in tickets):
         step(scheduler)
     scheduler.take_events()
@@ -62,7 +65,7 @@ def preempted(scheduler: Scheduler) -> list[str]:
 def test_l5_the_newest_of_the_lowest_tier_gives_its_place_to_a_more_urgent_ticket() -> None:
     scheduler = engine()
     background = residents(scheduler, 3)
-    (default,) = residents(scheduler, 1, DEFAULT)
+    (default,) = residents(scheduler, 1, DEFAULT, "d")
     urgent = ask(scheduler, id="urgent", client="urgent", priority=URGENT, wants=5.0)
     batch = take(scheduler, 0.0)
     assert preempted(scheduler) == ["r2"]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Hashable, Sequence
 from itertools import cycle, pairwise
 from random import Random
 
@@ -11,7 +11,7 @@ import pytest
 
 from reflex_runtime.core.batch import Batch
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.core.events import RequestProgressed, RequestSettled
+from reflex_runtime.core.events import RequestPreempted, RequestProgressed, RequestSettled
 from reflex_runtime.core.flush import BUDGET, FlushPolicy
 from reflex_runtime.core.forming import BESIDE
 from reflex_runtime.core.group import UnitPool
@@ -58,6 +58,7 @@ class Device:
         self.now = 0.0
         self.steps: list[tuple[dict[str, float], float]] = []
         self.tokens: dict[str, list[float]] = defaultdict(list)
+        self.preempted = Counter[Hashable]()  # by client
 
     def ask(
         self,
@@ -86,6 +87,8 @@ class Device:
         self.steps.append(({t.id: units for t, units in batch.grants.items()}, took))
         self.scheduler.complete(batch, self.generation.outcomes(batch), took, self.now)
         for event in self.scheduler.take_events():
+            if isinstance(event, RequestPreempted):
+                self.preempted[event.ticket.request.client] += 1
             if isinstance(event, RequestSettled) or (isinstance(event, RequestProgressed) and event.value is not None):
                 self.tokens[event.ticket.id].append(self.now)
         return batch
@@ -380,13 +383,13 @@ def ask_many(device: Device, client: str, n: int, outputs: int = 2000) -> None:
         device.ask(f"{client} {i}", 4, outputs, client=client)
 
 
-def listen(device: Device, requests: int) -> tuple[float, float]:
+def listen(device: Device, requests: int, prompt: int = 4) -> tuple[float, float]:
     """Somebody asks again after each answer: 99 of 100 of its first tokens, and of its gaps, take at most so long."""
     first, gaps = list[float](), list[float]()
     for _ in range(requests):
         device.tokens.pop("one", None)
         asked = device.now
-        device.ask("one", 4, 30)
+        device.ask("one", prompt, 30)
         while len(device.tokens["one"]) < 30:
             device.step()
         times = device.tokens["one"]
@@ -415,6 +418,20 @@ def test_l2_a_client_slows_others_by_a_bounded_factor_however_many_sequences_it_
     assert beside[0] < 3 * quiet[0]
     assert beside[1] < 3 * quiet[1]
     assert max(len(step) for step, _ in device.steps) > 4  # and shares what rows cost together
+
+
+def test_l5_beside_a_client_that_fills_the_memory_others_keep_theirs() -> None:
+    quiet = listen(Device(None, small), 10, 200)
+    device = Device(None, small, pool=UnitPool(4000.0))
+    ask_many(device, "greedy", 128)
+    while not device.preempted["greedy"]:
+        device.step()
+    device.preempted.clear()
+    listen(device, 10, 200)
+    assert device.preempted["greedy"] > 10
+    assert device.preempted["one"] <= 1, "the newest, and it holds less than its part"
+    times = device.tokens["one"]
+    assert (times[-1] - times[0]) / 29 < 3 * quiet[1]
 
 
 def test_l2_sequences_of_a_client_take_turns_beside_others() -> None:

@@ -131,7 +131,7 @@ def test_l5_without_prefix_caching_nothing_is_found() -> None:
     pool = BlockPool(20, 4, prefix_caching=False)
     compute(pool, ticket("abcdefghi"))
     assert compute(pool, ticket("abcdefghi")) == 0.0
-    assert pool.cached_blocks == 0
+    assert len(pool._block_of) == 0
 
 
 def test_l5_blocks_that_know_nothing_are_given_away_first_then_the_longest_unused_prefix() -> None:
@@ -146,10 +146,10 @@ def test_l5_blocks_that_know_nothing_are_given_away_first_then_the_longest_unuse
     taker = ticket("123456")
     assert pool.reserve(taker, 4)
     assert set(seq(taker).blocks) == partial
-    assert pool.cached_blocks == 2
+    assert len(pool._block_of) == 2
     assert pool.reserve(taker, 6)
     assert full[seq(taker).blocks[2]] == "old"
-    assert (pool.cached_blocks, pool.begin(ticket("cc!"))) == (1, 2.0)
+    assert (len(pool._block_of), pool.begin(ticket("cc!"))) == (1, 2.0)
 
 
 def test_l5_of_one_prefix_the_far_end_is_given_away_before_its_beginning() -> None:

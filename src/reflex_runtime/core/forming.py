@@ -15,10 +15,11 @@ it:
 
 When a resident cannot reserve, the residents behind it give way; if all were not enough, it gives way itself.
 
-A resident that gives way is preempted: it starts over from the front of its queue. Held ones go first, then the newest
-of the lowest tier. A resident is not preempted again before it holds more than it lost; this bounds the repeated work.
-One that runs in another batch is never preempted. An aged ticket is served, and gives way, like the tier that it moved
-up to. But only its priority puts it over others: otherwise an aged backlog would preempt its own kind.
+A resident that gives way is preempted: it starts over from the front of its queue. Held ones go first, then of the
+lowest tier those beyond their client's even part of the memory, then the newest. A resident is not preempted again
+before it holds more than it lost; this bounds the repeated work. One that runs in another batch is never preempted. An
+aged ticket is served, and gives way, like the tier that it moved up to. But only its priority puts it over others:
+otherwise an aged backlog would preempt its own kind.
 `room` is an outside limit and always holds.
 
 A step is as long as all its members make it, so with memory each client has a part of it (`part_of_step`), in units. Of
@@ -37,7 +38,7 @@ deadline; its group pauses; the scheduler closes.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice, takewhile
 from math import ceil, inf
@@ -239,7 +240,8 @@ class Filling:
         resources = self._resources
         assert resources is not None
         runs = bool(self.base or self._entered.grants)
-        behind = self._may_give_way([t for t in self._partition.residents if gives_way(t) > gives_way(ticket)], runs)
+        order = self._gives_way()
+        behind = self._may_give_way([t for t in self._partition.residents if order(t) > order(ticket)], runs)
         if resources.would_fit(ticket, units, behind):
             for victim in behind:
                 self._preempt(victim, resources, for_memory=True)
@@ -349,20 +351,29 @@ class Filling:
         """Those of them that may give way, the first to go first: none twice without progress between, unless nothing
         runs otherwise."""
         found = [t for t in some if t.state is RESIDENT and t not in self.base and t not in self.preempted]
-        found.sort(key=gives_way, reverse=True)
+        found.sort(key=self._gives_way(), reverse=True)
         fresh = [t for t in found if t.progressed]
         return fresh if runs else fresh + [t for t in found if not t.progressed]
+
+    def _gives_way(self) -> Callable[[Ticket], tuple[bool, Priority, bool, int]]:
+        """The order in which residents give way, the largest first: held ones, then of the lowest tier those beyond
+        their client's even part of the memory, then the newest. Of each client one is never beyond it."""
+        clients, held, beyond = len(self._group.clients), defaultdict[Hashable, float](float), set[Ticket]()
+        if clients > 1:
+            some = [t for t in self._partition.residents if t.state is RESIDENT and t not in self.preempted]
+            part = sum(t.computed for t in some) / clients
+            for ticket in sorted(some, key=lambda t: (t.tier, t.seq)):
+                before = held[ticket.request.client]
+                held[ticket.request.client] += ticket.computed
+                if before and before + ticket.computed > part:
+                    beyond.add(ticket)
+        return lambda ticket: (ticket.held, ticket.tier, ticket in beyond, ticket.seq)
 
     def _preempt(self, ticket: Ticket, resources: Resources, for_memory: bool) -> None:
         resources.release(ticket)
         self.preempted[ticket] = None
         self._present[ticket.tier] -= 1
         self._memory_short = self._memory_short or for_memory
-
-
-def gives_way(ticket: Ticket) -> tuple[bool, Priority, int]:
-    """The largest gives way first: held ones, then the newest of the lowest tier."""
-    return ticket.held, ticket.tier, ticket.seq
 
 
 def movable(partition: Partition, part: float) -> list[Ticket]:

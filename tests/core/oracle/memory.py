@@ -63,11 +63,25 @@ class Memory(Order):
         here = self.unsettled(w.name, partition)
         return [t for t in here if t.state == "resident" and t not in s.thrown_out]
 
-    def victims(self, among: list[Seen], s: Stepped, nothing_runs: bool) -> list[Seen]:
-        """Those that may be thrown out, in order: held first, then the lowest tier, then the newest; of those that hold
-        more than they lost the last time, then the others, but these only when nothing runs."""
+    def beyond(self, w: World, partition: Hashable, s: Stepped) -> list[Seen]:
+        """Residents that, with those of their client before them, hold more than its even part of what all hold. None
+        that is the first of its client."""
+        here = sorted(self.present(w, partition, s), key=lambda t: (t.tier, t.seq))
+        found = []
+        for i, ticket in enumerate(here):
+            before = [t.computed for t in here[:i] if t.client == ticket.client]
+            even = sum(t.computed for t in here) / len(self.clients(w.name))
+            if sum(before) and sum(before) + ticket.computed > even and len(self.clients(w.name)) > 1:
+                found.append(ticket)
+        return found
+
+    def victims(self, w: World, partition: Hashable, among: list[Seen], s: Stepped, nothing_runs: bool) -> list[Seen]:
+        """Those that may be thrown out, in order: held first, then the lowest tier, then those beyond their client's
+        part, then the newest; of those that hold more than they lost the last time, then the others, but these only
+        when nothing runs."""
         found = [t for t in among if not s.runs(t) and (t.computed > t.lost or nothing_runs)]
-        return sorted(found, key=lambda t: (t.computed > t.lost, t.held, t.tier, t.seq), reverse=True)
+        much = self.beyond(w, partition, s)
+        return sorted(found, key=lambda t: (t.computed > t.lost, t.held, t.tier, t in much, t.seq), reverse=True)
 
     def throw_out(self, s: Stepped, victim: Seen) -> None:
         self.memory = [(t, u) for t, u in self.memory if t is not victim]
@@ -89,11 +103,12 @@ class Memory(Order):
                 continue
             if self.used() + units > w.pool:
                 alone = not s.base and not s.entered
-                mine = (ticket.held, ticket.tier, ticket.seq)
-                behind = [t for t in self.present(w, partition, s) if (t.held, t.tier, t.seq) > mine]
-                victims = self.victims(behind, s, alone)
+                much, here = self.beyond(w, partition, s), self.present(w, partition, s)
+                mine = (ticket.held, ticket.tier, ticket in much, ticket.seq)
+                behind = [t for t in here if (t.held, t.tier, t in much, t.seq) > mine]
+                victims = self.victims(w, partition, behind, s, alone)
                 if self.used() - self.held_by(victims) + units > w.pool:
-                    victims = self.victims([ticket], s, alone)
+                    victims = self.victims(w, partition, [ticket], s, alone)
                 for victim in victims:
                     if self.used() + units > w.pool:
                         self.throw_out(s, victim)
@@ -111,7 +126,7 @@ class Memory(Order):
         free, room = self.places(w, partition)
         free += len(s.thrown_out) - len(s.entered)
         todo = [t for t in over if t in s.turns and t.tier > reached]
-        victims = self.victims(over, s, not s.base and not s.entered and not todo)
+        victims = self.victims(w, partition, over, s, not s.base and not s.entered and not todo)
         if s.memory_short and not over:
             return "memory", True
         if (free <= 0 and not victims) or len(s.base) + len(s.entered) >= w.flush.max_batch_size:

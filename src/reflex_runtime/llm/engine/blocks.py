@@ -23,8 +23,8 @@ from reflex_runtime.llm.engine.sequence import Sequence
 
 _STEP: Final = 1.6  # of the logarithm of the weight, when as many mistakes were made as there are blocks
 _MOST: Final = 16.0  # times as long that one kind stays than the other
-_FEW: Final = 256  # blocks that get memory before a cached one is forgotten; at least
-_PART: Final = 64  # of the cache gets it, too
+_FEW, _PART = 256, 64  # so many blocks, or this part of all, get memory before a cached one is forgotten
+_MORE: Final = 8  # that get it with each one that was forgotten and has to be computed again
 _RARE: Final = 16.0  # times that a mistake counts of a kind that is rarely forgotten
 
 
@@ -51,11 +51,6 @@ class BlockPool:
     def free_blocks(self) -> int:
         """Blocks without a holder, including those that still cache a prefix."""
         return len(self._free)
-
-    @property
-    def cached_blocks(self) -> int:
-        """Blocks that contain a known prefix, held or free."""
-        return len(self._block_of)
 
     @property
     def usage(self) -> float:
@@ -260,8 +255,8 @@ class FreeBlocks:
     are free, and know nothing, at first.
 
     Blocks that know nothing go first, but those that were never handed out have no memory yet. Beyond a few they get it
-    only when all others are held, and one with each block that was forgotten and comes back. So a server whose prompts
-    do not come back takes little memory, all of it soon, however large its cache may be.
+    only when all others are held, and as many times as forgotten blocks come back. So a server whose prompts do not
+    come back takes little memory, all of it soon, however large its cache may be.
 
     Of those that know a prefix the one that was free longest goes, as conversations come back soon or not at all; but
     beginnings that several prompts share (a system prompt, a document) are a list of their own. How long they stay,
@@ -330,7 +325,7 @@ class FreeBlocks:
         self._published += 1
         if prefix not in self._forgotten:
             return None
-        self._wanted = max(self._wanted, self._fresh) + 1
+        self._wanted = max(self._wanted, self._fresh) + _MORE
         shared, count = prefix in self._were_shared, len(self._were_shared)
         rare = min(_RARE, len(self._forgotten) / (count if shared else len(self._forgotten) - count))
         changed = self.weight * exp((_STEP if shared else -_STEP) * rare / self._num_blocks)

@@ -89,7 +89,7 @@ class _Decoder:
         product = ops.matmul(states, self._matrix(f"{name}.weight"), False, True)
         product.set_friendly_name(name)  # adapters find it by its layer
         bias = f"{name}.bias"
-        return ops.add(product, _float(self._constant(bias))) if bias in self._tensors else product
+        return ops.add(product, _float(self._constant(bias))) if bias in self._config.tensors() else product
 
     def _feed_forward(self, prefix: str, states: Node) -> Node:
         gate = ops.swish(self._linear(states, f"{prefix}gate_proj"))
@@ -140,10 +140,6 @@ class _Decoder:
         return ops.add(ops.multiply(heads, cosine), ops.multiply(turned, sine))
 
     # -- weights -------------------------------------------------------------------------------------------------------
-
-    @property
-    def _tensors(self) -> dict[str, tuple[int, ...]]:
-        return self._config.tensors()
 
     def _constant(self, name: str) -> Node:
         dtype, data, shape = self._checkpoint.raw(name)
