@@ -10,15 +10,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import jsonschema
+import numpy as np
 import pytest
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Core
 
 from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.llm.engine.logits_processors import Constraints
 from reflex_runtime.llm.engine.tokenizer import Conversation, HFTokenizer
-from reflex_runtime.llm.engine.tool_calls import AWKWARD, FORMS, TRIED, ToolCall, ToolParser
+from reflex_runtime.llm.engine.tool_calls import AWKWARD, FORMS, TRIED, Tool, ToolCall, ToolParser, forced
 
-SPECIAL = ["<|im_start|>", "<|im_end|>", "<|tool_call|>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "</think>"]
+SPECIAL = ["<|im_start|>", "<|im_end|>", "</think>"]
+MARKS = ["<|tool_call|>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<|python_tag|>"]  # special ones, too
 HEAD = (
     "{%- if tools %}<|im_start|>system\nTools:{% for tool in tools %}\n{{ tool | tojson }}{% endfor %}\nA call is "
     '<tool_call>\n{"name": <name>, "arguments": <object>}\n</tool_call> or {"parameters": {}}<|im_end|>\n{% endif %}'
@@ -32,6 +36,8 @@ TAGS = (
     "\n<tool_call>\n<function={{ c.function.name }}>\n{% for name, value in c.function.arguments | items %}"
     "<parameter={{ name }}>\n{{ VALUE }}\n</parameter>\n{% endfor %}</function>\n</tool_call>"
 )
+NAME = "{{ c.function.name }}"
+NINE = "{% if c.id | length != 9 %}{{ raise_exception('ids have nine letters') }}{% endif %}"
 ONE = "{% if m.tool_calls | length > 1 %}{{ raise_exception('one call at a time') }}{% endif %}"
 
 
@@ -57,9 +63,14 @@ KINDS = {
     "tags": ("qwen3_coder", tagged("value if value is string else value | tojson")),
     "tags in Python's words": ("qwen3_coder", tagged("value | tojson if value is mapping else value")),
     "a list behind a mark": ("granite", listed("<|tool_call|>[", "]")),
-    "a list between marks": ("phi4", listed("<|tool_call|>[", "]<|/tool_call|>")),
+    "objects between other marks": ("phi4", f"<|tool_call|>{EACH}<|/tool_call|>".replace("ARGUMENTS", AS_JSON)),
+    "a list between marks": ("nemotron", listed("<TOOLCALL>[", "]</TOOLCALL>")),
     "a list behind Mistral's mark": ("mistral", listed("[TOOL_CALLS][", "]")),
-    "names behind marks": ("mistral_named", f"[TOOL_CALLS]{{{{ c.function.name }}}}[ARGS]{{{{ {AS_JSON} }}}}"),
+    "names behind marks": ("mistral_named", f"[TOOL_CALLS]{NAME}[ARGS]{{{{ {AS_JSON} }}}}"),
+    "names and ids behind marks": (
+        "mistral_named",
+        f"{NINE}[TOOL_CALLS]{NAME}[CALL_ID]{{{{ c.id }}}}[ARGS]{{{{ {AS_JSON} }}}}",
+    ),
     "an object alone": ("llama3", ONE + EACH.replace("arguments", "parameters").replace("ARGUMENTS", AS_JSON)),
 }
 
@@ -68,7 +79,7 @@ def saved(root: Path, template: Any = None) -> Path:
     core = Core(models.BPE({letter: id for id, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, []))
     core.pre_tokenizer, core.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     core.add_tokens([AddedToken("<tool_call>"), AddedToken("</tool_call>")])
-    core.add_special_tokens([AddedToken(text, special=True) for text in SPECIAL])
+    core.add_special_tokens([AddedToken(text, special=True) for text in SPECIAL + MARKS])
     core.save(str(root / "tokenizer.json"))
     values = {"eos_token": "<|im_end|>"} | ({} if template is None else {"chat_template": template})
     (root / "tokenizer_config.json").write_text(json.dumps(values))
@@ -105,8 +116,32 @@ def test_the_form_is_the_one_that_reads_back_what_the_template_writes(tmp_path: 
             for at in range(0, len(ids), size):
                 found += parser.feed("".join(map(stream.feed, ids[at : at + size])))
             found += parser.end()
-            assert [json.loads(one.arguments) for one in found if isinstance(one, ToolCall)] == list(made)
+            ended = [one for one in found if isinstance(one, ToolCall)]
+            assert [json.loads(one.arguments) for one in ended] == list(made)
+            sent = [call | {"id": one.id} for call, one in zip(said["tool_calls"], ended, strict=True)]
+            assert tokenizer.chat(Conversation([*ASK, said | {"tool_calls": sent}], TOOLS))  # it takes its own ids back
             assert not "".join(one for one in found if isinstance(one, str)).strip()
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_a_demanded_call_has_the_models_own_marks_and_is_read(tmp_path: Path, name: str) -> None:
+    tokenizer, form, rng = HFTokenizer.load(saved(tmp_path)), FORMS[name], np.random.default_rng(3)
+    counts = {"type": "object", "properties": {"count": {"enum": [1, 22]}, "why": {"enum": ["a", "b"]}}}
+    tool = Tool("count", counts | {"required": ["count"], "additionalProperties": False})
+    for several in (False, True):
+        matcher, ids = Constraints(tokenizer.vocabulary).compile(forced(form, [tool], several)), list[int]()
+        while not matcher.complete:
+            ids.append(int(rng.choice(np.flatnonzero(np.isfinite(matcher.penalty())))))
+            matcher.sampled(ids[-1])
+        text = tokenizer.decode(ids)
+        if form.mark in MARKS and form.begin:
+            assert ids[0] == tokenizer._core.token_to_id(form.mark)
+        parser = ToolParser(form, [tool])
+        found = parser.feed(text) + parser.end()
+        assert found, text
+        for call in found:
+            assert isinstance(call, ToolCall), text
+            jsonschema.validate(json.loads(call.arguments), tool.parameters)
 
 
 @pytest.fixture

@@ -230,7 +230,19 @@ def test_an_echo_and_its_offsets_are_of_the_text(kind: str) -> None:
             assert choice["logprobs"]["text_offset"] == ends
 
 
-@pytest.mark.parametrize("kind", KINDS[:2])  # of the third kind it gives no output of a given form
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_text_that_a_form_fixes_is_split_as_the_tokenizer_does(kind: str) -> None:
+    tokens = tokenizer(kind)
+    for told in (*CLASSES.values(), '{"a": <think>', "the", " the", "\n"):
+        text = told.replace("▁", "_")  # a space to some
+        ids = tokens.split(text)
+        if kind != "metaspace" or all(character in tokens._core.get_vocab() for character in text):
+            assert b"".join(map(tokens.piece, ids)) == text.encode()
+    assert "".join(map(tokens.token, tokens.split("fo<think>fo"))) == "fo<think>fo"
+    assert tokens._core.token_to_id("<think>") in tokens.split("fo<think>fo")
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_forms_know_tokens_by_the_same_bytes(kind: str) -> None:
     tokens = tokenizer(kind)
     tokens.eos_token_ids = frozenset({tokens._core.token_to_id("</s>")})

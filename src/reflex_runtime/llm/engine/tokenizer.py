@@ -221,10 +221,26 @@ class HFTokenizer(CoreDetokenizer, Tokenizer):
 
         if not self.eos_token_ids:
             raise ConfigError(f"{self._file.parent}: has no end token, so it gives no output of a given form")
-        try:
-            return llguidance.LLTokenizer(self._core.to_str(), eos_token=sorted(self.eos_token_ids))
-        except ValueError as error:
-            raise ConfigError(f"{self._file}: is of a kind that gives no output of a given form: {error}") from error
+        ends = sorted(self.eos_token_ids)
+        known = llguidance.TokenizerWrapper(_Vocabulary(self, ends))
+        found = llguidance.LLTokenizer(known, eos_token=ends)
+        known.tokens = known._gtokenizer.tokens = []  # it has copied them
+        return found
+
+    def split(self, text: str) -> list[int]:
+        """Its tokens in the middle of a text; where words begin with a space there, behind a line that is dropped."""
+        marks = sorted((text.index(mark), mark) for mark in MARKS if mark in text and self._core.token_to_id(mark))
+        if marks:
+            before, mark, after = text.partition(marks[0][1])
+            return [*self.split(before), self._core.token_to_id(mark), *self.split(after)]
+        for line in ("", "\n"):
+            ids, at, data = self._encode(line + text, special=False), 0, text.encode()
+            pieces = [self.piece(id) for id in ids]
+            while at < len(ids) and sum(map(len, pieces[at:])) > len(data):
+                at += 1
+            if b"".join(pieces[at:]) == data:
+                return ids[at:]
+        return [id for character in text for id in self.split(character)] if len(text) > 1 else []
 
     def _check_length(self, text: str, most: int | None) -> None:
         """Raise TooLarge when its pieces have too many tokens; a cut through a word may add some."""
@@ -245,6 +261,24 @@ class HFTokenizer(CoreDetokenizer, Tokenizer):
         except Panic as panic:
             raise ConfigError(f"the tokenizer cannot read this text: {panic}") from None
         return ids
+
+
+class _Vocabulary:
+    """All tokens by the bytes that they add to a text, as llguidance asks for them."""
+
+    bos_token_id = None
+
+    def __init__(self, tokenizer: HFTokenizer, ends: Seq[int]) -> None:
+        self.eos_token_id, self._split = ends[0], tokenizer.split
+        pieces = [(tokenizer.made(id), tokenizer.token(id)) for id in range(tokenizer.vocab_size)]
+        self.special_token_ids = [id for id, (piece, name) in enumerate(pieces) if id in ends or (name and not piece)]
+        special = frozenset(self.special_token_ids)
+        self.tokens = [name.encode() if id in special else piece for id, (piece, name) in enumerate(pieces)]
+
+    def __call__(self, text: str) -> list[int]:
+        if not isinstance(text, str):
+            raise TypeError(text)
+        return self._split(text)
 
 
 # -- reading -----------------------------------------------------------------------------------------------------------

@@ -25,6 +25,8 @@ _KEYS: Final = ("arguments", "parameters")
 _HALF: Final = 10  # characters of a word of JSON, at most
 _GAP: Final = re.compile(r"[\s;,]*")  # between two calls, or two values
 _decode: Final = json.JSONDecoder().raw_decode
+_LONGEST: Final = 200  # characters before the arguments
+_NAMED: Final = re.compile(r"([\w.-]+)(?:\[CALL_ID\][\w-]+)?\s*(?:\[ARGS\])?\s*(?=\{)")
 _FUNCTION: Final = re.compile(r"<function=([^>\n]+)>\s*")
 _PARAMETER: Final = re.compile(r"<parameter=([^>\n]+)>\n?")
 _PARAMETER_END: Final = re.compile(r"\n?</parameter>\s*(?=<parameter=|</function>)")
@@ -69,19 +71,29 @@ class ToolForm:
     several: bool = True
 
 
-_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
-_MARKED: Final = ToolForm(_OPEN, _CLOSE, f"{_OPEN}\n", f"\n{_CLOSE}\n{_OPEN}\n", f"\n{_CLOSE}")
-_LISTED: Final = ToolForm("<|tool_call|>", "", "<|tool_call|>[", ", ", "]")
+def _each(mark: str, close: str, space: str = "") -> ToolForm:
+    """Marks around each call."""
+    return ToolForm(mark, close, mark + space, f"{space}{close}{space}{mark}{space}", space + close)
+
+
+def _list(mark: str, close: str = "") -> ToolForm:
+    """Marks around a list of them."""
+    return ToolForm(mark, close, f"{mark}[", ", ", f"]{close}")
+
+
+_MISTRAL: Final = "[TOOL_CALLS]"
 FORMS: Final = {  # as those who came first are named; the first that reads a template's calls is taken
-    "hermes": _MARKED,
-    "qwen3_coder": replace(_MARKED, tags=True),
-    "phi4": replace(_LISTED, close="<|/tool_call|>", end="]<|/tool_call|>"),
-    "granite": _LISTED,
-    "mistral": ToolForm("[TOOL_CALLS]", "", "[TOOL_CALLS][", ", ", "]"),
-    "mistral_named": ToolForm("[TOOL_CALLS]", "", "[TOOL_CALLS]", "[TOOL_CALLS]", middle="[ARGS]"),
+    "hermes": _each("<tool_call>", "</tool_call>", "\n"),
+    "qwen3_coder": replace(_each("<tool_call>", "</tool_call>", "\n"), tags=True),
+    "phi4": _each("<|tool_call|>", "<|/tool_call|>"),
+    "granite": _list("<|tool_call|>"),
+    "nemotron": _list("<TOOLCALL>", "</TOOLCALL>"),
+    "mistral": _list(_MISTRAL),
+    "mistral_named": ToolForm(_MISTRAL, begin=_MISTRAL, between=_MISTRAL, middle="[ARGS]"),
     "llama3": ToolForm("<|python_tag|>", between="; ", bare=True, key="parameters"),
 }
-MARKS: Final = frozenset({mark for form in FORMS.values() for mark in (form.mark, form.close, form.middle) if mark})
+_ALL: Final = {mark for form in FORMS.values() for mark in (form.mark, form.close, form.middle, "[CALL_ID]")}
+MARKS: Final = frozenset(_ALL - {""})
 
 
 # -- which form --------------------------------------------------------------------------------------------------------
@@ -266,13 +278,12 @@ class ToolParser:
         if form.tags:
             return _tagged(text, self._tools)
         if form.middle:
-            name, middle, rest = text.partition(form.middle)
-            if middle and rest.lstrip()[:1] in ("", "{"):
-                begin = len(text) - len(rest.lstrip())
-                end = _end(text, begin) if self._closes else None
-                said = f'{{"name": {json.dumps(name.strip())}, "arguments": {text[begin:end]}}}'
-                return (None, -1) if end is None else (_objects(said) if end > 0 else [], end)
-            return ([] if middle or "\n" in text or len(text) > 100 else None), -1
+            head = _NAMED.match(text)
+            if head is None:
+                return ([] if "{" in text or "\n" in text or len(text) > _LONGEST else None), -1
+            end = _end(text, head.end()) if self._closes else None
+            said = f'{{"name": {json.dumps(head[1])}, "arguments": {text[head.end() : end]}}}'
+            return (None, -1) if end is None else (_objects(said) if end > 0 else [], end)
         return [], -1
 
     def _known(self, calls: Calls) -> Calls:
@@ -280,7 +291,9 @@ class ToolParser:
 
     def _made(self, calls: Calls) -> list[str | ToolCall]:
         self.called += len(calls)
-        return [ToolCall(f"call_{token_hex(12)}", name, arguments) for name, arguments in calls]
+        short = self._form.mark == _MISTRAL  # whose templates take ids of nine letters only
+        ids = [token_hex(5)[:9] if short else f"call_{token_hex(12)}" for _ in calls]
+        return [ToolCall(id, *call) for id, call in zip(ids, calls, strict=True)]
 
 
 def _behind_gap(text: str, at: int = 0) -> int:
