@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import pty
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import psutil
 import pytest
 
 from feeds.commands import Feeds, scratch
-from serving.harness import Server
+from serving.harness import PATIENCE, Server
 
 KEPT = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
@@ -61,3 +65,22 @@ def test_x6_a_signal_to_the_whole_group_does_not_end_a_runtime_process_before_it
         assert server.ask("POST", "/v1/completions", body, {"Content-Type": "application/json"}).status == 200
         assert [process.pid for process in worker.children()] == [runtime.pid for runtime in runtimes]
         assert server.stop() == 0
+
+
+EARLY = """
+import os, signal
+from reflex_runtime.web.supervisor import _become_server
+if (child := os.fork()) == 0:
+    _become_server(os.getppid())
+    os._exit(signal.getsignal(signal.SIGHUP) is signal.SIG_DFL)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_x6_a_terminal_that_closes_ends_a_server_that_has_no_handlers_yet(terminal: bool) -> None:
+    ours, theirs = pty.openpty() if terminal else os.pipe()[::-1]
+    with open(ours, "wb", buffering=0), open(theirs, "rb", buffering=0) as end:
+        started = [sys.executable, "-c", EARLY]
+        told = subprocess.run(started, stdin=end, stdout=subprocess.PIPE, check=True, timeout=PATIENCE).stdout
+    assert told == (b"1\n" if terminal else b"0\n")

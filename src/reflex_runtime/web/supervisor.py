@@ -281,8 +281,9 @@ def _become_server(above: int) -> None:
     """In the fork: set signals as in a process of its own, which ends when its supervisor is gone."""
     with contextlib.suppress(OSError):
         os.setpgid(0, 0)  # a Ctrl-C in a terminal is for the supervisor, which passes it on
+    closes = {signal.SIGHUP} if os.isatty(0) else set()  # its terminal; nohup gives it another standard input
     for number in PASSED_ON:
-        signal.signal(number, signal.SIG_DFL if number in ENDS else signal.SIG_IGN)
+        signal.signal(number, signal.SIG_DFL if number in closes.union(ENDS) else signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     faulthandler.enable()
