@@ -59,9 +59,7 @@ class Arm:
         """Wait for so many more actions, and for one of a place seen since; each is that for a place of its own."""
         with self.moved:
             done, seen = len(self.got) + count, len(self.places)
-            assert self.moved.wait_for(lambda: len(self.got) >= done and self._newest() >= seen, PATIENCE), len(
-                self.got
-            )
+            assert self.moved.wait_for(lambda: len(self.got) >= done and self._newest() >= seen, PATIENCE)
             own = self._actions(self.places)
             away = np.abs(np.array(self.got)[:, None] - own).max(axis=2).min(axis=1)
         assert away.max() < 1e-5
