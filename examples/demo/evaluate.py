@@ -158,6 +158,9 @@ class Evaluation:
         try:
             while (situation := self._next(environments)) is not None:
                 self._play(policy, *situation)
+        except BaseException:
+            self._left = iter(())  # the others stop too
+            raise
         finally:
             policy.close()
 
