@@ -237,13 +237,11 @@ def test_w2_a_refused_handshake_is_one_warning_for_each_status(caplog: pytest.Lo
 @pytest.mark.parametrize(
     ("frames", "code"),
     [
-        ([Frame(Opcode.BINARY, bytes(MOST + 1))], 1009),
-        ([Frame(Opcode.BINARY, bytes(MOST), fin=False), Frame(Opcode.CONT, b"xx")], 1009),
         ([Frame(Opcode.TEXT, b"\xff\xfe")], 1007),
         ([b"\x82\x01x"], 1002),  # not masked
         ([Frame(Opcode.CONT, b"x")], 1002),
     ],
-    ids=["too large", "too large in parts", "no UTF-8", "not masked", "a continuation of nothing"],
+    ids=["no UTF-8", "not masked", "a continuation of nothing"],
 )
 def test_w3_what_breaks_the_protocol_is_told_by_the_close_code(frames: list[Frame | bytes], code: int) -> None:
     async def check(run: Running) -> None:
@@ -253,6 +251,27 @@ def test_w3_what_breaks_the_protocol_is_told_by_the_close_code(frames: list[Fram
             assert await closed_with(client) == code
         await run.gone.wait()
         assert run.app.active == run.app.bodies.held == 0
+
+    running(check)
+
+
+@pytest.mark.parametrize("sizes", [[MOST + 1], [40 * MOST], [MOST, 2], [3] + [MOST // 2] * 9, [2 * MOST, 1, 3 * MOST]])
+def test_w3_a_message_that_is_too_large_is_dropped_as_it_comes_and_the_socket_stays(sizes: list[int]) -> None:
+    """Its bytes are not kept: in fragments either, and with a ping in between."""
+
+    async def check(run: Running) -> None:
+        async with run.connected() as client:
+            await client.recv()
+            last = len(sizes) - 1
+            for i, size in enumerate(sizes):
+                await raw(client, Frame(Opcode.CONT if i else Opcode.BINARY, bytes(size), fin=i == last))
+                await raw(client, Frame(Opcode.PING, b"p"))
+                assert run.app.bodies.held <= 2 * MOST
+            assert await client.recv() == b""  # what the echo is given
+            await client.send(b"next")
+            assert await client.recv() == b"next"
+            assert run.app.bodies.held == 0
+        await run.gone.wait()
 
     running(check)
 

@@ -28,7 +28,7 @@ from reflex_runtime.core.errors import ReflexError
 from reflex_runtime.web.app import App
 from reflex_runtime.web.bodies import Seldom
 from reflex_runtime.web.errors import CallerLeft, ClientError, Headers, Overloaded, TooSlow
-from reflex_runtime.web.request import CANCELS, CLOSE, GOING_AWAY, RESPOND, TRY_LATER
+from reflex_runtime.web.request import CANCELS, CLOSE, DROPPED, GOING_AWAY, RESPOND, TRY_LATER
 
 log = logging.getLogger("reflex.server")
 
@@ -471,6 +471,9 @@ class SocketConnection(_OfApp, WebSocketsSansIOProtocol):
         self._next: asyncio.Handle | None = None
         reader = self.conn.reader
         self._at_eof, reader.at_eof = reader.at_eof, self._at_frame  # type: ignore[method-assign]
+        self._exact, reader.read_exact = reader.read_exact, self._exactly  # type: ignore[method-assign]
+        self._most, self.conn.max_message_size = self.config.ws_max_size, None  # a larger one does not end the socket
+        self._dropped = 0  # bytes of the message that comes, which is larger
         self._time = _Timed(self.loop, self.limits, self._idle)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -518,6 +521,21 @@ class SocketConnection(_OfApp, WebSocketsSansIOProtocol):
         self._frames -= 1
         return (yield from self._at_eof())
 
+    def _exactly(self, n: int) -> Generator[None, None, bytearray]:
+        """In the place of the reader's `read_exact`: what is larger than a message may be is dropped as it comes."""
+        if n <= self._most:
+            return (yield from self._exact(n))
+        buffer, self._dropped = self.conn.reader.buffer, self._dropped + n
+        while n:
+            gone = min(n, len(buffer))
+            n -= gone
+            del buffer[:gone]
+            if n:
+                if self.conn.reader.eof:
+                    raise EOFError
+                yield
+        return bytearray()
+
     def _pace(self) -> None:
         """Read on, unless messages wait for the application, or frames for their turn."""
         full = self.queue.qsize() > AHEAD
@@ -541,22 +559,31 @@ class SocketConnection(_OfApp, WebSocketsSansIOProtocol):
 
     def _release(self) -> None:
         """Count no longer what has come, if all of it is whole and taken."""
-        if self.held and not (self.frames or self.conn.reader.buffer or self.queue.qsize()):
+        if self.held and not (any(self.frames) or self.conn.reader.buffer or self.queue.qsize()):
             self.reflex.bodies.release(self)
 
     def handle_cont(self, event: Any) -> None:
         """One buffer for all parts of a message: apart, those of one byte would have a hundred times their size."""
         whole: Any = self.frames[0]
-        if not isinstance(whole, bytearray):
+        if self._dropped or len(whole) + len(event.data) > self._most:
+            self._dropped += len(whole) + len(event.data)
+            whole = b""
+        elif not isinstance(whole, bytearray):
             whole = bytearray(whole)
-        whole += event.data
+        whole += b"" if self._dropped else event.data
         self.frames[0] = bytes(whole) if event.fin else whole
         if event.fin:
             self.send_receive_event_to_app()
 
     def send_receive_event_to_app(self) -> None:
         paused, self.read_paused = self.read_paused, True  # so that it is not paused for one message
-        super().send_receive_event_to_app()
+        dropped, self._dropped = self._dropped, 0
+        if dropped and not self.close_sent:
+            self.frames = []
+            empty: Any = {"type": "websocket.receive", "bytes": b"", DROPPED: dropped}
+            self.queue.put_nowait(empty)
+        else:
+            super().send_receive_event_to_app()
         self.read_paused = paused
 
     def shutdown(self) -> None:

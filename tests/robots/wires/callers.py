@@ -169,7 +169,6 @@ class _Socket(Caller):
     """A websocket."""
 
     path = "/"
-    too_large = "1009"
 
     def __init__(self, server: Server) -> None:
         self._stack = ExitStack()

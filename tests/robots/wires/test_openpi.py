@@ -200,10 +200,14 @@ def test_w11_every_error_is_a_text_and_the_socket_goes_on(tiny: Path) -> None:
             assert error["request_id"]
         assert right(client.infer(seen(3) | {"cartesian_position": np.zeros(6)}), 3)
         assert server.metrics()("reflex_requests_total", outcome="client_error") == 7
-        with pytest.raises(ConnectionClosed) as info:
-            client.infer(seen() | {"more": bytes(5000)})
-        assert info.value.rcvd is not None
-        assert info.value.rcvd.code == 1009
+        for size in (5000, 2_000_000):  # the socket stays
+            error = refused(lambda size=size: client.infer(seen() | {"picture": np.zeros(size, np.uint8)}))
+            assert error["error"] == "too_large"
+            assert "more than --max-body-bytes" in error["message"]
+            assert right(client.infer(seen(3)), 3)
+        client._ws.send([bytes(3000)] * 5)  # in fragments
+        assert json.loads(client._ws.recv())["error"] == "too_large"
+        assert right(client.infer(seen(3)), 3)
         assert calm(server)
 
 
@@ -376,7 +380,7 @@ def test_w12_a_large_batch_is_asked_in_several_turns_of_the_loop(tiny: Path) -> 
     """The rows of one message: a neighbour is read in between, and a shutdown takes none of them back."""
 
     async def check(app: App, runtime: PolicyRuntime) -> None:
-        socket: Any = types.SimpleNamespace(id="s", query={}, headers={}, refuse_if_closing=lambda: None)
+        socket: Any = types.SimpleNamespace(id="s", query={}, headers={}, refuse_message=lambda message: None)
         robot, read = OpenpiRobot(RequestHandler(runtime), socket), []
         question = robot._question
 

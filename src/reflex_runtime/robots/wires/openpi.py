@@ -154,7 +154,7 @@ class OpenpiRobot:
     async def answer(self, message: SocketMessage, data: bytes) -> str | bytes:
         """The frame that answers a message."""
         try:
-            self._socket.refuse_if_closing()
+            self._socket.refuse_message(message)
             sent, packaged = decode_form(data)
             if "endpoint" in sent and self._resets(text_of(sent["endpoint"])):
                 for episodes in self._episodes.values():

@@ -128,8 +128,9 @@ class MessageSession(ABC):
                 await self.socket.close(UNSUPPORTED, "messages are binary frames")
                 return
             try:
-                self.read(message.data)
-                self.socket.refuse_if_closing()
+                if message.error is None:
+                    self.read(message.data)
+                self.socket.refuse_message(message)
                 frame = await self.take(message)
             except Reported as reported:
                 frame = self.error(reported.error, reported.request_id)
