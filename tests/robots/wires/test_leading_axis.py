@@ -163,6 +163,9 @@ def test_w60_robots_in_a_message_are_bounded(tiny: Path) -> None:
         assert (error["error"], error["field"]) == ("invalid_request", "observation/state")
         assert "257 robots, at most 256" in error["message"]
         assert refused(client, {"observation/state": np.zeros((0, 2))})["error"] == "invalid_request"
+        many = {f"name {i}": 0 for i in range(9000)}  # two million entries of maps
+        error = refused(client, many | {"observation/state": np.zeros((256, 2))})
+        assert "9001 names of 256 robots" in error["message"]
 
 
 def test_w60_one_that_is_wrong_is_named_and_takes_the_others_along(tiny: Path) -> None:

@@ -179,6 +179,8 @@ class ObservationReader:
         if differ:
             told = ", ".join(f"{name} {found or 'none'}" for name, found in axes.items())
             raise invalid_input(differ[0], f"has another leading axis than the rest of the observation: {told}")
+        if size * len(came) > MAX_VALUES:
+            raise invalid("observation", f"observation: {len(came)} names of {size} robots: over {MAX_VALUES} values")
         if size > MAX_ROWS:
             raise invalid_input(next(iter(axes)), f"is of {size} robots, at most {MAX_ROWS} are read from a message")
         ids = [text_of(id) for name in EPISODES if _many(came.get(name)) == size for id in came[name]]
