@@ -173,10 +173,11 @@ def test_a_template_whose_calls_nobody_reads_takes_no_tools_and_the_log_says_why
     assert re.search(f"tools are refused: the chat template {why}", told.text), told.text
 
 
-def test_a_history_has_its_arguments_as_the_template_takes_them(tmp_path: Path) -> None:
-    """Also where nobody reads its calls."""
+@pytest.mark.parametrize("shown", ["", "{{ tools }}"])
+def test_a_history_has_its_arguments_as_the_template_takes_them(tmp_path: Path, shown: str) -> None:
+    """Also where nobody reads its calls, and where it shows no tools."""
     call = "{% for c in m.tool_calls or [] %}{{ '!' + c.function.arguments }}{% endfor %}"
-    template = "{% for m in messages %}" + call + "{% endfor %}{{ tools }}"
+    template = "{% for m in messages %}" + call + "{% endfor %}" + shown
     tokenizer = HFTokenizer.load(saved(tmp_path, template))
     said = {"role": "assistant", "content": "", "tool_calls": calls({"text": "für"})}
     assert tokenizer.decode(tokenizer.chat(Conversation([said]))) == '!{"text": "für"}'

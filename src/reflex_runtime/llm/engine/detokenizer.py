@@ -134,7 +134,7 @@ class CoreDetokenizer(Detokenizer):
     def piece(self, id: int) -> bytes:
         found = self._pieces.get(id)
         if found is None:
-            found = self._pieces[id] = self.made(id)
+            found = self._pieces[id] = self._made(id)
         return found
 
     def first(self, id: int) -> bytes:
@@ -147,8 +147,7 @@ class CoreDetokenizer(Detokenizer):
     def token(self, id: int) -> str:
         return self._core.id_to_token(id) if self._added.get(id) else super().token(id)
 
-    def made(self, id: int) -> bytes:
-        """Its `piece`, not kept."""
+    def _made(self, id: int) -> bytes:
         raw = self._core.id_to_token(id)
         if raw is None or self._added.get(id):
             return b""

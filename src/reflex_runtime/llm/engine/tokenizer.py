@@ -78,8 +78,20 @@ class Tokenizer(Detokenizer, Protocol):
         """The ids of a conversation and the beginning of the answer; ConfigError when the model has no template. most:
         see `encode`."""
 
+    def split(self, text: str) -> list[int]:
+        """The ids of what stands in the middle of a text."""
+
     def vocabulary(self) -> Any:
         """All tokens as an `llguidance.LLTokenizer`, for output of a given form. ConfigError when that cannot be."""
+        import llguidance
+
+        ends = sorted(self.eos_token_ids)
+        if not ends:
+            raise ConfigError("the model's tokenizer has no end token, so it gives no output of a given form")
+        known = llguidance.TokenizerWrapper(_Vocabulary(self, ends))
+        found = llguidance.LLTokenizer(known, eos_token=ends)
+        known.tokens = known._gtokenizer.tokens = []  # it has copied them
+        return found
 
 
 def in_thought(tokenizer: Tokenizer, prompt: Seq[int]) -> bool:
@@ -172,20 +184,22 @@ class HFTokenizer(CoreDetokenizer, Tokenizer):
                 text = text.replace(token, "")
             return text
 
-        why = ""
+        why, failed = "", list[bool]()
         for self._arguments_as_text in (False, True):
             try:
                 begun, asked = (self._written(Conversation([_HELLO], shown), begin) for begin in (True, False))
+                found, call = form_of(written), written([{"name": TRIED.name, "arguments": {"text": "x"}}])
                 if TRIED.name not in begun:
-                    return "the chat template does not show them to the model"
-                self.tool_format = form_of(written)
-                if self.tool_format is not None:
+                    why = "the chat template does not show them to the model"
+                elif found is None:
+                    why = why or f"the chat template writes a call as {call[:200]!r}, which is read nowhere here"
+                else:
+                    self.tool_format = found
                     return ""
-                call = written([{"name": TRIED.name, "arguments": {"text": "x"}}])
-                why = why or f"the chat template writes a call as {call[:200]!r}, which is read nowhere here"
             except Exception as error:  # a template is a program of the model's author
                 why = why or f"the chat template does not write a call: {error}"
-        self._arguments_as_text = "does not write" in why
+                failed.append(self._arguments_as_text)
+        self._arguments_as_text = failed == [False]
         return why
 
     def encode(self, text: str, most: int | None = None) -> list[int]:
@@ -217,18 +231,12 @@ class HFTokenizer(CoreDetokenizer, Tokenizer):
             raise ConfigError(f"{self._file.parent}: chat template: {type(error).__name__}: {error}") from error
 
     def vocabulary(self) -> Any:
-        import llguidance
-
-        if not self.eos_token_ids:
-            raise ConfigError(f"{self._file.parent}: has no end token, so it gives no output of a given form")
-        ends = sorted(self.eos_token_ids)
-        known = llguidance.TokenizerWrapper(_Vocabulary(self, ends))
-        found = llguidance.LLTokenizer(known, eos_token=ends)
-        known.tokens = known._gtokenizer.tokens = []  # it has copied them
+        found = super().vocabulary()
+        self._pieces.clear()  # of all tokens, which take 20 MB
         return found
 
     def split(self, text: str) -> list[int]:
-        """Its tokens in the middle of a text; where words begin with a space there, behind a line that is dropped."""
+        """Where words begin with a space there, behind a line that is dropped."""
         marks = sorted((text.index(mark), mark) for mark in MARKS if mark in text and self._core.token_to_id(mark))
         if marks:
             before, mark, after = text.partition(marks[0][1])
@@ -268,9 +276,9 @@ class _Vocabulary:
 
     bos_token_id = None
 
-    def __init__(self, tokenizer: HFTokenizer, ends: Seq[int]) -> None:
+    def __init__(self, tokenizer: Tokenizer, ends: Seq[int]) -> None:
         self.eos_token_id, self._split = ends[0], tokenizer.split
-        pieces = [(tokenizer.made(id), tokenizer.token(id)) for id in range(tokenizer.vocab_size)]
+        pieces = [(tokenizer.piece(id), tokenizer.token(id)) for id in range(tokenizer.vocab_size)]
         self.special_token_ids = [id for id, (piece, name) in enumerate(pieces) if id in ends or (name and not piece)]
         special = frozenset(self.special_token_ids)
         self.tokens = [name.encode() if id in special else piece for id, (piece, name) in enumerate(pieces)]

@@ -7,8 +7,6 @@ the output.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import numpy.typing as npt
 
@@ -41,20 +39,8 @@ class ByteTokenizer(Tokenizer):
         lines += [f"{message['role']}: {message['content']}\n" for message in conversation.messages]
         return self.encode("".join([*lines, "assistant: "]))
 
-    def vocabulary(self) -> Any:
-        import llguidance
-
-        return llguidance.LLTokenizer(llguidance.TokenizerWrapper(_Bytes()))
-
-
-class _Bytes:
-    """Bytes as tokens, in the form that llguidance asks for."""
-
-    eos_token_id, bos_token_id, special_token_ids = 0, None, (0,)
-    tokens = tuple(bytes((i,)) for i in range(256))
-
-    def __call__(self, text: bytes) -> list[int]:
-        return list(text)
+    def split(self, text: str) -> list[int]:
+        return self.encode(text)
 
 
 class ToyRunner:
