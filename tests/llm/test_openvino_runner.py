@@ -235,6 +235,7 @@ def test_the_graph_is_an_ordinary_stateful_decoder_with_padding(build: Build) ->
 def test_steps_of_ever_new_shapes_leave_no_memory() -> None:
     """OpenVINO by itself keeps 5,000 kernels compiled for shapes."""
     model, process = runner(SCRIBE, num_blocks=256), psutil.Process()
+    assert os.environ["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] == "32"  # of the library below it: 1,024 by itself
     seen = []
     for i in range(800):
         shape = i * 389 % 800  # large ones come early

@@ -6,6 +6,7 @@ it stores come from the compiled model. The graph is built from a checkpoint, or
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -85,8 +86,7 @@ class OpenVinoRunner:
         self.max_model_len = _length(max_model_len, config, root)
         stored = "u8" if kv_dtype == "uint8" else _HINTS[dtype]
         settings = {"INFERENCE_PRECISION_HINT": _HINTS[dtype], "KV_CACHE_PRECISION": stored, "NUM_STREAMS": 1}
-        settings |= {"CPU_RUNTIME_CACHE_CAPACITY": KERNELS}
-        settings |= {} if threads is None else {"INFERENCE_NUM_THREADS": threads}
+        settings |= {"CPU_RUNTIME_CACHE_CAPACITY": KERNELS} | ({"INFERENCE_NUM_THREADS": threads} if threads else {})
         keep_stored(model)
         expected = made.expected
         if made.checkpoint is None and expected is None:
@@ -94,15 +94,14 @@ class OpenVinoRunner:
         page(model, root, config.windows, self.max_model_len)
         compiled = core.compile_model(model, "CPU", settings)
         self.vocab_size = config.vocab_size
-        self.name = f"openvino {_HINTS[dtype]}" + ("" if weights == "auto" else f" {weights} weights")
-        self.name += " uint8 cache" if kv_dtype == "uint8" else ""
+        told = ("" if weights == "auto" else f" {weights} weights") + (" uint8 cache" if kv_dtype == "uint8" else "")
+        self.name = f"openvino {_HINTS[dtype]}{told}"
         caches = [port for port in compiled.inputs if "_cache." in port.get_any_name()]
         values = next(port for port in caches if port.get_any_name().startswith("value_"))
         self.block_size = values.get_partial_shape()[2].get_length()  # 8-bit keys have rows of scales beside the tokens
         block = sum(_block_bytes(port) for port in caches)
         self.num_blocks = blocks_in(kv_cache_bytes, block, free_bytes(), num_blocks)
-        self._request = compiled.create_infer_request()
-        self._tensor = ov.Tensor
+        self._request, self._tensor = compiled.create_infer_request(), ov.Tensor
         self._places = {port.get_any_name(): place for place, port in enumerate(compiled.inputs)}
         for port in caches:
             self._request.set_tensor(port.get_any_name(), self._cache(port))
@@ -175,6 +174,7 @@ def _has_bfloat16(core: Any) -> bool:
 
 def _library() -> Any:
     telemetry_off()
+    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "32")  # below OpenVINO's own cache: 1,024, 20 MB and more
     try:
         import openvino
     except ImportError as error:
