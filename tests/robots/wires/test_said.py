@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -174,7 +175,7 @@ def test_w56_two_robots_with_one_name_for_their_episodes_do_not_continue_each_ot
 @pytest.mark.parametrize("by", [by_act, by_openpi, by_groot, by_oip])
 def test_w54_the_delay_is_said_or_estimated_and_with_a_seed_there_is_none(by: Callable[[Server], Ask]) -> None:
     with Server(POLICY, "--rtc", "--inject-latency-ms", "8", "--gr00t", "tcp://127.0.0.1:0") as server:
-        ask = by(server)
+        ask = partial(by(server), robot_id="arm")  # each asks on a connection of its own
         assert ask(seed=1) is None
         found = [ask(executed=4, **said) for said in ({"seed": 1}, {"seed": 1, "delay": 3}, {"delay": 2})]
         assert [told["delay"] for told in found] == [told["frozen"] for told in found] == [0, 3, 2]
