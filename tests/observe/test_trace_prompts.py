@@ -13,10 +13,9 @@ import pytest
 from PIL import Image
 
 from reflex_runtime.cli import main
-from reflex_runtime.cli.trace_prompts import letters, step_time
+from reflex_runtime.cli.trace_prompts import StepTime, letters, step_time
 from reflex_runtime.observe import journal_view
 from reflex_runtime.observe.journal_reader import read_journal
-from reflex_runtime.sim.tokens import StepTime
 
 L3 = ("--prompts", "hello world", "goodbye", "--max-num-batched-tokens", "8")
 

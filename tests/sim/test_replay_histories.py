@@ -21,7 +21,7 @@ from reflex_runtime.core.time_cost import TimeCost
 from reflex_runtime.observe.journal_reader import Journal, read_journal
 from reflex_runtime.observe.journal_writer import JournalWriter, Recording
 from reflex_runtime.observe.request_record import RequestRecord
-from reflex_runtime.sim.replay import replay_measured
+from sim.measured import replay_measured
 
 TURNS = 12  # requests of each client
 

@@ -212,12 +212,11 @@ def _same_hardware(recorded: Any) -> bool:
 
 def _schedule(args: argparse.Namespace) -> dict[str, Any]:
     from reflex_runtime.sim.recorded import Changes
-    from reflex_runtime.sim.replay import recorded_report, replay_measured, replay_schedule, side_by_side
+    from reflex_runtime.sim.replay import recorded_report, replay_schedule, side_by_side
     from reflex_runtime.sim.report import columns, doubt
 
     cost, hold, size = args.max_batch_cost_ms, args.batch_timeout_ms, args.max_batch_size
     recording = read_journal(args.file, images=False)
-    again = replay_measured(recording)
     reports = {"recorded": recorded_report(recording), "replayed": replay_schedule(recording)}
     told = [] if cost is None else [f"{cost * 1e3:g} ms"]
     told += [] if hold is None else [f"{hold * 1e3:g} ms hold"]
@@ -231,26 +230,11 @@ def _schedule(args: argparse.Namespace) -> dict[str, Any]:
         print(f"reflex replay: warning: {warning}", file=sys.stderr)
     rows = side_by_side(reports)
     print(columns(rows[0], rows[1:]))
-    print(
-        f"with the measured times fed back {again.same:,} of {len(again.batches):,} batches have the recorded members"
-    )
-    first = again.first_difference
-    if first is not None:
-        print(f"the first that has not: batch {first.recorded.id}, {first.recorded.stage or 'one stage'}")
     return {
         "file": str(args.file),
         "failed": [],
         "warning": warning,
         "reports": {n: _plain({k: v for k, v in asdict(r).items() if k != "clients"}) for n, r in reports.items()},
-        "measured": {
-            "batches": len(again.batches),
-            "same": again.same,
-            "same_cause": again.same_cause,
-            "early": again.early,
-            "unknown": again.unknown,
-            "longest_late_ms": again.late * 1e3,
-            "first_difference": None if first is None else first.recorded.id,
-        },
     }
 
 

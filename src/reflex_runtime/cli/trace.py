@@ -103,11 +103,11 @@ def run(args: argparse.Namespace) -> int:
         return _show(shown, args, args.file)
     if "sweep" in args:
         return search(shown, args, args.out)
-    setup = setup_of(args)
+    engines, prompts = setup_of(args)
     with TemporaryDirectory(prefix="reflex-") as scratch:
         prefix = args.out or Path(scratch, "prompts")
         file = prefix.with_name(prefix.name + ".jsonl")
-        return _show(shown, args, file, record(setup, file))
+        return _show(shown, args, file, record(engines, prompts, file))
 
 
 def _check(args: argparse.Namespace) -> None:

@@ -1,11 +1,11 @@
-"""`reflex trace --prompts`: prompts run on the engine of `reflex serve`, written down step by step, or swept: the same
-at many budgets, and where more buys nothing."""
+"""`reflex trace --prompts`: prompts run on the engine of `reflex serve`, step by step; with `--sweep` at many budgets,
+and where more buys nothing."""
 
 from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -17,22 +17,23 @@ from rich.text import Text
 from reflex_runtime.cli.console import ProgressLine
 from reflex_runtime.cli.trace_tables import ROWS
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.core.events import BatchScheduled, Event
+from reflex_runtime.core.events import BatchScheduled, Event, RequestProgressed, RequestSettled
 from reflex_runtime.core.request import PRIORITIES, Priority
 from reflex_runtime.core.statistics import percentile
+from reflex_runtime.observe.journal_view import PALETTE
 from reflex_runtime.settings.declare import did_you_mean, one_line, option, validate
 from reflex_runtime.settings.read import load
 
 if TYPE_CHECKING:
-    from reflex_runtime.llm.engine.llm_engine import Engines
+    from reflex_runtime.llm.engine.llm_engine import Engines, LLMEngine
     from reflex_runtime.llm.engine.sequence import RequestOutput
-    from reflex_runtime.sim.tokens import Knee, Measured, Prompt, StepTime
+    from reflex_runtime.observe.plots import Figure
 
 STEP_MS = "2+0.05"
 MOST_PROMPTS = 10_000
 LONGEST = 65_536  # tokens of output
-MOST_BUDGETS = 512
-HIGHEST = 1 << 20
+BUDGETS = 64  # of a sweep
+HIGHEST = 1 << 20  # of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +63,8 @@ class PromptsConfig:
     )  # fmt: skip
     sweep: str = option(
         "",
-        "run the prompts at every budget from LOW to HIGH and compare the number of steps",
-        metavar="LOW..HIGH[:STEP|:xFACTOR]",
+        "run the prompts at the budgets from LOW to HIGH, of many at 64, and compare the number of steps",
+        metavar="LOW..HIGH",
     )
 
     def __post_init__(self) -> None:
@@ -73,15 +74,31 @@ class PromptsConfig:
 ONLY_PROMPTS = tuple(f.name for f in fields(PromptsConfig))
 
 
-class Setup(NamedTuple):
-    """What the flags ask for. takes: None measures."""
+class Prompt(NamedTuple):
+    """One request. params: sampling parameters, as the engine takes them. arrives: steps made before it arrives."""
 
-    engines: Engines
-    prompts: list[Prompt]
-    takes: StepTime | None
+    name: str
+    text: str
+    params: Any
+    arrives: int = 0
+    priority: Priority = Priority.DEFAULT
 
 
-def setup_of(args: argparse.Namespace) -> Setup:
+@dataclass(frozen=True, slots=True)
+class StepTime:
+    """Seconds that a step takes: a fixed part, and one for each of its tokens."""
+
+    fixed: float
+    per_token: float
+
+    def __call__(self, tokens: float) -> float:
+        return self.fixed + self.per_token * tokens
+
+    def __str__(self) -> str:
+        return f"{self.fixed * 1e3:.4g} ms + {self.per_token * 1e3:.4g} ms a token"
+
+
+def setup_of(args: argparse.Namespace) -> tuple[Engines, list[Prompt]]:
     """Read the flags and load what runs. Raises ConfigError naming flag, value and range."""
     from reflex_runtime.llm.engine.llm_engine import Engines
 
@@ -98,7 +115,7 @@ def setup_of(args: argparse.Namespace) -> Setup:
         "enable_prefix_caching": config.prefix_caching,
         "max_queue": MOST_PROMPTS,
     }
-    return Setup(Engines(runner, tokenizer, takes, settings), prompts, takes)
+    return Engines(runner, tokenizer, takes, settings), prompts
 
 
 def _load(model: str, **cache: Any) -> tuple[Any, Any]:
@@ -116,26 +133,42 @@ def _load(model: str, **cache: Any) -> tuple[Any, Any]:
     return load_model(directory, **cache)
 
 
-def record(setup: Setup, path: Path) -> dict[str, RequestOutput]:
+def record(engines: Engines, prompts: Sequence[Prompt], path: Path) -> dict[str, RequestOutput]:
     """Run the prompts and write the trace; their outputs by name."""
     from reflex_runtime.observe.journal_writer import JournalWriter
-    from reflex_runtime.sim.tokens import drive
 
     def note(event: Event) -> None:  # each batch says whose its times are, where they are not the machine's
-        if isinstance(event, BatchScheduled) and setup.takes is not None:
-            event.batch.notes["modelled"] = str(setup.takes)
+        if isinstance(event, BatchScheduled) and engines.takes is not None:
+            event.batch.notes["modelled"] = str(engines.takes)
 
     sinks: list[Any] = []
-    engine, clock = setup.engines([lambda event: [sink(event) for sink in sinks]])
+    engine, clock = engines([lambda event: [sink(event) for sink in sinks]])
     try:
         writer = JournalWriter(path, [engine.processor.group], capacity=1 << 20, clock=clock)
     except ConfigError as error:
         raise ConfigError(f"--out={path.with_suffix('')}: {error.message.partition(': ')[2]}") from error
     with writer:
         sinks += [note, writer]
-        outputs = drive(engine, setup.prompts)
+        outputs = drive(engine, prompts)
     if writer.error is not None:
         raise ConfigError(f"--out={path.with_suffix('')}: cannot be written: {writer.error.strerror}")
+    return outputs
+
+
+def drive(engine: LLMEngine, prompts: Iterable[Prompt]) -> dict[str, RequestOutput]:
+    """Run all prompts, each arriving when its step has come, and close the engine; their outputs by name."""
+    todo = sorted(prompts, key=lambda p: p.arrives)[::-1]
+    outputs: dict[str, RequestOutput] = {}
+    made = 0
+    while todo or engine.unfinished:
+        if not engine.unfinished:
+            made = max(made, todo[-1].arrives)  # nothing to run until the next one comes
+        while todo and todo[-1].arrives <= made:
+            prompt = todo.pop()
+            engine.add_request(prompt.text, prompt.params, request_id=prompt.name, priority=prompt.priority)
+        outputs |= {output.request_id: output for output in engine.step()}
+        made += 1
+    engine.close()
     return outputs
 
 
@@ -144,7 +177,6 @@ def record(setup: Setup, path: Path) -> dict[str, RequestOutput]:
 
 def _prompts(given: Sequence[str], config: PromptsConfig) -> list[Prompt]:
     from reflex_runtime.ipc.messages import SamplingParams
-    from reflex_runtime.sim.tokens import Prompt
 
     texts = [text for one in given for text in (_lines(one[1:]) if one.startswith("@") else [one])]
     for text in texts:
@@ -212,8 +244,6 @@ def letters(number: int) -> str:
 
 def step_time(text: str) -> StepTime:
     """Read `--step-ms`: A or A+B, milliseconds."""
-    from reflex_runtime.sim.tokens import StepTime
-
     found = re.fullmatch(r"([0-9]*\.?[0-9]+)(?:\+([0-9]*\.?[0-9]+)(?:\*tokens)?)?", text.replace(" ", ""))
     if found is not None:
         fixed, per_token = float(found[1]), float(found[2] or 0.0)
@@ -228,72 +258,115 @@ def step_time(text: str) -> StepTime:
 # -- the same at many budgets ------------------------------------------------------------------------------------------
 
 
+class Measured(NamedTuple):
+    """One run. tokens: of each step. first_step: by request, the step of its first token, from 1."""
+
+    budget: int
+    tokens: list[int]
+    first_step: list[int]
+
+
+def measured(engines: Engines, prompts: Sequence[Prompt], budget: int) -> Measured:
+    """Run the prompts on a fresh engine with at most `budget` tokens in a step."""
+    tokens: list[int] = []
+    first: dict[str, int] = {}
+
+    def watch(event: Event) -> None:
+        if isinstance(event, BatchScheduled):
+            tokens.append(int(sum(event.batch.grants.values())))
+        elif isinstance(event, RequestSettled) or (isinstance(event, RequestProgressed) and event.value is not None):
+            first.setdefault(event.ticket.id, len(tokens))
+
+    drive(engines([watch], max_num_batched_tokens=budget)[0], prompts)
+    return Measured(budget, tokens, [first[p.name] for p in prompts])
+
+
+def knee(runs: Sequence[Measured], floor: int) -> int | None:
+    """The smallest budget beyond which more has no effect, of runs with ascending ones; None if they end before it.
+    floor: steps without a limit."""
+    found = None
+    for run in reversed(runs):
+        if len(run.tokens) > floor:
+            break
+        found = run.budget
+    return found
+
+
 def search(console: Console, args: argparse.Namespace, prefix: Path | None) -> int:
     """Run the prompts at every budget and show the knee; returns the exit code. prefix: where to draw it."""
-    from reflex_runtime.sim.tokens import StepTime, TokenRuns, in_words, sweep
-
     budgets = budgets_of(args.sweep)
     for name in ("last", "first", "final", "group"):
         if (value := getattr(args, name)) is not None:
             told = {"first": "from", "final": "to"}.get(name, name)
             raise ConfigError(f"--{told}={value}: shows a part of one trace; --sweep makes many runs")
-    setup = setup_of(args)
-    every = TokenRuns(setup.engines.mute(StepTime(1.0, 0.0)), setup.prompts)
-    runs, found = sweep(every, budgets, ProgressLine("budgets"))
+    engines, prompts = setup_of(args)
+    engines, progress, runs = engines.mute(StepTime(1.0, 0.0)), ProgressLine("budgets"), list[Measured]()
+    for budget in budgets:
+        runs.append(measured(engines, prompts, budget))
+        progress(len(runs), len(budgets))
+    floor = len(measured(engines, prompts, HIGHEST).tokens)
+    found = knee(runs, floor)
+    if found is None:
+        told = f"no knee up to {budgets[-1]}: {len(runs[-1].tokens)} steps there, {floor} without a limit"
+    else:
+        told = f"knee at {found}: more budget buys nothing ({floor} steps, as without a limit)"
     console.print(sweep_table(runs, found))
     if len(runs) > ROWS:
         console.print(Text("budgets left out take as many steps as the row above them", style="dim"))
-    for line in in_words(found, runs):
-        console.print(Text(line), soft_wrap=True)
+    console.print(Text(told), soft_wrap=True)
     if prefix is not None and not args.no_picture:
-        from reflex_runtime.sim.tokens import draw_sweep
+        from reflex_runtime.observe.plots import saved
 
-        for path in draw_sweep(runs, found, prefix, "; choose another, or --no-picture"):
+        for path in saved(prefix, lambda: _sweep_figure(runs, found, told), "; choose another, or --no-picture"):
             console.print(Text(f"wrote {path}"), soft_wrap=True)
     return 0
 
 
 def budgets_of(text: str) -> list[int]:
-    """The budgets of LOW..HIGH, LOW..HIGH:STEP or LOW..HIGH:xFACTOR; the last is HIGH."""
-    found = re.fullmatch(r"([0-9]{1,7})\.\.([0-9]{1,7})(?::(?:([0-9]{1,7})|x([0-9]{1,3}(?:\.[0-9]{1,3})?)))?", text)
-    if found is not None:
-        low, high = int(found[1]), int(found[2])
-        step, factor = int(found[3] or 1), float(found[4] or 0.0)
-        if 1 <= low <= high <= HIGHEST and step >= 1 and (found[4] is None or factor > 1.0):
-            budgets = list(range(low, high + 1, step)) if found[4] is None else _powers(low, high, factor)
-            budgets += [high] * (budgets[-1] < high)
-            if len(budgets) <= MOST_BUDGETS:
-                return budgets
-    raise ConfigError(
-        f"--sweep={one_line(text)}: must be LOW..HIGH, LOW..HIGH:STEP or LOW..HIGH:xFACTOR within [1, {HIGHEST}], "
-        f"of at most {MOST_BUDGETS} budgets, such as 4..64 or 64..4096:x2"
-    )
+    """The budgets of LOW..HIGH: all, or of many `BUDGETS`, each larger than the last by the same factor."""
+    found = re.fullmatch(r"([0-9]{1,7})\.\.([0-9]{1,7})", text)
+    low, high = (int(found[1]), int(found[2])) if found is not None else (0, 0)
+    if not 1 <= low <= high <= HIGHEST:
+        raise ConfigError(f"--sweep={one_line(text)}: must be LOW..HIGH within [1, {HIGHEST}], such as 4..64")
+    if high - low < BUDGETS:
+        return list(range(low, high + 1))
+    return sorted({round(low * (high / low) ** (i / (BUDGETS - 1))) for i in range(BUDGETS)})
 
 
-def _powers(low: int, high: int, factor: float) -> list[int]:
-    budgets, at = [low], float(low)
-    while (at := at * factor) <= high:
-        if int(at) > budgets[-1]:
-            budgets.append(int(at))
-    return budgets
-
-
-def sweep_table(runs: Sequence[Measured], found: Knee) -> Table:
-    """One row per budget; of many budgets those at which steps or first tokens change."""
+def sweep_table(runs: Sequence[Measured], found: int | None) -> Table:
+    """One row per budget; of many budgets those at which steps or first tokens change. found: the knee."""
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     columns = ("budget", "steps", "peak\nstep", "mean\nstep", "budget\nunused", "first token in\nstep p50 / last", "")
     for i, name in enumerate(columns):
         table.add_column(name, justify="left" if i == len(columns) - 1 else "right", no_wrap=True, vertical="bottom")
     seen: tuple[float, ...] = ()
     for run in runs:
-        first = sorted(run.first_step)
-        key = (len(run.tokens), percentile(first, 0.5), int(first[-1]))
-        here = run.budget in (found.saturated, found.bend, runs[-1].budget)
-        if len(runs) > ROWS and key == seen and not here:
+        first, total = sorted(run.first_step), sum(run.tokens)
+        key = (len(run.tokens), percentile(first, 0.5), first[-1])
+        if len(runs) > ROWS and key == seen and run.budget not in (found, runs[-1].budget):
             continue
         seen = key
-        note = "◀ knee" if run.budget == found.saturated else "◀ sharpest bend" if run.budget == found.bend else ""
-        cells = [f"{run.budget:g}", str(key[0]), str(max(run.tokens)), f"{sum(run.tokens) / key[0]:.1f}"]
-        cells += [f"{run.wasted:.0%}", f"{key[1]:g} / {key[2]}", note]
+        note = "◀ knee" if run.budget == found else ""
+        cells = [f"{run.budget:g}", str(key[0]), str(max(run.tokens)), f"{total / key[0]:.1f}"]
+        cells += [f"{1.0 - total / (run.budget * key[0]):.0%}", f"{key[1]:g} / {key[2]}", note]
         table.add_row(*map(Text, cells), style="bold" if note else "")
     return table
+
+
+def _sweep_figure(runs: Sequence[Measured], found: int | None, told: str) -> Figure:
+    """Steps over budget. told: the title."""
+    from reflex_runtime.observe.plots import Figure, MaxNLocator
+
+    budgets, steps = [run.budget for run in runs], [len(run.tokens) for run in runs]
+    figure = Figure(figsize=(9.0, 4.0), layout="constrained")
+    axes = figure.subplots()
+    axes.plot(budgets, steps, color=PALETTE[4], marker="o", markersize=3.2, drawstyle="steps-post", gid="steps")
+    if found is not None:
+        axes.plot(found, steps[budgets.index(found)], "o", color=PALETTE[1], markersize=8, gid="knee")
+    if budgets[-1] - budgets[0] >= BUDGETS:
+        axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_major_locator(MaxNLocator(8, steps=[1, 2, 5, 10], integer=True))
+    axes.set(title=told, xlabel="max_num_batched_tokens: the budget of a step, tokens", ylabel="steps",
+             ylim=(0.0, 1.12 * max(steps)))  # fmt: skip
+    return figure
