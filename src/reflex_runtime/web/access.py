@@ -35,7 +35,7 @@ _FORWARDED: Final = (
 _ONE: Final = (b"authorization", b"x-reflex-key", b"x-api-key", b"origin", b"content-type", b"content-encoding")
 _PORTS: Final = {"http": ":80", "https": ":443"}
 _MOST: Final = 1024  # bytes of the list of headers that a preflight asks for
-_SHOWN: Final = b"X-Request-Id, X-Should-Retry, Retry-After"
+_SHOWN: Final = b"X-Request-Id, X-Should-Retry, X-Reflex-Ignored, Retry-After"
 
 
 class Trust:

@@ -18,7 +18,7 @@ from reflex_runtime.llm.api.responses import ResponseFields
 from serving.openai_toy import Toy
 
 PAGE = Path(__file__).parents[3] / "docs" / "model-apis.md"
-WORKS, NOTHING, REFUSED = "works", "no effect", "refused"
+WORKS, NOTHING, HINT, REFUSED = "works", "no effect", "hint", "refused"
 FUNCTION: Final = {"name": "move", "parameters": {"type": "object"}}
 FORM: Final = {"type": "json_object"}
 CALL: Final = {"tools": [{"type": "function", "function": FUNCTION}]}
@@ -97,6 +97,7 @@ SAMPLES: Final[dict[str, Any]] = {
     "cache_control": {"type": "ephemeral"},
     "chat_template_kwargs": {"level": 1},
     "container": "c",
+    "client_metadata": {"x": "y"},
     "context_management": [{"type": "compaction"}],
     "conversation": "c",
     "deadline_ms": 60_000,
@@ -167,7 +168,6 @@ SAMPLES: Final[dict[str, Any]] = {
 # Taken, because it says nothing about the answer: of caches that every prompt goes through here, and of bookkeeping.
 WITHOUT_EFFECT: Final = frozenset(
     {
-        ("chat completions", "metadata"),
         ("responses", "stream_options"),
         *((api, "cache_control") for api in APIS),
         *((api, f"prompt_cache_{of}") for api in APIS for of in ("key", "options", "retention")),
@@ -191,7 +191,8 @@ def answered(toy: Toy, name: str, field: str) -> str:
     asked = sample if isinstance(sample, dict) and field in sample else {field: sample}
     answer = toy.post(api.path, api.least | asked)
     if answer.status == 200:
-        return NOTHING if (name, field) in WITHOUT_EFFECT else WORKS
+        hints = answer.headers.get("x-reflex-ignored", "")
+        return HINT if hints.startswith(field) else NOTHING if (name, field) in WITHOUT_EFFECT else WORKS
     error = answer.json["error"]
     assert answer.status == 400, (field, answer.body)
     assert error["message"].startswith(field), (field, error)

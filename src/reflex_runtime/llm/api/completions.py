@@ -8,6 +8,8 @@ or not, its request is cancelled. Spans follow the GenAI conventions of OpenTele
 from __future__ import annotations
 
 import asyncio
+import logging
+import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -33,6 +35,8 @@ from reflex_runtime.web.app import cancelled_by
 from reflex_runtime.web.errors import Headers, known
 from reflex_runtime.web.request import HttpRequest, HttpResponse
 
+log = logging.getLogger("reflex.server")
+
 T = TypeVar("T")
 LARGE: Final = 128 * 1024
 """Bytes of a body; what is larger is read beside the loop: what its messages become is Python's, 100 ms a megabyte."""
@@ -41,6 +45,9 @@ _STREAM: Final[Headers] = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # some proxies buffer answers; this header forbids it
 ]
+IGNORED: Final = b"x-reflex-ignored"
+MOST_TOLD: Final = 50  # hints that the header names
+_PLACE: Final = re.compile(r"\[\d+\]")
 WIRE: Final = "openai"
 FIRST_TOKEN: Final = "gen_ai.first_token"  # a moment
 _PROVIDER: Final = "reflex"
@@ -51,6 +58,7 @@ class CompletionHandler:
 
     def __init__(self, state: ServerState) -> None:
         self.state = state
+        self._told: set[str] = set()
 
     async def complete(self, dialect: ModelApi, request: HttpRequest) -> None:
         span = self._span(request)
@@ -64,6 +72,7 @@ class CompletionHandler:
                 span.asked(asked)
             adapter = self.state.adapter(asked.model)
             underway = PendingCompletion(request, host.generator, asked, self.state.plan.config, adapter, span)
+            self._tell(dialect.path, asked.ignored)
             del asked  # once it is queued, its texts are not kept
             try:
                 await underway.queue()
@@ -84,6 +93,13 @@ class CompletionHandler:
             raise
         if span is not None:
             span.answered(answer)
+
+    def _tell(self, path: str, ignored: Sequence[str]) -> None:
+        """Log hints that nothing follows, the same ones once."""
+        names = {_PLACE.sub("[]", f"{path}: {name}") for name in ignored} - self._told
+        for name in sorted(names):
+            log.info("%s is a hint that nothing here follows; answers name it in %s", name, IGNORED.decode())
+        self._told |= names
 
     def refused(self, request: HttpRequest, error: ReflexError) -> None:
         """It was refused before it was read."""
@@ -177,7 +193,12 @@ class PendingCompletion:
             self._noted()
             answer.add(index, outputs)
         told = self._asked.prompt_logprobs is not None or self._asked.params.logprobs is not None
-        await self._request.answer(HttpResponse(200, await _made(told, answer.whole)))
+        await self._request.answer(HttpResponse(200, await _made(told, answer.whole), headers=self._hints()))
+
+    def _hints(self) -> Headers:
+        """The header that names hints that nothing follows, where there are some."""
+        names = ", ".join(self._asked.ignored[:MOST_TOLD])
+        return [(IGNORED, names.encode())] if names else []
 
     def _noted(self) -> None:
         if self._span is not None:
@@ -189,7 +210,7 @@ class PendingCompletion:
             events = await _made(self._asked.prompt_logprobs is not None, partial(answer.chunk, index, outputs))
             if not request.begun:
                 self._noted()
-                await request.begin(200, _STREAM, answer.failed)
+                await request.begin(200, [*_STREAM, *self._hints()], answer.failed)
             if events:
                 await request.write(events)
         await request.end(answer.end())

@@ -1,19 +1,20 @@
 """From the bytes of a body to its fields, checked in one pass by msgspec; errors name the field as its caller wrote it.
 
-What would keep the event loop waiting is refused before it is decoded.
+What would keep the event loop waiting is refused before it is decoded. What a field means that nothing here follows is
+looked up in one place for all dialects (`FieldKinds`).
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Any, TypeVar
 
 import msgspec
 
 from reflex_runtime.llm.api.errors import BadRequest
-from reflex_runtime.llm.api.fields import MOST_PROMPTS, MOST_TOKENS
+from reflex_runtime.llm.api.fields import MOST_PROMPTS, MOST_TOKENS, FieldKinds
 from reflex_runtime.web.fields import is_json, printable, suggestion
 
 MOST_MESSAGES = 10_000
@@ -42,9 +43,8 @@ def _parts(kind: type[msgspec.Struct]) -> msgspec.json.Decoder[msgspec.Struct]:
     return msgspec.json.Decoder(msgspec.defstruct("Parts", fields, forbid_unknown_fields=True))
 
 
-def decode(decoder: msgspec.json.Decoder[F], body: bytes, plain: Mapping[str, tuple[Any, ...]]) -> F:
-    """The fields, or the BadRequest that names what is wrong. plain: fields that are known and not supported, with the
-    values that have no effect; None and empty values have none either."""
+def decode(decoder: msgspec.json.Decoder[F], body: bytes, kinds: FieldKinds) -> tuple[F, list[str]]:
+    """The fields, and the places of hints that nothing here follows; or the BadRequest that names what is wrong."""
     try:
         if not body.isascii():
             body.decode()  # msgspec does not look into what it skips or leaves raw
@@ -60,11 +60,56 @@ def decode(decoder: msgspec.json.Decoder[F], body: bytes, plain: Mapping[str, tu
         raise _invalid(str(error), decoder.type) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise BadRequest(f"the body is not JSON: {error}", told="invalid_json") from None
-    for name, values in plain.items():
-        value = getattr(fields, name, None)
-        if value is not None and value != [] and value != {} and value != "" and value not in values:
-            raise BadRequest(f"{name}: is not supported here; leave it out", name)
-    return fields
+    return fields, _hints(fields, kinds)
+
+
+def _hints(fields: msgspec.Struct, kinds: FieldKinds, where: str = "") -> list[str]:
+    """The places of hints that mean something; BadRequest for a wish that does. where: these fields are."""
+    for path, values in kinds.wishes.items():
+        for name, value in _said(fields, path, where):
+            if value not in values:
+                raise BadRequest(f"{name}: is not supported here; leave it out", name)
+    said = ((name, value, values) for path, values in kinds.hints.items() for name, value in _said(fields, path, where))
+    return [name for name, value, values in said if value not in values]
+
+
+def _said(fields: Any, path: str, where: str) -> Iterator[tuple[str, Any]]:
+    """The values at a path that are not empty, and where each is."""
+    name, _, rest = path.partition(".")
+    plain = name.removesuffix("[]")
+    found = getattr(fields, plain, None)
+    for i, value in enumerate((found or ()) if name != plain else (found,)):
+        place = f"{where}{plain}[{i}]" if name != plain else f"{where}{plain}"
+        if rest:
+            yield from _said(value, rest, f"{place}.")
+        elif value is not None and value != [] and value != {} and value != "":
+            yield place, value
+
+
+class _Typed(msgspec.Struct):
+    type: Any = None
+
+
+_typed = msgspec.json.Decoder(_Typed)
+
+
+def functions_of(
+    sent: Sequence[msgspec.Raw] | None, decoder: msgspec.json.Decoder[F], own: str, kinds: FieldKinds
+) -> tuple[dict[str, F], list[str]]:
+    """The tools that are functions, by their places, and the places of hints. A tool of another type than `own` is one:
+    it is for a server that would run it, and is left out."""
+    found, hints = dict[str, F](), list[str]()
+    for i, raw in enumerate(sent or ()):
+        where = f"tools[{i}]"
+        try:
+            if _typed.decode(raw).type not in (None, own):
+                hints.append(where)
+                continue
+            found[where] = decoder.decode(raw)
+        except msgspec.ValidationError as error:
+            raise _invalid(str(error), decoder.type, where) from None
+        hints += _hints(found[where], kinds, f"{where}.")
+    return found, hints
 
 
 def _whole(name: str, value: float) -> int:
@@ -87,11 +132,11 @@ def _check_values(parts: msgspec.Struct) -> None:
             raise BadRequest(f"{name}: holds more than {MOST_PLAIN} values", name)
 
 
-def _invalid(text: str, kind: type[msgspec.Struct]) -> BadRequest:
-    """What msgspec says, with the name of the field as the caller wrote it. kind: of the body."""
+def _invalid(text: str, kind: type[msgspec.Struct], inside: str = "") -> BadRequest:
+    """What msgspec says, with the name of the field as the caller wrote it. kind: of the body, or what is inside."""
     unknown, path = _UNKNOWN.search(text), _PATH.search(text)
     where = path[1] if path else ""
-    param = ".".join(filter(None, (where, unknown[1] if unknown else "")))
+    param = ".".join(filter(None, (inside, where, unknown[1] if unknown else "")))
     plain = _PATH.sub("", text)
     told = printable(f"{param or 'the body'}: {plain[:1].lower()}{plain[1:]}") + suggestion(text, kind)
     return BadRequest(told, printable(param) or None)
@@ -116,13 +161,14 @@ def prompts_of(sent: msgspec.Raw) -> list[str | list[int]]:
     if not 1 <= len(found) <= MOST_PROMPTS:
         raise BadRequest(f"prompt: holds {len(found)} prompts, must hold 1 to {MOST_PROMPTS}", "prompt")
     kind = type(found[0])
-    for one in found:
+    for i, one in enumerate(found):
+        where = f"prompt[{i}]" if len(found) > 1 else "prompt"
         if type(one) is not kind or not isinstance(one, (str, list)):
             raise BadRequest("prompt: must be a text, texts, token ids, or lists of token ids", "prompt")
         if isinstance(one, list) and not all(type(token) is int for token in one):
-            raise BadRequest("prompt: token ids must be whole numbers", "prompt")
+            raise BadRequest(f"{where}: token ids must be whole numbers", where)
         if not one:
-            raise BadRequest("prompt: is empty; at least one token is needed", "prompt")
+            raise BadRequest(f"{where}: is empty; at least one token is needed", where)
     return found
 
 
@@ -139,7 +185,8 @@ def _many_ids(raw: bytes) -> list[str | list[int]]:
     except msgspec.DecodeError:
         raise BadRequest("prompt: must be a text, texts, token ids, or lists of token ids", "prompt") from None
     if [] in found:
-        raise BadRequest("prompt: is empty; at least one token is needed", "prompt")
+        where = f"prompt[{found.index([])}]" if len(found) > 1 else "prompt"
+        raise BadRequest(f"{where}: is empty; at least one token is needed", where)
     return found
 
 

@@ -51,9 +51,24 @@ async def _tokens(runtime: Generator[Any], asked: wire.CompletionRequest) -> lis
         if asked.conversation is not None:
             return [await runtime.texts.encode_chat(asked.conversation)]
         texts = [prompt for prompt in asked.prompts if isinstance(prompt, str)]  # all of them are, or none
-        return await runtime.texts.encode(texts) if texts else [p for p in asked.prompts if not isinstance(p, str)]
+        if not texts:
+            return [p for p in asked.prompts if not isinstance(p, str)]
+        try:
+            return await runtime.texts.encode(texts)
+        except (ConfigError, TooLarge):
+            return [await _one(runtime, text, asked.place(i)) for i, text in enumerate(texts)]
     except ConfigError as error:
         raise wire.refused(error, asked.field) from None
+
+
+async def _one(runtime: Generator[Any], text: str, place: str) -> list[int]:
+    """The tokens of one of several texts, of which one cannot be tokenised."""
+    try:
+        return (await runtime.texts.encode([text]))[0]
+    except TooLarge as error:
+        raise BadRequest(f"{place}: {error.message}", place, "context_length_exceeded") from None
+    except ConfigError as error:
+        raise wire.refused(error, place) from None
 
 
 async def matcher_of(runtime: Generator[Any], asked: wire.CompletionRequest) -> Matcher | None:
@@ -141,8 +156,8 @@ async def requests_of(
     """The requests of the prompt of that number, one for each choice; the first is asked what the model says of the
     prompt. slices: of all prompts, since thousands are made. Raises BadRequest where they could never run."""
     params = asked.params
-    if asked.max_tokens is None:  # as many as there is room for
-        room = runtime.limits.room(len(ids))
+    room = runtime.limits.room(len(ids))
+    if asked.max_tokens is None or (asked.cut and asked.max_tokens > room):  # as many as there is room for
         if params.min_tokens > room:
             raise BadRequest(f"min_tokens={params.min_tokens}: there is room for {room} tokens", "min_tokens")
         params = changed(params, max_tokens=room)
@@ -156,9 +171,11 @@ async def requests_of(
             own = replace(options, id=name, prompt_logprobs=None if i else options.prompt_logprobs)
             found.append(runtime.request(ids, seeded, own, matcher))
         except TooLarge as error:
-            raise BadRequest(error.message, asked.field, "context_length_exceeded") from None
+            place = asked.place(number)
+            told = error.message if place == asked.field else f"{place}: {error.message}"
+            raise BadRequest(told, place, "context_length_exceeded") from None
         except ConfigError as error:
-            raise wire.refused(error, asked.field) from None
+            raise wire.refused(error, asked.place(number)) from None
     return found
 
 

@@ -1,7 +1,8 @@
-"""The fields of OpenAI requests: those that are supported, and those that are known and refused.
+"""The fields of OpenAI requests, and for every dialect what its fields are that nothing here follows (`FieldKinds`).
 
-`requests.py` makes requests of them. A field of the OpenAI API that is not supported here is refused with its name
-if its value would change the answer. An unknown field is always refused. No field is ignored silently.
+`requests.py` makes requests of them. A wish, whose value would change the answer, is refused with its name, and so is a
+field of no API. A hint is taken and told: budgets, efforts, bookkeeping, tools that another server would run. History,
+what earlier answers of anybody brought along, is taken: structs of messages leave out what they do not know.
 
 Beyond theirs, as other servers of open models name them: `top_k`, `min_p`, `repetition_penalty`, `min_tokens`,
 `stop_token_ids`, `include_stop_str_in_output`, `ignore_eos`, `structured_outputs`. Ours: `priority` (urgent, default,
@@ -12,7 +13,7 @@ share a request takes. How a request is sampled that does not say it is the mode
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Final, Literal
 
@@ -27,12 +28,11 @@ from reflex_runtime.web.fields import Whole, encode
 
 MOST_TEXTS: Final = 1000  # of which an answer may have to be one
 _ANY_OBJECT: Final = '{"type": "object"}'
-MOST_TOOLS = 128
+MOST_TOOLS = 1024
 NAME = r"^[a-zA-Z0-9_.-]{1,64}$"
 MOST_CHOICES = 128  # of one prompt
 MOST_PROMPTS = 2048  # of one request
 MOST_TOKENS = 1 << 20  # of one request, where prompts come as token ids
-OF_ANSWERS = ("refusal", "annotations", "audio", "function_call")  # in a message
 
 
 class JsonSchemaFormat(msgspec.Struct, forbid_unknown_fields=True):
@@ -177,17 +177,17 @@ NO_TOOLS = AskedTools()
 
 
 def tools_of(
-    sent: Sequence[ToolFunction], choice: str | ChosenFunction | None, parallel: bool | None, inside: str = ""
+    sent: Mapping[str, ToolFunction], choice: str | ChosenFunction | None, parallel: bool | None
 ) -> tuple[AskedTools, list[dict[str, Any]]]:
-    """The tools, and what a chat template shows the model of them. BadRequest names what is wrong. inside: where in an
-    entry of `tools` its function stands."""
+    """The tools, and what a chat template shows the model of them. BadRequest names what is wrong. sent: by where the
+    request has them."""
     if len(sent) > MOST_TOOLS:
         raise BadRequest(f"tools: holds {len(sent)}, at most {MOST_TOOLS} are taken", "tools")
-    tools = [Tool(function.name, function.parameters or {"type": "object"}) for function in sent]
-    for i, tool in enumerate(tools):
+    tools = [Tool(function.name, function.parameters or {"type": "object"}) for function in sent.values()]
+    for where, tool in zip(sent, tools, strict=True):
         if not re.fullmatch(NAME, tool.name):
-            name = f"tools[{i}]{inside}.name"
-            raise BadRequest(f"{name}={tool.name[:80]!r}: must be 1 to 64 letters, digits, _, - or .", name)
+            told = f"{where}.name={tool.name[:80]!r}: must be 1 to 64 letters, digits, _, - or ."
+            raise BadRequest(told, f"{where}.name")
     if choice == "none":
         return NO_TOOLS, []
     named = choice.name if isinstance(choice, ChosenFunction) else None
@@ -197,7 +197,7 @@ def tools_of(
         raise BadRequest(f"tool_choice: {named[:80]!r} is none of the tools", "tool_choice")
     may = tuple(tool for tool in tools if named in (None, tool.name))
     several = parallel is not False and named is None
-    shown = [{"type": "function", "function": _shown(function)} for function in sent]
+    shown = [{"type": "function", "function": _shown(function)} for function in sent.values()]
     return AskedTools(may, choice == "required" or named is not None, several), shown
 
 
@@ -278,19 +278,18 @@ class CompletionFields(CommonFields, kw_only=True):
     suffix: str | None = None
 
 
-class Message(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """One message; what an answer brings along as null may be sent back."""
+class Message(msgspec.Struct, kw_only=True):
+    """One message. reasoning: what other servers call reasoning_content."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[MessagePart] | None = None
     name: str | None = None
-    refusal: Any = None
-    annotations: Any = None
     audio: Any = None
     function_call: Any = None
     tool_calls: list[CalledTool] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
+    reasoning: Any = None
 
 
 class ChatFields(CommonFields, kw_only=True):
@@ -308,48 +307,72 @@ class ChatFields(CommonFields, kw_only=True):
     moderation: Any = None
     parallel_tool_calls: bool | None = None
     prediction: Any = None
-    prompt_cache_key: str | None = None
+    prompt_cache_key: Any = None
     prompt_cache_options: Any = None
-    prompt_cache_retention: str | None = None
+    prompt_cache_retention: Any = None
     reasoning_effort: Any = None
     safety_identifier: str | None = None
-    service_tier: str | None = None
-    store: bool | None = None
+    service_tier: Any = None
+    store: Any = None
     tool_choice: Literal["none", "auto", "required"] | ChosenTool | None = None
-    tools: list[ToolField] | None = None
+    tools: list[msgspec.Raw] | None = None  # of `ToolField`, and of tools that another server would run
     chat_template_kwargs: dict[str, Any] | None = None
-    verbosity: str | None = None
+    verbosity: Any = None
     web_search_options: Any = None
 
 
-# Values without effect, of fields that are not supported by any API that knows them. None and empty values have none
-# either.
-PLAIN: dict[str, tuple[Any, ...]] = {
+Values = Mapping[str, tuple[Any, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class FieldKinds:
+    """What the fields of a dialect are that are known and not followed, by path (`messages[].audio`), with the values
+    that mean nothing; None and empty values mean nothing either.
+
+    wishes: would change the answer, and are refused. hints: would not, and are taken and told. Fields of neither kind
+    are followed, or concern what every request gets here, such as the cache of prompts.
+    """
+
+    wishes: Values
+    hints: Values
+
+
+_WISHES: Final[dict[str, tuple[Any, ...]]] = {
     "access_programs": (),
     "audio": (),
     "background": (False,),
     "background_options": (),
-    "container": (),
-    "context_management": (),
     "conversation": (),
-    "diagnostics": (),
     "function_call": ("none", "auto"),
     "functions": (),
     "image": (),
+    "messages[].audio": (),
+    "messages[].function_call": (),
+    "modalities": (["text"],),
+    "moderation": (),
+    "previous_response_id": (),
+    "suffix": (),
+}
+_HINTS: Final[dict[str, tuple[Any, ...]]] = {
+    "client_metadata": (),
+    "container": (),
+    "context_management": (),
+    "diagnostics": (),
     "include": (),
     "inference_geo": (),
     "max_tool_calls": (),
     "mcp_servers": (),
-    "modalities": (["text"],),
-    "moderation": (),
+    "metadata": (),
+    "output_config.effort": ("high",),
     "prediction": (),
-    "previous_response_id": (),
     "reasoning": ({"effort": None}, {"effort": None, "summary": None}, {"effort": "none"}),
     "reasoning_effort": ("none",),
     "service_tier": ("auto", "default"),
     "speed": ("standard",),
     "store": (False,),
-    "suffix": (),
+    "text.verbosity": ("medium",),
+    "thinking.budget_tokens": (),
+    "thinking.display": ("summarized",),
     "truncation": ("disabled",),
     "user_profile_id": (),
     "verbosity": ("medium",),
@@ -358,6 +381,15 @@ PLAIN: dict[str, tuple[Any, ...]] = {
 }
 
 
-def plain_of(kind: type[msgspec.Struct], **own: tuple[Any, ...]) -> dict[str, tuple[Any, ...]]:
-    """The values of `PLAIN` of the fields of a body. own: of fields that another API supports or knows otherwise."""
-    return {name: of for name, of in (PLAIN | own).items() if name in kind.__struct_fields__}
+def kinds_of(kind: type[msgspec.Struct], wishes: Values, hints: Values, followed: Sequence[str] = ()) -> FieldKinds:
+    """Of a body: what all dialects have alike, and its own. followed: fields that this dialect follows."""
+    there = {name for name in kind.__struct_fields__ if name not in followed}
+
+    def own(values: Values, more: Values) -> Values:
+        return {path: of for path, of in values.items() if re.split(r"[.\[]", path)[0] in there} | dict(more)
+
+    return FieldKinds(own(_WISHES, wishes), own(_HINTS, hints))
+
+
+TEXT_KINDS: Final = kinds_of(CompletionFields, {}, {})
+CHAT_KINDS: Final = kinds_of(ChatFields, {}, {})

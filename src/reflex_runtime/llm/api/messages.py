@@ -1,8 +1,7 @@
 """POST /v1/messages: from a body of the Anthropic API to the same request that a chat makes.
 
-As everywhere, a field that is not supported is refused with its name if its value would change the answer. The further
-fields of `MoreFields` are taken here, too. `thinking` and results of tools are told to the chat template by the names
-that templates know: `enable_thinking`, and messages with the role tool.
+The further fields of `MoreFields` are taken here, too. `thinking` and results of tools are told to the chat template by
+the names that templates know: `enable_thinking`, and messages with the role tool.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import msgspec
 from msgspec.structs import replace as changed
 
 from reflex_runtime.core.errors import ReflexError
-from reflex_runtime.llm.api.decode import decode
+from reflex_runtime.llm.api.decode import decode, functions_of
 from reflex_runtime.llm.api.errors import BadRequest, error_form, renamed, told
 from reflex_runtime.llm.api.fields import (
     AskedTools,
@@ -26,7 +25,7 @@ from reflex_runtime.llm.api.fields import (
     MoreFields,
     ResponseFormat,
     ToolFunction,
-    plain_of,
+    kinds_of,
     said_as,
     tools_of,
 )
@@ -38,9 +37,11 @@ from reflex_runtime.llm.api.requests import (
     check_length,
     conversing,
     no_defaults,
+    output_of,
+    parts_of,
     sent_call,
     template_variables,
-    text_of,
+    texts_of,
 )
 from reflex_runtime.llm.engine.tokenizer import Conversation
 from reflex_runtime.llm.engine.tool_calls import ToolCall
@@ -59,20 +60,19 @@ class Block(MessagePart):
     name: str | None = None
     input: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
     tool_use_id: str | None = None
-    content: str | list[Block] | None = None
+    content: Any = None
     is_error: bool | None = None
 
 
-class Turn(msgspec.Struct, forbid_unknown_fields=True):
-    """A message."""
+class Turn(msgspec.Struct):
+    """A message. system: for what an agent adds on the way."""
 
-    role: Literal["user", "assistant"]
+    role: Literal["user", "assistant", "system"]
     content: str | list[Block]
 
 
 class NamedTool(msgspec.Struct, forbid_unknown_fields=True):
-    """A function that the model may call. cache_control, eager_input_streaming: have no effect. type: those of tools
-    that a server would run are refused."""
+    """A function that the model may call. cache_control, eager_input_streaming: have no effect."""
 
     name: str
     input_schema: dict[str, Any] | None = None
@@ -80,7 +80,7 @@ class NamedTool(msgspec.Struct, forbid_unknown_fields=True):
     type: str | None = None
     strict: bool | None = None
     cache_control: Any = None
-    eager_input_streaming: bool | None = None
+    eager_input_streaming: Any = None
     allowed_callers: Any = None
     defer_loading: Any = None
     input_examples: Any = None
@@ -97,9 +97,9 @@ class Choosing(msgspec.Struct, forbid_unknown_fields=True):
 class Thinking(msgspec.Struct, forbid_unknown_fields=True):
     """Whether the model may think first, where it is one that can."""
 
-    type: Literal["enabled", "disabled", "adaptive", "between_tools"]
-    budget_tokens: Whole | None = None
-    display: str | None = None
+    type: str
+    budget_tokens: Any = None
+    display: Any = None
 
 
 class SchemaForm(msgspec.Struct, forbid_unknown_fields=True):
@@ -113,10 +113,10 @@ class OutputConfig(msgspec.Struct, forbid_unknown_fields=True):
     """What the answer is to be like."""
 
     format: SchemaForm | None = None
-    effort: str | None = None
+    effort: Any = None
 
 
-class Metadata(msgspec.Struct, forbid_unknown_fields=True):
+class Metadata(msgspec.Struct):
     """user_id: the client whose fair share the request takes."""
 
     user_id: str | None = None
@@ -128,7 +128,7 @@ class TalkFields(MoreFields, kw_only=True):
     model: str
     messages: list[Turn]
     system: str | list[Block] | None = None
-    tools: list[NamedTool] | None = None
+    tools: list[msgspec.Raw] | None = None  # of `NamedTool`, and of tools that another server would run
     tool_choice: Choosing | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
@@ -136,7 +136,7 @@ class TalkFields(MoreFields, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     context_management: Any = None
     mcp_servers: Any = None
-    speed: str | None = None
+    speed: Any = None
 
 
 class MessageFields(TalkFields, kw_only=True):
@@ -150,10 +150,10 @@ class MessageFields(TalkFields, kw_only=True):
     metadata: Metadata | None = None
     container: Any = None
     diagnostics: Any = None
-    inference_geo: str | None = None
-    service_tier: str | None = None
-    user_profile_id: str | None = None
-    workspace_id: str | None = None
+    inference_geo: Any = None
+    service_tier: Any = None
+    user_profile_id: Any = None
+    workspace_id: Any = None
 
 
 class InputTokens(msgspec.Struct):
@@ -162,17 +162,24 @@ class InputTokens(msgspec.Struct):
     input_tokens: int
 
 
-PLAIN: Final = plain_of(
-    MessageFields, include_stop_str_in_output=(False,), service_tier=("auto", "standard_only")
+KINDS: Final = kinds_of(
+    MessageFields,
+    {"include_stop_str_in_output": (False,), "thinking.type": ("adaptive", "enabled", "disabled")},
+    {"service_tier": ("auto", "standard_only")},
+    followed=("metadata",),
 )
+_TOOL_KINDS: Final = kinds_of(
+    NamedTool, {}, {"allowed_callers": (["direct"],), "defer_loading": (False,), "input_examples": ()}
+)
+_tool = msgspec.json.Decoder(NamedTool)
 _message = msgspec.json.Decoder(MessageFields)
 _count = msgspec.json.Decoder(TalkFields)
 
 
 def message(body: bytes, defaults: DefaultsOf = no_defaults) -> CompletionRequest:
     """POST /v1/messages, or the BadRequest that names what is wrong. defaults: of a model, by its name."""
-    fields = decode(_message, body, PLAIN)
-    conversation, tools = _conversation(fields)
+    fields, hints = decode(_message, body, KINDS)
+    conversation, tools, more = _conversation(fields)
     common = CommonFields(
         model=fields.model,
         stop=fields.stop_sequences,
@@ -191,12 +198,13 @@ def message(body: bytes, defaults: DefaultsOf = no_defaults) -> CompletionReques
     }
     with renamed(names):
         asked = conversing(common, conversation, fields.max_tokens, "max_tokens", defaults, tools)
-    return replace(asked, params=changed(asked.params, include_stop=True), form_field="output_config.format")
+    params = changed(asked.params, include_stop=True)
+    return replace(asked, params=params, form_field="output_config.format", cut=True, ignored=[*hints, *more])
 
 
 def counted(body: bytes) -> tuple[str, Conversation]:
     """POST /v1/messages/count_tokens: the model, and what it would be asked; or the BadRequest."""
-    fields = decode(_count, body, PLAIN)
+    fields, _ = decode(_count, body, KINDS)
     for name, value in said_as(MoreFields, fields).items():
         if value is not None:
             raise BadRequest(f"{name}: is of an answer, and none is made here; leave it out", name)
@@ -205,14 +213,13 @@ def counted(body: bytes) -> tuple[str, Conversation]:
 
 
 def _form(config: OutputConfig | None) -> ResponseFormat | None:
-    if config is not None and config.effort not in (None, "high"):
-        raise BadRequest("output_config.effort: is not supported here; leave it out", "output_config.effort")
     if config is None or config.format is None:
         return None
     return ResponseFormat("json_schema", JsonSchemaFormat("answer", config.format.schema))
 
 
-def _conversation(fields: TalkFields) -> tuple[Conversation, AskedTools]:
+def _conversation(fields: TalkFields) -> tuple[Conversation, AskedTools, list[str]]:
+    """What is said, the tools, and the places of hints among them."""
     turns = fields.messages
     blocks = sum(len(turn.content) for turn in turns if isinstance(turn.content, list))
     check_length("messages", len(turns), blocks)
@@ -221,44 +228,32 @@ def _conversation(fields: TalkFields) -> tuple[Conversation, AskedTools]:
     inputs = (b.input for turn in turns if isinstance(turn.content, list) for b in turn.content)
     check_arguments("messages", "inputs of their tool_use", (bytes(one).decode() for one in inputs))
     messages: list[dict[str, Any]] = []
-    if system := _instructions(fields.system or ""):
+    if system := _instructions(fields.system):
         messages.append({"role": "system", "content": system})
     for i, turn in enumerate(turns):
         messages += _turn(f"messages[{i}]", turn)
-    tools, shown = _tools(fields)
-    more = _thinking(fields.thinking) | template_variables(fields.chat_template_kwargs)
-    return Conversation(messages, shown, more), tools
+    tools, shown, hints = _tools(fields)
+    more = {} if fields.thinking is None else {"enable_thinking": fields.thinking.type != "disabled"}
+    more |= template_variables(fields.chat_template_kwargs)
+    return Conversation(messages, shown, more), tools, hints
 
 
-def _instructions(system: str | list[Block]) -> str:
+def _instructions(system: str | list[Block] | None) -> Any:
     """Without the line of billing that some agents send first. Its value differs in every request, so no prompt would
     begin like an earlier one."""
-    text = text_of("system", system, "text")
-    return text.partition("\n")[2] if text.startswith(_BILLING) else text
+    texts = [system or ""] if not isinstance(system, list) else texts_of("system", system, "text")
+    if texts and texts[0].startswith(_BILLING):
+        texts[:1] = filter(None, (texts[0].partition("\n")[2],))
+    return parts_of(texts)
 
 
-def _thinking(said: Thinking | None) -> dict[str, Any]:
-    if said is None:
-        return {}
-    if said.type == "enabled" or said.budget_tokens is not None:
-        told = "no budget is held here; send type adaptive or disabled"
-        raise BadRequest(f"thinking.budget_tokens: {told}", "thinking.budget_tokens")
-    if said.type == "between_tools" or said.display not in (None, "summarized"):
-        name = "thinking.type" if said.type == "between_tools" else "thinking.display"
-        raise BadRequest(f"{name}: is not supported here; leave it out", name)
-    return {"enable_thinking": said.type == "adaptive"}
-
-
-def _tools(fields: TalkFields) -> tuple[AskedTools, list[dict[str, Any]]]:
-    sent = []
-    for i, tool in enumerate(fields.tools or ()):
-        where = f"tools[{i}]"
-        if tool.type not in (None, "custom") or tool.input_schema is None:
-            raise BadRequest(f"{where}: must be a custom tool, with its input_schema", where)
-        for name in ("allowed_callers", "defer_loading", "input_examples"):
-            if getattr(tool, name) not in (None, False, [], ["direct"]):
-                raise BadRequest(f"{where}.{name}: is not supported here; leave it out", f"{where}.{name}")
-        sent.append(ToolFunction(tool.name, tool.description, tool.input_schema, tool.strict))
+def _tools(fields: TalkFields) -> tuple[AskedTools, list[dict[str, Any]], list[str]]:
+    found, hints = functions_of(fields.tools, _tool, "custom", _TOOL_KINDS)
+    sent = {}
+    for where, tool in found.items():
+        if tool.input_schema is None:
+            raise BadRequest(f"{where}: must have an input_schema", where)
+        sent[where] = ToolFunction(tool.name, tool.description, tool.input_schema, tool.strict)
     named: str | ChosenFunction | None = None
     parallel = True
     if (choice := fields.tool_choice) is not None:
@@ -268,7 +263,7 @@ def _tools(fields: TalkFields) -> tuple[AskedTools, list[dict[str, Any]]]:
         if choice.name is not None:
             named = ChosenFunction(choice.name)
         parallel = not choice.disable_parallel_tool_use
-    return tools_of(sent, named, parallel)
+    return *tools_of(sent, named, parallel), hints
 
 
 def _turn(where: str, turn: Turn) -> Iterator[dict[str, Any]]:
@@ -285,14 +280,14 @@ def _turn(where: str, turn: Turn) -> Iterator[dict[str, Any]]:
             calls.append(sent_call(f"{name}.input", block.id, block.name, bytes(block.input).decode()))
         elif block.type == "thinking" and turn.role == "assistant" and block.thinking is not None:
             thoughts.append(block.thinking)
-        else:
+        elif turn.role != "assistant" or block.type in ("text", "tool_use", "thinking"):
             told = "only text, and tool_use, tool_result and thinking where they belong, each whole, are taken"
             raise BadRequest(f"{name}: has type {block.type[:50]!r}; {told}", name)
-    if not (texts or calls or thoughts):
+    if not texts and turn.role != "assistant":
         if any(block.type == "tool_result" for block in blocks):
             return
         raise BadRequest(f"{where}.content: is empty", f"{where}.content")
-    found: dict[str, Any] = {"role": turn.role, "content": "\n".join(texts)}
+    found: dict[str, Any] = {"role": turn.role, "content": parts_of(texts)}
     if calls:
         found["tool_calls"] = calls
     if thoughts:
@@ -303,7 +298,7 @@ def _turn(where: str, turn: Turn) -> Iterator[dict[str, Any]]:
 def _result(where: str, block: Block) -> dict[str, Any]:
     if block.tool_use_id is None:
         raise BadRequest(f"{where}.tool_use_id: is missing", f"{where}.tool_use_id")
-    text = text_of(f"{where}.content", block.content or "", "text")
+    text = output_of(f"{where}.content", block.content or "", "text")
     if block.is_error:
         text = f"Error: {text}"  # templates know no other way to say so
     return {"role": "tool", "tool_call_id": block.tool_use_id, "content": text}
@@ -366,7 +361,8 @@ class MessageAnswer(PartWriter):
 
     def _reason(self) -> str | None:
         if self._finish == "length":
-            return "max_tokens"
+            whole = self._reply.usage().completion_tokens >= (self._reply.asked.max_tokens or 0)
+            return "max_tokens" if whole else "model_context_window_exceeded"
         if self._reader.called:
             return "tool_use"
         return "stop_sequence" if self._stopped is not None else "end_turn"

@@ -1,12 +1,13 @@
 """/openapi.json of a model server: from the structs that decode and encode the bodies, as strict as what checks them.
 
-Unsupported fields of the APIs are listed with the values that have no effect. Where fields decide about each other, the
-commoner ones are described: a conversation that ends with the user's turn, tools that the model may call or not.
-JSON Schema cannot say that prompt and `max_tokens` share the model's context, that `min_tokens` is at most
-`max_tokens`, that a biased token is in the vocabulary, that `max_tokens` of 0 needs `echo`, that `prompt_logprobs` goes
-without `stream`, which texts are a schema, an expression or a grammar, that the form of an answer is said once, that
-all choices of all prompts are as many as may wait, that `best_of` is `n`, that `max_tokens` is `max_completion_tokens`,
-that `stream_options` needs `stream` and `top_logprobs` needs `logprobs`, and that token ids have no point.
+Wishes that are not served are listed with the values that mean nothing; a hint may have any value. Where fields
+decide about each other, the commoner ones are described: a conversation that ends with the user's turn, tools that
+the model may call or not. JSON Schema cannot say that prompt and `max_tokens` share the model's context, that
+`min_tokens` is at most `max_tokens`, that a biased token is in the vocabulary, that `max_tokens` of 0 needs `echo`,
+that `prompt_logprobs` goes without `stream`, which texts are a schema, an expression or a grammar, that the form of
+an answer is said once, that all choices of all prompts are as many as may wait, that `best_of` is `n`, that
+`max_tokens` is `max_completion_tokens`, that `stream_options` needs `stream` and `top_logprobs` needs `logprobs`, and
+that token ids have no point.
 """
 
 from __future__ import annotations
@@ -125,30 +126,47 @@ class ChatAnswer(answers.Body):
 
 
 class _Post(NamedTuple):
-    """plain: values of fields that have no effect. last: of a stream, its last event."""
+    """kinds: of its fields. last: of a stream, its last event. tool: a function among its tools."""
 
     summary: str
     body: type[msgspec.Struct]
     answer: type[msgspec.Struct]
-    plain: Mapping[str, tuple[Any, ...]] = {}
+    kinds: wire.FieldKinds = wire.FieldKinds({}, {})
     last: str = ""
+    tool: type[msgspec.Struct] | None = None
 
 
 _POSTS: Final = {
-    "/v1/completions": _Post(
-        "Text goes on", wire.CompletionFields, TextAnswer, wire.plain_of(wire.CompletionFields), "[DONE]"
-    ),
+    "/v1/completions": _Post("Text goes on", wire.CompletionFields, TextAnswer, wire.TEXT_KINDS, "[DONE]"),
     "/v1/chat/completions": _Post(
-        "A conversation goes on", wire.ChatFields, ChatAnswer, wire.plain_of(wire.ChatFields), "[DONE]"
+        "A conversation goes on", wire.ChatFields, ChatAnswer, wire.CHAT_KINDS, "[DONE]", wire.ToolField
     ),
     responses.PATH: _Post(
-        "A response to a conversation", responses.ResponseFields, ResponseBody, responses.PLAIN, "response.completed"
+        "A response to a conversation",
+        responses.ResponseFields,
+        ResponseBody,
+        responses.KINDS,
+        "response.completed",
+        responses.FlatTool,
     ),
     messages.PATH: _Post(
-        "A message that goes on a conversation", messages.MessageFields, MessageBody, messages.PLAIN, "message_stop"
+        "A message that goes on a conversation",
+        messages.MessageFields,
+        MessageBody,
+        messages.KINDS,
+        "message_stop",
+        messages.NamedTool,
     ),
-    messages.COUNT: _Post("Tokens of messages", messages.TalkFields, messages.InputTokens, messages.PLAIN),
-    "/tokenize": _Post("Token ids of a text or messages", tokenize.TokenizeFields, tokenize.TokenIds, tokenize.PLAIN),
+    messages.COUNT: _Post(
+        "Tokens of messages", messages.TalkFields, messages.InputTokens, messages.KINDS, tool=messages.NamedTool
+    ),
+    "/tokenize": _Post(
+        "Token ids of a text or messages",
+        tokenize.TokenizeFields,
+        tokenize.TokenIds,
+        tokenize.KINDS,
+        tool=wire.ToolField,
+    ),
     "/detokenize": _Post("The text of token ids", tokenize.DetokenizeFields, tokenize.Detokenized),
 }
 _GETS: Final = PAGES | {
@@ -187,7 +205,8 @@ _SCHEMA: Final = closed({"name": _STRING, "schema": {"type": "object"}} | _ABOUT
 _COMMON: Final[dict[str, dict[str, Any]]] = {
     "ResponseFormat": {
         "anyOf": [
-            _FORM, closed({"type": {"const": "json_schema"}, "json_schema": _SCHEMA}, "type", "json_schema"),
+            _FORM,
+            closed({"type": {"const": "json_schema"}, "json_schema": _SCHEMA}, "type", "json_schema"),
         ]
     },
     "StructuredOutputs": {
@@ -215,23 +234,22 @@ _COMMON: Final[dict[str, dict[str, Any]]] = {
     "TextFormat": _FORM,
     "Block": _part("text"),
     "Turn": closed({"role": {"const": "user"}, "content": _said("text", 1)}, "role", "content"),
-    "Thinking": closed({"type": {"enum": ["adaptive", "disabled"]}}, "type"),
+    "Thinking": closed({"type": {"enum": ["adaptive", "disabled", "enabled"]}}, "type"),
     "Choosing": closed({"type": {"enum": ["auto", "none"]}}, "type"),
-    "OutputConfig": closed({"effort": {"enum": [None, "high"]}}),
+    "OutputConfig": closed({"effort": {}}),
 }
 
 _CHOICE: Final = {"tool_choice": {"enum": [None, "none", "auto"]}}
-_UNUSED: Final[dict[str, Any]] = {"enum": [None, False, 0, [], ["direct"]]}
+_NOTHING: Final[dict[str, Any]] = {"enum": [None, "", []]}
 # Of single structs: what their fields take.
 _OWN: Final[dict[type, dict[str, Any]]] = {
     wire.ChatFields: _CHOICE,
     responses.ResponseFields: _CHOICE,
-    responses.TextConfig: {"verbosity": {"enum": [None, "medium"]}},
-    wire.Message: {"content": _said("text")} | {name: {"enum": [None, "", []]} for name in wire.OF_ANSWERS},
+    messages.MessageFields: {"max_tokens": within(1, 2**31)},
+    wire.Message: {"content": _said("text")} | {"audio": _NOTHING, "function_call": _NOTHING},
     messages.NamedTool: {
         "name": {"type": "string", "pattern": NAME},
         "type": {"enum": [None, "custom"]},
-        **dict.fromkeys(("allowed_callers", "defer_loading", "input_examples"), _UNUSED),
     },
 }
 # Parts of bodies whose fields have bounds, and the fields that they need.
@@ -239,7 +257,6 @@ _PARTS: Final[dict[type, tuple[str, ...]]] = {
     wire.Message: ("content",),
     messages.NamedTool: ("input_schema",),
     messages.Metadata: (),
-    responses.TextConfig: (),
 }
 _EMPTY: Final[dict[str, Any]] = {"string": "", "array": [], "object": {}}
 
@@ -254,17 +271,20 @@ def document(
 ) -> bytes:
     """The OpenAPI 3.1 document. names: those that may be asked for; most: choices that may wait; limits: None before
     the model is there. keys: of the server. named: whether it may name the model."""
-    schemas = schemas_of(*(kind for post in _POSTS.values() for kind in (post.body, post.answer)), Error, MessageError)
+    of_posts = (kind for post in _POSTS.values() for kind in (post.body, post.answer, post.tool) if kind is not None)
+    schemas = schemas_of(*of_posts, Error, MessageError)
     bounds = _bounds(names if named else (), most, limits)
     for kind, needed in _PARTS.items():
         _narrow(schemas[kind.__name__], bounds | _OWN.get(kind, {}), {}, needed)
     operations = dict(_GETS)
     for path, post in _POSTS.items():
         body = schemas.pop(post.body.__name__)
-        own = _OWN.get(post.body, {})
+        own = dict(_OWN.get(post.body, {}))
+        if post.tool is not None:
+            own["tools"] = {"type": "array", "items": ref(post.tool), "maxItems": MOST_TOOLS}
         if post.body is wire.CompletionFields:  # 0: only the prompt, with echo
             own = {"max_tokens": within(0, bounds["max_tokens"]["maximum"])}
-        _narrow(body, bounds | own, post.plain)
+        _narrow(body, bounds | own, post.kinds.wishes)
         if path == "/tokenize":
             body = _either(body)
         codes, told, answer = ["400", "404", "413", "415", "500", "503"], "", content(ref(post.answer))
@@ -294,8 +314,8 @@ def _narrow(
     needed: Sequence[str] = (),
 ) -> None:
     """Add to what a struct says of its fields. bounds: by name; one that has a type holds for values of that type, any
-    other is the whole schema. plain: fields that are not supported, and the values without effect. needed: fields that
-    must be there and are not null."""
+    other is the whole schema. plain: wishes, and their values without effect. needed: fields that must be there and
+    are not null."""
     for name, field in schema["properties"].items():
         arms = [arm for arm in field.get("anyOf", [field]) if arm != NULL]
         nullable = NULL in field.get("anyOf", ()) and name not in needed
@@ -316,7 +336,7 @@ def _narrow(
 
 def _bounds(names: Sequence[str], most: int, limits: Limits | None) -> dict[str, dict[str, Any]]:
     """What is checked of fields beyond their types, by name. names: of the models; () where they must not be told."""
-    longest, vocabulary = (2**31, 2**31) if limits is None else (limits.max_model_len - 1, limits.vocab_size - 1)
+    longest, vocabulary = (2**31, 2**31) if limits is None else (limits.longest - 1, limits.vocab_size - 1)
     ids = {"type": "array", "items": within(0, vocabulary), "minItems": 1}
     penalty = {"type": "number", "minimum": -2, "maximum": 2}
     limit = within(1, longest)
@@ -340,7 +360,7 @@ def _bounds(names: Sequence[str], most: int, limits: Limits | None) -> dict[str,
         "user": ID,
         "user_id": ID,
         "safety_identifier": ID,
-        "top_k": {"type": "integer", "minimum": 0},
+        "top_k": {"type": "integer", "minimum": -1},
         "deadline_ms": {"type": "number", "exclusiveMinimum": 0, "maximum": 600_000},
         "max_gap_ms": {"type": "number", "minimum": SHORTEST_GAP_MS, "maximum": LONGEST_GAP_MS},
         "min_p": {"type": "number", "minimum": 0, "maximum": 1},
@@ -358,7 +378,6 @@ def _bounds(names: Sequence[str], most: int, limits: Limits | None) -> dict[str,
         "logprobs": within(0, MOST_LOGPROBS),
         "prompt_logprobs": within(0, MOST_LOGPROBS),
         "top_logprobs": within(0, MOST_LOGPROBS),
-        "tools": {"type": "array", "maxItems": MOST_TOOLS},
         "chat_template_kwargs": {"type": "object", "maxProperties": 0},
         "metadata": {
             "type": "object",

@@ -1,4 +1,4 @@
-"""From the body of a request to what is asked, validated; no field is ignored silently.
+"""From the body of a request to what is asked, validated. What its fields are that nothing here follows: `FieldKinds`.
 
 At the end is what APIs that take conversations read alike. Errors name a field as its caller wrote it: `where`.
 """
@@ -17,12 +17,13 @@ import msgspec
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.core.request import PRIORITIES, Priority
 from reflex_runtime.ipc.messages import LONGEST_GAP_MS, MOST_LOGPROBS, SHORTEST_GAP_MS, SamplingParams
-from reflex_runtime.llm.api.decode import MOST_MESSAGES, MOST_VALUES, decode, prompts_of
+from reflex_runtime.llm.api.decode import MOST_MESSAGES, MOST_VALUES, decode, functions_of, prompts_of
 from reflex_runtime.llm.api.errors import BadRequest
 from reflex_runtime.llm.api.fields import (
+    CHAT_KINDS,
     MOST_CHOICES,
     NO_TOOLS,
-    OF_ANSWERS,
+    TEXT_KINDS,
     AskedTools,
     ChatFields,
     ChosenTool,
@@ -30,8 +31,9 @@ from reflex_runtime.llm.api.fields import (
     CompletionFields,
     Message,
     MessagePart,
+    ToolField,
     constraint_of,
-    plain_of,
+    kinds_of,
     tools_of,
 )
 from reflex_runtime.llm.engine.generation_options import SamplingDefaults
@@ -55,7 +57,9 @@ class CompletionRequest:
     tokens. echo: each answer begins with its prompt; prompt_only: and ends with it. prompt_logprobs: alternatives to
     report for each of the prompt's tokens; None: nothing is reported of them; told_of_prompt: those that the
     field of that name asks for. form_field: the name under which the form of the answer was sent;
-    prompt_field: the prompt, where that is not the usual one. said: what the answer repeats of the request.
+    prompt_field: the prompt, where that is not the usual one. said: what the answer repeats of the request. cut: a
+    max_tokens for which there is no room asks for as many as there is. ignored: places of its hints that nothing
+    follows.
     """
 
     model: str
@@ -79,6 +83,8 @@ class CompletionRequest:
     tools: AskedTools = NO_TOOLS
     prompt_field: str = ""
     said: dict[str, Any] = field(default_factory=dict)
+    cut: bool = False
+    ignored: Sequence[str] = ()
 
     def tier(self, by_kind: bool) -> Priority:
         """Its priority; of one that names none by its kind, or the default one."""
@@ -93,9 +99,13 @@ class CompletionRequest:
         """The name under which the prompt was sent."""
         return self.prompt_field or ("prompt" if self.conversation is None else "messages")
 
+    def place(self, number: int) -> str:
+        """The same, of the prompt of that number."""
+        return f"{self.field}[{number}]" if len(self.prompts) > 1 else self.field
+
 
 _completion, _chat = msgspec.json.Decoder(CompletionFields), msgspec.json.Decoder(ChatFields)
-_PLAIN_TEXT, _PLAIN_CHAT = plain_of(CompletionFields), plain_of(ChatFields)
+_tool, _TOOL_KINDS = msgspec.json.Decoder(ToolField), kinds_of(ToolField, {}, {})
 _NONE = SamplingDefaults()
 
 
@@ -106,13 +116,14 @@ def no_defaults(model: str) -> SamplingDefaults:
 
 def completion(body: bytes, defaults: DefaultsOf = no_defaults) -> CompletionRequest:
     """POST /v1/completions, or the BadRequest that names what is wrong. defaults: of a model, by its name."""
-    fields = decode(_completion, body, _PLAIN_TEXT)
+    fields, hints = decode(_completion, body, TEXT_KINDS)
     if fields.best_of is not None and fields.best_of != (fields.n or 1):
         raise BadRequest(f"best_of={fields.best_of}: must equal n={fields.n or 1}, or be left out", "best_of")
     most = 16 if fields.max_tokens is None else fields.max_tokens
     nothing = most == 0 and bool(fields.echo)  # the prompt alone: one token is made, and not told
     most = 1 if nothing else most
     asked = _asked(fields, prompts_of(fields.prompt), None, most, "max_tokens", fields.logprobs, defaults)
+    asked = replace(asked, ignored=hints)
     if not fields.echo:
         return asked
     scored = fields.logprobs if asked.prompt_logprobs is None else max(asked.prompt_logprobs, fields.logprobs or 0)
@@ -121,7 +132,9 @@ def completion(body: bytes, defaults: DefaultsOf = no_defaults) -> CompletionReq
 
 def chat(body: bytes, defaults: DefaultsOf = no_defaults) -> CompletionRequest:
     """POST /v1/chat/completions, or the BadRequest that names what is wrong. defaults: of a model, by its name."""
-    return chat_request(decode(_chat, body, _PLAIN_CHAT), defaults)
+    fields, hints = decode(_chat, body, CHAT_KINDS)
+    asked = chat_request(fields, defaults)
+    return replace(asked, ignored=[*hints, *asked.ignored])
 
 
 def chat_request(fields: ChatFields, defaults: DefaultsOf = no_defaults) -> CompletionRequest:
@@ -141,11 +154,13 @@ def chat_request(fields: ChatFields, defaults: DefaultsOf = no_defaults) -> Comp
         raise BadRequest(f"top_logprobs={fields.top_logprobs}: must be in [0, {MOST_LOGPROBS}]", "top_logprobs")
     logprobs = (fields.top_logprobs or 0) if fields.logprobs else None
     choice = fields.tool_choice.function if isinstance(fields.tool_choice, ChosenTool) else fields.tool_choice
-    functions = [tool.function for tool in fields.tools or ()]
-    tools, shown = tools_of(functions, choice, fields.parallel_tool_calls, ".function")
+    found, hints = functions_of(fields.tools, _tool, "function", _TOOL_KINDS)
+    functions = {f"{where}.function": tool.function for where, tool in found.items()}
+    tools, shown = tools_of(functions, choice, fields.parallel_tool_calls)
     variables = no_effort(fields.reasoning_effort) | template_variables(fields.chat_template_kwargs)
     conversation = Conversation(messages, shown, variables)
-    return conversing(fields, conversation, getattr(fields, name), name, defaults, tools, logprobs)
+    asked = conversing(fields, conversation, getattr(fields, name), name, defaults, tools, logprobs)
+    return replace(asked, ignored=hints)
 
 
 def conversing(
@@ -218,13 +233,15 @@ def _params(
     fields: CommonFields, max_tokens: int | None, limit_name: str, logprobs: int | None, defaults: DefaultsOf
 ) -> SamplingParams:
     said: dict[str, Any] = {name: getattr(fields, name) for name in _AS_SAID}
+    if said["top_k"] == -1:  # of all tokens, as other servers write it
+        said["top_k"] = 0
     of_model = defaults(fields.model)
     stop = (fields.stop,) if isinstance(fields.stop, str) else tuple(fields.stop or ())
     least = fields.min_tokens or 0
     try:
         return SamplingParams(
             max_tokens=max(1, least) if max_tokens is None else max_tokens,
-            seed=fields.seed,
+            seed=None if fields.seed == -1 else fields.seed,  # -1: any, as other servers write it
             stop=stop,
             stop_token_ids=tuple(fields.stop_token_ids or ()),
             include_stop=bool(fields.include_stop_str_in_output),
@@ -254,17 +271,16 @@ def _bias(said: dict[str, float] | None) -> Iterator[tuple[int, float]]:
 
 def _message(place: int, message: Message) -> dict[str, Any]:
     """As templates know it: what clients send, with the arguments of calls as objects."""
-    where = f"messages[{place}]"
-    for name in OF_ANSWERS:
-        if getattr(message, name) not in (None, [], ""):
-            raise BadRequest(f"{where}.{name}: is not supported here; leave it out", f"{where}.{name}")
-    if message.content is None and not message.tool_calls:
+    where, history = f"messages[{place}]", message.role in ("assistant", "tool")
+    if message.content is None and not history:
         raise BadRequest(f"{where}.content: is missing", f"{where}.content")
-    text = text_of(f"{where}.content", message.content or "", "text")
-    found: dict[str, Any] = {"role": role_of(message.role), "content": text}
+    content = content_of(f"{where}.content", message.content or "", "text", answered=message.role == "assistant")
+    found: dict[str, Any] = {"role": role_of(message.role), "content": content}
     for name in ("name", "tool_call_id", "reasoning_content"):
         if getattr(message, name) is not None:
             found[name] = getattr(message, name)
+    if isinstance(message.reasoning, str):
+        found.setdefault("reasoning_content", message.reasoning)
     if message.tool_calls:
         found["tool_calls"] = calls = []
         for i, call in enumerate(message.tool_calls):
@@ -275,7 +291,7 @@ def _message(place: int, message: Message) -> dict[str, Any]:
 
 def refused(error: ConfigError, field: str) -> BadRequest:
     """A prompt or a conversation that the tokenizer, its template or the processor does not take."""
-    message = error.message
+    message = error.message.removeprefix(f"{field.partition('[')[0]}: ")
     where, _, rest = message.partition(": ")
     if "/" in where or "\\" in where:  # callers need not know where the model is on this machine
         message = rest
@@ -321,15 +337,43 @@ def check_arguments(where: str, what: str, texts: Iterable[str]) -> None:
         raise BadRequest(f"{where}: the {what} hold more than {MOST_VALUES} values", where)
 
 
+def content_of(where: str, content: str | Sequence[MessagePart], *kinds: str, answered: bool = False) -> Any:
+    """A content as templates know it: a text, or parts of several. kinds: the types that its parts may have. answered:
+    it is an answer's, of which other parts are left out."""
+    return content if isinstance(content, str) else parts_of(texts_of(where, content, *kinds, answered=answered))
+
+
+def parts_of(texts: Sequence[str]) -> Any:
+    """A content of these texts, as templates know it."""
+    return [{"type": "text", "text": text} for text in texts] if len(texts) > 1 else "".join(texts)
+
+
 def text_of(where: str, content: str | Sequence[MessagePart], *kinds: str) -> str:
-    """The text of a content. kinds: the types that its parts may have."""
-    if isinstance(content, str):
-        return content
-    for i, part in enumerate(content):
-        if part.type not in kinds or part.text is None:
+    """The same as one text."""
+    return content if isinstance(content, str) else "\n".join(texts_of(where, content, *kinds))
+
+
+def output_of(where: str, said: Any, *kinds: str) -> str:
+    """The text of what a tool returned; names of tools that it makes known are no text."""
+    try:
+        content = msgspec.convert(said, str | list[MessagePart])
+    except msgspec.ValidationError:
+        raise BadRequest(f"{where}: must be a text, or a list of texts", where) from None
+    if isinstance(content, list):
+        content = [part for part in content if part.type != "tool_reference"]
+    return text_of(where, content, *kinds)
+
+
+def texts_of(where: str, parts: Sequence[MessagePart], *kinds: str, answered: bool = False) -> list[str]:
+    """The texts of parts; see `content_of`."""
+    found = []
+    for i, part in enumerate(parts):
+        if part.type in kinds and part.text is not None:
+            found.append(part.text)
+        elif not answered:
             told = f"has type {part.type[:50]!r}; only type {kinds[0]}, with its text, is taken"
             raise BadRequest(f"{where}[{i}]: {told}", f"{where}[{i}]")
-    return "\n".join(part.text or "" for part in content)
+    return found
 
 
 def role_of(said: str) -> str:
@@ -354,8 +398,8 @@ def sent_call(where: str, id: str, name: str, text: str) -> dict[str, Any]:
     return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-def no_effort(said: str | None) -> dict[str, Any]:
-    """What templates know an effort of "none" as. said: nothing else was sent (`PLAIN`)."""
+def no_effort(said: Any) -> dict[str, Any]:
+    """What templates know an effort of "none" as; others are hints."""
     return {"enable_thinking": False} if said == "none" else {}
 
 

@@ -1,11 +1,12 @@
 """POST /v1/responses: from a body of OpenAI's Responses API to the same request that a chat makes.
 
-Nothing is stored: what a conversation said before is sent again, as items of `input`. A field that is not supported is
-refused with its name if its value would change the answer. The further fields of `MoreFields` are taken here, too.
+Nothing is stored: what a conversation said before is sent again, as items of `input`. The further fields of
+`MoreFields` are taken here, too.
 """
 
 from __future__ import annotations
 
+import re
 import time
 from dataclasses import replace
 from typing import Any, Final, Literal
@@ -13,7 +14,7 @@ from typing import Any, Final, Literal
 import msgspec
 
 from reflex_runtime.core.errors import ReflexError
-from reflex_runtime.llm.api.decode import decode
+from reflex_runtime.llm.api.decode import decode, functions_of
 from reflex_runtime.llm.api.errors import BadRequest, renamed, told
 from reflex_runtime.llm.api.fields import (
     AskedTools,
@@ -24,7 +25,7 @@ from reflex_runtime.llm.api.fields import (
     ResponseFormat,
     SampledFields,
     ToolFunction,
-    plain_of,
+    kinds_of,
     said_as,
     tools_of,
 )
@@ -34,9 +35,11 @@ from reflex_runtime.llm.api.requests import (
     DefaultsOf,
     check_arguments,
     check_length,
+    content_of,
     conversing,
     no_defaults,
     no_effort,
+    output_of,
     role_of,
     sent_call,
     template_variables,
@@ -52,28 +55,23 @@ MOST_KEY, MOST_VALUE = 64, 512  # characters of it; the answer repeats them
 _EVENTS: Final = {"thought": "response.reasoning_text", "text": "response.output_text"}
 
 
-class InputItem(msgspec.Struct, forbid_unknown_fields=True):
-    """An item of a conversation: a message, a call, its result, or a thought. id and status are of earlier answers."""
+class InputItem(msgspec.Struct):
+    """An item of a conversation: a message, a call, its result, or a thought. What else it says is of answers."""
 
     type: str = "message"
     role: Literal["system", "developer", "user", "assistant"] | None = None
     content: str | list[MessagePart] | None = None
-    id: Any = None
-    status: Any = None
-    phase: Any = None
     call_id: str | None = None
     name: str | None = None
-    arguments: str | None = None
-    output: str | list[MessagePart] | None = None
-    summary: Any = None
-    encrypted_content: Any = None
+    arguments: Any = None
+    output: Any = None
 
 
 class FlatTool(msgspec.Struct, forbid_unknown_fields=True):
-    """A function that the model may call. Tools that a server would run are refused."""
+    """A function that the model may call."""
 
-    type: str
-    name: str | None = None
+    type: Literal["function"]
+    name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
@@ -100,7 +98,7 @@ class TextConfig(msgspec.Struct, forbid_unknown_fields=True):
     """What the text of the answer is to be like."""
 
     format: TextFormat | None = None
-    verbosity: str | None = None
+    verbosity: Any = None
 
 
 class Padding(msgspec.Struct, forbid_unknown_fields=True):
@@ -117,42 +115,48 @@ class ResponseFields(SampledFields, kw_only=True):
     max_output_tokens: Whole | None = None
     stream_options: Padding | None = None
     text: TextConfig | None = None
-    tools: list[FlatTool] | None = None
+    tools: list[msgspec.Raw] | None = None  # of `FlatTool`, and of tools that another server would run
     tool_choice: Literal["none", "auto", "required"] | FlatChoice | None = None
     parallel_tool_calls: bool | None = None
     metadata: dict[str, str] | None = None
     safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
+    prompt_cache_key: Any = None
     prompt_cache_options: Any = None
-    prompt_cache_retention: str | None = None
+    prompt_cache_retention: Any = None
     chat_template_kwargs: dict[str, Any] | None = None
     access_programs: Any = None
     background: bool | None = None
     background_options: Any = None
+    client_metadata: Any = None
     context_management: Any = None
     conversation: Any = None
     image: Any = None
-    include: list[str] | None = None
+    include: Any = None
     max_tool_calls: Any = None
     moderation: Any = None
     previous_response_id: str | None = None
     prompt: Any = None
     reasoning: Any = None
-    service_tier: str | None = None
-    store: bool | None = None
+    service_tier: Any = None
+    store: Any = None
     top_logprobs: Whole | None = None
-    truncation: str | None = None
+    truncation: Any = None
 
 
-PLAIN: Final = plain_of(ResponseFields, prompt=(), top_logprobs=(0,))
+KINDS: Final = kinds_of(ResponseFields, {"prompt": (), "top_logprobs": (0,)}, {}, followed=("metadata",))
+_TAKEN: Final = ("message", "function_call", "function_call_output", "reasoning")
+_TEXTS: Final = ("input_text", "output_text", "text")
+_HISTORY: Final = re.compile(r"\w+_(call|output|call_output|list_tools|approval_(request|response))|compaction\w*")
+_tool, _TOOL_KINDS = msgspec.json.Decoder(FlatTool), kinds_of(FlatTool, {}, {})
 _response = msgspec.json.Decoder(ResponseFields)
 
 
 def response(body: bytes, defaults: DefaultsOf = no_defaults) -> CompletionRequest:
     """POST /v1/responses, or the BadRequest that names what is wrong. defaults: of a model, by its name."""
-    fields = decode(_response, body, PLAIN)
-    tools, shown = _tools(fields)
-    variables = no_effort((fields.reasoning or {}).get("effort")) | template_variables(fields.chat_template_kwargs)
+    fields, hints = decode(_response, body, KINDS)
+    tools, shown, more = _tools(fields)
+    effort = fields.reasoning.get("effort") if isinstance(fields.reasoning, dict) else None
+    variables = no_effort(effort) | template_variables(fields.chat_template_kwargs)
     conversation = Conversation(_messages(fields), shown, variables)
     common = ChatFields(
         messages=[],
@@ -168,7 +172,7 @@ def response(body: bytes, defaults: DefaultsOf = no_defaults) -> CompletionReque
         limit = fields.max_output_tokens
         asked = conversing(common, conversation, limit, "max_output_tokens", defaults, tools)
     said = _said(fields, asked)
-    return replace(asked, form_field="text.format", prompt_field="input", said=said)
+    return replace(asked, form_field="text.format", prompt_field="input", said=said, ignored=[*hints, *more])
 
 
 def _check_metadata(metadata: dict[str, str]) -> None:
@@ -181,11 +185,7 @@ def _check_metadata(metadata: dict[str, str]) -> None:
 
 
 def _form(text: TextConfig | None) -> ResponseFormat | None:
-    if text is None:
-        return None
-    if text.verbosity not in (None, "medium"):
-        raise BadRequest("text.verbosity: is not supported here; leave it out", "text.verbosity")
-    if text.format is None:
+    if text is None or text.format is None:
         return None
     of = text.format
     return ResponseFormat(of.type, JsonSchemaFormat(of.name or "answer", of.schema))
@@ -203,7 +203,7 @@ def _said(fields: ResponseFields, asked: CompletionRequest) -> dict[str, Any]:
         "temperature": asked.params.temperature,
         "text": {"format": _format(fields.text)},
         "tool_choice": fields.tool_choice or "auto",
-        "tools": fields.tools or [],
+        "tools": [msgspec.Raw(bytes(tool)) for tool in fields.tools or ()],
         "top_p": asked.params.top_p,
         "truncation": "disabled",
     }
@@ -219,16 +219,12 @@ def _format(text: TextConfig | None) -> dict[str, Any]:
     return found | ({"schema": msgspec.Raw(schema)} if schema else {})
 
 
-def _tools(fields: ResponseFields) -> tuple[AskedTools, list[dict[str, Any]]]:
-    sent = []
-    for i, tool in enumerate(fields.tools or ()):
-        if tool.type != "function" or tool.name is None:
-            name = f"tools[{i}]"
-            raise BadRequest(f"{name}: has type {tool.type[:50]!r}; only type function, with its name, is taken", name)
-        sent.append(ToolFunction(tool.name, tool.description, tool.parameters, tool.strict))
+def _tools(fields: ResponseFields) -> tuple[AskedTools, list[dict[str, Any]], list[str]]:
+    found, hints = functions_of(fields.tools, _tool, "function", _TOOL_KINDS)
+    sent = {at: ToolFunction(tool.name, tool.description, tool.parameters, tool.strict) for at, tool in found.items()}
     choice = fields.tool_choice
     chosen = ChosenFunction(choice.name) if isinstance(choice, FlatChoice) else choice
-    return tools_of(sent, chosen, fields.parallel_tool_calls)
+    return *tools_of(sent, chosen, fields.parallel_tool_calls), hints
 
 
 # -- the conversation --------------------------------------------------------------------------------------------------
@@ -243,12 +239,14 @@ def _messages(fields: ResponseFields) -> list[dict[str, Any]]:
         return [*found, {"role": "user", "content": fields.input}]
     items = fields.input
     check_length("input", len(items), sum(len(item.content) for item in items if isinstance(item.content, list)))
-    check_arguments("input", "arguments of its function_calls", (item.arguments or "" for item in items))
+    check_arguments("input", "arguments of its function_calls", map(_arguments, items))
     thought = ""
     for i, item in enumerate(items):
         where = f"input[{i}]"
         if item.type == "reasoning":
             thought += _thought(where, item)
+            continue
+        if item.type not in _TAKEN and _HISTORY.fullmatch(item.type):
             continue
         message = _item(where, item)
         if item.type == "function_call" and found and found[-1]["role"] == "assistant" and not thought:
@@ -265,27 +263,29 @@ def _messages(fields: ResponseFields) -> list[dict[str, Any]]:
 
 def _item(where: str, item: InputItem) -> dict[str, Any]:
     if item.type == "message" and item.role is not None:
-        return {"role": role_of(item.role), "content": _text(f"{where}.content", item.content)}
+        return {"role": role_of(item.role), "content": _content(f"{where}.content", item.content, item.role)}
     if item.type == "function_call" and item.call_id is not None and item.name is not None:
-        call = sent_call(f"{where}.arguments", item.call_id, item.name, item.arguments or "")
+        call = sent_call(f"{where}.arguments", item.call_id, item.name, _arguments(item))
         return {"role": "assistant", "content": "", "tool_calls": [call]}
     if item.type == "function_call_output" and item.call_id is not None:
-        return {"role": "tool", "tool_call_id": item.call_id, "content": _text(f"{where}.output", item.output)}
+        text = output_of(f"{where}.output", item.output, *_TEXTS)
+        return {"role": "tool", "tool_call_id": item.call_id, "content": text}
     told = "only message, function_call, function_call_output and reasoning, each whole, are taken"
     raise BadRequest(f"{where}: has type {item.type[:50]!r}; {told}", where)
 
 
+def _arguments(item: InputItem) -> str:
+    return item.arguments if isinstance(item.arguments, str) else ""
+
+
 def _thought(where: str, item: InputItem) -> str:
-    if item.encrypted_content is not None:
-        name = f"{where}.encrypted_content"
-        raise BadRequest(f"{name}: is not supported here; leave it out", name)
     return "" if item.content is None else text_of(f"{where}.content", item.content, "reasoning_text")
 
 
-def _text(where: str, content: str | list[MessagePart] | None) -> str:
-    if content is None:
+def _content(where: str, content: str | list[MessagePart] | None, role: str) -> Any:
+    if content is None and role != "assistant":
         raise BadRequest(f"{where}: is missing", where)
-    return text_of(where, content, "input_text", "output_text", "text")
+    return content_of(where, content or "", *_TEXTS, answered=role == "assistant")
 
 
 class ResponseAnswer(PartWriter):

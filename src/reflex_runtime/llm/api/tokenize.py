@@ -1,19 +1,18 @@
-"""POST /tokenize and /detokenize, as vLLM has them, and /v1/messages/count_tokens: what the tokenizer alone answers.
-"""
+"""POST /tokenize and /detokenize, as vLLM has them, and /v1/messages/count_tokens: what the tokenizer alone answers."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import msgspec
 
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.llm.api.decode import decode, token_ids
 from reflex_runtime.llm.api.errors import BadRequest, too_deep
-from reflex_runtime.llm.api.fields import ChatFields, Message, ToolField
+from reflex_runtime.llm.api.fields import ChatFields, FieldKinds, Message
 from reflex_runtime.llm.api.messages import InputTokens, counted
 from reflex_runtime.llm.api.requests import chat_request, refused
 from reflex_runtime.llm.engine.generation import Generator
@@ -33,7 +32,7 @@ class TokenizeFields(msgspec.Struct, forbid_unknown_fields=True):
     model: str | None = None
     prompt: str | None = None
     messages: list[Message] | None = None
-    tools: list[ToolField] | None = None
+    tools: list[msgspec.Raw] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool | None = None
     add_special_tokens: bool | None = None
@@ -64,19 +63,20 @@ class Detokenized(msgspec.Struct):
     prompt: str
 
 
-PLAIN: dict[str, tuple[Any, ...]] = {
+_WISHES: Final[dict[str, tuple[Any, ...]]] = {
     "add_special_tokens": (True,),
     "add_generation_prompt": (True,),
     "continue_final_message": (False,),
     "chat_template": (),
 }
+KINDS: Final = FieldKinds(_WISHES, {})
 _tokenize = msgspec.json.Decoder(TokenizeFields)
 _detokenize = msgspec.json.Decoder(DetokenizeFields)
 
 
 def tokenize(body: bytes) -> Question:
     """The body of POST /tokenize, or the BadRequest that names what is wrong."""
-    fields = decode(_tokenize, body, PLAIN)
+    fields, _ = decode(_tokenize, body, KINDS)
     if (fields.prompt is None) == (fields.messages is None):
         raise BadRequest("prompt: send it or messages, one of them", "prompt")
     if fields.prompt is not None and (fields.tools or fields.chat_template_kwargs):
@@ -87,7 +87,7 @@ def tokenize(body: bytes) -> Question:
 
 def detokenize(body: bytes) -> Question:
     """The body of POST /detokenize, or the BadRequest that names what is wrong."""
-    fields = decode(_detokenize, body, {})
+    fields, _ = decode(_detokenize, body, FieldKinds({}, {}))
     return fields.model, partial(_detokenized, token_ids(bytes(fields.tokens), "tokens"))
 
 
@@ -102,7 +102,7 @@ async def _tokenized(what: str | Conversation, texts: bool, model: Generator[Any
     token, strings = model.texts.tokenizer.token, None
     if texts:
         strings = await beside(len(ids), lambda: [token(id) for id in ids])
-    return encode(TokenIds(len(ids), model.limits.max_model_len, ids, strings))
+    return encode(TokenIds(len(ids), model.limits.longest, ids, strings))
 
 
 async def _counted(conversation: Conversation, model: Generator[Any]) -> bytes:

@@ -128,9 +128,7 @@ def _compile(file: Path, source: str) -> Callable[..., str]:
     def join(values: Any, between: str = "", attribute: str | None = None) -> str:
         return _joined(map(make_attrgetter(environment, attribute), values), between)
 
-    environment = Sandbox(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"], finalize=_shown
-    )
+    environment = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"], finalize=_shown)
     for name in _OF_PAGES:
         environment.filters.pop(name)
     for name in _OF_TEXTS:

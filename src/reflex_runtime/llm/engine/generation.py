@@ -289,9 +289,7 @@ class GenerationRuntime:
             on_fatal()
 
 
-async def merged(
-    streams: Seq[OutputStream], bell: asyncio.Event
-) -> AsyncIterator[tuple[int, list[TokenOutput]]]:
+async def merged(streams: Seq[OutputStream], bell: asyncio.Event) -> AsyncIterator[tuple[int, list[TokenOutput]]]:
     """What the streams say, as (number of the stream, its new outputs). bell: the one they were submitted with.
 
     Raises the first error that one of them ends with.

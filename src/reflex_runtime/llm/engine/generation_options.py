@@ -96,9 +96,14 @@ class Limits:
         """Tokens that the cache holds."""
         return self.num_blocks * self.block_size
 
+    @property
+    def longest(self) -> int:
+        """Most tokens of a request, as the model and the cache allow."""
+        return min(self.max_model_len, self.cache_tokens + 1)  # the last token is not kept
+
     def room(self, prompt_tokens: int) -> int:
         """Most tokens of output behind a prompt of this length; at least 1, which may still not fit."""
-        return max(1, min(self.max_model_len, self.cache_tokens + 1) - prompt_tokens)
+        return max(1, self.longest - prompt_tokens)
 
     def check(self, ids: Sequence[int], max_tokens: int) -> None:
         """Raises TooLarge for what could never run, naming the limit; ConfigError for a prompt that is none."""

@@ -36,7 +36,10 @@ class ByteTokenizer(Tokenizer):
 
     def chat(self, conversation: Conversation, most: int | None = None) -> list[int]:
         lines = [f"tool: {tool['function']['name']}\n" for tool in conversation.tools]
-        lines += [f"{message['role']}: {message['content']}\n" for message in conversation.messages]
+        for message in conversation.messages:
+            said = message["content"]
+            text = said if isinstance(said, str) else "\n".join(part["text"] for part in said)
+            lines.append(f"{message['role']}: {text}\n")
         return self.encode("".join([*lines, "assistant: "]))
 
     def split(self, text: str) -> list[int]:

@@ -138,7 +138,6 @@ def _windows(root: Path, config: dict[str, Any], layers: int) -> tuple[int | Non
     return (window,) * windowed + (None,) * (layers - windowed)
 
 
-
 @dataclass(frozen=True, slots=True)
 class GraphCache:
     """Where graphs made of a model directory are kept.

@@ -112,9 +112,7 @@ def blocks_in(kv_cache_bytes: int, block_bytes: int, free: int, num_blocks: int 
         return kv_cache_bytes // block_bytes
     if not 1 <= num_blocks <= free // block_bytes:
         why = f"{free / GIB:.1f} GiB are free, and a block takes {block_bytes} bytes"
-        raise ConfigError(
-            f"num_blocks={num_blocks}: must be in [1, {free // block_bytes}]: {why}", field="num_blocks"
-        )
+        raise ConfigError(f"num_blocks={num_blocks}: must be in [1, {free // block_bytes}]: {why}", field="num_blocks")
     return num_blocks
 
 

@@ -115,9 +115,7 @@ class Decoder:
             x = x + layer.down(functional.silu(gate) * up, chosen)
         return functional.linear(rms_norm(x if rows is None else x[rows], self._norm, eps), self._head).float()
 
-    def _heads(
-        self, layer: Layer, x: Tensor, cos: Tensor, sin: Tensor, chosen: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
+    def _heads(self, layer: Layer, x: Tensor, cos: Tensor, sin: Tensor, chosen: Tensor | None) -> tuple[Tensor, Tensor]:
         """(rotated queries, and behind them rotated keys; values), each [t, heads, head_dim]."""
         config = self.config
         heads = layer.qkv(x, chosen).view(len(x), -1, config.head_dim)
@@ -149,9 +147,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 class _Loader:
     """Tensors of a checkpoint, copied out of its files onto the device."""
 
-    def __init__(
-        self, checkpoint: Checkpoint, device: str, dtype: torch.dtype, adapters: AdapterStack | None
-    ) -> None:
+    def __init__(self, checkpoint: Checkpoint, device: str, dtype: torch.dtype, adapters: AdapterStack | None) -> None:
         self._checkpoint, self._device, self._dtype = checkpoint, device, dtype
         self._adapted = {} if adapters is None else adapters.layers
         self._known = checkpoint.config.tensors()

@@ -94,7 +94,7 @@ class ServerState:
         card: dict[str, Any] = {"id": name, "object": "model", "created": self._created, "owned_by": "reflex"}
         card |= {"root": self.plan.name, "parent": self.plan.name if self.adapter(name) else None}
         if self.host is not None:
-            card["max_model_len"] = self.host.generator.limits.max_model_len
+            card["max_model_len"] = self.host.generator.limits.longest
             card["sampling_defaults"] = asdict(self.plan.defaults)
         return card
 
