@@ -40,8 +40,6 @@ def one_line(done: subprocess.CompletedProcess[str]) -> str:
     ("arguments", "says"),
     [
         ("demo-export {file}/x", "reflex demo-export: {file}/x: Not a directory"),
-        ("simulate --duration-s 3 --picture {file}/x.svg", "reflex simulate: --picture={file}/x.svg: cannot make"),
-        ("simulate --duration-s 3 --picture /proc/no/x", "reflex simulate: --picture=/proc/no/x: cannot make"),
         ("trace {file}/x", "reflex trace: {file}/x"),
         ("replay {file}/x --schedule", "reflex replay: "),
     ],
@@ -66,7 +64,6 @@ def without(package: str, *arguments: str, cwd: Path) -> subprocess.CompletedPro
 @pytest.mark.parametrize(
     ("arguments", "package", "extra"),
     [
-        ("simulate --duration-s 3 --picture x", "matplotlib", "plots"),
         ("trace --prompts hi --out x", "matplotlib", "plots"),
         ("trace --prompts hi --sweep 4..8 --out x", "matplotlib", "plots"),
         ("serve {export} --gr00t tcp://127.0.0.1:0", "zmq", "gr00t"),
@@ -191,7 +188,6 @@ finally:
         ),
         ("demo-export", "reflex demo-export: missing: DIR; write reflex demo-export DIR; reflex demo-export --help"),
         ("probe http://x --timeout-s soon", "reflex probe: --timeout-s=soon: must be a number"),
-        ("trace serv.jsonl --units token", "reflex trace: --units=token: must be one of grants, ms, requests"),
         ("report serv --format jsn", "reflex report: --format=jsn: must be one of text, json; did you mean json?"),
         ("serve . --max-queue", "reflex serve: --max-queue: expected one argument; write --max-queue N"),
     ],
@@ -215,10 +211,6 @@ def test_reflex_alone_lists_its_verbs() -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (
-            "simulate --policy windw",
-            "--policy=windw: must be one of window, by_cost, by_size, greedy; did you mean window?",
-        ),
         (
             "simulate --arrivals Poison",
             "--arrivals=Poison: must be one of poisson, bursty, diurnal, heavy, closed; did you mean poisson?",

@@ -204,8 +204,6 @@ def test_h10_reflex_simulate_refuses_an_option_without_effect(capsys: pytest.Cap
     assert said(capsys, "simulate", "--think", "3").endswith("--think needs --arrivals=closed")
     words = "--arrivals", "closed", "--rate", "5"
     assert said(capsys, "simulate", *words).endswith("--rate has no effect with --arrivals=closed")
-    words = "--policy", "by_cost", "--max-batch-size", "5"
-    assert said(capsys, "simulate", *words).endswith("--max-batch-size has no effect with --policy=by_cost")
 
 
 # -- names that are none -----------------------------------------------------------------------------------------------

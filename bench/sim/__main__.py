@@ -22,10 +22,10 @@ from pathlib import Path
 from bench.sim import compare, stages
 from bench.sim.fleet import FleetPlan, Outage, in_words, run_fleet, size_fleet
 from bench.sim.picture import draw_overload
+from bench.sim.rules import DEVICE, Setting
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.settings import ServeConfig
-from reflex_runtime.sim import Affine, Setting
-from reflex_runtime.sim.run import DEVICE
+from reflex_runtime.sim import Affine
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -8,10 +8,11 @@ from dataclasses import dataclass, field, replace
 from bench.sim import rules
 from bench.sim.clairvoyant import most_on_time
 from bench.sim.rivals import WholeGroup
+from bench.sim.rules import DEVICE, Rule, Setting
 from reflex_runtime.core.request import Priority, Request
 from reflex_runtime.settings import ServeConfig
 from reflex_runtime.sim.report import Report, columns
-from reflex_runtime.sim.run import DEVICE, Rule, Setting, simulate
+from reflex_runtime.sim.run import simulate
 from reflex_runtime.sim.service import Affine, Noisy, Service
 from reflex_runtime.sim.workload import (
     Around,
@@ -38,7 +39,7 @@ OVERLOAD_RULES = (
     rules.COUNT_8,
     rules.COUNT_32,
     rules.BY_COST,
-    replace(rules.GREEDY, make=lambda s: rules.GREEDY.make(replace(s, max_batch_size=64))),
+    replace(rules.GREEDY, build=lambda s: rules.GREEDY.build(replace(s, max_batch_size=64))),
     rules.EARLY_DROP,
     rules.MARGINAL_WAIT,
     rules.UNPLANNED,
@@ -85,7 +86,6 @@ class Bench:
             duration=self.duration,
             warmup=self.warmed_at,
             seed=self.seed,
-            blind=rule.blind,
         )
         return Report.of(run)
 

@@ -151,8 +151,6 @@ def test_colours_on_a_terminal(file: Path, capsys: pytest.CaptureFixture[str], m
         (["--from", "9", "--to", "8"], "--to=8: must be >= --from, which is 9"),
         (["--from", "900"], "--from=900: leaves no batch; ids here are in [1, 100]"),
         (["--group", "c"], "--group=c: not in this trace, which has a, b"),
-        (["--units", "bananas"], "--units=bananas: must be one of grants, ms, requests"),
-        (["--units", "ms"], "--units=ms: only for groups whose cost is in seconds; 'a' counts requests"),
         (["--out", "/dev/null/p"], "--out=/dev/null/p: cannot be written: Not a directory"),
     ],
 )
@@ -201,19 +199,5 @@ def test_help_is_worth_reading(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         run("--help")
     out = capsys.readouterr().out
-    for text in ("examples:", "--last N", "--units grants|ms|requests", "exit codes: 0 fine, 1"):
+    for text in ("examples:", "--last N", "exit codes: 0 fine, 1"):
         assert text in out
-
-
-def test_units_are_what_the_bars_are_of(tmp_path: Path) -> None:
-    seconds = GroupConfig(name="s", flush=FlushPolicy.window(0.1))
-    scheduler = Scheduler([seconds])
-    with JournalWriter(tmp_path / "s.jsonl", [seconds], clock=lambda: 0.0) as writer:
-        scheduler.submit(Request(id="x", group="s"), 0.0)
-        batch = scheduler.next_batch(1.0)
-        assert batch is not None
-        scheduler.complete(batch, [Done()], 0.02, 1.02)
-        for event in scheduler.take_events():
-            writer(event)
-    assert run(tmp_path / "s.jsonl", "--units", "ms") == 0
-    assert "estimated ms per batch" in (tmp_path / "s.svg").read_text()

@@ -52,8 +52,8 @@ def trace_of(batches: list[BatchLine], groups: dict[str, GroupInfo], dropped: in
     return Journal(Path("t.jsonl"), header, [], batches, [], [], {}, footer, False)
 
 
-def draw(tmp_path: Path, trace: Journal, batches: Sequence[BatchLine] | None = None, units: Any = "grants") -> str:
-    svg, png = write_pictures(trace, trace.batches if batches is None else batches, tmp_path / "p", units)
+def draw(tmp_path: Path, trace: Journal, batches: Sequence[BatchLine] | None = None) -> str:
+    svg, png = write_pictures(trace, trace.batches if batches is None else batches, tmp_path / "p")
     assert (svg.name, png.name) == ("p.svg", "p.png")
     assert png.read_bytes().startswith(b"\x89PNG")
     assert png.stat().st_size > 10_000
@@ -177,13 +177,11 @@ def test_too_many_clients_are_not_told_apart(tmp_path: Path, common: int, told: 
 
 def test_dropped_batches_and_a_far_budget_are_told(tmp_path: Path) -> None:
     batches = [batch(1, [member(1)])]
-    told = words(draw(tmp_path, trace_of(batches, PROD, dropped=12), units="ms"))
+    told = words(draw(tmp_path, trace_of(batches, PROD, dropped=12)))
     assert "12 batches were never written and are missing" in told
-    assert "budget 100 ms is off the scale" in told
-    by_default = {"prod": GroupInfo("seconds", 0.1, 256, flush={"times_fixed": 8.0})}
-    told = words(draw(tmp_path, trace_of(batches, by_default), units="ms"))
-    assert "budget 100 ms or 8 × the fixed part is off the scale" in told
-    assert "18" in told
+    few = [batch(1, [member(1, 7.0)], group="llm", unit="tokens")]
+    far = {"llm": GroupInfo("tokens", 2048.0, 256)}
+    assert "budget 2048 tokens is off the scale" in words(draw(tmp_path, trace_of(few, far)))
 
 
 def test_a_window_says_so_and_keeps_the_colours_of_clients(tmp_path: Path) -> None:
@@ -204,14 +202,12 @@ def test_colours_are_one_per_member_and_then_repeat() -> None:
     assert colours.hex(one_client[len(PALETTE)].members[0]) == PALETTE[0]
 
 
-def test_units_that_cannot_share_an_axis_are_refused(tmp_path: Path) -> None:
+def test_groups_of_different_units_are_drawn_in_requests(tmp_path: Path) -> None:
     mixed = [batch(1, [member(1)]), batch(2, [member(2, 7.0)], group="llm", unit="tokens")]
-    trace = trace_of(mixed, PROD | LLM)
-    with pytest.raises(ConfigError, match=r"--units=grants: .*requests, tokens.*--group"):
-        draw(tmp_path, trace)
-    with pytest.raises(ConfigError, match=r"--units=ms: .*'llm' counts tokens"):
-        draw(tmp_path, trace, units="ms")
-    assert gids(draw(tmp_path, trace, units="requests"), "grant-") == ["grant-1-1", "grant-2-2"]
+    svg = draw(tmp_path, trace_of(mixed, PROD | LLM))
+    assert gids(svg, "grant-") == ["grant-1-1", "grant-2-2"]
+    assert "requests per batch" in words(svg)
+    assert "tokens per step" in words(draw(tmp_path, trace_of(mixed, PROD | LLM), mixed[1:]))
 
 
 def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
@@ -222,7 +218,7 @@ def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
 
 def test_batches_without_entries_estimates_or_time_are_drawn(tmp_path: Path) -> None:
     batches = [batch(1, [member(1, state="resident")], expected=None, cost=None, elapsed=0.0)]
-    assert "estimated ms per batch" in words(draw(tmp_path, trace_of(batches, {}), units="ms"))
+    assert "requests per batch" in words(draw(tmp_path, trace_of(batches, {})))
     batches[0].unit = None
     assert "units per batch" in words(draw(tmp_path, trace_of(batches, {})))
 

@@ -12,6 +12,7 @@ from bench.sim import compare
 from bench.sim import rules as named
 from bench.sim.__main__ import main
 from bench.sim.rivals import EarlyDrop, HoldAlways, MarginalWait
+from bench.sim.rules import Setting
 
 from reflex_runtime.core.request import Request
 from reflex_runtime.settings import ServeConfig
@@ -28,7 +29,6 @@ from reflex_runtime.sim import (
     Poisson,
     Report,
     RequestStream,
-    Setting,
     Think,
     WorkloadPart,
     simulate,

@@ -9,6 +9,7 @@ from math import inf
 
 import pytest
 from bench.sim import rules as named
+from bench.sim.rules import Rule, Setting
 
 from reflex_runtime.core.batch import Batch, Outcome
 from reflex_runtime.core.cost import TokenCost
@@ -18,7 +19,6 @@ from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.core.request import Priority, Request, Ticket
 from reflex_runtime.core.scheduler import Scheduler
 from reflex_runtime.sim import (
-    RULES,
     Affine,
     Arrival,
     Callers,
@@ -30,15 +30,15 @@ from reflex_runtime.sim import (
     Poisson,
     RecordedArrivals,
     Report,
-    Rule,
     Run,
-    Setting,
     WorkloadPart,
     simulate,
 )
 
 DEVICE = Noisy(Affine(0.020, 0.002), 0.05)
-ALL_RULES = [*RULES.values(), named.EARLY_DROP, named.MARGINAL_WAIT, named.HOLD_ALWAYS]
+ALL_RULES = [
+    named.WINDOW, named.BY_COST, named.BY_SIZE, named.GREEDY, named.EARLY_DROP, named.MARGINAL_WAIT, named.HOLD_ALWAYS,
+]  # fmt: skip
 MIXED: list[WorkloadPart] = [
     Open(Poisson(300.0), (Request(client="feed", time_limit=0.100), Request(client="other", time_limit=0.050))),
     Callers(5, Exponential(0.020), Request(time_limit=0.200)),
@@ -46,7 +46,7 @@ MIXED: list[WorkloadPart] = [
 
 
 def run(rule: Rule, seed: int = 1, duration: float = 4.0) -> Run:
-    return simulate(rule.make(Setting()), MIXED, DEVICE, duration=duration, seed=seed, blind=rule.blind)
+    return simulate(rule.make(Setting()), MIXED, DEVICE, duration=duration, seed=seed)
 
 
 @pytest.mark.parametrize("rule", ALL_RULES, ids=lambda r: r.name)
@@ -63,7 +63,7 @@ def test_same_arguments_same_run(rule: Rule) -> None:
 @pytest.mark.parametrize("rule", ALL_RULES, ids=lambda r: r.name)
 def test_every_request_ends_once_and_the_device_does_one_thing_at_a_time(rule: Rule) -> None:
     events: list[Event] = []
-    done = simulate(rule.make(Setting()), MIXED, DEVICE, duration=4.0, blind=rule.blind, sinks=[events.append])
+    done = simulate(rule.make(Setting()), MIXED, DEVICE, duration=4.0, sinks=[events.append])
     queued = Counter(e.ticket for e in events if isinstance(e, RequestQueued))
     settled = Counter(e.ticket for e in events if isinstance(e, RequestSettled))
     assert queued == settled
@@ -86,7 +86,7 @@ def test_open_arrivals_do_not_depend_on_the_rule() -> None:
 def test_a_blind_rule_is_measured_by_limits_it_does_not_see() -> None:
     events: list[Event] = []
     load = Open(Poisson(600.0), (Request(time_limit=0.050),))
-    done = simulate(named.GREEDY.make(Setting()), load, DEVICE, duration=2.0, blind=True, sinks=[events.append])
+    done = simulate(named.GREEDY.make(Setting()), load, DEVICE, duration=2.0, sinks=[events.append])
     assert all(e.ticket.deadline == inf for e in events if isinstance(e, RequestQueued))
     assert all(a.limit == 0.050 for a in done.answers)
     assert not any(a.on_time for a in done.answers if a.arrived > 1.0)

@@ -1,26 +1,24 @@
-"""`reflex simulate`: what a batching rule would do to a load, in virtual time, without a model or a server."""
+"""`reflex simulate`: what batching would do to a load, in virtual time, without a model or a server."""
 
 from __future__ import annotations
 
 import argparse
-import sys
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.observe.files import refused
 from reflex_runtime.settings import ServeConfig
 from reflex_runtime.settings.declare import add_options, did_you_mean, one_line, option, validate
+from reflex_runtime.settings.policies import serving_group
 from reflex_runtime.settings.read import load
 
 if TYPE_CHECKING:
-    from reflex_runtime.sim import Affine, Callers, Setting, Think, WorkloadPart
+    from reflex_runtime.sim import Callers, Think, WorkloadPart
 
 _EPILOG = """\
 examples:
   reflex simulate --rate 300 --slo-ms 100                         Poisson arrivals at 300/s
-  reflex simulate --rate 300 --arrivals bursty --policy by_size   the same load in bursts, under another rule
+  reflex simulate --rate 300 --arrivals bursty                    the same load in bursts
   reflex simulate --arrivals closed --callers 8 --think around:100,5    eight robots that act for 100 ± 5 ms
 
 The device takes fixed + marginal x n milliseconds for n requests. docs/simulator.md explains every figure.
@@ -62,31 +60,17 @@ class SimulateConfig:
     )
     max_batch_cost_ms: float | None = option(
         None,
-        "ceiling on a batch's predicted time (window, by_cost); by default as in reflex serve: 100, for window eight "
-        "times the fixed part if that is more",
-        low=10,
-        high=10_000,
-        unit="ms",
-        needs="policy=window|policy=by_cost",
-    )
+        "ceiling on a batch's predicted time; by default as in serve: 100, or eight times the fixed part if more",
+        low=10, high=10_000, unit="ms",
+    )  # fmt: skip
     batch_timeout_ms: float | None = option(
-        None,
-        "longest hold; for window only when callers are expected back, and by default as long as a batch may take; 5 "
-        "for the other rules",
-        low=0,
-        high=1000,
-        unit="ms",
-        needs="policy=window|policy=by_cost|policy=by_size",
-    )
-    max_batch_size: int = option(
-        0, "most requests in a batch (window, by_size, greedy); 0: 256 as in reflex serve, 32 for the others",
-        low=0, high=4096, unless="policy=by_cost",
-    )
+        None, "longest hold, when callers are expected back; by default as long as a batch may take",
+        low=0, high=1000, unit="ms",
+    )  # fmt: skip
+    max_batch_size: int = option(256, "most requests in a batch", low=1, high=4096)
     duration_s: float = option(60.0, "virtual seconds", low=0.1, high=86_400, unit="s")
     warmup_s: float = option(2.0, "virtual seconds at the start that the figures leave out", low=0, high=3600, unit="s")
     seed: int = option(0, "same seed, same run", low=0, high=2**31)
-    policy: str = option("window", "the rule", choices=("window", "by_cost", "by_size", "greedy"))
-    picture: str = option("", "draw the run into PATH.svg and PATH.png", metavar="PATH")
 
     def __post_init__(self) -> None:
         validate(self)
@@ -108,43 +92,25 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Simulate, and print the report."""
-    from reflex_runtime.sim import RULES, Affine, Noisy, Report, simulate
+    from reflex_runtime.core.scheduler import Scheduler
+    from reflex_runtime.sim import Affine, Noisy, Report, simulate
 
     config = load(SimulateConfig, "simulate", None, {}, vars(args))
-    if config.picture:
-        import reflex_runtime.observe.plots  # noqa: F401  # now, not after minutes
-
-        with refused(f"--picture={one_line(config.picture)}", "make its directory"):
-            Path(config.picture).absolute().parent.mkdir(parents=True, exist_ok=True)
-    device, rule = Affine(config.fixed_ms / 1e3, config.marginal_ms / 1e3), RULES[config.policy]
-    done = simulate(
-        rule.make(_setting(config, device)),
-        _workload(config),
-        Noisy(device, config.noise),
-        duration=config.duration_s,
-        warmup=config.warmup_s,
-        seed=config.seed,
-        blind=rule.blind,
-    )
-    print(Report.of(done).text())
-    if config.picture:
-        from reflex_runtime.sim.report import draw_run
-
-        paths = draw_run(done, Path(config.picture), f"{config.policy}, {config.arrivals}")
-        print(f"wrote {' and '.join(str(path) for path in paths)}", file=sys.stderr)
-    return 0
-
-
-def _setting(config: SimulateConfig, device: Affine) -> Setting:
-    from reflex_runtime.sim import Setting
-
     serve = ServeConfig(
         max_batch_cost_ms=config.max_batch_cost_ms,
         batch_timeout_ms=config.batch_timeout_ms,
-        max_batch_size=config.max_batch_size or ServeConfig.max_batch_size,
+        max_batch_size=config.max_batch_size,
     )
-    found = Setting(serve, goal=config.slo_ms / 1e3 or 1.0, device=device, max_batch_size=config.max_batch_size or 32)
-    return found if config.batch_timeout_ms is None else replace(found, batch_timeout=config.batch_timeout_ms / 1e3)
+    done = simulate(
+        Scheduler([serving_group(serve, "default")]),
+        _workload(config),
+        Noisy(Affine(config.fixed_ms / 1e3, config.marginal_ms / 1e3), config.noise),
+        duration=config.duration_s,
+        warmup=config.warmup_s,
+        seed=config.seed,
+    )
+    print(Report.of(done).text())
+    return 0
 
 
 def _workload(config: SimulateConfig) -> list[WorkloadPart]:

@@ -29,7 +29,7 @@ from reflex_runtime.cli.trace_tables import (
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.observe.journal import BatchLine
 from reflex_runtime.observe.journal_reader import Journal, read_journal
-from reflex_runtime.observe.journal_view import UNITS, is_tokens, plain
+from reflex_runtime.observe.journal_view import is_tokens, plain
 from reflex_runtime.settings.declare import add_options, flag, one_line, whole
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ examples:
   reflex trace run.jsonl                         table, summary, run.svg and run.png
   reflex trace run.jsonl.gz --last 50            the last 50 batches
   reflex trace run.jsonl --from 120 --to 180     a window, by batch id
-  reflex trace run.jsonl --group a --units ms    slot a; bars are estimated milliseconds
+  reflex trace run.jsonl --group a               slot a
 
   reflex trace --prompts "hello world" "goodbye" --max-num-batched-tokens 8      watch continuous batching
   reflex trace --prompts "hello world" "goodbye" --sweep 4..64                   steps over budget, and the knee
@@ -81,10 +81,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     add("--from", type=lambda n: whole("--from", n, 0), dest="first", metavar="ID", help="only batches from this id on")
     add("--to", type=lambda n: whole("--to", n, 0), dest="final", metavar="ID", help="only batches up to this id")
     add("--group", metavar="SLOT", help="only batches of this group (a slot or a workload)")
-    add(
-        "--units", default="grants", choices=UNITS, metavar="|".join(UNITS),
-        help="height of the bars: units granted (default), estimated milliseconds, or requests",
-    )  # fmt: skip
     add("--no-picture", action="store_true", help="the table only")
     add("--no-color", action="store_true", help="no colours in the table")
     prompts: Any = parser.add_argument_group("prompts, run here and now on the engine of reflex serve")
@@ -140,7 +136,7 @@ def _show(
     if drawn and not missing:
         from reflex_runtime.observe.picture import write_pictures
 
-        pictures = write_pictures(trace, batches, args.out or _prefix(file), args.units)
+        pictures = write_pictures(trace, batches, args.out or _prefix(file))
     _tell(console, trace, batches, last is not None or first is not None, str(file) if kept else "prompts")
     texts = text_lines(trace, outputs, console.width) if outputs else []
     if len(texts) > ROWS:

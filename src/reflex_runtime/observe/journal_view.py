@@ -109,8 +109,6 @@ def fill(colour: int, light: bool = False) -> dict[str, Any]:
     return {"facecolor": face, "hatch": hatch, "edgecolor": "white", "linewidth": 0.5}
 
 
-Units = Literal["grants", "ms", "requests"]  # what the height of a bar of batches counts
-UNITS: tuple[Units, ...] = ("grants", "ms", "requests")
 WHY_WAITING = {
     "budget": "budget spent",
     "places": "no place (max_num_seqs)",

@@ -18,7 +18,6 @@ from statistics import median
 from typing import Any
 
 from reflex_runtime.core.batch import Cause
-from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.observe.journal import BatchLine, Member
 from reflex_runtime.observe.journal_reader import Journal
 from reflex_runtime.observe.journal_view import (
@@ -29,7 +28,6 @@ from reflex_runtime.observe.journal_view import (
     RULE,
     WHY_WAITING,
     Colours,
-    Units,
     Waiter,
     fill,
     ink,
@@ -60,40 +58,35 @@ class _Drawing:
     ceilings: dict[float, str]
 
 
-def write_pictures(
-    trace: Journal, batches: Sequence[BatchLine], prefix: Path, units: Units = "grants"
-) -> tuple[Path, Path]:
-    """Draw the batches into PREFIX.svg and PREFIX.png and return both paths.
-
-    units: what a segment's height is: `grants` the units granted, `requests` one each, `ms` the estimated cost in
-    milliseconds, split by units granted. Raises ConfigError when the groups' units cannot share an axis, or a file
-    cannot be written.
-    """
-    drawing = _prepare(trace, batches, units)
+def write_pictures(trace: Journal, batches: Sequence[BatchLine], prefix: Path) -> tuple[Path, Path]:
+    """Draw the batches into PREFIX.svg and PREFIX.png, and return both. ConfigError when they cannot be written."""
+    drawing = _prepare(trace, batches)
     return saved(prefix, lambda: _draw(drawing, trace, batches), "; choose another, or --no-picture")
 
 
-def _prepare(trace: Journal, batches: Sequence[BatchLine], units: Units) -> _Drawing:
-    """Decide what is drawn; everything after this only places it."""
-    unit = _axis_unit(batches, units)
+def _prepare(trace: Journal, batches: Sequence[BatchLine]) -> _Drawing:
+    """Decide what is drawn; everything after this only places it. The axis counts requests where groups count in
+    different units."""
+    kinds = {"requests" if b.unit == "seconds" else b.unit or "units" for b in batches}
+    unit = kinds.pop() if len(kinds) == 1 else "requests"
     colours = Colours.of(trace, batches)
     grants = sum(b.size for b in batches)
     step = ceil(len(batches) / BARS)
     if step > 1 or grants > SEGMENTS:
-        bars, names = _merge(batches, step, colours, units)
+        bars, names = _merge(batches, step, colours, unit)
         notes = [f"{grants:,} grants are too many to draw one by one: those of one colour are one segment"]
         if step > 1:
             notes = [f"too many to draw one by one: a bar is the mean of {step} batches, its dash the tallest of them"]
     else:
         notes = [f"one colour per {colours.by}"]
         back = _coming_back(trace) if is_tokens(batches) else {}
-        bars = [_single(b, colours, units, back) for b in batches]
+        bars = [_single(b, colours, unit, back) for b in batches]
         present = {s.colour for bar in bars for s in bar.segments}
         names = {i: n for i, n in enumerate(colours.names) if i in present}
         if len(names) > len(PALETTE) * len(HATCHES):
             notes.append(f"colours repeat after {len(PALETTE) * len(HATCHES)}")
     ceilings = {}
-    for height, name in _ceilings(trace, batches, units).items():
+    for height, name in _ceilings(trace, batches, unit).items():
         if height <= _NEAR * max(bar.tallest for bar in bars):
             ceilings[height] = name
         elif name.startswith("budget"):
@@ -103,32 +96,8 @@ def _prepare(trace: Journal, batches: Sequence[BatchLine], units: Units) -> _Dra
     return _Drawing(bars, names, notes, unit, ceilings)
 
 
-def _axis_unit(batches: Sequence[BatchLine], units: Units) -> str:
-    """What the y axis counts."""
-    kinds = {b.unit for b in batches}
-    if units == "requests":
-        return "requests"
-    if units == "ms":
-        if kinds != {"seconds"}:
-            others = sorted({f"{b.group!r} counts {b.unit or 'unknown units'}" for b in batches if b.unit != "seconds"})
-            raise ConfigError(f"--units=ms: only for groups whose cost is in seconds; {', '.join(others)}")
-        return "estimated ms"
-    counted = {"requests" if kind == "seconds" else kind or "units" for kind in kinds}
-    if len(counted) > 1:
-        raise ConfigError(
-            f"--units=grants: the groups count in different units ({', '.join(sorted(counted))}); "
-            "choose one with --group, or --units requests"
-        )
-    return counted.pop()
-
-
-def _height(batch: BatchLine, member: Member, units: Units) -> float:
-    if units == "requests":
-        return 1.0
-    if units == "grants":
-        return member.units
-    granted = sum(m.units for m in batch.members)
-    return (batch.cost or 0.0) * 1e3 * member.units / granted if granted else 0.0
+def _height(member: Member, unit: str) -> float:
+    return 1.0 if unit == "requests" else member.units
 
 
 def _coming_back(trace: Journal) -> dict[int, tuple[int, str]]:
@@ -136,11 +105,11 @@ def _coming_back(trace: Journal) -> dict[int, tuple[int, str]]:
     return {m.seq: (b.id, request_name(m)) for b in trace.batches for m in b.members}
 
 
-def _single(batch: BatchLine, colours: Colours, units: Units, back: Mapping[int, tuple[int, str]]) -> Bar:
+def _single(batch: BatchLine, colours: Colours, unit: str, back: Mapping[int, tuple[int, str]]) -> Bar:
     """One segment per grant. back: see `_coming_back`; empty where nothing is preempted."""
     segments = []
     for m in batch.members:
-        height = _height(batch, m, units)
+        height = _height(m, unit)
         mark = "▸" if m.state == "waiting" else ""
         name, number = request_name(m), "" if height == 1.0 and batch.unit != "tokens" else f"{height:.3g}"
         labels = (f"{mark}{name} {number}".rstrip(), f"{mark}{number}", mark)
@@ -151,7 +120,7 @@ def _single(batch: BatchLine, colours: Colours, units: Units, back: Mapping[int,
 
 
 def _merge(
-    batches: Sequence[BatchLine], step: int, colours: Colours, units: Units
+    batches: Sequence[BatchLine], step: int, colours: Colours, unit: str
 ) -> tuple[list[Bar], dict[int, str]]:
     """Means over `step` neighbours, one segment per colour, and the colours' names. Where the colours with a name would
     be less than half of the picture, colours only show which members entered and which stayed."""
@@ -180,7 +149,7 @@ def _merge(
             for m in b.members:
                 first = is_decode(m) if tokens else m.state == "waiting"
                 i = (entered if first else stayed) if by_state else colours.index(m)
-                h = _height(b, m, units)
+                h = _height(m, unit)
                 sums[i if i in sums else -1] += h
                 height += h
             tallest = max(tallest, height)
@@ -189,18 +158,14 @@ def _merge(
     return bars, names
 
 
-def _ceilings(trace: Journal, batches: Sequence[BatchLine], units: Units) -> dict[float, str]:
+def _ceilings(trace: Journal, batches: Sequence[BatchLine], unit: str) -> dict[float, str]:
     """Height of each ceiling that this axis has, and its name."""
     found: dict[float, str] = {}
     for name in dict.fromkeys(b.group for b in batches):
         info = trace.groups.get(name)
-        if info is None:
-            continue
-        if units == "ms" and info.budget is not None:
-            found[info.budget * 1e3] = f"budget {info.budget * 1e3:g} ms{info.or_times_fixed}"
-        elif units == "grants" and info.unit != "seconds" and info.budget is not None:
-            found[info.budget] = f"budget {info.budget:g} {info.unit}"
-        elif units != "ms":
+        if info is not None and info.unit == unit and info.budget is not None:
+            found[info.budget] = f"budget {info.budget:g} {unit}"
+        elif info is not None:
             found[float(info.max_size)] = f"at most {info.max_size} requests"
     return found
 
@@ -338,7 +303,7 @@ def draw_bars(axes: Axes, bars: Sequence[Bar], unit: str, ceilings: Mapping[floa
     top = 1.08 * max([tallest, *ceilings])
     axes.set_ylim(0.0, top)
     axes.set_ylabel(f"{unit} per {'step' if unit == 'tokens' else 'batch'}")
-    axes.yaxis.set_major_locator(MaxNLocator(8, steps=[1, 2, 5, 10], integer=unit != "estimated ms"))
+    axes.yaxis.set_major_locator(MaxNLocator(8, steps=[1, 2, 5, 10], integer=True))
     width = 0.86 if slots <= 60 else 0.94
     bar_px, unit_px = 815 * width / slots, axes.get_position().height * 600 / top  # of a picture 900 px wide
     for x, bar in enumerate(bars):

@@ -14,7 +14,7 @@
 
 from reflex_runtime.core.statistics import percentile
 from reflex_runtime.sim.report import Report, fair_shares, jain
-from reflex_runtime.sim.run import RULES, Decider, Ran, RequestEnd, Rule, Run, Setting, simulate
+from reflex_runtime.sim.run import Decider, Ran, RequestEnd, Run, simulate
 from reflex_runtime.sim.service import Affine, Drifting, Noisy, Service, Staged, Table
 from reflex_runtime.sim.workload import (
     Around,
@@ -39,7 +39,6 @@ from reflex_runtime.sim.workload import (
 )
 
 __all__ = [
-    "RULES",
     "Affine",
     "Around",
     "Arrival",
@@ -64,10 +63,8 @@ __all__ = [
     "Report",
     "RequestEnd",
     "RequestStream",
-    "Rule",
     "Run",
     "Service",
-    "Setting",
     "Staged",
     "Table",
     "Think",

@@ -1,4 +1,4 @@
-"""The discrete-event loop around the real scheduler, and the batching rules that it knows by name.
+"""The discrete-event loop around the real scheduler.
 
 Like a driver it calls `next_batch`, completes batches and honours `wake_at`, on a clock that jumps from one event to
 the next. It calls `next_batch` after every single input, also when several arrive at the same instant."""
@@ -6,24 +6,17 @@ the next. It calls `next_batch` after every single input, also when several arri
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from math import inf
 from random import Random
 from typing import NamedTuple, Protocol
 
 from reflex_runtime.core.batch import Batch, Done, Failed, More, Outcome
-from reflex_runtime.core.cost import UnitCost
 from reflex_runtime.core.errors import Drained, ReflexError, Rejected
 from reflex_runtime.core.events import Event, RequestSettled
-from reflex_runtime.core.flush import BUDGET, FlushPolicy
-from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.core.request import Request, Ticket
-from reflex_runtime.core.scheduler import Scheduler
-from reflex_runtime.core.time_cost import TimeCost
-from reflex_runtime.settings.policies import ServeConfig, serving_group
-from reflex_runtime.sim.service import Affine, Service
+from reflex_runtime.sim.service import Service
 from reflex_runtime.sim.workload import Arrival, RequestStream, WorkloadPart
 
 RETRY = 0.001  # seconds a refused caller waits at least, so that it cannot ask again at the same instant for ever
@@ -55,7 +48,7 @@ class RequestEnd(NamedTuple):
     """How one request ended.
 
     arrived, ended: seconds. outcome: ok, overrun, or what the error counts as (rejected, expired, shed, …).
-    limit: its time limit, inf for none; answers of a blind rule are measured against it too.
+    limit: its time limit, inf for none.
     device: its share of measured device seconds.
     """
 
@@ -106,7 +99,6 @@ def simulate(
     duration: float = 60.0,
     warmup: float = 0.0,
     seed: int = 0,
-    blind: bool = False,
     sinks: Sequence[Callable[[Event], None]] = (),
     outcome: Callable[[Ticket, float], Outcome] | None = None,
     between: float = 0.0,
@@ -116,7 +108,6 @@ def simulate(
 
     duration: seconds during which requests are made; those in the system at its end still run to their end.
     warmup: seconds at the start that reports leave out.
-    blind: hide time limits from the scheduler; answers are still measured by them.
     sinks: called with every event of the scheduler.
     outcome: the processor's answer for a ticket and its granted units; by default Done if that was all it wanted, else
     another step of the same stage.
@@ -124,7 +115,7 @@ def simulate(
     lead: seconds before the predicted end of a batch at which the next one is formed ahead, where it may be: it then
     starts without that wait. None forms none ahead; otherwise the scheduler is a `Scheduler`.
     """
-    loop = _Loop(scheduler, service, duration, warmup, seed, blind, sinks, outcome or _outcome)
+    loop = _Loop(scheduler, service, duration, warmup, seed, sinks, outcome or _outcome)
     loop.between, loop.lead = between, lead
     return loop.run(workload)
 
@@ -137,19 +128,17 @@ class _Loop:
         duration: float,
         warmup: float,
         seed: int,
-        blind: bool,
         sinks: Sequence[Callable[[Event], None]],
         outcome: Callable[[Ticket, float], Outcome],
     ) -> None:
         self._scheduler, self._service, self._sinks, self._outcome = scheduler, service, sinks, outcome
-        self._seed, self._blind = seed, blind
+        self._seed = seed
         self._noise = Random(f"{seed}/device")
         self._now = 0.0  # virtual seconds
         self._run = Run(warmup, duration)
         self._agenda: list[tuple[float, int, Callable[[], None]]] = []
         self._entries = 0
         self._prepared_at = 0.0  # when the last request that came is prepared
-        self._shown: dict[Request, Request] = {}  # what a blind scheduler is shown instead
         self._asked: dict[Ticket, tuple[RequestStream, Arrival]] = {}
         self._running: Batch | None = None  # the one started last
         self.between = 0.0
@@ -196,7 +185,7 @@ class _Loop:
         for _ in range(arrival.overrun):
             self._ended(arrival, now, "overrun", 0.0)
         try:
-            ticket = self._scheduler.submit(self._as_shown(request), now, arrival.prepared_in <= 0.0)
+            ticket = self._scheduler.submit(request, now, arrival.prepared_in <= 0.0)
         except Rejected as error:
             self._answered(arrival, now, error, 0.0)
             if stream.waits:
@@ -271,79 +260,8 @@ class _Loop:
         since = arrival.at if arrival.since is None else arrival.since
         self._run.answers.append(RequestEnd(arrival.request, since, now, outcome, limit, device))
 
-    def _as_shown(self, request: Request) -> Request:
-        if not self._blind or request.time_limit is None:
-            return request
-        shown = self._shown.get(request)
-        if shown is None:
-            shown = self._shown[request] = replace(request, time_limit=None)
-        return shown
-
 
 def _outcome(ticket: Ticket, units: float) -> Outcome:
     """Done if it was granted all it wanted, else another step."""
     left = ticket.wants - units
     return Done() if left <= 1e-9 else More(wants=left)
-
-
-DEVICE = Affine(0.020, 0.002)  # the device all quoted figures are for: 20 + 2n ms
-
-
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """The inputs of a rule.
-
-    serve: those of `reflex serve`, for the window rule. batch_timeout, goal: seconds; goal is the answer time aimed at.
-    device: the true mean times, for the rules that do not learn. max_batch_size: most requests in a batch, for the
-    rules that count.
-    """
-
-    serve: ServeConfig = field(default_factory=ServeConfig)
-    batch_timeout: float = 0.005
-    goal: float = 0.100
-    device: Affine = DEVICE
-    max_batch_size: int = 32
-
-    @property
-    def max_batch_cost(self) -> float:
-        """Of rules that have no other default, in seconds."""
-        return BUDGET if self.serve.max_batch_cost_ms is None else self.serve.max_batch_cost_ms / 1e3
-
-    @property
-    def hold(self) -> float:
-        """The longest one of the window rule, in seconds."""
-        return inf if self.serve.batch_timeout_ms is None else self.serve.batch_timeout_ms / 1e3
-
-
-@dataclass(frozen=True, slots=True)
-class Rule:
-    """A named rule. blind: it does not use time limits, so its requests have none (answers are still measured)."""
-
-    name: str
-    make: Callable[[Setting], Decider]
-    blind: bool = True
-
-
-def _window(s: Setting) -> Decider:
-    return Scheduler([serving_group(s.serve, "default")])
-
-
-def _by_cost(s: Setting) -> Decider:
-    flush = FlushPolicy.by_cost(s.max_batch_cost, s.batch_timeout)
-    return Scheduler([GroupConfig(flush=flush, cost=partial(TimeCost, affine=False))])
-
-
-def _by_size(s: Setting) -> Decider:
-    flush = FlushPolicy.by_size(s.max_batch_size, s.batch_timeout)
-    return Scheduler([GroupConfig(flush=flush, cost=UnitCost)])
-
-
-def _greedy(s: Setting) -> Decider:
-    return Scheduler([GroupConfig(flush=FlushPolicy(max_batch_size=s.max_batch_size), cost=UnitCost)])
-
-
-WINDOW = Rule("window", _window, blind=False)
-BY_COST = Rule("by_cost", _by_cost)
-BY_SIZE = Rule("by_size", _by_size)
-GREEDY = Rule("greedy", _greedy)
-RULES = {rule.name: rule for rule in (WINDOW, BY_COST, BY_SIZE, GREEDY)}  # what the runtime offers
