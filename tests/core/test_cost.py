@@ -14,7 +14,7 @@ from reflex_runtime.core.errors import ConfigError, ProcessorError
 from reflex_runtime.core.flush import FlushPolicy
 from reflex_runtime.core.request import Request, Ticket
 from reflex_runtime.core.statistics import MAX_CLASSES, AffineFit, solve
-from reflex_runtime.core.time_cost import RollingMedian, TimeCost, _Probe
+from reflex_runtime.core.time_cost import RollingMedian, TimeCost
 
 from .helpers import ask_many, measure, scheduler_of, take, trained
 from .jumps import DEVICES, FACTORS, medians, wrong
@@ -354,34 +354,12 @@ def test_b4_the_limit_in_seconds_knows_no_exception() -> None:
     assert fill(model, 0.100, [""] * 100, limit=0.140) == 0
 
 
-def test_b4_a_size_near_a_measured_one_is_bounded_by_it() -> None:
-    model = TimeCost()
-    for n in (1, 2, 1, 2):
-        measure(model, [""] * n, 0.050 * n)  # a pessimistic start: everything looks marginal
-    for _ in range(6):
-        measure(model, [""] * 4, 0.070)
-    assert fill(model, 0.100, [""] * 50) >= 5
-
-
-def test_b4_a_probe_reaches_a_quarter_beyond_the_largest_size_measured() -> None:
-    probe = _Probe()
-    assert probe.bound(1) == inf
-    probe.observe(8, 0.040)
-    assert [probe.bound(n) for n in (1, 8, 10, 11)] == [0.040, 0.040, 0.050, inf]
-    probe.observe(4, 1.0)  # a smaller size says nothing
-    probe.observe(8, 0.050)
-    assert probe.bound(8) == pytest.approx(0.043)
-    one = _Probe()
-    one.observe(1, 0.010)
-    assert [one.bound(2), one.bound(3)] == [0.020, inf]
-
-
-def test_b4_what_a_size_took_before_the_device_changed_bounds_nothing() -> None:
-    model = trained(0.010, 0.002, sizes=(1, 2, 4, 8, 16, 32) * 20)
-    assert fill(model, 0.100, [""] * 50) >= 40
-    for n in (16, 8, 16, 8):
-        measure(model, [""] * n, 5 * (0.010 + 0.002 * n))
-    assert fill(model, 0.100, [""] * 50) <= 5  # 50 + 10 n
+def test_where_batches_since_a_slow_down_are_alike_the_fixed_part_takes_it() -> None:
+    model = trained(0.002, 0.008, sizes=(1, 2, 4) * 3)
+    for _ in range(8):
+        measure(model, [""] * 4, 0.060 + 0.034)
+    assert model.fixed(ticket()) > 0.050
+    assert model.marginal(ticket(), 1.0) < 0.011
 
 
 def test_padding_predicts_the_padded_size() -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from reflex_runtime.core.flush import FlushPolicy
+from reflex_runtime.core.flush import FlushPolicy, Planner
+from reflex_runtime.sim import Affine, Around, Arrival, Callers, Noisy, RequestStream, simulate
 
 from .helpers import ask, finish, scheduler_of, take, trained
 from .one_core import OneCore
@@ -15,16 +18,50 @@ from .one_core import OneCore
     [
         pytest.param(8, 0.0013, 7.5, id="8_png"),
         pytest.param(8, 0.00035, 7.5, id="8_jpeg", marks=pytest.mark.long),
-        pytest.param(32, 0.0013, 28.0, id="32_png", marks=pytest.mark.long),
         pytest.param(32, 0.00035, 28.0, id="32_jpeg"),
     ],
 )
 def test_callers_with_pictures_share_one_batch_where_one_core_decodes_and_runs(
     callers: int, decoding: float, least: float
 ) -> None:
-    """Before, they were 4.9, 7.8, 16.0 and 22.4."""
     run = OneCore(callers, decoding, fixed=0.009, marginal=0.0014).run(20.0)
     assert run.mean_batch >= least
+
+
+class Late:
+    """A caller whose first request comes at a given time."""
+
+    waits = True
+
+    def __init__(self, caller: RequestStream, at: float) -> None:
+        self._caller, self._at = caller, at
+
+    def next(self, now: float) -> Arrival | None:
+        arrival, at, self._at = self._caller.next(now), self._at, -1.0
+        return arrival if at < 0.0 or arrival is None else arrival._replace(at=at)
+
+
+class TwoGroups:
+    """Eight callers in two groups of four from the start."""
+
+    def streams(self, seed: str) -> list[RequestStream]:
+        callers = Callers(8, Around(0.008, 0.003)).streams(seed)
+        return [Late(caller, 0.0001 * i + 0.030 * (i >= 4)) for i, caller in enumerate(callers)]
+
+
+@pytest.mark.parametrize(("fixed", "marginal"), [(0.002, 0.008), (0.016, 0.0012)])
+def test_callers_do_not_stay_in_two_groups_after_a_fixed_slow_down(fixed: float, marginal: float) -> None:
+    """60 ms more from the first request on: until a batch of another size ran, nothing tells them from 15 ms a row."""
+    usual = Affine(fixed, marginal)
+    for seed in range(20):
+        scheduler = scheduler_of(
+            flush=FlushPolicy.window(None), controller=Planner(), cost=lambda: trained(fixed, marginal, sizes=(1, 2, 4))
+        )
+        run = simulate(
+            scheduler, TwoGroups(), Noisy(replace(usual, fixed=fixed + 0.060), 0.03), duration=4.0, seed=seed
+        )
+        sizes = [batch.size for batch in run.batches if batch.started >= 1.0]
+        assert sum(sizes) / len(sizes) >= 7.4, seed
 
 
 def test_one_caller_never_waits() -> None:

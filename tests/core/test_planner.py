@@ -49,6 +49,15 @@ def test_chance_is_not_greed(clients: int, offered: float) -> None:
     assert set(budgets(rates)) == {BASE.max_batch_cost}
 
 
+def test_clients_that_ask_once_are_not_greedy_however_many_they_are() -> None:
+    planner, random, at, found = Planner(), Random(3), 0.0, []
+    for i in range(6000):
+        at += random.expovariate(600.0)
+        planner.arrived(Ticket(Request(client=i, time_limit=0.100), i, at), at, 0)
+        found.append(planner.policy(BASE, lambda: DEVICE, at, "").max_batch_cost)
+    assert set(found) == {BASE.max_batch_cost}
+
+
 @pytest.mark.parametrize("greedy", [200.0, 600.0])
 def test_a_greedy_client_shortens_the_batches_within_a_second(greedy: float) -> None:
     modest = {f"modest-{i}": 20.0 for i in range(7)}

@@ -11,7 +11,7 @@ import pytest
 
 from reflex_runtime.core.batch import Batch, More
 from reflex_runtime.core.errors import Shed
-from reflex_runtime.core.flush import KAPPA, THRESHOLDS, Filled, FlushPolicy, at_risk, price_of_time, window
+from reflex_runtime.core.flush import THRESHOLDS, Filled, FlushPolicy, at_risk, window
 from reflex_runtime.core.request import Priority, Request, Ticket
 from reflex_runtime.core.time_cost import TimeCost
 
@@ -53,53 +53,50 @@ class Seen:
                 chosen.append(t)
         return chosen, self.seconds(chosen)
 
-    def score(self, some: Sequence[Ticket], price: float) -> float:
-        """Σ w · Φ(ln(slack ÷ T) ÷ σ) − κ · μ · T, straight from the definition."""
+    def score(self, some: Sequence[Ticket]) -> float:
+        """Σ w · Φ(ln(slack ÷ T) ÷ σ), straight from the definition."""
         seconds, sigma = self.seconds(some), max(0.01, self.full.tally.sigma)
-        total = -KAPPA * price * seconds
+        total = 0.0
         for t in some:
             chance = 1.0 if t.deadline == inf else 0.5 * (1.0 + erf(log(t.deadline / seconds) / sigma / sqrt(2.0)))
             total += 10.0 * t.request.weight * chance
         return total
 
-    def window(self, price: float) -> Sequence[Ticket]:
-        return window(self.candidates, self.full, self.fit, price, 0.0)
+    def window(self) -> Sequence[Ticket]:
+        return window(self.candidates, self.full, self.fit, 0.0)
 
 
-def histories(count: int) -> list[tuple[Seen, float]]:
+def histories(count: int) -> list[Seen]:
     random = Random(11)
     out = []
     for _ in range(count):
         n = random.randint(1, 7)
         slacks = [random.choice([random.uniform(0.031, 0.12), inf]) for _ in range(n)]
         weights = [random.choice([1.0, 1.0, 3.0]) for _ in range(n)]
-        out.append((Seen(slacks, weights, random.choice([inf, 0.061])), random.choice([0.0, 300.0, 900.0])))
+        out.append(Seen(slacks, weights, random.choice([inf, 0.061])))
     return out
 
 
 def test_the_window_is_the_best_of_all_thresholds_and_factors() -> None:
-    for seen, price in histories(150):
+    for seen in histories(150):
         sigma = max(0.01, seen.full.tally.sigma)
         risky = seen.full.tally.seconds * (1 + 2 * sigma)
         slacks = sorted({t.deadline for t in seen.candidates if t.deadline < risky})
         assert len(slacks) <= THRESHOLDS
         scores = [
-            seen.score(chosen, price)
+            seen.score(chosen)
             for s in [*slacks, risky]
-            for f in (1.0, 1.0 + sigma, 1.0 + 2.0 * sigma)
+            for f in (1.0, 1.0 + 2.0 * sigma)
             if (chosen := seen.fit([t for t in seen.candidates if t.deadline >= s], s / f)[0])
         ]
         if scores:
-            assert seen.score(seen.window(price), price) == pytest.approx(max(scores), abs=0.01)
+            assert seen.score(seen.window()) == pytest.approx(max(scores), abs=0.01)
 
 
 def test_the_window_is_close_to_the_best_of_all_subsets() -> None:
-    """Value within a few percent of the optimum in all, and never less than half of it in one batch.
-
-    The price of time is left out: it is paid for over many batches, and what it buys is measured by the simulator.
-    """
+    """Value within a few percent of the optimum in all, and never less than half of it in one batch."""
     won = best = 0.0
-    for seen, _ in histories(100):
+    for seen in histories(100):
         if not at_risk(seen.full, 0.0) or not seen.candidates:
             continue
         fits = [
@@ -108,8 +105,8 @@ def test_the_window_is_close_to_the_best_of_all_subsets() -> None:
             for subset in combinations(seen.candidates, r)
             if r == 1 or seen.seconds(subset) <= seen.budget * (1 + 1e-9)
         ]
-        top = max(seen.score(subset, 0.0) for subset in fits)
-        got = seen.score(seen.window(0.0), 0.0)
+        top = max(seen.score(subset) for subset in fits)
+        got = seen.score(seen.window())
         assert got <= top + 0.01
         if top > 1.0:
             assert got >= 0.5 * top
@@ -117,7 +114,7 @@ def test_the_window_is_close_to_the_best_of_all_subsets() -> None:
     assert won >= 0.93 * best
 
 
-def test_no_threshold_is_wasted_on_more_than_eight() -> None:
+def test_no_more_thresholds_are_tried_than_sixteen() -> None:
     calls: list[float] = []
     seen = Seen([0.035 + 0.001 * i for i in range(60)], [1.0] * 60)
 
@@ -125,16 +122,8 @@ def test_no_threshold_is_wasted_on_more_than_eight() -> None:
         calls.append(limit)
         return seen.fit(some, limit)
 
-    window(seen.candidates, seen.full, fit, 0.0, 0.0)
-    assert len(calls) <= 3 * (THRESHOLDS + 1)
-
-
-def test_time_has_no_price_below_the_lossless_rate() -> None:
-    lossless = (1.0 - 2.0 * A / 0.100) / B
-    assert price_of_time(0.99 * lossless, 0.100, A, B, 10.0) == 0.0
-    assert price_of_time(1.01 * lossless, 0.100, A, B, 10.0) > 0.0
-    assert price_of_time(1e9, inf, A, B, 10.0) == 0.0
-    assert price_of_time(1e9, 0.0, A, B, 10.0) == 0.0
+    window(seen.candidates, seen.full, fit, 0.0)
+    assert len(calls) <= 2 * (THRESHOLDS + 1)
 
 
 # -- in the scheduler --------------------------------------------------------------------------------------------------

@@ -72,15 +72,6 @@ def test_b10_a_deadline_at_risk_goes_first_within_the_share_of_its_partition(had
     assert take(scheduler, had).partition == first
 
 
-def test_b10_the_least_served_partition_goes_before_deadlines_once_it_waited_long() -> None:
-    for waited, first in ((0.9, "hurried"), (1.0, "modest")):
-        model = trained(0.010, 0.001)
-        scheduler = scheduler_of(flush=FlushPolicy.window(0.2, 0.0), cost=lambda m=model: m, promote_after=1.0)
-        ask(scheduler, 0.0, partition="modest")
-        ask(scheduler, waited, partition="hurried", time_limit=0.100)
-        assert take(scheduler, waited).partition == first
-
-
 def test_b10_a_partition_that_comes_back_is_lifted_and_one_alone_owes_nothing() -> None:
     scheduler = scheduler_of(flush=FlushPolicy.window(0.1, 0.0, 1), cost=UnitCost)
     ask(scheduler, partition="p")

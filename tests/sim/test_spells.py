@@ -136,11 +136,11 @@ def test_b17_stalls_do_not_end_in_refusing_everybody(share: float, times: float)
 
     device = Noisy(Affine(0.020, 0.002), 0.03, stalls=share, stall=times)
     learned, known = (
-        on_time(simulate(scheduler(cost), served(0.100), device, duration=30.0).answers)
+        sum(on_time(simulate(scheduler(cost), served(0.100), device, duration=20.0, seed=s).answers) for s in range(3))
         for cost in (TimeCost, Knowing)
     )
     assert learned >= 0.9 * known
-    assert known > 0.2
+    assert known > 0.6
 
 
 def test_b17_one_shape_is_not_locked_out_beside_another_that_keeps_the_device_busy() -> None:

@@ -46,7 +46,7 @@ from math import ceil, inf
 from reflex_runtime.core.admission import StagedRequest, gain_over_loss, price, too_late
 from reflex_runtime.core.batch import Batch, Cause, Part
 from reflex_runtime.core.cost import Tally, line_of, tally_of
-from reflex_runtime.core.flush import Fill, Filled, Fitter, FlushPolicy, at_risk, cause_of, price_of_time, value, window
+from reflex_runtime.core.flush import Fill, Filled, Fitter, FlushPolicy, at_risk, cause_of, window
 from reflex_runtime.core.group import Group, Resources
 from reflex_runtime.core.holding import Holding
 from reflex_runtime.core.order import MAX_PASSED_OVER, Cursor, Partition
@@ -602,10 +602,9 @@ class Former:
                 chosen = filling.fill_from([probe])
             elif candidates:
                 affine = line_of(self.group.cost, candidates[0])
-                price = self._price(candidates[0], affine)
                 alike = not filling.base and (filling.line is not None or self._alike(candidates))
                 fit = _formula(affine, len(full.grants)) if alike else _by_filling(filling)
-                members = window(candidates, full, fit, price, self.now)
+                members = window(candidates, full, fit, self.now)
                 # beside residents places are shared, and offenders are passed over
                 by_number = alike and not self.partition.residents and not self.group.offenders
                 chosen = filling.fill_line(members) if by_number else filling.fill_from(members)
@@ -639,11 +638,6 @@ class Former:
         """Whether all cost the same."""
         one = candidates[0].request
         return self.group.cost.linear and all(t.request.cost_class == one.cost_class for t in candidates)
-
-    def _price(self, ticket: Ticket, affine: tuple[float, float, float]) -> float:
-        fixed, marginal, _ = affine
-        rate = self.partition.arrivals.value(self.now)
-        return price_of_time(rate, self.partition.usual_limit, fixed, marginal, value(ticket))
 
     def _infeasible(self, chosen: Filled, shed: list[Ticket], line: Sequence[Ticket] | None) -> list[Ticket]:
         """Waiting tickets that cannot be answered in time, neither now nor after this batch, tightest first: the first

@@ -202,7 +202,7 @@ class Group:
             and config.controller is None
             and config.resources is None
         )
-        self.turns = Turns(self.cost, flush.max_batch_cost, config.promote_after)
+        self.turns = Turns(self.cost, flush.max_batch_cost)
         self.partitions: dict[Hashable, Partition] = {}
         self._idle: OrderedDict[Partition, None] = OrderedDict()  # of those, without tickets; the longest idle first
         self.active: dict[Hashable, Partition] = {}  # those with unsettled tickets
@@ -256,10 +256,7 @@ class Group:
                 self.evidence.probe(ticket)
         if ticket.tier is BACKGROUND:
             self._age(ticket, partition)
-        partition.arrivals.arrive(now)
-        if request.time_limit is not None:
-            pace = 0.05 if partition.usual_limit else 1.0
-            partition.usual_limit += pace * (request.time_limit - partition.usual_limit)
+        partition.last_arrival = now
         if self.config.controller is not None:
             self.config.controller.arrived(ticket, now, partition.unsettled - 1)
         self._count(ticket)

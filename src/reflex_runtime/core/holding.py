@@ -191,7 +191,7 @@ def _by_clock(policy: FlushPolicy, heads: Sequence[float | None], waiting: int, 
         return _first(heads, policy.hold_min)
     due = _first(heads, policy.hold_max)
     if policy.quiet > 0.0 and not partition.in_flight:
-        due = min(due, max(_first(heads, policy.hold_min), partition.arrivals.last + policy.quiet))
+        due = min(due, max(_first(heads, policy.hold_min), partition.last_arrival + policy.quiet))
     return min(due, policy.until)
 
 

@@ -15,9 +15,8 @@ touch no heap.
 Turns. Of a group's partitions, the next turn is for
 
 1. partitions where an urgent ticket waits, the one with the oldest ticket first;
-2. the partition with the least device time, when its oldest ticket has waited for `patience`;
-3. partitions with a deadline at risk, least laxity first, as long as they are within their share of device time;
-4. all partitions by device time, the one with the oldest ticket first where it is equal.
+2. partitions with a deadline at risk, least laxity first, as long as they are within their share of device time;
+3. all partitions by device time, the one with the oldest ticket first where it is equal.
 
 A deadline is at risk if another partition's batch could make it late. A partition is within its share up to `CREDIT`
 above the least device time of an active one. So deadlines come first within a share, and no partition waits longer than
@@ -39,7 +38,6 @@ from typing import Generic, Protocol, TypeVar
 from reflex_runtime.core.batch import Suspects
 from reflex_runtime.core.cost import CostModel
 from reflex_runtime.core.request import BACKGROUND, DEFAULT, RUNNING, SETTLED, URGENT, Priority, Ticket
-from reflex_runtime.core.statistics import Rate
 
 T = TypeVar("T", bound=Hashable)
 K = TypeVar("K", float, tuple[float, int])
@@ -206,7 +204,8 @@ class Prices:
     quarter.
 
     Not their part of the batch they were in: a client did not choose that it was small. And not each estimate: equal
-    requests with slightly different charges overtake each other by a whole round.
+    requests with slightly different charges overtake each other by a whole round (128 callers on one core: p99 593
+    instead of 397 ms).
     """
 
     __slots__ = ("_known",)
@@ -578,7 +577,6 @@ class Partition:
 
     __slots__ = (
         "_line",
-        "arrivals",
         "counter",
         "deadlines",
         "hold_came",
@@ -588,6 +586,7 @@ class Partition:
         "hold_until",
         "in_flight",
         "key",
+        "last_arrival",
         "paused_until",
         "promotions",
         "residents",
@@ -596,7 +595,6 @@ class Partition:
         "suspects",
         "tiers",
         "unsettled",
-        "usual_limit",
     )
 
     def __init__(self, key: Hashable) -> None:
@@ -613,8 +611,7 @@ class Partition:
         self.paused_until = -inf
         self.room: int | None = None  # newcomers that may still enter; None when unlimited
         self.in_flight = 0  # batches
-        self.arrivals = Rate()
-        self.usual_limit = 0.0  # slow mean of the time limits asked for, seconds; 0 when none was
+        self.last_arrival = 0.0
         self.hold_until = -inf  # decided after input number `hold_input`; these are `Holding`'s
         self.hold_input = -1
         self.hold_for = 0  # clients that are to come before it is decided again
@@ -719,12 +716,12 @@ NEAREST = 16  # partitions with the earliest deadlines, of which those at risk a
 class Turns:
     """The active partitions of one group.
 
-    budget: cost of the longest batch another partition may run, in the cost model's unit. patience: seconds.
+    budget: cost of the longest batch another partition may run, in the cost model's unit.
     touched: partitions whose tickets, device time or pause have changed.
     """
 
-    def __init__(self, cost: CostModel, budget: float, patience: float) -> None:
-        self._cost, self._budget, self._patience = cost, budget, patience
+    def __init__(self, cost: CostModel, budget: float) -> None:
+        self._cost, self._budget = cost, budget
         self.shares = Shares()
         self.touched: dict[Partition, None] = {}
         # Those that could take a turn, and of them those where an urgent ticket waits.
@@ -775,16 +772,11 @@ class Turns:
             yield top[1]
             return
         seen: set[Partition] = set()
-        for some in (self._urgent.ascending(), self._patient(now), self._at_risk(now), self._by_share.ascending()):
+        for some in (self._urgent.ascending(), self._at_risk(now), self._by_share.ascending()):
             for partition in some:
                 if partition not in seen:
                     seen.add(partition)
                     yield partition
-
-    def _patient(self, now: float) -> Iterator[Partition]:
-        top = self._by_share.first()
-        if top is not None and (oldest := top[1].oldest()) is not None and now >= oldest.arrived + self._patience:
-            yield top[1]
 
     def _at_risk(self, now: float) -> list[Partition]:
         if self._cost.unit != "seconds":

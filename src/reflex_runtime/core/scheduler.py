@@ -18,8 +18,8 @@ Theory of operation. `next_batch` decides in this order; the first step that yie
  1. Time. Tickets past their deadline settle as `Expired`, some at a time (`Leaving`), pauses that are over end. Running
     tickets do not expire; they are checked when their batch returns. With `max_batches` running nothing is decided.
  2. Tenants, then the groups of one, take turns by device time over weight, the least served first (`_turns`).
- 3. Partitions of a group take turns: urgent work, those that waited for `promote_after`, deadlines at risk near the
-    least share, then the least served (`Turns.in_order`). Requests of different partitions never share a batch.
+ 3. Partitions of a group take turns: urgent work, deadlines at risk near the least share, then the least served
+    (`Turns.in_order`). Requests of different partitions never share a batch.
  4. Parts of a call that failed run first, each by itself, to find the bad request (`Former.form`, `isolation`).
  5. Residents are granted their next step (`Filling.fill`; with memory to reserve tier by tier).
  6. Waiting tickets fill the batch up to its budget: tiers in order, within a tier the client with the least share

@@ -20,7 +20,8 @@ of its past times. The times of all together are spread as their distributions a
 G considers one batch only. But two groups of callers that take turns pay for a fixed part more in every cycle than one:
 N callers that come back ρ after their answer have a cycle of a + b·N + ρ in one group, and of 2a + b·N in two, because
 one group comes back while the other runs. So one group is better if ρ < a, and clients that usually come within a of
-their answer, and those being prepared, are gathered: the device waits for the h that maximises
+their answer are gathered, and those being prepared if all of them are within a: the device waits for the h that
+maximises
 
     (n + E(h)) / (h + held + T(n))
 
@@ -230,7 +231,7 @@ class ThinkTimes:
             return NO_HOLD, NO_HOLD
         found = self._expected(partition, now, longest, fixed)
         if self._preparing or self._pace:
-            found = self._once_prepared(partition, now, longest, found)
+            found = self._once_prepared(partition, longest, queued, fixed, found)
         if not found:
             return NO_HOLD, NO_HOLD
         found.sort()
@@ -284,18 +285,23 @@ class ThinkTimes:
                 found.append((wait, 1.0, wait, gathers, client.prepares))
         return found
 
-    def _once_prepared(self, partition: Hashable, now: float, longest: float, found: list[_Due]) -> list[_Due]:
-        """The same when they are ready. They are prepared one by one, those first that have come."""
+    def _once_prepared(
+        self, partition: Hashable, longest: float, queued: int, soon: float, found: list[_Due]
+    ) -> list[_Due]:
+        """The same when they are ready. They are prepared one by one, those first that have come. Callers are gathered
+        if preparing all of them, the queued ones included, takes no longer than `soon`."""
         pace, ready = self._pace, 0.0
+        first = [client for client in self._preparing.values() if client.partition == partition]
+        several = queued + len(first) + sum([due[1] for due in found if due[4]])
+        gathers = pace * several <= soon
         made: list[_Due] = []
-        for client in self._preparing.values():
-            if client.partition == partition:
-                ready += pace
-                made.append((ready, 1.0, ready, True, True))
-        for wait, share, mean, gathers, prepares in sorted(found):
+        for _ in first:
+            ready += pace
+            made.append((ready, 1.0, ready, gathers, True))
+        for wait, share, mean, usual, prepares in sorted(found):
             if prepares:
                 ready = max(ready, wait) + pace * share
-                made.append((ready, share, mean + (ready - wait) * share, gathers, False))
+                made.append((ready, share, mean + (ready - wait) * share, usual and gathers, False))
             else:
-                made.append((wait, share, mean, gathers, False))
+                made.append((wait, share, mean, usual, False))
         return [due for due in made if due[0] <= longest]

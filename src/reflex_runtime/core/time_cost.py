@@ -220,27 +220,6 @@ class RollingMedian:
         self.samples += 1
 
 
-class _Probe:
-    """The largest homogeneous batch measured, for the size probe: (size, seconds)."""
-
-    __slots__ = ("seconds", "size")
-
-    def __init__(self) -> None:
-        self.size, self.seconds = 0, inf
-
-    def observe(self, size: int, seconds: float) -> None:
-        if size > self.size:
-            self.size, self.seconds = size, seconds
-        elif size == self.size:
-            self.seconds += 0.3 * (seconds - self.seconds)
-
-    def bound(self, size: int) -> float:
-        """Seconds that a batch of `size` cannot exceed, given a ≥ 0; inf if no measured size is near."""
-        if self.size and size <= self.size + max(1, self.size // 4):
-            return self.seconds * max(1.0, size / self.size)
-        return inf
-
-
 class _KindCost:
     """What requests of one shape, stage and class cost by what is known now.
 
@@ -297,7 +276,6 @@ class TimeCost:
         self._max_keys = max_keys
         self._fits: OrderedDict[tuple[Hashable, str], AffineFit] = OrderedDict()
         self._medians: OrderedDict[tuple[Hashable, Hashable], RollingMedian] = OrderedDict()
-        self._probes: OrderedDict[tuple[Hashable, Hashable], _Probe] = OrderedDict()
         self._kinds: dict[tuple[Hashable, str, Hashable], _KindCost] = {}  # until something is learned
 
     @property
@@ -392,15 +370,9 @@ class TimeCost:
         if padded != n:
             counts = {k: c * padded / n for k, c in counts.items()}
         self._kinds.clear()
-        fit = self._entry(self._fits, (shape, batch.stage), AffineFit)
-        alarms = fit.alarms
-        fit.observe(counts, elapsed)
-        if fit.alarms > alarms:  # times from before the change are no bound
-            for key in [key for key in self._probes if key[0] == shape]:
-                del self._probes[key]
+        self._entry(self._fits, (shape, batch.stage), AffineFit).observe(counts, elapsed)
         if whole and len(counts) == 1:
             self._entry(self._medians, (shape, k), RollingMedian).observe(elapsed / n)
-            self._entry(self._probes, (shape, k), _Probe).observe(n, elapsed)
 
     def settled(self, ticket: Ticket) -> None:
         """Work in steps has one sample per request: Σ over its steps of step seconds ÷ step size."""
@@ -440,10 +412,6 @@ class TimeCost:
         slope = None if fit is None else fit.slope(ticket.request.cost_class)
         return self.estimate(ticket) if slope is None else slope
 
-    def probe(self, shape: Hashable, cost_class: Hashable) -> _Probe | None:
-        """The size probe of one-shot work."""
-        return self._probes.get((shape, cost_class))
-
     def padded(self, n: int) -> int:
         """The size that a padded stage runs for n members."""
         return next((s for s in self.sizes if s >= n), n)
@@ -477,8 +445,6 @@ class _OneShotTally:
         "_model",
         "_n",
         "_offered",
-        "_probe",
-        "_shape",
         "_slopes",
         "cost",
         "dearest",
@@ -489,11 +455,9 @@ class _OneShotTally:
         self._model = model
         self._fit: AffineFit | None = None
         self._fixed = 0.0
-        self._shape: Hashable = None
         self._n = 0
         self._slopes: dict[Hashable, float] = {}  # marginal seconds of each class asked about
         self._classes: set[Hashable] = set()  # of the members
-        self._probe: _Probe | None = None
         self._offered: tuple[Ticket, float] | None = None
         self.measured = False
         self.cost = self.dearest = 0.0
@@ -513,9 +477,7 @@ class _OneShotTally:
 
     def offer(self, ticket: Ticket, budget: float, limit: float = inf) -> float:
         cost = self.with_ticket(ticket)
-        if self._n and cost > budget * _SLACK:
-            cost = self._allow_over_budget(ticket, cost, budget)
-        if cost == inf or cost > limit * _SLACK:
+        if cost > limit * _SLACK or (self._n and cost > budget * _SLACK and not self._nearly_free(ticket, cost)):
             return 0.0
         self._offered = (ticket, cost)
         return 1.0
@@ -562,26 +524,15 @@ class _OneShotTally:
             slope = self._model.slope(self._fit, ticket)
         else:
             kind = self._model.kind(ticket)
-            self._fit, self._shape, self.measured, slope = kind.fit, request.shape, kind.measured, kind.slope
+            self._fit, self.measured, slope = kind.fit, kind.measured, kind.slope
             self._fixed = 0.0 if kind.fit is None else kind.fit.fixed
         self._slopes[request.cost_class] = slope
         return slope
 
-    def _allow_over_budget(self, ticket: Ticket, cost: float, budget: float) -> float:
-        """The bound of a batch above the budget, or inf.
-
-        A size near a measured one is bounded by that (a pessimistic start would otherwise never learn the fixed part).
-        Further members that cost almost nothing may exceed the budget.
-        """
-        if self._fit is None:
-            return inf
-        k = ticket.request.cost_class
-        if not self._model.sizes and self._classes == {k}:
-            known = self._model.probe(self._shape, k)
-            bound = inf if known is None else known.bound(self._n + 1)
-            if bound <= budget * _SLACK:
-                return bound
-        return cost if cost <= NEARLY_FREE * max(self.dearest, self._fixed + self._slopes[k]) else inf
+    def _nearly_free(self, ticket: Ticket, cost: float) -> bool:
+        """Whether such a member costs so little that it may exceed the budget."""
+        dearest = max(self.dearest, self._fixed + self._slopes[ticket.request.cost_class])
+        return self._fit is not None and cost <= NEARLY_FREE * dearest
 
     def _padded(self, slope: float) -> float:
         """The same for a processor that pads: members share the cost of the padded size in proportion."""

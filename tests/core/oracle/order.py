@@ -29,8 +29,8 @@ class Order(Views):
         return sorted(ready, key=lambda w: (w.tenant_time, tenants.index(w.tenant or w.name), w.device_time))
 
     def partitions_in_order(self, w: World) -> list[Hashable]:
-        """Urgent first; then the one with the least device time if it waited long; then those whose deadline is at
-        risk, least laxity first, unless they are far ahead of that one; then by device time. If equal, oldest first."""
+        """Urgent first; then those whose deadline is at risk, least laxity first, unless they are far ahead of the one
+        with the least device time; then by device time. If equal, oldest first."""
         here = {p: [t for t in self.unsettled(w.name, p) if t.state != "running"] for p in self.partitions(w.name)}
         here = {p: some for p, some in here.items() if some and (w.name, p) not in self.pauses}
         if not here:
@@ -38,7 +38,6 @@ class Order(Views):
         oldest = {p: min(some, key=lambda t: t.seq) for p, some in here.items()}
         urgent = [p for p in here if any(t.state == "waiting" and t.tier is Priority.URGENT for t in here[p])]
         by_share = sorted(here, key=lambda p: (w.device_times[p], oldest[p].seq))
-        patient = [p for p in by_share[:1] if self.now >= oldest[p].arrived + w.promote_after]
         least = min(w.device_times[p] for p in self.partitions(w.name))
         at_risk = []
         for p in here:
@@ -47,7 +46,7 @@ class Order(Views):
                 laxity = tightest.deadline - self.now - w.meter.remaining(tightest)
                 at_risk += [(laxity, oldest[p].seq, p)] if laxity < w.flush.max_batch_cost else []
         pressing = [p for _, _, p in sorted(at_risk, key=lambda found: found[:2])]
-        return list(dict.fromkeys([*sorted(urgent, key=lambda p: oldest[p].seq), *patient, *pressing, *by_share]))
+        return list(dict.fromkeys([*sorted(urgent, key=lambda p: oldest[p].seq), *pressing, *by_share]))
 
     def promote(self, w: World) -> None:
         """Background work that waited long enough counts as default, with its client's elders."""

@@ -152,7 +152,7 @@ class Wake(Views):
         preparing = [t for t in self.preparing if t.request.group == w.name]
         if min(len(self.absent(w)) + len(preparing), places) * fixed <= n * 0.0001:  # not worth ending a hold
             return 0.0, 0.0
-        waits = self.due_within(w, partition, longest, fixed)
+        waits = self.due_within(w, partition, longest, fixed, n)
         for_this, for_all = (0.0, 0.0, 0.0), (n / (self.now - since + seconds), 0.0, 0.0)  # worth, hold, expected
         for i, (wait, _, _, gathers, _) in enumerate(waits):
             some = waits[: i + 1]
@@ -175,7 +175,7 @@ class Wake(Views):
         last = {client: (at, answered) for client, at, answered in w.answers}
         return {client: at for client, (at, answered) in last.items() if answered}
 
-    def due_within(self, w: World, partition: Hashable, longest: float, fixed: float) -> list[Due]:
+    def due_within(self, w: World, partition: Hashable, longest: float, fixed: float, n: int) -> list[Due]:
         """When others may join: (seconds from now, probability, that times their mean, whether callers are gathered for
         it, whether it is prepared first), in order."""
         found: list[Due] = []
@@ -199,9 +199,11 @@ class Wake(Views):
                 share = len(part) / len(possible)
                 mean = sum(part) / len(possible) - share * age
                 found.append((max(0.0, part[-1] - age), share, mean, gathers, w.prepares[client]))
-        return self.once_prepared(w, partition, longest, sorted(found))
+        return self.once_prepared(w, partition, longest, fixed, n, sorted(found))
 
-    def once_prepared(self, w: World, partition: Hashable, longest: float, found: list[Due]) -> list[Due]:
+    def once_prepared(
+        self, w: World, partition: Hashable, longest: float, fixed: float, n: int, found: list[Due]
+    ) -> list[Due]:
         """The same when they are ready, behind those that are prepared now, one by one."""
         pace, last = 0.0, -inf
         for admitted, ready in w.made_ready:
@@ -209,14 +211,15 @@ class Wake(Views):
             pace = pace + (took - pace) / 8 if pace else took
         at = 0.0
         made: list[Due] = []
-        for ticket in self.preparing:
-            if ticket.request.group == w.name and w.places_of[ticket.client] == partition:
-                at += pace
-                made.append((at, 1.0, at, True, True))
+        here = [t for t in self.preparing if t.request.group == w.name and w.places_of[t.client] == partition]
+        brief = pace * (n + len(here) + sum(share for _, share, _, _, prepared in found if prepared)) <= fixed
+        for _ in here:
+            at += pace
+            made.append((at, 1.0, at, brief, True))
         for wait, share, mean, gathers, prepared in found:
             if prepared:
                 at = max(at, wait) + pace * share
-                mean, wait = mean + (at - wait) * share, at
+                mean, wait, gathers = mean + (at - wait) * share, at, gathers and brief
             made.append((wait, share, mean, gathers, False))
         return sorted(due for due in made if due[0] <= longest)
 
