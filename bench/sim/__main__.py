@@ -1,6 +1,8 @@
-"""`python -m bench.sim compare | stages | fleet`: research on the scheduler in virtual time.
+"""`python -m bench.sim compare | ablation | stages | fleet`: research on the scheduler in virtual time.
 
     python -m bench.sim compare --duration-s 20            the rules against each other
+    python -m bench.sim ablation                           what each rule brings: each switched off, over 35 loads
+    python -m bench.sim ablation --rules evidence drift+gathering          some of them; + for several at once
     python -m bench.sim stages                             joins at denoise steps against whole chunks
     python -m bench.sim stages --ratios 3,30               the same for prefixes as long as 3 and 30 steps
     python -m bench.sim fleet --robots 1000                how many devices a thousand robots need
@@ -19,7 +21,7 @@ from collections.abc import Sequence
 from math import inf
 from pathlib import Path
 
-from bench.sim import compare, stages
+from bench.sim import ablation, compare, stages
 from bench.sim.fleet import FleetPlan, Outage, in_words, run_fleet, size_fleet
 from bench.sim.picture import draw_overload
 from bench.sim.rules import DEVICE, Setting
@@ -44,11 +46,15 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m bench.sim", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     studies = parser.add_subparsers(required=True, metavar="STUDY")
-    for name, run in (("compare", _compare), ("stages", _stages), ("fleet", _fleet)):
+    for name, run in (("compare", _compare), ("ablation", _ablation), ("stages", _stages), ("fleet", _fleet)):
         study = studies.add_parser(name, help=run.__doc__)
         study.set_defaults(run=run)
         add = study.add_argument
         add("--duration-s", type=float, default=60.0, help="virtual seconds (60)")
+        if name == "ablation":
+            add("--seeds", type=int, default=1, help="runs of which the means are shown (1)")
+            add("--rules", nargs="+", default=list(ablation.rules()), metavar="RULE", help="instead of each: A or A+B")
+            continue
         add("--warmup-s", type=float, default=2.0, help="of these, how many the figures leave out (2)")
         add("--noise", type=float, default=0.05, help="relative spread of batch times (0.05)")
         add("--seed", type=int, default=0, help="same seed, same run")
@@ -85,6 +91,17 @@ def _compare(args: argparse.Namespace) -> None:
     _show(compare.priority_table(compare.priority(bench, _progress)))
     if args.picture:
         draw_overload(overload, args.picture, bench.slo)
+
+
+def _ablation(args: argparse.Namespace) -> None:
+    """what each adaptive rule brings"""
+    unknown = {name for rule in args.rules for name in rule.split("+")} - ablation.rules().keys()
+    if unknown:
+        raise ConfigError(f"--rules={min(unknown)}: must be of {', '.join(ablation.rules())}")
+    table, whole = ablation.whole_table(args.duration_s, args.seeds, _progress)
+    _show(table + "\n")
+    for rule in args.rules:
+        _show(ablation.rule_row(rule, whole, args.duration_s, args.seeds, _progress))
 
 
 def _stages(args: argparse.Namespace) -> None:

@@ -141,12 +141,13 @@ def run_case(case: Case, plan: Plan, bench: Bench) -> Report:
         duration=bench.duration,
         warmup=min(bench.warmup, bench.duration / 2.0),
         seed=bench.seed,
-        outcome=_denoised,
+        outcome=denoised,
     )
     return Report.of(run)
 
 
-def _denoised(ticket: Ticket, units: float) -> Outcome:
+def denoised(ticket: Ticket, units: float) -> Outcome:
+    """The processor's answer: the next step, or the end."""
     left = ticket.wants - units
     return More(wants=left, stage=DENOISE) if left > 0.0 else Done()
 

@@ -235,16 +235,22 @@ class AffineFit:
             return False
         length = self._since_high if self._high > self._low else self._since_low
         since = [(self._design(c), took) for c, took in list(self._recent)[-length:]]
-        self._forget(median(math.log(took / self._time(row)) for row, took in since))
+        change = math.exp(median(math.log(took / self._time(row)) for row, took in since))
+        self._forget(change, since[0][0] if all(row == since[0][0] for row, _ in since) else None)
         for row, took in since:
             self._learn_robustly(row, took)
         return True
 
-    def _forget(self, change: float) -> None:
-        """Scale the fit by exp(change) and keep its shape, as if one batch had been measured."""
-        factor = math.exp(change)
+    def _forget(self, factor: float, only: list[float] | None) -> None:
+        """Scale the fit by a factor and keep its shape, as if one batch had been measured.
+
+        only: the members of all batches since the change, if they were the same: then nothing tells what grew, and the
+        fixed part takes it. So a hold for further members pays, or teaches what they cost. Scaled, members would seem
+        dear, and eight callers stay in two groups of four for good.
+        """
         self.alarms += 1
-        self._theta = [t * factor for t in self._theta]
+        fixed = self._theta[0] + (factor - 1.0) * self._time(only) if only is not None else -1.0
+        self._theta = [t * factor for t in self._theta] if fixed < 0.0 else [fixed, *self._theta[1:]]
         self._anchor = list(self._theta)
         # Weights are relative to the prediction: without the division the old scale would outweigh the new.
         self._gram = [[_KEPT * g / factor**2 for g in row] for row in self._gram]
