@@ -8,7 +8,7 @@ from typing import Any
 
 
 def runtime() -> None:
-    """Standard input is a socket: frames come and go there. This runtime reads and writes JSON only."""
+    """Standard input is a socket: frames of JSON come and go there."""
     server = socket.socket(fileno=0)
     frames = server.makefile("rb")
 
@@ -21,7 +21,7 @@ def runtime() -> None:
         for message in body if isinstance(body, list) else [body]:
             method, params = message["method"], message.get("params") or {}
             if method == "runtime/info":
-                info = {"name": "own", "version": "1", "protocol": 1, "codecs": ["json"], "capabilities": []}
+                info = {"name": "own", "version": "1", "protocol": 1, "capabilities": []}
                 say(id=message["id"], result={**info, "pid": os.getpid()})
             elif method == "generate":  # one at a time, and within the 64 tokens of its credit
                 id, words = params["stream_id"], params["prompt"].split()[: params.get("max_tokens", 16)]

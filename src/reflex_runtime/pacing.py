@@ -1,4 +1,4 @@
-"""Back-off between attempts, time limits on silence, and limits on how often a failure is reported.
+"""Back-off between attempts, and limits on how often a failure is reported.
 
 Pure: times are passed in.
 """
@@ -46,38 +46,6 @@ class Restarts:
         if self.open:
             return self.rest
         return doubled(self.first, self.longest, max(0, self.failures - 1)) * (1 - self._jitter() / 2)
-
-
-class Pulse:
-    """Whether the other end is alive: it is asked every `every` seconds, and given up when a question stays unanswered
-    for `limit` seconds.
-
-    A tick late by more than `every` shows that this process stood still, not the other: its wait is not counted.
-    """
-
-    def __init__(self, every: float, limit: float) -> None:
-        self.every, self.limit = every, limit
-        self.silent = 0.0
-        self._delay = self._due = 0.0
-
-    def next(self, now: float) -> float:
-        """Seconds until the tick at which to look."""
-        self._delay = min(self.every, self.limit - self.silent)
-        self._due = now + self._delay
-        return self._delay
-
-    def tick(self, answered: bool, now: float) -> bool:
-        """Call it at each tick. answered: whether the last question was. Returns whether to go on waiting."""
-        if answered:
-            self.silent = 0.0
-        elif now - self._due <= self.every:
-            self.silent += self._delay
-        return not self.over
-
-    @property
-    def over(self) -> bool:
-        """Whether it was given up."""
-        return self.silent >= self.limit
 
 
 class Throttle:

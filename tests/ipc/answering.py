@@ -12,7 +12,6 @@ from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.ipc.frames import (
     APPLICATION_ERROR,
     METHOD_NOT_FOUND,
-    Codec,
     Notification,
     Reader,
     RpcError,
@@ -30,13 +29,13 @@ class Child:
     def __init__(self, behaviour: str) -> None:
         self.behaviour = behaviour
 
-    def called(self, peer: Peer, request: RpcRequest, codec: Codec) -> None:
-        params = PLAIN.read(request.params, codec)
+    def called(self, peer: Peer, request: RpcRequest) -> None:
+        params = PLAIN.read(request.params)
         match request.method:
             case "runtime/info":
                 peer.respond(request, self.info())
             case "echo":
-                peer.respond(request, {"params": params, "codec": codec.label})
+                peer.respond(request, {"params": params})
             case "ask":  # a call in the other direction
                 peer.call("echo", {}).add_done_callback(lambda answer: peer.respond(request, str(answer.exception())))
             case "flood":
@@ -64,8 +63,8 @@ class Child:
             case other:
                 peer.refuse(request, RpcError(METHOD_NOT_FOUND, other))
 
-    def notified(self, peer: Peer, note: Notification, codec: Codec) -> None:
-        peer.notify("stream.event", {"heard": PLAIN.read(note.params, codec)})
+    def notified(self, peer: Peer, note: Notification) -> None:
+        peer.notify("stream.event", {"heard": PLAIN.read(note.params)})
 
     def lost(self, peer: Peer, error: Exception | None) -> None:
         pass
@@ -76,7 +75,6 @@ class Child:
             "version": "1",
             "protocol": PROTOCOL + (self.behaviour == "older"),
             "pid": os.getpid(),
-            "codecs": ["json"] if self.behaviour == "json" else ["json", "msgpack"],
             "capabilities": [] if self.behaviour == "plain" else ["batch_generate"],
         }
 

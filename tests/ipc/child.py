@@ -2,7 +2,7 @@
 
 Behaviours: well · exits (at once, status 3) · mute (says nothing) · garbage · older (another protocol) · deaf_to_end
 (does not shut down, ignores SIGTERM) · parent (has a child of its own that holds the connection too) ·
-leaves_one_behind (like it, in another session) · json (reads nothing else).
+leaves_one_behind (like it, in another session).
 """
 
 from __future__ import annotations

@@ -17,7 +17,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from reflex_runtime.core.errors import Cancelled, ConfigError, Drained, ReflexError
-from reflex_runtime.ipc.frames import Codec, Notification, Reader, RpcRequest
+from reflex_runtime.ipc.engine import Engine, EngineStream
+from reflex_runtime.ipc.frames import Notification, Reader, RpcRequest
 from reflex_runtime.ipc.messages import (
     BATCH_GENERATE,
     CHUNK,
@@ -38,7 +39,6 @@ from reflex_runtime.ipc.messages import (
     Tokenize,
     TokenOutput,
 )
-from reflex_runtime.ipc.models import EngineStream
 from reflex_runtime.ipc.peer import Peer
 from reflex_runtime.ipc.worker import Worker, serve
 
@@ -77,7 +77,7 @@ class StubStream(EngineStream):
         self.closed = True
 
 
-class StubEngine:
+class StubEngine(Engine):
     """gates: ids whose submission waits for the event. faults: ids whose submission fails. most: see `StubStream`.
 
     asked: ids, in the order in which they came here. streams: by id. closes: (drain, timeout) of each `close`.
@@ -95,9 +95,6 @@ class StubEngine:
 
     def info(self) -> dict[str, Any]:
         return {"context": 128, "options": {} if self.model is None else self.model.options}
-
-    def state(self) -> dict[str, Any]:
-        return {"state": "ready"}
 
     def metrics(self) -> str:
         return f"streams {len(self.streams)}\n"
@@ -137,11 +134,11 @@ class Front:
         self.lost_with: list[Exception | None] = []
         self._waiting: list[tuple[Callable[[], bool], asyncio.Future[None]]] = []
 
-    def called(self, peer: Peer, request: RpcRequest, codec: Codec) -> None:
+    def called(self, peer: Peer, request: RpcRequest) -> None:
         raise AssertionError(request)
 
-    def notified(self, peer: Peer, note: Notification, codec: Codec) -> None:
-        self.said.append((note.method, _READERS[note.method].read(note.params, codec)))
+    def notified(self, peer: Peer, note: Notification) -> None:
+        self.said.append((note.method, _READERS[note.method].read(note.params)))
         self._look()
 
     def lost(self, peer: Peer, error: Exception | None) -> None:
@@ -184,27 +181,23 @@ class Front:
 
 @dataclass
 class Ends:
-    """Both ends of a connection in one loop."""
+    """Both ends of a connection in one loop. engine: once it is there. loading: until it is set the model is loaded."""
 
     worker: Worker
     peer: Peer
     front: Front
     run: asyncio.Task[bool]
-    engines: dict[str, StubEngine]
     theirs: Peer
-    loading: dict[str, asyncio.Event] = field(default_factory=dict)
-
-    @property
-    def engine(self) -> StubEngine:
-        return self.engines["m"]
+    loading: asyncio.Event = field(default_factory=asyncio.Event)
+    engine: StubEngine = field(default_factory=StubEngine)
 
     async def call(self, method: str, params: Any) -> Any:
         answer = await self.peer.call(method, params)
-        return _ANY.read(answer.raw, answer.codec)
+        return _ANY.read(answer)
 
     async def batch(self, *requests: Any) -> BatchResult:
         answer = await self.peer.call(BATCH_GENERATE, {"requests": list(requests)})
-        result = _BATCH.read(answer.raw, answer.codec)
+        result = _BATCH.read(answer)
         assert isinstance(result, BatchResult)
         return result
 
@@ -214,31 +207,29 @@ class Ends:
 
 
 @contextlib.asynccontextmanager
-async def ends(codec: Codec = Codec.MSGPACK, models: tuple[str, ...] = ("m",), **more: Any) -> AsyncIterator[Ends]:
-    """A worker with models, on a socketpair. Whatever a test did, `run` comes back."""
+async def ends(loaded: bool = True, **more: Any) -> AsyncIterator[Ends]:
+    """A worker with a model, m, on a socketpair. Whatever a test did, `run` comes back."""
     loop = asyncio.get_running_loop()
-    engines: dict[str, StubEngine] = {}
-    gates: dict[str, asyncio.Event] = {}
 
     async def load(asked: LoadModel) -> StubEngine:
-        if asked.model_id in gates:
-            await gates[asked.model_id].wait()
+        await both.loading.wait()
         if asked.path == "nowhere":
             raise FileNotFoundError("nowhere")
-        engines[asked.model_id] = StubEngine(asked)
-        return engines[asked.model_id]
+        both.engine = StubEngine(asked)
+        return both.engine
 
     worker = Worker(load, **more)
     front = Front()
     ours, theirs = socket.socketpair()
-    _, peer = await loop.create_connection(lambda: Peer(front, codec), sock=ours)
+    _, peer = await loop.create_connection(lambda: Peer(front), sock=ours)
     _, far = await loop.create_connection(lambda: Peer(worker), sock=theirs)
     run = loop.create_task(worker.run(far))
-    both = Ends(worker, peer, front, run, engines, far, gates)
+    both = Ends(worker, peer, front, run, far)
     try:
         async with asyncio.timeout(PATIENCE):
-            for model in models:
-                await both.call(LOAD, LoadModel(model))
+            if loaded:
+                both.loading.set()
+                await both.call(LOAD, LoadModel("m"))
             yield both
     finally:
         peer.abort()

@@ -15,10 +15,10 @@ from typing import Any, TypeVar
 import msgspec
 
 from reflex_runtime.core.errors import Cancelled, ReflexError, Rejected
-from reflex_runtime.ipc.frames import Codec, Notification, RpcError, RpcRequest
+from reflex_runtime.ipc.frames import Notification, RpcError, RpcRequest
 from reflex_runtime.ipc.generate_batcher import GenerateBatcher, GenerateBatcherConfig
 from reflex_runtime.ipc.messages import CANCEL, CHUNK, CREDIT, EVENT, STATS, GenerateParams
-from reflex_runtime.ipc.peer import ConnectionLost, Peer, RawAnswer
+from reflex_runtime.ipc.peer import ConnectionLost, Peer
 from reflex_runtime.ipc.registry import StreamRegistry
 
 T = TypeVar("T")
@@ -36,8 +36,8 @@ def run(main: Coroutine[Any, Any, T]) -> T:
     return asyncio.run(limited())
 
 
-def decoded(raw: Any, codec: Codec) -> Any:
-    return (msgspec.json if codec is Codec.JSON else msgspec.msgpack).decode(raw)
+def decoded(raw: Any) -> Any:
+    return msgspec.json.decode(raw)
 
 
 class Runtime:
@@ -137,11 +137,11 @@ class Runtime:
 
     # -- its peer's handler --------------------------------------------------------------------------------------------
 
-    def called(self, peer: Peer, request: RpcRequest, codec: Codec) -> None:
+    def called(self, peer: Peer, request: RpcRequest) -> None:
         if request.method == PING:
             peer.respond(request, None)
             return
-        request.params = decoded(request.params, codec)
+        request.params = decoded(request.params)
         several = request.params["requests"] if request.method == "batch_generate" else [request.params]
         self.messages.append((request.method, several))
         self.calls.append(request)
@@ -149,8 +149,8 @@ class Runtime:
             self.answer(-1)
         self._news.set()
 
-    def notified(self, peer: Peer, note: Notification, codec: Codec) -> None:
-        params = decoded(note.params, codec)
+    def notified(self, peer: Peer, note: Notification) -> None:
+        params = decoded(note.params)
         id = params["stream_id"]
         if note.method == CREDIT:
             self.credits[id] += params["tokens"]
@@ -181,7 +181,7 @@ class Client:
     def ready(self) -> bool:
         return self.peer is not None
 
-    def call(self, method: str, params: Any) -> asyncio.Future[RawAnswer]:
+    def call(self, method: str, params: Any) -> asyncio.Future[msgspec.Raw]:
         if self.peer is None:
             raise self.unavailable()
         return self.peer.call(method, params)
@@ -197,11 +197,11 @@ class Client:
     def unavailable(self) -> ReflexError:
         return Unavailable("there is no runtime process", retry_after=1.0)
 
-    def called(self, peer: Peer, request: RpcRequest, codec: Codec) -> None:
+    def called(self, peer: Peer, request: RpcRequest) -> None:
         raise AssertionError("nobody calls the front")
 
-    def notified(self, peer: Peer, note: Notification, codec: Codec) -> None:
-        self.registry.note(note, codec)
+    def notified(self, peer: Peer, note: Notification) -> None:
+        self.registry.note(note)
 
     def lost(self, peer: Peer, error: Exception | None) -> None:
         self.peer = None
@@ -233,8 +233,8 @@ class World:
         loop = asyncio.get_running_loop()
         ours, theirs = socket.socketpair()
         runtime, client = self.runtime, self.client
-        _, runtime.peer = await loop.create_connection(lambda: Peer(runtime, Codec.MSGPACK), sock=theirs)
-        _, client.peer = await loop.create_connection(lambda: Peer(client, Codec.MSGPACK), sock=ours)
+        _, runtime.peer = await loop.create_connection(lambda: Peer(runtime), sock=theirs)
+        _, client.peer = await loop.create_connection(lambda: Peer(client), sock=ours)
         self._ends = [runtime.peer, client.peer]
         client.gone.clear()
 

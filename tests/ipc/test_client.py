@@ -17,7 +17,7 @@ import pytest
 from ipc.watching import LOOPS, PATIENCE, QUICK, Script, Watch, alive, child, failure, nothing_left, run
 from reflex_runtime.core.errors import ConfigError, CutShort, ReflexError, WaitTimeout
 from reflex_runtime.ipc.client import ClientConfig, RuntimeClient, WorkerUnavailable
-from reflex_runtime.ipc.frames import METHOD_NOT_FOUND, Codec, ProtocolError
+from reflex_runtime.ipc.frames import METHOD_NOT_FOUND, ProtocolError
 from reflex_runtime.ipc.messages import Info
 from reflex_runtime.ipc.spawn import StartFailed
 
@@ -50,7 +50,7 @@ def test_g10_a_client_that_started_knows_what_its_runtime_can(loop: str) -> None
         assert client.capabilities == {"batch_generate"}
         assert isinstance(client.info, Info)
         assert client.info.pid == client.pid
-        assert await client.request("echo", {"a": [1]}) == {"params": {"a": [1]}, "codec": "msgpack"}
+        assert await client.request("echo", {"a": [1]}) == {"params": {"a": [1]}}
         large = "x" * 3 * 2**20
         assert (await client.request("echo", large))["params"] == large
         await client.close()
@@ -62,24 +62,14 @@ def test_g10_a_client_that_started_knows_what_its_runtime_can(loop: str) -> None
     run(test(), loop)
 
 
-def test_a_runtime_that_reads_only_json_is_told_json() -> None:
-    async def test() -> None:
-        client = Watch().client(Script("json"))
-        await client.start()
-        assert (await client.request("echo", None))["codec"] == "json"
-        await client.close()
-
-    run(test())
-
-
 def test_results_are_read_as_their_kind_and_errors_are_those_of_the_runtime() -> None:
     class Echo(msgspec.Struct):
-        codec: str
+        params: dict[str, int]
 
     async def test() -> None:
         client = Watch().client(Script("well"))
         await client.start()
-        assert await client.request("echo", {}, Echo) == Echo("msgpack")
+        assert await client.request("echo", {}, Echo) == Echo({})
         assert isinstance(await failure(client.request("echo", {}, list[int])), ProtocolError)
         refused = await failure(client.request("fail", {}))
         assert isinstance(refused, ConfigError)
@@ -130,12 +120,12 @@ def test_g12_stats_count_messages_by_method_over_all_processes() -> None:
     run(test())
 
 
-def test_notes_come_with_their_codec_and_a_listener_that_fails_harms_nobody(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_listener_that_fails_harms_nobody(caplog: pytest.LogCaptureFixture) -> None:
     async def test() -> None:
-        got: list[Codec] = []
+        got: list[str] = []
 
-        def listens(note: Any, codec: Codec) -> None:
-            got.append(codec)
+        def listens(note: Any) -> None:
+            got.append(note.method)
             raise RuntimeError("note")
 
         def fails(what: Any) -> None:
@@ -145,7 +135,7 @@ def test_notes_come_with_their_codec_and_a_listener_that_fails_harms_nobody(capl
         client = RuntimeClient(script, QUICK, on_note=listens, on_state=fails, on_lost=fails)
         await client.start()
         await client.request("flood", {"n": 2})
-        assert got == [Codec.JSON] * 2  # the child in these tests says all in JSON
+        assert got == ["stream.chunk"] * 2
         await client.close()
 
     with caplog.at_level(logging.ERROR):
@@ -288,7 +278,7 @@ def test_g14_a_first_start_that_fails_raises_why_and_leaves_nothing(wrong: Excep
         ("exits", StartFailed, "exited with status 3"),
         ("older", ProtocolError, "w speaks protocol 2, and this end protocol 1"),
         ("mute", StartFailed, "was not ready within 0.3 s"),
-        ("garbage", StartFailed, "a frame begins with J or M, not with the byte 72, before it was ready"),
+        ("garbage", StartFailed, "a frame begins with J, not with the byte 72, before it was ready"),
     ],
 )
 def test_g14_a_runtime_that_does_not_come_up_is_a_failed_start(

@@ -126,11 +126,6 @@ def test_g14_heartbeats_that_are_answered_keep_it_and_what_is_known_of_it_fresh(
         assert client.info == first
         assert client.info is not first
         assert client.restarts == 0
-        assert client._heartbeat is not None
-        beat = client._heartbeat._timer
-        script.links[0].peer.abort()
-        assert beat is not None
-        assert beat.cancelled()
         await client.close()
 
     run(test())
@@ -141,8 +136,6 @@ def test_g14_without_heartbeats_nobody_asks() -> None:
         client = Watch().client(Script("well"), limits(heartbeat_s=0))
         await client.start()
         assert client.stats()["sent"]["runtime/info"] == 1
-        assert client._heartbeat is not None
-        assert client._heartbeat._timer is None
         await client.close()
 
     run(test())
@@ -152,7 +145,7 @@ def test_g14_without_heartbeats_nobody_asks() -> None:
     ("method", "params", "says"),
     [
         ("exit", {"status": 7}, "its process exited with status 7"),
-        ("write", {"hex": b"HTTP/1.1 200 OK\r\n".hex()}, "a frame begins with J or M"),
+        ("write", {"hex": b"HTTP/1.1 200 OK\r\n".hex()}, "a frame begins with J"),
         ("write", {"hex": b"J\xff\xff\xff\xff".hex()}, "at most 67108864 are read"),
         ("half", {}, "its connection ended; its process exited with status 0"),
     ],

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from reflex_runtime.ipc import messages
-from reflex_runtime.ipc.frames import Codec, FrameDecoder, Message, Notification, Reader, Response, RpcRequest, encode
+from reflex_runtime.ipc.frames import FrameDecoder, Message, Notification, Reader, Response, RpcRequest, encode
 from reflex_runtime.ipc.generate_batcher import GenerateBatcherConfig
 
 PAGE = (Path(__file__).parents[2] / "docs" / "workers.md").read_text(encoding="utf-8")
@@ -40,14 +40,14 @@ def examples() -> list[tuple[str, list[Message]]]:
     for who, body in re.findall(r"^([→←])\n```json\n(.+?)\n```", PAGE, re.MULTILINE | re.DOTALL):
         decoder = FrameDecoder()
         data = body.encode()
-        decoder.feed(bytes([Codec.JSON]) + len(data).to_bytes(4, "big") + data)
-        found += [(who, several) for _, several in decoder]
+        decoder.feed(b"J" + len(data).to_bytes(4, "big") + data)
+        found += [(who, several) for several in decoder]
     return found
 
 
 def strictly(raw: Any, kind: Any, name: str) -> None:
     """It is read as this kind, and says nothing that the kind does not know."""
-    read = Reader(kind).read(raw, Codec.JSON)
+    read = Reader(kind).read(raw)
     known, said = json.loads(msgspec.json.encode(read)), json.loads(bytes(raw))
     assert known.keys() >= said.keys(), name
 
@@ -68,15 +68,15 @@ def test_g15_the_examples_of_the_page_are_the_protocol() -> None:
                 called[message.id] = message.method
             if message.params:
                 strictly(message.params, PARAMS[message.method], message.method)
-            assert encode([message], Codec.JSON)
+            assert encode([message])
     assert not called, "calls without an answer on the page"
     assert seen == {messages.INFO, *PARAMS}
 
 
 def test_g9_the_requests_of_the_batch_on_the_page_are_requests() -> None:
     batch = next(m for _, several in examples() for m in several if getattr(m, "method", "") == messages.BATCH_GENERATE)
-    items = Reader(messages.BatchGenerate).read(batch.params, Codec.JSON).requests  # type: ignore[union-attr]
-    read = [Reader(messages.GenerateParams).read(item, Codec.JSON) for item in items]
+    items = Reader(messages.BatchGenerate).read(batch.params).requests  # type: ignore[union-attr]
+    read = [Reader(messages.GenerateParams).read(item) for item in items]
     assert [one.stream_id for one in read] == ["a-1", "a-2", "a-2"]
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from ipc.runtime import run
 from reflex_runtime.core.errors import Cancelled, ConfigError, Expired, ProcessorError, ReflexError
-from reflex_runtime.ipc.frames import Codec, Notification, ProtocolError, error_of
+from reflex_runtime.ipc.frames import Notification, ProtocolError, error_of
 from reflex_runtime.ipc.messages import Credit, ScoredToken, StreamId, TokenOutput
 from reflex_runtime.ipc.peer import ConnectionLost
 from reflex_runtime.ipc.registry import StreamHandle, StreamRegistry
@@ -20,7 +20,7 @@ from reflex_runtime.ipc.registry import StreamHandle, StreamRegistry
 class Front:
     """A registry, and what it said."""
 
-    def __init__(self, limit: int = 4, window: int = 8, codec: Codec = Codec.MSGPACK) -> None:
+    def __init__(self, limit: int = 4, window: int = 8) -> None:
         self.registry = StreamRegistry(limit, window)
         self.registry.say = lambda method, params: self.said.append((method, params))
         self.registry.on_room = lambda: self.room.append(self.registry.active_count())
@@ -28,7 +28,6 @@ class Front:
         self.said: list[tuple[str, Any]] = []
         self.room: list[int] = []
         self.events: list[tuple[str, str]] = []
-        self._codec = codec
 
     def active(self, id: str = "s", **options: Any) -> StreamHandle:
         handle = self.registry.register(id, **options)
@@ -36,8 +35,7 @@ class Front:
         return handle
 
     def note(self, method: str, **params: Any) -> None:
-        encode = msgspec.json.encode if self._codec is Codec.JSON else msgspec.msgpack.encode
-        self.registry.note(Notification(method, msgspec.Raw(encode(params))), self._codec)
+        self.registry.note(Notification(method, msgspec.Raw(msgspec.json.encode(params))))
 
     def chunk(self, id: str = "s", n: int = 1) -> None:
         tokens = [{"text": f"t{i}", "token_id": i} for i in range(n)]
@@ -55,9 +53,9 @@ class Front:
         return [params.tokens for _, params in self.said if isinstance(params, Credit)]
 
 
-@pytest.fixture(params=list(Codec), ids=lambda codec: codec.label)
-def front(request: pytest.FixtureRequest) -> Front:
-    return Front(codec=request.param)
+@pytest.fixture
+def front() -> Front:
+    return Front()
 
 
 def test_g15_chunks_stats_and_one_terminal_event_are_one_stream(front: Front) -> None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 from typing import Any
 
 import pytest
 
-from reflex_runtime.pacing import Pulse, Restarts
+from reflex_runtime.core.errors import ReflexError
+from reflex_runtime.ipc.spawn import beat
+from reflex_runtime.pacing import Restarts
 
 
 def restarts(**given: Any) -> Restarts:
@@ -65,35 +69,60 @@ def test_g14_the_breaker_opens_after_the_most_failures_and_a_steady_trial_closes
     assert one.wait() == pytest.approx(0.2)
 
 
-def ticks(pulse: Pulse, answers: list[bool], late: list[float] | None = None) -> list[tuple[float, bool]]:
-    """Delays until each tick, and whether to go on."""
-    now, told = 100.0, []
-    for i, answered in enumerate(answers):
-        delay = pulse.next(now)
-        now += delay + (late[i] if late else 0.0)
-        told.append((round(delay, 6), pulse.tick(answered, now)))
-    return told
+class Silence:
+    """A peer at whose end nobody may be. answers: whether it has answered, at each look; late: seconds by which a look
+    comes late. waits: between looks. given_up: whether it was."""
+
+    def __init__(self, answers: list[bool], late: list[float] | None = None) -> None:
+        self.answers, self.late, self.waits, self.given_up = list(answers), list(late or []), list[float](), False
+        self.now, self._asked = 100.0, list[asyncio.Future[Any]]()
+
+    def call(self, method: str, params: Any) -> asyncio.Future[Any]:
+        self._asked.append(asyncio.get_running_loop().create_future())
+        return self._asked[-1]
+
+    def abort(self, error: Exception) -> None:
+        self.given_up = True
+
+    async def sleep(self, seconds: float) -> None:
+        if not self.answers:
+            raise asyncio.CancelledError
+        self.waits.append(round(seconds, 6))
+        self.now += seconds + (self.late.pop(0) if self.late else 0.0)
+        if self.answers.pop(0):
+            self._asked[-1].set_exception(ReflexError("an answer, too"))
+
+    def listens(self, every: float, limit: float, monkeypatch: pytest.MonkeyPatch) -> tuple[list[float], bool]:
+        async def main() -> None:
+            asyncio.get_running_loop().time = lambda: self.now  # type: ignore[method-assign]
+            monkeypatch.setattr(asyncio, "sleep", self.sleep)
+            with contextlib.suppress(asyncio.CancelledError):
+                await beat(self, every, limit, lambda info: None)  # type: ignore[arg-type]
+
+        asyncio.run(main())
+        return self.waits, self.given_up
 
 
-def test_g14_who_answers_lives() -> None:
-    assert ticks(Pulse(5, 20), [True] * 9) == [(5, True)] * 9
+def test_g14_who_answers_lives(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Silence([True] * 9).listens(5, 20, monkeypatch) == ([5] * 9, False)
 
 
-def test_g14_who_answers_nothing_is_given_up_at_the_limit_exactly() -> None:
-    assert ticks(Pulse(5, 12), [True, False, False, False]) == [(5, True), (5, True), (5, True), (2, False)]
-    assert ticks(Pulse(0.1, 0.3), [False] * 3)[-1][1] is False  # whatever floats add up to
+def test_g14_who_answers_nothing_is_given_up_at_the_limit_exactly(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Silence([True, *[False] * 9]).listens(5, 12, monkeypatch) == ([5, 5, 5, 2], True)
+    waits, given_up = Silence([False] * 9).listens(0.1, 0.3, monkeypatch)
+    assert (sum(waits), given_up) == (pytest.approx(0.3), True)  # whatever floats add up to
 
 
-def test_g14_an_answer_starts_the_count_anew() -> None:
-    told = ticks(Pulse(5, 12), [False, False, True, False, False, False])
-    assert told == [(5, True), (5, True), (2, True), (5, True), (5, True), (2, False)]
+def test_g14_an_answer_starts_the_count_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = [False, False, True, *[False] * 9]
+    assert Silence(answers).listens(5, 12, monkeypatch) == ([5, 5, 2, 5, 5, 2], True)
 
 
-def test_g14_the_time_that_this_process_stood_still_is_not_counted() -> None:
-    assert ticks(Pulse(5, 5), [False, False], [5.1, 0.0]) == [(5, True), (5, False)]
-    assert ticks(Pulse(5, 5), [False], [4.9]) == [(5, False)]
-    assert ticks(Pulse(5, 10.001), [False] * 3, [0.1] * 3) == [
-        (5, True),
-        (5, True),
-        (0.001, False),
-    ]  # a little is usual
+@pytest.mark.parametrize(
+    ("limit", "late", "waits"),
+    [(5, [5.1], [5, 5]), (5, [4.9], [5]), (10.001, [0.1, 0.1, 0.1], [5, 5, 0.001])],  # a little is usual
+)
+def test_g14_the_time_that_this_process_stood_still_is_not_counted(
+    limit: float, late: list[float], waits: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert Silence([False] * 9, late).listens(5, limit, monkeypatch) == (waits, True)

@@ -17,11 +17,9 @@ from reflex_runtime.core.errors import (
     QueueFull,
     ReflexError,
 )
-from reflex_runtime.ipc import models, outlet, worker
-from reflex_runtime.ipc.frames import INVALID_PARAMS, METHOD_NOT_FOUND, Codec, ProtocolError
+from reflex_runtime.ipc import outlet, worker
+from reflex_runtime.ipc.frames import INVALID_PARAMS, METHOD_NOT_FOUND, ProtocolError
 from reflex_runtime.ipc.messages import CHUNK, EVENT, PROMPT, STATS, ScoredToken, Started
-
-BOTH = pytest.mark.parametrize("codec", list(Codec), ids=lambda codec: codec.label)
 
 
 async def refused(both: Ends, method: str, params: Any) -> ReflexError:
@@ -33,10 +31,9 @@ async def refused(both: Ends, method: str, params: Any) -> ReflexError:
 # -- G9: batches -------------------------------------------------------------------------------------------------------
 
 
-@BOTH
-def test_g9_a_batch_is_answered_in_order_and_its_streams_run(codec: Codec) -> None:
+def test_g9_a_batch_is_answered_in_order_and_its_streams_run() -> None:
     async def main() -> None:
-        async with ends(codec) as both:
+        async with ends() as both:
             result = await both.batch(*(params(f"s{n}") for n in range(5)))
             assert [item.result for item in result.results] == [Started(f"s{n}", 3) for n in range(5)]
             assert (result.size, result.groups) == (5, {"m": 5})
@@ -50,10 +47,9 @@ def test_g9_a_batch_is_answered_in_order_and_its_streams_run(codec: Codec) -> No
     play(main())
 
 
-@BOTH
-def test_g9_an_item_that_is_wrong_fails_alone(codec: Codec) -> None:
+def test_g9_an_item_that_is_wrong_fails_alone() -> None:
     async def main() -> None:
-        async with ends(codec) as both:
+        async with ends() as both:
             both.engine.faults |= {"full": QueueFull("full", waiting=9), "broken": ZeroDivisionError("oops")}
             result = await both.batch(
                 params("first"),
@@ -121,12 +117,12 @@ def test_g9_an_empty_batch_has_empty_results_and_one_that_is_no_list_fails() -> 
 
 def test_g9_batches_are_reported() -> None:
     async def main() -> None:
-        async with ends(models=("m", "n"), capabilities=("batch_generate", "draft")) as both:
+        async with ends(capabilities=("batch_generate", "draft")) as both:
             await both.batch(params("a"))
-            await both.batch(params("b"), params("c", model_id="n"), params("d", draft_model="small"), 3)
+            await both.batch(params("b"), params("c", model_id=""), params("d", draft_model="small"), 3)
             told = (await both.call("runtime/state", {}))["batches"]
             assert (told["count"], told["requests"], told["last"]["size"]) == (2, 5, 4)
-            assert told["last"]["groups"] == {"m": 1, "n": 1, "m+small": 1}
+            assert told["last"]["groups"] == {"m": 1, "": 1, "m+small": 1}
             assert told["last"]["duration_ms"] > 0
 
     play(main())
@@ -185,11 +181,10 @@ def test_g10_a_runtime_that_does_not_advertise_batches_does_not_know_them() -> N
 # -- G15: what streams say ---------------------------------------------------------------------------------------------
 
 
-@BOTH
-def test_g15_chunks_then_stats_then_one_terminal_event(codec: Codec) -> None:
+def test_g15_chunks_then_stats_then_one_terminal_event() -> None:
     async def main() -> None:
         now = [5.0]
-        async with ends(codec, clock=lambda: now[0]) as both:
+        async with ends(clock=lambda: now[0]) as both:
             await both.call("generate", params("a"))
             stream = both.engine.streams["a"]
             now[0] = 6.0
@@ -229,14 +224,13 @@ def test_g15_a_stream_that_ends_without_a_last_token_is_final_all_the_same() -> 
     play(main())
 
 
-@BOTH
 def test_l9_what_is_said_of_a_prompt_comes_in_parts_before_the_tokens_and_delays_no_other_stream(
-    codec: Codec, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(outlet, "SCORES_A_TURN", 6)
 
     async def main() -> None:
-        async with ends(codec) as both:
+        async with ends() as both:
             await both.batch(params("a", prompt_logprobs=1), params("b", follows="a"), params("c", prompt_logprobs=0))
             a, b, c = both.engine.streams.values()
             a.prompt_scores += [ScoredToken(n, -float(n), ((n, -float(n)),)) for n in range(10)]
@@ -273,10 +267,9 @@ def test_l9_one_that_follows_goes_on_when_the_first_ends_untold() -> None:
     play(main())
 
 
-@BOTH
-def test_g15_a_stream_whose_engine_fails_ends_with_that_error_after_what_it_said(codec: Codec) -> None:
+def test_g15_a_stream_whose_engine_fails_ends_with_that_error_after_what_it_said() -> None:
     async def main() -> None:
-        async with ends(codec) as both:
+        async with ends() as both:
             await both.batch(params("a"), params("b"), params("c"))
             failed, broken, well = both.engine.streams.values()
             failed.say("x")
@@ -368,7 +361,7 @@ def test_g7_cancel_before_the_submission_has_finished(single: bool) -> None:
 def worker_items(answer: Any) -> list[dict[str, Any]]:
     from ipc.engines import _ANY
 
-    items: list[dict[str, Any]] = _ANY.read(answer.raw, answer.codec)["results"]
+    items: list[dict[str, Any]] = _ANY.read(answer)["results"]
     return items
 
 
@@ -420,7 +413,7 @@ def test_g7_cancel_in_the_same_frame_as_its_request() -> None:
 
 def test_one_that_follows_is_told_its_leader_once_that_is_there() -> None:
     async def main() -> None:
-        async with ends(models=("m", "n")) as both:
+        async with ends() as both:
             gate = both.engine.gates["a"] = asyncio.Event()
             batch = asyncio.ensure_future(
                 both.batch(
@@ -428,7 +421,6 @@ def test_one_that_follows_is_told_its_leader_once_that_is_there() -> None:
                     params("a"),
                     params("b", follows="a"),
                     params("c", follows="nobody"),
-                    params("d", follows="a", model_id="n"),
                 )
             )
             while len(both.engine.asked) < 3:
@@ -438,7 +430,6 @@ def test_one_that_follows_is_told_its_leader_once_that_is_there() -> None:
             streams = both.engine.streams
             assert streams["b"].leader is streams["a"]
             assert [streams[name].leader for name in ("early", "c")] == [None, None]
-            assert both.engines["n"].streams["d"].leader is None
             streams["a"].say("x")
             await both.batch(params("late", follows="a"))
             assert streams["late"].leader is None  # the prompt is there
@@ -598,22 +589,20 @@ def test_g8_a_front_that_reads_nothing_holds_the_streams_at_their_engine() -> No
 # -- models ------------------------------------------------------------------------------------------------------------
 
 
-def test_models_are_loaded_asked_and_unloaded() -> None:
+def test_a_model_is_loaded_and_asked() -> None:
     async def main() -> None:
-        async with ends(models=(), name="test", version="7") as both:
+        async with ends(loaded=False, name="test", version="7") as both:
+            both.loading.set()
             info = await both.call("load_model", {"model_id": "m", "options": {"threads": 1}})
             assert info == {"context": 128, "options": {"threads": 1}}
             told = await both.call("runtime/info", {})
             assert (told["name"], told["version"], told["protocol"]) == ("test", "7", 1)
-            assert (told["codecs"], told["capabilities"]) == (["json", "msgpack"], ["batch_generate"])
+            assert told["capabilities"] == ["batch_generate"]
             assert told["models"] == {"m": info}
-            assert (await both.call("runtime/state", {}))["models"] == {"m": {"state": "ready"}}
+            assert (await both.call("runtime/state", {}))["model"] == {"state": "ready"}
             assert await both.call("runtime/metrics", {}) == {"text": "streams 0\n"}
             assert await both.call("tokenize", {"model_id": "m", "text": "four"}) == {"token_ids": [0, 1, 2, 3]}
             assert await both.call("tokenize", {"model_id": "", "messages": [{}]}) == {"token_ids": [0]}
-            assert await both.call("unload_model", {"model_id": "m"}) == {"clean": True}
-            assert (await both.call("runtime/info", {}))["models"] == {}
-            assert both.engine.closes == [(False, worker.GRACE)]
 
     play(main())
 
@@ -621,11 +610,10 @@ def test_models_are_loaded_asked_and_unloaded() -> None:
 @pytest.mark.parametrize(
     ("method", "asked", "said"),
     [
-        ("load_model", {"model_id": "m"}, "is loaded"),
+        ("load_model", {"model_id": "n"}, "a process has one model, and 'm' is loaded"),
         ("load_model", {"model_id": ""}, "1 to 200"),
         ("load_model", {"model_id": "x\n"}, "1 to 200"),
-        ("unload_model", {"model_id": "x"}, r"'x'.*\['m', 'n'\]"),
-        ("generate", {"stream_id": "a"}, r"model_id=''.*\['m', 'n'\]"),
+        ("generate", {"stream_id": "a", "model_id": "x"}, "model_id='x': is not loaded here; 'm' is"),
         ("tokenize", {"model_id": "m"}, "either"),
         ("tokenize", {"model_id": "m", "text": "a", "messages": []}, "either"),
         ("tokenize", {"model_id": "m", "text": ""}, "must not be empty"),
@@ -635,7 +623,7 @@ def test_models_are_loaded_asked_and_unloaded() -> None:
 )
 def test_wrong_params_are_told_with_the_field_and_the_value(method: str, asked: Any, said: str) -> None:
     async def main() -> None:
-        async with ends(models=("m", "n")) as both:
+        async with ends() as both:
             with pytest.raises(ConfigError, match=said):
                 await both.call(method, asked)
             for wrong in ([], {"model_id": 1, "stream_id": 1, "timeout_s": "x"}):
@@ -659,9 +647,12 @@ def test_unknown_methods_and_notifications() -> None:
     play(main())
 
 
-def test_a_model_that_cannot_be_loaded_leaves_its_name_free() -> None:
+def test_a_model_that_cannot_be_loaded_may_be_loaded_again() -> None:
     async def main() -> None:
-        async with ends(models=()) as both:
+        async with ends(loaded=False) as both:
+            both.loading.set()
+            with pytest.raises(ConfigError, match="nothing is"):
+                await both.call("generate", params("a"))
             with pytest.raises(ProcessorError, match="FileNotFoundError: nowhere"):
                 await both.call("load_model", {"model_id": "m", "path": "nowhere"})
             await both.call("load_model", {"model_id": "m"})
@@ -669,29 +660,24 @@ def test_a_model_that_cannot_be_loaded_leaves_its_name_free() -> None:
     play(main())
 
 
-def test_others_are_served_while_a_model_loads_and_nobody_loads_it_twice() -> None:
+def test_nobody_loads_a_model_while_one_loads() -> None:
     async def main() -> None:
-        async with ends() as both:
-            gate = both.loading["n"] = asyncio.Event()
-            loading = both.peer.call("load_model", {"model_id": "n"})
-            with pytest.raises(ConfigError, match="is loaded"):
+        async with ends(loaded=False) as both:
+            loading = both.peer.call("load_model", {"model_id": "m"})
+            with pytest.raises(ConfigError, match="'m' is loaded"):
                 await both.call("load_model", {"model_id": "n"})
-            assert (await both.call("runtime/state", {}))["loading"] == ["n"]
-            assert (await both.call("generate", params("a")))["stream_id"] == "a"
-            gate.set()
+            assert (await both.call("runtime/state", {}))["loading"] is True
+            both.loading.set()
             await loading
 
     play(main())
 
 
-def test_models_and_streams_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(models, "MOST_MODELS", 2)
+def test_streams_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(outlet, "MOST_STREAMS", 2)
 
     async def main() -> None:
-        async with ends(models=("m", "n")) as both:
-            with pytest.raises(ConfigError, match="no more can be"):
-                await both.call("load_model", {"model_id": "o"})
+        async with ends() as both:
             result = await both.batch(*(params(f"s{n}") for n in range(3)))
             assert [item.success for item in result.results] == [True, True, False]
             error = result.results[2].error
@@ -703,42 +689,12 @@ def test_models_and_streams_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None
     play(main())
 
 
-def test_unloading_ends_the_streams_of_that_model_with_an_error() -> None:
-    async def main() -> None:
-        async with ends(models=("m", "n")) as both:
-            gate = both.engine.gates["begins"] = asyncio.Event()
-            await both.batch(params("a"), params("b", credits=1), params("other", model_id="n"))
-            both.engine.streams["b"].say("x", "unsent")
-            begins = both.peer.call("generate", params("begins"))
-            await both.settled()
-            gate_of_close = both.engine.close_gate = asyncio.Event()
-            unloading = both.peer.call("unload_model", {"model_id": "m"})
-            with pytest.raises(Closed, match="is being unloaded"):
-                await both.call("generate", params("late"))
-            gate_of_close.set()
-            await unloading
-            await both.front.until(lambda: both.front.ended("a", "b"))
-            assert both.front.of("a") == ["stats", "<error>"]
-            error = both.front.last(EVENT, "a").error
-            assert (error.data["type"], error.message) == ("Drained", "the engine closes")  # its own, not ours
-            assert both.front.of("b") == ["x", "stats", "<error>"]
-            gate.set()
-            with pytest.raises(Drained):
-                await begins
-            assert both.engine.streams["begins"].closed
-            assert both.front.of("begins") == both.front.of("other") == []
-            both.engines["n"].streams["other"].say("x", finish="stop")
-            await both.front.until(lambda: both.front.ended("other"))
-
-    play(main())
-
-
 def test_an_engine_that_does_not_come_back_is_not_waited_for() -> None:
     async def main() -> None:
         async with ends(grace=0.01) as both:
             await both.batch(params("a"))
             both.engine.close_gate = asyncio.Event()
-            assert await both.call("unload_model", {"model_id": "m"}) == {"clean": False}
+            assert await both.call("shutdown", {"drain": False, "timeout_s": 0}) == {"clean": False}
             assert both.front.of("a") == ["stats", "<error>"]
 
     play(main())
@@ -801,31 +757,27 @@ def test_g14_shutdown_ends_what_does_not_finish_in_time(drain: bool, timeout: fl
 
 def test_g14_a_model_that_comes_while_the_process_shuts_down_is_closed() -> None:
     async def main() -> None:
-        async with ends() as both:
-            await both.batch(params("a"))
-            gate = both.loading["n"] = asyncio.Event()
-            loading = both.peer.call("load_model", {"model_id": "n"})
+        async with ends(loaded=False) as both:
+            loading = both.peer.call("load_model", {"model_id": "m"})
+            await both.settled()
             shutdown = both.peer.call("shutdown", {"drain": True, "timeout_s": 60})
             await both.settled()
-            gate.set()
+            both.loading.set()
             with pytest.raises(Closed):
                 await loading
-            assert both.engines["n"].closes == [(False, worker.GRACE)]
-            assert not shutdown.done()
-            both.engine.streams["a"].say("x", finish="stop")
+            assert both.engine.closes == [(False, worker.GRACE)]
             await shutdown
-            assert await both.run is True
 
     play(main())
 
 
 @pytest.mark.parametrize(
-    ("method", "asked"), [("generate", params("never")), ("load_model", {"model_id": "n"})], ids=["generate", "load"]
+    ("method", "asked"), [("generate", params("never")), ("load_model", {"model_id": "m"})], ids=["generate", "load"]
 )
 def test_g14_every_call_is_answered_before_the_connection_ends(method: str, asked: dict[str, Any]) -> None:
     async def main() -> None:
-        async with ends(grace=0.05) as both:
-            both.engine.gates["never"] = both.loading["n"] = asyncio.Event()
+        async with ends(loaded=method == "generate", grace=0.05) as both:
+            both.engine.gates["never"] = asyncio.Event()
             call = both.peer.call(method, asked)
             both.peer.notify("shutdown", {"drain": False})
             with pytest.raises(Drained):
@@ -880,7 +832,6 @@ def test_g14_the_end_of_the_connection_in_the_turn_of_a_request() -> None:
             calls = [
                 both.peer.call("generate", params("a")),
                 both.peer.call(BATCH_GENERATE, {"requests": [params("b"), params("c")]}),
-                both.peer.call("load_model", {"model_id": "n"}),
                 both.peer.call("tokenize", {"text": "x"}),
             ]
             both.peer.flush()
@@ -891,7 +842,7 @@ def test_g14_the_end_of_the_connection_in_the_turn_of_a_request() -> None:
                 with pytest.raises(ReflexError):
                     await call
             assert all(stream.closed for stream in both.engine.streams.values())
-            assert all(engine.closes for engine in both.engines.values())
+            assert both.engine.closes
 
     play(main())
 
@@ -913,9 +864,8 @@ def test_g14_the_end_of_the_connection_ends_a_drain_too() -> None:
 
 def test_g14_a_model_that_hangs_keeps_no_process_alive() -> None:
     async def main() -> None:
-        async with ends(grace=0.05, models=("m", "n")) as both:
+        async with ends(grace=0.05) as both:
             both.engine.close_gate = asyncio.Event()
-            both.engines["n"].clean = False
             both.peer.abort()
             assert await both.run is False
 
@@ -924,23 +874,12 @@ def test_g14_a_model_that_hangs_keeps_no_process_alive() -> None:
 
 def test_a_loading_that_was_cut_short_is_still_at_work() -> None:
     async def main() -> None:
-        async with ends() as both:
-            both.loading["n"] = asyncio.Event()
-            loading = both.peer.call("load_model", {"model_id": "n"})
+        async with ends(loaded=False) as both:
+            loading = both.peer.call("load_model", {"model_id": "m"})
             await both.settled()
             both.peer.abort()
             assert await both.run is False
             with pytest.raises(ReflexError):
                 await loading
-
-    play(main())
-
-
-def test_answers_come_in_the_codec_that_was_last_used() -> None:
-    async def main() -> None:
-        async with ends(Codec.JSON) as both:
-            assert (await both.peer.call("runtime/info", {})).codec is Codec.JSON
-            both.peer.codec = Codec.MSGPACK
-            assert (await both.peer.call("runtime/info", {})).codec is Codec.MSGPACK
 
     play(main())

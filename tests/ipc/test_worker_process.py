@@ -16,7 +16,7 @@ from typing import Any
 
 from ipc import engines
 from ipc.engines import EVENT, Front, params, play
-from reflex_runtime.ipc.frames import Codec, Reader
+from reflex_runtime.ipc.frames import Reader
 from reflex_runtime.ipc.peer import Peer
 
 PATIENCE = 60.0
@@ -31,7 +31,7 @@ class Child:
 
     async def call(self, method: str, params: Any) -> Any:
         answer = await self.peer.call(method, params)
-        return ANY.read(answer.raw, answer.codec)
+        return ANY.read(answer)
 
     async def talk(self, words: str) -> list[Any]:
         """What it says to a prompt."""
@@ -47,7 +47,7 @@ async def child() -> AsyncIterator[Child]:
     loop = asyncio.get_running_loop()
     ours, theirs = socket.socketpair()
     front = Front()
-    _, peer = await loop.create_connection(lambda: Peer(front, Codec.MSGPACK), sock=ours)
+    _, peer = await loop.create_connection(lambda: Peer(front), sock=ours)
     with theirs:
         process = await asyncio.create_subprocess_exec(
             sys.executable, str(Path(engines.__file__)), env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},

@@ -18,7 +18,7 @@ import uvloop
 from ipc.answering import PLAIN, Child
 from reflex_runtime.core.errors import ReflexError
 from reflex_runtime.ipc.client import ClientConfig, RuntimeClient
-from reflex_runtime.ipc.frames import Codec, Notification
+from reflex_runtime.ipc.frames import Notification
 from reflex_runtime.ipc.peer import Handler, Peer
 from reflex_runtime.ipc.spawn import Link, Opener, from_socket, spawned
 
@@ -100,8 +100,8 @@ class Watch:
         self.lost_at.append(asyncio.get_running_loop().time())
         self._look()
 
-    def note(self, note: Notification, codec: Codec) -> None:
-        self.notes.append((note.method, PLAIN.read(note.params, codec)))
+    def note(self, note: Notification) -> None:
+        self.notes.append((note.method, PLAIN.read(note.params)))
         self._look()
 
     async def until(self, condition: Callable[[], Any]) -> None:

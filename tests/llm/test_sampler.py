@@ -172,3 +172,8 @@ def test_l8_what_is_said_of_a_token_is_exact_to_a_millionth() -> None:
         choice = explain(rows[i], token, 5)
         assert choice.logprob == pytest.approx(wide[i, 7 + i], abs=1e-6)
         assert [logprob for _, logprob in choice.top] == pytest.approx(np.sort(wide[i])[::-1][:5], abs=1e-6)
+
+
+def test_a_token_that_cannot_be_is_told_in_a_number_that_json_has() -> None:
+    told = explain(np.array([0.0, -np.inf], np.float32), 1, 2)
+    assert (told.logprob, told.top) == (-9999.0, ((0, 0.0), (1, -9999.0)))

@@ -15,7 +15,6 @@ if TYPE_CHECKING:  # the same names as in _NAMES, for type checkers and editors
     from reflex_runtime.ipc.client import ClientConfig as ClientConfig
     from reflex_runtime.ipc.client import RuntimeClient as RuntimeClient
     from reflex_runtime.ipc.client import WorkerUnavailable as WorkerUnavailable
-    from reflex_runtime.ipc.frames import Codec as Codec
     from reflex_runtime.ipc.frames import ProtocolError as ProtocolError
     from reflex_runtime.ipc.generate_batcher import GenerateBatcher as GenerateBatcher
     from reflex_runtime.ipc.generate_batcher import GenerateBatcherConfig as GenerateBatcherConfig
@@ -30,7 +29,7 @@ if TYPE_CHECKING:  # the same names as in _NAMES, for type checkers and editors
 
 _NAMES = {
     "client": "ClientConfig RuntimeClient WorkerUnavailable",
-    "frames": "Codec ProtocolError",
+    "frames": "ProtocolError",
     "generate_batcher": "GenerateBatcher GenerateBatcherConfig",
     "messages": "GenerateParams",
     "peer": "ConnectionLost",

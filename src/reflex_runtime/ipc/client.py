@@ -18,11 +18,13 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from msgspec import Raw
+
 from reflex_runtime.core.errors import Closed, ConfigError, CutShort, ReflexError, Rejected, WaitTimeout
-from reflex_runtime.ipc.frames import METHOD_NOT_FOUND, Codec, Notification, ProtocolError, Reader, RpcError, RpcRequest
+from reflex_runtime.ipc.frames import METHOD_NOT_FOUND, Notification, ProtocolError, Reader, RpcError, RpcRequest
 from reflex_runtime.ipc.messages import CHUNK, EVENT, INFO, PROMPT, PROTOCOL, SHUTDOWN, STATS, Info, Shutdown
-from reflex_runtime.ipc.peer import ConnectionLost, Peer, RawAnswer
-from reflex_runtime.ipc.spawn import Heartbeat, Link, Opener, StartFailed
+from reflex_runtime.ipc.peer import ConnectionLost, Peer
+from reflex_runtime.ipc.spawn import Link, Opener, StartFailed, beat, unheard
 from reflex_runtime.pacing import Restarts
 from reflex_runtime.settings.declare import option, validate
 
@@ -82,9 +84,9 @@ class RuntimeClient:
         await client.start()
 
     prepare: called after every start, to make the process ready, as by `load_model`; before it has returned only its
-    own calls, and those of tasks that it makes, are sent, within start_timeout_s. on_note: every notification, and its
-    codec. on_lost: called once for each process that had been ready, before `on_state`, which is called with each
-    change of `state`. What these raise is logged.
+    own calls, and those of tasks that it makes, are sent, within start_timeout_s. on_note: every notification.
+    on_lost: called once for each process that had been ready, before `on_state`, which is called with each change of
+    `state`. What these raise is logged.
 
     capabilities, info: of the process that was ready last. restarts: starts after the first. last_error: why the last
     process was lost or did not start. start_failed: the latest start did, and none has succeeded since.
@@ -97,7 +99,7 @@ class RuntimeClient:
         *,
         name: str = "worker-0",
         prepare: Callable[[RuntimeClient], Awaitable[None]] | None = None,
-        on_note: Callable[[Notification, Codec], None] | None = None,
+        on_note: Callable[[Notification], None] | None = None,
         on_lost: Callable[[ReflexError], None] | None = None,
         on_state: Callable[[State], None] | None = None,
     ) -> None:
@@ -118,7 +120,6 @@ class RuntimeClient:
         self._link: Link | None = None  # set also while the process is prepared, and until it is reaped
         self._since = math.nan  # when it became ready
         self._next_start = math.nan
-        self._heartbeat: Heartbeat | None = None  # of the process that was ready last
         self._life: asyncio.Task[None] | None = None
         self._first: asyncio.Future[None] | None = None
         self._closing: asyncio.Task[None] | None = None
@@ -163,12 +164,12 @@ class RuntimeClient:
 
     # -- sending -------------------------------------------------------------------------------------------------------
 
-    def call(self, method: str, params: Any) -> asyncio.Future[RawAnswer]:
+    def call(self, method: str, params: Any) -> asyncio.Future[Raw]:
         """A future of the answer, which raises the runtime's error, ConnectionLost, or WorkerUnavailable if nothing was
         sent. Cancelling it drops the answer; the runtime goes on."""
         if self._link is not None and (self.ready or _PREPARES.get() is self):
             return self._link.peer.call(method, params)
-        refused: asyncio.Future[RawAnswer] = asyncio.get_running_loop().create_future()
+        refused: asyncio.Future[Raw] = asyncio.get_running_loop().create_future()
         refused.set_exception(self.unavailable())
         return refused
 
@@ -184,7 +185,7 @@ class RuntimeClient:
                 answer = await self.call(method, params)
         except TimeoutError:
             raise WaitTimeout(f"{self.name} did not answer {method} within {limit:g} s") from None
-        return _reader(Any if kind is None else kind).read(answer.raw, answer.codec)
+        return _reader(Any if kind is None else kind).read(answer)
 
     def notify(self, method: str, params: Any) -> None:
         """Send a notification, also while the process is closed and its streams go on; without a process, nothing."""
@@ -241,21 +242,19 @@ class RuntimeClient:
 
     # -- of the connection ---------------------------------------------------------------------------------------------
 
-    def called(self, peer: Peer, request: RpcRequest, codec: Codec) -> None:
+    def called(self, peer: Peer, request: RpcRequest) -> None:
         """Refuse: a front answers no calls."""
         peer.refuse(request, RpcError(METHOD_NOT_FOUND, f"{request.method}: a front answers no calls"))
 
-    def notified(self, peer: Peer, note: Notification, codec: Codec) -> None:
+    def notified(self, peer: Peer, note: Notification) -> None:
         self._received[note.method if note.method in _COUNTED else "other"] += 1
         if self.on_note is not None:
-            self.on_note(note, codec)
+            self.on_note(note)
 
     def lost(self, peer: Peer, error: Exception | None) -> None:
         if math.isnan(self._since) or self._link is None or peer is not self._link.peer:
             return  # it was never ready: `_ready_link` raises
         lived, self._since = asyncio.get_running_loop().time() - self._since, math.nan
-        if self._heartbeat is not None:
-            self._heartbeat.stop()
         if self.state == "stopped":
             self._tell(self.on_lost, CutShort(f"{self.name} was shut down"))
             return
@@ -326,12 +325,10 @@ class RuntimeClient:
 
     async def _greet(self, peer: Peer) -> None:
         answer = await peer.call(INFO, {})
-        info: Info = _reader(Info).read(answer.raw, answer.codec)
+        info: Info = _reader(Info).read(answer)
         if info.protocol != PROTOCOL:
             raise ProtocolError(f"{self.name} speaks protocol {info.protocol}, and this end protocol {PROTOCOL}")
         self.info, self.capabilities = info, frozenset(info.capabilities)
-        if Codec.MSGPACK.label in info.codecs:
-            peer.codec = Codec.MSGPACK
 
     async def _until_lost(self, link: Link) -> bool:
         """Ready until the connection has ended. Returns whether it was ended here because the process hangs."""
@@ -339,10 +336,16 @@ class RuntimeClient:
         self.start_failed = False
         log.info("%s is ready, process %s", self.name, self.pid)
         self._become("ready")
-        heartbeat = Heartbeat(link.peer, self.config.heartbeat_s, self.config.hung_after_s, self._informed)
-        self._heartbeat = heartbeat
-        await asyncio.wait({link.peer.ended})
-        return heartbeat.pulse.over
+        every, ended = self.config.heartbeat_s, {link.peer.ended}
+        if not every:
+            await asyncio.wait(ended)
+            return False
+        beating = asyncio.create_task(beat(link.peer, every, self.config.hung_after_s, self._informed))
+        try:
+            await asyncio.wait(ended)
+            return beating.done()
+        finally:
+            beating.cancel()
 
     def _informed(self, info: Info) -> None:
         self.info = info
@@ -376,8 +379,7 @@ class RuntimeClient:
 
     async def _shut_down(self, link: Link, timeout: float, drain: bool) -> None:
         """Eight tenths of the time for streams to finish, one for the process to exit, one for SIGTERM."""
-        said = link.peer.call(SHUTDOWN, Shutdown(drain, 0.8 * timeout))
-        said.add_done_callback(lambda done: done.cancelled() or done.exception())
+        unheard(link.peer.call(SHUTDOWN, Shutdown(drain, 0.8 * timeout)))
         if link.process is None:
             await asyncio.wait({link.peer.ended}, timeout=0.9 * timeout)
             return

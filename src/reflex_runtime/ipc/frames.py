@@ -1,46 +1,30 @@
 """JSON-RPC 2.0 in length-prefixed frames: bytes in, messages out, and back. No socket, no clock, no task.
 
-A frame is one byte for the codec (`J`: JSON, `M`: msgpack), the length of its body in four bytes, big-endian, and the
-body: one JSON-RPC message, or an array of those that were sent in the same turn of the loop. Every frame has its own
-codec: both ends may change theirs at any time, to one that the other end has said it reads.
+A frame is the byte `J`, the length of its body in four bytes, big-endian, and the body in JSON: one message, or an
+array of those that were sent in the same turn of the loop.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterator
-from enum import IntEnum
+from collections.abc import Iterator
 from math import isfinite
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 import msgspec
 
 from reflex_runtime.core import errors
 from reflex_runtime.core.errors import ConfigError, ReflexError
 
-T = TypeVar("T")
 Id = int | str | None
 
-MAX_FRAME = 64 * 2**20  # bytes of a body: a list of 4 MiB of token ids takes a fifth of it
-MAX_MESSAGES = 100_000  # in one frame
-SALVAGED = 2**20  # bytes of a body up to which its valid messages are read although others are not
+MAX_FRAME = 64 * 2**20  # bytes of a body: a list of 4 MiB of token ids takes a third of it
 
 PARSE_ERROR, INVALID_REQUEST, METHOD_NOT_FOUND, INVALID_PARAMS, INTERNAL_ERROR = -32700, -32600, -32601, -32602, -32603
 APPLICATION_ERROR = -32000  # an error of the runtime; `data` says which
 
-_HEADER = struct.Struct(">BI")
-
-
-class Codec(IntEnum):
-    """How a body is written; the value is the first byte of its frame."""
-
-    JSON = ord("J")
-    MSGPACK = ord("M")
-
-    @property
-    def label(self) -> str:
-        """As capabilities name it."""
-        return self.name.lower()
+_HEADER = struct.Struct(">cI")
+_JSON = b"J"  # of a frame; no other form is read
 
 
 class ProtocolError(ReflexError):
@@ -57,7 +41,7 @@ class ProtocolError(ReflexError):
 
 
 class OversizeFrame(ProtocolError):
-    """A frame larger than this end reads. The next frame cannot be found: the connection ends."""
+    """A frame larger than this end reads, or sends."""
 
 
 class RpcError(msgspec.Struct, omit_defaults=True):
@@ -102,7 +86,7 @@ class ErrorResponse(msgspec.Struct):
 
 
 Message = RpcRequest | Notification | Response | ErrorResponse
-_Number = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]  # that either codec can write
+_Number = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 _Name = Annotated[str, msgspec.Meta(max_length=200)]
 _NOTHING = msgspec.Raw(b"")
 
@@ -131,54 +115,36 @@ class _Any(msgspec.Struct):
         return Response(self.id, self.result)
 
 
-_ENCODE: dict[Codec, Callable[[Any], bytes]] = {
-    Codec.JSON: msgspec.json.Encoder().encode,
-    Codec.MSGPACK: msgspec.msgpack.Encoder().encode,
-}
-_DECODE: dict[Codec, Callable[[Any], Any]] = {
-    Codec.JSON: msgspec.json.Decoder(_Any | list[_Any]).decode,
-    Codec.MSGPACK: msgspec.msgpack.Decoder(_Any | list[_Any]).decode,
-}
+_DECODE = msgspec.json.Decoder(_Any | Annotated[list[_Any], msgspec.Meta(min_length=1)]).decode
+_NOT_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)  # what decoders raise on invalid bytes
 
 
-_DECODE_PARTS: dict[Codec, Callable[[Any], list[msgspec.Raw]]] = {
-    Codec.JSON: msgspec.json.Decoder(list[msgspec.Raw]).decode,
-    Codec.MSGPACK: msgspec.msgpack.Decoder(list[msgspec.Raw]).decode,
-}
-_NOT_IT = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)  # what decoders raise on invalid bytes
-
-
-def encode(messages: list[Message], codec: Codec, most: int = MAX_FRAME) -> bytes:
+def encode(messages: list[Message], most: int = MAX_FRAME) -> bytes:
     """One frame of at least one message. Raises OversizeFrame beyond `most` bytes, and ProtocolError for a value that
-    the codec cannot write."""
+    JSON cannot hold."""
     try:
-        body = _ENCODE[codec](messages[0] if len(messages) == 1 else messages)
+        body = msgspec.json.encode(messages[0] if len(messages) == 1 else messages)
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
-        raise ProtocolError(f"cannot be written as {codec.label}: {error}", INTERNAL_ERROR) from None
+        raise ProtocolError(f"cannot be written as JSON: {error}", INTERNAL_ERROR) from None
     if len(body) > most:
         raise OversizeFrame(f"a frame of {len(body)} bytes; at most {most} are sent")
-    return _HEADER.pack(codec, len(body)) + body
+    return _HEADER.pack(_JSON, len(body)) + body
 
 
 class FrameDecoder:
     """Finds the frames in a stream of bytes that come in pieces of any size.
 
         decoder.feed(data)
-        for codec, messages in decoder: ...
+        for messages in decoder: ...
 
-    A body that is no message raises ProtocolError, once, and the frames after it are read. Of an array with invalid
-    messages the valid ones come first. A frame beyond `most` bytes raises OversizeFrame, and a first byte that is no
-    codec ProtocolError; both set `broken`: nothing after them can be read.
+    What is no frame of messages raises ProtocolError, and a frame beyond `most` bytes OversizeFrame. Nothing can be
+    read then: what the frame said is missing, and a part of an answer must not pass for the whole.
     """
 
     def __init__(self, most: int = MAX_FRAME) -> None:
-        self.most, self.broken = most, False
-        self._data = bytearray()
-        self._at = 0
+        self._most, self._data, self._at = most, bytearray(), 0
 
     def feed(self, data: bytes) -> None:
-        if self.broken:
-            return
         if self._at:  # what was read is removed when more comes, not after each frame
             del self._data[: self._at]
             self._at = 0
@@ -189,97 +155,49 @@ class FrameDecoder:
         """Bytes of an incomplete frame."""
         return len(self._data) - self._at
 
-    def __iter__(self) -> Iterator[tuple[Codec, list[Message]]]:
-        while (frame := self._frame()) is not None:
-            messages, wrong = _read(*frame)
-            if messages:
-                yield frame[0], messages
-            if wrong is not None:
-                raise wrong
-
-    def _frame(self) -> tuple[Codec, bytes] | None:
-        if self.broken or self.pending < _HEADER.size:
-            return None
-        kind, length = _HEADER.unpack_from(self._data, self._at)
-        if kind not in (Codec.JSON, Codec.MSGPACK):
-            self._break()
-            raise ProtocolError(f"a frame begins with J or M, not with the byte {kind}", PARSE_ERROR)
-        if length > self.most:
-            self._break()
-            raise OversizeFrame(f"a frame of {length} bytes; at most {self.most} are read")
-        begin = self._at + _HEADER.size
-        if len(self._data) < begin + length:
-            return None
-        self._at = begin + length
-        return Codec(kind), bytes(memoryview(self._data)[begin : self._at])
-
-    def _break(self) -> None:
-        self.broken, self._at = True, 0
-        self._data.clear()
+    def __iter__(self) -> Iterator[list[Message]]:
+        while self.pending >= _HEADER.size:
+            kind, length = _HEADER.unpack_from(self._data, self._at)
+            if kind != _JSON:
+                raise ProtocolError(f"a frame begins with J, not with the byte {kind[0]}", PARSE_ERROR)
+            if length > self._most:
+                raise OversizeFrame(f"a frame of {length} bytes; at most {self._most} are read")
+            begin = self._at + _HEADER.size
+            if len(self._data) < begin + length:
+                return
+            self._at = begin + length
+            yield _messages(bytes(memoryview(self._data)[begin : self._at]))
 
 
-def _read(codec: Codec, body: bytes) -> tuple[list[Message], ProtocolError | None]:
-    """The messages of a body, and the error in it."""
+def _messages(body: bytes) -> list[Message]:
     try:
-        found = _DECODE[codec](body)
-        several = found if isinstance(found, list) else [found]
+        found = _DECODE(body)
     except msgspec.ValidationError as error:
-        wrong = ProtocolError(f"not a JSON-RPC 2.0 message: {error}")
-        try:
-            several = _DECODE_PARTS[codec](body) if len(body) <= SALVAGED else []
-        except _NOT_IT:  # one message, not an array
-            several = []
-        if not several:
-            return [], wrong
-    except _NOT_IT as error:
-        return [], ProtocolError(f"a frame that is not {codec.label}: {error}", PARSE_ERROR)
-    if not 0 < len(several) <= MAX_MESSAGES:
-        return [], ProtocolError(f"{len(several)} messages in a frame: must be 1 to {MAX_MESSAGES}")
-    return _sorted(several, codec)
-
-
-def _sorted(several: list[Any], codec: Codec) -> tuple[list[Message], ProtocolError | None]:
-    """The valid messages, and the errors of the others."""
-    messages: list[Message] = []
-    first, wrong = "", 0
-    for one in several:
-        try:
-            known = _DECODE[codec](one) if isinstance(one, msgspec.Raw) else one
-            if isinstance(known, list):
-                raise ProtocolError("an array in an array")
-            messages.append(known.message())
-        except (*_NOT_IT, ProtocolError) as error:
-            first, wrong = first or str(error), wrong + 1
-    if not wrong:
-        return messages, None
-    which = "" if len(several) == 1 else f" ({wrong} of the {len(several)} in a frame)"
-    return messages, ProtocolError(f"not a JSON-RPC 2.0 message{which}: {first}")
+        raise ProtocolError(f"not a JSON-RPC 2.0 message: {error}") from None
+    except _NOT_JSON as error:
+        raise ProtocolError(f"a frame that is not JSON: {error}", PARSE_ERROR) from None
+    return [one.message() for one in (found if isinstance(found, list) else [found])]
 
 
 # -- parts of messages -------------------------------------------------------------------------------------------------
 
 
 class Reader:
-    """Decodes the params or results of one type, in either codec. Raises ProtocolError (−32602) that names the field,
-    and ConfigError for a value out of its range."""
+    """Decodes the params or results of one type. Raises ProtocolError (−32602) that names the field, and ConfigError
+    for a value out of its range."""
 
     def __init__(self, kind: Any) -> None:
-        self._decode: dict[Codec, Callable[[Any], Any]] = {
-            Codec.JSON: msgspec.json.Decoder(kind).decode,
-            Codec.MSGPACK: msgspec.msgpack.Decoder(kind).decode,
-        }
+        self._decode = msgspec.json.Decoder(kind).decode
 
-    def read(self, raw: msgspec.Raw, codec: Codec) -> Any:
+    def read(self, raw: msgspec.Raw) -> Any:
         """The params or result; left out, an empty object."""
         try:
-            return self._decode[codec](raw or _EMPTY[codec])
-        except _NOT_IT as error:
+            return self._decode(raw or b"{}")
+        except _NOT_JSON as error:
             if isinstance(error.__cause__, ReflexError):  # a value out of its range
                 raise error.__cause__ from None
             raise ProtocolError(str(error), INVALID_PARAMS) from None
 
-
-_EMPTY = {Codec.JSON: msgspec.Raw(b"{}"), Codec.MSGPACK: msgspec.Raw(b"\x80")}
 
 _KINDS: dict[str, type[ReflexError]] = {
     name: kind for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, ReflexError)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 from weakref import WeakKeyDictionary
 
+from msgspec import Raw
 from prometheus_client import CollectorRegistry
 
 from reflex_runtime.core.batch import Batch, Cause, Done, Failed, Outcome
@@ -29,7 +30,7 @@ from reflex_runtime.core.request import PRIORITIES, Ticket
 from reflex_runtime.ipc.client import RuntimeClient
 from reflex_runtime.ipc.frames import INTERNAL_ERROR, OversizeFrame, ProtocolError, Reader, RpcError, raised
 from reflex_runtime.ipc.messages import BATCH_GENERATE, GENERATE, BatchResult, GenerateParams, Started
-from reflex_runtime.ipc.peer import ConnectionLost, RawAnswer
+from reflex_runtime.ipc.peer import ConnectionLost
 from reflex_runtime.ipc.registry import StreamHandle
 from reflex_runtime.observe.series import GENERATE_BATCHER, SeriesSet
 
@@ -67,7 +68,7 @@ class SentBatch:
 
     def __init__(self, batch: Batch, alone: bool) -> None:
         self.batch, self.alone = batch, alone
-        self.sent: list[asyncio.Future[RawAnswer]] = []
+        self.sent: list[asyncio.Future[Raw]] = []
         self.calls: list[Call] = [ticket.request.payload for ticket in batch.grants]
 
     def fall_back(self, reason: str) -> None:
@@ -126,7 +127,7 @@ class RuntimeMessages:
             message.fall_back("oversize")
             self.write(message)
             return await self._each(message)
-        results = _RESULT.read(answer.raw, answer.codec).results
+        results = _RESULT.read(answer).results
         if len(results) != len(message.calls):
             raise ProtocolError(f"the runtime answered {len(results)} requests of {len(message.calls)}", INTERNAL_ERROR)
         return [
@@ -138,7 +139,7 @@ class RuntimeMessages:
         answers = await asyncio.gather(*message.sent, return_exceptions=True)
         return [self._one(call, answer) for call, answer in zip(message.calls, answers, strict=True)]
 
-    def _one(self, call: Call, answer: RawAnswer | BaseException) -> Outcome:
+    def _one(self, call: Call, answer: Raw | BaseException) -> Outcome:
         """The outcome of a request that went by itself."""
         if isinstance(answer, ConnectionLost):
             self.errors += 1
@@ -147,7 +148,7 @@ class RuntimeMessages:
             call.refused = True
             return Failed(answer)
         try:
-            return _outcome(call, _STARTED.read(answer.raw, answer.codec))
+            return _outcome(call, _STARTED.read(answer))
         except ProtocolError as error:
             return Failed(copy.copy(error))
 

@@ -112,7 +112,7 @@ def _check(name: str, value: object, holds: bool, rule: str) -> None:
 
 
 INFO, STATE, METRICS, LIVE = "runtime/info", "runtime/state", "runtime/metrics", "runtime/live"
-LOAD, UNLOAD, TOKENIZE = "load_model", "unload_model", "tokenize"
+LOAD, TOKENIZE = "load_model", "tokenize"
 GENERATE, BATCH_GENERATE, CANCEL, SHUTDOWN = "generate", "batch_generate", "cancel", "shutdown"
 CHECK_DRAFT = "check_draft"
 CHUNK, STATS, EVENT, CREDIT = "stream.chunk", "stream.stats", "stream.event", "stream.credit"
@@ -138,14 +138,13 @@ def is_id(name: object) -> bool:
 
 
 class Info(msgspec.Struct):
-    """The result of `runtime/info`. codecs: those that the process reads. capabilities: optional methods and features,
-    such as `batch_generate`. models: the answer of `load_model` for each loaded model, by id."""
+    """The result of `runtime/info`. capabilities: optional methods and features, such as `batch_generate`. models: the
+    answer of `load_model`, by the id of the model, once it is loaded."""
 
     name: str
     version: str
     protocol: int
     pid: int
-    codecs: list[str]
     capabilities: list[str]
     models: dict[str, dict[str, Any]] = {}
 
@@ -158,12 +157,6 @@ class LoadModel(msgspec.Struct):
     path: str = ""
     options: dict[str, Any] = {}
     only: Literal["", "tokenizer"] = ""
-
-
-class UnloadModel(msgspec.Struct):
-    """Params of `unload_model`. Streams of the model end with `error`."""
-
-    model_id: str
 
 
 class Tokenize(msgspec.Struct):

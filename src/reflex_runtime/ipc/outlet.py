@@ -13,6 +13,7 @@ import logging
 from collections.abc import Callable
 
 from reflex_runtime.core.errors import Cancelled, ProcessorError, QueueFull, ReflexError
+from reflex_runtime.ipc.engine import EngineStream
 from reflex_runtime.ipc.frames import INVALID_PARAMS, ProtocolError, error_of
 from reflex_runtime.ipc.messages import (
     CHUNK,
@@ -21,6 +22,7 @@ from reflex_runtime.ipc.messages import (
     MOST_CREDITS,
     PROMPT,
     STATS,
+    Credit,
     EventName,
     GenerateParams,
     StreamChunk,
@@ -29,7 +31,6 @@ from reflex_runtime.ipc.messages import (
     StreamStats,
     is_id,
 )
-from reflex_runtime.ipc.models import Engine, EngineStream
 from reflex_runtime.ipc.peer import Peer
 
 log = logging.getLogger("reflex.ipc")
@@ -41,22 +42,20 @@ SCORES_A_TURN = 4096  # numbers that are told of prompts in one turn of the loop
 class Outlet:
     """A stream from its request to its terminal event.
 
-    leader: a stream asked for before it, with the same prompt. stream: None until its engine has taken it. gone: why it
+    leader: a stream asked for before it, with the same prompt. stream: None until the engine has taken it. gone: why it
     will not begin. begun: set when that is decided. told: tokens of its prompt that were told of, None where that is
     not asked for. first_told: a leader that is not told of yet; behind: the streams that wait for this one so.
     """
 
     __slots__ = (
-        "arrived", "begun", "behind", "bell", "credits", "engine", "final", "first", "first_told", "gone", "id",
-        "leader", "model_id", "stalled", "stream", "told",
+        "arrived", "begun", "behind", "bell", "credits", "final", "first", "first_told", "gone", "id",
+        "leader", "stalled", "stream", "told",
     )  # fmt: skip
 
     def __init__(
-        self, params: GenerateParams, engine: Engine, leader: Outlet | None, arrived: float,
-        rang: Callable[[Outlet], None],
-    ) -> None:  # fmt: skip
-        self.id, self.model_id, self.credits = params.stream_id, params.model_id, params.credits
-        self.engine, self.leader, self.arrived = engine, leader, arrived
+        self, params: GenerateParams, leader: Outlet | None, arrived: float, rang: Callable[[Outlet], None]
+    ) -> None:
+        self.id, self.credits, self.leader, self.arrived = params.stream_id, params.credits, leader, arrived
         self.bell = _Bell(self, rang)
         self.begun = asyncio.Event()
         self.stream: EngineStream | None = None
@@ -96,7 +95,7 @@ class Outlets:
 
     # -- beginning -----------------------------------------------------------------------------------------------------
 
-    def add(self, params: GenerateParams, engine: Engine) -> Outlet:
+    def add(self, params: GenerateParams) -> Outlet:
         """A stream was asked for. Raises ProtocolError (−32602) for an id that cannot be or is live, QueueFull."""
         id = params.stream_id
         if not is_id(id):
@@ -107,9 +106,7 @@ class Outlets:
         if len(self.live) >= MOST_STREAMS:
             raise QueueFull(f"{MOST_STREAMS} streams are live")
         leader = self.live.get(params.follows) if params.follows else None
-        if leader is not None and (leader.engine is not engine or leader.model_id != params.model_id):
-            leader = None
-        self.live[id] = outlet = Outlet(params, engine, leader, self._clock(), self._rang)
+        self.live[id] = outlet = Outlet(params, leader, self._clock(), self._rang)
         self._empty.clear()
         return outlet
 
@@ -129,13 +126,13 @@ class Outlets:
 
     # -- the reader's --------------------------------------------------------------------------------------------------
 
-    def credit(self, id: str, tokens: int) -> None:
+    def credit(self, given: Credit) -> None:
         """So many more tokens may be sent. Ignored for a stream that has ended."""
-        if not 1 <= tokens <= MOST_CREDITS:
-            raise ProtocolError(f"tokens={tokens}: must be in [1, {MOST_CREDITS}]", INVALID_PARAMS)
-        outlet = self.live.get(id)
+        if not 1 <= given.tokens <= MOST_CREDITS:
+            raise ProtocolError(f"tokens={given.tokens}: must be in [1, {MOST_CREDITS}]", INVALID_PARAMS)
+        outlet = self.live.get(given.stream_id)
         if outlet is not None:
-            outlet.credits += tokens
+            outlet.credits += given.tokens
             self._rang(outlet)
 
     def cancel(self, id: str) -> bool:
@@ -150,7 +147,7 @@ class Outlets:
             self._end(outlet, "cancelled")
         return True
 
-    # -- the engines' --------------------------------------------------------------------------------------------------
+    # -- the engine's --------------------------------------------------------------------------------------------------
 
     def forward(self) -> None:
         """Send the new tokens of all streams."""
@@ -170,14 +167,13 @@ class Outlets:
                     self._failed(peer, outlet, ProcessorError(f"{type(error).__name__}: {error}"))
         peer.flush()
 
-    def end(self, error: ReflexError, engine: Engine | None = None) -> None:
-        """End every stream, or every one of an engine, with an error. Those that have not begun never will."""
+    def end(self, error: ReflexError) -> None:
+        """End every stream with an error. Those that have not begun never will."""
         for outlet in list(self.live.values()):
-            if engine is None or outlet.engine is engine:
-                if outlet.stream is None:
-                    outlet.gone = outlet.gone or error
-                else:
-                    self._end(outlet, "error", error)
+            if outlet.stream is None:
+                outlet.gone = outlet.gone or error
+            else:
+                self._end(outlet, "error", error)
 
     async def emptied(self) -> None:
         """Wait until no stream is live."""

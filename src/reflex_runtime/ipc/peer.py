@@ -12,14 +12,12 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any, Protocol
 
-import msgspec
+from msgspec import Raw
 
 from reflex_runtime.core.errors import ReflexError
 from reflex_runtime.ipc.frames import (
     INTERNAL_ERROR,
     MAX_FRAME,
-    MAX_MESSAGES,
-    Codec,
     ErrorResponse,
     FrameDecoder,
     Message,
@@ -36,22 +34,13 @@ from reflex_runtime.ipc.frames import (
 log = logging.getLogger("reflex.ipc")
 
 
-class RawAnswer:
-    """The result of a call, not decoded yet."""
-
-    __slots__ = ("codec", "raw")
-
-    def __init__(self, raw: msgspec.Raw, codec: Codec) -> None:
-        self.raw, self.codec = raw, codec
-
-
 class Handler(Protocol):
     """Receives a peer's messages, on the loop. An exception of its methods is logged and, for a call, answered."""
 
-    def called(self, peer: Peer, request: RpcRequest, codec: Codec) -> None:
+    def called(self, peer: Peer, request: RpcRequest) -> None:
         """A call came: answer with `peer.respond` or `peer.refuse`, now or later."""
 
-    def notified(self, peer: Peer, note: Notification, codec: Codec) -> None:
+    def notified(self, peer: Peer, note: Notification) -> None:
         """A notification came."""
 
     def lost(self, peer: Peer, error: Exception | None) -> None:
@@ -72,14 +61,14 @@ class ConnectionLost(ReflexError):
 
 
 class Peer(asyncio.Protocol):
-    """See the module. codec: of what this end sends; JSON until the other end has said that it reads msgpack.
+    """See the module. most: bytes of a frame.
 
     calls, notes: messages sent, by method. frames: written. ended: done when the connection has ended. congested: the
     other end does not read; hold back what can wait until `on_relief` is called.
     """
 
-    def __init__(self, handler: Handler, codec: Codec = Codec.JSON, most: int = MAX_FRAME) -> None:
-        self.codec, self.most = codec, most
+    def __init__(self, handler: Handler, most: int = MAX_FRAME) -> None:
+        self.most = most
         self.calls: Counter[str] = Counter()
         self.notes: Counter[str] = Counter()
         self.frames = 0
@@ -91,16 +80,16 @@ class Peer(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._out: list[Message] = []
         self._number = 0
-        self._waiting: dict[int, asyncio.Future[RawAnswer]] = {}
+        self._waiting: dict[int, asyncio.Future[Raw]] = {}
         self._over = False
         self.ended: asyncio.Future[None] = self._loop.create_future()
 
     # -- sending -------------------------------------------------------------------------------------------------------
 
-    def call(self, method: str, params: Any) -> asyncio.Future[RawAnswer]:
-        """A future of the answer, which raises the other end's error, or ConnectionLost. Cancelling it drops the
-        answer; the other end goes on."""
-        waiting: asyncio.Future[RawAnswer] = self._loop.create_future()
+    def call(self, method: str, params: Any) -> asyncio.Future[Raw]:
+        """A future of the answer, still to be read; it raises the other end's error, or ConnectionLost. Cancelling it
+        drops the answer; the other end goes on."""
+        waiting: asyncio.Future[Raw] = self._loop.create_future()
         if self._over:
             waiting.set_exception(ConnectionLost("the connection is over", written=False))
             return waiting
@@ -130,8 +119,7 @@ class Peer(asyncio.Protocol):
         if not self._out or self._transport is None or self._over:
             return
         out, self._out = self._out, []
-        for begin in range(0, len(out), MAX_MESSAGES):
-            self._write(out[begin : begin + MAX_MESSAGES])
+        self._write(out)
 
     @property
     def buffered(self) -> int:
@@ -170,19 +158,16 @@ class Peer(asyncio.Protocol):
         if self._over:
             return
         self._decoder.feed(data)
-        while not self._over:
-            try:
-                for codec, messages in self._decoder:
-                    for message in messages:
-                        if self._over:
-                            return
-                        self._receive(message, codec)
-                return
-            except ProtocolError as error:
-                log.warning("the other end does not keep to the protocol: %s", error.message[:1000])
-                self._say(ErrorResponse(None, RpcError(error.rpc_code, error.message)))
-                if self._decoder.broken:
-                    self.close(error)
+        try:
+            for messages in self._decoder:
+                for message in messages:
+                    if self._over:
+                        return
+                    self._receive(message)
+        except ProtocolError as error:
+            log.warning("the other end does not keep to the protocol: %s", error.message[:1000])
+            self._say(ErrorResponse(None, RpcError(error.rpc_code, error.message)))
+            self.close(error)
 
     def connection_lost(self, exc: Exception | None) -> None:
         if exc is None and self._decoder.pending and not self._over:
@@ -201,7 +186,7 @@ class Peer(asyncio.Protocol):
     def _write(self, messages: list[Message]) -> None:
         assert self._transport is not None
         try:
-            data = encode(messages, self.codec, self.most)
+            data = encode(messages, self.most)
         except ProtocolError as error:
             if len(messages) == 1:
                 self._unsent(messages[0], error)
@@ -223,14 +208,14 @@ class Peer(asyncio.Protocol):
         elif isinstance(message, ErrorResponse) and message.error.data is not None:
             self._write([ErrorResponse(message.id, RpcError(message.error.code, "an error that cannot be written"))])
 
-    def _receive(self, message: Message, codec: Codec) -> None:
+    def _receive(self, message: Message) -> None:
         try:
             if isinstance(message, Notification):
-                self._handler.notified(self, message, codec)
+                self._handler.notified(self, message)
             elif isinstance(message, RpcRequest):
-                self._handler.called(self, message, codec)
+                self._handler.called(self, message)
             else:
-                self._answered(message, codec)
+                self._answered(message)
         except ReflexError as error:
             if isinstance(message, RpcRequest):
                 self.refuse(message, error)
@@ -241,7 +226,7 @@ class Peer(asyncio.Protocol):
             if isinstance(message, RpcRequest):
                 self.refuse(message, ReflexError("internal error; the log has the details"))
 
-    def _answered(self, message: Response | ErrorResponse, codec: Codec) -> None:
+    def _answered(self, message: Response | ErrorResponse) -> None:
         waiting = self._waiting.get(message.id) if isinstance(message.id, int) else None
         if isinstance(message, ErrorResponse):
             if waiting is None:
@@ -249,7 +234,7 @@ class Peer(asyncio.Protocol):
             elif not waiting.done():
                 waiting.set_exception(raised(message.error))
         elif waiting is not None and not waiting.done():
-            waiting.set_result(RawAnswer(message.result, codec))
+            waiting.set_result(message.result)
 
     def _end(self, error: Exception | None) -> None:
         if self._over:

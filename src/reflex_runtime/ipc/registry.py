@@ -16,7 +16,8 @@ from collections.abc import Callable, Hashable
 from typing import Any
 
 from reflex_runtime.core.errors import Cancelled, ConfigError, ProcessorError, ReflexError
-from reflex_runtime.ipc.frames import INVALID_REQUEST, Codec, Notification, ProtocolError, Reader, raised
+from reflex_runtime.ipc.engine import OutputStream
+from reflex_runtime.ipc.frames import INVALID_REQUEST, Notification, ProtocolError, Reader, raised
 from reflex_runtime.ipc.messages import (
     CANCEL,
     CHUNK,
@@ -36,7 +37,6 @@ from reflex_runtime.ipc.messages import (
     StreamStats,
     is_id,
 )
-from reflex_runtime.ipc.models import OutputStream
 from reflex_runtime.run.audience import Idle
 
 log = logging.getLogger("reflex.ipc")
@@ -197,15 +197,15 @@ class StreamRegistry:
 
     # -- from the client -----------------------------------------------------------------------------------------------
 
-    def note(self, note: Notification, codec: Codec) -> None:
+    def note(self, note: Notification) -> None:
         reader = self._readers.get(note.method)
         if reader is None:
             self.stray["unknown_method"] += 1
             return
         try:
-            said = reader.read(note.params, codec)
+            said = reader.read(note.params)
         except ProtocolError as error:
-            self._malformed(note, codec, error)
+            self._malformed(note, error)
             return
         handle = self._streams.get(said.stream_id)
         if handle is None or not handle.reserved:
@@ -269,12 +269,12 @@ class StreamRegistry:
         else:
             self._end(handle, raised(said.error))
 
-    def _malformed(self, note: Notification, codec: Codec, error: ProtocolError) -> None:
+    def _malformed(self, note: Notification, error: ProtocolError) -> None:
         """Tokens are missing now: the stream ends with an error, so that a part does not pass for a whole answer."""
         self.stray["malformed"] += 1
         log.warning("%s: %s", note.method, error.message)
         try:
-            stream_id = _ID.read(note.params, codec).stream_id
+            stream_id = _ID.read(note.params).stream_id
         except ProtocolError:
             return
         handle = self._streams.get(stream_id)

@@ -19,10 +19,9 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from reflex_runtime.core.errors import ConfigError, ProcessorHung, ReflexError
-from reflex_runtime.ipc.frames import ProtocolError, Reader
+from reflex_runtime.ipc.frames import Reader
 from reflex_runtime.ipc.messages import INFO, Info
-from reflex_runtime.ipc.peer import ConnectionLost, Handler, Peer, RawAnswer
-from reflex_runtime.pacing import Pulse
+from reflex_runtime.ipc.peer import ConnectionLost, Handler, Peer
 
 log = logging.getLogger("reflex.ipc")
 _INFO = Reader(Info)
@@ -199,41 +198,27 @@ async def _peer_on(sock: socket.socket, handler: Handler) -> Peer:
     return peer
 
 
-class Heartbeat:
-    """Asks a process again and again, and ends its connection when it does not answer. Begins at once.
+def unheard(answer: asyncio.Future[Any]) -> asyncio.Future[Any]:
+    """An answer that nobody may wait for: asyncio says nothing of its error."""
+    answer.add_done_callback(lambda done: done.cancelled() or done.exception())
+    return answer
 
-    every: seconds between two questions, 0 for none. limit: seconds that one may stay unanswered. told: gets what the
-    process says of itself.
+
+async def beat(peer: Peer, every: float, limit: float, told: Callable[[Info], None]) -> None:
+    """Ask a process every `every` seconds what it is, and end its connection when it is silent for `limit` seconds.
+
+    told: gets what it says. A wait that takes longer by more than `every` shows that this process stood still, not the
+    other: it is not counted.
     """
-
-    def __init__(self, peer: Peer, every: float, limit: float, told: Callable[[Info], None]) -> None:
-        self._peer, self._told, self._limit = peer, told, limit
-        self.pulse = Pulse(every, limit)
-        self._timer: asyncio.TimerHandle | None = None
-        if every > 0:
-            self._ask()
-
-    def stop(self) -> None:
-        """The connection has ended."""
-        if self._timer is not None:
-            self._timer.cancel()
-
-    def _ask(self) -> None:
-        answer = self._peer.call(INFO, {})
-        answer.add_done_callback(lambda done: done.cancelled() or done.exception())  # `_tick` looks at it
-        self._wait(answer)
-
-    def _wait(self, answer: asyncio.Future[RawAnswer]) -> None:
-        loop = asyncio.get_running_loop()
-        self._timer = loop.call_later(self.pulse.next(loop.time()), self._tick, answer)
-
-    def _tick(self, answer: asyncio.Future[RawAnswer]) -> None:
-        if not self.pulse.tick(answer.done(), asyncio.get_running_loop().time()):
-            self._peer.abort(ProcessorHung(f"nothing was answered for {self._limit:g} s"))
-        elif not answer.done():
-            self._wait(answer)
-        else:
-            if answer.exception() is None:
-                with contextlib.suppress(ProtocolError):  # any answer shows that it is alive
-                    self._told(_INFO.read(answer.result().raw, answer.result().codec))
-            self._ask()
+    loop, silent = asyncio.get_running_loop(), 0.0
+    answer = unheard(peer.call(INFO, {}))
+    while silent < limit:
+        wait, begun = min(every, limit - silent), loop.time()
+        await asyncio.sleep(wait)
+        if not answer.done():
+            silent += wait if loop.time() - begun <= wait + every else 0.0
+            continue
+        with contextlib.suppress(ReflexError):  # any answer shows that it is alive
+            told(_INFO.read(await answer))
+        answer, silent = unheard(peer.call(INFO, {})), 0.0
+    peer.abort(ProcessorHung(f"nothing was answered for {limit:g} s"))

@@ -1,7 +1,7 @@
-"""The runtime process: models on one side, a connection to the front on the other.
+"""The runtime process: a model on one side, a connection to the front on the other.
 
-The front sends requests, engines compute, and `outlet.py` sends their tokens. Engines are made by the `load` that this
-process was given. When the connection ends, every stream is closed, and the process ends.
+The front sends requests, the engine computes, and `outlet.py` sends its tokens. The engine is made by the `load` that
+this process was given, once in its life. When the connection ends, every stream is closed, and the process ends.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from typing import Any
 
 import msgspec
 
-from reflex_runtime.core.errors import ConfigError, Drained, ProcessorError, ReflexError, TooLarge
+from reflex_runtime.core.errors import Closed, ConfigError, Drained, ProcessorError, ReflexError, TooLarge
+from reflex_runtime.ipc.engine import Engine, Load
 from reflex_runtime.ipc.frames import (
     INVALID_PARAMS,
     METHOD_NOT_FOUND,
-    Codec,
     Notification,
     ProtocolError,
     Reader,
@@ -42,12 +42,12 @@ from reflex_runtime.ipc.messages import (
     INFO,
     LIVE,
     LOAD,
+    LONGEST_ID,
     METRICS,
     PROTOCOL,
     SHUTDOWN,
     STATE,
     TOKENIZE,
-    UNLOAD,
     BatchGenerate,
     BatchResult,
     CheckDraft,
@@ -61,9 +61,8 @@ from reflex_runtime.ipc.messages import (
     Started,
     StreamId,
     Tokenize,
-    UnloadModel,
+    is_id,
 )
-from reflex_runtime.ipc.models import Load, Models
 from reflex_runtime.ipc.outlet import Outlet, Outlets
 from reflex_runtime.ipc.peer import Peer
 from reflex_runtime.run.wall import ASYNC_WALL
@@ -75,12 +74,12 @@ MOST_REQUESTS = 1024  # in a batch
 LONGEST_DRAIN = 3600  # seconds
 GRACE = 5.0  # seconds that work may take beyond its time limit
 
-
-_PARAMS, _BATCH = Reader(GenerateParams), Reader(BatchGenerate)
-_LOAD, _UNLOAD = Reader(LoadModel), Reader(UnloadModel)
-_TOKENIZE = Reader(Tokenize)
-_CHECK_DRAFT = Reader(CheckDraft)
-_STREAM_ID, _CREDIT, _SHUTDOWN = Reader(StreamId), Reader(Credit), Reader(Shutdown)
+_KINDS = {
+    LOAD: LoadModel, TOKENIZE: Tokenize, GENERATE: GenerateParams, BATCH_GENERATE: BatchGenerate, CANCEL: StreamId,
+    CREDIT: Credit, SHUTDOWN: Shutdown, CHECK_DRAFT: CheckDraft,
+}  # fmt: skip
+_READERS = {method: Reader(kind) for method, kind in _KINDS.items()}  # of params; other methods have none
+_Accepted = tuple[GenerateParams, Engine, Outlet]
 
 
 class Worker:
@@ -100,31 +99,35 @@ class Worker:
         grace: float = GRACE,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._clock, self._grace = clock, grace
+        self._make, self._clock, self._grace = load, clock, grace
         self.capabilities = frozenset(capabilities)
         self._name, self._version = name, version
         self._outlets = Outlets(clock)
-        self._models = Models(load, self._outlets.end, grace)
+        self._engine: Engine | None = None
+        self._model_id, self._loading = "", False
         self._tasks: set[asyncio.Task[None]] = set()
         self._stopping: asyncio.Task[bool] | None = None
         self._over, self.told_to_stop = asyncio.Event(), False  # whether `shutdown` was called
         self._batches, self._batched, self._last = 0, 0, BatchResult([])
-        self._methods: dict[str, Callable[[Any, Codec], Any]] = {
-            INFO: self._info, STATE: self._state, METRICS: self._metrics, LIVE: self._live,
-            LOAD: self._load, UNLOAD: self._unload, TOKENIZE: self._tokenize,
-            GENERATE: self._generate, CANCEL: self._cancel, SHUTDOWN: self._shutdown, CHECK_DRAFT: self._check_draft,
+        self._methods: dict[str, Callable[..., Any]] = {
+            INFO: self._info, STATE: self._state, METRICS: self._metrics, LIVE: self._live, LOAD: self._load,
+            TOKENIZE: self._tokenize, GENERATE: self._generate, CANCEL: self._cancel,
+            SHUTDOWN: self._shutdown, CHECK_DRAFT: self._check_draft,
+        }  # fmt: skip
+        self._notes: dict[str, Callable[[Any], object]] = {
+            CREDIT: self._outlets.credit, CANCEL: self._cancel, SHUTDOWN: self._told_to_stop,
         }  # fmt: skip
         if BATCH_GENERATE in self.capabilities:
             self._methods[BATCH_GENERATE] = self._batch_generate
 
     async def run(self, peer: Peer) -> bool:
-        """Serve until `shutdown`, or until the connection ends. Every stream and engine is closed when it returns;
+        """Serve until `shutdown`, or until the connection ends. Every stream and the engine are closed when it returns;
         whether no thread is at work any more, so that the process can exit in the usual way."""
         self._meet(peer)
         await self._over.wait()
         stopping = self._stop(False, self._grace)
         await asyncio.wait([stopping], timeout=2 * self._grace)
-        clean = stopping.done() and stopping.result() and not self._models.loading
+        clean = stopping.done() and stopping.result() and not self._loading
         if self._tasks:  # calls that are not answered yet
             _, late = await asyncio.wait(self._tasks, timeout=self._grace)
             for task in late:
@@ -137,15 +140,14 @@ class Worker:
 
     # -- handler -------------------------------------------------------------------------------------------------------
 
-    def called(self, peer: Peer, request: RpcRequest, codec: Codec) -> None:
+    def called(self, peer: Peer, request: RpcRequest) -> None:
         """A call came: answer at once, or when its coroutine is done."""
         self._meet(peer)
-        peer.codec = codec
-        method = self._methods.get(request.method)
+        method, reader = self._methods.get(request.method), _READERS.get(request.method)
         if method is None:
             peer.refuse(request, RpcError(METHOD_NOT_FOUND, f"{request.method[:100]!r}: there is no such method"))
             return
-        result = method(request.params, codec)
+        result = method() if reader is None else method(reader.read(request.params))
         if not isinstance(result, Coroutine):
             peer.respond(request, result)
             return
@@ -153,16 +155,10 @@ class Worker:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    def notified(self, peer: Peer, note: Notification, codec: Codec) -> None:
+    def notified(self, peer: Peer, note: Notification) -> None:
         self._meet(peer)
-        peer.codec = codec
-        if note.method == CREDIT:
-            given = _CREDIT.read(note.params, codec)
-            self._outlets.credit(given.stream_id, given.tokens)
-        elif note.method == CANCEL:
-            self._cancel(note.params, codec)
-        elif note.method == SHUTDOWN:
-            self._told_to_stop(note.params, codec)
+        if act := self._notes.get(note.method):
+            act(_READERS[note.method].read(note.params))
         else:
             log.debug("unknown notification %r", note.method)
 
@@ -182,17 +178,16 @@ class Worker:
 
     # -- the process ---------------------------------------------------------------------------------------------------
 
-    def _info(self, params: Any, codec: Codec) -> Info:
-        models = {model.id: model.engine.info() for model in self._models if model.closing is None}
-        codecs = [codec.label for codec in Codec]
-        return Info(self._name, self._version, PROTOCOL, os.getpid(), codecs, sorted(self.capabilities), models)
+    def _info(self) -> Info:
+        models = {} if self._engine is None else {self._model_id: self._engine.info()}
+        return Info(self._name, self._version, PROTOCOL, os.getpid(), sorted(self.capabilities), models)
 
-    def _state(self, params: Any, codec: Codec) -> dict[str, Any]:
+    def _state(self) -> dict[str, Any]:
         live, last = self._outlets.live.values(), self._last
         beginning = sum(outlet.stream is None for outlet in live)
         return {
-            "models": {model.id: model.engine.state() for model in self._models},
-            "loading": sorted(self._models.loading),
+            "model": None if self._engine is None else self._engine.state(),
+            "loading": self._loading,
             "closing": self._stopping is not None,
             "streams": {"live": len(live) - beginning, "beginning": beginning},
             "batches": {
@@ -201,18 +196,17 @@ class Worker:
             },
         }  # fmt: skip
 
-    def _metrics(self, params: Any, codec: Codec) -> dict[str, str]:
-        return {"text": "".join(model.engine.metrics() for model in self._models)}
+    def _metrics(self) -> dict[str, str]:
+        return {"text": "" if self._engine is None else self._engine.metrics()}
 
-    def _live(self, params: Any, codec: Codec) -> dict[str, Any]:
-        return {model.id: model.engine.live() for model in self._models}
+    def _live(self) -> Any:
+        return None if self._engine is None else self._engine.live()
 
-    def _shutdown(self, params: Any, codec: Codec) -> Coroutine[Any, Any, dict[str, bool]]:
-        return _clean(self._told_to_stop(params, codec))
+    def _shutdown(self, asked: Shutdown) -> Coroutine[Any, Any, dict[str, bool]]:
+        return _clean(self._told_to_stop(asked))
 
-    def _told_to_stop(self, params: Any, codec: Codec) -> asyncio.Task[bool]:
+    def _told_to_stop(self, asked: Shutdown) -> asyncio.Task[bool]:
         """The first call decides; later ones are answered when it is done."""
-        asked = _SHUTDOWN.read(params, codec)
         if not (isfinite(asked.timeout_s) and 0 <= asked.timeout_s <= LONGEST_DRAIN):
             raise ConfigError(f"shutdown: timeout_s={asked.timeout_s}: must be in [0, {LONGEST_DRAIN}] seconds")
         self.told_to_stop = True
@@ -220,7 +214,6 @@ class Worker:
 
     def _stop(self, drain: bool, timeout: float) -> asyncio.Task[bool]:
         if self._stopping is None:
-            self._models.shut = True
             self._stopping = asyncio.get_running_loop().create_task(self._stopped(drain, timeout))
         return self._stopping
 
@@ -232,68 +225,106 @@ class Worker:
             await _within(end - self._clock(), asyncio.gather(*beginning))
         else:
             self._outlets.end(Drained("the runtime process shuts down"))
-        clean = await self._models.close(drain, max(0.0, end - self._clock()))
+        clean = self._engine is None or await self._closed(self._engine, drain, max(0.0, end - self._clock()))
         if drain:
             await _within(end - self._clock(), asyncio.ensure_future(self._outlets.emptied()))
         self._outlets.end(Drained("the runtime process shuts down"))
         self._over.set()
         return clean
 
-    # -- models --------------------------------------------------------------------------------------------------------
+    def _check_open(self) -> None:
+        if self._stopping is not None:
+            raise Closed("the runtime process shuts down")
 
-    def _load(self, params: Any, codec: Codec) -> Coroutine[Any, Any, dict[str, Any]]:
-        return self._models.load(_LOAD.read(params, codec))
+    # -- the model -----------------------------------------------------------------------------------------------------
 
-    def _unload(self, params: Any, codec: Codec) -> Coroutine[Any, Any, dict[str, bool]]:
-        return self._models.unload(_UNLOAD.read(params, codec).model_id)
+    def _load(self, asked: LoadModel) -> Coroutine[Any, Any, dict[str, Any]]:
+        """Checked at once; the loading takes time."""
+        where = f"load_model: model_id={asked.model_id[:50]!r}"
+        if not is_id(asked.model_id):
+            raise ConfigError(f"{where}: must be 1 to {LONGEST_ID} printable characters")
+        self._check_open()
+        if self._engine is not None or self._loading:
+            raise ConfigError(f"{where}: a process has one model, and {self._model_id!r} is loaded")
+        self._model_id, self._loading = asked.model_id, True
+        return self._loaded(asked)
 
-    async def _tokenize(self, params: Any, codec: Codec) -> dict[str, list[int]]:
-        asked = _TOKENIZE.read(params, codec)
+    async def _loaded(self, asked: LoadModel) -> dict[str, Any]:
+        try:
+            engine = await self._make(asked)
+        except Exception:
+            self._loading = False
+            raise
+        self._loading = False  # not after a cancellation: a thread may still be loading
+        if self._stopping is not None:
+            await self._closed(engine, False, self._grace)
+            self._check_open()
+        self._engine = engine
+        return engine.info()
+
+    async def _closed(self, engine: Engine, drain: bool, timeout: float) -> bool:
+        """Close an engine. False when it does not close in time, or a thread of it is still at work."""
+        closing = asyncio.ensure_future(engine.close(drain, timeout))
+        await asyncio.wait([closing], timeout=timeout + self._grace)
+        if not closing.done():
+            log.error("the model does not close in time")
+        elif (error := closing.exception()) is not None:
+            log.error("the model could not be closed", exc_info=error)
+        else:
+            return closing.result()
+        return False
+
+    def _model(self, id: str) -> Engine:
+        """The model, which a request may leave unnamed. Raises ConfigError, Closed."""
+        self._check_open()
+        if self._engine is None or id not in ("", self._model_id):
+            there = "nothing" if self._engine is None else repr(self._model_id)
+            raise ConfigError(f"model_id={id[:220]!r}: is not loaded here; {there} is")
+        return self._engine
+
+    async def _tokenize(self, asked: Tokenize) -> dict[str, list[int]]:
         if (asked.text is None) == (asked.messages is None):
             raise ConfigError("tokenize: needs either text or messages")
-        ids = await self._models.get(asked.model_id).engine.tokenize(asked)
+        ids = await self._model(asked.model_id).tokenize(asked)
         if asked.most is not None and len(ids) > asked.most:
             raise TooLarge(f"{len(ids)} tokens, not more than {asked.most}", tokens=len(ids), most=asked.most)
         return {"token_ids": ids}
 
-    def _check_draft(self, params: Any, codec: Codec) -> Coroutine[Any, Any, CheckedDraft]:
+    def _check_draft(self, asked: CheckDraft) -> Coroutine[Any, Any, CheckedDraft]:
         if DRAFT not in self.capabilities:
             raise ProtocolError("check_draft: this runtime has no drafts", INVALID_PARAMS)
-        asked = _CHECK_DRAFT.read(params, codec)
-        return self._models.get(asked.model_id).engine.check_draft(asked)
+        return self._model(asked.model_id).check_draft(asked)
 
     # -- streams -------------------------------------------------------------------------------------------------------
 
-    def _cancel(self, params: Any, codec: Codec) -> dict[str, bool]:
-        return {"cancelled": self._outlets.cancel(_STREAM_ID.read(params, codec).stream_id)}
+    def _cancel(self, asked: StreamId) -> dict[str, bool]:
+        return {"cancelled": self._outlets.cancel(asked.stream_id)}
 
-    def _generate(self, params: Any, codec: Codec) -> Coroutine[Any, Any, Started]:
-        asked: GenerateParams = _PARAMS.read(params, codec)
-        return self._begin(asked, self._accept(asked))
+    def _generate(self, asked: GenerateParams) -> Coroutine[Any, Any, Started]:
+        return self._begin(*self._accept(asked))
 
-    def _batch_generate(self, params: Any, codec: Codec) -> Coroutine[Any, Any, BatchResult]:
+    def _batch_generate(self, asked: BatchGenerate) -> Coroutine[Any, Any, BatchResult]:
         """All requests are accepted here, in order; the task starts them."""
-        arrived = self._clock()
-        requests = _BATCH.read(params, codec).requests
+        arrived, requests = self._clock(), asked.requests
         if len(requests) > MOST_REQUESTS:
             raise ProtocolError(f"requests: {len(requests)} of them; at most {MOST_REQUESTS}", INVALID_PARAMS)
         groups: Counter[str] = Counter()
         seen: set[str] = set()
-        accepted: list[tuple[GenerateParams, Outlet] | ReflexError] = []
+        accepted: list[_Accepted | ReflexError] = []
         for raw in requests:
             try:
-                asked = _PARAMS.read(raw, codec)
-                groups["+".join(filter(None, (asked.model_id, asked.draft_model)))] += 1
-                if asked.stream_id in seen:
-                    raise ProtocolError(f"stream_id={asked.stream_id[:200]!r}: twice in a batch", INVALID_PARAMS)
-                seen.add(asked.stream_id)
-                accepted.append((asked, self._accept(asked)))
+                one: GenerateParams = _READERS[GENERATE].read(raw)
+                groups["+".join(filter(None, (one.model_id, one.draft_model)))] += 1
+                if one.stream_id in seen:
+                    raise ProtocolError(f"stream_id={one.stream_id[:200]!r}: twice in a batch", INVALID_PARAMS)
+                seen.add(one.stream_id)
+                accepted.append(self._accept(one))
             except ReflexError as error:
                 accepted.append(error)
         return self._begin_all(accepted, dict(groups), arrived)
 
     async def _begin_all(
-        self, accepted: list[tuple[GenerateParams, Outlet] | ReflexError], groups: dict[str, int], arrived: float
+        self, accepted: list[_Accepted | ReflexError], groups: dict[str, int], arrived: float
     ) -> BatchResult:
         items = await asyncio.gather(*(self._item(one) for one in accepted))
         self._batches, self._batched = self._batches + 1, self._batched + len(items)
@@ -301,7 +332,7 @@ class Worker:
         self._last = msgspec.structs.replace(result, results=[])
         return result
 
-    async def _item(self, asked: tuple[GenerateParams, Outlet] | ReflexError) -> Item:
+    async def _item(self, asked: _Accepted | ReflexError) -> Item:
         try:
             if isinstance(asked, ReflexError):
                 raise asked
@@ -309,16 +340,16 @@ class Worker:
         except ReflexError as error:
             return Item(False, error=error_of(error))
 
-    def _accept(self, params: GenerateParams) -> Outlet:
+    def _accept(self, params: GenerateParams) -> _Accepted:
         """Check what needs no engine. After this its stream is live and can be cancelled."""
         draft = params.draft_token_ids if params.draft_model is None else params.draft_model
         wants = {DRAFT: draft, GUIDANCE: params.guidance}
         for name in wants.keys() - self.capabilities:
             if wants[name] is not None:
                 raise ProtocolError(f"this runtime does not advertise {name!r}", INVALID_PARAMS)
-        return self._outlets.add(params, self._models.get(params.model_id).engine)
+        return params, self._model(params.model_id), self._outlets.add(params)
 
-    async def _begin(self, params: GenerateParams, outlet: Outlet) -> Started:
+    async def _begin(self, params: GenerateParams, engine: Engine, outlet: Outlet) -> Started:
         leader, outlet.leader = outlet.leader, None
         try:
             if leader is not None:
@@ -328,7 +359,7 @@ class Worker:
             first = leader.stream if leader is not None else None
             if first is not None and (first.ended or first.completion_tokens):  # nothing to wait for
                 first = None
-            stream = await outlet.engine.submit(params, outlet.bell, first)
+            stream = await engine.submit(params, outlet.bell, first)
             self._outlets.begin(outlet, stream)
         except BaseException as error:
             self._outlets.drop(outlet)

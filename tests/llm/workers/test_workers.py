@@ -308,7 +308,7 @@ def test_g7_a_caller_that_hangs_up_frees_its_place_at_the_worker() -> None:
             caller.read_until(b"data: ")
             assert fleet.health()["running"] == 1
         fleet.reach(lambda health: health["running"] == 0)
-        fleet.reach(lambda _: fleet.line()["engine"]["models"]["toy"]["running"] == 0)  # a step later
+        fleet.reach(lambda _: fleet.line()["engine"]["model"]["running"] == 0)  # a step later
         assert fleet.line()["client"]["sent"]["cancel"] == 1
 
 

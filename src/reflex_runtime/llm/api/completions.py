@@ -18,8 +18,8 @@ from typing import Any, Final, TypeVar
 
 from reflex_runtime.core.errors import ReflexError
 from reflex_runtime.core.events import RequestAnswered
+from reflex_runtime.ipc.engine import OutputStream
 from reflex_runtime.ipc.messages import ScoredToken
-from reflex_runtime.ipc.models import OutputStream
 from reflex_runtime.llm.api import requests as wire
 from reflex_runtime.llm.api.errors import too_deep
 from reflex_runtime.llm.api.expand import aged, echoes, matcher_of, options_of, reader_of, requests_of, tokenised

@@ -16,8 +16,8 @@ from typing import Protocol, TypeVar
 from reflex_runtime.core.batch import Done
 from reflex_runtime.core.events import BatchFinished, Event, RequestProgressed
 from reflex_runtime.core.request import Request, Ticket
+from reflex_runtime.ipc.engine import EngineStream, OutputStream
 from reflex_runtime.ipc.messages import Constraint, SamplingParams, TokenOutput
-from reflex_runtime.ipc.models import EngineStream, OutputStream
 from reflex_runtime.llm.engine.generation_options import GenerationOptions, Limits
 from reflex_runtime.llm.engine.logits_processors import Matcher
 from reflex_runtime.llm.engine.processor import LLMProcessor

@@ -21,6 +21,7 @@ from reflex_runtime.llm.engine.sequence import Sequence
 
 Logits = npt.NDArray[np.float32]
 _PART = 64  # of a row whose largest number is looked at first
+_NEVER = -9999.0  # minus infinity, which is no JSON, as the OpenAI API says it
 _COLDEST = 1e-30  # temperature; what is below may be nothing in float32, and the likeliest has 0 / it
 
 
@@ -134,7 +135,8 @@ def explain(row: npt.NDArray[np.float32], token: int, alternatives: int) -> Scor
     most = row.max()
     total = float(most) + float(np.log(np.exp(row - most).sum(dtype=np.float64)))
     ids = likeliest(row, alternatives) if alternatives else ()
-    return ScoredToken(token, float(row[token]) - total, tuple((int(i), float(row[i]) - total) for i in ids))
+    top = tuple((int(i), max(_NEVER, float(row[i]) - total)) for i in ids)
+    return ScoredToken(token, max(_NEVER, float(row[token]) - total), top)
 
 
 def likeliest(row: npt.NDArray[np.float32], count: int) -> npt.NDArray[np.intp]:

@@ -12,6 +12,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.core.request import PRIORITIES
+from reflex_runtime.ipc.engine import Engine, Load
 from reflex_runtime.ipc.messages import (
     MOST_SCORES,
     NGRAM,
@@ -23,7 +24,6 @@ from reflex_runtime.ipc.messages import (
     Tokenize,
     guided,
 )
-from reflex_runtime.ipc.models import Load
 from reflex_runtime.llm.engine.generation import GenerationStream
 from reflex_runtime.llm.engine.generation_options import GenerationOptions
 from reflex_runtime.llm.engine.tokenizer import Conversation, Texts, Tokenizer
@@ -39,8 +39,8 @@ from reflex_runtime.settings.declare import convert, hints_of
 Make = Callable[[Path, LLMServeConfig], tuple[Runner, Tokenizer]]
 
 
-class WorkerEngine:
-    """The model of a runtime process: an `ipc.models.Engine`."""
+class WorkerEngine(Engine):
+    """The model of a runtime process."""
 
     def __init__(self, model: LocalModel, registry: CollectorRegistry, spans: Spans | None = None) -> None:
         """spans: of its steps; closed with the engine."""
@@ -137,7 +137,7 @@ class WorkerEngine:
         return await self.tokenize(Tokenize(params.model_id, params.prompt, params.messages))
 
 
-class TokenizerEngine:
+class TokenizerEngine(Engine):
     """A model's tokenizer alone: the engine of a `TokenizerProcess`."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -147,26 +147,9 @@ class TokenizerEngine:
         """That only the tokenizer is loaded."""
         return {"only": "tokenizer"}
 
-    def state(self) -> dict[str, Any]:
-        return {"state": "ready"}
-
-    def metrics(self) -> str:
-        return ""
-
-    def live(self) -> None:
-        """Nothing: tokenizing has no batches."""
-
     async def tokenize(self, params: Tokenize) -> list[int]:
         self._texts.most = params.most  # the same in each request: it is of the model
         return await tokenized(self._texts, params)
-
-    async def check_draft(self, params: CheckDraft) -> CheckedDraft:
-        """Refused."""
-        raise ConfigError(f"model_id={params.model_id!r}: only its tokenizer is loaded here")
-
-    async def submit(self, params: GenerateParams, bell: asyncio.Event, leader: Any) -> GenerationStream:
-        """Refused."""
-        raise ConfigError(f"model_id={params.model_id!r}: only its tokenizer is loaded here")
 
     async def close(self, drain: bool, timeout: float) -> bool:
         self._texts.close()

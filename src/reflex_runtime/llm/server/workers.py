@@ -410,8 +410,7 @@ class WorkersLive:
         return self._parts.snapshot(now, {**server, **self._told(server)})
 
     async def _ask(self, line: Line) -> None:
-        found: dict[str, LiveSnapshot | None] = await line.ask(LIVE, dict[str, LiveSnapshot | None]) or {}
-        shown = next((snapshot for snapshot in found.values() if snapshot is not None), None)
+        shown: LiveSnapshot | None = await line.ask(LIVE, LiveSnapshot | None)
         if shown is None:
             self._parts.forget(line.name)
         else:

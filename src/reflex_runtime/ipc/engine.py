@@ -1,0 +1,88 @@
+"""What runs the model of a runtime process, and the streams of its tokens.
+
+The process gets a factory of engines, not a model.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.ipc.messages import (
+    CheckDraft,
+    CheckedDraft,
+    GenerateParams,
+    LoadModel,
+    ScoredToken,
+    Tokenize,
+    TokenOutput,
+)
+from reflex_runtime.run.dispatcher import Stream
+
+
+class OutputStream(Stream[TokenOutput]):
+    """One request's tokens, made in this process or in another.
+
+    prompt_tokens, cached_tokens: of the prompt, and how many of them the prefix cache had; known once it has begun.
+    prompt_scores: what the model says of the prompt's tokens from the second on, where that was asked for; complete
+    before there is output. completion_tokens: so far.
+    """
+
+    __slots__ = ("cached_tokens", "completion_tokens", "prompt_scores", "prompt_tokens")
+
+    def __init__(self, bell: asyncio.Event | None, prompt_tokens: int = 0) -> None:
+        super().__init__(bell)
+        self.prompt_tokens, self.cached_tokens, self.completion_tokens = prompt_tokens, 0, 0
+        self.prompt_scores: list[ScoredToken] = []
+
+
+class EngineStream(OutputStream):
+    """The stream at its engine. held: whether it makes no more until some are taken."""
+
+    __slots__ = ("held",)
+
+    def __init__(self, bell: asyncio.Event | None, prompt_tokens: int) -> None:
+        super().__init__(bell, prompt_tokens)
+        self.held = False
+
+
+class Engine:
+    """A loaded model; as it stands here, one that only tokenises. Everything is called on the loop."""
+
+    def info(self) -> dict[str, Any]:
+        """What `load_model` answers; JSON-safe."""
+        raise NotImplementedError
+
+    async def tokenize(self, params: Tokenize) -> list[int]:
+        """Token ids of a text or a conversation. Raises ConfigError."""
+        raise NotImplementedError
+
+    async def close(self, drain: bool, timeout: float) -> bool:
+        """Admit nothing more; every stream has ended when it returns. Whether no thread is at work any more."""
+        raise NotImplementedError
+
+    def state(self) -> dict[str, Any]:
+        """Its part of `runtime/state`; JSON-safe."""
+        return {"state": "ready"}
+
+    def metrics(self) -> str:
+        """Prometheus text, or nothing."""
+        return ""
+
+    def live(self) -> Any:
+        """What has happened since it was asked last, as a `LiveSnapshot`; None if it has nothing to show."""
+        return None
+
+    async def check_draft(self, params: CheckDraft) -> CheckedDraft:
+        """See `CheckDraft`. Called only where the process has the capability `draft`. Raises ReflexError."""
+        raise ConfigError(f"model_id={params.model_id!r}: only its tokenizer is loaded here")
+
+    async def submit(self, params: GenerateParams, bell: asyncio.Event, leader: Any) -> EngineStream:
+        """Start a request. bell: set when there is something to read. leader: None, or a stream of this engine with the
+        same prompt and no output yet. Raises ReflexError."""
+        raise ConfigError(f"model_id={params.model_id!r}: only its tokenizer is loaded here")
+
+
+Load = Callable[[LoadModel], Awaitable[Engine]]
