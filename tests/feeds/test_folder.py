@@ -122,12 +122,18 @@ def test_that_fps_has_no_effect_where_there_are_no_times_is_said(
     ]
 
 
-def test_an_orientation_in_the_picture_is_applied(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ending", ["jpg", "png", "tif", "webp"])
+def test_an_orientation_in_the_picture_is_applied_once(tmp_path: Path, ending: str) -> None:
+    """Pillow turns some kinds of files by itself."""
     exif = Image.Exif()
     exif[0x0112] = 6  # the camera was turned
-    save(tmp_path / "a.jpg", 10, exif=exif)
+    made = Image.new("L", (8, 6))
+    made.paste(255, (0, 0, 4, 6))
+    made.convert("RGB").save(tmp_path / f"a.{ending}", exif=exif)
     ((image, _),) = read_all(PictureFolder(tmp_path))
     assert image.shape == (8, 6, 3)
+    assert image[0].min() > 200
+    assert image[-1].max() < 50
 
 
 def test_a_picture_that_cannot_be_decoded_is_passed_over_and_counted(

@@ -22,8 +22,9 @@ SIDEWAYS: Final = {TURNS[orientation] for orientation in (5, 6, 7, 8)}
 def turn_of(image: Any) -> int | None:
     """How to turn an open picture so that it is seen as the camera was held; None for not at all. An EXIF that is
     broken, or longer than a JPEG's can be, turns nothing."""
-    if image.format == "PNG":
-        image.load()  # it may have its EXIF at the end; below, an error of the picture would be taken for one of that
+    if image.format != "JPEG":  # which is to be drafted first
+        # Its EXIF may be at the end, and Pillow turns a TIFF by itself. Below, an error of it would be one of EXIF.
+        image.load()
     if len(image.info.get("exif", b"")) > MAX_EXIF:
         return None
     try:
