@@ -222,6 +222,18 @@ def test_w60_parts_of_a_state_may_be_single_numbers(tmp_path: Path) -> None:
     assert reader.split(one) is None
 
 
+def test_w60_ids_may_come_under_two_names(root: Path) -> None:
+    """Of an episode and of a session: those are used that a single robot's would be."""
+    export = Export.load(root)
+    reader = ObservationReader(export, export.wires["openpi"])
+    for sessions in (list("abcde"), ["s"] * N, list("vwxyz")):
+        rows = reader.split(seen(episode_id=list("abcde"), session_id=sessions))
+        assert rows is not None
+        assert [(name, row["episode_id"], row["session_id"]) for name, row in rows.items()] == [
+            (name, name, session) for name, session in zip("abcde", sessions, strict=True)
+        ]
+
+
 # -- json-numpy --------------------------------------------------------------------------------------------------------
 
 

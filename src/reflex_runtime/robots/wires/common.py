@@ -183,7 +183,8 @@ class ObservationReader:
             raise invalid("observation", f"observation: {len(came)} names of {size} robots: over {MAX_VALUES} values")
         if size > MAX_ROWS:
             raise invalid_input(next(iter(axes)), f"is of {size} robots, at most {MAX_ROWS} are read from a message")
-        ids = [text_of(id) for name in EPISODES if _many(came.get(name)) == size for id in came[name]]
+        named = next((came[name] for name in EPISODES if _many(came.get(name)) == size), ())
+        ids = [text_of(id) for id in named]
         robots = ids if len({id for id in ids if isinstance(id, str)}) == size else [str(row) for row in range(size)]
         parts = [_each(name, value, robots) for name, value in came.items()]
         return {robot: dict(zip(came, row, strict=True)) for robot, *row in zip(robots, *parts, strict=True)}
