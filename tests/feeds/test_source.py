@@ -22,7 +22,7 @@ from PIL import Image
 
 from feeds.chaos import ChaosSource
 from feeds.test_feed import Made
-from feeds.videos import SIZE, clip, encoded, number_of, picture, write_video
+from feeds.videos import SIZE, clip, encoded, number_of, picture, write_fields, write_video
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.feeds.runtime import pipeline
 from reflex_runtime.feeds.runtime.pipeline import Source, SourceError
@@ -304,6 +304,29 @@ def test_a_file_that_lost_its_end_says_so(tmp_path: Path) -> None:
     read = read_all(cut)
     assert len(read) < 75
     assert len(read) + cut.corrupt == pytest.approx(100, abs=2)
+
+
+def test_the_two_fields_of_a_picture_may_be_a_packet_each(tmp_path: Path) -> None:
+    source = VideoSource(write_fields(tmp_path / "a.h264", 20))
+    read = read_all(source)
+    assert ([image.shape for image, _ in read], source.corrupt) == ([(32, 16, 3)] * 20, 0)
+
+
+@pytest.mark.parametrize("ending", ["mp4", "mkv"])
+def test_a_last_picture_that_stands_for_long_is_the_end(tmp_path: Path, ending: str) -> None:
+    """As in a recording of a screen on which nothing happens any more."""
+    path = tmp_path / f"a.{ending}"
+    made = write_video(tmp_path / f"made.{ending}", map(picture, range(30)), options={"bf": "0"})
+    with av.open(str(made)) as whole, av.open(str(path), "w") as container:
+        video = whole.streams.video[0]
+        stream = container.add_stream_from_template(video)
+        packets = [packet for packet in whole.demux(video) if packet.size]
+        packets[-1].duration = round(6.0 / float(packets[-1].time_base))
+        for packet in packets:
+            packet.stream = stream
+            container.mux(packet)
+    source = VideoSource(path)
+    assert (len(read_all(source)), source.corrupt) == (30, 0)
 
 
 def test_decoding_starts_no_thread() -> None:

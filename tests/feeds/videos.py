@@ -62,6 +62,21 @@ def encoded(pictures: Sequence[NDArray[np.uint8]], fps: int = 25) -> bytes:
     return write_video(path, pictures, fps, options={"g": "5", "bf": "0"}).read_bytes()
 
 
+def write_fields(path: Path, count: int) -> Path:
+    """H.264 as camcorders write it: each of the 16 × 32 pictures is two fields, and each field an access unit. No
+    encoder of FFmpeg's does that. A field is one macroblock of plain grey levels."""
+    begin, delimiter = b"\0\0\0\1", b"\0\0\0\1\x09\x10"
+    out = begin + bytes.fromhex("674d001eda6480") + begin + bytes.fromhex("68ce3880")  # SPS and PPS
+    for number in range(2 * count):
+        # First macroblock, I, PPS 0, frame number, field, its parity; of the first the IDR's id; marking, QP, I_PCM.
+        head = f"1{'0001000'}1{number // 2 % 16:04b}1{number % 2}{'0' if number else '100'}1{'000011010'}"
+        data = int(head.ljust(-(-len(head) // 8) * 8, "0"), 2).to_bytes(-(-len(head) // 8), "big")
+        grey = bytes([100] * 256 + [128] * 128)
+        out += delimiter + begin + (b"\x61" if number else b"\x65") + data + grey + b"\x80"
+    path.write_bytes(out)
+    return path
+
+
 @functools.cache
 def clip(count: int = 30, fps: int = 25, size: tuple[int, int] = SIZE, ending: str = "mp4") -> Path:
     """A video of `count` numbered pictures; made once per session, so nobody may change it."""

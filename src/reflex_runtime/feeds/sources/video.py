@@ -269,7 +269,7 @@ class VideoSource:
         """Every good picture until the end. Packets that cannot be decoded are counted and skipped."""
         invalid: type[Exception] = self._av.error.InvalidDataError
         packets, barren, waited, unseen = container.demux(), 0, 0.0, self._hardware
-        held, gave, lost, end = 0, 0, self.corrupt, 0.0  # packets and pictures of this pass; the last one's time
+        held, gave, lost, end = 0, 0, self.corrupt, 0.0  # packets and pictures of this pass; the end of the last one
         while barren < MAX_BARREN:
             began = time.monotonic()
             try:
@@ -298,7 +298,9 @@ class VideoSource:
                 if frame.is_corrupt:
                     self.corrupt += 1
                 else:
-                    barren, gave, end = 0, gave + 1, frame.time or end
+                    barren, gave = 0, gave + 1 + frame.interlaced_frame  # each field may be a packet
+                    if frame.time is not None and frame.time_base is not None:
+                        end = frame.time + float(frame.duration * frame.time_base)
                     if unseen is not None:
                         unseen.check_picture(frame.format.name)
                         unseen = None
@@ -309,7 +311,7 @@ class VideoSource:
         """How many pictures should follow the last one, by the length that the file gives. Its count is no proof: that
         of a file that was cut without being encoded again has the pictures before the cut, too."""
         length = _length_of(video)
-        return round((length - end) / self.step) if self._timed and length - end > self.step + EARLY_S else 0
+        return round((length - end) / self.step) if self._timed and length - end > EARLY_S else 0
 
     def _picture(self, frame: VideoFrame) -> NDArray[np.uint8]:
         """Upright, with square pixels."""
