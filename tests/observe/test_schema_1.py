@@ -106,6 +106,17 @@ def test_t1_a_request_needs_its_number_alone(tmp_path: Path) -> None:
     assert main(["report", str(tmp_path / "r.jsonl")]) == 0
 
 
+@pytest.mark.parametrize(
+    ("began", "at"),
+    [("2026-01-01T00:00:00", "2026-01-01T00:01:00Z"), ("", "2026-01-01T00:01:00")],
+)
+def test_t4_times_without_a_zone_are_refused(tmp_path: Path, began: str, at: str) -> None:
+    header = {"kind": "header", "schema_version": 1, "started_at": began}
+    path = written(tmp_path / "a.jsonl", header, {"kind": "request", "seq": 0, "timestamp": at})
+    with pytest.raises(JournalError, match=rf"a\.jsonl, line {1 if began else 2}: .* with a timezone"):
+        read_journal(path)
+
+
 def test_t4_a_line_that_is_none_of_version_1_is_refused_with_its_number(tmp_path: Path) -> None:
     """Whatever a line says: it is read, or the file is refused."""
     draw, lines = random.Random(1), gzip.decompress(RECORDING.read_bytes()).splitlines()

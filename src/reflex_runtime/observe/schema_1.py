@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
 from reflex_runtime.core.batch import Cause
 from reflex_runtime.observe.journal import BatchLine, Member, RequestLine, WarmUpLine
+
+_Time = Annotated[datetime, msgspec.Meta(tz=True)]
 
 
 class _Header(msgspec.Struct):
@@ -30,7 +32,7 @@ class _Routing(msgspec.Struct):
 
 class _Request(msgspec.Struct):
     seq: int
-    timestamp: datetime | None = None
+    timestamp: _Time | None = None
     routing: _Routing | None = None
     error: Any = None
 
@@ -84,7 +86,8 @@ class Schema1:
     def __init__(self, header: Mapping[str, Any]) -> None:
         known = msgspec.convert(header, _Header)
         self._is_trace = "python_version" in header
-        self._origin, self._began = known.origin, known.started_at or "1970-01-01T00:00:00Z"
+        self._origin = known.origin
+        self._began = msgspec.convert(known.started_at or "1970-01-01T00:00:00Z", _Time)
         groups = {name: _group(told) for name, told in known.groups.items()}
         self.header = {**header, "payloads": not self._is_trace, "groups": groups}
         warm = [{"kind": "warm", "slot": slot, **line} for slot, line in known.warm.items()]
@@ -111,11 +114,10 @@ class Schema1:
 
     def _request(self, found: dict[str, Any]) -> dict[str, Any]:
         known = msgspec.convert(found, _Request)
-        began = msgspec.convert(self._began, datetime)
-        came = known.timestamp or began
+        came = known.timestamp or self._began
         missing = {
             "timestamp": came,
-            "arrival": (came - began).total_seconds(),
+            "arrival": (came - self._began).total_seconds(),
             "slot": (known.routing or _Routing()).slot,
             "request": {},
             "response": None,
