@@ -20,6 +20,7 @@ from reflex_runtime.llm.engine.logits_processors import Constraints, Matcher, Sh
 from reflex_runtime.llm.engine.sampler import sample
 from reflex_runtime.llm.engine.sequence import Sequence
 from reflex_runtime.llm.engine.tokenizer import HFTokenizer
+from reflex_runtime.llm.engine.tool_calls import FORMS, Tool, forced
 from reflex_runtime.llm.engine.toy import ByteTokenizer
 
 YES = Constraint("choice", json.dumps(["yes", "no"]))
@@ -42,7 +43,7 @@ def schema_of(rng: random.Random, depth: int = 0) -> dict[str, Any]:
         low = rng.randint(-1000, 1000)
         return {"type": "integer", "minimum": low, "maximum": low + rng.randint(0, 500)}
     if kind == "enum":
-        return {"enum": rng.sample(["a", 1, None, "two words", "\u00e9\"", 2.5, True], rng.randint(1, 4))}
+        return {"enum": rng.sample(["a", 1, None, "two words", '\u00e9"', 2.5, True], rng.randint(1, 4))}
     if kind == "string":
         return {"type": "string", "maxLength": rng.randint(0, 6)}
     if kind == "array":
@@ -133,18 +134,33 @@ def test_l8_rows_of_the_model_that_are_no_tokens_never_come() -> None:
 
 
 def test_l8_nothing_left_fails_that_sequence_alone() -> None:
-    params = SamplingParams(min_tokens=5, constraint=Constraint("regex", "a"))
-    matcher = Constraints(ByteTokenizer().vocabulary).compile(Constraint("regex", "a"))
+    form = Constraint("regex", "a")
+    params = SamplingParams(constraint=form)
+    matcher = Constraints(ByteTokenizer().vocabulary).compile(form)
     failing = Sequence([1], params, ByteTokenizer(), ByteTokenizer.eos_token_ids, matcher)
-    failing.append(ScoredToken(ord("a")))
-    assert failing.finish_reason == "stop"
     logits = np.random.default_rng(0).normal(0.0, 1.0, (3, 256)).astype(np.float32)
+    logits[1, ord("a")] = -np.inf
     plain = Sequence([1], SamplingParams.greedy(), ByteTokenizer())
     first, second, third = sample(logits, [plain, failing, plain])
     assert isinstance(second, ProcessorError)
     assert "no token is left" in second.message
     others = [found.token_id for found in (first, third) if isinstance(found, ScoredToken)]
     assert others == logits[[0, 2]].argmax(axis=1).tolist()
+
+
+def test_l8_a_form_that_has_its_end_ends_whatever_min_tokens_says(tokenizer: HFTokenizer) -> None:
+    """A grammar may name the token that ends it: then no other is left."""
+    matcher = Constraints(tokenizer.vocabulary).compile(Constraint("grammar", 'start: "a" <|end|>'))
+    (end,) = tokenizer.eos_token_ids
+    matcher.sampled(tokenizer.encode("a")[-1])
+    shaping = Shaping(SamplingParams(min_tokens=9), [1], [end], matcher)
+    row = np.zeros(tokenizer.vocab_size, np.float32)
+    shaping.shape(row)
+    assert np.flatnonzero(np.isfinite(row)).tolist() == [end]
+    params = SamplingParams(max_tokens=30, min_tokens=20, constraint=Constraint("regex", "[ab]{2,4}"))
+    (output,) = LLMEngine().generate(["x"], params)
+    assert (output.error, output.finish_reason) == (None, "stop")
+    assert len(output.text) == 4
 
 
 @pytest.mark.parametrize(
@@ -155,7 +171,9 @@ def test_l8_nothing_left_fails_that_sequence_alone() -> None:
         (Constraint("json", '{"$ref": "http://example.org/x"}'), "json: "),
         (Constraint("regex", "("), "regex: .*unclosed group"),
         (Constraint("grammar", "nothing"), "grammar: "),
-        (Constraint("json", '{"$ref": "#"}'), "json: no text has it$"),
+        (Constraint("json", '{"$ref": "#"}'), "json: no text has it; does a .ref lead to itself"),
+        (Constraint("json", "true"), "json: must be an object; {} is what true means"),
+        (Constraint("regex", r"(?=a)b"), r"regex: look-around .* are not supported; say what may stand there"),
     ],
     ids=lambda value: value.text[:12] if isinstance(value, Constraint) else "",
 )
@@ -165,6 +183,54 @@ def test_l8_a_form_that_is_none_is_told(form: Constraint, told: str, tokenizer: 
             check(form)
     with pytest.raises(ConfigError, match="1 to 200000"):
         Constraint("regex", "x" * 200_001)
+
+
+def _price(**schema: Any) -> Constraint:
+    return Constraint("json", json.dumps({"properties": {"price": {"anyOf": [{"type": "number"}, schema]}}}))
+
+
+@pytest.mark.parametrize(
+    ("form", "place", "instead"),
+    [
+        (
+            _price(type="string", pattern=r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$"),
+            "pattern",
+            "for a number",
+        ),  # pydantic's Decimal
+        (_price(type="string", pattern=r"\bfoo"), "pattern", "say what may stand there"),
+        (_price(**{"not": {"type": "string"}}), "not", "say what is allowed"),
+        (_price(**{"if": {}, "then": {}}), "if", "write anyOf"),
+        (_price(oneOf=[{"type": "string"}, {"type": "string", "maxLength": 3}]), "oneOf", "write anyOf"),
+        (_price(type="array", uniqueItems=True), "uniqueItems", "leave it out"),
+        (_price(patternProperties={"^a": {}, "(?!x)a": {}}), "patternProperties.(?!x)a", "say what may stand there"),
+    ],
+)
+def test_l8_what_a_schema_cannot_say_is_told_with_its_place_and_what_to_write(
+    form: Constraint, place: str, instead: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_constraint(form)
+    assert caught.value.message.startswith(f"json: properties.price.anyOf[1].{place}: ")
+    assert instead in caught.value.message
+
+
+@pytest.mark.parametrize("size", [0, 3000], ids=["looked at here", "in a process of its own"])
+def test_l8_annotations_are_no_rules_and_known_formats_are(tokenizer: HFTokenizer, size: int) -> None:
+    """As JSON Schema says: a `format` that is not known does not make a schema unusable."""
+    formats = {"password", "binary", "byte", "path", "uri-reference", "regex", "iri", "google-datetime", "color"}
+    notes = {"$comment": "x" * size, "examples": ["a"], "title": "t", "default": 1, "deprecated": True, "x-more": {}}
+    fields = {name: {"type": "string", "format": name, "maxLength": 3} | notes for name in sorted(formats)}
+    for schema in ({"type": "object", "properties": fields}, {"format": "color", "enum": ["a"]} | notes):
+        check_constraint(Constraint("json", json.dumps(schema)))
+    compile = Constraints(tokenizer.vocabulary).compile
+    schema = {"type": "string", "format": "date", "description": "x" * size, "examples": [{"format": "none"}]}
+    matcher = compile(Constraint("json", json.dumps(schema)))
+    for text in ('"', "2024-02-"):
+        for token in tokenizer.encode(text):
+            matcher.sampled(token)
+    assert not allowed(matcher)[tokenizer.encode("x")[-1]]
+    tool = Tool("f", {"type": "object", "properties": fields, "required": ["color"]})
+    check_constraint(forced(FORMS["hermes"], [tool], False))
 
 
 def _chain(length: int) -> dict[str, Any]:

@@ -21,6 +21,14 @@ STACK = 1 << 20  # bytes: less than any thread of the server has, which compiles
 FAILED = 3  # exit status when the library gave up
 
 
+def fault(library: Any, form: str) -> str:
+    """What is wrong with a form, "" for nothing. JSON schemas in it are lenient: what the library would leave out of
+    them is wrong, but for a `format` without a rule, which says nothing of what is valid."""
+    failed, said = library.LLMatcher.validate_grammar_with_warnings(form)
+    wrong = (one for one in said if not one.startswith(("Unknown format: ", "no tokenizer - ")))
+    return str(next(wrong, said[0] if failed else ""))
+
+
 def walk(matcher: Any) -> str | None:
     """What is wrong with the first tokens of an output by chance, "" for nothing; None where one takes too long."""
     for number in range(STEPS):
@@ -49,7 +57,7 @@ def main() -> int:
     form, found = sys.stdin.buffer.read().decode(), list[str]()
 
     def look() -> None:
-        wrong = llguidance.LLMatcher.validate_grammar(form)
+        wrong = fault(llguidance, form)
         matcher = llguidance.LLMatcher(llguidance.LLTokenizer("byte"), form, log_level=0)
         if matcher.is_error():  # perhaps because this tokenizer lacks a token that the form names
             found.append(wrong)

@@ -16,7 +16,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from collections.abc import Sequence as Seq
 from functools import lru_cache
 from pathlib import Path
@@ -40,6 +40,16 @@ _KEPT: Final = 64  # compiled forms: clients send the same one again and again
 _PLAIN: Final = 2000  # characters of a schema that is looked at here, if it has none of the words that can be costly
 _COSTLY: Final = re.compile(r"\$|x-|attern|multipleOf|format|allOf|not|\\u00[0-7]")  # the last could write any of them
 _TOO_COMPLEX: Final = "is too complex: it takes too much time, memory or depth to compile"
+_NAMES: Final = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")  # hold no keywords
+_AROUND: Final = "look-around and references ((?=, (?!, (?<, \\b, \\1) are not supported"
+_ENDLESS: Final = "no text has it; does a $ref lead to itself, with nothing between that can end?"
+_CASES: Final = "write anyOf, with a whole schema for each case"
+_INSTEAD: Final = {
+    **dict.fromkeys(("if", "then", "else", "dependencies", "dependentRequired", "dependentSchemas"), _CASES),
+    "not": "say what is allowed, with enum, const or anyOf",
+    "oneOf": "write anyOf, or cases that exclude each other",
+    "pattern": "say what may stand there, as ^-?[0-9]+([.][0-9]+)?$ for a number",
+}
 _LONGEST: Final = 60.0  # seconds for a look at a form, on a machine that is very busy
 
 
@@ -114,9 +124,9 @@ def check_constraint(constraint: Constraint) -> None:
     process, which takes about a tenth of a second."""
     library = _library()
     form = _grammar(library, constraint)
-    error = library.LLMatcher.validate_grammar(form) if _plain(constraint) else _looked_at(constraint, form)
-    if error and not error.startswith("WARNING"):
-        raise _wrong(constraint, error)
+    error = form_check.fault(library, form) if _plain(constraint) else _looked_at(constraint, form)
+    if error:
+        raise _wrong(constraint, _explained(library, constraint, error))
 
 
 def _plain(constraint: Constraint) -> bool:
@@ -164,10 +174,41 @@ def _grammar(library: Any, constraint: Constraint) -> str:
         found = matcher.grammar_from_lark("start: " + " | ".join(json.dumps(one) for one in json.loads(text)))
     else:
         try:
-            found = matcher.grammar_from_json_schema(text, overrides={"whitespace_pattern": SPACES})
+            found = matcher.grammar_from_json_schema(text, overrides={"whitespace_pattern": SPACES, "lenient": True})
         except ValueError as error:
-            raise _wrong(constraint, str(error)) from None
+            why = "must be an object; {} is what true means" if "Expecting object" in str(error) else str(error)
+            raise _wrong(constraint, why) from None
     return str(found)
+
+
+def _explained(library: Any, constraint: Constraint, why: str) -> str:
+    """What is wrong, with the place in the schema where it is, and what to write instead."""
+    around = re.search("look-?around|backreference", why)
+    if constraint.kind != "json":
+        return f"{_AROUND}; {_INSTEAD['pattern']}" if around else why
+    unknown = re.match(r'Unimplemented keys: \["([^"]+)"|(oneOf)', why)
+    keyword = "pattern" if around else (unknown[1] or unknown[2]) if unknown else ""
+    for where, name, value in _places(json.loads(constraint.text)) if keyword else ():
+        parents = where.rpartition(".")[0].rpartition(".")[2]
+        if around and (parents == "patternProperties" or (name == keyword and isinstance(value, str))):
+            pattern = value if name == keyword and isinstance(value, str) else name
+            if library.LLMatcher.validate_grammar(library.LLMatcher.grammar_from_regex(pattern)):
+                return f"{where}: {_AROUND}; {_INSTEAD['pattern']}"
+        elif not around and name == keyword and parents not in _NAMES:
+            return f"{where}: is not supported; {_INSTEAD.get(name, 'leave it out, and check the answer')}"
+    return why
+
+
+def _places(schema: Any, inside: str = "") -> Iterator[tuple[str, str, Any]]:
+    """Every place in a schema, the keyword or name there, and its value."""
+    if isinstance(schema, list):
+        entries = {f"{inside}[{i}]": ("", value) for i, value in enumerate(schema)}
+    else:
+        found = schema.items() if isinstance(schema, dict) else ()
+        entries = {f"{inside}.{name}" if inside else name: (name, value) for name, value in found}
+    for where, (name, value) in entries.items():
+        yield where, name, value
+        yield from _places(value, where)
 
 
 def _wrong(constraint: Constraint, why: str) -> ConfigError:
@@ -176,7 +217,7 @@ def _wrong(constraint: Constraint, why: str) -> ConfigError:
 
 def _first_line(text: str) -> str:
     """A message without the picture of where in the text it is, and without the state of the library."""
-    told = text.partition("<state>")[0].replace("NoExtensionBias", "no text has it")  # as a reference to itself alone
+    told = text.partition("<state>")[0].replace("NoExtensionBias", _ENDLESS)
     return " ".join(line.strip() for line in told.splitlines() if line.strip(" ^|"))[:300]
 
 
@@ -236,16 +277,18 @@ class Shaping:
             row[output.ids] -= params.frequency_penalty * output.times + params.presence_penalty
         if len(self._biased):
             row[self._biased] += self._bias
-        early = self._sampled < params.min_tokens
-        if early:
-            row[self._ends] = -np.inf
         if self.matcher is not None:
             penalty = self.matcher.penalty()
             n = min(len(row), len(penalty))  # a model may have more rows than its tokenizer has tokens, or fewer
             row[:n] += penalty[:n]
             row[n:] = -np.inf
-        if (early or self.matcher is not None) and row.max() == -np.inf:
-            raise ProcessorError("no token is left: min_tokens forbids the end, the form of the output all others")
+        if self._sampled < params.min_tokens:
+            ends = row[self._ends]
+            row[self._ends] = -np.inf
+            if self.matcher is not None and row.max() == -np.inf:
+                row[self._ends] = ends  # the form has its end here, and no other token
+        if row.max() == -np.inf:
+            raise ProcessorError("no token is left that the form of the output or min_tokens allows")
 
     @property
     def complete(self) -> bool:

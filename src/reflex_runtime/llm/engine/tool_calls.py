@@ -171,7 +171,7 @@ def _tagged_rules(i: int, tool: Tool) -> Iterator[str]:
 
 
 def _json(schema: dict[str, Any]) -> str:
-    return "%json " + json.dumps(schema | {"x-guidance": {"whitespace_pattern": _SPACE}})
+    return "%json " + json.dumps(schema | {"x-guidance": {"whitespace_pattern": _SPACE, "lenient": True}})
 
 
 def _literal(text: str) -> str:
