@@ -20,6 +20,7 @@ from unittest.mock import patch
 from bench.sim import stages
 from bench.sim.clairvoyant import most_on_time
 from bench.sim.compare import Progress
+from bench.sim.rules import DEVICE
 from reflex_runtime.core import flush, forming, holding, order, think_times, time_cost
 from reflex_runtime.core.batch import Apart, Batch, Failed, Offenders, Outcome
 from reflex_runtime.core.errors import ProcessorError
@@ -34,7 +35,7 @@ from reflex_runtime.run.batch_processor import BatchConfig
 from reflex_runtime.settings import ServeConfig
 from reflex_runtime.settings.policies import serving_group
 from reflex_runtime.sim.report import Report, columns
-from reflex_runtime.sim.run import DEVICE, simulate
+from reflex_runtime.sim.run import simulate
 from reflex_runtime.sim.service import Affine, Drifting, Noisy, Service
 from reflex_runtime.sim.workload import (
     Around,
