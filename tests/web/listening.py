@@ -19,7 +19,6 @@ class Limits:
     """The settings of a server, short enough for tests that wait for them."""
 
     max_connections: int = 64
-    max_connections_per_address: int = 0
     idle_timeout_s: float = 60.0
     head_timeout_s: float = 60.0
     body_timeout_s: float = 60.0

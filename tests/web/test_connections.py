@@ -23,8 +23,9 @@ from reflex_runtime.run.process import loop_factory
 from reflex_runtime.settings import ServeConfig
 from reflex_runtime.web import app as application
 from reflex_runtime.web import connections as module
+from reflex_runtime.web.access import AddressShares
 from reflex_runtime.web.app import App
-from reflex_runtime.web.connections import AddressShares, most_connections
+from reflex_runtime.web.connections import most_connections
 from reflex_runtime.web.errors import PLAIN
 from reflex_runtime.web.request import HttpRequest, HttpResponse, Route, WebSocket
 from serving.harness import PATIENCE, STATE, Answer, Server, encode, parse_answers, read_all, refusal

@@ -21,6 +21,7 @@ from reflex_runtime.web.grpc_listener import GrpcCall, GrpcListener
 from serving.harness import PATIENCE, Server
 
 HERE = ("--lerobot", "127.0.0.1:0")
+HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
 GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0)) + bytes((0, 0, 0, 4, 1, 0, 0, 0, 0))
 
 
@@ -78,6 +79,25 @@ def test_w44_connections_are_a_part_of_those_of_http(tiny: Path) -> None:
             held.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
             assert held.recv(12) == b"HTTP/1.1 200"
         assert server.raw(b"")[:12] == b"HTTP/1.1 503"
+
+
+def test_w44_connections_with_a_call_are_among_those_of_their_address(tiny: Path) -> None:
+    unsent, apart = threading.Event(), (("grpc.use_local_subchannel_pool", 1),)
+    with Server(tiny, *HERE, "--max-connections-per-address", "2") as server:
+        target = "{}:{}".format(*address_of(server))
+        with grpc.insecure_channel(target) as first, grpc.insecure_channel(target, apart) as second:
+            first.unary_unary("/transport.AsyncInference/Ready")(b"", timeout=PATIENCE)
+            held = first.stream_unary("/transport.AsyncInference/Ready").future(never(unsent), timeout=PATIENCE)
+            with server.connect():
+                server.wait_until(lambda: server.raw(HEALTH)[9:12] == b"503")
+                with pytest.raises(grpc.RpcError) as caught:
+                    second.unary_unary("/transport.AsyncInference/Ready")(b"", timeout=PATIENCE)
+                assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+                assert "2 connections of your address are open" in str(caught.value.details())
+                first.unary_unary("/transport.AsyncInference/Ready")(b"", timeout=PATIENCE)  # it is one already
+                unsent.set()
+                held.result()
+                second.unary_unary("/transport.AsyncInference/Ready")(b"", timeout=PATIENCE)
 
 
 def test_w44_a_connection_without_a_call_is_closed(tiny: Path) -> None:

@@ -19,12 +19,15 @@ import logging
 import socket
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
-from ipaddress import IPv4Address, IPv6Address, ip_address
+from ipaddress import IPv4Address, IPv6Address, IPv6Network, ip_address
 from typing import Any, Final
 from urllib.parse import urlsplit
 
-from reflex_runtime.web.errors import ClientError, Forbidden, Headers, Unauthorized
+from reflex_runtime.web.bodies import Seldom
+from reflex_runtime.web.errors import ClientError, Forbidden, Headers, Overloaded, Unauthorized
 from reflex_runtime.web.request import Handler, HttpRequest, HttpResponse, Route, WebSocket
+
+log = logging.getLogger("reflex.server")
 
 ANY: Final = "*"
 _KEEPS: Final = 256  # accepted values of Host, so that the next request needs only a look-up
@@ -34,6 +37,9 @@ _FORWARDED: Final = (
 )  # fmt: skip
 _ONE: Final = (b"authorization", b"x-reflex-key", b"x-api-key", b"origin", b"content-type", b"content-encoding")
 _PORTS: Final = {"http": ":80", "https": ":443"}
+Client = tuple[str, int] | None  # as uvicorn has it: address and port
+UNIX: Final = "unix"
+_CROWDED: Final = Seldom()
 _MOST: Final = 1024  # bytes of the list of headers that a preflight asks for
 _SHOWN: Final = b"X-Request-Id, X-Should-Retry, X-Reflex-Ignored, Retry-After"
 
@@ -217,3 +223,48 @@ def answer_preflight(route: Route) -> Handler:
         return HttpResponse(200, headers=told)
 
     return answer
+
+
+class AddressShares:
+    """How many connections each address has open, of all listeners. most: that it may have, 0 for no limit, and nothing
+    is counted."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self._open: Counter[str] = Counter()
+
+    def opened(self, client: Client) -> None:
+        if self.most:
+            self._open[_sender(client)] += 1
+
+    def closed(self, client: Client) -> None:
+        if self.most:
+            sender = _sender(client)
+            self._open[sender] -= 1
+            if not self._open[sender]:
+                del self._open[sender]
+
+    def over(self, client: Client) -> int:
+        """So many too many; connections of a Unix socket have no address, and never are."""
+        sender = _sender(client) if self.most else UNIX
+        return 0 if sender == UNIX else self._open[sender] - self.most
+
+    def refused(self, client: Client) -> Overloaded:
+        """What is said to a connection too many; the log says it once."""
+        if _CROWDED.first():
+            told = "%d connections of %s are open (--max-connections-per-address): its new ones are refused"
+            log.warning(told, self.most, _sender(client))
+        full = f"{self.most} connections of your address are open, as many as one may have"
+        return Overloaded(full, retry_after=1.0)
+
+
+def _sender(client: Client) -> str:
+    """Who holds an address: of IPv6 a network, because a caller has all the addresses of its own."""
+    host = client[0] if client is not None else UNIX
+    try:
+        address = ip_address(host)
+    except ValueError:
+        return host
+    if address.version == 4:
+        return host
+    return str(address.ipv4_mapped or IPv6Network((address, 64), strict=False))

@@ -18,7 +18,16 @@ from typing import Any, Protocol
 from reflex_runtime.core.errors import Closed, ReflexError
 from reflex_runtime.run.wall import ASYNC_WALL
 from reflex_runtime.settings import ServerConfig
-from reflex_runtime.web.access import Cors, Keys, Trust, answer_preflight, check_direct, check_once, is_preflight
+from reflex_runtime.web.access import (
+    AddressShares,
+    Cors,
+    Keys,
+    Trust,
+    answer_preflight,
+    check_direct,
+    check_once,
+    is_preflight,
+)
 from reflex_runtime.web.bodies import STALLED, Bodies, Reading, Seldom
 from reflex_runtime.web.errors import (
     CallerLeft,
@@ -72,7 +81,7 @@ class App:
 
     asked: requests so far. active: those that are being answered, messages of other protocols too. closing: refuse
     POSTs, and close connections after their next answer. listeners: other than that of HTTP; they are closed last.
-    apart: connections that are theirs alone. reading: of messages of unknown size.
+    apart: connections that are theirs alone. shares: of each address. reading: of messages of unknown size.
     marks: headers of every answer. all_left: in a drain, no connection is left. life: set by the server, for ASGI's
     lifespan.
     """
@@ -91,6 +100,7 @@ class App:
         self._missing = missing
         self.bodies = Bodies(int(settings.max_bodies_mb * 1e6), self._cut_stalled)
         self.reading = Reading(max(1, self.bodies.most // settings.max_body_bytes))
+        self.shares = AddressShares(settings.max_connections_per_address)
         self.asked = self.active = self.apart = 0
         self.closing = False
         self.listeners: list[Listener] = []

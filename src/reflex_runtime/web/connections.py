@@ -10,11 +10,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Generator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache, partial
-from ipaddress import IPv6Network, ip_address
 from itertools import count
 from math import inf
 from typing import Any, Final
@@ -25,6 +24,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
 from reflex_runtime.core.errors import ReflexError
+from reflex_runtime.web.access import UNIX
 from reflex_runtime.web.app import App
 from reflex_runtime.web.bodies import Seldom
 from reflex_runtime.web.errors import CallerLeft, ClientError, Headers, Overloaded, TooSlow
@@ -44,62 +44,19 @@ FRAMES: Final = 64  # of a websocket, in one turn
 REFUSED_S: Final = 1.0  # that a connection too many has to send its request: an answer before it may be lost
 IDLE, HEAD, BODY, SLOW, ANSWERED, REFUSED = "idle", "head", "body", "slow", "answered", "refused"
 
-UNIX: Final = "unix"
 _UNIX: Final = count(1)  # callers on a Unix socket have no address: each connection gets a number
 _LATE: Final = Seldom()
 _FULL: Final = Seldom()
-_CROWDED: Final = Seldom()
-
-
-Client = tuple[str, int] | None  # as uvicorn has it: address and port
-
-
-class AddressShares:
-    """How many connections each address has open. most: that it may have, 0 for no limit, and nothing is counted."""
-
-    def __init__(self, most: int = 0) -> None:
-        self.most = most
-        self._open: Counter[str] = Counter()
-
-    def opened(self, client: Client) -> None:
-        if self.most:
-            self._open[_sender(client)] += 1
-
-    def closed(self, client: Client) -> None:
-        if self.most:
-            sender = _sender(client)
-            self._open[sender] -= 1
-            if not self._open[sender]:
-                del self._open[sender]
-
-    def over(self, client: Client) -> int:
-        """So many too many; connections of a Unix socket have no address, and never are."""
-        sender = _sender(client) if self.most else UNIX
-        return 0 if sender == UNIX else self._open[sender] - self.most
-
-
-def _sender(client: Client) -> str:
-    """Who holds an address: of IPv6 a network, because a caller has all the addresses of its own."""
-    host = client[0] if client is not None else UNIX
-    try:
-        address = ip_address(host)
-    except ValueError:
-        return host
-    if address.version == 4:
-        return host
-    return str(address.ipv4_mapped or IPv6Network((address, 64), strict=False))
 
 
 @dataclass(frozen=True, slots=True)
 class ConnectionLimits:
-    """most: connections; shares: of each address. The others are seconds: without a request, and for a request's head
-    and body."""
+    """most: connections. The others are seconds: without a request, and for a request's head and body."""
 
     most: int
     idle: float
     head: float
     body: float
-    shares: AddressShares = field(default_factory=AddressShares)
 
 
 class _Timed:
@@ -196,7 +153,7 @@ class HttpConnection(_OfApp, HttpToolsProtocol):
         super().connection_made(transport)
         self.flow: _PipelineFlow = _PipelineFlow(transport, self.pipeline)
         self.client = self.client or (UNIX, next(_UNIX))
-        self.limits.shares.opened(self.client)
+        self.reflex.shares.opened(self.client)
         over = self._over()
         self._time.enter(IDLE if over <= 0 else REFUSED)
         if over > RESERVE // 2:  # they hold file descriptors, too
@@ -204,7 +161,7 @@ class HttpConnection(_OfApp, HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
-        self.limits.shares.closed(self.client)
+        self.reflex.shares.closed(self.client)
         self._time.cancel()
         self.pipeline.clear()
         self.flow.unparsed = b""
@@ -227,20 +184,15 @@ class HttpConnection(_OfApp, HttpToolsProtocol):
 
     def _over(self) -> int:
         """So many connections too many."""
-        return max(len(self.connections) - self.limits.most, self.limits.shares.over(self.client))
+        return max(len(self.connections) - self.limits.most, self.reflex.shares.over(self.client))
 
     def _refuse(self) -> None:
         """There are too many connections, unless others have left meanwhile."""
         if self._over() <= 0:
             self._time.enter(IDLE)
             return
-        shares = self.limits.shares
-        if shares.over(self.client) > 0:
-            if _CROWDED.first():
-                told = "%d connections of %s are open (--max-connections-per-address): its new ones are refused"
-                log.warning(told, shares.most, _sender(self.client))
-            full = f"{shares.most} connections of your address are open, as many as one may have"
-            self._end(Overloaded(full, retry_after=1.0))
+        if self.reflex.shares.over(self.client) > 0:
+            self._end(self.reflex.shares.refused(self.client))
             return
         if _FULL.first():
             log.warning("%d connections are open (--max-connections): new ones are refused", self.limits.most)
@@ -483,7 +435,7 @@ class SocketConnection(_OfApp, WebSocketsSansIOProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
-        self.limits.shares.closed(self.client)  # the connection of HTTP that it was opened it
+        self.reflex.shares.closed(self.client)  # the connection of HTTP that it was opened it
         self._time.cancel()
         self.conn.reader.discard()  # its parser is in a reference cycle, and what has come with it
         self.frames.clear()

@@ -11,6 +11,7 @@ has together is bounded here in parts:
 - Every method is a stream to the core: it reads WINDOW bytes of a call, and the rest when it is asked for a message. So
   the key comes before the message. There are as many calls as windows fit in --max-bodies-mb.
 - The core allocates a whole message, and says its size when it is there: so few are read at a time, see `Reading`.
+- It tells nothing of its connections: those with a call are counted with HTTP's in --max-connections-per-address.
 - Connections without a call end after --idle-timeout-s, and those whose peer does not read, or is gone.
 """
 
@@ -21,10 +22,13 @@ import errno
 import json
 import socket
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
+from urllib.parse import unquote
 
 import grpc
 import grpc.aio
@@ -135,6 +139,7 @@ class GrpcListener:
         """flag: the option that gave the address."""
         self._app, self._most, self._body_timeout_s = app, settings.max_body_bytes, settings.body_timeout_s
         self._failed: Callable[[GrpcCall, ReflexError], None] = lambda call, error: None
+        self._calls = Counter[str]()  # by peer, that is by connection
         idle_ms = round(1e3 * settings.idle_timeout_s)
         self._server = grpc.aio.server(
             options=(
@@ -210,7 +215,8 @@ class GrpcListener:
         try:
             try:
                 self._check(call)
-                return await answer(call)
+                with self._counted(call.peer):
+                    return await answer(call)
             except Reported as reported:
                 error, request_id = reported.error, reported.request_id
             except Exception as failure:
@@ -232,3 +238,20 @@ class GrpcListener:
         keys = self._app.keys
         if keys.callers and not keys.sent(call.headers, keys.callers):
             raise Unauthorized("send the key as metadata: authorization: Bearer KEY, or x-reflex-key")
+
+    @contextmanager
+    def _counted(self, peer: str) -> Iterator[None]:
+        """From its first call to the end of its last one a connection counts among those of its address."""
+        shares, client = self._app.shares, (unquote(peer).partition(":")[2].rpartition(":")[0].strip("[]"), 0)
+        if not self._calls[peer]:
+            shares.opened(client)
+        self._calls[peer] += 1
+        try:
+            if self._calls[peer] == 1 and shares.over(client) > 0:
+                raise shares.refused(client)
+            yield
+        finally:
+            self._calls[peer] -= 1
+            if not self._calls[peer]:
+                del self._calls[peer]
+                shares.closed(client)
