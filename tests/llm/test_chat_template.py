@@ -184,6 +184,30 @@ def test_a_history_has_its_arguments_as_the_template_takes_them(tmp_path: Path, 
     assert said["tool_calls"][0]["function"]["arguments"] == {"text": "für"}
 
 
+PARTS = "{% for m in messages %}<{{ m.role }}>{{ CONTENT }}{% endfor %}"
+EACH_PART = (
+    "{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}{{ p.text }}{% endfor %}{% endif %}"
+)
+OF_USERS = "{% if m.role == 'user' %}" + EACH_PART + "{% else %}{{ m.content[0].text or m.content }}{% endif %}"
+
+
+@pytest.mark.parametrize(
+    ("content", "shown"),
+    [
+        ("{{ m.content | trim }}", "<system>a\nb<user>a\nb"),  # knows no parts: they are one text
+        (EACH_PART, "<system>ab<user>ab"),
+        (OF_USERS, "<system>a\nb<user>ab"),  # takes only the first part of others
+        ("{{ m.content if m.content is string else '' }}", "<system>a\nb<user>a\nb"),
+    ],
+    ids=["text", "parts", "parts of users", "drops parts"],
+)
+def test_parts_of_a_content_stay_parts_where_the_template_writes_them(tmp_path: Path, content: str, shown: str) -> None:
+    tokenizer = HFTokenizer.load(saved(tmp_path, PARTS.replace("{{ CONTENT }}", content)))
+    parts = [{"type": "text", "text": text} for text in "ab"]
+    said = [{"role": role, "content": parts} for role in ("system", "user")]
+    assert tokenizer.decode(tokenizer.chat(Conversation(said))) == shown
+
+
 @pytest.mark.parametrize("files", ["list", "folder", "both"])
 def test_a_template_is_chosen_by_name_as_transformers_does(tmp_path: Path, files: str) -> None:
     import transformers

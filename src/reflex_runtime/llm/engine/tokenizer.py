@@ -109,6 +109,7 @@ class HFTokenizer(CoreDetokenizer, Tokenizer):
         super().__init__(core)
         self._file, self._template = file, template
         self.tool_format: ToolForm | None = None  # found when it is tried
+        self._in_parts: frozenset[str] = frozenset()  # roles whose content may have parts
         self._arguments_as_text = False  # in the calls of a history: templates write them as JSON, or as they are
         self.reasons = template is not None and ANSWER in template.source
         self._special = {key: text for key in _SPECIAL if (text := _text(settings.get(key))) is not None}
@@ -152,6 +153,7 @@ class HFTokenizer(CoreDetokenizer, Tokenizer):
                 with suppress(SystemExit):
                     with suppress(Exception):  # it may need a system prompt, or none, or tools
                         self.chat(Conversation([_HELLO]))
+                    self._try_parts()
                     whys[0] = self._try_tools()
 
         thread = threading.Thread(target=run, name="reflex-try-tokenizer", daemon=True)
@@ -167,6 +169,19 @@ class HFTokenizer(CoreDetokenizer, Tokenizer):
                 f"look for loops in the template, and for nested repetitions in the patterns of {TOKENIZER_FILE}"
             )
         return whys[0]
+
+    def _try_parts(self) -> None:
+        """Find out of which roles the template writes a content in parts as it writes their texts."""
+        parts = [{"type": "text", "text": text} for text in ("one", "two")]
+        around: dict[str, tuple[list[Any], list[Any]]] = {"user": ([], []), "system": ([], [_HELLO])}
+        for role, (before, after) in (around | {"assistant": ([_HELLO], [_HELLO])}).items():
+            known, written = self._in_parts, list[str]()
+            self._in_parts = known | {role}
+            with suppress(Exception):  # a template is a program of the model's author
+                for content in (parts, "onetwo", "one\ntwo", "one two"):
+                    written.append(self._written(Conversation([*before, {"role": role, "content": content}, *after])))
+            if not (written and written[0] in written[1:]):
+                self._in_parts = known
 
     def _try_tools(self) -> str:
         """Set what the template says of calls; returns why it says nothing."""
@@ -221,9 +236,9 @@ class HFTokenizer(CoreDetokenizer, Tokenizer):
         given: dict[str, Any] = {**conversation.more, **self._special}
         if conversation.tools:
             given["tools"] = conversation.tools
-        as_text = self._arguments_as_text
+        known = self._in_parts, self._arguments_as_text
         try:
-            given["messages"] = [_message(i, message, as_text) for i, message in enumerate(conversation.messages)]
+            given["messages"] = [_message(i, message, *known) for i, message in enumerate(conversation.messages)]
             return self._template.render(given, begin_answer)
         except ConfigError:
             raise
@@ -329,8 +344,8 @@ def _growth(part: Mapping[str, Any]) -> int:
     return max(1, len(part.get("content", ""))) if part.get("type") == "Replace" else 1
 
 
-def _message(place: int, message: Any, arguments_as_text: bool) -> dict[str, Any]:
-    """The message with its content as one text: most templates know no other form."""
+def _message(place: int, message: Any, in_parts: frozenset[str], arguments_as_text: bool) -> dict[str, Any]:
+    """The message with its content as one text where the template knows no parts."""
     role = message.get("role") if isinstance(message, dict) else None
     if not isinstance(role, str) or not role:
         raise ConfigError(f"messages[{place}].role={role!r}: must be a text such as 'user'")
@@ -339,8 +354,8 @@ def _message(place: int, message: Any, arguments_as_text: bool) -> dict[str, Any
         parts = [part.get("text") for part in content if isinstance(part, dict) and part.get("type") == "text"]
         if len(parts) < len(content) or not all(isinstance(part, str) for part in parts):
             raise ConfigError(f"messages[{place}].content: every part must be {{'type': 'text', 'text': …}}")
-        content = "\n".join(map(str, parts))
-    if content is not None and not isinstance(content, str):
+        content = content if role in in_parts else "\n".join(map(str, parts))
+    if content is not None and not isinstance(content, str | list):
         raise ConfigError(f"messages[{place}].content: must be a text or a list of text parts")
     if arguments_as_text and message.get("tool_calls"):
         calls = [call | {"function": dict(call["function"])} for call in message["tool_calls"]]
