@@ -47,14 +47,18 @@ _FORMS = {
     first = Unsqueeze(both, two)
     second = Add(first, nudge)
     head = Concat<axis=2>(first, second)
-    output0 = Pad(head, more_places)
+    fine = Relu(head)
+    found = Pad(fine, more_places)
+    output0 = Add(found, elsewhere)
 """,
     "raw rows": """
     both = Concat<axis=1>(middle, peak)
     first = Unsqueeze(both, two)
     second = Add(first, nudge)
     head = Concat<axis=2>(first, second)
-    padded = Pad(head, more_places)
+    fine = Relu(head)
+    found = Pad(fine, more_places)
+    padded = Add(found, elsewhere)
     output0 = Transpose<perm=[0, 2, 1]>(padded)
 """,
     "objectness": """
@@ -65,7 +69,9 @@ _FORMS = {
     first = Unsqueeze(both, two)
     second = Add(first, nudge_more)
     head = Concat<axis=2>(first, second)
-    padded = Pad(head, many_places)
+    fine = Relu(head)
+    found = Pad(fine, many_places)
+    padded = Add(found, elsewhere)
     output0 = Transpose<perm=[0, 2, 1]>(padded)
 """,
     "rows": """
@@ -102,13 +108,15 @@ _FORMS = {
     points = Add(placed, visible)
     both = Concat<axis=1>(middle, peak, points)
     first = Unsqueeze(both, two)
-    output0 = Pad(first, more_places)
+    found = Pad(first, more_places)
+    output0 = Add(found, elsewhere)
 """,
     "segment": """
     weight = Add(any_flat, one_float)
     both = Concat<axis=1>(middle, peak, weight)
     first = Unsqueeze(both, two)
-    output0 = Pad(first, more_places)
+    found = Pad(first, more_places)
+    output0 = Add(found, elsewhere)
     picture = Unsqueeze(flat, channels)
     pooled = AveragePool<kernel_shape=[4, 4], strides=[4, 4]>(picture)
     output1 = Sub(pooled, half)
@@ -134,7 +142,18 @@ _FORMS = {
 
 def places(size: tuple[int, int]) -> int:
     """Cells of the grids of a head without anchors."""
-    return sum(size[0] // stride * (size[1] // stride) for stride in (8, 16, 32))
+    return sum(-(-size[0] // stride) * -(-size[1] // stride) for stride in (8, 16, 32))
+
+
+def elsewhere_of(size: tuple[int, int], columns: int, boxes: int = 1) -> NDArray[np.float32]:
+    """A raw head [1, columns, k] that finds nothing: at each place a box of 9 × 9 in the middle of its cell."""
+    parts = []
+    for stride in (8, 16, 32):
+        rows, across = np.indices((-(-size[1] // stride), -(-size[0] // stride))).reshape(2, -1) * stride + stride / 2
+        parts += [np.stack([across, rows, np.full_like(rows, 9), np.full_like(rows, 9)])] * boxes
+    head = np.zeros((1, columns, places(size) * boxes), np.float32)
+    head[:, :4] = np.concatenate(parts, axis=1)
+    return head
 
 
 def bright_graph(
@@ -195,10 +214,14 @@ _IN_ORIGINAL = """sizes = Cast<to=1>(orig_target_sizes)
 
 def _constants(form: str, width: int, height: int, k: int) -> list[tuple[str, NDArray[Any]]]:
     f, i = np.float32, np.int64
+    columns = {"objectness": 8, "pose": 13, "segment": 8}.get(form, 7)
+    elsewhere = elsewhere_of((width, height), columns, 3 if form == "objectness" else 1)
+    elsewhere[..., : 1 if form in ("pose", "segment") else 2] = 0
     to_middle = np.array([[0.5, 0, -1, 0], [0, 0.5, 0, -1], [0.5, 0, 1, 0], [0, 0.5, 0, 1]], f)
     nudge = np.array([1, 0, 0, 0, -0.1, -0.1, -0.1], f)[None, :, None]
     nudge_more = np.array([1, 0, 0, 0, -0.1, 0, 0, 0], f)[None, :, None]
     return [
+        ("elsewhere", elsewhere),
         ("half", np.array(0.5, f)),
         ("one", np.array(1, i)),
         ("zero", np.array([0], i)),

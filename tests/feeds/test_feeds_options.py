@@ -61,7 +61,8 @@ def test_f14_onnx_runs_a_model_and_score_says_what_is_left_out(tmp_path: Path) -
 def detected(folder: Path, name: str, *options: str) -> Feeds:
     """A run on two pictures of a red rectangle, whose results are in a file of this name. One graph finds it alone, the
     other twice."""
-    arguments = ("cam=lit.mp4", "--onnx", "graph.onnx", "--results", f"{name}.jsonl", *options)
+    graph = "wide.onnx" if "--size" in options else "graph.onnx"
+    arguments = ("cam=lit.mp4", "--onnx", graph, "--results", f"{name}.jsonl", *options)
     return Feeds(*arguments, cwd=folder)
 
 
@@ -70,6 +71,7 @@ def test_f14_what_a_detector_reports_is_said_by_its_options(tmp_path: Path) -> N
     with 0.1 less the second time. names: of the file, not of the graph."""
     write_video(tmp_path / "lit.mp4", [lit((40, 58, 120, 120), RED, (320, 160))] * 2)
     bright_graph(tmp_path / "graph.onnx", open_size=True)
+    bright_graph(tmp_path / "wide.onnx", "raw", (160, 160), metadata={"imgsz": "[64, 64]"}, open_size=True)
     (tmp_path / "names.txt").write_text("rouge\nvert\nbleu\n", encoding="utf-8")
     runs = {
         "plain": (),
@@ -128,7 +130,7 @@ def test_f14_what_is_taken_of_a_feed_is_said_by_its_options(tmp_path: Path) -> N
     write_video(tmp_path / "lit.mp4", [lit((40, 58, 120, 120), RED, (320, 160))] * 12)
     (tmp_path / "pictures").mkdir()
     Image.fromarray(lit((40, 58, 120, 120), RED, (320, 160))).save(tmp_path / "pictures" / "lit.png")
-    bright_graph(tmp_path / "graph.onnx", open_size=True)
+    bright_graph(tmp_path / "graph.onnx", "raw", (320, 320), metadata={"imgsz": "[64, 64]"}, open_size=True)
     feeds = Feeds(
         *(f"{name}=lit.mp4" for name in ("all", "few", "slow", "turned", "part")), "folder=pictures",
         "few.every=5", "slow.every=1", "slow.fps=10", "turned.rotate=90", "part.roi=20,30,220,130",

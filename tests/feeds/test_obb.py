@@ -13,24 +13,25 @@ from onnx import helper, numpy_helper, parser
 from feeds.test_detectors import LIMITS, entries, in_pixels, started, trial
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.feeds.detectors import obb
-from reflex_runtime.feeds.detectors.heads import DetectionLimits
-from reflex_runtime.feeds.detectors.obb import ObbHead, ObbRows, kept_obb, polygons_of
+from reflex_runtime.feeds.detectors.heads import DetectionLimits, Extras, RawHead, Rows
+from reflex_runtime.feeds.detectors.obb import kept_obb, polygons_of
 from reflex_runtime.feeds.detectors.recognise import dialect_of
 from reflex_runtime.feeds.outputs.annotated import annotated
 from reflex_runtime.feeds.pictures import PictureSize, jpeg_of
 from reflex_runtime.feeds.runtime.pipeline import Frame, Result
 
+ANGLE = Extras(angle=True)
 QUARTER = np.pi / 4
 
 
 def test_f14_turned_boxes_are_told_by_the_task_and_the_number_of_columns() -> None:
-    assert dialect_of(trial(names=2, task="obb", o=(1, 7, 84))) == ObbHead("o", 2)
-    assert dialect_of(trial(task="obb", o=(1, 20, 84))) == ObbHead("o", 15)
-    assert dialect_of(trial(names=2, task="obb", o=(1, 300, 7))) == ObbRows("o")
+    assert dialect_of(trial(names=2, task="obb", o=in_pixels(7))) == RawHead("o", 2, extras=ANGLE)
+    assert dialect_of(trial(task="obb", o=in_pixels(20))) == RawHead("o", 15, extras=ANGLE)
+    assert dialect_of(trial(names=2, task="obb", o=(1, 300, 7))) == Rows("o", ANGLE)
     with pytest.raises(ConfigError, match="3 classes, but its metadata has 2 names; give --names FILE"):
-        dialect_of(trial(names=2, task="obb", o=(1, 8, 84)))
+        dialect_of(trial(names=2, task="obb", o=in_pixels(8)))
     with pytest.raises(ConfigError, match="not known"):
-        dialect_of(trial(names=2, task="obb", o=(1, 7, 86)))
+        dialect_of(trial(names=2, task="obb", o=(1, 7, 90)))
 
 
 def test_f14_corners_go_around_the_box_by_hand() -> None:
@@ -53,16 +54,16 @@ def test_f14_of_turned_boxes_alike_the_better_one_stays_by_hand() -> None:
     first, turned_away = (30, 30, 20, 4, 0.9, 0, 0.1), (30, 30, 20, 4, 0.8, 0, 1.6)
     alike, other_class, weak = (30, 30, 20, 4, 0.7, 0, 0.11), (30, 30, 20, 4, 0, 0.6, 0.1), (9, 9, 9, 9, 0.2, 0, 0)
     head = head_of(weak, alike, first, other_class, turned_away)
-    (found,) = ObbHead("o", 2).found({"o": head}, LIMITS)
+    (found,) = RawHead("o", 2, extras=ANGLE).found({"o": head}, LIMITS)
     np.testing.assert_allclose(found.scores, [0.9, 0.8, 0.6], rtol=1e-6)
     assert found.labels.tolist() == [0, 0, 1]
     assert found.boxes is not None
     assert found.polygons is not None
     np.testing.assert_allclose(found.boxes[:, :2], found.polygons.min(axis=1))
     np.testing.assert_allclose(found.boxes[:, 2:], found.polygons.max(axis=1))
-    (few,) = ObbHead("o", 2).found({"o": head}, DetectionLimits(0.25, 0.7, 2, {0}))
+    (few,) = RawHead("o", 2, extras=ANGLE).found({"o": head}, DetectionLimits(0.25, 0.7, 2, {0}))
     assert few.labels.tolist() == [0, 0]
-    (none,) = ObbHead("o", 2).found({"o": head}, DetectionLimits(0.95, 0.7, 2))
+    (none,) = RawHead("o", 2, extras=ANGLE).found({"o": head}, DetectionLimits(0.95, 0.7, 2))
     assert none.labels.tolist() == []
 
 
@@ -97,7 +98,7 @@ def test_f14_blocks_of_turned_boxes_do_not_change_which_stay(monkeypatch: pytest
 def test_f14_turned_rows_and_numbers_that_are_none_by_hand() -> None:
     row = [30, 30, 20, 4, 0.9, 1, QUARTER]
     rows = np.array([[row, [*row[:6], np.nan], [*row[:5], np.nan, 0], [*row[:4], 0, 0, 0]]], np.float32)
-    (found,) = ObbRows("o").found({"o": rows}, LIMITS)
+    (found,) = Rows("o", ANGLE).found({"o": rows}, LIMITS)
     assert found.labels.tolist() == [1]
     reach = 12 / 2**0.5
     assert found.boxes is not None
@@ -142,4 +143,4 @@ def test_polygons_are_drawn_in_place_of_boxes() -> None:
 
 def test_in_pixels_is_what_other_heads_need() -> None:
     """A raw head without the task is read as it was."""
-    assert type(dialect_of(trial(names=3, o=in_pixels(1, 7, 84, axis=1)))).__name__ == "RawHead"
+    assert type(dialect_of(trial(names=3, o=in_pixels(7)))).__name__ == "RawHead"

@@ -262,9 +262,7 @@ class OnnxSession:
         """Whether the batch axis is symbolic."""
         return self.batch_size is None
 
-    def _in_parts(
-        self, n: int, rows: Rows, size: int, notes: dict[str, Any] | None
-    ) -> dict[str, NDArray[Any]]:
+    def _in_parts(self, n: int, rows: Rows, size: int, notes: dict[str, Any] | None) -> dict[str, NDArray[Any]]:
         """Calls of `size` rows."""
         if notes is not None and (n > size or size == 1):
             notes["fanout"] = "sequential"
@@ -272,6 +270,8 @@ class OnnxSession:
         for start in range(0, n, size):
             part = {name: array[start : start + size] for name, array in rows.items()}
             parts.append(self._call({name: _padded(array, size) for name, array in part.items()}))
+            if odd := [f"{name!r}: leading axis: found {len(a)}" for name, a in parts[-1].items() if len(a) != size]:
+                raise BatchAxisError(f"{self.path}: output {odd[0]}, expected {size} as that of its inputs")
         return {name: np.concatenate([part[name] for part in parts])[:n] for name in self._wanted}
 
     def place(self, array: NDArray[Any], name: str) -> Any:

@@ -99,19 +99,17 @@ class DetectorSlot:
     def _version(self, made: OnnxFrames, limits: Limits) -> DetectorVersion:
         try:
             made.on_start()
-            version = DetectorVersion(made, version_of(made.path), self._labels_in(made))
+            name = version_of(made.path)
         except ConfigError:
             raise
         except Exception as error:
             raise ConfigError(f"{made.path}: cannot be loaded: {told(error)}") from error
-        self._check(made, limits)
-        return version
-
-    def _labels_in(self, made: OnnxFrames) -> frozenset[Any]:
         try:
-            return made.labels_of(self._needed)
+            labels = made.labels_of(self._needed)
         except ConfigError as error:
             raise ConfigError(f"{made.path}: needed {error.message}") from None
+        self._check(made, limits)
+        return DetectorVersion(made, name, labels)
 
     @staticmethod
     def _check(made: OnnxFrames, limits: Limits) -> None:

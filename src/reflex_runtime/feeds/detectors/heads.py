@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import product
 from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
+
+from reflex_runtime.feeds.detectors.obb import kept_obb, polygons_of
 
 LETTERBOX: Final = "letterbox"  # the whole picture in the middle, grey around it
 STRETCH: Final = "stretch"
@@ -50,7 +54,7 @@ class Dialect:
 
     name: in logs and on the page. resize: how pictures are brought to the graph's size unless the user says otherwise.
     score, most: limits unless the user says otherwise. overlaps: whether it leaves out overlapping boxes, so that `iou`
-    has an effect. mean, std: as of `OnnxFrames`, unless the user says otherwise.
+    has an effect. mean, std: as of `OnnxFrames`, unless the user says otherwise. bgr: whether blue comes first.
     """
 
     name = ""
@@ -60,6 +64,7 @@ class Dialect:
     overlaps = False
     mean = (0.0, 0.0, 0.0)
     std = (1.0, 1.0, 1.0)
+    bgr = False
 
     def found(self, outputs: Outputs, limits: DetectionLimits) -> list[Found]:
         """One per picture."""
@@ -147,18 +152,20 @@ class Extras:
     """The columns of a row behind box and scores.
 
     points: keypoints of a detection, each of `dims` columns. prototypes: the output [n, m, h, w] whose m pictures,
-    weighted by m columns and added, are a detection's mask; "" for none.
+    weighted by m columns and added, are a detection's mask; "" for none. angle: whether the box is turned by the last
+    column, see `obb`.
     """
 
     points: int = 0
     dims: int = 3
     prototypes: str = ""
     coefficients: int = 0
+    angle: bool = False
 
     @property
     def columns(self) -> int:
         """How many there are."""
-        return self.points * self.dims + self.coefficients
+        return self.points * self.dims + self.coefficients + self.angle
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +191,8 @@ class NamedBoxes(Dialect):
         found = []
         for i, (boxes, scores, labels) in enumerate(together):
             filled = slice(None if counts is None else counts[i])
-            found.append(_limited(boxes[filled], scores[filled], labels[filled], limits))
+            order = np.arange(len(boxes))[filled]
+            found.append(_limited(boxes, scores, labels, limits, order))
         return found
 
 
@@ -194,6 +202,8 @@ class RawHead(Dialect):
     exchanged (`rows`). The box is its middle, width and height in pixels of the input.
 
     objectness: the fifth number says how likely there is anything, and scores of classes are multiplied by it.
+    offsets: the size of the input if boxes are not decoded: from the corner of their cell in strides, and the logarithm
+    of sizes.
     """
 
     output: str
@@ -201,6 +211,7 @@ class RawHead(Dialect):
     rows: bool = False
     objectness: bool = False
     extras: Extras = Extras()
+    offsets: tuple[int, int] | None = None
     resize = LETTERBOX
     name = "raw head"
     score = 0.25
@@ -221,6 +232,10 @@ class RawHead(Dialect):
         for i, scores in enumerate(best):
             places = np.flatnonzero(scores >= limits.score)
             columns = head[i][:, places].T
+            if self.offsets is not None and (cells := cells_of(self.offsets, head.shape[2])) is not None:
+                x, y, stride = cells[places].T.astype(np.float32)
+                middles = np.stack([x, y], axis=1) + (columns[:, :2] - 0.5) * stride[:, None]
+                columns = np.hstack([middles, np.exp(columns[:, 2:4]) * stride[:, None], columns[:, 4:]])
             found.append(self._of(columns, limits, None if prototypes is None else prototypes[i]))
         return found
 
@@ -232,17 +247,26 @@ class RawHead(Dialect):
         scores = classes[np.arange(len(rows)), labels]
         if self.objectness:
             scores = scores * rows[:, 4]
-        boxes = corners(rows[:, :4])
+        behind, kept = rows[:, first + self.classes :], kept_obb if self.extras.angle else kept_of
+        boxes = np.hstack([rows[:, :4], behind]) if self.extras.angle else corners(rows[:, :4])
         fit = np.flatnonzero(wanted_of(boxes, scores, labels, limits))
-        best = fit[kept_of(boxes[fit], scores[fit], labels[fit], limits.iou, limits.most)]
-        behind = rows[best, first + self.classes :]
-        return found_of(boxes[best], scores[best], labels[best], behind, self.extras, prototypes)
+        best = fit[kept(boxes[fit], scores[fit], labels[fit], limits.iou, limits.most)]
+        return found_of(boxes[best], scores[best], labels[best], behind[best], self.extras, prototypes)
+
+
+@dataclass(frozen=True, slots=True)
+class YoloxHead(RawHead):
+    """The head of YOLOX, whose input is blue, green and red of 0 to 255."""
+
+    std = (1 / 255, 1 / 255, 1 / 255)
+    bgr = True
+    name = "raw head of YOLOX"
 
 
 @dataclass(frozen=True, slots=True)
 class Rows(Dialect):
-    """An output [n, k, 6 + extras] without overlaps: x0, y0, x1, y1 in pixels of the input, score, class. Rows that are
-    not filled have the score 0."""
+    """An output [n, k, 6 + extras] without overlaps: x0, y0, x1, y1 in pixels of the input (middle, width and height
+    where there is an angle), score, class. Rows that are not filled have the score 0."""
 
     output: str
     extras: Extras = Extras()
@@ -256,11 +280,10 @@ class Rows(Dialect):
         for i, rows in enumerate(outputs[self.output]):
             rows = rows[rows[:, 4] >= limits.score].astype(np.float32, copy=False)
             labels = whole_of(rows[:, 5])
-            rows, labels = rows[labels >= 0], labels[labels >= 0]
-            fit = np.flatnonzero(wanted_of(rows[:, :4], rows[:, 4], labels, limits))[: limits.most]
-            rows, labels = rows[fit], labels[fit]
+            boxes = rows[:, [0, 1, 2, 3, 6]] if self.extras.angle else rows[:, :4]
+            fit = np.flatnonzero(wanted_of(boxes, rows[:, 4], labels, limits))[: limits.most]
             own = None if prototypes is None else prototypes[i]
-            found.append(found_of(rows[:, :4], rows[:, 4], labels, rows[:, 6:], self.extras, own))
+            found.append(found_of(boxes[fit], rows[fit, 4], labels[fit], rows[fit, 6:], self.extras, own))
         return found
 
 
@@ -269,8 +292,9 @@ class Queries(Dialect):
     """A row per query of a transformer: its box (middle, width and height as a share of the input) and its classes.
 
     boxes_name, logits_name: outputs [n, k, 4] and [n, k, classes]; one output [n, k, 4 + classes] if they are equal.
-    form: "scores" between 0 and 1, or "sigmoid", or "softmax" of which the last class is none, or "best": a score and
-    the number of its class. size: width and height of the input.
+    form: "scores" between 0 and 1, or "sigmoid", or "softmax", or "best": a score and the number of its class. none:
+    whether the last class is for nothing. masks: an output [n, k, h, w], above 0 where the thing is; "" for none.
+    size: width and height of the input.
     """
 
     boxes_name: str
@@ -279,6 +303,8 @@ class Queries(Dialect):
     size: tuple[int, int]
     mean: tuple[float, float, float] = (0.0, 0.0, 0.0)
     std: tuple[float, float, float] = (1.0, 1.0, 1.0)
+    none: bool = False
+    masks: str = ""
     name = "queries"
     score = 0.5
 
@@ -292,17 +318,16 @@ class Queries(Dialect):
         found = []
         for i, own in enumerate(scaled.reshape(boxes.shape)):
             order = np.argsort(-best[i], kind="stable")
-            found.append(_limited(own[order], best[i][order], labels[i][order], limits))
+            masks = outputs[self.masks][i] if self.masks else None
+            found.append(_limited(own, best[i], labels[i], limits, order, masks))
         return found
 
     def _best(self, logits: Array) -> tuple[Array, Array]:
         """The best score of each query, and its class."""
         if self.form == "best":
             return logits[..., 0], logits[..., 1]
-        if self.form == "softmax":
-            scores = softmax(logits)[..., :-1]
-        else:
-            scores = sigmoid(logits) if self.form == "sigmoid" else logits
+        scores = softmax(logits) if self.form == "softmax" else sigmoid(logits) if self.form == "sigmoid" else logits
+        scores = scores[..., :-1] if self.none else scores
         labels = scores.argmax(axis=-1)
         return np.take_along_axis(scores, labels[..., None], -1)[..., 0], labels
 
@@ -313,6 +338,7 @@ class Classes(Dialect):
 
     output: str
     logits: bool
+    resize: str = STRETCH
     name = "classes of the picture"
     score = 0.0
     most = 5
@@ -331,6 +357,27 @@ class Classes(Dialect):
 # -- parts of them -----------------------------------------------------------------------------------------------------
 
 
+@lru_cache(maxsize=16)
+def cells_of(size: tuple[int, int], count: int) -> NDArray[np.float64] | None:
+    """The cell that each of so many boxes belongs to, [count, 3]: the middle of it in pixels, and its side. None if no
+    grids of a picture of this size have so many.
+
+    The first grid has cells of 4, 8 or 16, each other one has cells twice as large as those before, up to 128. A cell
+    has one box; or three, then the grid comes three times.
+    """
+    width, height = size
+    for first, last, boxes in product(range(2, 5), range(3, 8), (1, 3)):
+        sides = [2**i for i in range(first, last + 1)]
+        if first < last and count == boxes * sum(-(-width // s) * -(-height // s) for s in sides):
+            grids = [np.indices((-(-height // s), -(-width // s)))[::-1].reshape(2, -1).T for s in sides]
+            rows = [
+                np.tile(np.column_stack([g * s + s / 2, np.full(len(g), s)]), (boxes, 1))
+                for g, s in zip(grids, sides, strict=True)
+            ]
+            return np.concatenate(rows)
+    return None
+
+
 def corners(boxes: Array) -> Array:
     """x0, y0, x1, y1 of boxes [k, 4] that are given by their middle, width and height."""
     half = boxes[:, 2:] / 2
@@ -339,8 +386,7 @@ def corners(boxes: Array) -> Array:
 
 def sigmoid(values: Array) -> Array:
     """1 / (1 + e⁻ˣ) of each, without overflow."""
-    small = np.exp(-np.abs(values))
-    result: Array = np.where(values >= 0, 1 / (1 + small), small / (1 + small))
+    result: Array = (1 + np.tanh(values / 2)) / 2
     return result
 
 
@@ -356,13 +402,16 @@ def found_of(
 ) -> Found:
     """Chosen boxes with their points and masks. behind: [k, extras.columns]. A point that is not finite is at 0, 0, and
     not visible."""
-    points = masks = None
+    points = masks = polygons = None
+    if extras.angle:
+        polygons = polygons_of(boxes.astype(np.float64))
+        boxes = np.concatenate([polygons.min(axis=1), polygons.max(axis=1)], axis=1)
     if extras.points:
         points = behind[:, : extras.points * extras.dims].reshape(-1, extras.points, extras.dims).astype(np.float64)
         points[~np.isfinite(points).all(axis=-1)] = 0.0
     if prototypes is not None:
         masks = _masks(behind[:, -extras.coefficients :], prototypes)
-    return Found(boxes.astype(np.float64), scores.astype(np.float64), labels.astype(np.int64), points, masks)
+    return Found(boxes.astype(np.float64), scores.astype(np.float64), labels.astype(np.int64), points, masks, polygons)
 
 
 def _masks(weights: Array, prototypes: Array) -> NDArray[np.bool_]:
@@ -372,11 +421,14 @@ def _masks(weights: Array, prototypes: Array) -> NDArray[np.bool_]:
     return (flat > 0).reshape(-1, height, width)
 
 
-def _limited(boxes: Array, scores: Array, labels: Array, limits: DetectionLimits) -> Found:
-    """Of boxes in the graph's order, those that the limits allow."""
+def _limited(
+    boxes: Array, scores: Array, labels: Array, limits: DetectionLimits, order: Array, masks: Array | None = None
+) -> Found:
+    """Of boxes in this order, those that the limits allow."""
     labels = whole_of(labels)
-    fit = np.flatnonzero(wanted_of(boxes, scores, labels, limits) & (labels >= 0))[: limits.most]
-    return Found(boxes[fit].astype(np.float64), scores[fit].astype(np.float64), labels[fit])
+    fit = order[wanted_of(boxes, scores, labels, limits)[order]][: limits.most]
+    own = None if masks is None else masks[fit] > 0
+    return Found(boxes[fit].astype(np.float64), scores[fit].astype(np.float64), labels[fit], masks=own)
 
 
 def wanted_of(boxes: Array, scores: Array, labels: Array, limits: DetectionLimits) -> NDArray[np.bool_]:
@@ -386,7 +438,7 @@ def wanted_of(boxes: Array, scores: Array, labels: Array, limits: DetectionLimit
 
 
 def _allowed(scores: Array, labels: Array, limits: DetectionLimits) -> NDArray[np.bool_]:
-    fit: NDArray[np.bool_] = (scores >= limits.score) & np.isfinite(scores)
+    fit: NDArray[np.bool_] = (scores >= limits.score) & np.isfinite(scores) & (labels >= 0)
     return fit if limits.classes is None else fit & np.isin(labels, list(limits.classes))
 
 

@@ -5,79 +5,16 @@ A row or column is a box's middle, width, height and angle: radians clockwise fr
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
-
-from reflex_runtime.feeds.detectors.heads import (
-    LETTERBOX,
-    DetectionLimits,
-    Dialect,
-    Found,
-    Outputs,
-    wanted_of,
-    whole_of,
-)
 
 MOST_CANDIDATES: Final = 3_000  # boxes of a picture that are compared: the best ones
 AT_ONCE: Final = 128
 SMALL: Final = 1e-7
 
 Array = NDArray[Any]
-
-
-@dataclass(frozen=True, slots=True)
-class ObbHead(Dialect):
-    """An output of one column per place of the picture: [n, 4 + classes + 1, k]; the angle is the last number."""
-
-    output: str
-    classes: int
-    resize = LETTERBOX
-    name = "raw head of turned boxes"
-    score = 0.25
-    overlaps = True
-
-    def found(self, outputs: Outputs, limits: DetectionLimits) -> list[Found]:
-        head = outputs[self.output].astype(np.float32, copy=False)
-        return [
-            self._of(columns[:, np.flatnonzero(scores >= limits.score)].T, limits)
-            for columns, scores in zip(head, head[:, 4:-1].max(axis=1), strict=True)
-        ]
-
-    def _of(self, rows: Array, limits: DetectionLimits) -> Found:
-        classes = rows[:, 4:-1]
-        labels = classes.argmax(axis=1) if len(rows) else np.zeros(0, np.int64)
-        scores, turned = classes[np.arange(len(rows)), labels], rows[:, [0, 1, 2, 3, -1]]
-        fit = np.flatnonzero(wanted_of(turned, scores, labels, limits))
-        best = fit[kept_obb(turned[fit], scores[fit], labels[fit], limits.iou, limits.most)]
-        return _found(turned[best], scores[best], labels[best])
-
-
-@dataclass(frozen=True, slots=True)
-class ObbRows(Dialect):
-    """An output [n, k, 7] without overlaps: middle, width, height, score, class, angle. Rows that are not filled have
-    the score 0."""
-
-    output: str
-    resize = LETTERBOX
-    name = "rows of turned boxes without overlaps"
-    score = 0.25
-
-    def found(self, outputs: Outputs, limits: DetectionLimits) -> list[Found]:
-        found = []
-        for rows in outputs[self.output].astype(np.float32, copy=False):
-            labels, turned = whole_of(rows[:, 5]), rows[:, [0, 1, 2, 3, 6]]
-            fit = np.flatnonzero(wanted_of(turned, rows[:, 4], labels, limits) & (labels >= 0))[: limits.most]
-            found.append(_found(turned[fit], rows[fit, 4], labels[fit]))
-        return found
-
-
-def _found(turned: Array, scores: Array, labels: Array) -> Found:
-    polygons = polygons_of(turned.astype(np.float64))
-    boxes = np.concatenate([polygons.min(axis=1), polygons.max(axis=1)], axis=1)
-    return Found(boxes, scores.astype(np.float64), labels.astype(np.int64), polygons=polygons)
 
 
 def polygons_of(turned: Array) -> NDArray[np.float64]:

@@ -12,14 +12,14 @@ from typing import Any
 import numpy as np
 
 from reflex_runtime.core.errors import ConfigError, ProcessorError
-from reflex_runtime.feeds.detectors.heads import STRETCH, DetectionLimits, Dialect, Found, Outputs
+from reflex_runtime.feeds.detectors.heads import LETTERBOX, STRETCH, DetectionLimits, Dialect, Found, Outputs
 from reflex_runtime.feeds.detectors.picture_input import (
     FITTINGS,
     FittedPicture,
     Picture,
     PictureInput,
     PixelScale,
-    check_fitting,
+    opencv_here,
     picture_input,
     result_of,
 )
@@ -105,13 +105,12 @@ class _Loaded:
 
     def fitted(self, frame: Picture, ahead: Any = None) -> FittedPicture:
         """What the graph gets of a frame. ahead: what was made of it before, used if this graph can take it."""
-        if isinstance(ahead, FittedPicture) and self.input.takes(ahead, self.resize):
+        alike = self.input.shape, self.resize
+        if isinstance(ahead, FittedPicture) and (ahead.pixels.shape, ahead.resize) == alike:
             return ahead
         return self.input.fitted(frame, self.resize)
 
-    def run(
-        self, pictures: Sequence[FittedPicture], wanted: Sequence[FrameLimits | None] = ()
-    ) -> list[dict[str, Any]]:
+    def run(self, pictures: Sequence[FittedPicture], wanted: Sequence[FrameLimits | None] = ()) -> list[dict[str, Any]]:
         """wanted: of each frame, where some have limits of their own."""
         outputs = self.session.run(self.input.tensors(pictures, self.scale))
         if self.dialect is None:
@@ -261,7 +260,8 @@ class OnnxFrames:
         resize = wanted.resize or facts.resize or (dialect.resize if dialect else STRETCH)
         if resize not in FITTINGS:
             raise ConfigError(f"{self.path}: metadata resize={one_line(resize)}: {one_of(resize, FITTINGS)}")
-        check_fitting(resize)
+        if resize == LETTERBOX:
+            opencv_here()
         limits = _limits(wanted, dialect, facts)
         return _Loaded(session, taken, facts, dialect, limits, resize, self._scale(taken, dialect))
 
@@ -269,21 +269,22 @@ class OnnxFrames:
         """By what it returns for one blank picture."""
         width, height = taken.size
         blank = taken.fitted(np.zeros((height, width, 3), np.uint8), STRETCH)
+        outputs = session.run(taken.tensors([blank], PixelScale()))
         try:
-            return dialect_of(Trial(session.run(taken.tensors([blank], PixelScale())), facts, taken.size))
+            return dialect_of(Trial(outputs, facts, taken.size))
         except ConfigError as error:
             raise ConfigError(f"{self.path}: {error.message}") from None
 
     def _scale(self, taken: PictureInput, dialect: Dialect | None) -> PixelScale:
+        known = dialect or Dialect()
         mean: Any = self._settings.mean
         std: Any = self._settings.std
         if taken.dtype == np.uint8:
             if any(mean or ()) or set(std or (1.0,)) != {1.0}:
                 where = f"{self.path}: input {taken.name!r}"
                 raise ConfigError(f"mean, std: {where} takes uint8, so there is nothing to scale")
-            return PixelScale()
-        known = dialect or Dialect()
-        return PixelScale(mean or known.mean, std or known.std)
+            return PixelScale(bgr=known.bgr)
+        return PixelScale(mean or known.mean, std or known.std, known.bgr)
 
 
 def _limits(wanted: DetectorSettings, dialect: Dialect | None, facts: GraphFacts) -> DetectionLimits:

@@ -14,7 +14,7 @@ from PIL import Image
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.feeds.detectors.heads import CROP, LETTERBOX, STRETCH, Found
 from reflex_runtime.feeds.runtime.pipeline import opencv
-from reflex_runtime.run.onnx_session import OnnxSession, Port, shown
+from reflex_runtime.run.onnx_session import OnnxSession, fits, shown
 
 GREY: Final = 114  # of all channels, around the picture
 
@@ -68,7 +68,7 @@ def letterboxed(frame: Picture, place: Picture) -> Fit:
     if (new_h, new_w) == (height, width):
         inner[:] = frame
     else:
-        cv2 = _cv2()
+        cv2 = opencv_here()
         cv2.resize(np.ascontiguousarray(frame), (new_w, new_h), dst=inner, interpolation=cv2.INTER_LINEAR)
     return Fit(new_w / width, new_h / height, left, top, width, height)
 
@@ -110,18 +110,13 @@ def planes_of(picture: Picture) -> NDArray[np.uint8]:
     return planes
 
 
-def check_fitting(resize: str) -> None:
-    """ConfigError if this way of resizing cannot be used here."""
-    if resize == LETTERBOX:
-        _cv2()
-
-
 def _smooth(frame: Picture, size: tuple[int, int], reducing_gap: float | None = None) -> Picture:
     picture = Image.fromarray(frame)
     return np.asarray(picture.resize(size, Image.Resampling.BILINEAR, reducing_gap=reducing_gap))
 
 
-def _cv2() -> Any:
+def opencv_here() -> Any:
+    """The package that letterbox resizes with. Raises ConfigError."""
     if (cv2 := opencv()) is None:
         raise ConfigError("letterbox needs OpenCV: in a clone, pip install '.[feeds]'")
     return cv2
@@ -132,10 +127,11 @@ SIZES_NAME: Final = "orig_target_sizes"  # of a second input [n, 2] that gets th
 
 @dataclass(frozen=True, slots=True)
 class PixelScale:
-    """What a floating input gets of a pixel: (pixel / 255 - mean) / std, per channel."""
+    """What a floating input gets of a pixel: (pixel / 255 - mean) / std, per channel. bgr: blue comes first."""
 
     mean: tuple[float, ...] = (0.0, 0.0, 0.0)
     std: tuple[float, ...] = (1.0, 1.0, 1.0)
+    bgr: bool = False
 
     @property
     def plain(self) -> bool:
@@ -171,18 +167,15 @@ class PictureInput:
         fit = FITTINGS[resize](frame, place)
         return FittedPicture(place if self.last else planes_of(place), fit, resize)
 
-    def takes(self, picture: FittedPicture, resize: str) -> bool:
-        """Whether `fitted` makes pictures of this form."""
-        return picture.resize == resize and picture.pixels.shape == self._shape
-
     def tensors(self, pictures: Sequence[FittedPicture], scale: PixelScale) -> dict[str, NDArray[Any]]:
         """The graph's inputs for these pictures."""
+        ordered = [np.flip(p.pixels, -1 if self.last else 0) if scale.bgr else p.pixels for p in pictures]
         if self.dtype == np.uint8:
-            pixels: NDArray[Any] = np.stack([picture.pixels for picture in pictures])
+            pixels: NDArray[Any] = np.stack(ordered)
         else:
-            pixels = np.empty((len(pictures), *self._shape), np.float32)
-            for picture, row in zip(pictures, pixels, strict=True):
-                self._scale(picture.pixels, row, scale)
+            pixels = np.empty((len(pictures), *self.shape), np.float32)
+            for picture, row in zip(ordered, pixels, strict=True):
+                self._scale(picture, row, scale)
         rows = {self.name: pixels.astype(self.dtype, copy=False)}
         if self.sizes:
             rows[SIZES_NAME] = np.tile(np.array([self.size], np.int64), (len(pictures), 1))
@@ -196,7 +189,7 @@ class PictureInput:
             row /= np.asarray(scale.std, np.float32).reshape(channels)
 
     @property
-    def _shape(self) -> tuple[int, int, int]:
+    def shape(self) -> tuple[int, int, int]:
         width, height = self.size
         return (height, width, 3) if self.last else (3, height, width)
 
@@ -207,7 +200,7 @@ def picture_input(
     """Find the input for pictures. size: that the user wants. said: that the metadata says. Raises ConfigError."""
     others = dict(session.inputs)
     sizes = others.pop(SIZES_NAME, None)
-    if len(others) != 1 or (sizes is not None and not _takes_sizes(sizes)):
+    if len(others) != 1 or (sizes is not None and not (sizes.dtype.kind == "i" and fits((None, 2), sizes.dims))):
         found = ", ".join(f"{name!r} {shown(port.dims)}" for name, port in session.inputs.items())
         raise ConfigError(f"{path}: found the inputs {found}, expected one, for pictures")
     ((name, port),) = others.items()
@@ -223,17 +216,9 @@ def picture_input(
             raise ConfigError(f"{where}: takes any size of picture, {found}; choose one, such as --size 640")
         size = (width or said[0], height or said[1]) if said else (width or 0, height or 0)
     elif width not in (None, size[0]) or height not in (None, size[1]):
-        takes = f"input {name!r} takes width {_any(width)} and height {_any(height)}"
+        takes = f"input {name!r} takes width {width or 'any'} and height {height or 'any'}"
         raise ConfigError(f"{path}: size {size[0]}x{size[1]}: {takes}")
     return PictureInput(name, port.dtype, last, size, sizes is not None)
-
-
-def _takes_sizes(port: Port) -> bool:
-    return port.dtype.kind == "i" and len(port.dims) == 2 and port.dims[1] in (None, 2)
-
-
-def _any(side: int | None) -> str:
-    return "any" if side is None else str(side)
 
 
 def result_of(found: Found, fit: Fit, names: Mapping[int, str], size: tuple[int, int]) -> dict[str, Any]:
@@ -252,7 +237,9 @@ def result_of(found: Found, fit: Fit, names: Mapping[int, str], size: tuple[int,
         "labels": _named(found.labels[fine], names),
     }
     if found.points is not None:
-        result["keypoints"] = _points(found.points[fine], fit)
+        points = found.points[fine]  # [k, m, 2 or 3]: x, y, and how visible each is
+        places = fit.back(points[..., :2]).round(2)
+        result["keypoints"] = np.concatenate([places, points[..., 2:].round(4)], axis=-1).tolist()
     if found.polygons is not None:
         result["polygons"] = fit.unbounded(found.polygons[fine]).round(2).tolist()
     if found.masks is not None:
@@ -269,13 +256,6 @@ def _classes(found: Found, names: Mapping[int, str]) -> dict[str, Any]:
 
 def _named(labels: NDArray[np.int64], names: Mapping[int, str]) -> list[Any]:
     return [names.get(label, label) for label in labels.tolist()]
-
-
-def _points(points: NDArray[np.float64], fit: Fit) -> list[Any]:
-    """[k, m, 2 or 3]: x, y, and how visible each is."""
-    placed = np.concatenate([fit.back(points[..., :2]).round(2), points[..., 2:].round(4)], axis=-1)
-    found: list[Any] = placed.tolist()
-    return found
 
 
 def _mask(mask: NDArray[np.bool_], box: NDArray[np.float64], fit: Fit, size: tuple[int, int]) -> dict[str, Any]:

@@ -6,7 +6,6 @@ import ast
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from typing import Any, Final
 
@@ -17,6 +16,7 @@ from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.feeds.detectors.heads import (
     CROP,
     IMAGENET,
+    STRETCH,
     Classes,
     Dialect,
     Extras,
@@ -24,8 +24,9 @@ from reflex_runtime.feeds.detectors.heads import (
     Queries,
     RawHead,
     Rows,
+    YoloxHead,
+    cells_of,
 )
-from reflex_runtime.feeds.detectors.obb import ObbHead, ObbRows
 
 LONGEST: Final = 1_000_000  # characters of a list of names
 MOST_NAMES: Final = 100_000
@@ -38,8 +39,8 @@ class GraphFacts:
     """The metadata of a graph, as far as it can be read; what cannot is as if it were not there.
 
     names: labels by number. size: width and height of the input. task: such as detect, segment, pose, classify.
-    points: number of keypoints and columns of each. resize: letterbox, stretch or crop. stride: the largest one. head:
-    the exporter's name of what made the outputs. at_once: most pictures in a call, None if that is not said.
+    points: number of keypoints and columns of each. resize: letterbox, stretch or crop. head: the exporter's name of
+    what made the outputs. at_once: most pictures in a call, None if that is not said.
     """
 
     names: Mapping[int, str]
@@ -47,37 +48,35 @@ class GraphFacts:
     task: str = ""
     points: tuple[int, int] | None = None
     resize: str = ""
-    stride: int = 32
     head: str = ""
     at_once: int | None = None
 
 
 def facts_of(metadata: Mapping[str, str]) -> GraphFacts:
-    """From metadata by key: `names`, `imgsz` (height and width), `task`, `kpt_shape`, `resize`, `stride`, `head`,
-    `args`."""
+    """From metadata by key: `names`, `imgsz` (height and width), `task`, `kpt_shape`, `resize`, `head`, `args`; and
+    `rfdetr_inference`, whose `class_id_to_name` has gaps."""
+    rfdetr = literal(metadata.get("rfdetr_inference", ""))
+    rfdetr = rfdetr if isinstance(rfdetr, dict) else {}
     height_width = _numbers(metadata.get("imgsz", ""), 2)
-    stride = _numbers(metadata.get("stride", ""), 1)
     return GraphFacts(
-        names=names_in(metadata.get("names", "")) or {},
+        names=_numbered(literal(metadata.get("names", "")) or rfdetr.get("class_id_to_name")) or {},
         size=(height_width[1], height_width[0]) if height_width else None,
         task=metadata.get("task", "")[:40],
         points=_numbers(metadata.get("kpt_shape", ""), 2),  # type: ignore[arg-type]
         resize=metadata.get("resize", "")[:40],
-        stride=stride[0] if stride else 32,
         head=metadata.get("head", "")[:40],
         at_once=_at_once(metadata),
     )
 
 
-def names_in(text: str) -> dict[int, str] | None:
-    """Labels by number from a JSON or Python text of a list, or of a mapping by number. None if it is neither."""
-    found = literal(text)
+def _numbered(found: Any) -> dict[int, str] | None:
+    """Labels by number from a list, or from a mapping by number. None if it is neither."""
     if isinstance(found, (list, tuple)):
         found = dict(enumerate(found))
     if not isinstance(found, dict) or len(found) > MOST_NAMES:
         return None
     try:
-        return {int(number): _name(name) for number, name in found.items()}
+        return {int(number): str(name)[:LONGEST_NAME] for number, name in found.items()}
     except (ValueError, TypeError, OverflowError):
         return None
 
@@ -94,11 +93,11 @@ def names_of_file(path: Path) -> dict[int, str]:
     if len(text) > LONGEST:
         raise ConfigError(f"is longer than {LONGEST} characters, the most", field="names")
     if text.lstrip()[:1] in ("[", "{", "("):
-        found = names_in(text)
+        found = _numbered(literal(text))
         if found is None:
             raise ConfigError("must be a list of names, or an object of names by number", field="names")
     else:
-        found = {number: _name(line.strip()) for number, line in enumerate(text.strip().splitlines())}
+        found = {number: line.strip()[:LONGEST_NAME] for number, line in enumerate(text.strip().splitlines())}
     if not found:
         raise ConfigError("has no names in it", field="names")
     return found
@@ -125,10 +124,6 @@ def _at_once(metadata: Mapping[str, str]) -> int | None:
     return batch[0] if isinstance(arguments, dict) and arguments.get("nms") is True else None
 
 
-def _name(value: Any) -> str:
-    return str(value)[:LONGEST_NAME]
-
-
 def _numbers(text: str, count: int) -> tuple[int, ...] | None:
     """So many whole numbers above 0; one stands for all of them."""
     found = literal(text[:100])
@@ -142,9 +137,10 @@ def _numbers(text: str, count: int) -> tuple[int, ...] | None:
 
 
 MOST_NUMBERS: Final = 2048  # of an output [n, k] that is passed on as it is, such as an embedding
-_STRIDES: Final = ((8, 16, 32), (4, 8, 16, 32), (8, 16, 32, 64), (16, 32))
 _NAMED: Final = (("boxes", "scores", "labels", ""), ("det_boxes", "det_scores", "det_classes", "num_dets"))
-_SHARE: Final = 1.5  # numbers up to this are shares of the picture: no head has all its boxes in one corner
+_QUERIES: Final = (("pred_boxes", "logits"), ("pred_boxes", "pred_logits"), ("dets", "labels"))
+_MASKS: Final = ("masks", "pred_masks")
+PIXELS, SHARES, OFFSETS = "in pixels of the input", "in shares of the picture", "not decoded"
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,11 +153,35 @@ class Trial:
 
     @property
     def classes(self) -> int:
-        """How many names there are; 0 if that is not known."""
-        return len(self.facts.names)
+        """One more than the highest number that has a name: numbers may have gaps. 0 without names."""
+        return max(self.facts.names, default=-1) + 1
 
-    def dims(self, name: str) -> tuple[int, ...]:
-        return self.outputs[name].shape
+    def expected(self, name: str, wanted: str) -> tuple[int, ...]:
+        """The shape of an output. wanted: its sizes after the first axis, words for those that may be any."""
+        sizes, found = ["n", *wanted.split(", ")], self.outputs[name].shape
+        if len(found) != len(sizes) or any(w.isdigit() and int(w) != f for w, f in zip(sizes, found, strict=True)):
+            raise ConfigError(f"output {name!r}: expected [n, {wanted}]; found {self}")
+        return found
+
+    def __str__(self) -> str:
+        shapes = (f"{name!r} [{', '.join(['n', *map(str, a.shape[1:])])}]" for name, a in self.outputs.items())
+        return ", ".join(shapes)
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """What outputs may mean, and what of them shows whether they do.
+
+    boxes: [k, 4] of the blank picture. unit: what they must be in. cells: where each belongs, as `cells_of` makes them;
+    None for boxes of no place. scores: of classes, such that must be shares. labels: numbers of classes.
+    """
+
+    dialect: Dialect
+    boxes: NDArray[Any]
+    unit: str = PIXELS
+    cells: NDArray[np.float64] | None = None
+    scores: NDArray[Any] | None = None
+    labels: NDArray[Any] | None = None
 
 
 def dialect_of(trial: Trial) -> Dialect | None:
@@ -169,55 +189,94 @@ def dialect_of(trial: Trial) -> Dialect | None:
 
     Raises ConfigError for outputs whose meaning is not known, or that may mean two things.
     """
+    for name, array in trial.outputs.items():
+        if array.shape[:1] != (1,):
+            found = f"output {name!r}: found {list(array.shape)} for one picture"
+            raise ConfigError(f"{found}, expected a first axis of pictures. Export it for batches")
+    if (classes := _classes(trial)) is not None:
+        return classes
     for recognise in _RECOGNISERS:
-        dialect = recognise(trial)
-        if dialect is not None:
-            return dialect
+        if (candidate := recognise(trial)) is not None:
+            _check(trial, candidate)
+            return candidate.dialect
     if all(array.ndim == 1 or (array.ndim == 2 and array.shape[1] <= MOST_NUMBERS) for array in trial.outputs.values()):
         return None
     raise _unknown(trial)
 
 
-def shown_outputs(trial: Trial) -> str:
-    """Outputs and their shapes as errors show them."""
-    shapes = (f"{name!r} [{', '.join(['n', *map(str, a.shape[1:])])}]" for name, a in trial.outputs.items())
-    return ", ".join(shapes)
+def unit_of(boxes: NDArray[Any], size: tuple[int, int], cells: NDArray[np.float64] | None = None) -> str | None:
+    """What boxes of a blank picture are in; None if none of them says it.
+
+    Of boxes with a place, the middles go across the picture as their places do, by pixels or by shares of it; such that
+    stay where they are, whatever their place, are not decoded. Boxes without one reach either to about the width of the
+    picture or to about 1: whichever is nearer, by how often the one is in the other.
+    """
+    finite = np.isfinite(boxes).all(axis=1)
+    boxes = boxes[finite].astype(np.float64)
+    if cells is None:
+        most = np.abs(boxes).max(initial=0.0)
+        return None if most == 0 else PIXELS if most**2 > max(size) else SHARES
+    if len(boxes) < 2:
+        return None
+    away = cells[finite, :2] - cells[finite, :2].mean(axis=0)
+    follow = (away * boxes[:, :2]).sum(axis=0) / (away**2).sum(axis=0)  # the slope of a line through them
+    return PIXELS if follow.min() > 0.5 else SHARES if (follow * size).min() > 0.5 else OFFSETS
+
+
+def _check(trial: Trial, candidate: Candidate) -> None:
+    """Raises ConfigError for outputs that are not what a candidate says, with what was seen."""
+    boxes, scores, labels = candidate.boxes, candidate.scores, candidate.labels
+    if boxes.dtype.kind != "f":
+        raise ConfigError(f"{trial}: its boxes are {boxes.dtype}. Export it with floating outputs")
+    unit = unit_of(boxes, trial.size, candidate.cells)
+    if unit not in (None, candidate.unit):
+        seen = f"not {candidate.unit} but {unit}, between {np.nanmin(boxes):.3g} and {np.nanmax(boxes):.3g}"
+        raise ConfigError(f"{trial}: its boxes are {seen}. Export it with decoded boxes")
+    if candidate.cells is not None and unit == PIXELS and (boxes[:, 2:] >= boxes[:, :2]).all():
+        raise ConfigError(f"{trial}: its boxes are corners, expected middles and sizes. Give --processor MODULE:NAME")
+    if scores is not None and not ((scores > -0.01) & (scores < 1.01)).all():  # half precision may be a little beyond
+        seen = f"classes would score between {scores.min():.3g} and {scores.max():.3g}, expected 0 … 1"
+        raise ConfigError(f"{trial}: {seen}: {_task(trial)}. Keypoints and turned boxes need `task` in its metadata")
+    if labels is not None and trial.classes and labels.max(initial=0) >= trial.classes:
+        raise _other_classes(trial, f"a class number {labels.max():.0f}")
 
 
 # -- one function per family -------------------------------------------------------------------------------------------
 
 
-def _named_boxes(trial: Trial) -> Dialect | None:
+def _named_boxes(trial: Trial) -> Candidate | None:
     for boxes, scores, labels, count in _NAMED:
         if {boxes, scores, labels} <= set(trial.outputs):
-            for name, rank in ((boxes, 3), (scores, 2), (labels, 2)):
-                dims = trial.dims(name)
-                if len(dims) != rank or (rank == 3 and dims[2] != 4) or dims[1] != trial.dims(boxes)[1]:
-                    wanted = "[n, k, 4]" if rank == 3 else "[n, k]"
-                    raise ConfigError(f"output {name!r}: found {_shape(dims)}, expected {wanted}")
-            return NamedBoxes(boxes, scores, labels, count if count in trial.outputs else "")
+            k = trial.expected(boxes, "k, 4")[1]
+            for name in (scores, labels):
+                trial.expected(name, str(k))
+            filled = trial.outputs[scores][0] > 0
+            dialect = NamedBoxes(boxes, scores, labels, count if count in trial.outputs else "")
+            return Candidate(dialect, trial.outputs[boxes][0][filled], labels=trial.outputs[labels][0][filled])
     return None
 
 
-def _queries(trial: Trial) -> Dialect | None:
+def _queries(trial: Trial) -> Candidate | None:
     """A pair of boxes and logits, one row per query."""
-    for boxes, logits in (("pred_boxes", "logits"), ("pred_boxes", "pred_logits"), ("dets", "labels")):
+    for boxes, logits in _QUERIES:
         if not {boxes, logits} <= set(trial.outputs):
             continue
-        dims, wide = trial.dims(boxes), trial.dims(logits)
-        if len(dims) != 3 or dims[2] != 4 or len(wide) != 3 or wide[1] != dims[1]:
-            wanted = f"{boxes!r} [n, k, 4] and {logits!r} [n, k, classes]"
-            raise ConfigError(f"expected {wanted}; found {shown_outputs(trial)}")
-        if boxes == "dets":
-            return Queries(boxes, logits, "sigmoid", trial.size, *IMAGENET)
-        if trial.classes == wide[2]:
-            return Queries(boxes, logits, "sigmoid", trial.size)
-        if trial.classes == wide[2] - 1:
-            return Queries(boxes, logits, "softmax", trial.size, *IMAGENET)
-        raise ConfigError(
-            f"{logits!r} has {wide[2]} classes, with or without one for nothing: {_count_of_names(trial)}. "
-            f"Give --names FILE with {wide[2]} names (a sigmoid each) or {wide[2] - 1} (softmax, the last for nothing)"
-        )
+        k = trial.expected(boxes, "k, 4")[1]
+        wide = trial.expected(logits, f"{k}, classes")[2]
+        masks = next((name for name in _MASKS if name in trial.outputs and trial.expected(name, f"{k}, h, w")), "")
+        if boxes == "dets" and set(trial.outputs) != {boxes, logits, masks} - {""}:
+            raise _unknown(trial)
+        none = 0 < trial.classes == wide - 1
+        if trial.classes not in (wide, wide - 1) and (trial.classes or boxes != "dets"):
+            raise ConfigError(
+                f"{logits!r} has {wide} classes, with or without one for nothing: {_count_of_names(trial)}. "
+                f"Give --names FILE with {wide} names (a sigmoid each) or {wide - 1} (the last for nothing)"
+            )
+        dets = boxes == "dets"
+        mean, std = IMAGENET if none or dets else (Dialect.mean, Dialect.std)
+        form = "softmax" if none and not dets else "sigmoid"
+        dialect = Queries(boxes, logits, form, trial.size, mean, std, none, masks)
+        return Candidate(dialect, trial.outputs[boxes][0], SHARES)
     return None
 
 
@@ -225,19 +284,17 @@ def _classes(trial: Trial) -> Dialect | None:
     if len(trial.outputs) != 1:
         return None
     ((name, array),) = trial.outputs.items()
-    if array.ndim != 2 or not (trial.facts.task == "classify" or 1 < trial.classes == array.shape[1]):
+    whole = trial.facts.task == "classify"
+    if array.ndim != 2 or not (whole or 1 < trial.classes == array.shape[1]):
         return None
+    if trial.classes not in (0, array.shape[1]):
+        raise _other_classes(trial, f"{array.shape[1]} classes")
     scores = bool((array >= 0).all() and np.allclose(array.sum(axis=1), 1.0, atol=1e-2))
-    return _Cropped(name, not scores) if trial.facts.task == "classify" else Classes(name, not scores)
+    # exporters of classifiers for `task: classify` train them on the middle of a picture
+    return Classes(name, not scores, CROP if whole else STRETCH)
 
 
-class _Cropped(Classes):
-    """As exporters of classifiers for `task: classify` train them: on the middle of a picture."""
-
-    resize = CROP
-
-
-def _one_output(trial: Trial) -> Dialect | None:
+def _one_output(trial: Trial) -> Candidate | None:
     """A head of one output, or of one and its prototypes of masks."""
     ranks: dict[int, list[str]] = {}
     for name, array in trial.outputs.items():
@@ -245,115 +302,82 @@ def _one_output(trial: Trial) -> Dialect | None:
     heads, prototypes = ranks.get(3, []), ranks.get(4, [])
     if len(heads) != 1 or len(prototypes) > 1 or len(trial.outputs) != len(heads) + len(prototypes):
         return None
-    if trial.facts.task == "obb":
-        return _turned(trial, heads[0])
     extras = _extras(trial, prototypes[0] if prototypes else "")
-    return _rows(trial, heads[0], extras) or _raw_head(trial, heads[0], extras)
+    array = trial.outputs[heads[0]][0]
+    return _rows(trial, heads[0], array, extras) or _raw_head(trial, heads[0], array, extras)
 
 
-def _rows(trial: Trial, name: str, extras: Extras) -> Dialect | None:
-    _, rows, columns = trial.dims(name)
-    if columns != 6 + extras.columns or rows in _places(trial):
+def _rows(trial: Trial, name: str, array: NDArray[Any], extras: Extras) -> Candidate | None:
+    """A row per box. Its sixth number is that of a class: what is not whole is a score."""
+    if array.shape[1] != 6 + extras.columns or (array[:, 5] % 1).any():
         return None
-    boxes = trial.outputs[name][..., :4]
-    if boxes.any() and _shares(boxes):
-        if trial.facts.head != "RTDETRDecoder" or extras.columns:
-            raise _not_in_pixels(trial, boxes)
-        return Queries(name, name, "best", trial.size)
-    return Rows(name, extras)
+    cells = cells_of(trial.size, len(array))
+    if cells is not None and unit_of(array[:, :4], trial.size, cells) == PIXELS:
+        return None  # a row per place
+    shares = trial.facts.head == "RTDETRDecoder" and not extras.columns
+    dialect = Queries(name, name, "best", trial.size) if shares else Rows(name, extras)
+    return Candidate(dialect, array[:, :4], SHARES if shares else PIXELS, labels=array[:, 5])
 
 
-def _turned(trial: Trial, name: str) -> Dialect | None:
-    """By the number of places, as a raw head; the angle is the last number of a box."""
-    _, second, third = trial.dims(name)
-    if third == 7 and second not in _places(trial):
-        return ObbRows(name)
-    if third not in _places(trial) or second <= 5:
-        return None
-    if trial.classes and trial.classes != second - 5:
-        raise _other_classes(trial, second - 5)
-    return ObbHead(name, second - 5)
-
-
-def _raw_head(trial: Trial, name: str, extras: Extras) -> Dialect | None:
-    """By the number of places, which follows from the size of the input, and by the number of names."""
-    _, second, third = trial.dims(name)
-    places, behind = _places(trial), extras.columns
-    if third in places and second > 4 + behind:
-        return _checked(trial, RawHead(name, second - 4 - behind, extras=extras))
-    if second in {3 * count for count in places} and third > 5 + behind:
-        return _checked(trial, RawHead(name, third - 5 - behind, rows=True, objectness=True, extras=extras))
-    named = trial.classes
-    if not named:
-        return None
-    for rows, columns in ((False, second), (True, third)):
-        if columns - behind == 4 + named:
-            if rows and not extras.columns and _shares(trial.outputs[name][..., :4]):
-                return Queries(name, name, "scores", trial.size)
-            return _checked(trial, RawHead(name, named, rows=rows, extras=extras))
-        if columns - behind == 5 + named:
-            return _checked(trial, RawHead(name, named, rows=rows, objectness=True, extras=extras))
+def _raw_head(trial: Trial, name: str, array: NDArray[Any], extras: Extras) -> Candidate | None:
+    """A box per place: how many places there are follows from the size of the input."""
+    classes, other = trial.classes, None
+    for rows, places in ((False, array.T), (True, array)):
+        boxes, scores = places[:, :4], places[:, 4 : places.shape[1] - extras.columns]
+        wide, cells = scores.shape[1], cells_of(trial.size, len(places))
+        if cells is None:
+            if rows and wide == classes > 0 and not extras.columns:
+                return Candidate(Queries(name, name, "scores", trial.size), boxes, SHARES, scores=scores)
+            continue
+        several = len(np.unique(cells, axis=0)) < len(cells)  # boxes a cell
+        objectness = rows and wide > 1 and (wide == classes + 1 if classes else several)
+        if objectness and not several and (scores[:, 0] != 1).any():
+            near = (unit_of(boxes, trial.size, cells), unit_of(boxes, trial.size)) == (OFFSETS, SHARES)
+            yolox = YoloxHead(name, wide - 1, rows, True, extras, trial.size if near else None)
+            return Candidate(yolox, boxes, OFFSETS if near else PIXELS, cells, scores)
+        if objectness or (wide == classes if classes else not rows and wide > 0):
+            head = RawHead(name, wide - objectness, rows, objectness, extras)
+            return Candidate(head, boxes, PIXELS, cells, scores)
+        other = _other_classes(trial, f"{wide} classes") if classes else None
+    if other is not None:
+        raise other
     return None
 
 
-_RECOGNISERS: Final[Sequence[Callable[[Trial], Dialect | None]]] = (_named_boxes, _queries, _classes, _one_output)
+_RECOGNISERS: Final[Sequence[Callable[[Trial], Candidate | None]]] = (_named_boxes, _queries, _one_output)
 
 
 # -- parts of them -----------------------------------------------------------------------------------------------------
 
 
-def _places(trial: Trial) -> set[int]:
-    """How many places a head without anchors has for a picture of this size, one per cell of its grids."""
-    width, height = trial.size
-    own = tuple(2**i for i in range(3, 8) if 2**i <= trial.facts.stride)
-    return {sum(-(-width // s) * -(-height // s) for s in strides) for strides in (*_STRIDES, own) if strides}
-
-
 def _extras(trial: Trial, prototypes: str) -> Extras:
+    if trial.facts.task == "obb":
+        return Extras(angle=True)
     count, dims = trial.facts.points or (0, 3)
     if trial.facts.task != "pose" or dims not in (2, 3):
         count = 0
-    return Extras(count, dims, prototypes, trial.dims(prototypes)[1] if prototypes else 0)
+    return Extras(count, dims, prototypes, trial.outputs[prototypes].shape[1] if prototypes else 0)
 
 
-def _checked(trial: Trial, head: RawHead) -> RawHead:
-    """The head, if it agrees with the names and its boxes are in pixels."""
-    if trial.classes and head.classes != trial.classes:
-        raise _other_classes(trial, head.classes)
-    array = trial.outputs[head.output]
-    boxes = array[..., :4] if head.rows else array[:, :4]
-    if _shares(boxes):
-        raise _not_in_pixels(trial, boxes)
-    return head
-
-
-def _other_classes(trial: Trial, found: int) -> ConfigError:
-    return ConfigError(f"{shown_outputs(trial)}: {found} classes, but {_count_of_names(trial)}; give --names FILE")
-
-
-def _shares(boxes: NDArray[Any]) -> bool:
-    return bool(boxes.size) and bool(np.abs(boxes.astype(np.float64)).max() <= _SHARE)
-
-
-def _not_in_pixels(trial: Trial, boxes: NDArray[Any]) -> ConfigError:
-    least, most = float(boxes.min()), float(boxes.max())
-    between = f"its boxes are not in pixels of the input but between {least:.3g} and {most:.3g}"
-    return ConfigError(f"{shown_outputs(trial)}: {between}. Export it with decoded boxes")
+def _other_classes(trial: Trial, found: str) -> ConfigError:
+    return ConfigError(f"{trial}: {found}, but {_count_of_names(trial)}; give --names FILE")
 
 
 def _count_of_names(trial: Trial) -> str:
-    return f"its metadata has {trial.classes} names" if trial.classes else "its metadata has no names"
+    count, classes = len(trial.facts.names), trial.classes
+    if not count:
+        return "its metadata has no names"
+    return f"its metadata has {count} names" + (f", up to number {classes - 1}" if count != classes else "")
 
 
-def _shape(dims: Sequence[int]) -> str:
-    return "[" + ", ".join(chain(("n",), map(str, dims[1:]))) + "]"
+def _task(trial: Trial) -> str:
+    return f"its metadata has task {trial.facts.task!r}" if trial.facts.task else "its metadata has no task"
 
 
 def _unknown(trial: Trial) -> ConfigError:
-    task = f", task {trial.facts.task!r}" if trial.facts.task else ""
     return ConfigError(
-        f"its outputs are not known: {shown_outputs(trial)} for a picture of {trial.size[0]} × {trial.size[1]}"
-        f"{task}; {_count_of_names(trial)}. Known are boxes, scores and labels; raw heads [n, 4 + classes, k]; "
-        "[n, k, 6]; logits and pred_boxes; [n, classes] (docs/feeds.md, Detectors). If it is one of them, give the "
-        "names of its classes: --names FILE. Otherwise give --processor MODULE:NAME"
+        f"its outputs are not known: {trial} for a picture of {trial.size[0]} × {trial.size[1]}; {_task(trial)}; "
+        f"{_count_of_names(trial)}. Known are boxes, scores and labels; raw heads [n, 4 + classes, k]; [n, k, 6]; "
+        "logits and pred_boxes; [n, classes] (docs/feeds.md, Detectors). If it is one of them, give the names of its "
+        "classes: --names FILE. Otherwise give --processor MODULE:NAME"
     )
