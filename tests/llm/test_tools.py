@@ -95,6 +95,11 @@ CASES: list[tuple[str, str, str, list[Any]]] = [
     ("mistral", "[1, 2]", "[1, 2]", []),
     ("mistral", "[TOOL_CALLS]" + "[" * 100_000, "[TOOL_CALLS]" + "[" * 100_000, []),
     ("llama3", "[" * 100_000, "[" * 100_000, []),
+    ("llama3", "42 steps", "42 steps", []),
+    ("llama3", '{"name": "stop"}; 4', '{"name": "stop"}; 4', []),
+    ("llama3", "4" * 5000, "4" * 5000, []),
+    ("hermes", marked(MOVE).replace("1", "1" * 5000), marked(MOVE).replace("1", "1" * 5000), []),
+    ("qwen3_coder", "<tool_call><function=\n" + marked(STOP) + " So.", "<tool_call><function= So.", [STOP]),
 ]  # fmt: skip
 
 

@@ -205,6 +205,7 @@ class ToolParser:
 
     def end(self) -> list[str | ToolCall]:
         """What is left when the output has ended."""
+        self._closes = True  # behind a mark that was no call's there may be one
         return self._parts(last=True)
 
     def _parts(self, last: bool) -> list[str | ToolCall]:
@@ -307,7 +308,7 @@ def _end(text: str, at: int = 0) -> int | None:
         return _decode(text, at)[1]
     except json.JSONDecodeError as error:  # the last letters may be half of a word
         return None if error.msg.startswith("Unterminated") or error.pos > len(text) - _HALF else -1
-    except RecursionError:
+    except (ValueError, RecursionError):  # a number has too many digits
         return -1
 
 
@@ -315,7 +316,7 @@ def _objects(text: str) -> Calls:
     """The calls that a JSON value is; empty if it is none."""
     try:
         json.loads(text, parse_constant=_no_json)
-        each = [text] if text[:1] == "{" else [one for _, one in _members(text)]
+        each = [text] if text[:1] == "{" else [one for _, one in _members(text)] if text[:1] == "[" else []
         return [_named(dict(_members(one)) if one[0] == "{" else {}) for one in each]
     except (ValueError, RecursionError):
         return []
