@@ -254,23 +254,6 @@ def test_g14_the_breaker_opens_and_one_trial_follows_each_rest() -> None:
     run(test())
 
 
-def test_x7_what_kept_a_process_from_starting_may_be_gone_and_then_nobody_waits_for_the_breaker() -> None:
-    async def test() -> None:
-        watch, script = Watch(), Script("well", StartFailed("no"), "well")
-        client = watch.client(script, limits(most_failures=2, cooldown_s=1000))
-        await client.start()
-        assert not client.start_failed
-        script.links[0].peer.abort()
-        await watch.times("open", 1)
-        assert client.start_failed
-        client.retry()
-        await watch.times("ready", 2)
-        assert not client.start_failed
-        await client.close()
-
-    run(test())
-
-
 def test_g14_a_steady_life_closes_the_breaker() -> None:
     async def test() -> None:
         watch, script = Watch(), Script("well")

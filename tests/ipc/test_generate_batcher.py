@@ -30,10 +30,11 @@ from reflex_runtime.core.request import Request, Ticket
 from reflex_runtime.ipc import frames
 from reflex_runtime.ipc.frames import ProtocolError, RpcError, error_of
 from reflex_runtime.ipc.generate_batcher import OFF, GenerateBatcher, GenerateBatcherConfig
-from reflex_runtime.ipc.generate_calls import MOST_PARTITIONS, BatchDispatched, BatcherStats, series_in
+from reflex_runtime.ipc.generate_calls import MOST_PARTITIONS, BatchDispatched, BatcherStats
 from reflex_runtime.ipc.messages import GenerateParams
 from reflex_runtime.ipc.peer import ConnectionLost
 from reflex_runtime.ipc.registry import StreamRegistry
+from reflex_runtime.observe.series import GENERATE_BATCHER, SeriesSet
 
 LONG = 20_000.0  # ms: a hold that only something else ends
 OVER = 21.0  # s: longer than that
@@ -1128,8 +1129,9 @@ def test_g4_callers_are_expected_back_when_their_streams_ended_and_they_were_the
 
 def test_g13_stats_and_series_tell_what_was_done() -> None:
     async def main() -> None:
-        series = CollectorRegistry()
-        async with world(GenerateBatcherConfig(stream_limit=4), registry_of_series=series) as made:
+        registry = CollectorRegistry()
+        series = SeriesSet(GENERATE_BATCHER, registry)
+        async with world(GenerateBatcherConfig(stream_limit=4), series=series) as made:
             await asyncio.gather(
                 made.ask(model_id="m"), made.ask(model_id="m"), made.ask(priority="urgent", model_id="m")
             )
@@ -1145,7 +1147,7 @@ def test_g13_stats_and_series_tell_what_was_done() -> None:
             assert lane["priority_mix"] == {"urgent": 1, "default": 3, "background": 0}
             assert lane["target_size"] >= 2
             assert 0.0 < lane["queue_wait_p50_ms"] <= lane["queue_wait_p95_ms"]
-            value = series.get_sample_value
+            value = registry.get_sample_value
             name = "reflex_generate_batcher"
             assert value(f"{name}_batch_size_count") == 2
             assert value(f"{name}_batch_size_sum") == 4
@@ -1162,17 +1164,17 @@ def test_g13_stats_and_series_tell_what_was_done() -> None:
     run(main())
 
 
-def test_g13_batchers_that_share_a_registry_add_up() -> None:
-    series = CollectorRegistry()
+def test_g13_batchers_that_share_series_add_up() -> None:
+    registry = CollectorRegistry()
+    series = SeriesSet(GENERATE_BATCHER, registry)
 
     async def main() -> None:
         for _ in range(2):
-            async with world(registry_of_series=series) as made:
+            async with world(series=series) as made:
                 await made.ask()
 
     run(main())
-    assert series.get_sample_value("reflex_generate_batcher_batch_size_count") == 2
-    assert series_in(series) is series_in(series)
+    assert registry.get_sample_value("reflex_generate_batcher_batch_size_count") == 2
 
 
 def test_g3_background_that_waits_long_counts_as_default_and_is_counted() -> None:

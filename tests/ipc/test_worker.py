@@ -20,6 +20,7 @@ from reflex_runtime.core.errors import (
 from reflex_runtime.ipc import outlet, worker
 from reflex_runtime.ipc.frames import INVALID_PARAMS, METHOD_NOT_FOUND, ProtocolError
 from reflex_runtime.ipc.messages import CHUNK, EVENT, PROMPT, STATS, ScoredToken, Started
+from reflex_runtime.version import __version__
 
 
 async def refused(both: Ends, method: str, params: Any) -> ReflexError:
@@ -591,12 +592,12 @@ def test_g8_a_front_that_reads_nothing_holds_the_streams_at_their_engine() -> No
 
 def test_a_model_is_loaded_and_asked() -> None:
     async def main() -> None:
-        async with ends(loaded=False, name="test", version="7") as both:
+        async with ends(loaded=False) as both:
             both.loading.set()
             info = await both.call("load_model", {"model_id": "m", "options": {"threads": 1}})
             assert info == {"context": 128, "options": {"threads": 1}}
             told = await both.call("runtime/info", {})
-            assert (told["name"], told["version"], told["protocol"]) == ("test", "7", 1)
+            assert (told["name"], told["version"], told["protocol"]) == ("reflex", __version__, 1)
             assert told["capabilities"] == ["batch_generate"]
             assert told["models"] == {"m": info}
             assert (await both.call("runtime/state", {}))["model"] == {"state": "ready"}

@@ -202,7 +202,7 @@ class Toy:
         """What generates, once the model is ready."""
         assert self.model is not None
         assert self.model.host is not None
-        return self.model.host.generator
+        return self.model.host
 
     def _run(self) -> None:
         sock = bind("127.0.0.1", 0)

@@ -186,7 +186,7 @@ def _announce(plan: ModelPlan, batcher: GenerateBatcherConfig) -> None:
 
 def _ready(model: ServerState, where: str) -> None:
     assert model.host is not None
-    runner, limits = model.host.health()["runner"], model.host.generator.limits
+    runner, limits = model.host.health()["runner"], model.host.limits
     what = f"context {limits.max_model_len:,} tokens, cache {limits.cache_tokens:,}"
     names = ", ".join(model.names)
     logging.info("ready on %s (%s, %s), as %s, pages: %s/dashboard and /docs", where, runner, what, names, where)

@@ -7,7 +7,6 @@ while there is none fail with `WorkerUnavailable`, after which a retry is safe.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import logging
 import math
@@ -89,7 +88,7 @@ class RuntimeClient:
     `state`. What these raise is logged.
 
     capabilities, info: of the process that was ready last. restarts: starts after the first. last_error: why the last
-    process was lost or did not start. start_failed: the latest start did, and none has succeeded since.
+    process was lost or did not start.
     """
 
     def __init__(
@@ -110,8 +109,6 @@ class RuntimeClient:
         self.info: Info | None = None
         self.restarts = 0
         self.last_error = ""
-        self.start_failed = False
-        self._hurry = asyncio.Event()
         self._open, self._prepare = open, prepare
         given = self.config
         self._restarts = Restarts(
@@ -157,10 +154,6 @@ class RuntimeClient:
             self._become("stopped")
             self._closing = asyncio.create_task(self._close(served, timeout, drain), name=f"{self.name}-closes")
         await asyncio.shield(self._closing)
-
-    def retry(self) -> None:
-        """What kept the process from starting may be gone: begin the next start now, or right after the present one."""
-        self._hurry.set()
 
     # -- sending -------------------------------------------------------------------------------------------------------
 
@@ -276,7 +269,6 @@ class RuntimeClient:
                     self.last_error = str(error) or type(error).__name__
                     if not first.done():
                         raise
-                    self.start_failed = True
                     log.warning("%s could not be started again: %s", self.name, self.last_error)
                     self._restarts.failed()
                 else:
@@ -333,7 +325,6 @@ class RuntimeClient:
     async def _until_lost(self, link: Link) -> bool:
         """Ready until the connection has ended. Returns whether it was ended here because the process hangs."""
         self._since = asyncio.get_running_loop().time()
-        self.start_failed = False
         log.info("%s is ready, process %s", self.name, self.pid)
         self._become("ready")
         every, ended = self.config.heartbeat_s, {link.peer.ended}
@@ -356,10 +347,7 @@ class RuntimeClient:
             log.error("%s ended too often: it is started again every %g s", self.name, self.config.cooldown_s)
         self._become("open" if self._restarts.open else "restarting")
         self._next_start = asyncio.get_running_loop().time() + wait
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(wait):
-                await self._hurry.wait()
-        self._hurry.clear()
+        await asyncio.sleep(wait)
         self._next_start = math.nan
         self._become("restarting")
         self.restarts += 1

@@ -21,7 +21,6 @@ from math import inf, isfinite
 from typing import Any
 
 import msgspec
-from prometheus_client import CollectorRegistry
 
 from reflex_runtime.core.batch import Batch, Done, Failed, Outcome
 from reflex_runtime.core.cost import UnitCost
@@ -41,6 +40,7 @@ from reflex_runtime.ipc.generate_calls import (
 )
 from reflex_runtime.ipc.messages import BATCH_GENERATE, MOST_SCORES, WINDOW, GenerateParams
 from reflex_runtime.ipc.registry import StreamHandle, StreamRegistry
+from reflex_runtime.observe.series import SeriesSet
 from reflex_runtime.run.audience import Sink
 from reflex_runtime.run.dispatcher import Dispatcher
 from reflex_runtime.settings.declare import option, validate
@@ -124,8 +124,8 @@ class GenerateBatcher:
     """See the module. Only on one loop, that of its first `enqueue`.
 
     registry: of the streams towards the same runtime process; the batcher sets its hooks. sinks: see `Audience`.
-    on_batch_dispatched: called with a `BatchDispatched` for every message. registry_of_series: where its series go;
-    batchers that share one add up.
+    on_batch_dispatched: called with a `BatchDispatched` for every message. series: of `GENERATE_BATCHER`; batchers that
+    share them add up.
     """
 
     def __init__(
@@ -136,12 +136,12 @@ class GenerateBatcher:
         *,
         sinks: Iterable[Sink] = (),
         on_batch_dispatched: Callable[[BatchDispatched], None] | None = None,
-        registry_of_series: CollectorRegistry | None = None,
+        series: SeriesSet | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.config = config
         self._client, self._registry, self._clock = client, registry, clock
-        self._stats = BatcherStats(registry_of_series, on_batch_dispatched)
+        self._stats = BatcherStats(series, on_batch_dispatched)
         self._refused = self._aborted = self._expired = 0  # not admitted; cancelled; timed out
         self._off = "environment" if os.environ.get(OFF) == "1" else "" if config.enabled else "disabled"
         self._targets = _Targets(registry, config)

@@ -11,7 +11,6 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
-from weakref import WeakKeyDictionary
 
 from msgspec import Raw
 from prometheus_client import CollectorRegistry
@@ -183,30 +182,6 @@ class BatchDispatched:
     rejections: int
 
 
-class Series:
-    """The series of all generate batchers that share a Prometheus registry; see `series_in`."""
-
-    def __init__(self, registry: CollectorRegistry) -> None:
-        of = SeriesSet(GENERATE_BATCHER, registry)
-        self.size = of.histogram("reflex_generate_batcher_batch_size")
-        self.wait = of.histogram("reflex_generate_batcher_queue_wait_ms")
-        self.mix = {p: of.counter("reflex_generate_batcher_priority_mix_total", p) for p in PRIORITIES}
-        self.fallback = {reason: of.counter("reflex_generate_batcher_fallback_total", reason) for reason in FALLBACKS}
-
-
-_SERIES: WeakKeyDictionary[CollectorRegistry, Series] = WeakKeyDictionary()
-
-
-def series_in(registry: CollectorRegistry | None) -> Series:
-    """The series in a registry, made once. None: a registry that is not collected."""
-    if registry is None:
-        return Series(CollectorRegistry())
-    found = _SERIES.get(registry)
-    if found is None:
-        found = _SERIES[registry] = Series(registry)
-    return found
-
-
 class _PartitionStats:
     __slots__ = ("batches", "fallbacks", "last", "mix", "pending", "requests")
 
@@ -225,12 +200,18 @@ class BatcherStats:
 
     events = frozenset({RequestQueued, RequestSettled, BatchScheduled, BatchFinished, SchedulerPaused})
 
-    def __init__(self, registry: CollectorRegistry | None, told: Callable[[BatchDispatched], None] | None) -> None:
+    def __init__(self, series: SeriesSet | None, told: Callable[[BatchDispatched], None] | None) -> None:
         self.enqueued = dict.fromkeys(PRIORITIES, 0)
         self.fallbacks: Counter[str] = Counter()
         self.batches = self.urgent_flushes = self.pauses = self.rejections = 0
         self._told = told
-        self._series = series_in(registry)
+        self._series = of = series or SeriesSet(GENERATE_BATCHER, CollectorRegistry())
+        self._size = of.histogram("reflex_generate_batcher_batch_size")
+        self._wait = of.histogram("reflex_generate_batcher_queue_wait_ms")
+        for priority in PRIORITIES:
+            of.counter("reflex_generate_batcher_priority_mix_total", priority)
+        for reason in FALLBACKS:
+            of.counter("reflex_generate_batcher_fallback_total", reason)
         self._lanes: OrderedDict[Hashable, _PartitionStats] = OrderedDict()
 
     def __call__(self, event: Event) -> None:
@@ -262,12 +243,12 @@ class BatcherStats:
         lane.batches += 1
         lane.last = len(batch)
         lane.requests += len(batch)
-        self._series.size.observe(len(batch))
+        self._size.observe(len(batch))
         for ticket in batch.grants:
             priority = ticket.request.payload.priority
             lane.mix[priority] += 1
-            self._series.mix[priority].inc()
-            self._series.wait.observe(1000.0 * (batch.scheduled_at - ticket.arrived))
+            self._series.counter("reflex_generate_batcher_priority_mix_total", priority).inc()
+            self._wait.observe(1000.0 * (batch.scheduled_at - ticket.arrived))
 
     def _finished(self, event: BatchFinished) -> None:
         batch = event.batch
@@ -283,7 +264,7 @@ class BatcherStats:
     def _fell_back(self, partition: Hashable, reason: str, requests: int) -> None:
         self.fallbacks[reason] += requests
         self._lane(partition).fallbacks[reason] += requests
-        self._series.fallback[reason].inc(requests)
+        self._series.counter("reflex_generate_batcher_fallback_total", reason).inc(requests)
 
     def lanes(self, target: Callable[[Hashable], int], waits: Callable[[Hashable], Any]) -> list[dict[str, Any]]:
         """Every partition. target, waits: of the controller."""

@@ -39,28 +39,14 @@ class StartFailed(ReflexError):
 class Process:
     """A child process in a process group of its own: a Ctrl-C in a terminal does not reach it. Raises OSError.
 
-    stdin: the socket that becomes its standard input, else it is empty. passed: further descriptors that it keeps.
-    What it prints goes to this process's stderr.
+    stdin: the descriptor that becomes its standard input. What it prints goes to this process's stderr.
     ended: its status as `subprocess` reports it, set once the process is reaped; nothing has to wait for that.
     """
 
-    def __init__(
-        self,
-        command: Sequence[str],
-        env: Mapping[str, str],
-        stdin: socket.socket | None = None,
-        passed: Sequence[int] = (),
-    ) -> None:
+    def __init__(self, command: Sequence[str], env: Mapping[str, str], stdin: int = subprocess.DEVNULL) -> None:
         self._loop = asyncio.get_running_loop()
         self.ended: asyncio.Future[int] = self._loop.create_future()
-        self._popen = subprocess.Popen(
-            command,
-            env=env,
-            stdin=subprocess.DEVNULL if stdin is None else stdin.fileno(),
-            stdout=2,
-            process_group=0,
-            pass_fds=passed,
-        )
+        self._popen = subprocess.Popen(command, env=env, stdin=stdin, stdout=2, process_group=0)
         self.pid = self._popen.pid
         self._watch()
 
@@ -165,11 +151,10 @@ def from_socket(sock: socket.socket) -> Opener:
     return opened
 
 
-def spawned(command: Sequence[str], env: Mapping[str, str] | None = None, passed: Sequence[int] = ()) -> Opener:
+def spawned(command: Sequence[str], env: Mapping[str, str] | None = None) -> Opener:
     """Runs the command with one end of a socket pair as its standard input: the process reads and writes frames there.
 
-    env: added to the environment of this process. passed: further descriptors that it keeps. Its stdout and stderr go
-    to the stderr of this process.
+    env: added to the environment of this process. Its stdout and stderr go to the stderr of this process.
     The opener raises StartFailed, and leaves nothing behind, also when it is cancelled.
     """
     if isinstance(command, str) or not command:
@@ -180,7 +165,7 @@ def spawned(command: Sequence[str], env: Mapping[str, str] | None = None, passed
         with theirs:
             peer = await _peer_on(ours, handler)
             try:
-                return Link(peer, Process(command, {**os.environ, **(env or {})}, theirs, passed))
+                return Link(peer, Process(command, {**os.environ, **(env or {})}, theirs.fileno()))
             except (OSError, ValueError) as error:  # ValueError: a word with a null character
                 peer.abort()
                 raise StartFailed(f"{command[0]!r} cannot be run: {error}") from None

@@ -94,14 +94,11 @@ class Worker:
         load: Load,
         *,
         capabilities: Collection[str] = (BATCH_GENERATE,),
-        name: str = "reflex",
-        version: str = __version__,
         grace: float = GRACE,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._make, self._clock, self._grace = load, clock, grace
         self.capabilities = frozenset(capabilities)
-        self._name, self._version = name, version
         self._outlets = Outlets(clock)
         self._engine: Engine | None = None
         self._model_id, self._loading = "", False
@@ -180,7 +177,7 @@ class Worker:
 
     def _info(self) -> Info:
         models = {} if self._engine is None else {self._model_id: self._engine.info()}
-        return Info(self._name, self._version, PROTOCOL, os.getpid(), sorted(self.capabilities), models)
+        return Info("reflex", __version__, PROTOCOL, os.getpid(), sorted(self.capabilities), models)
 
     def _state(self) -> dict[str, Any]:
         live, last = self._outlets.live.values(), self._last

@@ -90,7 +90,7 @@ class ModelServer:
         name, answer = await read_body(request, read)
         if name is not None:
             self.state.adapter(name)
-        return HttpResponse(200, await answer(host.generator))
+        return HttpResponse(200, await answer(host))
 
     # -- pages ---------------------------------------------------------------------------------------------------------
 
@@ -116,7 +116,7 @@ class ModelServer:
     def _document(self, request: HttpRequest) -> bytes:
         """The model is named to those who may ask /v1/models."""
         state, app, routes = self.state, self.app, [*self.app.routes.values(), self._one]
-        limits = None if state.host is None else state.host.generator.limits
+        limits = None if state.host is None else state.host.limits
         return document(routes, state.names, state.plan.config.max_queue, limits, app.keys, app.knows(request))
 
 

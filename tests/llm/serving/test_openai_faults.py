@@ -540,7 +540,7 @@ def test_b20_what_is_still_tokenised_when_the_server_ends_is_answered(monkeypatc
         assert toy.model is not None
         assert toy.model.host is not None
         inside, go = threading.Event(), threading.Event()
-        tokenizer: Any = toy.model.host.generator.texts.tokenizer
+        tokenizer: Any = toy.model.host.texts.tokenizer
 
         def encode(text: str, most: int | None = None) -> list[int]:
             inside.set()

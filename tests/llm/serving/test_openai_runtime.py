@@ -12,7 +12,6 @@ import random
 from collections.abc import Coroutine
 from functools import partial
 from itertools import pairwise
-from types import SimpleNamespace
 from typing import Any, TypeVar, cast
 
 import pytest
@@ -272,10 +271,7 @@ def test_l9_those_that_follow_go_on_when_the_first_one_ends_early() -> None:
 def test_g1_a_request_of_another_process_is_queued_as_it_was_asked() -> None:
     async def main() -> None:
         async with Run() as it:
-            batcher = it.runtime.batcher
-            sinks = {"add_sink": batcher.add_sink, "remove_sink": batcher.remove_sink}
-            model = SimpleNamespace(generator=it.runtime, **sinks)
-            engine = WorkerEngine(cast(Any, model), CollectorRegistry())
+            engine = WorkerEngine(cast(Any, it.runtime), CollectorRegistry())
             asked = GenerateParams(
                 stream_id="s-1", prompt_token_ids=[1] * 40, max_tokens=3, priority="urgent", client="c",
                 request_id="r", timeout_ms=5000.0, max_gap_ms=250.0,
@@ -377,7 +373,7 @@ def test_l9_a_caller_that_leaves_while_it_is_answered_is_noticed() -> None:
         model.drain()
         assert await model.stop(asyncio.get_running_loop().time() + PATIENCE, app.wait_idle)
         assert isinstance(model.host, LocalModel)
-        assert model.host.generator.processor.pool.free_blocks == runner.num_blocks
+        assert model.host.processor.pool.free_blocks == runner.num_blocks
 
     run(main())
 
@@ -388,7 +384,7 @@ def test_l9_thousands_of_choices_are_queued_in_slices_with_other_work_in_between
         runner = Model()
         model = toy_model(runner, LLMServeConfig(max_queue=2048))
         await model.start()
-        app, generator = ModelServer(model).app, model.host.generator
+        app, generator = ModelServer(model).app, model.host
         runner.stop()
         caller = Caller(app, "/v1/completions")
         asked = {"model": "toy", "prompt": [f"{i}" for i in range(500)], "n": 4, "max_tokens": 1}
@@ -419,7 +415,7 @@ def test_l9_of_two_requests_that_do_not_fit_together_the_first_is_queued(seed: i
         runner = Model()
         model = toy_model(runner)
         await model.start()
-        app, generator = ModelServer(model).app, model.host.generator
+        app, generator = ModelServer(model).app, model.host
         runner.stop()
         callers = [Caller(app, "/v1/completions") for _ in range(2)]
         for caller in callers:

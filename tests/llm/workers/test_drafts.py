@@ -64,11 +64,11 @@ async def said(engine: WorkerEngine, **params: Any) -> tuple[list[int], str]:
 def test_g9_a_draft_that_the_front_sends_changes_nothing_and_is_computed() -> None:
     async def work(engine: WorkerEngine) -> None:
         plain, _ = await said(engine, ignore_eos=True, max_tokens=200)
-        assert engine.runtime.processor.drafted == 0
+        assert engine._model.processor.drafted == 0
         for more in ({"draft_token_ids": plain}, {"draft_model": "ngram"}, {"draft_token_ids": [5] * 40}):
             assert (await said(engine, ignore_eos=True, max_tokens=200, **more))[0] == plain
-        assert engine.runtime.processor.accepted > 0
-        assert engine.state()["speculation"]["accepted_tokens"] == engine.runtime.processor.accepted
+        assert engine._model.processor.accepted > 0
+        assert engine.state()["speculation"]["accepted_tokens"] == engine._model.processor.accepted
 
     play(work)
 
@@ -100,7 +100,7 @@ def test_g9_check_draft_says_how_far_the_model_would_say_the_same() -> None:
         long = CheckDraft("m", prompt=PROMPT, draft_token_ids=[(plain[0] + 1) % 256] * 6000)
         assert (await engine.check_draft(long)).accepted == 0
         await said(engine)
-        runtime = engine.runtime
+        runtime = engine._model
         assert runtime.running == runtime.waiting == 0  # what follows a mistake is not generated
         for wrong in ({}, {"prompt": "a", "prompt_token_ids": [1]}, {"prompt": "a" * 9000}):
             with pytest.raises((ConfigError, TooLarge)):

@@ -213,7 +213,7 @@ def test_g7_who_leaves_in_the_turn_he_came_is_never_told_of() -> None:
         workers = fleet.workers
 
         def comes_and_goes() -> None:
-            generator = workers.generator
+            generator = workers
             request = generator.request([1, 2, 3], SamplingParams(max_tokens=9), GenerationOptions("brief"))
             (stream,) = generator.submit_alike([request], asyncio.Event())
             stream.close()
@@ -425,7 +425,7 @@ def test_g14_shutdown_lets_streams_finish_and_leaves_no_process() -> None:
 def test_g9_a_long_prompt_is_tokenised_in_a_process_of_its_own() -> None:
     with Fleet() as fleet:
         assert fleet.workers is not None
-        asked = fleet.workers._tokenizing.client
+        asked = fleet.workers._tokenizing
         text = "robots " * 1000
         assert fleet.complete(text, max_tokens=3).json["usage"]["prompt_tokens"] == len(text)
         assert fleet.on_loop(asked.stats)["sent"].get("tokenize", 0) == 0

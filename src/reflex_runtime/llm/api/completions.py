@@ -71,7 +71,7 @@ class CompletionHandler:
             if span is not None:
                 span.asked(asked)
             adapter = self.state.adapter(asked.model)
-            underway = PendingCompletion(request, host.generator, asked, self.state.plan.config, adapter, span)
+            underway = PendingCompletion(request, host, asked, self.state.plan.config, adapter, span)
             self._tell(dialect.path, asked.ignored)
             del asked  # once it is queued, its texts are not kept
             try:

@@ -94,7 +94,7 @@ class ServerState:
         card: dict[str, Any] = {"id": name, "object": "model", "created": self._created, "owned_by": "reflex"}
         card |= {"root": self.plan.name, "parent": self.plan.name if self.adapter(name) else None}
         if self.host is not None:
-            card["max_model_len"] = self.host.generator.limits.longest
+            card["max_model_len"] = self.host.limits.longest
             card["sampling_defaults"] = asdict(self.plan.defaults)
         return card
 
@@ -173,7 +173,7 @@ class ServerState:
     async def stop(self, until: float, answered: Callable[[], Awaitable[None]]) -> bool:
         """Finish open requests until then, end the rest. Returns whether nothing is left running."""
         if self.host is not None:
-            self._clean = await self.host.close(max(0.0, until - asyncio.get_running_loop().time()))
+            self._clean = await self.host.close(True, max(0.0, until - asyncio.get_running_loop().time()))
         if self.spans is not None:
             with suppress(TimeoutError):  # a span ends with its answer
                 async with asyncio.timeout(UNTOLD):

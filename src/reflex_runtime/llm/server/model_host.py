@@ -47,12 +47,8 @@ class ModelPlan:
     defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
 
 
-class ModelHost(Protocol):
-    """Where the model runs: in this process (`LocalModel`), or in runtime processes (`Workers`)."""
-
-    @property
-    def generator(self) -> Generator[Any]:
-        """What generates."""
+class ModelHost(Generator[Any], Protocol):
+    """Generates where the model runs: in this process (`LocalModel`), or in runtime processes (`Workers`)."""
 
     @property
     def state(self) -> str:
@@ -85,7 +81,7 @@ class ModelHost(Protocol):
     def turn(self) -> None:
         """Go on in a new trace file; the old one is kept as FILE.1."""
 
-    async def close(self, timeout: float) -> bool:
+    async def close(self, drain: bool, timeout: float) -> bool:
         """Finish open requests within `timeout` seconds, end the rest. Returns whether nothing is left running."""
 
 
@@ -104,35 +100,33 @@ Open = Callable[[Opening], Awaitable[ModelHost]]
 Load = Callable[[ModelPlan], tuple[Runner, Tokenizer]]
 
 
-class LocalModel:
+class LocalModel(GenerationRuntime):
     """A `ModelHost` whose model runs in this process. Made by `opened`."""
 
-    def __init__(self, runtime: GenerationRuntime, opening: Opening) -> None:
-        self.generator = runtime
-        self._batcher = runtime.batcher
+    def __init__(self, processor: LLMProcessor, opening: Opening) -> None:
+        super().__init__(processor, watchdog=opening.plan.config.watchdog_s, on_fatal=opening.lost)
         trace = opening.plan.config.trace
-        self.trace = JournalWriter(trace, [runtime.processor.group]) if trace else None
+        self.trace = JournalWriter(trace, [processor.group]) if trace else None
         if self.trace is not None:
             self.add_sink(self.trace)
         self._holds = SeriesSet(STREAMS, opening.registry).counter("reflex_stream_holds_total")
-        self.add_sink(EngineSeries(runtime.processor, lambda: runtime.waiting, opening.registry))
+        self.add_sink(EngineSeries(processor, lambda: self.waiting, opening.registry))
 
     @property
     def state(self) -> str:
         """degraded while a step hangs."""
-        return "degraded" if self.generator.hangs else "ready"
+        return "degraded" if self.hangs else "ready"
 
     def health(self) -> dict[str, Any]:
-        runtime = self.generator
-        processor, limits = runtime.processor, runtime.limits
+        processor, limits = self.processor, self.limits
         body = {
             "runner": processor.runner.name,
             "max_model_len": limits.max_model_len,
-            "running": runtime.running,
-            "waiting": runtime.waiting,
+            "running": self.running,
+            "waiting": self.waiting,
             "kv_cache_usage": round(processor.pool.usage, 6),
             "kv_cache_tokens": limits.cache_tokens,
-            "hung_steps": self._batcher.device.hung,
+            "hung_steps": self.batcher.device.hung,
         }
         if processor.config.speculate != "off" or processor.drafted:
             body["speculation"] = {"draft_tokens": processor.drafted, "accepted_tokens": processor.accepted}
@@ -145,10 +139,10 @@ class LocalModel:
         return {}
 
     def add_sink(self, sink: Sink) -> None:
-        self._batcher.add_sink(sink)
+        self.batcher.add_sink(sink)
 
     def remove_sink(self, sink: Sink) -> None:
-        self._batcher.remove_sink(sink)
+        self.batcher.remove_sink(sink)
 
     def fold(self) -> None:
         """None: its sinks get the events of its batches."""
@@ -159,14 +153,14 @@ class LocalModel:
 
     def queues(self) -> dict[str, Any]:
         """Events without an answer are delivered first."""
-        self._batcher.flush()
-        groups: dict[str, Any] = self._batcher.device.input(lambda scheduler, _: scheduler.snapshot()["groups"])
+        self.batcher.flush()
+        groups: dict[str, Any] = self.batcher.device.input(lambda scheduler, _: scheduler.snapshot()["groups"])
         return groups
 
     def refresh(self) -> None:
         """Bring the series up to date."""
-        self._batcher.flush()
-        self._holds.value = float(self.generator.holds)
+        self.batcher.flush()
+        self._holds.value = float(self.holds)
 
     async def metrics(self) -> bytes:
         """Nothing beyond what is in the registry."""
@@ -176,8 +170,8 @@ class LocalModel:
     def turn(self) -> None:
         turn_all()
 
-    async def close(self, timeout: float, drain: bool = True) -> bool:
-        clean = await self.generator.close(drain, timeout)
+    async def close(self, drain: bool = True, timeout: float = 10.0) -> bool:
+        clean = await super().close(drain, timeout)
         if self.trace is not None:
             self.trace.close()
         return clean
@@ -194,12 +188,11 @@ def opened(load: Load) -> Callable[[Opening], Awaitable[LocalModel]]:
         config = EngineConfig(enable_prefix_caching=plan.config.prefix_caching, **same)
         processor = LLMProcessor(runner, tokenizer, config)
         opening.reached("warming")
-        runtime = GenerationRuntime(processor, watchdog=plan.config.watchdog_s, on_fatal=opening.lost)
-        model = LocalModel(runtime, opening)
+        model = LocalModel(processor, opening)
         try:
-            await runtime.start(lambda: warm_up(runner))
+            await model.start(lambda: warm_up(runner))
         except Exception:
-            await model.close(0.0, drain=False)
+            await model.close(False, 0.0)
             raise
         return model
 

@@ -45,14 +45,13 @@ class WorkerEngine(Engine):
     def __init__(self, model: LocalModel, registry: CollectorRegistry, spans: Spans | None = None) -> None:
         """spans: of its steps; closed with the engine."""
         self._model, self._registry, self._spans = model, registry, spans
-        self.runtime = model.generator
-        self._live = OnDemandLive(model.add_sink, model.remove_sink, self._told)
+        self._live = OnDemandLive(model.batcher.add_sink, model.batcher.remove_sink, self._told)
         if spans is not None:
-            model.add_sink(spans)
+            model.batcher.add_sink(spans)
 
     def info(self) -> dict[str, Any]:
         """The limits, by which a front checks requests, and the runner's name."""
-        return asdict(self.runtime.limits) | {"runner": self.runtime.processor.runner.name}
+        return asdict(self._model.limits) | {"runner": self._model.processor.runner.name}
 
     def state(self) -> dict[str, Any]:
         """As /health of a server without workers."""
@@ -72,7 +71,7 @@ class WorkerEngine(Engine):
 
     async def tokenize(self, params: Tokenize) -> list[int]:
         """A text, or a conversation in the model's own form."""
-        return await tokenized(self.runtime.texts, params)
+        return await tokenized(self._model.texts, params)
 
     async def submit(
         self, params: GenerateParams, bell: asyncio.Event, leader: GenerationStream | None
@@ -94,10 +93,10 @@ class WorkerEngine(Engine):
             draft=(params.draft_token_ids or []) if guesses else None,
             prompt_logprobs=params.prompt_logprobs,
         )
-        runtime = self.runtime
-        prompt, matcher = await self._prompt(params), await runtime.compiled(params.constraint)
+        model = self._model
+        prompt, matcher = await self._prompt(params), await model.compiled(params.constraint)
         _check_scores(params, prompt)
-        return runtime.submit(runtime.request(prompt, params, options, matcher), bell, leader)
+        return model.submit(model.request(prompt, params, options, matcher), bell, leader)
 
     async def check_draft(self, params: CheckDraft) -> CheckedDraft:
         """The draft is computed like any other, until a token is not the one that the model says."""
@@ -106,11 +105,11 @@ class WorkerEngine(Engine):
             return CheckedDraft(False, reason)
         if not draft:
             return CheckedDraft(True)
-        runtime, ids = self.runtime, params.prompt_token_ids
+        model, ids = self._model, params.prompt_token_ids
         asked = GenerateParams(model_id=params.model_id, prompt=params.prompt, prompt_token_ids=ids)
         prompt = await self._prompt(asked)
         greedy = SamplingParams.greedy(len(draft) + 1, ignore_eos=True)
-        stream = runtime.submit(runtime.request(prompt, greedy, GenerationOptions("check_draft", draft=draft)))
+        stream = model.submit(model.request(prompt, greedy, GenerationOptions("check_draft", draft=draft)))
         try:
             async for output in stream:
                 said.append(output.token_id)
@@ -123,7 +122,7 @@ class WorkerEngine(Engine):
     async def close(self, drain: bool, timeout: float) -> bool:
         """Every stream has ended when it returns; whether the device thread has, too."""
         self._live.close()
-        closed = await self._model.close(timeout, drain)
+        closed = await self._model.close(drain, timeout)
         if self._spans is not None:
             await in_thread(self._spans.close)
         return closed
@@ -138,7 +137,7 @@ class WorkerEngine(Engine):
 
 
 class TokenizerEngine(Engine):
-    """A model's tokenizer alone: the engine of a `TokenizerProcess`."""
+    """A model's tokenizer alone: the engine of the process that tokenises long prompts."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._texts = Texts(tokenizer)

@@ -42,9 +42,9 @@ from reflex_runtime.ipc.spawn import Opener
 from reflex_runtime.llm.engine.generation_options import GenerationOptions, Limits
 from reflex_runtime.llm.engine.logits_processors import Matcher, check_constraint
 from reflex_runtime.llm.engine.tokenizer import Conversation, Texts, Tokenizer
-from reflex_runtime.llm.server.model_host import Open, Opening
+from reflex_runtime.llm.server.model_host import ModelPlan, Open, Opening
 from reflex_runtime.observe.live import LiveParts, LiveProcess, LiveSnapshot, added, live_process
-from reflex_runtime.observe.series import WORKERS, SeriesSet, rendered
+from reflex_runtime.observe.series import GENERATE_BATCHER, WORKERS, SeriesSet, rendered
 from reflex_runtime.run.audience import Sink
 from reflex_runtime.settings import LLMServeConfig
 
@@ -78,18 +78,18 @@ class Line:
     """One runtime process with its client. limits, about: what the process has answered when the model was loaded;
     None, and empty, before."""
 
-    def __init__(self, number: int, config: WorkersConfig, opening: Opening) -> None:
+    def __init__(self, number: int, config: WorkersConfig, plan: ModelPlan, series: SeriesSet) -> None:
         self.name = f"worker-{number}"
         self.limits: Limits | None = None
         self.about: dict[str, Any] = {}
-        self._plan, self._options, self._number = opening.plan, config.options, number
-        batcher = one_bound(opening.plan.config, config.batcher)[1]
+        self._plan, self._options, self._number = plan, config.options, number
+        batcher = one_bound(plan.config, config.batcher)[1]
         self.registry = StreamRegistry(batcher.stream_limit)
         self.client = RuntimeClient(
             config.spawn(number), config.client, name=self.name, prepare=self._prepare,
             on_note=self.registry.note, on_lost=self.registry.lost,
         )  # fmt: skip
-        self.batcher = GenerateBatcher(self.client, self.registry, batcher, registry_of_series=opening.registry)
+        self.batcher = GenerateBatcher(self.client, self.registry, batcher, series=series)
 
     async def _prepare(self, client: RuntimeClient) -> None:
         """Load the model: after every start of the process."""
@@ -131,28 +131,53 @@ class Line:
         return live_process(self.name, client.pid, state, client.restarts, running, self.unfinished - running, why)
 
 
-class TokenizerProcess:
-    """Tokenises long prompts, so that the server's loop does not wait. name: of the model. path: of its directory."""
+class Workers:
+    """A `ModelHost` of runtime processes. Made by `opened`. lines: of all processes, each of which has the model.
+    texts: by a tokenizer of the server's own, because that delays no step; long prompts in a process of their own."""
 
-    def __init__(self, open: Opener, config: ClientConfig, name: str, path: str) -> None:
-        self._load = LoadModel(name, path, only="tokenizer")
-        self.client = RuntimeClient(open, config, name="tokenizer", prepare=self._prepare)
+    def __init__(self, config: WorkersConfig, tokenizer: Tokenizer, opening: Opening) -> None:
+        self._opening, self._plan, self.queueing = opening, opening.plan, asyncio.Lock()
+        self.texts = Texts(tokenizer, self._tokenized)
+        series = SeriesSet(GENERATE_BATCHER, opening.registry)
+        self.lines = [Line(number, config, opening.plan, series) for number in range(config.count)]
+        self._tokenizing = RuntimeClient(
+            config.spawn(config.count), config.client, name="tokenizer", prepare=self._prepare
+        )
+        self._series = SeriesSet(WORKERS, opening.registry)
+        self._sending: set[asyncio.Task[None]] = set()
+        self._refresh()
+
+    async def start(self) -> None:
+        """Start all processes; returns when every one has loaded the model. Raises the error of the first that
+        fails."""
+        self._opening.reached("loading")
+        try:
+            await start_all([*(line.client for line in self.lines), self._tokenizing])
+        except BaseException:
+            await self.close(False, 0.0)
+            raise
+        self.texts.most = self.limits.max_model_len
+
+    # -- generating ----------------------------------------------------------------------------------------------------
 
     async def _prepare(self, client: RuntimeClient) -> None:
-        await client.request(LOAD, self._load)
+        """Load the tokenizer in its process."""
+        plan = self._plan
+        await client.request(LOAD, LoadModel(plan.name, str(plan.directory.resolve()), only="tokenizer"))
 
-    async def tokenize(self, what: str | Conversation, most: int) -> list[int] | None:
-        """The tokens of a text or a conversation; None when the process does not answer. Raises ConfigError for
-        what cannot be tokenised, TooLarge for more than `most` tokens."""
-        said = Tokenize(self._load.model_id, most=most)
+    async def _tokenized(self, what: str | Conversation) -> list[int] | None:
+        """The tokens of a long text or conversation; None when the process does not answer. Raises ConfigError for
+        what cannot be tokenised, TooLarge for more tokens than the context holds."""
+        if not self._tokenizing.ready:
+            return None
+        most = self.limits.max_model_len
+        said = Tokenize(self._plan.name, most=most)
         if isinstance(what, str):
             said.text = what
         else:
             said.messages, said.tools, said.template_kwargs = what.messages, what.tools, what.more
-        if not self.client.ready:
-            return None
         try:
-            answer = await self.client.request(TOKENIZE, said, dict[str, list[int]])
+            answer = await self._tokenizing.request(TOKENIZE, said, dict[str, list[int]])
         except ConfigError:
             raise
         except TooLarge as error:
@@ -164,28 +189,10 @@ class TokenizerProcess:
         found: list[int] = answer["token_ids"]
         return found
 
-
-class RemoteGenerator:
-    """The `Generator` of a model of this name. lines: of all processes, each of which has the model. tokenizer: the
-    server's own, because tokenising here delays no step; tokenizing: for long prompts."""
-
-    def __init__(self, name: str, lines: Sequence[Line], tokenizer: Tokenizer, tokenizing: TokenizerProcess) -> None:
-        self._name, self._lines, self.queueing = name, lines, asyncio.Lock()
-        self.texts = Texts(tokenizer, lambda what: tokenizing.tokenize(what, self.limits.max_model_len))
-        self._sending: set[asyncio.Task[None]] = set()
-
-    def loaded(self) -> None:
-        """The processes have the model."""
-        self.texts.most = self.limits.max_model_len
-
-    def close(self) -> None:
-        """Tokenise nothing more."""
-        self.texts.close()
-
     @property
     def limits(self) -> Limits:
         """Those of the model in every process."""
-        found = self._lines[0].limits
+        found = self.lines[0].limits
         assert found is not None, "Workers.start was not awaited"
         return found
 
@@ -203,7 +210,7 @@ class RemoteGenerator:
         sampling = {name: getattr(params, name) for name in SamplingParams.__struct_fields__}
         ids = prompt if isinstance(prompt, list) else list(prompt)  # not a copy for each choice
         return GenerateParams(
-            **sampling, model_id=self._name, adapter=options.adapter, prompt_token_ids=ids,
+            **sampling, model_id=self._plan.name, adapter=options.adapter, prompt_token_ids=ids,
             priority=options.priority.name.lower(), client=str(options.client), request_id=options.id,
             timeout_ms=None if options.time_limit is None else options.time_limit * 1e3,
             max_gap_ms=None if options.max_gap is None else options.max_gap * 1e3,
@@ -227,9 +234,9 @@ class RemoteGenerator:
 
     def _line(self) -> Line:
         """The ready process with the fewest unfinished requests."""
-        ready = [line for line in self._lines if line.client.ready]
+        ready = [line for line in self.lines if line.client.ready]
         if not ready:
-            errors = [line.client.unavailable() for line in self._lines]
+            errors = [line.client.unavailable() for line in self.lines]
             raise min(errors, key=lambda error: inf if error.retry_after is None else error.retry_after)
         return min(ready, key=lambda line: line.unfinished)
 
@@ -246,30 +253,7 @@ class RemoteGenerator:
             if not handle.ended:
                 line.registry.release(handle, error)
 
-
-class Workers:
-    """A `ModelHost` of runtime processes. Made by `opened`."""
-
-    def __init__(self, config: WorkersConfig, tokenizer: Tokenizer, opening: Opening) -> None:
-        self._opening, plan = opening, opening.plan
-        path = str(plan.directory.resolve())
-        self._tokenizing = TokenizerProcess(config.spawn(config.count), config.client, plan.name, path)
-        self.lines = [Line(number, config, opening) for number in range(config.count)]
-        self.generator = RemoteGenerator(plan.name, self.lines, tokenizer, self._tokenizing)
-        self._series = SeriesSet(WORKERS, opening.registry)
-        self._refresh()
-
-    async def start(self) -> None:
-        """Start all processes; returns when every one has loaded the model. Raises the error of the first that
-        fails."""
-        self._opening.reached("loading")
-        clients = [*(line.client for line in self.lines), self._tokenizing.client]
-        try:
-            await start_all(clients)
-        except BaseException:
-            await self.close(0.0)
-            raise
-        self.generator.loaded()
+    # -- what the server asks ------------------------------------------------------------------------------------------
 
     @property
     def state(self) -> str:
@@ -280,12 +264,12 @@ class Workers:
         workers = [line.health() for line in self.lines]
         return {
             "runner": self.lines[0].about.get("runner", ""),
-            "max_model_len": self.generator.limits.max_model_len,
+            "max_model_len": self.limits.max_model_len,
             "running": sum(worker["running"] for worker in workers),
             "waiting": sum(worker["waiting"] for worker in workers),
             "model_loaded": self.state == "ready",
             "workers": workers,
-            "tokenizer": {"state": self._tokenizing.client.state, "restarts": self._tokenizing.client.restarts},
+            "tokenizer": {"state": self._tokenizing.state, "restarts": self._tokenizing.restarts},
         }
 
     async def status(self) -> dict[str, Any]:
@@ -333,7 +317,7 @@ class Workers:
 
     def processes(self) -> list[LiveProcess]:
         """The runtime processes, and that which tokenises long prompts."""
-        tokenizing = self._tokenizing.client
+        tokenizing = self._tokenizing
         told = live_process("tokenizer", tokenizing.pid, tokenizing.state, tokenizing.restarts, None, None)
         return [*(line.process() for line in self.lines), told]
 
@@ -347,16 +331,16 @@ class Workers:
                 with suppress(ProcessLookupError):
                     os.kill(line.client.pid, signal.SIGHUP)
 
-    async def close(self, timeout: float) -> bool:
+    async def close(self, drain: bool, timeout: float) -> bool:
         """No process is left."""
         loop = asyncio.get_running_loop()
         until = loop.time() + timeout
-        await asyncio.gather(*(line.batcher.close(timeout > 0, timeout) for line in self.lines))
+        await asyncio.gather(*(line.batcher.close(drain and timeout > 0, timeout) for line in self.lines))
         await asyncio.gather(*(line.registry.wait_idle(max(0.0, until - loop.time())) for line in self.lines))
         within = min(ENDS_WITHIN, max(AT_LEAST, until - loop.time()))
         closing = [line.client.close(within, line.running == 0) for line in self.lines]
-        await asyncio.gather(*closing, self._tokenizing.client.close(within))
-        self.generator.close()
+        await asyncio.gather(*closing, self._tokenizing.close(within))
+        self.texts.close()
         return True
 
 
