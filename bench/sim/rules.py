@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import inf
-from typing import Any, cast
+from typing import Any, TypeAlias
 
 from bench.sim.rivals import EarlyDrop, HoldAlways, MarginalWait
 from reflex_runtime.core.cost import UnitCost
@@ -17,7 +17,9 @@ from reflex_runtime.core.scheduler import Scheduler
 from reflex_runtime.core.time_cost import TimeCost
 from reflex_runtime.run.batch_processor import BatchConfig
 from reflex_runtime.settings.policies import ServeConfig, serving_group
-from reflex_runtime.sim import Affine, Decider
+from reflex_runtime.sim import Affine
+
+Decider: TypeAlias = Any  # a `Scheduler`, or what has the methods of one that `simulate` calls
 
 DEVICE = Affine(0.020, 0.002)  # the device all quoted figures are for: 20 + 2n ms
 
@@ -73,7 +75,7 @@ class Rule:
 
     def make(self, setting: Setting) -> Decider:
         built = self.build(setting)
-        return cast(Decider, Blind(built)) if self.blind else built
+        return Blind(built) if self.blind else built
 
 
 def _window(s: Setting) -> Decider:

@@ -7,25 +7,48 @@ new requests before the residents' next step at any cost.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from random import Random
 
 from bench.sim.compare import Bench, Progress, Results
 from bench.sim.rivals import AlwaysJoin
-from reflex_runtime.core.batch import Done, More, Outcome
+from bench.sim.rules import Decider
+from reflex_runtime.core.batch import Batch, Done, More, Outcome
 from reflex_runtime.core.flush import FlushPolicy
 from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.core.request import Request, Ticket
 from reflex_runtime.core.scheduler import Scheduler
 from reflex_runtime.core.time_cost import TimeCost
 from reflex_runtime.sim.report import Report, columns
-from reflex_runtime.sim.run import Decider, simulate
-from reflex_runtime.sim.service import Affine, Noisy, Service, Staged
-from reflex_runtime.sim.workload import Callers, Exponential, Normal, Think
+from reflex_runtime.sim.run import simulate
+from reflex_runtime.sim.service import Affine, Noisy, Service
+from reflex_runtime.sim.workload import Callers, Exponential, Think
 
 STAGES = PREFIX, DENOISE = "prefix", "denoise"
 BUDGET = 10.0  # seconds: far above every chunk here, so that the budget decides nothing
+
+
+@dataclass(frozen=True, slots=True)
+class Staged:
+    """A device on which every stage takes its own time."""
+
+    stages: Mapping[str, Service]
+
+    def seconds(self, batch: Batch, now: float, rng: Random) -> float:
+        return self.stages[batch.stage].seconds(batch, now, rng)
+
+
+@dataclass(frozen=True, slots=True)
+class Normal:
+    """Normally distributed, and never below 0."""
+
+    mean: float
+    sigma: float
+
+    def draw(self, rng: Random) -> float:
+        return max(0.0, rng.gauss(self.mean, self.sigma))
 
 
 @dataclass(frozen=True, slots=True)

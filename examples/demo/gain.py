@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from reflex_runtime.observe.journal_view import FAINT, INK, PALETTE, RULE, client_name
+from reflex_runtime.observe.journal_view import FAINT, INK, PALETTE, RULE, client_label
 from reflex_runtime.observe.plots import Figure, Patch, saved
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ class Lanes:
     @classmethod
     def of(cls, run: Journal, window: float = WINDOW) -> Lanes:
         """From the middle of the time in which every robot was at work."""
-        members = [(batch, m, client_name(m)) for batch in run.batches for m in batch.members]
+        members = [(batch, m, client_label(m.client)) for batch in run.batches for m in batch.members]
         first: dict[str, float] = {}
         last: dict[str, float] = {}
         for batch, _, robot in members:

@@ -11,7 +11,7 @@ import pytest
 from reflex_runtime.core.batch import Batch, Cause
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.core.request import Request, Ticket
-from reflex_runtime.sim import Affine, Drifting, Noisy, Table
+from reflex_runtime.sim import Affine, Drifting, Noisy
 from reflex_runtime.sim.service import line_through
 
 RNG = Random(1)
@@ -24,22 +24,6 @@ def batch(*classes: str, shape: str = "") -> Batch:
 
 def test_affine_is_fixed_plus_marginal_per_request() -> None:
     assert Affine(0.020, 0.002).seconds(batch("", "", ""), 0.0, RNG) == pytest.approx(0.026)
-
-
-def test_affine_knows_classes_and_shapes() -> None:
-    device = Affine(0.020, 0.002, by_class={"miss": 0.010}, by_shape={"large": 0.100})
-    assert device.seconds(batch("", "miss", "miss"), 0.0, RNG) == pytest.approx(0.042)
-    assert device.seconds(batch("", shape="large"), 0.0, RNG) == pytest.approx(0.102)
-
-
-@pytest.mark.parametrize(("n", "seconds"), [(1, 0.010), (2, 0.012), (3, 0.013), (4, 0.014), (6, 0.016)])
-def test_a_table_is_joined_and_continued_by_straight_lines(n: int, seconds: float) -> None:
-    assert Table({1: 0.010, 2: 0.012, 4: 0.014}).of(n) == pytest.approx(seconds)
-    assert Table({1: 0.010, 2: 0.012, 4: 0.014}).seconds(batch(*[""] * n), 0.0, RNG) == pytest.approx(seconds)
-
-
-def test_below_its_smallest_size_a_table_stays_level() -> None:
-    assert Table({4: 0.014, 8: 0.020}).of(1) == 0.014
 
 
 def test_drift_comes_at_once_or_gradually() -> None:
@@ -72,7 +56,6 @@ def test_a_share_of_batches_stalls() -> None:
     [
         (lambda: Affine(-1.0, 2.0), "Affine.fixed=-1.0"),
         (lambda: Affine(0.0, 0.0), "fixed \\+ marginal"),
-        (lambda: Table({}), "Table.measured"),
         (lambda: Noisy(Affine(1.0, 1.0), 3.0), "Noisy.sigma"),
     ],
 )

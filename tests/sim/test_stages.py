@@ -17,6 +17,7 @@ from bench.sim.stages import (
     RULE,
     WHOLE,
     Case,
+    Normal,
     Plan,
     ratio_cases,
     run_case,
@@ -25,7 +26,6 @@ from bench.sim.stages import (
 )
 
 from reflex_runtime.core import forming
-from reflex_runtime.sim.workload import Normal
 from thinned import thinned
 
 PAGE = Path(__file__).parents[2] / "docs/simulator.md"

@@ -5,17 +5,20 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from reflex_runtime.cli.console import ProgressLine
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.observe.files import create, refused, write_all
 from reflex_runtime.observe.journal_reader import Journal, read_journal
 from reflex_runtime.observe.journal_writer import hardware
-from reflex_runtime.settings.declare import one_line, whole
+from reflex_runtime.settings.declare import whole
 
 if TYPE_CHECKING:
     from reflex_runtime.robots.analysis.replay import ModelReplay
@@ -70,14 +73,12 @@ def add_replay(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )  # fmt: skip
     add = parser.add_argument_group("through the scheduler").add_argument
     add("--schedule", action="store_true", help="run the recorded arrivals through the scheduler, in virtual time")
-    for flag, low, high, kind in (
-        ("--max-batch-cost-ms", 10, 10_000, "budget"), ("--batch-timeout-ms", 0, 1000, "limit for holds"),
+    for flag, unit, low, high, kind in (
+        ("--max-batch-cost-ms", "MS", 10, 10_000, "budget"), ("--batch-timeout-ms", "MS", 0, 1000, "limit for holds"),
+        ("--max-batch-size", "N", 1, 4096, "size cap"),
     ):  # fmt: skip
-        add(flag, type=_milliseconds(flag, low, high), metavar="MS", help=f"another {kind}, in [{low}, {high}]")
-    add(
-        "--max-batch-size", type=lambda n: whole("--max-batch-size", n, 1, 4096), metavar="N",
-        help="another size cap, in [1, 4096]",
-    )  # fmt: skip
+        read = partial(whole, flag, low=low, high=high)
+        add(flag, type=read, metavar=unit, help=f"another {kind}, in [{low}, {high}]")
     parser.add_argument("--output", type=Path, metavar="JSON", help="also write the whole result to this file")
     parser.set_defaults(run=replay)
 
@@ -89,7 +90,7 @@ def replay(args: argparse.Namespace) -> int:
     found = _schedule(args) if args.schedule else _model(args)
     if args.output is not None:
         with refused(f"--output={args.output}"), create(args.output) as file:
-            write_all(file, (json.dumps(found, indent=1, allow_nan=False) + "\n").encode())
+            write_all(file, msgspec.json.format(msgspec.json.encode(found), indent=1) + b"\n")
         print(f"wrote {args.output}", file=sys.stderr)
     return 3 if found.get("failed") else 0
 
@@ -143,7 +144,7 @@ def _model(args: argparse.Namespace) -> dict[str, Any]:
         "left_out": dict(replay.left_out),
         "all": replay.summary(),
         "slots": {slot: replay.summary(slot) for slot in sorted({item.slot for item in replay.items})},
-        "items": [_plain(asdict(item)) for item in replay.items],
+        "items": replay.items,
     }
 
 
@@ -218,10 +219,11 @@ def _schedule(args: argparse.Namespace) -> dict[str, Any]:
     cost, hold, size = args.max_batch_cost_ms, args.batch_timeout_ms, args.max_batch_size
     recording = read_journal(args.file, images=False)
     reports = {"recorded": recorded_report(recording), "replayed": replay_schedule(recording)}
-    told = [] if cost is None else [f"{cost * 1e3:g} ms"]
-    told += [] if hold is None else [f"{hold * 1e3:g} ms hold"]
+    told = [] if cost is None else [f"{cost} ms"]
+    told += [] if hold is None else [f"{hold} ms hold"]
     told += [] if size is None else [f"size {size}"]
     if told:
+        cost, hold = (None if ms is None else ms / 1e3 for ms in (cost, hold))
         reports[", ".join(told)] = replay_schedule(recording, Changes(cost, hold, size))
     print(f"{args.file}: {len(recording.requests)} requests{_unfinished(recording)}")
     seen, replayed = reports["recorded"], reports["replayed"]
@@ -234,7 +236,7 @@ def _schedule(args: argparse.Namespace) -> dict[str, Any]:
         "file": str(args.file),
         "failed": [],
         "warning": warning,
-        "reports": {n: _plain({k: v for k, v in asdict(r).items() if k != "clients"}) for n, r in reports.items()},
+        "reports": {n: {k: v for k, v in asdict(r).items() if k != "clients"} for n, r in reports.items()},
     }
 
 
@@ -246,32 +248,6 @@ def _unfinished(recording: Journal) -> str:
         dropped = recording.footer.dropped
         return f", {dropped} lines dropped" if dropped else ""
     return ", no footer: the recorder was stopped" + (" and its last line is cut off" if recording.torn else "")
-
-
-def _milliseconds(flag: str, low: float, high: float) -> Callable[[str], float]:
-    """What reads the option as seconds."""
-
-    def seconds(text: str) -> float:
-        try:
-            value = float(text)
-        except ValueError:
-            value = low - 1.0
-        if not low <= value <= high:
-            raise ConfigError(f"{flag}={one_line(text)}: must be a number in [{low:g}, {high:g}] ms")
-        return value / 1e3
-
-    return seconds
-
-
-def _plain(value: Any) -> Any:
-    """What JSON can carry."""
-    if isinstance(value, dict):
-        return {str(k): _plain(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(v) for v in value]
-    if isinstance(value, float) and not -1e308 < value < 1e308:
-        return None
-    return value
 
 
 _REPORT_DESCRIPTION = """\

@@ -23,17 +23,8 @@ PATIENCE = 10.0  # seconds for the answer
 MOST = 64 * 2**20  # bytes of it
 
 
-def add_server(parser: argparse.ArgumentParser) -> None:
-    """The options of a verb that asks a running server: its URL and its key."""
-    parser.add_argument(
-        "url", nargs="?", default="http://127.0.0.1:8000", metavar="URL",
-        help="where the server is (default %(default)s)",
-    )  # fmt: skip
-    add_key(parser)
-
-
 def add_key(parser: argparse.ArgumentParser) -> None:
-    """The option of the key alone."""
+    """The option of the key of a running server."""
     parser.add_argument(
         "--api-key", metavar="KEY",
         help="key of the server, of operators if it has two; default: the environment variable REFLEX_API_KEY",

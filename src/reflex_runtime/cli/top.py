@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from reflex_runtime.cli.console import console
-from reflex_runtime.cli.server_address import STREAM, ServerAddress, add_server, key_of, snapshot_of
+from reflex_runtime.cli.server_address import STREAM, ServerAddress, add_key, key_of, snapshot_of
 from reflex_runtime.observe.journal_view import PALETTE, WHY_WAITING
 from reflex_runtime.observe.live import LiveBatch, LiveGroup, LiveSnapshot
 
@@ -45,7 +45,11 @@ def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
         description="Watch a running server: its batches as they form, its clients and its queues. Ctrl-C ends it.",
         epilog=_EPILOG,
     )
-    add_server(parser)
+    default = "http://127.0.0.1:8000"
+    parser.add_argument(
+        "url", nargs="?", default=default, metavar="URL", help="where the server is (default %(default)s)"
+    )
+    add_key(parser)
     parser.add_argument("--once", action="store_true", help="show one snapshot and end")
     parser.add_argument("--json", action="store_true", help="print each snapshot as a line of JSON")
     parser.set_defaults(run=run)

@@ -200,9 +200,8 @@ def _lines(file: str) -> list[str]:
 
 
 def _outputs(text: str, count: int) -> list[int]:
-    parts = text.split(",")
-    numbers = [int(p) for p in parts if p.strip().isdecimal() and len(p.strip()) <= 9]
-    if len(numbers) == len(parts) and len(parts) in (1, count) and all(1 <= n <= LONGEST for n in numbers):
+    numbers = _numbers(text)
+    if len(numbers) in (1, count) and all(1 <= n <= LONGEST for n in numbers):
         return (numbers * count)[:count]
     raise ConfigError(f"--max-tokens={one_line(text)}: must be a whole number in [1, {LONGEST}]{_or_each(count)}")
 
@@ -210,12 +209,18 @@ def _outputs(text: str, count: int) -> list[int]:
 def _arrivals(text: str, count: int) -> list[int]:
     if not text:
         return [0] * count
-    parts = text.split(",")
-    if len(parts) == count and all(p.strip().isdecimal() and len(p.strip()) <= 9 for p in parts):
-        return [int(p) for p in parts]
+    numbers = _numbers(text)
+    if len(numbers) == count:
+        return numbers
     each = ",".join(str(i) for i in range(count)) if count <= 4 else "0,1,2,3,…"
-    numbers = f"{count} whole numbers, one for each prompt," if count > 1 else "a whole number"
-    raise ConfigError(f"--at={one_line(text)}: must be {numbers} in [0, 999999999], such as {each}")
+    told = f"{count} whole numbers, one for each prompt," if count > 1 else "a whole number"
+    raise ConfigError(f"--at={one_line(text)}: must be {told} in [0, 999999999], such as {each}")
+
+
+def _numbers(text: str) -> list[int]:
+    """Whole numbers with commas; none where a part is no such number."""
+    parts = [part.strip() for part in text.split(",")]
+    return [int(part) for part in parts] if all(p.isdecimal() and len(p) <= 9 for p in parts) else []
 
 
 def _priorities(text: str, count: int) -> list[Priority]:

@@ -17,7 +17,7 @@ from reflex_runtime.observe.journal_reader import Journal
 from reflex_runtime.observe.journal_view import (
     Colours,
     Waiter,
-    client_name,
+    client_label,
     courses,
     ink,
     is_decode,
@@ -170,7 +170,7 @@ def member_name(member: Member, by: str, clients: Counter[str]) -> str:
     """What a member is called where colours are `by` client or request. clients: how often each is in the batch."""
     if by == "request":
         return request_name(member)
-    client = client_name(member)
+    client = client_label(member.client)
     return client if clients[member.client] == 1 else f"{client}/{request_name(member)}"
 
 

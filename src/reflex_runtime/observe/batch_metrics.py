@@ -109,6 +109,16 @@ class _Counters:
     timed_out: int = 0
     pending: int = 0
 
+    def as_dict(self) -> dict[str, Any]:
+        """All of it, JSON-safe."""
+        return {f.name: _plain(getattr(self, f.name)) for f in fields(self)}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(name): _plain(one) for name, one in value.items()}
+    return value.as_dict() if isinstance(value, Durations | _Counters) else value
+
 
 COUNTERS = tuple(f.name for f in fields(_Counters))
 
@@ -118,9 +128,6 @@ class FeedBatchMetrics(_Counters):
     """One feed's share. latency: from its submission to its answer, of what was processed."""
 
     latency: Durations = Durations()
-
-    def as_dict(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in COUNTERS} | {"latency": self.latency.as_dict()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,57 +149,32 @@ class BatchMetrics(_Counters):
     consecutive_errors: int = 0
     feeds: Mapping[str, FeedBatchMetrics] = field(default_factory=dict)
 
-    def as_dict(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in COUNTERS} | {
-            "batches_dispatched": self.batches_dispatched,
-            "processing": self.processing.as_dict(),
-            "formation": self.formation.as_dict(),
-            "batch_sizes": {str(size): count for size, count in self.batch_sizes.items()},
-            "fill_ratio": self.fill_ratio,
-            "consecutive_errors": self.consecutive_errors,
-            "feeds": {name: feed.as_dict() for name, feed in self.feeds.items()},
-        }
 
-
+@dataclass(slots=True)
 class _FeedCounters:
     """Counters of one feed. seen: when it last submitted something that was admitted, or was first seen."""
 
-    __slots__ = (
-        "closed",
-        "dropped",
-        "failed",
-        "in_flight_exceeded",
-        "latency",
-        "processed",
-        "queued",
-        "rejected",
-        "seen",
-        "timed_out",
-    )
-
-    def __init__(self, now: float) -> None:
-        self.queued = self.rejected = self.in_flight_exceeded = self.closed = 0
-        self.processed = self.failed = self.dropped = self.timed_out = 0
-        self.seen = now
-        self.latency = Times()
+    seen: float
+    queued: int = 0
+    rejected: int = 0
+    in_flight_exceeded: int = 0
+    closed: int = 0
+    processed: int = 0
+    failed: int = 0
+    dropped: int = 0
+    timed_out: int = 0
+    latency: Times = field(default_factory=Times)
 
     @property
     def pending(self) -> int:
         return self.queued - self.processed - self.failed - self.dropped
 
+    @property
+    def submitted(self) -> int:
+        return self.queued + self.rejected + self.in_flight_exceeded + self.closed
+
     def counters(self) -> dict[str, int]:
-        refused = self.rejected + self.in_flight_exceeded + self.closed
-        return {
-            "submitted": self.queued + refused,
-            "rejected": self.rejected,
-            "in_flight_exceeded": self.in_flight_exceeded,
-            "closed": self.closed,
-            "processed": self.processed,
-            "failed": self.failed,
-            "dropped": self.dropped,
-            "timed_out": self.timed_out,
-            "pending": self.pending,
-        }
+        return {name: getattr(self, name) for name in COUNTERS}
 
 
 class BatchMeter:

@@ -202,8 +202,8 @@ class LineWriter(Generic[T]):
 
     start: a file and its first lines; called with the first item of each file, or at once when `eager`. encode: an item
     as lines. finish: the last lines. They run on the thread; an item that cannot be encoded is logged and dropped.
-    capacity: most items waiting; beyond it they are dropped and counted. gather: see `GATHER`. limit: bytes after which
-    a file is finished and the next item begins another; 0 is none. turns: `turn_all` turns it too.
+    capacity: most items waiting; beyond it they are dropped and counted. limit: bytes after which a file is finished
+    and the next item begins another; 0 is none. turns: `turn_all` turns it too.
 
     A disk error ends the writing and is kept in `error`; callers do not see it. cpu: processor seconds the thread has
     used, as of its last write.
@@ -217,7 +217,6 @@ class LineWriter(Generic[T]):
         finish: Callable[[], bytes],
         capacity: int,
         eager: bool = False,
-        gather: float = GATHER,
         limit: int = 0,
         turns: bool = True,
     ) -> None:
@@ -225,7 +224,7 @@ class LineWriter(Generic[T]):
         self.cpu = 0.0
         self._full = self._odd = 0  # dropped by callers, without room or file; here, with the file or as unwritable
         self._start, self._encode, self._finish = start, encode, finish
-        self._capacity, self._eager, self._gather, self._limit = capacity, eager, gather, limit
+        self._capacity, self._eager, self._limit = capacity, eager, limit
         self._chunk = min(limit or _CHUNK, _CHUNK)
         self._file: LineTarget | None = None
         self._queue: deque[T] = deque()
@@ -290,7 +289,7 @@ class LineWriter(Generic[T]):
                 self._begin()
             while not closing:
                 self._some.wait()
-                self._hurry.wait(self._gather)
+                self._hurry.wait(GATHER)
                 closing = self.closed
                 self._hurry.clear()
                 self._some.clear()

@@ -45,7 +45,7 @@ class Colours:
                 key: Hashable = m.client if by == "client" else m.seq
                 if key not in index:
                     index[key] = len(index)
-                    names.append(client_name(m) if by == "client" else request_name(m))
+                    names.append(client_label(m.client) if by == "client" else request_name(m))
         return cls(by, tuple(names), index)
 
     def index(self, member: Member) -> int:
@@ -66,13 +66,9 @@ def request_name(member: Member) -> str:
     return plain(member.id) if member.id else f"#{member.seq}"
 
 
-def client_name(member: Member) -> str:
-    """The client; one known only by its connection is `host:port`, which a server writes as the repr of a pair."""
-    return client_label(member.client)
-
-
 def client_label(client: str, width: int = 18) -> str:
-    """The same for a client's text alone. width: characters of a name."""
+    """The client; one known only by its connection is `host:port`, which a server writes as the repr of a pair. width:
+    characters of a name."""
     connection = _CONNECTION.fullmatch(client)
     if connection is None:
         return plain(client or "no client", width)

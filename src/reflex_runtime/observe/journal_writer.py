@@ -52,7 +52,6 @@ from reflex_runtime.observe.request_record import (
     QueuedRecord,
     RequestRecord,
     add_payload,
-    facts_of,
     request_line,
     scheduled,
 )
@@ -234,7 +233,7 @@ class JournalWriter:
         elif isinstance(event, BatchFinished):
             self._finished(event)
         elif isinstance(event, RequestRejected):
-            asked = scheduled(None, event.at, facts_of(event.request))
+            asked = scheduled(event.request, None, event.at)
             self._put(EndedLine(None, event.at, event.error.outcome, event.request.id, asked))
 
     def _finished(self, event: BatchFinished) -> None:
@@ -318,12 +317,8 @@ class JournalWriter:
             self._too_large += 1
             return
         entered = [] if answered.batch is None else self._entered.get(answered.batch.id, [])
-        taken = QueuedRecord(answered, event.outcome, event.status, event.wire, entered)
-        if ticket is not None:
-            taken.ticket, taken.arrived, taken.facts = ticket.seq, ticket.arrived, facts_of(ticket.request)
-            taken.admitted = ticket.admitted if ticket.admitted < ticket.arrived else None
-            taken.ready = ticket.ready_at < inf
-        if self._put(taken):
+        schedule = None if ticket is None else scheduled(ticket.request, ticket, event.at)
+        if self._put(QueuedRecord(answered, event.outcome, event.status, event.wire, entered, schedule)):
             self._waiting_bytes += size
 
     def _put(self, item: _Item) -> bool:

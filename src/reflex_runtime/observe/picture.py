@@ -263,6 +263,7 @@ _CAUSES = {  # letter, colour: dark where a ceiling ended the wait, pale where t
 }
 _STAGES = ("#1E293B", "#CBD5E1", "#F59E0B", "#7C3AED", "#0D9488", "#BE123C")  # in order of appearance; then repeated
 _CEILING = "#B91C1C"
+MOST_KINDS = 9  # in the legend of a strip
 _SHORT = {  # what kept the others out of a step of tokens
     "budget": ("B", "#374151"),
     "places": ("P", "#7C3AED"),
@@ -347,56 +348,43 @@ def stage_of(batch: BatchLine, several: bool) -> str:
 
 
 def draw_stages(axes: Axes, bars: Sequence[Bar], stages: Sequence[str], several: bool) -> None:
-    kinds = {stage: ("", _STAGES[i % len(_STAGES)]) for i, stage in enumerate(stages)}
-    total = _strip(axes, "stage", [Counter(stage_of(b, several) for b in bar.batches) for bar in bars], kinds)
-    told = [stage for stage in stages if total[stage]]
-    handles = [
-        Patch(facecolor=kinds[s][1], label=f"{plain(s or 'no stage')} {total[s]:,}") for s in told[: len(_STAGES)]
-    ]
-    if len(told) > len(_STAGES):
-        handles.append(Patch(label=f"and {len(told) - len(_STAGES)} more", facecolor="none", edgecolor="none"))
-    _key(axes, handles)
+    kinds = {
+        stage: ("", _STAGES[i % len(_STAGES)], plain(stage or "no stage")) for i, stage in enumerate(stages)
+    }
+    _strip(axes, "stage", [Counter(stage_of(b, several) for b in bar.batches) for bar in bars], kinds)
 
 
 def draw_causes(axes: Axes, bars: Sequence[Bar]) -> None:
     """Why each batch left."""
-    total = _strip(axes, "why", [Counter(b.cause for b in bar.batches) for bar in bars], _CAUSES)
-    handles = []
+    kinds = {}
     for cause, (letter, colour) in _CAUSES.items():
-        if total[cause]:
-            reason = Cause(cause).reason.value
-            name = cause if cause == reason else f"{cause} ({reason})"
-            handles.append(Patch(facecolor=colour, label=f"{letter}  {name} {total[cause]:,}"))
-    _key(axes, handles)
+        reason = Cause(cause).reason.value
+        name = cause if cause == reason else f"{cause} ({reason})"
+        kinds[cause] = letter, colour, f"{letter}  {name}"
+    _strip(axes, "why", [Counter(b.cause for b in bar.batches) for bar in bars], kinds)
 
 
 def draw_shortages(axes: Axes, bars: Sequence[Bar]) -> None:
     """What kept others out of each step."""
     spelt = len(bars) <= 12  # a letter is easily taken for a request
-    kinds = {kind: (kind if spelt else letter, colour) for kind, (letter, colour) in _SHORT.items()}
-    total = _strip(axes, "short of", [Counter(b.short_of for b in bar.batches) for bar in bars], kinds)
-    handles = [
-        Patch(facecolor=colour, label=f"{'' if spelt else letter + '  '}{WHY_WAITING[kind]} {total[kind]:,}")
-        for kind, (letter, colour) in _SHORT.items()
-        if kind and total[kind]
-    ]
-    if handles:
-        _key(axes, handles)
+    kinds = {}
+    for kind, (letter, colour) in _SHORT.items():
+        name = WHY_WAITING.get(kind, "")
+        kinds[kind] = (kind, colour, name) if spelt else (letter, colour, name and f"{letter}  {name}")
+    _strip(axes, "short of", [Counter(b.short_of for b in bar.batches) for bar in bars], kinds)
 
 
-def _strip(axes: Axes, label: str, bars: Sequence[Counter[str]], kinds: Mapping[str, tuple[str, str]]) -> Counter[str]:
-    """A strip of colours under the bars; where a bar is several batches, in proportion. kinds: letter and colour of
-    each; returns their counts."""
+def _strip(axes: Axes, label: str, bars: Sequence[Counter[str]], kinds: Mapping[str, tuple[str, str, str]]) -> None:
+    """A strip of colours under the bars; where a bar is several batches, in proportion. kinds: letter, colour and name
+    of each; one without a name is not in the legend."""
     axes.set_ylim(0, 1)
     axes.set_yticks([])
     for spine in axes.spines.values():
         spine.set_visible(False)
     axes.set_ylabel(label, rotation=0, ha="right", va="center")
-    total: Counter[str] = Counter()
     for x, counts in enumerate(bars):
-        total += counts
         bottom = 0.0
-        for kind, (letter, colour) in kinds.items():
+        for kind, (letter, colour, _) in kinds.items():
             share = counts[kind] / counts.total()
             if share:
                 patch = Rectangle((x - 0.47, bottom), 0.94, share, facecolor=colour, linewidth=0)
@@ -405,7 +393,12 @@ def _strip(axes: Axes, label: str, bars: Sequence[Counter[str]], kinds: Mapping[
             if letter and share == 1.0 and len(bars) <= 60:
                 axes.text(x, 0.47, letter, ha="center", va="center", color=ink(colour), fontsize=7.5)
             bottom += share
-    return total
+    total = sum(bars, Counter[str]())
+    told = [(f"{name} {total[kind]:,}", colour) for kind, (_, colour, name) in kinds.items() if name and total[kind]]
+    handles = [Patch(facecolor=colour, label=text) for text, colour in told[:MOST_KINDS]]
+    if len(told) > MOST_KINDS:
+        handles.append(Patch(label=f"and {len(told) - MOST_KINDS} more", facecolor="none", edgecolor="none"))
+    _key(axes, handles)
 
 
 def draw_times(axes: Axes, bars: Sequence[Bar]) -> None:
@@ -457,9 +450,8 @@ def draw_waiters(axes: Axes, bars: Sequence[Bar], waited: Mapping[int, Sequence[
     axes.set_ylabel("waiting")
     axes.set_ylim(0.0, 1.12 * max(bottom) or 1.0)
     axes.yaxis.set_major_locator(MaxNLocator(3, integer=True))
-    if drawn:
-        _key(axes, drawn)
-    else:
+    _key(axes, drawn)
+    if not drawn:
         axes.text(0.5, 0.4, "none", transform=axes.transAxes, color=FAINT, ha="center", va="center")
 
 
@@ -467,9 +459,11 @@ _LEFT_OUT = {"queued": "not entered yet", "resident": "resident, granted nothing
 
 
 def _key(axes: Axes, handles: Sequence[Any]) -> None:
-    """A small legend above the right end of a panel."""
+    """A small legend above the right end of a panel, of what there is."""
+    if not handles:
+        return
     axes.legend(
-        handles=handles, loc="lower right", bbox_to_anchor=(1.008, 1.0), ncols=max(1, len(handles)), frameon=False,
+        handles=handles, loc="lower right", bbox_to_anchor=(1.008, 1.0), ncols=len(handles), frameon=False,
         fontsize=7, labelcolor=FAINT, handlelength=1.0, handleheight=0.8, handletextpad=0.4, columnspacing=1.2,
         borderpad=0.1, borderaxespad=0.45,
     )  # fmt: skip

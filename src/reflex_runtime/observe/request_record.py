@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from math import inf, isfinite
 from typing import Any
@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from reflex_runtime.core.request import AdmittedBatch, Priority, Request
+from reflex_runtime.core.request import AdmittedBatch, Request, Ticket
 from reflex_runtime.observe.journal import (
     AdmissionGroup,
     Cost,
@@ -80,44 +80,28 @@ class RequestRecord(msgspec.Struct):
         return size
 
 
-Facts = tuple[Hashable, Priority, float | None, Hashable, Hashable, Hashable, str, float, float]
-
-
-def facts_of(request: Request) -> Facts:
-    """The request as the scheduler got it, without the payload."""
-    r = request
-    return r.client, r.priority, r.time_limit, r.partition, r.shape, r.cost_class, r.stage, r.weight, r.wants
-
-
-def scheduled(ticket: int | None, arrived: float, facts: Facts) -> SchedulerRequest:
-    """These facts as a line of the journal has them."""
-    client, priority, limit, partition, shape, cost_class, stage, weight, wants = facts
-    keys = (str(partition), str(shape), str(cost_class))
-    return SchedulerRequest(ticket, arrived, str(client), int(priority), limit, *keys, stage, weight, wants)
-
-
-def _scheduled(taken: QueuedRecord, facts: Facts) -> SchedulerRequest:
-    made = scheduled(taken.ticket, taken.arrived, facts)
-    made.admitted, made.ready = taken.admitted, taken.ready
+def scheduled(request: Request, ticket: Ticket | None, at: float) -> SchedulerRequest:
+    """The request as the scheduler got it, without the payload. at: when it was refused, where there is no ticket."""
+    made = SchedulerRequest(
+        None, at, str(request.client), int(request.priority), request.time_limit, str(request.partition),
+        str(request.shape), str(request.cost_class), request.stage, request.weight, request.wants,
+    )  # fmt: skip
+    if ticket is not None:
+        made.ticket, made.arrived, made.ready = ticket.seq, ticket.arrived, ticket.ready_at < inf
+        made.admitted = ticket.admitted if ticket.admitted < ticket.arrived else None
     return made
 
 
 class QueuedRecord(msgspec.Struct):
-    """An answer as it waits to be written. entered: ids of those that entered with its batch.
-
-    ticket, arrived, admitted, ready, facts: of a request that came to the scheduler, see `SchedulerRequest`.
-    """
+    """An answer as it waits to be written. entered: ids of those that entered with its batch. schedule: None where it
+    never came to the scheduler."""
 
     answered: RequestRecord
     outcome: str
     status: int
     wire: str
     entered: list[str]
-    ticket: int | None = None
-    arrived: float = 0.0
-    admitted: float | None = None
-    ready: bool = True
-    facts: Facts | None = None
+    schedule: SchedulerRequest | None
 
 
 def request_line(taken: QueuedRecord, seq: int, origin: float, began: float) -> RequestLine:
@@ -144,7 +128,7 @@ def request_line(taken: QueuedRecord, seq: int, origin: float, began: float) -> 
         status=taken.status,
         batch=None if batch is None else AdmissionGroup(batch.id, batch.size, batch.reason, batch.cause, taken.entered),
         cost=Cost(None if batch is None else batch.cost * 1e3, round(a.measured_ms, 6)),
-        schedule=None if taken.facts is None else _scheduled(taken, taken.facts),
+        schedule=taken.schedule,
         model_hash=a.model_hash,
         wire=taken.wire,
     )

@@ -10,10 +10,12 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
 from math import inf
-from typing import Any, Final, NamedTuple, TypeAlias
+from types import SimpleNamespace
+from typing import Any, Final, NamedTuple, TypeAlias, cast
 
 from prometheus_client import CollectorRegistry, Gauge, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from reflex_runtime.observe.batch_metrics import BOUNDS, BatchMetrics, Durations
@@ -172,23 +174,10 @@ def _histogram(
     return family
 
 
-class _Families:
-    """A collector of existing families."""
-
-    def __init__(self, families: Iterable[Metric]) -> None:
-        self._families = families
-
-    def describe(self) -> Iterable[Metric]:
-        return ()
-
-    def collect(self) -> Iterable[Metric]:
-        return self._families
-
-
 def rendered(families: Iterable[Metric]) -> bytes:
-    """Their page."""
-    registry = CollectorRegistry()
-    registry.register(_Families(families))
+    """The page of existing families."""
+    registry, collector = CollectorRegistry(), SimpleNamespace(collect=lambda: families, describe=tuple)
+    registry.register(cast(Collector, collector))
     return generate_latest(registry)
 
 

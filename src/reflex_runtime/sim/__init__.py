@@ -12,65 +12,33 @@
     assert Report.of(run).on_time > 0.95
 """
 
-from reflex_runtime.core.statistics import percentile
-from reflex_runtime.sim.report import Report, fair_shares, jain
-from reflex_runtime.sim.run import Decider, Ran, RequestEnd, Run, simulate
-from reflex_runtime.sim.service import Affine, Drifting, Noisy, Service, Staged, Table
-from reflex_runtime.sim.workload import (
-    Around,
-    Arrival,
-    Arrivals,
-    Bursty,
-    Callers,
-    Camera,
-    Diurnal,
-    Every,
-    Exponential,
-    Fixed,
-    Heavy,
-    Mixture,
-    Normal,
-    Open,
-    Poisson,
-    RecordedArrivals,
-    RequestStream,
-    Think,
-    WorkloadPart,
-)
-
-__all__ = [
-    "Affine",
-    "Around",
-    "Arrival",
-    "Arrivals",
-    "Bursty",
-    "Callers",
-    "Camera",
-    "Decider",
-    "Diurnal",
-    "Drifting",
-    "Every",
-    "Exponential",
-    "Fixed",
-    "Heavy",
-    "Mixture",
-    "Noisy",
-    "Normal",
-    "Open",
-    "Poisson",
-    "Ran",
-    "RecordedArrivals",
-    "Report",
-    "RequestEnd",
-    "RequestStream",
-    "Run",
-    "Service",
-    "Staged",
-    "Table",
-    "Think",
-    "WorkloadPart",
-    "fair_shares",
-    "jain",
-    "percentile",
-    "simulate",
-]
+from reflex_runtime.core.statistics import percentile as percentile
+from reflex_runtime.sim.report import Report as Report
+from reflex_runtime.sim.report import fair_shares as fair_shares
+from reflex_runtime.sim.report import jain as jain
+from reflex_runtime.sim.run import Ran as Ran
+from reflex_runtime.sim.run import RequestEnd as RequestEnd
+from reflex_runtime.sim.run import Run as Run
+from reflex_runtime.sim.run import simulate as simulate
+from reflex_runtime.sim.service import Affine as Affine
+from reflex_runtime.sim.service import Drifting as Drifting
+from reflex_runtime.sim.service import Noisy as Noisy
+from reflex_runtime.sim.service import Service as Service
+from reflex_runtime.sim.workload import Around as Around
+from reflex_runtime.sim.workload import Arrival as Arrival
+from reflex_runtime.sim.workload import Arrivals as Arrivals
+from reflex_runtime.sim.workload import Bursty as Bursty
+from reflex_runtime.sim.workload import Callers as Callers
+from reflex_runtime.sim.workload import Camera as Camera
+from reflex_runtime.sim.workload import Diurnal as Diurnal
+from reflex_runtime.sim.workload import Every as Every
+from reflex_runtime.sim.workload import Exponential as Exponential
+from reflex_runtime.sim.workload import Fixed as Fixed
+from reflex_runtime.sim.workload import Heavy as Heavy
+from reflex_runtime.sim.workload import Mixture as Mixture
+from reflex_runtime.sim.workload import Open as Open
+from reflex_runtime.sim.workload import Poisson as Poisson
+from reflex_runtime.sim.workload import RecordedArrivals as RecordedArrivals
+from reflex_runtime.sim.workload import RequestStream as RequestStream
+from reflex_runtime.sim.workload import Think as Think
+from reflex_runtime.sim.workload import WorkloadPart as WorkloadPart

@@ -209,28 +209,22 @@ class RecordedCaller:
     prepared_in: float = 0.0
 
     def streams(self, seed: str) -> Sequence[RequestStream]:
-        return (_RecordedCallerStream(self),)
+        turn, last = 0, 0.0
 
+        def arrival(now: float) -> Arrival | None:
+            nonlocal turn, last
+            if turn == 0:
+                at = self.first
+            else:
+                pause = self.pauses[(turn - 1) % len(self.pauses)]
+                at = max(now, last + pause) if self.by_clock else now + pause
+            if at > self.until:
+                return None
+            request = self.requests[turn % len(self.requests)]
+            turn, last = turn + 1, at
+            return Arrival(at, request, prepared_in=self.prepared_in)
 
-class _RecordedCallerStream:
-    waits = True
-
-    def __init__(self, caller: RecordedCaller) -> None:
-        self._caller = caller
-        self._asked = 0
-        self._last = 0.0
-
-    def next(self, now: float) -> Arrival | None:
-        caller, turn = self._caller, self._asked
-        if turn == 0:
-            at = caller.first
-        else:
-            pause = caller.pauses[(turn - 1) % len(caller.pauses)]
-            at = max(now, self._last + pause) if caller.by_clock else now + pause
-        if at > caller.until:
-            return None
-        self._asked, self._last = turn + 1, at
-        return Arrival(at, caller.requests[turn % len(caller.requests)], prepared_in=caller.prepared_in)
+        return (RequestStream(True, arrival),)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.observe.journal import BatchLine, WarmUpLine
 from reflex_runtime.observe.journal_reader import Journal
 from reflex_runtime.sim.recorded import Changes, RecordedSteps, ends_of, request_of, scheduler_of
-from reflex_runtime.sim.report import Report
+from reflex_runtime.sim.report import Report, ms, number, share
 from reflex_runtime.sim.run import Ran, RequestEnd, Run, simulate
 from reflex_runtime.sim.service import line_through
 from reflex_runtime.sim.workload import Arrival, RecordedArrivals
@@ -134,34 +134,22 @@ def _span(recording: Journal) -> tuple[float, float]:
 
 def side_by_side(reports: Mapping[str, Report]) -> list[list[str]]:
     """Rows of a table, the first its header: one column per report."""
-
-    def ms(seconds: float | None) -> str:
-        return "–" if seconds is None else f"{seconds * 1e3:.1f}"
-
-    def share(value: float | None) -> str:
-        return "–" if value is None else f"{value:.1%}"
-
-    def count(counts: Mapping[str, int], name: str) -> str:
-        return str(counts.get(name, 0))
-
-    told: list[tuple[str, Callable[[Report], str]]] = [
-        ("requests", lambda r: str(round(r.offered * r.span))),
-        ("answered in time", lambda r: share(r.on_time)),
-        ("latency p50, ms", lambda r: ms(r.p50)),
-        ("latency p95, ms", lambda r: ms(r.p95)),
-        ("latency p99, ms", lambda r: ms(r.p99)),
-        ("latency mean, ms", lambda r: ms(r.mean)),
-        ("batches", lambda r: str(sum(r.sizes.values()))),
-        ("batch size, mean", lambda r: "–" if r.batch_size is None else f"{r.batch_size:.2f}"),
-        ("batch size, largest", lambda r: str(max(r.sizes, default=0))),
-        ("device busy", lambda r: share(r.busy)),
-    ]
-    reasons: Counter[str] = Counter()
-    outcomes: Counter[str] = Counter()
-    for report in reports.values():
-        reasons.update(report.reasons)
-        outcomes.update(report.outcomes)
-    told += [(f"  {name}", lambda r, n=name: count(r.reasons, n)) for name, _ in reasons.most_common()]  # type: ignore[misc]
-    lost = [name for name, _ in outcomes.most_common() if name != "ok"]
-    told += [(f"  {name}", lambda r, n=name: count(r.outcomes, n)) for name in lost]  # type: ignore[misc]
-    return [["", *reports], *([name, *(tell(r) for r in reports.values())] for name, tell in told)]
+    told: dict[str, Callable[[Report], str]] = {
+        "requests": lambda r: str(round(r.offered * r.span)),
+        "answered in time": lambda r: share(r.on_time),
+        "latency p50, ms": lambda r: ms(r.p50),
+        "latency p95, ms": lambda r: ms(r.p95),
+        "latency p99, ms": lambda r: ms(r.p99),
+        "latency mean, ms": lambda r: ms(r.mean),
+        "batches": lambda r: str(sum(r.sizes.values())),
+        "batch size, mean": lambda r: number(r.batch_size),
+        "batch size, largest": lambda r: str(max(r.sizes, default=0)),
+        "device busy": lambda r: share(r.busy),
+    }
+    rows = [["", *reports], *([name, *map(tell, reports.values())] for name, tell in told.items())]
+    reasons = [report.reasons for report in reports.values()]
+    lost = [Counter(report.outcomes) - Counter(ok=report.outcomes.get("ok", 0)) for report in reports.values()]
+    for counts in (reasons, lost):
+        total = sum(map(Counter, counts), Counter[str]())
+        rows += [[f"  {name}", *(str(each.get(name, 0)) for each in counts)] for name, _ in total.most_common()]
+    return rows

@@ -107,16 +107,16 @@ class Report:
         rows = [
             ("offered", f"{self.offered:.1f} requests/s over {self.span:g} s"),
             ("answered", f"{self.throughput:.1f} /s, {self.goodput:.1f} /s on time"),
-            ("on time", _share(self.on_time)),
-            ("latency", f"p50 {_ms(self.p50)}, p95 {_ms(self.p95)}, p99 {_ms(self.p99)}, mean {_ms(self.mean)} ms"),
-            ("batch size", f"mean {_number(self.batch_size)}, largest {largest}, {sum(self.sizes.values())} batches"),
-            ("device", f"busy {_share(self.busy)}, of that wasted {_share(self.wasted)}"),
+            ("on time", share(self.on_time)),
+            ("latency", f"p50 {ms(self.p50)}, p95 {ms(self.p95)}, p99 {ms(self.p99)}, mean {ms(self.mean)} ms"),
+            ("batch size", f"mean {number(self.batch_size)}, largest {largest}, {sum(self.sizes.values())} batches"),
+            ("device", f"busy {share(self.busy)}, of that wasted {share(self.wasted)}"),
             ("outcomes", _counts(self.outcomes)),
             ("reasons", _counts(self.reasons)),
             ("causes", _counts(self.causes)),
         ]
         if len(self.on_time_by) > 1:
-            rows.insert(3, ("by priority", ", ".join(f"{k} {_share(v)}" for k, v in self.on_time_by.items())))
+            rows.insert(3, ("by priority", ", ".join(f"{k} {share(v)}" for k, v in self.on_time_by.items())))
         if self.fairness is not None:
             rows.append(("fairness", f"Jain {self.fairness:.3f} over {len(self.clients)} clients"))
         return "\n".join(f"{name:<12}{value}" for name, value in rows)
@@ -146,15 +146,15 @@ def columns(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join(padded(line) for line in lines)
 
 
-def _ms(seconds: float | None) -> str:
+def ms(seconds: float | None) -> str:
     return "–" if seconds is None else f"{seconds * 1e3:.1f}"
 
 
-def _number(value: float | None) -> str:
+def number(value: float | None) -> str:
     return "–" if value is None else f"{value:.2f}"
 
 
-def _share(value: float | None) -> str:
+def share(value: float | None) -> str:
     return "–" if value is None else f"{value:.1%}"
 
 

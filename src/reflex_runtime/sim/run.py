@@ -10,38 +10,17 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from math import inf
 from random import Random
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from reflex_runtime.core.batch import Batch, Done, Failed, More, Outcome
 from reflex_runtime.core.errors import Drained, ReflexError, Rejected
 from reflex_runtime.core.events import Event, RequestSettled
 from reflex_runtime.core.request import Request, Ticket
+from reflex_runtime.core.scheduler import Scheduler
 from reflex_runtime.sim.service import Service
 from reflex_runtime.sim.workload import Arrival, RequestStream, WorkloadPart
 
 RETRY = 0.001  # seconds a refused caller waits at least, so that it cannot ask again at the same instant for ever
-
-
-class Decider(Protocol):
-    """The scheduler as the loop uses it; `core.scheduler.Scheduler` is one."""
-
-    def submit(self, request: Request, now: float, ready: bool = True) -> Ticket:
-        """Admit a request or raise Rejected."""
-
-    def prepared(self, ticket: Ticket, made: Request | ReflexError, now: float) -> None:
-        """One that was not ready now is."""
-
-    def next_batch(self, now: float) -> Batch | None:
-        """The batch to run now, if any."""
-
-    def complete(self, batch: Batch, outcomes: Sequence[Outcome], elapsed: float, now: float) -> None:
-        """The batch came back."""
-
-    def wake_at(self) -> float:
-        """When to ask again if nothing happens first."""
-
-    def take_events(self) -> list[Event]:
-        """What happened since the last call."""
 
 
 class RequestEnd(NamedTuple):
@@ -92,7 +71,7 @@ class Run:
 
 
 def simulate(
-    scheduler: Decider,
+    scheduler: Scheduler,
     workload: WorkloadPart | Iterable[WorkloadPart],
     service: Service,
     *,
@@ -113,46 +92,43 @@ def simulate(
     another step of the same stage.
     between: seconds that the device waits before each batch, while its driver completes the last one and forms this.
     lead: seconds before the predicted end of a batch at which the next one is formed ahead, where it may be: it then
-    starts without that wait. None forms none ahead; otherwise the scheduler is a `Scheduler`.
+    starts without that wait. None forms none ahead.
     """
-    loop = _Loop(scheduler, service, duration, warmup, seed, sinks, outcome or _outcome)
-    loop.between, loop.lead = between, lead
+    noise, done = Random(f"{seed}/device"), Run(warmup, duration)
+    loop = _Loop(scheduler, service, done, seed, sinks, outcome or _outcome, between, lead, noise)
     return loop.run(workload)
 
 
+@dataclass(slots=True)
 class _Loop:
-    def __init__(
-        self,
-        scheduler: Decider,
-        service: Service,
-        duration: float,
-        warmup: float,
-        seed: int,
-        sinks: Sequence[Callable[[Event], None]],
-        outcome: Callable[[Ticket, float], Outcome],
-    ) -> None:
-        self._scheduler, self._service, self._sinks, self._outcome = scheduler, service, sinks, outcome
-        self._seed = seed
-        self._noise = Random(f"{seed}/device")
-        self._now = 0.0  # virtual seconds
-        self._run = Run(warmup, duration)
-        self._agenda: list[tuple[float, int, Callable[[], None]]] = []
-        self._entries = 0
-        self._prepared_at = 0.0  # when the last request that came is prepared
-        self._asked: dict[Ticket, tuple[RequestStream, Arrival]] = {}
-        self._running: Batch | None = None  # the one started last
-        self.between = 0.0
-        self.lead: float | None = None
+    """now: virtual seconds. agenda: (time, number, action). prepared_at: when the last request that came is prepared.
+    running: the batch that started last."""
+
+    scheduler: Scheduler
+    service: Service
+    done: Run
+    seed: int
+    sinks: Sequence[Callable[[Event], None]]
+    outcome: Callable[[Ticket, float], Outcome]
+    between: float
+    lead: float | None
+    noise: Random
+    now: float = 0.0
+    entries: int = 0
+    agenda: list[tuple[float, int, Callable[[], None]]] = field(default_factory=list)
+    prepared_at: float = 0.0
+    asked: dict[Ticket, tuple[RequestStream, Arrival]] = field(default_factory=dict)
+    running: Batch | None = None
 
     def run(self, workload: WorkloadPart | Iterable[WorkloadPart]) -> Run:
         sources = workload if isinstance(workload, Iterable) else (workload,)
         for i, source in enumerate(sources):
-            for stream in source.streams(f"{self._seed}/{i}"):
+            for stream in source.streams(f"{self.seed}/{i}"):
                 self._plan(stream, stream.next(0.0))
-        scheduler, agenda = self._scheduler, self._agenda
+        scheduler, agenda = self.scheduler, self.agenda
         idle_wakes = 0
         while True:
-            batch = scheduler.next_batch(self._now)
+            batch = scheduler.next_batch(self.now)
             if batch is not None:
                 self._start(batch, self.between)
             if self._take_events() or batch is not None:
@@ -160,9 +136,9 @@ class _Loop:
             wake = scheduler.wake_at()
             at = min(wake, agenda[0][0] if agenda else inf)
             if at == inf:
-                return self._run
-            self._now = max(at, self._now)
-            if agenda and agenda[0][0] <= self._now:
+                return self.done
+            self.now = max(at, self.now)
+            if agenda and agenda[0][0] <= self.now:
                 heappop(agenda)[2]()
                 idle_wakes = 0
             else:
@@ -173,68 +149,65 @@ class _Loop:
     # -- what happens --------------------------------------------------------------------------------------------------
 
     def _at(self, time: float, action: Callable[[], None]) -> None:
-        self._entries += 1
-        heappush(self._agenda, (time, self._entries, action))
+        self.entries += 1
+        heappush(self.agenda, (time, self.entries, action))
 
     def _plan(self, stream: RequestStream, arrival: Arrival | None) -> None:
-        if arrival is not None and arrival.at < self._run.duration:
+        if arrival is not None and arrival.at < self.done.duration:
             self._at(arrival.at, lambda: self._arrive(stream, arrival))
 
     def _arrive(self, stream: RequestStream, arrival: Arrival) -> None:
-        now, request = self._now, arrival.request
+        now, request = self.now, arrival.request
         for _ in range(arrival.overrun):
             self._ended(arrival, now, "overrun", 0.0)
         try:
-            ticket = self._scheduler.submit(request, now, arrival.prepared_in <= 0.0)
+            ticket = self.scheduler.submit(request, now, arrival.prepared_in <= 0.0)
         except Rejected as error:
             self._answered(arrival, now, error, 0.0)
             if stream.waits:
                 self._plan(stream, stream.next(now + max(RETRY, error.retry_after or 0.0)))
         else:
-            self._asked[ticket] = (stream, arrival)
+            self.asked[ticket] = (stream, arrival)
             if arrival.prepared_in > 0.0:
-                self._prepared_at = max(self._prepared_at, now) + arrival.prepared_in
-                self._at(self._prepared_at, lambda: self._prepared(ticket))
+                self.prepared_at = max(self.prepared_at, now) + arrival.prepared_in
+                self._at(self.prepared_at, lambda: self.scheduler.prepared(ticket, ticket.request, self.now))
         if not stream.waits:
             self._plan(stream, stream.next(now))
 
-    def _prepared(self, ticket: Ticket) -> None:
-        self._scheduler.prepared(ticket, ticket.request, self._now)
-
     def _start(self, batch: Batch, wait: float) -> None:
-        now = self._now + wait
-        taken = self._service.seconds(batch, now, self._noise)
-        self._running = batch
+        now = self.now + wait
+        taken = self.service.seconds(batch, now, self.noise)
+        self.running = batch
         self._at(now + taken, lambda: self._finish(batch, now, taken))
         if self.lead is not None:
             self._at(max(now, now + batch.expected - self.lead), lambda: self._form_ahead(batch))
 
     def _form_ahead(self, running: Batch) -> None:
-        if running is self._running:
-            self._scheduler.form_ahead(self._now)  # type: ignore[attr-defined]
+        if running is self.running:
+            self.scheduler.form_ahead(self.now)
 
     def _finish(self, batch: Batch, started: float, taken: float) -> None:
-        now = self._now
-        outcomes = [self._outcome(ticket, units) for ticket, units in batch.grants.items()]
+        now = self.now
+        outcomes = [self.outcome(ticket, units) for ticket, units in batch.grants.items()]
         ahead: Batch | None = None
         if self.lead is not None:
-            ahead = self._scheduler.start_ahead(now)  # type: ignore[attr-defined]
-        self._scheduler.complete(batch, outcomes, taken, now)
-        self._running = None if self._running is batch else self._running
+            ahead = self.scheduler.start_ahead(now)
+        self.scheduler.complete(batch, outcomes, taken, now)
+        self.running = None if self.running is batch else self.running
         if ahead is not None:
-            self._scheduler.began(ahead, now)  # type: ignore[attr-defined]
+            self.scheduler.began(ahead, now)
             self._start(ahead, 0.0)
-        self._run.batches.append(
+        self.done.batches.append(
             Ran(started, taken, len(batch), batch.expected, batch.cause.value, batch.reason.value)
         )
 
     def _take_events(self) -> bool:
-        events = self._scheduler.take_events()
+        events = self.scheduler.take_events()
         for event in events:
-            for sink in self._sinks:
+            for sink in self.sinks:
                 sink(event)
             if isinstance(event, RequestSettled):
-                stream, arrival = self._asked.pop(event.ticket)
+                stream, arrival = self.asked.pop(event.ticket)
                 outcome = event.ticket.outcome
                 error = outcome.error if isinstance(outcome, Failed) else None
                 self._answered(arrival, event.at, error, event.ticket.shared)
@@ -258,7 +231,7 @@ class _Loop:
     def _ended(self, arrival: Arrival, now: float, outcome: str, device: float) -> None:
         limit = inf if arrival.request.time_limit is None else arrival.request.time_limit
         since = arrival.at if arrival.since is None else arrival.since
-        self._run.answers.append(RequestEnd(arrival.request, since, now, outcome, limit, device))
+        self.done.answers.append(RequestEnd(arrival.request, since, now, outcome, limit, device))
 
 
 def _outcome(ticket: Ticket, units: float) -> Outcome:

@@ -18,7 +18,7 @@ from reflex_runtime.observe.journal_reader import Journal
 from reflex_runtime.sim.recorded import Changes, ObservedLoad, RecordedSteps, flush_of, observe, scheduler_of
 from reflex_runtime.sim.replay import MeasuredDevice
 from reflex_runtime.sim.report import Report, doubt
-from reflex_runtime.sim.run import Run, simulate
+from reflex_runtime.sim.run import simulate
 
 Aim = Literal["p50", "p95", "p99", "throughput", "on-time"]
 
@@ -146,12 +146,14 @@ class Tuner:
         self._span = min(span, max(LEAST, MOST / rate))
         self.warmup = min(1.0, 0.1 * self._span)
 
-    def simulate(self, knobs: Knobs, seed: int = 0) -> Run:
-        """One run."""
+    def figures(self, knobs: Knobs, seed: int = 0) -> TunedFigures:
+        """The figures of one run, simulated once."""
+        if (knobs, seed) in self._found:
+            return self._found[knobs, seed]
         self._runs += 1
         self._progress(self._runs, None)
         budget = None if knobs.budget == self.present.budget else knobs.budget  # the present one may be no fixed number
-        return simulate(
+        run = simulate(
             scheduler_of(self.journal, Changes(budget, knobs.hold, knobs.size)),
             self.load.parts,
             self._device,
@@ -161,16 +163,9 @@ class Tuner:
             outcome=RecordedSteps(self.journal),
             between=self.load.between,
         )
-
-    def figures(self, knobs: Knobs, seed: int = 0) -> TunedFigures:
-        """The figures of one run, simulated once."""
-        found = self._found.get((knobs, seed))
-        if found is None:
-            run = self.simulate(knobs, seed)
-            found = self._found[knobs, seed] = figures_of(Report.of(run))
-            self._reached[knobs] = (
-                max((b.expected for b in run.batches), default=0.0), max((b.size for b in run.batches), default=0)
-            )  # fmt: skip
+        expected, sizes = (b.expected for b in run.batches), (b.size for b in run.batches)
+        self._reached[knobs] = max(expected, default=0.0), max(sizes, default=0)
+        found = self._found[knobs, seed] = figures_of(Report.of(run))
         return found
 
     def tried(self, knobs: Knobs) -> TriedKnobs:

@@ -6,9 +6,8 @@ A model returns the seconds of a batch that starts at a given time. Models wrap 
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Hashable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass
 from math import exp, inf
 from random import Random
 from typing import Protocol
@@ -40,15 +39,10 @@ def line_through(points: Iterable[tuple[float, float, float]]) -> tuple[float, f
 
 @dataclass(frozen=True, slots=True)
 class Affine:
-    """fixed + marginal · n seconds.
-
-    by_class: marginal seconds of the cost classes that differ. by_shape: fixed seconds of the shapes that differ.
-    """
+    """fixed + marginal · n seconds."""
 
     fixed: float
     marginal: float
-    by_class: Mapping[Hashable, float] = field(default_factory=dict)
-    by_shape: Mapping[Hashable, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name, value in (("fixed", self.fixed), ("marginal", self.marginal)):
@@ -58,50 +52,11 @@ class Affine:
             raise ConfigError("Affine.fixed=0.0: fixed + marginal must be > 0 seconds")
 
     def seconds(self, batch: Batch, now: float, rng: Random) -> float:
-        marginal, by_class = self.marginal, self.by_class
-        shape = next(iter(batch.grants)).request.shape
-        total = self.by_shape.get(shape, self.fixed)
-        if not by_class:
-            return total + marginal * len(batch.grants)
-        return total + sum(by_class.get(t.request.cost_class, marginal) for t in batch.grants)
-
-    def of(self, n: int) -> float:
-        """Seconds of n requests of the usual shape and class."""
-        return self.fixed + self.marginal * n
-
-
-@dataclass(frozen=True, slots=True)
-class Table:
-    """Measured seconds per batch size, straight lines between them and beyond the last two."""
-
-    measured: Mapping[int, float]
-
-    def __post_init__(self) -> None:
-        if not self.measured or any(n < 1 or not s > 0.0 for n, s in self.measured.items()):
-            raise ConfigError(f"Table.measured={dict(self.measured)!r}: needs sizes >= 1 with seconds > 0")
-
-    def seconds(self, batch: Batch, now: float, rng: Random) -> float:
         return self.of(len(batch.grants))
 
     def of(self, n: int) -> float:
         """Seconds of n requests."""
-        sizes = sorted(self.measured)
-        if n <= sizes[0] or len(sizes) == 1:
-            return self.measured[sizes[0]]
-        right = min(bisect_right(sizes, n), len(sizes) - 1)
-        low, high = sizes[right - 1], sizes[right]
-        slope = (self.measured[high] - self.measured[low]) / (high - low)
-        return self.measured[low] + slope * (n - low)
-
-
-@dataclass(frozen=True, slots=True)
-class Staged:
-    """A device on which every stage takes its own time."""
-
-    stages: Mapping[str, Service]
-
-    def seconds(self, batch: Batch, now: float, rng: Random) -> float:
-        return self.stages[batch.stage].seconds(batch, now, rng)
+        return self.fixed + self.marginal * n
 
 
 @dataclass(frozen=True, slots=True)

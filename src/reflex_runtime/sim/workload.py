@@ -6,7 +6,7 @@ seed gives the same arrivals under every rule, in whatever order answers come.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 from math import inf, pi, sin
@@ -31,16 +31,15 @@ class Arrival(NamedTuple):
     prepared_in: float = 0.0
 
 
-class RequestStream(Protocol):
+class RequestStream(NamedTuple):
     """The requests of one feed or one caller, one after another.
 
-    waits: True when the next request follows the answer to the last one.
+    waits: True when the next request follows the answer to the last one. next: the next arrival, not before the given
+    time, which is 0 at the start, then that of the last answer; None at the end.
     """
 
     waits: bool
-
-    def next(self, now: float) -> Arrival | None:
-        """The next arrival, not before now; None at the end. now: 0 at the start, then the time of the last answer."""
+    next: Callable[[float], Arrival | None]
 
 
 class WorkloadPart(Protocol):
@@ -219,17 +218,6 @@ class Around:
 
 
 @dataclass(frozen=True, slots=True)
-class Normal:
-    """Normally distributed, and never below 0."""
-
-    mean: float
-    sigma: float
-
-    def draw(self, rng: Random) -> float:
-        return max(0.0, rng.gauss(self.mean, self.sigma))
-
-
-@dataclass(frozen=True, slots=True)
 class Mixture:
     """One of several, drawn anew each time: (share, think) pairs."""
 
@@ -262,27 +250,17 @@ class Open:
             raise ConfigError(f"Open.shares={self.shares!r}: must have one share per request ({len(self.requests)})")
 
     def streams(self, seed: str) -> Sequence[RequestStream]:
-        return (_OpenStream(self, Random(seed)),)
+        rng, requests, numbers = Random(seed), self.requests, count()
+        times = self.arrivals.times(rng)
 
+        def arrival(now: float) -> Arrival | None:
+            at = next(times, inf)
+            if at == inf:
+                return None
+            request = requests[0] if len(requests) == 1 else rng.choices(requests, self.shares or None)[0]
+            return Arrival(at, replace(request, client=next(numbers)) if self.strangers else request)
 
-class _OpenStream:
-    waits = False
-
-    def __init__(self, source: Open, rng: Random) -> None:
-        self._requests, self._shares = source.requests, source.shares or None
-        self._rng = rng
-        self._times = source.arrivals.times(rng)
-        self._numbers = count() if source.strangers else None
-
-    def next(self, now: float) -> Arrival | None:
-        at = next(self._times, inf)
-        if at == inf:
-            return None
-        requests = self._requests
-        request = requests[0] if len(requests) == 1 else self._rng.choices(requests, self._shares)[0]
-        if self._numbers is not None:
-            request = replace(request, client=next(self._numbers))
-        return Arrival(at, request)
+        return (RequestStream(False, arrival),)
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,25 +281,20 @@ class Callers:
             raise ConfigError(f"Callers.count={self.count!r}: must be >= 1")
 
     def streams(self, seed: str) -> Sequence[RequestStream]:
-        return [
-            _Caller(self, replace(self.request, client=f"{self.name}-{i}"), Random(f"{seed}/{i}"))
-            for i in range(self.count)
-        ]
+        return [self._stream(i, Random(f"{seed}/{i}")) for i in range(self.count)]
 
+    def _stream(self, number: int, rng: Random) -> RequestStream:
+        request, begun = replace(self.request, client=f"{self.name}-{number}"), False
 
-class _Caller:
-    waits = True
+        def arrival(now: float) -> Arrival:
+            nonlocal begun
+            after = self.think.draw(rng)
+            if not begun:
+                begun = True
+                after *= rng.random()
+            return Arrival(now + after, request, prepared_in=self.prepared_in)
 
-    def __init__(self, source: Callers, request: Request, rng: Random) -> None:
-        self._source, self._request, self._rng = source, request, rng
-        self._started = False
-
-    def next(self, now: float) -> Arrival | None:
-        after = self._source.think.draw(self._rng)
-        if not self._started:
-            self._started = True
-            after *= self._rng.random()
-        return Arrival(now + after, self._request, prepared_in=self._source.prepared_in)
+        return RequestStream(True, arrival)
 
 
 @dataclass(frozen=True, slots=True)
@@ -333,22 +306,18 @@ class Camera:
     request: Request = field(default_factory=Request)
 
     def streams(self, seed: str) -> Sequence[RequestStream]:
-        return (_CameraStream(self.frames.times(Random(seed)), self.request),)
+        times = self.frames.times(Random(seed))
+        coming = next(times, inf)
 
+        def arrival(now: float) -> Arrival | None:
+            nonlocal coming
+            since, made = inf, 0
+            while coming <= now or made == 0:
+                since, coming = coming, next(times, inf)
+                made += 1
+            return None if since == inf else Arrival(max(since, now), self.request, since, made - 1)
 
-class _CameraStream:
-    waits = True
-
-    def __init__(self, times: Iterator[float], request: Request) -> None:
-        self._times, self._request = times, request
-        self._next = next(times, inf)
-
-    def next(self, now: float) -> Arrival | None:
-        since, made = inf, 0
-        while self._next <= now or made == 0:
-            since, self._next = self._next, next(self._times, inf)
-            made += 1
-        return None if since == inf else Arrival(max(since, now), self._request, since, made - 1)
+        return (RequestStream(True, arrival),)
 
 
 @dataclass(frozen=True, slots=True)
@@ -358,17 +327,8 @@ class RecordedArrivals:
     arrivals: Sequence[Arrival]
 
     def streams(self, seed: str) -> Sequence[RequestStream]:
-        return (_RecordedStream(sorted(self.arrivals, key=lambda a: a.at)),)
-
-
-class _RecordedStream:
-    waits = False
-
-    def __init__(self, arrivals: Sequence[Arrival]) -> None:
-        self._rest = iter(arrivals)
-
-    def next(self, now: float) -> Arrival | None:
-        return next(self._rest, None)
+        rest = iter(sorted(self.arrivals, key=lambda a: a.at))
+        return (RequestStream(False, lambda now: next(rest, None)),)
 
 
 def _positive(name: str, value: float) -> None:

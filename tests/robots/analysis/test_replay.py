@@ -404,8 +404,8 @@ def test_t5_bad_calls_exit_with_2_and_name_what_is_wrong(
         ([*model, "--threads", "0"], "--threads=0: must be a whole number in [1, 256]"),
         (["--model", str(tmp_path)], "reflex_config.json: not found"),
         (model, "record with --record-images full"),
-        (["--schedule", "--max-batch-cost-ms", "5"], "--max-batch-cost-ms=5: must be a number in [10, 10000] ms"),
-        (["--schedule", "--batch-timeout-ms", "x"], "--batch-timeout-ms=x: must be a number in [0, 1000] ms"),
+        (["--schedule", "--max-batch-cost-ms", "5"], "--max-batch-cost-ms=5: must be a whole number in [10, 10000]"),
+        (["--schedule", "--batch-timeout-ms", "x"], "--batch-timeout-ms=x: must be a whole number in [0, 1000]"),
     ]
     for arguments, says in calls:
         assert status("replay", str(path), *arguments) == 2, arguments
