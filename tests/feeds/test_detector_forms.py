@@ -18,6 +18,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from feeds.test_onnx_frames import entries, started
 from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.feeds.detectors.recognise import PIXELS, SHARES, unit_of
 
 Arrays = Mapping[str, Any]  # output → its array [1, …]
 Size = tuple[int, int]  # width and height
@@ -291,16 +292,16 @@ REFUSED: dict[str, tuple[Callable[[Size], Arrays], Mapping[str, str], str]] = {
         "not in pixels of the input but in shares of the picture",
     ),
     "not decoded": (
-        lambda size: {"output0": raw(0, 0, 0.9)(size)["output0"] % np.array([8, 8, 10, 10, 2, 2, 2])[None, :, None]},
+        lambda size: {"output0": raw(0, 0, 0.9)(size)["output0"] % np.array([1, 1, 10, 10, 2, 2, 2])[None, :, None]},
         {"names": NAMES},
         "not in pixels of the input but not decoded",
     ),
     "corners at places": (corners, {"names": NAMES}, "its boxes are corners, expected middles and sizes"),
-    "height before width": (exchanged, {"names": NAMES}, "not in pixels of the input"),
+    "height before width": (exchanged, {"names": NAMES}, "but in other places than their own"),
     "YOLOX, height before width": (
         lambda size: {"output": objectness(0.9, 0, 0, 1, boxes=1)(size)["output"][..., [1, 0, 3, 2, 4, 5, 6, 7]]},
         {"names": NAMES},
-        "not in pixels of the input",
+        "not in pixels of the input but in other places than their own",
     ),
     "classes that are no shares": (raw(-3, -3, 4), {"names": NAMES}, "would score between -3 and 4, expected 0 … 1"),
     "pose without its task": (raw(0.9, 16, 16, 1, 48, 40, 1), {}, "would score between 0 and 48.*has no task"),
@@ -365,6 +366,14 @@ def test_f14_what_is_not_known_is_refused_with_what_was_seen(tmp_path: Path, kin
     with pytest.raises(ConfigError, match=said) as refused:
         started(graph(tmp_path / "g.onnx", arrays, (96, 64), "fixed", metadata))
     assert len(str(refused.value)) < 1000
+
+
+def test_f14_what_boxes_without_a_place_are_in_by_hand() -> None:
+    """A small box in the corner is in pixels; one that goes beyond the picture may be in shares."""
+    size = (640, 640)
+    assert unit_of(np.array([[2, 3, 20, 18], [0, 0, 0, 0]], float), size) == PIXELS
+    assert unit_of(np.array([[0.1, 0.1, 1.8, 0.9], [np.nan, 0, 9, 9]], float), size) == SHARES
+    assert unit_of(np.zeros((300, 4)), size) is None
 
 
 def test_f14_yolox_gets_blue_first_and_whole_numbers(tmp_path: Path) -> None:

@@ -141,6 +141,7 @@ _NAMED: Final = (("boxes", "scores", "labels", ""), ("det_boxes", "det_scores", 
 _QUERIES: Final = (("pred_boxes", "logits"), ("pred_boxes", "pred_logits"), ("dets", "labels"))
 _MASKS: Final = ("masks", "pred_masks")
 PIXELS, SHARES, OFFSETS = "in pixels of the input", "in shares of the picture", "not decoded"
+ELSEWHERE: Final = "in other places than their own"
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,20 +208,23 @@ def dialect_of(trial: Trial) -> Dialect | None:
 def unit_of(boxes: NDArray[Any], size: tuple[int, int], cells: NDArray[np.float64] | None = None) -> str | None:
     """What boxes of a blank picture are in; None if none of them says it.
 
-    Of boxes with a place, the middles go across the picture as their places do, by pixels or by shares of it; such that
-    stay where they are, whatever their place, are not decoded. Boxes without one reach either to about the width of the
-    picture or to about 1: whichever is nearer, by how often the one is in the other.
+    Of boxes with a place, the middles go across the picture as their places do, by pixels or by shares of it. Such that
+    do not are not decoded if they are nearer to their place as offsets from it. Boxes without a place belong into the
+    picture: most of those in shares lie within the first pixel.
     """
-    finite = np.isfinite(boxes).all(axis=1)
-    boxes = boxes[finite].astype(np.float64)
-    if cells is None:
-        most = np.abs(boxes).max(initial=0.0)
-        return None if most == 0 else PIXELS if most**2 > max(size) else SHARES
-    if len(boxes) < 2:
+    told = np.isfinite(boxes).all(axis=1) & (cells is not None or boxes.any(axis=1))
+    boxes = boxes[told].astype(np.float64)
+    if len(boxes) < (1 if cells is None else 2):
         return None
-    away = cells[finite, :2] - cells[finite, :2].mean(axis=0)
+    if cells is None:  # corners or middles and sizes: half of their sum is in the picture
+        return PIXELS if np.median((boxes[:, :2] + boxes[:, 2:]).max(axis=1) / 2) > 1 else SHARES
+    own, side = cells[told, :2], cells[told, 2:]
+    away = own - own.mean(axis=0)
     follow = (away * boxes[:, :2]).sum(axis=0) / (away**2).sum(axis=0)  # the slope of a line through them
-    return PIXELS if follow.min() > 0.5 else SHARES if (follow * size).min() > 0.5 else OFFSETS
+    if (follow * size).min() > 0.5:
+        return PIXELS if follow.min() > 0.5 else SHARES
+    as_offsets, as_pixels = np.abs(boxes[:, :2] - 0.5), np.abs(boxes[:, :2] - own) / side
+    return OFFSETS if np.median(as_offsets) < np.median(as_pixels) else ELSEWHERE
 
 
 def _check(trial: Trial, candidate: Candidate) -> None:
@@ -332,9 +336,9 @@ def _raw_head(trial: Trial, name: str, array: NDArray[Any], extras: Extras) -> C
         several = len(np.unique(cells, axis=0)) < len(cells)  # boxes a cell
         objectness = rows and wide > 1 and (wide == classes + 1 if classes else several)
         if objectness and not several and (scores[:, 0] != 1).any():
-            near = (unit_of(boxes, trial.size, cells), unit_of(boxes, trial.size)) == (OFFSETS, SHARES)
-            yolox = YoloxHead(name, wide - 1, rows, True, extras, trial.size if near else None)
-            return Candidate(yolox, boxes, OFFSETS if near else PIXELS, cells, scores)
+            offsets = unit_of(boxes, trial.size, cells) == OFFSETS
+            yolox = YoloxHead(name, wide - 1, rows, True, extras, trial.size if offsets else None)
+            return Candidate(yolox, boxes, OFFSETS if offsets else PIXELS, cells, scores)
         if objectness or (wide == classes if classes else not rows and wide > 0):
             head = RawHead(name, wide - objectness, rows, objectness, extras)
             return Candidate(head, boxes, PIXELS, cells, scores)
