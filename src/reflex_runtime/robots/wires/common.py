@@ -54,15 +54,15 @@ def nd_in(found: Mapping[str, Any]) -> Any:
     if found["nd"] is True:
         return array_in(found["data"], found.get("type"), found.get("shape"))
     dtype, data = type_of(found.get("type")), found["data"]
-    if not isinstance(data, memoryview) or len(data) != dtype.itemsize:
+    if not isinstance(data, bytes) or len(data) != dtype.itemsize:
         raise ClientError("a numpy scalar needs as many bytes as its type has")
     return np.ndarray((), dtype, buffer=data).item()
 
 
 def type_of(name: Any) -> np.dtype[Any]:
     """The numpy type of a name; ClientError unless it is a number or a text."""
-    if isinstance(name, memoryview):
-        name = bytes(name).decode("ascii", "replace")
+    if isinstance(name, bytes):
+        name = name.decode("ascii", "replace")
     dtype = _known(name) if isinstance(name, str) and _TYPE.fullmatch(name) else None
     if dtype is None:
         raise ClientError(printable(f"dtype {brief(name)}: must be a number or text, as numpy writes it"))
@@ -237,8 +237,8 @@ class ObservationReader:
         if name is None or name not in came:
             raise self._missing(name or self._video + camera, came)
         image = came[name]
-        if isinstance(image, memoryview):
-            return camera, name, bytes(image)  # PNG or JPEG
+        if isinstance(image, bytes):
+            return camera, name, image  # PNG or JPEG
         if not isinstance(image, np.ndarray):
             raise invalid_input(name, "must be an array, or a PNG or JPEG")
         if image.ndim == 3 and image.shape[0] == 3 and image.shape[2] != 3:
@@ -312,11 +312,9 @@ def text_of(value: Any) -> Any:
     """The text in bytes, an array or a list of one; any other value unchanged."""
     while isinstance(value, list) and len(value) == 1:
         value = value[0]
-    if isinstance(value, memoryview) and len(value) <= MAX_TEXT:
-        value = bytes(value)
     if isinstance(value, np.ndarray) and value.size == 1 and value.dtype.kind in "US":
         value = value.item()
-    if isinstance(value, bytes):
+    if isinstance(value, bytes) and len(value) <= MAX_TEXT:
         try:
             return value.decode()
         except UnicodeDecodeError:
@@ -326,7 +324,7 @@ def text_of(value: Any) -> Any:
 
 def _is_picture(value: Any) -> bool:
     return value.ndim == 3 if isinstance(value, np.ndarray) else (
-        isinstance(value, memoryview) and bytes(value[:8]).startswith((JPEG_START, PNG_START[:8]))
+        isinstance(value, bytes) and value.startswith((JPEG_START, PNG_START[:8]))
     )
 
 
@@ -336,7 +334,7 @@ def _axis(value: Any, dims: int) -> int:
         return len(value) if value.ndim == dims + 1 else 0
     if not isinstance(value, list) or not value:
         return 0
-    kinds = {0: (int, float), 1: (list, np.ndarray), 3: (np.ndarray, memoryview)}[dims]
+    kinds = {0: (int, float), 1: (list, np.ndarray), 3: (np.ndarray, bytes)}[dims]
     return len(value) if all(isinstance(part, kinds) for part in value) else 0
 
 

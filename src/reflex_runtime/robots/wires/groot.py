@@ -1,7 +1,7 @@
 """GR00T's protocol: endpoints, tokens, episodes, and calls whose rows are as many requests.
 
 Messages are msgpack, with arrays in one of two forms. The keys of these maps may be text or bytes. Answers have the
-first form, which all clients read. No array is unpickled: neither form is read by numpy or msgpack-numpy.
+first form, which all clients read. No array is unpickled: numpy reads the header of the one form only.
 
     {"__ndarray_class__": True, "as_npy": bytes}                           numpy.save: until the release of N1.7
     {"nd": True, "type": "<f4", "kind": "", "shape": [8], "data": bytes}   msgpack-numpy: N1.7 as it is now
@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import hmac
 import io
-import re
 from collections import OrderedDict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
@@ -68,12 +67,7 @@ if TYPE_CHECKING:  # json-numpy reads the same observations, without pyzmq
 # -- messages ----------------------------------------------------------------------------------------------------------
 
 
-_MAGIC: Final = b"\x93NUMPY"
-_LENGTHS: Final = {1: 2, 2: 4, 3: 4}  # bytes of the header's length, by version
 _MAX_HEADER: Final = 1024
-_HEADER: Final = re.compile(
-    rb"\{'descr': '([^']{2,20})', 'fortran_order': (True|False), 'shape': \(([0-9, ]{0,200})\), \}\s*"
-)
 
 
 def decode(frame: bytes) -> dict[str, Any]:
@@ -108,25 +102,17 @@ def _decoded(found: dict[str, Any]) -> Any:
 
 
 def _npy(data: Any) -> Any:
-    """The array in a file of numpy.save."""
-    if not isinstance(data, memoryview) or bytes(data[:6]) != _MAGIC or len(data) < 12 or data[6] not in _LENGTHS:
+    """The array in a file of numpy.save, as a view: only its header is read by numpy."""
+    if not isinstance(data, bytes):
         raise ClientError("as_npy is no file of numpy.save")
-    start = 8 + _LENGTHS[data[6]]
-    end = start + int.from_bytes(data[8:start], "little")
-    header = _HEADER.fullmatch(data[start:end]) if end - start <= _MAX_HEADER else None
-    shape = None if header is None else _shape(header[3])
-    if header is None or shape is None:
-        raise ClientError("as_npy has no header of an array of numbers or texts")
-    turned = header[2] == b"True"
-    array = array_in(data[end:], header[1].decode("ascii", "replace"), shape[::-1] if turned else shape)
+    file, form = io.BytesIO(data), np.lib.format
+    try:
+        read = form.read_array_header_1_0 if form.read_magic(file) == (1, 0) else form.read_array_header_2_0
+        shape, turned, dtype = read(file, max_header_size=_MAX_HEADER)
+    except Exception as error:  # of Python's parser, whatever the text meets
+        raise ClientError(f"as_npy is no file of numpy.save: {str(error)[:100]}") from None
+    array = array_in(memoryview(data)[file.tell() :], dtype.str, list(shape[::-1] if turned else shape))
     return array.T if turned else array
-
-
-def _shape(text: bytes) -> list[int] | None:
-    sizes = [size.strip() for size in text.split(b",")]
-    if not sizes[-1]:
-        del sizes[-1]
-    return [int(size) for size in sizes] if all(size.isdigit() and len(size) < 20 for size in sizes) else None
 
 
 def _plain(value: Any) -> Any:
@@ -276,7 +262,7 @@ def _is_numbers(value: Any, depth: int) -> bool:
 def _is_text(value: Any) -> bool:
     while isinstance(value, list) and value:
         value = value[0]
-    return isinstance(value, (str, memoryview)) or (isinstance(value, np.ndarray) and value.dtype.kind in "US")
+    return isinstance(value, (str, bytes)) or (isinstance(value, np.ndarray) and value.dtype.kind in "US")
 
 
 def _texts(name: str, value: Any, rows: int) -> list[Any]:

@@ -182,7 +182,7 @@ def decode(body: bytes) -> JsonNumpy | GrootJson | None:
         observation.setdefault("image", observation.pop(FULL_IMAGE))
     if form == ACTION:  # a picture with one dimension is a PNG or JPEG
         encoded = {name: sent for name, sent in observation.items() if isinstance(sent, np.ndarray) and sent.ndim == 1}
-        pictures = {name: memoryview(sent.tobytes()) for name, sent in encoded.items() if sent.dtype == np.uint8}
+        pictures = {name: sent.tobytes() for name, sent in encoded.items() if sent.dtype == np.uint8}
         observation |= pictures
     return JsonNumpy(observation, quoted, form, not any(map(_is_nested, value.values())))
 

@@ -96,8 +96,6 @@ def _array(found: dict[str, Any]) -> Any:
     if "__npgeneric__" in found:
         type_of(found.get("dtype"))
         data = found.get("data")
-        if isinstance(data, memoryview):
-            data = bytes(data)
         if not isinstance(data, (bool, int, float, str, bytes)):
             raise ClientError("a numpy scalar needs data that is a number or a text")
         return data

@@ -75,7 +75,7 @@ def _array(found: dict[str, Any]) -> Any:
     """The array or encoded picture that a map represents, otherwise the map."""
     if "__image__" in found and found.get("format") != "raw":
         data, form = found.get("data"), found.get("format")
-        if form not in ("png", "jpeg") or not isinstance(data, memoryview):
+        if form not in ("png", "jpeg") or not isinstance(data, bytes):
             raise ClientError(printable(f"an image needs data, and a format: png, jpeg or raw, not {brief(form)}"))
         return data
     if "__image__" in found or "__ndarray__" in found:
