@@ -11,13 +11,12 @@ import pytest
 
 from reflex_runtime.robots import DecomposedPolicy, load_policy
 from reflex_runtime.robots.policy.decomposed import DENOISE, PREFIX
-from reflex_runtime.robots.policy.prefix_cache import ENTRY_OVERHEAD, PrefixCache, PrefixKey, digest
-from reflex_runtime.robots.sources.onnx_models import KeysAndValues
+from reflex_runtime.robots.policy.prefix_cache import ENTRY_OVERHEAD, PrefixCache, PrefixKey, PrefixTensors, digest
 from robots.tiny import Bench, asked, picture, value, write_export
 
 
-def prefix(nbytes: int = 100) -> KeysAndValues:
-    return KeysAndValues({"keys": np.zeros(nbytes, np.uint8)})
+def prefix(nbytes: int = 100) -> PrefixTensors:
+    return PrefixTensors({"keys": np.zeros(nbytes, np.uint8)})
 
 
 def key(episode: str = "e", instruction: str = "open", content: str = "A", slot: str = "prod") -> PrefixKey:

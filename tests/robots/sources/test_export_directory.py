@@ -15,7 +15,6 @@ import pytest
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.robots import DecomposedPolicy, Export, load_policy
 from reflex_runtime.robots.policy.spec import DeviceOptions
-from reflex_runtime.robots.policy.tokenizer import PackagedTokenizer
 from robots.tiny import (
     ACTIONS,
     CHUNK,
@@ -378,7 +377,8 @@ WORD_LEVEL: dict[str, Any] = {
     "normalizer": {"type": "Lowercase"},
     "pre_tokenizer": {"type": "Whitespace"},
     "post_processor": None,
-    "padding": {"pad_id": 7},
+    "padding": {"strategy": {"Fixed": 4}, "direction": "Right", "pad_to_multiple_of": None}
+    | {"pad_id": 7, "pad_type_id": 0, "pad_token": "[PAD]"},
     "model": {"type": "WordLevel", "vocab": {"open": 3, "door": 4, "!": 5, "[UNK]": 9}, "unk_token": "[UNK]"},
 }
 
@@ -397,18 +397,10 @@ def test_export_word_level_tokenizer_json(tmp_path: Path) -> None:
     assert tokenizer.encode("open door open door", 2).tolist() == [3, 4]
 
 
-@pytest.mark.parametrize("package", [False, True])
-def test_the_words_that_a_tokenizer_does_not_know(tmp_path: Path, package: bool) -> None:
-    content = WORD_LEVEL | {"padding": None}
-    if package:  # special tokens are its own
-        one, two = ({"Sequence": {"id": name, "type_id": 0}} for name in "AB")
-        content["post_processor"] = {
-            "type": "TemplateProcessing", "single": [one], "pair": [one, two], "special_tokens": {},
-        }  # fmt: skip
-    tokenizer = Export.load(tokenizer_in(tmp_path, content)).tokenizer
-    assert isinstance(tokenizer, PackagedTokenizer) == package
+def test_the_words_that_a_tokenizer_does_not_know(tmp_path: Path) -> None:
+    tokenizer = Export.load(tokenizer_in(tmp_path, WORD_LEVEL)).tokenizer
     assert tokenizer is not None
-    assert tokenizer.unknown("shut Door, shut WINDOW!") == ["shut", "WINDOW" if package else "window"]
+    assert tokenizer.unknown("shut Door, shut WINDOW!") == ["shut", "WINDOW"]
     assert tokenizer.unknown("Open door ! ?") == tokenizer.unknown("") == []
 
 
@@ -419,30 +411,16 @@ def test_export_word_level_tokenizer_json_without_normalizer(tmp_path: Path) -> 
     assert tokenizer.encode("Open door! door", 4).tolist() == [9, 9, 4, 0]
 
 
-@pytest.mark.parametrize(
-    ("change", "key"),
-    [
-        (put("model", "type", value="BPE"), "model.type"),
-        (put("normalizer", value={"type": "NFKC"}), "normalizer.type"),
-        (put("pre_tokenizer", value={"type": "ByteLevel"}), "pre_tokenizer.type"),
-        (put("post_processor", value={"type": "TemplateProcessing"}), "post_processor.type"),
-        (put("model", "vocab", value={"open": -1}), "model.vocab"),
-        (put("model", "unk_token", value="?"), "model.unk_token"),
-    ],
-)
-def test_export_other_tokenizers_say_what_to_install_or_how_to_convert(
-    tmp_path: Path, change: Change, key: str, monkeypatch: pytest.MonkeyPatch
+def test_export_without_the_package_it_says_what_to_install_or_how_to_convert(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "tokenizers", None)  # as if it were not installed
-    content = json.loads(json.dumps(WORD_LEVEL))
-    change(content)
     said = r"pip install tokenizers, or write .*\{word: id\} under `tokenizer`"
-    with pytest.raises(ConfigError, match=rf"tokenizer\.json: {key}: found .*; .*{said}"):
-        Export.load(tokenizer_in(tmp_path, content))
+    with pytest.raises(ConfigError, match=rf"tokenizer\.json: needs tokenizers: {said}"):
+        Export.load(tokenizer_in(tmp_path, WORD_LEVEL))
 
 
 def test_export_other_tokenizers_are_read_by_the_package(tmp_path: Path) -> None:
-    pytest.importorskip("tokenizers")
     pieces = {"type": "BPE", "vocab": {"o": 0, "p": 1, "op": 2, "n": 3, "<s>": 4}, "merges": [["o", "p"]]}
     start = {"id": "<s>", "type_id": 0}
     content = {
@@ -464,18 +442,10 @@ def test_export_other_tokenizers_are_read_by_the_package(tmp_path: Path) -> None
         Export.load(tokenizer_in(tmp_path, {"model": {"type": "BPE"}}))
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("{", "is not JSON"),
-        ("[]", "expected a JSON object"),
-        ('{"padding": {"pad_id": "0"}}', "padding.pad_id: found '0'"),
-        ('{"padding": {"pad_id": -1}}', "padding.pad_id: found -1"),
-    ],
-)
-def test_export_tokenizer_json_that_is_none(tmp_path: Path, text: str, said: str) -> None:
+@pytest.mark.parametrize("text", ["{", "[]", '{"padding": {"pad_id": -1}}'])
+def test_export_tokenizer_json_that_is_none(tmp_path: Path, text: str) -> None:
     (tokenizer_in(tmp_path, {}) / "tokenizer.json").write_text(text)
-    with pytest.raises(ConfigError, match=rf"tokenizer\.json: .*{said}"):
+    with pytest.raises(ConfigError, match=r"tokenizer\.json: the tokenizers package cannot read it"):
         Export.load(tmp_path)
 
 

@@ -27,9 +27,10 @@ from reflex_runtime.robots import (  # noqa: E402
     WordTokenizer,
     load_policy,
 )
+from reflex_runtime.robots.policy.prefix_cache import PrefixTensors  # noqa: E402
 from reflex_runtime.robots.serving.slots import device_of, load  # noqa: E402
 from reflex_runtime.robots.sources.load import read_source  # noqa: E402
-from reflex_runtime.robots.sources.torch_models import TorchPrefix, TorchStaged, TorchWhole, taken, weights_of  # noqa: E402
+from reflex_runtime.robots.sources.torch_models import TorchStaged, TorchWhole, taken, weights_of  # noqa: E402
 from reflex_runtime.run.onnx_session import CUDA  # noqa: E402
 from reflex_runtime.settings import ServeConfig  # noqa: E402
 from serving.harness import Server  # noqa: E402
@@ -173,7 +174,7 @@ def test_p2_a_prefix_stays_a_tensor_and_is_counted_in_the_cache() -> None:
     assert policy.cache.snapshot()["bytes"] == 2 * (scene + 1024)
     again = asked(policy, 0, episode_id="e0")
     prefix = again.payload.prefix
-    assert isinstance(prefix, TorchPrefix)
+    assert isinstance(prefix, PrefixTensors)
     assert prefix.tensors["scene"].shape == (1, 22, 64)
     assert prefix.tensors["scene"].untyped_storage().nbytes() == scene  # and no neighbour's memory
 

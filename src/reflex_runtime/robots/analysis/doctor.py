@@ -106,7 +106,6 @@ def examine(
     """
     clocks = clocks or Clocks()
     context = CheckContext(str(source), provider, threads, instruction, rtc_horizon, clocks, total_memory, rows)
-    context.began = clocks.together()
     checks: dict[str, Check] = {}
     for rule in (*(EXPORT if is_export(context.source) else OTHER), *([ROWS] if rows else [])):
         broken = [checks[need] for need in rule.needs if checks[need].status in ("fail", "skip")]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections import OrderedDict
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -39,6 +40,17 @@ class Prefix(Protocol):
 
     @property
     def nbytes(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PrefixTensors:
+    """A prefix of arrays or tensors by name."""
+
+    tensors: Mapping[str, Any]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors.values())
 
 
 @dataclass(slots=True)

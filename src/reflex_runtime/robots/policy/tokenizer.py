@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +13,6 @@ from numpy.typing import NDArray
 
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.robots.policy.units import Floats
-from reflex_runtime.settings.model_files import read_object
 
 Cleaning = Literal["strip", "lower", "underscores", "newlines", "end_newline"]
 
@@ -95,22 +93,14 @@ class InstructionTokenizer:
 
 
 class WordTokenizer(InstructionTokenizer):
-    """A fixed vocabulary.
+    """A fixed vocabulary of words with white space between.
 
     words: id of each word. unknown, padding: ids for unknown words, and for the rest of the row.
-    lower: whether text is lowercased first. pattern: matches a word; None splits at white space.
+    lower: whether text is lowercased first.
     """
 
-    def __init__(
-        self,
-        words: Mapping[str, int],
-        unknown: int = 0,
-        padding: int = 0,
-        lower: bool = True,
-        pattern: str | None = None,
-    ) -> None:
+    def __init__(self, words: Mapping[str, int], unknown: int = 0, padding: int = 0, lower: bool = True) -> None:
         self._words, self._unknown, self.padding, self._lower = dict(words), unknown, padding, lower
-        self._pattern = re.compile(pattern) if pattern else None
 
     def ids(self, text: str) -> Sequence[int]:
         return [self._words.get(word, self._unknown) for word in self._split(text)]
@@ -119,17 +109,17 @@ class WordTokenizer(InstructionTokenizer):
         return _words(word for word in self._split(text) if self._words.get(word, self._unknown) == self._unknown)
 
     def _split(self, text: str) -> list[str]:
-        text = text.lower() if self._lower else text
-        return self._pattern.findall(text) if self._pattern else text.split()
+        return text.lower().split() if self._lower else text.split()
 
 
 class PackagedTokenizer(InstructionTokenizer):
-    """Any `tokenizer.json`, through the `tokenizers` package, with the special tokens the file asks for."""
+    """A `tokenizer.json`, through the `tokenizers` package, with the special tokens the file asks for."""
 
-    def __init__(self, tokenizer: Any, padding: int = 0) -> None:
+    def __init__(self, tokenizer: Any) -> None:
+        self.padding = (tokenizer.padding or {}).get("pad_id", 0)
         tokenizer.no_padding()
         tokenizer.no_truncation()
-        self._tokenizer, self.padding = tokenizer, padding
+        self._tokenizer = tokenizer
 
     def ids(self, text: str) -> Sequence[int]:
         found: Sequence[int] = self._tokenizer.encode(text).ids
@@ -175,57 +165,18 @@ def read_sentencepiece(file: Path) -> SentencePieceTokenizer:
         raise ConfigError(f"{file}: is no SentencePiece model; copy it again") from error
 
 
-class _NotSimple(Exception):
-    """(key, found, expected) of what `_word_level` does not understand."""
-
-
-def read_tokenizer(file: Path) -> InstructionTokenizer:
-    """A `tokenizer.json` in the Hugging Face format.
-
-    Word-level models without post-processing need no package: model WordLevel; normalizer none or Lowercase;
-    pre_tokenizer Whitespace or WhitespaceSplit; post_processor none. All others need the `tokenizers` package; without
-    it they raise a ConfigError that says what to install, or how to convert.
-    """
-    parsed = read_object(file)
-    padding = parsed.get("padding")
-    pad_id = padding.get("pad_id", 0) if isinstance(padding, dict) else 0
-    if type(pad_id) is not int or pad_id < 0:
-        raise ConfigError(f"{file}: padding.pad_id: found {pad_id!r}, expected an integer >= 0")
-    try:
-        return _word_level(parsed, pad_id)
-    except _NotSimple as reason:
-        key, found, expected = reason.args
+def read_tokenizer(file: Path) -> PackagedTokenizer:
+    """A `tokenizer.json` in the Hugging Face format. ConfigError without the package `tokenizers`, or for another
+    file."""
     try:
         package: Any = importlib.import_module("tokenizers")
     except ImportError:
         raise ConfigError(
-            f"{file}: {key}: found {found!r}, expected {expected}; for other tokenizers pip install tokenizers, "
-            "or write the words of your instructions as {word: id} under `tokenizer` in reflex_config.json"
+            f"{file}: needs tokenizers: pip install tokenizers, or write the words of your instructions as {{word: id}}"
+            " under `tokenizer` in reflex_config.json"
         ) from None
     try:
-        return PackagedTokenizer(package.Tokenizer.from_file(str(file)), pad_id)
+        tokenizer = package.Tokenizer.from_file(str(file))
     except Exception as error:  # the package raises bare Exception
         raise ConfigError(f"{file}: the tokenizers package cannot read it: {error}") from error
-
-
-def _word_level(parsed: dict[str, Any], pad_id: int) -> WordTokenizer:
-    def kind(key: str, *allowed: str | None) -> str | None:
-        part = parsed.get(key)
-        found = part.get("type") if isinstance(part, dict) else part
-        if found not in allowed:
-            raise _NotSimple(f"{key}.type", found, " or ".join(str(a) for a in allowed))
-        return found
-
-    kind("model", "WordLevel")
-    lower = kind("normalizer", None, "Lowercase") == "Lowercase"
-    whitespace = kind("pre_tokenizer", "Whitespace", "WhitespaceSplit")
-    kind("post_processor", None)
-    words = parsed["model"].get("vocab")
-    if not isinstance(words, dict) or not all(type(v) is int and v >= 0 for v in words.values()):
-        raise _NotSimple("model.vocab", type(words).__name__, "an object {word: id >= 0}")
-    unknown = parsed["model"].get("unk_token")
-    if unknown not in words:
-        raise _NotSimple("model.unk_token", unknown, "a word of model.vocab")
-    # The format's own definition of Whitespace: runs of word characters, and runs of other visible ones.
-    pattern = r"\w+|[^\w\s]+" if whitespace == "Whitespace" else None
-    return WordTokenizer(words, words[unknown], pad_id, lower, pattern)
+    return PackagedTokenizer(tokenizer)

@@ -7,7 +7,6 @@ import hashlib
 import os
 import re
 import shutil
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from mmap import ACCESS_READ, mmap
@@ -257,32 +256,15 @@ def new_directory(out: Path, force: bool = False) -> Iterator[Path]:
     """
     check_new(out, force)
     target = out.resolve()
-    target.parent.mkdir(parents=True, exist_ok=True)
-    making = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    making, old = (target.with_name(f".{target.name}.{what}{os.getpid()}") for what in ("", "old."))
+    making.mkdir(parents=True)
     try:
         yield making
-        making.chmod(0o777 & ~_umask())
-        _exchange(making, target)
+        if target.exists():
+            target.rename(old)
+        making.rename(target)
     finally:
-        shutil.rmtree(making, ignore_errors=True)
-
-
-def _exchange(new: Path, target: Path) -> None:
-    """Put `new` in the place of `target`."""
-    if not target.is_dir() or not any(target.iterdir()):
-        new.rename(target)  # an empty directory gives way
-        return
-    old = Path(tempfile.mkdtemp(prefix=f".{target.name}.old.", dir=target.parent))
-    target.rename(old)
-    try:
-        new.rename(target)
-    except BaseException:
-        old.rename(target)
-        raise
-    shutil.rmtree(old, ignore_errors=True)
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
+        if old.exists() and not target.exists():
+            old.rename(target)
+        for left in (making, old):
+            shutil.rmtree(left, ignore_errors=True)

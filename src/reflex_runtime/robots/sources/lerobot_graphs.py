@@ -25,6 +25,7 @@ from reflex_runtime.robots.policy.spec import FLOAT_LEVELS, DeviceOptions
 from reflex_runtime.robots.policy.units import Floats
 from reflex_runtime.robots.sources.lerobot_checkpoint import LeRobotCheckpoint
 from reflex_runtime.robots.sources.lerobot_policy import LoadedPolicy
+from reflex_runtime.robots.sources.lerobot_processors import PAIRS
 from reflex_runtime.robots.sources.lerobot_vla import LeRobotStaged, PackedCache, with_room
 from reflex_runtime.robots.sources.torch_models import taken
 
@@ -239,9 +240,6 @@ def _range(normaliser: Any, name: str, size: int) -> tuple[Floats, Floats]:
 
 
 _TEXT: Final = {"NewLineTaskProcessorStep", "SmolVLANewLineProcessor", "TokenizerProcessorStep"}
-_PAIRS: Final = {
-    "MEAN_STD": ("mean", "std"), "MIN_MAX": ("min", "max"), "QUANTILES": ("q01", "q99"), "QUANTILE10": ("q10", "q90"),
-}  # fmt: skip
 
 
 class TracedSmolVla:
@@ -348,7 +346,7 @@ def _action_norm(spec: LeRobotCheckpoint, denormaliser: Any) -> dict[str, Any] |
     stats = {} if denormaliser is None else denormaliser._tensor_stats.get("action", {})
     if mode is None or mode.name == "IDENTITY" or not stats:
         return None
-    low, high = _PAIRS[mode.name]
+    low, high = PAIRS[mode.name]
     found: dict[str, Any] = {name: taken(stats[name]).astype(float).tolist() for name in (low, high)}
     if mode.name == "MEAN_STD":
         if min(found["std"]) <= 0.0:

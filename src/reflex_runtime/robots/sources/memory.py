@@ -6,13 +6,13 @@ rest of the memory is for activations, prefix caches and whatever else runs ther
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import os
+import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.robots.policy.spec import PolicySpec
@@ -25,7 +25,6 @@ SKIP: Final = "REFLEX_SKIP_2POLICY_MEMORY_CHECK"
 GB: Final = 1 << 30  # as makers of GPUs count, and nvidia-smi shows
 
 _CGROUP: Final = Path("/sys/fs/cgroup")
-_NVML: Final = "libnvidia-ml.so.1"
 
 log = logging.getLogger("reflex.policies")
 
@@ -131,39 +130,18 @@ def host_memory(cgroup: Path = _CGROUP) -> int:
     return min(sizes)
 
 
-class _Memory(ctypes.Structure):
-    """NVML's nvmlMemory_t."""
-
-    _fields_ = (("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong))
-
-
-def gpu_memory(environ: Mapping[str, str], load: Callable[[str], Any] = ctypes.CDLL) -> int:
-    """Bytes of the first GPU that CUDA_VISIBLE_DEVICES leaves visible, as NVML, which comes with the driver, tells.
+def gpu_memory(environ: Mapping[str, str], command: str = "nvidia-smi") -> int:
+    """Bytes of the first GPU that CUDA_VISIBLE_DEVICES leaves visible, as the driver's own program tells.
 
     An index there counts in PCI order, as with CUDA_DEVICE_ORDER=PCI_BUS_ID.
     """
+    visible = environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0].strip() or "0"
+    ask = [command, f"--id={visible}", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
     try:
-        nvml = load(_NVML)
-    except OSError as error:
+        told = subprocess.run(ask, capture_output=True, text=True, timeout=60, check=True).stdout
+        return int(told) << 20
+    except (OSError, subprocess.SubprocessError, ValueError) as error:
         raise ConfigError(
-            f"the GPU's memory cannot be read: {error}. {_NVML} belongs to the NVIDIA driver (in a container: "
+            f"the GPU's memory cannot be read: {error}. {command} belongs to the NVIDIA driver (in a container: "
             f"NVIDIA_DRIVER_CAPABILITIES=compute,utility); install it, or set {SKIP}=1 to do without the check"
         ) from None
-
-    def call(name: str, *arguments: Any) -> None:
-        status = getattr(nvml, name)(*arguments)
-        if status:
-            raise ConfigError(f"the GPU's memory cannot be read: {name} answers {status}; {SKIP}=1 skips the check")
-
-    visible = environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0].strip()
-    handle, memory = ctypes.c_void_p(), _Memory()
-    call("nvmlInit_v2")
-    try:
-        if visible and not visible.isdigit():  # GPU-… or MIG-…
-            call("nvmlDeviceGetHandleByUUID", ctypes.c_char_p(visible.encode()), ctypes.byref(handle))
-        else:
-            call("nvmlDeviceGetHandleByIndex_v2", ctypes.c_uint(int(visible or 0)), ctypes.byref(handle))
-        call("nvmlDeviceGetMemoryInfo", handle, ctypes.byref(memory))
-    finally:
-        nvml.nvmlShutdown()
-    return int(memory.total)

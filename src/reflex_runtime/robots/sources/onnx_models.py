@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.robots.policy.model import StagedModel, WholeModel, stacked
 from reflex_runtime.robots.policy.observation import Observation
+from reflex_runtime.robots.policy.prefix_cache import PrefixTensors
 from reflex_runtime.robots.policy.spec import DeviceOptions, PolicySpec
 from reflex_runtime.robots.policy.units import Floats
 from reflex_runtime.run.onnx_session import CPU, OnnxSession, TensorSpec, fits
@@ -25,17 +26,6 @@ class Graph:
     file: Path
     inputs: Mapping[str, TensorSpec]
     outputs: Mapping[str, TensorSpec]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class KeysAndValues:
-    """Keys and values of one request, by the expert's input names, without a batch axis."""
-
-    tensors: Mapping[str, NDArray[Any]]
-
-    @property
-    def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.tensors.values())
 
 
 class OnnxWhole(WholeModel):
@@ -84,16 +74,16 @@ class OnnxStaged(StagedModel):
                     f"{left.dtype} {left.dims} (decomposed.past_kv_tensor_names)"
                 )
 
-    def prefix(self, rows: Sequence[Observation]) -> Sequence[KeysAndValues]:
+    def prefix(self, rows: Sequence[Observation]) -> Sequence[PrefixTensors]:
         given = {name: np.stack([row.row(role) for row in rows]) for role, name in self._prefix_inputs.items()}
         made = self._prefix.run(given, self.notes)
         # Copied out of the batch: a view would keep the keys and values of all its rows in memory.
         return [
-            KeysAndValues({read: made[name][i].copy() for name, read in self._past_kv.items()})
+            PrefixTensors({read: made[name][i].copy() for name, read in self._past_kv.items()})
             for i in range(len(rows))
         ]
 
-    def pack(self, prefixes: Sequence[KeysAndValues], rows: Sequence[Observation]) -> dict[str, Any]:
+    def pack(self, prefixes: Sequence[PrefixTensors], rows: Sequence[Observation]) -> dict[str, Any]:
         packed = {name: np.stack([prefix.tensors[name] for prefix in prefixes]) for name in self._past_kv.values()}
         if "state" in self._inputs:
             packed[self._inputs["state"]] = np.stack([row.row("state") for row in rows])

@@ -21,9 +21,16 @@ from reflex_runtime.robots.policy.model import PolicySource, StagedModel
 from reflex_runtime.robots.policy.spec import OPENPI, DeviceOptions, Embodiment
 from reflex_runtime.robots.policy.tokenizer import InstructionTokenizer, PromptTemplate, read_sentencepiece
 from reflex_runtime.robots.policy.units import AddState, AlohaGripper, Norm, Scaled, Transform, frozen
-from reflex_runtime.robots.sources.embodiment import read_wires
+from reflex_runtime.robots.sources.embodiment import read_norm, read_wires
 from reflex_runtime.robots.sources.export_directory import check_directory
-from reflex_runtime.robots.sources.export_files import files_hash, model_bytes, model_hash, read_export_json, whole
+from reflex_runtime.robots.sources.export_files import (
+    ExportObject,
+    files_hash,
+    model_bytes,
+    model_hash,
+    read_export_json,
+    whole,
+)
 from reflex_runtime.robots.sources.lerobot_checkpoint import check_device, check_lerobot, check_weights, read_robot
 from reflex_runtime.robots.sources.lerobot_features import WEIGHTS
 from reflex_runtime.settings.read import JsonObject
@@ -229,25 +236,15 @@ def _stats_file(root: Path, asset_id: str | None) -> Path:
     return file
 
 
-def _norms(file: Path, quantiles: bool, robot: _OpenpiRobot) -> dict[str, Norm]:
+def _norms(file: Path, quantiles: bool, robot: _OpenpiRobot) -> dict[str, Norm | None]:
     """The norms of "state" and "actions" by the first dimensions of a norm_stats.json, as openpi pads."""
-    table = JsonObject(file, read_export_json(file))
-    stats = JsonObject(file, table.get("norm_stats"), "norm_stats")
+    stats = JsonObject(file, JsonObject(file, read_export_json(file)).get("norm_stats"), "norm_stats")
     found = {}
     for key, dim in (("state", robot.state_dim), ("actions", robot.action_dim)):
-        inner = JsonObject(file, stats.get(key), f"norm_stats.{key}")
-        values: _Stats = inner.read(_Stats)
-        low, high = ("q01", "q99") if quantiles else ("mean", "std")
-        first, second = (np.array(getattr(values, name) or (), np.float64)[:dim] for name in (low, high))
-        for name, vector in ((low, first), (high, second)):
-            if len(vector) < dim or not np.isfinite(vector).all():
-                inner.wrong(name, f"a list of at least {dim} finite numbers", getattr(values, name))
-        wide = (second - first if quantiles else second) + EPSILON
-        if not (wide > 0.0).all():
-            inner.wrong(high, f"numbers above {low}" if quantiles else "numbers >= 0", second.tolist())
-        found[key] = (
-            Norm.of_range(first, second, EPSILON) if quantiles else Norm(frozen(first), frozen(second + EPSILON))
-        )
+        values: _Stats = JsonObject(file, stats.get(key), f"norm_stats.{key}").read(_Stats)
+        pair = ("q01", "q99") if quantiles else ("mean", "std")
+        norm = {name: (getattr(values, name) or [])[:dim] for name in pair} | {"epsilon": EPSILON}
+        found[key] = read_norm(ExportObject(file, {key: norm}, "norm_stats"), key, dim)
     return found
 
 

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from reflex_runtime.core.errors import ConfigError, ProcessorError
 from reflex_runtime.robots.policy.model import StagedModel, WholeModel
 from reflex_runtime.robots.policy.observation import Observation
+from reflex_runtime.robots.policy.prefix_cache import PrefixTensors
 from reflex_runtime.robots.policy.spec import DeviceOptions, PolicySpec
 from reflex_runtime.robots.policy.units import Floats
 from reflex_runtime.run.onnx_session import CPU, CUDA
@@ -49,17 +50,6 @@ class StagedModule(Protocol):
     def prefix(self, inputs: Tensors) -> Tensors: ...
 
     def step(self, prefix: Tensors, x: Tensor, k: Tensor, n: int) -> Tensor: ...
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class TorchPrefix:
-    """What the prefix stage made of one request, on the device: tensors [1, …] by name."""
-
-    tensors: Tensors
-
-    @property
-    def nbytes(self) -> int:
-        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
 
 
 class _Placed:
@@ -137,13 +127,13 @@ class TorchStaged(GraphedStaged):
         if device.captured_sizes:
             self.capture(device.captured_sizes)
 
-    def prefix(self, rows: Sequence[Observation]) -> Sequence[TorchPrefix]:
+    def prefix(self, rows: Sequence[Observation]) -> Sequence[PrefixTensors]:
         with torch.inference_mode():
             made = self._placed.module.prefix(self._placed.inputs(rows, self.spec.prefix_takes_state))
             # Copied out of the batch: a view would keep the tensors of all its rows in memory.
-            return [TorchPrefix({name: t[i : i + 1].clone() for name, t in made.items()}) for i in range(len(rows))]
+            return [PrefixTensors({name: t[i : i + 1].clone() for name, t in made.items()}) for i in range(len(rows))]
 
-    def pack(self, prefixes: Sequence[TorchPrefix], rows: Sequence[Observation]) -> Tensors:
+    def pack(self, prefixes: Sequence[PrefixTensors], rows: Sequence[Observation]) -> Tensors:
         with torch.inference_mode():
             packed = {name: torch.cat([p.tensors[name] for p in prefixes]) for name in prefixes[0].tensors}
             if self.spec.takes_state and not self.spec.prefix_takes_state:
