@@ -40,7 +40,6 @@ ORDER: Final = {
 }
 # What still imports to the right: a module, and where. A line that is no longer needed fails; no line is added.
 UPWARD: Final = {
-    "robots.rollout.shadow: serving",
     "robots.serving.act: wires",
     "robots.serving.handler: wires",
     "robots.serving.openapi: wires",

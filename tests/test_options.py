@@ -124,7 +124,7 @@ def test_h10_an_option_without_what_it_needs_is_refused_on_the_command_line_and_
 
 
 def test_h10_off_is_off_and_needs_nothing() -> None:
-    given(ServeConfig, {"ramp_evidence": False, "rtc_per_episode": False, "record_no_gzip": False})
+    given(ServeConfig, {"rtc_per_episode": False, "record_no_gzip": False})
 
 
 def test_h10_what_a_needed_setting_needs_is_needed_too() -> None:
@@ -132,8 +132,6 @@ def test_h10_what_a_needed_setting_needs_is_needed_too() -> None:
         given(ServeConfig, {"prefix_max_age_chunks": 3}, {"a decomposed export": "because"})
     with pytest.raises(ConfigError, match="--prefix-max-age-chunks needs --prefix-cache-mb"):
         given(ServeConfig, {"prefix_max_age_chunks": 3, "prefix_cache_mb": 0})
-    with pytest.raises(ConfigError, match="--ramp-margin needs --policy-b"):
-        given(ServeConfig, {"ramp": "5,100", "ramp_evidence": True, "ramp_margin": 3}, only="ramp_margin")
 
 
 @pytest.fixture(autouse=True)
@@ -160,8 +158,6 @@ SERVE = [
     ("--rtc-per-episode", "--rtc"),
     ("--ramp 5,100", "--policy-b"),
     ("--ramp-every 5m", "--ramp or --guard"),
-    ("--ramp-evidence", "--ramp"),
-    ("--ramp-margin 3", "--ramp-evidence"),
     ("--record-images full", "--record"),
     ("--record-no-gzip", "--record"),
     ("--record-max-mb 5", "--record"),

@@ -91,8 +91,6 @@ EFFECTS: Final[dict[type[Any], dict[str, str]]] = {
         "ramp": "test_v12_a_ramp_advances_by_itself_and_finishes",
         "ramp_every": "test_v12_a_ramp_advances_by_itself_and_finishes",
         "guard": "test_v12_a_guard_that_trips_takes_everything_back_and_says_why",
-        "ramp_evidence": "test_v12_evidence_is_waited_for_and_told",
-        "ramp_margin": "test_v12_ramp_margin_is_how_much_worse_b_may_be",
         "rtc": "test_e2_the_next_chunk_continues_the_last_and_the_answer_says_how",
         "rtc_per_episode": "test_e2_two_slots_keep_their_own_tails_and_a_moved_episode_begins_anew",
         "rtc_schedule": "test_e2_the_next_chunk_continues_the_last_and_the_answer_says_how",

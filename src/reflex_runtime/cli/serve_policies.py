@@ -193,7 +193,6 @@ def check_memory(asked: Sequence[PolicyAsked]) -> None:
 
 def _check(config: ServeConfig, specs: Mapping[str, PolicySource]) -> None:
     """What of one policy takes more than a range."""
-    from reflex_runtime.robots.rollout.comparison import Comparison
     from reflex_runtime.robots.rollout.ramp import Ramp, RampGuard
     from reflex_runtime.robots.rollout.slo import Objective
 
@@ -203,8 +202,7 @@ def _check(config: ServeConfig, specs: Mapping[str, PolicySource]) -> None:
         RampGuard.parse(config.guard)
     Ramp.every_of(config.ramp_every)
     if config.ramp:
-        shares, every = Ramp.shares_of(config.ramp), Ramp.every_of(config.ramp_every)
-        Ramp(shares, every, None, Comparison(50) if config.ramp_evidence else None, 0.0)
+        Ramp.shares_of(config.ramp)
     _check_specs(config, specs)
 
 

@@ -93,13 +93,6 @@ class ServeConfig(ServerConfig):
         "", "limits for b on a ramp, and for a new policy after a hot swap; beyond them it is rolled back",
         metavar="p99=150ms,error=1%",
     )
-    ramp_evidence: bool = option(
-        False, "a stage also waits until outcomes show that b is not worse than a by more than --ramp-margin",
-        needs="ramp",
-    )
-    ramp_margin: float = option(
-        5.0, "the margin, in percentage points of success", low=0.1, high=50, unit="points", needs="ramp_evidence"
-    )
     max_concurrent: int = option(
         0, "most HTTP requests in progress; beyond it 429; 0 is off", low=0, high=1_000_000,
         group="listening and trust",
@@ -263,7 +256,7 @@ class ServeConfig(ServerConfig):
 OWN_SETTINGS = frozenset({
     "provider", "threads", "dtype", "compile", "cuda_graphs", "default_prompt", "on_bad_action",
     "policy_a", "policy_b", "split", "shadow_policy", "shadow_sample",
-    "ramp", "ramp_every", "guard", "ramp_evidence", "ramp_margin",
+    "ramp", "ramp_every", "guard",
     "max_batch_cost_ms", "batch_timeout_ms", "max_batch_size", "deterministic", "cost_model",
     "deadline_ms", "max_queue", "max_queue_s", "latest_only", "max_in_flight_per_client", "slo", "slo_mode",
     "rtc", "rtc_per_episode", "rtc_schedule", "rtc_horizon", "adaptive_steps",

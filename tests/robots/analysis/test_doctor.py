@@ -156,13 +156,6 @@ def test_t7_external_data(mono: Path) -> None:
     assert "model.onnx.data" in failed(mono, "model_load").actual
 
 
-def test_t7_external_data_that_no_hash_counts_is_a_warning(mono: Path) -> None:
-    (mono / "README.md").write_text("notes")
-    assert found(examine(mono), "files").status == "pass"
-    move_weights_out(mono, "weights")
-    assert failed(mono, "files", "warn").actual.startswith("weights holds weights")
-
-
 @pytest.fixture
 def open_to_all() -> Iterator[Path]:
     """A directory that every user may enter, which pytest's own are not."""

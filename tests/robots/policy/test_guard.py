@@ -37,7 +37,6 @@ def test_e3_values_outside_are_clamped_with_a_report() -> None:
     assert checked.guard is not None
     assert checked.guard.as_dict() == {"clamped": 2, "joints": ["gripper"], "held": False}
     assert sent.actions.tolist() == [[0.5, -3.0], [0.25, 9.0]]
-    assert guard.clamped == 1
 
 
 def test_e3_without_ranges_nothing_is_clamped_and_joints_are_numbers() -> None:
@@ -53,7 +52,6 @@ def test_e3_not_finite_is_an_error_and_never_clamped(bad: float) -> None:
     guard.check(chunk([0.5, 0.5]), "e")
     with pytest.raises(NonFiniteResult, match=r"not finite \(shoulder\)"):
         guard.check(chunk([bad, 0.5]), "e")
-    assert guard.refused == 1
 
 
 def test_e3_hold_repeats_the_episodes_last_good_action() -> None:
@@ -65,7 +63,6 @@ def test_e3_hold_repeats_the_episodes_last_good_action() -> None:
     assert held.guard.as_dict() == {"clamped": 1, "joints": ["shoulder"], "held": True}
     again = guard.check(chunk([INF, 0.0], [0.0, 0.0]), "e")
     assert again.actions.tolist() == held.actions.tolist()
-    assert guard.held == 2
 
 
 @pytest.mark.parametrize("episode", ["", "other"])

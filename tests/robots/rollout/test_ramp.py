@@ -8,15 +8,14 @@ from random import Random
 import pytest
 
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.robots.rollout.comparison import Comparison
 from reflex_runtime.robots.rollout.ramp import Decision, GuardWatch, Ramp, RampGuard
 
 GUARD = RampGuard(99.0, 0.150, 0.01)
 SHARES = (5, 20, 50, 100)
 
 
-def ramp(guard: RampGuard | None = GUARD, comparison: Comparison | None = None, every: float = 600.0) -> Ramp:
-    return Ramp(SHARES, every, guard, comparison, 0.0)
+def ramp(guard: RampGuard | None = GUARD, every: float = 600.0) -> Ramp:
+    return Ramp(SHARES, every, guard, 0.0)
 
 
 def good(ramp: Ramp, n: int = 100) -> None:
@@ -91,11 +90,6 @@ def test_v12_a_wrong_every_names_flag_value_and_format(text: str) -> None:
     assert error.value.message == (
         f"--ramp-every={text!r:.200}: must be a number with s, m or h, from 1s to 720h, such as 10m"
     )
-
-
-def test_v12_evidence_needs_a_share_of_a_to_compare_with() -> None:
-    with pytest.raises(ConfigError, match=r"--ramp=100 --ramp-evidence"):
-        Ramp((100,), 1.0, None, Comparison(50), 0.0)
 
 
 # -- the guard ---------------------------------------------------------------------------------------------------------
@@ -225,7 +219,7 @@ def test_v12_stage_by_stage_to_the_end() -> None:
 
 
 def test_v12_a_ramp_that_stops_short_of_100_leaves_the_share_there() -> None:
-    subject = Ramp((5, 20), 10.0, None, None, 100.0)
+    subject = Ramp((5, 20), 10.0, None, 100.0)
     assert subject.evaluate(109.9) is None
     assert subject.evaluate(110.0) == Decision(
         110.0, "advance", 20, "b was watched at 5 % for its time", {"stage_answers": 0, "answers": 0}
@@ -344,91 +338,17 @@ def test_v12_without_a_guard_nothing_trips() -> None:
 
 
 def test_v12_a_reason_from_outside_rolls_back_too() -> None:
-    subject = ramp(comparison=Comparison(50))
+    subject = ramp()
     decision = subject.roll_back(7.0, "an operator asked")
     assert decision is not None
     assert (decision.at, decision.action, decision.share, decision.why) == (7.0, "rollback", 0, "an operator asked")
     assert (subject.share, subject.state) == (0, "rolled_back")
-    assert subject.comparison is not None
-    assert subject.comparison.split == 100
     assert subject.roll_back(8.0, "again") is None
     assert len(subject.decisions) == 1
-    finished = Ramp((100,), 1.0, None, None, 0.0)
+    finished = Ramp((100,), 1.0, None, 0.0)
     finished.evaluate(1.0)
     assert finished.roll_back(2.0, "too late") is None
     assert (finished.share, finished.state) == (100, "finished")
-
-
-# -- evidence ----------------------------------------------------------------------------------------------------------
-
-
-def episodes(comparison: Comparison, a: float, b: float, n: int, random: Random) -> None:
-    for _ in range(n):
-        slot = "a" if random.random() * 100 < comparison.split else "b"
-        comparison.add(slot, random.random() < (a if slot == "a" else b))
-
-
-def test_v12_with_evidence_a_stage_ends_when_it_is_there() -> None:
-    comparison = Comparison(50)
-    subject = ramp(comparison=comparison)
-    assert comparison.split == 95  # the ramp tells it
-    good(subject)
-    hold = subject.evaluate(600.0)
-    assert hold is not None
-    assert (hold.action, hold.share) == ("hold", 5)
-    assert hold.why == "not shown yet that b is at most 5 points worse: e-value 1 of 1000"
-    assert hold.numbers["e_not_inferior"] == 1.0
-    assert hold.numbers["a_episodes"] == hold.numbers["b_episodes"] == 0
-    assert subject.evaluate(601.0) is None
-    random = Random(1)
-    while not comparison.not_inferior:
-        episodes(comparison, 0.73, 0.99, 1, random)
-    advance = subject.evaluate(700.0)
-    assert advance is not None
-    assert (advance.action, advance.share, comparison.split) == ("advance", 20, 80)
-    assert advance.numbers["e_not_inferior"] >= 1000
-    assert advance.numbers["b_episodes"] == comparison.counts["b"][1]
-    good(subject)
-    assert subject.evaluate(1299.0) is None
-    assert subject.evaluate(1300.0) is not None  # shown is shown
-    assert comparison.split == 50
-
-
-def test_v12_evidence_before_the_time_is_over_does_not_shorten_a_stage() -> None:
-    comparison = Comparison(50)
-    subject = ramp(comparison=comparison, guard=None)
-    episodes(comparison, 0.0, 1.0, 1000, Random(1))
-    assert (comparison.not_inferior, comparison.verdict) == (True, "b_better")
-    assert subject.evaluate(599.0) is None
-    assert subject.evaluate(600.0) is not None
-
-
-def test_v12_a_worse_version_is_rolled_back_by_the_evidence() -> None:
-    comparison = Comparison(50)
-    subject, random, now = ramp(comparison=comparison), Random(2), 0.0
-    while subject.state == "running":
-        now += 1.0
-        good(subject, 1)
-        episodes(comparison, 0.95, 0.4, 5, random)
-        decision = subject.evaluate(now)
-    assert decision is not None
-    assert decision.action == "rollback"
-    assert decision.why.startswith("a is better: e-value 1")
-    assert decision.numbers["e_a_better"] >= 1000
-    assert (subject.share, comparison.split) == (0, 100)
-    assert {d.action for d in subject.decisions} <= {"hold", "rollback"}
-
-
-def test_v12_the_whole_way_with_evidence() -> None:
-    comparison = Comparison(50)
-    subject, random, now = ramp(comparison=comparison), Random(3), 0.0
-    while subject.state == "running" and now < 1e5:
-        now += 1.0
-        good(subject, 1)
-        episodes(comparison, 0.73, 0.99, 1, random)
-        subject.evaluate(now)
-    assert [d.action for d in subject.decisions if d.action != "hold"] == ["advance"] * 3 + ["finish"]
-    assert (subject.state, subject.share, comparison.split) == ("finished", 100, 0)
 
 
 # -- always ------------------------------------------------------------------------------------------------------------
@@ -440,16 +360,13 @@ def test_v12_the_share_never_exceeds_the_plan_and_stays_0_after_a_rollback(seed:
     shares = tuple(sorted(random.sample(range(1, 100), random.randint(1, 5))))
     every, begin = random.choice([1.0, 10.0, 600.0]), random.choice([0.0, 12345.678])
     guard = random.choice([None, GUARD, RampGuard(error_rate=0.0), RampGuard(95.0, 0.2)])
-    comparison = random.choice([None, Comparison(50, alpha=0.05)])
-    subject = Ramp(shares, every, guard, comparison, begin)
-    failing, b = random.choice([0.0, 0.001, 0.01, 0.2]), random.choice([0.2, 0.73, 0.99])
+    subject = Ramp(shares, every, guard, begin)
+    failing = random.choice([0.0, 0.001, 0.01, 0.2])
     now, before, rolled_back = begin, subject.share, False
     for _ in range(300):
         now += every * random.choice([0.0, 0.01, 0.1, 0.5, 2.0])
         for _ in range(random.choice([0, 1, 40])):
             subject.observe(random.random() >= failing, 0.05)
-        if comparison is not None:
-            episodes(comparison, 0.73, b, 5, random)
         if random.random() < 0.005:
             subject.roll_back(now, "outside")
         decision = subject.evaluate(now)
@@ -463,8 +380,6 @@ def test_v12_the_share_never_exceeds_the_plan_and_stays_0_after_a_rollback(seed:
         assert not rolled_back or (subject.share == 0 and subject.state == "rolled_back")
         assert rolled_back or subject.share in {before, *shares[shares.index(before) + 1 :][:1]}  # one stage at a time
         before = subject.share
-        if comparison is not None:
-            assert comparison.split == 100 - subject.share
     assert len(subject.decisions) <= 2 * len(shares) + 1
     assert subject.snapshot()["decisions"][-1:] == [
         {"at": d.at, "action": d.action, "share": d.share, "why": d.why, "numbers": d.numbers}
@@ -473,12 +388,12 @@ def test_v12_the_share_never_exceeds_the_plan_and_stays_0_after_a_rollback(seed:
 
 
 def test_the_snapshot_is_json_and_counts_from_now() -> None:
-    subject = ramp(comparison=Comparison(50))
-    good(subject)
+    subject = ramp()
+    good(subject, 10)
     subject.evaluate(600.0)
     found = json.loads(json.dumps(subject.snapshot(610.0), allow_nan=False))
     assert (found["state"], found["share"], found["stage"], found["shares"]) == ("running", 5, 1, list(SHARES))
     assert (found["every_s"], found["left_s"], found["held"]) == (600.0, 0.0, True)
     assert found["decisions"][0]["action"] == "hold"
-    assert found["numbers"]["stage_answers"] == 100
+    assert found["numbers"]["stage_answers"] == 10
     assert ramp().snapshot(100.0)["left_s"] == 500.0

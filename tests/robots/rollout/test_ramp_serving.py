@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 from serving.harness import Server
-from serving.pair import Pair, admin, episodes, outcome, rollout, two, until, version_of
+from serving.pair import Pair, admin, episodes, rollout, two, until, version_of
 from serving.requests import numbered
 
 
@@ -110,27 +110,6 @@ def test_v12_a_look_that_fails_does_not_end_the_looking(pair: Pair) -> None:
     with two(pair, "--ramp", "50", "--ramp-every", "1s", split=None, before=STUMBLES) as server:
         assert server.wait_log("RuntimeError: stumbled")
         until(lambda: rollout(server)["ramp"]["state"] == "finished")
-
-
-def test_v12_evidence_is_waited_for_and_told(pair: Pair) -> None:
-    options = ("--ramp", "50,100", "--ramp-every", "1s", "--ramp-evidence", "--ramp-margin", "50")
-    with two(pair, *options, split=None) as server:
-        until(lambda: rollout(server)["ramp"]["held"])
-        (held,) = rollout(server)["ramp"]["decisions"]
-        assert held["action"] == "hold"
-        assert "not shown yet that b is at most 50 points worse" in held["why"]
-        assert held["numbers"]["b_episodes"] == 0
-        for a, b in zip(episodes("a", 60), episodes("b", 60), strict=True):
-            for episode in (a, b):
-                server.act(episode_id=episode)
-                assert outcome(server, episode).json["counted"] is True
-        until(lambda: rollout(server)["ramp"]["state"] == "finished")
-        numbers = rollout(server)["ramp"]["decisions"][1]["numbers"]
-        assert numbers["e_not_inferior"] >= 1000
-        metrics = server.metrics()
-        told = [metrics("reflex_episode_outcomes_total", policy_slot=slot, success="true") for slot in ("a", "b")]
-        assert sum(told) == 120
-        assert told[1] >= 60  # more where it was shown before the end: then new episodes go to b
 
 
 def test_v12_a_running_ramp_is_ended_by_an_operator(pair: Pair) -> None:

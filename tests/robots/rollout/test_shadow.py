@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from reflex_runtime.robots.rollout.shadow import Difference, ShadowDivergence, sampled
+from reflex_runtime.robots.serving.shadow import Difference, ShadowDivergence, sampled
 
 
 def test_v10_the_sample_is_the_share_asked_for_and_the_same_every_time() -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from reflex_runtime.observe.journal_reader import read_journal
-from reflex_runtime.robots.rollout.shadow import sampled
+from reflex_runtime.robots.serving.shadow import sampled
 from serving.exports import expected
 from serving.harness import STATE, Server
 from serving.pair import Pair, admin, until, version_of

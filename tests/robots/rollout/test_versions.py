@@ -96,8 +96,6 @@ def test_v1_the_split_is_a_percentage(split: str, refused: Refusals, pair: Pair)
         (("--ramp", "0,50"), "--ramp='0,50'"),
         (("--ramp", "5,20", "--ramp-every", "0s"), "--ramp-every='0s'"),
         (("--ramp", "5,20", "--guard", "p99=fast"), "--guard='p99=fast'"),
-        (("--ramp-evidence",), "--ramp-evidence needs --ramp"),
-        (("--ramp", "100", "--ramp-evidence"), "--ramp=100 --ramp-evidence"),
         (("--inject-fault", "prod:raise:1"), "slot prod is not served"),
         (("--inject-fault", "shadow:raise:1"), "slot shadow is not served"),
     ],

@@ -23,36 +23,7 @@ from reflex_runtime.robots.serving.runtime import PolicyRuntime
 from reflex_runtime.run.onnx_session import CPU, CUDA
 from reflex_runtime.settings import ServeConfig
 from serving.harness import PATIENCE, STATE
-from serving.in_process import Caller, one_policy, with_app
-from serving.pair import Pair
-
-# -- --ramp-margin -----------------------------------------------------------------------------------------------------
-
-
-def equals_until_shown(runtime: PolicyRuntime) -> int:
-    """How many pairs of successful episodes show that b is not inferior by the margin."""
-    comparison = runtime.first.rollout.comparison
-    assert comparison is not None
-    for pairs in range(1, 1000):
-        comparison.add("a", True)
-        comparison.add("b", True)
-        if comparison.not_inferior:
-            return pairs
-    raise AssertionError("never shown")
-
-
-def test_v12_ramp_margin_is_how_much_worse_b_may_be(pair: Pair) -> None:
-    found = {}
-    for margin in (50.0, 20.0, 5.0):
-        config = ServeConfig(policy_b="b", ramp="50,100", ramp_evidence=True, ramp_margin=margin)
-        runtime = one_policy(config, {"a": Export.load(pair.v1), "b": Export.load(pair.v2)})
-        first = equals_until_shown(runtime)
-        runtime.first.rollout.exchanged("b", 0.0)  # another policy: shown anew, by the same margin
-        assert equals_until_shown(runtime) == first
-        found[margin] = first
-    assert found[50.0] * 2 < found[20.0]
-    assert found[20.0] * 2 < found[5.0]
-
+from serving.in_process import Caller, with_app
 
 # -- --provider --------------------------------------------------------------------------------------------------------
 

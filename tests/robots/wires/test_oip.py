@@ -176,4 +176,4 @@ def test_w48_a_sequence_is_an_episode_until_it_ends_or_starts_again(export: Expo
     assert episode(sequence_id=8, episode_id="e") == "e"
     for other in range(100, 5000):
         episode(sequence_id=other)
-    assert len(sequences._epochs) == 4096
+    assert len(sequences._episodes) == 4096

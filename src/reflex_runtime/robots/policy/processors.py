@@ -75,7 +75,6 @@ class ActionGuard:
         self._ranges, self._names = embodiment.action_ranges, embodiment.action_names
         self._max_episodes = max_episodes
         self._last: OrderedDict[tuple[str, str], NDArray[np.float32]] = OrderedDict()
-        self.clamped = self.held = self.refused = 0  # chunks
 
     def check(self, chunk: ActionChunk, episode_id: str) -> ActionChunk:
         """The checked chunk with its report; NonFiniteResult if it must not be sent."""
@@ -89,7 +88,6 @@ class ActionGuard:
             if changed.any():
                 joints = tuple(self._name(int(j)) for j in np.flatnonzero(changed.any(axis=0)))
                 report = GuardReport(int(changed.sum()), joints)
-                self.clamped += 1
                 actions = inside
         if self.on_bad_action == "hold" and episode_id:
             self._remember((self.slot, episode_id), actions[-1].copy())
@@ -118,11 +116,9 @@ class ActionGuard:
         joints = tuple(self._name(int(j)) for j in np.flatnonzero(bad.any(axis=0)))
         last = self._last.get((self.slot, episode_id))
         if last is None:
-            self.refused += 1
             held = "" if self.on_bad_action == "error" else "; no good action of the episode to hold"
             raise NonFiniteResult(f"the policy's actions are not finite ({', '.join(joints)}){held}")
         self._last.move_to_end((self.slot, episode_id))
-        self.held += 1
         actions = np.broadcast_to(last, chunk.actions.shape).copy()
         return replace(chunk, actions=actions, guard=GuardReport(int(bad.sum()), joints, held=True))
 
@@ -154,22 +150,21 @@ class GuardedProcessor(WrappedProcessor):
         if chunks and len(chunks) == len(results) and self.guard.clean(chunks):
             self.guard.passed(chunks, batch.grants)
             return results
-        guard = self.guard
-        before = guard.clamped, guard.held, guard.refused
-        checked = [self._checked(ticket, result) for ticket, result in zip(batch.grants, results, strict=True)]
-        after = guard.clamped, guard.held, guard.refused
-        for name, was, now in zip(("clamped", "held", "refused"), before, after, strict=True):
-            if now > was:  # added up: a batch that is bisected is several calls
-                batch.notes[name] = batch.notes.get(name, 0) + now - was
-        return checked
+        return [self._checked(ticket, result, batch) for ticket, result in zip(batch.grants, results, strict=True)]
 
-    def _checked(self, ticket: Ticket, result: Any) -> Any:
+    def _checked(self, ticket: Ticket, result: Any, batch: Batch) -> Any:
         if not (isinstance(result, Done) and isinstance(result.value, ActionChunk)):
             return result
+        checked: Done | NonFiniteResult
         try:
-            return Done(self.guard.check(result.value, _episode(ticket)))
+            chunk = self.guard.check(result.value, _episode(ticket))
+            checked, report = Done(chunk), chunk.guard or _CLEAN
+            note = "held" if report.held else "clamped" if report.clamped else ""
         except NonFiniteResult as error:
-            return error
+            checked, note = error, "refused"
+        if note:  # added up: a batch that is bisected is several calls
+            batch.notes[note] = batch.notes.get(note, 0) + 1
+        return checked
 
 
 def _episode(ticket: Ticket) -> str:

@@ -1,4 +1,4 @@
-"""The ramp: raises b's share in stages, or rolls back; with a guard on its answers, and evidence if configured.
+"""The ramp: raises b's share in stages, or rolls back, by a guard on its answers.
 
 Every decision has the numbers that it was made from, so that the log says why.
 """
@@ -14,7 +14,7 @@ from typing import Any, Final, Literal
 
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.core.statistics import percentile
-from reflex_runtime.robots.rollout.comparison import Comparison, wilson
+from reflex_runtime.robots.rollout.comparison import wilson
 from reflex_runtime.robots.rollout.slo import Objective
 from reflex_runtime.settings.declare import seconds
 
@@ -140,8 +140,7 @@ class Ramp:
     """b's share in stages. Pure: `now` is passed in, in seconds that never go back; `evaluate` is called once a second.
 
     shares: b's percent in each stage, ascending, in [1, 100]. every: seconds a stage lasts. guard: b is rolled back as
-        soon as it triggers. comparison: also require evidence (`--ramp-evidence`): a stage ends only when b is shown
-        not to be inferior, and b is rolled back when a is shown to be better. The ramp sets its split.
+        soon as it triggers.
     least: answers of b that a stage with a guard needs before it may end, because a time without traffic proves
         nothing. Nor does a stage end while b is above a limit of the guard, even if by chance.
 
@@ -154,22 +153,16 @@ class Ramp:
         shares: Sequence[int],
         every: float,
         guard: RampGuard | None,
-        comparison: Comparison | None,
         now: float,
         least: int = 30,
     ) -> None:
         self.shares = tuple(shares)
-        if comparison is not None and self.shares[0] == 100:
-            raise ConfigError(
-                "--ramp=100 --ramp-evidence: a has no share to compare b with; begin below 100, or without evidence"
-            )
-        self.every, self.guard, self.comparison, self.least = every, guard, comparison, least
+        self.every, self.guard, self.least = every, guard, least
         self.state: State = "running"
         self.decisions: list[Decision] = []  # at most two a stage
         self._watch = GuardWatch(guard or RampGuard(), least=least)
         self._stage, self._began, self._held, self._seen, self._now = 0, now, False, 0, now
         self.share = self.shares[0]  # b's percent now
-        self._tell()
 
     @classmethod
     def shares_of(cls, text: str) -> tuple[int, ...]:
@@ -210,9 +203,9 @@ class Ramp:
         self._now = now
         if self.state != "running":
             return None
-        why = self._trouble()
-        if why is not None:
-            return self._end("rolled_back", "rollback", why)
+        tripped = self._watch.tripped()
+        if tripped is not None:
+            return self._end("rolled_back", "rollback", f"guard: {tripped}")
         planned = self._began + self.every
         if now < planned:
             return None
@@ -247,15 +240,6 @@ class Ramp:
             "decisions": [asdict(decision) for decision in self.decisions],
         }
 
-    def _trouble(self) -> str | None:
-        """Why b must be rolled back now, or None."""
-        tripped = self._watch.tripped()
-        if tripped is not None:
-            return f"guard: {tripped}"
-        if self.comparison is not None and self.comparison.verdict == "a_better":
-            return f"a is better: e-value {self.comparison.e_a_better:.4g}"
-        return None
-
     def _missing(self) -> str | None:
         """Why the stage may not end yet although its time is over, or None."""
         if self.guard is not None and self._seen < self.least:
@@ -263,12 +247,6 @@ class Ramp:
         above = self._watch.above()
         if above is not None:
             return f"guard: {above}; not beyond chance yet"
-        comparison = self.comparison
-        if comparison is not None and not comparison.not_inferior and comparison.verdict != "b_better":
-            return (
-                f"not shown yet that b is at most {comparison.margin * 100:g} points worse:"
-                f" e-value {comparison.e_not_inferior:.4g} of {1.0 / comparison.alpha:g}"
-            )
         return None
 
     def _advance(self, planned: float) -> Decision:
@@ -276,14 +254,12 @@ class Ramp:
         self._began = self._now if self._held else max(planned, self._now - self.every / 2.0)
         self._stage, self._held, self._seen = self._stage + 1, False, 0
         self.share = self.shares[self._stage]
-        self._tell()
         return self._decide("advance", why, numbers)
 
     def _end(self, state: State, action: Literal["finish", "rollback"], why: str) -> Decision:
         numbers = self._numbers()
         self.state = state
         self.share = 0 if state == "rolled_back" else self.share
-        self._tell()
         return self._decide(action, why, numbers)
 
     def _decide(
@@ -294,15 +270,4 @@ class Ramp:
         return decision
 
     def _numbers(self) -> dict[str, float]:
-        numbers = {"stage_answers": float(self._seen), **self._watch.numbers()}
-        comparison = self.comparison
-        if comparison is not None:
-            for slot, (successes, episodes) in comparison.counts.items():
-                numbers[f"{slot}_successes"], numbers[f"{slot}_episodes"] = successes, episodes
-            numbers["e_a_better"], numbers["e_b_better"] = comparison.e_a_better, comparison.e_b_better
-            numbers["e_not_inferior"] = comparison.e_not_inferior
-        return numbers
-
-    def _tell(self) -> None:
-        if self.comparison is not None:
-            self.comparison.set_split(100 - self.share)
+        return {"stage_answers": float(self._seen), **self._watch.numbers()}

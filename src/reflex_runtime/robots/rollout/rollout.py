@@ -61,8 +61,8 @@ class Rollout:
     """The versions of one server.
 
     slots: ("prod",), or ("a", "b"). split: percent of the episodes that go to a. ramp: makes the ramp when the server
-    is ready. guard: for exchanged policies. margin: of the non-inferiority bet, a share. on_change: called with every
-    change, on the event loop. on_moved: called with the moved episodes.
+    is ready. guard: for exchanged policies. on_change: called with every change, on the event loop. on_moved: called
+    with the moved episodes.
     """
 
     def __init__(
@@ -70,9 +70,8 @@ class Rollout:
         slots: Sequence[str],
         breaker: Breaker,
         split: int = 100,
-        ramp: Callable[[Comparison, float], Ramp] | None = None,
+        ramp: Callable[[float], Ramp] | None = None,
         guard: RampGuard | None = None,
-        margin: float = 0.05,
         on_change: Callable[[Change], None] = lambda change: None,
         on_moved: Callable[[Sequence[str]], None] = lambda episodes: None,
     ) -> None:
@@ -81,12 +80,12 @@ class Rollout:
         self.poison = {slot: Poison() for slot in self.slots}
         self.router = Router(split) if len(self.slots) == 2 else None
         self._only = Placement(self.slots[0])  # of every request, if there is one slot
-        self.comparison = Comparison(split, margin=margin) if self.router is not None else None
+        self.comparison = Comparison(split) if self.router is not None else None
         self.ramp: Ramp | None = None
         self._make_ramp = ramp
         self.changes: deque[Change] = deque(maxlen=CHANGES)
         self.outcomes: dict[str, list[int]] = {slot: [0, 0] for slot in self.slots}  # successes, episodes
-        self._guard, self._margin = guard, margin
+        self._guard = guard
         self._watched: dict[str, GuardWatch] = {}  # slots whose new policy is being watched
         self._drained: set[str] = set()  # of these, those that were drained since
         self._policies = dict.fromkeys(self.slots, 1)  # number of policies that each slot has had
@@ -97,8 +96,8 @@ class Rollout:
 
     def begin(self, now: float) -> None:
         """The server is ready: a ramp starts with its first stage."""
-        if self._make_ramp is not None and self.comparison is not None:
-            self.ramp = self._make_ramp(self.comparison, now)
+        if self._make_ramp is not None:
+            self.ramp = self._make_ramp(now)
             self._set_split(100 - self.ramp.share)
             self.changed(now, "ramp", f"started: {self.ramp.share} % of new episodes go to b", {})
 
@@ -259,7 +258,7 @@ class Rollout:
         self._forget_crashes(slot, now)
         self.outcomes[slot] = [0, 0]
         if self.comparison is not None:
-            self.comparison = Comparison(self.comparison.split, margin=self._margin)
+            self.comparison = Comparison(self.comparison.split)
 
     def watch(self, slot: str) -> None:
         """Start the guard on a slot whose policy was exchanged."""

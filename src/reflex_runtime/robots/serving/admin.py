@@ -20,7 +20,6 @@ from reflex_runtime.core.errors import Closed, ConfigError, ReflexError
 from reflex_runtime.robots.policy.spec import PYTHON
 from reflex_runtime.robots.serving import fields as wire
 from reflex_runtime.robots.serving.handler import RequestHandler
-from reflex_runtime.robots.serving.served import ServedPolicy
 from reflex_runtime.robots.serving.slots import SHADOW, Version
 from reflex_runtime.robots.sources.load import directory_of
 from reflex_runtime.web.errors import Conflict, InvalidJson, NotFound
@@ -87,27 +86,22 @@ class Admin:
             "/admin/faults": self.faults,
         }
 
-    @property
-    def served(self) -> ServedPolicy:
-        """The policy it is about; 422 where none is named."""
-        return self._handler.served
-
     async def split(self, request: HttpRequest) -> HttpResponse:
         """Another split for new episodes."""
         split = whole("split", _decode(await self._body(request), Split).split)
         if not 0 <= split <= 100:
             raise invalid("split", f"split={split}: must be in [0, 100]")
-        self.served.rollout.set_split(split, time.monotonic())
+        self._handler.served.rollout.set_split(split, time.monotonic())
         return _told({"split": split})
 
     async def rollback(self, request: HttpRequest) -> HttpResponse:
         """Everything to a, running episodes too."""
         _decode(await self._body(request) or b"{}", Nothing)
-        moved = self.served.rollout.rollback(time.monotonic())
+        moved = self._handler.served.rollout.rollback(time.monotonic())
         return _told({"split": 100, "episodes_moved": len(moved)})
 
     async def reset(self, request: HttpRequest) -> HttpResponse:
-        rollout, shadow = self.served.rollout, self.served.shadow
+        rollout, shadow = self._handler.served.rollout, self._handler.served.shadow
         slot, now = _decode(await self._body(request), SlotName).slot, time.monotonic()
         if shadow is not None and slot == SHADOW:
             shadow.resume()
@@ -122,16 +116,17 @@ class Admin:
         asked = _decode(await self._body(request), Faults)
         if len(asked.faults) > MAX_FAULTS:
             raise invalid("faults", f"faults: {len(asked.faults)} are given, at most {MAX_FAULTS} may be")
+        served = self._handler.served
         try:
-            self.served.inject(asked.faults)
+            served.inject(asked.faults)
         except ConfigError as error:
             raise invalid("faults", error.message) from None
         now, told = time.monotonic(), {"faults": asked.faults}
         if asked.faults:
-            self.served.rollout.changed(now, "fault", f"injected by an operator: {', '.join(asked.faults)}", told)
+            served.rollout.changed(now, "fault", f"injected by an operator: {', '.join(asked.faults)}", told)
         else:
-            self.served.rollout.changed(now, "mended", "no injected faults any more", told)
-        return _told({"faults": self.served.faults})
+            served.rollout.changed(now, "mended", "no injected faults any more", told)
+        return _told({"faults": served.faults})
 
     async def load(self, request: HttpRequest) -> HttpResponse:
         """Another policy in a slot. It takes as long as it takes; the end of the server gives it up."""
@@ -140,7 +135,7 @@ class Admin:
             raise invalid("path", f"path={asked.path[:200]!r}: must be an export directory, lerobot:DIR or openpi:DIR")
         if not is_directory(asked.path):
             raise NotFound(printable(f"path={asked.path[:200]!r}: there is no such directory"), field="path")
-        served, runtime = self.served, self._handler.runtime
+        served, runtime = self._handler.served, self._handler.runtime
         if runtime.exchanges:
             raise Conflict("another policy is being loaded")
         runtime.exchanges = True
@@ -186,7 +181,7 @@ class Admin:
         fields = {"reward": asked.reward} if asked.reward is not None else {}
         if asked.robot_id is not None:
             check_id("robot_id", asked.robot_id)
-        told = self.served.ended(episode, asked.success, asked.robot_id, **fields)
+        told = self._handler.served.ended(episode, asked.success, asked.robot_id, **fields)
         return _told(told)
 
 

@@ -25,17 +25,17 @@ from reflex_runtime.core.errors import Closed, Expired, ReflexError
 from reflex_runtime.core.events import RequestAnswered
 from reflex_runtime.core.request import AdmittedBatch, Request, Ticket
 from reflex_runtime.observe.trace_context import within
-from reflex_runtime.robots import ActionChunk, Observation, Policy
+from reflex_runtime.robots import ActionChunk, Observation, Policy, PolicySpec
 from reflex_runtime.robots.policy.observation import Doubt
-from reflex_runtime.robots.rollout.shadow import Shadowing
 from reflex_runtime.robots.serving.decode_pool import SHADOW_CLIENT, SHADOW_SHARE, SHARES, Done, Job
 from reflex_runtime.robots.serving.images import check_names, job_of, observe
 from reflex_runtime.robots.serving.pending import PendingRequest
-from reflex_runtime.robots.serving.question import ActAnswer, Question, Timing
+from reflex_runtime.robots.serving.question import GROOT, ActAnswer, Question, Timing
 from reflex_runtime.robots.serving.runtime import PolicyRuntime
 from reflex_runtime.robots.serving.served import ServedPolicy
+from reflex_runtime.robots.serving.shadow import Shadowing
 from reflex_runtime.robots.serving.telemetry import asked_and_answered, begin_span, join_span
-from reflex_runtime.robots.wires.common import ObservationReader, ObservationReaders
+from reflex_runtime.robots.wires.common import ObservationReader
 from reflex_runtime.settings.declare import did_you_mean
 from reflex_runtime.version import __version__
 from reflex_runtime.web.app import cancelled_by
@@ -64,7 +64,8 @@ class RequestHandler:
         self._fixed = policy is not None
         self._served = runtime.default if policy is None else runtime.policies[policy]
         self._named: dict[tuple[str, bool], RequestHandler] = {}  # others, by policy and whether they are fixed to it
-        self._readings: dict[str, ObservationReaders] = {}
+        self._readings: dict[str, ObservationReader] = {}  # by wire
+        self._read_for: list[PolicySpec] = []
         self._warned: set[str] = set()
         self._described: tuple[AdmittedBatch, dict[str, Any]] | None = None
 
@@ -109,14 +110,14 @@ class RequestHandler:
 
     def reading(self, wire: str) -> ObservationReader:
         """Reads the wire's observations for what the policy's slots have now."""
-        return self.readings(wire).now
-
-    def readings(self, wire: str) -> ObservationReaders:
-        """The same for whatever they will have."""
-        found = self._readings.get(wire)
-        if found is None:
-            found = self._readings[wire] = ObservationReaders(self.served, wire)
-        return found
+        specs = list(self.served.specs.values())
+        if specs != self._read_for:
+            self._read_for, self._readings = specs, {}
+        if wire not in self._readings:
+            first, *others = (ObservationReader(spec, spec.wires.get(wire)) for spec in specs)
+            video = "video." if wire == GROOT else ""
+            self._readings[wire] = ObservationReader(first.spec, first.wire, others, video)
+        return self._readings[wire]
 
     # -- a request -----------------------------------------------------------------------------------------------------
 
@@ -125,7 +126,7 @@ class RequestHandler:
         return Admission(self, pending)
 
     def refused(self, pending: PendingRequest, error: ReflexError) -> None:
-        """Count a request that was refused before it could be read."""
+        """Count a request that failed, or was refused before it could be read."""
         with within_span(self.runtime, pending):
             self._publish(pending, error.outcome, error.http_status, error)
 
@@ -297,19 +298,22 @@ class RequestHandler:
             raise Closed("the server is shutting down", retry_after=1.0)
 
     def ended(self, pending: PendingRequest, error: ReflexError | None) -> None:
-        """Publish the end of a request that had entered."""
+        """Publish the end of a request that had entered. One without answer or error turned out to hold several."""
         served = pending.served
-        if error is None and pending.answer is None:  # a message that turned out to hold several
-            return
-        if error is None:
-            self._publish(pending, "ok", 200, None)
-            if served is not None and served.shadow is not None:
-                self._ask_shadow(served.shadow, pending)
-            return
-        with within_span(self.runtime, pending):
-            self._publish(pending, error.outcome, error.http_status, error)
-            if pending.placement is not None and served is not None:
-                served.rollout.untold(pending.placement)
+        try:
+            if error is not None:
+                self.refused(pending, error)
+                if pending.placement is not None and served is not None:
+                    served.rollout.untold(pending.placement)
+            elif pending.answer is not None:
+                self._publish(pending, "ok", 200, None)
+                if served is not None and served.shadow is not None:
+                    self._ask_shadow(served.shadow, pending)
+        except Exception:
+            log.exception("request %s: its end could not be counted", pending.request_id)
+        self.runtime.active -= 1
+        if pending.version is not None:
+            pending.version.users -= 1
 
     def _ask_shadow(self, shadow: Shadowing, pending: PendingRequest) -> None:
         question, ticket, answer = pending.question, pending.ticket, pending.answer
@@ -354,34 +358,24 @@ class Admission:
         try:
             self._handler.check_open()
         except ReflexError as error:
-            self._end(error)
+            self._handler.ended(self._pending, error)
             raise
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is None:
-            self._end(None)
+            self._handler.ended(self._pending, None)
         elif isinstance(error, asyncio.CancelledError):
-            self._end(cancelled_by(error))
+            self._handler.ended(self._pending, cancelled_by(error))
         elif isinstance(error, Exception):
             told = known(error, self._pending.request_id)
-            self._end(told)
+            self._handler.ended(self._pending, told)
             _forget_frames(error)
             if told is not error:
                 raise told from None
         else:
-            self._end(ReflexError("the process ends"))
-
-    def _end(self, error: ReflexError | None) -> None:
-        handler, pending = self._handler, self._pending
-        try:
-            handler.ended(pending, error)
-        except Exception:
-            log.exception("request %s: its end could not be counted", pending.request_id)
-        handler.runtime.active -= 1
-        if pending.version is not None:
-            pending.version.users -= 1
+            self._handler.ended(self._pending, ReflexError("the process ends"))
 
 
 def within_span(runtime: PolicyRuntime, pending: PendingRequest) -> Any:

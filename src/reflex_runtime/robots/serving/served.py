@@ -16,14 +16,13 @@ from reflex_runtime.observe.journal_writer import warmed
 from reflex_runtime.observe.metrics import Metrics
 from reflex_runtime.robots import Policy, PolicySource, PolicySpec
 from reflex_runtime.robots.rollout.breaker import Breaker
-from reflex_runtime.robots.rollout.comparison import Comparison
 from reflex_runtime.robots.rollout.ramp import Ramp, RampGuard
 from reflex_runtime.robots.rollout.rollout import Change, Placement, Rollout, VerdictSink
-from reflex_runtime.robots.rollout.shadow import Shadowing
 from reflex_runtime.robots.rollout.slo import Objective, SloTracker
 from reflex_runtime.robots.serving.decode_pool import DecodePool
 from reflex_runtime.robots.serving.images import cameras_of
 from reflex_runtime.robots.serving.question import WIRES
+from reflex_runtime.robots.serving.shadow import Shadowing
 from reflex_runtime.robots.serving.slots import (
     SHADOW,
     WARM_SIZES,
@@ -240,18 +239,13 @@ class ServedPolicy:
         guard = RampGuard.parse(config.guard) if config.guard else None
         ramp = None
         if config.ramp:
-            shares, every = Ramp.shares_of(config.ramp), Ramp.every_of(config.ramp_every)
-
-            def ramp(comparison: Comparison, now: float) -> Ramp:
-                return Ramp(shares, every, guard, comparison if config.ramp_evidence else None, now)
-
+            ramp = partial(Ramp, Ramp.shares_of(config.ramp), Ramp.every_of(config.ramp_every), guard)
         return Rollout(
             self.served,
             Breaker(self.served, config.max_consecutive_crashes, config.probe_cooldown_s),
             config.split,
             ramp,
             guard,
-            config.ramp_margin / 100.0,
             on_change=self._changed,
             on_moved=self._moved,
         )

@@ -39,23 +39,18 @@ class Views:
             Route("/diagnostics/shadow", self.shadow, operators=True),
         ]
 
-    @property
-    def served(self) -> ServedPolicy:
-        """The policy that is asked for; 422 where none is named."""
-        return self._handler.served
-
     async def health(self, request: HttpRequest) -> HttpResponse:
         """200 only when ready."""
-        return _health(self.runtime, self.served.health, _policy_in(self.served, self.runtime.loaded))
+        return _health(self.runtime, self._handler.served.health, _policy_in(self._handler.served, self.runtime.loaded))
 
     async def healthz(self, request: HttpRequest) -> HttpResponse:
         """The same in a word, as clients of openpi ask for it."""
-        return _ready(self.served.health)
+        return _ready(self._handler.served.health)
 
     async def configuration(self, request: HttpRequest) -> HttpResponse:
         """The export's configuration, what each wire expects, and the settings in force."""
-        body = self.configuration_of(self.served) | {
-            "server": settings(self.served.config) | self.runtime.listening,
+        body = self.configuration_of(self._handler.served) | {
+            "server": settings(self._handler.served.config) | self.runtime.listening,
             "reflex_version": __version__,
         }
         return HttpResponse(200, wire.encode_json(body))
@@ -78,7 +73,7 @@ class Views:
 
     async def cost_model(self, request: HttpRequest) -> HttpResponse:
         """Every key the cost model knows, and the milliseconds that a batch may take now."""
-        runtime, served = self.runtime, self.served
+        runtime, served = self.runtime, self._handler.served
         runtime.need_policy()
         groups = {name: slot.group for name, slot in served.slots.items()}
         slots, states = runtime.batcher.device.input(
@@ -93,15 +88,15 @@ class Views:
 
     async def rollout(self, request: HttpRequest) -> HttpResponse:
         """Split, breakers, outcomes, the comparison, the ramp and what has changed."""
-        body = self.served.rollout.snapshot(time.monotonic())
-        body["versions"] = {name: slot.version.name for name, slot in self.served.slots.items()}
+        body = self._handler.served.rollout.snapshot(time.monotonic())
+        body["versions"] = {name: slot.version.name for name, slot in self._handler.served.slots.items()}
         return HttpResponse(200, wire.encode_json(body))
 
     async def shadow(self, request: HttpRequest) -> HttpResponse:
         """How far the shadow's actions are from the served ones."""
-        if self.served.shadow is None:
+        if self._handler.served.shadow is None:
             raise NotFound("no shadow is served; start the server with --shadow-policy DIR")
-        return HttpResponse(200, wire.encode_json(dict(self.served.shadow.snapshot())))
+        return HttpResponse(200, wire.encode_json(dict(self._handler.served.shadow.snapshot())))
 
 
 class ServerViews(Views):

@@ -9,7 +9,6 @@ import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from mmap import ACCESS_READ, mmap
 from pathlib import Path, PurePosixPath
 from types import GenericAlias
 from typing import Annotated, Any, Final, Literal, NoReturn, get_args
@@ -177,18 +176,6 @@ def check_files(root: Path) -> list[Path]:
             raise ConfigError(f"{file}: {'a link to nothing' if file.is_symlink() else error.strerror}") from None
         model_files.check_fetched(file, head)
     return files
-
-
-def uncounted(root: Path) -> str:
-    """The name of a file that a graph names for its weights, and that no pattern matches; "" if there is none."""
-    others = [file.name for file in root.iterdir() if not any(file.match(p) for p in (*MODEL_PATTERNS, "*.json"))]
-    graphs = [file for file in root.glob("*.onnx") if file.stat().st_size]
-    for graph in graphs if others else ():
-        with graph.open("rb") as stream, mmap(stream.fileno(), 0, access=ACCESS_READ) as data:
-            for name in others:
-                if data.find(bytes([len(name.encode())]) + name.encode()) >= 0:  # a text has its length before it
-                    return name
-    return ""
 
 
 def model_hash(root: Path) -> str:

@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 from reflex_runtime.core.request import PRIORITIES
 from reflex_runtime.robots.policy.observation import JPEG_START, PNG_START
 from reflex_runtime.robots.policy.spec import PolicySpec, WireMap
-from reflex_runtime.robots.serving.question import GROOT, ActAnswer, Image, Question
-from reflex_runtime.robots.serving.served import ServedPolicy
+from reflex_runtime.robots.serving.question import ActAnswer, Image, Question
 from reflex_runtime.robots.wires.bounded_msgpack import MAX_TEXT
 from reflex_runtime.web.errors import ClientError, InvalidRequest
 from reflex_runtime.web.fields import MAX_VALUES, brief, check_id, invalid, invalid_field, printable
@@ -283,29 +282,6 @@ class ObservationReader:
         names += [expected["prompt"]] if "prompt" in expected else []
         there = ", ".join(list(came)[:50]) or "nothing"
         return invalid_input(name, f"missing; came: {there}; expected: {', '.join(names)}")
-
-
-class ObservationReaders:
-    """The `ObservationReader` of one wire for what the slots of a policy have now."""
-
-    def __init__(self, served: ServedPolicy, wire: str) -> None:
-        self._served, self._wire = served, wire
-        self._specs: list[PolicySpec] = []
-
-    @property
-    def map(self) -> WireMap:
-        """The export's block for the wire."""
-        return self._served.spec.wires.get(self._wire) or WireMap()
-
-    @property
-    def now(self) -> ObservationReader:
-        """The current reading; it changes when a policy is exchanged."""
-        specs = list(self._served.specs.values())
-        if specs != self._specs:
-            first, *others = (ObservationReader(spec, spec.wires.get(self._wire)) for spec in specs)
-            video = "video." if self._wire == GROOT else ""
-            self._specs, self._reading = specs, ObservationReader(first.spec, first.wire, others, video)
-        return self._reading
 
 
 def text_of(value: Any) -> Any:

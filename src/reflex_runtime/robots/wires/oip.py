@@ -28,6 +28,7 @@ from reflex_runtime.robots.serving.question import OIP, ActAnswer, Question
 from reflex_runtime.robots.wires.common import (
     MAX_DIMENSIONS,
     MAX_ROWS,
+    Episodes,
     answer_details,
     array_in,
     check_json,
@@ -231,7 +232,7 @@ class Sequences:
     """Episodes of sequence ids. An id begins a new episode after `sequence_end`, and with `sequence_start`."""
 
     def __init__(self) -> None:
-        self._epochs: OrderedDict[str, int] = OrderedDict()  # least recently used first; 0 is the first episode
+        self._episodes: OrderedDict[str, Episodes] = OrderedDict()  # least recently used first
 
     def episode(self, parameters: Mapping[str, Any]) -> str | None:
         """The episode that a request belongs to; None where it names no sequence."""
@@ -245,12 +246,17 @@ class Sequences:
             raise invalid_input("sequence_id", "must be a whole number or a text")
         name = str(sequence)
         check_id("sequence_id", name)
-        known = name in self._epochs
-        epoch = self._epochs.pop(name, 0) + (known and start)
-        self._epochs[name] = epoch + end
-        if len(self._epochs) > MAX_SEQUENCES:
-            self._epochs.popitem(last=False)
-        return f"{name}#{epoch}" if epoch else name
+        known = name in self._episodes
+        episodes = self._episodes.setdefault(name, Episodes(name))
+        self._episodes.move_to_end(name)
+        if len(self._episodes) > MAX_SEQUENCES:
+            self._episodes.popitem(last=False)
+        if start and known:
+            episodes.reset()
+        episode = episodes.of(None, None)
+        if end:
+            episodes.reset()
+        return episode
 
 
 PARAMETERS: Final = {

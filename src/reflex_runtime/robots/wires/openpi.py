@@ -134,20 +134,20 @@ class OpenpiRobot:
         self._robot = self._said.robot_id or f"ws-{socket.id}"
         self._episodes: dict[str, Episodes] = {}  # by what tells robots of a message apart
         self._spent: float | None = None  # milliseconds until the last answer
-        self._readings = self._handler.readings(OPENPI)
 
     def metadata(self) -> dict[str, Any]:
         """The first frame."""
-        if self._readings.map.dialect == "roboarena":
-            return dict(self._readings.map.metadata)
+        reading = self._handler.reading(OPENPI)
+        if reading.wire.dialect == "roboarena":
+            return dict(reading.wire.metadata)
         spec = self._handler.served.spec
         own = {
             "model_id": spec.model_id,
             "model_hash": spec.model_hash,
             "actions": [spec.chunk_size, spec.action_dim],
-            **self._readings.now.describe(),
+            **reading.describe(),
         }
-        return {**self._readings.map.metadata, "reflex": own}
+        return {**reading.wire.metadata, "reflex": own}
 
     async def answer(self, message: SocketMessage, data: bytes) -> str | bytes:
         """The frame that answers a message."""
@@ -159,7 +159,7 @@ class OpenpiRobot:
                     episodes.reset()
                 return RESET
             apart = "batch" in sent
-            seen = _batch_of(sent) if apart else self._readings.now.split(sent)
+            seen = _batch_of(sent) if apart else self._handler.reading(OPENPI).split(sent)
         except Exception as failure:
             error = known(failure, message.id)
             self._handler.refused(self._pending(message), error)
@@ -209,7 +209,7 @@ class OpenpiRobot:
         for name in ("episode_id", "session_id"):
             if name in observation and limits.episode_id is None:
                 limits.episode_id = limits_of({"episode_id": text_of(observation[name])}).episode_id
-        observed = self._readings.now.read(observation)
+        observed = self._handler.reading(OPENPI).read(observation)
         episodes = self._episodes_of(part)
         reset = observation.get("reset")
         if not isinstance(reset, bool | None):

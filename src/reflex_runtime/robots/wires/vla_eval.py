@@ -97,7 +97,6 @@ class MessageSession(ABC):
         self.said = socket_limits(socket.query)
         self.handler, self.socket = handler.one(self.said.policy), socket
         self.robot = self.said.robot_id or f"ws-{socket.id}"
-        self.readings = self.handler.readings(wire)
         self._wire = wire
 
     @abstractmethod
@@ -225,7 +224,7 @@ class VlaEvalSession(MessageSession):
         wanted = {"send_state": spec.takes_state, "send_wrist_image": len(spec.images) > 1}
         told = {
             "observation_params": {name: True for name, wants in wanted.items() if wants},
-            **self.readings.map.metadata,
+            **self.handler.reading(VLA_EVAL).wire.metadata,
             "harness_version": f"reflex {__version__}",
             "protocol_version": PROTOCOL,
             "model_server": spec.model_id,
@@ -234,7 +233,7 @@ class VlaEvalSession(MessageSession):
         return encode(EvalMessage("hello", told, self._hello))
 
     def answered(self, answer: ActAnswer) -> bytes:
-        self._left.extend(answer.actions[: self.readings.map.execute or answer.num_actions])
+        self._left.extend(answer.actions[: self.handler.reading(VLA_EVAL).wire.execute or answer.num_actions])
         self._executed = len(self._left)
         return self._action()
 
@@ -270,7 +269,7 @@ class VlaEvalSession(MessageSession):
         if limits.executed is None:
             limits.executed = self._executed
         episode, self._asked_as = limits.episode_id or self._episode, limits.robot_id or self.robot
-        return question_of(self.readings.now.read(observation), limits, self.said, self.robot, episode)
+        return question_of(self.handler.reading(VLA_EVAL).read(observation), limits, self.said, self.robot, episode)
 
     def _action(self) -> bytes:
         return encode(EvalMessage("action", {"actions": self._left.popleft()}, self._sent.seq))
