@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from reflex_runtime.core.errors import Cancelled, ConfigError, Drained, ReflexError
-from reflex_runtime.ipc.engine import Engine, EngineStream
+from reflex_runtime.ipc.engine import Engine, OutputStream
 from reflex_runtime.ipc.frames import Notification, Reader, RpcRequest
 from reflex_runtime.ipc.messages import (
     BATCH_GENERATE,
@@ -48,7 +48,7 @@ _READERS: dict[str, Reader[Any]] = {method: Reader(kind) for method, kind in _KI
 _ANY, _BATCH = Reader(Any), Reader(BatchResult)
 
 
-class StubStream(EngineStream):
+class StubStream(OutputStream):
     """Says what a test says. Held, as those of a model are, while `most` outputs are unread."""
 
     def __init__(self, params: GenerateParams, bell: asyncio.Event, leader: Any, most: int) -> None:

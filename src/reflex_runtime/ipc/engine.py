@@ -27,24 +27,15 @@ class OutputStream(Stream[TokenOutput]):
 
     prompt_tokens, cached_tokens: of the prompt, and how many of them the prefix cache had; known once it has begun.
     prompt_scores: what the model says of the prompt's tokens from the second on, where that was asked for; complete
-    before there is output. completion_tokens: so far.
+    before there is output. completion_tokens: so far. held: whether its engine makes no more until some are taken.
     """
 
-    __slots__ = ("cached_tokens", "completion_tokens", "prompt_scores", "prompt_tokens")
+    __slots__ = ("cached_tokens", "completion_tokens", "held", "prompt_scores", "prompt_tokens")
 
     def __init__(self, bell: asyncio.Event | None, prompt_tokens: int = 0) -> None:
         super().__init__(bell)
         self.prompt_tokens, self.cached_tokens, self.completion_tokens = prompt_tokens, 0, 0
         self.prompt_scores: list[ScoredToken] = []
-
-
-class EngineStream(OutputStream):
-    """The stream at its engine. held: whether it makes no more until some are taken."""
-
-    __slots__ = ("held",)
-
-    def __init__(self, bell: asyncio.Event | None, prompt_tokens: int) -> None:
-        super().__init__(bell, prompt_tokens)
         self.held = False
 
 
@@ -79,7 +70,7 @@ class Engine:
         """See `CheckDraft`. Called only where the process has the capability `draft`. Raises ReflexError."""
         raise ConfigError(f"model_id={params.model_id!r}: only its tokenizer is loaded here")
 
-    async def submit(self, params: GenerateParams, bell: asyncio.Event, leader: Any) -> EngineStream:
+    async def submit(self, params: GenerateParams, bell: asyncio.Event, leader: Any) -> OutputStream:
         """Start a request. bell: set when there is something to read. leader: None, or a stream of this engine with the
         same prompt and no output yet. Raises ReflexError."""
         raise ConfigError(f"model_id={params.model_id!r}: only its tokenizer is loaded here")

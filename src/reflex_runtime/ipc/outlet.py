@@ -13,7 +13,7 @@ import logging
 from collections.abc import Callable
 
 from reflex_runtime.core.errors import Cancelled, ProcessorError, QueueFull, ReflexError
-from reflex_runtime.ipc.engine import EngineStream
+from reflex_runtime.ipc.engine import OutputStream
 from reflex_runtime.ipc.frames import INVALID_PARAMS, ProtocolError, error_of
 from reflex_runtime.ipc.messages import (
     CHUNK,
@@ -58,7 +58,7 @@ class Outlet:
         self.id, self.credits, self.leader, self.arrived = params.stream_id, params.credits, leader, arrived
         self.bell = _Bell(self, rang)
         self.begun = asyncio.Event()
-        self.stream: EngineStream | None = None
+        self.stream: OutputStream | None = None
         self.gone: ReflexError | None = None
         self.first: float | None = None  # when its first token was sent
         self.stalled = self.final = False
@@ -110,7 +110,7 @@ class Outlets:
         self._empty.clear()
         return outlet
 
-    def begin(self, outlet: Outlet, stream: EngineStream) -> None:
+    def begin(self, outlet: Outlet, stream: OutputStream) -> None:
         """Its engine has started it: from now on its tokens are sent. Raises the error if it was taken back before."""
         if outlet.gone is not None:
             _close(stream)
@@ -189,7 +189,7 @@ class Outlets:
             self._asked = True
             asyncio.get_running_loop().call_soon(self.forward)
 
-    def _send(self, peer: Peer, outlet: Outlet, stream: EngineStream) -> None:
+    def _send(self, peer: Peer, outlet: Outlet, stream: OutputStream) -> None:
         unread = stream.unread
         if unread and not self._told(peer, outlet, stream):
             return
@@ -214,7 +214,7 @@ class Outlets:
             outlet.stalled = True
             peer.notify(EVENT, StreamEvent(outlet.id, "backpressure"))
 
-    def _told(self, peer: Peer, outlet: Outlet, stream: EngineStream) -> bool:
+    def _told(self, peer: Peer, outlet: Outlet, stream: OutputStream) -> bool:
         """Tell of its prompt, as much as this turn has room for. Whether its tokens may be sent: all was told, also by
         the stream that it follows."""
         if outlet.told is not None:
@@ -269,7 +269,7 @@ class Outlets:
             self._empty.set()
 
 
-def _close(stream: EngineStream) -> None:
+def _close(stream: OutputStream) -> None:
     try:
         stream.close()
     except Exception:

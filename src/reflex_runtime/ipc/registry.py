@@ -116,14 +116,10 @@ class StreamRegistry:
         self._holders: dict[StreamHandle, None] = {}  # of a place
         self._idle = Idle(lambda: not self._holders)
         self._prefix, self._number = secrets.token_hex(4), 0
-        kinds = ((CHUNK, StreamChunk), (PROMPT, StreamPrompt), (STATS, StreamStats), (EVENT, StreamEvent))
-        self._readers = {kind: Reader(of) for kind, of in kinds}
-        self._notes: dict[str, Callable[[StreamHandle, Any], None]] = {
-            CHUNK: self._chunk,
-            PROMPT: self._prompt,
-            STATS: self._stats,
-            EVENT: self._event,
-        }
+        self._notes: dict[str, tuple[Reader, Callable[[StreamHandle, Any], None]]] = {
+            CHUNK: (Reader(StreamChunk), self._chunk), PROMPT: (Reader(StreamPrompt), self._prompt),
+            STATS: (Reader(StreamStats), self._stats), EVENT: (Reader(StreamEvent), self._event),
+        }  # fmt: skip
 
     # -- for the batcher -----------------------------------------------------------------------------------------------
 
@@ -184,24 +180,27 @@ class StreamRegistry:
 
     def abandon(self, handle: StreamHandle, error: ReflexError) -> None:
         """It is not known whether the runtime has it: it is cancelled there, and its place is free at once."""
-        if self._streams.get(handle.id) is handle:
-            if handle.reserved:
-                self.say(CANCEL, StreamId(handle.id))
-            self._end(handle, error)
+        if handle.reserved:
+            self.say(CANCEL, StreamId(handle.id))
+        self.release(handle, error)
 
     def give_up(self, handle: StreamHandle, error: ReflexError) -> None:
         """It ends with `error` for its reader and is cancelled at the runtime, which frees its place. Nothing when it
         has ended."""
-        if not handle.ended and self._streams.get(handle.id) is handle:
-            self._give_up(handle, error)
+        if handle.ended or self._streams.get(handle.id) is not handle:
+            return
+        if not handle.closed:
+            self.say(CANCEL, StreamId(handle.id))
+        handle.end(error)
+        self._ended(handle)
 
     # -- from the client -----------------------------------------------------------------------------------------------
 
     def note(self, note: Notification) -> None:
-        reader = self._readers.get(note.method)
-        if reader is None:
+        if note.method not in self._notes:
             self.stray["unknown_method"] += 1
             return
+        reader, take = self._notes[note.method]
         try:
             said = reader.read(note.params)
         except ProtocolError as error:
@@ -211,7 +210,7 @@ class StreamRegistry:
         if handle is None or not handle.reserved:
             self.stray["unknown_stream"] += 1
             return
-        self._notes[note.method](handle, said)
+        take(handle, said)
 
     def lost(self, error: ReflexError) -> None:
         """The runtime process was lost: streams that hold a place end with `error`. Requests that wait go to the next
@@ -236,7 +235,7 @@ class StreamRegistry:
             return
         handle.completion_tokens += len(chunk.tokens)
         if handle.unread + len(chunk.tokens) > WINDOWS * handle.window:
-            self._give_up(handle, ProtocolError(f"the runtime is over {WINDOWS} windows ahead of the reader"))
+            self.give_up(handle, ProtocolError(f"the runtime is over {WINDOWS} windows ahead of the reader"))
         elif chunk.tokens:
             handle.push(chunk.tokens)
 
@@ -245,7 +244,7 @@ class StreamRegistry:
         if handle.ended:
             self.stray["after_the_end"] += 1
         elif handle.scores_left < 0:
-            self._give_up(handle, ProtocolError(f"{PROMPT}: not asked for, or more than {MOST_SCORES} numbers"))
+            self.give_up(handle, ProtocolError(f"{PROMPT}: not asked for, or more than {MOST_SCORES} numbers"))
         else:
             handle.prompt_scores += said.tokens
 
@@ -278,15 +277,8 @@ class StreamRegistry:
         except ProtocolError:
             return
         handle = self._streams.get(stream_id)
-        if handle is not None and handle.reserved and not handle.ended:
-            self._give_up(handle, ProtocolError(f"{note.method}: {error.message}", INVALID_REQUEST))
-
-    def _give_up(self, handle: StreamHandle, error: ReflexError) -> None:
-        """End it for its reader; it keeps its place until the runtime has stopped it."""
-        if not handle.closed:
-            self.say(CANCEL, StreamId(handle.id))
-        handle.end(error)
-        self._ended(handle)
+        if handle is not None and handle.reserved:
+            self.give_up(handle, ProtocolError(f"{note.method}: {error.message}", INVALID_REQUEST))
 
     def _left(self, handle: StreamHandle) -> None:
         """Its reader closed it before it ended."""

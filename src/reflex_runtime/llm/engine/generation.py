@@ -16,7 +16,7 @@ from typing import Protocol, TypeVar
 from reflex_runtime.core.batch import Done
 from reflex_runtime.core.events import BatchFinished, Event, RequestProgressed
 from reflex_runtime.core.request import Request, Ticket
-from reflex_runtime.ipc.engine import EngineStream, OutputStream
+from reflex_runtime.ipc.engine import OutputStream
 from reflex_runtime.ipc.messages import Constraint, SamplingParams, TokenOutput
 from reflex_runtime.llm.engine.generation_options import GenerationOptions, Limits
 from reflex_runtime.llm.engine.logits_processors import Matcher
@@ -63,7 +63,7 @@ class Generator(Protocol[R]):
         they are made elsewhere, their streams may end with it. bell: set whenever there is something to read."""
 
 
-class GenerationStream(EngineStream):
+class GenerationStream(OutputStream):
     """A request's tokens in this process. scores: whether its prompt is scored. held: also until the request that it
     follows has begun."""
 

@@ -121,7 +121,7 @@ class ServerState:
         """
         self._clean = False
         try:
-            self.host = await self._open(Opening(self.plan, self.registry, self._lost, self._reached))
+            self.host = await self._open(Opening(self.plan, self.registry, self._on_fatal, self._reached))
         except Exception as error:
             self._state = "warmup_failed"
             self.unusable = isinstance(error, ConfigError)  # the message says what to mend, so no stack is logged
@@ -148,10 +148,6 @@ class ServerState:
 
     def _reached(self, state: str) -> None:
         self._state = state
-
-    def _lost(self) -> None:
-        if self._on_fatal is not None:
-            self._on_fatal()
 
     @property
     def writes_files(self) -> bool:

@@ -92,7 +92,7 @@ class Opening:
 
     plan: ModelPlan
     registry: CollectorRegistry
-    lost: Callable[[], None]
+    lost: Callable[[], None] | None
     reached: Callable[[str], None] = lambda state: None
 
 
