@@ -89,7 +89,7 @@ def to_supervision(result: Result, names: Sequence[str] | None = None, masks: bo
     Raises ConfigError if supervision is missing, or for a result without boxes.
     """
     found = to_arrays(result, names, masks)
-    return supervision().Detections(
+    return _library("supervision").Detections(
         xyxy=found.boxes.astype(np.float32),
         confidence=found.scores.astype(np.float32),
         class_id=found.classes,
@@ -99,13 +99,11 @@ def to_supervision(result: Result, names: Sequence[str] | None = None, masks: bo
     )
 
 
-def supervision() -> Any:
-    """The library. Raises ConfigError if it is missing."""
+def _library(name: str) -> Any:
     try:
-        import supervision as library
+        return importlib.import_module(name)
     except ImportError:
-        raise ConfigError("this needs supervision: in a clone, pip install '.[vision]'") from None
-    return library
+        raise ConfigError(f"this needs {name}: in a clone, pip install '.[vision]'") from None
 
 
 def _row(values: Any, kind: Any, k: int) -> NDArray[Any]:
@@ -180,9 +178,9 @@ class TrackStage:
     name = "track"
 
     def __init__(self, score: float = 0.5) -> None:
-        tracker = _trackers().ByteTrackTracker
+        tracker = _library("trackers").ByteTrackTracker
         self._tracker = tracker(track_activation_threshold=score, high_conf_det_threshold=score)
-        self._detections = supervision().Detections
+        self._detections = _library("supervision").Detections
         self._time = 0.0
 
     def __call__(self, result: Result) -> Result:
@@ -199,14 +197,6 @@ class TrackStage:
         for row, number in zip(tracked.data.get("row", ()), tracked.tracker_id, strict=True):
             ids[row] = None if number == NO_TRACK else int(number)
         return replace(result, value={**result.value, "tracker_ids": ids})
-
-
-def _trackers() -> Any:
-    try:
-        import trackers
-    except ImportError:
-        raise ConfigError("tracking needs trackers: in a clone, pip install '.[vision]'") from None
-    return trackers
 
 
 FARTHEST: Final = 8192  # a coordinate: a zone has a mask of so many pixels
@@ -227,7 +217,7 @@ class ZoneStage:
     name = "zones"
 
     def __init__(self, zones: Mapping[str, Points], lines: Mapping[str, Points]) -> None:
-        sv = supervision()
+        sv = _library("supervision")
         self._zones = {name: sv.PolygonZone(np.array(points).round().astype(int)) for name, points in zones.items()}
         foot = [sv.Position.BOTTOM_CENTER]
         self._lines = {
