@@ -26,9 +26,12 @@ from reflex_runtime.robots.sources.export_files import (
     read_export_json,
     whole,
 )
-from reflex_runtime.robots.sources.lerobot_features import WEIGHTS, WHOLE, Feature, Features
 from reflex_runtime.robots.sources.lerobot_processors import (
     PROCESSORS,
+    WEIGHTS,
+    WHOLE,
+    Feature,
+    Features,
     check_code,
     check_statistics,
     read_steps,

@@ -26,7 +26,7 @@ from reflex_runtime.robots.policy.model import WholeModel
 from reflex_runtime.robots.policy.observation import Observation
 from reflex_runtime.robots.policy.spec import DeviceOptions, PolicySpec
 from reflex_runtime.robots.policy.units import Floats
-from reflex_runtime.robots.sources.lerobot_features import SEEDED, WEIGHTS, Features
+from reflex_runtime.robots.sources.lerobot_processors import SEEDED, WEIGHTS, Features
 from reflex_runtime.robots.sources.torch_models import taken, torch_device
 
 Batch = dict[str, Any]

@@ -1,4 +1,4 @@
-"""What the processors of a LeRobot checkpoint do, by their files: before LeRobot, which leaves out what it cannot do.
+"""What the files of a LeRobot checkpoint say of its features and processors, read before LeRobot leaves anything out.
 
 A feature without statistics passes LeRobot's normaliser as it is, and a robot would get z-scores for degrees. So the
 statistics are looked for here, and steps that a request or an answer here has nothing for are refused by name.
@@ -8,17 +8,47 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
+from msgspec import Meta
 
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.robots.sources.export_files import read_export_json
-from reflex_runtime.robots.sources.lerobot_features import Feature
 from reflex_runtime.settings.model_files import read_table
 from reflex_runtime.settings.read import shorten
+
+WEIGHTS: Final = "model.safetensors"
+
+SEEDED: Final = ("vqbet", "xvla", "vla_jepa", "eo1", "evo1", "fastwam", "molmoact2")
+"""Types that draw from torch's own generator: served row by row, so that each row has its own seed."""
+
+WHOLE: Final = ("act", "diffusion", "pi0_fast", *SEEDED)
+"""Types with one call for a chunk that keep nothing of it in the policy object."""
+
+
+class Feature(msgspec.Struct, kw_only=True):
+    """An input or output of the policy."""
+
+    type: Annotated[str, Meta(description="VISUAL, STATE, ENV or ACTION")]
+    shape: Annotated[tuple[Annotated[int, Meta(ge=1, le=1_000_000)], ...], Meta(description="a list of sizes")]
+
+
+@dataclass(frozen=True, slots=True)
+class Features:
+    """path: the checkpoint's directory. cameras: LeRobot's feature name of each image. states: the features that make
+    the state, in order, with their sizes."""
+
+    path: Path
+    cameras: Mapping[str, str]
+    states: tuple[tuple[str, int], ...]
+
+
+# -- processors --------------------------------------------------------------------------------------------------------
+
 
 PROCESSORS: Final = ("policy_preprocessor.json", "policy_postprocessor.json")
 

@@ -22,8 +22,8 @@ from numpy.typing import NDArray
 from reflex_runtime.robots.policy.observation import Observation
 from reflex_runtime.robots.policy.spec import DeviceOptions, PolicySpec
 from reflex_runtime.robots.policy.units import Floats
-from reflex_runtime.robots.sources.lerobot_features import WEIGHTS, Features
 from reflex_runtime.robots.sources.lerobot_policy import LoadedModule, LoadedPolicy, check_loaded, loading, padded
+from reflex_runtime.robots.sources.lerobot_processors import WEIGHTS, Features
 from reflex_runtime.robots.sources.torch_models import GraphedStaged, Tensors, taken, torch_device
 
 
