@@ -216,7 +216,6 @@ def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Probe and print; returns the exit status."""
-
     if not 0.1 <= args.timeout_s <= 600.0:
         raise ConfigError(f"--timeout-s={args.timeout_s:g}: must be in [0.1, 600] s")
     server, key = ServerAddress.of(args.url, SCHEMES), key_of(args)

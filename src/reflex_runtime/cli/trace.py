@@ -136,7 +136,8 @@ def _show(
     if drawn and not missing:
         from reflex_runtime.observe.picture import write_pictures
 
-        pictures = write_pictures(trace, batches, args.out or _prefix(file))
+        beside = file.with_name(file.name.removesuffix(".gz").removesuffix(".jsonl") or "trace")
+        pictures = write_pictures(trace, batches, args.out or beside)
     _tell(console, trace, batches, last is not None or first is not None, str(file) if kept else "prompts")
     texts = text_lines(trace, outputs, console.width) if outputs else []
     if len(texts) > ROWS:
@@ -166,11 +167,6 @@ def _select(
         ids = [b.id for b in batches]
         raise ConfigError(f"{flag}={value}: leaves no batch; ids here are in [{min(ids)}, {max(ids)}]")
     return found if last is None else found[-last:]
-
-
-def _prefix(file: Path) -> Path:
-    name = file.name.removesuffix(".gz").removesuffix(".jsonl")
-    return file.with_name(name or "trace")
 
 
 # -- output ------------------------------------------------------------------------------------------------------------

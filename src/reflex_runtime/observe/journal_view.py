@@ -24,7 +24,6 @@ DPI = 200  # of a PNG
 _CONNECTION = re.compile(r"""[(\[](['"])([^'"]+)\1, (\d+)[)\]]""")
 
 
-
 @dataclass(frozen=True, slots=True)
 class Colours:
     """One colour per client, or per request where all are of one client. by: `client` or `request`."""

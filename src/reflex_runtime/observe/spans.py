@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Any, Final
 
@@ -32,6 +33,7 @@ LONGEST: Final = 200  # characters of a text
 _NEEDED: Final = ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http")
 
 
+@dataclass(slots=True)
 class RequestSpan:
     """The span of a request that is being answered.
 
@@ -39,13 +41,12 @@ class RequestSpan:
     moments: what the product has to say.
     """
 
-    __slots__ = ("attributes", "batch", "context", "moments", "name", "parent")
-
-    def __init__(self, name: str, context: SpanContext, parent: int = 0) -> None:
-        self.name, self.context, self.parent = name, context, parent
-        self.batch: SpanContext | None = None
-        self.attributes: dict[str, Attribute] = {}
-        self.moments: tuple[tuple[str, float], ...] = ()
+    name: str
+    context: SpanContext
+    parent: int = 0
+    batch: SpanContext | None = None
+    attributes: dict[str, Attribute] = field(default_factory=dict)
+    moments: tuple[tuple[str, float], ...] = ()
 
 
 class Spans:
