@@ -38,9 +38,9 @@ class OpenVinoRunner:
     directory: a checkpoint, or an export to OpenVINO. dtype: what products are computed in and blocks hold, "float32"
     or "bfloat16"; "auto" is the model's own where it is bfloat16 and the processor has such instructions, else float32.
     num_blocks: how many blocks there are; None takes as many as fit kv_cache_bytes. threads: None leaves the choice to
-    OpenVINO. max_model_len: None is the model's. cache: keep the converted graph, in `.reflex` beside the checkpoint or
-    below `cache_dir`, where the next start finds it; where nothing can be written, each start converts anew. weights:
-    "int8" and "int4" round the matrices, for memory and speed; answers then differ.
+    OpenVINO. max_model_len: None is the model's. cache_dir: where the converted graph is kept for the next
+    start, by default in `.reflex` beside the checkpoint; where nothing can be written, each start converts anew.
+    weights: "int8" and "int4" round the matrices, for memory and speed; answers then differ.
     kv_dtype: "uint8" stores keys and values in 8 bits, so that more blocks fit, and answers come to depend on how
     prompts are cut up; "auto" stores them in `dtype`. adapters: directories of LoRA adapters, by name; only for
     checkpoints of our own architectures.
@@ -64,7 +64,6 @@ class OpenVinoRunner:
         kv_cache_bytes: int = GIB,
         threads: int | None = None,
         max_model_len: int | None = None,
-        cache: bool = True,
         cache_dir: Path | None = None,
         weights: str = "auto",
         kv_dtype: str = "auto",
@@ -78,7 +77,7 @@ class OpenVinoRunner:
             raise ConfigError(f"OpenVinoRunner.kv_dtype={kv_dtype!r}: must be 'auto' or 'uint8'")
         ov = _library()
         core, root = ov.Core(), Path(directory)
-        made = source(core, root, weights, GraphCache(root, cache_dir) if cache else None)
+        made = source(core, root, weights, GraphCache(root, cache_dir))
         self._kept = made.checkpoint  # a graph that was not read from the cache has its weights there
         config, model = made.config, made.model
         self.adapters = _with_adapters(model, config, adapters or {})
@@ -90,7 +89,9 @@ class OpenVinoRunner:
         keep_stored(model)
         expected = made.expected
         if made.checkpoint is None and expected is None:
-            expected = made.unpaged(_HINTS[dtype], lambda: unpaged(core, model, settings, probe(config.vocab_size)))
+            expected = made.cache.array(
+                f"logits-{_HINTS[dtype]}", made.key, lambda: unpaged(core, model, settings, probe(config.vocab_size))
+            )  # of an earlier start, or computed now, which compiles the graph once more
         page(model, root, config.windows, self.max_model_len)
         compiled = core.compile_model(model, "CPU", settings)
         self.vocab_size = config.vocab_size

@@ -337,27 +337,20 @@ class GraphSource:
 
     config: ModelConfig | OpenVinoExport
     model: Any
+    cache: GraphCache
+    key: str
     checkpoint: Checkpoint | None = None
     expected: npt.NDArray[np.float32] | None = None
-    cache: GraphCache | None = None
-    key: str = ""
-
-    def unpaged(self, hint: str, compute: Callable[[], npt.NDArray[np.float32]]) -> npt.NDArray[np.float32]:
-        """The logits after the tokens of `probe`, computed in `hint` before the graph is paged: of an earlier start, or
-        computed now, which compiles the graph once more."""
-        return compute() if self.cache is None else self.cache.array(f"logits-{hint}", self.key, compute)
 
 
-def source(core: Any, root: Path, weights: str, cache: GraphCache | None) -> GraphSource:
+def source(core: Any, root: Path, weights: str, cache: GraphCache) -> GraphSource:
     """The graph of a directory. weights: "auto" leaves them, "int8" and "int4" round them.
 
-    cache: None builds a graph each time (not for architectures that only PyTorch knows). ConfigError for a directory
-    that cannot be served.
+    ConfigError for a directory that cannot be served.
     """
     if is_export(root):
         return _export(core, root, weights, cache)
     if not is_known(root):
-        cache = cache or GraphCache(root)
         return _export(core, traced(root, cache), weights, cache)
     from reflex_runtime.llm.runners import openvino_graph
 
@@ -366,9 +359,9 @@ def source(core: Any, root: Path, weights: str, cache: GraphCache | None) -> Gra
     def build() -> Any:
         return _rounded(openvino_graph.build(checkpoint), weights)
 
-    key = "" if cache is None else cache.key(checkpoint.files, openvino_graph.VERSION, _rounding(weights))
-    model = build() if cache is None else cache.graph(core, "plain" if weights == "auto" else weights, key, build)
-    return GraphSource(checkpoint.config, model, checkpoint)
+    key = cache.key(checkpoint.files, openvino_graph.VERSION, _rounding(weights))
+    model = cache.graph(core, "plain" if weights == "auto" else weights, key, build)
+    return GraphSource(checkpoint.config, model, cache, key, checkpoint)
 
 
 def traced(root: Path, cache: GraphCache) -> Path:
@@ -378,20 +371,20 @@ def traced(root: Path, cache: GraphCache) -> Path:
     return cache.export("traced", key, [sys.executable, "-m", _TRACING, str(root)])
 
 
-def _export(core: Any, root: Path, weights: str, cache: GraphCache | None) -> GraphSource:
+def _export(core: Any, root: Path, weights: str, cache: GraphCache) -> GraphSource:
     config = OpenVinoExport.open(root)
     files = [file for file in (root / MODEL_FILE, (root / MODEL_FILE).with_suffix(".bin")) if file.is_file()]
-    key = "" if cache is None else cache.key(files, weights, _rounding(weights))
+    key = cache.key(files, weights, _rounding(weights))
     if weights == "auto":
         probe = root / PROBE_FILE
         expected: npt.NDArray[np.float32] | None = np.load(probe, allow_pickle=False) if probe.is_file() else None
-        return GraphSource(config, read_graph(root), None, expected, cache, key)
+        return GraphSource(config, read_graph(root), cache, key, None, expected)
 
     def build() -> Any:
         return _rounded(read_graph(root), weights)
 
-    model = build() if cache is None else cache.graph(core, weights, cache.key(files, _rounding(weights)), build)
-    return GraphSource(config, model, None, None, cache, key)
+    model = cache.graph(core, weights, cache.key(files, _rounding(weights)), build)
+    return GraphSource(config, model, cache, key)
 
 
 def _rounded(model: Any, weights: str) -> Any:
