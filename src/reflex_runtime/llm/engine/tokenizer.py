@@ -88,9 +88,10 @@ class Tokenizer(Detokenizer, Protocol):
         ends = sorted(self.eos_token_ids)
         if not ends:
             raise ConfigError("the model's tokenizer has no end token, so it gives no output of a given form")
-        known = llguidance.TokenizerWrapper(_Vocabulary(self, ends))
+        own = _Vocabulary(self, ends)
+        known = llguidance.TokenizerWrapper(own)
         found = llguidance.LLTokenizer(known, eos_token=ends)
-        known.tokens = known._gtokenizer.tokens = []  # it has copied them
+        known.tokens = own.tokens = []  # it has copied them
         return found
 
 
