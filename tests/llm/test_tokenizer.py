@@ -370,8 +370,6 @@ GROWING = [
     ONES + "{% set n.a = n.a.replace('', '11') %}{% endfor %}",
     ONES + "{% set a %}{{ n.a }}{{ n.a }}{% endset %}{% set n.a = a %}{% endfor %}",
     "{% macro m(a) %}{{ a }}{{ a }}{% endmacro %}" + ONES + "{% set n.a = m(n.a) %}{% endfor %}",
-    *(ONES + "{% set n.b = [n.b, n.b] %}{% endfor %}{{ n.b" + printed + " }}"
-      for printed in ("", " ~ ''", "|string", "|tojson", "|upper", "|join", "|trim", "|replace('a', 'b')")),
     "{% for i in range(10001) %}{{ 'a' }}{% endfor %}",
 ]  # fmt: skip
 
@@ -384,9 +382,40 @@ def test_a_template_doubles_no_text_again_and_again(root: Path, template: str, m
         HFTokenizer.load(root).chat(Conversation([{"role": "user", "content": "hi"}]))
 
 
+SHARED = (
+    "{% set n = namespace(b=['1'], c=['1'], t=(1,), u=(1,)) %}{% for i in range(20) %}{% set n.b = [n.b, n.b] %}"
+    "{% set n.c = [n.c, n.c] %}{% set n.t = (n.t, n.t) %}{% set n.u = (n.u, n.u) %}{% endfor %}{{ "
+)
+USES = [
+    "n.b", "n.b ~ ''", "n.b|string", "n.b|tojson", "n.b|upper", "n.b|join", "n.b|trim", "n.b|replace('a', 'b')",
+    "'%s' % n.b", "'%s %s' % (1, n.b)", "'{}'.format(n.b)", "'%s'|format(n.b)", "n.b|format(1)", "raise_exception(n.b)",
+    "n.b == n.c", "1 != n.b", "n.b < n.c", "1 < 2 < n.b", "n.b in [n.c]", "[n.c].index(n.b)", "[n.c].count(n.b)",
+    "n.b is eq(n.c)", "n.b is in([n.c])", "[n.b]|select('==', n.c)|list",
+    "[{'k': n.b}]|selectattr('k', 'eq', n.c)|list",
+    "[n.b, n.c]|sort", "[n.b, n.c]|map('list')|sort", "[n.b, n.c]|max", "{'a': n.b, 'b': n.c}|dictsort(by='value')",
+    "[{'k': n.b}, {'k': n.c}]|groupby('k')", "{'a': n.t}.items() == {'a': n.u}.items()", "1|attr(n.b)",
+    "{n.t: 1}", "{1: 1}[n.t]", "{1: 1}.get(n.t)", "dict([[n.t, 1]])", "[n.t, n.u]|unique|list", "n.t is filter",
+    "[1]|map(n.t)|list", "1.5|round(1, n.t)",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("use", USES)
+def test_a_template_uses_no_value_that_shares_its_parts_again_and_again(
+    root: Path, use: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of forty levels a comparison takes weeks, in one instruction of the interpreter."""
+    monkeypatch.setattr("reflex_runtime.llm.engine.chat_template.MOST_PARTS", 10_000, raising=False)
+    (root / "chat_template.jinja").write_text(SHARED + use + " }}")
+    with pytest.raises(ConfigError, match="makes a value of over 10000 parts or 200 levels"):
+        HFTokenizer.load(root).chat(Conversation([{"role": "user", "content": "hi"}]))
+
+
 @pytest.mark.parametrize(
     ("template", "text"),
     [
+        ("{{ 1 < 2 < 3 }} {{ 'a' in {'a': 1, 1: 2} }} {{ 1 not in [1] }} {{ [1] == [1.0] }}", "True True False True"),
+        ("{{ [3, 1]|sort }} {{ messages|map(attribute='role')|unique|list }} {{ [2, 1]|min }}", "[1, 3] ['user'] 1"),
+        ("{{ messages|selectattr('role', 'eq', 'user')|list|length }} {{ 2.5|round|int }} {{ 1 is gt 0 }}", "1 2 True"),
         ("{{ 'a' ~ 1 ~ none ~ missing ~ [1, 'b'] }}", "a1None[1, 'b']"),
         ("{{ 1 + 2.5 }} {{ [1] + [2] }} {{ 'a' + 'b' }}", "3.5 [1, 2] ab"),
         ("{{ messages|join(', ', attribute='role') }} {{ {'k': 1}|join }} {{ [1, 'b']|join('-') }}", "user k 1-b"),

@@ -5,6 +5,8 @@ from __future__ import annotations
 import base64
 import hashlib
 import io
+import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +62,22 @@ def check_error(answer: Answer, status: int, code: str, field: str | None = None
     if field is not None:
         assert body["field"] == field, body
     return body
+
+
+def refused_by_id(server: Any, model: str) -> set[str]:
+    """Ask each described operation of a server that is not ready, with an id, whole and broken; each answer has it.
+    Returns the paths that were answered 503."""
+    refused = set[str]()
+    for path, methods in json.loads(server.get("/openapi.json").body)["paths"].items():
+        where = re.sub(r"\{\w+\}", "1", path.replace("{model}", model))
+        for method in (methods.keys() - {"parameters"}) if not path.endswith("/stream") else ():
+            for body in (b"{}", b'{"request_id": "mine", "state": [', None) if method == "post" else (None,):
+                answer = server.ask(method.upper(), where, body, {"X-Request-Id": "mine"})
+                assert answer.headers["x-request-id"] == "mine", (path, answer)
+                if answer.status == 503:
+                    assert b"request_id" not in answer.body or json.loads(answer.body)["request_id"] == "mine", path
+                    refused.add(path)
+    return refused
 
 
 def loads_after(gate: Path, fails: bool = False) -> str:

@@ -17,7 +17,7 @@ import pytest
 from reflex_runtime.demo import POLICY
 from serving.exports import write_tiny
 from serving.harness import STATE, Server, encode, parse_answers, read_all
-from serving.requests import busy, check_error, numbered, observe, queued, right
+from serving.requests import busy, check_error, numbered, observe, queued, refused_by_id, right
 
 
 @contextlib.contextmanager
@@ -60,6 +60,8 @@ def test_h6_while_loading_health_tells_it_and_requests_are_told_to_come_back(
         named = server.ask("POST", "/act", b"{", {"X-Request-Id": "theirs"})
         assert check_error(named, 503, "not_ready")["request_id"] == "theirs"
         server.reach(lambda m: m("reflex_requests_total", outcome="rejected") == 4)
+        refused = refused_by_id(server, "tiny")
+        assert refused >= {"/act", "/reset", "/episodes/{id}/outcome", "/v2/models/{model}/ready", "/admin/load"}
         assert server.get("/diagnostics/cost-model").status == 503
         assert server.get("/config").json["policy"] is None
         os.write(pipe, b"x")

@@ -16,6 +16,7 @@ from reflex_runtime.core.events import BatchScheduled, RequestPreempted, Request
 from reflex_runtime.core.request import Priority
 from reflex_runtime.llm import LLMEngine, SamplingParams
 from serving.openai_toy import PATIENCE, Model, Toy
+from serving.requests import refused_by_id
 
 
 def alone(prompt: str, max_tokens: int) -> str:
@@ -455,6 +456,8 @@ def test_l9_before_the_model_is_there_it_says_so() -> None:
         assert answer.headers["retry-after"] == "1"
         named = toy.post("/v1/completions", {"model": "toy", "prompt": "x"}, **{"X-Request-Id": "mine"})
         assert (named.status, named.headers["x-request-id"]) == (503, "mine")
+        asks = {"completions", "chat/completions", "responses", "messages", "messages/count_tokens"}
+        assert refused_by_id(toy, "toy") == {f"/v1/{ask}" for ask in asks} | {"/tokenize", "/detokenize", "/health"}
         assert toy.get("/v1/models").status == 200
         assert toy.get("/metrics").status == 200
         toy.loaded.set()
