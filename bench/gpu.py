@@ -26,9 +26,9 @@ from typing import Any
 
 from reflex_runtime import Batcher, FlushPolicy, GroupConfig, Request
 from reflex_runtime.core.batch import Batch
+from reflex_runtime.core.cost import TimeCost
 from reflex_runtime.core.events import BatchScheduled, Event
 from reflex_runtime.core.statistics import percentile
-from reflex_runtime.core.time_cost import TimeCost
 from reflex_runtime.run.processor import BaseProcessor
 
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128)

@@ -132,7 +132,7 @@ def test_the_reader_of_imports_sees_every_form() -> None:
     text = """
 import reflex_runtime.robots.serving.app
 from reflex_runtime import llm
-from reflex_runtime.core.time_cost import TimeCost
+from reflex_runtime.core.cost import TimeCost
 from ..sim import clock
 def late():
     from reflex_runtime.cli import main

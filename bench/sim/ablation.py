@@ -21,8 +21,9 @@ from bench.sim import stages
 from bench.sim.clairvoyant import most_on_time
 from bench.sim.compare import Progress
 from bench.sim.rules import DEVICE
-from reflex_runtime.core import flush, forming, holding, order, think_times, time_cost
+from reflex_runtime.core import cost, flush, forming, holding, order, think_times
 from reflex_runtime.core.batch import Apart, Batch, Failed, Offenders, Outcome
+from reflex_runtime.core.cost import TimeCost
 from reflex_runtime.core.errors import ProcessorError
 from reflex_runtime.core.flush import FlushPolicy, Planner
 from reflex_runtime.core.group import GroupConfig
@@ -30,7 +31,6 @@ from reflex_runtime.core.request import Priority, Request
 from reflex_runtime.core.scheduler import Scheduler
 from reflex_runtime.core.statistics import AffineFit
 from reflex_runtime.core.think_times import NO_HOLD, Hold, ThinkTimes
-from reflex_runtime.core.time_cost import TimeCost
 from reflex_runtime.run.batch_processor import BatchConfig
 from reflex_runtime.settings import ServeConfig
 from reflex_runtime.settings.policies import serving_group
@@ -244,14 +244,14 @@ def rules() -> dict[str, Switch]:
         "greedy clients": (flush._Demand, "exceeds", lambda self, fair: False),
         "value of a batch": (forming, "at_risk", lambda *_: False),
         "prices": (order.Prices, "of", lambda self, kind, cost: cost),
-        "evidence": (time_cost.Evidence, "refuses", lambda *_: True),
+        "evidence": (cost.Evidence, "refuses", lambda *_: True),
         "laxity of partitions": (order.Turns, "_at_risk", lambda *_: []),
         "offenders": (Offenders, "failed", lambda *_: None),
         "size by poison": (Offenders, "limit", property(lambda self: inf)),
         "joining": (forming.Former, "_enters", lambda *_: False),
         "joining in turns": (ThinkTimes, "in_turns", lambda *_: inf),
         "drift": (AffineFit, "_drifted", lambda *_: False),
-        "nearly free": (time_cost, "NEARLY_FREE", 1.0),
+        "nearly free": (cost, "NEARLY_FREE", 1.0),
     }
 
 

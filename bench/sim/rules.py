@@ -9,12 +9,11 @@ from math import inf
 from typing import Any, TypeAlias
 
 from bench.sim.rivals import EarlyDrop, HoldAlways, MarginalWait
-from reflex_runtime.core.cost import UnitCost
+from reflex_runtime.core.cost import TimeCost, UnitCost
 from reflex_runtime.core.flush import BUDGET, FlushPolicy
 from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.core.request import Request, Ticket
 from reflex_runtime.core.scheduler import Scheduler
-from reflex_runtime.core.time_cost import TimeCost
 from reflex_runtime.run.batch_processor import BatchConfig
 from reflex_runtime.settings.policies import ServeConfig, serving_group
 from reflex_runtime.sim import Affine

@@ -16,11 +16,11 @@ from bench.sim.compare import Bench, Progress, Results
 from bench.sim.rivals import AlwaysJoin
 from bench.sim.rules import Decider
 from reflex_runtime.core.batch import Batch, Done, More, Outcome
+from reflex_runtime.core.cost import TimeCost
 from reflex_runtime.core.flush import FlushPolicy
 from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.core.request import Request, Ticket
 from reflex_runtime.core.scheduler import Scheduler
-from reflex_runtime.core.time_cost import TimeCost
 from reflex_runtime.sim.report import Report, columns
 from reflex_runtime.sim.run import simulate
 from reflex_runtime.sim.service import Affine, Noisy, Service

@@ -13,6 +13,7 @@ if TYPE_CHECKING:  # the same names as in _NAMES, for type checkers and editors
     from reflex_runtime.core.batch import FlushReason as FlushReason
     from reflex_runtime.core.batch import More as More
     from reflex_runtime.core.cost import CostModel as CostModel
+    from reflex_runtime.core.cost import TimeCost as TimeCost
     from reflex_runtime.core.cost import TimedUnits as TimedUnits
     from reflex_runtime.core.cost import TokenCost as TokenCost
     from reflex_runtime.core.cost import UnitCost as UnitCost
@@ -62,7 +63,6 @@ if TYPE_CHECKING:  # the same names as in _NAMES, for type checkers and editors
     from reflex_runtime.core.request import Ticket as Ticket
     from reflex_runtime.core.request import TicketState as TicketState
     from reflex_runtime.core.scheduler import Scheduler as Scheduler
-    from reflex_runtime.core.time_cost import TimeCost as TimeCost
     from reflex_runtime.core.token_budget import TimedTokens as TimedTokens
     from reflex_runtime.feeds.runtime.runtime import Runtime as Runtime
     from reflex_runtime.observe.batch_metrics import BatchMetrics as BatchMetrics
@@ -90,7 +90,7 @@ if TYPE_CHECKING:  # the same names as in _NAMES, for type checkers and editors
 _NAMES = {
     "core.flush": "Controller FlushPolicy HoldTarget Planner",
     "core.batch": "Batch Cause Done Failed FlushReason More",
-    "core.cost": "CostModel TimedUnits TokenCost UnitCost",
+    "core.cost": "CostModel TimeCost TimedUnits TokenCost UnitCost",
     "core.errors": (
         "Cancelled Closed ConfigError CutShort Displaced Drained Dropped Expired GpuLost "
         "InFlightCapReached NonFiniteResult ProcessorError ProcessorHung QueueFull ReflexError Rejected "
@@ -103,7 +103,6 @@ _NAMES = {
     "core.group": "GroupConfig Resources UnitPool",
     "core.request": "Priority Request Ticket TicketState",
     "core.scheduler": "Scheduler",
-    "core.time_cost": "TimeCost",
     "core.token_budget": "TimedTokens",
     "run.audience": "Audience",
     "observe.batch_metrics": "BatchMetrics",

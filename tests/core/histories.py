@@ -10,14 +10,13 @@ from math import inf
 from typing import Any
 
 from reflex_runtime.core.batch import Apart, Batch, Done, Failed, More, Outcome
-from reflex_runtime.core.cost import CostModel, TokenCost, UnitCost
+from reflex_runtime.core.cost import CostModel, TimeCost, TokenCost, UnitCost
 from reflex_runtime.core.errors import ProcessorError, ReflexError, Rejected
 from reflex_runtime.core.events import BatchFinished, RequestPreempted, RequestSettled
 from reflex_runtime.core.flush import FlushPolicy, HoldTarget
 from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.core.request import Priority, Request, Ticket, TicketState
 from reflex_runtime.core.scheduler import Scheduler
-from reflex_runtime.core.time_cost import TimeCost
 
 from .helpers import Cached, outcome_of
 from .oracle import Adapting, Expected, Oracle, Seconds, Seen, Tokens, Units, World

@@ -11,14 +11,13 @@ import pytest
 
 from core.helpers import ask, ask_many, finish, ids, outcome_of, scheduler_of, settled, take, trained
 from reflex_runtime.core.batch import Apart, Batch, Done, Failed, More
-from reflex_runtime.core.cost import UnitCost
+from reflex_runtime.core.cost import TimeCost, UnitCost
 from reflex_runtime.core.errors import ProcessorError
 from reflex_runtime.core.events import BatchFinished, BatchScheduled
 from reflex_runtime.core.flush import FlushPolicy
 from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.core.request import Priority, Request, TicketState
 from reflex_runtime.core.scheduler import Scheduler
-from reflex_runtime.core.time_cost import TimeCost
 from thinned import thinned
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from random import Random
 
+from reflex_runtime.core.cost import SLACK, Backlog
 from reflex_runtime.core.request import Priority, Request, Ticket
-from reflex_runtime.core.time_cost import SLACK, Backlog
 
 UNIT = 2.0**-10  # seconds: sums of multiples are exact
 

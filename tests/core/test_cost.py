@@ -9,12 +9,11 @@ from statistics import median
 import pytest
 
 from reflex_runtime.core.batch import Done, Failed
-from reflex_runtime.core.cost import TimedUnits, UnitCost
+from reflex_runtime.core.cost import RollingMedian, TimeCost, TimedUnits, UnitCost
 from reflex_runtime.core.errors import ConfigError, ProcessorError
 from reflex_runtime.core.flush import FlushPolicy
 from reflex_runtime.core.request import Request, Ticket
 from reflex_runtime.core.statistics import MAX_CLASSES, AffineFit, solve
-from reflex_runtime.core.time_cost import RollingMedian, TimeCost
 
 from .helpers import ask_many, measure, scheduler_of, take, trained
 from .jumps import DEVICES, FACTORS, medians, wrong

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from reflex_runtime.core.batch import Failed
+from reflex_runtime.core.cost import MAX_KEYS, Evidence
 from reflex_runtime.core.errors import ProcessorError, TooLate
 from reflex_runtime.core.flush import FlushPolicy
 from reflex_runtime.core.request import Priority, Request, Ticket
 from reflex_runtime.core.scheduler import Scheduler
-from reflex_runtime.core.time_cost import MAX_KEYS, Evidence
 
 from .helpers import ask, finish, measure, outcome_of, scheduler_of, take, trained
 

@@ -9,13 +9,12 @@ from math import inf
 import pytest
 
 from reflex_runtime.core.batch import Cause, FlushReason
-from reflex_runtime.core.cost import UnitCost
+from reflex_runtime.core.cost import TimeCost, UnitCost
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.core.events import RequestAbandoned
 from reflex_runtime.core.flush import FlushPolicy
 from reflex_runtime.core.request import Priority
 from reflex_runtime.core.scheduler import Scheduler
-from reflex_runtime.core.time_cost import TimeCost
 
 from .helpers import ask, ask_many, finish, measure, scheduler_of, serve, take, trained
 

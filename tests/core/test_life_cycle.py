@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from reflex_runtime.core.batch import Apart, Cause, Done, Failed, More, Outcome
-from reflex_runtime.core.cost import TokenCost, UnitCost
+from reflex_runtime.core.cost import TimeCost, TokenCost, UnitCost
 from reflex_runtime.core.errors import (
     Closed,
     ConfigError,
@@ -24,7 +24,6 @@ from reflex_runtime.core.flush import FlushPolicy
 from reflex_runtime.core.group import IDLE_PARTITIONS, GroupConfig
 from reflex_runtime.core.request import TRANSITIONS, Request, TicketState
 from reflex_runtime.core.scheduler import IDLE_POLLS, Scheduler
-from reflex_runtime.core.time_cost import TimeCost
 
 from .helpers import ask, ask_many, finish, ids, outcome_of, scheduler_of, serve, settled, take, trained
 

@@ -22,14 +22,13 @@ from hypothesis import strategies as st
 
 from reflex_runtime.core import admission, order
 from reflex_runtime.core.batch import Batch, Done, Failed, More
-from reflex_runtime.core.cost import TokenCost, UnitCost
+from reflex_runtime.core.cost import TimeCost, TokenCost, UnitCost
 from reflex_runtime.core.errors import ProcessorError, Rejected, TooLate
 from reflex_runtime.core.events import BatchFinished, BatchScheduled, RequestQueued, RequestSettled
 from reflex_runtime.core.flush import FlushPolicy, Planner
 from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.core.request import Priority, Request, Ticket, TicketState
 from reflex_runtime.core.scheduler import Scheduler
-from reflex_runtime.core.time_cost import TimeCost
 
 from .helpers import ask, ask_many, finish, scheduler_of, take, trained
 from .histories import SCENARIOS, Play

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from reflex_runtime.core.batch import Done
+from reflex_runtime.core.cost import TimeCost
 from reflex_runtime.core.errors import ConfigError, QueueFull
 from reflex_runtime.core.flush import FlushPolicy, Planner
 from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.core.request import Priority, Request, Ticket
 from reflex_runtime.core.scheduler import Scheduler
-from reflex_runtime.core.time_cost import TimeCost
 
 from .helpers import ask, scheduler_of, trained
 

@@ -10,10 +10,10 @@ from random import Random
 import pytest
 
 from reflex_runtime.core.batch import Batch, More
+from reflex_runtime.core.cost import TimeCost
 from reflex_runtime.core.errors import Shed
 from reflex_runtime.core.flush import THRESHOLDS, Filled, FlushPolicy, at_risk, window
 from reflex_runtime.core.request import Priority, Request, Ticket
-from reflex_runtime.core.time_cost import TimeCost
 
 from .helpers import ask, finish, ids, measure, outcome_of, scheduler_of, serve, settled, take, trained
 

@@ -11,12 +11,12 @@ import pytest
 
 from reflex_runtime.core.admission import StagedRequest, gain_over_loss, price
 from reflex_runtime.core.batch import Batch, Cause, Done, Failed, More, Outcome
+from reflex_runtime.core.cost import TimeCost
 from reflex_runtime.core.errors import ConfigError, ProcessorError
 from reflex_runtime.core.flush import FlushPolicy
 from reflex_runtime.core.request import Request, Ticket
 from reflex_runtime.core.scheduler import Scheduler
 from reflex_runtime.core.think_times import ThinkTimes
-from reflex_runtime.core.time_cost import TimeCost
 
 from .helpers import ask, finish, ids, measure, outcome_of, scheduler_of, take
 from .histories import Play, Scenario, timed

@@ -11,13 +11,13 @@ import pytest
 from core.helpers import outcome_of, scheduler_of, trained
 from reflex_runtime.core import order
 from reflex_runtime.core.batch import Batch, Done, More
+from reflex_runtime.core.cost import TimeCost
 from reflex_runtime.core.errors import Rejected
 from reflex_runtime.core.events import RequestSettled
 from reflex_runtime.core.flush import FlushPolicy
 from reflex_runtime.core.order import Cursor, Partition
 from reflex_runtime.core.request import Priority, Request, Ticket
 from reflex_runtime.core.scheduler import Scheduler
-from reflex_runtime.core.time_cost import TimeCost
 from thinned import thinned
 
 

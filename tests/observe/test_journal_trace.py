@@ -16,14 +16,13 @@ from typing import Any
 import pytest
 
 from reflex_runtime.core.batch import Batch, Cause, Done, Failed, More, Outcome
-from reflex_runtime.core.cost import TokenCost
+from reflex_runtime.core.cost import TimeCost, TokenCost
 from reflex_runtime.core.errors import ConfigError, ProcessorError
 from reflex_runtime.core.events import BatchFinished, BatchScheduled, Event, RequestSettled
 from reflex_runtime.core.flush import FlushPolicy
 from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.core.request import Request, Ticket
 from reflex_runtime.core.scheduler import Scheduler
-from reflex_runtime.core.time_cost import TimeCost
 from reflex_runtime.observe import journal_writer
 from reflex_runtime.observe.journal_reader import read_journal
 from reflex_runtime.observe.journal_writer import JournalWriter

@@ -11,9 +11,9 @@ import pytest
 
 from reflex_runtime import Batcher, FlushPolicy, GroupConfig, Request
 from reflex_runtime.core.batch import Batch
+from reflex_runtime.core.cost import TimeCost
 from reflex_runtime.core.events import BatchScheduled, Event
 from reflex_runtime.core.request import Ticket
-from reflex_runtime.core.time_cost import TimeCost
 from reflex_runtime.observe.metrics import Metrics
 from reflex_runtime.run.processor import BaseProcessor
 

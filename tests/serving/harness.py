@@ -57,7 +57,7 @@ class Answer:
 # Run in the server's process: a batch with the request `plug` waits for a byte of the pipe, and teaches nothing.
 _HELD = """
 import reflex_runtime.run.device as device
-from reflex_runtime.core.time_cost import TimeCost
+from reflex_runtime.core.cost import TimeCost
 _run, _observe = device.run_batch, TimeCost.observe
 
 def _plugged(batch):
@@ -75,7 +75,7 @@ TimeCost.observe = lambda self, batch, elapsed: None if _plugged(batch) else _ob
 
 # Run in the server's process: what is learned is that a batch takes what the test says.
 _DECLARED = """
-from reflex_runtime.core.time_cost import TimeCost
+from reflex_runtime.core.cost import TimeCost
 _learn = TimeCost.observe
 TimeCost.observe = lambda self, batch, elapsed: _learn(self, batch, {takes})
 """

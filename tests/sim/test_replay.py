@@ -15,10 +15,10 @@ import pytest
 
 from reflex_runtime.cli import main
 from reflex_runtime.core.batch import Batch, Cause
+from reflex_runtime.core.cost import TimeCost
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.core.flush import FlushPolicy
 from reflex_runtime.core.group import GroupConfig
-from reflex_runtime.core.time_cost import TimeCost
 from reflex_runtime.observe.journal import BatchLine, GroupInfo, Member
 from reflex_runtime.observe.journal_reader import Journal, read_journal
 from reflex_runtime.observe.journal_writer import info_of

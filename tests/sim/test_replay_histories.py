@@ -11,13 +11,13 @@ from random import Random
 from typing import Any
 
 from reflex_runtime.core.batch import Batch, Done, Failed, More
+from reflex_runtime.core.cost import TimeCost
 from reflex_runtime.core.errors import Rejected
 from reflex_runtime.core.events import RequestAnswered, RequestSettled
 from reflex_runtime.core.flush import FlushPolicy
 from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.core.request import Priority, Request, Ticket
 from reflex_runtime.core.scheduler import Scheduler
-from reflex_runtime.core.time_cost import TimeCost
 from reflex_runtime.observe.journal_reader import Journal, read_journal
 from reflex_runtime.observe.journal_writer import JournalWriter, Recording
 from reflex_runtime.observe.request_record import RequestRecord

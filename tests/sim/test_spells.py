@@ -10,11 +10,11 @@ from random import Random
 import pytest
 
 from reflex_runtime.core.batch import Batch
+from reflex_runtime.core.cost import TimeCost
 from reflex_runtime.core.flush import FlushPolicy, Planner
 from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.core.request import Request
 from reflex_runtime.core.scheduler import Scheduler
-from reflex_runtime.core.time_cost import TimeCost
 from reflex_runtime.sim import (
     Affine,
     Callers,

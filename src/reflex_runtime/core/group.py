@@ -16,13 +16,12 @@ from math import inf, isfinite
 from typing import Any, Protocol
 
 from reflex_runtime.core.batch import Batch, Cause, Offenders
-from reflex_runtime.core.cost import CostModel
+from reflex_runtime.core.cost import Backlog, CostModel, Evidence, TimeCost
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.core.flush import Controller, FlushPolicy, Planner
 from reflex_runtime.core.order import ClientQueue, Clients, ClientShare, Partition, Prices, Turns
 from reflex_runtime.core.request import BACKGROUND, URGENT, Request, Ticket
 from reflex_runtime.core.think_times import ThinkTimes
-from reflex_runtime.core.time_cost import Backlog, Evidence, TimeCost
 
 
 class Resources(Protocol):

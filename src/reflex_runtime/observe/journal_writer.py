@@ -22,6 +22,7 @@ from typing import Any, Final, NamedTuple, Self
 import msgspec
 
 from reflex_runtime.core.batch import Batch, Failed
+from reflex_runtime.core.cost import TimeCost
 from reflex_runtime.core.errors import ConfigError, ReflexError
 from reflex_runtime.core.events import (
     BatchFinished,
@@ -34,7 +35,6 @@ from reflex_runtime.core.events import (
 )
 from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.core.request import Ticket
-from reflex_runtime.core.time_cost import TimeCost
 from reflex_runtime.observe.files import LineFile, LineTarget, LineWriter, refused, text, utc
 from reflex_runtime.observe.journal import (
     IMAGE_MODES,

@@ -8,11 +8,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from math import inf
 
-from reflex_runtime.core.cost import CostModel
+from reflex_runtime.core.cost import CostModel, TimeCost
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.core.flush import TIMES_FIXED, FlushPolicy, Planner
 from reflex_runtime.core.group import GroupConfig
-from reflex_runtime.core.time_cost import TimeCost
 from reflex_runtime.settings.declare import one_line, option, validate
 from reflex_runtime.settings.server import ServerConfig, check_address, sizes_of
 

@@ -24,13 +24,13 @@ from statistics import StatisticsError, correlation, median
 from typing import Any, Literal, NamedTuple
 
 from reflex_runtime.core.batch import Batch, Cause, Done, More, Outcome
+from reflex_runtime.core.cost import TimeCost
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.core.flush import FlushPolicy, Planner
 from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.core.request import Priority, Request, Ticket
 from reflex_runtime.core.scheduler import Scheduler
 from reflex_runtime.core.statistics import percentile
-from reflex_runtime.core.time_cost import TimeCost
 from reflex_runtime.observe.journal import BatchLine, GroupInfo, RequestLine, SchedulerRequest, WarmUpLine
 from reflex_runtime.observe.journal_reader import Journal
 from reflex_runtime.sim.workload import Arrival, RecordedArrivals, RequestStream, WorkloadPart

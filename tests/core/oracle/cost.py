@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from math import inf
 from typing import Any
 
+from reflex_runtime.core.cost import TimeCost
 from reflex_runtime.core.flush import FlushPolicy
-from reflex_runtime.core.time_cost import TimeCost
 
 from .records import Seen
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import reflex_runtime.robots.serving.slots
-from reflex_runtime.core.time_cost import TimeCost
+from reflex_runtime.core.cost import TimeCost
 from reflex_runtime.robots import Export, Policy, load_policy
 from reflex_runtime.robots.policy.spec import DeviceOptions
 from reflex_runtime.settings import ServeConfig

@@ -11,10 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from reflex_runtime.core.batch import Batch, Done
-from reflex_runtime.core.cost import CostModel
+from reflex_runtime.core.cost import CostModel, TimeCost
 from reflex_runtime.core.errors import ConfigError, ProcessorError
 from reflex_runtime.core.request import Priority, Request, Ticket, TicketState
-from reflex_runtime.core.time_cost import TimeCost
 from reflex_runtime.robots.policy.fields import ObservationFields
 from reflex_runtime.robots.policy.model import PolicyModel, WholeModel, stacked
 from reflex_runtime.robots.policy.observation import (

@@ -16,11 +16,11 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from reflex_runtime.core.batch import Batch
+from reflex_runtime.core.cost import TimeCost
 from reflex_runtime.core.errors import ConfigError, ProcessorError
 from reflex_runtime.core.flush import BUDGET, FlushPolicy
 from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.core.request import Ticket
-from reflex_runtime.core.time_cost import TimeCost
 from reflex_runtime.robots import (
     ActionGuard,
     Fault,
