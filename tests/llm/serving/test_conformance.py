@@ -12,9 +12,9 @@ from typing import Any, Final, NamedTuple
 
 import pytest
 
-from reflex_runtime.llm.api.fields import ChatFields, CompletionFields
-from reflex_runtime.llm.api.messages import MessageFields
-from reflex_runtime.llm.api.responses import ResponseFields
+from reflex_runtime.llm.api.fields import CHAT, TEXT
+from reflex_runtime.llm.api.messages import MESSAGE
+from reflex_runtime.llm.api.responses import RESPONSE
 from serving.openai_toy import Toy
 
 PAGE = Path(__file__).parents[3] / "docs" / "model-apis.md"
@@ -49,21 +49,21 @@ APIS: Final = {
         "/v1/chat/completions",
         {"model": "toy", "messages": HI, "max_tokens": 2},
         "openai.types.chat.completion_create_params.CompletionCreateParamsNonStreaming",
-        ChatFields,
+        CHAT.kind,
         {"logprobs": True, "top_logprobs": {"top_logprobs": 2, "logprobs": True}},
     ),
     "completions": Api(
         "/v1/completions",
         {"model": "toy", "prompt": "hi", "max_tokens": 2},
         "openai.types.completion_create_params.CompletionCreateParamsNonStreaming",
-        CompletionFields,
+        TEXT.kind,
         {"best_of": 2},
     ),
     "responses": Api(
         "/v1/responses",
         {"model": "toy", "input": "hi", "max_output_tokens": 2},
         "openai.types.responses.response_create_params.ResponseCreateParamsNonStreaming",
-        ResponseFields,
+        RESPONSE.kind,
         {
             "metadata": {"a": "b"},
             "prompt": {"id": "p"},
@@ -78,7 +78,7 @@ APIS: Final = {
         "/v1/messages",
         {"model": "toy", "messages": HI, "max_tokens": 2},
         "anthropic.types.message_create_params.MessageCreateParamsNonStreaming",
-        MessageFields,
+        MESSAGE.kind,
         {
             "metadata": {"user_id": "me"},
             "service_tier": "priority",

@@ -1,7 +1,7 @@
 """From the bytes of a body to its fields, checked in one pass by msgspec; errors name the field as its caller wrote it.
 
 What would keep the event loop waiting is refused before it is decoded. What a field means that nothing here follows is
-looked up in one place for all dialects (`FieldKinds`).
+looked up in one place for all dialects (`FieldTable`).
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
 from reflex_runtime.llm.api.errors import BadRequest
-from reflex_runtime.llm.api.fields import MOST_PROMPTS, MOST_TOKENS, FieldKinds
+from reflex_runtime.llm.api.fields import MOST_PROMPTS, MOST_TOKENS, F, FieldTable
 from reflex_runtime.web.fields import is_json, printable, suggestion
 
 MOST_MESSAGES = 10_000
@@ -29,7 +29,6 @@ _WHOLE = (
 _PATH = re.compile(r" - at `(?:key in )?\$\.?(.*?)`$")
 _UNKNOWN = re.compile(r"(?:unknown|missing required) field `(.*?)`(?: - at|$)")
 
-F = TypeVar("F", bound=msgspec.Struct)
 PIECE = 1 << 16  # bytes of token ids decoded at a time: nothing else runs meanwhile
 _PROMPT = msgspec.json.Decoder(str | list[Any])
 _LISTS = msgspec.json.Decoder(list[msgspec.Raw])
@@ -43,34 +42,39 @@ def _parts(kind: type[msgspec.Struct]) -> msgspec.json.Decoder[msgspec.Struct]:
     return msgspec.json.Decoder(msgspec.defstruct("Parts", fields, forbid_unknown_fields=True))
 
 
-def decode(decoder: msgspec.json.Decoder[F], body: bytes, kinds: FieldKinds) -> tuple[F, list[str]]:
+def decode(table: FieldTable[F], body: bytes) -> tuple[F, list[str]]:
     """The fields, and the places of hints that nothing here follows; or the BadRequest that names what is wrong."""
     try:
         if not body.isascii():
             body.decode()  # msgspec does not look into what it skips or leaves raw
         if body.count(b",") > MOST_VALUES:
-            _check_values(_parts(decoder.type).decode(body))
-        fields = decoder.decode(body)
+            _check_values(_parts(table.kind).decode(body))
+        fields = table.decoder.decode(body)
         for name in _WHOLE:
             if type(value := getattr(fields, name, None)) is float:  # 3.0 is a whole number too
                 setattr(fields, name, _whole(name, value))
     except msgspec.ValidationError as error:
         if not is_json(body):
             raise BadRequest("the body is not JSON: it breaks off", told="invalid_json") from None
-        raise _invalid(str(error), decoder.type) from None
+        raise _invalid(str(error), table.kind) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise BadRequest(f"the body is not JSON: {error}", told="invalid_json") from None
-    return fields, _hints(fields, kinds)
+    return fields, _hints(fields, table)
 
 
-def _hints(fields: msgspec.Struct, kinds: FieldKinds, where: str = "") -> list[str]:
+def _hints(fields: msgspec.Struct, table: FieldTable[Any], where: str = "") -> list[str]:
     """The places of hints that mean something; BadRequest for a wish that does. where: these fields are."""
-    for path, values in kinds.wishes.items():
+    for path, values in table.wishes.items():
         for name, value in _said(fields, path, where):
-            if value not in values:
+            if not _plain(value, values):
                 raise BadRequest(f"{name}: is not supported here; leave it out", name)
-    said = ((name, value, values) for path, values in kinds.hints.items() for name, value in _said(fields, path, where))
-    return [name for name, value, values in said if value not in values]
+    hints = table.hints.items()
+    found = ((name, value, values) for path, values in hints for name, value in _said(fields, path, where))
+    return sorted(name for name, value, values in found if not _plain(value, values))
+
+
+def _plain(value: Any, values: Sequence[Any]) -> bool:
+    return any(value == of and isinstance(value, bool) == isinstance(of, bool) for of in values)
 
 
 def _said(fields: Any, path: str, where: str) -> Iterator[tuple[str, Any]]:
@@ -87,14 +91,14 @@ def _said(fields: Any, path: str, where: str) -> Iterator[tuple[str, Any]]:
 
 
 class _Typed(msgspec.Struct):
-    type: Any = None
+    type: str | None = None
 
 
 _typed = msgspec.json.Decoder(_Typed)
 
 
 def functions_of(
-    sent: Sequence[msgspec.Raw] | None, decoder: msgspec.json.Decoder[F], own: str, kinds: FieldKinds
+    sent: Sequence[msgspec.Raw] | None, table: FieldTable[F], own: str = "function"
 ) -> tuple[dict[str, F], list[str]]:
     """The tools that are functions, by their places, and the places of hints. A tool of another type than `own` is one:
     it is for a server that would run it, and is left out."""
@@ -105,10 +109,10 @@ def functions_of(
             if _typed.decode(raw).type not in (None, own):
                 hints.append(where)
                 continue
-            found[where] = decoder.decode(raw)
+            found[where] = table.decoder.decode(raw)
         except msgspec.ValidationError as error:
-            raise _invalid(str(error), decoder.type, where) from None
-        hints += _hints(found[where], kinds, f"{where}.")
+            raise _invalid(str(error), table.kind, where) from None
+        hints += _hints(found[where], table, f"{where}.")
     return found, hints
 
 

@@ -1,4 +1,4 @@
-"""The fields of OpenAI requests, and for every dialect what its fields are that nothing here follows (`FieldKinds`).
+"""The fields of OpenAI requests, and for every dialect what its fields are that nothing here follows (`FieldTable`).
 
 `requests.py` makes requests of them. A wish, whose value would change the answer, is refused with its name, and so is a
 field of no API. A hint is taken and told: budgets, efforts, bookkeeping, tools that another server would run. History,
@@ -15,10 +15,9 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Generic, Literal, TypeVar
 
 import msgspec
-from msgspec import to_builtins
 
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.ipc.messages import Constraint
@@ -33,6 +32,32 @@ NAME = r"^[a-zA-Z0-9_.-]{1,64}$"
 MOST_CHOICES = 128  # of one prompt
 MOST_PROMPTS = 2048  # of one request
 MOST_TOKENS = 1 << 20  # of one request, where prompts come as token ids
+
+
+F = TypeVar("F", bound=msgspec.Struct)
+Values = Mapping[str, tuple[Any, ...]]
+_NONE: Final[Values] = {}
+
+
+class FieldTable(Generic[F]):
+    """The fields of a body, or of a tool in it: those of a struct are followed. Of others that its API knows the table
+    says, by path (`messages[].audio`), which values mean nothing; None and empty values mean nothing either.
+
+    wishes: would change the answer, and are refused. hints: would not, and are taken and told. granted: what every
+    request gets here, such as a cache of prompts.
+    """
+
+    def __init__(
+        self, followed: type[F], wishes: Values = _NONE, hints: Values = _NONE, granted: Sequence[str] = ()
+    ) -> None:
+        self.wishes, self.hints = wishes, hints
+        known = dict.fromkeys(path for path in (*wishes, *hints, *granted) if path.isidentifier())
+        more = [(name, Any, None) for name in known if name not in followed.__struct_fields__]
+        kind: Any = msgspec.defstruct(
+            followed.__name__, more, bases=(followed,), kw_only=True, forbid_unknown_fields=True
+        )
+        self.kind: type[F] = kind
+        self.decoder = msgspec.json.Decoder(self.kind)
 
 
 class JsonSchemaFormat(msgspec.Struct, forbid_unknown_fields=True):
@@ -201,10 +226,10 @@ def tools_of(
     return AskedTools(may, choice == "required" or named is not None, several), shown
 
 
-def _shown(function: Any) -> dict[str, Any]:
+def _shown(function: ToolFunction) -> dict[str, Any]:
     """Without what was not said: templates write all of it into the prompt."""
-    said: dict[str, Any] = to_builtins(function)
-    return {name: value for name, value in said.items() if value is not None and name != "strict"}
+    said = {name: getattr(function, name) for name in ("name", "description", "parameters")}
+    return {name: value for name, value in said.items() if value is not None}
 
 
 class MessagePart(msgspec.Struct):
@@ -275,7 +300,6 @@ class CompletionFields(CommonFields, kw_only=True):
     logprobs: Whole | None = None
     best_of: Whole | None = None
     echo: bool | None = None
-    suffix: str | None = None
 
 
 class Message(msgspec.Struct, kw_only=True):
@@ -299,97 +323,26 @@ class ChatFields(CommonFields, kw_only=True):
     max_completion_tokens: Whole | None = None
     logprobs: bool | None = None
     top_logprobs: Whole | None = None
-    audio: Any = None
-    function_call: Any = None
-    functions: Any = None
-    metadata: Any = None
-    modalities: list[str] | None = None
-    moderation: Any = None
     parallel_tool_calls: bool | None = None
-    prediction: Any = None
-    prompt_cache_key: Any = None
-    prompt_cache_options: Any = None
-    prompt_cache_retention: Any = None
     reasoning_effort: Any = None
     safety_identifier: str | None = None
-    service_tier: Any = None
-    store: Any = None
     tool_choice: Literal["none", "auto", "required"] | ChosenTool | None = None
     tools: list[msgspec.Raw] | None = None  # of `ToolField`, and of tools that another server would run
     chat_template_kwargs: dict[str, Any] | None = None
-    verbosity: Any = None
-    web_search_options: Any = None
 
 
-Values = Mapping[str, tuple[Any, ...]]
-
-
-@dataclass(frozen=True, slots=True)
-class FieldKinds:
-    """What the fields of a dialect are that are known and not followed, by path (`messages[].audio`), with the values
-    that mean nothing; None and empty values mean nothing either.
-
-    wishes: would change the answer, and are refused. hints: would not, and are taken and told. Fields of neither kind
-    are followed, or concern what every request gets here, such as the cache of prompts.
-    """
-
-    wishes: Values
-    hints: Values
-
-
-_WISHES: Final[dict[str, tuple[Any, ...]]] = {
-    "access_programs": (),
-    "audio": (),
-    "background": (False,),
-    "background_options": (),
-    "conversation": (),
-    "function_call": ("none", "auto"),
-    "functions": (),
-    "image": (),
-    "messages[].audio": (),
-    "messages[].function_call": (),
-    "modalities": (["text"],),
-    "moderation": (),
-    "previous_response_id": (),
-    "suffix": (),
-}
-_HINTS: Final[dict[str, tuple[Any, ...]]] = {
-    "client_metadata": (),
-    "container": (),
-    "context_management": (),
-    "diagnostics": (),
-    "include": (),
-    "inference_geo": (),
-    "max_tool_calls": (),
-    "mcp_servers": (),
-    "metadata": (),
-    "output_config.effort": ("high",),
-    "prediction": (),
-    "reasoning": ({"effort": None}, {"effort": None, "summary": None}, {"effort": "none"}),
-    "reasoning_effort": ("none",),
-    "service_tier": ("auto", "default"),
-    "speed": ("standard",),
-    "store": (False,),
-    "text.verbosity": ("medium",),
-    "thinking.budget_tokens": (),
-    "thinking.display": ("summarized",),
-    "truncation": ("disabled",),
-    "user_profile_id": (),
-    "verbosity": ("medium",),
-    "web_search_options": (),
-    "workspace_id": (),
-}
-
-
-def kinds_of(kind: type[msgspec.Struct], wishes: Values, hints: Values, followed: Sequence[str] = ()) -> FieldKinds:
-    """Of a body: what all dialects have alike, and its own. followed: fields that this dialect follows."""
-    there = {name for name in kind.__struct_fields__ if name not in followed}
-
-    def own(values: Values, more: Values) -> Values:
-        return {path: of for path, of in values.items() if re.split(r"[.\[]", path)[0] in there} | dict(more)
-
-    return FieldKinds(own(_WISHES, wishes), own(_HINTS, hints))
-
-
-TEXT_KINDS: Final = kinds_of(CompletionFields, {}, {})
-CHAT_KINDS: Final = kinds_of(ChatFields, {}, {})
+PROMPT_CACHE: Final = ("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention")
+TEXT: Final = FieldTable(CompletionFields, wishes={"suffix": ()})
+TOOL: Final = FieldTable(ToolField)
+CHAT: Final = FieldTable(
+    ChatFields,
+    wishes={
+        "audio": (), "function_call": ("none", "auto"), "functions": (), "modalities": (["text"],), "moderation": (),
+        "messages[].audio": (), "messages[].function_call": (),
+    },
+    hints={
+        "metadata": (), "prediction": (), "reasoning_effort": ("none",), "service_tier": ("auto", "default"),
+        "store": (False,), "verbosity": ("medium",), "web_search_options": (),
+    },
+    granted=PROMPT_CACHE,
+)  # fmt: skip

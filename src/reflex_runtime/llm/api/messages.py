@@ -20,12 +20,13 @@ from reflex_runtime.llm.api.fields import (
     AskedTools,
     ChosenFunction,
     CommonFields,
+    FieldTable,
     JsonSchemaFormat,
     MessagePart,
     MoreFields,
     ResponseFormat,
     ToolFunction,
-    kinds_of,
+    Values,
     said_as,
     tools_of,
 )
@@ -71,19 +72,11 @@ class Turn(msgspec.Struct):
     content: str | list[Block]
 
 
-class NamedTool(msgspec.Struct, forbid_unknown_fields=True):
-    """A function that the model may call. cache_control, eager_input_streaming: have no effect."""
+class NamedTool(ToolFunction, kw_only=True):
+    """The same, as this API has it."""
 
-    name: str
-    input_schema: dict[str, Any] | None = None
-    description: str | None = None
-    type: str | None = None
-    strict: bool | None = None
-    cache_control: Any = None
-    eager_input_streaming: Any = None
-    allowed_callers: Any = None
-    defer_loading: Any = None
-    input_examples: Any = None
+    parameters: dict[str, Any] | None = msgspec.field(name="input_schema")
+    type: Literal["custom"] | None = None
 
 
 class Choosing(msgspec.Struct, forbid_unknown_fields=True):
@@ -132,11 +125,7 @@ class TalkFields(MoreFields, kw_only=True):
     tool_choice: Choosing | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
-    cache_control: Any = None
     chat_template_kwargs: dict[str, Any] | None = None
-    context_management: Any = None
-    mcp_servers: Any = None
-    speed: Any = None
 
 
 class MessageFields(TalkFields, kw_only=True):
@@ -148,12 +137,6 @@ class MessageFields(TalkFields, kw_only=True):
     temperature: float | None = None
     top_p: float | None = None
     metadata: Metadata | None = None
-    container: Any = None
-    diagnostics: Any = None
-    inference_geo: Any = None
-    service_tier: Any = None
-    user_profile_id: Any = None
-    workspace_id: Any = None
 
 
 class InputTokens(msgspec.Struct):
@@ -162,23 +145,29 @@ class InputTokens(msgspec.Struct):
     input_tokens: int
 
 
-KINDS: Final = kinds_of(
-    MessageFields,
-    {"include_stop_str_in_output": (False,), "thinking.type": ("adaptive", "enabled", "disabled")},
-    {"service_tier": ("auto", "standard_only")},
-    followed=("metadata",),
+_WISHES: Final[Values] = {
+    "include_stop_str_in_output": (False,), "thinking.type": ("adaptive", "enabled", "disabled"),
+}  # fmt: skip
+_HINTS: Final[Values] = {
+    "context_management": (), "mcp_servers": (), "output_config.effort": ("high",), "speed": ("standard",),
+    "thinking.budget_tokens": (), "thinking.display": ("summarized",),
+}  # fmt: skip
+_OF_ANSWERS: Final[Values] = {
+    "container": (), "diagnostics": (), "inference_geo": (), "service_tier": ("auto", "standard_only"),
+    "user_profile_id": (), "workspace_id": (),
+}  # fmt: skip
+TALK: Final = FieldTable(TalkFields, _WISHES, _HINTS, ("cache_control",))
+MESSAGE: Final = FieldTable(MessageFields, _WISHES, {**_HINTS, **_OF_ANSWERS}, ("cache_control",))
+TOOL: Final = FieldTable(
+    NamedTool,
+    hints={"allowed_callers": (["direct"],), "defer_loading": (False,), "input_examples": ()},
+    granted=("cache_control", "eager_input_streaming"),
 )
-_TOOL_KINDS: Final = kinds_of(
-    NamedTool, {}, {"allowed_callers": (["direct"],), "defer_loading": (False,), "input_examples": ()}
-)
-_tool = msgspec.json.Decoder(NamedTool)
-_message = msgspec.json.Decoder(MessageFields)
-_count = msgspec.json.Decoder(TalkFields)
 
 
 def message(body: bytes, defaults: DefaultsOf = no_defaults) -> CompletionRequest:
     """POST /v1/messages, or the BadRequest that names what is wrong. defaults: of a model, by its name."""
-    fields, hints = decode(_message, body, KINDS)
+    fields, hints = decode(MESSAGE, body)
     conversation, tools, more = _conversation(fields)
     common = CommonFields(
         model=fields.model,
@@ -204,7 +193,7 @@ def message(body: bytes, defaults: DefaultsOf = no_defaults) -> CompletionReques
 
 def counted(body: bytes) -> tuple[str, Conversation]:
     """POST /v1/messages/count_tokens: the model, and what it would be asked; or the BadRequest."""
-    fields, _ = decode(_count, body, KINDS)
+    fields, _ = decode(TALK, body)
     for name, value in said_as(MoreFields, fields).items():
         if value is not None:
             raise BadRequest(f"{name}: is of an answer, and none is made here; leave it out", name)
@@ -248,12 +237,7 @@ def _instructions(system: str | list[Block] | None) -> Any:
 
 
 def _tools(fields: TalkFields) -> tuple[AskedTools, list[dict[str, Any]], list[str]]:
-    found, hints = functions_of(fields.tools, _tool, "custom", _TOOL_KINDS)
-    sent = {}
-    for where, tool in found.items():
-        if tool.input_schema is None:
-            raise BadRequest(f"{where}: must have an input_schema", where)
-        sent[where] = ToolFunction(tool.name, tool.description, tool.input_schema, tool.strict)
+    sent, hints = functions_of(fields.tools, TOOL, "custom")
     named: str | ChosenFunction | None = None
     parallel = True
     if (choice := fields.tool_choice) is not None:

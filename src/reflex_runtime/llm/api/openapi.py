@@ -112,7 +112,7 @@ class MessageBody(msgspec.Struct):
     role: Literal["assistant"]
     model: str
     content: list[AnswerPart]
-    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
+    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"]
     stop_sequence: str | None
     usage: Spent
 
@@ -126,48 +126,27 @@ class ChatAnswer(answers.Body):
 
 
 class _Post(NamedTuple):
-    """kinds: of its fields. last: of a stream, its last event. tool: a function among its tools."""
+    """last: of a stream, its last event. tool: a function among its tools."""
 
     summary: str
-    body: type[msgspec.Struct]
+    body: wire.FieldTable[Any]
     answer: type[msgspec.Struct]
-    kinds: wire.FieldKinds = wire.FieldKinds({}, {})
     last: str = ""
-    tool: type[msgspec.Struct] | None = None
+    tool: wire.FieldTable[Any] | None = None
 
 
 _POSTS: Final = {
-    "/v1/completions": _Post("Text goes on", wire.CompletionFields, TextAnswer, wire.TEXT_KINDS, "[DONE]"),
-    "/v1/chat/completions": _Post(
-        "A conversation goes on", wire.ChatFields, ChatAnswer, wire.CHAT_KINDS, "[DONE]", wire.ToolField
-    ),
+    "/v1/completions": _Post("Text goes on", wire.TEXT, TextAnswer, "[DONE]"),
+    "/v1/chat/completions": _Post("A conversation goes on", wire.CHAT, ChatAnswer, "[DONE]", wire.TOOL),
     responses.PATH: _Post(
-        "A response to a conversation",
-        responses.ResponseFields,
-        ResponseBody,
-        responses.KINDS,
-        "response.completed",
-        responses.FlatTool,
+        "A response to a conversation", responses.RESPONSE, ResponseBody, "response.completed", responses.TOOL
     ),
     messages.PATH: _Post(
-        "A message that goes on a conversation",
-        messages.MessageFields,
-        MessageBody,
-        messages.KINDS,
-        "message_stop",
-        messages.NamedTool,
+        "A message that goes on a conversation", messages.MESSAGE, MessageBody, "message_stop", messages.TOOL
     ),
-    messages.COUNT: _Post(
-        "Tokens of messages", messages.TalkFields, messages.InputTokens, messages.KINDS, tool=messages.NamedTool
-    ),
-    "/tokenize": _Post(
-        "Token ids of a text or messages",
-        tokenize.TokenizeFields,
-        tokenize.TokenIds,
-        tokenize.KINDS,
-        tool=wire.ToolField,
-    ),
-    "/detokenize": _Post("The text of token ids", tokenize.DetokenizeFields, tokenize.Detokenized),
+    messages.COUNT: _Post("Tokens of messages", messages.TALK, messages.InputTokens, tool=messages.TOOL),
+    "/tokenize": _Post("Token ids of a text or messages", tokenize.TOKENIZE, tokenize.TokenIds, tool=wire.TOOL),
+    "/detokenize": _Post("The text of token ids", tokenize.DETOKENIZE, tokenize.Detokenized),
 }
 _GETS: Final = PAGES | {
     "/v1/models": Operation("the model that is served, and its adapters"),
@@ -197,6 +176,13 @@ def _said(kind: str, least: int = 0) -> dict[str, Any]:
     return {"anyOf": [_STRING, {"type": "array", "items": _part(kind), "minItems": least}]}
 
 
+_OPEN: Final = {"additionalProperties": True}  # history
+_OTHER: Final = {"type": "object", "properties": {"type": {"type": "string", "not": {"const": "text"}}}}
+_PARTS_OF_ANSWERS: Final = {"type": "array", "items": {"anyOf": [_part("text"), _OTHER | {"required": ["type"]}]}}
+_EARLIER: Final = [  # a result without content, an answer without or with parts of any type
+    {"type": "object", "properties": {"role": {"const": role}, "content": content}, "required": ["role"]}
+    for role, content in (("tool", NULL), ("assistant", {"anyOf": [NULL, _PARTS_OF_ANSWERS]}))
+]
 _ROLES: Final = {"enum": ["system", "developer", "user", "assistant"]}
 _FORM: Final = closed({"type": {"enum": ["text", "json_object"]}}, "type")
 _ABOUT: Final = {"description": maybe(_STRING), "strict": maybe({"type": "boolean"})}
@@ -223,7 +209,8 @@ _COMMON: Final[dict[str, dict[str, Any]]] = {
     },
     "InputItem": closed(
         {"type": {"const": "message"}, "role": _ROLES, "content": _said("input_text")}, "role", "content"
-    ),
+    )
+    | _OPEN,
     "FlatTool": closed(
         {"type": {"const": "function"}, "name": {"type": "string", "pattern": NAME}}
         | {"parameters": maybe({"type": "object"})}
@@ -233,29 +220,24 @@ _COMMON: Final[dict[str, dict[str, Any]]] = {
     ),
     "TextFormat": _FORM,
     "Block": _part("text"),
-    "Turn": closed({"role": {"const": "user"}, "content": _said("text", 1)}, "role", "content"),
+    "Turn": closed({"role": {"const": "user"}, "content": _said("text", 1)}, "role", "content") | _OPEN,
     "Thinking": closed({"type": {"enum": ["adaptive", "disabled", "enabled"]}}, "type"),
     "Choosing": closed({"type": {"enum": ["auto", "none"]}}, "type"),
     "OutputConfig": closed({"effort": {}}),
 }
 
 _CHOICE: Final = {"tool_choice": {"enum": [None, "none", "auto"]}}
-_NOTHING: Final[dict[str, Any]] = {"enum": [None, "", []]}
-# Of single structs: what their fields take.
-_OWN: Final[dict[type, dict[str, Any]]] = {
-    wire.ChatFields: _CHOICE,
-    responses.ResponseFields: _CHOICE,
-    messages.MessageFields: {"max_tokens": within(1, 2**31)},
+_NOTHING: Final[dict[str, Any]] = {"enum": [None, "", [], {}]}
+# Of single bodies and structs: what their fields take.
+_OWN: Final[dict[object, dict[str, Any]]] = {
+    wire.CHAT: _CHOICE,
+    responses.RESPONSE: _CHOICE,
+    messages.MESSAGE: {"max_tokens": {"type": "integer", "minimum": 1}},
     wire.Message: {"content": _said("text")} | {"audio": _NOTHING, "function_call": _NOTHING},
-    messages.NamedTool: {
-        "name": {"type": "string", "pattern": NAME},
-        "type": {"enum": [None, "custom"]},
-    },
 }
 # Parts of bodies whose fields have bounds, and the fields that they need.
 _PARTS: Final[dict[type, tuple[str, ...]]] = {
     wire.Message: ("content",),
-    messages.NamedTool: ("input_schema",),
     messages.Metadata: (),
 }
 _EMPTY: Final[dict[str, Any]] = {"string": "", "array": [], "object": {}}
@@ -271,20 +253,23 @@ def document(
 ) -> bytes:
     """The OpenAPI 3.1 document. names: those that may be asked for; most: choices that may wait; limits: None before
     the model is there. keys: of the server. named: whether it may name the model."""
-    of_posts = (kind for post in _POSTS.values() for kind in (post.body, post.answer, post.tool) if kind is not None)
-    schemas = schemas_of(*of_posts, Error, MessageError)
+    of_posts = [one.kind for post in _POSTS.values() for one in (post.body, post.tool) if one is not None]
+    schemas = schemas_of(*of_posts, *(post.answer for post in _POSTS.values()), Error, MessageError)
     bounds = _bounds(names if named else (), most, limits)
     for kind, needed in _PARTS.items():
         _narrow(schemas[kind.__name__], bounds | _OWN.get(kind, {}), {}, needed)
+    schemas[wire.Message.__name__] = {"anyOf": [schemas[wire.Message.__name__], *_EARLIER]}
     operations = dict(_GETS)
     for path, post in _POSTS.items():
-        body = schemas.pop(post.body.__name__)
+        body = schemas.pop(post.body.kind.__name__)
         own = dict(_OWN.get(post.body, {}))
         if post.tool is not None:
-            own["tools"] = {"type": "array", "items": ref(post.tool), "maxItems": MOST_TOOLS}
-        if post.body is wire.CompletionFields:  # 0: only the prompt, with echo
+            others = {"type": "string", "not": {"const": "custom" if post.tool is messages.TOOL else "function"}}
+            items = [ref(post.tool.kind), {"type": "object", "properties": {"type": others}, "required": ["type"]}]
+            own["tools"] = {"type": "array", "items": {"anyOf": items}, "maxItems": MOST_TOOLS}
+        if post.body is wire.TEXT:  # 0: only the prompt, with echo
             own = {"max_tokens": within(0, bounds["max_tokens"]["maximum"])}
-        _narrow(body, bounds | own, post.kinds.wishes)
+        _narrow(body, bounds | own, post.body.wishes)
         if path == "/tokenize":
             body = _either(body)
         codes, told, answer = ["400", "404", "413", "415", "500", "503"], "", content(ref(post.answer))

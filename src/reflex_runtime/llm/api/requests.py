@@ -1,4 +1,4 @@
-"""From the body of a request to what is asked, validated. What its fields are that nothing here follows: `FieldKinds`.
+"""From the body of a request to what is asked, validated. What its fields are that nothing here follows: `FieldTable`.
 
 At the end is what APIs that take conversations read alike. Errors name a field as its caller wrote it: `where`.
 """
@@ -20,20 +20,18 @@ from reflex_runtime.ipc.messages import LONGEST_GAP_MS, MOST_LOGPROBS, SHORTEST_
 from reflex_runtime.llm.api.decode import MOST_MESSAGES, MOST_VALUES, decode, functions_of, prompts_of
 from reflex_runtime.llm.api.errors import BadRequest
 from reflex_runtime.llm.api.fields import (
-    CHAT_KINDS,
+    CHAT,
     MOST_CHOICES,
     NO_TOOLS,
-    TEXT_KINDS,
+    TEXT,
+    TOOL,
     AskedTools,
     ChatFields,
     ChosenTool,
     CommonFields,
-    CompletionFields,
     Message,
     MessagePart,
-    ToolField,
     constraint_of,
-    kinds_of,
     tools_of,
 )
 from reflex_runtime.llm.engine.generation_options import SamplingDefaults
@@ -104,8 +102,6 @@ class CompletionRequest:
         return f"{self.field}[{number}]" if len(self.prompts) > 1 else self.field
 
 
-_completion, _chat = msgspec.json.Decoder(CompletionFields), msgspec.json.Decoder(ChatFields)
-_tool, _TOOL_KINDS = msgspec.json.Decoder(ToolField), kinds_of(ToolField, {}, {})
 _NONE = SamplingDefaults()
 
 
@@ -116,7 +112,7 @@ def no_defaults(model: str) -> SamplingDefaults:
 
 def completion(body: bytes, defaults: DefaultsOf = no_defaults) -> CompletionRequest:
     """POST /v1/completions, or the BadRequest that names what is wrong. defaults: of a model, by its name."""
-    fields, hints = decode(_completion, body, TEXT_KINDS)
+    fields, hints = decode(TEXT, body)
     if fields.best_of is not None and fields.best_of != (fields.n or 1):
         raise BadRequest(f"best_of={fields.best_of}: must equal n={fields.n or 1}, or be left out", "best_of")
     most = 16 if fields.max_tokens is None else fields.max_tokens
@@ -132,7 +128,7 @@ def completion(body: bytes, defaults: DefaultsOf = no_defaults) -> CompletionReq
 
 def chat(body: bytes, defaults: DefaultsOf = no_defaults) -> CompletionRequest:
     """POST /v1/chat/completions, or the BadRequest that names what is wrong. defaults: of a model, by its name."""
-    fields, hints = decode(_chat, body, CHAT_KINDS)
+    fields, hints = decode(CHAT, body)
     asked = chat_request(fields, defaults)
     return replace(asked, ignored=[*hints, *asked.ignored])
 
@@ -154,7 +150,7 @@ def chat_request(fields: ChatFields, defaults: DefaultsOf = no_defaults) -> Comp
         raise BadRequest(f"top_logprobs={fields.top_logprobs}: must be in [0, {MOST_LOGPROBS}]", "top_logprobs")
     logprobs = (fields.top_logprobs or 0) if fields.logprobs else None
     choice = fields.tool_choice.function if isinstance(fields.tool_choice, ChosenTool) else fields.tool_choice
-    found, hints = functions_of(fields.tools, _tool, "function", _TOOL_KINDS)
+    found, hints = functions_of(fields.tools, TOOL)
     functions = {f"{where}.function": tool.function for where, tool in found.items()}
     tools, shown = tools_of(functions, choice, fields.parallel_tool_calls)
     variables = no_effort(fields.reasoning_effort) | template_variables(fields.chat_template_kwargs)
@@ -370,7 +366,7 @@ def texts_of(where: str, parts: Sequence[MessagePart], *kinds: str, answered: bo
     for i, part in enumerate(parts):
         if part.type in kinds and part.text is not None:
             found.append(part.text)
-        elif not answered:
+        elif not answered or part.type in kinds:
             told = f"has type {part.type[:50]!r}; only type {kinds[0]}, with its text, is taken"
             raise BadRequest(f"{where}[{i}]: {told}", f"{where}[{i}]")
     return found

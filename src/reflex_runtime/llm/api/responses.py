@@ -17,15 +17,16 @@ from reflex_runtime.core.errors import ReflexError
 from reflex_runtime.llm.api.decode import decode, functions_of
 from reflex_runtime.llm.api.errors import BadRequest, renamed, told
 from reflex_runtime.llm.api.fields import (
+    PROMPT_CACHE,
     AskedTools,
     ChatFields,
     ChosenFunction,
+    FieldTable,
     JsonSchemaFormat,
     MessagePart,
     ResponseFormat,
     SampledFields,
     ToolFunction,
-    kinds_of,
     said_as,
     tools_of,
 )
@@ -67,14 +68,10 @@ class InputItem(msgspec.Struct):
     output: Any = None
 
 
-class FlatTool(msgspec.Struct, forbid_unknown_fields=True):
-    """A function that the model may call."""
+class FlatTool(ToolFunction, kw_only=True):
+    """The same, as this API has it."""
 
     type: Literal["function"]
-    name: str
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
 
 
 class FlatChoice(msgspec.Struct, forbid_unknown_fields=True):
@@ -120,40 +117,33 @@ class ResponseFields(SampledFields, kw_only=True):
     parallel_tool_calls: bool | None = None
     metadata: dict[str, str] | None = None
     safety_identifier: str | None = None
-    prompt_cache_key: Any = None
-    prompt_cache_options: Any = None
-    prompt_cache_retention: Any = None
     chat_template_kwargs: dict[str, Any] | None = None
-    access_programs: Any = None
-    background: bool | None = None
-    background_options: Any = None
-    client_metadata: Any = None
-    context_management: Any = None
-    conversation: Any = None
-    image: Any = None
-    include: Any = None
-    max_tool_calls: Any = None
-    moderation: Any = None
-    previous_response_id: str | None = None
-    prompt: Any = None
     reasoning: Any = None
-    service_tier: Any = None
-    store: Any = None
-    top_logprobs: Whole | None = None
-    truncation: Any = None
 
 
-KINDS: Final = kinds_of(ResponseFields, {"prompt": (), "top_logprobs": (0,)}, {}, followed=("metadata",))
+RESPONSE: Final = FieldTable(
+    ResponseFields,
+    wishes={
+        "access_programs": (), "background": (False,), "background_options": (), "conversation": (), "image": (),
+        "moderation": (), "previous_response_id": (), "prompt": (), "top_logprobs": (0,),
+    },
+    hints={
+        "client_metadata": (), "context_management": (), "include": (), "max_tool_calls": (),
+        "reasoning": ({"effort": None}, {"effort": None, "summary": None}, {"effort": "none"}),
+        "service_tier": ("auto", "default"), "store": (False,), "text.verbosity": ("medium",),
+        "truncation": ("disabled",),
+    },
+    granted=PROMPT_CACHE,
+)  # fmt: skip
+TOOL: Final = FieldTable(FlatTool)
 _TAKEN: Final = ("message", "function_call", "function_call_output", "reasoning")
 _TEXTS: Final = ("input_text", "output_text", "text")
 _HISTORY: Final = re.compile(r"\w+_(call|output|call_output|list_tools|approval_(request|response))|compaction\w*")
-_tool, _TOOL_KINDS = msgspec.json.Decoder(FlatTool), kinds_of(FlatTool, {}, {})
-_response = msgspec.json.Decoder(ResponseFields)
 
 
 def response(body: bytes, defaults: DefaultsOf = no_defaults) -> CompletionRequest:
     """POST /v1/responses, or the BadRequest that names what is wrong. defaults: of a model, by its name."""
-    fields, hints = decode(_response, body, KINDS)
+    fields, hints = decode(RESPONSE, body)
     tools, shown, more = _tools(fields)
     effort = fields.reasoning.get("effort") if isinstance(fields.reasoning, dict) else None
     variables = no_effort(effort) | template_variables(fields.chat_template_kwargs)
@@ -220,8 +210,7 @@ def _format(text: TextConfig | None) -> dict[str, Any]:
 
 
 def _tools(fields: ResponseFields) -> tuple[AskedTools, list[dict[str, Any]], list[str]]:
-    found, hints = functions_of(fields.tools, _tool, "function", _TOOL_KINDS)
-    sent = {at: ToolFunction(tool.name, tool.description, tool.parameters, tool.strict) for at, tool in found.items()}
+    sent, hints = functions_of(fields.tools, TOOL)
     choice = fields.tool_choice
     chosen = ChosenFunction(choice.name) if isinstance(choice, FlatChoice) else choice
     return *tools_of(sent, chosen, fields.parallel_tool_calls), hints

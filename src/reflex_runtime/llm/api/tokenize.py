@@ -12,7 +12,7 @@ import msgspec
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.llm.api.decode import decode, token_ids
 from reflex_runtime.llm.api.errors import BadRequest, too_deep
-from reflex_runtime.llm.api.fields import ChatFields, FieldKinds, Message
+from reflex_runtime.llm.api.fields import ChatFields, FieldTable, Message
 from reflex_runtime.llm.api.messages import InputTokens, counted
 from reflex_runtime.llm.api.requests import chat_request, refused
 from reflex_runtime.llm.engine.generation import Generator
@@ -35,10 +35,6 @@ class TokenizeFields(msgspec.Struct, forbid_unknown_fields=True):
     tools: list[msgspec.Raw] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool | None = None
-    add_special_tokens: bool | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    chat_template: str | None = None
 
 
 class DetokenizeFields(msgspec.Struct, forbid_unknown_fields=True):
@@ -63,20 +59,19 @@ class Detokenized(msgspec.Struct):
     prompt: str
 
 
-_WISHES: Final[dict[str, tuple[Any, ...]]] = {
-    "add_special_tokens": (True,),
-    "add_generation_prompt": (True,),
-    "continue_final_message": (False,),
-    "chat_template": (),
-}
-KINDS: Final = FieldKinds(_WISHES, {})
-_tokenize = msgspec.json.Decoder(TokenizeFields)
-_detokenize = msgspec.json.Decoder(DetokenizeFields)
+TOKENIZE: Final = FieldTable(
+    TokenizeFields,
+    wishes={
+        "add_special_tokens": (True,), "add_generation_prompt": (True,), "continue_final_message": (False,),
+        "chat_template": (), "messages[].audio": (), "messages[].function_call": (),
+    },
+)  # fmt: skip
+DETOKENIZE: Final = FieldTable(DetokenizeFields)
 
 
 def tokenize(body: bytes) -> Question:
     """The body of POST /tokenize, or the BadRequest that names what is wrong."""
-    fields, _ = decode(_tokenize, body, KINDS)
+    fields, _ = decode(TOKENIZE, body)
     if (fields.prompt is None) == (fields.messages is None):
         raise BadRequest("prompt: send it or messages, one of them", "prompt")
     if fields.prompt is not None and (fields.tools or fields.chat_template_kwargs):
@@ -87,7 +82,7 @@ def tokenize(body: bytes) -> Question:
 
 def detokenize(body: bytes) -> Question:
     """The body of POST /detokenize, or the BadRequest that names what is wrong."""
-    fields, _ = decode(_detokenize, body, FieldKinds({}, {}))
+    fields, _ = decode(DETOKENIZE, body)
     return fields.model, partial(_detokenized, token_ids(bytes(fields.tokens), "tokens"))
 
 
