@@ -40,7 +40,6 @@ from reflex_runtime.demo import model_directory
 from reflex_runtime.ipc.client import RuntimeClient
 from reflex_runtime.ipc.generate_batcher import GenerateBatcher, GenerateBatcherConfig
 from reflex_runtime.ipc.messages import LOAD, GenerateParams
-from reflex_runtime.ipc.peer import RawAnswer
 from reflex_runtime.ipc.registry import StreamRegistry
 from reflex_runtime.ipc.spawn import spawned
 from reflex_runtime.run.process import COLLECTIONS, loop_factory
@@ -89,7 +88,7 @@ class Counted:
     def ready(self) -> bool:
         return self._client.ready
 
-    def call(self, method: str, params: Any) -> asyncio.Future[RawAnswer]:
+    def call(self, method: str, params: Any) -> asyncio.Future[Any]:
         answer = self._client.call(method, params)
         told = params["requests"] if isinstance(params, dict) else [params]
         self.messages += 1

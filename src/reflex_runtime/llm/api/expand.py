@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, Final
@@ -53,10 +54,10 @@ async def _tokens(runtime: Generator[Any], asked: wire.CompletionRequest) -> lis
         texts = [prompt for prompt in asked.prompts if isinstance(prompt, str)]  # all of them are, or none
         if not texts:
             return [p for p in asked.prompts if not isinstance(p, str)]
-        try:
-            return await runtime.texts.encode(texts)
-        except (ConfigError, TooLarge):
-            return [await _one(runtime, text, asked.place(i)) for i, text in enumerate(texts)]
+        if len(texts) > 1:
+            with suppress(ConfigError, TooLarge):  # then one of them is named
+                return await runtime.texts.encode(texts)
+        return [await _one(runtime, text, asked.place(i)) for i, text in enumerate(texts)]
     except ConfigError as error:
         raise wire.refused(error, asked.field) from None
 
