@@ -203,7 +203,7 @@ def test_each_episode_is_told_how_it_ended(stub: Stub, v2: BundledPolicy, caplog
     run_robot(policy, world, episodes=1, first_episode=2, opened=policy.episode)
     assert (solved.success, cut.success) == (True, False)
     path = "/episodes/r0:run7:drawer-close-v3/7/{}/outcome"
-    assert stub.outcomes == [(path.format(n), {"success": n == 0}) for n in range(3)]
+    assert stub.outcomes == [(path.format(n), {"success": n == 0, "robot_id": "r0"}) for n in range(3)]
     assert [r.get("executed") for r in stub.requests][-3:] == [None, 8, None], "1 of 9 steps was left, and not reported"
 
     stub.outcome = error("not_found", 404)

@@ -361,7 +361,7 @@ TOO_MANY: dict[str, tuple[str, str]] = {
     "not numbers": ("prompt", "[" + "1," * MANY + "null]"),
     "lists and numbers": ("prompt", "[" + "1," * MANY + "[1]]"),
     "deep": ("prompt", "[[" + "1," * MANY + "[1]]]"),
-    "an empty one": ("prompt", "[[" + "1," * MANY + "1],[]]"),
+    "an empty one": ("prompt[1]", "[[" + "1," * MANY + "1],[]]"),
     "an object": ("prompt", '{"a":[' + "1," * MANY + "1]}"),
     "an object without a name": ("prompt", "{}" + " " * MANY),
     "texts": ("prompt", "[" + '"",' * MANY + '""]'),

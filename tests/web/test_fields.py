@@ -97,7 +97,7 @@ def test_a_value_from_outside_is_shown_without_a_look_at_all_of_it() -> None:
     assert brief({"b": 1, "a": 2}) == "{'a': 2, 'b': 1}"
     assert brief({i: i for i in range(9, 0, -1)}) == "{6: 6, 7: 7, 8: 8, 9: 9, ...}"
     assert [brief(value) for value in (np.float32(1.5), None, {}, np.str_("a"))] == [
-        "1.5",
+        "np.float32(1.5)",
         "None",
         "{}",
         "<str_ of ()>",

@@ -10,8 +10,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
 from math import inf
-from types import SimpleNamespace
-from typing import Any, Final, NamedTuple, TypeAlias, cast
+from typing import Any, Final, NamedTuple, TypeAlias
 
 from prometheus_client import CollectorRegistry, Gauge, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -174,10 +173,20 @@ def _histogram(
     return family
 
 
+class _Families(Collector):
+    """Families that exist, for a registry."""
+
+    def __init__(self, families: Iterable[Metric]) -> None:
+        self._families = families
+
+    def collect(self) -> Iterable[Metric]:
+        return self._families
+
+
 def rendered(families: Iterable[Metric]) -> bytes:
     """The page of existing families."""
-    registry, collector = CollectorRegistry(), SimpleNamespace(collect=lambda: families, describe=tuple)
-    registry.register(cast(Collector, collector))
+    registry = CollectorRegistry()
+    registry.register(_Families(families))
     return generate_latest(registry)
 
 

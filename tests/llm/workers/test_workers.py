@@ -247,7 +247,8 @@ def test_x4_the_page_shows_the_steps_of_all_processes_and_who_asks() -> None:
 def test_x4_a_process_counts_nothing_once_nobody_looks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(live, "UNSEEN", 0.0)
     sinks: list[Any] = []
-    model = Mock(add_sink=sinks.append, remove_sink=sinks.remove, queues=dict, health=dict)
+    batcher = Mock(add_sink=sinks.append, remove_sink=sinks.remove)
+    model = Mock(batcher=batcher, queues=dict, health=dict)
 
     async def check() -> None:
         engine = worker_engine.WorkerEngine(model, CollectorRegistry())

@@ -82,15 +82,15 @@ def test_p22_pictures_that_are_decoded_later_keep_their_place(tmp_path: Path) ->
     before = HELD.format(began=str(tmp_path / "began"), wait=latch.wait)
     export = write(tmp_path / "export", ports, images={"front": [4, 6]})
     with Server(export, before=before) as server:
-        fields = {"episode_id": "e", "robot_id": "slow", "image": BIG, "state": [1.0, 1.0]}
+        fields = {"episode_id": "e", "robot_id": "arm", "image": BIG, "state": [1.0, 1.0]}
         with server.burst([fields]) as first:
             first.send()
             server.reach(lambda metrics: (tmp_path / "began").exists())
-            assert act(server, 3.0, episode_id="e", robot_id="quick", image=SMALL) == 3.0
+            assert act(server, 3.0, episode_id="e", robot_id="arm", image=SMALL) == 3.0
             latch.close()
             (answer,) = first.answers()
         assert answer.json["actions"][0][0] == 1.0
-        assert act(server, 5.0, episode_id="e", image=SMALL) == 4.0
+        assert act(server, 5.0, episode_id="e", robot_id="arm", image=SMALL) == 4.0
 
 
 def test_p22_a_refused_request_leaves_nothing_behind(server: Server) -> None:
