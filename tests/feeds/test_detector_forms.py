@@ -1,8 +1,9 @@
 """The forms of outputs that exporters of detectors write, one by one: what is known finds its box, what is not is
 refused with what was seen.
 
-Shapes, order and units are those of ultralytics, YOLOv5, YOLOv6, YOLOX, RF-DETR, D-FINE, DETR and torchvision as their
-public repositories write them. Every graph says the same of all pictures, also of a blank one.
+Shapes, order and units are those of ultralytics, YOLOX, RF-DETR and D-FINE as their public repositories write them, and
+of YOLOv5, YOLOv6, YOLOv7, DETR and torchvision as users report them. Every graph says the same of all pictures, also of
+a blank one.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What agents and front ends send by themselves is answered: their first requests, as they came.
 
 `first_requests.jsonl` holds them, fields and shapes unchanged, every text replaced by ours, `MODEL` for the model.
-Those with a version were sent by that program to a server here; Claude Code, Codex and Mistral Vibe are as public
+Those with a version were sent by that program to a server here; Claude Code and Codex are as public
 reports and documentation show them.
 """
 
