@@ -262,7 +262,7 @@ def test_b15_every_outcome_is_counted(tiny: Path) -> None:
             server.reach(queued(3))
             assert server.act(request_id=fine[20]).code == "queue_full"
             server.release()
-            seen = server.reach(lambda m: m("reflex_in_flight_requests") == 0)
+            seen = server.reach(lambda m: _count(m, "ok") >= 1 and m("reflex_in_flight_requests") == 0)
         for outcome in ("ok", "cancelled", "superseded", "failed", "client_error", "rejected"):
             assert seen("reflex_requests_total", outcome=outcome) >= 1, outcome
         for outcome in OUTCOMES:
