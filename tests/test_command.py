@@ -166,6 +166,10 @@ finally:
     [
         ("sevre", "reflex: sevre: no such verb; did you mean serve?; there are serve, top, "),
         ("serve --max-batch-cots-ms=5", "reflex serve: unrecognized arguments: --max-batch-cots-ms=5; did you mean "),
+        ("serve . --max-batch-cost 5", "reflex serve: unrecognized arguments: --max-batch-cost 5; write --max-batch"),
+        ("serve . --no-superv", "reflex serve: unrecognized arguments: --no-superv; write --no-supervise\n"),
+        ("top --on", "reflex top: unrecognized arguments: --on; write --once\n"),
+        ("--vers", "reflex: --vers: no such option; did you mean --version?"),
         ("serve scribe --kv-cache-bg 1", "reflex serve: unrecognized arguments: --kv-cache-bg 1; did you mean --kv"),
         (
             "serve scribe --gr00t :1",

@@ -49,6 +49,7 @@ class Parser(argparse.ArgumentParser):
         self, *args: Any, anywhere: str = "", elsewhere: Mapping[str, str] = MappingProxyType({}), **more: Any
     ) -> None:
         more.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
+        more["allow_abbrev"] = False  # the next option may make an abbreviation mean another
         super().__init__(*args, **more)
         self._anywhere, self._elsewhere = anywhere, elsewhere
 
@@ -66,7 +67,9 @@ class Parser(argparse.ArgumentParser):
             rest = [word for word in rest if word.startswith("-")]
         unknown = next((word.partition("=")[0] for word in rest if word.startswith("-")), None)
         if unknown is not None:
-            hint = self._elsewhere.get(unknown) or did_you_mean(unknown, self._option_string_actions)
+            longer = [name for name in self._option_string_actions if name.startswith(unknown)]
+            near = f"; write {' or '.join(longer)}" if longer else did_you_mean(unknown, self._option_string_actions)
+            hint = self._elsewhere.get(unknown) or near
             self.error(f"unrecognized arguments: {' '.join(rest)}{hint}")
         if rest:
             self.error(f"unrecognized arguments: {' '.join(map(one_line, rest))}; {self._form()}")
@@ -124,7 +127,7 @@ def build_parser(words: Sequence[str]) -> argparse.ArgumentParser:
             verbs.add_parser(name, help=text)
     if verb in VERBS:
         _adds(verb, words[1:])(verbs)
-    elif verb.startswith("-") and not any(name.startswith(verb) for name in ("-h", "--help", "--version")):
+    elif verb.startswith("-") and verb not in ("-h", "--help", "--version"):
         parser.error(f"{one_line(verb)}: no such option{did_you_mean(verb, ('--help', '--version'))}")
     elif verb and not verb.startswith("-"):
         parser.error(f"{one_line(verb)}: no such verb{did_you_mean(verb, VERBS)}; there are {', '.join(VERBS)}")

@@ -11,7 +11,7 @@ from math import ceil
 from typing import Any, Literal
 
 from rich.cells import cell_len
-from rich.console import Group, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.live import Live as Screen
 from rich.table import Table
 from rich.text import Text
@@ -32,7 +32,8 @@ examples:
   reflex top                                    the server on this machine, port 8000
   reflex top http://10.0.0.7:8000 --api-key KEY
   reflex top --once                             one snapshot, and out
-  reflex top --json | jq -c '.groups[]'         a snapshot a line, four a second
+  reflex top | tee top.log                      into a pipe or a file: a line a snapshot, four a second
+  reflex top --json | jq -c '.groups[]'         each snapshot as a line of JSON
 
 The same in a browser, with more: http://127.0.0.1:8000/dashboard. docs/dashboard.md explains every figure.
 Exit status of --once: 0 the server is ready, 1 it answers but is not ready, 2 it does not answer.
@@ -61,11 +62,12 @@ def run(args: argparse.Namespace) -> int:
     try:
         if args.once:
             return _show_once(next(lines), args.url, args.json)
-        if args.json:
-            for line in lines:
-                print(line.decode(), end="", flush=True)
-        else:
-            _show(lines, args.url)
+        shown = console(WIDE)
+        if shown.is_terminal and not args.json:
+            _show(shown, lines, args.url)
+        for line in lines:  # into a pipe or a file
+            told = line.decode() if args.json else f"{one_line_of(snapshot_of(line, args.url), args.url)}\n"
+            print(told, end="", flush=True)
     except KeyboardInterrupt:
         return 0
     finally:
@@ -92,9 +94,9 @@ def _show_once(line: bytes, url: str, as_json: bool) -> int:
     return 0 if snapshot.server.get("state") in GOOD else 1
 
 
-def _show(lines: Iterator[bytes], url: str) -> None:
-    shown, view = console(WIDE), TopView(url)
-    with Screen(console=shown, screen=shown.is_terminal, auto_refresh=False) as screen:
+def _show(shown: Console, lines: Iterator[bytes], url: str) -> None:
+    view = TopView(url)
+    with Screen(console=shown, screen=True, auto_refresh=False) as screen:
         for line in lines:
             screen.update(view.show(snapshot_of(line, url), shown.width), refresh=True)
 
@@ -212,6 +214,11 @@ def head_of(snapshot: LiveSnapshot, url: str) -> Text:
     if server.get("error"):
         head.append(f"\n{server['error']}", "red")
     return head
+
+
+def one_line_of(snapshot: LiveSnapshot, url: str) -> str:
+    """What stands above the tables, in one line."""
+    return "  ".join(head_of(snapshot, url).plain.splitlines())
 
 
 def _worst(groups: Iterable[LiveGroup], name: str) -> float | None:

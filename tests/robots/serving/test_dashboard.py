@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from collections.abc import Generator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -120,6 +122,18 @@ def test_x4_top_shows_batches_clients_and_queues(tiny: Path, capsys: pytest.Capt
     text = console.export_text()
     for words in ("batch 1 of prod: 1,", "█ arm-7", "act", "pred/meas"):
         assert words in text, text
+
+
+def test_x4_top_into_a_pipe_is_a_line_a_snapshot(tiny: Path) -> None:
+    with Server(tiny) as server:
+        command = [sys.executable, "-m", "reflex_runtime", "top", f"127.0.0.1:{server.port}"]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as top:
+            assert top.stdout is not None
+            lines = [top.stdout.readline(), top.stdout.readline()]
+            top.stdout.close()  # as head does
+            server.post({"state": STATE})
+            assert top.wait(20) == 0
+    assert [line.split("  ")[:2] for line in lines] == [[f"127.0.0.1:{server.port}: ready", "0.0 answers/s"]] * 2
 
 
 def test_x4_a_shadow_is_no_client_and_answers_nobody(tiny: Path) -> None:
