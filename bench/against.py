@@ -19,9 +19,9 @@ import numpy as np
 
 from bench.load import STATE, Answered
 from bench.models import SIDE, picture, write_export
-from bench.report import Row, row, table
+from bench.report import Row, table
 from bench.servers import Server, byhand, reflex, running
-from bench.serving import turns
+from bench.serving import figures, over, turns
 
 OURS, THEIRS, HAND = "this tree", "the other", "batcher by hand, 3 ms"
 
@@ -78,20 +78,9 @@ def openpi(root: Path, checkout: Path, rounds: int) -> list[Row]:
 
 
 def _ratios(case: str, found: dict[str, list[Answered]], others: Sequence[str]) -> list[Row]:
-    mine = found[OURS]
-    rows = [row(case, "answers a second", [a.rate for a in mine], "/s")]
-    rows.append(row(case, "p99", [a.quantile(0.99) * 1e3 for a in mine], "ms"))
-    rows.append(row(case, "mean batch", [a.mean_batch for a in mine], ""))
-    rows.append(row(case, "CPU a request", [a.cpu / a.requests * 1e6 for a in mine], "us"))
-    figures: dict[str, Callable[[Answered], float]] = {
-        "answers a second": lambda a: a.rate,
-        "p99": lambda a: a.quantile(0.99),
-        "CPU a request": lambda a: a.cpu / a.requests,
-    }
+    rows = figures(case, OURS, found[OURS])
     for other in others:
-        for what, figure in figures.items():
-            ratios = [figure(a) / figure(b) for a, b in zip(mine, found[other], strict=True)]
-            rows.append(row(case, f"{what} over {other}", ratios, "x"))
+        rows += over(case, found[OURS], other, found[other])
     return rows
 
 

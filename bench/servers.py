@@ -27,7 +27,7 @@ START_LIMIT = 60.0  # seconds until a server must answer
 
 
 class Server:
-    """One running server. pinned: to a core of its own."""
+    """One running server. pinned: to a core of its own. python: of the environment that has it."""
 
     def __init__(
         self,
@@ -37,6 +37,7 @@ class Server:
         env: dict[str, str] | None = None,
         pinned: bool = True,
         ready: dict[str, Any] | str | None = None,
+        python: str = sys.executable,
     ) -> None:
         self.name, self.path = name, path
         self._ready = STATE if ready is None else ready  # answered 200 once it has started; text: a path to GET
@@ -46,7 +47,7 @@ class Server:
         where = cores()[0] if pinned else None
         self._log = tempfile.TemporaryFile()  # noqa: SIM115
         self._process = subprocess.Popen(
-            [sys.executable, *(part.replace("PORT", str(self.port)) for part in command)],
+            [python, *(part.replace("PORT", str(self.port)) for part in command)],
             stdin=subprocess.DEVNULL, stdout=self._log, stderr=subprocess.STDOUT, env={**os.environ, **(env or {})},
             preexec_fn=lambda: pin(where), start_new_session=True,
         )
@@ -72,12 +73,21 @@ class Server:
     def stop(self, limit: float = 5.0) -> int:
         """End it and whatever it started. Returns its exit status, -9 if it had to be killed."""
         with contextlib.suppress(ProcessLookupError):
+            self.go_on()
             self._process.send_signal(signal.SIGTERM)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(limit)
             os.killpg(self._process.pid, signal.SIGKILL)
         self._log.close()
         return self._process.wait()
+
+    def hold(self) -> None:
+        """Stop its processes: some servers compute while nobody asks them, on the core of the others."""
+        os.killpg(self._process.pid, signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        """After `hold`."""
+        os.killpg(self._process.pid, signal.SIGCONT)
 
     def pids(self) -> list[int]:
         """Of its processes."""

@@ -10,7 +10,7 @@ import contextlib
 import random
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,13 @@ CALLERS = 32
 REFLEX = "reflex"
 WINDOW = 3  # milliseconds, of the batcher by hand that has one
 BUDGET = ("--max-batch-cost-ms", "400")  # 128 rows fit, as they do with the rivals; the default of 100 ms takes half
+FIGURES: dict[str, tuple[str, Callable[[Answered], float]]] = {
+    "answers a second": ("/s", lambda a: a.rate),
+    "p50": ("ms", lambda a: a.quantile(0.5) * 1e3),
+    "p99": ("ms", lambda a: a.quantile(0.99) * 1e3),
+    "mean batch": ("", lambda a: a.mean_batch),
+    "CPU a request": ("us", lambda a: a.cpu / a.requests * 1e6),
+}
 
 
 def _rounds(scale: float, full: int) -> int:
@@ -37,22 +44,47 @@ def turns(
     callers: int = CALLERS,
     seconds: float = 1.2,
     may_refuse: bool = False,
+    alone: bool = False,
     **job: Any,
 ) -> dict[str, list[Answered]]:
     """Ask every server in every round; the order turns, so that none always follows the same one.
 
-    may_refuse: whether an error is an answer, as it is where more is asked than a server can do.
+    may_refuse: whether an error is an answer, as it is where more is asked than a server can do. alone: the others are
+    stopped meanwhile.
     """
     found: dict[str, list[Answered]] = defaultdict(list)
     for i in range(rounds):
         say(f"  {case}: round {i + 1} of {rounds}")
         turned = servers[i % len(servers) :] + servers[: i % len(servers)]
         for server in turned[:: -1 if i % 2 else 1]:  # both orders
+            for other in servers if alone else ():
+                other.hold() if other is not server else other.go_on()
             answered = server.load(callers=callers, seconds=seconds, **job)
             if (answered.failed and not may_refuse) or not answered.requests:
                 raise RuntimeError(f"{server.name}: {answered.failed} of {answered.requests} requests failed")
             found[server.name].append(answered)
     return found
+
+
+def figures(case: str, name: str, answered: Sequence[Answered]) -> list[Row]:
+    """What one server did."""
+    return [row(case, f"{what}, {name}", list(map(of, answered)), unit) for what, (unit, of) in FIGURES.items()]
+
+
+def over(
+    case: str,
+    mine: Sequence[Answered],
+    other: str,
+    theirs: Sequence[Answered],
+    bars: Mapping[str, Mapping[str, float]] | None = None,
+) -> list[Row]:
+    """Ratios of two servers that were asked in turns, round by round. bars: `least` or `most` of a figure's ratio."""
+    rows: list[Row] = []
+    for what in ("answers a second", "p99", "CPU a request"):
+        of = FIGURES[what][1]
+        ratios = [of(a) / of(b) for a, b in zip(mine, theirs, strict=True)]
+        rows.append(row(case, f"{what} over {other}", ratios, "x", **(bars or {}).get(what, {})))
+    return rows
 
 
 def small(tiny: Path, scale: float) -> list[Row]:

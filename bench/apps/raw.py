@@ -45,6 +45,10 @@ class Model:
         """One chunk for each row, as lists."""
         return self.session.run(None, feeds)[0].tolist()
 
+    def answer(self, chunk: Any, size: int) -> dict[str, Any]:
+        """The body of an answer from a batch of `size`."""
+        return {"actions": chunk, "batch": {"size": size}}
+
 
 def _decoded(data: bytes) -> Any:
     if data.startswith(b"\xff\xd8"):
