@@ -45,7 +45,6 @@ ENDLESS = "a=shapes:seed=1"
         (("a=shapes:fps=1e308",), "a: shapes:fps=1e+308: must be in (0, 1000]"),
         ((SHORT, "--frob"), "unrecognized arguments: --frob"),
         ((SHORT, "--onnx", "none.onnx"), "--onnx=none.onnx: no such file"),
-        ((SHORT, "--onnx", "shapes", "--queue-capacity", "3"), "--queue-capacity=3: must be at least --max-batch"),
         ((SHORT, "--config", "none.toml"), "--config=none.toml: No such file"),
         ((SHORT, "--results", "no/where"), "--results=no/where: cannot be written: there is no directory no;"),
         ((SHORT, "--results", "."), "--results=.: is a directory"),

@@ -122,13 +122,13 @@ def test_f14_publish_and_webhook_get_the_lines_of_results_and_show_no_secret(bro
 
 
 @needs_mosquitto
-def test_f14_user_and_password_may_stand_beside_the_address_and_the_will_is_heard(
+def test_f14_the_address_may_stand_in_the_environment_and_the_will_is_heard(
     broker: Broker, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    user = ("--publish-user", USER[0], "--publish-password", USER[1])
     where = f"mqtt://127.0.0.1:{broker.port}/will"
+    own = {"REFLEX_PUBLISH": where.replace("//", f"//{USER[0]}:{USER[1]}@")}
     with Subscriber(broker.port, "will", USER) as told:
-        with Feeds("a=shapes:seed=1", *SHAPES, "--publish", where, *user, "--port", "0", cwd=tmp_path) as feeds:
+        with Feeds("a=shapes:seed=1", *SHAPES, "--port", "0", cwd=tmp_path, env=own) as feeds:
             assert told.get() == ("will/status", "online", 1)
             assert [told.get()[0::2] for _ in range(3)] == [("will/feeds/a", 0)] * 3
             connection = HTTPConnection("127.0.0.1", feeds.port, timeout=PATIENCE)
@@ -473,10 +473,8 @@ def test_f14_an_output_of_a_runtime_has_a_name_of_its_own() -> None:
         ("--publish mqtt://u:secret@h", "--publish=mqtt://h: the path must be a topic of 1 to 200 characters"),
         ("--publish mqtt://h/a/%23", "--publish=mqtt://h/a/%23: the path must be a topic"),
         ("--publish mqtt://h:99999/t", "--publish=mqtt://h:99999/t: must be mqtt://HOST/TOPIC"),
-        ("--publish mqtt://u:secret@h/t --publish-user v", "has a user of its own; leave out --publish-user"),
         ("--publish-qos 1", "--publish-qos needs --publish"),
         ("--publish mqtt://h/t --publish-qos 3", "--publish-qos=3: must be in [0, 2]"),
-        ("--publish mqtt://h/t --publish-password secret", "--publish-password needs --publish-user"),
         ("--webhook ftp://u:secret@h/", "--webhook=ftp://h/: must be http://HOST/PATH or https://HOST/PATH"),
         ("--webhook http:///x", "--webhook=http:///x: must be http://HOST/PATH"),
     ],

@@ -8,7 +8,7 @@ import pytest
 
 from reflex_runtime.cli import main
 
-SHORT = ("--duration-s", "12", "--warmup-s", "2", "--seed", "3")
+SHORT = ("--duration-s", "12", "--seed", "3")
 ALONE = ("--rate", "1", "--noise", "0")  # requests that meet no other
 
 
@@ -50,7 +50,7 @@ def test_callers_are_the_clients_of_open_arrivals(capsys: pytest.CaptureFixture[
 
 
 def test_without_a_budget_batches_are_as_long_as_those_of_reflex_serve(capsys: pytest.CaptureFixture[str]) -> None:
-    crowd = ("--arrivals", "closed", "--callers", "100", "--noise", "0", "--slo-ms", "0", "--fixed-ms", "40")
+    crowd = ("--arrivals", "closed", "--callers", "100", "--noise", "0", "--deadline-ms", "0", "--fixed-ms", "40")
     assert largest(figures(capsys, *crowd)) == 100.0  # 240 ms, up to 8 times the fixed part
     assert largest(figures(capsys, *crowd, "--max-batch-cost-ms", "100")) <= 30.0
 
@@ -69,13 +69,13 @@ def test_noise_spreads_the_times_of_batches(capsys: pytest.CaptureFixture[str]) 
     assert p95 > 1.3 * middle
 
 
-def test_slo_ms_is_the_limit_of_every_request(capsys: pytest.CaptureFixture[str]) -> None:
-    assert figures(capsys, *ALONE, "--slo-ms", "15")["on"][0] == 0.0
+def test_deadline_ms_is_the_limit_of_every_request(capsys: pytest.CaptureFixture[str]) -> None:
+    assert figures(capsys, *ALONE, "--deadline-ms", "15")["on"][0] == 0.0
     assert figures(capsys, *ALONE)["on"][0] == 100.0
 
 
 def test_max_batch_cost_ms_bounds_the_predicted_time(capsys: pytest.CaptureFixture[str]) -> None:
-    crowd = ("--arrivals", "closed", "--callers", "30", "--noise", "0", "--slo-ms", "0")
+    crowd = ("--arrivals", "closed", "--callers", "30", "--noise", "0", "--deadline-ms", "0")
     assert largest(figures(capsys, *crowd, "--max-batch-cost-ms", "60")) in (19.0, 20.0)  # 20 + 20 · 2
     assert largest(figures(capsys, *crowd)) == 30.0
 
@@ -90,6 +90,7 @@ def test_max_batch_size_is_the_most_requests_in_a_batch(capsys: pytest.CaptureFi
     assert largest(figures(capsys, "--max-batch-size", "3")) == 3.0
 
 
-def test_duration_s_and_warmup_s_bound_the_span(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["simulate", "--duration-s", "9", "--warmup-s", "4"]) == 0
-    assert " over 5 s" in capsys.readouterr().out
+@pytest.mark.parametrize(("seconds", "span"), [("9", "8.1"), ("42", "40")])
+def test_duration_s_bounds_the_span(seconds: str, span: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", "--duration-s", seconds]) == 0
+    assert f" over {span} s" in capsys.readouterr().out

@@ -20,7 +20,6 @@ class Limits:
 
     max_connections: int = 64
     idle_timeout_s: float = 60.0
-    head_timeout_s: float = 60.0
     body_timeout_s: float = 60.0
     max_body_bytes: int = 16 * 2**20
     drain_timeout_s: float = 5.0

@@ -184,12 +184,12 @@ def test_h5_allow_host_is_a_name_and_needs_that_there_is_no_key(tiny: Path) -> N
 def test_h5_the_key_may_stand_in_a_file(tiny: Path, tmp_path: Path) -> None:
     file = tmp_path / "key"
     file.write_text("s3cret-ü\n", encoding="utf-8")
-    with Server(tiny, "--api-key-file", str(file)) as server:
+    with Server(tiny, "--api-key", f"@{file}") as server:
         assert server.get("/config").status == 401
         answer = server.get("/config", Authorization="Bearer " + "s3cret-ü".encode().decode("latin-1"))
-        assert (answer.json["server"]["api_key"], answer.json["server"]["api_key_file"]) == ("set", str(file))
+        assert answer.json["server"]["api_key"] == "set"
         assert "s3cret" not in "\n".join(server.log)
-    with Toy(api_key_file=str(file)) as toy:
+    with Toy(api_key=f"@{file}") as toy:
         assert toy.get("/v1/models").status == 401
 
 
@@ -209,19 +209,17 @@ def test_h5_a_file_without_a_key_is_refused(kind: type, text: bytes | None, says
     file = tmp_path / "key"
     if text is not None:
         file.write_bytes(text)
-    with pytest.raises(ConfigError, match=f"--api-key-file={file}: {says}"):
-        load(kind, "serve", None, {}, {"api_key_file": str(file)})
+    with pytest.raises(ConfigError, match=f"--api-key=@{file}: {says}"):
+        load(kind, "serve", None, {}, {"api_key": f"@{file}"})
 
 
 @pytest.mark.parametrize("kind", [ServeConfig, LLMServeConfig])
-def test_h5_an_empty_key_is_no_open_door(kind: type, tmp_path: Path) -> None:
+def test_h5_an_empty_key_is_no_open_door(kind: type) -> None:
     for empty in ("", " "):
         with pytest.raises(ConfigError, match="--api-key is empty: give a key"):
             load(kind, "serve", None, {}, {"api_key": empty})
         with pytest.raises(ConfigError, match="REFLEX_API_KEY is empty"):
             load(kind, "serve", None, {"REFLEX_API_KEY": empty}, {})
-    with pytest.raises(ConfigError, match="REFLEX_API_KEY and --api-key-file: give one of them"):
-        load(kind, "serve", None, {"REFLEX_API_KEY": "k"}, {"api_key_file": str(tmp_path)})
 
 
 def test_h5_the_command_refuses_an_empty_key(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:

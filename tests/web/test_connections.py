@@ -55,7 +55,7 @@ def test_max_connections_leaves_descriptors_to_others(
 @pytest.fixture(scope="module")
 def hasty(tiny: Path) -> Iterator[Server]:
     """A server with little time."""
-    short = ("--idle-timeout-s", "0.3", "--head-timeout-s", "0.2", "--body-timeout-s", "0.2")
+    short = ("--idle-timeout-s", "0.3", "--body-timeout-s", "0.2")
     with Server(tiny, *short, "--max-body-bytes", "2000") as running:
         yield running
 
@@ -68,7 +68,7 @@ def _told(data: bytes) -> Answer:
     return answer
 
 
-def test_h10_head_timeout_s_ends_half_a_head(hasty: Server) -> None:
+def test_h10_body_timeout_s_is_the_longest_of_a_head_too(hasty: Server) -> None:
     assert "head of the request did not come within 0.2 s" in _told(hasty.raw(b"GET /health HT")).json["message"]
     line = hasty.wait_log("too slow")
     assert "repeats are not logged" in line
@@ -94,9 +94,9 @@ def test_h10_idle_timeout_s_closes_without_a_word(hasty: Server) -> None:
 
 
 def test_l9_half_requests_are_ended_in_the_form_of_the_api() -> None:
-    with Toy(head_timeout_s=0.2, body_timeout_s=0.25, idle_timeout_s=0.3) as toy:
+    with Toy(body_timeout_s=0.2, idle_timeout_s=0.3) as toy:
         for half, says in (b"POST /v1/comp", "the head of the request did not come within 0.2 s"), (
-            COMPLETION % 9 + b"{", "the body of the request did not come within 0.25 s",
+            COMPLETION % 9 + b"{", "the body of the request did not come within 0.2 s",
         ):  # fmt: skip
             with socket.create_connection(("127.0.0.1", toy.port), timeout=PATIENCE) as sock:
                 sock.sendall(half)
@@ -289,7 +289,7 @@ def test_a_request_takes_no_time_limit_while_it_is_answered() -> None:
             return HttpResponse(200, b"{}")
 
         app = App(ServeConfig(), {"/slow": Route("/slow", answer)}, PLAIN)
-        limits = Limits(idle_timeout_s=0.2, head_timeout_s=0.2, body_timeout_s=0.2)
+        limits = Limits(idle_timeout_s=0.2, body_timeout_s=0.2)
         async with listening(app, limits) as port:
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
             writer.write(b"GET /slow HTTP/1.1\r\nHost: localhost\r\n\r\n")

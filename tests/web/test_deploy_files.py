@@ -23,6 +23,7 @@ from websockets.sync.client import connect
 from reflex_runtime.cli import build_parser
 from reflex_runtime.observe.metrics import Metrics
 from reflex_runtime.settings import ServeConfig
+from reflex_runtime.web.connections import HEAD_S
 from serving.exports import write_tiny
 from serving.harness import PATIENCE, STATE, Server
 
@@ -198,7 +199,7 @@ def test_x7_the_limits_of_nginx_are_those_of_the_server() -> None:
     text, config = (DEPLOY / "nginx" / "reflex.conf").read_text(), ServeConfig()
     told = dict(re.findall(r"^ +(\w+) (\d+)[sm];", text, re.MULTILINE))
     assert int(told["client_max_body_size"]) * 2**20 == config.max_body_bytes
-    assert float(told["client_header_timeout"]) == config.head_timeout_s
+    assert float(told["client_header_timeout"]) == HEAD_S
     assert float(told["client_body_timeout"]) == config.body_timeout_s
     assert int(re.findall(r"keepalive_timeout (\d+)s", text)[0]) < config.idle_timeout_s
 

@@ -101,7 +101,7 @@ def test_w44_connections_with_a_call_are_among_those_of_their_address(tiny: Path
 
 
 def test_w44_a_connection_without_a_call_is_closed(tiny: Path) -> None:
-    with Server(tiny, *HERE, "--idle-timeout-s", "0.2", "--head-timeout-s", "0.2") as server:
+    with Server(tiny, *HERE, "--idle-timeout-s", "0.2", "--body-timeout-s", "0.2") as server:
         for said in (b"", GREETING):
             with socket.create_connection(address_of(server), 15.0) as sock:  # gRPC itself gives up after 60 s
                 sock.sendall(said)

@@ -123,7 +123,7 @@ def test_h5_admin_key_guards_operators_paths_of_policies(pair: Pair) -> None:
     with two(pair, *OPTIONS) as server:
         check(documented()["policies"], lambda method, path, key: server.ask(method, path, b"", headers_of(key)).status)
         shown = server.get("/config", **headers_of("callers")).json["server"]
-        assert (shown["admin_key"], shown["admin_key_file"]) == ("set", "")
+        assert shown["admin_key"] == "set"
         assert not any("operators" in line for line in server.log)
         through = {**headers_of("operators"), "Via": "1.1 proxy", "Host": "robots.example"}
         assert server.ask("POST", "/admin/split", b'{"split": 10}', through).status == 200
@@ -137,7 +137,7 @@ def test_h5_admin_key_guards_operators_paths_of_models() -> None:
 
 def test_h5_the_operators_key_of_a_model_may_stand_in_a_file(tmp_path: Path) -> None:
     (tmp_path / "key").write_text("operators\n", encoding="utf-8")
-    with Toy(admin_key_file=str(tmp_path / "key")) as toy:
+    with Toy(admin_key=f"@{tmp_path / 'key'}") as toy:
         assert [toy.get("/status", **headers_of(key)).status for key in ("", "operators")] == [401, 200]
 
 
@@ -150,7 +150,7 @@ def test_h5_admin_key_guards_operators_paths_of_feeds() -> None:
 def test_h5_admin_key_guards_the_own_port_of_each_worker(tiny: Path, tmp_path: Path) -> None:
     (tmp_path / "key").write_text("operators\n", encoding="utf-8")
     with Server(
-        tiny, "--replicas", "2", "--api-key", "callers", "--admin-key-file", str(tmp_path / "key"), supervised=True
+        tiny, "--replicas", "2", "--api-key", "callers", "--admin-key", f"@{tmp_path / 'key'}", supervised=True
     ) as server:
         for url in own_urls(server):
             requests = {
@@ -233,13 +233,12 @@ def test_h5_the_operators_key_is_read_as_that_of_callers(kind: type, tmp_path: P
     file = tmp_path / "key"
     file.write_text("operators\n", encoding="utf-8")
     port = {"port": "0"}
-    config = load(kind, "serve", None, {}, {"admin_key_file": str(file), **port})
+    config = load(kind, "serve", None, {}, {"admin_key": f"@{file}", **port})
     assert (config.admin_key, config.api_key) == ("operators", "")
     wrong = {
         "--admin-key is empty: give a key": {"admin_key": " "},
-        "--admin-key and --admin-key-file: give one of them": {"admin_key": "k", "admin_key_file": str(file)},
         "--admin-key and --api-key: must be two keys": {"admin_key": "k", "api_key": "k"},
-        f"--admin-key-file={tmp_path}: cannot be read": {"admin_key_file": str(tmp_path)},
+        f"--admin-key=@{tmp_path}: cannot be read": {"admin_key": f"@{tmp_path}"},
     }
     for says, flags in wrong.items():
         with pytest.raises(ConfigError, match=re.escape(says)):

@@ -159,11 +159,14 @@ def test_x6_no_key_is_in_a_span(collector: Collector, server: Server) -> None:
     assert "another-key" not in told
 
 
-def test_x6_otel_sample_is_for_requests_whose_caller_does_not_say(tiny: Path) -> None:
+def test_x6_the_sampler_of_the_environment_is_for_requests_whose_caller_does_not_say(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A parent that is not recorded has no recorded child, one that is has."""
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER", "parentbased_always_off")
     with Collector() as collector:
         own = ("--inject-fault", "prod:raise:1", "--log-format", "json")
-        with Server(tiny, "--otel", collector.url, "--otel-sample", "0", *own) as server:
+        with Server(tiny, "--otel", collector.url, *own) as server:
             server.act()
             server.act_with({"traceparent": parent(0x10, "00")[0]})
             wanted, trace = parent(0x11)

@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.observe.logs import guard
 from reflex_runtime.settings import FeedsConfig
 from reflex_runtime.settings.declare import add_options
@@ -85,8 +84,6 @@ def run(args: argparse.Namespace) -> int:
         check_otel(config.otel)
     guard(stdout=config.results != "-")
     output = sys.stdout
-    if config.table and config.results == "-" and output.isatty() and sys.stderr.isatty():
-        raise ConfigError("--table with --results=-: both would write to this terminal; send one of them to a file")
     from reflex_runtime.feeds.session import FeedsSession  # not before: what is refused needs none of it
 
     with redirect_stdout(sys.stderr if config.results == "-" else output):  # what a processor prints is no result

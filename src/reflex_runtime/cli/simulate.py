@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.settings import ServeConfig
-from reflex_runtime.settings.declare import add_options, did_you_mean, one_line, option, validate
+from reflex_runtime.settings.declare import add_options, again, did_you_mean, one_line, option, validate
 from reflex_runtime.settings.policies import serving_group
 from reflex_runtime.settings.read import load
 
@@ -17,12 +17,14 @@ if TYPE_CHECKING:
 
 _EPILOG = """\
 examples:
-  reflex simulate --rate 300 --slo-ms 100                         Poisson arrivals at 300/s
+  reflex simulate --rate 300 --deadline-ms 100                    Poisson arrivals at 300/s
   reflex simulate --rate 300 --arrivals bursty                    the same load in bursts
   reflex simulate --arrivals closed --callers 8 --think around:100,5    eight robots that act for 100 ± 5 ms
 
 The device takes fixed + marginal x n milliseconds for n requests. docs/simulator.md explains every figure.
 """
+
+WARM_UP_S = 2.0  # virtual seconds at the start that the figures leave out; a tenth of a short run
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,33 +53,20 @@ class SimulateConfig:
     fixed_ms: float = option(20.0, "what a batch costs before its first request", low=0, high=60_000, unit="ms")
     marginal_ms: float = option(2.0, "what each request adds to its batch", low=0.001, high=60_000, unit="ms")
     noise: float = option(0.05, "relative spread of batch times", low=0, high=2, metavar="SHARE")
-    slo_ms: float = option(
-        100.0,
-        "time limit of every request; 0 is none (then no request is late and none is shed)",
-        low=0,
-        high=600_000,
-        unit="ms",
+    deadline_ms: float = option(
+        100.0, "time limit of every request; 0 is none (then no request is late and none is shed)",
+        low=0, high=600_000, unit="ms",
     )
-    max_batch_cost_ms: float | None = option(
-        None,
-        "ceiling on a batch's predicted time; by default as in serve: 100, or eight times the fixed part if more",
-        low=10, high=10_000, unit="ms",
-    )  # fmt: skip
-    batch_timeout_ms: float | None = option(
-        None, "longest hold, when callers are expected back; by default as long as a batch may take",
-        low=0, high=1000, unit="ms",
-    )  # fmt: skip
-    max_batch_size: int = option(256, "most requests in a batch", low=1, high=4096)
-    duration_s: float = option(60.0, "virtual seconds", low=0.1, high=86_400, unit="s")
-    warmup_s: float = option(2.0, "virtual seconds at the start that the figures leave out", low=0, high=3600, unit="s")
+    max_batch_cost_ms: float | None = again(ServeConfig, "max_batch_cost_ms", None)
+    batch_timeout_ms: float | None = again(ServeConfig, "batch_timeout_ms", None)
+    max_batch_size: int = again(ServeConfig, "max_batch_size", 256, unless="")
+    duration_s: float = option(
+        60.0, "virtual seconds; the figures leave out the first two, or a tenth", low=0.1, high=86_400, unit="s"
+    )
     seed: int = option(0, "same seed, same run", low=0, high=2**31)
 
     def __post_init__(self) -> None:
         validate(self)
-        if self.warmup_s >= self.duration_s:
-            raise ConfigError(
-                f"--warmup-s={self.warmup_s:g}: must be in [0, {self.duration_s:g}) s, below --duration-s"
-            )
 
 
 def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
@@ -106,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
         _workload(config),
         Noisy(Affine(config.fixed_ms / 1e3, config.marginal_ms / 1e3), config.noise),
         duration=config.duration_s,
-        warmup=config.warmup_s,
+        warmup=min(WARM_UP_S, 0.1 * config.duration_s),
         seed=config.seed,
     )
     print(Report.of(done).text())
@@ -117,7 +106,7 @@ def _workload(config: SimulateConfig) -> list[WorkloadPart]:
     from reflex_runtime.core.request import Request
     from reflex_runtime.sim import Bursty, Diurnal, Heavy, Open, Poisson
 
-    request = Request(time_limit=config.slo_ms / 1e3 or None)
+    request = Request(time_limit=config.deadline_ms / 1e3 or None)
     if config.arrivals == "closed":
         callers = _callers(config.think, config.callers or 8)
         return [replace(part, request=request) for part in callers]

@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
 
 GPUS = "CUDA_VISIBLE_DEVICES"
 _OF_THE_FRONT = {
-    "workers", "supervise", "host", "port", "api_key", "api_key_file", "admin_key", "admin_key_file", "allow_host",
+    "workers", "supervise", "host", "port", "api_key", "admin_key", "allow_host",
     "served_model_name", "log_format",
 }  # fmt: skip
 

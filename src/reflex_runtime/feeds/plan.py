@@ -29,6 +29,9 @@ from reflex_runtime.settings.declare import check_needs, flag, one_line
 from reflex_runtime.settings.model_files import check_kind
 from reflex_runtime.settings.read import environment, read
 
+LONGEST_S: Final = 3600.0  # for what has no time limit of its own
+THEN_MOST: Final = 16  # boxes of a frame that the second model is asked about, and
+THEN_SIZE: Final = 8  # boxes in one of its calls
 MOST: Final = 256  # feeds of a run whose file may name more of them later
 
 
@@ -122,11 +125,10 @@ def _checked(made: Any, flag: str) -> BatchProcessor:
 
 def second_model_asked(config: FeedsConfig, detector: BatchProcessor, frames: int) -> SecondModel:
     """The second model. frames: most that wait for the first one."""
-    size = config.then_batch_size
     batching = BatchConfig(
-        max_batch_size=size,
+        max_batch_size=THEN_SIZE,
         max_latency=0.0,  # the boxes of a batch of frames come together
-        queue_capacity=max(size, frames * config.then_most),
+        queue_capacity=frames * THEN_MOST,
         max_in_flight_per_feed=0,
     )
     given = {*config.then_classes, *(int(name) for name in config.then_classes if name.isdecimal())}
@@ -138,7 +140,7 @@ def second_model_asked(config: FeedsConfig, detector: BatchProcessor, frames: in
 
     plain = replace(config, size="", resize="auto", names="", score=None, iou=None, classes=(), max_detections=0)
     model = onnx_asked(replace(plain, onnx=config.then), "--then", "then")
-    return SecondModel(model, batching, labels, config.then_most)
+    return SecondModel(model, batching, labels, THEN_MOST)
 
 
 def onnx_asked(config: FeedsConfig, flag: str = "--onnx", id: str = "onnx") -> OnnxFrames:
@@ -186,15 +188,12 @@ def _size(text: str) -> tuple[int, int]:
 def batching_asked(plan: FeedPlan) -> BatchConfig:
     """How frames are batched. A file may name more feeds later, and each has a place in the queue."""
     config, feeds = plan.config, len(plan.specs)
-    size, capacity = config.max_batch_size, config.queue_capacity
-    if 0 < capacity < size:
-        raise ConfigError(f"--queue-capacity={capacity}: must be at least --max-batch-size={size}, or 0")
     return BatchConfig(
-        max_batch_size=size,
+        max_batch_size=config.max_batch_size,
         max_latency=config.max_latency_ms / 1e3,
-        queue_capacity=capacity or max(4 * size, feeds if plan.file is None else max(feeds, MOST)),
-        response_timeout=config.response_timeout_s,
-        startup_timeout=config.startup_timeout_s,
+        queue_capacity=max(4 * config.max_batch_size, feeds if plan.file is None else max(feeds, MOST)),
+        response_timeout=config.watchdog_s or LONGEST_S,
+        startup_timeout=LONGEST_S,  # a model may be compiled for its device; Ctrl-C ends a start
         watchdog=config.watchdog_s,
     )
 

@@ -62,7 +62,7 @@ class FeedsSession:
         self._outputs = [self._runtime.output(each) for each in outputs]
         self._events = self._runtime.events()
         on_screen = config.results == "-" and output.isatty()  # then there is no room for a table
-        self._board = Board(self._runtime, False if on_screen and config.table is None else config.table)
+        self._board = Board(self._runtime, on_screen)
         self._registry: CollectorRegistry | None = None
         self._news: SimpleQueue[str] = SimpleQueue()  # why to stop
         self._hangups: SimpleQueue[None] = SimpleQueue()
@@ -119,7 +119,7 @@ class FeedsSession:
         if self._config.otel:
             from reflex_runtime.observe.spans import FrameSpans, spans_of
 
-            spans = spans_of(self._config.otel, self._config.otel_sample, self._series(), FrameSpans)
+            spans = spans_of(self._config.otel, self._series(), FrameSpans)
             assert spans is not None
             closing.callback(spans.close)
             sinks.append(spans if self._then is None else OneGroup(spans, self._processor.id))

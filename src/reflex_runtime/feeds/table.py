@@ -32,24 +32,22 @@ _TROUBLE: Final = ("failed", "reconnecting", "connecting", "running", "stopped",
 
 
 class Board:
-    """What a person sees of a run. live: whether there is a table; None: where standard error is a terminal.
+    """What a person sees of a run: a table where standard error is a terminal, unless it is to be `quiet`.
 
     Everything goes through one console, so that log lines and table do not write into each other. A context manager:
     inside it the table lives, or lines come now and then.
     """
 
-    def __init__(self, runtime: Runtime, live: bool | None) -> None:
+    def __init__(self, runtime: Runtime, quiet: bool) -> None:
         self._runtime = runtime
         terminal = sys.stderr.isatty()
         self.console = Console(
             file=sys.stderr,
             highlight=False,
-            force_terminal=True if live else None,
             width=None if terminal else WIDE,
             soft_wrap=not terminal,
         )
-        usable = self.console.is_terminal and not self.console.is_dumb_terminal
-        self._is_live = usable if live is None else live
+        self._is_live = self.console.is_terminal and not (self.console.is_dumb_terminal or quiet)
         self._live: Live | None = None
         self._over = threading.Event()
         # A line that is written while the table grows by a row would be overwritten.

@@ -6,6 +6,7 @@ Times are seconds on the clock of the events. docs/tracing.md lists every attrib
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -242,13 +243,28 @@ def _short(text: str) -> str:
 
 
 def check_otel(endpoint: str) -> None:
-    """ConfigError where the packages for `--otel` are missing."""
+    """ConfigError where the packages for `--otel` are missing, or the environment names no share."""
+    sampled_share()
     if endpoint and not all(map(_is_there, _NEEDED)):
         raise ConfigError("--otel needs opentelemetry-sdk and opentelemetry-exporter-otlp-proto-http: "
                           "in a clone, pip install '.[otel]'")  # fmt: skip
 
 
-def spans_of(endpoint: str, sample: float, registry: CollectorRegistry, kind: type[Spans] = Spans) -> Spans | None:
+def sampled_share() -> float:
+    """The share of requests without a parent that are recorded, by the variables of OpenTelemetry's SDK; else all."""
+    sampler, given = os.environ.get("OTEL_TRACES_SAMPLER", ""), os.environ.get("OTEL_TRACES_SAMPLER_ARG", "1")
+    if not sampler.endswith("traceidratio"):
+        return 0.0 if sampler.endswith("always_off") else 1.0
+    try:
+        share = float(given)
+    except ValueError:
+        share = -1.0
+    if not 0.0 <= share <= 1.0:
+        raise ConfigError(f"OTEL_TRACES_SAMPLER_ARG={given:.99}: must be a number in [0, 1]")
+    return share
+
+
+def spans_of(endpoint: str, registry: CollectorRegistry, kind: type[Spans] = Spans) -> Spans | None:
     """The spans of a server, sent to this collector; None without one. registry: for their series."""
     if not endpoint:
         return None
@@ -256,7 +272,7 @@ def spans_of(endpoint: str, sample: float, registry: CollectorRegistry, kind: ty
     from reflex_runtime.observe.span_export import SpanExport
 
     export = SpanExport(endpoint, registry)
-    return kind(export.put, sample, export.close)
+    return kind(export.put, sampled_share(), export.close)
 
 
 def _is_there(module: str) -> Any:

@@ -67,9 +67,9 @@ def option(
     return field(default=default, metadata=meta)
 
 
-def again(kind: type[Any], name: str, default: Any, group: str) -> Any:
-    """An option of `kind` with another default. group: its heading."""
-    return field(default=default, metadata={**kind.__dataclass_fields__[name].metadata, "group": group})
+def again(kind: type[Any], name: str, default: Any, **changed: str) -> Any:
+    """An option of `kind` with another default. changed: `group`, its heading here, and `needs`."""
+    return field(default=default, metadata={**kind.__dataclass_fields__[name].metadata, "group": "", **changed})
 
 
 def headed(kind: type[Any]) -> dict[str, list[Field[Any]]]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from reflex_runtime.settings.declare import option, validate
-from reflex_runtime.settings.server import check_endpoint, check_trust
+from reflex_runtime.settings.declare import again, option, validate
+from reflex_runtime.settings.server import ServerConfig, check_endpoint, check_trust
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,35 +54,22 @@ class FeedsConfig:
     provider: str = option("cpu", "with --onnx: cpu, cuda, openvino or an ONNX Runtime provider name", needs="onnx")
     threads: int = option(1, "with --onnx: ONNX Runtime threads per call", low=1, high=256, needs="onnx")
     then: str = option(
-        "", "a second model in ONNX, such as a classifier: it is asked about what was found, each box as a picture",
+        "", "a second model in ONNX, such as a classifier: it is asked about what was found, each box as a picture, "
+        "the 16 of a frame with the highest scores",
         metavar="FILE",
     )
     then_classes: tuple[str, ...] = option(
         (), "with --then: the only classes that it is asked about, by name or number, with commas", metavar="NAME,…",
         needs="then",
     )
-    then_most: int = option(
-        16, "with --then: most boxes of a frame that it is asked about, those with the highest scores", low=1, high=300,
-        needs="then",
-    )
-    then_batch_size: int = option(
-        8, "with --then: most boxes in a call of the second model", low=1, high=4096, needs="then"
-    )
-    startup_timeout_s: float = option(30.0, "how long the processor may take to start", low=0.1, high=3600, unit="s")
     max_batch_size: int = option(4, "most frames in a call of the processor", low=1, high=4096, group="batching")
     max_latency_ms: float = option(
         50.0, "longest time that a free processor waits for feeds that are due; it waits only if that pays",
         low=0, high=60_000, unit="ms",
     )
-    queue_capacity: int = option(
-        0, "most frames waiting for the processor; 0 is four batches, and at least one place per feed",
-        low=0, high=1_000_000
-    )
-    response_timeout_s: float = option(
-        5.0, "time that a feed waits for its answer, in addition to --max-latency-ms", low=0.01, high=3600, unit="s"
-    )
     watchdog_s: float = option(
-        60.0, "a batch that runs longer is reported and its feeds go on without it; 0 is off",
+        60.0, "a batch that runs longer is reported, and its feeds go on without it, as does a feed whose frame has "
+        "waited so long; 0 is off",
         low=0, high=3600, unit="s"
     )
     realtime: bool = option(
@@ -143,51 +130,26 @@ class FeedsConfig:
     trace: str = option("", "write every batch to FILE as a JSON line; read it with reflex trace", metavar="FILE")
     publish: str = option(
         "", "publish every result to this MQTT broker, under TOPIC/feeds/NAME; mqtts is over TLS. While the broker is "
-        "away the newest results wait",
-        metavar="mqtt://HOST/TOPIC", secret=True, group="receivers",
+        "away the newest results wait. With a password better set as REFLEX_PUBLISH",
+        metavar="mqtt://[USER:PASSWORD@]HOST/TOPIC", secret=True, group="receivers",
     )
     publish_qos: int = option(
         0, "MQTT quality of service: 0 at most once, 1 at least once, 2 exactly once", low=0, high=2, needs="publish"
-    )
-    publish_user: str = option("", "user at the broker, unless it stands in --publish", metavar="NAME", needs="publish")
-    publish_password: str = option(
-        "", "password at the broker, unless it stands in --publish; better set as REFLEX_PUBLISH_PASSWORD",
-        secret=True, needs="publish_user",
     )
     webhook: str = option(
         "", "POST every result to this URL, as JSON lines, several in a request where they come fast; tried again when "
         "the server is away, and the newest results wait",
         metavar="URL", secret=True,
     )
-    table: bool | None = option(
-        None,
-        "a live table on standard error, by default if that is a terminal; otherwise a line per feed every 5 s",
+    port: int = option(
+        -1, "port for /dashboard, /feeds, /metrics and /health; 0 picks a free one, -1 is off", low=-1, high=65535,
         group="watching",
     )
-    port: int = option(
-        -1, "port for /dashboard, /feeds, /metrics and /health; 0 picks a free one, -1 is off", low=-1, high=65535
-    )
-    host: str = option("127.0.0.1", "address to bind for --port", needs="port")
-    api_key: str = option(
-        "", "key that callers of --port must send as Authorization: Bearer or X-Reflex-Key", secret=True, needs="port"
-    )
-    api_key_file: str = option("", "file that holds the key", metavar="FILE", needs="port")
-    admin_key: str = option(
-        "", "key of operators: opens all paths of --port, and is the only one that opens /status and the dashboard's "
-        "stream",
-        secret=True, needs="port",
-    )
-    admin_key_file: str = option("", "file that holds the operators' key", metavar="FILE", needs="port")
-    allow_host: tuple[str, ...] = option(
-        (), "without a key: a further host name of --port; * is any", metavar="NAME", repeat=True, needs="port",
-        unless="api_key",
-    )
-    otel: str = option(
-        "", "send spans of frames and batches to this OpenTelemetry collector, over OTLP/HTTP",
-        metavar="http://HOST:4318",
-        group="spans",
-    )
-    otel_sample: float = option(1.0, "share of the frames that get a span", low=0, high=1, needs="otel")
+    host: str = again(ServerConfig, "host", "127.0.0.1", needs="port")
+    api_key: str = again(ServerConfig, "api_key", "", needs="port")
+    admin_key: str = again(ServerConfig, "admin_key", "", needs="port")
+    allow_host: tuple[str, ...] = again(ServerConfig, "allow_host", (), needs="port")
+    otel: str = again(ServerConfig, "otel", "", group="spans")
 
     def __post_init__(self) -> None:
         validate(self)

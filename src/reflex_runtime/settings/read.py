@@ -23,7 +23,6 @@ import msgspec
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.settings import FeedsConfig, LLMServeConfig, OwnSettings, ServeConfig
 from reflex_runtime.settings.declare import Places, check_needs, convert, did_you_mean, flag, hints_of, one_line
-from reflex_runtime.settings.server import KEYS
 
 log = logging.getLogger("reflex.config")
 
@@ -79,9 +78,6 @@ def read(
     for f in fields(kind):  # type: ignore[arg-type]
         if f.metadata.get("secret") and f.name in values and not values[f.name].strip():
             raise ConfigError(f"{places[f.name]} is empty: give a key, or leave it out", field=f.name)
-    for key in KEYS:
-        if values.get(key) and values.get(held := f"{key}_file"):
-            raise ConfigError(f"{places[key]} and {places[held]}: give one of them", field=held)
     return kind(**values), places
 
 

@@ -43,11 +43,11 @@ KEYS = ("api_key", "admin_key")  # of callers, and of operators
 
 
 def check_trust(config: Any) -> None:
-    """Read the keys from their files. ConfigError for a host name that is none, and for two keys that are one."""
+    """Read the keys that stand in files. ConfigError for a host name that is none, and for two keys that are one."""
     for key in KEYS:
-        file = getattr(config, f"{key}_file")
-        if file and not getattr(config, key):
-            object.__setattr__(config, key, _key_in(file, f"{key}_file"))
+        given = getattr(config, key)
+        if given.startswith("@"):
+            object.__setattr__(config, key, _key_in(given[1:], key))
     if config.admin_key and config.admin_key == config.api_key:
         raise ConfigError("--admin-key and --api-key: must be two keys", field="admin_key")
     for name in config.allow_host:
@@ -58,7 +58,7 @@ def check_trust(config: Any) -> None:
 
 def _key_in(file: str, name: str) -> str:
     """The key that a file holds: one line. name: of the setting."""
-    where = f"{flag(name)}={one_line(file)}"
+    where = f"{flag(name)}=@{one_line(file)}"
     try:
         with open(file, encoding="utf-8") as opened:
             text = opened.read(4097)
@@ -97,15 +97,14 @@ class ServerConfig:
     )
     port: int = option(8000, "port to bind; 0 picks a free one", low=0, high=65535)
     api_key: str = option(
-        "", "key that clients must send as Authorization: Bearer, X-Reflex-Key or x-api-key", secret=True
+        "", "key that clients must send as Authorization: Bearer, X-Reflex-Key or x-api-key; @FILE holds it",
+        metavar="KEY|@FILE", secret=True,
     )
-    api_key_file: str = option("", "file that holds the key", metavar="FILE")
     admin_key: str = option(
         "", "key of operators: opens all paths, and is the only one that opens /admin, /diagnostics, the journal, "
         "/status and the dashboard's stream; without it changes are accepted from programs on this machine only",
-        secret=True,
+        metavar="KEY|@FILE", secret=True,
     )
-    admin_key_file: str = option("", "file that holds the operators' key", metavar="FILE")
     allow_host: tuple[str, ...] = option(
         (), "without a key: a further host name of the server, and a site whose pages may POST; * is any",
         metavar="NAME", repeat=True, unless="api_key",
@@ -129,11 +128,9 @@ class ServerConfig:
     idle_timeout_s: float = option(
         75.0, "a connection without a request is closed after this time", low=0.1, high=86_400, unit="s"
     )
-    head_timeout_s: float = option(
-        10.0, "time for the head of a request to arrive; beyond it 408", low=0.1, high=3600, unit="s"
-    )
     body_timeout_s: float = option(
-        60.0, "time for the body of a request to arrive; beyond it 408", low=0.1, high=3600, unit="s"
+        60.0, "time for the body of a request to arrive; beyond it 408. Its head has as long, and 10 s at most",
+        low=0.1, high=3600, unit="s",
     )
     uds: str = option(
         "", "listen on this Unix socket instead of a port; only this user may open it", metavar="PATH"
@@ -154,10 +151,6 @@ class ServerConfig:
         "", "send spans of requests and batches to this OpenTelemetry collector, over OTLP/HTTP",
         metavar="http://HOST:4318",
         group="spans",
-    )
-    otel_sample: float = option(
-        1.0, "share of the requests that get a span, where the caller's traceparent does not decide it",
-        low=0, high=1, needs="otel",
     )
 
     def __post_init__(self) -> None:

@@ -41,6 +41,7 @@ AHEAD: Final = 1  # messages of a websocket that wait behind the one being answe
 SLICE: Final = 16 * 1024  # bytes of requests that are parsed in one turn of the loop, if they begin or end many
 MANY: Final = 256  # parts of bodies, and beginnings of requests
 FRAMES: Final = 64  # of a websocket, in one turn
+HEAD_S: Final = 10.0  # seconds at most for the head of a request
 REFUSED_S: Final = 1.0  # that a connection too many has to send its request: an answer before it may be lost
 IDLE, HEAD, BODY, SLOW, ANSWERED, REFUSED = "idle", "head", "body", "slow", "answered", "refused"
 

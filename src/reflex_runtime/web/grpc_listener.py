@@ -38,7 +38,7 @@ from reflex_runtime.core.errors import Closed, ConfigError, ReflexError
 from reflex_runtime.settings import ServeConfig
 from reflex_runtime.web.access import check_once
 from reflex_runtime.web.app import App
-from reflex_runtime.web.connections import most_connections
+from reflex_runtime.web.connections import HEAD_S, most_connections
 from reflex_runtime.web.errors import BodyTooLarge, ClientError, Reported, TooSlow, Unauthorized, describe_error, known
 
 OVER: Final = 1.0  # seconds that callers have at the end to take their answers
@@ -149,7 +149,7 @@ class GrpcListener:
                 ("grpc.max_receive_message_length", self._most),
                 ("grpc.http2.lookahead_bytes", WINDOW),
                 ("grpc.http2.bdp_probe", 0),  # or the window grows with what comes
-                ("grpc.server_handshake_timeout_ms", round(1e3 * settings.head_timeout_s)),
+                ("grpc.server_handshake_timeout_ms", round(1e3 * min(HEAD_S, settings.body_timeout_s))),
                 ("grpc.max_connection_idle_ms", idle_ms),
                 ("grpc.keepalive_time_ms", idle_ms),
             ),

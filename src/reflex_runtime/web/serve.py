@@ -22,7 +22,7 @@ from reflex_runtime.observe.logs import leave
 from reflex_runtime.run.process import freed_memory, freeze_loaded, give_back_when_idle, loop_factory
 from reflex_runtime.settings import LLMServeConfig, ServeConfig, ServerConfig
 from reflex_runtime.web.app import App
-from reflex_runtime.web.connections import ConnectionLimits, connections_of, most_connections
+from reflex_runtime.web.connections import HEAD_S, ConnectionLimits, connections_of, most_connections
 from reflex_runtime.web.supervisor import BACKLOG, ENDS, TURNS, Parent
 
 log = logging.getLogger("reflex.server")
@@ -248,7 +248,7 @@ def uvicorn_config(app: App, settings: ServerConfig) -> uvicorn.Config:
     limits = ConnectionLimits(
         max(1, most_connections(settings.max_connections) - app.apart),
         settings.idle_timeout_s,
-        settings.head_timeout_s,
+        min(HEAD_S, settings.body_timeout_s),
         settings.body_timeout_s,
     )
     http, ws = connections_of(limits)

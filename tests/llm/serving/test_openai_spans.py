@@ -64,9 +64,13 @@ def test_x6_a_request_that_fails_has_its_error_and_no_prompt_is_in_a_span(collec
     assert "s3cret" not in repr(collector.spans)
 
 
-def test_x6_otel_sample_of_a_model_server_is_for_requests_whose_caller_does_not_say() -> None:
+def test_x6_the_sampler_of_a_model_server_is_for_requests_whose_caller_does_not_say(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER", "traceidratio")
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER_ARG", "0")
     with Collector() as collector:
-        with Toy(otel=collector.url, otel_sample=0.0) as toy:
+        with Toy(otel=collector.url) as toy:
             assert toy.complete(max_tokens=2).status == 200
             asked = {"model": "toy", "prompt": "robots", "max_tokens": 3, "n": 2}
             assert toy.post("/v1/completions", asked, traceparent=PARENT).status == 200
@@ -78,9 +82,12 @@ def test_x6_otel_sample_of_a_model_server_is_for_requests_whose_caller_does_not_
     assert all(set(step.links) == {request.ids} for step in steps)
 
 
-def test_x6_steps_of_runtime_processes_are_linked_to_the_requests_of_their_server() -> None:
+def test_x6_steps_of_runtime_processes_are_linked_to_the_requests_of_their_server(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER", "always_off")
     with Collector() as collector, Server(
-        "scribe", "--otel", collector.url, "--otel-sample", "0", "--workers", "1", "--kv-cache-gb", "0.05"
+        "scribe", "--otel", collector.url, "--workers", "1", "--kv-cache-gb", "0.05"
     ) as server:
         asked = json.dumps({"model": "scribe", "prompt": "Once", "max_tokens": 4, "temperature": 0}).encode()
         assert server.ask("POST", "/v1/completions", asked, {"traceparent": PARENT}).status == 200

@@ -7,14 +7,13 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.feeds.outputs.json_lines import JsonLines, path_name
-from reflex_runtime.feeds.outputs.output import ReceiverAddress, ResultOutput, mqtt_address, webhook_address
+from reflex_runtime.feeds.outputs.output import ResultOutput, mqtt_address, webhook_address
 from reflex_runtime.feeds.runtime.health import in_one_line
 from reflex_runtime.observe import files
 from reflex_runtime.settings import FeedsConfig
@@ -162,7 +161,7 @@ def outputs_of(config: FeedsConfig) -> list[ResultOutput]:
         from reflex_runtime.feeds.outputs.mqtt import MqttPublisher
 
         try:
-            found.append(MqttPublisher(_broker(config), config.publish_qos))
+            found.append(MqttPublisher(mqtt_address(config.publish), config.publish_qos))
         except ConfigError as error:
             raise ConfigError(f"--publish={error.message}", field="publish") from None
     if config.webhook:
@@ -173,12 +172,3 @@ def outputs_of(config: FeedsConfig) -> list[ResultOutput]:
         except ConfigError as error:
             raise ConfigError(f"--webhook={error.message}", field="webhook") from None
     return found
-
-
-def _broker(config: FeedsConfig) -> ReceiverAddress:
-    address = mqtt_address(config.publish)
-    if not config.publish_user:
-        return address
-    if address.user is not None:
-        raise ConfigError(f"{address.shown}: has a user of its own; leave out --publish-user")
-    return replace(address, user=config.publish_user, password=config.publish_password or None)

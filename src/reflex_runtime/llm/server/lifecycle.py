@@ -58,7 +58,7 @@ class ServerState:
         self.registry = CollectorRegistry()
         self.host: ModelHost | None = None
         self.on_drain: list[Callable[[], None]] = []
-        self.spans = spans_of(plan.config.otel, plan.config.otel_sample, self.registry, StepSpans)
+        self.spans = spans_of(plan.config.otel, self.registry, StepSpans)
         self._sinks: list[Sink] = [] if self.spans is None else [self.spans]
         self._adapters = {plan.name: "", **{f"{plan.name}:{adapter}": adapter for adapter in plan.adapters}}
         self._created = int(time.time())

@@ -190,7 +190,7 @@ def loading(make: Make, lost: Callable[[], None], tokenizer: Callable[[Path], To
             return TokenizerEngine(tokenizer(Path(asked.path)))
         plan = ModelPlan(asked.model_id, _config(asked.options), Path(asked.path))
         registry = CollectorRegistry()
-        spans = spans_of(plan.config.otel, 1.0, registry, StepSpans)  # of what the server has chosen
+        spans = spans_of(plan.config.otel, registry, StepSpans)
         model = await opened(lambda plan: make(plan.directory, plan.config))(Opening(plan, registry, lost))
         freeze_loaded()
         return WorkerEngine(model, registry, spans)

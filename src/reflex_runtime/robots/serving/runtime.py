@@ -58,7 +58,7 @@ class PolicyRuntime:
         self.parent: Parent | None = None  # its supervisor, where there is one
         self.unusable = False  # a source itself is wrong: there is nothing to wait for
         self.metrics = Metrics(several=len(plans) > 1)
-        self.spans = spans_of(config.otel, config.otel_sample, self.metrics.registry)
+        self.spans = spans_of(config.otel, self.metrics.registry)
         self.trace: JournalWriter | None = None
         self.recorder: JournalWriter | None = None
         self.journals: list[JournalWriter] = []
