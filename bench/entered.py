@@ -1,6 +1,7 @@
-"""How many files of the package one request enters: one POST /act, one streamed token, one frame of a feed.
+"""How many files of the package one request enters, and by how many calls: one POST /act, one streamed answer, one
+second of a feed.
 
-    python -m bench.entered [--src DIR] [--list]
+    python -m bench.entered [--src DIR] [--list] [--calls]
 
 A server runs warm with a profile hook in all of its threads. The hook counts between two marks only.
 """
@@ -18,34 +19,37 @@ import tempfile
 import threading
 import time
 import urllib.request
+from collections import Counter
 from pathlib import Path
 from types import FrameType
 from typing import Any, Self
 
 WARM = 20  # requests before the counted one
 
+Calls = dict[str, int]
+
 
 class Hook:
-    """In the server: remembers the file of every call while it is on."""
+    """In the server: counts the calls of every file while it is on."""
 
     def __init__(self) -> None:
         self.on = False
-        self.files: set[str] = set()
+        self.calls: Counter[str] = Counter()
 
     def __call__(self, frame: FrameType, event: str, _argument: Any) -> None:
         if self.on and event == "call":
-            self.files.add(frame.f_code.co_filename)
+            code = frame.f_code
+            self.calls[f"{code.co_filename}:{code.co_qualname}"] += 1
 
     def obey(self) -> None:
         """A line in switches the hook; the second one writes what was entered."""
         for _ in sys.stdin:
             if not self.on:
-                self.files.clear()
+                self.calls.clear()
             self.on = not self.on
             if not self.on:
-                print(
-                    "entered " + json.dumps(sorted(name for name in self.files if "reflex_runtime" in name)), flush=True
-                )
+                own = {name: calls for name, calls in self.calls.items() if "reflex_runtime" in name}
+                print("entered " + json.dumps(own), flush=True)
 
 
 def serve(arguments: list[str]) -> None:
@@ -80,12 +84,13 @@ class Hooked:
         self._switch()
         time.sleep(0.2)  # nothing tells that the hook is on
 
-    def stop(self) -> list[str]:
-        """The files that were entered since `start`."""
+    def stop(self) -> Calls:
+        """What was called since `start`, by `file:function`."""
         self._switch()
         for line in self._process.stdout or ():
             if line.startswith("entered "):
-                return [name.rpartition("reflex_runtime/")[2] for name in json.loads(line[8:])]
+                found = json.loads(line[8:])
+                return {name.rpartition("reflex_runtime/")[2]: calls for name, calls in found.items()}
         raise RuntimeError("the server ended")
 
     def _switch(self) -> None:
@@ -113,7 +118,7 @@ def _ready(port: int, path: str = "/health", most: float = 120.0) -> None:
     raise RuntimeError(f"{path} on port {port} did not answer within {most:g} s")
 
 
-def act(source: Path, root: Path) -> list[str]:
+def act(source: Path, root: Path) -> Calls:
     from bench.load import STATE  # here: the server that is counted may be of another checkout
     from bench.models import SIDE, picture, write_export
 
@@ -122,7 +127,7 @@ def act(source: Path, root: Path) -> list[str]:
     return _asked(source, "/act", body, str(export))
 
 
-def token(source: Path, root: Path) -> list[str]:
+def token(source: Path, root: Path) -> Calls:
     body = {"model": "scribe", "prompt": "the robot", "max_tokens": 8, "stream": True}
     return _asked(source, "/v1/completions", body, "scribe")
 
@@ -133,7 +138,7 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _asked(source: Path, path: str, body: dict[str, Any], *arguments: str) -> list[str]:
+def _asked(source: Path, path: str, body: dict[str, Any], *arguments: str) -> Calls:
     port = _free_port()
     with Hooked(source, "serve", *arguments, "--no-supervise", "--port", str(port)) as server:
         _ready(port)
@@ -144,7 +149,7 @@ def _asked(source: Path, path: str, body: dict[str, Any], *arguments: str) -> li
         return server.stop()
 
 
-def frame(source: Path, root: Path) -> list[str]:
+def frame(source: Path, root: Path) -> Calls:
     """A feed of few frames a second: what runs during one second of it."""
     video, results = root / "video.mp4", root / "results.jsonl"
     results.unlink(missing_ok=True)
@@ -185,14 +190,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.entered", description=__doc__)
     parser.add_argument("--src", type=Path, default=Path(__file__).parents[1] / "src", help="of which checkout")
     parser.add_argument("--list", action="store_true", help="name the files")
+    parser.add_argument("--calls", action="store_true", help="name the functions")
     args = parser.parse_args()
     kinds = {"one POST /act": act, "one streamed answer": token, "one frame": frame}
     for kind, count in kinds.items():
         with tempfile.TemporaryDirectory(prefix="reflex-entered-") as root:
-            files = count(args.src.resolve(), Path(root))
-        print(f"{kind}: {len(files)} files", flush=True)
+            calls = count(args.src.resolve(), Path(root))
+        files: Counter[str] = Counter()
+        for name, times in calls.items():
+            files[name.partition(":")[0]] += times
+        print(f"{kind}: {len(files)} files, {sum(files.values())} calls", flush=True)
         if args.list:
-            print("\n".join(f"    {name}" for name in files), flush=True)
+            print("\n".join(f"    {files[name]:5} {name}" for name in sorted(files)), flush=True)
+        if args.calls:
+            print("\n".join(f"    {calls[name]:5} {name}" for name in sorted(calls)), flush=True)
 
 
 if __name__ == "__main__":
