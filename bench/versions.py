@@ -30,11 +30,11 @@ from reflex_runtime.observe.journal_writer import JournalWriter, Recording
 from reflex_runtime.robots import ActionChunk, Export, GuardReport, Policy, load_policy
 from reflex_runtime.robots.rollout.breaker import Breaker
 from reflex_runtime.robots.rollout.rollout import Placement, Rollout
-from reflex_runtime.robots.serving import fields
 from reflex_runtime.robots.serving.pending import PendingRequest
 from reflex_runtime.robots.serving.question import ACT, ActAnswer, Timing
 from reflex_runtime.robots.serving.slots import Slot, Version
 from reflex_runtime.robots.serving.telemetry import asked_and_answered, header_of
+from reflex_runtime.robots.wires.act import decode
 from reflex_runtime.settings import ServeConfig
 
 EPISODES = 32
@@ -190,7 +190,7 @@ class _Calls:
 
     def _asked(self, version: Version) -> PendingRequest:
         ask = PendingRequest(ACT, "request", None)
-        ask.question = question = fields.decode(self._body, False)
+        ask.question = question = decode(self._body, False)
         ask.received = time.monotonic()
         ask.version = version
         ask.placement = Placement("a", self.rollout.place("episode-7", ask.request_id, 0.0).routing)

@@ -23,19 +23,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from reflex_runtime.core.errors import ReflexError
+from reflex_runtime.robots.app import create_app, websocket_only
 from reflex_runtime.robots.policy.spec import PolicySpec, WireMap
-from reflex_runtime.robots.serving.app import create_app, websocket_only
 from reflex_runtime.robots.serving.handler import RequestHandler
+from reflex_runtime.robots.serving.observation_reader import ObservationReader, WireObservation
 from reflex_runtime.robots.serving.question import ActAnswer, Question
 from reflex_runtime.robots.wires.bounded_msgpack import unpack
-from reflex_runtime.robots.wires.common import (
-    ObservationReader,
-    WireObservation,
-    answer_details,
-    limits_in,
-    nd_in,
-    question_of,
-)
+from reflex_runtime.robots.wires.common import answer_details, limits_in, nd_in, question_of
 from reflex_runtime.robots.wires.vla_eval import MessageSession
 from reflex_runtime.web.app import App
 from reflex_runtime.web.errors import ClientError, describe_error
@@ -193,7 +187,7 @@ class XPolicyLabSession(MessageSession):
         limits, row = limits_in(observation), _row(observation)
         observed, self._groups = read(self.handler.served.spec, NAMES, observation)
         episode = limits.episode_id or self._episode(_trial_of(sent)) + row
-        return question_of(observed, limits, self.said, self.robot + row, episode)
+        return question_of(observed, limits, self.robot + row, episode, self.said)
 
 
 # -- observations and actions ------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from ray import serve
 from ray.serve.config import RequestRouterConfig
 
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.robots.serving.app import create
+from reflex_runtime.robots.app import create
 from reflex_runtime.web.request import Receive, Scope, Send
 
 log = logging.getLogger("reflex.ray")

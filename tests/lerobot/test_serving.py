@@ -35,10 +35,10 @@ from reflex_runtime.robots import (
 from reflex_runtime.robots.analysis.doctor import examine
 from reflex_runtime.robots.policy.rtc import Rtc
 from reflex_runtime.robots.serving.images import cameras_of
+from reflex_runtime.robots.serving.observation_reader import ObservationReader
 from reflex_runtime.robots.sources.lerobot_checkpoint import LeRobotCheckpoint
 from reflex_runtime.robots.sources.lerobot_processors import REFUSED, STEPS
 from reflex_runtime.robots.sources.lerobot_vla import VlaPrefix
-from reflex_runtime.robots.wires.common import ObservationReader
 from serving.harness import Server
 
 pytestmark = pytest.mark.filterwarnings("default")  # LeRobot's and its dependencies' are not ours

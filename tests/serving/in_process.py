@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from reflex_runtime.robots import Export, PolicySource
-from reflex_runtime.robots.serving.app import application
+from reflex_runtime.robots.app import application
 from reflex_runtime.robots.serving.runtime import PolicyRuntime
 from reflex_runtime.robots.serving.served import PolicyPlan
 from reflex_runtime.settings import DEFAULT_POLICY, ServeConfig

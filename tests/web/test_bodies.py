@@ -22,11 +22,10 @@ from reflex_runtime.llm.api import decode
 from reflex_runtime.llm.api import requests as openai
 from reflex_runtime.llm.app import ModelServer
 from reflex_runtime.robots.policy.observation import InvalidRequest
-from reflex_runtime.robots.serving import act as act_module
-from reflex_runtime.robots.serving import fields as act
 from reflex_runtime.robots.serving.images import PIECE, _from_base64
 from reflex_runtime.robots.serving.question import Question
 from reflex_runtime.robots.serving.runtime import PolicyRuntime
+from reflex_runtime.robots.wires import act
 from reflex_runtime.settings import LLMServeConfig
 from reflex_runtime.web.app import App
 from reflex_runtime.web.bodies import LARGE, Bodies, Reading, Seldom
@@ -182,7 +181,7 @@ def test_h4_a_large_body_is_decoded_beside_the_loop_and_a_small_one_on_it(
         threads.append(threading.current_thread().name)
         return decode(body, packed)
 
-    monkeypatch.setattr(act_module.fields, "decode", seen)
+    monkeypatch.setattr(act, "decode", seen)
 
     async def check(app: App, runtime: PolicyRuntime) -> None:
         for size in (1000, LARGE + 1):
@@ -265,7 +264,7 @@ def test_b16_a_caller_that_leaves_while_its_body_is_decoded_is_never_asked_of_th
         assert go.wait(20.0)
         return decode(body, packed)
 
-    monkeypatch.setattr(act_module.fields, "decode", slow)
+    monkeypatch.setattr(act, "decode", slow)
 
     async def check(app: App, runtime: PolicyRuntime) -> None:
         caller = Caller(app)

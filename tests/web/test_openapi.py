@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 
 from reflex_runtime.llm.api.openapi import numerals
-from reflex_runtime.robots.serving.app import application
-from reflex_runtime.robots.serving.openapi import act_example, document
+from reflex_runtime.robots.app import application
+from reflex_runtime.robots.openapi import act_example, document
 from reflex_runtime.robots.serving.runtime import PolicyRuntime
 from reflex_runtime.robots.serving.served import PolicyPlan
 from reflex_runtime.robots.sources.export_directory import Export

@@ -20,7 +20,7 @@ from reflex_runtime.feeds.pages import FeedPages
 from reflex_runtime.feeds.pictures import FeedPictures
 from reflex_runtime.feeds.runtime.runtime import Runtime
 from reflex_runtime.llm.app import ModelServer
-from reflex_runtime.robots.serving.app import application
+from reflex_runtime.robots.app import application
 from reflex_runtime.robots.serving.runtime import PolicyRuntime
 from reflex_runtime.robots.serving.served import PolicyPlan
 from reflex_runtime.robots.sources.export_directory import Export

@@ -59,8 +59,8 @@ def latch(tmp_path: Path) -> Iterator[Latch]:
 # What an instruction makes of the server, in its event loop.
 ENDS = """
 import os, re, time
-import reflex_runtime.robots.serving.fields as fields
-inner_decode = fields.decode
+import reflex_runtime.robots.wires.act as act
+inner_decode = act.decode
 def stand_still():
     while True:
         time.sleep(1000)
@@ -71,7 +71,7 @@ def decode(body, packed):
     if asked:
         stand_still()
     return inner_decode(body, packed)
-fields.decode = decode
+act.decode = decode
 """
 HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
 

@@ -87,7 +87,7 @@ def _serve(
     parent: Parent | None,
 ) -> int:
     """The server itself: alone, or one of the workers below a supervisor."""
-    from reflex_runtime.robots.serving.app import serving
+    from reflex_runtime.robots.app import serving
 
     number = 0 if parent is None else parent.number
     changed, env = settings_of(config, devices, number)

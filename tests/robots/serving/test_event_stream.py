@@ -21,10 +21,10 @@ from reflex_runtime.observe.journal_writer import JournalWriter, Recording
 from reflex_runtime.observe.metrics import Metrics
 from reflex_runtime.observe.request_record import RequestRecord
 from reflex_runtime.robots import Export
+from reflex_runtime.robots.app import application
 from reflex_runtime.robots.rollout.breaker import Breaker
 from reflex_runtime.robots.rollout.rollout import Change, Rollout, VerdictSink
 from reflex_runtime.robots.rollout.slo import Objective, SloTracker
-from reflex_runtime.robots.serving.app import application
 from reflex_runtime.robots.serving.telemetry import FailureLog
 from reflex_runtime.run.audience import Audience
 from reflex_runtime.settings import ServeConfig

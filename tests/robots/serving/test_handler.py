@@ -14,7 +14,6 @@ import PIL.Image
 import pytest
 
 from reflex_runtime.core.errors import Closed, Expired, ReflexError
-from reflex_runtime.core.request import Priority
 from reflex_runtime.robots.serving.handler import RequestHandler
 from reflex_runtime.robots.serving.pending import PendingRequest
 from reflex_runtime.robots.serving.question import ACT, ActAnswer, Array, Question
@@ -64,7 +63,7 @@ def test_a_question_is_answered_counted_and_recorded_without_http(tiny: Path, tm
             answer = await robot.asks(Question(state=state, seed=7, request_id="mine", robot_id="arm-1"))
             assert answer.request_id == "mine"
             np.testing.assert_allclose(answer.actions, expected(STATE, 7), atol=1e-5)
-        answer = await robot.asks(Question(state=STATE, priority=Priority.URGENT))
+        answer = await robot.asks(Question(state=STATE, priority="urgent"))
         assert answer.request_id == "made-here"
         assert _counted(runtime, "ok") == 4.0
         assert _nothing_is_left(runtime)

@@ -11,8 +11,8 @@ import pytest
 from openpi_client import msgpack_numpy as stock
 
 from reflex_runtime.robots import Export
+from reflex_runtime.robots.serving.observation_reader import ObservationReader
 from reflex_runtime.robots.wires.bounded_msgpack import MAX_VALUES
-from reflex_runtime.robots.wires.common import ObservationReader
 from reflex_runtime.robots.wires.openpi import decode, decode_form, encode
 from reflex_runtime.web.errors import ClientError
 from robots.tiny import write_export

@@ -23,13 +23,13 @@ from reflex_runtime.robots.policy.model import PolicySource
 from reflex_runtime.robots.policy.observation import ActionChunk
 from reflex_runtime.robots.policy.spec import PYTHON, DeviceOptions, PolicySpec
 from reflex_runtime.robots.policy.units import transformed
+from reflex_runtime.robots.serving.observation_reader import ObservationReader
 from reflex_runtime.robots.serving.question import OPENPI
 from reflex_runtime.robots.sources.embodiment import EMBODIMENT_FILE
 from reflex_runtime.robots.sources.export_directory import Export
 from reflex_runtime.robots.sources.export_files import CONFIG_FILE, check_files
 from reflex_runtime.robots.sources.load import directory_of, load_policy, read_source
 from reflex_runtime.robots.sources.memory import SHARE, Room
-from reflex_runtime.robots.wires.common import ObservationReader
 from reflex_runtime.run import onnx_session
 from reflex_runtime.run.onnx_session import CPU, BatchAxisError, PortMismatch
 from reflex_runtime.settings.model_files import read_json

@@ -18,12 +18,11 @@ from msgspec import Meta
 
 from reflex_runtime.core.errors import Closed, ConfigError, ReflexError
 from reflex_runtime.robots.policy.spec import PYTHON
-from reflex_runtime.robots.serving import fields as wire
 from reflex_runtime.robots.serving.handler import RequestHandler
 from reflex_runtime.robots.serving.slots import SHADOW, Version
 from reflex_runtime.robots.sources.load import directory_of
 from reflex_runtime.web.errors import Conflict, InvalidJson, NotFound
-from reflex_runtime.web.fields import Whole, check_id, invalid, invalid_field, printable, whole
+from reflex_runtime.web.fields import Whole, check_id, encode, invalid, invalid_field, printable, whole
 from reflex_runtime.web.request import Handler, HttpRequest, HttpResponse
 
 log = logging.getLogger("reflex.admin")
@@ -187,7 +186,7 @@ class Admin:
 
 def _told(told: Mapping[str, Any]) -> HttpResponse:
     """The answer that it is done."""
-    return HttpResponse(200, wire.encode_json(told))
+    return HttpResponse(200, encode(told))
 
 
 def is_directory(source: str) -> bool:

@@ -23,19 +23,19 @@ from typing import Any, Final
 
 from reflex_runtime.core.errors import Closed, Expired, ReflexError
 from reflex_runtime.core.events import RequestAnswered
-from reflex_runtime.core.request import AdmittedBatch, Request, Ticket
+from reflex_runtime.core.request import PRIORITIES, AdmittedBatch, Priority, Request, Ticket
 from reflex_runtime.observe.trace_context import within
 from reflex_runtime.robots import ActionChunk, Observation, Policy, PolicySpec
 from reflex_runtime.robots.policy.observation import Doubt
 from reflex_runtime.robots.serving.decode_pool import SHADOW_CLIENT, SHADOW_SHARE, SHARES, Done, Job
 from reflex_runtime.robots.serving.images import check_names, job_of, observe
+from reflex_runtime.robots.serving.observation_reader import ObservationReader
 from reflex_runtime.robots.serving.pending import PendingRequest
 from reflex_runtime.robots.serving.question import GROOT, ActAnswer, Question, Timing
 from reflex_runtime.robots.serving.runtime import PolicyRuntime
 from reflex_runtime.robots.serving.served import ServedPolicy
 from reflex_runtime.robots.serving.shadow import Shadowing
 from reflex_runtime.robots.serving.telemetry import asked_and_answered, begin_span, join_span
-from reflex_runtime.robots.wires.common import ObservationReader
 from reflex_runtime.settings.declare import did_you_mean
 from reflex_runtime.version import __version__
 from reflex_runtime.web.app import cancelled_by
@@ -210,7 +210,7 @@ class RequestHandler:
 
     def _request(self, pending: PendingRequest, question: Question, served: ServedPolicy, policy: Policy) -> Request:
         """What is submitted: the request, or a reservation where pictures are to be decoded once it is admitted."""
-        priority = question.priority
+        priority = Priority.DEFAULT if question.priority is None else PRIORITIES[question.priority]
         client = question.robot_id or question.episode_id or pending.client
         limit = _time_limit(pending, question, served.config.deadline_ms)
         if not question.images:

@@ -7,15 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from math import prod
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from reflex_runtime.core.request import Priority
 from reflex_runtime.observe.journal import episode_key
-from reflex_runtime.web.fields import brief, check_id, invalid, is_unicode, printable
+from reflex_runtime.web.fields import ID, Whole, brief, check_id, invalid, is_unicode, printable, whole
 
 # The protocols that requests come on, as metrics and recordings name them.
 ACT: Final = "act"
@@ -28,6 +27,7 @@ LEROBOT: Final = "lerobot"
 WIRES: Final = (ACT, OPENPI, JSON_NUMPY, OIP, VLA_EVAL, GROOT, LEROBOT)
 
 MAX_INSTRUCTION = 16_384  # characters
+MAX_TEXT: Final = 64 * 1024  # bytes of a text in a frame
 LARGEST = 1e30  # of a number of the state: larger ones need not be finite in the model's units
 _DTYPES = {"<f4", "<f8", "<f2", "|u1", "<u1", "u1", "<i4", "<i8", "<i2", "|i1"}
 
@@ -43,30 +43,60 @@ class Array(msgspec.Struct, forbid_unknown_fields=True):
 Image = str | bytes | Array | NDArray[Any]
 """A picture as it came: base64 text, PNG or JPEG bytes, or an array. It is decoded once the request is admitted."""
 
+_MOST: Final = {"seed": 2**64 - 1, "executed": 1_000_000, "delay": 1_000_000}
+MAX_DEADLINE_MS: Final = 600_000.0
 
-class Question(msgspec.Struct, kw_only=True, gc=False):
+
+def says(description: str, **checked: Any) -> msgspec.Meta:
+    """What a field means, for /openapi.json and /docs. checked: what `Question` looks at, as JSON Schema has it."""
+    return msgspec.Meta(description=description, extra_json_schema=checked)
+
+
+def _whole(name: str, description: str) -> msgspec.Meta:
+    return says(description, minimum=0, maximum=_MOST[name])
+
+
+Id = Annotated[str, msgspec.Meta(extra_json_schema=ID)] | None
+Level = Literal["urgent", "default", "background"]
+
+
+class RequestLimits(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """What a request says beside its observation, by the same names on every wire. `Question` looks at the values."""
+
+    episode_id: Annotated[Id, says("what cached prefixes and held actions belong to, with robot_id")] = None
+    request_id: Annotated[Id, says("comes back in the answer and as X-Request-Id; made when absent")] = None
+    robot_id: Annotated[Id, says("whose fair share it takes; else the episode's, else the connection's")] = None
+    seed: Annotated[
+        Whole | None, _whole("seed", "of the noise; else the first 8 bytes of SHA-256 of request_id")
+    ] = None
+    priority: Annotated[
+        Level | None, says("urgent goes first and at once, background fills free places")
+    ] = None
+    deadline_ms: Annotated[
+        float | None,
+        says(
+            "refused before it runs when it cannot be answered within this", exclusiveMinimum=0, maximum=MAX_DEADLINE_MS
+        ),
+    ] = None
+    executed: Annotated[
+        Whole | None, _whole("executed", "actions of the episode's last chunk executed when this was seen; for --rtc")
+    ] = None
+    delay: Annotated[
+        Whole | None, _whole("delay", "actions executed until the answer arrives, 0 for no delay; for --rtc")
+    ] = None
+    policy: Annotated[str | None, says("which of several policies is asked, by its name")] = None
+
+
+class Question(RequestLimits, kw_only=True, gc=False):
     """What a robot asks. Checked when it is made: the 422 names the field.
 
-    images: (camera, field to name in errors, picture). state: in the robot's units. episode_id: what cached prefixes
-    and held actions belong to, with the robot. robot_id: whose fair share it takes; else the episode's, else the
-    connection's. seed: of
-    the noise; else the first 8 bytes of SHA-256 of the request's id. executed: actions of the episode's last chunk that
-    the robot has executed when it sees this; delay: those that it executes until the answer is there. deadline_ms: from
-    when the request reached this machine. policy: the name of the one that is asked, where the request itself has it.
+    images: (camera, field to name in errors, picture). state: in the robot's units. deadline_ms: from when the request
+    reached this machine.
     """
 
     images: Sequence[tuple[str, str, Image]] = ()
     state: Sequence[float] | Array | NDArray[Any] | None = None
     instruction: str | None = None
-    episode_id: str | None = None
-    request_id: str | None = None
-    robot_id: str | None = None
-    seed: int | None = None
-    executed: int | None = None
-    delay: int | None = None
-    priority: Priority = Priority.DEFAULT
-    deadline_ms: float | None = None
-    policy: str | None = None
 
     @property
     def episode(self) -> str:
@@ -83,14 +113,15 @@ class Question(msgspec.Struct, kw_only=True, gc=False):
             raise invalid("instruction", "instruction: holds text that is not Unicode (a lone surrogate)")
         if self.instruction is not None and len(self.instruction) > MAX_INSTRUCTION:
             raise invalid("instruction", f"instruction: has more than {MAX_INSTRUCTION} characters")
-        if self.seed is not None and not 0 <= self.seed < 2**64:
-            raise invalid("seed", f"seed={self.seed}: must be in [0, 2^64)")
-        for name in ("executed", "delay"):
-            if (value := getattr(self, name)) is not None and not 0 <= value <= 1_000_000:
-                raise invalid(name, f"{name}={value}: must be in [0, 1000000]")
+        for name, most in _MOST.items():
+            if (sent := getattr(self, name)) is not None:
+                value = whole(name, sent)
+                if not 0 <= value <= most:
+                    raise invalid(name, f"{name}={value}: must be in [0, {most}]")
+                setattr(self, name, value)
         limit = self.deadline_ms
-        if limit is not None and not 0.0 < limit <= 600_000.0:
-            raise invalid("deadline_ms", f"deadline_ms={limit}: must be in (0, 600000]")
+        if limit is not None and not 0.0 < limit <= MAX_DEADLINE_MS:
+            raise invalid("deadline_ms", f"deadline_ms={limit}: must be in (0, {MAX_DEADLINE_MS:g}]")
 
     def state_vector(self) -> NDArray[np.float32] | None:
         """The state as float32 [n], finite; 422 otherwise."""

@@ -11,15 +11,15 @@ from reflex_runtime.observe import metrics
 from reflex_runtime.observe.live import Live, own_process
 from reflex_runtime.robots import PolicySpec
 from reflex_runtime.robots.policy.spec import WireMap
-from reflex_runtime.robots.serving import fields as wire
 from reflex_runtime.robots.serving.handler import RequestHandler
+from reflex_runtime.robots.serving.observation_reader import ObservationReader
 from reflex_runtime.robots.serving.question import ACT, LEROBOT, OIP, WIRES
 from reflex_runtime.robots.serving.runtime import PolicyRuntime
 from reflex_runtime.robots.serving.served import ServedPolicy
-from reflex_runtime.robots.wires.common import ObservationReader
 from reflex_runtime.settings.declare import settings
 from reflex_runtime.version import __version__
 from reflex_runtime.web.errors import NotFound
+from reflex_runtime.web.fields import encode
 from reflex_runtime.web.request import HttpRequest, HttpResponse, Route
 from reflex_runtime.web.watchers import Watchers
 
@@ -53,7 +53,7 @@ class Views:
             "server": settings(self._handler.served.config) | self.runtime.listening,
             "reflex_version": __version__,
         }
-        return HttpResponse(200, wire.encode_json(body))
+        return HttpResponse(200, encode(body))
 
     def configuration_of(self, served: ServedPolicy) -> dict[str, Any]:
         """What /config says of one policy."""
@@ -84,19 +84,19 @@ class Views:
         )
         budgets = {name: round(states[group]["max_batch_cost"] * 1e3, 3) for name, group in groups.items()}
         told = {"cost_model": served.config.cost_model, "max_batch_cost_ms": budgets, "slots": slots}
-        return HttpResponse(200, wire.encode_json(told))
+        return HttpResponse(200, encode(told))
 
     async def rollout(self, request: HttpRequest) -> HttpResponse:
         """Split, breakers, outcomes, the comparison, the ramp and what has changed."""
         body = self._handler.served.rollout.snapshot(time.monotonic())
         body["versions"] = {name: slot.version.name for name, slot in self._handler.served.slots.items()}
-        return HttpResponse(200, wire.encode_json(body))
+        return HttpResponse(200, encode(body))
 
     async def shadow(self, request: HttpRequest) -> HttpResponse:
         """How far the shadow's actions are from the served ones."""
         if self._handler.served.shadow is None:
             raise NotFound("no shadow is served; start the server with --shadow-policy DIR")
-        return HttpResponse(200, wire.encode_json(dict(self._handler.served.shadow.snapshot())))
+        return HttpResponse(200, encode(dict(self._handler.served.shadow.snapshot())))
 
 
 class ServerViews(Views):
@@ -128,7 +128,7 @@ class ServerViews(Views):
             "server": settings(self.runtime.config) | self.runtime.listening,
             "reflex_version": __version__,
         }
-        return HttpResponse(200, wire.encode_json(body))
+        return HttpResponse(200, encode(body))
 
 
 # -- the parts of /health ----------------------------------------------------------------------------------------------
@@ -143,7 +143,7 @@ def _health(runtime: PolicyRuntime, state: str, of_policies: Mapping[str, Any]) 
         **of_policies,
         **_process_of(runtime),
     }
-    return HttpResponse(200 if state == "ready" else 503, wire.encode_json(body))
+    return HttpResponse(200 if state == "ready" else 503, encode(body))
 
 
 def _policy_in(served: ServedPolicy, loaded: bool) -> dict[str, Any]:

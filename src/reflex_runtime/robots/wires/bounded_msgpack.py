@@ -12,10 +12,10 @@ from typing import Any, Final
 
 import msgpack
 
+from reflex_runtime.robots.serving.question import MAX_TEXT
 from reflex_runtime.web.errors import ClientError
 
 MAX_VALUES: Final = 20_000
-MAX_TEXT: Final = 64 * 1024  # bytes
 
 Hook = Callable[[dict[str, Any]], Any]
 

@@ -1,25 +1,21 @@
-"""What the wires share: arrays out of bytes, observations as cameras, state and instruction, identity and limits."""
+"""What the wires share: arrays out of bytes, identity and limits of a request, its question, and what answers tell."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping
 from functools import lru_cache
 from math import prod
-from typing import Any, Final, Literal, TypeVar
+from typing import Any, Final
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from reflex_runtime.core.request import PRIORITIES
-from reflex_runtime.robots.policy.observation import JPEG_START, PNG_START
-from reflex_runtime.robots.policy.spec import PolicySpec, WireMap
-from reflex_runtime.robots.serving.question import ActAnswer, Image, Question
-from reflex_runtime.robots.wires.bounded_msgpack import MAX_TEXT
-from reflex_runtime.web.errors import ClientError, InvalidRequest
-from reflex_runtime.web.fields import MAX_VALUES, brief, check_id, invalid, invalid_field, printable
+from reflex_runtime.robots.serving.observation_reader import IDS, OWN, WireObservation, invalid_input, text_of
+from reflex_runtime.robots.serving.question import ActAnswer, Question, RequestLimits
+from reflex_runtime.web.errors import ClientError
+from reflex_runtime.web.fields import MAX_VALUES, brief, check_id, invalid_field, printable
 
 # -- arrays ------------------------------------------------------------------------------------------------------------
 
@@ -88,313 +84,23 @@ def check_json(text: bytes) -> None:
         raise ClientError(f"the JSON is over {MAX_JSON >> 20} MB or {MAX_LISTS} lists: send arrays as binary data")
 
 
-def invalid_input(name: str, why: str) -> InvalidRequest:
-    """422 for a field or a tensor, under the name that the caller gave it."""
-    return invalid(printable(name), printable(f"{name}: {why}"))
-
-
-# -- observations ------------------------------------------------------------------------------------------------------
-
-
-PREFIXES: Final = ("observation/", "observation.images.", "observation.", "images/", "vision/", "video.")
-"""Prefixes that other protocols put before a name."""
-PROMPTS: Final = ("prompt", "instruction", "task", "task_description", "language_instruction")
-STATES: Final = ("state", "states", "proprio")
-MAX_STATE: Final = 16_384  # numbers
-MAX_NAME: Final = 256  # characters of a name with the names of its enclosing maps
-MAX_ROWS: Final = 256  # robots in a message, so that one leaves most of a queue (--max-queue) to other callers
-
-UNSERVED: Final = {
-    "noise": "noise is drawn by the server; a seed says which",
-    "num_steps": "the export says how many denoise steps there are",
-    "num_denoising_steps": "the export says how many there are",
-    "inference_delay": "delay says it, a number of actions",
-    "prev_action_chunk": "with --rtc the server continues the last chunk of the episode by itself",
-    "prev_chunk_left_over": "with --rtc the server continues the last chunk of the episode by itself",
-    "execution_horizon": "--rtc-horizon says it, for all robots",
-    "image_mask": "leave out the pictures that are missing",
-    "image_masks": "leave out the pictures that are missing",
-}
-"""What clients of other servers say beside an observation. It would change the answer, so it is refused; other names
-that a policy does not read are data that it does not see."""
-
-WireObservation = tuple[tuple[tuple[str, str, Image], ...], NDArray[np.float64] | None, str | None]
-
-
-class ObservationReader:
-    """Reads the observations of one wire for one export.
-
-    others: of exports that may answer instead. Pictures that only they use are read where they came. video: what the
-    wire puts in front of a camera's name.
-    """
-
-    def __init__(
-        self, spec: PolicySpec, wire: WireMap | None, others: Sequence[ObservationReader] = (), video: str = ""
-    ) -> None:
-        self.spec, self.wire, self._others, self._video = spec, wire or WireMap(), others, video
-
-    def read(self, observation: Mapping[str, Any]) -> WireObservation:
-        """(images, state, instruction) of a `Question`; 422 naming what is missing or wrong."""
-        came = dict(_flat(observation))
-        plain = {_stripped(name): name for name in reversed(came)}
-        for name in UNSERVED.keys() & {*plain, *(name.partition("/")[0] for name in came)}:
-            if name not in self.spec.images and plain.get(name) not in (*self.wire.images.values(), *self.wire.state):
-                raise invalid_input(name, f"is not read here: {UNSERVED[name]}")
-        images = {
-            camera: self._image(camera, came, plain)
-            for camera in self.spec.images
-            if self._is_there(camera, came, plain)
-        }
-        for other in self._others:
-            for camera in [camera for camera in other.spec.images if camera not in images]:
-                with suppress(InvalidRequest):  # the version that needs it reports the error
-                    images[camera] = other._image(camera, came, plain)
-        self._check_subset(images, came)
-        return tuple(images.values()), self._state(came, plain), self._prompt(came, plain)
-
-    def split(self, observation: Mapping[str, Any]) -> dict[str, dict[str, Any]] | None:
-        """The observations of N robots that came as one, with a leading axis, by their episodes' ids where each has one
-        and else by number; None for an observation of one robot.
-
-        Pictures and states that have a dimension more than one robot's say so; those of them that are read must agree.
-        Any other list or array of N, of instructions or limits too, has one value for each robot. Other values are for
-        all; an id gets the robot's number.
-        """
-        came = dict(_flat(observation))
-        plain = {_stripped(name): name for name in reversed(came)}
-        states = self._state_names(plain) if self.spec.takes_state else ()
-        cameras = [self._found(camera, came, plain) for camera in self.spec.images]
-        axes = {name: _axis(came[name], 3) for name in cameras if name in came}
-        pictures = max(axes.values(), default=None)
-        axes |= {name: _axis(came[name], 1) for name in states if name in came}
-        size = max(axes.values(), default=0)
-        if not size or (size == 1 and pictures == 0):  # a state [1, dim] beside plain pictures
-            return None
-        for name in [self.wire.prompt] if self.wire.prompt else [plain.get(name, name) for name in PROMPTS]:
-            if many := _many(text_of(came.get(name))):
-                axes[name] = many
-        # Single numbers are the parts of a state that have no dimension of their own.
-        differ = [name for name, found in axes.items() if size not in (found, name in states and _axis(came[name], 0))]
-        if differ:
-            told = ", ".join(f"{name} {found or 'none'}" for name, found in axes.items())
-            raise invalid_input(differ[0], f"has another leading axis than the rest of the observation: {told}")
-        if size * len(came) > MAX_VALUES:
-            raise invalid("observation", f"observation: {len(came)} names of {size} robots: over {MAX_VALUES} values")
-        if size > MAX_ROWS:
-            raise invalid_input(next(iter(axes)), f"is of {size} robots, at most {MAX_ROWS} are read from a message")
-        named = next((came[name] for name in EPISODES if _many(came.get(name)) == size), ())
-        ids = [text_of(id) for id in named]
-        robots = ids if len({id for id in ids if isinstance(id, str)}) == size else [str(row) for row in range(size)]
-        parts = [_each(name, value, robots) for name, value in came.items()]
-        return {robot: dict(zip(came, row, strict=True)) for robot, *row in zip(robots, *parts, strict=True)}
-
-    def describe(self) -> dict[str, Any]:
-        """The expected observation, JSON-safe."""
-        spec, wire = self.spec, self.wire
-        images = {wire.images.get(name, self._video + name): list(size) for name, size in spec.images.items()}
-        found: dict[str, Any] = {"images": images}
-        if spec.optional_images:
-            found["optional_images"] = [
-                wire.images.get(name, self._video + name) for name in spec.images if name in spec.optional_images
-            ]
-        if spec.observation_steps > 1:
-            found["observation_steps"] = spec.observation_steps
-        if spec.takes_state:
-            found["state"] = {"names": list(wire.state or ("state",)), "dim": spec.state_dim}
-            if wire.state_sizes:
-                found["state"]["sizes"] = list(wire.state_sizes)
-        if spec.takes_text:
-            found["prompt"] = wire.prompt or PROMPTS[0]
-        return found
-
-    def _check_subset(self, images: Mapping[str, tuple[str, str, Image]], came: Mapping[str, Any]) -> None:
-        """Where any camera may be left out, a picture under a name that is none must not pass for that."""
-        missing = [camera for camera in self.spec.images if camera not in images]
-        if missing and self.spec.optional_images >= set(self.spec.images):
-            read = {name for _, name, _ in images.values()}
-            if not read or any(_is_picture(value) for name, value in came.items() if printable(name) not in read):
-                raise self._missing(self.wire.images.get(missing[0], self._video + missing[0]), came)
-
-    def _is_there(self, camera: str, came: Mapping[str, Any], plain: Mapping[str, str]) -> bool:
-        """Whether it was sent; of cameras that must be sent, `_image` says so."""
-        return camera not in self.spec.optional_images or self._name(camera, plain) in came
-
-    def _name(self, camera: str, plain: Mapping[str, str]) -> str | None:
-        """Under which the observation would have a camera's picture."""
-        return self.wire.images.get(camera) or plain.get(camera) or plain.get(self.spec.other_names.get(camera, ""))
-
-    def _found(self, camera: str, came: Mapping[str, Any], plain: Mapping[str, str]) -> str | None:
-        """The same, but the only camera may have the only picture, whatever it is called."""
-        name = self._name(camera, plain)
-        if name is None and len(self.spec.images) == 1:
-            only = [name for name in came if name.startswith(("images/", "vision/", "video."))]
-            name = plain.get("image") or (only[0] if len(only) == 1 else None)
-        return name
-
-    def _image(self, camera: str, came: Mapping[str, Any], plain: Mapping[str, str]) -> tuple[str, str, Image]:
-        name = self._found(camera, came, plain)
-        if name is None or name not in came:
-            raise self._missing(name or self._video + camera, came)
-        image = came[name]
-        if isinstance(image, bytes):
-            return camera, name, image  # PNG or JPEG
-        if not isinstance(image, np.ndarray):
-            raise invalid_input(name, "must be an array, or a PNG or JPEG")
-        if image.ndim == 3 and image.shape[0] == 3 and image.shape[2] != 3:
-            image = image.transpose(1, 2, 0)
-        return camera, printable(name), image
-
-    def _state_names(self, plain: Mapping[str, str]) -> Sequence[str]:
-        return self.wire.state or (next((plain[name] for name in STATES if name in plain), STATES[0]),)
-
-    def _state(self, came: Mapping[str, Any], plain: Mapping[str, str]) -> NDArray[np.float64] | None:
-        if not self.spec.takes_state:
-            return None
-        names, parts = self._state_names(plain), []
-        for name in names:
-            if name not in came:
-                raise self._missing(name, came)
-            parts.append(_numbers(name, came[name]))
-        for name, part, size in zip(names, parts, self.wire.state_sizes, strict=False):
-            if len(part) != size:
-                raise invalid_input(name, f"must be {size} numbers, came {len(part)}")
-        state = np.concatenate(parts)
-        if len(state) != self.spec.state_dim:
-            given = ", ".join(f"{name} {len(part)}" for name, part in zip(names, parts, strict=True))
-            raise invalid("state", printable(f"state: must be {self.spec.state_dim} numbers, came: {given}"))
-        return state
-
-    def _prompt(self, came: Mapping[str, Any], plain: Mapping[str, str]) -> str | None:
-        names = [self.wire.prompt] if self.wire.prompt else [plain.get(name, name) for name in PROMPTS]
-        name = next((name for name in names if came.get(name) is not None), None)
-        if name is None:
-            if self.spec.takes_text and self.spec.default_prompt is None:
-                raise self._missing(names[0], came)
-            return self.spec.default_prompt
-        text = text_of(came[name])
-        if not isinstance(text, str):
-            raise invalid_input(name, "must be a text")
-        return text
-
-    def _missing(self, name: str, came: Mapping[str, Any]) -> InvalidRequest:
-        expected = self.describe()
-        names = [*expected["images"], *expected.get("state", {}).get("names", ())]
-        names += [expected["prompt"]] if "prompt" in expected else []
-        there = ", ".join(list(came)[:50]) or "nothing"
-        return invalid_input(name, f"missing; came: {there}; expected: {', '.join(names)}")
-
-
-def text_of(value: Any) -> Any:
-    """The text in bytes, an array or a list of one; any other value unchanged."""
-    while isinstance(value, list) and len(value) == 1:
-        value = value[0]
-    if isinstance(value, np.ndarray) and value.size == 1 and value.dtype.kind in "US":
-        value = value.item()
-    if isinstance(value, bytes) and len(value) <= MAX_TEXT:
-        try:
-            return value.decode()
-        except UnicodeDecodeError:
-            return value
-    return value
-
-
-def _is_picture(value: Any) -> bool:
-    return value.ndim == 3 if isinstance(value, np.ndarray) else (
-        isinstance(value, bytes) and value.startswith((JPEG_START, PNG_START[:8]))
-    )
-
-
-def _axis(value: Any, dims: int) -> int:
-    """The length of an axis in front of so many dimensions, of an array or of a list; 0 where there is none."""
-    if isinstance(value, np.ndarray):
-        return len(value) if value.ndim == dims + 1 else 0
-    if not isinstance(value, list) or not value:
-        return 0
-    kinds = {0: (int, float), 1: (list, np.ndarray), 3: (np.ndarray, bytes)}[dims]
-    return len(value) if all(isinstance(part, kinds) for part in value) else 0
-
-
-def _many(value: Any) -> int:
-    """How many values it may be, one for each robot; 0 for what is one value."""
-    return len(value) if isinstance(value, list) or (isinstance(value, np.ndarray) and value.ndim) else 0
-
-
-def _each(name: str, value: Any, robots: Sequence[str]) -> Sequence[Any]:
-    """What a value is for each of several robots."""
-    if _many(value) == len(robots):
-        each: Sequence[Any] = value.tolist() if isinstance(value, np.ndarray) and value.ndim == 1 else value
-        return each
-    id, text = name.removeprefix(OWN), text_of(value)
-    if id in IDS and isinstance(text, str):
-        return [f"{text}.{row}" if id == "request_id" else f"{text}/{robot}" for row, robot in enumerate(robots)]
-    return [value] * len(robots)
-
-
-def _flat(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
-    """Flatten nested maps to names joined by slashes."""
-    for name, value in values.items():
-        if len(before) + len(name) > MAX_NAME:
-            raise invalid("observation", f"observation: a name in it has more than {MAX_NAME} characters")
-        if isinstance(value, dict):
-            yield from _flat(value, f"{before}{name}/")
-        else:
-            yield before + name, value
-
-
-def _stripped(name: str) -> str:
-    for prefix in PREFIXES:
-        name = name.removeprefix(prefix)
-    return name
-
-
-def _numbers(name: str, value: Any) -> NDArray[np.float64]:
-    """A part of the state as a vector, from an array, a list, or one number."""
-    if isinstance(value, list) and (len(value) > MAX_STATE or not all(type(v) in (int, float) for v in value)):
-        value = None
-    if isinstance(value, (list, int, float)) and not isinstance(value, bool):
-        return np.array(value, np.float64, ndmin=1)
-    if isinstance(value, np.ndarray) and value.dtype.kind in "iuf" and value.size <= MAX_STATE:
-        return value.astype(np.float64).reshape(-1)
-    raise invalid_input(name, "must be numbers")
-
-
 # -- identity and limits -----------------------------------------------------------------------------------------------
 
 
-S = TypeVar("S", bound=msgspec.Struct)
-
-OWN: Final = "reflex/"
-EPISODES: Final = (f"{OWN}episode_id", "episode_id", "session_id")
-IDS: Final = {"robot_id": "/", "episode_id": "/", "session_id": "/", "request_id": "."}
-"""What stands between an id and the number of one of several robots."""
 _TOLD: Final = ("request_id", "timing", "batch", "cache", "guard", "rtc", "model_hash", "policy_changed", "warnings")
 
 
-class SocketLimits(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """Fields of a URL's query, for all requests of its websocket."""
-
-    robot_id: str | None = None
-    episode_id: str | None = None
-    priority: Literal["urgent", "default", "background"] | None = None
-    deadline_ms: float | None = None
-    policy: str | None = None
-
-
-class RequestLimits(SocketLimits, forbid_unknown_fields=True, kw_only=True):
-    """Limits of one request; the same fields as in POST /act."""
-
-    request_id: str | None = None
-    seed: int | None = None
-    executed: int | None = None
-    delay: int | None = None
-
-
 LIMITS: Final = RequestLimits.__struct_fields__
+OF_SOCKETS: Final = ("robot_id", "episode_id", "priority", "deadline_ms", "policy")
+"""What the query of a URL may say, for all requests of its websocket."""
 
 
 def limits_of(said: Mapping[str, Any]) -> RequestLimits:
-    """Validate the limits of one request; 422 names the wrong field. Numbers may be text."""
-    return _converted(said, RequestLimits)
+    """The limits of one request; 422 names the wrong field. Numbers may be text."""
+    try:
+        return msgspec.convert(said, RequestLimits, strict=False)
+    except msgspec.ValidationError as error:
+        raise invalid_field(error) from None
 
 
 def limits_among(values: Mapping[str, Any]) -> RequestLimits:
@@ -413,9 +119,11 @@ def limits_in(observation: Mapping[str, Any]) -> RequestLimits:
     return limits_of({name[len(OWN) :]: text_of(value) for name, value in observation.items() if name.startswith(OWN)})
 
 
-def socket_limits(query: Mapping[str, str]) -> SocketLimits:
-    """Validate the query of a websocket's URL: what is wrong refuses its handshake."""
-    said = _converted(query, SocketLimits)
+def socket_limits(query: Mapping[str, str]) -> RequestLimits:
+    """The limits in the query of a websocket's URL: what is wrong refuses its handshake."""
+    said = limits_of(query)
+    for name in query.keys() - set(OF_SOCKETS):
+        raise invalid_input(name, f"is of a request, not of a websocket, which takes {', '.join(OF_SOCKETS)}")
     for name in ("robot_id", "episode_id"):
         if (id := getattr(said, name)) is not None:
             check_id(name, id)
@@ -423,31 +131,19 @@ def socket_limits(query: Mapping[str, str]) -> SocketLimits:
 
 
 def question_of(
-    observed: WireObservation, limits: RequestLimits, said: SocketLimits, robot_id: str | None, episode_id: str | None
+    observed: WireObservation,
+    limits: RequestLimits,
+    robot_id: str | None = None,
+    episode_id: str | None = None,
+    said: RequestLimits | None = None,
 ) -> Question:
     """Build the question. limits: of the request; said: of its websocket. robot_id: default if `limits` has none."""
     images, state, instruction = observed
-    return Question(
-        images=images,
-        state=state,
-        instruction=instruction,
-        episode_id=episode_id,
-        request_id=limits.request_id,
-        robot_id=limits.robot_id or robot_id,
-        seed=limits.seed,
-        executed=limits.executed,
-        delay=limits.delay,
-        priority=PRIORITIES[limits.priority or said.priority or "default"],
-        deadline_ms=said.deadline_ms if limits.deadline_ms is None else limits.deadline_ms,
-        policy=limits.policy,
-    )
-
-
-def _converted(said: Mapping[str, Any], kind: type[S]) -> S:
-    try:
-        return msgspec.convert(said, kind, strict=False)
-    except msgspec.ValidationError as error:
-        raise invalid_field(error) from None
+    own = msgspec.structs.asdict(limits) | {"robot_id": limits.robot_id or robot_id, "episode_id": episode_id}
+    if said is not None:
+        own["priority"] = limits.priority or said.priority
+        own["deadline_ms"] = said.deadline_ms if limits.deadline_ms is None else limits.deadline_ms
+    return Question(images=images, state=state, instruction=instruction, **own)
 
 
 class Episodes:

@@ -31,25 +31,25 @@ from numpy.typing import NDArray
 
 from reflex_runtime.core.errors import ReflexError
 from reflex_runtime.robots.serving.handler import RequestHandler
+from reflex_runtime.robots.serving.observation_reader import (
+    MAX_ROWS,
+    PROMPTS,
+    ObservationReader,
+    invalid_input,
+    text_of,
+)
 from reflex_runtime.robots.serving.pending import PendingRequest
-from reflex_runtime.robots.serving.question import GROOT, Question
+from reflex_runtime.robots.serving.question import GROOT, Question, RequestLimits
 from reflex_runtime.robots.wires.bounded_msgpack import unpack
 from reflex_runtime.robots.wires.common import (
     LIMITS,
-    MAX_ROWS,
-    PROMPTS,
     Episodes,
-    ObservationReader,
-    RequestLimits,
-    SocketLimits,
     answer_details,
     array_in,
-    invalid_input,
     limits_among,
     limits_of,
     nd_in,
     question_of,
-    text_of,
 )
 from reflex_runtime.web.errors import (
     ClientError,
@@ -413,7 +413,7 @@ def _question(
     observed = reading.read(row)
     name = None if limits.episode_id is None else limits.episode_id + part
     own = msgspec.structs.replace(limits, robot_id=(limits.robot_id or client.name) + part)
-    return question_of(observed, own, SocketLimits(), None, client.episodes(part).of(name, observed[2]))
+    return question_of(observed, own, None, client.episodes(part).of(name, observed[2]))
 
 
 def _error(error: ReflexError, request_id: str) -> bytes:

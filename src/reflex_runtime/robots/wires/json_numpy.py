@@ -31,16 +31,12 @@ from numpy.typing import NDArray
 
 from reflex_runtime.robots.serving.handler import Asked
 from reflex_runtime.robots.serving.images import decoded_base64
-from reflex_runtime.robots.serving.question import GROOT, JSON_NUMPY, Question
+from reflex_runtime.robots.serving.observation_reader import PROMPTS, ObservationReader, invalid_input
+from reflex_runtime.robots.serving.question import GROOT, JSON_NUMPY, Question, RequestLimits
 from reflex_runtime.robots.wires.common import (
     LIMITS,
-    PROMPTS,
-    ObservationReader,
-    RequestLimits,
-    SocketLimits,
     array_in,
     check_json,
-    invalid_input,
     limits_among,
     limits_of,
     limits_of_row,
@@ -147,7 +143,7 @@ class GrootJson:
 
 
 def _asked(reading: ObservationReader, seen: Mapping[str, Any], limits: RequestLimits) -> Question:
-    return question_of(reading.read(seen), limits, SocketLimits(), None, limits.episode_id)
+    return question_of(reading.read(seen), limits, None, limits.episode_id)
 
 
 def is_json_numpy(body: bytes) -> bool:

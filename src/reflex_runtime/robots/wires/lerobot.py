@@ -40,13 +40,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from reflex_runtime.core.errors import Closed, ReflexError
-from reflex_runtime.core.request import Priority
 from reflex_runtime.robots.policy.spec import PolicySpec
 from reflex_runtime.robots.serving.handler import RequestHandler
+from reflex_runtime.robots.serving.observation_reader import ObservationReader, invalid_input
 from reflex_runtime.robots.serving.pending import PendingRequest
 from reflex_runtime.robots.serving.question import LEROBOT, Question
 from reflex_runtime.robots.wires import messages_pb2 as messages
-from reflex_runtime.robots.wires.common import Episodes, ObservationReader, array_in, invalid_input
+from reflex_runtime.robots.wires.common import Episodes, array_in
 from reflex_runtime.robots.wires.lerobot_client import (
     BEGIN,
     END,
@@ -403,7 +403,7 @@ class LerobotService:
             instruction=instruction,
             robot_id=robot.name,
             episode_id=robot.episodes.of(None, instruction),
-            priority=Priority.URGENT if must_go else Priority.DEFAULT,
+            priority="urgent" if must_go else "default",
         )
 
     def _key(self, call: GrpcCall) -> tuple[bool, str]:

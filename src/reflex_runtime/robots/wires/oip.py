@@ -20,20 +20,19 @@ from msgspec import Meta
 from numpy.typing import NDArray
 
 from reflex_runtime.core.errors import ReflexError
-from reflex_runtime.core.request import PRIORITIES
 from reflex_runtime.robots.policy.spec import PolicySpec
 from reflex_runtime.robots.serving.handler import RequestHandler
+from reflex_runtime.robots.serving.observation_reader import MAX_ROWS, invalid_input
 from reflex_runtime.robots.serving.pending import PendingRequest
 from reflex_runtime.robots.serving.question import OIP, ActAnswer, Question
 from reflex_runtime.robots.wires.common import (
     MAX_DIMENSIONS,
-    MAX_ROWS,
     Episodes,
     answer_details,
     array_in,
     check_json,
-    invalid_input,
     limits_of,
+    question_of,
 )
 from reflex_runtime.version import __version__
 from reflex_runtime.web.bodies import LARGE
@@ -279,21 +278,16 @@ def questions(
     found = []
     for row in range(rows):
         part = f"/{row}" if rows > 1 else ""
-        found.append(
-            Question(
-                images=tuple((name, name, _picture(given[name], row)) for name in spec.images if name in given),
-                state=_state(given[_STATE], row) if spec.takes_state else None,
-                instruction=_text(given[_INSTRUCTION], row) if _INSTRUCTION in given else None,
-                robot_id=robot + part if robot else None,
-                episode_id=episode + part if episode else None,
-                request_id=sent.id + part if sent.id else None,
-                seed=_seed(given[_SEED], row) if _SEED in given else None,
-                executed=limits.executed,
-                delay=limits.delay,
-                priority=PRIORITIES[limits.priority or "default"],
-                deadline_ms=limits.deadline_ms,
-            )
+        images = tuple((name, name, _picture(given[name], row)) for name in spec.images if name in given)
+        state = _state(given[_STATE], row) if spec.takes_state else None
+        instruction = _text(given[_INSTRUCTION], row) if _INSTRUCTION in given else None
+        own = msgspec.structs.replace(
+            limits,
+            robot_id=robot + part if robot else None,
+            request_id=sent.id + part if sent.id else None,
+            seed=_seed(given[_SEED], row) if _SEED in given else None,
         )
+        found.append(question_of((images, state, instruction), own, None, episode + part if episode else None))
     return found
 
 

@@ -24,21 +24,19 @@ import numpy as np
 
 from reflex_runtime.core.errors import ReflexError
 from reflex_runtime.robots.serving.handler import Asked, RequestHandler
+from reflex_runtime.robots.serving.observation_reader import MAX_ROWS, invalid_input, text_of
 from reflex_runtime.robots.serving.pending import PendingRequest
 from reflex_runtime.robots.serving.question import OPENPI, ActAnswer, Question
 from reflex_runtime.robots.wires.bounded_msgpack import unpack
 from reflex_runtime.robots.wires.common import (
-    MAX_ROWS,
     Episodes,
     answer_details,
     array_in,
-    invalid_input,
     limits_in,
     limits_of,
     nd_in,
     question_of,
     socket_limits,
-    text_of,
     type_of,
 )
 from reflex_runtime.web.errors import PLAIN, ClientError, Reported, describe_error, known
@@ -205,7 +203,7 @@ class OpenpiRobot:
         """part: what tells robots of a message apart."""
         if not isinstance(observation, dict):
             raise ClientError("an observation must be a map")
-        limits, said = limits_in(observation), self._said
+        limits = limits_in(observation)
         for name in ("episode_id", "session_id"):
             if name in observation and limits.episode_id is None:
                 limits.episode_id = limits_of({"episode_id": text_of(observation[name])}).episode_id
@@ -217,7 +215,7 @@ class OpenpiRobot:
         if reset:
             episodes.reset()
         episode = episodes.of(limits.episode_id, observed[2])
-        return question_of(observed, limits, said, self._robot + part, episode)
+        return question_of(observed, limits, self._robot + part, episode, self._said)
 
     def _episodes_of(self, part: str) -> Episodes:
         known = self._episodes.pop(part, None)

@@ -24,10 +24,11 @@ import numpy as np
 
 from reflex_runtime.core.errors import ReflexError
 from reflex_runtime.robots.serving.handler import RequestHandler
+from reflex_runtime.robots.serving.observation_reader import PROMPTS, text_of
 from reflex_runtime.robots.serving.pending import PendingRequest
 from reflex_runtime.robots.serving.question import VLA_EVAL, ActAnswer, Question
 from reflex_runtime.robots.wires.bounded_msgpack import unpack
-from reflex_runtime.robots.wires.common import PROMPTS, array_in, limits_in, question_of, socket_limits, text_of
+from reflex_runtime.robots.wires.common import array_in, limits_in, question_of, socket_limits
 from reflex_runtime.version import __version__
 from reflex_runtime.web.errors import ClientError, NotFound, Reported, describe_error, known
 from reflex_runtime.web.fields import brief, check_id, printable
@@ -269,7 +270,7 @@ class VlaEvalSession(MessageSession):
         if limits.executed is None:
             limits.executed = self._executed
         episode, self._asked_as = limits.episode_id or self._episode, limits.robot_id or self.robot
-        return question_of(self.handler.reading(VLA_EVAL).read(observation), limits, self.said, self.robot, episode)
+        return question_of(self.handler.reading(VLA_EVAL).read(observation), limits, self.robot, episode, self.said)
 
     def _action(self) -> bytes:
         return encode(EvalMessage("action", {"actions": self._left.popleft()}, self._sent.seq))

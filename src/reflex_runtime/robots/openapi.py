@@ -13,11 +13,11 @@ from typing import Any, Final, get_args
 from reflex_runtime.robots import PolicySpec
 from reflex_runtime.robots.policy.processors import FaultKind
 from reflex_runtime.robots.serving import admin
-from reflex_runtime.robots.serving.fields import ActJson
 from reflex_runtime.robots.serving.images import cameras_of
 from reflex_runtime.robots.serving.question import ActAnswer
 from reflex_runtime.robots.serving.slots import SHADOW
 from reflex_runtime.robots.wires import oip
+from reflex_runtime.robots.wires.act import ActJson
 from reflex_runtime.settings import DEFAULT_POLICY
 from reflex_runtime.web.access import Keys
 from reflex_runtime.web.fields import ID

@@ -14,16 +14,16 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.robots.openapi import OUTCOME, POLICIES, document
 from reflex_runtime.robots.policy.spec import PolicySpec
-from reflex_runtime.robots.serving.act import Act
 from reflex_runtime.robots.serving.admin import Admin, is_outcome
 from reflex_runtime.robots.serving.handler import RequestHandler
 from reflex_runtime.robots.serving.journal_stream import JournalStreams
-from reflex_runtime.robots.serving.openapi import OUTCOME, POLICIES, document
 from reflex_runtime.robots.serving.runtime import PolicyRuntime
 from reflex_runtime.robots.serving.served import PolicyPlan
 from reflex_runtime.robots.serving.views import ServerViews, Views, watchers_of
 from reflex_runtime.robots.wires import openpi, vla_eval
+from reflex_runtime.robots.wires.act import Act
 from reflex_runtime.robots.wires.oip import ROOT, OipHttp, Sequences
 from reflex_runtime.settings import DEFAULT_POLICY, ServeConfig
 from reflex_runtime.settings.declare import did_you_mean
