@@ -27,9 +27,9 @@ from reflex_runtime.core.batch import Batch, Cause
 from reflex_runtime.core.events import BatchFinished, BatchScheduled, RequestAnswered
 from reflex_runtime.core.request import AdmittedBatch, Ticket
 from reflex_runtime.observe.journal_writer import JournalWriter, Recording
-from reflex_runtime.robots import ActionChunk, Export, GuardReport, Policy, load_policy
+from reflex_runtime.robots import Export, GuardReport, Policy, load_policy
 from reflex_runtime.robots.rollout.breaker import Breaker
-from reflex_runtime.robots.rollout.rollout import Placement, Rollout
+from reflex_runtime.robots.rollout.rollout import Rollout
 from reflex_runtime.robots.serving.pending import PendingRequest
 from reflex_runtime.robots.serving.question import ACT, ActAnswer, Timing
 from reflex_runtime.robots.serving.slots import Slot, Version
@@ -154,27 +154,26 @@ class _Calls:
         self.rollout = Rollout(("a", "b"), Breaker(("a", "b")), 50)
         self.recorder = JournalWriter(Recording(directory), capacity=1_000_000, header=header_of([served]))
         self._body = json.dumps(STATE | {"episode_id": "episode-7"}).encode()
-        self._ask = self._asked(slots["a"].version)
         actions = np.random.default_rng(0).normal(size=(4, 4)).astype(np.float32)
-        self._chunk = ActionChunk(actions, 1, guard=GuardReport())
         timing = Timing(0.1, 1.0, 1.1, 1.1)
         self._answer = ActAnswer(
             actions, 4, 4, 1.1, 900.0, 1, "monolithic", "", "", "", "r", timing, {}, "off", GuardReport().as_dict()
         )
+        self._ask = self._asked(slots["a"].version)
 
     def route(self, i: int) -> None:
         """Where a request goes, and what came of it."""
         now = i * 1e-3
-        placement = self.rollout.place(f"episode-{i % EPISODES}", "r", now)
+        slot = self.rollout.place(f"episode-{i % EPISODES}", "r", now).slot
         if i % COMPANY == 0:
-            self.rollout.computed(placement.slot, now)
-        self.rollout.answered(placement.slot, "ok", 0.001)
+            self.rollout.computed(slot, now)
+        self.rollout.answered(slot, "ok", 0.001)
 
     def record(self, i: int) -> None:
         """A request, and every so often the batch that it ran in."""
         ask, now = self._ask, time.monotonic()
         assert ask.ticket is not None
-        detail = asked_and_answered(ask, "a", now, self._answer, self._chunk, None, 0.0)
+        detail = asked_and_answered(ask, "a", now, None, 0.0)
         self.recorder(RequestAnswered(now, "a", "ok", 200, 0.001, ask.ticket, detail))
         if i % COMPANY == 0:
             self._batch.id = i
@@ -193,7 +192,8 @@ class _Calls:
         ask.question = question = decode(self._body, False)
         ask.received = time.monotonic()
         ask.version = version
-        ask.placement = Placement("a", self.rollout.place("episode-7", ask.request_id, 0.0).routing)
+        ask.answer = self._answer
+        ask.routing = self.rollout.place("episode-7", ask.request_id, 0.0)
         observation = self.policy.prepare(state=question.state_vector(), request_id=ask.request_id)
         ticket = Ticket(self.policy.request(observation), 0, ask.received)
         ticket.admission = AdmittedBatch(1, COMPANY, "timeout", "idle", 0.001)

@@ -48,7 +48,7 @@ def versions() -> Versions:
 def test_v3_the_warning_is_told_once_in_a_process(versions: Versions, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "reflex.rollout"):
         for i in range(3):
-            assert versions.rollout.place(None, f"r{i}", 0.0).routing is not None
+            assert versions.rollout.place(None, f"r{i}", 0.0).key == f"r{i}"
     assert len(caplog.messages) == 1
     assert caplog.messages[0].startswith("policy_router.degraded_mode request_id=r0:")
 
@@ -72,7 +72,7 @@ def test_v12_the_outcome_of_an_episode_is_that_of_its_robot(versions: Versions) 
 
 def test_one_policy_needs_no_routing_and_refuses_to_split() -> None:
     rollout = Rollout(("prod",), Breaker(("prod",), max_consecutive=1, cooldown=10.0))
-    assert rollout.place("e", "r", 0.0).routing is None
+    assert rollout.place("e", "r", 0.0).key == ""
     for refused in (lambda: rollout.set_split(10, 0.0), lambda: rollout.rollback(0.0)):
         with pytest.raises(Conflict, match="--policy-b"):
             refused()
@@ -128,9 +128,24 @@ def test_v11_rollback_of_a_running_ramp_ends_it() -> None:
     versions.rollout.rollback(5.0)
     assert versions.rollout.ramp is not None
     assert versions.rollout.ramp.state == "rolled_back"
-    assert versions.rollout.evaluate(1000.0) == []
+    assert versions.rollout.evaluate(1000.0) == {}
     assert versions.rollout.router is not None
     assert versions.rollout.router.split == 100
+
+
+def test_v11_rollback_counts_the_episodes_that_moved_and_no_robots_or_connections() -> None:
+    versions = Versions(split=0)
+    rollout = versions.rollout
+    rollout.place("one", "r", 0.0)
+    rollout.place("one", "r", 0.0, "arm")
+    rollout.place(None, "r", 0.0, "arm")
+    rollout.place(None, "r", 0.0, connection=("127.0.0.1", 5))
+    assert rollout.snapshot(0.0)["router"]["episodes"] == {"a": 0, "b": 2}
+    assert sorted(rollout.rollback(1.0)) == sorted(versions.moved) == ["arm\none", "one"]
+    assert versions.changes[-1].numbers["episodes_moved"] == 2
+    assert rollout.place(None, "r", 2.0, "arm").changed
+    assert rollout.place(None, "r", 2.0, connection=("127.0.0.1", 5)).changed
+    assert rollout.snapshot(2.0)["router"]["episodes"] == {"a": 2, "b": 0}
 
 
 def test_v12_the_share_follows_the_ramp_and_the_comparison_is_told() -> None:
@@ -154,7 +169,7 @@ def test_v12_a_guard_rolls_back_within_one_evaluation_and_the_change_has_its_num
         versions.rollout.answered("b", "failed" if i % 2 else "ok", 0.01)
         versions.rollout.answered("a", "failed", 0.01)  # not b's
         versions.rollout.answered("b", "rejected", 0.01)  # nobody's
-    assert versions.rollout.evaluate(1.0) == []
+    assert versions.rollout.evaluate(1.0) == {}
     assert versions.kinds == ["ramp", "rollback", "ramp"]
     assert versions.moved == [episode]
     assert versions.changes[-1].numbers["error_share"] == 0.5
@@ -174,26 +189,32 @@ def test_v12_what_is_nobodys_fault_never_trips_a_guard() -> None:
 def test_v12_the_guard_after_an_exchange_names_the_slot_once(why: str) -> None:
     versions = Versions(guard="error=1%")
     rollout = versions.rollout
-    rollout.watch("b")
+    rollout.watch("b", 60.0)
     if why == "drain":
         versions.crash("b")
     else:
         for _ in range(40):
             rollout.answered("b", "failed", 0.1)
-    assert rollout.evaluate(1.0) == ["b"]
-    assert rollout.evaluate(2.0) == []
+    assert rollout.evaluate(1.0) == {"b": True}
+    assert rollout.evaluate(2.0) == {}
     rollout.exchanged("b", 2.0)
     assert rollout.breaker.verdict == "ok"
 
 
 def test_v12_a_guard_that_has_watched_long_enough_does_not_trip() -> None:
     versions = Versions(guard="error=1%")
-    versions.rollout.watch("b")
+    rollout = versions.rollout
+    rollout.watch("b", 1.0)
+    for _ in range(29):
+        rollout.answered("b", "ok", 0.1)
+    assert rollout.evaluate(1.0) == {}  # 30 answers are enough to decide
+    rollout.answered("b", "ok", 0.1)
+    assert rollout.evaluate(0.9) == {}
+    assert rollout.evaluate(1.0) == {"b": False}
     versions.crash("b")
-    versions.rollout.unwatch("b")
-    assert versions.rollout.evaluate(1.0) == []
-    versions.rollout.watch("b")  # another one: what drained the slot before is not its fault
-    assert versions.rollout.evaluate(2.0) == []
+    assert rollout.evaluate(2.0) == {}
+    rollout.watch("b", 3.0)  # another one: what drained the slot before is not its fault
+    assert rollout.evaluate(3.0) == {}
 
 
 def test_v13_what_was_known_of_the_policy_before_says_nothing_of_the_next(versions: Versions) -> None:

@@ -23,7 +23,7 @@ from reflex_runtime.observe.request_record import RequestRecord
 from reflex_runtime.robots import Export
 from reflex_runtime.robots.app import application
 from reflex_runtime.robots.rollout.breaker import Breaker
-from reflex_runtime.robots.rollout.rollout import Change, Rollout, VerdictSink
+from reflex_runtime.robots.rollout.rollout import Change, Rollout
 from reflex_runtime.robots.rollout.slo import Objective, SloTracker
 from reflex_runtime.robots.serving.telemetry import FailureLog
 from reflex_runtime.run.audience import Audience
@@ -59,15 +59,15 @@ def _found(folder: Path, order: Random | None, caplog: pytest.LogCaptureFixture)
         recorder.note("decision", action=change.kind, why=change.why)
 
     rollout = Rollout(("prod",), Breaker(("prod",)), on_change=on_change)
-    verdict, metrics, slo = VerdictSink(rollout), Metrics(), SloTracker(Objective(50.0, 0.1), "503")
+    metrics, slo = Metrics(), SloTracker(Objective(50.0, 0.1), "503")
     metrics.add_slot("prod", "arm", lambda: 0.0, lambda: 0.0, lambda: 0.0)
     header = {"session_id": "s", "model_hash": "m", "config_hash": "c", "export_dir": "/v1", "model_type": "flow",
               "export_kind": "monolithic", "embodiment": "arm", "hardware": {}, "providers": []}  # fmt: skip
     recorder = JournalWriter(
-        Recording(folder, gzip=False), header=header, clock=lambda: 0.0, wall=lambda: 1000.0, notes=verdict.notes
+        Recording(folder, gzip=False), header=header, clock=lambda: 0.0, wall=lambda: 1000.0, notes=rollout.notes
     )
-    trace = JournalWriter(folder / "trace", clock=lambda: 0.0, notes=verdict.notes)
-    sinks = [metrics, verdict, slo, FailureLog(), recorder, trace]
+    trace = JournalWriter(folder / "trace", clock=lambda: 0.0, notes=rollout.notes)
+    sinks = [metrics, rollout, slo, FailureLog(), recorder, trace]
     if order is not None:
         order.shuffle(sinks)
     _history(Audience(sinks).publish)

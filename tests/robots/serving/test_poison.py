@@ -13,7 +13,7 @@ from core.test_isolation import ERROR, closed_loop, some
 from reflex_runtime.core.batch import Done, Failed
 from reflex_runtime.core.cost import UnitCost
 from reflex_runtime.robots.rollout.breaker import Breaker
-from reflex_runtime.robots.rollout.rollout import Rollout, VerdictSink
+from reflex_runtime.robots.rollout.rollout import Rollout
 from serving.harness import STATE, Server
 from serving.requests import marked
 from thinned import thinned
@@ -24,14 +24,14 @@ DEVICES = [(0.0, 0.002), (0.001, 0.002), (0.020, 0.002), (0.050, 0.0)]  # fixed 
 @pytest.mark.parametrize("device", thinned(DEVICES, [DEVICES[0], DEVICES[-1]]))
 def test_v6_a_fifth_of_all_requests_bad_drains_no_slot(device: tuple[float, float]) -> None:
     rollout = Rollout(("prod",), Breaker(("prod",)))
-    failed = closed_loop(*device, some(0.2), seconds=30.0, sink=VerdictSink(rollout))[1]
+    failed = closed_loop(*device, some(0.2), seconds=30.0, sink=rollout)[1]
     assert failed > 100
     assert rollout.breaker.verdict == "ok"
 
 
 def test_v6_a_fifth_of_the_clients_bad_drains_no_slot() -> None:
     rollout = Rollout(("prod",), Breaker(("prod",)))
-    failed = closed_loop(0.02, 0.002, lambda client, number: client % 5 == 0, sink=VerdictSink(rollout))[1]
+    failed = closed_loop(0.02, 0.002, lambda client, number: client % 5 == 0, sink=rollout)[1]
     assert failed > 20
     assert rollout.breaker.verdict == "ok"
 
@@ -40,8 +40,7 @@ def test_v6_a_fifth_of_the_clients_bad_drains_no_slot() -> None:
 def test_v6_a_slot_that_serves_nobody_is_drained_all_the_same(clients: int) -> None:
     """After it has served for long, and whoever asks."""
     rollout = Rollout(("prod",), Breaker(("prod",)))
-    sink = VerdictSink(rollout)
-    failed = closed_loop(0.0, 0.002, lambda client, number: number > 20, clients, seconds=4.0, sink=sink)[1]
+    failed = closed_loop(0.0, 0.002, lambda client, number: number > 20, clients, seconds=4.0, sink=rollout)[1]
     assert failed > 50
     assert rollout.breaker.verdict == "degraded"
     (change,) = rollout.changes
@@ -54,13 +53,13 @@ def test_v6_bad_requests_that_come_one_by_one_drain_no_slot_while_others_are_ans
 ) -> None:
     """40 clients, each served alone. Runs of five bad ones come by chance: none of 0.02, a few of 0.2, many of 0.5."""
     rollout = Rollout(("prod",), Breaker(("prod",)))
-    sink, random = VerdictSink(rollout), Random(3)
+    random = Random(3)
     scheduler = scheduler_of(name="prod", cost=UnitCost)
     for i in range(requests):
         ticket = ask(scheduler, float(i), group="prod", client=i % 40)
         finish(scheduler, take(scheduler, float(i)), i + 0.5, 0.5, Failed(ERROR) if random.random() < share else Done())
         for event in scheduler.take_events():
-            sink(event)
+            rollout(event)
         assert rollout.breaker.verdict == "ok", (i, rollout.changes)
     assert ticket.outcome is not None
 
@@ -68,13 +67,13 @@ def test_v6_bad_requests_that_come_one_by_one_drain_no_slot_while_others_are_ans
 def test_v6_one_client_alone_is_told_from_a_slot_by_its_rate() -> None:
     """Nobody else is answered, so a fifth of its calls crashing is the slot's crash rate."""
     rollout = Rollout(("a", "b"), Breaker(("a", "b")))
-    sink, random = VerdictSink(rollout), Random(3)
+    random = Random(3)
     scheduler = scheduler_of(name="b", cost=UnitCost)
     for i in range(200):
         ask(scheduler, float(i), group="b", client="only")
         finish(scheduler, take(scheduler, float(i)), i + 0.5, 0.5, Failed(ERROR) if random.random() < 0.2 else Done())
         for event in scheduler.take_events():
-            sink(event)
+            rollout(event)
     assert rollout.breaker.verdict == "drain-b"
 
 

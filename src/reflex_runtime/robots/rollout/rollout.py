@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Final
 
 from reflex_runtime.core.batch import Done
@@ -43,27 +43,25 @@ class Change:
     numbers: dict[str, Any] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
-class Placement:
-    """The slot of a request. routing: None with one slot. verdict: of the breaker at that time."""
+@dataclass(slots=True)
+class _Watch:
+    """The guard's look at the policy that came into a slot. until: it looks at least so long."""
 
-    slot: str
-    routing: Routing | None = None
-    verdict: str = "ok"
-
-    @property
-    def changed(self) -> bool:
-        """Whether the episode was moved from the other slot, and the answer must say so."""
-        return self.routing is not None and self.routing.changed
+    guard: GuardWatch
+    until: float
+    drained: bool = False
 
 
 class Rollout:
-    """The versions of one server.
+    """The versions of one server, and the sink that sees how they do.
 
     slots: ("prod",), or ("a", "b"). split: percent of the episodes that go to a. ramp: makes the ramp when the server
     is ready. guard: for exchanged policies. on_change: called with every change, on the event loop. on_moved: called
-    with the moved episodes.
+    with the moved episodes. prefix: before the name of each slot in the names of groups; events of other groups are
+    none of its concern.
     """
+
+    events = frozenset({BatchFinished, RequestSettled, RequestAnswered})
 
     def __init__(
         self,
@@ -74,20 +72,23 @@ class Rollout:
         guard: RampGuard | None = None,
         on_change: Callable[[Change], None] = lambda change: None,
         on_moved: Callable[[Sequence[str]], None] = lambda episodes: None,
+        prefix: str = "",
     ) -> None:
         self.slots = tuple(slots)
+        self._slot_of = {prefix + slot: slot for slot in slots}  # by group
         self.breaker = breaker
         self.poison = {slot: Poison() for slot in self.slots}
         self.router = Router(split) if len(self.slots) == 2 else None
-        self._only = Placement(self.slots[0])  # of every request, if there is one slot
+        self._only = Routing(self.slots[0])  # of every request, if there is one slot
         self.comparison = Comparison(split) if self.router is not None else None
         self.ramp: Ramp | None = None
         self._make_ramp = ramp
         self.changes: deque[Change] = deque(maxlen=CHANGES)
         self.outcomes: dict[str, list[int]] = {slot: [0, 0] for slot in self.slots}  # successes, episodes
         self._guard = guard
-        self._watched: dict[str, GuardWatch] = {}  # slots whose new policy is being watched
-        self._drained: set[str] = set()  # of these, those that were drained since
+        self._watched: dict[str, _Watch] = {}  # by slot
+        self._clean = ""  # the slot whose batch came back and has not answered yet
+        self._counted: BatchFinished | None = None  # the last one
         self._policies = dict.fromkeys(self.slots, 1)  # number of policies that each slot has had
         self._on_change, self._on_moved = on_change, on_moved
         self._episodes: OrderedDict[str, set[tuple[str, int]]] = OrderedDict()  # episode → policies that answered it
@@ -110,12 +111,12 @@ class Rollout:
         now: float,
         robot_id: str | None = None,
         connection: Hashable = None,
-    ) -> Placement:
+    ) -> Routing:
         """The slot of the request; raises `Degraded` if all are drained."""
         episode = episode_key(robot_id, episode_id)
         if self.router is None:
-            placement = self._only
-            if self.breaker.place(placement.slot, episode or request_id, now) is None:
+            routing = self._only
+            if self.breaker.place(routing.slot, episode or request_id, now) is None:
                 raise self._degraded()
         else:
             routing = self.router.route(episode_id, request_id, now, robot_id, connection)
@@ -136,13 +137,14 @@ class Rollout:
                 routing = self.router.move(routing, found)
                 if routing.changed and episode:
                     self._on_moved((episode,))
-            placement = Placement(found, routing, self.breaker.verdict)
+            if (verdict := self.breaker.verdict) != "ok":
+                routing = replace(routing, verdict=verdict)
         if episode:
-            self._episodes.setdefault(episode, set()).add((placement.slot, self._policies[placement.slot]))
+            self._episodes.setdefault(episode, set()).add((routing.slot, self._policies[routing.slot]))
             self._episodes.move_to_end(episode)
             if len(self._episodes) > EPISODES:
                 self._episodes.popitem(last=False)
-        return placement
+        return routing
 
     def _degraded(self) -> Degraded:
         return Degraded(
@@ -151,10 +153,10 @@ class Rollout:
             consecutive_crashes=max(self.breaker.count(slot) for slot in self.slots),
         )
 
-    def untold(self, placement: Placement) -> None:
+    def untold(self, routing: Routing) -> None:
         """The request failed: the next answer of its episode says that it moved."""
-        if self.router is not None and placement.routing is not None and placement.changed:
-            self.router.untold(placement.routing)
+        if self.router is not None and routing.changed:
+            self.router.untold(routing)
 
     # -- results -------------------------------------------------------------------------------------------------------
 
@@ -165,7 +167,7 @@ class Rollout:
             why = f"{slot} crashes: {self.breaker.verdict}, {told['breaker']['slots'][slot]['why']}"
             self.changed(now, "drain", why, told)
             if slot in self._watched:
-                self._drained.add(slot)
+                self._watched[slot].drained = True
             if slot == "b" and self.ramp is not None and self.ramp.state == "running":
                 self.rollback(now, "b was drained during its ramp")
 
@@ -182,7 +184,7 @@ class Rollout:
             self.ramp.observe(outcome == "ok", latency)
         watch = self._watched.get(slot)
         if watch is not None:
-            watch.add(outcome == "ok", latency)
+            watch.guard.add(outcome == "ok", latency)
 
     def outcome(self, episode_id: str, success: bool, robot_id: str | None = None) -> dict[str, Any]:
         """Report how an episode ended. The first report counts. Episodes that two policies answered, or whose policy
@@ -213,6 +215,51 @@ class Rollout:
             if self.comparison is not None:
                 self.comparison.add(slot, success)
         return told | {"counted": counted, "repeated": False}
+
+    # -- events --------------------------------------------------------------------------------------------------------
+
+    def __call__(self, event: Event) -> None:
+        """Answers, and crashed and clean calls, of the slots.
+
+        A call is clean only if it gave an answer: a prefix that worked before a crashed denoise step proves nothing. A
+        request that failed while others were answered counts as a bad request; each crash is told with their share.
+        """
+        if isinstance(event, RequestSettled):
+            slot = self._slot_of.get(event.ticket.request.group)
+            if slot is not None:
+                self._settled(slot, event.ticket, event.at)
+        elif isinstance(event, RequestAnswered):
+            slot = self._slot_of.get(event.slot)
+            if slot is not None and (event.ticket is not None or event.outcome == "ok"):
+                self.answered(slot, event.outcome, event.latency)
+        elif isinstance(event, BatchFinished):
+            self._count(event)
+
+    def notes(self, event: BatchFinished) -> dict[str, str]:
+        """The notes of a finished batch for trace and recording: the verdict after it, in any order of sinks."""
+        self._count(event)
+        verdict = self.breaker.verdict
+        return {} if verdict == "ok" else {"verdict": verdict}
+
+    def _count(self, event: BatchFinished) -> None:
+        """Count a batch once, although several sinks get its event in any order."""
+        if event is self._counted:
+            return
+        self._counted = event
+        slot = self._slot_of.get(event.batch.group)
+        self._clean = "" if event.crashed or slot is None else slot
+        if event.crashed and slot is not None:
+            self.crashed(slot, event.at, self.poison[slot].share)
+
+    def _settled(self, slot: str, ticket: Ticket, now: float) -> None:
+        outcome = ticket.outcome
+        if isinstance(outcome, Done):
+            self.poison[slot].answered(ticket.request.client)
+            if slot == self._clean:
+                self.computed(slot, now)
+                self._clean = ""
+        elif isinstance(outcome.error, ProcessorError):
+            self.poison[slot].failed(ticket.request.client)
 
     # -- the operator --------------------------------------------------------------------------------------------------
 
@@ -254,45 +301,34 @@ class Rollout:
         if slot not in self.slots:
             return
         self._policies[slot] += 1
-        self._drained.discard(slot)
         self._forget_crashes(slot, now)
         self.outcomes[slot] = [0, 0]
         if self.comparison is not None:
             self.comparison = Comparison(self.comparison.split)
 
-    def watch(self, slot: str) -> None:
-        """Start the guard on a slot whose policy was exchanged."""
+    def watch(self, slot: str, until: float) -> None:
+        """Start the guard on a slot whose policy was exchanged. It looks until then, and until it can decide."""
         if self._guard is not None:
-            self._watched[slot] = GuardWatch(self._guard)
-
-    def watched_enough(self, slot: str) -> bool:
-        """Whether the guard has enough answers to decide, or no longer watches the slot."""
-        watch = self._watched.get(slot)
-        return watch is None or watch.enough
-
-    def unwatch(self, slot: str, now: float | None = None) -> None:
-        """End the watch. now: note that the slot has kept its guard."""
-        watch = self._watched.pop(slot, None)
-        self._drained.discard(slot)
-        if watch is not None and now is not None:
-            self.changed(now, "guard", f"{slot} has kept its guard", watch.numbers())
+            self._watched[slot] = _Watch(GuardWatch(self._guard), until)
 
     # -- time ----------------------------------------------------------------------------------------------------------
 
-    def evaluate(self, now: float) -> list[str]:
-        """Advance or roll back the ramp; call it every second. Returns exchanged slots whose guard triggered."""
+    def evaluate(self, now: float) -> dict[str, bool]:
+        """Advance or roll back the ramp; call it every second. Returns the exchanged slots whose watch has ended, and
+        whether their guard triggered."""
         if self.ramp is not None:
             decision = self.ramp.evaluate(now)
             if decision is not None:
                 self._decided(decision)
-        tripped = []
+        ended = {}
         for slot, watch in list(self._watched.items()):
-            why = f"{slot} was drained" if slot in self._drained else watch.tripped()
-            if why is not None:
-                self.unwatch(slot)
-                self.changed(now, "guard", f"{slot}: {why}", dict(watch.numbers()))
-                tripped.append(slot)
-        return tripped
+            why = f"{slot} was drained" if watch.drained else watch.guard.tripped()
+            if why is not None or (now >= watch.until and watch.guard.enough):
+                del self._watched[slot]
+                told = f"{slot} has kept its guard" if why is None else f"{slot}: {why}"
+                self.changed(now, "guard", told, dict(watch.guard.numbers()))
+                ended[slot] = why is not None
+        return ended
 
     def _decided(self, decision: Decision) -> None:
         numbers = {"share": decision.share, **decision.numbers}
@@ -344,58 +380,3 @@ class Rollout:
 def _described(successes: int, episodes: int) -> dict[str, Any]:
     low, high = wilson(successes, episodes) if episodes else (0.0, 1.0)
     return {"episodes": episodes, "successes": successes, "low": round(low, 4), "high": round(high, 4)}
-
-
-class VerdictSink:
-    """The sink that passes answers to the rollout, and crashed and clean calls to its breaker.
-
-    A call is clean only if it gave an answer: a prefix that worked before a crashed denoise step proves nothing.
-    A request that failed while others were answered counts as a bad request; each crash is reported with their share.
-    prefix: before the name of each slot in the names of groups; other groups are none of its concern.
-    """
-
-    events = frozenset({BatchFinished, RequestSettled, RequestAnswered})
-
-    def __init__(self, rollout: Rollout, prefix: str = "") -> None:
-        self._rollout = rollout
-        self._slots = {prefix + slot: slot for slot in rollout.slots}  # by group
-        self._clean = ""  # the slot whose batch came back and has not answered yet
-        self._counted: BatchFinished | None = None  # the last one
-
-    def __call__(self, event: Event) -> None:
-        if isinstance(event, RequestSettled):
-            slot = self._slots.get(event.ticket.request.group)
-            if slot is not None:
-                self._settled(slot, event.ticket, event.at)
-        elif isinstance(event, RequestAnswered):
-            slot = self._slots.get(event.slot)
-            if slot is not None and (event.ticket is not None or event.outcome == "ok"):
-                self._rollout.answered(slot, event.outcome, event.latency)
-        elif isinstance(event, BatchFinished):
-            self._count(event)
-
-    def notes(self, event: BatchFinished) -> dict[str, str]:
-        """The notes of a finished batch for trace and recording: the verdict after it, in any order of sinks."""
-        self._count(event)
-        verdict = self._rollout.breaker.verdict
-        return {} if verdict == "ok" else {"verdict": verdict}
-
-    def _count(self, event: BatchFinished) -> None:
-        """Count a batch once, although several sinks get its event in any order."""
-        if event is self._counted:
-            return
-        self._counted = event
-        slot = self._slots.get(event.batch.group)
-        self._clean = "" if event.crashed or slot is None else slot
-        if event.crashed and slot is not None:
-            self._rollout.crashed(slot, event.at, self._rollout.poison[slot].share)
-
-    def _settled(self, slot: str, ticket: Ticket, now: float) -> None:
-        outcome = ticket.outcome
-        if isinstance(outcome, Done):
-            self._rollout.poison[slot].answered(ticket.request.client)
-            if slot == self._clean:
-                self._rollout.computed(slot, now)
-                self._clean = ""
-        elif isinstance(outcome.error, ProcessorError):
-            self._rollout.poison[slot].failed(ticket.request.client)

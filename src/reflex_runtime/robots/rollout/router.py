@@ -8,7 +8,7 @@ a drain or a rollback) is reported in one answer.
 from __future__ import annotations
 
 import hashlib
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
@@ -32,18 +32,20 @@ def bucket(key: str) -> int:
 class Routing:
     """Where one request goes.
 
-    slot: a or b. key: the hashed text. degraded: nothing says that the next request has the same key: it names no
-    episode and no robot, and is the first of its connection, or has none. cached: the slot came from the table of
-    running episodes. changed: the other slot served the episode until now; the answer to this request must say so,
-    whatever its status. entry: of the table, "" for none; robots that give one name to an episode have one each.
+    slot: a or b; of a server with one slot its name, and nothing else. key: the hashed text. degraded: nothing says
+    that the next request has the same key: it names no episode and no robot, and is the first of its connection, or has
+    none. cached: the slot came from the table of running episodes. changed: the other slot served the episode until
+    now; the answer to this request must say so, whatever its status. entry: of the table, "" for none; robots that give
+    one name to an episode have one each. verdict: of the breaker at that time.
     """
 
     slot: str
-    key: str
-    degraded: bool
-    cached: bool
+    key: str = ""
+    degraded: bool = False
+    cached: bool = False
     changed: bool = False
     entry: str = field(default="", compare=False)
+    verdict: str = "ok"
 
 
 @dataclass(slots=True)
@@ -129,7 +131,8 @@ class Router:
             episode.moved = True
 
     def rollback(self, slot: str, now: float) -> list[str]:
-        """Send all episodes to `slot`, running ones too. Returns those that moved; the next answer of each says so.
+        """Send all to `slot`, running episodes too; the next answer of each that moved says so. Returns these episodes,
+        without robots and connections that moved and name none.
 
         The caller must drop the state of moved episodes in their old slot.
         """
@@ -140,19 +143,19 @@ class Router:
             for entry, episode in table.items():
                 if episode.slot != slot:
                     episode.slot, episode.moved = slot, True
-                    moved.append(entry)
+                    moved += [entry] if _is_episode(entry) else []
         return moved
 
     def __len__(self) -> int:
-        """Episodes remembered."""
+        """Episodes and robots remembered."""
         return len(self._table)
 
     def snapshot(self) -> dict[str, Any]:
         """JSON-safe: the split, and the number of episodes in each slot. O(episodes)."""
-        a = sum(1 for episode in self._table.values() if episode.slot == "a")
+        slots = Counter(episode.slot for entry, episode in self._table.items() if _is_episode(entry))
         return {
             "split": self.split,
-            "episodes": {"a": a, "b": len(self._table) - a},
+            "episodes": {"a": slots["a"], "b": slots["b"]},
             "max_episodes": self._capacity,
             "idle_s": self._idle,
         }
@@ -174,6 +177,11 @@ class Router:
         for table in (self._table, self._connections):
             while table and table[entry := next(iter(table))].used <= now - self._idle:
                 del table[entry]
+
+
+def _is_episode(entry: str) -> bool:
+    """Whether an entry of the table is an episode's, not a robot's or a connection's."""
+    return not entry.startswith("\n") and not entry.endswith("\n")
 
 
 def _checked(split: int) -> int:

@@ -137,10 +137,10 @@ class RequestHandler:
         if question.request_id:
             pending.request_id = question.request_id
         served = pending.served = self.of(question.policy).served
-        placement = pending.placement = served.place(
+        routing = pending.routing = served.place(
             question.episode_id, pending.request_id, question.robot_id, pending.client
         )
-        version = pending.version = served.slots[placement.slot].version
+        version = pending.version = served.slots[routing.slot].version
         version.users += 1  # until its end, see `Admission`
         if question.instruction is None:
             question.instruction = version.policy.spec.default_prompt
@@ -268,7 +268,7 @@ class RequestHandler:
             cache=chunk.cache,
             guard=chunk.guard.as_dict() if chunk.guard is not None else None,
             rtc=chunk.rtc,
-            policy_changed=pending.placement is not None and pending.placement.changed,
+            policy_changed=pending.routing is not None and pending.routing.changed,
             injected={"latency_ms": latency} if latency else None,
             warnings=self._warnings(pending, ticket.request.group, doubts) if doubts else [],
         )
@@ -303,8 +303,8 @@ class RequestHandler:
         try:
             if error is not None:
                 self.refused(pending, error)
-                if pending.placement is not None and served is not None:
-                    served.rollout.untold(pending.placement)
+                if pending.routing is not None and served is not None:
+                    served.rollout.untold(pending.routing)
             elif pending.answer is not None:
                 self._publish(pending, "ok", 200, None)
                 if served is not None and served.shadow is not None:
@@ -327,10 +327,10 @@ class RequestHandler:
         shadow.ask(request_id, ticket.request.group, answer.actions, job)
 
     def _publish(self, pending: PendingRequest, outcome: str, status: int, error: ReflexError | None) -> None:
-        runtime, placement = self.runtime, pending.placement
+        runtime, routing = self.runtime, pending.routing
         now = time.monotonic() if error is not None else pending.answered
         served = pending.served or self._served or runtime.first  # an error that names no policy counts somewhere
-        slot = served.group(served.served[0] if placement is None else placement.slot)
+        slot = served.group(served.served[0] if routing is None else routing.slot)
         detail = None
         if runtime.journals and pending.question is not None:
             try:

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from reflex_runtime.core.request import Ticket
 from reflex_runtime.observe.spans import RequestSpan
-from reflex_runtime.robots.rollout.rollout import Placement
+from reflex_runtime.robots.rollout.router import Routing
 from reflex_runtime.robots.serving.question import ActAnswer, Question
 from reflex_runtime.robots.serving.served import ServedPolicy
 from reflex_runtime.robots.serving.slots import Version
@@ -28,11 +28,11 @@ class PendingRequest:
     started: when it reached this machine; received: when all of it had been read, answered: when its answer was made,
     0.0 before (`time.monotonic`). source: what has its headers; None on a wire without any. span: of its trace; None
     where the server makes none.
-    question, served, placement, version, ticket, answer: None before they are known.
+    question, served, routing, version, ticket, answer: None before they are known.
     """
 
     __slots__ = (
-        "answer", "answered", "client", "placement", "question", "received", "request_id", "served", "source", "span",
+        "answer", "answered", "client", "question", "received", "request_id", "routing", "served", "source", "span",
         "started", "ticket", "version", "wire",
     )  # fmt: skip
 
@@ -50,7 +50,7 @@ class PendingRequest:
         self.span: RequestSpan | None = None
         self.question: Question | None = None
         self.served: ServedPolicy | None = None
-        self.placement: Placement | None = None
+        self.routing: Routing | None = None
         self.version: Version | None = None
         self.ticket: Ticket | None = None
         self.answer: ActAnswer | None = None

@@ -157,7 +157,7 @@ class PolicyRuntime:
             ended = await self.batcher.close(drain=True, timeout=left)
             if not ended or self.batcher.device.hung:
                 running = "a batch is still running"
-            elif any(served.hot_swap.loading for served in self.policies.values()):
+            elif any(served.loading for served in self.policies.values()):
                 running = "a policy is still being loaded"
             self._clean = not running
         for journal in self.journals:

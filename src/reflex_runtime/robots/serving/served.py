@@ -9,15 +9,17 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, Protocol
 
+from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.core.events import BatchFinished
 from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.observe.journal import WarmUpLine, episode_key
 from reflex_runtime.observe.journal_writer import warmed
 from reflex_runtime.observe.metrics import Metrics
-from reflex_runtime.robots import Policy, PolicySource, PolicySpec
+from reflex_runtime.robots import Policy, PolicySource, PolicySpec, WarmUp
 from reflex_runtime.robots.rollout.breaker import Breaker
 from reflex_runtime.robots.rollout.ramp import Ramp, RampGuard
-from reflex_runtime.robots.rollout.rollout import Change, Placement, Rollout, VerdictSink
+from reflex_runtime.robots.rollout.rollout import Change, Rollout
+from reflex_runtime.robots.rollout.router import Routing
 from reflex_runtime.robots.rollout.slo import Objective, SloTracker
 from reflex_runtime.robots.serving.decode_pool import DecodePool
 from reflex_runtime.robots.serving.images import cameras_of
@@ -26,18 +28,23 @@ from reflex_runtime.robots.serving.shadow import Shadowing
 from reflex_runtime.robots.serving.slots import (
     SHADOW,
     WARM_SIZES,
-    HotSwap,
     Slot,
     Version,
     check_alike,
     faults_of,
     group_of,
     load,
+    warmed_up,
 )
+from reflex_runtime.robots.sources.load import read_source, weight_of
+from reflex_runtime.robots.sources.memory import check_two_policies
 from reflex_runtime.run.audience import Audience
 from reflex_runtime.run.batcher import Batcher
+from reflex_runtime.run.onnx_session import PROVIDERS
+from reflex_runtime.run.process import in_thread
 from reflex_runtime.settings import ServeConfig
-from reflex_runtime.web.errors import SloViolated
+from reflex_runtime.settings.read import environment
+from reflex_runtime.web.errors import Conflict, NotFound, SloViolated
 
 log = logging.getLogger("reflex.server")
 
@@ -91,8 +98,8 @@ class ServedPolicy:
         self.rollout = self._rollout()
         self.slots: dict[str, Slot] = {}
         self.shadow: Shadowing | None = None
-        self._verdict = VerdictSink(self.rollout, self.group(""))
-        server.audience.add(self._verdict)
+        self.loading = 0  # loads in progress, abandoned ones included
+        server.audience.add(self.rollout)
         if self.slo is not None:
             server.audience.add(self.slo)
         for slot, spec in plan.specs.items():
@@ -140,7 +147,6 @@ class ServedPolicy:
     def join(self, batcher: Batcher) -> None:
         """Its slots are groups of this batcher now."""
         server = self._server
-        self.hot_swap = HotSwap(self.config, self.slots, batcher, self.rollout, lambda: server.slots)
         if SHADOW in self.slots:
             self.shadow = Shadowing(
                 self.slots[SHADOW],
@@ -168,7 +174,22 @@ class ServedPolicy:
         """Call it once a second: the objective, guards, and versions that are no longer needed."""
         if self.slo is not None:
             self.slo.check(now)
-        self.hot_swap.look(now)
+        for name, tripped in self.rollout.evaluate(now).items():
+            if not tripped:
+                self.slots[name].settle()
+            elif (back := self.slots[name].go_back()) is not None:
+                self.rollout.exchanged(name, now)
+                numbers = {"slot": name, "version": back.name}
+                self.rollout.changed(now, "load", f"slot {name} is {back.name} again: the guard tripped", numbers)
+        for name, slot in self.slots.items():
+            if slot.loaded > 1:
+                for version in slot.let_go(self._active(slot.group)):
+                    log.info("slot %s: %s is unloaded", name, version.name)
+
+    def _active(self, group: str) -> list[Hashable]:
+        """Partitions of a slot's group that hold tickets; the device thread changes them."""
+        found: list[Hashable] = self._server.batcher.device.input(lambda scheduler, now: scheduler.partitions(group))
+        return found
 
     def drain(self) -> None:
         """The end has begun."""
@@ -179,7 +200,7 @@ class ServedPolicy:
 
     def place(
         self, episode_id: str | None, request_id: str, robot_id: str | None = None, connection: Hashable = None
-    ) -> Placement:
+    ) -> Routing:
         """Which slot answers the request. Raises when none may, because of its crashes or the latency objective."""
         if self.slo is not None and not self.slo.admits():
             raise SloViolated("the latency objective is violated", retry_after=1.0, value_ms=self.slo.value_ms)
@@ -205,7 +226,7 @@ class ServedPolicy:
 
     def notes(self, event: BatchFinished) -> dict[str, str]:
         """The notes of a finished batch of its slots, for journals."""
-        return self._verdict.notes(event)
+        return self.rollout.notes(event)
 
     # -- the operator --------------------------------------------------------------------------------------------------
 
@@ -220,13 +241,66 @@ class ServedPolicy:
         """The injected faults in force."""
         return [str(fault) for slot in self.slots.values() for fault in slot.faults]
 
-    async def exchange(self, slot: str, source: str) -> Version:
-        """Put another policy into a slot; see `HotSwap`."""
-        version = await self.hot_swap.exchange(slot, source)
+    # -- hot swap: loaded beside, warmed, switched; the old one is let go, or comes back if `--guard` trips ------------
+
+    async def exchange(self, name: str, source: str) -> Version:
+        """Put the policy of this source into a slot. ConfigError leaves everything as it is, and Conflict while a ramp
+        runs."""
+        rollout = self.rollout
+        rollout.may_exchange()
+        version, warm = await self._loaded(name, source)
+        slot, now = self.slots[name], time.monotonic()
+        guarded = bool(self.config.guard) and name != SHADOW
+        self._server.batcher.device.input(lambda scheduler, _: warm.teach(scheduler.cost_model(slot.group)))
+        slot.exchange(version, keep=guarded)
+        rollout.exchanged(name, now)
+        if guarded:
+            rollout.watch(name, now + Ramp.every_of(self.config.ramp_every))
+        numbers = {"slot": name, "version": version.name, "path": version.policy.spec.source}
+        rollout.changed(now, "load", f"slot {name} is now {version.name}", numbers)
         self.cameras |= cameras_of([version.policy.spec])
-        if self.shadow is not None and slot == SHADOW:
+        if self.shadow is not None and name == SHADOW:
             self.shadow.resume()
         return version
+
+    async def _loaded(self, name: str, source: str) -> tuple[Version, WarmUp]:
+        """A version of this source, ready for the slot, and what warming it has taught."""
+        if name not in self.slots:
+            raise NotFound(f"no slot {name[:20]!r}; the slots are {', '.join(self.slots)}")
+        if self.config.captured_sizes:
+            raise Conflict("with --cuda-graphs no policy can be exchanged; restart the server with the other policy")
+        slot = self.slots[name]
+        await in_thread(lambda: self._check_room(source))
+        spec = await in_thread(lambda: read_source(source))
+        self._check_fits(slot, spec)
+        self.loading += 1  # if this is cancelled, the thread goes on
+        try:
+            policy = await in_thread(lambda: load(self.config, name, spec, slot.group))
+            version = slot.made(policy)
+            warm = await in_thread(lambda: warmed_up(policy))
+        except Exception:
+            self.loading -= 1
+            raise
+        self.loading -= 1
+        return version, warm
+
+    def _check_fits(self, slot: Slot, spec: PolicySpec) -> None:
+        """ConfigError when a policy cannot take the place of what the slot has."""
+        check_alike({**self.specs, f"{slot.name} (new)": spec})
+        expected = slot.policy.spec.inference_mode
+        if spec.inference_mode != expected:
+            raise ConfigError(
+                f"{spec.source}: export_kind: found {spec.inference_mode!r}, expected {expected!r} as in slot "
+                f"{slot.name}, whose batch costs were learned so: restart the server to serve the other kind"
+            )
+
+    def _check_room(self, source: str) -> None:
+        """ConfigError when the policy of this source does not fit the memory beside the others, by file sizes."""
+        provider = PROVIDERS.get(self.config.provider, self.config.provider)
+        own = list(self.slots.values())
+        beside = sum(slot.loaded * slot.policy.spec.model_bytes for slot in self._server.slots if slot not in own)
+        loaded, count = [slot.policy.spec for slot in own], sum(slot.loaded for slot in own)
+        check_two_policies([*loaded, weight_of(source)], environment(), provider, policies=count + 1, beside=beside)
 
     # -- pieces --------------------------------------------------------------------------------------------------------
 
@@ -248,6 +322,7 @@ class ServedPolicy:
             guard,
             on_change=self._changed,
             on_moved=self._moved,
+            prefix=self.group(""),
         )
 
     def _add_series(self, slot: str, embodiment: str) -> None:

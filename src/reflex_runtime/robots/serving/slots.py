@@ -8,8 +8,7 @@ The old version is unloaded when none of its requests is left.
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -36,18 +35,10 @@ from reflex_runtime.robots import (
 from reflex_runtime.robots.policy.processors import OnBadAction
 from reflex_runtime.robots.policy.rtc import Rtc
 from reflex_runtime.robots.policy.spec import DeviceOptions
-from reflex_runtime.robots.rollout.ramp import Ramp
-from reflex_runtime.robots.rollout.rollout import Rollout
-from reflex_runtime.robots.sources.load import read_source, weight_of
-from reflex_runtime.robots.sources.memory import check_two_policies
-from reflex_runtime.run.batcher import Batcher
 from reflex_runtime.run.onnx_session import PROVIDERS
-from reflex_runtime.run.process import in_thread
 from reflex_runtime.run.processor import Processor, may_run_anywhere
 from reflex_runtime.settings import ServeConfig
 from reflex_runtime.settings.policies import serving_group
-from reflex_runtime.settings.read import environment
-from reflex_runtime.web.errors import Conflict, NotFound
 
 log = logging.getLogger("reflex.server")
 
@@ -217,109 +208,8 @@ class Slot:
         return gone
 
 
-class HotSwap:
-    """Exchanges what is in the slots of one policy: loaded beside, warmed, switched, the old one let go, or brought
-    back if `--guard` trips while it watches.
-
-    in_memory: the slots of the whole server. loading: number of loads in progress, abandoned ones included.
-    """
-
-    def __init__(
-        self,
-        config: ServeConfig,
-        slots: Mapping[str, Slot],
-        batcher: Batcher,
-        rollout: Rollout,
-        in_memory: Callable[[], Sequence[Slot]],
-    ) -> None:
-        self._config, self._slots, self._batcher, self._rollout = config, slots, batcher, rollout
-        self._in_memory = in_memory
-        self._watch_until: dict[str, float] = {}
-        self.loading = 0
-
-    async def exchange(self, name: str, source: str) -> Version:
-        """Put the policy of this source into a slot. ConfigError leaves everything as it is, and Conflict while a ramp
-        runs."""
-        self._rollout.may_exchange()
-        version, warm = await self._load(name, source)
-        slot, rollout, now = self._slots[name], self._rollout, time.monotonic()
-        guarded = bool(self._config.guard) and name != SHADOW
-        self._batcher.device.input(lambda scheduler, _: warm.teach(scheduler.cost_model(slot.group)))
-        slot.exchange(version, keep=guarded)
-        rollout.exchanged(name, now)
-        if guarded:
-            rollout.watch(name)
-            self._watch_until[name] = now + Ramp.every_of(self._config.ramp_every)
-        numbers = {"slot": name, "version": version.name, "path": version.policy.spec.source}
-        rollout.changed(now, "load", f"slot {name} is now {version.name}", numbers)
-        return version
-
-    def look(self, now: float) -> None:
-        """Call it once a second: go back if a guard tripped, end watches that have seen enough, and unload versions
-        that no request needs any more."""
-        for name in self._rollout.evaluate(now):
-            back = self._slots[name].go_back()
-            if back is not None:
-                self._rollout.exchanged(name, now)
-                numbers = {"slot": name, "version": back.name}
-                self._rollout.changed(now, "load", f"slot {name} is {back.name} again: the guard tripped", numbers)
-        for name, until in list(self._watch_until.items()):
-            if now >= until and self._rollout.watched_enough(name):
-                del self._watch_until[name]
-                self._rollout.unwatch(name, now)
-                self._slots[name].settle()
-        for name, slot in self._slots.items():
-            if slot.loaded > 1:
-                for version in slot.let_go(self._active(slot.group)):
-                    log.info("slot %s: %s is unloaded", name, version.name)
-
-    async def _load(self, name: str, source: str) -> tuple[Version, WarmUp]:
-        """A version of this source, ready for the slot, and what warming it has taught."""
-        if name not in self._slots:
-            raise NotFound(f"no slot {name[:20]!r}; the slots are {', '.join(self._slots)}")
-        if self._config.captured_sizes:
-            raise Conflict("with --cuda-graphs no policy can be exchanged; restart the server with the other policy")
-        slot = self._slots[name]
-        await in_thread(lambda: self._check_room(source))
-        spec = await in_thread(lambda: read_source(source))
-        self._check_fits(slot, spec)
-        self.loading += 1  # if this is cancelled, the thread goes on
-        try:
-            policy = await in_thread(lambda: load(self._config, name, spec, slot.group))
-            version = slot.made(policy)
-            warm = await in_thread(lambda: _warmed(policy))
-        except Exception:
-            self.loading -= 1
-            raise
-        self.loading -= 1
-        return version, warm
-
-    def _check_fits(self, slot: Slot, spec: PolicySpec) -> None:
-        """ConfigError when a policy cannot take the place of what the slot has."""
-        others = {name: held.policy.spec for name, held in self._slots.items()}
-        check_alike({**others, f"{slot.name} (new)": spec})
-        expected = slot.policy.spec.inference_mode
-        if spec.inference_mode != expected:
-            raise ConfigError(
-                f"{spec.source}: export_kind: found {spec.inference_mode!r}, expected {expected!r} as in slot "
-                f"{slot.name}, whose batch costs were learned so: restart the server to serve the other kind"
-            )
-
-    def _check_room(self, source: str) -> None:
-        """ConfigError when the policy of this source does not fit the memory beside the others, by file sizes."""
-        provider = PROVIDERS.get(self._config.provider, self._config.provider)
-        own = list(self._slots.values())
-        beside = sum(slot.loaded * slot.policy.spec.model_bytes for slot in self._in_memory() if slot not in own)
-        loaded, count = [slot.policy.spec for slot in own], sum(slot.loaded for slot in own)
-        check_two_policies([*loaded, weight_of(source)], environment(), provider, policies=count + 1, beside=beside)
-
-    def _active(self, group: str) -> list[Hashable]:
-        """Partitions of a slot's group that hold tickets; the device thread changes them."""
-        found: list[Hashable] = self._batcher.device.input(lambda scheduler, now: scheduler.partitions(group))
-        return found
-
-
-def _warmed(policy: Policy) -> WarmUp:
+def warmed_up(policy: Policy) -> WarmUp:
+    """What warming a policy teaches; ConfigError for one that does not answer."""
     try:
         return policy.warm_up(WARM_SIZES)
     except ConfigError:

@@ -34,7 +34,7 @@ def asked_and_answered(
 
     deadline_ms: what requests are given that bring none; 0 is none.
     """
-    question, ticket, placement = pending.question, pending.ticket, pending.placement
+    question, ticket, routing = pending.question, pending.ticket, pending.routing
     assert question is not None
     state = question.state
     found = RequestRecord(
@@ -69,9 +69,9 @@ def asked_and_answered(
         found.rtc = None if answer.rtc is None else dict(answer.rtc)
     if error is not None:
         found.error = (error.code, error.message)
-    if placement is not None and placement.routing is not None:
-        r = placement.routing
-        found.routing = {"slot": slot, "routing_key": r.key, "degraded": r.degraded, "cached": r.cached}
+    if routing is not None and routing.key:
+        told = {"routing_key": routing.key, "degraded": routing.degraded, "cached": routing.cached}
+        found.routing = {"slot": slot, **told}
     return found
 
 

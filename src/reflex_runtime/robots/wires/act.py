@@ -254,21 +254,20 @@ def asked_in(body: bytes, packed: bool) -> Question | JsonNumpy | GrootJson:
 def _routed(pending: PendingRequest) -> Headers:
     """What the headers say of the policy and the version that answers; nothing with one of each, or before they are
     known."""
-    placement, served = pending.placement, pending.served
-    if placement is None or served is None:
+    routing, served = pending.routing, pending.served
+    if routing is None or served is None:
         return []
     headers = [] if served.alone else [(b"x-reflex-policy", served.name.encode())]
-    if placement.routing is None:
+    if not routing.key:
         return headers
-    routing = placement.routing
-    version = pending.version or served.slots[placement.slot].version
+    version = pending.version or served.slots[routing.slot].version
     headers += [
-        (b"x-reflex-policy-slot", placement.slot.encode()),
+        (b"x-reflex-policy-slot", routing.slot.encode()),
         (b"x-reflex-model-version", header_text(version.name)),
         (b"x-reflex-routing-key", header_text(routing.key)),
     ]
     if routing.degraded:
         headers.append((b"x-reflex-routing-degraded", b"true"))
-    if placement.verdict != "ok":
-        headers.append((b"x-reflex-verdict", placement.verdict.encode()))
+    if routing.verdict != "ok":
+        headers.append((b"x-reflex-verdict", routing.verdict.encode()))
     return headers
