@@ -26,6 +26,7 @@ BELOW: dict[str, set[str]] = {
     "robots": MIDDLE | {"web"},
     "llm": MIDDLE | {"web", "ipc"},
     "ray": {"core", "robots", "web"},
+    "functions": MIDDLE | {"web"},
     "client": set(),
 }
 TOP = {"demo", "cli", "__main__", "__init__"}  # may import everything; nobody imports cli

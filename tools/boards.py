@@ -24,7 +24,8 @@ PER_LINE, WIDTH, HEIGHT = 3, 8, 7
 
 KEYS: Final = {  # what a series of each table is about: panels have a line for each
     "POLICIES": ("policy", "policy_slot"), "ENGINE": (), "MODEL_SERVER": (), "STREAMS": (), "WORKERS": (),
-    "GENERATE_BATCHER": (), "SPANS": (), "FEEDS": ("feed",), "COORDINATORS": ("coordinator",), "OUTPUTS": ("output",),
+    "GENERATE_BATCHER": (), "FUNCTIONS": ("function",),
+    "SPANS": (), "FEEDS": ("feed",), "COORDINATORS": ("coordinator",), "OUTPUTS": ("output",),
     "FEEDS_AT_COORDINATORS": ("feed",),
 }  # fmt: skip
 ROWS: Final[dict[str, tuple[SeriesRow, tuple[str, ...]]]] = {
@@ -130,6 +131,21 @@ BOARDS: Final[dict[str, tuple[str, str, dict[str, list[Panel]]]]] = {
             Panel("Requests in messages by tier", "reflex_generate_batcher_priority_mix_total"),
             Panel("Requests that went alone, and why", "reflex_generate_batcher_fallback_total"),
             Panel("Defects of the engine", "reflex_invariant_violations_total"),
+            SPANS,
+        ],
+    }),
+    "functions": ("Reflex: functions", "reflex_function_requests_total", {
+        "Requests": [
+            Panel("Requests by outcome", "reflex_function_requests_total", ("function", "outcome")),
+            Panel("Requests by protocol", "reflex_function_requests_total", ("wire",)),
+            Panel("From the head of a request to its answer", "reflex_function_latency_seconds"),
+            Panel("Arrival to the first batch", "reflex_function_queue_wait_seconds"),
+            Panel("Requests now", {"waiting": "reflex_function_waiting", "all": "reflex_function_in_flight"}),
+        ],
+        "Batches": [
+            Panel("Items in a batch", "reflex_function_batch_size"),
+            Panel("Why batches leave", "reflex_function_batches_total", ("cause",)),
+            Panel("Time of the device that is busy", "reflex_function_busy_seconds_total"),
             SPANS,
         ],
     }),

@@ -26,7 +26,7 @@ from reflex_runtime.cli.serving import (
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.core.statistics import DEFAULT_COST
 from reflex_runtime.observe import files, logs
-from reflex_runtime.settings import OWN_SETTINGS, LLMServeConfig, ServeConfig
+from reflex_runtime.settings import OWN_SETTINGS, FunctionsConfig, LLMServeConfig, ServeConfig
 from reflex_runtime.settings.declare import Places, flag, one_line
 from reflex_runtime.settings.read import POLICIES, environment, read
 from reflex_runtime.web.access import warn_if_open
@@ -113,13 +113,13 @@ def _checked(config: ServeConfig, places: Places, asked: Sequence[PolicyAsked]) 
             Path(config.record).mkdir(parents=True, exist_ok=True)
     check_trace(config.trace)
     check_otel(config.otel)
-    _check_listener("gr00t", config.gr00t, config.api_key, "zmq", "pyzmq", "gr00t")
-    _check_listener("oip-grpc", config.oip_grpc, config.api_key, "grpc", "grpcio", "grpc")
-    _check_listener("lerobot", config.lerobot, config.api_key, "grpc", "grpcio", "grpc")
+    check_listener("gr00t", config.gr00t, config.api_key, "zmq", "pyzmq", "gr00t")
+    check_listener("oip-grpc", config.oip_grpc, config.api_key, "grpc", "grpcio", "grpc")
+    check_listener("lerobot", config.lerobot, config.api_key, "grpc", "grpcio", "grpc")
     return plans
 
 
-def _check_listener(name: str, address: str, key: str, module: str, package: str, extra: str) -> None:
+def check_listener(name: str, address: str, key: str, module: str, package: str, extra: str) -> None:
     """What a listener of its own needs: loopback or a key, and its package."""
     from reflex_runtime.web.access import is_loopback
 
@@ -170,7 +170,7 @@ _EVERYWHERE: Final = frozenset({"*", "0.0.0.0", "::"})  # hosts that mean all ad
 _LISTENERS: Final = ("gr00t", "oip_grpc", "lerobot")  # wires with ports of their own
 
 
-def devices_of(config: ServeConfig, places: Places) -> list[str]:
+def devices_of(config: ServeConfig | FunctionsConfig, places: Places) -> list[str]:
     """The device of each replica, "" for that of --provider; one where there are no replicas. ConfigError if the
     options contradict each other."""
     if not config.devices:
@@ -198,7 +198,7 @@ def devices_of(config: ServeConfig, places: Places) -> list[str]:
     return devices
 
 
-def _check_ports(config: ServeConfig, replicas: int) -> None:
+def _check_ports(config: ServeConfig | FunctionsConfig, replicas: int) -> None:
     """ConfigError if two listeners would have one port."""
     taken = [(config.host, config.port, "the server")]
     for number in range(replicas):
@@ -215,12 +215,12 @@ def _check_ports(config: ServeConfig, replicas: int) -> None:
             taken.append((host, port, own))
 
 
-def _listeners_of(config: ServeConfig, number: int) -> dict[str, str]:
+def _listeners_of(config: ServeConfig | FunctionsConfig, number: int) -> dict[str, str]:
     """The addresses of a replica for wires that are not HTTP: their connections cannot be handed over, so every replica
     has ports of its own, one after the other. A port 0 is any free one."""
     found = {}
     for name in _LISTENERS:
-        host, _, port = getattr(config, name).rpartition(":")
+        host, _, port = getattr(config, name, "").rpartition(":")
         if port and int(port):
             found[name] = f"{host}:{int(port) + number}"
             if int(port) + number > 65535:
@@ -229,7 +229,9 @@ def _listeners_of(config: ServeConfig, number: int) -> dict[str, str]:
     return found
 
 
-def settings_of(config: ServeConfig, devices: Sequence[str], number: int) -> tuple[dict[str, Any], dict[str, str]]:
+def settings_of(
+    config: ServeConfig | FunctionsConfig, devices: Sequence[str], number: int
+) -> tuple[dict[str, Any], dict[str, str]]:
     """What one worker has of its own: settings (its device, files and ports), and environment."""
     if len(devices) == 1:
         return _on_device(devices[0])

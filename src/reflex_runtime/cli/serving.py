@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import logging
 import os
 import socket
@@ -10,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import fields
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
     from reflex_runtime.web.serve import Make
     from reflex_runtime.web.supervisor import Parent
 
+PYTHON: Final = "python:"
 _CLOSING: Final = """
 Every option also stands in a TOML file (--config, table [serve]) and in the environment (REFLEX_MAX_QUEUE=64).
 Ctrl-C or SIGTERM finishes what was received and leaves; a second Ctrl-C does not wait.
@@ -63,6 +66,39 @@ def names_model(args: Sequence[str]) -> bool:
     if any(os.path.isfile(file) for file in files):
         return any(os.path.isfile(file) and not json_keys(Path(file)) >= CHECKPOINT_KEYS for file in files)
     return any(_resembles_model(word) for word in words)
+
+
+def names_functions(words: Sequence[str]) -> bool:
+    """Whether one of the words is an ONNX file or a Python function of items; `make(device)` is of a policy."""
+    words = [word.partition("=")[2] if "=python:" in word else word for word in words if not word.startswith("-")]
+    sources = [word for word in words if word.startswith(PYTHON)]
+    return any(map(_is_graph, words)) or any(not _makes_policy(source) for source in sources)
+
+
+def _is_graph(word: str) -> bool:
+    """A file of that name, or a directory that is no export and has one."""
+    if os.path.isdir(word):
+        names = os.listdir(word)
+        return not {"reflex_config.json", "config.json"} & {*names} and any(name.endswith(".onnx") for name in names)
+    return word.endswith(".onnx")
+
+
+def _makes_policy(source: str) -> bool:
+    """Whether it is a factory of policies: a function of nothing, or of a `device`. Its file is looked at, because what
+    imports a model here would import it once more in the server."""
+    module, _, name = source.removeprefix(PYTHON).partition(":")
+    if "" not in sys.path:
+        sys.path.insert(0, "")
+    try:
+        spec = find_spec(module)
+        tree = ast.parse(Path(spec.origin).read_bytes()) if spec is not None and spec.origin else None
+    except (ImportError, ValueError, SyntaxError, OSError):
+        return False  # whoever imports it says what is wrong
+    for node in tree.body if tree is not None else ():
+        if isinstance(node, ast.FunctionDef) and node.name == name:
+            names = [argument.arg for argument in node.args.args]
+            return not names or names[0] == "device"
+    return False
 
 
 def supervised(

@@ -23,7 +23,10 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Final, NoReturn, TextIO
 
+from reflex_runtime.core.batch import Failed
+from reflex_runtime.core.events import Event, RequestAnswered
 from reflex_runtime.observe.trace_context import current_span
+from reflex_runtime.pacing import Throttle
 
 PLAIN: Final = "%(asctime)s %(levelname)s %(name)s %(message)s"
 WAITING: Final = 1 << 20  # the most bytes that wait for a slow reader
@@ -257,3 +260,25 @@ class JsonLog(logging.Formatter):
             told |= {"error": type(error).__name__, "error_message": cut(str(error))}
             told["traceback"] = cut(self.formatException(record.exc_info))
         return json.dumps(told, default=str)  # ASCII: whatever the encoding of standard error
+
+
+class FailureLog:
+    """A sink that logs failed requests: the first at once, then at most one line a second with the count. Client
+    errors, overload and cancellations are only in the metrics."""
+
+    events = frozenset({RequestAnswered})
+
+    def __init__(self) -> None:
+        self._throttle = Throttle()
+
+    def __call__(self, event: Event) -> None:
+        if not isinstance(event, RequestAnswered) or event.outcome != "failed" or event.served_in is None:
+            return
+        if event.ticket is not None and isinstance(event.ticket.outcome, Failed):
+            self.tell(event.at, event.ticket.id, event.ticket.outcome.error)
+
+    def tell(self, now: float, request_id: str, error: BaseException) -> None:
+        """One request failed. now: seconds."""
+        if count := self._throttle.count(now):
+            more = f" ({count - 1} more since the last line)" if count > 1 else ""
+            logging.getLogger("reflex.server").error("request %s failed: %s%s", request_id, error, more)

@@ -275,6 +275,19 @@ GENERATE_BATCHER: Final = (
     Row("reflex_generate_batcher_fallback_total", "Requests that went by themselves", ("reason",)),
 )
 
+# -- functions: every one also has `function` --------------------------------------------------------------------------
+
+FUNCTIONS: Final = (
+    Row("reflex_function_requests_total", "Answers by outcome and wire", ("outcome", "wire")),
+    Row("reflex_function_latency_seconds", "Every answer, end to end", ("outcome",), _SECONDS),
+    Row("reflex_function_queue_wait_seconds", "Arrival to the first batch", (), _SECONDS),
+    Row("reflex_function_batches_total", "Batches by why they left", ("cause",)),
+    Row("reflex_function_batch_size", "Items of a batch", (), (1, 2, 4, 8, 16, 32, 64, 128)),
+    Row("reflex_function_busy_seconds_total", "Seconds that the function computed"),
+    Row("reflex_function_waiting", "Waiting requests, now"),
+    Row("reflex_function_in_flight", "Requests that are not answered, now"),
+)
+
 # -- every server with --otel ------------------------------------------------------------------------------------------
 
 SPANS: Final = (Row("reflex_spans_total", "Spans by what became of them", ("result",)),)

@@ -1,6 +1,7 @@
 """The settings of the commands: frozen values, declared with `option`."""
 
 from reflex_runtime.settings.feeds import FeedsConfig
+from reflex_runtime.settings.functions import FunctionsConfig
 from reflex_runtime.settings.policies import (
     DEFAULT_POLICY,
     MAX_POLICIES,
@@ -15,6 +16,7 @@ __all__ = [
     "MAX_POLICIES",
     "OWN_SETTINGS",
     "FeedsConfig",
+    "FunctionsConfig",
     "LLMServeConfig",
     "OwnSettings",
     "ServeConfig",

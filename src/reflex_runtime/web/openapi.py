@@ -85,7 +85,8 @@ PLAIN_ERROR: Final = {"Error": schemas_of(PlainError)["PlainError"]}
 class Operation(NamedTuple):
     """What a document says of a path. answer: its content, with 200, and where it is `unready`, with 503. codes: of
     errors, beside those of every request. request: the content of its body, which may be left out if `optional`;
-    example: of it. parameters: the schemas of those in the path. error: the schema of errors."""
+    example: of it. parameters, query: the schemas of those in the path, and in the query. error: the schema of
+    errors."""
 
     summary: str
     answer: Mapping[str, Any] = OBJECT
@@ -96,6 +97,7 @@ class Operation(NamedTuple):
     example: Any = None
     description: str = ""
     parameters: Mapping[str, Any] = {}
+    query: Mapping[str, Any] = {}
     error: str = "Error"
 
 
@@ -153,6 +155,8 @@ def _operation(told: Operation, codes: Iterable[str], errors: Mapping[str, str],
     said: dict[str, Any] = {"summary": told.summary}
     if told.description:
         said["description"] = told.description
+    if told.query:
+        said["parameters"] = [{"name": name, "in": "query", "schema": schema} for name, schema in told.query.items()]
     if told.request is not None:
         body = dict(told.request)
         if told.example is not None:

@@ -20,7 +20,7 @@ from prometheus_client import disable_created_metrics
 
 from reflex_runtime.observe.logs import leave
 from reflex_runtime.run.process import freed_memory, freeze_loaded, give_back_when_idle, loop_factory
-from reflex_runtime.settings import LLMServeConfig, ServeConfig, ServerConfig
+from reflex_runtime.settings import FunctionsConfig, LLMServeConfig, ServeConfig, ServerConfig
 from reflex_runtime.web.app import App
 from reflex_runtime.web.connections import HEAD_S, ConnectionLimits, connections_of, most_connections
 from reflex_runtime.web.supervisor import BACKLOG, ENDS, TURNS, Parent
@@ -200,7 +200,7 @@ Make = Callable[[Callable[[], None], Parent | None], tuple[App, Host]]
 def serve(
     make: Make,
     sockets: Sequence[socket.socket],
-    settings: ServeConfig | LLMServeConfig,
+    settings: ServeConfig | LLMServeConfig | FunctionsConfig,
     on_listening: Callable[[], None] | None = None,
     on_ready: Callable[[Any], None] | None = None,
     parent: Parent | None = None,
@@ -219,7 +219,7 @@ def serve(
 async def serving(
     make: Make,
     sockets: Sequence[socket.socket],
-    settings: ServeConfig | LLMServeConfig,
+    settings: ServeConfig | LLMServeConfig | FunctionsConfig,
     on_listening: Callable[[], None] | None = None,
     on_ready: Callable[[Any], None] | None = None,
     parent: Parent | None = None,

@@ -21,8 +21,10 @@ import pytest
 
 from reflex_runtime.robots import Export, InvalidRequest, Policy, decode_image, load_policy, noise_of, seed_of
 from reflex_runtime.robots.policy import observation
-from reflex_runtime.robots.policy.observation import MAX_SIDE, pixels_of, resize_image, warm_decoders
+from reflex_runtime.robots.policy.observation import resize_image, warm_decoders
 from reflex_runtime.robots.policy.spec import Resize
+from reflex_runtime.web import pictures
+from reflex_runtime.web.pictures import MAX_SIDE, pixels_of
 from robots.tiny import picture, write_export
 from serving.exports import write_tiny
 
@@ -141,7 +143,7 @@ def test_h4_a_large_picture_is_converted_in_parts_to_the_same_pixels(
     data = io.BytesIO()
     picture.save(data, "PNG", compress_level=1)
     sizes = (None, (64, 48), (700, 900), (1024, 1024))
-    monkeypatch.setattr(observation, "SMALL_PIXELS", 0)  # not by another library
+    monkeypatch.setattr(pictures, "SMALL_PIXELS", 0)  # not by another library
     at_once = [decode_image(data.getvalue(), "image", size, resize) for size in sizes]
     monkeypatch.setattr(observation, "BAND_PIXELS", 900 * 100 + 1)
     for whole, size in zip(at_once, sizes, strict=True):

@@ -17,7 +17,6 @@ import pytest
 from onnx import TensorProto, helper
 
 from reflex_runtime.core.errors import QueueFull
-from reflex_runtime.robots.policy.observation import MAX_IMAGE_PIXELS
 from reflex_runtime.robots.serving.decode_pool import (
     AT_ONCE,
     FIRST_PACE,
@@ -29,6 +28,7 @@ from reflex_runtime.robots.serving.decode_pool import (
     DecodePool,
     Job,
 )
+from reflex_runtime.web.pictures import MAX_IMAGE_PIXELS
 from robots.tiny import write_export, write_graph
 from serving.harness import Latch, Server
 

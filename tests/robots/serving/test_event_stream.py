@@ -18,6 +18,7 @@ from reflex_runtime.core.cost import UnitCost
 from reflex_runtime.core.events import Event, RequestAnswered, RequestSettled
 from reflex_runtime.observe.journal_reader import read_journal
 from reflex_runtime.observe.journal_writer import JournalWriter, Recording
+from reflex_runtime.observe.logs import FailureLog
 from reflex_runtime.observe.metrics import Metrics
 from reflex_runtime.observe.request_record import RequestRecord
 from reflex_runtime.robots import Export
@@ -25,7 +26,6 @@ from reflex_runtime.robots.app import application
 from reflex_runtime.robots.rollout.breaker import Breaker
 from reflex_runtime.robots.rollout.rollout import Change, Rollout
 from reflex_runtime.robots.rollout.slo import Objective, SloTracker
-from reflex_runtime.robots.serving.telemetry import FailureLog
 from reflex_runtime.run.audience import Audience
 from reflex_runtime.settings import ServeConfig
 from reflex_runtime.web.app import App

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from reflex_runtime.core.errors import ProcessorError
-from reflex_runtime.robots.serving.telemetry import FailureLog
+from reflex_runtime.observe.logs import FailureLog
 from serving.exports import write_tiny
 from serving.harness import Server
 

@@ -19,12 +19,12 @@ from reflex_runtime.robots.policy.observation import (
     Image,
     Sent,
     decode_image,
-    pixels_of,
     resize_image,
 )
 from reflex_runtime.robots.policy.spec import FLOAT_LEVELS, PolicySpec
 from reflex_runtime.robots.policy.units import transformed
 from reflex_runtime.web.errors import InvalidRequest
+from reflex_runtime.web.pictures import pixels_of
 
 MAX_WORDS = 8  # unknown words that a warning names
 MAX_WORD = 40  # characters of each

@@ -15,6 +15,7 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
@@ -23,27 +24,17 @@ from numpy.typing import NDArray
 from reflex_runtime.robots.policy.prefix_cache import Prefix, PrefixKey
 from reflex_runtime.robots.policy.rtc import EPISODES, Anchor
 from reflex_runtime.robots.policy.spec import FLOAT_LEVELS, Resize
-from reflex_runtime.run.pictures import BAND_PIXELS, SIDEWAYS, bands, plain, turn_of, whole
-from reflex_runtime.run.wall import WALL
+from reflex_runtime.run.pictures import BAND_PIXELS, bands, plain, whole
 from reflex_runtime.web.errors import InvalidRequest
+from reflex_runtime.web.pictures import MAX_IMAGE_PIXELS, decode_picture, pixels_of
 
 Image = NDArray[Any]  # uint8, or float32 (`FLOAT_LEVELS`)
 Sent = bytes | NDArray[Any]  # an image as it comes: PNG or JPEG bytes, or an array
 CacheUse = Literal["hit", "hit_stale", "miss", "off"]
 
-MAX_IMAGE_PIXELS = 4096 * 4096
-MAX_SIDE = 16_384  # a filter of Pillow's takes 16 bytes for each pixel of a side, for each of the result
 MAX_REQUEST_PIXELS = 2 * MAX_IMAGE_PIXELS  # of all images of a request that the policy uses
 IMAGE_MASK = "image_mask/"  # the role of an image's mask is this and the image's name
 _SAMPLED: frozenset[Resize] = frozenset({"pad-lerobot", "pad-smolvla", FLOAT_LEVELS})
-MAX_SCANS = 64  # of a progressive JPEG; encoders write about ten, and each is a pass over the whole picture
-SMALL_PIXELS = 1 << 19  # of a PNG, 3 ms
-PNG_START = b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR"
-RGB_8 = b"\x08\x02\0\0\0"  # what its header has behind the size
-JPEG_START = b"\xff\xd8\xff"
-JPEG_SCAN = b"\xff\xda"  # stands in front of every scan, and never within one
-MAX_PARTS = 4096  # of a PNG, or of a JPEG's head; encoders write some hundred of 8 kB at most
-MAX_READS = 4 * MAX_PARTS + 1024  # of a file by Pillow, each some microseconds; a part may have one byte
 
 
 class Doubt(NamedTuple):
@@ -161,98 +152,18 @@ def noise_of(seed: int, chunk_size: int, action_dim: int) -> NDArray[np.float32]
     return np.random.Generator(np.random.PCG64(seed)).standard_normal((chunk_size, action_dim), dtype=np.float32)
 
 
-def pixels_of(sent: Any, field: str = "image") -> int:
-    """The work of decoding an image, in pixels of a PNG: of a PNG or JPEG by its header alone, or of uint8 [h, w, 3].
-
-    A JPEG counts a 32nd of its pixels for each of its scans, because it is decoded at a fraction of its size if less is
-    needed. InvalidRequest if it is none of these, broken, too large (see `_checked_size`) or of more than 64 scans.
-    """
-    if isinstance(sent, bytes | bytearray | memoryview):
-        data = bytes(sent)
-        height, width = image_size(data, field)
-        pixels: int = height * width
-        scans = data.count(JPEG_SCAN) if data.startswith(JPEG_START) else 0
-        if scans > MAX_SCANS:
-            raise InvalidRequest(f"{field}: a JPEG of {scans} scans, at most {MAX_SCANS} are accepted", field)
-        return pixels // 32 * scans if scans else pixels
-    if not isinstance(sent, np.ndarray) or sent.dtype != np.uint8 or sent.ndim != 3 or sent.shape[2] != 3:
-        raise InvalidRequest(f"{field}: must be uint8 [height, width, 3]", field)
-    pixels = sent.shape[0] * sent.shape[1]
-    _checked_size(sent.shape[0], sent.shape[1], field)
-    return pixels // 8
-
-
 def decode_image(
     data: bytes, field: str = "image", size: tuple[int, int] | None = None, resize: Resize = "stretch"
 ) -> Image:
     """A PNG or JPEG as uint8 [height, width, 3]; InvalidRequest when it is neither, broken, or too large.
 
     size: (height, width) of the result; None keeps the size. resize: see `resize_image`. A JPEG that is at least twice
-    as large is decoded at 1/2, 1/4 or 1/8 of its size first, unless pixels are sampled. It is turned as its EXIF says.
-    Only one picture is in memory at full size, in its file's mode: at most 4 bytes a pixel; two where it is turned.
+    as large is decoded at 1/2, 1/4 or 1/8 of its size first, unless pixels are sampled.
     """
-    try:
-        fast, exif = None, _for_pillow(data, field)
-        if not exif:
-            fast = _png(data) if data.startswith(PNG_START) else _jpeg(data, field, size, resize)
-        if fast is not None:
-            return fast if size is None else resize_image(fast, *size, resize)
-        with _opened(data, field) as image:
-            turn = turn_of(image) if exif else None
-            if size is not None and image.format == "JPEG" and resize not in _SAMPLED:
-                image.draft(None, size if turn in SIDEWAYS else size[::-1])
-            upright = image if turn is None else image.transpose(turn)
-            return whole(upright) if size is None else _fitted(upright, *size, resize)
-    except InvalidRequest:
-        raise
-    except Exception as error:  # Pillow raises OSError, SyntaxError, ValueError, struct.error … on broken files
-        raise InvalidRequest(f"{field}: not a readable PNG or JPEG image", field) from error
-
-
-_BARE: Final = {b"\xff" + bytes([mark]) for mark in (0, 1, *range(0xD0, 0xDA))}  # markers of a JPEG without a length
-
-
-def _for_pillow(data: bytes, field: str) -> bool:
-    """Whether a PNG or JPEG may have EXIF, by the outline of the file; True where that is unusual. InvalidRequest for
-    one of very many parts: 16 MB of them take Pillow a minute.
-
-    So too for a colour profile in a PNG: kornia inflates it, 300 kB to 300 MB, and lets nothing else run meanwhile.
-    Pillow ends at 1 MB.
-    """
-    if data.startswith(PNG_START):
-        at = 8
-        for _ in range(MAX_PARTS):
-            kind = data[at + 4 : at + 8]
-            if kind in (b"IEND", b"eXIf", b"iCCP", b""):
-                return kind in (b"eXIf", b"iCCP")
-            at += 12 + int.from_bytes(data[at : at + 4])
-    elif data.startswith(JPEG_START):
-        at = 2
-        for _ in range(MAX_PARTS):
-            mark = data[at : at + 2]
-            if mark == JPEG_SCAN:
-                return False
-            if data[at + 4 : at + 10] == b"Exif\0\0" or at >= len(data):
-                return True
-            if mark[:1] != b"\xff" or mark == b"\xff\xff":  # decoders skip it byte by byte
-                at += 1
-            else:
-                at += 2 + (0 if mark in _BARE else int.from_bytes(data[at + 2 : at + 4]))
-    else:
-        return True
-    raise InvalidRequest(f"{field}: a file of over {MAX_PARTS} parts", field)
-
-
-def image_size(data: bytes, field: str = "image") -> tuple[int, int]:
-    """(height, width) of a PNG or JPEG by its header alone, before it is turned; InvalidRequest when it is neither, or
-    too large."""
-    if data.startswith(JPEG_START):
-        _for_pillow(data, field)
-    found = _png_size(data) or _jpeg_size(data)
-    if found is None:
-        with _opened(data, field) as image:
-            return image.height, image.width
-    return _checked_size(*found, field)
+    if size is None:
+        return decode_picture(data, field)
+    fit = partial(_fitted, height=size[0], width=size[1], resize=resize)
+    return resize_image(decode_picture(data, field, None if resize in _SAMPLED else size, fit), *size, resize)
 
 
 def warm_decoders() -> None:
@@ -266,97 +177,6 @@ def warm_decoders() -> None:
         PIL.Image.new("RGB", (32, 32)).save(file, kind)
         pixels_of(file.getvalue())
         decode_image(file.getvalue(), size=(8, 8))
-
-
-def _opened(data: bytes, field: str) -> Any:
-    """The picture with its header read and nothing decompressed."""
-    import PIL.Image  # here, so that a runtime whose callers send arrays never loads it
-
-    try:
-        image = PIL.Image.open(_SeldomRead(data, field), formats=("PNG", "JPEG"))
-    except InvalidRequest:
-        raise
-    except Exception as error:
-        raise InvalidRequest(f"{field}: not a readable PNG or JPEG image", field) from error
-    _checked_size(image.height, image.width, field)
-    return image
-
-
-class _SeldomRead(io.BytesIO):
-    """A file that is read so often, and then is refused."""
-
-    def __init__(self, data: bytes, field: str) -> None:
-        super().__init__(data)
-        self._field, self._left = field, MAX_READS
-
-    def read(self, size: int | None = -1) -> bytes:
-        self._left -= 1
-        if self._left < 0:
-            raise InvalidRequest(f"{self._field}: a file of over {MAX_PARTS} parts", self._field)
-        return super().read(size)
-
-
-def _checked_size(height: int, width: int, field: str) -> tuple[int, int]:
-    """Rows of one pixel, and columns, cost more to decode and to resize than their pixels say: sides have a bound."""
-    if not 0 < width * height <= MAX_IMAGE_PIXELS or max(width, height) > MAX_SIDE:
-        most = f"at most 4096×4096 are accepted, and {MAX_SIDE} on a side"
-        raise InvalidRequest(f"{field}: {width}×{height} pixels, {most}", field)
-    return height, width
-
-
-def _png_size(data: bytes) -> tuple[int, int] | None:
-    """(height, width) of a PNG with 8 bits of red, green and blue, not interlaced; None for anything else."""
-    if not data.startswith(PNG_START) or data[24:29] != RGB_8:
-        return None
-    return int.from_bytes(data[20:24]), int.from_bytes(data[16:20])
-
-
-def _png(data: bytes) -> Image | None:
-    """A small ordinary PNG in 2/5 of Pillow's time, with the interpreter's lock; None for others, and broken ones."""
-    found = _png_size(data)
-    if found is None or found[0] * found[1] > SMALL_PIXELS or max(found) > MAX_SIDE:
-        return None
-    import kornia_rs
-
-    try:
-        with WALL:  # it is written in Rust
-            return kornia_rs.io.decode_image_png_u8(data, found, "rgb")  # type: ignore[no-any-return]
-    except Exception:  # it has no class of its own
-        return None
-
-
-def _jpeg_size(data: bytes) -> tuple[int, int] | None:
-    """(height, width) of an ordinary JPEG in colour; None for anything else, which Pillow reads."""
-    if not data.startswith(JPEG_START):
-        return None
-    import simplejpeg
-
-    try:
-        height, width, colours, _ = simplejpeg.decode_jpeg_header(data)
-    except ValueError:
-        return None
-    return (height, width) if colours == "YCbCr" else None
-
-
-def _jpeg(data: bytes, field: str, size: tuple[int, int] | None, resize: Resize) -> Image | None:
-    """An ordinary JPEG decoded as Pillow would, in little more than half of its time; None for anything else.
-
-    One that is at least twice as large as `size` has 1/2, 1/4 or 1/8 of its size.
-    """
-    found = _jpeg_size(data)
-    if found is None:
-        return None
-    import simplejpeg
-
-    height, width = _checked_size(*found, field)
-    less = 1
-    if size is not None and resize not in _SAMPLED:
-        less = next((n for n in (8, 4, 2) if min(height // size[0], width // size[1]) >= n), 1)
-    image: Image = simplejpeg.decode_jpeg(
-        data, "RGB", fastdct=False, fastupsample=False, min_height=-(-height // less), min_width=-(-width // less),
-        min_factor=1, strict=True,
-    )  # fmt: skip
-    return image
 
 
 def resize_image(image: Image, height: int, width: int, resize: Resize = "stretch") -> Image:

@@ -28,8 +28,8 @@ from typing import Any, Final
 from reflex_runtime.core.errors import QueueFull, ReflexError
 from reflex_runtime.core.order import LazyHeap
 from reflex_runtime.core.request import Priority
-from reflex_runtime.robots.policy.observation import MAX_IMAGE_PIXELS
 from reflex_runtime.run.wall import WALL
+from reflex_runtime.web.pictures import MAX_IMAGE_PIXELS
 
 log = logging.getLogger("reflex.server")
 

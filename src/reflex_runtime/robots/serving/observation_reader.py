@@ -9,11 +9,11 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from reflex_runtime.robots.policy.observation import JPEG_START, PNG_START
 from reflex_runtime.robots.policy.spec import PolicySpec, WireMap
 from reflex_runtime.robots.serving.question import MAX_TEXT, Image
 from reflex_runtime.web.errors import InvalidRequest
 from reflex_runtime.web.fields import MAX_VALUES, invalid, printable
+from reflex_runtime.web.pictures import JPEG_START, PNG_START
 
 PREFIXES: Final = ("observation/", "observation.images.", "observation.", "images/", "vision/", "video.")
 """Prefixes that other protocols put before a name."""

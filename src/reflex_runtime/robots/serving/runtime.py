@@ -17,7 +17,7 @@ from reflex_runtime.core.events import BatchFinished
 from reflex_runtime.observe.files import LineTarget, turn_all
 from reflex_runtime.observe.journal import WarmUpLine
 from reflex_runtime.observe.journal_writer import JournalWriter, Recording
-from reflex_runtime.observe.logs import leave
+from reflex_runtime.observe.logs import FailureLog, leave
 from reflex_runtime.observe.metrics import Metrics
 from reflex_runtime.observe.spans import spans_of
 from reflex_runtime.robots import Policy
@@ -25,7 +25,7 @@ from reflex_runtime.robots.policy.observation import warm_decoders
 from reflex_runtime.robots.serving.decode_pool import DecodePool
 from reflex_runtime.robots.serving.served import PolicyPlan, ServedPolicy
 from reflex_runtime.robots.serving.slots import SHADOW, Slot
-from reflex_runtime.robots.serving.telemetry import FailureLog, header_of
+from reflex_runtime.robots.serving.telemetry import header_of
 from reflex_runtime.run.audience import Audience
 from reflex_runtime.run.batcher import Batcher
 from reflex_runtime.run.process import in_thread

@@ -8,14 +8,11 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from reflex_runtime.core.batch import Failed
 from reflex_runtime.core.errors import ReflexError
-from reflex_runtime.core.events import Event, RequestAnswered
 from reflex_runtime.observe.journal import PolicyHead
 from reflex_runtime.observe.journal_writer import hardware
 from reflex_runtime.observe.request_record import RequestRecord, SentImage
 from reflex_runtime.observe.spans import RequestSpan, Spans
-from reflex_runtime.pacing import Throttle
 from reflex_runtime.robots import InvalidRequest, Observation, seed_of
 from reflex_runtime.robots.serving.images import pixels_in
 from reflex_runtime.robots.serving.pending import PendingRequest
@@ -166,28 +163,3 @@ def join_span(spans: Spans | None, pending: PendingRequest) -> None:
     if question.episode_id is not None:
         found["reflex.episode.id"] = question.episode_id
     spans.joined(ticket, span)
-
-
-# -- the log -----------------------------------------------------------------------------------------------------------
-
-
-class FailureLog:
-    """A sink that logs failed requests: the first at once, then at most one line a second with the count. Client
-    errors, overload and cancellations are only in the metrics."""
-
-    events = frozenset({RequestAnswered})
-
-    def __init__(self) -> None:
-        self._throttle = Throttle()
-
-    def __call__(self, event: Event) -> None:
-        if not isinstance(event, RequestAnswered) or event.outcome != "failed" or event.served_in is None:
-            return
-        if event.ticket is not None and isinstance(event.ticket.outcome, Failed):
-            self.tell(event.at, event.ticket.id, event.ticket.outcome.error)
-
-    def tell(self, now: float, request_id: str, error: BaseException) -> None:
-        """One request failed. now: seconds."""
-        if count := self._throttle.count(now):
-            more = f" ({count - 1} more since the last line)" if count > 1 else ""
-            log.error("request %s failed: %s%s", request_id, error, more)

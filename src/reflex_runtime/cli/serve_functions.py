@@ -1,0 +1,104 @@
+"""`reflex serve python:module:function` and `reflex serve FILE.onnx`: your own function or model over HTTP."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import socket
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from reflex_runtime.cli.serve import check_listener, devices_of, settings_of
+from reflex_runtime.cli.serving import check_trace, options_of, run_server, serve_parser, show_settings, supervised
+from reflex_runtime.observe import files, logs
+from reflex_runtime.settings import FunctionsConfig, ServeConfig
+from reflex_runtime.settings.declare import one_line
+from reflex_runtime.settings.read import environment, read
+from reflex_runtime.web.access import warn_if_open
+
+if TYPE_CHECKING:
+    from reflex_runtime.functions.source import ServedFunction
+    from reflex_runtime.web.supervisor import Parent
+
+_EXAMPLES = """\
+examples:
+  reflex serve python:my_module:embed           def embed(texts: list[str]) -> list[list[float]]
+  reflex serve python:my_module:Classifier      a class with setup(device) and predict(items)
+  reflex serve ./detector.onnx                  its inputs and outputs are the types
+  reflex serve python:a:one python:b:two        two functions: POST /predict/one and /predict/two
+  reflex serve python:my_module:embed --reload  start again when a file changes
+
+then:
+  curl localhost:8000/predict -H 'Content-Type: application/json' -d '"a text"'
+"""
+
+
+def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
+    """Register the verb for functions."""
+    what = "Serve functions of your own, or ONNX models, over HTTP. Concurrent requests share calls."
+    elsewhere = options_of(ServeConfig, "policies")
+    parser = serve_parser(verbs, FunctionsConfig, what, _EXAMPLES, elsewhere=elsewhere, anywhere="sources")
+    parser.add_argument(
+        "sources", nargs="+", metavar="[NAME=]SOURCE",
+        help="python:module:function, python:module:Class, an ONNX file, or a directory with one",
+    )  # fmt: skip
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Check everything that can be checked, then open the port, then load."""
+    logs.begin()
+    given = {name: value for name, value in vars(args).items() if name != "sources"}
+    config, places = read(FunctionsConfig, "serve", args.config, environment(), given)
+    logs.use(config.log_format)
+    devices = devices_of(config, places)
+    serve = partial(_serve, config, args.sources, devices)
+    return supervised(config, lambda: _checked(config, args.sources), serve, len(devices))
+
+
+def _serve(
+    config: FunctionsConfig,
+    sources: Sequence[str],
+    devices: Sequence[str],
+    sockets: Sequence[socket.socket],
+    parent: Parent | None,
+) -> int:
+    """The server itself: alone, or one of the workers below a supervisor."""
+    from reflex_runtime.functions.app import serving
+
+    number = 0 if parent is None else parent.number
+    changed, env = settings_of(config, devices, number)
+    os.environ.update(env)
+    config = replace(config, **changed)
+    functions = _checked(config, sources)
+    if number == 0:
+        show_settings(config, ", ".join(served.name for served in functions))
+        warn_if_open(config)
+        for served in functions:
+            if served.told:
+                logging.info("%s", served.told)
+    names = [served.name for served in functions]
+    return run_server(config, serving(config, functions), sockets, ", ".join(names), partial(_ready, names), parent)
+
+
+def _checked(config: FunctionsConfig, sources: Sequence[str]) -> list[ServedFunction]:
+    """What is served. ConfigError for what can be found before anything is loaded."""
+    from reflex_runtime.functions.source import read_functions
+    from reflex_runtime.observe.spans import check_otel
+
+    if config.record:
+        with files.refused(f"--record={one_line(config.record)}", "be made"):
+            Path(config.record).mkdir(parents=True, exist_ok=True)
+    check_trace(config.trace)
+    check_otel(config.otel)
+    check_listener("oip-grpc", config.oip_grpc, config.api_key, "grpc", "grpcio", "grpc")
+    return read_functions(sources, config)
+
+
+def _ready(names: Sequence[str], server: Any, where: str) -> None:
+    paths = f"{where}/predict" if len(names) == 1 else ", ".join(f"{where}/predict/{name}" for name in names)
+    logging.info("ready: POST %s, pages: %s/dashboard and /docs", paths, where)

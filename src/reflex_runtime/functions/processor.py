@@ -1,0 +1,215 @@
+"""Batches of a user's function: a call of its items, or a step of its generators.
+
+A call that raises, or does not return one result for each item, is repeated in parts until the bad items run alone.
+A step cannot be repeated: items that fail together when their generator begins are begun again one by one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import threading
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from typing import Any
+
+from reflex_runtime.core.batch import Batch, Done, More
+from reflex_runtime.core.errors import ProcessorError
+from reflex_runtime.core.request import Ticket
+from reflex_runtime.run.onnx_session import OnnxProcessor
+from reflex_runtime.run.processor import BaseProcessor, name_of, payloads_of, wrapped
+from reflex_runtime.run.wall import WALL
+
+
+class Function:
+    """A function of a list, called on the device thread; what it awaits runs in a loop of that thread.
+
+    setup: called once before, with the device if it takes one. each: whether it returns an iterator for each item.
+    """
+
+    def __init__(self, function: Callable[..., Any], setup: Callable[..., Any] | None, device: str, each: bool) -> None:
+        self.function, self.each = function, each
+        self._setup, self._device = setup, device
+        self._local = threading.local()  # a thread that hangs is replaced by another
+
+    def setup(self) -> None:
+        if self._setup is not None:
+            takes = bool(inspect.signature(self._setup).parameters)
+            self.finished(self._setup(self._device) if takes else self._setup())
+
+    def finished(self, made: Any) -> Any:
+        """What a call returned; of a coroutine its result."""
+        if not inspect.isawaitable(made):
+            return made
+        runner = getattr(self._local, "runner", None)
+        if runner is None:
+            runner = self._local.runner = asyncio.Runner()
+        return runner.run(_awaited(made))
+
+    def next(self, iterator: Iterator[Any] | AsyncIterator[Any]) -> Any:
+        """Its next part; StopIteration or StopAsyncIteration at its end."""
+        if isinstance(iterator, AsyncIterator):
+            return self.finished(anext(iterator))
+        return next(iterator)
+
+    def checked(self, results: Any, count: int) -> Sequence[Any]:
+        """One result for each item, or the error that says what came instead."""
+        ordered = hasattr(results, "__len__") and hasattr(results, "__getitem__")
+        if not ordered or isinstance(results, dict | str | bytes):
+            what = f"a {type(results).__name__}"
+        elif len(results) != count:
+            what = f"{len(results)} results for {count} items"
+        else:
+            return results  # type: ignore[no-any-return]
+        raise ProcessorError(f"{name_of(self.function)} returned {what}; it must return one result for each item")
+
+    def close(self) -> None:
+        runner = getattr(self._local, "runner", None)
+        if runner is not None:
+            runner.close()
+            del self._local.runner
+
+
+async def _awaited(made: Any) -> Any:
+    return await made
+
+
+class ServedProcessor(BaseProcessor):
+    """A processor that loads before it is ready, on the device thread and once."""
+
+    def load(self) -> None:
+        return
+
+    def run(self, batch: Batch) -> Sequence[Any]:
+        raise NotImplementedError
+
+
+class ItemCalls(ServedProcessor):
+    """Calls a function with the items of a batch. any_thread: see `BaseProcessor`."""
+
+    def __init__(self, function: Function, any_thread: bool = False) -> None:
+        self.function = function
+        self.any_thread = any_thread and not inspect.iscoroutinefunction(function.function)
+
+    def load(self) -> None:
+        self.function.setup()
+
+    def run(self, batch: Batch) -> Sequence[Any]:
+        items = payloads_of(batch)
+        loop = asyncio._get_running_loop()
+        if loop is None:
+            return self._call(items)
+        asyncio._set_running_loop(None)  # a brief batch runs on the server's loop, which the function must not see
+        try:
+            return self._call(items)
+        finally:
+            asyncio._set_running_loop(loop)
+
+    def _call(self, items: list[Any]) -> Sequence[Any]:
+        return self.function.checked(self.function.finished(self.function.function(items)), len(items))
+
+    def stop(self) -> None:
+        self.function.close()
+
+
+class GraphItems(ServedProcessor):
+    """An ONNX graph. Its items were checked when they came."""
+
+    def __init__(self, graph: OnnxProcessor) -> None:
+        self._graph = graph
+        self.any_thread = graph.any_thread
+
+    def run(self, batch: Batch) -> Sequence[Any]:
+        return self._graph.run(batch)
+
+
+class _Cohort:
+    """Items whose generator began together. parts: what each has not got yet, of those that have not left."""
+
+    def __init__(self, tickets: Sequence[Ticket]) -> None:
+        self.tickets = tuple(tickets)
+        self.parts: dict[Ticket, deque[Any]] = {ticket: deque() for ticket in tickets}
+        self.iterator: Any = iter(())
+        self.ended = False
+        self.error: Exception | None = None
+
+
+class Streams(ServedProcessor):
+    """Steps of generators: items join and leave between two steps. A part is the value of a `More`; None is no part.
+
+    A generator function is called with the items that come together, and yields a list with a part for each of them. A
+    function that returns an iterator for each item is asked for a part of each.
+    """
+
+    repeatable = False
+
+    def __init__(self, function: Function, any_thread: bool = False) -> None:
+        self.function = function
+        self._cohorts: dict[Ticket, _Cohort] = {}
+
+    def load(self) -> None:
+        self.function.setup()
+
+    def run(self, batch: Batch) -> Sequence[Any]:
+        self.drop(batch.left)
+        if new := [ticket for ticket in batch.grants if ticket not in self._cohorts]:
+            self._begin(new)
+        return [self._step(ticket) for ticket in batch.grants]
+
+    def _begin(self, tickets: Sequence[Ticket]) -> None:
+        """Call the function with new items, up to their first part. If that fails, each is begun alone."""
+        cohorts = [_Cohort(tickets)]
+        try:
+            with WALL:
+                made = self.function.function([ticket.request.payload for ticket in tickets])
+                if self.function.each:
+                    made = self.function.checked(self.function.finished(made), len(tickets))
+                    cohorts = [_Cohort([ticket]) for ticket in tickets]
+                for cohort, iterator in zip(cohorts, made if self.function.each else [made], strict=True):
+                    cohort.iterator = iterator
+                    self._advance(cohort)
+        except Exception as error:
+            if len(tickets) > 1:
+                for ticket in tickets:
+                    self._begin([ticket])
+                return
+            cohorts[0].error = error
+        self._cohorts |= {ticket: cohort for cohort in cohorts for ticket in cohort.tickets}
+
+    def _advance(self, cohort: _Cohort) -> None:
+        """The next part of each of its items."""
+        count = len(cohort.tickets)
+        try:
+            found = self.function.next(cohort.iterator)
+        except (StopIteration, StopAsyncIteration):
+            cohort.ended = True
+            return
+        parts = [found] if self.function.each else self.function.checked(found, count)
+        for ticket, part in zip(cohort.tickets, parts, strict=True):
+            if ticket in cohort.parts:
+                cohort.parts[ticket].append(part)
+
+    def _step(self, ticket: Ticket) -> Any:
+        """The next part of one item; at its end, or with its error, it is forgotten."""
+        cohort = self._cohorts[ticket]
+        if not (cohort.parts[ticket] or cohort.ended or cohort.error):
+            try:
+                with WALL:
+                    self._advance(cohort)
+            except Exception as error:
+                cohort.error = error
+        if cohort.parts[ticket]:
+            return More(cohort.parts[ticket].popleft())
+        self.drop([ticket])
+        return Done() if cohort.error is None else wrapped(cohort.error)
+
+    def drop(self, tickets: Sequence[Ticket]) -> None:
+        for ticket in tickets:
+            cohort = self._cohorts.pop(ticket, None)
+            if cohort is not None:
+                del cohort.parts[ticket]
+                if not cohort.parts and hasattr(cohort.iterator, "close"):
+                    cohort.iterator.close()
+
+    def stop(self) -> None:
+        self.function.close()

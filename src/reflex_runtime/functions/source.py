@@ -1,0 +1,229 @@
+"""What `reflex serve` was named: `python:module:function`, or an ONNX file, as a `ServedFunction`.
+
+A module is imported and looked at before the port opens, so that what is wrong with it is one line and exit status 2.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+import sys
+import traceback
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, TypedDict, get_args, get_origin, get_type_hints
+
+from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.functions.processor import Function, GraphItems, ItemCalls, ServedProcessor, Streams
+from reflex_runtime.functions.values import ArrayType, Values, example_of
+from reflex_runtime.run.batched import Handle
+from reflex_runtime.run.onnx_session import PROVIDERS, OnnxProcessor
+from reflex_runtime.settings import FunctionsConfig
+from reflex_runtime.settings.declare import did_you_mean
+
+PYTHON: Final = "python:"
+_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_LISTS: Final = (list, Sequence, Iterable)
+_STREAMS: Final = (Iterator, AsyncIterator)
+
+
+@dataclass(slots=True, eq=False)
+class ServedFunction:
+    """One function of a server.
+
+    name: in paths, metrics and journals. items, results: the types of one item and of one result, or of one part of it
+    where it `streams`. example: an item, JSON-safe. told: for the log.
+    shaped: whether only items of equal shapes may share a batch.
+    """
+
+    name: str
+    source: str
+    processor: ServedProcessor
+    items: Values
+    results: Values
+    streams: bool = False
+    example: Any = None
+    weight: float = 1.0
+    told: str = ""
+    shaped: bool = False
+    description: str = ""
+
+
+def read_functions(sources: Sequence[str], config: FunctionsConfig) -> list[ServedFunction]:
+    """What is to be served. ConfigError names what is wrong with a source."""
+    weights = dict(_weight(text) for text in config.weight)
+    found: dict[str, ServedFunction] = {}
+    for text in sources:
+        name, equals, source = text.partition("=")
+        if not (equals and _NAME.fullmatch(name)):
+            name, source = "", text
+        read = read_python if source.startswith(PYTHON) else read_onnx
+        served = read(source, config)
+        served.name = name or served.name
+        if served.name in found:
+            raise ConfigError(f"{text}: two functions are called {served.name!r}; write NAME={source}")
+        served.weight = weights.pop(served.name, 1.0)
+        found[served.name] = served
+    for name in weights:
+        raise ConfigError(
+            f"--weight={name}=…: no such function{did_you_mean(name, found)}; there are {', '.join(found)}"
+        )
+    return list(found.values())
+
+
+def _weight(text: str) -> tuple[str, float]:
+    name, _, number = text.partition("=")
+    try:
+        weight = float(number)
+    except ValueError:
+        weight = 0.0
+    if not 0.01 <= weight <= 100.0:
+        raise ConfigError(f"--weight={text}: must be NAME=NUMBER, from 0.01 to 100")
+    return name, weight
+
+
+# -- Python ------------------------------------------------------------------------------------------------------------
+
+
+def read_python(source: str, config: FunctionsConfig) -> ServedFunction:
+    """A function of a list, plain, `async` or `@batched`, or a class with `predict` and, if it loads, `setup`."""
+    found, name = _imported(source)
+    owner, setup = None, None
+    called: Any = found
+    if inspect.isclass(found) or not callable(found):
+        owner = _made(source, found)
+        called, setup = getattr(owner, "predict", None), getattr(owner, "setup", None)
+        if not callable(called):
+            raise ConfigError(f"{source}: {name} has no method predict(self, items)")
+    function = _plain(called)
+    hints, streams, each = _signature(source, function)
+    processor = (Streams if streams else ItemCalls)(
+        Function(function, setup, _device(config), each), any_thread=owner is None
+    )
+    items, results = Values(hints[0], f"{source}: its items"), Values(hints[1], f"{source}: its results")
+    given = getattr(owner if owner is not None else function, "example", None)
+    doc = (inspect.getdoc(found) or "").partition("\n\n")[0]
+    return ServedFunction(
+        name.rpartition(".")[2], source, processor, items, results, streams, example_of(items, given), description=doc
+    )
+
+
+def _imported(source: str) -> tuple[Any, str]:
+    """What the source names, and its name. The module is looked for in the current directory first."""
+    module, _, name = source.removeprefix(PYTHON).partition(":")
+    if not module or not name:
+        raise ConfigError(f"{source}: must be python:package.module:function")
+    if "" not in sys.path:
+        sys.path.insert(0, "")
+    try:
+        found: Any = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        own = error.name is not None and (module == error.name or module.startswith(f"{error.name}."))
+        hint = "run reflex in the directory that contains it, or install it with pip" if own else "install it with pip"
+        raise ConfigError(f"{source}: there is no module {error.name!r}: {hint}") from error
+    except (Exception, SystemExit) as error:
+        raise ConfigError(f"{source}: {module} cannot be imported: {told(error)}") from error
+    for part in name.split("."):
+        there = [text for text in vars(found) if not text.startswith("_")] if hasattr(found, "__dict__") else []
+        if not hasattr(found, part):
+            raise ConfigError(f"{source}: {module} has no {name!r}{did_you_mean(part, there)}")
+        found = getattr(found, part)
+    return found, name
+
+
+def _made(source: str, found: Any) -> Any:
+    """The object whose method is served."""
+    if not inspect.isclass(found):
+        return found
+    try:
+        return found()
+    except (Exception, SystemExit) as error:
+        raise ConfigError(f"{source}: {found.__name__}() failed: {told(error)}") from error
+
+
+def _plain(called: Any) -> Any:
+    """The function of a list behind `@batched`."""
+    return getattr(called, "__wrapped__", called) if isinstance(called, Handle) else called
+
+
+def _signature(source: str, function: Any) -> tuple[tuple[Any, Any], bool, bool]:
+    """((type of an item, of a result), whether it streams, whether it returns an iterator for each item)."""
+    plain = function if inspect.isroutine(function) else type(function).__call__
+    try:
+        inspect.signature(function).bind([])
+    except TypeError:
+        shown = f"{getattr(function, '__qualname__', function)}{inspect.signature(function)}"
+        raise ConfigError(f"{source}: {shown} must take one argument, the list of items") from None
+    except ValueError:  # some built-in functions have no signature
+        return (Any, Any), False, False
+    try:
+        hints = get_type_hints(plain, include_extras=True)
+    except Exception as error:
+        raise ConfigError(f"{source}: its annotations cannot be read: {told(error)}") from error
+    names = list(inspect.signature(function).parameters)
+    items = hints.get(names[0], list[Any])
+    if items is not Any and (get_origin(items) or items) not in (list, *_LISTS, *_abstract(_LISTS)):
+        raise ConfigError(f"{source}: {names[0]} is annotated as {items}; must be list[ITEM], one result for each item")
+    results = hints.get("return", Any)
+    generator = inspect.isgeneratorfunction(plain) or inspect.isasyncgenfunction(plain)
+    if generator:
+        results = _inner(results)
+    result = _inner(results)
+    each = not generator and get_origin(result) in (*_STREAMS, *_abstract(_STREAMS))
+    return (_inner(items), _inner(result) if each else result), generator or each, each
+
+
+def _abstract(kinds: Iterable[Any]) -> list[Any]:
+    """What `get_origin` returns for them."""
+    from collections.abc import AsyncGenerator, Generator
+
+    return [*kinds, Generator, AsyncGenerator]
+
+
+def _inner(hint: Any) -> Any:
+    """The type of the elements of a list or an iterator."""
+    return next(iter(get_args(hint)), Any)
+
+
+def _device(config: FunctionsConfig) -> str:
+    return "cuda" if config.provider == "cuda" else "cpu"
+
+
+def told(error: BaseException) -> str:
+    """An exception of foreign code in one line: its class, its text, and where it was raised."""
+    last = traceback.extract_tb(error.__traceback__)[-1:]
+    where = f" ({Path(last[0].filename).name}:{last[0].lineno})" if last else ""
+    text = " ".join(str(error).split())[:300]
+    return f"{type(error).__name__}: {text}{where}"
+
+
+# -- ONNX --------------------------------------------------------------------------------------------------------------
+
+
+def read_onnx(source: str, config: FunctionsConfig) -> ServedFunction:
+    """A graph: its inputs and outputs are the types, and its first axis is the batch."""
+    path = Path(source)
+    if path.is_dir():
+        files = sorted(path.glob("*.onnx"))
+        if len(files) != 1:
+            raise ConfigError(f"{source}: holds {len(files)} files *.onnx; name the one that is to be served")
+        path = files[0]
+    processor = OnnxProcessor(path, PROVIDERS.get(config.provider, config.provider), config.threads)
+    session = processor.session
+    tensors: dict[Any, ArrayType] = {}
+
+    def typed(ports: Any) -> Any:
+        """A TypedDict with a class of its own for each port, because a type carries no shape."""
+        kinds = {name: type(f"Tensor_{len(tensors) + n}", (), {}) for n, name in enumerate(ports)}
+        tensors.update({kinds[name]: ArrayType(port.dtype, port.dims[1:]) for name, port in ports.items()})
+        return TypedDict("Tensors", kinds)  # type: ignore[operator]
+
+    items, results = (Values(typed(ports), str(path), tensors) for ports in (session.inputs, session.outputs))
+    rows = "in one call" if session.dynamic_batch else "one by one: its first axis is fixed at 1"
+    return ServedFunction(
+        path.stem, source, GraphItems(processor), items, results, example=example_of(items),
+        told=f"{path.name}: items of a batch run {rows}",
+        shaped=any(None in port.dims[1:] for port in session.inputs.values()),
+    )  # fmt: skip

@@ -1,0 +1,389 @@
+"""How values of one type come in and go out: as JSON, msgpack, a form with files, or as the body itself.
+
+The type is what a function is annotated with. `msgspec` checks it; arrays, pictures and models of pydantic are added
+here. What does not fit is the 422 that names the field.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping
+from typing import Any, Final, get_args, get_origin
+
+import msgspec
+import numpy as np
+import pybase64
+
+from reflex_runtime.core.errors import ConfigError, ProcessorError
+from reflex_runtime.web.errors import JSON, MSGPACK, ClientError, InvalidJson, InvalidRequest
+from reflex_runtime.web.fields import invalid, invalid_field, printable
+from reflex_runtime.web.pictures import decode_picture
+
+BYTES: Final = b"application/octet-stream"
+NPY: Final = b"application/x-npy"
+PNG: Final = b"image/png"
+TEXT: Final = b"text/plain; charset=utf-8"
+FORM: Final = b"multipart/form-data"
+MOST_PARTS: Final = 256  # of a form
+MOST_AXES: Final = 8
+MOST_EXAMPLE: Final = 200  # numbers in an example
+_NOT_RAW: Final = (JSON, b"application/msgpack", FORM)
+
+
+class UnsupportedMediaType(ClientError):
+    """The body's Content-Type is none that the item can come in."""
+
+    code, http_status = "unsupported_media_type", 415
+
+
+class ArrayType(msgspec.Struct):
+    """What stands for an array in an annotation of ours: numbers of this type in these sizes, None for any."""
+
+    dtype: Any
+    dims: tuple[int | None, ...] | None = None
+
+
+class Values:
+    """Values of one type.
+
+    hint: the annotation. where: what an error of it names. tensors: arrays of which more is known than their type,
+    by the class that stands for each in `hint`. schema: JSON Schema, and `parts` what it refers to. raw: content types
+    of bodies that are the value themselves. slow: pictures are in it.
+    """
+
+    def __init__(self, hint: Any, where: str, tensors: Mapping[Any, ArrayType] | None = None) -> None:
+        self.hint, self._tensors, self._where = hint, tensors or {}, where
+        self.raw = _raw_types(hint)
+        self.slow = False  # to be decoded beside the loop
+        try:
+            self._json = msgspec.json.Decoder(hint, dec_hook=self._read)
+            self._msgpack = msgspec.msgpack.Decoder(hint, dec_hook=self._read)
+            (self.schema,), self.parts = msgspec.json.schema_components(
+                (hint,), schema_hook=self._schema_of, ref_template="#/components/schemas/{name}"
+            )
+        except (TypeError, NameError, ValueError) as error:
+            raise ConfigError(f"{where}: {_named(hint)} cannot be a schema: {_line(error)}") from error
+
+    # -- in ------------------------------------------------------------------------------------------------------------
+
+    def decode(self, body: bytes, content_type: bytes) -> Any:
+        """The value in a body; 400, 415 or 422 says what is wrong."""
+        kind = content_type.partition(b";")[0].strip().lower()
+        if kind.startswith(FORM):
+            return self._convert(_form(body, content_type))
+        if self.raw and not (kind in _NOT_RAW or kind.endswith(b"+json")):
+            return self._raw(body, kind)
+        try:
+            if b"msgpack" in kind:
+                return self._msgpack.decode(body)
+            if kind in (b"", JSON, b"application/x-www-form-urlencoded") or kind.endswith(b"+json"):
+                return self._json.decode(body)
+        except msgspec.ValidationError as error:
+            raise invalid_field(error) from None
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            what = "msgpack" if b"msgpack" in kind else "JSON"
+            raise InvalidJson(printable(f"the body is not {what}: {error}")) from None
+        known = ", ".join(map(bytes.decode, (JSON, MSGPACK, FORM, *self.raw)))
+        raise UnsupportedMediaType(printable(f"Content-Type {kind[:100].decode('latin-1')!r} is not one of {known}"))
+
+    def _raw(self, body: bytes, kind: bytes) -> Any:
+        """The value that the body itself is."""
+        if self.hint is str:
+            try:
+                return body.decode()
+            except UnicodeDecodeError:
+                raise invalid("body", "body: is not UTF-8") from None
+        return self._convert(_npy(body) if kind == NPY else body)
+
+    def _convert(self, value: Any) -> Any:
+        try:
+            if self.hint is bytes:
+                return value if isinstance(value, bytes) else msgspec.convert(value, bytes)
+            if _is_array(self.hint) or _is_picture(self.hint):
+                return self._read(self.hint, value)
+            return msgspec.convert(value, self.hint, strict=False, dec_hook=self._read)
+        except msgspec.ValidationError as error:
+            raise invalid_field(error) from None
+        except InvalidRequest:
+            raise
+        except ValueError as error:
+            raise invalid("body", printable(f"body: {error}")) from None
+
+    def _read(self, hint: Any, value: Any) -> Any:
+        """A value of a type that msgspec does not know; ValueError says why it is none."""
+        if hint in self._tensors or _is_array(hint):
+            return _array(value, self._tensors.get(hint) or _tensor_of(hint))
+        if _is_picture(hint):
+            return _picture(value)
+        if _is_pydantic(hint):
+            try:
+                return hint.model_validate(value)
+            except ValueError as error:  # pydantic's is one
+                raise ValueError(_first(error)) from None
+        raise NotImplementedError(_named(hint))
+
+    # -- out -----------------------------------------------------------------------------------------------------------
+
+    def _schema_of(self, hint: Any) -> dict[str, Any]:
+        if hint in self._tensors or _is_array(hint):
+            return _tensor_schema(self._tensors.get(hint) or _tensor_of(hint))
+        if _is_picture(hint):
+            self.slow = True
+            return {"type": "string", "format": "image", "description": "a PNG or JPEG in base64"}
+        if _is_pydantic(hint):
+            found: dict[str, Any] = hint.model_json_schema(ref_template="#/components/schemas/{model}")
+            found.pop("$defs", None)
+            return found
+        known = "plain types, dataclass, TypedDict, msgspec.Struct, pydantic, numpy.ndarray and PIL.Image are read"
+        raise ConfigError(f"{self._where}: {_named(hint)} is no type that can be sent: {known}")
+
+
+def encode(value: Any, packed: bool) -> tuple[bytes, bytes]:
+    """A result as (body, content type). packed: the caller reads msgpack. ProcessorError for what cannot be written."""
+    if isinstance(value, bytes):
+        return value, BYTES
+    if _is_picture(type(value)):
+        return _png(value), PNG
+    try:
+        if packed:
+            return msgspec.msgpack.encode(value, enc_hook=_packed), MSGPACK
+        return _encode(value), JSON
+    except (TypeError, ValueError, NotImplementedError, RecursionError, OverflowError) as error:
+        raise ProcessorError(f"its result cannot be written: {_line(error)}") from error
+
+
+def _plain(value: Any) -> Any:
+    """What JSON has for a value: numbers of arrays as lists, pictures in base64."""
+    if hasattr(value, "model_dump"):
+        return value.model_dump(mode="json")
+    if hasattr(value, "tolist"):  # arrays, their numbers, tensors
+        return value.tolist()
+    if _is_picture(type(value)):
+        return pybase64.b64encode(_png(value)).decode()
+    raise NotImplementedError(f"a {type(value).__name__} has no form in JSON")
+
+
+def _packed(value: Any) -> Any:
+    """The same for msgpack: arrays as their bytes."""
+    if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
+        return {"dtype": value.dtype.str, "shape": value.shape, "data": np.ascontiguousarray(value).tobytes()}
+    return _png(value) if _is_picture(type(value)) else _plain(value)
+
+
+_encode = msgspec.json.Encoder(enc_hook=_plain).encode
+
+
+def example_of(values: Values, given: Any = None) -> Any:
+    """An item that may be sent, JSON-safe: the one that the function names, else one made of the schema. None where
+    that is too large, or does not fit."""
+    try:
+        made = msgspec.json.decode(_encode(given)) if given is not None else _made(values.schema, values.parts)
+        text = msgspec.json.encode(made)
+        values.decode(text, JSON)
+    except Exception:
+        if given is not None:
+            raise ConfigError("example: does not fit the type of the items") from None
+        return None
+    return made if text.count(b",") <= MOST_EXAMPLE else None
+
+
+# -- arrays, pictures, forms -------------------------------------------------------------------------------------------
+
+
+def _array(value: Any, tensor: ArrayType) -> np.ndarray[Any, Any]:
+    """An array of nested lists, of {dtype, shape, data}, or as it is."""
+    if isinstance(value, Mapping):
+        value = _of_bytes(value)
+    if isinstance(value, bytes):
+        value = _npy(value)
+    if not isinstance(value, np.ndarray):
+        try:
+            value = np.asarray(value)
+        except ValueError:
+            raise ValueError("rows of different lengths are no array") from None
+        if value.dtype.kind not in "biuf":
+            raise ValueError("must be numbers, in lists of one length on each level")
+    if tensor.dtype is not None and value.dtype != tensor.dtype:
+        wanted = np.dtype(tensor.dtype)
+        if wanted.kind in "iub" and not (value.dtype.kind in "iub" and (value == value.astype(wanted)).all()):
+            raise ValueError(f"must be {wanted.name}, holds other numbers")
+        value = value.astype(wanted)
+    dims = tensor.dims
+    if dims is not None and not (
+        len(dims) == value.ndim and all(d in (None, n) for d, n in zip(dims, value.shape, strict=True))
+    ):
+        raise ValueError(f"has shape {list(value.shape)}, must be {_shape(dims)}")
+    return value  # type: ignore[no-any-return]
+
+
+def _of_bytes(value: Mapping[Any, Any]) -> Any:
+    """The array in {dtype, shape, data}; data is base64 in JSON."""
+    data, shape = value.get("data"), value.get("shape")
+    if isinstance(data, str):
+        data = pybase64.b64decode(data, validate=True)
+    if not isinstance(data, bytes) or not isinstance(shape, list) or len(shape) > MOST_AXES:
+        raise ValueError(f"an array is lists, or dtype, shape (at most {MOST_AXES} numbers) and data")
+    try:
+        dtype = np.dtype(value.get("dtype"))
+        if dtype.kind not in "biuf":
+            raise TypeError
+        return np.frombuffer(data, dtype).reshape([int(n) for n in shape])
+    except (TypeError, ValueError):
+        raise ValueError(f"{len(data)} bytes are no array of that dtype and shape") from None
+
+
+def _npy(body: bytes) -> Any:
+    try:
+        return np.load(io.BytesIO(body), allow_pickle=False)
+    except Exception:
+        raise ValueError("is no array as numpy.save writes one") from None
+
+
+def _picture(value: Any) -> Any:
+    """A picture of Pillow's, in colours and upright."""
+    import PIL.Image
+
+    if isinstance(value, str):
+        value = pybase64.b64decode(value.partition(",")[2] if value.startswith("data:") else value, validate=True)
+    if not isinstance(value, bytes):
+        raise ValueError("must be a PNG or JPEG")
+    return PIL.Image.fromarray(decode_picture(value))
+
+
+def _png(image: Any) -> bytes:
+    file = io.BytesIO()
+    image.save(file, "PNG")
+    return file.getvalue()
+
+
+def _form(body: bytes, content_type: bytes) -> Any:
+    """The fields of a form; the only file of a form without other fields is the value itself."""
+    from python_multipart.multipart import FormParser, parse_options_header
+
+    _, options = parse_options_header(content_type)
+    fields: dict[str, Any] = {}
+    files: list[str] = []
+
+    def found(name: bytes | None, value: Any, file: bool) -> None:
+        text = (name or b"").decode("utf-8", "replace")
+        if text in fields or len(fields) >= MOST_PARTS:
+            raise ClientError(printable(f"the form has {text!r} twice, or over {MOST_PARTS} parts"))
+        fields[text] = value
+        files.extend([text] if file else [])
+
+    def field(part: Any) -> None:
+        found(part.field_name, (part.value or b"").decode("utf-8", "replace"), False)
+
+    def file(part: Any) -> None:
+        part.file_object.seek(0)
+        found(part.field_name, part.file_object.read(), True)
+
+    parser = FormParser(
+        "multipart/form-data", field, file, boundary=options.get(b"boundary"),
+        config={"MAX_MEMORY_FILE_SIZE": len(body) + 1},
+    )  # fmt: skip
+    try:
+        parser.write(body)
+        parser.finalize()
+    except ClientError:
+        raise
+    except Exception as error:
+        raise ClientError(printable(f"the body is no form: {error}")) from None
+    return fields[files[0]] if len(files) == len(fields) == 1 else fields
+
+
+# -- types -------------------------------------------------------------------------------------------------------------
+
+
+def _raw_types(hint: Any) -> tuple[bytes, ...]:
+    """In which the body itself may be the value."""
+    if hint is str:
+        return (b"text/plain",)
+    if _is_array(hint):
+        return (NPY,)
+    if _is_picture(hint):
+        return (PNG, b"image/jpeg")
+    return (BYTES,) if hint is bytes else ()
+
+
+def _is_array(hint: Any) -> bool:
+    return hint is np.ndarray or get_origin(hint) is np.ndarray
+
+
+def _is_picture(hint: Any) -> bool:
+    return isinstance(hint, type) and any(
+        kind.__name__ == "Image" and kind.__module__ == "PIL.Image" for kind in hint.__mro__
+    )
+
+
+def _is_pydantic(hint: Any) -> bool:
+    return isinstance(hint, type) and hasattr(hint, "model_validate") and hasattr(hint, "model_json_schema")
+
+
+def _tensor_of(hint: Any) -> ArrayType:
+    """What `NDArray[np.float32]` says."""
+    of = next((get_args(arg) for arg in get_args(hint) if get_origin(arg) is np.dtype), ())
+    known = of and isinstance(of[0], type) and issubclass(of[0], np.generic) and of[0] not in _ABSTRACT
+    return ArrayType(np.dtype(of[0]) if known else None)
+
+
+_ABSTRACT: Final = frozenset({np.generic, np.number, np.integer, np.signedinteger, np.unsignedinteger, np.inexact,
+                              np.floating, np.complexfloating})  # fmt: skip
+
+
+def _tensor_schema(tensor: ArrayType) -> dict[str, Any]:
+    dtype = "numbers" if tensor.dtype is None else np.dtype(tensor.dtype).name
+    kind = "boolean" if dtype == "bool" else "integer" if np.dtype(tensor.dtype or "f4").kind in "iu" else "number"
+    schema: dict[str, Any] = {"type": kind} if tensor.dims is not None else {"type": "array", "items": {}}
+    for size in reversed(tensor.dims or ()):
+        schema = {"type": "array", "items": schema} | ({} if size is None else {"minItems": size, "maxItems": size})
+    shape = "" if tensor.dims is None else f" of shape {_shape(tensor.dims)}"
+    return schema | {"description": f"an array of {dtype}{shape}: lists, or dtype, shape and data in base64"}
+
+
+def _shape(dims: tuple[int | None, ...]) -> str:
+    return "[" + ", ".join("any" if d is None else str(d) for d in dims) + "]"
+
+
+def _made(schema: Mapping[str, Any], parts: Mapping[str, Any]) -> Any:
+    """A value that a schema allows, small and plain."""
+    if "$ref" in schema:
+        return _made(parts[schema["$ref"].rpartition("/")[2]], parts)
+    for key in ("default", "const"):
+        if key in schema:
+            return schema[key]
+    if "enum" in schema:
+        return schema["enum"][0]
+    if "anyOf" in schema:
+        return _made(schema["anyOf"][0], parts)
+    kind = schema.get("type", "object")
+    if kind == "object":
+        return {name: _made(schema["properties"][name], parts) for name in schema.get("required", ())}
+    if kind == "array":
+        item = schema.get("items") or {"const": 1}
+        if "prefixItems" in schema:
+            return [_made(one, parts) for one in schema["prefixItems"]]
+        return [_made(item, parts)] * min(schema.get("minItems", 1), MOST_EXAMPLE + 2)
+    if kind == "string":
+        return _PIXEL if schema.get("format") == "image" else "text"
+    return {"integer": 1, "number": 1.0, "boolean": True, "null": None}[kind]
+
+
+_PIXEL: Final = (  # a PNG of one pixel
+    "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAIAAACQd1PeAAAADElEQVR42mP4z8AAAAMBAQD3A0FDAAAAAElFTkSuQmCC"
+)
+
+
+def _named(hint: Any) -> str:
+    return getattr(hint, "__qualname__", None) or str(hint)
+
+
+def _line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:300]
+
+
+def _first(error: Any) -> str:
+    """The first of pydantic's errors, with its field."""
+    found = error.errors()[0] if hasattr(error, "errors") else {"loc": (), "msg": str(error)}
+    place = ".".join(map(str, found["loc"]))
+    return _line(Exception(f"{place}: {found['msg']}" if place else found["msg"]))

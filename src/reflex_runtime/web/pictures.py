@@ -1,0 +1,218 @@
+"""Pictures that callers send, within bounds: PNG and JPEG, looked at by their headers before anything is decoded.
+
+What their pixels mean is in `run.pictures`. Whatever is wrong with a file is the 422 that names its field.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from reflex_runtime.run.pictures import SIDEWAYS, turn_of, whole
+from reflex_runtime.run.wall import WALL
+from reflex_runtime.web.errors import InvalidRequest
+
+Picture = NDArray[Any]  # uint8 [height, width, 3]
+
+MAX_IMAGE_PIXELS = 4096 * 4096
+MAX_SIDE = 16_384  # a filter of Pillow's takes 16 bytes for each pixel of a side, for each of the result
+MAX_SCANS = 64  # of a progressive JPEG; encoders write about ten, and each is a pass over the whole picture
+SMALL_PIXELS = 1 << 19  # of a PNG, 3 ms
+PNG_START = b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR"
+RGB_8 = b"\x08\x02\0\0\0"  # what its header has behind the size
+JPEG_START = b"\xff\xd8\xff"
+JPEG_SCAN = b"\xff\xda"  # stands in front of every scan, and never within one
+MAX_PARTS = 4096  # of a PNG, or of a JPEG's head; encoders write some hundred of 8 kB at most
+MAX_READS = 4 * MAX_PARTS + 1024  # of a file by Pillow, each some microseconds; a part may have one byte
+
+
+def decode_picture(
+    data: bytes,
+    field: str = "image",
+    least: tuple[int, int] | None = None,
+    fit: Callable[[Any], Picture] = whole,
+) -> Picture:
+    """A PNG or JPEG as uint8 [height, width, 3]; InvalidRequest when it is neither, broken, or too large.
+
+    least: (height, width) that are needed: a JPEG that is at least twice as large is decoded at 1/2, 1/4 or 1/8 of its
+    size; None keeps the size. It is turned as its EXIF says. fit: makes the array of what Pillow has opened; ordinary
+    files do not need Pillow. Only one picture is in memory at full size, in its file's mode: at most 4 bytes a pixel;
+    two where it is turned.
+    """
+    try:
+        fast, exif = None, _for_pillow(data, field)
+        if not exif:
+            fast = _png(data) if data.startswith(PNG_START) else _jpeg(data, field, least)
+        if fast is not None:
+            return fast
+        with _opened(data, field) as image:
+            turn = turn_of(image) if exif else None
+            if least is not None and image.format == "JPEG":
+                image.draft(None, least if turn in SIDEWAYS else least[::-1])
+            return fit(image if turn is None else image.transpose(turn))
+    except InvalidRequest:
+        raise
+    except Exception as error:  # Pillow raises OSError, SyntaxError, ValueError, struct.error … on broken files
+        raise InvalidRequest(f"{field}: not a readable PNG or JPEG image", field) from error
+
+
+def pixels_of(sent: Any, field: str = "image") -> int:
+    """The work of decoding an image, in pixels of a PNG: of a PNG or JPEG by its header alone, or of uint8 [h, w, 3].
+
+    A JPEG counts a 32nd of its pixels for each of its scans, because it is decoded at a fraction of its size if less is
+    needed. InvalidRequest if it is none of these, broken, too large (see `_checked_size`) or of more than 64 scans.
+    """
+    if isinstance(sent, bytes | bytearray | memoryview):
+        data = bytes(sent)
+        height, width = image_size(data, field)
+        pixels: int = height * width
+        scans = data.count(JPEG_SCAN) if data.startswith(JPEG_START) else 0
+        if scans > MAX_SCANS:
+            raise InvalidRequest(f"{field}: a JPEG of {scans} scans, at most {MAX_SCANS} are accepted", field)
+        return pixels // 32 * scans if scans else pixels
+    if not isinstance(sent, np.ndarray) or sent.dtype != np.uint8 or sent.ndim != 3 or sent.shape[2] != 3:
+        raise InvalidRequest(f"{field}: must be uint8 [height, width, 3]", field)
+    pixels = sent.shape[0] * sent.shape[1]
+    _checked_size(sent.shape[0], sent.shape[1], field)
+    return pixels // 8
+
+
+_BARE: Final = {b"\xff" + bytes([mark]) for mark in (0, 1, *range(0xD0, 0xDA))}  # markers of a JPEG without a length
+
+
+def _for_pillow(data: bytes, field: str) -> bool:
+    """Whether a PNG or JPEG may have EXIF, by the outline of the file; True where that is unusual. InvalidRequest for
+    one of very many parts: 16 MB of them take Pillow a minute.
+
+    So too for a colour profile in a PNG: kornia inflates it, 300 kB to 300 MB, and lets nothing else run meanwhile.
+    Pillow ends at 1 MB.
+    """
+    if data.startswith(PNG_START):
+        at = 8
+        for _ in range(MAX_PARTS):
+            kind = data[at + 4 : at + 8]
+            if kind in (b"IEND", b"eXIf", b"iCCP", b""):
+                return kind in (b"eXIf", b"iCCP")
+            at += 12 + int.from_bytes(data[at : at + 4])
+    elif data.startswith(JPEG_START):
+        at = 2
+        for _ in range(MAX_PARTS):
+            mark = data[at : at + 2]
+            if mark == JPEG_SCAN:
+                return False
+            if data[at + 4 : at + 10] == b"Exif\0\0" or at >= len(data):
+                return True
+            if mark[:1] != b"\xff" or mark == b"\xff\xff":  # decoders skip it byte by byte
+                at += 1
+            else:
+                at += 2 + (0 if mark in _BARE else int.from_bytes(data[at + 2 : at + 4]))
+    else:
+        return True
+    raise InvalidRequest(f"{field}: a file of over {MAX_PARTS} parts", field)
+
+
+def image_size(data: bytes, field: str = "image") -> tuple[int, int]:
+    """(height, width) of a PNG or JPEG by its header alone, before it is turned; InvalidRequest when it is neither, or
+    too large."""
+    if data.startswith(JPEG_START):
+        _for_pillow(data, field)
+    found = _png_size(data) or _jpeg_size(data)
+    if found is None:
+        with _opened(data, field) as image:
+            return image.height, image.width
+    return _checked_size(*found, field)
+
+
+def _opened(data: bytes, field: str) -> Any:
+    """The picture with its header read and nothing decompressed."""
+    import PIL.Image  # here, so that a runtime whose callers send arrays never loads it
+
+    try:
+        image = PIL.Image.open(_SeldomRead(data, field), formats=("PNG", "JPEG"))
+    except InvalidRequest:
+        raise
+    except Exception as error:
+        raise InvalidRequest(f"{field}: not a readable PNG or JPEG image", field) from error
+    _checked_size(image.height, image.width, field)
+    return image
+
+
+class _SeldomRead(io.BytesIO):
+    """A file that is read so often, and then is refused."""
+
+    def __init__(self, data: bytes, field: str) -> None:
+        super().__init__(data)
+        self._field, self._left = field, MAX_READS
+
+    def read(self, size: int | None = -1) -> bytes:
+        self._left -= 1
+        if self._left < 0:
+            raise InvalidRequest(f"{self._field}: a file of over {MAX_PARTS} parts", self._field)
+        return super().read(size)
+
+
+def _checked_size(height: int, width: int, field: str) -> tuple[int, int]:
+    """Rows of one pixel, and columns, cost more to decode and to resize than their pixels say: sides have a bound."""
+    if not 0 < width * height <= MAX_IMAGE_PIXELS or max(width, height) > MAX_SIDE:
+        most = f"at most 4096×4096 are accepted, and {MAX_SIDE} on a side"
+        raise InvalidRequest(f"{field}: {width}×{height} pixels, {most}", field)
+    return height, width
+
+
+def _png_size(data: bytes) -> tuple[int, int] | None:
+    """(height, width) of a PNG with 8 bits of red, green and blue, not interlaced; None for anything else."""
+    if not data.startswith(PNG_START) or data[24:29] != RGB_8:
+        return None
+    return int.from_bytes(data[20:24]), int.from_bytes(data[16:20])
+
+
+def _png(data: bytes) -> Picture | None:
+    """A small ordinary PNG in 2/5 of Pillow's time, with the interpreter's lock; None for others, and broken ones."""
+    found = _png_size(data)
+    if found is None or found[0] * found[1] > SMALL_PIXELS or max(found) > MAX_SIDE:
+        return None
+    import kornia_rs
+
+    try:
+        with WALL:  # it is written in Rust
+            return kornia_rs.io.decode_image_png_u8(data, found, "rgb")  # type: ignore[no-any-return]
+    except Exception:  # it has no class of its own
+        return None
+
+
+def _jpeg_size(data: bytes) -> tuple[int, int] | None:
+    """(height, width) of an ordinary JPEG in colour; None for anything else, which Pillow reads."""
+    if not data.startswith(JPEG_START):
+        return None
+    import simplejpeg
+
+    try:
+        height, width, colours, _ = simplejpeg.decode_jpeg_header(data)
+    except ValueError:
+        return None
+    return (height, width) if colours == "YCbCr" else None
+
+
+def _jpeg(data: bytes, field: str, least: tuple[int, int] | None) -> Picture | None:
+    """An ordinary JPEG decoded as Pillow would, in little more than half of its time; None for anything else.
+
+    One that is at least twice as large as `least` has 1/2, 1/4 or 1/8 of its size.
+    """
+    found = _jpeg_size(data)
+    if found is None:
+        return None
+    import simplejpeg
+
+    height, width = _checked_size(*found, field)
+    less = 1
+    if least is not None:
+        less = next((n for n in (8, 4, 2) if min(height // least[0], width // least[1]) >= n), 1)
+    image: Picture = simplejpeg.decode_jpeg(
+        data, "RGB", fastdct=False, fastupsample=False, min_height=-(-height // less), min_width=-(-width // less),
+        min_factor=1, strict=True,
+    )  # fmt: skip
+    return image
