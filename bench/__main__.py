@@ -41,11 +41,11 @@ from bench import (
 from bench.report import Row, as_json, say, table
 from bench.soak.traffic import memory
 
-CASES = ("core", "scaling", "ahead", "library", "feeds", "llm", "workers", "small", "alone", "closed", "arriving")
-CASES += ("closed-pictures", "arriving-pictures", "capacity", "memory")
+CASES = ("core", "scaling", "ahead", "library", "feeds", "llm", "workers", "callers", "small", "alone", "closed")
+CASES += ("arriving", "closed-pictures", "arriving-pictures", "capacity", "memory")
 CASES += ("versions", "wires", "torch", "tune", "tune-pinned")
 CASES += ("detectors", "cameras", "forms", "gaps", "tiers", "adapters", "speculation", "cached")
-USUAL = CASES[:10]  # the others are asked for by name
+USUAL = CASES[:11]  # the others are asked for by name
 
 
 def main() -> int:
@@ -81,6 +81,7 @@ def main() -> int:
             "forms": lambda: forms.forms(Path(root, "forms"), scale),
             "speculation": lambda: speculation.speculation(Path(root, "speculation"), scale),
             "workers": lambda: ipc.workers(Path(root), scale),
+            "callers": lambda: ipc.closed_loops(scale),
             "small": lambda: serving.small(tiny, scale),
             "alone": lambda: serving.alone(heavy, scale),
             "closed": lambda: serving.closed(heavy, scale),

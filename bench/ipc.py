@@ -4,8 +4,9 @@ The first half is asked in this process: it is the front, on the server's loop, 
 real connection and a model that costs nothing, so that what is measured is the way. Waits and messages are counted
 where they leave, beside the batcher's own figures: from the call of `enqueue` to after the write.
 
-Closed-loop callers ask a server over HTTP, from a process of their own (`bench.callers`), with the same runtime process
-behind it: once with the batcher and once with every request by itself, in turns.
+Closed-loop callers (the case `callers`) ask over HTTP, from a process of their own (`bench.callers`): the bundled model
+behind `reflex serve scribe --workers 1`, and a model whose steps take 8 ms; each once with the batcher and once with
+every request by itself, in turns.
 
 The last part runs `reflex serve` with and without `--workers 1`, and the clients in a process of their own. Nothing
 is pinned to a core: a front, a runtime process and clients share two cores, and where each of them runs best depends on
@@ -18,12 +19,13 @@ import asyncio
 import gc
 import http.client
 import json
+import math
 import random
 import shutil
 import statistics
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -38,7 +40,7 @@ from bench.streams import Job, Streamed
 from reflex_runtime.core.errors import ReflexError
 from reflex_runtime.demo import model_directory
 from reflex_runtime.ipc.client import RuntimeClient
-from reflex_runtime.ipc.generate_batcher import GenerateBatcher, GenerateBatcherConfig
+from reflex_runtime.ipc.generate_batcher import OFF, GenerateBatcher, GenerateBatcherConfig
 from reflex_runtime.ipc.messages import LOAD, GenerateParams
 from reflex_runtime.ipc.registry import StreamRegistry
 from reflex_runtime.ipc.spawn import spawned
@@ -47,9 +49,9 @@ from reflex_runtime.run.process import COLLECTIONS, loop_factory
 CASE = "workers"
 CONCURRENT = (1, 2, 4, 8, 10, 16, 32, 64)
 BARRED = (10, 16, 32, 64)  # callers, of which nine messages in ten are to be saved
-SPREADS = {"at once": 0.0, "within 0.5 ms": 0.0005}  # seconds over which a burst comes; the shortest hold is 0.75 ms
 CLOSED_LOOP = (8, 16, 32)  # callers over HTTP
-LENGTHS = {"16 tokens": (16, 16), "8 to 24 tokens": (8, 24)}  # of their answers
+LENGTHS = {"16 tokens": (16, 16), "4 to 40 tokens": (4, 40)}  # of their answers
+PAUSE = 1.5  # steps from a request to its first token, in the mean
 DEVICE_MS, SLOW_DEVICE_MS = 2.0, 8.0  # that a step takes where others are being served beside
 STREAMS = 32
 THREADS = ("--threads", "1")
@@ -60,7 +62,6 @@ def workers(root: Path, scale: float) -> list[Row]:
     """Every row about runtime processes."""
     with asyncio.Runner(loop_factory=loop_factory) as runner:
         rows = runner.run(_batcher(scale))
-    rows += _closed_loop(scale)
     scribe = model_directory("scribe")
     rows += _two_against_one(scribe, "3.3 M", 512, scale)
     rows += _two_against_one(_larger(root / "llama-workers"), "40 M", 128, scale)
@@ -117,15 +118,11 @@ class Front:
         self.urgent: list[float] = []
         self.firsts: list[float] = []
 
-    async def load(self, model: str) -> None:
-        """A model of its own is a partition of its own: nobody knows who comes together there."""
-        await self.client.request(LOAD, {"model_id": model, "path": "toy"})
-
-    async def ask(self, max_tokens: int = 1, priority: str = "default", model: str = "toy") -> None:
+    async def ask(self, max_tokens: int = 1, priority: str = "default") -> None:
         """One request, to its end."""
         handle = self._registry.register()
         params = GenerateParams(
-            stream_id=handle.id, model_id=model, prompt_token_ids=[1, 2, 3], temperature=0, max_tokens=max_tokens
+            stream_id=handle.id, model_id="toy", prompt_token_ids=[1, 2, 3], temperature=0, max_tokens=max_tokens
         )
         asked = time.perf_counter()
         await self.batcher.enqueue(params, priority)
@@ -157,7 +154,7 @@ async def _front(step_ms: float = 0.0, **config: Any) -> AsyncIterator[Front]:
     await client.start()
     front = Front(client, registry, settings)
     try:
-        await front.load("toy")
+        await client.request(LOAD, {"model_id": "toy", "path": "toy"})
         yield front
     finally:
         await front.batcher.close()
@@ -178,51 +175,33 @@ async def _batcher(scale: float) -> list[Row]:
 # -- messages saved, and what for --------------------------------------------------------------------------------------
 
 
-async def _burst(front: Front, n: int, spread: float, model: str) -> None:
-    """n callers: in one turn of the loop, or evenly over so many seconds and each in a turn of its own."""
-    began = time.perf_counter()
-    asking = []
-    for i in range(n):
-        while time.perf_counter() - began < i * spread / n:  # noqa: ASYNC110 - no timer is so fine
-            await asyncio.sleep(0)
-        asking.append(asyncio.create_task(front.ask(model=model)))
-        if spread:
-            await asyncio.sleep(0)
-    await asyncio.gather(*asking)
-    await asyncio.sleep(0.008)  # longer than anybody is waited for: the next burst is another one
+async def _burst(front: Front, n: int) -> None:
+    """n callers in one turn of the loop."""
+    await asyncio.gather(*(front.ask() for _ in range(n)))
 
 
 async def _saved(front: Front, scale: float) -> list[Row]:
-    """Every kind of burst has a model of its own."""
     say("  messages saved")
-    saved: dict[tuple[str, int], list[float]] = {}
-    waits: dict[str, list[float]] = {}
+    saved: dict[int, list[float]] = {}
+    waits: list[float] = []
     bursts = max(10, round(20 * scale))
-    for number in range(max(3, round(7 * scale))):
-        for way, spread in SPREADS.items():
-            pooled: dict[str, list[float]] = {}
-            for n in CONCURRENT:
-                model = f"{n} {way}"
-                if not number:
-                    await front.load(model)
-                    for _ in range(20):  # by these it learns that they come together
-                        await _burst(front, n, spread, model)
-                front.forget()
-                before, counted = front.sent, front.counted.messages
-                for _ in range(bursts):
-                    await _burst(front, n, spread, model)
-                messages = front.sent - before
-                assert messages == front.counted.messages - counted
-                saved.setdefault((way, n), []).append(100.0 * (1.0 - messages / (n * bursts)))
-                if n in BARRED:
-                    pooled.setdefault("64" if n == 64 else "10 to 32", []).extend(front.waits)
-            for who, found in pooled.items():
-                waits.setdefault(f"{who} callers {way}", []).append(1e3 * quantile(found, 0.95))
+    for _ in range(max(3, round(7 * scale))):
+        pooled = []
+        for n in CONCURRENT:
+            front.forget()
+            before, counted = front.sent, front.counted.messages
+            for _ in range(bursts):
+                await _burst(front, n)
+            messages = front.sent - before
+            assert messages == front.counted.messages - counted
+            saved.setdefault(n, []).append(100.0 * (1.0 - messages / (n * bursts)))
+            pooled += front.waits if n in BARRED else []
+        waits.append(1e3 * quantile(pooled, 0.95))
     rows = [
-        row(CASE, f"messages saved, {n} at a time, {way}", found, "%", least=90.0 if n in BARRED else None)
-        for (way, n), found in saved.items()
+        row(CASE, f"messages saved, {n} at once", found, "%", least=90.0 if n in BARRED else None)
+        for n, found in saved.items()
     ]
-    return rows + [row(CASE, f"added wait, {who}, p95", found, "ms", most=4.0) for who, found in waits.items()]
+    return [*rows, row(CASE, f"added wait, {BARRED[0]} to {BARRED[-1]} at once, p95", waits, "ms", most=4.0)]
 
 
 # -- what waiting costs those who are alone or in a hurry --------------------------------------------------------------
@@ -334,58 +313,63 @@ async def _first_token(front: Front, callers: int, seconds: float) -> float:
 # -- closed-loop callers over HTTP -------------------------------------------------------------------------------------
 
 
-class HttpFront(Server):
-    """`bench.apps.front` on whatever cores it gets."""
+class Paced(Server):
+    """`bench.apps.front` on whatever cores it gets: a model whose steps take `SLOW_DEVICE_MS`."""
 
-    def __init__(self, step_ms: float, *flags: str) -> None:
-        command = ["-m", "bench.apps.front", "PORT", *flags]
-        super().__init__(" ".join(("front", *flags)), command, "/health", {STEP_MS: str(step_ms)}, pinned=False)
-
-    def sent(self) -> tuple[int, int]:
-        """(messages that ask for streams, requests in them), as client and batcher count them."""
-        [line] = json.loads(self.get("/status"))["lines"]
-        said = line["client"]["sent"]
-        requests = sum(sum(lane["priority_mix"].values()) for lane in line["generate"]["partitions"])
-        return said.get("generate", 0) + said.get("batch_generate", 0), requests
+    def __init__(self, env: dict[str, str]) -> None:
+        env = env | {STEP_MS: str(SLOW_DEVICE_MS)}
+        super().__init__("front", ["-m", "bench.apps.front", "PORT"], "/health", env, pinned=False)
 
     def _answers(self) -> bool:
         return _ready(self)
 
 
-def _closed_loop(scale: float) -> list[Row]:
+def closed_loops(scale: float) -> list[Row]:
     """What callers that ask again as soon as they are answered save, and when their first tokens come."""
-    say("  closed-loop callers over HTTP")
+    scribe = model_directory("scribe")
+    makes: dict[str, Callable[[dict[str, str]], Server]] = {
+        "scribe": lambda env: Floating(scribe, *THREADS, "--workers", "1", env=env),
+        f"steps of {SLOW_DEVICE_MS:g} ms": Paced,
+    }
     rows = []
-    for step_ms in (DEVICE_MS, SLOW_DEVICE_MS):
-        with running(HttpFront(step_ms), HttpFront(step_ms, "off")) as servers:
+    for name, make in makes.items():
+        say(f"  closed-loop callers over HTTP, {name}")
+        with running(make({}), make({OFF: "1"})) as [batched, single]:
             for n in CLOSED_LOOP:
                 for length, tokens in LENGTHS.items():
-                    saved, ratios = [], []
-                    for number in range(max(3, round(5 * scale))):
-                        share, ratio = _asked_again(servers, n, tokens, max(1.0, 2 * scale), number)
-                        saved.append(share)
-                        ratios.append(ratio)
-                    what = f"{n} closed-loop callers over HTTP, {length}, steps of {step_ms:g} ms"
-                    least = 90.0 if n > 8 and length == "16 tokens" else None
-                    rows.append(row(CASE, f"{what}: messages saved", saved, "%", least=least))
-                    rows.append(row(CASE, f"{what}: first token p50 over single calls", ratios, "x", most=1.03))
+                    rounds = [_asked_again(batched, single, n, tokens, number) for number in range(round(12 * scale))]
+                    saved, ratios, rates = map(list, zip(*rounds, strict=True))
+                    what = f"{name}, {n} callers, {length}"
+                    rows.append(row("callers", f"{what}: messages saved", saved, "%"))
+                    if tokens[0] < tokens[1]:
+                        together = n / (sum(tokens) / 2 + PAUSE)
+                        most = 100.0 * (1.0 + math.expm1(-together) / together)
+                        rows.append(row("callers", f"{what}: the most without a later first token", [most], "%"))
+                    rows.append(row("callers", f"{what}: first token p50 over single calls", ratios, "x", most=1.03))
+                    rows.append(row("callers", f"{what}: answers a second over single calls", rates, "x"))
     return rows
 
 
 def _asked_again(
-    servers: list[HttpFront], n: int, tokens: tuple[int, int], seconds: float, number: int
-) -> tuple[float, float]:
-    """(messages saved in per cent, first token p50 over that of single calls) of one round."""
-    batched, single = servers
-    share, firsts = 0.0, {}
-    for server in servers[:: 1 if number % 2 else -1]:
-        messages, requests = server.sent()
-        found = callers.ask(callers.Job(server.port, "toy", n, tokens, seconds, seed=number))
-        firsts[server.name] = statistics.median(found.firsts)
-        if server is batched:
-            after, asked = server.sent()
-            share = 100.0 * (1.0 - (after - messages) / (asked - requests))
-    return share, firsts[batched.name] / firsts[single.name]
+    batched: Server, single: Server, n: int, tokens: tuple[int, int], number: int
+) -> tuple[float, float, float]:
+    """Of one round: messages saved in per cent, first token p50 and answers over those of single calls."""
+    found = {}
+    for server in (batched, single)[:: 1 if number % 2 else -1]:
+        before = _sent(server)
+        job = callers.Job(server.port, "scribe" if isinstance(server, Floating) else "toy", n, tokens, 1.0, seed=number)
+        found[server] = callers.ask(job), [after - at for after, at in zip(_sent(server), before, strict=True)]
+    (one, (messages, requests)), (other, _) = found[batched], found[single]
+    ratio = statistics.median(one.firsts) / statistics.median(other.firsts)
+    return 100.0 * (1.0 - messages / requests), ratio, one.answers / other.answers
+
+
+def _sent(server: Server) -> tuple[int, int]:
+    """(messages that ask for streams, requests in them), as client and batcher count them."""
+    [line] = json.loads(server.get("/status"))["lines"]
+    said = line["client"]["sent"]
+    requests = sum(sum(lane["priority_mix"].values()) for lane in line["generate"]["partitions"])
+    return said.get("generate", 0) + said.get("batch_generate", 0), requests
 
 
 # -- servers -----------------------------------------------------------------------------------------------------------
@@ -394,10 +378,10 @@ def _asked_again(
 class Floating(Server):
     """`reflex serve` of a language model, on whatever cores it gets."""
 
-    def __init__(self, directory: Path, *flags: str) -> None:
+    def __init__(self, directory: Path, *flags: str, env: dict[str, str] | None = None) -> None:
         self.model = directory.name
         command = ["-m", "reflex_runtime", "serve", str(directory), "--port", "PORT", "--no-supervise", *flags]
-        super().__init__(" ".join(("reflex serve", *flags)), command, "/health", pinned=False)
+        super().__init__(" ".join(("reflex serve", *flags)), command, "/health", env, pinned=False)
 
     def streamed(self, **job: Any) -> Streamed:
         """Ask it for streams. cpu: of the server, and of its runtime process where it has one."""

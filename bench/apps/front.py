@@ -1,6 +1,6 @@
-"""`reflex serve` with one runtime process whose model costs next to nothing: `python -m bench.apps.front PORT [off]`.
+"""`reflex serve` with one runtime process whose model costs next to nothing: `python -m bench.apps.front PORT`.
 
-Steps take BENCH_STEP_MS milliseconds, as in `runtime_process`. off: every request goes by itself.
+Steps take BENCH_STEP_MS milliseconds, as in `runtime_process`.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import sys
 
-from reflex_runtime.ipc.generate_batcher import GenerateBatcherConfig
 from reflex_runtime.ipc.spawn import spawned
 from reflex_runtime.llm.app import serving
 from reflex_runtime.llm.engine.toy import ByteTokenizer
@@ -21,13 +20,11 @@ from reflex_runtime.web.supervisor import bind
 
 def main() -> None:
     """Serve until a signal."""
-    port, *rest = sys.argv[1:]
     command = [sys.executable, "-m", "bench.apps.runtime_process"]
-    batcher = GenerateBatcherConfig(enabled="off" not in rest)
-    workers = WorkersConfig(1, lambda number: spawned(command), lambda config, number, restarts: {}, batcher)
+    workers = WorkersConfig(1, lambda number: spawned(command), lambda config, number, restarts: {})
     config = LLMServeConfig(served_model_name="toy")
     make = serving(ModelPlan("toy", config), opened(workers, ByteTokenizer()))
-    status, clean = serve(make, [bind("127.0.0.1", int(port))], config)
+    status, clean = serve(make, [bind("127.0.0.1", int(sys.argv[1]))], config)
     os._exit(status if clean else 1)
 
 

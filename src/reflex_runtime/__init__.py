@@ -53,7 +53,6 @@ if TYPE_CHECKING:  # the same names as in _NAMES, for type checkers and editors
     from reflex_runtime.core.events import SchedulerPaused as SchedulerPaused
     from reflex_runtime.core.flush import Controller as Controller
     from reflex_runtime.core.flush import FlushPolicy as FlushPolicy
-    from reflex_runtime.core.flush import HoldTarget as HoldTarget
     from reflex_runtime.core.flush import Planner as Planner
     from reflex_runtime.core.group import GroupConfig as GroupConfig
     from reflex_runtime.core.group import Resources as Resources
@@ -88,7 +87,7 @@ if TYPE_CHECKING:  # the same names as in _NAMES, for type checkers and editors
     from reflex_runtime.run.submitted_frame import SubmittedFrame as SubmittedFrame
 
 _NAMES = {
-    "core.flush": "Controller FlushPolicy HoldTarget Planner",
+    "core.flush": "Controller FlushPolicy Planner",
     "core.batch": "Batch Cause Done Failed FlushReason More",
     "core.cost": "CostModel TimeCost TimedUnits TokenCost UnitCost",
     "core.errors": (

@@ -13,13 +13,13 @@ from reflex_runtime.core.batch import Apart, Batch, Done, Failed, More, Outcome
 from reflex_runtime.core.cost import CostModel, TimeCost, TokenCost, UnitCost
 from reflex_runtime.core.errors import ProcessorError, ReflexError, Rejected
 from reflex_runtime.core.events import BatchFinished, RequestPreempted, RequestSettled
-from reflex_runtime.core.flush import FlushPolicy, HoldTarget
+from reflex_runtime.core.flush import FlushPolicy
 from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.core.request import Priority, Request, Ticket, TicketState
 from reflex_runtime.core.scheduler import Scheduler
 
 from .helpers import Cached, outcome_of
-from .oracle import Adapting, Expected, Oracle, Seconds, Seen, Tokens, Units, World
+from .oracle import Expected, Oracle, Seconds, Seen, Tokens, Units, World
 
 TICK = 2.0**-10
 
@@ -69,7 +69,6 @@ class GroupSpec:
     max_queued_units: float = inf
     max_queued_seconds: float = inf
     displace_background: bool = False
-    adaptive: tuple[int, int, float, int, float] | None = None  # a `HoldTarget` of these
     tenant: str = ""
 
     def config(self) -> GroupConfig:
@@ -88,7 +87,6 @@ class GroupSpec:
             max_queued_units=self.max_queued_units,
             max_queued_seconds=self.max_queued_seconds,
             displace_background=self.displace_background,
-            controller=None if self.adaptive is None else Streams(*self.adaptive),
         )
 
     def world(self) -> World:
@@ -107,7 +105,6 @@ class GroupSpec:
             self.max_queued_units,
             self.max_queued_seconds,
             self.displace_background,
-            None if self.adaptive is None else Adapting(*self.adaptive),
             self.tenant,
         )
 
@@ -133,17 +130,6 @@ class SharedTokens(TokenCost):
 
 def timed(flush: FlushPolicy, stages: tuple[str, ...] = ("",), **kw: Any) -> GroupSpec:
     return GroupSpec(flush, lambda: Seconds(stages=stages), lambda: TimeCost(stages), **kw)
-
-
-class Streams(HoldTarget):
-    """One that knows what a history says of streams."""
-
-    def __init__(self, *settings: Any) -> None:
-        super().__init__(*settings)
-        self.streams: dict[Hashable, list[int]] = {}
-
-    def tokens_left(self, partition: Hashable) -> list[int]:
-        return self.streams.get(partition, [])
 
 
 @dataclass(frozen=True)
@@ -182,7 +168,6 @@ class Play:
         self.now = 0.0
         self.ends: dict[int, int] = {}
         self.left: list[Ticket] = []
-        self.targets: list[int] = []
         self.refused = 0  # for their deadline
 
     def run(self) -> Play:
@@ -361,25 +346,6 @@ class Play:
         self.oracle.complete(expected, outcomes, elapsed, self.now)
         (finished,) = [e for e in self.scheduler._events if isinstance(e, BatchFinished) and e.batch is batch]
         assert (finished.crashed, finished.apart) == (expected.crashed, isinstance(outcomes[0], Apart))
-        self.returned(batch, elapsed)
-
-    def returned(self, batch: Batch, elapsed: float) -> None:
-        """Tell what adapts, on both sides, and compare what it makes of it."""
-        adapting = self.oracle.worlds[batch.group].adapting
-        target = self.scheduler._groups[batch.group].config.controller
-        if adapting is None or not isinstance(target, Streams):
-            return
-        waits = [batch.scheduled_at - ticket.arrived for ticket in batch.grants]
-        for side in (adapting, target):
-            side.returned(batch.partition, waits, elapsed, len(self.running) > 1)  # type: ignore[attr-defined]
-        for _ in range(self.dice.roll(len(batch) + 2)):
-            target.ended(batch.partition, self.now, step := TICK * self.dice.roll(12))
-            adapting.ended(batch.partition, self.now, step)
-        left = self.dice.of([], [], [1], [1, 1], [2, 3], [3, 2, 1, 3, 3, 3], [1, 9])
-        target.streams[batch.partition] = adapting.left[batch.partition] = left
-        assert target.target(batch.partition) == adapting.target(batch.partition)
-        assert target.company(batch.partition) == adapting.company(batch.partition)
-        self.targets.append(target.target(batch.partition))
 
     def answers(self, batch: Batch) -> list[Outcome]:
         fate = self.dice.roll(16)
@@ -524,12 +490,12 @@ SCENARIOS: dict[str, Scenario] = {
     ),
     "by_size_several": Scenario((counted(FlushPolicy.by_size(2, 6 * TICK)),), max_batches=3),
     "by_priority": Scenario(
-        (counted(FlushPolicy.by_priority(4, 2, TICK, 4 * TICK, 2 * TICK), promote_after=6 * TICK),)
+        (counted(FlushPolicy(max_batch_size=4, hold_max=(0.0, 4 * TICK, 6 * TICK)), promote_after=6 * TICK),)
     ),
     "by_priority_several": Scenario(
         (
             counted(
-                FlushPolicy.by_priority(5, 3, TICK, 5 * TICK, 2 * TICK),
+                FlushPolicy(max_batch_size=5, hold_max=(0.0, 5 * TICK, 7 * TICK)),
                 promote_after=9 * TICK,
                 capacity=5,
                 displace_background=True,
@@ -537,31 +503,6 @@ SCENARIOS: dict[str, Scenario] = {
         ),
         max_batches=3,
         clients=4,
-    ),
-    "quiet": Scenario(
-        (
-            counted(
-                FlushPolicy(
-                    max_batch_size=4,
-                    hold_min=(0.0, TICK, 4 * TICK),
-                    hold_max=(0.0, 6 * TICK, 5 * TICK),
-                    target=3,
-                    quiet=2 * TICK,
-                )
-            ),
-        ),
-        max_batches=2,
-    ),
-    "adaptive": Scenario(
-        (
-            counted(
-                FlushPolicy.by_priority(6, 2, TICK, 4 * TICK, 2 * TICK),
-                promote_after=9 * TICK,
-                adaptive=(2, 7, 4 * TICK, 3, 2 * TICK),
-            ),
-        ),
-        max_batches=3,
-        device=lambda b: (1 + len(b)) * TICK,
     ),
     "promotion": Scenario((counted(FlushPolicy(max_batch_size=2), promote_after=3 * TICK),), clients=2, partitions=1),
     "by_cost": Scenario(

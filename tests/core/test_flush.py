@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import pairwise
 from math import inf
 
@@ -349,29 +348,8 @@ def test_expire_settles_what_is_due_and_forms_nothing() -> None:
     assert scheduler.expires_at() == inf
 
 
-def adaptive() -> Scheduler:
-    return scheduler_of(flush=FlushPolicy.by_priority(8, target=2), cost=UnitCost)
-
-
-def test_a_hold_is_max_hold_below_the_target_and_min_hold_at_it() -> None:
-    scheduler = scheduler_of(flush=replace(FlushPolicy.by_priority(8, target=2), quiet=0.0), cost=UnitCost)
-    ask(scheduler, 0.0)
-    assert scheduler.next_batch(0.0) is None
-    assert scheduler.wake_at() == pytest.approx(0.003)
-    ask(scheduler, 0.0005)
-    assert scheduler.next_batch(0.0005) is None
-    assert scheduler.wake_at() == pytest.approx(0.00075)
-    assert len(take(scheduler, 0.00075)) == 2
-
-
-def test_the_target_says_how_many_to_wait_for_never_how_many_may_go() -> None:
-    scheduler = adaptive()
-    ask_many(scheduler, 6)
-    assert len(take(scheduler, 0.00075)) == 6
-
-
 def test_a_hold_stands_until_the_next_input() -> None:
-    scheduler = adaptive()
+    scheduler = scheduler_of(flush=FlushPolicy.by_size(8, 0.003), cost=UnitCost)
     ask(scheduler, 0.0)
     assert scheduler.next_batch(0.0) is None
     at = scheduler.wake_at()
@@ -380,15 +358,14 @@ def test_a_hold_stands_until_the_next_input() -> None:
         assert scheduler.wake_at() == at
 
 
-def test_a_hold_is_decided_again_when_company_expires() -> None:
-    flush = FlushPolicy(target=2, hold_min=(0.0, 0.002, 0.002), hold_max=(0.0, 0.010, 0.010))
-    scheduler = scheduler_of(flush=flush, cost=UnitCost)
+def test_a_hold_is_decided_again_when_the_oldest_expires() -> None:
+    scheduler = scheduler_of(flush=FlushPolicy.by_size(4, 0.010), cost=UnitCost)
     ask(scheduler, time_limit=0.001)
-    ask(scheduler)
-    assert scheduler.next_batch(0.0) is None
+    ask(scheduler, 0.0005)
+    assert scheduler.next_batch(0.0005) is None
     assert scheduler.wake_at() == 0.001
-    assert scheduler.next_batch(0.001) is None  # one of the two it counted on is gone
-    assert scheduler.wake_at() == 0.010
+    assert scheduler.next_batch(0.001) is None
+    assert scheduler.wake_at() == pytest.approx(0.0105)
 
 
 def test_a_hold_of_one_partition_does_not_stop_another() -> None:
@@ -399,7 +376,7 @@ def test_a_hold_of_one_partition_does_not_stop_another() -> None:
 
 
 def test_wake_at_is_now_after_an_input_to_a_free_device() -> None:
-    scheduler = adaptive()
+    scheduler = scheduler_of(flush=FlushPolicy.by_size(8, 0.003), cost=UnitCost)
     assert scheduler.wake_at() == -inf or scheduler.wake_at() <= 0.0
     ask(scheduler, 1.0)
     assert scheduler.wake_at() == 1.0
@@ -411,11 +388,9 @@ def test_wake_at_is_now_after_an_input_to_a_free_device() -> None:
         ({"max_batch_cost": 0.0}, r"FlushPolicy\.max_batch_cost=0\.0: must be in \(0, inf\]"),
         ({"max_batch_cost": float("nan")}, "max_batch_cost=nan"),
         ({"max_batch_size": 0}, "max_batch_size=0"),
-        ({"target": 0}, "target=0"),
         ({"returns": -0.1}, "returns=-0.1"),
-        ({"quiet": -0.1}, r"quiet=-0.1: must be in \[0, 3600\]"),
         ({"returns": 60.1}, r"returns=60.1: must be in \[0, 60\]"),
-        ({"hold_min": (0.0, -1.0, 0.0)}, "hold_min=-1.0"),
+        ({"hold_max": (0.0, -1.0, 0.0)}, r"hold_max=-1.0: must be in \[0, 3600\]"),
         ({"hold_max": (0.0, 0.0, 3601.0)}, "hold_max=3601.0"),
     ],
 )

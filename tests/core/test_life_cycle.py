@@ -672,7 +672,7 @@ def test_ids_are_for_people_and_need_not_be_unique() -> None:
 
 
 def test_t6_a_batch_tells_when_it_was_decided_to_send_nothing() -> None:
-    scheduler = scheduler_of(flush=FlushPolicy(hold_max=(1.0, 1.0, 1.0), hold_min=(1.0, 1.0, 1.0)))
+    scheduler = scheduler_of(flush=FlushPolicy(hold_max=(1.0, 1.0, 1.0)))
 
     def looked() -> tuple[float, ...]:
         return next(e.idle_polls for e in scheduler.take_events() if isinstance(e, BatchScheduled))

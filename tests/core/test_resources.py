@@ -226,7 +226,7 @@ def test_what_does_not_fit_the_memory_changes_nothing() -> None:
     [
         FlushPolicy.window(8.0),
         FlushPolicy.by_size(8, 0.010),
-        FlushPolicy(hold_min=(0.0, 0.001, 0.001)),
+        FlushPolicy(hold_max=(0.0, 0.001, 0.001)),
         FlushPolicy(shed=True),
     ],
 )

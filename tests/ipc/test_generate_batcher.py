@@ -38,15 +38,15 @@ from reflex_runtime.observe.series import GENERATE_BATCHER, SeriesSet
 
 LONG = 20_000.0  # ms: a hold that only something else ends
 OVER = 21.0  # s: longer than that
-HELD = GenerateBatcherConfig(min_hold_ms=1000.0, max_hold_ms=1000.0, background_extra_ms=1000.0)
+HELD = GenerateBatcherConfig(max_hold_ms=1000.0, background_extra_ms=1000.0)
 
 
-async def warm(made: World) -> None:
-    """From now on company is expected: somebody is held."""
-    await asyncio.gather(*(made.ask(priority="urgent") for _ in range(4)))
-    for id in list(made.runtime.live):
-        made.runtime.end(id)
-    await made.round()
+async def computing(made: World) -> None:
+    """The runtime computes a step that takes an hour: who comes is held."""
+    gated, made.runtime.gated = made.runtime.gated, False
+    made.batcher._steps.took(3600.0)
+    await made.ask(priority="urgent")
+    made.runtime.gated = gated
     made.runtime.messages.clear()
 
 
@@ -183,7 +183,7 @@ def test_g1_one_stream_is_asked_for_once() -> None:
 def test_g1_the_default_priority_is_default_and_a_short_timeout_is_urgent() -> None:
     async def main() -> None:
         async with world(HELD, gated=True) as made:
-            await warm_gated(made)
+            await computing(made)
             default, background = made.ask("d"), made.ask("b", "background")
             await made.round()
             assert made.runtime.ids == [], "held"
@@ -196,21 +196,15 @@ def test_g1_the_default_priority_is_default_and_a_short_timeout_is_urgent() -> N
             await asyncio.gather(default, background, urgent)
             stats = made.batcher.get_stats()
             assert stats["urgent_flushes"] == 2, "that before included"
-            assert stats["enqueued_by_priority"] == {"urgent": 4, "default": 2, "background": 1}
+            assert stats["enqueued_by_priority"] == {"urgent": 1, "default": 2, "background": 1}
 
     run(main())
-
-
-async def warm_gated(made: World) -> None:
-    made.runtime.gated = False
-    await warm(made)
-    made.runtime.gated = True
 
 
 def test_g3_an_urgent_request_goes_at_once_also_while_a_call_is_out() -> None:
     async def main() -> None:
         async with world(HELD, gated=True) as made:
-            await warm_gated(made)
+            await computing(made)
             first = made.ask("first", "urgent")
             await made.round()
             held = made.ask("held")
@@ -681,7 +675,7 @@ def test_g10_options_that_cannot_be_grouped_go_by_themselves() -> None:
 def test_g10_a_request_goes_behind_the_one_that_it_follows(config: GenerateBatcherConfig) -> None:
     async def main() -> None:
         async with world(config) as made:
-            await warm(made)
+            await computing(made)
             await made.ask("slow", prompt_logprobs=1)
             made.runtime.end("slow", "backpressure")
             await made.round()
@@ -998,7 +992,7 @@ def test_g14_the_time_until_the_first_token_counts_from_when_it_came() -> None:
 def test_g14_closing_lets_what_waits_be_answered_and_admits_nothing_more() -> None:
     async def main() -> None:
         async with world(HELD, gated=True) as made:
-            await warm_gated(made)
+            await computing(made)
             tasks = [made.ask(f"s{i}") for i in range(2)]
             await made.round()
             assert made.runtime.ids == []
@@ -1086,43 +1080,47 @@ def test_g5_a_hook_that_fails_harms_nobody(caplog: pytest.LogCaptureFixture) -> 
     assert "the hook's own" in caplog.text
 
 
-def test_g5_the_target_follows_what_the_messages_took() -> None:
+def test_g4_a_step_begins_with_tokens_or_a_message_to_an_idle_runtime_and_takes_what_streams_that_ended_say() -> None:
     async def main() -> None:
-        async with world(GenerateBatcherConfig(stream_limit=3)) as made:
-            calls: list[Any] = []
-            made.batcher._targets.returned = lambda *told: calls.append(told)  # type: ignore[method-assign]
-            began = time.monotonic()
-            await asyncio.gather(*(made.ask() for _ in range(2)))
-            took = time.monotonic() - began
-            ((partition, waits, seconds, crowded),) = calls
-            assert partition == ("", "", "")
-            assert len(waits) == 2
-            assert 0.0 < min(waits) <= max(waits) < took
-            assert 0.0 < seconds < took
-            assert crowded is False
-            await made.ask()
-            assert calls[-1][3] is True, "three of three places taken"
+        async with world() as made:
+            began: list[float] = []
+            took: list[float] = []
+            steps = made.batcher._steps
+            steps.begins, steps.took = began.append, took.append  # type: ignore[method-assign]
+            before = made.clock()
+            await made.ask("first")
+            await made.ask("second")
+            assert len(began) == 1, "the runtime was idle before the first, and is not before the second"
+            for id in ("first", "second"):
+                made.runtime.chunk(id)
+            await made.round()
+            assert len(began) == 3
+            assert before <= began[0] <= began[-1] <= made.clock()
+            made.runtime.stats("first", 3, 2)
+            made.runtime.stats("second", 3, 1)
+            for id in ("first", "second"):
+                made.runtime.end(id)
+            await made.round()
+            assert took == [pytest.approx(0.0005)], "one token alone says nothing of a step"
 
     run(main())
 
 
-def test_g4_callers_are_expected_back_when_their_streams_ended_and_they_were_there_to_read_it() -> None:
+def test_g4_who_comes_while_a_step_is_computed_shares_a_message_and_between_steps_leaves_alone() -> None:
     async def main() -> None:
-        async with world() as made:
-            ended: list[Any] = []
-            made.batcher._targets.ended = lambda *told: ended.append(told)  # type: ignore[method-assign]
-            leaves = made.registry.register("leaves")
-            await asyncio.gather(*(made.ask(id, max_tokens=most) for id, most in (("stays", 7), ("leaves", 2))))
-            assert sorted(made.batcher._targets.tokens_left(("", "", ""))) == [2, 7]
-            leaves.close()
-            for id in ("stays", "leaves"):
-                made.runtime.stats(id, 3, 2)
-                made.runtime.end(id)
-            await made.round()
-            ((partition, at, pace),) = ended
-            assert partition == ("", "", "")
-            assert at > 0.0
-            assert pace == pytest.approx(0.0005)  # the second token came half a millisecond after the first
+        async with world(HELD) as made:
+            made.batcher._steps.took(1.0)
+            for round in range(2):
+                await made.ask(f"{round} first")
+                rest = [made.ask(f"{round} {i}") for i in range(3)]
+                await made.later(0.2)
+                assert made.runtime.sizes == [1, 3] * round + [1], "half of the step is not over"
+                await made.later(0.3)
+                await asyncio.gather(*rest)
+                assert made.runtime.sizes == [1, 3] * (round + 1)
+                for id in list(made.runtime.live):
+                    made.runtime.end(id)
+                await made.round()
 
     run(main())
 
@@ -1145,7 +1143,6 @@ def test_g13_stats_and_series_tell_what_was_done() -> None:
             assert lane["pending"] == {"urgent": 0, "default": 1, "background": 2}
             assert (lane["batches"], lane["last_batch"], lane["mean_batch"]) == (2, 1, 2.0)
             assert lane["priority_mix"] == {"urgent": 1, "default": 3, "background": 0}
-            assert lane["target_size"] >= 2
             assert 0.0 < lane["queue_wait_p50_ms"] <= lane["queue_wait_p95_ms"]
             value = registry.get_sample_value
             name = "reflex_generate_batcher"
@@ -1203,12 +1200,10 @@ def test_g3_background_that_waits_long_counts_as_default_and_is_counted() -> Non
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("min_batch_size", 0),
         ("max_batch_size", 1025),
         ("min_hold_ms", -0.1),
         ("max_hold_ms", 1001.0),
         ("background_extra_ms", float("nan")),
-        ("target_batch_time_ms", 0.0),
         ("pause_on_backpressure_ms", -1.0),
         ("max_pending", 0),
         ("max_pending_tokens", 0),
@@ -1224,7 +1219,6 @@ def test_g11_a_setting_out_of_range_is_named(name: str, value: float) -> None:
 @pytest.mark.parametrize(
     ("options", "field"),
     [
-        ({"min_batch_size": 17}, "min_batch_size=17: must be at most max_batch_size, which is 16"),
         ({"min_hold_ms": 3.5}, "min_hold_ms=3.5: must be at most max_hold_ms, which is 3.0"),
         ({"ungroupable_options": ("tempo",)}, "ungroupable_options='tempo': must be fields of a request"),
     ],
@@ -1237,12 +1231,10 @@ def test_g11_settings_that_do_not_fit_together_are_named(options: Any, field: st
 def test_g11_the_defaults_are_the_contracts() -> None:
     assert {field.name: field.default for field in fields(GenerateBatcherConfig)} == {
         "enabled": True,
-        "min_batch_size": 2,
         "max_batch_size": 16,
         "min_hold_ms": 0.75,
         "max_hold_ms": 3.0,
         "background_extra_ms": 2.0,
-        "target_batch_time_ms": 12.0,
         "pause_on_backpressure_ms": 20.0,
         "max_pending": 1000,
         "max_pending_tokens": 1_000_000,
@@ -1256,15 +1248,14 @@ def test_g11_the_settings_reach_the_scheduler() -> None:
     async def main() -> None:
         registry = StreamRegistry()
         config = GenerateBatcherConfig(
-            min_batch_size=3, max_batch_size=7, min_hold_ms=1.0, max_hold_ms=2.0, background_extra_ms=4.0, max_pending=9
+            max_batch_size=7, min_hold_ms=1.0, max_hold_ms=2.0, background_extra_ms=4.0, max_pending=9
         )
         batcher = GenerateBatcher(Client(registry), registry, config)
         group = batcher._dispatcher.scheduler._groups["generate"].config
-        assert (group.flush.max_batch_size, group.flush.target, group.capacity) == (7, 3, 9)
-        assert group.flush.hold_min == pytest.approx((0.0, 0.001, 0.006))
+        assert (group.flush.max_batch_size, group.capacity) == (7, 9)
         assert group.flush.hold_max == pytest.approx((0.0, 0.002, 0.006))
         assert group.promote_after == pytest.approx(0.02)
-        assert batcher._targets.target("new") == 3
+        assert batcher._steps._least == pytest.approx(0.001)
         assert Runtime().sizes == []
 
     run(main())
@@ -1281,7 +1272,7 @@ def test_g13_partitions_that_are_remembered_are_bounded_and_who_waits_is_not_for
     queued("waits")
     for n in range(2 * MOST_PARTITIONS):
         stats(RequestSettled(0.0, queued(f"m{n}")))
-    lanes = stats.lanes(lambda key: 2, lambda key: None)
+    lanes = stats.lanes()
     assert len(lanes) == MOST_PARTITIONS
     assert [lane["model_id"] for lane in lanes if lane["pending"]["default"]] == ["waits"]
 
@@ -1298,7 +1289,7 @@ def test_g14_a_batcher_that_was_closed_before_anybody_asked_admits_nobody() -> N
 
 @pytest.mark.parametrize("n", [10, 11, 16, 20, 33, 64])
 def test_g12_at_the_default_limits_nine_in_ten_messages_are_saved(n: int) -> None:
-    """Every time, from the first burst on; a burst after a burst finds the target grown or halved."""
+    """Every time, from the first burst on."""
 
     async def main() -> None:
         async with world() as made:

@@ -233,24 +233,6 @@ def test_g8_backpressure_and_slow_consumer_are_told_and_end_nothing(front: Front
     run(main())
 
 
-def test_g4_the_registry_says_how_many_tokens_the_active_streams_of_a_partition_have_left(front: Front) -> None:
-    async def main() -> None:
-        for id, partition, most in (("a", "p", 20), ("b", "p", 3), ("other", "q", 1)):
-            front.active(id, partition=partition).most = most
-        front.registry.register("waits", partition="p").most = 1
-        assert front.registry.left("p") == [20, 3]
-        front.chunk("b", 2)
-        assert front.registry.left("p") == [20, 1]
-        front.chunk("a", 8)  # a window that nobody has read: its producer waits, and it may never end
-        assert front.registry.left("p") == [20, 1]
-        front.registry.find("a").take()  # type: ignore[union-attr]
-        assert front.registry.left("p") == [12, 1]
-        front.event(id="b")
-        assert front.registry.left("p") == [12]
-
-    run(main())
-
-
 def test_g4_a_stream_that_came_to_its_end_is_told_once_with_the_pace_of_its_tokens(front: Front) -> None:
     async def main() -> None:
         told: list[tuple[str, float]] = []

@@ -164,7 +164,7 @@ def test_an_earlier_reason_to_look_moves_the_timer() -> None:
 def test_an_urgent_request_goes_while_a_call_is_out() -> None:
     async def main() -> None:
         calls = Calls()
-        dispatcher = made(calls, flush=FlushPolicy.by_priority(max_batch_size=4, min_hold=60.0, max_hold=60.0))
+        dispatcher = made(calls, flush=FlushPolicy(max_batch_size=4, hold_max=(0.0, 60.0, 60.0)))
         dispatcher.submit(Request("first", priority=Priority.URGENT))
         await turns()
         dispatcher.submit(Request("held"))

@@ -1,7 +1,7 @@
 """How long batches may wait, and how large they may be.
 
-A `FlushPolicy` is a frozen value, not behaviour: two holds per tier, the conditions that end them, and two ceilings
-express every documented rule. `holding` uses it to decide when a batch leaves, and `cause_of` names the cause.
+A `FlushPolicy` is a frozen value, not behaviour: a hold per tier and two ceilings express every documented rule.
+`holding` uses it to decide when a batch leaves, and `cause_of` names the cause.
 
 Deadlines at risk: the set of tickets with the largest expected value is sent. Goodput depends on which tickets are left
 out, not on when a batch is sent. For every slack threshold s among the candidates at risk, and two safety factors,
@@ -23,8 +23,8 @@ Controllers compute another `FlushPolicy` from slowly learned quantities. A cont
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right, insort
-from collections import OrderedDict, deque
+from bisect import bisect_right
+from collections import deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -35,10 +35,8 @@ from reflex_runtime.core.batch import Cause
 from reflex_runtime.core.cost import Tally
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.core.request import Priority, Ticket
-from reflex_runtime.core.statistics import percentile
 
 Tiers = tuple[float, float, float]
-_NONE: Tiers = (0.0, 0.0, 0.0)
 BUDGET = 0.100  # seconds that a batch may take by default
 TIMES_FIXED = 8.0  # and how many times its fixed part, where that is more: 1/8 of the device's time goes to fixed parts
 
@@ -49,17 +47,11 @@ class FlushPolicy:
 
     max_batch_cost: ceiling in the cost model's unit.
     max_batch_size: most tickets in a batch, residents included.
-    hold_min, hold_max: seconds from arrival that each tier (urgent, default, background) may wait for more requests on
-        a free device: hold_max while fewer than `target` wait, hold_min once that many do. The added latency is at most
-        hold_max; 0 sends at once.
-    target: number of requests to wait for; it does not limit a batch. A target above max_batch_size holds full batches.
-    quiet: seconds without an arrival in the partition after which a hold below the target ends, once its hold_min is
-        over. Not while a batch of the partition is in flight; 0 switches it off.
-    until: time after which a hold below the target ends in any case; for controllers.
+    hold_max: seconds from arrival that each tier (urgent, default, background) may wait for more requests on a free
+        device; 0 sends at once.
+    until: time at which such a hold ends in any case; for controllers.
     times_fixed: a batch may also take this many times the fixed part of its kind, if that is longer than max_batch_cost
         and others need not wait for it. 0 switches it off. It needs a `Planner`, see there.
-    group_commit: while a batch of the partition is in flight, waiting requests are held up to hold_max, also at the
-        target: the return of that batch is the next occasion to send, so waiting costs little. A full batch is sent.
     returns: longest hold, in seconds, for clients whose next request is due, if it pays (`returns.py`); counted
         from max(oldest arrival, device free), and never longer than max_batch_cost. 0 switches it off.
     shed: refuse waiting requests whose deadline cannot be met any more, and choose the set of largest expected value
@@ -68,27 +60,20 @@ class FlushPolicy:
 
     max_batch_cost: float = inf
     max_batch_size: int = 4096
-    hold_min: Tiers = (0.0, 0.0, 0.0)
     hold_max: Tiers = (0.0, 0.0, 0.0)
-    target: int = 1
     returns: float = 0.0
     shed: bool = False
-    quiet: float = 0.0
-    group_commit: bool = False
     until: float = inf
     times_fixed: float = 0.0
 
     def __post_init__(self) -> None:
         _check("max_batch_cost", self.max_batch_cost, 0.0, inf, exclusive=True)
         _check("max_batch_size", self.max_batch_size, 1, 1_000_000)
-        _check("target", self.target, 1, 1_000_000)
         if self.returns != inf:
             _check("returns", self.returns, 0.0, 60.0)
-        _check("quiet", self.quiet, 0.0, 3600.0)
         _check("times_fixed", self.times_fixed, 0.0, 1000.0)
-        for name, tiers in (("hold_min", self.hold_min), ("hold_max", self.hold_max)):
-            for value in tiers:
-                _check(name, value, 0.0, 3600.0)
+        for value in self.hold_max:
+            _check("hold_max", value, 0.0, 3600.0)
 
     @classmethod
     def window(cls, max_batch_cost: float | None, batch_timeout: float = inf, max_batch_size: int = 256) -> Self:
@@ -103,45 +88,17 @@ class FlushPolicy:
     @classmethod
     def by_cost(cls, max_batch_cost: float, batch_timeout: float, max_batch_size: int = 4096) -> Self:
         """The documented literal rule: wait out the timeout unless the summed estimate reaches the budget."""
-        hold = (0.0, batch_timeout, batch_timeout)
-        return cls(max_batch_cost=max_batch_cost, max_batch_size=max_batch_size, hold_min=hold, hold_max=hold, target=1)
+        return cls(max_batch_cost, max_batch_size, hold_max=(0.0, batch_timeout, batch_timeout))
 
     @classmethod
     def by_size(cls, max_batch_size: int, max_latency: float) -> Self:
         """Send at a count, or when the oldest has waited `max_latency` seconds."""
-        hold = (0.0, max_latency, max_latency)
-        return cls(max_batch_size=max_batch_size, hold_min=hold, hold_max=hold)
-
-    @classmethod
-    def by_priority(
-        cls,
-        max_batch_size: int = 16,
-        target: int = 2,
-        min_hold: float = 0.00075,
-        max_hold: float = 0.003,
-        background_extra: float = 0.002,
-    ) -> Self:
-        """Urgent at once; default after min_hold, up to max_hold while more keep coming and fewer than the target wait
-        or while a batch is in flight; background a little longer."""
-        longest = max_hold + background_extra
-        return cls(
-            max_batch_size=max_batch_size,
-            hold_min=(0.0, min_hold, longest),
-            hold_max=(0.0, max_hold, longest),
-            target=target,
-            quiet=min_hold,
-            group_commit=True,
-        )
+        return cls(max_batch_size=max_batch_size, hold_max=(0.0, max_latency, max_latency))
 
     @classmethod
     def every_step(cls, max_num_batched_tokens: int, max_num_seqs: int = 256) -> Self:
         """Continuous batching: a step leaves whenever the device is free, within a token budget."""
         return cls(max_batch_cost=max_num_batched_tokens, max_batch_size=max_num_seqs)
-
-    @property
-    def holds(self) -> bool:
-        """Whether the policy has a hold for any tier."""
-        return self.hold_max != _NONE or self.hold_min != _NONE
 
 
 @dataclass(slots=True)
@@ -538,229 +495,3 @@ def _planned_value(
         spare -= served + surplus
         total += value * (served + _SURPLUS * surplus)
     return total
-
-
-# -- how many to wait for ----------------------------------------------------------------------------------------------
-
-
-class HoldTarget:
-    """How long each partition waits for more requests, and for how many; it does not limit a batch.
-
-    For work that runs elsewhere, where batches save messages. A batch waits for three kinds of requests:
-
-    - **Returns.** A caller whose stream has just ended asks again. A batch is held until the last of them is back, at
-      most `hold` seconds after the last one ended or came back, and is then sent at once. - **Streams about to end**,
-      see `_ending`: the batch waits up to `PATIENCE` times as long for their callers. Then all are in one batch, end
-      together, and return together from then on. - **Bursts.** Arrivals that follow each other within `hold` seconds
-      and are no returns. The batch waits for `target` of them. The target grows by 2 while waits stay below `hold`,
-      calls are short and the other end has places; it halves when either is long. It is adapted after each batch, from
-      the last `window` batches.
-
-    Returns and bursts are expected only if they were frequent, by exponential means. A lone caller is never held,
-    however soon it asks again.
-
-    smallest, largest: bounds of the target. target_batch_time: seconds that a call should take at most.
-    """
-
-    GAIN = 0.25  # of the means
-    EXPECTED, BACK = 0.2, 0.5  # means from which bursts, and returns, are expected
-    LONG = 4.0 / 3.0  # times hold: 95th percentile of the waits from which the target halves
-    MEMORY = 4.0  # times hold: for how long an absent caller is expected
-    PATIENCE = 10.0  # times the usual longest hold: how long streams about to end are waited for
-    SLOW = 1.3  # times target_batch_time, median
-    PARTITIONS = 256  # remembered; the least recently used is forgotten
-    MOST_AWAY = 1024  # callers waited for in a partition
-
-    def __init__(
-        self,
-        smallest: int = 2,
-        largest: int = 16,
-        target_batch_time: float = 0.012,
-        window: int = 100,
-        hold: float = 0.003,
-    ) -> None:
-        if not 1 <= smallest <= largest:
-            raise ConfigError(f"HoldTarget.smallest={smallest!r}: must be in [1, largest={largest!r}]")
-        if not target_batch_time > 0.0:
-            raise ConfigError(f"HoldTarget.target_batch_time={target_batch_time!r}: must be > 0 seconds")
-        if not window >= 1:
-            raise ConfigError(f"HoldTarget.window={window!r}: must be >= 1 batches")
-        if not hold >= 0.0:
-            raise ConfigError(f"HoldTarget.hold={hold!r}: must be >= 0 seconds")
-        self._smallest, self._largest = smallest, largest
-        self._batch_time, self._window, self._hold = target_batch_time, window, hold
-        self._followed: OrderedDict[Hashable, _Followed] = OrderedDict()
-        self._base: FlushPolicy | None = None
-        self._made: dict[int, FlushPolicy] = {}  # of that base, by target; those below for other kinds of company
-
-    # -- inputs ------------------------------------------------------------------------------------------------------
-
-    def arrived(self, ticket: Ticket, now: float, others: int) -> None:
-        one = self._follow(ticket.request.partition)
-        one.forget(now - self.MEMORY * self._hold, self.GAIN)
-        soon = others > 0 and now - one.last <= self._hold
-        one.unsettled = others + 1
-        one.company += self.GAIN * ((soon and not one.away) - one.company)
-        if one.away:
-            one.away.popleft()
-            one.back += self.GAIN * (1.0 - one.back)
-        one.last = now
-
-    def ended(self, partition: Hashable, now: float, step: float = 0.0) -> None:
-        """A stream came to its end; its caller may ask again. step: seconds that each of its tokens took."""
-        one = self._follow(partition)
-        one.step += self.GAIN * (step - one.step)
-        one.away.append(now)
-        if len(one.away) > self.MOST_AWAY:
-            one.away.popleft()
-
-    def returned(self, partition: Hashable, waits: Sequence[float], seconds: float, crowded: bool) -> None:
-        """A batch came back. waits: seconds its members waited, at least one. seconds: the call took. crowded: whether
-        the other end has few places left."""
-        one = self._follow(partition)
-        one.waits.add(waits)
-        one.calls.add((seconds,))
-        wait, call = one.waits.percentile(95), one.calls.percentile(50)
-        if wait < self._hold and call < self._batch_time and not crowded:
-            one.target = min(self._largest, one.target + 2)
-        elif wait > self.LONG * self._hold or call > self.SLOW * self._batch_time:
-            one.target = max(self._smallest, one.target // 2)
-
-    # -- questions ---------------------------------------------------------------------------------------------------
-
-    def policy(self, base: FlushPolicy, affine: Affine, now: float, partition: Hashable) -> FlushPolicy:
-        if base is not self._base:
-            self._base, self._made = base, {}
-        one = self._followed.get(partition)
-        if one is None:
-            return self._of(base, _NOBODY)
-        one.forget(now - self.MEMORY * self._hold, self.GAIN)
-        if one.back >= self.BACK:
-            tokens = self.tokens_left(partition)
-            ending = _ending(tokens, one.unsettled)
-            if ending or one.away:
-                together = ending or not tokens
-                beyond = together and one.step >= 2.0 * self._hold
-                made = self._of(base, _BEYOND if beyond else _TOGETHER if together else _RETURNS)
-                return made if ending else replace(made, until=self._until(one))
-        return self._of(base, one.target if one.company >= self.EXPECTED else _NOBODY)
-
-    def _until(self, one: _Followed) -> float:
-        """Until when absent callers are waited for: `hold` after the last one ended or came back."""
-        last = one.away[-1]
-        return max(last, min(one.last, last + (self.MEMORY - 1.0) * self._hold)) + self._hold
-
-    def _of(self, base: FlushPolicy, kind: int) -> FlushPolicy:
-        """The policy for waiting for a number of requests, or for one of the kinds below."""
-        made = self._made.get(kind)
-        if made is None:
-            made = self._made[kind] = self._make(base, kind)
-        return made
-
-    def _make(self, base: FlushPolicy, kind: int) -> FlushPolicy:
-        if kind == _NOBODY:
-            return replace(base, hold_min=_NONE, hold_max=_NONE)
-        if kind > 0:
-            return replace(base, target=kind)
-        target = _EVERYBODY if kind == _BEYOND else base.max_batch_size
-        urgent, default, background = base.hold_max
-        if kind != _RETURNS:
-            background += (self.PATIENCE - 1.0) * default
-            default *= self.PATIENCE
-        return replace(base, target=target, quiet=0.0, hold_max=(urgent, default, background))
-
-    def tokens_left(self, partition: Hashable) -> Sequence[int]:
-        """The tokens left of each active stream of the partition; for subclasses that know them."""
-        return ()
-
-    def target(self, partition: Hashable) -> int:
-        """How many to wait for where bursts come."""
-        one = self._followed.get(partition)
-        return self._smallest if one is None else one.target
-
-    def waits(self, partition: Hashable) -> tuple[float, float] | None:
-        """Median and 95th percentile of the waits in the window, in seconds; None before a batch came back."""
-        one = self._followed.get(partition)
-        return (one.waits.percentile(50), one.waits.percentile(95)) if one is not None and len(one.waits) else None
-
-    def company(self, partition: Hashable) -> float:
-        """The share of arrivals that another one followed soon, returns not counted, 0 to 1."""
-        one = self._followed.get(partition)
-        return 0.0 if one is None else one.company
-
-    def back(self, partition: Hashable) -> float:
-        """The share of ended streams that another request followed soon, 0 to 1."""
-        one = self._followed.get(partition)
-        return 0.0 if one is None else one.back
-
-    def _follow(self, partition: Hashable) -> _Followed:
-        one = self._followed.get(partition)
-        if one is None:
-            one = self._followed[partition] = _Followed(self._smallest, self._window)
-            if len(self._followed) > self.PARTITIONS:
-                self._followed.popitem(last=False)
-        else:
-            self._followed.move_to_end(partition)
-        return one
-
-
-_EVERYBODY = 1_000_000
-_NOBODY, _RETURNS, _TOGETHER, _BEYOND = 0, -1, -2, -3
-_FEW = 3  # tokens
-
-
-def _ending(tokens_left: Sequence[int], waiting: int) -> bool:
-    """Whether it pays to wait for streams with these numbers of tokens left.
-
-    With at most one token left they end at the next step, and no other request would have begun before it. With a few
-    left, and more streams than waiting requests, the batch waits for some steps once; from then on all end together.
-    """
-    most = max(tokens_left, default=0)
-    return most == 1 or (0 < most <= _FEW and len(tokens_left) > waiting)
-
-
-class _Followed:
-    """The state of a partition. away: ends of streams whose callers are not back, oldest first."""
-
-    __slots__ = ("away", "back", "calls", "company", "last", "step", "target", "unsettled", "waits")
-
-    def __init__(self, target: int, window: int) -> None:
-        self.target = target
-        self.company = self.back = 0.0
-        self.last = -inf
-        self.unsettled = 0
-        self.step = 0.0
-        self.away: deque[float] = deque()
-        self.waits, self.calls = _Window(window), _Window(window)
-
-    def forget(self, before: float, gain: float) -> None:
-        """Stop expecting callers that have been away since then."""
-        while self.away and self.away[0] < before:
-            self.away.popleft()
-            self.back -= gain * self.back
-
-
-class _Window:
-    """Values of the last `size` batches, kept sorted."""
-
-    __slots__ = ("_batches", "_ordered", "_size")
-
-    def __init__(self, size: int) -> None:
-        self._size = size
-        self._batches: deque[tuple[float, ...]] = deque()
-        self._ordered: list[float] = []
-
-    def __len__(self) -> int:
-        return len(self._ordered)
-
-    def add(self, values: Sequence[float]) -> None:
-        if len(self._batches) == self._size:
-            for value in self._batches.popleft():
-                del self._ordered[bisect_left(self._ordered, value)]
-        self._batches.append(tuple(values))
-        for value in values:
-            insort(self._ordered, value)
-
-    def percentile(self, percent: int) -> float:
-        """The percentile of the values."""
-        return percentile(self._ordered, percent / 100)

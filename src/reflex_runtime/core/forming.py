@@ -754,7 +754,6 @@ def may_lead(group: Group, partition: Partition) -> bool:
         group.steps
         or config.resources is not None
         or config.gap_chance
-        or config.flush.group_commit
         or group.cost.unit != "seconds"
         or group.offenders
         or group.evidence.pending

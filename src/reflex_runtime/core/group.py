@@ -162,7 +162,7 @@ class GroupConfig:
             raise ConfigError(f"GroupConfig.promote_after={self.promote_after!r}: must be >= 0 seconds")
         if self.flush.times_fixed and not isinstance(self.controller, Planner):
             raise ConfigError("FlushPolicy.times_fixed: needs a group whose controller is a Planner")
-        holds = (*self.flush.hold_min, *self.flush.hold_max, self.flush.returns, self.flush.shed)
+        holds = (*self.flush.hold_max, self.flush.returns, self.flush.shed)
         if self.resources is not None and any(holds):
             raise ConfigError("GroupConfig.resources: needs a flush policy without holds and shedding (every_step)")
 
@@ -197,7 +197,7 @@ class Group:
         self.offenders = Offenders()
         flush = config.flush
         self.counts_only = (  # batches leave by size and time alone
-            (flush.returns, flush.shed, flush.max_batch_cost, flush.hold_min) == (0.0, False, inf, flush.hold_max)
+            (flush.returns, flush.shed, flush.max_batch_cost) == (0.0, False, inf)
             and config.controller is None
             and config.resources is None
         )
@@ -255,7 +255,6 @@ class Group:
                 self.evidence.probe(ticket)
         if ticket.tier is BACKGROUND:
             self._age(ticket, partition)
-        partition.last_arrival = now
         if self.config.controller is not None:
             self.config.controller.arrived(ticket, now, partition.unsettled - 1)
         self._count(ticket)

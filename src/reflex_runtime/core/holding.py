@@ -2,7 +2,7 @@
 
 A batch waits on a free device for three reasons, and only `Holding.until` and `Holding.gap_at` decide it:
 
-    the clock   the holds of the flush policy: `_by_clock`
+    the clock   the holds of the flush policy
     returns     clients whose next request is due, if waiting for them pays (`think_times`): `_for_returns`
     a gap       a group with `gap_chance` runs only if no other group is likely to have a request before its batch ends
 
@@ -125,7 +125,7 @@ class Holding:
         if self.draining or full or filled.passed_over or filled.apart:
             return -inf
         if partition.hold_input != self.inputs or (partition.hold_came and partition.hold_until <= now):
-            if filled.size_reached and policy.target <= policy.max_batch_size:
+            if filled.size_reached:
                 return -inf
             partition.hold_input, partition.hold_came = self.inputs, False
             partition.hold_until = self._decide(group, partition, policy, filled, now)
@@ -134,10 +134,10 @@ class Holding:
         return partition.hold_until
 
     def _decide(self, group: Group, partition: Partition, policy: FlushPolicy, filled: Filled, now: float) -> float:
-        if not policy.holds and policy.returns <= 0.0:
+        if not any(policy.hold_max) and policy.returns <= 0.0:
             return -inf
         heads = partition.heads()
-        until = _by_clock(policy, heads, len(filled.grants), partition)
+        until = min(_first(heads, policy.hold_max), policy.until)
         tightest = partition.deadlines.first()
         partition.hold_for = 0
         if policy.returns > 0.0 and heads[URGENT] is None:
@@ -183,16 +183,6 @@ class Holding:
         model = group.cost
         seconds = model.fixed(next(iter(grants))) + sum(model.marginal(t, units) for t, units in grants.items())
         return self._asked.falls_to(-log(group.config.gap_chance) / seconds) if seconds > 0.0 else -inf
-
-
-def _by_clock(policy: FlushPolicy, heads: Sequence[float | None], waiting: int, partition: Partition) -> float:
-    """When the policy's holds end for the waiting tickets. heads: arrival of each tier's oldest waiting ticket."""
-    if waiting >= policy.target and not (partition.in_flight and policy.group_commit):
-        return _first(heads, policy.hold_min)
-    due = _first(heads, policy.hold_max)
-    if policy.quiet > 0.0 and not partition.in_flight:
-        due = min(due, max(_first(heads, policy.hold_min), partition.last_arrival + policy.quiet))
-    return min(due, policy.until)
 
 
 def _first(heads: Sequence[float | None], hold: Tiers) -> float:

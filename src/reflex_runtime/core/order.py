@@ -586,7 +586,6 @@ class Partition:
         "hold_until",
         "in_flight",
         "key",
-        "last_arrival",
         "paused_until",
         "promotions",
         "residents",
@@ -611,7 +610,6 @@ class Partition:
         self.paused_until = -inf
         self.room: int | None = None  # newcomers that may still enter; None when unlimited
         self.in_flight = 0  # batches
-        self.last_arrival = 0.0
         self.hold_until = -inf  # decided after input number `hold_input`; these are `Holding`'s
         self.hold_input = -1
         self.hold_for = 0  # clients that are to come before it is decided again

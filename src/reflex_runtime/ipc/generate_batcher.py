@@ -25,7 +25,7 @@ import msgspec
 from reflex_runtime.core.batch import Batch, Done, Failed, Outcome
 from reflex_runtime.core.cost import UnitCost
 from reflex_runtime.core.errors import Cancelled, ConfigError, Expired, ReflexError
-from reflex_runtime.core.flush import Affine, FlushPolicy, HoldTarget
+from reflex_runtime.core.flush import Affine, FlushPolicy
 from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.core.request import PRIORITIES, WAITING, Priority, Request, Ticket
 from reflex_runtime.ipc.client import RuntimeClient
@@ -47,7 +47,6 @@ from reflex_runtime.settings.declare import option, validate
 
 GROUP = "generate"
 OFF = "REFLEX_DISABLE_GENERATE_BATCHING"
-CROWDED = 0.8  # of the places are taken: the target does not grow
 OPTIONS: dict[str, Any] = {f.name: f.default for f in msgspec.structs.fields(GenerateParams)}  # of a request
 
 _SPENT = GenerateParams()
@@ -58,22 +57,19 @@ _NONE = (0.0, 0.0, 0.0)
 class GenerateBatcherConfig:
     """The section `generate_batcher` of the configuration file.
 
-    enabled: False sends every request by itself. min_batch_size, max_batch_size: bounds of the target, and the most
-    requests in a message. min_hold_ms, max_hold_ms: how long a request may wait for others once the target is reached,
-    and before. background_extra_ms: how much longer a background request may. target_batch_time_ms: time of a message
-    and its answer above which the target shrinks. pause_on_backpressure_ms: pause of a model's messages when a reader
-    is slow. max_pending, max_pending_tokens: requests that may wait, and their prompt tokens (characters of text).
-    stream_limit: streams that may be active. call_timeout_ms: time for the answer to a message. ungroupable_options:
-    fields of a request that make it go by itself.
+    enabled: False sends every request by itself. max_batch_size: most requests in a message. min_hold_ms, max_hold_ms:
+    the shortest wait for others that is worth it, and the longest. background_extra_ms: how much longer a background
+    request may wait. pause_on_backpressure_ms: pause of a model's messages when a reader is slow. max_pending,
+    max_pending_tokens: requests that may wait, and their prompt tokens (characters of text). stream_limit: streams that
+    may be active. call_timeout_ms: time for the answer to a message. ungroupable_options: fields of a request that make
+    it go by itself.
     """
 
     enabled: bool = True
-    min_batch_size: int = option(2, low=1, high=1024)
     max_batch_size: int = option(16, low=1, high=1024)
     min_hold_ms: float = option(0.75, low=0, high=1000)
     max_hold_ms: float = option(3.0, low=0, high=1000)
     background_extra_ms: float = option(2.0, low=0, high=1000)
-    target_batch_time_ms: float = option(12.0, low=0.01, high=60_000)
     pause_on_backpressure_ms: float = option(20.0, low=0, high=10_000)
     max_pending: int = option(1000, low=1, high=1_000_000)
     max_pending_tokens: int = option(1_000_000, low=1, high=1_000_000_000)
@@ -83,10 +79,9 @@ class GenerateBatcherConfig:
 
     def __post_init__(self) -> None:
         validate(self, "generate_batcher")
-        for least, most in (("min_batch_size", "max_batch_size"), ("min_hold_ms", "max_hold_ms")):
-            low, high = getattr(self, least), getattr(self, most)
-            if low > high:
-                raise ConfigError(f"generate_batcher.{least}={low!r}: must be at most {most}, which is {high!r}")
+        if self.min_hold_ms > self.max_hold_ms:
+            rule = f"must be at most max_hold_ms, which is {self.max_hold_ms!r}"
+            raise ConfigError(f"generate_batcher.min_hold_ms={self.min_hold_ms!r}: {rule}")
         for name in self.ungroupable_options:
             if name not in OPTIONS:
                 rule = f"must be fields of a request: {sorted(OPTIONS)}"
@@ -96,28 +91,45 @@ class GenerateBatcherConfig:
 _PLAIN = GenerateBatcherConfig()
 
 
-class _Targets(HoldTarget):
-    """A hold target that takes the streams into account; a request that is sent alone does not wait for others."""
+class StepHold:
+    """Until when requests wait: until half of the step that the runtime computes is over.
 
-    def __init__(self, registry: StreamRegistry, config: GenerateBatcherConfig) -> None:
-        super().__init__(
-            smallest=config.min_batch_size,
-            largest=config.max_batch_size,
-            target_batch_time=config.target_batch_time_ms / 1000.0,
-            hold=config.max_hold_ms / 1000.0,
-        )
-        self._registry = registry
-        self._single: FlushPolicy | None = None
+    None of them could begin before that step has ended, so no first token comes later. Callers whose streams ended with
+    the step before are back by then, and leave in one message. The other half of the step is for the way there, and for
+    steps that are shorter than usual. Between steps nothing waits, nor for less than `least` seconds.
 
-    def tokens_left(self, partition: Hashable) -> Sequence[int]:
-        return self._registry.left(partition)
+    computes: whether the runtime has streams.
+    """
+
+    PART, GAIN = 0.5, 0.25  # of a step; of the mean
+
+    def __init__(self, computes: Callable[[], bool], least: float) -> None:
+        self._computes, self._least = computes, least
+        self._began, self._step = -inf, 0.0
+        self._made: tuple[FlushPolicy, FlushPolicy, FlushPolicy] | None = None  # of a base: of no hold, of one request
+
+    def begins(self, now: float) -> None:
+        """A step begins: tokens of the one before came, one after the other, or a request left for an idle runtime."""
+        if now - self._began >= self.PART * self._step:
+            self._began = now
+
+    def took(self, seconds: float) -> None:
+        """So long was a step of a stream that has ended, in the mean."""
+        self._step += (self.GAIN if self._step else 1.0) * (seconds - self._step)
+
+    def arrived(self, ticket: Ticket, now: float, others: int) -> None:
+        """See `Controller`."""
 
     def policy(self, base: FlushPolicy, affine: Affine, now: float, partition: Hashable) -> FlushPolicy:
+        if self._made is None or self._made[0] is not base:
+            unheld = replace(base, hold_max=_NONE)
+            self._made = base, unheld, replace(unheld, max_batch_size=1)
         if alone(partition):
-            if self._single is None:
-                self._single = replace(base, max_batch_size=1, hold_min=_NONE, hold_max=_NONE)
-            return self._single
-        return super().policy(base, affine, now, partition)
+            return self._made[2]
+        until = self._began + self.PART * self._step
+        if not self._computes() or until - now < self._least:
+            return self._made[1]
+        return replace(base, until=until)
 
 
 class GenerateBatcher:
@@ -144,15 +156,16 @@ class GenerateBatcher:
         self._stats = BatcherStats(series, on_batch_dispatched)
         self._refused = self._aborted = self._expired = 0  # not admitted; cancelled; timed out
         self._off = "environment" if os.environ.get(OFF) == "1" else "" if config.enabled else "disabled"
-        self._targets = _Targets(registry, config)
+        self._steps = StepHold(lambda: registry.active_count() > 0, config.min_hold_ms / 1000.0)
         sinks = [self._stats, *sinks]
-        self._dispatcher = Dispatcher([_group(config, self._targets)], self._send, sinks, registry.limit + 64, clock)
+        self._dispatcher = Dispatcher([_group(config, self._steps)], self._send, sinks, registry.limit + 64, clock)
         self._exchange = RuntimeMessages(client, config.call_timeout_ms / 1000.0)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._reserving = False
         registry.say = client.notify
         registry.on_room = self._room_changed
         registry.on_event = self._stream_event
+        registry.on_tokens = lambda: self._steps.begins(clock())
         registry.on_completed = self._stream_completed
 
     # -- for callers ---------------------------------------------------------------------------------------------------
@@ -231,7 +244,7 @@ class GenerateBatcher:
             "fallbacks": dict(stats.fallbacks),
             "transport_errors": self._exchange.errors,
             "backpressure_pauses": stats.pauses,
-            "partitions": stats.lanes(self._targets.target, self._targets.waits),
+            "partitions": stats.lanes(),
         }
 
     async def close(self, drain: bool = True, timeout: float = 10.0) -> None:
@@ -265,7 +278,6 @@ class GenerateBatcher:
         """The request with its stream's id, its priority and its credits."""
         if params.credits != WINDOW:
             handle.window = params.credits
-        handle.most = params.max_tokens
         handle.scores_left = 0 if params.prompt_logprobs is None else MOST_SCORES
         id = params.request_id or str((telemetry or {}).get("request_id", ""))
         own = {"stream_id": handle.id, "priority": priority, "request_id": id, "credits": handle.window}
@@ -371,6 +383,8 @@ class GenerateBatcher:
             self._room_changed()  # none of the places that the scheduler counted is taken
             raise self._client.unavailable()
         message = SentBatch(batch, bool(alone(batch.partition)))
+        if not self._registry.active_count():
+            self._steps.begins(batch.scheduled_at)
         for ticket in batch.grants:
             self._departs(ticket, batch.scheduled_at)
         self._exchange.write(message)
@@ -402,15 +416,10 @@ class GenerateBatcher:
         """The outcome of each request of a message."""
         batch = message.batch
         try:
-            outcomes = await self._exchange.read(message)
+            return await self._exchange.read(message)
         except ReflexError as error:
             failed = Failed(copy.copy(error))  # a copy without traceback, which would hold the message: a cycle
             return [failed] * len(batch)
-        active, limit = self._registry.capacity()
-        waits = [batch.scheduled_at - ticket.arrived for ticket in batch.grants]
-        seconds = self._clock() - batch.scheduled_at
-        self._targets.returned(batch.partition, waits, seconds, active >= CROWDED * limit)
-        return outcomes
 
     # -- the registry's ------------------------------------------------------------------------------------------------
 
@@ -420,9 +429,8 @@ class GenerateBatcher:
             self._dispatcher.input(lambda scheduler, now: scheduler.set_room(GROUP, max(0, limit - active), now))
 
     def _stream_completed(self, handle: StreamHandle) -> None:
-        """Note that its caller may ask again soon. The scheduler decides again once the place is free."""
-        if not handle.closed:
-            self._targets.ended(handle.partition, self._clock(), handle.token_s)
+        if handle.token_s > 0.0:
+            self._steps.took(handle.token_s)
 
     def _stream_event(self, handle: StreamHandle, event: str) -> None:
         """Its reader is slow: pause the stream's partition."""
@@ -431,19 +439,18 @@ class GenerateBatcher:
             self._dispatcher.input(lambda scheduler, now: scheduler.pause(GROUP, now + pause, now, key))
 
 
-def _group(config: GenerateBatcherConfig, targets: HoldTarget) -> GroupConfig:
+def _group(config: GenerateBatcherConfig, steps: StepHold) -> GroupConfig:
     longest = config.max_hold_ms / 1000.0
-    shortest, extra = config.min_hold_ms / 1000.0, config.background_extra_ms / 1000.0
-    policy = FlushPolicy.by_priority(config.max_batch_size, config.min_batch_size, shortest, longest, extra)
+    hold = (0.0, longest, longest + config.background_extra_ms / 1000.0)
     return GroupConfig(
         name=GROUP,
-        flush=policy,
+        flush=FlushPolicy(max_batch_size=config.max_batch_size, hold_max=hold),
         capacity=config.max_pending,
         max_queued_units=float(config.max_pending_tokens),
         displace_background=True,
         promote_after=10.0 * longest,
         cost=UnitCost,
-        controller=targets,
+        controller=steps,
     )
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
@@ -26,6 +26,7 @@ from reflex_runtime.core.events import (
     SchedulerPaused,
 )
 from reflex_runtime.core.request import PRIORITIES, Ticket
+from reflex_runtime.core.statistics import percentile
 from reflex_runtime.ipc.client import RuntimeClient
 from reflex_runtime.ipc.frames import INTERNAL_ERROR, OversizeFrame, ProtocolError, Reader, RpcError, raised
 from reflex_runtime.ipc.messages import BATCH_GENERATE, GENERATE, BatchResult, GenerateParams, Started
@@ -34,6 +35,7 @@ from reflex_runtime.ipc.registry import StreamHandle
 from reflex_runtime.observe.series import GENERATE_BATCHER, SeriesSet
 
 MOST_PARTITIONS = 256  # kept; the least recently used is dropped
+RECENT = 512  # requests of a partition whose waits are shown
 FALLBACKS = ("capability", "disabled", "environment", "options", "oversize")
 UNSENT: Final = "unsent"  # notes of a batch: the runtime was gone when it was formed
 FALLBACK: Final = "fallback"  # why each of its requests went by itself although they were to share a message
@@ -183,13 +185,14 @@ class BatchDispatched:
 
 
 class _PartitionStats:
-    __slots__ = ("batches", "fallbacks", "last", "mix", "pending", "requests")
+    __slots__ = ("batches", "fallbacks", "last", "mix", "pending", "requests", "waits")
 
     def __init__(self) -> None:
         self.pending: dict[str, int] = dict.fromkeys(PRIORITIES, 0)
         self.mix: dict[str, int] = dict.fromkeys(PRIORITIES, 0)
         self.fallbacks: Counter[str] = Counter()
         self.batches = self.requests = self.last = 0
+        self.waits: deque[float] = deque(maxlen=RECENT)
 
 
 class BatcherStats:
@@ -248,7 +251,8 @@ class BatcherStats:
             priority = ticket.request.payload.priority
             lane.mix[priority] += 1
             self._series.counter("reflex_generate_batcher_priority_mix_total", priority).inc()
-            self._wait.observe(1000.0 * (batch.scheduled_at - ticket.arrived))
+            lane.waits.append(batch.scheduled_at - ticket.arrived)
+            self._wait.observe(1000.0 * lane.waits[-1])
 
     def _finished(self, event: BatchFinished) -> None:
         batch = event.batch
@@ -266,26 +270,25 @@ class BatcherStats:
         self._lane(partition).fallbacks[reason] += requests
         self._series.counter("reflex_generate_batcher_fallback_total", reason).inc(requests)
 
-    def lanes(self, target: Callable[[Hashable], int], waits: Callable[[Hashable], Any]) -> list[dict[str, Any]]:
-        """Every partition. target, waits: of the controller."""
-        return [self._shown(key, lane, target(key), waits(key)) for key, lane in self._lanes.items()]
+    def lanes(self) -> list[dict[str, Any]]:
+        """Every partition."""
+        return [self._shown(key, lane) for key, lane in self._lanes.items()]
 
     @staticmethod
-    def _shown(key: Any, lane: _PartitionStats, target: int, waits: tuple[float, float] | None) -> dict[str, Any]:
+    def _shown(key: Any, lane: _PartitionStats) -> dict[str, Any]:
         model, draft, guidance, *single = key
-        p50, p95 = waits or (None, None)
+        waits = sorted(lane.waits)
         return {
             "model_id": model,
             "draft_model": draft,
             "guidance": guidance,
             "single": bool(single),
             "pending": dict(lane.pending),
-            "target_size": 1 if single else target,
             "batches": lane.batches,
             "last_batch": lane.last,
             "mean_batch": round(lane.requests / lane.batches, 3) if lane.batches else 0.0,
-            "queue_wait_p50_ms": _ms(p50),
-            "queue_wait_p95_ms": _ms(p95),
+            "queue_wait_p50_ms": round(1000.0 * percentile(waits, 0.5), 3) if waits else None,
+            "queue_wait_p95_ms": round(1000.0 * percentile(waits, 0.95), 3) if waits else None,
             "priority_mix": dict(lane.mix),
             "fallbacks": dict(lane.fallbacks),
         }
@@ -307,6 +310,3 @@ def alone(partition: Hashable) -> str:
     """Why each request of a partition is sent alone; "" if they share messages."""
     return str(partition[3]) if isinstance(partition, tuple) and len(partition) == 4 else ""
 
-
-def _ms(seconds: float | None) -> float | None:
-    return None if seconds is None else round(1000.0 * seconds, 3)

@@ -50,12 +50,12 @@ class StreamHandle(OutputStream):
     ttft_ms: final, as what `OutputStream` has, once it has ended. scores_left: numbers that may still come of
     `prompt_scores`, 0 where nothing was asked for. reserved: whether
     it holds a place. window: tokens that the runtime may be ahead of the reader. token_s: seconds from one token to the
-    next, once it has ended. For the batcher: partition; most: tokens it may have; on_left: called when its reader
-    leaves before it ended; on_end: called once, when it ends.
+    next, once it has ended. For the batcher: partition; on_left: called when its reader leaves before it ended; on_end:
+    called once, when it ends.
     """
 
     __slots__ = (
-        "_owed", "_registry", "id", "most", "on_end", "on_left", "partition", "reserved", "scores_left", "token_s",
+        "_owed", "_registry", "id", "on_end", "on_left", "partition", "reserved", "scores_left", "token_s",
         "ttft_ms", "window",
     )  # fmt: skip
 
@@ -63,18 +63,12 @@ class StreamHandle(OutputStream):
         super().__init__(bell)
         self.id, self.partition, self.window = id, partition, registry.window
         self.ttft_ms: float | None = None
-        self.most, self.token_s = 0, 0.0
-        self.scores_left = 0
+        self.scores_left, self.token_s = 0, 0.0
         self.reserved = False
         self.on_left: Callable[[], None] | None = None
         self.on_end: Callable[[], object] | None = None
         self._registry = registry
         self._owed = 0  # read, and not granted again
-
-    @property
-    def left(self) -> int:
-        """The most tokens that may still come; all of them while its producer waits for its reader."""
-        return self.most - (self.completion_tokens if self.unread < self.window else 0)
 
     @property
     def closed(self) -> bool:
@@ -96,8 +90,8 @@ class StreamRegistry:
 
     limit: streams that may hold a place at a time. window: see `StreamHandle.window`.
     say: sends the runtime a notification. on_room: called when the number of free places may have changed.
-    on_event: called with every `backpressure` and `slowConsumer` of a stream that holds a place. on_completed: called
-    with every stream that completes while it is read.
+    on_event: called with every `backpressure` and `slowConsumer` of a stream that holds a place. on_tokens: called
+    when tokens of a stream come. on_completed: called with every stream that completes while it is read.
     stray: notifications that were dropped, by reason: unknown or ended streams, unknown methods, malformed ones.
     """
 
@@ -109,6 +103,7 @@ class StreamRegistry:
         self.limit, self.window = limit, window
         self.on_room: Callable[[], object] = _dropped
         self.on_event: Callable[[StreamHandle, str], object] = _dropped
+        self.on_tokens: Callable[[], object] = _dropped
         self.on_completed: Callable[[StreamHandle], object] = _dropped
         self.say: Callable[[str, Any], object] = _dropped
         self.stray: Counter[str] = Counter()
@@ -147,10 +142,6 @@ class StreamRegistry:
     def active_count(self) -> int:
         """Streams that hold a place."""
         return len(self._holders)
-
-    def left(self, partition: Hashable) -> list[int]:
-        """The most tokens that may still come, for each stream of the partition that holds a place."""
-        return [handle.left for handle in self._holders if handle.partition == partition]
 
     def capacity(self) -> tuple[int, int]:
         """(places taken, places)."""
@@ -233,6 +224,7 @@ class StreamRegistry:
         if handle.ended:
             self.stray["after_the_end"] += 1
             return
+        self.on_tokens()
         handle.completion_tokens += len(chunk.tokens)
         if handle.unread + len(chunk.tokens) > WINDOWS * handle.window:
             self.give_up(handle, ProtocolError(f"the runtime is over {WINDOWS} windows ahead of the reader"))

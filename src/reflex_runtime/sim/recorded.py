@@ -65,7 +65,7 @@ class Changes:
         if self.batch_timeout is not None:  # the hold of every request, or that for expected returns, whichever it has
             hold = (0.0, self.batch_timeout, self.batch_timeout)
             if any(flush.hold_max):
-                flush = replace(flush, hold_min=hold, hold_max=hold)
+                flush = replace(flush, hold_max=hold)
             else:
                 flush = replace(flush, returns=self.batch_timeout)
         return flush
@@ -92,7 +92,8 @@ def scheduler_of(recording: Journal, changes: Changes | None = None) -> Schedule
 
 def flush_of(name: str, told: GroupInfo) -> FlushPolicy:
     """When the batches of a recorded group left. ConfigError where the journal does not say so."""
-    flush: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in told.flush.items()}
+    known = told.flush.keys() & FlushPolicy.__dataclass_fields__.keys()  # an older journal has further settings
+    flush: dict[str, Any] = {k: tuple(v) if isinstance(v := told.flush[k], list) else v for k in known}
     flush = {key: inf if value is None else value for key, value in flush.items()}
     try:
         return FlushPolicy(**flush)

@@ -18,4 +18,3 @@ from .model import Oracle as Oracle
 from .records import Expected as Expected
 from .records import Seen as Seen
 from .records import World as World
-from .wake import Adapting as Adapting

@@ -12,7 +12,6 @@ from reflex_runtime.core.request import Priority, Request
 
 if TYPE_CHECKING:
     from .cost import Units
-    from .wake import Adapting
 
 NEARLY = 1e-9
 
@@ -79,7 +78,6 @@ class World:
     max_queued_units: float = inf
     max_queued_seconds: float = inf
     displace_background: bool = False
-    adapting: Adapting | None = None
     tenant: str = ""
     device_time: float = 0.0
     tenant_time: float = 0.0  # the same of all its groups

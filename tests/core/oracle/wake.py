@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from math import ceil, inf
 
-from reflex_runtime.core.flush import FlushPolicy
 from reflex_runtime.core.request import Priority
 
 from .cost import Members
@@ -16,80 +14,6 @@ from .views import Views
 
 LATE = 2.0**-12  # seconds by which a client may be late and still be waited for
 Due = tuple[float, float, float, bool, bool]
-
-
-@dataclass
-class Adapting:
-    """The adaptive target: everything that ever came and returned, looked at again after each batch."""
-
-    smallest: int = 2
-    largest: int = 16
-    target_batch_time: float = 0.012
-    window: int = 100
-    hold: float = 0.003
-    log: list[tuple[str, Hashable, float, float]] = field(default_factory=list)  # what came and ended
-    left: dict[Hashable, list[int]] = field(default_factory=dict)  # tokens that active streams may still say
-    calls: list[tuple[Hashable, Sequence[float], float]] = field(default_factory=list)
-    targets: dict[Hashable, int] = field(default_factory=dict)
-
-    def known(self, partition: Hashable, now: float) -> tuple[float, float, list[float], float, float, float]:
-        """(company, back, away, last arrival, unsettled, step), from everything that was told."""
-        company = back = step = unsettled = 0.0
-        last, away = -inf, list[float]()
-        for what, where, at, figure in [*self.log, ("now", partition, now, 0.0)]:
-            if where != partition:
-                continue
-            if what == "ended":
-                away.append(at)
-                step = step + (figure - step) / 4
-                continue
-            gone = [t for t in away if t < at - 4 * self.hold]
-            away = away[len(gone) :]
-            for _ in gone:
-                back = back - back / 4
-            if what == "came":
-                company = company + ((figure > 0 and at - last <= self.hold and not away) - company) / 4
-                if away:
-                    away, back = away[1:], back + (1 - back) / 4
-                last, unsettled = at, figure + 1
-        return company, back, away, last, unsettled, step
-
-    def company(self, partition: Hashable) -> float:
-        return self.known(partition, -inf)[0]
-
-    def ended(self, partition: Hashable, now: float, step: float) -> None:
-        self.log.append(("ended", partition, now, step))
-
-    def returned(self, partition: Hashable, waits: Sequence[float], seconds: float, crowded: bool) -> None:
-        self.calls.append((partition, waits, seconds))
-        last = [(w, s) for p, w, s in self.calls if p == partition][-self.window :]
-        all_waits, all_seconds = sorted(wait for w, _ in last for wait in w), sorted(s for _, s in last)
-        wait, call = all_waits[ceil(len(all_waits) * 95 / 100) - 1], all_seconds[ceil(len(last) / 2) - 1]
-        target = self.target(partition)
-        if wait < self.hold and call < self.target_batch_time and not crowded:
-            self.targets[partition] = min(target + 2, self.largest)
-        if wait > self.hold * 4 / 3 or call > 1.3 * self.target_batch_time:
-            self.targets[partition] = max(target // 2, self.smallest)
-
-    def target(self, partition: Hashable) -> int:
-        return self.targets.get(partition, self.smallest)
-
-    def policy(self, base: FlushPolicy, partition: Hashable, now: float) -> FlushPolicy:
-        company, back, away, last, unsettled, step = self.known(partition, now)
-        left = self.left.get(partition, [])
-        ending = bool(left) and (max(left) == 1 or (max(left) <= 3 and len(left) > unsettled))
-        if back >= 0.5 and (ending or away):
-            together = ending or not left
-            until = inf
-            if not ending:  # for who is away, until so long after the last one ended or came
-                until = max(away[-1], min(last, away[-1] + 3 * self.hold)) + self.hold
-            urgent, default, background = base.hold_max
-            hold = (urgent, 10 * default, 9 * default + background) if together else base.hold_max
-            target = 10**6 if together and step >= 2 * self.hold else base.max_batch_size
-            return replace(base, target=target, quiet=0.0, hold_max=hold, until=until)
-        if company < 0.2:
-            return replace(base, hold_min=(0.0, 0.0, 0.0), hold_max=(0.0, 0.0, 0.0))
-        return replace(base, target=self.target(partition))
 
 
 def spread(values: Sequence[float]) -> float:
@@ -107,8 +31,7 @@ class Wake(Views):
         if self.draining or passed_over or w.meter.cost([], members, budget) >= budget * (1 - NEARLY):
             return False
         if partition not in w.holds or (w.came.get(partition) and w.holds[partition] <= self.now):
-            rule = self.rule(w, partition)
-            if size_reached and rule.target <= rule.max_batch_size:
+            if size_reached:
                 return False
             w.holds[partition] = self.hold_until(w, partition, members)
         if w.holds[partition] <= self.now:
@@ -119,7 +42,7 @@ class Wake(Views):
         return True
 
     def hold_until(self, w: World, partition: Hashable, members: Members) -> float:
-        until = self.due(w, partition, len(members))
+        until = self.due(w, partition)
         deadlines = [t.deadline for t in self.unsettled(w.name, partition) if t.state != "running"]
         w.hold_for[partition], w.came[partition] = 0, False
         if w.flush.returns > 0 and not any(t.tier is Priority.URGENT for t in self.waiting(w.name, partition)):
@@ -223,26 +146,9 @@ class Wake(Views):
             made.append((wait, share, mean, gathers, False))
         return sorted(due for due in made if due[0] <= longest)
 
-    def due(self, w: World, partition: Hashable, waiting: int) -> float:
+    def due(self, w: World, partition: Hashable) -> float:
         """Until when the clock alone holds what waits."""
-        rule = self.rule(w, partition)
-        flying = any((b.group, b.partition) == (w.name, partition) for b in self.in_flight)
-        newest = max(t.arrived for t in self.all if (t.request.group, t.request.partition) == (w.name, partition))
-        ends = []
-        for ticket in self.waiting(w.name, partition):
-            least, most = ticket.arrived + rule.hold_min[ticket.tier], ticket.arrived + rule.hold_max[ticket.tier]
-            if flying and rule.group_commit:
-                ends.append(min(most, rule.until))
-            elif waiting >= rule.target:
-                ends.append(least)
-            elif rule.quiet and not flying:
-                ends.append(min(most, max(least, newest + rule.quiet), rule.until))
-            else:
-                ends.append(min(most, rule.until))
-        return min(ends)
-
-    def rule(self, w: World, partition: Hashable) -> FlushPolicy:
-        return w.flush if w.adapting is None else w.adapting.policy(w.flush, partition, self.now)
+        return min(ticket.arrived + w.flush.hold_max[ticket.tier] for ticket in self.waiting(w.name, partition))
 
     def wake_at(self) -> float:
         times = [t.deadline for t in [*self.open, *self.preparing] if t.state in ("preparing", "waiting", "resident")]

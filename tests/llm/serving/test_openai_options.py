@@ -342,8 +342,8 @@ def test_g11_the_section_of_the_file_is_honoured(
 ) -> None:
     file = tmp_path / "r.toml"
     given = {
-        "enabled": False, "min_batch_size": 3, "max_batch_size": 5, "min_hold_ms": 0.25, "max_hold_ms": 7.5,
-        "background_extra_ms": 1.5, "target_batch_time_ms": 20.0, "pause_on_backpressure_ms": 11.0, "max_pending": 77,
+        "enabled": False, "max_batch_size": 5, "min_hold_ms": 0.25, "max_hold_ms": 7.5,
+        "background_extra_ms": 1.5, "pause_on_backpressure_ms": 11.0, "max_pending": 77,
         "max_pending_tokens": 999,
         "stream_limit": 33, "call_timeout_ms": 1500.0,
     }  # fmt: skip
@@ -364,7 +364,7 @@ def test_g11_the_section_of_the_file_is_honoured(
     for wrong, said_of_it in (
         ("max_hold_ms = -1", "generate_batcher.max_hold_ms=-1.0: must be in [0, 1000]"),
         ("max_hold = 1", "[generate_batcher] max_hold: no such setting"),
-        ("min_batch_size = 20", "generate_batcher.min_batch_size=20: must be at most max_batch_size"),
+        ("min_hold_ms = 20", "generate_batcher.min_hold_ms=20.0: must be at most max_hold_ms"),
     ):
         file.write_text(f"[generate_batcher]\n{wrong}\n")
         for count in ("0", "1"):  # what is wrong is told, also where nobody needs it

@@ -18,31 +18,21 @@ from statistics import median
 
 from reflex_runtime.core.batch import Batch, Done
 from reflex_runtime.core.cost import UnitCost
-from reflex_runtime.core.flush import FlushPolicy, HoldTarget
+from reflex_runtime.core.flush import FlushPolicy
 from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.core.request import Request
 from reflex_runtime.core.scheduler import Scheduler
+from reflex_runtime.ipc.generate_batcher import StepHold
 
 MS = 0.001
 PARSE, TOKEN, WRITE, WIRE, CLIENT, NET = 0.07 * MS, 0.015 * MS, 0.05 * MS, 0.12 * MS, 0.06 * MS, 0.1 * MS
-
-
-class _Target(HoldTarget):
-    """One that knows the streams. said: tokens that each of them may still say, as the front knows it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.said: dict[int, int] = {}
-
-    def tokens_left(self, partition: object) -> list[int]:
-        return list(self.said.values())
 
 
 @dataclass
 class ClosedLoop:
     """callers: of answers with a number of tokens from this range. step: seconds. batched: False sends each alone.
 
-    messages, requests, firsts (seconds to the first token): of what was asked after half a second.
+    messages, requests, firsts (seconds to the first token), begun (steps in which requests began): after half a second.
     """
 
     callers: int
@@ -51,14 +41,18 @@ class ClosedLoop:
     batched: bool = True
     seed: int = 0
     messages: int = 0
+    begun: int = 0
     requests: int = 0
     firsts: list[float] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._random = Random(self.seed)
-        self._target = _Target()
-        flush = FlushPolicy.by_priority() if self.batched else FlushPolicy(max_batch_size=1)
-        controller = self._target if self.batched else None
+        self._active = 0
+        self._steps = StepHold(lambda: self._active > 0, 0.75 * MS)
+        flush = FlushPolicy(max_batch_size=16, hold_max=(0.0, 3 * MS, 5 * MS))
+        if not self.batched:
+            flush = FlushPolicy(max_batch_size=1)
+        controller = self._steps if self.batched else None
         self._scheduler = Scheduler([GroupConfig(flush=flush, cost=UnitCost, controller=controller)], 256)
         self._agenda: list[tuple[float, int, Callable[[], None]]] = []
         self._entries = 0
@@ -82,6 +76,11 @@ class ClosedLoop:
     def saved(self) -> float:
         """Share of messages."""
         return 1.0 - self.messages / self.requests
+
+    @property
+    def most(self) -> float:
+        """Share of messages that could be saved if each step got all its requests in one."""
+        return 1.0 - self.begun / self.requests
 
     @property
     def first(self) -> float:
@@ -125,30 +124,31 @@ class ClosedLoop:
             self._at(self._now + ticks * MS, lambda: self._turn() if timer == self._timer else None)
 
     def _send(self, batch: Batch) -> None:
-        began, waits = self._now, [self._now - ticket.arrived for ticket in batch.grants]
+        began = self._now
+        if not self._active:
+            self._steps.begins(began)
+        self._active += len(batch)
         if began > 0.5:
             self.messages += 1
             self.requests += len(batch)
         for ticket in batch.grants:
             tokens = self._random.randint(*self.tokens)
-            self._target.said[ticket.request.payload] = tokens
             self._frame.append((ticket.request.payload, tokens))
         answered = self._front(WRITE) + 2 * WIRE + 0.2 * MS
-        self._at(answered, lambda: self._answered(batch, waits, began))
+        self._at(answered, lambda: self._answered(batch, began))
 
-    def _answered(self, batch: Batch, waits: list[float], began: float) -> None:
-        self._target.returned("", waits, self._now - began, False)
+    def _answered(self, batch: Batch, began: float) -> None:
         self._scheduler.complete(batch, [Done()] * len(batch), self._now - began, self._now)
         self._turn()
 
     def _token(self, caller: int, last: bool) -> None:
-        self._target.said[caller] -= 1
+        self._steps.begins(self._now)
         asked = self._asked.pop(caller, None)
         if asked is not None and asked > 0.5:
             self.firsts.append(self._now + NET - asked)
         if last:
-            del self._target.said[caller]
-            self._target.ended("", self._now, self.step)
+            self._active -= 1
+            self._steps.took(self.step)
             self._scheduler.set_room("default", None, self._now)  # the batcher says so whenever a stream ended
             self._turn()
             self._at(self._now + NET, lambda: self._ask(caller))
@@ -161,6 +161,7 @@ class ClosedLoop:
             self._begin_step()
 
     def _begin_step(self) -> None:
+        self.begun += bool(self._coming) and self._now > 0.5
         self._running |= dict(self._coming)
         self._coming.clear()
         self._stepping = bool(self._running)
