@@ -3,8 +3,10 @@
 The cameras are files that are played at their own pace, by the same source for all. A process per camera computes
 each frame alone; the loop by hand has a thread per camera that keeps the newest frame, and computes what there is, up
 to as many frames as `reflex feeds` may. Each keeps its newest frame while the model is busy, and writes JSON lines.
+*Threads alone* is the floor of any runtime whose feeds do not wait for each other: the threads of `reflex feeds` (two a
+camera, one for the model), its detector, a lock and a condition, and nothing else.
 
-    python -m bench.cameras MODEL SIDE LINES MOST NAME=FILE …      the loop by hand, until it is ended
+    python -m bench.cameras loop|threads MODEL SIDE LINES MOST NAME=FILE …      one by hand, until it is ended
 """
 
 from __future__ import annotations
@@ -16,9 +18,12 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from itertools import count
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, Final
 
 import psutil
@@ -26,12 +31,15 @@ import psutil
 from bench.detectors import answers_by_hand, write_model, write_video
 from bench.report import Row, row, say
 from reflex_runtime.core.statistics import percentile
+from reflex_runtime.feeds.detectors.onnx import OnnxFrames
+from reflex_runtime.feeds.runtime.pipeline import SourceClock
+from reflex_runtime.run.batch_processor import BatchEntry
 
 RATES: Final = (5, 10, 15, 30)
 EACH: Final = 4  # cameras of each rate
 MOST: Final = 8  # frames of a batch
 LOADS: Final = {"a light model": (160, (320, 180)), "too heavy a model": (640, (640, 360))}  # its side; of the videos
-KINDS: Final = ("reflex feeds", "a process per camera", "a loop by hand")
+KINDS: Final = ("reflex feeds", "a process per camera", "a loop by hand", "threads alone")
 UNITS: Final = {"frames answered": "%", "CPU": "% of a core", "CPU per answer": "ms", "memory": "MB"}
 SECONDS: Final = 8.0
 
@@ -77,12 +85,14 @@ def _measured(
         if kind == "reflex feeds":
             options = ["--onnx", str(model), "--max-batch-size", str(MOST), "--realtime", "--loop"]
             commands = [["-m", "reflex_runtime", "feeds", *feeds, *options, "--results", str(lines[0])]]
-        elif kind == "a loop by hand":
-            commands = [["-m", "bench.cameras", str(model), str(side), str(lines[0]), str(MOST), *feeds]]
+        elif kind != "a process per camera":
+            how = "loop" if kind == "a loop by hand" else "threads"
+            commands = [["-m", "bench.cameras", how, str(model), str(side), str(lines[0]), str(MOST), *feeds]]
         else:
             lines = [folder / f"lines-{name}.jsonl" for name in names]
             together = zip(lines, feeds, strict=True)
-            commands = [["-m", "bench.cameras", str(model), str(side), str(own), "1", feed] for own, feed in together]
+            common = ["-m", "bench.cameras", "loop", str(model), str(side)]
+            commands = [[*common, str(own), "1", feed] for own, feed in together]
         for file in lines:
             file.unlink(missing_ok=True)
         processes = [psutil.Popen([sys.executable, *command], stderr=subprocess.PIPE) for command in commands]
@@ -134,29 +144,38 @@ def _end(process: Any) -> None:
 # -- by hand -----------------------------------------------------------------------------------------------------------
 
 
-def _by_hand(model: Path, side: int, lines: Path, most: int, feeds: Sequence[str]) -> None:
+def _pictures(feed: str) -> Iterator[tuple[str, int, float, Any]]:
+    """Name, number, time and picture of a camera: a file that is played at its own pace, for ever."""
+    from reflex_runtime.feeds.sources.video import VideoSource
+
+    name, _, file = feed.partition("=")
+    source, clock = VideoSource(file, loop=True), SourceClock(live=False)
+    source.open()
+    for number in count():
+        if (found := source.read()) is None:
+            return
+        clock.time(found[1], 0.0, source.step)
+        time.sleep(clock.ahead(time.monotonic()))
+        yield name, number, time.monotonic(), found[0]
+
+
+def _loop(model: Path, side: int, lines: Path, most: int, feeds: Sequence[str]) -> None:
     import cv2
 
-    from reflex_runtime.feeds.sources.video import VideoSource
     from reflex_runtime.run.onnx_session import CPU, OnnxSession
 
     session = OnnxSession(model, provider=CPU)
     newest: dict[str, tuple[int, float, Any]] = {}
     change = threading.Condition()
 
-    def read(name: str, source: VideoSource) -> None:
-        source.open()
-        number = 0
-        while (found := source.read()) is not None:
+    def read(feed: str) -> None:
+        for name, number, came, image in _pictures(feed):
             with change:
-                newest[name] = (number, time.monotonic(), found[0])
+                newest[name] = (number, came, image)
                 change.notify()
-            number += 1
 
     for feed in feeds:
-        name, _, file = feed.partition("=")
-        source = VideoSource(file, realtime=True, loop=True)
-        threading.Thread(target=read, args=(name, source), daemon=True).start()
+        threading.Thread(target=read, args=(feed,), daemon=True).start()
     with lines.open("w", buffering=1, encoding="utf-8") as out:
         while True:
             with change:
@@ -165,9 +184,50 @@ def _by_hand(model: Path, side: int, lines: Path, most: int, feeds: Sequence[str
                 frames = [newest.pop(name) for name in names]
             answers = answers_by_hand(session, [image for _, _, image in frames], cv2, side)
             for name, (number, came, _), value in zip(names, frames, answers, strict=True):
-                age = round(1e3 * (time.monotonic() - came), 3)
-                out.write(json.dumps({"feed": name, "sequence": number, "latency_ms": age, "value": value}) + "\n")
+                out.write(_line(name, number, came, value))
+
+
+def _threads(model: Path, side: int, lines: Path, most: int, feeds: Sequence[str]) -> None:
+    detector = OnnxFrames(model)
+    detector.on_start()
+    waiting: deque[tuple[BatchEntry, SimpleQueue[Any]]] = deque()
+    change = threading.Condition()
+
+    def read(feed: str, newest: deque[Any], came: threading.Semaphore) -> None:
+        for picture in _pictures(feed):
+            newest.append(picture)
+            came.release()
+
+    def ask(newest: deque[Any], came: threading.Semaphore) -> None:
+        answers: SimpleQueue[Any] = SimpleQueue()
+        while came.acquire():
+            if not newest:  # one that made way
+                continue
+            name, number, at, image = newest.popleft()
+            entry = BatchEntry(name, image, detector.prepare(image), number, None, at)
+            with change:
+                waiting.append((entry, answers))
+                change.notify()
+            out.write(_line(name, number, at, answers.get()))
+
+    with lines.open("w", buffering=1, encoding="utf-8") as out:
+        for feed in feeds:
+            shared: tuple[deque[Any], threading.Semaphore] = deque(maxlen=1), threading.Semaphore(0)
+            threading.Thread(target=read, args=(feed, *shared), daemon=True).start()
+            threading.Thread(target=ask, args=shared, daemon=True).start()
+        while True:
+            with change:
+                change.wait_for(lambda: waiting)
+                batch = [waiting.popleft() for _ in range(min(most, len(waiting)))]
+            for (_, answers), value in zip(batch, detector.process([entry for entry, _ in batch]), strict=True):
+                answers.put(value)
+
+
+def _line(name: str, number: int, came: float, value: Any) -> str:
+    age = round(1e3 * (time.monotonic() - came), 3)
+    return json.dumps({"feed": name, "sequence": number, "latency_ms": age, "value": value}) + "\n"
 
 
 if __name__ == "__main__":
-    _by_hand(Path(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4]), sys.argv[5:])
+    _run = {"loop": _loop, "threads": _threads}[sys.argv[1]]
+    _run(Path(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4]), int(sys.argv[5]), sys.argv[6:])

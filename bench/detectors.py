@@ -190,9 +190,11 @@ def answers_by_hand(
 
 
 def write_model(path: Path, side: int = SIDE) -> Path:
-    """A graph of the form of a YOLO head for pictures of that side."""
+    """A graph of the form of a YOLO head for pictures of that side: each box lies in or near its cell."""
     import onnx
     from onnx import helper, numpy_helper, parser
+
+    from reflex_runtime.feeds.detectors.heads import cells_of
 
     random = np.random.default_rng(0)
     lines, tensors = [], {"flat": np.array([0, 84, -1], np.int64)}
@@ -200,12 +202,17 @@ def write_model(path: Path, side: int = SIDE) -> Path:
         weights = random.normal(0, 0.1 / stride, (84, 3, stride, stride)).astype(np.float32)
         weights[:4] *= 300  # boxes in pixels
         tensors[f"w{stride}"] = weights
-        tensors[f"b{stride}"] = np.array([side / 2, side / 2, 80, 80, *[0.0] * 80], np.float32)
+        tensors[f"b{stride}"] = np.array([0, 0, 80, 80, *[0.0] * 80], np.float32)
         sizes = f"strides=[{stride}, {stride}], kernel_shape=[{stride}, {stride}]"
         lines.append(f"c{stride} = Conv<{sizes}>(images, w{stride}, b{stride})")
         lines.append(f"r{stride} = Reshape(c{stride}, flat)")
-    lines.append("output0 = Concat<axis=2>(r8, r16, r32)")
     places = sum((side // stride) ** 2 for stride in (8, 16, 32))
+    cells = cells_of((side, side), places)
+    assert cells is not None
+    tensors["middles"] = np.zeros((84, places), np.float32)
+    tensors["middles"][:2] = cells[:, :2].T
+    lines.append("all = Concat<axis=2>(r8, r16, r32)")
+    lines.append("output0 = Add(all, middles)")
     ports = f"float[n, 3, {side}, {side}] images) => (float[n, 84, {places}] output0"
     model = parser.parse_model(f'<ir_version: 8, opset_import: ["": 18]> g ({ports}) {{{"".join(lines)}}}')
     model.graph.initializer.extend(numpy_helper.from_array(array, name) for name, array in tensors.items())

@@ -65,13 +65,14 @@ class Made:
         pipeline: Pipeline | None = None,
         hold: bool = False,
         clock: Any = None,
+        pause: Any = None,
         **config: Any,
     ) -> None:
         self.point, self.sink, self.log, self.pauses = Point(answer), Collector(), Log(), Pauses(hold)
         options = {} if clock is None else {"clock": clock}
         self.feed = Feed(
             "cam", source, pipeline or Pipeline(batch=self.point), [self.sink], FeedConfig(**config), emit=self.log,
-            pause=self.pauses, seed=1, **options,
+            pause=pause or self.pauses, seed=1, **options,
         )  # fmt: skip
 
     def run(self) -> Made:

@@ -421,13 +421,22 @@ def test_another_size_is_scaled_to_the_first_and_odd_sides_are_made_even(tmp_pat
         assert abs(float(image[:, 36:].mean()) - 200) < 15
 
 
-def test_times_are_those_of_the_source_and_a_long_gap_is_shortened(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("times", "shown_for"),
+    [
+        ([10.0, 10.1, 10.2, 10.3, 7000.0, 7000.1], [0.1, 0.1, 0.1, 5.0, 0.1]),
+        ([None] * 4, [0.04] * 3),  # a directory
+    ],
+)
+def test_times_are_those_of_the_source_and_a_long_gap_is_shortened(
+    tmp_path: Path, times: list[float | None], shown_for: list[float]
+) -> None:
     sink = AnnotatedVideo(tmp_path / "out.mkv")
-    for i, pts in enumerate([10.0, 10.1, 10.2, None, None, 10.3, 7000.0, 7000.1]):
+    for i, pts in enumerate(times):
         sink(shown(i, pts))
     sink.close()
-    times = [at for at, _ in frames_of(tmp_path / "out.mkv")]
-    assert [round(b - a, 2) for a, b in pairwise(times)] == [0.1, 0.1, 0.04, 0.04, 0.04, 5.0, 0.1]
+    found = [at for at, _ in frames_of(tmp_path / "out.mkv")]
+    assert [round(b - a, 2) for a, b in pairwise(found)] == shown_for
 
 
 def test_a_video_that_cannot_be_written_is_told_once(tmp_path: Path) -> None:

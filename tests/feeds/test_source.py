@@ -25,7 +25,7 @@ from feeds.test_feed import Made
 from feeds.videos import SIZE, clip, encoded, number_of, picture, write_fields, write_video
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.feeds.runtime import pipeline
-from reflex_runtime.feeds.runtime.pipeline import Source, SourceError
+from reflex_runtime.feeds.runtime.pipeline import Source, SourceClock, SourceError
 from reflex_runtime.feeds.settings import source_of_spec, specs_of
 from reflex_runtime.feeds.sources import DRAWN, source_of, video
 from reflex_runtime.feeds.sources.video import Hardware, VideoSource
@@ -451,48 +451,53 @@ def test_a_picture_may_be_too_large(tmp_path: Path) -> None:
 
 def test_realtime_gives_pictures_when_they_are_due() -> None:
     source = VideoSource(clip(10, fps=50), realtime=True)
-    assert source.live
+    assert (source.live, source.paced) == (True, True)
+    results = Made(source, queue=10, pause=threading.Event.wait).run().sink.results
+    assert [number_of(result.frame.image) for result in results] == list(range(10))
+    assert results[-1].frame.captured - results[0].frame.captured >= 0.17
+
+
+def test_realtime_waits_end_with_the_feed() -> None:
+    made = Made(VideoSource(clip(10, fps=1), realtime=True), pause=threading.Event.wait)
+    made.feed.start()
+    made.sink.wait(1)
     began = time.monotonic()
-    read = read_all(source)
-    assert numbers(read) == list(range(10))
-    assert time.monotonic() - began >= 0.18
+    assert made.feed.stop()
+    assert time.monotonic() - began < 0.8, "the next picture is due after 1 s"
+    assert len(made.sink.results) == 1
 
 
-def test_realtime_waits_can_be_interrupted() -> None:
-    source = VideoSource(clip(10, fps=1), realtime=True)
-    source.open()
-    source.read()
-    timer = threading.Timer(0.05, source.interrupt)
-    timer.start()
-    with pytest.raises(SourceError, match="interrupted") as caught:  # and no picture, which would be due after 1 s
-        source.read()
-    assert not caught.value.retryable
-    timer.join()
-    for again in (source.read, source.open):
-        with pytest.raises(SourceError, match="interrupted"):
-            again()
-    source.close()
-
-
-def test_a_looped_file_has_no_end() -> None:
-    source = VideoSource(clip(10), loop=True)
+@pytest.mark.parametrize("made", ["a.mp4", "a.h264"])
+def test_a_looped_file_has_no_end_and_one_time(tmp_path: Path, made: str) -> None:
+    source = VideoSource(write_video(tmp_path / made, map(picture, range(10)), 25), loop=True)
+    clock = SourceClock(live=False)
     source.open()
     read = [source.read() for _ in range(35)]
-    source.close()
     assert source.total is None
     assert [number_of(image) for image, _ in read] == [i % 10 for i in range(35)]
-    assert [pts for _, pts in read] == pytest.approx([i / 25 for i in range(35)])
+    times = [clock.time(pts, 0.0, source.step) for _, pts in read]
+    source.close()
+    assert times == pytest.approx([i / 25 for i in range(35)])
+
+
+def test_a_looped_file_without_pictures_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.mp4"
+    source = VideoSource(write_video(path, map(picture, range(3)), 25), loop=True)
+    source._next = lambda: None  # type: ignore[method-assign]
+    source.open()
+    with pytest.raises(SourceError, match="holds no picture"):
+        source.read()
+    source.close()
 
 
 def test_being_late_is_not_made_up_for_in_a_rush_and_a_leap_is_not_waited_for() -> None:
-    timing = video._Timing()
-    timing.start(0.1)
+    clock = SourceClock(live=False)
     told = [(0.0, 100.0, 0.0), (0.1, 100.0, 0.1), (0.2, 100.5, 0.0)]  # pts, now, delay
     told += [(0.3, 105.0, 0.0), (0.4, 105.0, 0.1), (None, 105.0, 0.2)]
-    told += [(1e6, 106.0, 0.0), (1e6 + 0.1, 106.0, 0.1), (0.5, 107.0, 0.0), (0.6, 107.0, 0.1)]
+    told += [(0.6, 105.0, 0.3), (100.6, 106.0, 0.0), (100.7, 106.0, 0.1), (0.5, 106.0, 0.2), (0.6, 106.0, 0.3)]
     for pts, now, delay in told:
-        timing.stamp(pts)
-        assert timing.delay(now) == pytest.approx(delay), (pts, now)
+        clock.time(pts, now, 0.1)
+        assert clock.ahead(now) == pytest.approx(delay), (pts, now)
 
 
 # -- the clock that PyAV asks ------------------------------------------------------------------------------------------

@@ -45,9 +45,9 @@ def fails(result):
 '''
 
 
-def found(boxes: list[list[float]], pts: float | None, captured: float, **more: Any) -> Result:
+def found(boxes: list[list[float]], pts: float | None, number: int = 0, **more: Any) -> Result:
     value = {"boxes": boxes, "scores": [0.9] * len(boxes), "labels": ["red"] * len(boxes)} | more
-    return Result(Frame(BLACK, 0, pts, captured), "a", value, 0.0)
+    return Result(Frame(BLACK, number, pts, 0.0), "a", value, 0.0)
 
 
 def box(x: float, y: float = 20.0) -> list[float]:
@@ -198,18 +198,18 @@ def tracked(stage: TrackStage, result: Result) -> list[int | None]:
 def test_f14_ids_belong_to_the_boxes_in_their_order_whatever_the_tracker_returns() -> None:
     stage, boxes = TrackStage(), [box(0, 0), box(40, 0), box(20, 40)]
     for k in range(3):
-        ids = tracked(stage, found(boxes, k / 25, k / 25))
+        ids = tracked(stage, found(boxes, k / 25))
     assert sorted(i for i in ids if i is not None) == [0, 1, 2]
-    turned = tracked(stage, found([*boxes[::-1], [0.0, 0.0, float("nan"), 1.0]], 3 / 25, 3 / 25))
+    turned = tracked(stage, found([*boxes[::-1], [0.0, 0.0, float("nan"), 1.0]], 3 / 25))
     assert turned == [*ids[::-1], None]
 
 
 def test_f14_a_score_below_track_score_continues_a_track_and_begins_none() -> None:
     stage = TrackStage(0.6)
-    assert [tracked(stage, found([box(0)], k / 25, k / 25, scores=[0.5])) for k in range(4)] == [[None]] * 4
+    assert [tracked(stage, found([box(0)], k / 25, scores=[0.5])) for k in range(4)] == [[None]] * 4
     for k in range(4, 7):
-        tracked(stage, found([box(0)], k / 25, k / 25))
-    assert tracked(stage, found([box(0)], 7 / 25, 7 / 25, scores=[0.2])) == [0]
+        tracked(stage, found([box(0)], k / 25))
+    assert tracked(stage, found([box(0)], 7 / 25, scores=[0.2])) == [0]
 
 
 @pytest.mark.parametrize(("pause", "same"), [(0.5, True), (1.6, False)])
@@ -218,16 +218,16 @@ def test_f14_a_track_ends_after_a_second_of_the_source_and_its_number_is_not_use
 ) -> None:
     stage = TrackStage()
     for k in range(5):
-        assert tracked(stage, found([box(0)], k / 25, 0.0)) == [None if k == 0 else 0]
-    stage(found([], 4 / 25 + pause, 0.0))
-    ids = [tracked(stage, found([box(0)], 4 / 25 + pause + k / 25, 0.0)) for k in range(1, 4)]
+        assert tracked(stage, found([box(0)], k / 25)) == [None if k == 0 else 0]
+    stage(found([], 4 / 25 + pause))
+    ids = [tracked(stage, found([box(0)], 4 / 25 + pause + k / 25)) for k in range(1, 4)]
     assert ids[-1] == ([0] if same else [1])
 
 
 def test_f14_pictures_without_times_are_tracked_as_25_a_second() -> None:
     stage = TrackStage()
     for k in range(5):
-        assert tracked(stage, found([box(0)], None, 100.0 * k)) == [None if k == 0 else 0]
+        assert tracked(stage, found([box(0)], None, k)) == [None if k == 0 else 0]
 
 
 def test_f14_a_result_without_boxes_passes_as_it_is() -> None:
@@ -251,4 +251,4 @@ def test_zones_and_lines_are_read_from_lists_that_a_file_or_the_environment_cut_
 
 def test_lines_without_tracks_are_an_error_not_a_count_of_nothing() -> None:
     with pytest.raises(ConfigError, match="lines need tracks"):
-        ZoneStage({}, {"l": ((0, 0), (9, 9))})(found([box(0)], 0.0, 0.0))
+        ZoneStage({}, {"l": ((0, 0), (9, 9))})(found([box(0)], 0.0))

@@ -18,7 +18,7 @@ from PIL import Image
 
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.feeds.runtime.health import told
-from reflex_runtime.feeds.runtime.pipeline import UNTIMED_S, After, Result
+from reflex_runtime.feeds.runtime.pipeline import After, Result
 from reflex_runtime.settings import FeedsConfig
 from reflex_runtime.settings.declare import one_line
 
@@ -181,10 +181,8 @@ class TrackStage:
         tracker = _library("trackers").ByteTrackTracker
         self._tracker = tracker(track_activation_threshold=score, high_conf_det_threshold=score)
         self._detections = _library("supervision").Detections
-        self._time = 0.0
 
     def __call__(self, result: Result) -> Result:
-        self._time = self._time + UNTIMED_S if result.frame.pts is None else result.frame.pts
         if not has_boxes(result):
             return result
         found = to_arrays(result, masks=False)
@@ -192,7 +190,7 @@ class TrackStage:
         detections = self._detections(
             xyxy=found.boxes[fine], confidence=found.scores[fine], data={"row": np.arange(len(found))[fine]}
         )
-        tracked = self._tracker.update(detections, timestamp=self._time)
+        tracked = self._tracker.update(detections, timestamp=result.frame.time)
         ids: list[int | None] = [None] * len(found)
         for row, number in zip(tracked.data.get("row", ()), tracked.tracker_id, strict=True):
             ids[row] = None if number == NO_TRACK else int(number)

@@ -19,7 +19,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.feeds.outputs.json_lines import SinkError
-from reflex_runtime.feeds.runtime.pipeline import UNTIMED_S, Result
+from reflex_runtime.feeds.runtime.pipeline import Result
 from reflex_runtime.feeds.stages import cells_of
 from reflex_runtime.observe import files
 
@@ -258,9 +258,8 @@ class AnnotatedVideo:
         self._stream: Any = None
         self._size = (0, 0)
         self._over = False
-        self._pts: float | None = None
+        self._before, self._shown = 0.0, 0.0  # times of the last picture: of its source, in the video
         self._tick = -1
-        self._time = 0.0
 
     def __call__(self, result: Result) -> None:
         """Add a picture. Raises SinkError the first time that it cannot."""
@@ -268,7 +267,7 @@ class AnnotatedVideo:
             return
         caption = f"{result.feed} #{result.frame.sequence} {1e3 * result.latency:.0f} ms" if self._caption else ""
         picture = annotated(result.frame.image, result.value, caption)
-        tick = self._next_tick(result.frame.pts)
+        tick = self._next_tick(result.frame.time)
         self._guarded(lambda: self._encode(picture, tick))
 
     def close(self) -> None:
@@ -328,12 +327,12 @@ class AnnotatedVideo:
         if file is not None:
             file.close()
 
-    def _next_tick(self, pts: float | None) -> int:
+    def _next_tick(self, time: float) -> int:
         """When a picture is shown, in ticks from the first; later than the one before it."""
-        before, self._pts = self._pts, pts
+        before, self._before = self._before, time
         if self._tick >= 0:
-            self._time += UNTIMED_S if pts is None or before is None else min(pts - before, self.LONGEST_S)
-        self._tick = max(self._tick + 1, round(self._time * self.TICKS))
+            self._shown += min(time - before, self.LONGEST_S)
+        self._tick = max(self._tick + 1, round(self._shown * self.TICKS))
         return self._tick
 
 

@@ -162,7 +162,8 @@ class Capture:
         restarts = feed.config.restarts
         self._most = restarts if restarts is not None else (inf if feed.live else 0)
         self._taking = Taking(feed.config.every, feed.config.fps)
-        self._clock = SourceClock(feed.live)
+        self._paced = getattr(source, "paced", False)
+        self._clock = SourceClock(feed.live and not self._paced)
         self._backoff = Backoff(chance)
         self.state = "connecting"
         self.restarts = 0
@@ -204,16 +205,21 @@ class Capture:
         self.state = "running"
         feed.emit(FeedConnected(feed.clock(), feed.name))
         while (picture := self._source.read()) is not None:
-            self._take(picture, feed.clock())
+            self._take(picture)
             if feed.stop.is_set():
                 return
 
-    def _take(self, picture: Picture, now: float) -> None:
+    def _take(self, picture: Picture) -> None:
         """Number a picture, and put it into the queue if it is taken."""
         (image, pts), feed, ledger = picture, self._feed, self._feed.ledger
+        now = feed.clock()
+        pts = self._clock.time(pts, now, getattr(self._source, "step", None))
+        if self._paced:
+            if feed.pause(feed.stop, self._clock.ahead(now)):
+                return
+            now = feed.clock()
         self.latest = now
         self._backoff.reset()
-        pts = self._clock.time(pts, now, getattr(self._source, "step", None))
         if pts is None and feed.config.fps and ledger.read_so_far == 0:
             log.warning("%s: fps has no effect: its pictures have neither times nor a rate; use every", feed.name)
         if not self._taking.takes(pts):

@@ -45,8 +45,13 @@ class Frame:
         """Width and height in pixels."""
         return self.image.shape[1], self.image.shape[0]
 
+    @property
+    def time(self) -> float:
+        """Its pts; of a source without times and rate 25 pictures a second, by their number."""
+        return self.sequence * UNTIMED_S if self.pts is None else self.pts
 
-UNTIMED_S: Final = 0.04  # between two pictures without times, for tracks and videos
+
+UNTIMED_S: Final = 0.04  # between two pictures without times and rate
 Picture = tuple[NDArray[np.uint8], float | None]  # RGB [height, width, 3] and its pts in seconds
 
 
@@ -73,8 +78,8 @@ class Source(Protocol):
     live: it does not wait for the reader, so the newest picture wins. False: it waits, and no picture is lost.
     total: pictures expected in all, None when not known. Final once `open` has returned.
 
-    It may have `step`, the seconds between two pictures of a file by its own rate, and `corrupt`, how many pictures of
-    what was read could not be decoded.
+    It may have `step`, the seconds between two pictures of a file by its own rate, `paced`, whether the reader is to
+    take them at their times, and `corrupt`, how many pictures of what was read could not be decoded.
     """
 
     name: str
@@ -110,14 +115,17 @@ class SourceClock:
     """The time of a source: seconds that never go back, whatever its stream says.
 
     Times of the stream count as long as they go forward without a leap. Where they are missing, stand still, go back or
-    leap, the next picture of a camera comes as much later as it arrived later, and that of a file by its rate.
+    leap, the next picture of a camera comes as much later as it arrived later, and that of a file by its rate: also of
+    one that starts over, or is played at its pace.
     """
 
     LEAP_S: Final = {True: 5.0, False: 600.0}  # of a camera, of a file: its pictures may be far apart
     LEAST_S: Final = 1e-3  # between two pictures
+    LATE_S, FAR_S = 1.0, 10.0  # behind, or ahead, after which a played picture is due at once
 
     def __init__(self, live: bool) -> None:
         self._live, self._offset = live, 0.0
+        self._begun = -inf  # when time 0 was, of a file that is played
         self._before: tuple[float | None, float] | None = None  # time in the stream and arrival of the picture before
         self._time: float | None = None
 
@@ -140,6 +148,16 @@ class SourceClock:
             self._time += max(self.LEAST_S, found)
             self._offset = self._time - (pts or 0.0)
         return self._time
+
+    def ahead(self, now: float) -> float:
+        """Seconds until the picture that was timed last is due, where a file is played at its pace.
+
+        Being late is not made up for in a rush, and a leap is not waited for: those after it count from it.
+        """
+        ahead = self._begun + (self._time or 0.0) - now
+        if not -self.LATE_S <= ahead <= self.FAR_S:
+            self._begun, ahead = now - (self._time or 0.0), 0.0
+        return max(0.0, ahead)
 
 
 class Taking:

@@ -103,8 +103,8 @@ class VideoSource:
     """A video file, a network camera, or a local camera, as a `Source`.
 
     where: a path; an address with rtsp, rtsps, http or https; a device like /dev/video0. RTSP runs over TCP.
-    realtime: give a file's pictures at the times of their pts, like a camera; the source is then live.
-    loop: start a file over at its end. Its pts goes on growing, and the source has no end.
+    realtime: a file whose reader takes the pictures at their times (`paced`), like a camera's; the source is then live.
+    loop: start a file over at its end. Its pts starts over, too, and the source has no end.
     size: width and height to scale every picture to, in [1, 8192]. None: each picture keeps its size.
     open_timeout: seconds, above 0 up to 600, to wait for a connection, and again for enough data to know the format.
     read_timeout: seconds, above 0 up to 600, to wait for a picture's data. A small value finds a frozen camera sooner.
@@ -120,9 +120,8 @@ class VideoSource:
     password. An error in a file is permanent. A picture of H.264 over RTSP is complete only when the next one begins,
     so it comes one frame time late.
 
-    `interrupt` ends a wait for the network within 0.2 s (see `_Clock`; without it, after the timeout), and a wait for
-    a file's pts at once. Name look-ups and stuck devices or disks are waits of the operating system: neither a timeout
-    nor `interrupt` ends them.
+    `interrupt` ends a wait for the network within 0.2 s (see `_Clock`; without it, after the timeout). Name look-ups
+    and stuck devices or disks are waits of the operating system: neither a timeout nor `interrupt` ends them.
     """
 
     def __init__(
@@ -151,14 +150,13 @@ class VideoSource:
         if size is not None and not (len(size) == 2 and all(1 <= side <= MAX_SIDE for side in size)):
             raise ConfigError(f"VideoSource.size={size!r}: must be width and height in [1, {MAX_SIDE}], or None")
         self._av = _load()
-        self._realtime, self._loop, self._size = realtime, loop, size
+        self._loop, self._size = loop, size
         self._timeouts = (open_timeout, read_timeout)
         self._hardware = Hardware(hwaccel, self.name) if hwaccel else None
         self._stop = threading.Event()
         self._container: InputContainer | None = None
         self._frames: Iterator[VideoFrame] = iter(())
-        self._timing = _Timing()
-        self.live = self._remote or realtime
+        self.live, self.paced = self._remote or realtime, realtime
         self.total: int | None = None
         self.corrupt = 0
         self.step = 0.04
@@ -169,38 +167,6 @@ class VideoSource:
 
     def open(self) -> None:
         """Connect and find the video stream. Raises SourceError."""
-        self._timing = _Timing()
-        self._connect()
-
-    def read(self) -> Picture | None:
-        """The next picture, RGB uint8 [h, w, 3], and its pts in seconds. None at the end of a file."""
-        frame = self._guarded(self._next, "no frame", self._timeouts[1])
-        if frame is None and self._loop:
-            if not self._timing.pictures:
-                raise SourceError(f"{self.name}: holds no picture", retryable=False)
-            self._connect()
-            frame = self._guarded(self._next, "no frame", self._timeouts[1])
-        if frame is None:
-            return None
-        self._check_side(frame.width, frame.height)
-        pts = self._timing.stamp(frame.time if self._timed else None)
-        if self._realtime and self._stop.wait(self._timing.delay(time.monotonic())):
-            raise self._interrupted()
-        return self._guarded(lambda: self._picture(frame), "no frame", self._timeouts[1]), pts
-
-    def close(self) -> None:
-        self._frames = iter(())  # it holds the container
-        container, self._container = self._container, None
-        if container is not None:
-            container.close()
-
-    def interrupt(self) -> None:
-        """End a wait of the reading thread, now and from now on."""
-        self._stop.set()
-
-    # -- opening -----------------------------------------------------------------------------------------------------
-
-    def _connect(self) -> None:
         self.close()
         self._container = self._guarded(self._open, "no answer", self._timeouts[0])
         if not self._container.streams.video:
@@ -215,13 +181,38 @@ class VideoSource:
         stream.codec_context.thread_count = 1
         rate = float(stream.average_rate or stream.guessed_rate or 0.0)
         self.step = 1.0 / rate if rate > 0.0 else 0.04
-        self._timing.start(self.step)
         self._timed = not self._container.format.flags & NO_TIMES
         self.total = None if self._remote or self._loop else self._expected(stream, rate)
         if self._hardware is not None:
             self._hardware.check(stream)
         self._aspect = float(stream.codec_context.sample_aspect_ratio or stream.sample_aspect_ratio or 1.0)
         self._frames = self._decode(self._container, stream)
+
+    def read(self) -> Picture | None:
+        """The next picture, RGB uint8 [h, w, 3], and its pts in seconds. None at the end of a file."""
+        frame = self._guarded(self._next, "no frame", self._timeouts[1])
+        if frame is None and self._loop:
+            self.open()
+            frame = self._guarded(self._next, "no frame", self._timeouts[1])
+            if frame is None:
+                raise SourceError(f"{self.name}: holds no picture", retryable=False)
+        if frame is None:
+            return None
+        self._check_side(frame.width, frame.height)
+        picture = self._guarded(lambda: self._picture(frame), "no frame", self._timeouts[1])
+        return picture, frame.time if self._timed else None
+
+    def close(self) -> None:
+        self._frames = iter(())  # it holds the container
+        container, self._container = self._container, None
+        if container is not None:
+            container.close()
+
+    def interrupt(self) -> None:
+        """End a wait of the reading thread, now and from now on."""
+        self._stop.set()
+
+    # -- opening -----------------------------------------------------------------------------------------------------
 
     def _open(self) -> InputContainer:
         seconds_open, seconds_read = self._timeouts
@@ -362,41 +353,6 @@ class VideoSource:
             raise SourceError(
                 f"{self.name}: pictures of {width}x{height}, must be at most {MAX_SIDE}x{MAX_SIDE}", retryable=False
             )
-
-
-class _Timing:
-    """The pts of a file that may start over, and when each picture of it is due."""
-
-    LATE, GAP = 1.0, 10.0  # seconds behind, or ahead, after which a picture is due at once and the count starts anew
-
-    def __init__(self) -> None:
-        self.pictures = 0  # since the last start
-        self._step = 0.04
-        self._offset = 0.0
-        self._latest: float | None = None
-        self._begun: float | None = None
-
-    def start(self, step: float) -> None:
-        """A new pass. step: seconds between two pictures where their pts does not say."""
-        self._step, self.pictures = step, 0
-        if self._latest is not None:
-            self._offset = self._latest + step
-
-    def stamp(self, pts: float | None) -> float | None:
-        """The pts to give: of the pass, after all passes before. A picture without one keeps none."""
-        self.pictures += 1
-        if pts is not None:
-            pts += self._offset
-        self._latest = pts if pts is not None else (self._latest or 0.0) + self._step
-        return pts
-
-    def delay(self, now: float) -> float:
-        """Seconds until the picture just stamped is due."""
-        assert self._latest is not None
-        ahead = 0.0 if self._begun is None else self._begun + self._latest - now
-        if self._begun is None or not -self.LATE <= ahead <= self.GAP:
-            self._begun, ahead = now - self._latest, 0.0
-        return max(0.0, ahead)
 
 
 def without_secrets(where: str) -> str:
