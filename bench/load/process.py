@@ -22,9 +22,12 @@ def main() -> int:
     if job.pinned:
         pin(cores()[1])
 
+    # with PYTHONUNBUFFERED that of `sys` is a raw file, whose write may end early
+    out = open(sys.stdout.fileno(), "wb", closefd=False)  # noqa: SIM115
+
     def write(line: LoadLine) -> None:
-        sys.stdout.buffer.write(msgspec.json.encode(line) + b"\n")
-        sys.stdout.buffer.flush()
+        out.write(msgspec.json.encode(line) + b"\n")
+        out.flush()
 
     try:
         with asyncio.Runner(loop_factory=loop_factory) as runner:
