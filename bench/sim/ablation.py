@@ -21,7 +21,7 @@ from bench.sim import stages
 from bench.sim.clairvoyant import most_on_time
 from bench.sim.compare import Progress
 from bench.sim.rules import DEVICE
-from reflex_runtime.core import cost, flush, forming, holding, order, think_times
+from reflex_runtime.core import cost, flush, forming, holding, order, request, think_times
 from reflex_runtime.core.batch import Apart, Batch, Failed, Offenders, Outcome
 from reflex_runtime.core.cost import TimeCost
 from reflex_runtime.core.errors import ProcessorError
@@ -141,6 +141,11 @@ def once(arrivals: Arrivals, limit: float | None = None, **more: Any) -> Open:
     return Open(arrivals, (Request(time_limit=limit, **more),), strangers=True)
 
 
+def several(arrivals: Arrivals, *limits: float) -> Open:
+    """The same with several time limits."""
+    return Open(arrivals, [Request(time_limit=limit) for limit in limits], strangers=True)
+
+
 def robots(rate: float, count: int, limit: float | None = None, **more: Any) -> Open:
     name = more.get("payload", "robot")
     return Open(Poisson(rate), [Request(client=(name, i), time_limit=limit, **more) for i in range(count)])
@@ -184,6 +189,7 @@ def loads() -> list[Load]:
     return [
         *[Load(f"Poisson {share:.0%}", [once(Poisson(SATURATED * share))]) for share in (0.5, 0.8, 0.9, 0.95)],
         *[replace(load, groups=short, bounded=True) for load in limited],
+        Load("bursts, 3 limits", [several(Bursty(250.0), 0.06, 0.1, 0.3)], groups=short),
         Load("1 caller", [Callers(1, soon)], QUICK),
         Load("8 callers", [Callers(8, soon)], QUICK),
         Load("8, half 300 ms", [Callers(4, Fixed(0.001), name="a"), Callers(4, Fixed(0.3), name="b")]),
@@ -192,6 +198,7 @@ def loads() -> list[Load]:
         Load("32 callers", [Callers(32, soon)], QUICK),
         Load("32, pictures", [Callers(32, Around(0.0003, 0.0001), prepared_in=0.0003)], QUICK),
         Load("128 callers", [Callers(128, Around(0.010, 0.005))], QUICK),
+        Load("128, after 1 ms", [Callers(128, Fixed(0.001))], QUICK),
         Load("cameras 60 25 12", cameras(60.0, 25.0, 12.0, jitter=0.1), Affine(0.006, 0.002), of_feeds),
         Load("cameras 4 × 30", cameras(*[30.0] * 4), Affine(0.010, 0.002), of_feeds),
         steps("4 robots, steps", 4, stages.QUICK),
@@ -241,6 +248,9 @@ def rules() -> dict[str, Switch]:
         "even batches": (flush, "even_size", lambda *_: 0),
         "a long fixed part": (Planner, "_longest", lambda self, base, a, b: base.max_batch_cost),
         "planned batches": (Planner, "_plan", _no_plan),
+        "urgent ones together": (forming.Former, "_for_urgent", lambda self, policy, head: policy),
+        "earliest deadline": (request, "PATIENCE", 0.0),
+        "all in one batch": (ThinkTimes, "at_once", lambda self, seconds: False),
         "greedy clients": (flush._Demand, "exceeds", lambda self, fair: False),
         "value of a batch": (forming, "at_risk", lambda *_: False),
         "prices": (order.Prices, "of", lambda self, kind, cost: cost),

@@ -832,7 +832,7 @@ MUTANTS = [
         ":",
     ),
     M("core/flush.py", "a crowd that varies is steady", " and min(peaks) >= STEADY * most", ""),
-    M("core/flush.py", "batches are full", "ceil(callers / max(2, ceil(callers / most)))", "int(most)"),
+    M("core/flush.py", "batches are full", "ceil(callers / max(least, ceil(callers / most)))", "int(most)"),
     M("core/flush.py", "work in steps is split evenly", "if request.wants == 1.0:", "if True:"),
     M("core/flush.py", "deadlines are split evenly", " and self._alike():", ":"),
     M("core/flush.py", "a fixed part has no limit", "min(times * a, self.LONGEST)", "times * a"),

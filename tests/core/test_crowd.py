@@ -8,7 +8,12 @@ from random import Random
 import pytest
 
 from reflex_runtime.core.flush import OVER, WINDOW, WINDOWS, Crowd, FlushPolicy, Planner, even_size
+from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.core.request import Request, Ticket
+from reflex_runtime.core.scheduler import Scheduler
+from reflex_runtime.sim.run import simulate
+from reflex_runtime.sim.service import Affine
+from reflex_runtime.sim.workload import Around, Callers
 
 DEVICE = (0.0077, 0.0023, 0.03)  # 40 fit into 100 ms
 
@@ -60,6 +65,16 @@ def test_callers_are_split_into_batches_of_equal_size(callers: int, longest: flo
     fixed, marginal, _ = DEVICE
     assert even_size(callers, 0.100, longest, fixed, marginal) == size
     assert fixed + marginal * size <= max(OVER * 0.100, longest)
+
+
+@pytest.mark.parametrize(("think", "size"), [(0.002, 128), (0.030, 64)])
+def test_one_batch_of_all_where_they_are_back_within_the_fixed_part(think: float, size: int) -> None:
+    """16 + 1.2n ms. One batch spares the second fixed part; but who comes later keeps all others waiting."""
+    config = GroupConfig(flush=FlushPolicy.window(None), controller=Planner())
+    callers = Callers(128, Around(think, think / 10))
+    done = simulate(Scheduler([config]), [callers], Affine(0.016, 0.0012), duration=4.0, warmup=2.0, seed=1)
+    sizes = [ran.size for ran in done.batches if 2.0 <= ran.started < 3.5][-5:]
+    assert sizes == [size] * 5
 
 
 def test_a_model_that_is_too_slow_for_the_budget_is_left_alone() -> None:

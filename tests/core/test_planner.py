@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import inf
 from random import Random
 
@@ -11,6 +12,9 @@ from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.core.flush import FlushPolicy, Planner
 from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.core.request import Priority, Request, Ticket
+from reflex_runtime.core.scheduler import Scheduler
+
+from .helpers import ask, finish, take, trained
 
 BASE = FlushPolicy.window(0.100)
 DEVICE = (0.020, 0.002, 0.03)  # fixed, marginal, sigma: 400 requests a second at the budget
@@ -155,3 +159,20 @@ def test_each_partition_has_its_own_fixed_part() -> None:
 def test_longer_batches_need_a_planner() -> None:
     with pytest.raises(ConfigError, match="times_fixed"):
         GroupConfig(flush=DEFAULT)
+
+
+def test_b10_urgent_requests_share_a_batch_longer_than_planned_and_nobody_else_joins() -> None:
+    """The plan is for urgent requests to come; without those that wait, it would make them late one after another."""
+    planner = Planner()
+    cost = trained(0.010, 0.010)
+    group = GroupConfig(flush=BASE, controller=planner, cost=lambda: cost)
+    scheduler = Scheduler([group])
+    planner.policy = lambda base, affine, now, partition: replace(base, max_batch_cost=0.035)  # type: ignore[method-assign]
+    for i in range(6):
+        ask(scheduler, id="usual", client=i)
+    batch = take(scheduler, 0.0)
+    assert len(batch) == 2, "of 30 ms"
+    finish(scheduler, batch, 0.030, 0.030)
+    for i in range(6):
+        ask(scheduler, 0.030, id="urgent", client=10 + i, priority=Priority.URGENT)
+    assert [t.id for t in take(scheduler, 0.030).grants] == ["urgent"] * 6

@@ -11,7 +11,7 @@ from reflex_runtime.core.batch import Batch
 from reflex_runtime.core.cost import UnitCost
 from reflex_runtime.core.flush import FlushPolicy
 from reflex_runtime.core.group import IDLE_PARTITIONS, GroupConfig
-from reflex_runtime.core.order import CREDIT, NEAREST, Partition
+from reflex_runtime.core.order import AT_ONCE, CREDIT, NEAREST, Partition
 from reflex_runtime.core.request import Priority, Request, Ticket
 from reflex_runtime.core.scheduler import Scheduler
 from reflex_runtime.sim.run import Run, simulate
@@ -142,3 +142,13 @@ def test_settled_tickets_are_forgotten_by_partitions_that_stay_and_by_those_that
     assert alive <= len(stay) + 100 * 24, "a few of each partition that has others; 8,000 were settled"
     assert len(scheduler._groups["default"].partitions) <= IDLE_PARTITIONS + len(stay)
     assert scheduler.wake_at() < inf
+
+
+def test_ten_thousand_new_partitions_are_sorted_as_they_come() -> None:
+    """Not by the next question: it would keep the lock for 50 ms."""
+    scheduler = scheduler_of(capacity=10**5)
+    turns = scheduler._groups["default"].turns
+    for i in range(10_000):
+        ask(scheduler, partition=i, client=i)
+        assert len(turns.touched) <= AT_ONCE
+    assert take(scheduler, 0.0).partition == 0

@@ -194,6 +194,8 @@ class Group:
         self.clients = Clients()
         self.prices = Prices()
         self.think_times = ThinkTimes()
+        if isinstance(config.controller, Planner):
+            config.controller.at_once = self.think_times.at_once
         self.offenders = Offenders()
         flush = config.flush
         self.counts_only = (  # batches leave by size and time alone
@@ -246,7 +248,6 @@ class Group:
             partition = self.active[request.partition] = self.partition(request.partition)
             self._idle.pop(partition, None)
             self.turns.shares.enter(partition)
-        self.turns.touched[partition] = None
         self.think_times.enters(ticket, now)
         partition.enter(ticket, self.clients.enter(request.client))
         if ticket.deadline < inf:
@@ -255,6 +256,7 @@ class Group:
                 self.evidence.probe(ticket)
         if ticket.tier is BACKGROUND:
             self._age(ticket, partition)
+        self.turns.came(partition)
         if self.config.controller is not None:
             self.config.controller.arrived(ticket, now, partition.unsettled - 1)
         self._count(ticket)

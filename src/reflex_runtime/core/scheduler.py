@@ -78,6 +78,7 @@ from reflex_runtime.core.group import Group, GroupConfig, Tenants
 from reflex_runtime.core.holding import Holding
 from reflex_runtime.core.order import Partition
 from reflex_runtime.core.request import (
+    PATIENCE,
     PREPARING,
     RESIDENT,
     RUNNING,
@@ -374,6 +375,7 @@ class Scheduler:
             return
         self._moves.move(ticket, WAITING)
         ticket.arrived, ticket.ready_at, ticket.seq = now, now, self._tickets
+        ticket.due = min(ticket.deadline, now + PATIENCE)
         self._tickets += 1
         self._enter(group, ticket, now)
         self._holding.arrived(group, ticket, now)

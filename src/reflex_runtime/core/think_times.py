@@ -46,6 +46,7 @@ RECENT = 128  # absent clients considered per decision: those answered last
 REMEMBERED = 1024  # clients whose habits are kept
 HISTORY = 32  # values of each habit
 REGULAR = 3  # gaps needed for a prediction
+SEVERAL, NEARLY = 5, 7.0 / 8.0  # think times of a client, and share of the clients, that tell how soon all come back
 IRREGULAR = 0.67  # spread of think times, as a share of a chunk, above which clients that met do not meet again
 PACE = 0.125  # weight of the latest time that preparing took
 PARTS = 3  # steps by which a habit's distribution is summed
@@ -188,6 +189,11 @@ class ThinkTimes:
         self._absent[client] = known
         if len(self._absent) > RECENT:
             self._absent.popitem(last=False)
+
+    def at_once(self, seconds: float) -> bool:
+        """Whether nearly all clients that come back have always done so within that time of their answer."""
+        known = [client.thinks.ordered for client in self._clients.values() if len(client.thinks.ordered) >= SEVERAL]
+        return 0 < NEARLY * len(known) <= sum([ordered[-1] <= seconds for ordered in known])
 
     def in_turns(self, seconds: float, now: float) -> float:
         """Share of the device that the active clients take if each comes in turn, for `seconds`. inf if they are not so
