@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 
 from demo.run import Percentiles
-from reflex_runtime.core.flush import _Window
 from reflex_runtime.core.request import Request
 from reflex_runtime.core.statistics import percentile
 from reflex_runtime.observe.batch_metrics import Times
@@ -33,12 +32,11 @@ def agree(n: int, percent: int) -> None:
 
     slo = SloTracker(Objective.parse(f"p{percent}=10s"), "log_only")
     window = GuardWatch(RampGuard.parse(f"p{percent}=10s"))
-    times, report, waits = Times(), SlotReport("a", latencies=sorted(values)), _Window(n)
+    times, report = Times(), SlotReport("a", latencies=sorted(values))
     for value in values:
         slo.served(value, 0.0)
         window.add(True, value)
         times.add(value)
-        waits.add([value])
     slo.check(0.0)
     simulated = Report.of(Run(0.0, 1.0, [RequestEnd(Request(), 0.0, value, "ok", 9.0, 0.0) for value in values]))
 
@@ -46,7 +44,6 @@ def agree(n: int, percent: int) -> None:
     assert slo.value == wanted
     assert window.numbers()[f"p{percent}_ms"] == round(wanted * 1e3, 3)
     assert report.latency(share) == wanted
-    assert waits.percentile(percent) == wanted
     drawn = Percentiles.of(values)
     assert drawn is not None
     timing = times.take()()
