@@ -20,9 +20,9 @@ import pytest
 
 from reflex_runtime.core.events import RequestAnswered
 from reflex_runtime.observe import journal_writer as module
-from reflex_runtime.observe.files import turn_all
 from reflex_runtime.observe.journal import JournalError, RequestLine
 from reflex_runtime.observe.journal_reader import read_journal
+from reflex_runtime.observe.journal_writer import turn_all
 from reflex_runtime.robots.analysis.report import report
 from reflex_runtime.robots.policy.observation import decode_image
 from serving.pair import until
@@ -142,12 +142,12 @@ def test_t3_a_report_counts_the_parts_of_a_recording_once(tmp_path: Path) -> Non
 def test_t3_turning_a_recording_begins_another_file_with_what_comes_next(tmp_path: Path) -> None:
     made = recorder(tmp_path)
     run = Run(made)
-    made._lines.turn()  # nothing is there to be turned
+    made.turn()  # nothing is there to be turned
     run.batch(asked(0))
     while made.recorded < 1:
         pass
     turn_all()
-    while made._lines._turned:
+    while made._turned:
         pass
     first = made.path
     assert first is not None
@@ -192,7 +192,7 @@ FULL = """
     made = recorder(Path({directory!r}), gzip={gzip})
     run = Run(made)
     run.batch(asked(0))
-    made._lines._hurry.set()
+    made._hurry.set()
     while made.path is None:
         pass
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))

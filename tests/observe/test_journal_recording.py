@@ -19,8 +19,7 @@ from reflex_runtime.core.flush import FlushPolicy
 from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.core.request import AdmittedBatch, Priority, Request, Ticket
 from reflex_runtime.observe.journal_reader import read_journal
-from reflex_runtime.observe.journal_writer import JournalWriter, Recording, hardware, info_of
-from reflex_runtime.observe.request_record import RequestRecord, short
+from reflex_runtime.observe.journal_writer import JournalWriter, Recording, RequestRecord, hardware, info_of, short
 
 HEADER = {
     "model_hash": "0123456789abcdef",

@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
     from reflex_runtime.ipc.worker import serve
     from reflex_runtime.llm.engine.tokenizer import HFTokenizer
     from reflex_runtime.llm.server.worker_engine import loading
-    from reflex_runtime.observe.files import turn_all
+    from reflex_runtime.observe.journal_writer import turn_all
     from reflex_runtime.run.process import loop_factory
 
     form = f"%(asctime)s %(levelname)s %(name)s[{os.getpid()}] %(message)s"

@@ -23,8 +23,8 @@ from reflex_runtime.functions.openapi import document
 from reflex_runtime.functions.server import FunctionServer
 from reflex_runtime.functions.source import ServedFunction
 from reflex_runtime.functions.values import encode
+from reflex_runtime.observe.journal_writer import RequestRecord
 from reflex_runtime.observe.metrics import CONTENT_TYPE
-from reflex_runtime.observe.request_record import RequestRecord
 from reflex_runtime.settings import FunctionsConfig
 from reflex_runtime.settings.declare import did_you_mean
 from reflex_runtime.web.app import App, cancelled_by

@@ -17,8 +17,7 @@ from reflex_runtime.core.errors import Closed, ConfigError
 from reflex_runtime.core.events import BatchFinished, BatchScheduled, Event, RequestAnswered, RequestProgressed
 from reflex_runtime.core.request import Ticket
 from reflex_runtime.functions.source import ServedFunction, told
-from reflex_runtime.observe.files import turn_all
-from reflex_runtime.observe.journal_writer import JournalWriter, Recording, hardware
+from reflex_runtime.observe.journal_writer import JournalWriter, Recording, hardware, turn_all
 from reflex_runtime.observe.live import Live, own_process
 from reflex_runtime.observe.logs import FailureLog, leave
 from reflex_runtime.observe.series import FUNCTIONS, SeriesSet

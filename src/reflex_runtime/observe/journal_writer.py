@@ -1,25 +1,38 @@
 """Writes journals: a sink that copies values and references, and a thread that does everything else.
 
 `--trace FILE` is one file without payloads, opened at once; so is what GET /diagnostics/journal sends. `--record DIR`
-is a `Recording`: files with payloads, opened at the first request. All are flushed several times a second, so that a
-killed process loses little. A disk error ends the journal, is kept in `error`, and never touches serving.
+is a `Recording`: files with payloads, opened at the first request. For a line serving only appends to a bounded queue;
+the thread gathers what came in a fraction of a second and writes it at once, so that an idle process sleeps and a busy
+one is woken a few times a second. A killed process loses little. A disk error ends the journal, is kept in `error`, and
+never touches serving.
 """
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import logging
 import os
 import platform
+import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from copy import copy
 from dataclasses import asdict, dataclass
-from math import inf
+from datetime import UTC, datetime
+from math import inf, isfinite
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final, NamedTuple, Self
+from typing import Any, Final, NamedTuple, Protocol, Self
+from weakref import WeakSet
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from reflex_runtime.core.batch import Batch, Failed
 from reflex_runtime.core.cost import TimeCost
@@ -34,33 +47,90 @@ from reflex_runtime.core.events import (
     RequestSettled,
 )
 from reflex_runtime.core.group import GroupConfig
-from reflex_runtime.core.request import Ticket
-from reflex_runtime.observe.files import LineFile, LineTarget, LineWriter, refused, text, utc
+from reflex_runtime.core.request import AdmittedBatch, Request, Ticket
+from reflex_runtime.observe.files import create, refused, text, utc, write_all
 from reflex_runtime.observe.journal import (
     IMAGE_MODES,
     KINDS,
+    AdmissionGroup,
     BatchLine,
+    Cost,
     EndedLine,
+    Failure,
     Footer,
     GroupInfo,
     Header,
     ImageMode,
+    JournalAnswer,
+    JournalRequest,
+    Latency,
     Member,
+    RequestLine,
+    SchedulerRequest,
     WarmUpLine,
 )
-from reflex_runtime.observe.request_record import (
-    QueuedRecord,
-    RequestRecord,
-    add_payload,
-    request_line,
-    scheduled,
-)
 from reflex_runtime.version import __version__
+
+log = logging.getLogger("reflex.observe")
 
 CAPACITY = 4096  # lines that wait to be written; a batch of 256 members takes some 30 kB
 EARLY = 1000  # notes kept until the first request
 KEPT = 4096  # batches whose newcomers are remembered until their requests are answered
 IMAGE_BYTES = 256 << 20  # of images that may wait to be written; beyond it requests are dropped
+GATHER = 0.2  # seconds the thread waits for more lines after the first
+FLUSH = 0.5  # seconds of work between flushes; what a killed process loses is this old at most
+PLENTY = 256  # lines that end the wait
+_LEVEL = 1  # of compression: half the size of level 6 is not worth three times its time
+_CHUNK = 1 << 18  # bytes handed to the file at a time
+_TURN = 0.0005  # seconds of work after which the thread releases the interpreter: what it adds to other threads' p99
+_BREATH = 0.0001  # seconds that it pauses then
+
+
+class LineTarget(Protocol):
+    """Where a `JournalWriter` writes: a `LineFile`, or what stands for one. Called on the writer's thread."""
+
+    path: Path
+    size: int
+
+    def write(self, lines: bytes) -> None: ...
+    def flush(self) -> None: ...
+    def close(self) -> None: ...
+    def abandon(self) -> None: ...
+
+
+class LineFile:
+    """A new file to which lines are appended, compressed or not; flushed lines can be read before it is closed.
+
+    path, private: see `files.create`. size: bytes written. Raises OSError where the disk does.
+    """
+
+    def __init__(self, path: Path, compress: bool, private: bool = False) -> None:
+        self.path = path
+        self.size = 0
+        self._file = create(path, private)
+        self._deflate = zlib.compressobj(_LEVEL, zlib.DEFLATED, 31) if compress else None  # 31: with a gzip header
+
+    def write(self, lines: bytes) -> None:
+        self._write(lines if self._deflate is None else self._deflate.compress(lines))
+
+    def flush(self) -> None:
+        """Make the written lines readable, also in compressed files (it costs a few bytes)."""
+        if self._deflate is not None:
+            self._write(self._deflate.flush(zlib.Z_SYNC_FLUSH))
+
+    def close(self) -> None:
+        if self._deflate is not None:
+            self._write(self._deflate.flush(zlib.Z_FINISH))
+        self._file.close()
+
+    def _write(self, data: bytes) -> None:
+        write_all(self._file, data)
+        self.size += len(data)
+
+    def abandon(self) -> None:
+        """Close it after an error; ignore a further one."""
+        with suppress(OSError, ValueError):
+            self._file.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +164,129 @@ class Recording:
         return LineFile(path, self.gzip, private=self.images == "full")
 
 
-_Item = BatchLine | EndedLine | QueuedRecord | bytes
+# -- requests ----------------------------------------------------------------------------------------------------------
+
+SentImage = bytes | str | NDArray[Any]
+
+
+class RequestRecord(msgspec.Struct):
+    """The `detail` of a `RequestAnswered`: references only, cheap to make where every microsecond counts.
+
+    images: as sent, by name: PNG or JPEG bytes, base64 text (a data URL will do), or uint8 [h, w, 3].
+    state: as sent, [state_dim]. seed: of the noise, as used. arrived: seconds on the server's monotonic clock.
+    executed: how many actions of the last chunk the caller has executed, where it said so.
+    past: request ids of the earlier observations that the policy saw with it, oldest first.
+    actions: [num_actions, action_dim] as answered, None without an answer. cache: `hit`, `hit_stale`, `miss`, `off`.
+    total_s, queue_s, batch_s: as in the answer. batch: None when it never ran.
+    measured_ms: its share of measured device time. error: (slug, message). routing: {slot, routing_key, degraded,
+    cached} where two policies are served. model_hash: of the policy it was asked of. steps: denoising steps it had run,
+    where that differs from `denoising_steps`.
+
+    The rest is added where it is queued to be written. entered: ids of those that entered with its batch. schedule:
+    None where it never came to the scheduler.
+    """
+
+    request_id: str
+    episode_id: str | None = None
+    robot_id: str | None = None
+    instruction: str | None = None
+    state: Sequence[float] | NDArray[Any] | None = None
+    seed: int = 0
+    images: Mapping[str, SentImage] = {}
+    arrived: float = 0.0
+    deadline_ms: float | None = None
+    executed: int | None = None
+    past: Sequence[str] = ()
+    actions: NDArray[Any] | None = None
+    denoising_steps: int = 0
+    inference_mode: str = ""
+    cache: str = "off"
+    guard: dict[str, Any] | None = None
+    rtc: dict[str, Any] | None = None
+    total_s: float = 0.0
+    queue_s: float = 0.0
+    batch_s: float = 0.0
+    batch: AdmittedBatch | None = None
+    measured_ms: float = 0.0
+    steps: int | None = None
+    error: tuple[str, str] | None = None
+    routing: dict[str, Any] | None = None
+    slot: str = "prod"
+    model_hash: str = ""
+    outcome: str = ""
+    status: int = 0
+    wire: str = ""
+    entered: list[str] = []
+    schedule: SchedulerRequest | None = None
+
+    @property
+    def image_bytes(self) -> int:
+        """Bytes its images hold in memory."""
+        size = 0
+        for image in self.images.values():
+            size += image.nbytes if isinstance(image, np.ndarray) else len(image)
+        return size
+
+
+def scheduled(request: Request, ticket: Ticket | None, at: float) -> SchedulerRequest:
+    """The request as the scheduler got it, without the payload. at: when it was refused, where there is no ticket."""
+    made = SchedulerRequest(
+        None, at, str(request.client), int(request.priority), request.time_limit, str(request.partition),
+        str(request.shape), str(request.cost_class), request.stage, request.weight, request.wants,
+    )  # fmt: skip
+    if ticket is not None:
+        made.ticket, made.arrived, made.ready = ticket.seq, ticket.arrived, ticket.ready_at < inf
+        made.admitted = ticket.admitted if ticket.admitted < ticket.arrived else None
+    return made
+
+
+def request_line(a: RequestRecord, seq: int, origin: float, began: float) -> RequestLine:
+    """The line without its payload. began: UTC at `origin`."""
+    batch = a.batch
+    return RequestLine(
+        seq=seq,
+        timestamp=datetime.fromtimestamp(began + a.arrived - origin, UTC),
+        arrival=round(a.arrived - origin, 6),
+        slot=a.slot,
+        request=JournalRequest(a.request_id, a.episode_id, a.robot_id, seed=a.seed),
+        response=None if a.actions is None else JournalAnswer(None, len(a.actions), a.actions.shape[-1]),
+        latency=Latency(_ms(a.total_s), _ms(a.queue_s), _ms(a.batch_s)),
+        denoise=a.denoising_steps if a.steps is None else a.steps,
+        mode=a.inference_mode,
+        cache=a.cache,
+        guard=a.guard,
+        deadline=a.deadline_ms,
+        rtc=a.rtc,
+        error=None if a.error is None else Failure(*a.error),
+        routing=a.routing,
+        outcome=a.outcome,
+        status=a.status,
+        batch=None if batch is None else AdmissionGroup(batch.id, batch.size, batch.reason, batch.cause, a.entered),
+        cost=Cost(None if batch is None else batch.cost * 1e3, round(a.measured_ms, 6)),
+        schedule=a.schedule,
+        model_hash=a.model_hash,
+        wire=a.wire,
+    )
+
+
+def add_payload(line: RequestLine, a: RequestRecord, images: ImageMode) -> None:
+    """Add the contents of the request and the answer."""
+    if a.actions is not None:
+        line.response = JournalAnswer(short(a.actions), a.actions.shape[0], a.actions.shape[1])
+    asked = line.request
+    asked.instruction, asked.executed = a.instruction, a.executed
+    asked.past = list(a.past) or None
+    asked.state = None if a.state is None else finite(np.asarray(a.state, np.float64).tolist())
+    if a.images and images != "none":
+        asked.image_sha256 = sha256_of(a.images)
+        asked.image_b64 = base64_of(a.images) if images == "full" else None
+
+
+def _ms(seconds: float) -> float:
+    return round(seconds * 1e3, 3)
+
+
+_Item = BatchLine | EndedLine | RequestRecord | bytes
 
 
 class JournalWriter:
@@ -106,7 +298,8 @@ class JournalWriter:
     capacity: most lines waiting; beyond it, and beyond `IMAGE_BYTES` of images, they are dropped and counted.
     clock: the scheduler's. wall: seconds since the epoch. notes: asked for further notes about a batch that finished.
 
-    path: of the file, None before a recording's first request. recorded: requests written.
+    path: of the file, None before a recording's first request. recorded: requests written. error: of the disk, which
+    ended the journal. cpu: processor seconds the thread has used, as of its last write.
     """
 
     events = frozenset(
@@ -126,7 +319,8 @@ class JournalWriter:
     ) -> None:
         if not capacity >= 1:
             raise ConfigError(f"JournalWriter.capacity={capacity!r}: must be >= 1 lines")
-        self.recorded = 0
+        self.recorded, self.cpu = 0, 0.0
+        self.error: OSError | None = None
         self._recording = to if isinstance(to, Recording) else None
         self._notes, self._wall = notes, wall
         self._origin, self._began = clock(), wall()
@@ -153,31 +347,25 @@ class JournalWriter:
             self.path = Path(to)
             with refused(f"JournalWriter.to={str(to)!r}"):
                 self._opened = LineFile(self.path, self.path.suffix == ".gz")
-        self._lines: LineWriter[_Item] = LineWriter(
-            "reflex-trace" if self._recording is None else "reflex-record",
-            self._start,
-            self._line,
-            self._finish,
-            capacity,
-            eager=self._recording is None,
-            limit=0 if self._recording is None else self._recording.max_bytes,
-            turns=isinstance(to, str | Path | Recording),
-        )
-
-    @property
-    def error(self) -> OSError | None:
-        """The disk error that ended the journal."""
-        return self._lines.error
+        self._capacity, self._limit = capacity, 0 if self._recording is None else self._recording.max_bytes
+        self._full = self._odd = 0  # dropped by callers, without room or file; here, with the file or as unwritable
+        self._file: LineTarget | None = None
+        self._queue: deque[_Item] = deque()
+        self._some, self._hurry = threading.Event(), threading.Event()
+        self._told = self._turned = self._closed = False  # the thread was woken; another file is to begin; the last has
+        if isinstance(to, str | Path | Recording):
+            _writers.add(self)
+        name = "reflex-trace" if self._recording is None else "reflex-record"
+        self._thread = threading.Thread(target=self._main, name=name, daemon=True)
+        self._thread.start()
 
     @property
     def dropped(self) -> int:
-        """Lines that are not in the file because the disk could not keep up, or failed."""
-        return self._lines.dropped + self._too_large
+        """Lines that are not in the file: the disk could not keep up or failed, or they could not be encoded.
 
-    @property
-    def cpu(self) -> float:
-        """Processor seconds the writer's thread has used."""
-        return self._lines.cpu
+        What stood in the file's buffer when it failed is not among them.
+        """
+        return self._full + self._odd + self._too_large
 
     def note(self, kind: str, /, **fields: Any) -> None:
         """Write a line of another kind: `outcome` {episode_id, slot, success, reward?}, `decision` {…}, …
@@ -191,7 +379,7 @@ class JournalWriter:
         if self._open is not None:
             self._behind.append(line)
         elif self._early is None:
-            self._lines.put(line)
+            self._enqueue(line)
         elif len(self._early) < EARLY:
             self._early.append(line)
 
@@ -200,12 +388,22 @@ class JournalWriter:
         line = _encode(warm) + b"\n"
         self._warm.append(line)  # for the head of later parts
         if self._recording is None:
-            self._lines.put(line)
+            self._enqueue(line)
 
     def close(self, timeout: float = 5.0) -> bool:
         """Write what is queued and the footer. Returns whether all of it reached the file within `timeout` seconds."""
         self._flush()
-        return self._lines.close(timeout)
+        self._closed = True
+        self._hurry.set()
+        self._some.set()
+        self._thread.join(timeout)
+        return not self._thread.is_alive() and self.error is None
+
+    def turn(self) -> None:
+        """Write the queued lines, finish the file, and continue in another."""
+        self._turned = True
+        self._hurry.set()
+        self._some.set()
 
     def __enter__(self) -> Self:
         return self
@@ -242,7 +440,7 @@ class JournalWriter:
         queued, idle_polls = self._scheduled.pop(batch.id, (None, ()))
         info = self._groups.get(batch.group)
         tokens = self._progress.ran(batch, event.apart) if info is not None and info.unit == "tokens" else None
-        if not self._lines.takes():
+        if not self._takes():
             return
         self._entered[batch.id] = [ticket.request.id for ticket in batch.admitted]
         if len(self._entered) > KEPT:
@@ -302,47 +500,149 @@ class JournalWriter:
             self._put(self._open)
             self._open = None
             for note in self._behind:
-                self._lines.put(note)
+                self._enqueue(note)
             self._behind.clear()
 
     def _answered(self, event: RequestAnswered) -> None:
         answered, ticket = event.detail, event.ticket
         if not isinstance(answered, RequestRecord):
             return
+        answered = copy(answered)  # other sinks have it too
         if self._recording is None:
-            answered = copy(answered)
             answered.images, answered.state = {}, None
         size = answered.image_bytes
         if self._waiting_bytes + size - self._written_bytes > IMAGE_BYTES:
             self._too_large += 1
             return
-        entered = [] if answered.batch is None else self._entered.get(answered.batch.id, [])
-        schedule = None if ticket is None else scheduled(ticket.request, ticket, event.at)
-        if self._put(QueuedRecord(answered, event.outcome, event.status, event.wire, entered, schedule)):
+        answered.outcome, answered.status, answered.wire = event.outcome, event.status, event.wire
+        answered.entered = [] if answered.batch is None else self._entered.get(answered.batch.id, [])
+        answered.schedule = None if ticket is None else scheduled(ticket.request, ticket, event.at)
+        if self._put(answered):
             self._waiting_bytes += size
 
     def _put(self, item: _Item) -> bool:
         if self._early is not None:
             early, self._early = self._early, None
             for note in early:
-                self._lines.put(note)
-        return self._lines.put(item)
+                self._enqueue(note)
+        return self._enqueue(item)
+
+    def _enqueue(self, item: _Item) -> bool:
+        """Queue an item; False when it is not written: the queue is full, or the writing has ended. Never waits."""
+        if not self._takes():
+            return False
+        self._queue.append(item)
+        if not self._told:
+            self._told = True
+            self._some.set()
+        elif len(self._queue) == PLENTY:
+            self._hurry.set()
+        return True
+
+    def _takes(self) -> bool:
+        """Whether an item would be queued now; one without room, or without a file any more, is counted here."""
+        if self._closed:
+            return False
+        if self.error is not None or len(self._queue) >= self._capacity:
+            self._full += 1
+            return False
+        return True
 
     # -- on the writer's thread ----------------------------------------------------------------------------------------
 
-    def _start(self) -> tuple[LineTarget, bytes]:
+    def _main(self) -> None:
+        try:
+            closing, eager = False, self._recording is None
+            if eager:
+                self._begin()
+            while not closing:
+                self._some.wait()
+                self._hurry.wait(GATHER)
+                closing = self._closed
+                self._hurry.clear()
+                self._some.clear()
+                self._told = False
+                if self._queue:
+                    self._file = self._file or self._begin()
+                    self._empty()
+                    if self._file is not None:
+                        self._file.flush()
+                if self._turned:
+                    self._turned = False
+                    self._end()
+                    if eager and not closing:
+                        self._begin()
+                self.cpu = time.thread_time()
+            self._end()
+        except Exception as error:
+            name = threading.current_thread().name
+            if isinstance(error, OSError):
+                where = self._file.path if self._file is not None else error.filename
+                log.error("%s: %s: %s; nothing more is written", name, where, error.strerror or error)
+            else:
+                log.exception("%s ended", name)
+            self.error = error if isinstance(error, OSError) else OSError(0, f"{type(error).__name__}: {error}")
+            self._odd += len(self._queue)
+            self._queue.clear()
+            if self._file is not None:
+                self._file.abandon()
+
+    def _begin(self) -> LineTarget:
+        """Begin a file, with its header."""
         self._part += 1
         header = self._head()
-        file: LineTarget | None
         if self._recording is not None:
-            file = self._recording.file(header, self._wall())
-            self.path = file.path
+            self._file = self._recording.file(header, self._wall())
+            self.path = self._file.path
         else:
             assert self.path is not None
-            file, self._opened = self._opened, None
-            file = file or LineFile(self.path, self.path.suffix == ".gz")
+            self._file, self._opened = self._opened or LineFile(self.path, self.path.suffix == ".gz"), None
         warm = self._warm if self._recording is not None or self._part > 1 else []
-        return file, _encode(header) + b"\n" + b"".join(warm)
+        self._file.write(_encode(header) + b"\n" + b"".join(warm))
+        self._file.flush()
+        return self._file
+
+    def _end(self) -> None:
+        if self._file is not None:
+            self._file.write(self._footer())
+            self._file.close()
+            self._file = None
+
+    def _write(self, lines: list[bytes]) -> None:
+        if lines:
+            file = self._file or self._begin()
+            file.write(b"".join(lines))
+            if 0 < self._limit <= file.size:
+                self._end()
+
+    def _empty(self) -> None:
+        """Write what is queued in short slices, so that other threads get the interpreter. A queue that never
+        becomes empty is flushed, too."""
+        queue, lines, size = self._queue, list[bytes](), 0
+        most = min(self._limit or _CHUNK, _CHUNK)
+        breath = time.monotonic() + _TURN
+        flush = breath + FLUSH
+        while queue:
+            try:
+                line = self._line(queue.popleft())
+            except Exception:  # one bad item must not end a file
+                self._odd += 1
+                log.exception("a line could not be written")
+                continue
+            lines.append(line)
+            size += len(line)
+            now = time.monotonic()
+            if size >= most or now > flush:
+                self._write(lines)
+                lines, size = [], 0
+            if now > flush:
+                if self._file is not None:
+                    self._file.flush()
+                flush = now + FLUSH
+            if now > breath and not self._closed:
+                time.sleep(_BREATH)
+                breath = time.monotonic() + _TURN
+        self._write(lines)
 
     def _head(self) -> Header:
         told = {key: value for key, value in self._header.items() if value is not None}
@@ -367,20 +667,29 @@ class JournalWriter:
             return _safe(_tidy(item))
         return _safe(item) if isinstance(item, EndedLine) else self._request(item)
 
-    def _request(self, taken: QueuedRecord) -> bytes:
-        self._written_bytes += taken.answered.image_bytes
-        line = request_line(taken, self.recorded, self._origin, self._began)
+    def _request(self, answered: RequestRecord) -> bytes:
+        self._written_bytes += answered.image_bytes
+        line = request_line(answered, self.recorded, self._origin, self._began)
         if self._recording is not None:
-            add_payload(line, taken.answered, self._recording.images)
+            add_payload(line, answered, self._recording.images)
         written = _safe(line)
         self.recorded += 1
         return written
 
-    def _finish(self) -> bytes:
+    def _footer(self) -> bytes:
         recorded, batches, dropped = self.recorded, self._batches, self.dropped
         told = recorded - self._recorded_before, batches, dropped - self._dropped_before
         self._recorded_before, self._batches, self._dropped_before = recorded, 0, dropped
         return _encode(Footer(utc(self._wall(), "microseconds"), *told)) + b"\n"
+
+
+_writers: WeakSet[JournalWriter] = WeakSet()
+
+
+def turn_all() -> None:
+    """Every file of this process continues in a new one, as a server does at SIGHUP."""
+    for writer in list(_writers):
+        writer.turn()
 
 
 def _members(batch: Batch) -> list[Member]:
@@ -544,3 +853,85 @@ class ProgressFold:
 
     def ended(self, seq: int) -> None:
         self._counts.pop(seq, None)
+
+
+# -- numbers -----------------------------------------------------------------------------------------------------------
+
+_WORDS = {inf: "Infinity", -inf: "-Infinity"}
+
+
+def finite(values: list[float]) -> list[float | str]:
+    """Numbers for JSON: those that are not finite become text."""
+    if isfinite(sum(values)):
+        return values  # type: ignore[return-value]
+    return [v if isfinite(v) else _WORDS.get(v, "NaN") for v in values]
+
+
+def short(array: NDArray[Any]) -> list[list[float | str]]:
+    """A matrix as rows; float32 in the fewest digits that restore every bit."""
+    wide = _few_digits(array) if array.dtype == np.float32 else np.asarray(array, np.float64)
+    rows: list[list[float | str]] = wide.tolist()
+    return rows if np.isfinite(wide).all() else [finite(row) for row in wide.tolist()]
+
+
+def _few_digits(array: NDArray[np.float32]) -> NDArray[np.float64]:
+    """Each value rounded to as few decimals as give the same float32 again: half the text of the usual digits."""
+    wide = array.astype(np.float64)
+    with np.errstate(all="ignore"):  # values that are not finite stay
+        found = wide * 1e9
+        np.rint(found, out=found)
+        found /= 1e9
+        differ = found.astype(np.float32) != array
+        if differ.any():
+            found[differ] = wide[differ]
+    return found
+
+
+# -- images ------------------------------------------------------------------------------------------------------------
+
+
+def sha256_of(images: Mapping[str, SentImage]) -> str | dict[str, str] | None:
+    """SHA-256 of each image as sent (of an array: of its pixels in C order)."""
+    sent = {name: _sent_bytes(image) for name, image in images.items()}
+    return _packed({name: hashlib.sha256(data).hexdigest() for name, data in sent.items() if data is not None})
+
+
+def base64_of(images: Mapping[str, SentImage]) -> str | dict[str, str] | None:
+    """Each image as base64 of a PNG or JPEG that decodes to the very pixels that were served."""
+    return _packed({name: text for name, image in images.items() if (text := _base64(image)) is not None})
+
+
+def _sent_bytes(image: SentImage) -> bytes | None:
+    """An image as sent, as bytes; None when it is none. A raw array gives its pixels in C order."""
+    if isinstance(image, str):
+        data = image.partition(",")[2] if image.startswith("data:") else image
+        try:
+            return base64.b64decode(data)
+        except ValueError:
+            return None
+    if isinstance(image, np.ndarray):
+        return np.ascontiguousarray(image).tobytes()
+    return bytes(image)
+
+
+def _base64(image: SentImage) -> str | None:
+    if isinstance(image, np.ndarray):
+        if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3 or not image.size:
+            return None  # it was refused
+        return base64.b64encode(_png(image)).decode()
+    data = _sent_bytes(image)
+    return None if data is None else base64.b64encode(data).decode()
+
+
+def _png(image: NDArray[np.uint8]) -> bytes:
+    import io
+
+    import PIL.Image  # here: only callers that send arrays need it
+
+    out = io.BytesIO()
+    PIL.Image.fromarray(np.ascontiguousarray(image)).save(out, "PNG", compress_level=1)
+    return out.getvalue()
+
+
+def _packed(found: dict[str, str]) -> str | dict[str, str] | None:
+    return found["image"] if list(found) == ["image"] else found or None

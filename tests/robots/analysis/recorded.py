@@ -13,8 +13,7 @@ from reflex_runtime.core.events import RequestAnswered
 from reflex_runtime.core.flush import FlushPolicy
 from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.core.request import Ticket
-from reflex_runtime.observe.journal_writer import JournalWriter, Recording, warmed
-from reflex_runtime.observe.request_record import RequestRecord
+from reflex_runtime.observe.journal_writer import JournalWriter, Recording, RequestRecord, warmed
 from reflex_runtime.robots import ActionChunk, Policy, served_by
 from reflex_runtime.robots.policy.observation import seed_of
 from reflex_runtime.run.batcher import Batcher

@@ -17,10 +17,9 @@ from reflex_runtime.core.batch import Done, Failed
 from reflex_runtime.core.cost import UnitCost
 from reflex_runtime.core.events import Event, RequestAnswered, RequestSettled
 from reflex_runtime.observe.journal_reader import read_journal
-from reflex_runtime.observe.journal_writer import JournalWriter, Recording
+from reflex_runtime.observe.journal_writer import JournalWriter, Recording, RequestRecord
 from reflex_runtime.observe.logs import FailureLog
 from reflex_runtime.observe.metrics import Metrics
-from reflex_runtime.observe.request_record import RequestRecord
 from reflex_runtime.robots import Export
 from reflex_runtime.robots.app import application
 from reflex_runtime.robots.rollout.breaker import Breaker

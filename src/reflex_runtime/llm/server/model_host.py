@@ -20,8 +20,7 @@ from reflex_runtime.llm.engine.processor import EngineConfig, LLMProcessor
 from reflex_runtime.llm.engine.series import EngineSeries
 from reflex_runtime.llm.engine.tokenizer import Tokenizer
 from reflex_runtime.llm.runners.runner import Runner, Step
-from reflex_runtime.observe.files import turn_all
-from reflex_runtime.observe.journal_writer import JournalWriter
+from reflex_runtime.observe.journal_writer import JournalWriter, turn_all
 from reflex_runtime.observe.live import LiveProcess
 from reflex_runtime.observe.series import STREAMS, SeriesSet
 from reflex_runtime.run.audience import Sink

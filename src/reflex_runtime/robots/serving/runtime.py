@@ -14,9 +14,8 @@ from functools import partial
 
 from reflex_runtime.core.errors import Closed, ConfigError
 from reflex_runtime.core.events import BatchFinished
-from reflex_runtime.observe.files import LineTarget, turn_all
 from reflex_runtime.observe.journal import WarmUpLine
-from reflex_runtime.observe.journal_writer import JournalWriter, Recording
+from reflex_runtime.observe.journal_writer import JournalWriter, LineTarget, Recording, turn_all
 from reflex_runtime.observe.logs import FailureLog, leave
 from reflex_runtime.observe.metrics import Metrics
 from reflex_runtime.observe.spans import spans_of

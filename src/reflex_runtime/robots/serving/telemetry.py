@@ -10,8 +10,7 @@ from numpy.typing import NDArray
 
 from reflex_runtime.core.errors import ReflexError
 from reflex_runtime.observe.journal import PolicyHead
-from reflex_runtime.observe.journal_writer import hardware
-from reflex_runtime.observe.request_record import RequestRecord, SentImage
+from reflex_runtime.observe.journal_writer import RequestRecord, SentImage, hardware
 from reflex_runtime.observe.spans import RequestSpan, Spans
 from reflex_runtime.robots import InvalidRequest, Observation, seed_of
 from reflex_runtime.robots.serving.images import pixels_in
