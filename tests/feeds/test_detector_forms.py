@@ -384,3 +384,16 @@ def test_f14_yolox_gets_blue_first_and_whole_numbers(tmp_path: Path) -> None:
     frame = np.zeros((64, 96, 3), np.uint8) + np.array([250, 120, 3], np.uint8)
     (pixels,) = loaded.input.tensors([loaded.fitted(frame)], loaded.scale)["images"]
     np.testing.assert_allclose(pixels[:, 5, 5], [3, 120, 250], rtol=1e-6)
+
+
+def test_f14_yolox_gets_the_frame_in_its_corner_and_others_in_the_middle(tmp_path: Path) -> None:
+    frame = np.full((64, 64, 3), 250, np.uint8)
+    for kind, left in {"YOLOX": 0, "YOLOX, decoded": 0, "YOLOv5": 16, "ultralytics": 16}.items():
+        made, metadata, _ = KNOWN[kind]
+        processor = started(graph(tmp_path / "g.onnx", made((96, 64)), (96, 64), "", metadata))
+        fitted = processor.prepare(frame)
+        assert fitted is not None
+        assert (fitted.pixels[:, :, left : left + 64] == 250).all()
+        assert (np.delete(fitted.pixels, np.s_[left : left + 64], axis=2) == 114).all()
+        found = processor.process(entries(frame))[0]["boxes"]
+        np.testing.assert_allclose(found[:1], [[16 - left, 16, 48 - left, 40]], atol=0.1)

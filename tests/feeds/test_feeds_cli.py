@@ -219,9 +219,10 @@ def test_f14_a_full_disk_is_said_and_exit_status_1(flag: str, says: str, tmp_pat
     assert figures(feeds, "a")["answered"] == 3
 
 
-def test_f14_a_damaged_file_is_said_and_exit_status_1(tmp_path: Path) -> None:
+@pytest.mark.parametrize("more", [(), ("--realtime",)])
+def test_f14_a_damaged_file_is_said_and_exit_status_1(tmp_path: Path, more: tuple[str, ...]) -> None:
     damaged = broken(tmp_path / "a.mp4", range(20, 25))
-    feeds = ran(f"a={damaged}", f"b={clip(5)}", "--processor", "mine:Sizes", cwd=scratch(tmp_path), status=1)
+    feeds = ran(f"a={damaged}", f"b={clip(5)}", "--processor", "mine:Sizes", *more, cwd=scratch(tmp_path), status=1)
     assert feeds.log[-1].endswith("ERROR a: the file is damaged: 5 pictures missing or broken")
     assert any(line.startswith("a ") and line.endswith(" 5 pictures missing or broken") for line in feeds.log)
     assert figures(feeds, "a") == {"frames": 25, "answered": 25}

@@ -294,6 +294,26 @@ def test_what_a_file_held_and_what_it_gave_is_counted(
         assert source.corrupt == 0
 
 
+@pytest.mark.parametrize(("held", "whole", "interlaced", "missing"), [
+    (30, 30, 0, 0), (29, 20, 0, 9),  # progressive
+    (30, 0, 30, 0), (28, 0, 20, 8),  # a packet a picture, as MBAFF
+    (60, 0, 30, 0), (57, 0, 28, 1), (40, 0, 15, 5),  # a packet a field
+    (50, 10, 20, 0), (30, 10, 20, 0), (29, 10, 15, 4),  # some of both
+])  # fmt: skip
+def test_pictures_that_packets_should_have_given(held: int, whole: int, interlaced: int, missing: int) -> None:
+    assert video._without_picture(held, whole, interlaced) == missing
+
+
+@pytest.mark.parametrize(("lost", "corrupt"), [(range(0), 0), (range(1), 9)])
+def test_a_loss_of_interlaced_pictures_is_counted(tmp_path: Path, lost: Sequence[int], corrupt: int) -> None:
+    """Each of them is one packet here, and decodes to a picture that is interlaced."""
+    options = {"x264-params": "interlaced=1:keyint=10:min-keyint=10:scenecut=0:bframes=0"}
+    made = write_video(tmp_path / "a.mkv", [picture(number, (160, 64)) for number in range(30)], 25, "libx264", options)
+    source = VideoSource(packets_of(tmp_path / "b.mkv", made, lambda number: number not in lost))
+    assert len(read_all(source)) + source.corrupt == 30 - len(lost)
+    assert source.corrupt == corrupt
+
+
 def test_a_file_that_lost_its_end_says_so(tmp_path: Path) -> None:
     path = tmp_path / "a.mkv"
     path.write_bytes(write_video(tmp_path / "whole.mkv", map(picture, range(100)), 25).read_bytes())

@@ -258,7 +258,7 @@ class FeedsSession:
             failed = feed.drops.get("failed", 0)
             if failed and coordinator.lost is None and (feed.mode == "file" or not feed.processed):
                 missing.append(f"{name}: {failed} of {feed.frames} frames have no answer: {feed.error}")
-            if feed.corrupt and feed.mode == "file" and feed.state == "ended":
+            if feed.corrupt and feed.state == "ended":
                 missing.append(f"{name}: the file is damaged: {undecoded(feed.corrupt)}")
             complete = complete and feed.state != "failed" and not feed.sink_errors
         for name, output in snapshot.outputs.items():

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from reflex_runtime.feeds.detectors.obb import kept_obb, polygons_of
 
 LETTERBOX: Final = "letterbox"  # the whole picture in the middle, grey around it
+CORNER: Final = "corner"  # the same in the upper left corner
 STRETCH: Final = "stretch"
 CROP: Final = "crop"  # the middle of the picture, as large as fits
 
@@ -256,8 +257,9 @@ class RawHead(Dialect):
 
 @dataclass(frozen=True, slots=True)
 class YoloxHead(RawHead):
-    """The head of YOLOX, whose input is blue, green and red of 0 to 255."""
+    """The head of YOLOX, whose input is blue, green and red of 0 to 255, and has the picture in its corner."""
 
+    resize = CORNER
     std = (1 / 255, 1 / 255, 1 / 255)
     bgr = True
     name = "raw head of YOLOX"

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from reflex_runtime.core.errors import ConfigError, ProcessorError
-from reflex_runtime.feeds.detectors.heads import LETTERBOX, STRETCH, DetectionLimits, Dialect, Found, Outputs
+from reflex_runtime.feeds.detectors.heads import CORNER, LETTERBOX, STRETCH, DetectionLimits, Dialect, Found, Outputs
 from reflex_runtime.feeds.detectors.picture_input import (
     FITTINGS,
     FittedPicture,
@@ -43,7 +43,7 @@ class DetectorSettings:
         picture, the best ones.
     classes: names or numbers of the only ones that are kept.
     size: width and height that pictures are brought to. Needed where neither the graph nor its metadata says them.
-    resize: "letterbox", "stretch" or "crop".
+    resize: "letterbox", "corner" (the same in the upper left), "stretch" or "crop".
     names: labels by number. A label without a name stays a number.
     mean, std: of a floating input, one number or one per channel: it gets (pixel / 255 - mean) / std.
     """
@@ -260,7 +260,7 @@ class OnnxFrames:
         resize = wanted.resize or facts.resize or (dialect.resize if dialect else STRETCH)
         if resize not in FITTINGS:
             raise ConfigError(f"{self.path}: metadata resize={one_line(resize)}: {one_of(resize, FITTINGS)}")
-        if resize == LETTERBOX:
+        if resize in (CORNER, LETTERBOX):
             opencv_here()
         limits = _limits(wanted, dialect, facts)
         return _Loaded(session, taken, facts, dialect, limits, resize, self._scale(taken, dialect))

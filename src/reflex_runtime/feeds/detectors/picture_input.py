@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -12,7 +13,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.feeds.detectors.heads import CROP, LETTERBOX, STRETCH, Found
+from reflex_runtime.feeds.detectors.heads import CORNER, CROP, LETTERBOX, STRETCH, Found
 from reflex_runtime.feeds.runtime.pipeline import opencv
 from reflex_runtime.run.onnx_session import OnnxSession, fits, shown
 
@@ -53,8 +54,8 @@ class Fit:
         return found
 
 
-def letterboxed(frame: Picture, place: Picture) -> Fit:
-    """The whole frame into the middle of `place` [h, w, 3], as large as fits, grey around it.
+def letterboxed(frame: Picture, place: Picture, middle: bool = True) -> Fit:
+    """The whole frame into the middle of `place` [h, w, 3], or its corner, as large as fits, grey around it.
 
     Bilinear without smoothing, as OpenCV does it and YOLO models are trained and measured.
     """
@@ -62,7 +63,7 @@ def letterboxed(frame: Picture, place: Picture) -> Fit:
     room_h, room_w = place.shape[:2]
     scale = min(room_h / height, room_w / width)
     new_w, new_h = max(1, round(width * scale)), max(1, round(height * scale))
-    left, top = round((room_w - new_w) / 2 - 0.1), round((room_h - new_h) / 2 - 0.1)
+    left, top = (round((room_w - new_w) / 2 - 0.1), round((room_h - new_h) / 2 - 0.1)) if middle else (0, 0)
     place[:top], place[top + new_h :], place[:, :left], place[:, left + new_w :] = GREY, GREY, GREY, GREY
     inner = place[top : top + new_h, left : left + new_w]
     if (new_h, new_w) == (height, width):
@@ -95,6 +96,7 @@ def cropped(frame: Picture, place: Picture) -> Fit:
 
 FITTINGS: Final[dict[str, Callable[[Picture, Picture], Fit]]] = {
     LETTERBOX: letterboxed,
+    CORNER: partial(letterboxed, middle=False),
     STRETCH: stretched,
     CROP: cropped,
 }

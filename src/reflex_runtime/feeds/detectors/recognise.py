@@ -39,8 +39,8 @@ class GraphFacts:
     """The metadata of a graph, as far as it can be read; what cannot is as if it were not there.
 
     names: labels by number. size: width and height of the input. task: such as detect, segment, pose, classify.
-    points: number of keypoints and columns of each. resize: letterbox, stretch or crop. head: the exporter's name of
-    what made the outputs. at_once: most pictures in a call, None if that is not said.
+    points: number of keypoints and columns of each. resize: letterbox, corner, stretch or crop. head: the exporter's
+    name of what made the outputs. at_once: most pictures in a call, None if that is not said.
     """
 
     names: Mapping[int, str]

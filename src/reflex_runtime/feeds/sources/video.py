@@ -260,14 +260,15 @@ class VideoSource:
         """Every good picture until the end. Packets that cannot be decoded are counted and skipped."""
         invalid: type[Exception] = self._av.error.InvalidDataError
         packets, barren, waited, unseen = container.demux(), 0, 0.0, self._hardware
-        held, gave, lost, end = 0, 0, self.corrupt, 0.0  # packets and pictures of this pass; the end of the last one
+        held, gave, lost, end = 0, [0, 0], self.corrupt, 0.0  # packets and pictures of this pass; the end of the last
         while barren < MAX_BARREN:
             began = time.monotonic()
             try:
                 packet = next(packets)
             except StopIteration:
                 if not self._remote:
-                    self.corrupt = lost + max(self.corrupt - lost, held - gave, self._missing(video, end))
+                    missing = max(_without_picture(held, *gave), self._missing(video, end))
+                    self.corrupt = lost + max(self.corrupt - lost, missing)
                 return
             except invalid:  # what cannot be taken apart ended the generator
                 self.corrupt, barren, packets = self.corrupt + 1, barren + 1, container.demux()
@@ -289,7 +290,8 @@ class VideoSource:
                 if frame.is_corrupt:
                     self.corrupt += 1
                 else:
-                    barren, gave = 0, gave + 1 + frame.interlaced_frame  # each field may be a packet
+                    barren = 0
+                    gave[frame.interlaced_frame] += 1
                     if frame.time is not None and frame.time_base is not None:
                         end = frame.time + float(frame.duration * frame.time_base)
                     if unseen is not None:
@@ -362,6 +364,13 @@ def without_secrets(where: str) -> str:
     scheme, _, rest = where.partition("://")
     host, slash, path = re.split(r"[?#]", rest, maxsplit=1)[0].partition("/")
     return f"{scheme}://{host.rpartition('@')[2]}{slash}{path}"
+
+
+def _without_picture(packets: int, whole: int, interlaced: int) -> int:
+    """How many pictures should be there beside those that are, by the packets. Where pictures are interlaced, all of
+    them are one packet each, or all of them two: the form that is nearer."""
+    by_field = interlaced > 0 and packets >= whole + 1.5 * interlaced
+    return -(-(packets - whole - 2 * interlaced) // 2) if by_field else packets - whole - interlaced
 
 
 def _length_of(video: VideoStream) -> float:
