@@ -57,7 +57,7 @@ lint: setup                  ## ruff and mypy --strict
 messages:                     ## generate the gRPC messages from messages.proto
 	python3 -m venv .venv-protoc
 	.venv-protoc/bin/pip install -q 'grpcio-tools==1.73.1' 'setuptools<80'
-	cd src && ../.venv-protoc/bin/python -m grpc_tools.protoc -I. --python_out=. reflex_runtime/robots/wires/messages.proto
+	cd src && ../.venv-protoc/bin/python -m grpc_tools.protoc -I. --python_out=. reflex_runtime/web/messages.proto
 
 hashes:                       ## renew deploy/requirements.txt, the container's packages with hashes, after constraints.txt
 	python3 -m venv .venv-hashes

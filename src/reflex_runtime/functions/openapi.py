@@ -8,14 +8,15 @@ from typing import Any, Final
 from reflex_runtime.functions.server import FunctionServer
 from reflex_runtime.functions.source import ServedFunction
 from reflex_runtime.functions.values import FORM
+from reflex_runtime.web import oip
 from reflex_runtime.web.access import Keys
 from reflex_runtime.web.errors import MSGPACK
-from reflex_runtime.web.openapi import PAGES, PLAIN_ERROR, TEXT, Operation, content, described
+from reflex_runtime.web.openapi import PAGES, PLAIN_ERROR, TEXT, Operation, content, described, schemas_of
 from reflex_runtime.web.request import Route
 
 ERRORS: Final = {
     "400": "the body cannot be read", "401": "the key is missing or wrong", "403": "a web page of another site",
-    "405": "another method", "408": "the request did not come in time", "409": "superseded",
+    "404": "no such function", "405": "another method", "408": "the request did not come in time", "409": "superseded",
     "413": "the body is too large", "415": "the body's Content-Type is not read", "422": "a field is wrong",
     "429": "too many requests of this client, or at all", "499": "the caller left",
     "500": "the function failed on this item", "503": "not ready, or the queue is full: Retry-After says when",
@@ -40,7 +41,9 @@ def document(routes: Iterable[Route], server: FunctionServer, keys: Keys) -> byt
     for name, served in server.functions.items():
         schemas |= served.items.parts | served.results.parts
         operations[f"/predict/{name}"] = operations["/predict"] = _operation(served)
-    return described("Reflex functions", routes, operations, schemas, ERRORS, keys)
+    infer = schemas_of(oip.InferBody)
+    operations |= oip.operations(list(server.functions), _CODES, infer["InferBody"])
+    return described("Reflex functions", routes, operations, schemas | infer, ERRORS, keys)
 
 
 def _operation(served: ServedFunction) -> Operation:

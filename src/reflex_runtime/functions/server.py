@@ -53,6 +53,7 @@ class FunctionServer:
         self.state, self.error, self.unusable = "initializing", "", False
         self.writes_files = bool(config.trace or config.record)
         self.active = 0
+        self.listening: dict[str, str] = {}  # addresses of other listeners, by their settings
         self.series = FunctionSeries(list(self.functions))
         self.spans = spans_of(config.otel, self.series.registry)
         self.audience = Audience([self.series, FailureLog(), *([] if self.spans is None else [self.spans])])
@@ -151,6 +152,7 @@ class FunctionServer:
             "status": "ok" if self.state == "ready" else self.state,
             "state": self.state,
             "functions": {served.name: served.source for served in self.functions.values()},
+            **({"listening": self.listening} if self.listening else {}),
             "hung_batches": self.batcher.device.hung,
         }
         told |= {"error": self.error} if self.error else {}

@@ -7,7 +7,7 @@ here. What does not fit is the 422 that names the field.
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Final, get_args, get_origin
 
 import msgspec
@@ -46,13 +46,13 @@ class ArrayType(msgspec.Struct):
 class Values:
     """Values of one type.
 
-    hint: the annotation. where: what an error of it names. tensors: arrays of which more is known than their type,
+    hint: the annotation. where: what an error of it names. arrays: those of which more is known than their type,
     by the class that stands for each in `hint`. schema: JSON Schema, and `parts` what it refers to. raw: content types
     of bodies that are the value themselves. slow: pictures are in it.
     """
 
-    def __init__(self, hint: Any, where: str, tensors: Mapping[Any, ArrayType] | None = None) -> None:
-        self.hint, self._tensors, self._where = hint, tensors or {}, where
+    def __init__(self, hint: Any, where: str, arrays: Mapping[Any, ArrayType] | None = None) -> None:
+        self.hint, self.arrays, self._where = hint, arrays or {}, where
         self.raw = _raw_types(hint)
         self.slow = False  # to be decoded beside the loop
         try:
@@ -70,7 +70,7 @@ class Values:
         """The value in a body; 400, 415 or 422 says what is wrong."""
         kind = content_type.partition(b";")[0].strip().lower()
         if kind.startswith(FORM):
-            return self._convert(_form(body, content_type))
+            return self.convert(_form(body, content_type))
         if self.raw and not (kind in _NOT_RAW or kind.endswith(b"+json")):
             return self._raw(body, kind)
         try:
@@ -93,13 +93,14 @@ class Values:
                 return body.decode()
             except UnicodeDecodeError:
                 raise invalid("body", "body: is not UTF-8") from None
-        return self._convert(_npy(body) if kind == NPY else body)
+        return self.convert(_npy(body) if kind == NPY else body)
 
-    def _convert(self, value: Any) -> Any:
+    def convert(self, value: Any) -> Any:
+        """What a form, a tensor or the body itself is; 422 says what is wrong."""
         try:
             if self.hint is bytes:
                 return value if isinstance(value, bytes) else msgspec.convert(value, bytes)
-            if _is_array(self.hint) or _is_picture(self.hint):
+            if _is_array(self.hint) or is_picture(self.hint):
                 return self._read(self.hint, value)
             return msgspec.convert(value, self.hint, strict=False, dec_hook=self._read)
         except msgspec.ValidationError as error:
@@ -111,9 +112,9 @@ class Values:
 
     def _read(self, hint: Any, value: Any) -> Any:
         """A value of a type that msgspec does not know; ValueError says why it is none."""
-        if hint in self._tensors or _is_array(hint):
-            return _array(value, self._tensors.get(hint) or _tensor_of(hint))
-        if _is_picture(hint):
+        if (array := array_type(self, hint)) is not None:
+            return _array(value, array)
+        if is_picture(hint):
             return _picture(value)
         if _is_pydantic(hint):
             try:
@@ -125,9 +126,9 @@ class Values:
     # -- out -----------------------------------------------------------------------------------------------------------
 
     def _schema_of(self, hint: Any) -> dict[str, Any]:
-        if hint in self._tensors or _is_array(hint):
-            return _tensor_schema(self._tensors.get(hint) or _tensor_of(hint))
-        if _is_picture(hint):
+        if (array := array_type(self, hint)) is not None:
+            return _tensor_schema(array)
+        if is_picture(hint):
             self.slow = True
             return {"type": "string", "format": "image", "description": "a PNG or JPEG in base64"}
         if _is_pydantic(hint):
@@ -142,12 +143,19 @@ def encode(value: Any, packed: bool) -> tuple[bytes, bytes]:
     """A result as (body, content type). packed: the caller reads msgpack. ProcessorError for what cannot be written."""
     if isinstance(value, bytes):
         return value, BYTES
-    if _is_picture(type(value)):
+    if is_picture(type(value)):
         return _png(value), PNG
+    return (encode_text(value), JSON) if not packed else (_written(msgspec.msgpack.encode, value, _packed), MSGPACK)
+
+
+def encode_text(value: Any) -> bytes:
+    """A value in JSON, bytes and pictures in base64. ProcessorError for what cannot be written."""
+    return _written(msgspec.json.encode, value, _plain)
+
+
+def _written(write: Callable[..., bytes], value: Any, hook: Callable[[Any], Any]) -> bytes:
     try:
-        if packed:
-            return msgspec.msgpack.encode(value, enc_hook=_packed), MSGPACK
-        return _encode(value), JSON
+        return write(value, enc_hook=hook)
     except (TypeError, ValueError, NotImplementedError, RecursionError, OverflowError) as error:
         raise ProcessorError(f"its result cannot be written: {_line(error)}") from error
 
@@ -158,7 +166,7 @@ def _plain(value: Any) -> Any:
         return value.model_dump(mode="json")
     if hasattr(value, "tolist"):  # arrays, their numbers, tensors
         return value.tolist()
-    if _is_picture(type(value)):
+    if is_picture(type(value)):
         return pybase64.b64encode(_png(value)).decode()
     raise NotImplementedError(f"a {type(value).__name__} has no form in JSON")
 
@@ -167,17 +175,14 @@ def _packed(value: Any) -> Any:
     """The same for msgpack: arrays as their bytes."""
     if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
         return {"dtype": value.dtype.str, "shape": value.shape, "data": np.ascontiguousarray(value).tobytes()}
-    return _png(value) if _is_picture(type(value)) else _plain(value)
-
-
-_encode = msgspec.json.Encoder(enc_hook=_plain).encode
+    return _png(value) if is_picture(type(value)) else _plain(value)
 
 
 def example_of(values: Values, given: Any = None) -> Any:
     """An item that may be sent, JSON-safe: the one that the function names, else one made of the schema. None where
     that is too large, or does not fit."""
     try:
-        made = msgspec.json.decode(_encode(given)) if given is not None else _made(values.schema, values.parts)
+        made = msgspec.json.decode(encode_text(given)) if given is not None else _made(values.schema, values.parts)
         text = msgspec.json.encode(made)
         values.decode(text, JSON)
     except Exception:
@@ -301,16 +306,21 @@ def _raw_types(hint: Any) -> tuple[bytes, ...]:
         return (b"text/plain",)
     if _is_array(hint):
         return (NPY,)
-    if _is_picture(hint):
+    if is_picture(hint):
         return (PNG, b"image/jpeg")
     return (BYTES,) if hint is bytes else ()
+
+
+def array_type(values: Values, hint: Any) -> ArrayType | None:
+    """What is known of the arrays of a type; None for other values."""
+    return values.arrays.get(hint) or (_array_type(hint) if _is_array(hint) else None)
 
 
 def _is_array(hint: Any) -> bool:
     return hint is np.ndarray or get_origin(hint) is np.ndarray
 
 
-def _is_picture(hint: Any) -> bool:
+def is_picture(hint: Any) -> bool:
     return isinstance(hint, type) and any(
         kind.__name__ == "Image" and kind.__module__ == "PIL.Image" for kind in hint.__mro__
     )
@@ -320,7 +330,7 @@ def _is_pydantic(hint: Any) -> bool:
     return isinstance(hint, type) and hasattr(hint, "model_validate") and hasattr(hint, "model_json_schema")
 
 
-def _tensor_of(hint: Any) -> ArrayType:
+def _array_type(hint: Any) -> ArrayType:
     """What `NDArray[np.float32]` says."""
     of = next((get_args(arg) for arg in get_args(hint) if get_origin(arg) is np.dtype), ())
     known = of and isinstance(of[0], type) and issubclass(of[0], np.generic) and of[0] not in _ABSTRACT

@@ -24,13 +24,14 @@ from reflex_runtime.robots.serving.served import PolicyPlan
 from reflex_runtime.robots.serving.views import ServerViews, Views, watchers_of
 from reflex_runtime.robots.wires import openpi, vla_eval
 from reflex_runtime.robots.wires.act import Act
-from reflex_runtime.robots.wires.oip import ROOT, OipHttp, Sequences
+from reflex_runtime.robots.wires.oip import PolicyModels, Sequences
 from reflex_runtime.settings import DEFAULT_POLICY, ServeConfig
 from reflex_runtime.settings.declare import did_you_mean
 from reflex_runtime.web.access import Keys
 from reflex_runtime.web.app import App
 from reflex_runtime.web.dashboard import dashboard_routes
 from reflex_runtime.web.errors import PLAIN, NotFound
+from reflex_runtime.web.oip import ROOT, OipHttp
 from reflex_runtime.web.openapi import document_routes
 from reflex_runtime.web.request import OPERATOR_BODY, HttpRequest, HttpResponse, Route
 from reflex_runtime.web.serve import Make, ServerLife
@@ -91,7 +92,7 @@ class PolicyRoutes:
         runtime.on_drain.append(admin.close)
         sockets = dict.fromkeys(openpi.PATHS, partial(openpi.serve, handler))
         sockets[vla_eval.PATH] = partial(vla_eval.serve, handler)
-        self._oip = OipHttp(handler, most, sequences)
+        self._oip = OipHttp(PolicyModels(handler, sequences), most, handler.prefix)
         self._outcome = Route(OUTCOME, admin.outcome, "POST", changes=True, most=operator)
         routes = [
             Route("/act", act.run, "POST", most=most, refused=act.refused),
@@ -155,10 +156,10 @@ async def _begin_groot(runtime: PolicyRuntime, listener: ZmqListener) -> None:
 
 
 def _listen_oip(app: App, handler: RequestHandler, sequences: Sequences) -> None:
-    from reflex_runtime.robots.wires.oip_grpc import SERVICE, OipService
     from reflex_runtime.web.grpc_listener import GrpcListener
+    from reflex_runtime.web.oip_grpc import SERVICE, OipService
 
-    service = OipService(handler, sequences)
+    service = OipService(PolicyModels(handler, sequences))
     listener = GrpcListener(app, "--oip-grpc", handler.config.oip_grpc, handler.config)
     listener.serve(SERVICE, service.methods, {}, service.failed)
     app.listeners.append(listener)

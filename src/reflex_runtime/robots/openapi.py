@@ -16,9 +16,10 @@ from reflex_runtime.robots.serving import admin
 from reflex_runtime.robots.serving.images import cameras_of
 from reflex_runtime.robots.serving.question import ActAnswer
 from reflex_runtime.robots.serving.slots import SHADOW
-from reflex_runtime.robots.wires import oip
+from reflex_runtime.robots.wires import oip as policy_models
 from reflex_runtime.robots.wires.act import ActJson
 from reflex_runtime.settings import DEFAULT_POLICY
+from reflex_runtime.web import oip
 from reflex_runtime.web.access import Keys
 from reflex_runtime.web.fields import ID
 from reflex_runtime.web.openapi import (
@@ -61,8 +62,6 @@ _INFERRED: Final = ("400", "409", "413", "415", "422", "429", "500", "504")
 _PICTURE: Final = (  # a PNG of 8 x 8 pixels
     "iVBORw0KGgoAAAANSUhEUgAAAAgAAAAICAIAAABLbSncAAAAFUlEQVR42mNMaFjAgA0wMeAAg1MCAC/XAZAAI3yiAAAAAElFTkSuQmCC"
 )
-_BINARY: Final = content({}, oip.BINARY.decode())
-_MODEL_READY: Final = Operation("OIP: 200 when requests are answered, else 503", unready=True)
 _FIXED: Final = PAGES | {  # whatever is served
     "/health": Operation("200 only when ready, else 503; answers while batches run", unready=True),
     "/healthz": Operation("OK when ready, else 503; what clients of openpi ask", TEXT, unready=True),
@@ -77,9 +76,6 @@ _FIXED: Final = PAGES | {  # whatever is served
     "/reset": Operation(
         "for clients of GR00T, which ask it before an episode; it changes nothing", codes=("400", "413", "415")
     ),
-    "/v2": Operation("the server, as the Open Inference Protocol asks for it"),
-    "/v2/health/live": Operation("OIP: 200"),
-    "/v2/health/ready": _MODEL_READY,
 }  # fmt: skip
 
 
@@ -128,23 +124,7 @@ def _operations(
         "/admin/faults": change("the faults of a drill, as --inject-fault takes them; an empty list ends it", "Faults"),
         OUTCOME: change("how an episode ended", "Outcome")._replace(parameters={"id": ID | {"minLength": 1}}),
     }
-    models = models or [oip.model_name(served[0])]
-    for path, version in ((oip.MODEL, {}), (oip.MODEL + oip.OF_VERSION, {"version": {"enum": [oip.VERSION]}})):
-        named = {"model": {"enum": models}, **version}
-        found |= {
-            path: Operation("OIP: its inputs and outputs, see docs/wires.md", codes=("404",), parameters=named),
-            f"{path}/ready": _MODEL_READY._replace(codes=("404",), parameters=named),
-            f"{path}/infer": Operation(
-                "OIP: tensors of observations in, actions out; each row is a request",
-                OBJECT | _BINARY,
-                (*_INFERRED, "404"),
-                request=content(bodies["InferBody"]) | _BINARY,
-                description="The header Inference-Header-Content-Length is the length of the JSON where raw tensors "
-                "follow it.",
-                parameters=named,
-            ),
-        }
-    return found
+    return found | oip.operations(models or [policy_models.model_name(served[0])], _INFERRED, bodies["InferBody"])
 
 
 def act_request(specs: Sequence[PolicySpec], policy: str = DEFAULT_POLICY) -> dict[str, Any]:

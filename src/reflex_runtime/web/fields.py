@@ -82,6 +82,11 @@ def whole(name: str, value: Any) -> int | None:
     return int(value)
 
 
+def invalid_input(name: str, why: str) -> InvalidRequest:
+    """422 for a field or a tensor, under the name that the caller gave it."""
+    return invalid(printable(name), printable(f"{name}: {why}"))
+
+
 def invalid_field(error: msgspec.ValidationError, kind: type[msgspec.Struct] | None = None) -> InvalidRequest:
     """The 422 for an error of msgspec. kind: of the body, to say what was meant."""
     text = str(error)

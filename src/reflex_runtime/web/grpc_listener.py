@@ -35,7 +35,7 @@ import grpc.aio
 from google.protobuf.message import DecodeError
 
 from reflex_runtime.core.errors import Closed, ConfigError, ReflexError
-from reflex_runtime.settings import ServeConfig
+from reflex_runtime.settings import ServerConfig
 from reflex_runtime.web.access import check_once
 from reflex_runtime.web.app import App
 from reflex_runtime.web.connections import HEAD_S, most_connections
@@ -123,7 +123,7 @@ def check_free(address: str) -> None:
                     raise  # anything else is of one of several addresses, such as IPv6 where there is none
 
 
-def _add_port(server: Any, address: str, settings: ServeConfig) -> Any:
+def _add_port(server: Any, address: str, settings: ServerConfig) -> Any:
     """The port; with the TLS of HTTP."""
     if not settings.ssl_certfile:
         return server.add_insecure_port(address)
@@ -135,7 +135,7 @@ def _add_port(server: Any, address: str, settings: ServeConfig) -> Any:
 class GrpcListener:
     """A gRPC server on an address. Nothing is answered before `serve`."""
 
-    def __init__(self, app: App, flag: str, address: str, settings: ServeConfig) -> None:
+    def __init__(self, app: App, flag: str, address: str, settings: ServerConfig) -> None:
         """flag: the option that gave the address."""
         self._app, self._most, self._body_timeout_s = app, settings.max_body_bytes, settings.body_timeout_s
         self._failed: Callable[[GrpcCall, ReflexError], None] = lambda call, error: None

@@ -20,15 +20,9 @@ from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.robots import Export
 from reflex_runtime.robots.policy.spec import PolicySpec
 from reflex_runtime.robots.serving.observation_reader import ObservationReader
-from reflex_runtime.robots.wires.oip import (
-    InferRequest,
-    Sequences,
-    model_metadata,
-    questions,
-    tensor_of_bytes,
-    tensor_of_values,
-)
+from reflex_runtime.robots.wires.oip import Sequences, model_metadata, questions
 from reflex_runtime.web.errors import InvalidRequest
+from reflex_runtime.web.oip import InferRequest, tensor_of_bytes, tensor_of_values
 from robots import means
 from robots.tiny import picture
 from serving.harness import Server

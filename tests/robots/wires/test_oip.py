@@ -10,17 +10,8 @@ import pytest
 
 from reflex_runtime.robots import Export, InvalidRequest
 from reflex_runtime.robots.serving.question import Question
-from reflex_runtime.robots.wires.oip import (
-    InferRequest,
-    Sequences,
-    Tensor,
-    check_model,
-    model_metadata,
-    questions,
-    tensor_of_bytes,
-    tensor_of_values,
-)
-from reflex_runtime.web.errors import NotFound
+from reflex_runtime.robots.wires.oip import Sequences, model_metadata, questions
+from reflex_runtime.web.oip import InferRequest, Tensor, tensor_of_bytes, tensor_of_values
 from serving.exports import write_tiny
 
 STATE = tensor_of_values("state", "FP32", [1, 2], [0.5, -0.5])
@@ -102,11 +93,6 @@ def test_w46_the_model_says_what_it_takes_and_gives(export: Export, seeing: Expo
         ("image", "UINT8", [-1, 6, 8, 3]), ("state", "FP32", [-1, 2]), ("seed", "INT64", [-1, 1]),
     ]  # fmt: skip
     assert found["outputs"] == [{"name": "actions", "datatype": "FP32", "shape": [-1, 3, 2]}]
-    for name, version in (("tiny", ""), ("lab/tiny", "1")):
-        check_model(export, name, version)
-    for name, version in (("other", ""), ("tiny", "2"), ("", "")):
-        with pytest.raises(NotFound):
-            check_model(export, name, version)
 
 
 def test_w47_every_row_is_a_question_of_its_own(seeing: Export) -> None:

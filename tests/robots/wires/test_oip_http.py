@@ -20,7 +20,8 @@ from tritonclient.utils import InferenceServerException
 from reflex_runtime.core.errors import ReflexError
 from reflex_runtime.observe.journal_reader import read_journal
 from reflex_runtime.robots import Export
-from reflex_runtime.robots.wires.oip import Sequences, decode, questions
+from reflex_runtime.robots.wires.oip import Sequences, questions
+from reflex_runtime.web.oip import decode
 from robots.wires.broken import FRESH, check
 from serving.exports import ACTIONS, CHUNK, expected, write_tiny
 from serving.harness import STATE, Answer, Server, parse_answers

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from reflex_runtime.robots.policy.spec import PolicySpec, WireMap
 from reflex_runtime.robots.serving.question import MAX_TEXT, Image
 from reflex_runtime.web.errors import InvalidRequest
-from reflex_runtime.web.fields import MAX_VALUES, invalid, printable
+from reflex_runtime.web.fields import MAX_VALUES, invalid, invalid_input, printable
 from reflex_runtime.web.pictures import JPEG_START, PNG_START
 
 PREFIXES: Final = ("observation/", "observation.images.", "observation.", "images/", "vision/", "video.")
@@ -280,8 +280,3 @@ def _numbers(name: str, value: Any) -> NDArray[np.float64]:
     if isinstance(value, np.ndarray) and value.dtype.kind in "iuf" and value.size <= MAX_STATE:
         return value.astype(np.float64).reshape(-1)
     raise invalid_input(name, "must be numbers")
-
-
-def invalid_input(name: str, why: str) -> InvalidRequest:
-    """422 for a field or a tensor, under the name that the caller gave it."""
-    return invalid(printable(name), printable(f"{name}: {why}"))

@@ -2,40 +2,19 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
-from functools import lru_cache
-from math import prod
 from typing import Any, Final
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
-from reflex_runtime.robots.serving.observation_reader import IDS, OWN, WireObservation, invalid_input, text_of
+from reflex_runtime.robots.serving.observation_reader import IDS, OWN, WireObservation, text_of
 from reflex_runtime.robots.serving.question import ActAnswer, Question, RequestLimits
+from reflex_runtime.web.arrays import array_in, type_of
 from reflex_runtime.web.errors import ClientError
-from reflex_runtime.web.fields import MAX_VALUES, brief, check_id, invalid_field, printable
+from reflex_runtime.web.fields import check_id, invalid_field, invalid_input
 
 # -- arrays ------------------------------------------------------------------------------------------------------------
-
-
-MAX_DIMENSIONS: Final = 8
-_TYPE: Final = re.compile(r"[<>|=]?[biufUS][1-9][0-9]{0,4}")  # not V (structures), O (objects), c, M, m
-
-
-def array_in(data: Any, dtype: Any, shape: Any) -> NDArray[Any]:
-    """A read-only view of `data` (bytes or a memoryview) as an array; ClientError if the three are inconsistent."""
-    known = type_of(dtype)
-    few = isinstance(shape, list) and len(shape) <= MAX_DIMENSIONS
-    if not isinstance(data, (bytes, memoryview)) or not few or not all(type(n) is int and n >= 0 for n in shape):
-        raise ClientError(f"an array needs data and a shape of at most {MAX_DIMENSIONS} whole numbers")
-    if prod(shape) * known.itemsize != len(data):
-        raise ClientError(f"{len(data)} bytes do not make an array of shape {shape} and {known.str}")
-    try:
-        return np.ndarray(shape, known, buffer=data)
-    except (ValueError, TypeError):  # an empty array may claim a shape beyond numpy's limits
-        raise ClientError(f"shape {shape} is no array") from None
 
 
 def nd_in(found: Mapping[str, Any]) -> Any:
@@ -52,36 +31,6 @@ def nd_in(found: Mapping[str, Any]) -> Any:
     if not isinstance(data, bytes) or len(data) != dtype.itemsize:
         raise ClientError("a numpy scalar needs as many bytes as its type has")
     return np.ndarray((), dtype, buffer=data).item()
-
-
-def type_of(name: Any) -> np.dtype[Any]:
-    """The numpy type of a name; ClientError unless it is a number or a text."""
-    if isinstance(name, bytes):
-        name = name.decode("ascii", "replace")
-    dtype = _known(name) if isinstance(name, str) and _TYPE.fullmatch(name) else None
-    if dtype is None:
-        raise ClientError(printable(f"dtype {brief(name)}: must be a number or text, as numpy writes it"))
-    return dtype
-
-
-@lru_cache(maxsize=64)
-def _known(name: str) -> np.dtype[Any] | None:
-    try:
-        return np.dtype(name)
-    except TypeError:
-        return None
-
-
-MAX_JSON: Final = 2 << 20  # bytes; a decoder lets nothing else run for 50 ms in each MB
-MAX_LISTS: Final = 70_000  # a picture of 256 × 256 has 65,793
-
-
-def check_json(text: bytes) -> None:
-    """ClientError for JSON with more values than fields have, and than a picture as lists."""
-    if text.count(b",") > MAX_VALUES and (
-        len(text) > MAX_JSON or text.count(b"[") > MAX_LISTS or text.count(b"{") > MAX_VALUES
-    ):
-        raise ClientError(f"the JSON is over {MAX_JSON >> 20} MB or {MAX_LISTS} lists: send arrays as binary data")
 
 
 # -- identity and limits -----------------------------------------------------------------------------------------------

@@ -31,13 +31,7 @@ from numpy.typing import NDArray
 
 from reflex_runtime.core.errors import ReflexError
 from reflex_runtime.robots.serving.handler import RequestHandler
-from reflex_runtime.robots.serving.observation_reader import (
-    MAX_ROWS,
-    PROMPTS,
-    ObservationReader,
-    invalid_input,
-    text_of,
-)
+from reflex_runtime.robots.serving.observation_reader import MAX_ROWS, PROMPTS, ObservationReader, text_of
 from reflex_runtime.robots.serving.pending import PendingRequest
 from reflex_runtime.robots.serving.question import GROOT, Question, RequestLimits
 from reflex_runtime.robots.wires.bounded_msgpack import unpack
@@ -45,12 +39,12 @@ from reflex_runtime.robots.wires.common import (
     LIMITS,
     Episodes,
     answer_details,
-    array_in,
     limits_among,
     limits_of,
     nd_in,
     question_of,
 )
+from reflex_runtime.web.arrays import array_in
 from reflex_runtime.web.errors import (
     ClientError,
     NotFound,
@@ -59,7 +53,7 @@ from reflex_runtime.web.errors import (
     describe_error,
     known,
 )
-from reflex_runtime.web.fields import brief, check_id, invalid, printable
+from reflex_runtime.web.fields import brief, check_id, invalid, invalid_input, printable
 
 if TYPE_CHECKING:  # json-numpy reads the same observations, without pyzmq
     from reflex_runtime.web.zeromq import ZmqMessage

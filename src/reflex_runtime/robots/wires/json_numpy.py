@@ -31,20 +31,13 @@ from numpy.typing import NDArray
 
 from reflex_runtime.robots.serving.handler import Asked
 from reflex_runtime.robots.serving.images import decoded_base64
-from reflex_runtime.robots.serving.observation_reader import PROMPTS, ObservationReader, invalid_input
+from reflex_runtime.robots.serving.observation_reader import PROMPTS, ObservationReader
 from reflex_runtime.robots.serving.question import GROOT, JSON_NUMPY, Question, RequestLimits
-from reflex_runtime.robots.wires.common import (
-    LIMITS,
-    array_in,
-    check_json,
-    limits_among,
-    limits_of,
-    limits_of_row,
-    question_of,
-)
+from reflex_runtime.robots.wires.common import LIMITS, limits_among, limits_of, limits_of_row, question_of
 from reflex_runtime.robots.wires.groot import GROUPS, GrootObservation, array_of, only, options_of
+from reflex_runtime.web.arrays import array_in, check_json
 from reflex_runtime.web.errors import ClientError, InvalidJson
-from reflex_runtime.web.fields import encode, printable
+from reflex_runtime.web.fields import encode, invalid_input, printable
 
 ARRAYS: Final = ("__numpy__", "__ndarray__")
 FULL_IMAGE: Final = "full_image"

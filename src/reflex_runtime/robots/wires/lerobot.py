@@ -42,11 +42,10 @@ from numpy.typing import NDArray
 from reflex_runtime.core.errors import Closed, ReflexError
 from reflex_runtime.robots.policy.spec import PolicySpec
 from reflex_runtime.robots.serving.handler import RequestHandler
-from reflex_runtime.robots.serving.observation_reader import ObservationReader, invalid_input
+from reflex_runtime.robots.serving.observation_reader import ObservationReader
 from reflex_runtime.robots.serving.pending import PendingRequest
 from reflex_runtime.robots.serving.question import LEROBOT, Question
-from reflex_runtime.robots.wires import messages_pb2 as messages
-from reflex_runtime.robots.wires.common import Episodes, array_in
+from reflex_runtime.robots.wires.common import Episodes
 from reflex_runtime.robots.wires.lerobot_client import (
     BEGIN,
     END,
@@ -58,9 +57,11 @@ from reflex_runtime.robots.wires.lerobot_client import (
     STATE,
     TASK,
 )
+from reflex_runtime.web import messages_pb2 as messages
+from reflex_runtime.web.arrays import array_in
 from reflex_runtime.web.bodies import Bodies
 from reflex_runtime.web.errors import ClientError, Conflict, InvalidRequest
-from reflex_runtime.web.fields import check_id, invalid, printable
+from reflex_runtime.web.fields import check_id, invalid, invalid_input, printable
 from reflex_runtime.web.grpc_listener import GrpcCall, parse, serialize
 
 log = logging.getLogger("reflex.server")

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any, Final
 
-from reflex_runtime.robots.wires import messages_pb2 as messages
+from reflex_runtime.web import messages_pb2 as messages
 
 SERVICE: Final = "transport.AsyncInference"
 HELPERS: Final = "lerobot.async_inference.helpers"

@@ -24,22 +24,22 @@ import numpy as np
 
 from reflex_runtime.core.errors import ReflexError
 from reflex_runtime.robots.serving.handler import Asked, RequestHandler
-from reflex_runtime.robots.serving.observation_reader import MAX_ROWS, invalid_input, text_of
+from reflex_runtime.robots.serving.observation_reader import MAX_ROWS, text_of
 from reflex_runtime.robots.serving.pending import PendingRequest
 from reflex_runtime.robots.serving.question import OPENPI, ActAnswer, Question
 from reflex_runtime.robots.wires.bounded_msgpack import unpack
 from reflex_runtime.robots.wires.common import (
     Episodes,
     answer_details,
-    array_in,
     limits_in,
     limits_of,
     nd_in,
     question_of,
     socket_limits,
-    type_of,
 )
+from reflex_runtime.web.arrays import array_in, type_of
 from reflex_runtime.web.errors import PLAIN, ClientError, Reported, describe_error, known
+from reflex_runtime.web.fields import invalid_input
 from reflex_runtime.web.request import INTERNAL, UNSUPPORTED, SocketMessage, WebSocket
 
 # -- frames ------------------------------------------------------------------------------------------------------------

@@ -28,8 +28,9 @@ from reflex_runtime.robots.serving.observation_reader import PROMPTS, text_of
 from reflex_runtime.robots.serving.pending import PendingRequest
 from reflex_runtime.robots.serving.question import VLA_EVAL, ActAnswer, Question
 from reflex_runtime.robots.wires.bounded_msgpack import unpack
-from reflex_runtime.robots.wires.common import array_in, limits_in, question_of, socket_limits
+from reflex_runtime.robots.wires.common import limits_in, question_of, socket_limits
 from reflex_runtime.version import __version__
+from reflex_runtime.web.arrays import array_in
 from reflex_runtime.web.errors import ClientError, NotFound, Reported, describe_error, known
 from reflex_runtime.web.fields import brief, check_id, printable
 from reflex_runtime.web.request import INTERNAL, UNSUPPORTED, SocketMessage, WebSocket

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, Final
 
 from reflex_runtime.core.errors import ReflexError
-from reflex_runtime.robots.serving.handler import RequestHandler
-from reflex_runtime.robots.serving.pending import PendingRequest
-from reflex_runtime.robots.serving.question import OIP, ActAnswer
-from reflex_runtime.robots.wires import messages_pb2 as messages
-from reflex_runtime.robots.wires import oip
-from reflex_runtime.robots.wires.oip import Tensor, tensor_of_bytes, tensor_of_values
+from reflex_runtime.web import messages_pb2 as messages
+from reflex_runtime.web import oip
 from reflex_runtime.web.errors import ClientError
 from reflex_runtime.web.grpc_listener import GrpcCall, parse, serialize
+from reflex_runtime.web.oip import Tensor, tensor_of_bytes, tensor_of_values
 
 SERVICE: Final = "inference.GRPCInferenceService"
 MOST_MS: Final = 600_000.0  # a longer deadline counts as none
@@ -38,13 +34,14 @@ def decode(data: bytes) -> tuple[str, str, oip.InferRequest]:
     return sent.model_name, sent.model_version, asked
 
 
-def encode(model: str, sent_id: str, answers: Sequence[ActAnswer]) -> bytes:
+def encode(model: str, sent_id: str, told: oip.OipAnswer) -> bytes:
     """The answer to an infer request."""
-    actions = oip.actions_of(answers)
     answer = messages.ModelInferResponse(model_name=model, model_version=oip.VERSION, id=sent_id)
-    answer.parameters["reflex"].string_param = oip.details_of(answers)
-    answer.outputs.add(name=oip.ACTIONS, datatype="FP32", shape=actions.shape)
-    answer.raw_output_contents.append(actions.tobytes())
+    for name, value in told.parameters.items():
+        answer.parameters[name].string_param = value
+    for tensor in told.outputs:
+        answer.outputs.add(name=tensor.name, datatype=tensor.datatype, shape=tensor.shape)
+        answer.raw_output_contents.append(oip.bytes_of(tensor))
     return serialize(answer)
 
 
@@ -103,15 +100,16 @@ def _parameter(sent: Any) -> Any:
     return getattr(sent, field) if field else None
 
 
-def _pending(call: GrpcCall) -> PendingRequest:
-    return PendingRequest(OIP, call.id, call.peer, call.started, call)
+def _call(call: GrpcCall) -> oip.OipCall:
+    most_ms = call.left_ms if call.left_ms is None or call.left_ms <= MOST_MS else None
+    return oip.OipCall(call.id, call.peer, call.started, call, None, most_ms)
 
 
 class OipService:
     """The gRPC calls of a listener."""
 
-    def __init__(self, handler: RequestHandler, sequences: oip.Sequences) -> None:
-        self._handler, self._runtime, self._sequences = handler, handler.runtime, sequences
+    def __init__(self, models: oip.OipModels) -> None:
+        self._models = models
         self.methods = {
             "ServerLive": self.live,
             "ServerReady": self.ready,
@@ -124,33 +122,29 @@ class OipService:
     def failed(self, call: GrpcCall, error: ReflexError) -> None:
         """Count the error of a request."""
         if call.method == "ModelInfer":
-            self._handler.refused(_pending(call), error)
+            self._models.refused(_call(call), error)
 
     async def live(self, call: GrpcCall, data: bytes) -> bytes:
         return serialize(messages.ServerLiveResponse(live=True))
 
     async def ready(self, call: GrpcCall, data: bytes) -> bytes:
-        return serialize(messages.ServerReadyResponse(ready=self._runtime.health == "ready"))
+        return serialize(messages.ServerReadyResponse(ready=self._models.ready))
 
     async def server(self, call: GrpcCall, data: bytes) -> bytes:
-        return serialize(messages.ServerMetadataResponse(**oip.server_metadata()))
+        return serialize(messages.ServerMetadataResponse(**oip.server_metadata(self._models)))
 
     async def model_ready(self, call: GrpcCall, data: bytes) -> bytes:
-        handler, _ = self._model_of(data)
-        return serialize(messages.ModelReadyResponse(ready=handler.served.health == "ready"))
+        return serialize(messages.ModelReadyResponse(ready=self._model_of(data).ready))
 
     async def model(self, call: GrpcCall, data: bytes) -> bytes:
-        handler, name = self._model_of(data)
-        return serialize(messages.ModelMetadataResponse(**oip.model_metadata(handler.served.spec, name)))
+        return serialize(messages.ModelMetadataResponse(**self._model_of(data).metadata()))
 
     async def infer(self, call: GrpcCall, data: bytes) -> bytes:
-        model, version, sent = decode(data)
-        handler, name = oip.model_of(self._handler, model, version)
-        most_ms = call.left_ms if call.left_ms is None or call.left_ms <= MOST_MS else None
-        asked = oip.questions(handler.served.spec, self._sequences, sent, most_ms)
-        answers = await handler.infer_all(_pending(call), asked)
-        return encode(name, sent.id, answers)
+        name, version, sent = decode(data)
+        model, asked_by = oip.model_of(self._models, name, version), _call(call)
+        answer = await model.answer(asked_by, model.read(sent, asked_by.most_ms))
+        return encode(model.name, sent.id, answer)
 
-    def _model_of(self, data: bytes) -> tuple[RequestHandler, str]:
+    def _model_of(self, data: bytes) -> oip.OipModel:
         sent = parse(messages.ModelRequest, data)
-        return oip.model_of(self._handler, sent.name, sent.version)
+        return oip.model_of(self._models, sent.name, sent.version)

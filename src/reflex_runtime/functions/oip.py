@@ -1,0 +1,194 @@
+"""Functions as models of the Open Inference Protocol: each row of the tensors is an item.
+
+Items and results of fields that are arrays, numbers, texts or pictures have a tensor for each field; those that are one
+such value are the tensor `item`, and `result`. Any other type is JSON, in a tensor of BYTES.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, NamedTuple, get_type_hints
+
+import msgspec
+import numpy as np
+
+from reflex_runtime.core.errors import ProcessorError, ReflexError
+from reflex_runtime.functions.predict import Asked, Predict, Prediction
+from reflex_runtime.functions.values import ArrayType, Values, array_type, encode_text, is_picture
+from reflex_runtime.web.errors import JSON, NotFound, Reported
+from reflex_runtime.web.fields import invalid_field, invalid_input, printable
+from reflex_runtime.web.oip import (
+    Described,
+    InferRequest,
+    OipAnswer,
+    OipCall,
+    Tensor,
+    check_names,
+    datatype_of,
+    described,
+    limits_said,
+    rows_of,
+    tensor_out,
+)
+
+WIRE: Final = "oip"
+MOST_ROWS: Final = 256  # of a message
+_PLAIN: Final = {bool: "BOOL", int: "INT64", float: "FP64", str: "BYTES", bytes: "BYTES"}
+
+
+class TensorField(NamedTuple):
+    """A tensor. hint: the type of its values; None for JSON."""
+
+    datatype: str
+    shape: Sequence[int]
+    hint: Any
+
+
+def ports_of(values: Values, alone: str) -> tuple[dict[str, TensorField], bool]:
+    """The tensors of a type, and whether they are its fields. alone: the name of the tensor of a single value."""
+    if (port := _port(values, values.hint)) is not None:
+        return {alone: port}, False
+    try:
+        fields = get_type_hints(values.hint, include_extras=True) if hasattr(values.hint, "__annotations__") else {}
+    except (NameError, TypeError):
+        fields = {}
+    found = {name: _port(values, hint) for name, hint in fields.items()}
+    if found and None not in found.values():
+        return found, True  # type: ignore[return-value]
+    return {alone: TensorField("BYTES", [-1, 1], None)}, False
+
+
+def _port(values: Values, hint: Any) -> TensorField | None:
+    array: ArrayType | None = array_type(values, hint)
+    if array is not None:
+        dims = [-1] if array.dims is None else [-1 if size is None else size for size in array.dims]
+        return TensorField("FP32" if array.dtype is None else datatype_of(array.dtype), [-1, *dims], hint)
+    if is_picture(hint):
+        return TensorField("BYTES", [-1, 1], hint)
+    return TensorField(_PLAIN[hint], [-1, 1], hint) if hint in _PLAIN else None
+
+
+class FunctionModels:
+    """The functions of a server. extensions: of the protocol."""
+
+    extensions = ("binary_tensor_data",)
+
+    def __init__(self, of: Mapping[str, Predict]) -> None:
+        self._models = {name: FunctionAsModel(predict) for name, predict in of.items()}
+        self._first = next(iter(self._models.values()))
+
+    @property
+    def ready(self) -> bool:
+        return self._first.ready
+
+    def model(self, name: str) -> FunctionAsModel:
+        if name not in self._models:
+            there = ", ".join(self._models)
+            raise NotFound(printable(f"model {name[:200]!r} is not served; there are {there}"))
+        return self._models[name]
+
+    def refused(self, call: OipCall, error: ReflexError) -> None:
+        self._first.prediction(call, 0, 1).publish(error.outcome, error.http_status, error)
+
+
+class FunctionAsModel:
+    """One function."""
+
+    def __init__(self, predict: Predict) -> None:
+        self._predict, self.name = predict, predict.served.name
+        self._items, self._by_field = ports_of(predict.served.items, "item")
+        self._results, self._result_fields = ports_of(predict.served.results, "result")
+
+    @property
+    def ready(self) -> bool:
+        return self._predict.server.state == "ready"
+
+    def metadata(self) -> Mapping[str, Any]:
+        return described(self.name, _told(self._items), _told(self._results))
+
+    def prediction(self, call: OipCall, row: int, rows: int) -> Prediction:
+        id = f"{call.id}.{row}" if rows > 1 else call.id
+        client = (call.client, row) if rows > 1 else call.client
+        made = Prediction(self._predict.server, self.name, WIRE, id, client, call.started, call.source.headers)
+        made.received = call.received or call.started
+        return made
+
+    def read(self, sent: InferRequest, most_ms: float | None) -> tuple[list[Any], Asked]:
+        check_names(sent, list(self._items), (), list(self._results))
+        rows = rows_of(sent.inputs, MOST_ROWS)
+        said = limits_said(sent.parameters, ("priority", "client"), (), most_ms)
+        try:
+            asked = msgspec.convert(said, Asked, strict=False)
+        except msgspec.ValidationError as error:
+            raise invalid_field(error, Asked) from None
+        given = {tensor.name: tensor for tensor in sent.inputs}
+        return [self._item(given, row) for row in range(rows)], asked
+
+    def _item(self, given: Mapping[str, Tensor], row: int) -> Any:
+        values = self._predict.served.items
+        found = {name: _value(given[name], row, port.hint) for name, port in self._items.items()}
+        if self._by_field:
+            return values.convert(found)
+        ((name, port),) = self._items.items()
+        return values.decode(found[name], JSON) if port.hint is None else values.convert(found[name])
+
+    async def answer(self, call: OipCall, asked: tuple[list[Any], Asked]) -> OipAnswer:
+        items, limits = asked
+        if self._predict.served.streams:
+            raise NotFound(f"{self.name} streams its results: ask POST /predict/{self.name}")
+        tasks = [
+            asyncio.ensure_future(self._row(call, row, len(items), item, limits)) for row, item in enumerate(items)
+        ]
+        try:
+            results = await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+        try:
+            return OipAnswer(self._tensors(results))
+        except (ValueError, TypeError, AttributeError, KeyError) as error:
+            wrong = ProcessorError(f"its results are no tensors of {', '.join(self._results)}: {error}")
+            raise Reported(wrong, call.id) from error
+
+    async def _row(self, call: OipCall, row: int, rows: int, item: Any, limits: Asked) -> Any:
+        prediction = self.prediction(call, row, rows)
+        try:
+            with prediction:
+                self._predict.server.check_open()
+                return await self._predict.value(prediction, item, limits)
+        except ReflexError as error:
+            raise Reported(error, prediction.id) from None
+
+    def _tensors(self, results: Sequence[Any]) -> list[Tensor]:
+        if self._result_fields:
+            columns = {name: [_field(result, name) for result in results] for name in self._results}
+            return [tensor_out(name, column) for name, column in columns.items()]
+        if self._results["result"].hint is None:
+            return [tensor_out("result", [encode_text(result) for result in results])]
+        return [tensor_out("result", results)]
+
+
+def _told(ports: Mapping[str, TensorField]) -> list[Described]:
+    return [(name, port.datatype, port.shape) for name, port in ports.items()]
+
+
+def _value(tensor: Tensor, row: int, hint: Any) -> Any:
+    """One row of a tensor, as the item's type has it."""
+    if isinstance(tensor.values, list):
+        if len(tensor.values) != tensor.shape[0]:
+            raise invalid_input(tensor.name, "must have one element in each row")
+        return tensor.values[row].decode("utf-8", "replace") if hint is str else tensor.values[row]
+    if hint in (bytes, str, None) or is_picture(hint):
+        raise invalid_input(tensor.name, "must be BYTES")
+    part = tensor.values[row]
+    if hint in _PLAIN:
+        if part.size != 1:
+            raise invalid_input(tensor.name, "must have one number in each row")
+        return part.item()
+    return np.asarray(part)
+
+
+def _field(result: Any, name: str) -> Any:
+    return result[name] if isinstance(result, Mapping) else getattr(result, name)

@@ -1,0 +1,302 @@
+"""A request for a function: one coroutine from the item to the result.
+
+What is not the item (deadline, priority, client, id) stands in the query or in headers, so that the body is the
+caller's own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable, Hashable, Mapping
+from types import TracebackType
+from typing import Any, Final, Literal
+
+import msgspec
+
+from reflex_runtime.core.batch import Done
+from reflex_runtime.core.errors import Expired, ReflexError
+from reflex_runtime.core.events import RequestAnswered
+from reflex_runtime.core.request import PRIORITIES, Request, Ticket
+from reflex_runtime.functions.server import FunctionServer
+from reflex_runtime.functions.source import ServedFunction
+from reflex_runtime.functions.values import encode, encode_text
+from reflex_runtime.observe.journal_writer import RequestRecord
+from reflex_runtime.web.app import cancelled_by
+from reflex_runtime.web.bodies import LARGE
+from reflex_runtime.web.errors import JSON, PLAIN, known
+from reflex_runtime.web.fields import check_id, invalid, invalid_field
+from reflex_runtime.web.request import HttpRequest, HttpResponse
+
+WIRE: Final = "predict"
+EVENTS: Final = b"text/event-stream"
+UNREAD: Final = 64  # parts of a stream that may wait for its reader before it is held
+
+
+class Asked(msgspec.Struct, forbid_unknown_fields=True):
+    """What a request says beside its item, in the query, or in a header X-Reflex-NAME."""
+
+    deadline_ms: float | None = None
+    priority: Literal["urgent", "default", "background"] = "default"
+    client: str | None = None
+    request_id: str | None = None
+
+
+_HEADERS: Final = {f"x-reflex-{name.replace('_', '-')}".encode(): name for name in Asked.__struct_fields__}
+
+
+def asked_in(request: HttpRequest) -> Asked | None:
+    """What the query and the headers say; None for nothing. 422 names the field."""
+    said = {name: request.headers[key].decode("latin-1") for key, name in _HEADERS.items() if key in request.headers}
+    if request.query_string:
+        query = request.query
+        if not query:
+            raise invalid("query", "query: must be NAME=VALUE, joined by &")
+        said |= query
+    if not said:
+        return None
+    try:
+        asked = msgspec.convert(said, Asked, strict=False)
+    except msgspec.ValidationError as error:
+        raise invalid_field(error, Asked) from None
+    if asked.deadline_ms is not None and not 0.0 < asked.deadline_ms <= 600_000.0:
+        raise invalid("deadline_ms", "deadline_ms: must be over 0 and at most 600000")
+    for name in ("client", "request_id"):
+        if (value := getattr(asked, name)) is not None:
+            check_id(name, value)
+    return asked
+
+
+class Prediction:
+    """One item that is being answered, on any wire: a context that counts it, and publishes how it ended.
+
+    client: whose fair share it takes. started, received: when its first and its last byte were here
+    (`time.monotonic`). headers: with the parent of its span.
+    """
+
+    __slots__ = ("_name", "_server", "client", "id", "received", "span", "started", "ticket", "wire")
+
+    def __init__(
+        self, server: FunctionServer, name: str, wire: str, id: str, client: Hashable, started: float,
+        headers: Mapping[bytes, bytes] | None = None,
+    ) -> None:  # fmt: skip
+        self._server, self._name = server, name
+        self.wire, self.id, self.client, self.started, self.received = wire, id, client, started, 0.0
+        self.ticket: Ticket | None = None
+        self.span = None if server.spans is None else server.spans.begin(f"predict {name}", headers)
+
+    def __enter__(self) -> Prediction:
+        self._server.active += 1
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._server.active -= 1
+        if error is None:
+            self.publish("ok", 200, None)
+            return
+        if isinstance(error, asyncio.CancelledError):
+            told: ReflexError = cancelled_by(error)
+        elif isinstance(error, Exception):
+            told = known(error, self.id)
+        else:
+            told = ReflexError("the process ends")
+        self.publish(told.outcome, told.http_status, told)
+        error.__traceback__ = None  # its frames hold the batch, the batch this ticket, the ticket the error
+        if told is not error and not isinstance(error, asyncio.CancelledError):
+            raise told from None
+
+    def publish(self, outcome: str, status: int, error: ReflexError | None) -> None:
+        now, ticket = time.monotonic(), self.ticket
+        took = now - (self.received or now)
+        detail = self._record(now, took, error) if self._server.journals else None
+        age = now - self.started
+        fields = now, self._name, outcome, status, age, ticket, detail, took, self.wire, error, self.span
+        self._server.audience.publish(tuple.__new__(RequestAnswered, fields))
+
+    def _record(self, now: float, took: float, error: ReflexError | None) -> RequestRecord:
+        found = RequestRecord(self.id, slot=self._name, total_s=took, arrived=self.received)
+        if (ticket := self.ticket) is not None:
+            started = ticket.started
+            found.arrived, found.batch, found.measured_ms = ticket.arrived, ticket.admission, ticket.shared * 1e3
+            found.queue_s = (now if started is None else started) - ticket.arrived
+            found.batch_s = 0.0 if started is None else now - started
+        if error is not None:
+            found.error = (error.code, error.message)
+        return found
+
+
+class Predict:
+    """The requests for one function."""
+
+    def __init__(self, server: FunctionServer, served: ServedFunction) -> None:
+        self.server, self.served = server, served
+
+    def refused(self, request: HttpRequest, error: ReflexError) -> None:
+        """Count a request that may not be asked."""
+        self._of(request).publish(error.outcome, error.http_status, error)
+
+    async def run(self, request: HttpRequest) -> HttpResponse | None:
+        """POST /predict."""
+        with self._of(request) as prediction:
+            self.server.check_open()
+            asked = asked_in(request)
+            if asked is not None and asked.request_id:
+                request.request_id = prediction.id = asked.request_id
+            item = await self._read(request)
+            prediction.received = request.received
+            if self.served.streams:
+                return await self._stream(request, prediction, item, asked)
+            value = await self.value(prediction, item, asked)
+            body, kind = encode(value, request.wants_msgpack)
+            return HttpResponse(200, body, kind, _told(prediction.ticket))
+
+    async def value(self, prediction: Prediction, item: Any, asked: Asked | None) -> Any:
+        """The result of one item. A caller that leaves cancels it."""
+        ticket = self._submit(prediction, item, asked, None)
+        try:
+            return await (waiter := ticket.waiter)
+        except asyncio.CancelledError:
+            if not waiter.cancelled():
+                waiter.exception()  # it failed in the same turn, and nobody else looks
+            self.server.batcher.cancel(ticket)
+            raise
+        finally:
+            ticket.waiter = waiter = None
+
+    def _of(self, request: HttpRequest) -> Prediction:
+        return Prediction(
+            self.server, self.served.name, WIRE, request.request_id, request.client, request.started, request.headers
+        )
+
+    async def _read(self, request: HttpRequest) -> Any:
+        """The item; of large bodies and of pictures decoded beside the loop."""
+        body, items = await request.body(), self.served.items
+        kind = request.headers.get(b"content-type", b"")
+        if len(body) <= LARGE and not items.slow:
+            return items.decode(body, kind)
+        request.preparing = True
+        item = await request.app.bodies.beside(items.decode, body, kind)
+        request.preparing = False  # it is queued in this turn
+        return item
+
+    def _submit(
+        self, prediction: Prediction, item: Any, asked: Asked | None, settled: Callable[[Ticket], None] | None
+    ) -> Ticket:
+        served, server = self.served, self.server
+        limit_ms = (None if asked is None else asked.deadline_ms) or server.config.deadline_ms
+        limit = None
+        if limit_ms:
+            limit = limit_ms / 1e3 - (time.monotonic() - prediction.started)
+            if limit <= 0.0:
+                raise Expired("its deadline passed while it was read")
+        made = Request(
+            item,
+            id=prediction.id,
+            group=served.name,
+            partition=tuple(array.shape for array in item.values()) if served.shaped else "",
+            client=prediction.client if asked is None or asked.client is None else asked.client,
+            priority=PRIORITIES["default" if asked is None else asked.priority],
+            time_limit=limit,
+            streams=served.streams,
+        )
+        ticket = prediction.ticket = server.batcher.submit(made, settled)
+        if server.spans is not None and prediction.span is not None:
+            server.spans.joined(ticket, prediction.span)
+        return ticket
+
+    # -- parts ---------------------------------------------------------------------------------------------------------
+
+    async def _stream(
+        self, request: HttpRequest, prediction: Prediction, item: Any, asked: Asked | None
+    ) -> HttpResponse | None:
+        """Answer with a part a time, as server-sent events; or with all of them, if JSON is all that the caller
+        reads."""
+        server, parts = self.server, Parts(self.server)
+        ticket = parts.ticket = self._submit(prediction, item, asked, parts.settled)
+        server.streams[ticket] = parts
+        head = [(b"content-type", EVENTS), (b"cache-control", b"no-store")]
+        try:
+            if request.headers.get(b"accept", b"").startswith(JSON):
+                whole = [part async for part in parts]
+                return HttpResponse(200, encode(whole, False)[0], JSON, _told(ticket))
+            count = 0
+            async for part in parts:
+                if not count:  # what fails before the first part has a status of its own
+                    await request.begin(200, head, _failed)
+                count += 1
+                await request.write(b"data: %b\n\n" % encode_text(part))
+            if not count:
+                await request.begin(200, head, _failed)
+            await request.end(b'event: end\ndata: {"parts": %d}\n\n' % count)
+            return None
+        finally:
+            server.streams.pop(ticket, None)
+            if not parts.ended:
+                server.batcher.cancel(ticket)
+
+
+class Parts:
+    """The parts of one stream, for its reader. A reader that falls behind has its item held at the scheduler."""
+
+    def __init__(self, server: FunctionServer) -> None:
+        self._server = server
+        self.ticket: Ticket | None = None
+        self._unread: deque[Any] = deque()
+        self._news = asyncio.Event()
+        self._held = self.ended = False
+        self._error: ReflexError | None = None
+
+    def said(self, part: Any) -> None:
+        if part is None:
+            return
+        self._unread.append(part)
+        self._news.set()
+        if not self._held and len(self._unread) >= UNREAD:
+            self._hold(True)
+
+    def settled(self, ticket: Ticket) -> None:
+        self.ended = True
+        if not isinstance(ticket.outcome, Done):
+            assert ticket.outcome is not None
+            self._error = known(ticket.outcome.error, ticket.request.id)
+        self._news.set()
+
+    def __aiter__(self) -> Parts:
+        return self
+
+    async def __anext__(self) -> Any:
+        while not self._unread:
+            if self.ended:
+                if self._error is not None:
+                    raise self._error
+                raise StopAsyncIteration
+            self._news.clear()
+            await self._news.wait()
+        if self._held and len(self._unread) <= UNREAD // 2:
+            self._hold(False)
+        return self._unread.popleft()
+
+    def _hold(self, held: bool) -> None:
+        self._held, ticket = held, self.ticket
+        if ticket is not None and not self.ended:
+            self._server.batcher.device.input(
+                lambda scheduler, now: (scheduler.hold if held else scheduler.resume)(ticket, now)
+            )
+
+
+def _failed(error: ReflexError) -> bytes:
+    """The last event of a stream that fails."""
+    return b"event: error\ndata: " + PLAIN.refuse(error, "", False).body + b"\n\n"
+
+
+def _told(ticket: Ticket | None) -> list[tuple[bytes, bytes]]:
+    """What the headers tell of the batch."""
+    if ticket is None or (admission := ticket.admission) is None or (started := ticket.started) is None:
+        return []
+    return [
+        (b"x-reflex-batch-size", b"%d" % admission.size),
+        (b"x-reflex-queue-ms", b"%.3f" % ((started - ticket.arrived) * 1e3)),
+    ]

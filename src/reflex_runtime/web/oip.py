@@ -1,0 +1,570 @@
+"""The Open Inference Protocol, version 2 (KServe, Triton), over HTTP; `oip_grpc` reads its own bytes with this.
+
+A body becomes an `InferRequest`; what its tensors mean is each product's `OipModel`. The binary tensor extension: the
+header `Inference-Header-Content-Length` says how long the JSON is. Behind it are the tensors that have a
+`binary_data_size`, in their order, little-endian. Answers are written in the same way when asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Hashable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from math import prod
+from typing import Annotated, Any, Final, NamedTuple, Protocol
+
+import msgspec
+import numpy as np
+from msgspec import Meta
+from numpy.typing import NDArray
+
+from reflex_runtime.core.errors import ReflexError
+from reflex_runtime.version import __version__
+from reflex_runtime.web.arrays import MAX_DIMENSIONS, array_in, check_json
+from reflex_runtime.web.bodies import LARGE
+from reflex_runtime.web.errors import (
+    ClientError,
+    ErrorForm,
+    InvalidJson,
+    NotFound,
+    Refusal,
+    Reported,
+    describe_error,
+    known,
+)
+from reflex_runtime.web.fields import encode, invalid_field, invalid_input, printable
+from reflex_runtime.web.openapi import OBJECT, Operation, content
+from reflex_runtime.web.request import HttpRequest, HttpResponse, Route
+
+MAX_TEXTS: Final = 4096  # elements of a tensor of BYTES
+VERSION: Final = "1"
+_LEVELS: Final = {1: "urgent", 2: "default"}  # 0 is default as well; larger numbers are background
+_DTYPES: Final = {
+    "BOOL": "|b1", "UINT8": "|u1", "UINT16": "<u2", "UINT32": "<u4", "UINT64": "<u8", "INT8": "|i1", "INT16": "<i2",
+    "INT32": "<i4", "INT64": "<i8", "FP16": "<f2", "FP32": "<f4", "FP64": "<f8",
+}  # fmt: skip
+
+# -- tensors -----------------------------------------------------------------------------------------------------------
+
+Values = NDArray[Any] | list[bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """One input or output. values: an array of `shape`, or of BYTES each element in C order."""
+
+    name: str
+    datatype: str
+    shape: tuple[int, ...]
+    values: Values
+
+
+def tensor_of_bytes(name: str, datatype: str, shape: Sequence[int], data: bytes | memoryview) -> Tensor:
+    """A tensor from raw little-endian bytes; elements of BYTES have a length prefix."""
+    size = _size(name, datatype, shape)
+    if datatype == "BYTES":
+        return Tensor(name, datatype, tuple(shape), _texts(name, size, memoryview(data)))
+    try:
+        values = array_in(data, _dtype(name, datatype), list(shape))
+    except ClientError as error:
+        raise invalid_input(name, error.message) from None
+    return Tensor(name, datatype, tuple(shape), values)
+
+
+def tensor_of_values(name: str, datatype: str, shape: Sequence[int], values: Any) -> Tensor:
+    """A tensor from numbers or texts in C order: a list, which may be nested."""
+    size = _size(name, datatype, shape)
+    flat = _flat(name, values)
+    if len(flat) != size:
+        raise invalid_input(name, f"{len(flat)} values do not make shape {list(shape)}")
+    if datatype == "BYTES":
+        if not all(isinstance(value, (str, bytes)) for value in flat):
+            raise invalid_input(name, "BYTES must be texts")
+        texts = [value.encode("utf-8", "surrogatepass") if isinstance(value, str) else value for value in flat]
+        return Tensor(name, datatype, tuple(shape), texts)
+    dtype = np.dtype(_dtype(name, datatype))
+    try:
+        return Tensor(name, datatype, tuple(shape), _array(name, datatype, flat, dtype).reshape(shape))
+    except ValueError:  # an empty tensor may claim a shape beyond numpy's limits
+        raise invalid_input(name, f"shape {list(shape)} is no array") from None
+
+
+def _array(name: str, datatype: str, flat: list[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
+    kinds = {bool} if dtype.kind == "b" else {int, float} if dtype.kind == "f" else {int}
+    if set(map(type, flat)) <= kinds:
+        with suppress(OverflowError):
+            return np.array(flat, dtype)
+    raise invalid_input(name, f"holds what is no {datatype}")
+
+
+def _flat(name: str, values: Any) -> list[Any]:
+    if not isinstance(values, list):
+        raise invalid_input(name, "its data must be a list")
+    flat: list[Any] = values
+    for _ in range(MAX_DIMENSIONS):
+        if not flat or not all(isinstance(value, list) for value in flat):
+            break
+        flat = [value for part in flat for value in part]
+    return flat
+
+
+def _size(name: str, datatype: str, shape: Sequence[int]) -> int:
+    if len(shape) > MAX_DIMENSIONS or not all(type(n) is int and 0 <= n < 2**31 for n in shape):
+        raise invalid_input(name, f"shape must have at most {MAX_DIMENSIONS} whole numbers")
+    size = prod(shape)
+    if datatype == "BYTES" and size > MAX_TEXTS:
+        raise invalid_input(name, f"has {size} BYTES, at most {MAX_TEXTS} are read")
+    return size
+
+
+def _dtype(name: str, datatype: str) -> str:
+    if datatype not in _DTYPES:
+        known = ", ".join((*_DTYPES, "BYTES"))
+        raise invalid_input(name, f"datatype {datatype[:40]!r} is not one of {known}")
+    return _DTYPES[datatype]
+
+
+def _texts(name: str, size: int, data: memoryview) -> list[bytes]:
+    found: list[bytes] = []
+    at = 0
+    while at + 4 <= len(data) and len(found) < size:
+        end = at + 4 + int.from_bytes(data[at : at + 4], "little")
+        if end > len(data):
+            break
+        found.append(bytes(data[at + 4 : end]))
+        at = end
+    if at != len(data) or len(found) != size:
+        raise invalid_input(name, f"{len(data)} bytes do not make {size} BYTES with lengths")
+    return found
+
+
+def tensor_out(name: str, rows: Sequence[Any]) -> Tensor:
+    """An output of one value for each row: arrays, numbers, texts or bytes. ValueError for what is no tensor."""
+    if all(isinstance(row, str | bytes) for row in rows):
+        return Tensor(name, "BYTES", (len(rows), 1), [row.encode() if isinstance(row, str) else row for row in rows])
+    array = np.stack([np.asarray(row) for row in rows])
+    array = array.reshape(-1, 1) if array.ndim == 1 else array
+    datatype = datatype_of(array.dtype)
+    return Tensor(name, datatype, array.shape, np.ascontiguousarray(array, _DTYPES[datatype]))
+
+
+def datatype_of(dtype: Any) -> str:
+    """What the protocol calls a type of numpy; ValueError for one that it does not have."""
+    letter = np.dtype(dtype).newbyteorder("<").str
+    found = next((name for name, known in _DTYPES.items() if np.dtype(known).str == letter), None)
+    if found is None:
+        raise ValueError(f"{np.dtype(dtype).name} is no type of tensors")
+    return found
+
+
+def bytes_of(tensor: Tensor) -> bytes:
+    """Its values, little-endian in C order; elements of BYTES with a length prefix."""
+    if isinstance(tensor.values, list):
+        return b"".join(len(text).to_bytes(4, "little") + text for text in tensor.values)
+    return np.ascontiguousarray(tensor.values, _DTYPES[tensor.datatype]).tobytes()
+
+
+@dataclass(frozen=True, slots=True)
+class OipAnswer:
+    """The outputs of all rows. parameters: of the answer."""
+
+    outputs: Sequence[Tensor]
+    parameters: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class InferRequest:
+    """A decoded request. outputs: wanted names; empty means all. id: the caller's, or an empty text."""
+
+    inputs: Sequence[Tensor]
+    parameters: Mapping[str, Any] = field(default_factory=dict)
+    outputs: Sequence[str] = ()
+    id: str = ""
+
+
+# -- bodies ------------------------------------------------------------------------------------------------------------
+
+
+ROOT: Final = "/v2"
+MODELS: Final = "/v2/models/"
+MODEL: Final = MODELS + "{model}"
+OF_VERSION: Final = "/versions/{version}"
+HEAD: Final = b"inference-header-content-length"
+BINARY: Final = b"application/octet-stream"
+_SIZE: Final = "binary_data_size"
+
+
+class OipBody(NamedTuple):
+    """A decoded body. binary: the caller wants the answer's tensor as raw bytes."""
+
+    asked: InferRequest
+    binary: bool
+
+
+class InputTensor(msgspec.Struct):
+    name: Annotated[str, Meta(description="as the model's metadata has it")]
+    datatype: str
+    shape: list[int]
+    parameters: Annotated[dict[str, Any], Meta(description="binary_data_size: its bytes follow the JSON")] = {}
+    data: Annotated[Any, Meta(description="the values in C order, without binary_data_size")] = msgspec.UNSET
+
+
+class OutputTensor(msgspec.Struct):
+    name: str
+    parameters: dict[str, Any] = {}
+
+
+class InferBody(msgspec.Struct):
+    inputs: Annotated[list[InputTensor], Meta(description="one tensor for each input")]
+    id: Annotated[str, Meta(description="of the request")] = ""
+    parameters: Annotated[dict[str, Any], Meta(description="robot_id, sequence_id, priority, timeout …")] = {}
+    outputs: list[OutputTensor] = []
+
+
+_json = msgspec.json.Decoder(InferBody)
+
+
+def decode(body: bytes, head: int | None = None) -> OipBody:
+    """Decode a body; 400 or 422 names what is wrong. head: bytes of JSON, if raw tensors follow it."""
+    if head is not None and head > len(body):
+        raise ClientError(f"Inference-Header-Content-Length is {head}, and the body has {len(body)} bytes")
+    said = _parse(body if head is None else body[:head])
+    inputs, at = [], len(body) if head is None else head
+    for tensor in said.inputs:
+        size = _binary_size(tensor)
+        inputs.append(_tensor(tensor, memoryview(body)[at:], size))
+        at += size or 0
+    if at != len(body):
+        raise ClientError(f"{len(body) - at} bytes are left behind the tensors")
+    outputs = [output.name for output in said.outputs]
+    binary = said.parameters.get("binary_data_output") is True
+    for output in said.outputs:
+        _check_parameters(output.name, output.parameters)
+        binary = output.parameters.get("binary_data", binary) is True
+    return OipBody(InferRequest(inputs, said.parameters, outputs, said.id), binary)
+
+
+def encode_answer(model: str, sent: OipBody, answer: OipAnswer) -> tuple[bytes, int | None]:
+    """The body of an answer, and the length of its JSON if raw tensors follow it."""
+    outputs, raw = [], []
+    for tensor in answer.outputs:
+        output: dict[str, Any] = {"name": tensor.name, "datatype": tensor.datatype, "shape": tensor.shape}
+        if sent.binary:
+            raw.append(bytes_of(tensor))
+            output["parameters"] = {_SIZE: len(raw[-1])}
+        elif isinstance(tensor.values, list):
+            output["data"] = [text.decode("utf-8", "replace") for text in tensor.values]
+        else:
+            output["data"] = tensor.values.ravel().tolist()
+        outputs.append(output)
+    told: dict[str, Any] = {"model_name": model, "model_version": VERSION}
+    told |= {"parameters": answer.parameters} if answer.parameters else {}
+    told |= {"id": sent.asked.id} if sent.asked.id else {}
+    head = encode(told | {"outputs": outputs})
+    return (head + b"".join(raw), len(head)) if sent.binary else (head, None)
+
+
+def _parse(text: bytes) -> InferBody:
+    check_json(text)
+    try:
+        return _json.decode(text)
+    except msgspec.ValidationError as error:
+        raise invalid_field(error) from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise InvalidJson(f"the body is not JSON: {error}") from None
+
+
+def _tensor(tensor: InputTensor, rest: memoryview, size: int | None) -> Tensor:
+    name, has_data = tensor.name, tensor.data is not msgspec.UNSET
+    _check_parameters(name, tensor.parameters)
+    if has_data is (size is not None):
+        raise invalid_input(name, f"needs either data or {_SIZE}")
+    if size is None:
+        return tensor_of_values(name, tensor.datatype, tensor.shape, tensor.data)
+    if size > len(rest):
+        raise invalid_input(name, f"{_SIZE} is {size}, and {len(rest)} bytes are left")
+    return tensor_of_bytes(name, tensor.datatype, tensor.shape, rest[:size])
+
+
+def _binary_size(tensor: InputTensor) -> int | None:
+    size = tensor.parameters.get(_SIZE)
+    if size is not None and (type(size) is not int or size < 0):
+        raise invalid_input(tensor.name, f"{_SIZE} must be a whole number")
+    return size
+
+
+def _check_parameters(name: str, parameters: Mapping[str, Any]) -> None:
+    for parameter in ("shared_memory_region", "classification"):
+        if parameter in parameters:
+            raise invalid_input(name, f"{parameter} is not served")
+
+
+# -- HTTP --------------------------------------------------------------------------------------------------------------
+
+
+def _refuse(error: ReflexError, request_id: str, packed: bool) -> Refusal:
+    return Refusal(
+        error.http_status, encode(describe_error(error, request_id) | {"error": error.message, "code": error.code})
+    )
+
+
+FORM: Final = ErrorForm(_refuse)
+"""Our form of errors, but `error` is the message, because clients of this protocol show it; `code` is the code."""
+
+
+class OipCall(NamedTuple):
+    """A request for inference, on either wire. source: has its headers. most_ms: how long its caller waits."""
+
+    id: str
+    client: Hashable
+    started: float
+    source: Any
+    received: float | None = None
+    most_ms: float | None = None
+
+
+Described = tuple[str, str, Sequence[int]]
+"""Name, datatype and shape of an input or output."""
+
+
+class OipModel(Protocol):
+    """One model of a server."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def ready(self) -> bool: ...
+
+    def metadata(self) -> Mapping[str, Any]:
+        """Inputs and outputs; -1 is any size."""
+
+    def read(self, sent: InferRequest, most_ms: float | None) -> Any:
+        """What is asked, for `answer`; 422 names what is wrong."""
+
+    async def answer(self, call: OipCall, asked: Any) -> OipAnswer:
+        """Counted by itself, whatever becomes of it: an error is raised as `Reported`."""
+
+
+class OipModels(Protocol):
+    """The models of a server, or of the path that names one of its policies. extensions: of the protocol."""
+
+    @property
+    def extensions(self) -> Sequence[str]: ...
+    @property
+    def ready(self) -> bool: ...
+
+    def model(self, name: str) -> OipModel:
+        """The model of this name; 404 for one that is not served."""
+
+    def refused(self, call: OipCall, error: ReflexError) -> None:
+        """Count a request that cannot be read, or must not be asked."""
+
+
+def model_of(models: OipModels, name: str, version: str) -> OipModel:
+    """404 for a model or a version that is not served."""
+    model = models.model(name)
+    if version not in ("", VERSION):
+        raise NotFound(printable(f"model {name[:200]!r} has version {VERSION}, not {version[:40]!r}"))
+    return model
+
+
+def server_metadata(models: OipModels) -> dict[str, Any]:
+    """Name, version and extensions of the server."""
+    return {"name": "reflex", "version": __version__, "extensions": list(models.extensions)}
+
+
+def described(name: str, inputs: Sequence[Described], outputs: Sequence[Described]) -> dict[str, Any]:
+    """The metadata of a model."""
+    told = {
+        which: [{"name": name, "datatype": datatype, "shape": shape} for name, datatype, shape in ports]
+        for which, ports in (("inputs", inputs), ("outputs", outputs))
+    }
+    return {"name": name, "versions": [VERSION], "platform": "reflex", **told}
+
+
+def check_names(sent: InferRequest, expected: Sequence[str], optional: Collection[str], outputs: Sequence[str]) -> None:
+    """422 for a tensor that is missing, unknown or given twice, and for an output that there is not."""
+    given = [tensor.name for tensor in sent.inputs]
+    all_of = f"came: {', '.join(given) or 'nothing'}; expected: {', '.join(expected)}"
+    for name in given:
+        if name not in expected:
+            raise invalid_input(name, f"no such input; {all_of}")
+    for name in expected:
+        if name not in given and name not in optional:
+            raise invalid_input(name, f"missing; {all_of}")
+    if len(set(given)) != len(given):
+        raise invalid_input("inputs", f"one is given twice; {all_of}")
+    for name in sent.outputs:
+        if name not in outputs:
+            raise invalid_input(name, f"no such output; there is {', '.join(outputs)}")
+
+
+def rows_of(given: Sequence[Tensor], most: int) -> int:
+    """The number of rows: the first dimension, which all inputs share."""
+    for tensor in given:
+        if not tensor.shape or not 0 < tensor.shape[0] <= most or tensor.shape[0] != given[0].shape[0]:
+            why = f"has shape {list(tensor.shape)}; its first number must be 1 to {most}, the same in all inputs"
+            raise invalid_input(tensor.name, why)
+    return given[0].shape[0] if given else 1
+
+
+def limits_said(
+    parameters: Mapping[str, Any], own: Sequence[str], more: Collection[str], most_ms: float | None
+) -> dict[str, Any]:
+    """The parameters of these names (`own`), with `deadline_ms`; `priority` by its name. more: further ones that there
+    are; 422 for others."""
+    known = {*own, *more, "timeout", "binary_data_output"}
+    for name in parameters.keys() - known:
+        raise invalid_input(name, f"no such parameter; there are {', '.join(sorted(known))}")
+    said = {name: parameters[name] for name in own if name in parameters}
+    level = said.get("priority")
+    if type(level) is int:
+        said["priority"] = _LEVELS.get(level, "background") if level > 0 else "default"
+    timeout = parameters.get("timeout", 0)
+    if type(timeout) is not int or timeout < 0:
+        raise invalid_input("timeout", "must be a whole number of microseconds")
+    limits = ([timeout / 1e3] if timeout else []) + ([most_ms] if most_ms is not None else [])
+    return said | ({"deadline_ms": min(limits)} if limits else {})
+
+
+class OipHttp:
+    """The routes of the protocol."""
+
+    def __init__(self, models: OipModels, most: int, prefix: str = "") -> None:
+        """most: bytes that a body may have. prefix: of the paths."""
+        self._models, self._prefix = models, prefix
+        self.routes = [
+            Route(ROOT, self.server, form=FORM),
+            Route("/v2/health/live", self.live, open=True, form=FORM),
+            Route("/v2/health/ready", self.ready, open=True, form=FORM),
+        ]
+        self._of_models: dict[tuple[bool, str], Route] = {}  # by whether the path names a version, and its end
+        for path in (MODEL, MODEL + OF_VERSION):
+            self._of_models |= {
+                (path != MODEL, ""): Route(path, self.model, form=FORM),
+                (path != MODEL, "ready"): Route(f"{path}/ready", self.model_ready, form=FORM),
+                (path != MODEL, "infer"): Route(
+                    f"{path}/infer", self.infer, "POST", most=most, form=FORM, refused=self.refused
+                ),
+            }
+        self.routes += self._of_models.values()
+
+    def find(self, path: str) -> Route | None:
+        """The route of a path with the name of a model in it."""
+        if not path.startswith(MODELS):
+            return None
+        _, version, what = _what(path)
+        return self._of_models[bool(version), what]
+
+    # -- metadata and health -------------------------------------------------------------------------------------------
+
+    async def server(self, request: HttpRequest) -> HttpResponse:
+        """Server metadata."""
+        return HttpResponse(200, encode(server_metadata(self._models)))
+
+    async def live(self, request: HttpRequest) -> HttpResponse:
+        """200 while the server runs."""
+        return HttpResponse(200, encode({"live": True}))
+
+    async def ready(self, request: HttpRequest) -> HttpResponse:
+        """200 if requests can be answered, otherwise 503."""
+        return _ready(self._models.ready)
+
+    async def model(self, request: HttpRequest) -> HttpResponse:
+        """Inputs and outputs of the model."""
+        return HttpResponse(200, encode(self._model_of(request).metadata()))
+
+    async def model_ready(self, request: HttpRequest) -> HttpResponse:
+        """Like `ready`, for one model."""
+        return _ready(self._model_of(request).ready)
+
+    def _model_of(self, request: HttpRequest) -> OipModel:
+        name, version, _ = _what(request.path.removeprefix(self._prefix))
+        return model_of(self._models, name, version)
+
+    # -- infer ---------------------------------------------------------------------------------------------------------
+
+    async def infer(self, request: HttpRequest) -> HttpResponse:
+        try:
+            model = self._model_of(request)
+            sent = await _read(request)
+            request.refuse_query()
+            asked = model.read(sent.asked, None)
+        except Exception as failure:
+            error = known(failure, request.request_id)
+            self.refused(request, error)
+            raise error from None
+        try:
+            answer = await model.answer(_call(request), asked)
+        except Reported as reported:
+            request.request_id = reported.request_id
+            return request.app.refuse(request, reported.error)
+        request.request_id = sent.asked.id or request.request_id
+        body, head = encode_answer(model.name, sent, answer)
+        if head is None:
+            return HttpResponse(200, body)
+        return HttpResponse(200, body, BINARY, [(HEAD, b"%d" % head)])
+
+    def refused(self, request: HttpRequest, error: ReflexError) -> None:
+        """Count a request that cannot be read, or must not be asked."""
+        self._models.refused(_call(request), error)
+
+
+def _call(request: HttpRequest) -> OipCall:
+    return OipCall(request.request_id, request.client, request.started, request, request.received)
+
+
+async def _read(request: HttpRequest) -> OipBody:
+    if request.headers.get(b"content-encoding", b"identity") != b"identity":
+        raise ClientError("compressed bodies are not read")
+    length = request.headers.get(HEAD)
+    if length is not None and not (length.isdigit() and len(length) < 12):
+        raise ClientError("Inference-Header-Content-Length must be a whole number")
+    head = None if length is None else int(length)
+    body = await request.body()
+    if (len(body) if head is None else head) > LARGE:
+        return await request.app.bodies.beside(decode, body, head)
+    return decode(body, head)
+
+
+def _ready(ready: bool) -> HttpResponse:
+    return HttpResponse(200 if ready else 503, encode({"ready": ready}))
+
+
+def _what(path: str) -> tuple[str, str, str]:
+    """Model, version and rest of a path. Model names may contain slashes."""
+    name, what = path[len(MODELS) :], ""
+    if name.endswith(("/infer", "/ready")):
+        name, _, what = name.rpartition("/")
+    before, versions, version = name.rpartition("/versions/")
+    return (before, version, what) if versions and "/" not in version else (name, "", what)
+
+
+# -- the document ------------------------------------------------------------------------------------------------------
+
+
+def operations(models: Sequence[str], codes: Sequence[str], body: Mapping[str, Any]) -> dict[str, Operation]:
+    """What OpenAPI says of these paths. models: their names. codes: of errors of an inference. body: its schema."""
+    raw = content({}, BINARY.decode())
+    ready = Operation("OIP: 200 when requests are answered, else 503", unready=True)
+    found = {
+        ROOT: Operation("the server, as the Open Inference Protocol asks for it"),
+        "/v2/health/live": Operation("OIP: 200"),
+        "/v2/health/ready": ready,
+    }
+    for path, version in ((MODEL, {}), (MODEL + OF_VERSION, {"version": {"enum": [VERSION]}})):
+        named = {"model": {"enum": list(models)}, **version}
+        found |= {
+            path: Operation("OIP: its inputs and outputs, see docs/wires.md", codes=("404",), parameters=named),
+            f"{path}/ready": ready._replace(codes=("404",), parameters=named),
+            f"{path}/infer": Operation(
+                "OIP: tensors in, tensors out; each row is a request",
+                OBJECT | raw,
+                (*codes, "404"),
+                request=content(body) | raw,
+                description="The header Inference-Header-Content-Length is the length of the JSON where raw tensors "
+                "follow it.",
+                parameters=named,
+            ),
+        }
+    return found
