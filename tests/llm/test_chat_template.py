@@ -65,6 +65,7 @@ KINDS = {
     "a list behind a mark": ("granite", listed("<|tool_call|>[", "]")),
     "objects between other marks": ("phi4", f"<|tool_call|>{EACH}<|/tool_call|>".replace("ARGUMENTS", AS_JSON)),
     "a list between marks": ("nemotron", listed("<TOOLCALL>[", "]</TOOLCALL>")),
+    "a list between other marks": ("hunyuan", listed("<tool_calls>[", "]</tool_calls>")),
     "a list behind Mistral's mark": ("mistral", listed("[TOOL_CALLS][", "]")),
     "names behind marks": ("mistral_named", f"[TOOL_CALLS]{NAME}[ARGS]{{{{ {AS_JSON} }}}}"),
     "names and ids behind marks": (
@@ -123,6 +124,28 @@ def test_the_form_is_the_one_that_reads_back_what_the_template_writes(tmp_path: 
             assert not "".join(one for one in found if isinstance(one, str)).strip()
 
 
+def test_a_key_is_that_of_the_call_where_a_template_shows_tools_late(tmp_path: Path) -> None:
+    """As Mistral's do, which write another text around them where an answer follows."""
+    late = "{% if m.role == 'user' and tools and not loop.last %}{{ tools | tojson }}{% endif %}"
+    shown = "{% if tools and messages | length == 1 %}Tools: {{ tools | tojson }}{% endif %}"
+    head = f"{shown}{{% for m in messages %}}{late}{{% for c in m.tool_calls or [] %}}"
+    template = head + listed("[TOOL_CALLS][", "]") + "{% endfor %}{% endfor %}"
+    assert HFTokenizer.load(saved(tmp_path, template)).tool_format == FORMS["mistral"]
+
+
+def test_a_demanded_call_is_a_list_where_a_template_writes_one_alone(tmp_path: Path) -> None:
+    form = HFTokenizer.load(saved(tmp_path, HEAD + listed("[", "]") + TAIL)).tool_format
+    assert form == replace(FORMS["llama3"], begin="[", between=", ", end="]", key="arguments")
+    assert "start: " + json.dumps("[") in forced(form, [TRIED], several=True).text
+
+
+def test_a_template_names_the_arguments_of_its_macros_as_it_likes(tmp_path: Path) -> None:
+    macro = "{% macro shown(function, self, context, obj) %}{{ function }}{{ context }}{% endmacro %}"
+    template = macro + "{{ shown(function='a', context='b') }}"
+    tokenizer = HFTokenizer.load(saved(tmp_path, template))
+    assert tokenizer.decode(tokenizer.chat(Conversation(ASK))) == "ab"
+
+
 @pytest.mark.parametrize("name", FORMS)
 def test_a_demanded_call_has_the_models_own_marks_and_is_read(tmp_path: Path, name: str) -> None:
     tokenizer, form, rng = HFTokenizer.load(saved(tmp_path)), FORMS[name], np.random.default_rng(3)
@@ -156,11 +179,12 @@ def told(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]
         (HEAD + f"<call>{{{{ c.function.name }}}}({{{{ {AS_JSON} }}}})" + TAIL, "writes a call as '<call>reflex"),
         (HEAD + marked("'{}'") + TAIL, "writes a call as '<tool_call>"),
         (HEAD + marked("c.function.arguments | string") + TAIL, ""),
-        (HEAD + TAIL, "writes a call as "),
+        (HEAD + TAIL, "leaves calls out of a conversation"),
+        (HEAD + f">>>{NAME}{{{{ '\n' + c.function.arguments }}}}" + TAIL, "writes a call as '>>>reflex_try"),
         ("{% for m in messages %}{{ m.content }}<tool_call>{% endfor %}", "does not show them to the model"),
         ("{% if tools %}{{ raise_exception('no tools here') }}{% endif %}", "does not write a call: .*no tools here"),
     ],
-    ids=["an unknown form", "no arguments", "Python's words", "no calls", "no tools", "a refusal"],
+    ids=["an unknown form", "no arguments", "Python's words", "no calls", "a text", "no tools", "a refusal"],
 )  # fmt: skip
 def test_a_template_whose_calls_nobody_reads_takes_no_tools_and_the_log_says_why(
     tmp_path: Path, told: pytest.LogCaptureFixture, template: str, why: str

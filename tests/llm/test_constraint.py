@@ -199,7 +199,9 @@ def _price(**schema: Any) -> Constraint:
         ),  # pydantic's Decimal
         (_price(type="string", pattern=r"\bfoo"), "pattern", "say what may stand there"),
         (_price(**{"not": {"type": "string"}}), "not", "say what is allowed"),
-        (_price(**{"if": {}, "then": {}}), "if", "write anyOf"),
+        (_price(**{"if": {}, "then": {"maxLength": 3}}), "if", "write anyOf"),
+        (_price(type="array", contains={}, minContains=0, maxContains=2), "contains", "leave it out"),
+        (_price(type="array", contains={}), "contains", "leave it out"),
         (_price(oneOf=[{"type": "string"}, {"type": "string", "maxLength": 3}]), "oneOf", "write anyOf"),
         (_price(type="array", uniqueItems=True), "uniqueItems", "leave it out"),
         (_price(patternProperties={"^a": {}, "(?!x)a": {}}), "patternProperties.(?!x)a", "say what may stand there"),
@@ -212,6 +214,42 @@ def test_l8_what_a_schema_cannot_say_is_told_with_its_place_and_what_to_write(
         check_constraint(form)
     assert caught.value.message.startswith(f"json: properties.price.anyOf[1].{place}: ")
     assert instead in caught.value.message
+
+
+VAIN: list[dict[str, Any]] = [
+    {"uniqueItems": False}, {"minItems": 0}, {"items": True}, {"items": {}}, {"prefixItems": []},
+    {"additionalItems": True}, {"unevaluatedItems": True}, {"unevaluatedItems": {}}, {"contains": {}, "minContains": 0},
+    {"minContains": 3}, {"maxContains": 1}, {"required": []}, {"minProperties": 0}, {"properties": {}},
+    {"patternProperties": {}}, {"additionalProperties": True}, {"additionalProperties": {}},
+    {"unevaluatedProperties": True}, {"propertyNames": True}, {"propertyNames": {}}, {"dependentRequired": {}},
+    {"dependentSchemas": {}}, {"dependencies": {}}, {"minLength": 0}, {"pattern": ""}, {"format": "nothing"},
+    {"not": False}, {"if": {"minLength": 1}}, {"then": False}, {"else": False}, {"if": {}, "then": True, "else": {}},
+    {"allOf": []}, {"allOf": [{}, True]}, {"anyOf": [{}]}, {"oneOf": [True]}, {"$defs": {}}, {"$comment": "x"},
+    {"readOnly": True, "writeOnly": False, "deprecated": False, "nullable": False},
+    {"contentEncoding": "base64", "contentMediaType": "text/plain", "contentSchema": {}},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("vain", VAIN, ids=lambda vain: " ".join(map(str, vain)))
+def test_l8_a_keyword_that_demands_nothing_is_taken_and_changes_nothing(vain: dict[str, Any]) -> None:
+    values = (["a", "a"], {"zz": 1}, "abc", "")
+    field: dict[str, Any] = {"type": ["string", "array", "object"]} | vain
+    for schema in (field, {"properties": {"x": {"anyOf": [{"type": "null"}, field]}}}):
+        compiled = Constraints(ByteTokenizer().vocabulary).compile(Constraint("json", json.dumps(schema)))
+        for value in values if schema is field else ({"x": value} for value in values):
+            matcher = compiled.copy()
+            for byte in json.dumps(value).encode():
+                matcher.sampled(byte)
+            assert matcher.complete or allowed(matcher)[0]  # its end
+    tool = Tool("f", {"type": "object", "properties": {"x": field}})
+    check_constraint(forced(FORMS["hermes"], [tool], False))
+
+
+def test_l8_a_value_that_looks_like_a_keyword_stays() -> None:
+    for schema in ({"const": {"uniqueItems": False}}, {"enum": [{"uniqueItems": False}]}):
+        matcher = Constraints(ByteTokenizer().vocabulary).compile(Constraint("json", json.dumps(schema)))
+        for byte in b'{"uniqueItems": false}':
+            matcher.sampled(byte)
 
 
 @pytest.mark.parametrize("size", [0, 3000], ids=["looked at here", "in a process of its own"])

@@ -151,7 +151,7 @@ def _compile(file: Path, source: str) -> Callable[..., str]:
             _check_repeats(operator == "**" or (not plain and made[0] * made[1] > MOST_REPEATS))
             return left * right
 
-        def call(self, context: Any, function: Any, *given: Any, **named: Any) -> Any:
+        def call(self, context: Any, function: Any, /, *given: Any, **named: Any) -> Any:
             method = getattr(function, "__wrapped__", function)  # as it wraps str.format
             if not isinstance(function, Macro):
                 for value in (*given, *named.values()):

@@ -18,6 +18,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Collection, Iterator
 from collections.abc import Sequence as Seq
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final
@@ -41,6 +42,16 @@ _PLAIN: Final = 2000  # characters of a schema that is looked at here, if it has
 _COSTLY: Final = re.compile(r"\$|x-|attern|multipleOf|format|allOf|not|\\u00[0-7]")  # the last could write any of them
 _TOO_COMPLEX: Final = "is too complex: it takes too much time, memory or depth to compile"
 _NAMES: Final = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")  # hold no keywords
+_VALUES: Final = ("const", "enum", "default", "examples", "example")  # hold no schemas
+_ALL: Final[tuple[Any, ...]] = (True, {})
+_VAIN: Final[dict[str, tuple[Any, ...]]] = {  # values that demand nothing, of keywords that the library does not know
+    **dict.fromkeys(("then", "else", "propertyNames", "unevaluatedItems", "unevaluatedProperties"), _ALL),
+    **dict.fromkeys(("dependencies", "dependentRequired", "dependentSchemas"), ({},)),
+    **dict.fromkeys(("not", "uniqueItems"), (False,)),
+}
+_BESIDE: Final = {  # keywords that demand nothing without one of these
+    "if": {"then", "else"}, "then": {"if"}, "else": {"if"}, "minContains": {"contains"}, "maxContains": {"contains"},
+}  # fmt: skip
 _AROUND: Final = "look-around and references ((?=, (?!, (?<, \\b, \\1) are not supported"
 _ENDLESS: Final = "no text has it; does a $ref lead to itself, with nothing between that can end?"
 _CASES: Final = "write anyOf, with a whole schema for each case"
@@ -173,12 +184,28 @@ def _grammar(library: Any, constraint: Constraint) -> str:
     elif constraint.kind == "choice":
         found = matcher.grammar_from_lark("start: " + " | ".join(json.dumps(one) for one in json.loads(text)))
     else:
+        if any(f'"{word}"' in text for word in (*_VAIN, *_BESIDE)):
+            with suppress(ValueError, RecursionError):  # the library says what is wrong
+                text = json.dumps(demands(json.loads(text)))
         try:
             found = matcher.grammar_from_json_schema(text, overrides={"whitespace_pattern": SPACES, "lenient": True})
         except ValueError as error:
             why = "must be an object; {} is what true means" if "Expecting object" in str(error) else str(error)
             raise _wrong(constraint, why) from None
     return str(found)
+
+
+def demands(schema: Any, names: bool = False) -> Any:
+    """A schema without keywords that demand nothing and that the library would refuse. names: it is schemas by name."""
+    if isinstance(schema, list):
+        return [demands(one) for one in schema]
+    if names or not isinstance(schema, dict):
+        return {name: demands(one) for name, one in schema.items()} if isinstance(schema, dict) else schema
+    left = {word: value for word, value in schema.items() if value not in _VAIN.get(word, ())}
+    if left.get("minContains") == 0 and "maxContains" not in left:
+        left.pop("contains", None)
+    left = {word: value for word, value in left.items() if word not in _BESIDE or _BESIDE[word] & left.keys()}
+    return {word: value if word in _VALUES else demands(value, word in _NAMES) for word, value in left.items()}
 
 
 def _explained(library: Any, constraint: Constraint, why: str) -> str:

@@ -17,6 +17,7 @@ from collections.abc import Sequence as Seq
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from math import inf, prod
 from pathlib import Path
 from typing import Any, Final, Protocol, TypeVar
@@ -200,23 +201,21 @@ class HFTokenizer(CoreDetokenizer, Tokenizer):
                 text = text.replace(token, "")
             return text
 
-        why, failed = "", list[bool]()
+        told, failed = list[str](), dict[bool, str]()
         for self._arguments_as_text in (False, True):
             try:
                 begun, asked = (self._written(Conversation([_HELLO], shown), begin) for begin in (True, False))
                 found, call = form_of(written), written([{"name": TRIED.name, "arguments": {"text": "x"}}])
-                if TRIED.name not in begun:
-                    why = "the chat template does not show them to the model"
-                elif found is None:
-                    why = why or f"the chat template writes a call as {call[:200]!r}, which is read nowhere here"
-                else:
+                if TRIED.name in begun and found is not None:
                     self.tool_format = found
                     return ""
+                how = f"writes a call as {call[:200]!r}, which is read nowhere here"
+                how = how if TRIED.name in call else "leaves calls out of a conversation"
+                told.append(how if TRIED.name in begun else "does not show them to the model")
             except Exception as error:  # a template is a program of the model's author
-                why = why or f"the chat template does not write a call: {error}"
-                failed.append(self._arguments_as_text)
-        self._arguments_as_text = failed == [False]
-        return why
+                failed[self._arguments_as_text] = f"does not write a call: {error}"
+        self._arguments_as_text = [*failed] == [False]
+        return f"the chat template {[*told, *failed.values()][0]}"
 
     def encode(self, text: str, most: int | None = None) -> list[int]:
         self._check_length(text, most)
@@ -386,7 +385,7 @@ class Texts:
 
     async def encode(self, texts: Seq[str]) -> list[list[int]]:
         """The tokens of each text."""
-        encode = self._encode
+        encode = partial(self.tokenizer.encode, most=self.most)
         long = VERY_LONG if self._elsewhere is not None else inf
         short = [text for text in texts if len(text) <= long]  # together: many short ones are long, too
         found = iter(await self.run(sum(map(len, short)), lambda texts: [encode(text) for text in texts], short))
@@ -396,13 +395,7 @@ class Texts:
         """The tokens of a conversation in the model's own form. ConfigError when it has none."""
         length = sum(MESSAGE + len(str(part)) for message in conversation.messages for part in message.values())
         length += sum(MESSAGE + len(str(part)) for part in (*conversation.tools, *conversation.more.values()))
-        return await self._long(length, self._chat, conversation)
-
-    def _chat(self, conversation: Conversation) -> list[int]:
-        return self.tokenizer.chat(conversation, self.most)
-
-    def _encode(self, text: str) -> list[int]:
-        return self.tokenizer.encode(text, self.most)
+        return await self._long(length, partial(self.tokenizer.chat, most=self.most), conversation)
 
     def close(self) -> None:
         """Forget the texts that are still being tokenised."""

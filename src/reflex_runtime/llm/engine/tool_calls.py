@@ -18,6 +18,7 @@ from typing import Any, Final, NoReturn
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.ipc.messages import Constraint
 from reflex_runtime.llm.engine.detokenizer import overlap
+from reflex_runtime.llm.engine.logits_processors import demands
 
 _MOST: Final = 16  # calls that are forced at once
 _SPACE: Final = r"\x20?"  # between the tokens of forced arguments: a weak model would spend its answer on blanks
@@ -88,6 +89,7 @@ FORMS: Final = {  # as those who came first are named; the first that reads a te
     "phi4": _each("<|tool_call|>", "<|/tool_call|>"),
     "granite": _list("<|tool_call|>"),
     "nemotron": _list("<TOOLCALL>", "</TOOLCALL>"),
+    "hunyuan": _list("<tool_calls>", "</tool_calls>"),
     "mistral": _list(_MISTRAL),
     "mistral_named": ToolForm(_MISTRAL, begin=_MISTRAL, between=_MISTRAL, middle="[ARGS]"),
     "llama3": ToolForm("<|python_tag|>", between="; ", bare=True, key="parameters"),
@@ -117,7 +119,10 @@ def form_of(written: Callable[[list[dict[str, Any]]], str]) -> ToolForm | None:
     texts = [written([plain]), written([awkward])]
     for form in FORMS.values():
         if form.close in texts[0] and [_all(form, text) for text in texts] == [[plain], [awkward]]:
-            key = "parameters" if '"parameters"' in texts[0] else "arguments"
+            call = texts[0][texts[0].rfind(TRIED.name) :]  # a template may show the tools as late as here
+            key = "parameters" if '"parameters"' in call else "arguments"
+            if form.bare and texts[0].lstrip().startswith("["):
+                form = replace(form, begin="[", between=", ", end="]")
             several = False
             with suppress(Exception):  # some refuse two calls
                 several = _all(form, written([plain, awkward])) == [plain, awkward]
@@ -171,7 +176,7 @@ def _tagged_rules(i: int, tool: Tool) -> Iterator[str]:
 
 
 def _json(schema: dict[str, Any]) -> str:
-    return "%json " + json.dumps(schema | {"x-guidance": {"whitespace_pattern": _SPACE, "lenient": True}})
+    return "%json " + json.dumps(demands(schema) | {"x-guidance": {"whitespace_pattern": _SPACE, "lenient": True}})
 
 
 def _literal(text: str) -> str:
