@@ -48,8 +48,8 @@ def _heads(scale: float) -> list[Row]:
             outputs = {"head": _crowd(n, candidates)}
 
             def call(outputs: Any = outputs) -> None:
-                for found in head.found(outputs, LIMITS):
-                    result_of(found, fit, names, (SIDE, SIDE))
+                for array in outputs["head"]:
+                    result_of(head.found({"head": array}, LIMITS), fit, names, (SIDE, SIDE))
 
             what = f"decoding 84 × 8400, {candidates} places above the score, batch of {n}: ms a frame"
             rows.append(row("detectors", what, [ms / n for ms in _timed(call, scale)], "ms"))

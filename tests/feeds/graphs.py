@@ -16,6 +16,8 @@ import onnx
 from numpy.typing import NDArray
 from onnx import helper, numpy_helper, parser
 
+from reflex_runtime.feeds.detectors.heads import DetectionLimits, Dialect, Found
+
 NAMES = "{0: 'red', 1: 'green', 2: 'blue'}"  # as ultralytics writes them
 RED, GREEN, BLUE = (255, 0, 0), (0, 255, 0), (0, 0, 255)
 
@@ -254,3 +256,9 @@ def lit(box: tuple[int, int, int, int], colour: tuple[int, int, int], size: tupl
     x0, y0, x1, y1 = box
     picture[y0:y1, x0:x1] = colour
     return picture
+
+
+def found_in(dialect: Dialect, outputs: Mapping[str, NDArray[Any]], limits: DetectionLimits) -> list[Found]:
+    """What a dialect finds in each picture of outputs [n, …]."""
+    count = len(next(iter(outputs.values())))
+    return [dialect.found({name: array[i] for name, array in outputs.items()}, limits) for i in range(count)]

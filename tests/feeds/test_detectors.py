@@ -10,7 +10,7 @@ import onnx
 import pytest
 from onnx import numpy_helper
 
-from feeds.graphs import BLUE, GREEN, RED, bright_graph, elsewhere_of, lit
+from feeds.graphs import BLUE, GREEN, RED, bright_graph, elsewhere_of, found_in, lit
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.feeds.detectors import heads
 from reflex_runtime.feeds.detectors.heads import (
@@ -108,7 +108,7 @@ def test_f14_keypoints_and_masks_behind_rows_by_hand() -> None:
     row = [2.0, 2.0, 6.0, 6.0, 0.9, 1.0, 3.0, 4.0, 0.8, -1.0]
     outputs = {"rows": np.array([[row, [0.0] * 10]], np.float32), "masks": np.full((1, 1, 2, 2), -1.0, np.float32)}
     head = Rows("rows", Extras(points=1, prototypes="masks", coefficients=1))
-    (found,) = head.found(outputs, DetectionLimits(0.25, 0.7, 9))
+    (found,) = found_in(head, outputs, DetectionLimits(0.25, 0.7, 9))
     assert found.points is not None
     assert found.masks is not None
     np.testing.assert_allclose(found.points, [[[3, 4, 0.8]]], rtol=1e-6)
@@ -232,7 +232,7 @@ def test_f14_resize_may_be_the_graphs_own_word(tmp_path: Path) -> None:
         path = bright_graph(tmp_path / f"{how}.onnx", metadata={"resize": how})
         tops[how] = started(path).process(entries(frame))[0]["boxes"][0][1]
     assert tops == {"letterbox": 60, "stretch": 57.5, "": 60}
-    with pytest.raises(ConfigError, match="metadata resize=pad: must be one of letterbox, stretch, crop"):
+    with pytest.raises(ConfigError, match="metadata resize=pad: must be one of letterbox, corner, stretch, crop"):
         started(bright_graph(tmp_path / "odd.onnx", metadata={"resize": "pad"}))
 
 
@@ -257,7 +257,7 @@ def test_f14_a_head_with_objectness_multiplies_by_hand() -> None:
     row = [10.0, 10, 4, 4, 0.5, 0.2, 0.9]
     unlikely = [30.0, 30, 4, 4, 0.3, 0.2, 0.8]  # 0.24
     head = RawHead("o", 2, rows=True, objectness=True)
-    (found,) = head.found({"o": np.array([[row, unlikely]], np.float32)}, LIMITS)
+    (found,) = found_in(head, {"o": np.array([[row, unlikely]], np.float32)}, LIMITS)
     np.testing.assert_allclose(found.scores, [0.45], rtol=1e-6)
     assert found.labels.tolist() == [1]
     assert found.boxes is not None
@@ -299,7 +299,7 @@ def test_f14_queries_with_softmax_leave_out_the_last_class_by_hand() -> None:
     found_by = dialect_of(trial(names=2, pred_boxes=boxes, logits=logits))
     assert isinstance(found_by, Queries)
     assert (found_by.form, found_by.mean, found_by.std) == ("softmax", *IMAGENET)
-    (found,) = found_by.found({"pred_boxes": boxes, "logits": logits}, LIMITS)
+    (found,) = found_in(found_by, {"pred_boxes": boxes, "logits": logits}, LIMITS)
     np.testing.assert_allclose(found.scores, [0.7, 0.3], rtol=1e-5)
     assert found.labels.tolist() == [0, 1]
     assert found.boxes is not None
@@ -315,26 +315,26 @@ def test_f14_only_filled_rows_count_and_numbers_that_are_none_are_left_out() -> 
     named = {"det_boxes": boxes, "det_scores": scores, "det_classes": labels, "num_dets": np.array([[5], [2]])}
     head = dialect_of(trial(**{name: array[:1] for name, array in named.items()}))
     assert head is not None
-    odd, few = head.found(named, LIMITS)
+    odd, few = found_in(head, named, LIMITS)
     assert odd.labels.tolist() == [0]
     assert few.labels.tolist() == [0, 1]
     rows = np.concatenate([boxes, scores[..., None], labels[..., None]], axis=2)
-    first, second = Rows("rows").found({"rows": rows}, LIMITS)
+    first, second = found_in(Rows("rows"), {"rows": rows}, LIMITS)
     assert first.labels.tolist() == [0]
     assert second.labels.tolist() == [0, 1, 2, 3, 4]
     classes = np.full((2, 5), -1000.0)
     classes[0, 2] = np.nan
-    assert Classes("o", logits=False).found({"o": classes}, LIMITS)[0].labels.tolist() == []
+    assert found_in(Classes("o", logits=False), {"o": classes}, LIMITS)[0].labels.tolist() == []
 
 
 def test_f14_counts_and_keypoints_that_are_no_numbers_fail_nothing() -> None:
     limits = DetectionLimits(0.25, 0.7, 9)
     one = {"boxes": np.ones((3, 2, 4)), "scores": np.ones((3, 2)), "labels": np.ones((3, 2))}
     counts = {"count": np.array([[np.nan], [np.inf], [-1.0]])}
-    found = NamedBoxes(count="count").found(one | counts, limits)
+    found = found_in(NamedBoxes(count="count"), one | counts, limits)
     assert [len(picture.scores) for picture in found] == [0, 2, 0]
     row = [2.0, 2.0, 6.0, 6.0, 0.9, 1.0, np.nan, 4.0, 0.8, 3.0, 4.0, 0.7]
-    (picture,) = Rows("rows", Extras(points=2)).found({"rows": np.array([[row]])}, limits)
+    (picture,) = found_in(Rows("rows", Extras(points=2)), {"rows": np.array([[row]])}, limits)
     assert picture.points is not None
     np.testing.assert_allclose(picture.points, [[[0, 0, 0], [3, 4, 0.7]]], rtol=1e-6)
 
@@ -344,7 +344,7 @@ def test_f14_of_too_many_places_the_best_ones_are_compared(monkeypatch: pytest.M
     head = np.zeros((1, 5, 60), np.float32)
     head[0, 0] = np.arange(60) * 10
     head[0, 2:4], head[0, 4] = 5, np.linspace(0.3, 0.9, 60)
-    (found,) = RawHead("o", 1).found({"o": head}, LIMITS)
+    (found,) = found_in(RawHead("o", 1), {"o": head}, LIMITS)
     assert found.scores.tolist() == head[0, 4, 10:][::-1].tolist()
 
 

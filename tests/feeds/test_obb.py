@@ -10,6 +10,7 @@ import onnx
 import pytest
 from onnx import helper, numpy_helper, parser
 
+from feeds.graphs import found_in
 from feeds.test_detectors import LIMITS, entries, in_pixels, started, trial
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.feeds.detectors import obb
@@ -54,16 +55,16 @@ def test_f14_of_turned_boxes_alike_the_better_one_stays_by_hand() -> None:
     first, turned_away = (30, 30, 20, 4, 0.9, 0, 0.1), (30, 30, 20, 4, 0.8, 0, 1.6)
     alike, other_class, weak = (30, 30, 20, 4, 0.7, 0, 0.11), (30, 30, 20, 4, 0, 0.6, 0.1), (9, 9, 9, 9, 0.2, 0, 0)
     head = head_of(weak, alike, first, other_class, turned_away)
-    (found,) = RawHead("o", 2, extras=ANGLE).found({"o": head}, LIMITS)
+    (found,) = found_in(RawHead("o", 2, extras=ANGLE), {"o": head}, LIMITS)
     np.testing.assert_allclose(found.scores, [0.9, 0.8, 0.6], rtol=1e-6)
     assert found.labels.tolist() == [0, 0, 1]
     assert found.boxes is not None
     assert found.polygons is not None
     np.testing.assert_allclose(found.boxes[:, :2], found.polygons.min(axis=1))
     np.testing.assert_allclose(found.boxes[:, 2:], found.polygons.max(axis=1))
-    (few,) = RawHead("o", 2, extras=ANGLE).found({"o": head}, DetectionLimits(0.25, 0.7, 2, {0}))
+    (few,) = found_in(RawHead("o", 2, extras=ANGLE), {"o": head}, DetectionLimits(0.25, 0.7, 2, {0}))
     assert few.labels.tolist() == [0, 0]
-    (none,) = RawHead("o", 2, extras=ANGLE).found({"o": head}, DetectionLimits(0.95, 0.7, 2))
+    (none,) = found_in(RawHead("o", 2, extras=ANGLE), {"o": head}, DetectionLimits(0.95, 0.7, 2))
     assert none.labels.tolist() == []
 
 
@@ -98,7 +99,7 @@ def test_f14_blocks_of_turned_boxes_do_not_change_which_stay(monkeypatch: pytest
 def test_f14_turned_rows_and_numbers_that_are_none_by_hand() -> None:
     row = [30, 30, 20, 4, 0.9, 1, QUARTER]
     rows = np.array([[row, [*row[:6], np.nan], [*row[:5], np.nan, 0], [*row[:4], 0, 0, 0]]], np.float32)
-    (found,) = Rows("o", ANGLE).found({"o": rows}, LIMITS)
+    (found,) = found_in(Rows("o", ANGLE), {"o": rows}, LIMITS)
     assert found.labels.tolist() == [1]
     reach = 12 / 2**0.5
     assert found.boxes is not None

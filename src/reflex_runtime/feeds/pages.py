@@ -23,6 +23,7 @@ from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.feeds.pictures import FeedPictures
 from reflex_runtime.feeds.runtime.runtime import Runtime
 from reflex_runtime.feeds.runtime.snapshot import FeedSnapshot, RuntimeSnapshot
+from reflex_runtime.observe.batch_metrics import plain
 from reflex_runtime.observe.live import Live, LiveSnapshot, own_process
 from reflex_runtime.observe.series import COORDINATORS, FEEDS, FEEDS_AT_COORDINATORS, OUTPUTS
 from reflex_runtime.run.coordinator import BatchCoordinator
@@ -188,7 +189,7 @@ def _server(runtime: Runtime, coordinator: BatchCoordinator) -> dict[str, Any]:
         "processes": [own_process("running", None, running, waiting)],
         "feeds": {name: _feed(feed) for name, feed in sorted(feeds.items())[:MOST]},
         "feeds_known": len(feeds),
-        "outputs": {name: output.as_dict() for name, output in runtime.output_snapshots().items()},
+        "outputs": plain(runtime.output_snapshots()),
     }
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, is_dataclass
 from functools import partial
 from math import inf
 from types import MappingProxyType
@@ -111,13 +111,17 @@ class _Counters:
 
     def as_dict(self) -> dict[str, Any]:
         """All of it, JSON-safe."""
-        return {f.name: _plain(getattr(self, f.name)) for f in fields(self)}
+        found: dict[str, Any] = plain(self)
+        return found
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """Figures as JSON can hold them: dataclasses and mappings become dicts, durations their summary."""
+    if isinstance(value, Durations):
+        return value.as_dict()
     if isinstance(value, Mapping):
-        return {str(name): _plain(one) for name, one in value.items()}
-    return value.as_dict() if isinstance(value, Durations | _Counters) else value
+        return {str(name): plain(one) for name, one in value.items()}
+    return {f.name: plain(getattr(value, f.name)) for f in fields(value)} if is_dataclass(value) else value
 
 
 COUNTERS = tuple(f.name for f in fields(_Counters))

@@ -18,7 +18,7 @@ CORNER: Final = "corner"  # the same in the upper left corner
 STRETCH: Final = "stretch"
 CROP: Final = "crop"  # the middle of the picture, as large as fits
 
-Outputs = Mapping[str, NDArray[Any]]  # output → array [n, …]
+Outputs = Mapping[str, NDArray[Any]]  # output → its array for one picture
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +67,8 @@ class Dialect:
     std = (1.0, 1.0, 1.0)
     bgr = False
 
-    def found(self, outputs: Outputs, limits: DetectionLimits) -> list[Found]:
-        """One per picture."""
+    def found(self, outputs: Outputs, limits: DetectionLimits) -> Found:
+        """What the outputs for one picture say."""
         raise NotImplementedError
 
 
@@ -183,18 +183,12 @@ class NamedBoxes(Dialect):
     name = "boxes, scores and labels"
     score = 0.5
 
-    def found(self, outputs: Outputs, limits: DetectionLimits) -> list[Found]:
-        counts = None
+    def found(self, outputs: Outputs, limits: DetectionLimits) -> Found:
+        boxes, filled = outputs[self.boxes_name], None
         if self.count:
-            most = outputs[self.boxes_name].shape[1]
-            counts = np.nan_to_num(outputs[self.count].reshape(-1).astype(np.float64)).clip(0, most).astype(np.int64)
-        together = zip(outputs[self.boxes_name], outputs[self.scores_name], outputs[self.labels_name], strict=True)
-        found = []
-        for i, (boxes, scores, labels) in enumerate(together):
-            filled = slice(None if counts is None else counts[i])
-            order = np.arange(len(boxes))[filled]
-            found.append(_limited(boxes, scores, labels, limits, order))
-        return found
+            filled = int(np.nan_to_num(float(outputs[self.count].reshape(()))).clip(0, len(boxes)))
+        order = np.arange(len(boxes))[:filled]
+        return _limited(boxes, outputs[self.scores_name], outputs[self.labels_name], limits, order)
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,31 +212,20 @@ class RawHead(Dialect):
     score = 0.25
     overlaps = True
 
-    def found(self, outputs: Outputs, limits: DetectionLimits) -> list[Found]:
+    def found(self, outputs: Outputs, limits: DetectionLimits) -> Found:
         head = outputs[self.output]
-        head = head.transpose(0, 2, 1) if self.rows else head
         if head.dtype == np.float16:  # numpy compares these one by one
             head = head.astype(np.float32)
+        head = head.T if self.rows else head
         first = 5 if self.objectness else 4
-        if self.objectness:  # no class of a place scores more than this
-            best = head[:, 4]
-        else:
-            best = head[:, first : first + self.classes].max(axis=1)
-        prototypes = outputs.get(self.extras.prototypes) if self.extras.prototypes else None
-        found = []
-        for i, scores in enumerate(best):
-            places = np.flatnonzero(scores >= limits.score)
-            columns = head[i][:, places].T
-            if self.offsets is not None and (cells := cells_of(self.offsets, head.shape[2])) is not None:
-                x, y, stride = cells[places].T.astype(np.float32)
-                middles = np.stack([x, y], axis=1) + (columns[:, :2] - 0.5) * stride[:, None]
-                columns = np.hstack([middles, np.exp(columns[:, 2:4]) * stride[:, None], columns[:, 4:]])
-            found.append(self._of(columns, limits, None if prototypes is None else prototypes[i]))
-        return found
-
-    def _of(self, rows: Array, limits: DetectionLimits, prototypes: Array | None) -> Found:
-        """rows: [m, columns], those that may score enough."""
-        first = 5 if self.objectness else 4
+        # With objectness no class of a place scores more than it.
+        best = head[4] if self.objectness else head[4 : 4 + self.classes].max(axis=0)
+        places = np.flatnonzero(best >= limits.score)
+        rows = head[:, places].T
+        if self.offsets is not None and (cells := cells_of(self.offsets, head.shape[1])) is not None:
+            x, y, stride = cells[places].T.astype(np.float32)
+            middles = np.stack([x, y], axis=1) + (rows[:, :2] - 0.5) * stride[:, None]
+            rows = np.hstack([middles, np.exp(rows[:, 2:4]) * stride[:, None], rows[:, 4:]])
         classes = rows[:, first : first + self.classes]
         labels = classes.argmax(axis=1) if len(rows) else np.zeros(0, np.int64)
         scores = classes[np.arange(len(rows)), labels]
@@ -252,7 +235,7 @@ class RawHead(Dialect):
         boxes = np.hstack([rows[:, :4], behind]) if self.extras.angle else corners(rows[:, :4])
         fit = np.flatnonzero(wanted_of(boxes, scores, labels, limits))
         best = fit[kept(boxes[fit], scores[fit], labels[fit], limits.iou, limits.most)]
-        return found_of(boxes[best], scores[best], labels[best], behind[best], self.extras, prototypes)
+        return found_of(boxes[best], scores[best], labels[best], behind[best], self.extras, outputs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,17 +259,13 @@ class Rows(Dialect):
     name = "rows without overlaps"
     score = 0.25
 
-    def found(self, outputs: Outputs, limits: DetectionLimits) -> list[Found]:
-        prototypes = outputs.get(self.extras.prototypes) if self.extras.prototypes else None
-        found = []
-        for i, rows in enumerate(outputs[self.output]):
-            rows = rows[rows[:, 4] >= limits.score].astype(np.float32, copy=False)
-            labels = whole_of(rows[:, 5])
-            boxes = rows[:, [0, 1, 2, 3, 6]] if self.extras.angle else rows[:, :4]
-            fit = np.flatnonzero(wanted_of(boxes, rows[:, 4], labels, limits))[: limits.most]
-            own = None if prototypes is None else prototypes[i]
-            found.append(found_of(boxes[fit], rows[fit, 4], labels[fit], rows[fit, 6:], self.extras, own))
-        return found
+    def found(self, outputs: Outputs, limits: DetectionLimits) -> Found:
+        rows = outputs[self.output]
+        rows = rows[rows[:, 4] >= limits.score].astype(np.float32, copy=False)
+        labels = whole_of(rows[:, 5])
+        boxes = rows[:, [0, 1, 2, 3, 6]] if self.extras.angle else rows[:, :4]
+        fit = np.flatnonzero(wanted_of(boxes, rows[:, 4], labels, limits))[: limits.most]
+        return found_of(boxes[fit], rows[fit, 4], labels[fit], rows[fit, 6:], self.extras, outputs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,19 +289,13 @@ class Queries(Dialect):
     name = "queries"
     score = 0.5
 
-    def found(self, outputs: Outputs, limits: DetectionLimits) -> list[Found]:
+    def found(self, outputs: Outputs, limits: DetectionLimits) -> Found:
         both = self.boxes_name == self.logits_name
-        logits = outputs[self.logits_name][..., 4 if both else 0 :].astype(np.float32, copy=False)
-        boxes = outputs[self.boxes_name][..., :4]
+        logits = outputs[self.logits_name][:, 4 if both else 0 :].astype(np.float32, copy=False)
         best, labels = self._best(logits)
-        width, height = self.size
-        scaled = corners(boxes.reshape(-1, 4) * np.array([width, height, width, height], np.float32))
-        found = []
-        for i, own in enumerate(scaled.reshape(boxes.shape)):
-            order = np.argsort(-best[i], kind="stable")
-            masks = outputs[self.masks][i] if self.masks else None
-            found.append(_limited(own, best[i], labels[i], limits, order, masks))
-        return found
+        boxes = corners(outputs[self.boxes_name][:, :4] * np.array(self.size * 2, np.float32))
+        order = np.argsort(-best, kind="stable")
+        return _limited(boxes, best, labels, limits, order, outputs[self.masks] if self.masks else None)
 
     def _best(self, logits: Array) -> tuple[Array, Array]:
         """The best score of each query, and its class."""
@@ -345,15 +318,12 @@ class Classes(Dialect):
     score = 0.0
     most = 5
 
-    def found(self, outputs: Outputs, limits: DetectionLimits) -> list[Found]:
-        rows = outputs[self.output].astype(np.float64)
-        rows = softmax(rows) if self.logits else rows
-        found = []
-        for scores in rows:
-            order = np.argsort(-scores, kind="stable")
-            order = order[_allowed(scores[order], order, limits)][: limits.most]
-            found.append(Found(None, scores[order], order.astype(np.int64)))
-        return found
+    def found(self, outputs: Outputs, limits: DetectionLimits) -> Found:
+        scores = outputs[self.output].astype(np.float64)
+        scores = softmax(scores) if self.logits else scores
+        order = np.argsort(-scores, kind="stable")
+        order = order[_allowed(scores[order], order, limits)][: limits.most]
+        return Found(None, scores[order], order.astype(np.int64))
 
 
 # -- parts of them -----------------------------------------------------------------------------------------------------
@@ -399,9 +369,7 @@ def softmax(values: Array) -> Array:
     return result
 
 
-def found_of(
-    boxes: Array, scores: Array, labels: Array, behind: Array, extras: Extras, prototypes: Array | None
-) -> Found:
+def found_of(boxes: Array, scores: Array, labels: Array, behind: Array, extras: Extras, outputs: Outputs) -> Found:
     """Chosen boxes with their points and masks. behind: [k, extras.columns]. A point that is not finite is at 0, 0, and
     not visible."""
     points = masks = polygons = None
@@ -411,8 +379,8 @@ def found_of(
     if extras.points:
         points = behind[:, : extras.points * extras.dims].reshape(-1, extras.points, extras.dims).astype(np.float64)
         points[~np.isfinite(points).all(axis=-1)] = 0.0
-    if prototypes is not None:
-        masks = _masks(behind[:, -extras.coefficients :], prototypes)
+    if extras.prototypes:
+        masks = _masks(behind[:, -extras.coefficients :], outputs[extras.prototypes])
     return Found(boxes.astype(np.float64), scores.astype(np.float64), labels.astype(np.int64), points, masks, polygons)
 
 

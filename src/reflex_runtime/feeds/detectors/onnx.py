@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from reflex_runtime.core.errors import ConfigError, ProcessorError
-from reflex_runtime.feeds.detectors.heads import CORNER, LETTERBOX, STRETCH, DetectionLimits, Dialect, Found, Outputs
+from reflex_runtime.feeds.detectors.heads import CORNER, LETTERBOX, STRETCH, DetectionLimits, Dialect
 from reflex_runtime.feeds.detectors.picture_input import (
     FITTINGS,
     FittedPicture,
@@ -113,23 +113,13 @@ class _Loaded:
     def run(self, pictures: Sequence[FittedPicture], wanted: Sequence[FrameLimits | None] = ()) -> list[dict[str, Any]]:
         """wanted: of each frame, where some have limits of their own."""
         outputs = self.session.run(self.input.tensors(pictures, self.scale))
+        each = [{name: array[i] for name, array in outputs.items()} for i in range(len(pictures))]
         if self.dialect is None:
-            return [{name: array[i] for name, array in outputs.items()} for i in range(len(pictures))]
-        found = self._found(self.dialect, outputs, [self.limits_of(one) for one in wanted or [None] * len(pictures)])
+            return each
+        limits = [self.limits_of(one) for one in wanted or [None] * len(pictures)]
+        found = map(self.dialect.found, each, limits)
         together = zip(found, pictures, strict=True)
         return [result_of(one, picture.fit, self.facts.names, self.input.size) for one, picture in together]
-
-    def _found(self, dialect: Dialect, outputs: Outputs, limits: Sequence[DetectionLimits]) -> list[Found]:
-        """What was found in each frame within its limits; frames with the same ones are looked at together."""
-        alike = set(limits)
-        if len(alike) == 1:
-            return dialect.found(outputs, limits[0])
-        found: dict[int, Found] = {}
-        for limit in alike:
-            rows = [i for i, other in enumerate(limits) if other == limit]
-            part = {name: array[rows] for name, array in outputs.items()}
-            found |= zip(rows, dialect.found(part, limit), strict=True)
-        return [found[i] for i in range(len(limits))]
 
     def limits_of(self, wanted: FrameLimits | None) -> DetectionLimits:
         """Raises ConfigError for a class that the graph does not have."""

@@ -10,11 +10,11 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 from reflex_runtime.feeds.runtime.pipeline import Frame
-from reflex_runtime.observe.batch_metrics import BatchMetrics, Durations, Times
+from reflex_runtime.observe.batch_metrics import BatchMetrics, Durations, Times, plain
 
 DROPS = {
     "overrun": "a newer frame took its place before its batch began",
@@ -85,15 +85,6 @@ class FeedSnapshot:
     zones: Mapping[str, int] = field(default_factory=dict)
     lines: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
 
-    def as_dict(self) -> dict[str, Any]:
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
-        return values | {
-            "drops": dict(self.drops),
-            "latency": self.latency.as_dict(),
-            "resolution": None if self.resolution is None else list(self.resolution),
-            "stages": {name: asdict(figures) for name, figures in self.stages.items()},
-        }
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputSnapshot:
@@ -114,9 +105,6 @@ class OutputSnapshot:
     retries: int = 0
     error: str | None = None
 
-    def as_dict(self) -> dict[str, Any]:
-        return {f.name: getattr(self, f.name) for f in fields(self)} | {"drops": dict(self.drops)}
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RuntimeSnapshot:
@@ -129,13 +117,9 @@ class RuntimeSnapshot:
     outputs: Mapping[str, OutputSnapshot] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
-        return {
-            "state": self.state,
-            "uptime": self.uptime,
-            "feeds": {name: feed.as_dict() for name, feed in self.feeds.items()},
-            "coordinators": {name: metrics.as_dict() for name, metrics in self.coordinators.items()},
-            "outputs": {name: output.as_dict() for name, output in self.outputs.items()},
-        }
+        """All of it, JSON-safe."""
+        found: dict[str, Any] = plain(self)
+        return found
 
 
 class Ledger:
