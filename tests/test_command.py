@@ -65,7 +65,6 @@ def without(package: str, *arguments: str, cwd: Path) -> subprocess.CompletedPro
     ("arguments", "package", "extra"),
     [
         ("trace --prompts hi --out x", "matplotlib", "plots"),
-        ("trace --prompts hi --sweep 4..8 --out x", "matplotlib", "plots"),
         ("serve {export} --gr00t tcp://127.0.0.1:0", "zmq", "gr00t"),
         ("serve {export} --oip-grpc 127.0.0.1:0", "grpc", "grpc"),
         ("serve {export} --lerobot 127.0.0.1:0", "grpc", "grpc"),

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from reflex_runtime.cli import build_parser
 from reflex_runtime.cli.simulate import SimulateConfig
-from reflex_runtime.cli.trace_prompts import PromptsConfig
+from reflex_runtime.llm.engine.prompts import PromptsConfig
 from reflex_runtime.settings import FeedsConfig, LLMServeConfig, ServeConfig
 from reflex_runtime.settings.declare import flag
 

@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 
 from reflex_runtime.cli import main
-from reflex_runtime.cli.trace_prompts import StepTime, letters, step_time
+from reflex_runtime.llm.engine.prompts import StepTime, letters, step_time
 from reflex_runtime.observe import journal_view
 from reflex_runtime.observe.journal_reader import read_journal
 

@@ -7,14 +7,12 @@ import re
 from pathlib import Path
 
 import pytest
-from PIL import Image
 
 from reflex_runtime.cli import main
-from reflex_runtime.cli.trace_prompts import Measured, Prompt, StepTime, budgets_of, knee, measured
 from reflex_runtime.llm import SamplingParams, trace_batches
 from reflex_runtime.llm.engine.llm_engine import Engines
+from reflex_runtime.llm.engine.prompts import Measured, Prompt, StepTime, budgets_of, knee, measured
 from reflex_runtime.llm.engine.toy import ByteTokenizer, ToyRunner
-from reflex_runtime.observe import journal_view
 
 L3 = ("--prompts", "hello world", "goodbye")
 
@@ -38,7 +36,7 @@ def rows(out: str) -> list[list[str]]:
 
 
 def test_l3_l10_steps_over_budget(capsys: pytest.CaptureFixture[str]) -> None:
-    out = run(capsys, *L3, "--sweep", "4..64", "--no-picture")
+    out = run(capsys, *L3, "--sweep", "4..64")
     table = {int(row[0]): row[1:] for row in rows(out)}
     steps = [int(table[max(b for b in table if b <= budget)][0]) for budget in (4, 8, 11, 16, 18, 64)]
     assert steps == [8, 6, 5, 5, 4, 4]
@@ -53,7 +51,7 @@ def test_l3_l10_steps_over_budget(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_every_budget_of_a_short_sweep_is_what_the_schedule_is(capsys: pytest.CaptureFixture[str]) -> None:
-    table = {int(row[0]): row[1:] for row in rows(run(capsys, *L3, "--sweep", "4..19", "--no-picture"))}
+    table = {int(row[0]): row[1:] for row in rows(run(capsys, *L3, "--sweep", "4..19"))}
     assert sorted(table) == [*range(4, 20)]
     for budget, row in table.items():
         ids, schedule = trace_batches(L3[1:], 4, max_num_batched_tokens=budget)
@@ -71,25 +69,8 @@ def test_every_budget_of_a_short_sweep_is_what_the_schedule_is(capsys: pytest.Ca
         assert row[4] == f"{min(first)} / {max(first)}"
 
 
-def test_l10_the_sweep_is_drawn_and_names_the_knee(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(journal_view, "DPI", 200)  # as everybody has it
-    out = run(capsys, *L3, "--sweep", "4..64", "-o", "s")
-    assert out.endswith("wrote s.svg\nwrote s.png\n")
-    svg = Path("s.svg").read_text()
-    for text in ("knee at 18: more budget buys nothing", 'id="knee"', 'id="steps"'):
-        assert text in svg
-    with Image.open("s.png") as image:
-        assert image.size == (1800, 800)
-        assert (204, 102, 119) in {c for _, c in image.convert("RGB").getcolors(1 << 24) or []}
-    before = Path("s.svg").read_bytes(), Path("s.png").read_bytes()
-    run(capsys, *L3, "--sweep", "4..64", "-o", "s")
-    assert (Path("s.svg").read_bytes(), Path("s.png").read_bytes()) == before
-
-
 def test_other_flags_hold_in_a_sweep(capsys: pytest.CaptureFixture[str]) -> None:
-    out = run(capsys, *L3, "--sweep", "64..64", "--max-num-seqs", "1", "--max-tokens", "2", "--no-picture")
+    out = run(capsys, *L3, "--sweep", "64..64", "--max-num-seqs", "1", "--max-tokens", "2")
     assert rows(out)[0][:2] == ["64", "4"]
 
 
@@ -143,3 +124,5 @@ def test_what_is_no_sweep_is_refused(text: str, capsys: pytest.CaptureFixture[st
 def test_a_part_of_many_runs_is_none(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["trace", *L3, "--sweep", "4..8", "--from", "2"]) == 2
     assert "--from=2: shows a part of one trace; --sweep makes many runs" in capsys.readouterr().err
+    assert main(["trace", *L3, "--sweep", "4..8", "--out", "s"]) == 2
+    assert "--out=s: not with --sweep, which prints a table" in capsys.readouterr().err

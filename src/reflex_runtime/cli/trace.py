@@ -12,24 +12,20 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.text import Text
 
-from reflex_runtime.cli.console import console
-from reflex_runtime.cli.trace_prompts import ONLY_PROMPTS, PromptsConfig, record, search, setup_of
-from reflex_runtime.cli.trace_tables import (
-    PLACE,
-    ROWS,
-    batch_table,
-    place_of,
-    step_key,
-    step_summary,
-    step_table,
-    summary,
-    text_lines,
-    vary,
-)
+from reflex_runtime.cli.console import ProgressLine, console
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.observe.journal import BatchLine
-from reflex_runtime.observe.journal_reader import Journal, read_journal
-from reflex_runtime.observe.journal_view import is_tokens, plain
+from reflex_runtime.demo import model_directory
+from reflex_runtime.llm.engine.prompts import (
+    ONLY_PROMPTS,
+    PromptsConfig,
+    budgets_of,
+    record,
+    setup_of,
+    sweep,
+    text_lines,
+)
+from reflex_runtime.observe.journal_reader import read_journal
+from reflex_runtime.observe.trace_tables import ROWS, selected, show_batches
 from reflex_runtime.settings.declare import add_options, flag, one_line, whole
 
 if TYPE_CHECKING:
@@ -98,12 +94,25 @@ def run(args: argparse.Namespace) -> int:
     if not args.prompts:
         return _show(shown, args, args.file)
     if "sweep" in args:
-        return search(shown, args, args.out)
-    engines, prompts = setup_of(args)
+        return _sweep(shown, args)
+    engines, prompts = setup_of(args, model_directory)
     with TemporaryDirectory(prefix="reflex-") as scratch:
         prefix = args.out or Path(scratch, "prompts")
         file = prefix.with_name(prefix.name + ".jsonl")
         return _show(shown, args, file, record(engines, prompts, file))
+
+
+def _sweep(console: Console, args: argparse.Namespace) -> int:
+    if args.out is not None:
+        raise ConfigError(f"--out={args.out}: not with --sweep, which prints a table; leave one of them out")
+    for name in ("last", "first", "final", "group"):
+        if (value := getattr(args, name)) is not None:
+            told = {"first": "from", "final": "to"}.get(name, name)
+            raise ConfigError(f"--{told}={value}: shows a part of one trace; --sweep makes many runs")
+    budgets = budgets_of(args.sweep)
+    for line in sweep(*setup_of(args, model_directory), budgets, ProgressLine("budgets")):
+        console.print(line)
+    return 0
 
 
 def _check(args: argparse.Namespace) -> None:
@@ -128,7 +137,7 @@ def _show(
     if first is not None and final is not None and first > final:
         raise ConfigError(f"--to={final}: must be >= --from, which is {first}")
     trace = read_journal(file, images=False)
-    batches = _select(trace, args.group, first, final, last)
+    batches = selected(trace, args.group, first, final, last)
     pictures: Sequence[Path] = ()
     kept = args.out is not None or not outputs
     drawn = bool(batches) and kept and not args.no_picture
@@ -138,7 +147,7 @@ def _show(
 
         beside = file.with_name(file.name.removesuffix(".gz").removesuffix(".jsonl") or "trace")
         pictures = write_pictures(trace, batches, args.out or beside)
-    _tell(console, trace, batches, last is not None or first is not None, str(file) if kept else "prompts")
+    show_batches(console, trace, batches, last is not None or first is not None, str(file) if kept else "prompts")
     texts = text_lines(trace, outputs, console.width) if outputs else []
     if len(texts) > ROWS:
         texts[ROWS // 2 : -ROWS // 2] = [Text(f"… {len(texts) - ROWS:,} texts left out …", style="dim")]
@@ -149,60 +158,3 @@ def _show(
     if not kept or (drawn and missing):
         console.print(Text(NOT_DRAWN if kept else NOT_KEPT, style="dim"), soft_wrap=True)
     return 0
-
-
-def _select(
-    trace: Journal, group: str | None, first: int | None, final: int | None, last: int | None
-) -> list[BatchLine]:
-    batches = trace.batches
-    if group is not None:
-        known = sorted({*trace.groups, *(b.group for b in batches)})
-        if group not in known:
-            raise ConfigError(f"--group={group}: not in this trace, which has {', '.join(known) or 'no groups'}")
-        batches = [b for b in batches if b.group == group]
-    low, high = first or 0, float("inf") if final is None else final
-    found = [b for b in batches if low <= b.id <= high]
-    if batches and not found:
-        flag, value = ("--from", first) if first is not None else ("--to", final)
-        ids = [b.id for b in batches]
-        raise ConfigError(f"{flag}={value}: leaves no batch; ids here are in [{min(ids)}, {max(ids)}]")
-    return found if last is None else found[-last:]
-
-
-# -- output ------------------------------------------------------------------------------------------------------------
-
-
-def _tell(console: Console, trace: Journal, batches: Sequence[BatchLine], everything: bool, told: str) -> None:
-    console.print(Text(_origin(trace, told)), style="dim", soft_wrap=True)
-    if not batches:
-        console.print("no batches")
-        return
-    same = [
-        f"{name} {plain(value, 200)}"
-        for name, value in zip(PLACE, place_of(batches[0]), strict=True)
-        if value and not vary(batches, name)
-    ]
-    steps = is_tokens(batches)
-    if same and not steps:
-        console.print(Text(f"every batch: {', '.join(same)}"), style="dim", soft_wrap=True)
-    table: Any = step_table if steps else batch_table
-    if everything or len(batches) <= ROWS:
-        console.print(table(trace, batches, batches, console.width))
-    else:
-        half = ROWS // 2
-        console.print(table(trace, batches, [*batches[:half], *batches[-half:]], console.width, gap_after=half))
-        console.print(Text("--last N, or --from ID --to ID, shows those left out", style="dim"))
-    if steps:
-        console.print(Text(step_key(trace, batches), style="dim"))
-    for line in (step_summary if steps else summary)(trace, batches):
-        console.print(line, soft_wrap=True)
-
-
-def _origin(trace: Journal, file: str) -> str:
-    header = trace.header
-    groups = []
-    for name, info in header.groups.items():
-        budget = info.budget
-        told = "no budget" if budget is None else f"budget {budget:g} {info.unit}{info.or_times_fixed}"
-        groups.append(f"{plain(name)}: {told}, at most {info.max_size} requests")
-    return "; ".join([f"{file}: started {header.started_at}, reflex {header.reflex_version}", *groups])

@@ -17,15 +17,17 @@ import psutil
 import pytest
 from rich.console import Console
 
-from reflex_runtime.cli import main, top
-from reflex_runtime.cli.server_address import ServerAddress
-from reflex_runtime.cli.top import TopView, snapshot_of, watched
+from reflex_runtime.cli import main
+from reflex_runtime.cli.server_address import ServerAddress, snapshot_of
+from reflex_runtime.cli.top import watched
 from reflex_runtime.core.batch import Done
 from reflex_runtime.core.errors import ConfigError, ReflexError
 from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.core.request import Request
 from reflex_runtime.core.scheduler import Scheduler
+from reflex_runtime.observe import top_view
 from reflex_runtime.observe.live import Live, LiveClient, LiveGroup, LiveSnapshot
+from reflex_runtime.observe.top_view import TopView
 from serving.harness import STATE, Server
 
 WAITS = {"queued": 4, "preparing": 1, "residents": 0, "queued_seconds": 0.5}
@@ -165,7 +167,7 @@ def test_x4_top_says_what_it_cannot_read() -> None:
 def test_x4_top_shows_groups_without_a_queue_and_keeps_a_bounded_number_of_colours(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(top, "NAMES", 20)
+    monkeypatch.setattr(top_view, "NAMES", 20)
     live = Live(0.0)
     scheduler = Scheduler([GroupConfig(name="generate")])
     view, console = TopView("here"), Console(width=120, record=True)

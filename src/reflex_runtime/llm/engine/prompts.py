@@ -5,29 +5,28 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from rich.console import Console
+from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from reflex_runtime.cli.console import ProgressLine
-from reflex_runtime.cli.trace_tables import ROWS
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.core.events import BatchScheduled, Event, RequestProgressed, RequestSettled
 from reflex_runtime.core.request import PRIORITIES, Priority
 from reflex_runtime.core.statistics import percentile
-from reflex_runtime.observe.journal_view import PALETTE
+from reflex_runtime.observe.journal_reader import Journal
+from reflex_runtime.observe.journal_view import Colours, courses, ink, plain
+from reflex_runtime.observe.trace_tables import ROWS
 from reflex_runtime.settings.declare import did_you_mean, one_line, option, validate
 from reflex_runtime.settings.read import load
 
 if TYPE_CHECKING:
     from reflex_runtime.llm.engine.llm_engine import Engines, LLMEngine
     from reflex_runtime.llm.engine.sequence import RequestOutput
-    from reflex_runtime.observe.plots import Figure
 
 STEP_MS = "2+0.05"
 MOST_PROMPTS = 10_000
@@ -98,8 +97,10 @@ class StepTime:
         return f"{self.fixed * 1e3:.4g} ms + {self.per_token * 1e3:.4g} ms a token"
 
 
-def setup_of(args: argparse.Namespace) -> tuple[Engines, list[Prompt]]:
-    """Read the flags and load what runs. Raises ConfigError naming flag, value and range."""
+def setup_of(
+    args: argparse.Namespace, directory_of: Callable[[str], Path]
+) -> tuple[Engines, list[Prompt]]:
+    """Read the flags and load what runs. directory_of: a model by its name. ConfigError names flag, value and range."""
     from reflex_runtime.llm.engine.llm_engine import Engines
 
     config = load(PromptsConfig, "trace", None, {}, vars(args))
@@ -107,7 +108,7 @@ def setup_of(args: argparse.Namespace) -> tuple[Engines, list[Prompt]]:
     told = config.step_ms or ("measured" if config.model else STEP_MS)
     takes = None if told == "measured" else step_time(told)
     given = {"block_size", "num_blocks"} & vars(args).keys() if config.model else {"block_size", "num_blocks"}
-    runner, tokenizer = _load(config.model, **{name: getattr(config, name) for name in sorted(given)})
+    runner, tokenizer = _load(config.model, directory_of, **{name: getattr(config, name) for name in sorted(given)})
     settings: dict[str, Any] = {
         "max_num_batched_tokens": config.max_num_batched_tokens,
         "max_num_seqs": config.max_num_seqs,
@@ -118,17 +119,16 @@ def setup_of(args: argparse.Namespace) -> tuple[Engines, list[Prompt]]:
     return Engines(runner, tokenizer, takes, settings), prompts
 
 
-def _load(model: str, **cache: Any) -> tuple[Any, Any]:
+def _load(model: str, directory_of: Callable[[str], Path], **cache: Any) -> tuple[Any, Any]:
     """Runner and tokenizer: the toy, or what a directory holds. cache: block_size, num_blocks, where asked for."""
     if not model:
         from reflex_runtime.llm.engine.toy import ByteTokenizer, ToyRunner
 
         return ToyRunner(max_model_len=1 << 20, **cache), ByteTokenizer()
-    from reflex_runtime.demo import model_directory
     from reflex_runtime.llm.engine.load import load as load_model
 
-    directory = model_directory(model)
-    if not Path(directory).is_dir():
+    directory = directory_of(model)
+    if not directory.is_dir():
         raise ConfigError(f"--model={one_line(model)}: no such directory; scribe is the bundled model")
     return load_model(directory, **cache)
 
@@ -260,6 +260,37 @@ def step_time(text: str) -> StepTime:
     )
 
 
+def _middle(text: str, width: int) -> str:
+    """In quotes, on one line; of what is too long both ends."""
+    shown = plain(text, len(text) + 1)
+    if len(shown) > width - 2:
+        head = (width - 3) // 2
+        shown = f"{shown[:head]}…{shown[len(shown) - (width - 3 - head) :]}"
+    return f'"{shown}"'
+
+
+def text_lines(trace: Journal, outputs: Mapping[str, RequestOutput], width: int) -> list[Text]:
+    """One line a request: what was asked, what it took, what came out."""
+    found = {c.member.id: c for c in courses(trace.batches)}
+    colours = Colours.of(trace, trace.batches)
+    lines = []
+    for name, output in sorted(outputs.items(), key=lambda o: found[o[0]].member.seq if o[0] in found else -1):
+        course = found.get(name)
+        line = Text(no_wrap=True)
+        if course is not None:
+            line.append(f" {name} ", style=f"{ink(colours.hex(course.member))} on {colours.hex(course.member)}")
+        prompt, said = output.prompt or "", output.text
+        told = f" {_middle(prompt, max(12, (width - 40) // 3))}"
+        if course is not None:
+            told += f" {course.member.asked:g} + {course.outputs} tokens, first in step {course.first_step}"
+        line.append(told)
+        line.append(f" → {_middle(said, max(12, width - line.cell_len - 3))}", style="bold")
+        if output.error is not None:
+            line.append(f" {output.error.message}", style="bold red")
+        lines.append(line)
+    return lines
+
+
 # -- the same at many budgets ------------------------------------------------------------------------------------------
 
 
@@ -297,34 +328,23 @@ def knee(runs: Sequence[Measured], floor: int) -> int | None:
     return found
 
 
-def search(console: Console, args: argparse.Namespace, prefix: Path | None) -> int:
-    """Run the prompts at every budget and show the knee; returns the exit code. prefix: where to draw it."""
-    budgets = budgets_of(args.sweep)
-    for name in ("last", "first", "final", "group"):
-        if (value := getattr(args, name)) is not None:
-            told = {"first": "from", "final": "to"}.get(name, name)
-            raise ConfigError(f"--{told}={value}: shows a part of one trace; --sweep makes many runs")
-    engines, prompts = setup_of(args)
-    engines, progress, runs = engines.mute(StepTime(1.0, 0.0)), ProgressLine("budgets"), list[Measured]()
+def sweep(
+    engines: Engines, prompts: Sequence[Prompt], budgets: Sequence[int], progress: Callable[[int, int], None]
+) -> Iterator[RenderableType]:
+    """Run the prompts at every budget; the table, and what is said of it."""
+    engines, runs = engines.mute(StepTime(1.0, 0.0)), list[Measured]()
     for budget in budgets:
         runs.append(measured(engines, prompts, budget))
         progress(len(runs), len(budgets))
     floor = len(measured(engines, prompts, HIGHEST).tokens)
     found = knee(runs, floor)
-    if found is None:
-        told = f"no knee up to {budgets[-1]}: {len(runs[-1].tokens)} steps there, {floor} without a limit"
-    else:
-        told = f"knee at {found}: more budget buys nothing ({floor} steps, as without a limit)"
-    console.print(sweep_table(runs, found))
+    yield sweep_table(runs, found)
     if len(runs) > ROWS:
-        console.print(Text("budgets left out take as many steps as the row above them", style="dim"))
-    console.print(Text(told), soft_wrap=True)
-    if prefix is not None and not args.no_picture:
-        from reflex_runtime.observe.plots import saved
-
-        for path in saved(prefix, lambda: _sweep_figure(runs, found, told), "; choose another, or --no-picture"):
-            console.print(Text(f"wrote {path}"), soft_wrap=True)
-    return 0
+        yield Text("budgets left out take as many steps as the row above them", style="dim")
+    if found is None:
+        yield Text(f"no knee up to {budgets[-1]}: {len(runs[-1].tokens)} steps there, {floor} without a limit")
+    else:
+        yield Text(f"knee at {found}: more budget buys nothing ({floor} steps, as without a limit)")
 
 
 def budgets_of(text: str) -> list[int]:
@@ -356,22 +376,3 @@ def sweep_table(runs: Sequence[Measured], found: int | None) -> Table:
         cells += [f"{1.0 - total / (run.budget * key[0]):.0%}", f"{key[1]:g} / {key[2]}", note]
         table.add_row(*map(Text, cells), style="bold" if note else "")
     return table
-
-
-def _sweep_figure(runs: Sequence[Measured], found: int | None, told: str) -> Figure:
-    """Steps over budget. told: the title."""
-    from reflex_runtime.observe.plots import Figure, MaxNLocator
-
-    budgets, steps = [run.budget for run in runs], [len(run.tokens) for run in runs]
-    figure = Figure(figsize=(9.0, 4.0), layout="constrained")
-    axes = figure.subplots()
-    axes.plot(budgets, steps, color=PALETTE[4], marker="o", markersize=3.2, drawstyle="steps-post", gid="steps")
-    if found is not None:
-        axes.plot(found, steps[budgets.index(found)], "o", color=PALETTE[1], markersize=8, gid="knee")
-    if budgets[-1] - budgets[0] >= BUDGETS:
-        axes.set_xscale("log", base=2)
-        axes.xaxis.set_major_formatter("{x:g}")
-    axes.yaxis.set_major_locator(MaxNLocator(8, steps=[1, 2, 5, 10], integer=True))
-    axes.set(title=told, xlabel="max_num_batched_tokens: the budget of a step, tokens", ylabel="steps",
-             ylim=(0.0, 1.12 * max(steps)))  # fmt: skip
-    return figure

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from statistics import mean, median
-from typing import TYPE_CHECKING
+from typing import Any
 
 from rich.cells import cell_len
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.core.statistics import percentile
 from reflex_runtime.observe.journal import BatchLine, Member
 from reflex_runtime.observe.journal_reader import Journal
@@ -21,6 +23,7 @@ from reflex_runtime.observe.journal_view import (
     courses,
     ink,
     is_decode,
+    is_tokens,
     pale,
     plain,
     request_name,
@@ -28,9 +31,6 @@ from reflex_runtime.observe.journal_view import (
     who_waited,
     why_waiting,
 )
-
-if TYPE_CHECKING:
-    from reflex_runtime.llm.engine.sequence import RequestOutput
 
 ROWS = 40  # a longer table shows a part, unless --last or --from asked for its rows
 NAMES = 8  # members named in a row
@@ -47,6 +47,64 @@ def place_of(batch: BatchLine) -> tuple[str, str, str]:
 def vary(batches: Sequence[BatchLine], name: str) -> bool:
     """Whether the batches differ in this part of their place."""
     return len({place_of(b)[PLACE.index(name)] for b in batches}) > 1
+
+
+def selected(
+    trace: Journal, group: str | None, first: int | None, final: int | None, last: int | None
+) -> list[BatchLine]:
+    """The batches of that group and of those ids. ConfigError where there is none."""
+    batches = trace.batches
+    if group is not None:
+        known = sorted({*trace.groups, *(b.group for b in batches)})
+        if group not in known:
+            raise ConfigError(f"--group={group}: not in this trace, which has {', '.join(known) or 'no groups'}")
+        batches = [b for b in batches if b.group == group]
+    low, high = first or 0, float("inf") if final is None else final
+    found = [b for b in batches if low <= b.id <= high]
+    if batches and not found:
+        flag, value = ("--from", first) if first is not None else ("--to", final)
+        ids = [b.id for b in batches]
+        raise ConfigError(f"{flag}={value}: leaves no batch; ids here are in [{min(ids)}, {max(ids)}]")
+    return found if last is None else found[-last:]
+
+
+def show_batches(
+    console: Console, trace: Journal, batches: Sequence[BatchLine], everything: bool, told: str
+) -> None:
+    """Print the table of a trace, and what is above and below it. everything: all rows. told: what it is called."""
+    console.print(Text(_origin(trace, told)), style="dim", soft_wrap=True)
+    if not batches:
+        console.print("no batches")
+        return
+    same = [
+        f"{name} {plain(value, 200)}"
+        for name, value in zip(PLACE, place_of(batches[0]), strict=True)
+        if value and not vary(batches, name)
+    ]
+    steps = is_tokens(batches)
+    if same and not steps:
+        console.print(Text(f"every batch: {', '.join(same)}"), style="dim", soft_wrap=True)
+    table: Any = step_table if steps else batch_table
+    if everything or len(batches) <= ROWS:
+        console.print(table(trace, batches, batches, console.width))
+    else:
+        half = ROWS // 2
+        console.print(table(trace, batches, [*batches[:half], *batches[-half:]], console.width, gap_after=half))
+        console.print(Text("--last N, or --from ID --to ID, shows those left out", style="dim"))
+    if steps:
+        console.print(Text(step_key(trace, batches), style="dim"))
+    for line in (step_summary if steps else summary)(trace, batches):
+        console.print(line, soft_wrap=True)
+
+
+def _origin(trace: Journal, file: str) -> str:
+    header = trace.header
+    groups = []
+    for name, info in header.groups.items():
+        budget = info.budget
+        told = "no budget" if budget is None else f"budget {budget:g} {info.unit}{info.or_times_fixed}"
+        groups.append(f"{plain(name)}: {told}, at most {info.max_size} requests")
+    return "; ".join([f"{file}: started {header.started_at}, reflex {header.reflex_version}", *groups])
 
 
 _Column = tuple[str, list[Text], bool]  # its name, its cells, and whether they stand right
@@ -405,34 +463,3 @@ def _conservation(trace: Journal) -> list[Text]:
         names = ", ".join(request_name(c.member) for c in wrong[:8])
         return [Text(f"{rule}: violated by {len(wrong)} of {len(done)} requests: {names}", style="bold red")]
     return [Text(f"{rule}: holds for all {len(done):,} requests")]
-
-
-def _middle(text: str, width: int) -> str:
-    """In quotes, on one line; of what is too long both ends."""
-    shown = plain(text, len(text) + 1)
-    if len(shown) > width - 2:
-        head = (width - 3) // 2
-        shown = f"{shown[:head]}…{shown[len(shown) - (width - 3 - head) :]}"
-    return f'"{shown}"'
-
-
-def text_lines(trace: Journal, outputs: Mapping[str, RequestOutput], width: int) -> list[Text]:
-    """One line a request: what was asked, what it took, what came out."""
-    found = {c.member.id: c for c in courses(trace.batches)}
-    colours = Colours.of(trace, trace.batches)
-    lines = []
-    for name, output in sorted(outputs.items(), key=lambda o: found[o[0]].member.seq if o[0] in found else -1):
-        course = found.get(name)
-        line = Text(no_wrap=True)
-        if course is not None:
-            line.append(f" {name} ", style=f"{ink(colours.hex(course.member))} on {colours.hex(course.member)}")
-        prompt, said = output.prompt or "", output.text
-        told = f" {_middle(prompt, max(12, (width - 40) // 3))}"
-        if course is not None:
-            told += f" {course.member.asked:g} + {course.outputs} tokens, first in step {course.first_step}"
-        line.append(told)
-        line.append(f" → {_middle(said, max(12, width - line.cell_len - 3))}", style="bold")
-        if output.error is not None:
-            line.append(f" {output.error.message}", style="bold red")
-        lines.append(line)
-    return lines

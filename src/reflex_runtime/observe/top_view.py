@@ -1,0 +1,269 @@
+"""Snapshots of a server as text for a terminal: what `reflex top` shows.
+
+Each row of a table is one line; columns are left out where a terminal is narrow."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from math import ceil
+from typing import Any, Literal
+
+from rich.cells import cell_len
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from reflex_runtime.observe.journal_view import PALETTE, WHY_WAITING
+from reflex_runtime.observe.live import LiveBatch, LiveGroup, LiveSnapshot
+
+BATCHES = 400  # kept for the strip
+STRIP = 8  # lines of it
+NAMES = 4096  # clients whose colour is kept
+
+
+class TopView:
+    """Snapshots as a picture of text; it keeps the batches of the last ones."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._batches: deque[LiveBatch] = deque(maxlen=BATCHES)
+        self._colours: OrderedDict[str, str] = OrderedDict()
+        self._named = 0
+
+    def show(self, snapshot: LiveSnapshot, width: int) -> RenderableType:
+        """The picture after one more snapshot."""
+        self._batches.extend(snapshot.batches)
+        feeds = snapshot.server.get("feeds")
+        clients = self._clients(snapshot, width) if feeds is None else feeds_table(feeds, width, self._name)
+        return Group(
+            head_of(snapshot, self._url),
+            self._strip(width),
+            self._newest(),
+            groups_table(snapshot, width),
+            "",
+            clients,
+            *own_tables(snapshot.server, width),
+        )
+
+    def _strip(self, width: int) -> Text:
+        """A column is a batch, a cell one or more of its requests, in the colour of the client."""
+        batches = list(self._batches)[-width:]
+        if not batches:
+            return Text("no batch yet", "dim")
+        per = ceil(max(batch.size for batch in batches) / STRIP)
+        rows = []
+        for row in reversed(range(min(STRIP, ceil(max(b.size for b in batches) / per)))):
+            line = Text(no_wrap=True)
+            for batch in batches:
+                at = row * per
+                if at >= batch.size:
+                    line.append(" ")
+                elif at >= len(batch.members):
+                    line.append("░")
+                else:
+                    line.append("▒" if batch.failed else "█", self._colour(batch.members[at].client))
+            rows.append(line)
+        text = Text("\n").join(rows)
+        cell = "a request" if per == 1 else f"{per} requests"
+        return text.append(f"\n{'─' * len(batches)} batches, newest right; a cell is {cell}", "dim")
+
+    def _newest(self) -> Text:
+        if not self._batches:
+            return Text("")
+        batch = self._batches[-1]
+        took = ms(batch.took)
+        predicted = f", predicted {ms(batch.expected)}" if batch.expected > 0.0 else ""
+        why = WHY_WAITING.get(batch.short_of, batch.short_of)
+        left = f"; {batch.queued} left waiting{': ' * bool(why)}{why}" if batch.queued else ""
+        return Text(f"batch {batch.id} of {batch.group}: {batch.size}, {batch.cause}, took {took}{predicted}{left}\n")
+
+    def _clients(self, snapshot: LiveSnapshot, width: int) -> Table:
+        columns = "client", "group", "wire", "answers/s", "last, ago", "answered", "p95", "lost", "why"
+        rows: list[Sequence[str | Text]] = []
+        for c in snapshot.clients[:ROWS]:
+            figures = f"{c.rate:.1f}", ms(c.age), str(c.answers), ms(c.p95), str(c.lost)
+            rows.append((self._name(c.name), c.group, c.wire, *figures, c.why))
+        if snapshot.clients_known > ROWS:
+            rows.append((more(snapshot.clients_known - ROWS), *[""] * (len(columns) - 1)))
+        spared = "wire", "answered", "group", "last, ago", "p95", "why"
+        return fitting(columns, rows, width, {"client", "group", "wire", "why"}, spared)
+
+    def _name(self, client: str) -> Text:
+        return Text("█ ", self._colour(client)).append(client, "default")
+
+    def _colour(self, client: str) -> str:
+        found = self._colours.get(client)
+        if found is None:
+            found = self._colours[client] = PALETTE[self._named % len(PALETTE)]
+            self._named += 1
+            if len(self._colours) > NAMES:
+                self._colours.popitem(last=False)
+        return found
+
+
+LEAST = 18  # columns of a `why` that is cut
+ROWS = 20  # of a table of clients or feeds
+GOOD = {"ready": "green", "ok": "green", "running": "green", "ended": "green", "stopped": "green", "connected": "green"}
+_WARNS = {"starting": "yellow", "restarting": "bold yellow", "connecting": "yellow", "reconnecting": "bold yellow"}
+
+
+def state_text(state: str) -> Text:
+    """A state in its colour."""
+    return Text(state, GOOD.get(state) or _WARNS.get(state, "bold red"))
+
+
+def head_of(snapshot: LiveSnapshot, url: str) -> Text:
+    """The first lines: the state, the figures of all groups together, and what is not well."""
+    server = snapshot.server
+    state, policies, model = str(server.get("state", "")), server.get("policies", {}), server.get("model")
+    shadows = {policy["groups"].get("shadow") for policy in policies.values()}  # a shadow answers nobody
+    served = [g for g in snapshot.groups if g.name not in shadows]
+    rate, busy = sum(g.rate for g in served), min(1.0, sum(g.busy for g in snapshot.groups))
+    head = Text(f"{url}: ").append(state_text(state))
+    head.append(f"  {rate:.1f} answers/s  device {busy:.0%} busy  p99 {ms(_worst(served, 'p99'))}")
+    for name, policy in policies.items():
+        for slot, told in policy.get("slots", {}).items():
+            if told["verdict"] != "ok":
+                head.append(f"  {name}/{slot}: {told['verdict']}", "bold red")
+    if model is not None:
+        head.append(f"\n{model.get('model', '')}: {model.get('running', 0)} running")
+        first, gap = (ms(_worst(served, name)) for name in ("first_p50", "gap_p50"))
+        head.append(f"  {sum(g.tokens for g in served):.0f} tokens/s  first {first}  between {gap}")
+        if "kv_cache_usage" in model:
+            head.append(f"  cache {model['kv_cache_usage']:.0%} held")
+    if server.get("error"):
+        head.append(f"\n{server['error']}", "red")
+    return head
+
+
+def one_line_of(snapshot: LiveSnapshot, url: str) -> str:
+    """What stands above the tables, in one line."""
+    return "  ".join(head_of(snapshot, url).plain.splitlines())
+
+
+def _worst(groups: Iterable[LiveGroup], name: str) -> float | None:
+    return max((value for g in groups if (value := getattr(g, name)) is not None), default=None)
+
+
+def groups_table(snapshot: LiveSnapshot, width: int) -> Table:
+    """What waits in each group, and its figures."""
+    figures, queues = {g.name: g for g in snapshot.groups}, snapshot.server.get("queues", {})
+    rows: list[list[str]] = []
+    for name in (*queues, *(name for name in figures if name not in queues)):  # runtime processes have a queue each
+        queue, g, row = queues.get(name), figures.get(name), [name]
+        if queue is None:
+            row += ["–"] * 4
+        else:
+            ready = queue["queued"] - queue["preparing"]
+            row += [str(ready), str(queue["preparing"]), str(queue["residents"]), ms(queue["queued_seconds"])]
+        if g is None:
+            row += [""] * 7
+        else:
+            ratio = "–" if g.error is None else f"{g.error:.2f}"
+            lost = ", ".join(f"{count} {kind}" for kind, count in g.outcomes.items() if kind != "ok")
+            row += [f"{g.rate:.1f}", f"{min(1.0, g.busy):.0%}", ms(g.p50), ms(g.p95), ms(g.p99), ratio, lost]
+        rows.append(row)
+    columns = (
+        "group", "waiting", "prepared", "resident", "work", "answers/s", "busy", "p50", "p95", "p99", "pred/meas",
+        "without a result",
+    )  # fmt: skip
+    spared = "prepared", "resident", "p95", "pred/meas", "work", "p50", "without a result", "busy"
+    return fitting(columns, rows, width, {"group", "without a result"}, spared)
+
+
+def feeds_table(feeds: Mapping[str, Any], width: int, shown: Callable[[str], str | Text] = str) -> Table:
+    """The first twenty feeds. shown: how a name is."""
+    rows: list[list[str | Text]] = []
+    for name, feed in list(feeds.items())[:ROWS]:
+        drops = ", ".join(f"{count} {reason}" for reason, count in feed["drops"].items())
+        figures = f"{feed['fps']:.1f}", ms(feed["age"]), ms(feed["p95"]), str(feed["frames"])
+        rows.append([shown(name), state_text(feed["state"]), *figures, str(feed["restarts"]), drops, feed["error"]])
+    if len(feeds) > ROWS:
+        rows.append([more(len(feeds) - ROWS), *[""] * 8])
+    columns = "feed", "state", "answers/s", "last, ago", "p95", "frames", "reconnects", "dropped", "why"
+    spared = "why", "reconnects", "frames", "dropped", "last, ago", "p95"
+    return fitting(columns, rows, width, {"feed", "state", "dropped", "why"}, spared)
+
+
+def policies_table(policies: Mapping[str, Any], width: int) -> Table:
+    """Every slot of every policy, with its version and what its breaker says."""
+    rows: list[list[str | Text]] = []
+    for name, policy in policies.items():
+        for slot, told in policy["slots"].items():
+            why = policy["breaker"]["slots"].get(slot, {}).get("why") or ""
+            version = str(policy["versions"].get(slot, ""))
+            rows.append([name, state_text(policy["state"]), slot, state_text(told["verdict"]), version, why])
+    columns = "policy", "state", "slot", "breaker", "version", "why"
+    return fitting(columns, rows, width, set(columns), ("why", "version", "state"))
+
+
+def processes_table(processes: Sequence[Mapping[str, Any]], width: int) -> Table:
+    """The processes of a server."""
+    rows: list[list[str | Text]] = []
+    for p in processes:
+        memory = "–" if p["memory"] is None else f"{p['memory'] / 1e6:.0f} MB"
+        counts = ("–" if p[what] is None else str(p[what]) for what in ("running", "waiting"))
+        pid = "–" if p["pid"] is None else str(p["pid"])
+        rows.append([p["name"], state_text(p["state"]), pid, str(p["restarts"]), memory, *counts, p["why"]])
+    columns = "process", "state", "pid", "restarts", "memory", "running", "waiting", "why"
+    return fitting(columns, rows, width, {"process", "state", "why"}, ("why", "pid", "restarts", "memory"))
+
+
+def outputs_table(outputs: Mapping[str, Any], width: int) -> Table:
+    """What became of the results of feeds that were sent elsewhere."""
+    rows: list[list[str | Text]] = []
+    for name, told in outputs.items():
+        drops = ", ".join(f"{count} {reason}" for reason, count in told["drops"].items() if count)
+        figures = str(told["sent"]), str(told["waiting"]), drops
+        rows.append([name, state_text(told["state"]), *figures, told["where"], told["error"] or ""])
+    columns = "output", "state", "sent", "waiting", "dropped", "receiver", "why"
+    return fitting(columns, rows, width, {"output", "state", "dropped", "receiver", "why"}, ("why", "receiver"))
+
+
+def fitting(
+    columns: Sequence[str], rows: Sequence[Sequence[str | Text]], width: int, texts: set[str], spared: Iterable[str]
+) -> Table:
+    """A table of one line a row. texts: columns that are no figures. spared: those left out, in this order, until the
+    others fit; of a long `why` the beginning is shown. A column without a value in any row is left out too."""
+    wide = {
+        column: max(cell_len(str(cell)) for cell in (column, *cells)) + 2
+        for column, *cells in zip(columns, *rows, strict=True)
+        if not rows or any(str(cell) for cell in cells)
+    }
+    left = width + 2 - sum(cells for column, cells in wide.items() if column != "why")
+    if LEAST <= left < wide.get("why", 0):
+        wide["why"] = left
+    for column in spared:
+        if sum(wide.values()) - 2 > width:
+            wide.pop(column, None)
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for column in wide:
+        justify: Literal["left", "right"] = "left" if column in texts else "right"
+        table.add_column(column, justify=justify, no_wrap=True, max_width=wide[column] - 2)
+    for row in rows:
+        table.add_row(*(cell for column, cell in zip(columns, row, strict=True) if column in wide))
+    return table
+
+
+def own_tables(server: Mapping[str, Any], width: int) -> Iterator[RenderableType]:
+    """What a server tells of itself: its policies, its outputs and its processes."""
+    for name, table in (("policies", policies_table), ("outputs", outputs_table), ("processes", processes_table)):
+        if server.get(name):
+            yield ""
+            yield table(server[name], width)
+
+
+def more(count: int) -> Text:
+    """The first cell of the row below a table that is not complete."""
+    return Text(f"and {count} more", "dim")
+
+
+def ms(seconds: float | None) -> str:
+    """A time as text."""
+    if seconds is None:
+        return "–"
+    found = seconds * 1e3
+    if found >= 1e4:
+        return f"{found / 1e3:.1f} s"
+    return f"{found:.0f} ms" if found >= 100 else f"{found:.1f} ms"
