@@ -543,9 +543,10 @@ TOOLS: list[Any] = [
 
 def test_l9_a_call_reaches_the_client_and_its_result_the_model() -> None:
     text = 'I move it. <tool_call>\n{"name": "move", "arguments": {"x": 4}}\n</tool_call>'
-    with Toy(Speaker(text)) as server, openai.OpenAI(
-        base_url=f"http://127.0.0.1:{server.port}/v1", api_key="any", max_retries=0
-    ) as caller:
+    with (
+        Toy(Speaker(text)) as server,
+        openai.OpenAI(base_url=f"http://127.0.0.1:{server.port}/v1", api_key="any", max_retries=0) as caller,
+    ):
         messages: list[Any] = [{"role": "user", "content": "Move"}]
         ask: dict[str, Any] = {"model": "toy", "tools": TOOLS, "max_tokens": 200}
         (choice,) = caller.chat.completions.create(messages=messages, **ask).choices
@@ -568,9 +569,10 @@ def test_l9_a_call_reaches_the_client_and_its_result_the_model() -> None:
 
 def test_l9_a_thought_is_reasoning_content() -> None:
     text = "<think>\nTwo and two.\n</think>\n\nFour."
-    with Toy(Speaker(text)) as server, openai.OpenAI(
-        base_url=f"http://127.0.0.1:{server.port}/v1", api_key="any", max_retries=0
-    ) as caller:
+    with (
+        Toy(Speaker(text)) as server,
+        openai.OpenAI(base_url=f"http://127.0.0.1:{server.port}/v1", api_key="any", max_retries=0) as caller,
+    ):
         ask: dict[str, Any] = {"model": "toy", "messages": [{"role": "user", "content": "2+2?"}], "max_tokens": 200}
         message = caller.chat.completions.create(**ask).choices[0].message
         assert (message.content, message.model_extra["reasoning_content"]) == ("Four.", "Two and two.")
@@ -684,7 +686,7 @@ def test_l9_a_template_that_refuses_is_400_and_does_not_tell_where_the_model_lie
         ("messages[0].role='x': must be other", "messages[0].role='x': must be other"),
     ):
 
-        def refuses(*given: Any, said: str = said) -> Any:
+        def refuses(*given: Any, said: str = said, **more: Any) -> Any:
             raise ConfigError(said)
 
         monkeypatch.setattr(toy.generator.processor.tokenizer, "chat", refuses)
@@ -722,9 +724,9 @@ def test_l9_many_short_texts_are_tokenised_beside_the_loop(toy: Toy, monkeypatch
     for name, seen in threads.items():
         function = getattr(tokenizer, name)
 
-        def noting(*given: Any, function: Any = function, seen: set[str] = seen) -> list[int]:
+        def noting(*given: Any, function: Any = function, seen: set[str] = seen, **more: Any) -> list[int]:
             seen.add(threading.current_thread().name)
-            return list(function(*given))
+            return list(function(*given, **more))
 
         monkeypatch.setattr(tokenizer, name, noting)
     assert len(toy.complete(["x" * 100] * 21, max_tokens=1).json["choices"]) == 21
