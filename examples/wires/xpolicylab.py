@@ -23,18 +23,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from reflex_runtime.core.errors import ReflexError
-from reflex_runtime.robots.app import create_app, websocket_only
+from reflex_runtime.robots.app import create_app
 from reflex_runtime.robots.policy.spec import PolicySpec, WireMap
 from reflex_runtime.robots.serving.handler import RequestHandler
 from reflex_runtime.robots.serving.observation_reader import ObservationReader, WireObservation
 from reflex_runtime.robots.serving.question import ActAnswer, Question
-from reflex_runtime.robots.wires.bounded_msgpack import unpack
-from reflex_runtime.robots.wires.common import answer_details, limits_in, nd_in, question_of
-from reflex_runtime.robots.wires.vla_eval import MessageSession
+from reflex_runtime.robots.wires.common import answer_details, limits_in, nd_in, question_of, unpack
+from reflex_runtime.robots.wires.message_session import MessageSession, socket_route
 from reflex_runtime.web.app import App
 from reflex_runtime.web.errors import ClientError, describe_error
 from reflex_runtime.web.fields import invalid, printable
-from reflex_runtime.web.request import Route, SocketMessage, WebSocket
+from reflex_runtime.web.request import SocketMessage, WebSocket
 
 NAME: Final = "xpolicylab"  # in metrics and recordings
 PATH: Final = "/xpolicylab"
@@ -49,8 +48,7 @@ NAMES: Final = WireMap()
 def create() -> App:
     """The application of the policy in REFLEX_SOURCE with this wire, for any ASGI server."""
     app, runtime = create_app()
-    session = partial(serve, RequestHandler(runtime))
-    app.routes[PATH] = Route(PATH, websocket_only, most=runtime.config.max_body_bytes, socket=session)
+    app.routes[PATH] = socket_route(PATH, serve, RequestHandler(runtime))
     return app
 
 

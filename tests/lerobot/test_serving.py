@@ -34,7 +34,7 @@ from reflex_runtime.robots import (
 )
 from reflex_runtime.robots.analysis.doctor import examine
 from reflex_runtime.robots.policy.rtc import Rtc
-from reflex_runtime.robots.serving.images import cameras_of
+from reflex_runtime.robots.serving.decode_pool import cameras_of
 from reflex_runtime.robots.serving.observation_reader import ObservationReader
 from reflex_runtime.robots.sources.lerobot_checkpoint import LeRobotCheckpoint
 from reflex_runtime.robots.sources.lerobot_processors import REFUSED, STEPS

@@ -22,7 +22,7 @@ from reflex_runtime.llm.api import decode
 from reflex_runtime.llm.api import requests as openai
 from reflex_runtime.llm.app import ModelServer
 from reflex_runtime.robots.policy.observation import InvalidRequest
-from reflex_runtime.robots.serving.images import PIECE, _from_base64
+from reflex_runtime.robots.serving.decode_pool import PIECE, _from_base64
 from reflex_runtime.robots.serving.question import Question
 from reflex_runtime.robots.serving.runtime import PolicyRuntime
 from reflex_runtime.robots.wires import act

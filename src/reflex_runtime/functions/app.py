@@ -23,7 +23,7 @@ from reflex_runtime.web.errors import PLAIN
 from reflex_runtime.web.fields import encode as encode_json
 from reflex_runtime.web.oip import OipHttp
 from reflex_runtime.web.openapi import document_routes
-from reflex_runtime.web.request import HttpRequest, HttpResponse, Route
+from reflex_runtime.web.request import HttpRequest, HttpResponse, Route, named_in
 from reflex_runtime.web.serve import Make
 from reflex_runtime.web.supervisor import Parent
 
@@ -50,8 +50,6 @@ def application(server: FunctionServer) -> App:
         paths[PREDICT] = next(iter(of.values()))
     questions = [Route(path, one.run, "POST", most=most, refused=one.refused) for path, one in paths.items()]
 
-    oip = OipHttp(FunctionModels(of), most)
-
     async def health(request: HttpRequest) -> HttpResponse:
         return HttpResponse(200 if server.state == "ready" else 503, encode_json(server.health()))
 
@@ -60,7 +58,7 @@ def application(server: FunctionServer) -> App:
 
     routes = [
         *questions,
-        *oip.routes,
+        *OipHttp(FunctionModels(of), most).routes,
         Route("/health", health, open=True),
         Route("/metrics", metrics, open=True),
         *document_routes(lambda request: document(routes, server, app.keys)),
@@ -73,7 +71,7 @@ def application(server: FunctionServer) -> App:
         return f"{path[:200]}: not found; there are {there}{did_you_mean(name, of)}"
 
     by_path = {route.path: route for route in routes}
-    app = App(config, by_path, PLAIN, oip.find, missing=missing, cors=config.cors)
+    app = App(config, by_path, PLAIN, named_in(routes), missing=missing, cors=config.cors)
     if config.oip_grpc:
         _listen_oip(app, server, FunctionModels(of))
     return app

@@ -11,45 +11,38 @@ import signal
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from importlib import import_module
+from typing import Any
 
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.robots.openapi import OUTCOME, POLICIES, document
-from reflex_runtime.robots.policy.spec import PolicySpec
-from reflex_runtime.robots.serving.admin import Admin, is_outcome
+from reflex_runtime.robots.policy.spec import WIRES, PolicySpec
+from reflex_runtime.robots.serving.admin import Admin
 from reflex_runtime.robots.serving.handler import RequestHandler
 from reflex_runtime.robots.serving.journal_stream import JournalStreams
 from reflex_runtime.robots.serving.runtime import PolicyRuntime
 from reflex_runtime.robots.serving.served import PolicyPlan
 from reflex_runtime.robots.serving.views import ServerViews, Views, watchers_of
-from reflex_runtime.robots.wires import openpi, vla_eval
-from reflex_runtime.robots.wires.act import Act
-from reflex_runtime.robots.wires.oip import PolicyModels, Sequences
 from reflex_runtime.settings import DEFAULT_POLICY, ServeConfig
 from reflex_runtime.settings.declare import did_you_mean
 from reflex_runtime.web.access import Keys
 from reflex_runtime.web.app import App
 from reflex_runtime.web.dashboard import dashboard_routes
-from reflex_runtime.web.errors import PLAIN, NotFound
-from reflex_runtime.web.oip import ROOT, OipHttp
+from reflex_runtime.web.errors import PLAIN
+from reflex_runtime.web.oip import ROOT
 from reflex_runtime.web.openapi import document_routes
-from reflex_runtime.web.request import OPERATOR_BODY, HttpRequest, HttpResponse, Route
+from reflex_runtime.web.request import OPERATOR_BODY, HttpRequest, Route, named_in
 from reflex_runtime.web.serve import Make, ServerLife
 from reflex_runtime.web.supervisor import Parent
-
-if TYPE_CHECKING:
-    from reflex_runtime.web.zeromq import ZmqListener
 
 log = logging.getLogger("reflex.server")
 
 
 def application(runtime: PolicyRuntime) -> App:
     """The application around one `PolicyRuntime`."""
-    config, sequences = runtime.config, Sequences()
-    handler = RequestHandler(runtime)
-    several = len(runtime.policies) > 1
-    named = {name: PolicyRoutes(RequestHandler(runtime, name, POLICIES + name), sequences) for name in runtime.policies}
-    plain = PolicyRoutes(handler, sequences, list(named.values()) if several else ())
+    config, handler = runtime.config, RequestHandler(runtime)
+    named = {name: PolicyRoutes(RequestHandler(runtime, name, POLICIES + name)) for name in runtime.policies}
+    plain = PolicyRoutes(handler, list(named.values()) if len(named) > 1 else ())
 
     def find(path: str) -> Route | None:
         if not path.startswith(POLICIES):
@@ -61,13 +54,18 @@ def application(runtime: PolicyRuntime) -> App:
     live.append(JournalStreams(runtime).route)
     plain.by_path |= {route.path: route for route in live}
     app = App(config, plain.by_path, PLAIN, find, missing=partial(_missing, runtime), cors=config.cors)
-    if config.gr00t:
-        _listen_groot(app, handler)
-    if config.oip_grpc:
-        _listen_oip(app, handler, sequences)
-    if config.lerobot:
-        _listen_lerobot(app, handler)
+    for wire in WIRES.values():
+        if wire.listener and getattr(config, wire.setting):
+            listener = _module(wire.listener).listener(app, handler)
+            app.listeners.append(listener)
+            runtime.listening[wire.setting] = listener.address
+            log.info("clients of %s: %s", wire.clients, listener.address)
     return app
+
+
+def _module(name: str) -> Any:
+    """Of a wire; those with a listener need packages that are there where it is used."""
+    return import_module(f"reflex_runtime.robots.wires.{name}")
 
 
 def _missing(runtime: PolicyRuntime, path: str) -> str:
@@ -82,37 +80,29 @@ def _missing(runtime: PolicyRuntime, path: str) -> str:
 class PolicyRoutes:
     """The routes of one policy: everything that a server of this policy alone has, below the path that names it."""
 
-    def __init__(self, handler: RequestHandler, sequences: Sequences, below: Sequence[PolicyRoutes] = ()) -> None:
-        """sequences: of clients of OIP. below: the policies of a server of several, which these routes are of."""
+    def __init__(self, handler: RequestHandler, below: Sequence[PolicyRoutes] = ()) -> None:
+        """below: the policies of a server of several, which these routes are of."""
         self._handler, self._below = handler, below
         self._document: tuple[Mapping[str, Mapping[str, PolicySpec]], bytes] = ({}, b"")  # of these policies
-        runtime, most = handler.runtime, handler.config.max_body_bytes
-        operator = min(most, OPERATOR_BODY)
-        act, admin, views = Act(handler), Admin(handler), ServerViews(handler) if below else Views(handler)
-        runtime.on_drain.append(admin.close)
-        sockets = dict.fromkeys(openpi.PATHS, partial(openpi.serve, handler))
-        sockets[vla_eval.PATH] = partial(vla_eval.serve, handler)
-        self._oip = OipHttp(PolicyModels(handler, sequences), most, handler.prefix)
-        self._outcome = Route(OUTCOME, admin.outcome, "POST", changes=True, most=operator)
+        operator = min(handler.config.max_body_bytes, OPERATOR_BODY)
+        admin, views = Admin(handler), ServerViews(handler) if below else Views(handler)
+        handler.runtime.on_drain.append(admin.close)
         routes = [
-            Route("/act", act.run, "POST", most=most, refused=act.refused),
-            Route("/reset", act.reset, "POST", most=operator),
-            *(Route(path, websocket_only, most=most, socket=session) for path, session in sockets.items()),
-            *self._oip.routes,
+            *(route for wire in WIRES.values() if wire.routes for route in _module(wire.routes).routes(handler)),
             *views.routes,
             *document_routes(self._described),
             *(
                 Route(path, change, "POST", operators=True, changes=True, most=operator)
                 for path, change in admin.changes.items()
             ),
-            self._outcome,
+            Route(OUTCOME, admin.outcome, "POST", changes=True, most=operator),
         ]
         self.by_path = {route.path: route for route in routes}
+        self._named = named_in(routes)
 
     def find(self, path: str) -> Route | None:
         """The route of a path."""
-        found = self.by_path.get(path)
-        return found or (self._outcome if is_outcome(path) else self._oip.find(path))
+        return self.by_path.get(path) or self._named(path)
 
     def _described(self, request: HttpRequest) -> bytes:
         """The document of its routes, made again when an exchange has changed what is served."""
@@ -135,55 +125,6 @@ class PolicyRoutes:
 def _of_server(route: Route) -> bool:
     """Whether a server of several policies answers it as a whole."""
     return route.open or route.own_pages or route.path == "/config" or route.path.startswith(ROOT)
-
-
-def _listen_groot(app: App, handler: RequestHandler) -> None:
-    """Clients of GR00T: what they send waits until there is a policy."""
-    from reflex_runtime.robots.wires.groot import GrootSession
-    from reflex_runtime.web.zeromq import ZmqListener
-
-    config, session = handler.config, GrootSession(handler, handler.config.gr00t_config)
-    listener = ZmqListener(app, "--gr00t", config.gr00t, config.max_body_bytes, session.answer, session.failed)
-    app.listeners.append(listener)
-    app.spawn(_begin_groot(handler.runtime, listener))
-    handler.runtime.listening["gr00t"] = listener.address
-    log.info("clients of GR00T: %s", listener.address)
-
-
-async def _begin_groot(runtime: PolicyRuntime, listener: ZmqListener) -> None:
-    await runtime.wait_started()
-    listener.begin()
-
-
-def _listen_oip(app: App, handler: RequestHandler, sequences: Sequences) -> None:
-    from reflex_runtime.web.grpc_listener import GrpcListener
-    from reflex_runtime.web.oip_grpc import SERVICE, OipService
-
-    service = OipService(PolicyModels(handler, sequences))
-    listener = GrpcListener(app, "--oip-grpc", handler.config.oip_grpc, handler.config)
-    listener.serve(SERVICE, service.methods, {}, service.failed)
-    app.listeners.append(listener)
-    handler.runtime.listening["oip_grpc"] = listener.address
-    log.info("clients of OIP over gRPC: %s", listener.address)
-
-
-def _listen_lerobot(app: App, handler: RequestHandler) -> None:
-    from reflex_runtime.robots.wires.lerobot import LerobotService
-    from reflex_runtime.robots.wires.lerobot_client import SERVICE
-    from reflex_runtime.web.grpc_listener import GrpcListener
-
-    service = LerobotService(handler, app.bodies)
-    listener = GrpcListener(app, "--lerobot", handler.config.lerobot, handler.config)
-    listener.serve(SERVICE, service.methods, service.streams, service.failed)
-    app.listeners.append(listener)
-    handler.runtime.on_drain.append(service.end)
-    handler.runtime.listening["lerobot"] = listener.address
-    log.info("clients of LeRobot: %s", listener.address)
-
-
-async def websocket_only(request: HttpRequest) -> HttpResponse:
-    """What answers a plain request on the path of a websocket."""
-    raise NotFound(f"{request.path} is for websockets; docs/wires.md says which protocol it speaks")
 
 
 def create(source: str | None = None, **settings: str) -> App:

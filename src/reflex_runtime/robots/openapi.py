@@ -13,7 +13,7 @@ from typing import Any, Final, get_args
 from reflex_runtime.robots import PolicySpec
 from reflex_runtime.robots.policy.processors import FaultKind
 from reflex_runtime.robots.serving import admin
-from reflex_runtime.robots.serving.images import cameras_of
+from reflex_runtime.robots.serving.decode_pool import cameras_of
 from reflex_runtime.robots.serving.question import ActAnswer
 from reflex_runtime.robots.serving.slots import SHADOW
 from reflex_runtime.robots.wires import oip as policy_models

@@ -438,23 +438,12 @@ class OipHttp:
             Route("/v2/health/live", self.live, open=True, form=FORM),
             Route("/v2/health/ready", self.ready, open=True, form=FORM),
         ]
-        self._of_models: dict[tuple[bool, str], Route] = {}  # by whether the path names a version, and its end
         for path in (MODEL, MODEL + OF_VERSION):
-            self._of_models |= {
-                (path != MODEL, ""): Route(path, self.model, form=FORM),
-                (path != MODEL, "ready"): Route(f"{path}/ready", self.model_ready, form=FORM),
-                (path != MODEL, "infer"): Route(
-                    f"{path}/infer", self.infer, "POST", most=most, form=FORM, refused=self.refused
-                ),
-            }
-        self.routes += self._of_models.values()
-
-    def find(self, path: str) -> Route | None:
-        """The route of a path with the name of a model in it."""
-        if not path.startswith(MODELS):
-            return None
-        _, version, what = _what(path)
-        return self._of_models[bool(version), what]
+            self.routes += [
+                Route(path, self.model, form=FORM),
+                Route(f"{path}/ready", self.model_ready, form=FORM),
+                Route(f"{path}/infer", self.infer, "POST", most=most, form=FORM, refused=self.refused),
+            ]
 
     # -- metadata and health -------------------------------------------------------------------------------------------
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import math
+import re
 import time
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
@@ -72,6 +73,16 @@ class Route:
     @property
     def methods(self) -> str:
         return ", ".join(route.method for route in (self, *self.others))
+
+
+def named_in(routes: Iterable[Route]) -> Callable[[str], Route | None]:
+    """Finds the route of a path where the route's has names in braces. A version has no slash, a model's name may."""
+    named = [route for route in routes if "{" in route.path]
+    named.sort(key=lambda route: (route.path.endswith("}"), -len(route.path)))  # "/x/{id}/infer" before "/x/{id}"
+    texts = [route.path.replace("{version}", "[^/]+") for route in named]
+    patterns = [re.compile(re.sub(r"{\w+}", ".+", text), re.DOTALL) for text in texts]
+    found = list(zip(patterns, named, strict=True))
+    return lambda path: next((route for pattern, route in found if pattern.fullmatch(path)), None)
 
 
 class Application(Protocol):

@@ -15,7 +15,7 @@ from reflex_runtime.robots import Export, load_policy, served_by
 from reflex_runtime.robots.policy.decomposed import DecomposedPolicy
 from reflex_runtime.robots.policy.rtc import Rtc
 from reflex_runtime.robots.policy.spec import DeviceOptions
-from reflex_runtime.robots.sources.onnx_models import OnnxStaged
+from reflex_runtime.robots.sources.export_directory import OnnxStaged
 from reflex_runtime.run.processor import run_batch
 from robots.tiny import _POSE, CHUNK, STEPS, Bench, asked, value, write_export, write_graph
 

@@ -17,7 +17,7 @@ from reflex_runtime.core.errors import Cancelled, ProcessorError
 from reflex_runtime.core.request import Ticket, TicketState
 from reflex_runtime.robots import DecomposedPolicy, MonolithicPolicy, Policy, load_policy
 from reflex_runtime.robots.policy.decomposed import DENOISE, PREFIX
-from reflex_runtime.robots.sources.onnx_models import OnnxStaged
+from reflex_runtime.robots.sources.export_directory import OnnxStaged
 from reflex_runtime.run.processor import BaseProcessor
 from robots.tiny import STEPS, Bench, asked, run_alone, value, write_export
 

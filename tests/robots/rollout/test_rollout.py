@@ -67,7 +67,7 @@ def test_v12_the_outcome_of_an_episode_is_that_of_its_robot(versions: Versions) 
     assert rollout.outcome("alone", True)["robot_id"] == "one"
     with pytest.raises(NotFound):
         rollout.outcome("0", True, "three")
-    assert sum(n for _, n in rollout.outcomes.values()) == 3
+    assert sum(record.episodes for record in rollout.records.values()) == 3
 
 
 def test_one_policy_needs_no_routing_and_refuses_to_split() -> None:
@@ -189,7 +189,7 @@ def test_v12_what_is_nobodys_fault_never_trips_a_guard() -> None:
 def test_v12_the_guard_after_an_exchange_names_the_slot_once(why: str) -> None:
     versions = Versions(guard="error=1%")
     rollout = versions.rollout
-    rollout.watch("b", 60.0)
+    rollout.exchanged("b", 0.0, 60.0)
     if why == "drain":
         versions.crash("b")
     else:
@@ -204,7 +204,7 @@ def test_v12_the_guard_after_an_exchange_names_the_slot_once(why: str) -> None:
 def test_v12_a_guard_that_has_watched_long_enough_does_not_trip() -> None:
     versions = Versions(guard="error=1%")
     rollout = versions.rollout
-    rollout.watch("b", 1.0)
+    rollout.exchanged("b", 0.0, 1.0)
     for _ in range(29):
         rollout.answered("b", "ok", 0.1)
     assert rollout.evaluate(1.0) == {}  # 30 answers are enough to decide
@@ -213,7 +213,7 @@ def test_v12_a_guard_that_has_watched_long_enough_does_not_trip() -> None:
     assert rollout.evaluate(1.0) == {"b": False}
     versions.crash("b")
     assert rollout.evaluate(2.0) == {}
-    rollout.watch("b", 3.0)  # another one: what drained the slot before is not its fault
+    rollout.exchanged("b", 2.0, 3.0)  # another one: what drained the slot before is not its fault
     assert rollout.evaluate(3.0) == {}
 
 
@@ -226,7 +226,7 @@ def test_v13_what_was_known_of_the_policy_before_says_nothing_of_the_next(versio
     versions.crash("b", 4)
     rollout.exchanged("b", 1.0)
     assert rollout.breaker.count("b") == 0
-    assert rollout.outcomes == {"a": [0, 0], "b": [0, 0]}
+    assert {slot: record.episodes for slot, record in rollout.records.items()} == {"a": 0, "b": 0}
     rollout.place(across, "r", 2.0)
     rollout.place(after, "r", 2.0)
     assert rollout.outcome(across, False)["counted"] is False
@@ -263,8 +263,9 @@ def test_a_shadow_is_none_of_its_business(versions: Versions) -> None:
     assert versions.changes == []
 
 
-def test_tables_of_episodes_are_bounded(versions: Versions, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tables_of_episodes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("reflex_runtime.robots.rollout.rollout.EPISODES", 10)
+    versions = Versions()
     for i in range(30):
         versions.rollout.place(f"e{i}", "r", 0.0)
         versions.rollout.outcome(f"e{i}", True)

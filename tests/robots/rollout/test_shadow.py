@@ -28,35 +28,20 @@ def test_v10_divergence_is_told_per_joint_and_per_step() -> None:
     assert found.per_step == pytest.approx((1 / 3, 5 / 3))
 
 
-def test_v10_pairs_meet_in_either_order_and_means_run_over_all_of_them() -> None:
-    divergence = ShadowDivergence()
-    one, two = np.zeros((1, 2), np.float32), np.array([[2, 4]], np.float32)
-    assert divergence.answered("r1", one, shadow=False) is None
-    assert divergence.answered("r1", two, shadow=True) is not None
-    assert divergence.answered("r2", one, shadow=True) is None
-    assert divergence.answered("r2", one, shadow=False) is not None
+def test_v10_means_run_over_all_that_compare_and_the_others_are_counted() -> None:
+    divergence, one = ShadowDivergence(), np.zeros((1, 2), np.float32)
+    for shadow in (np.array([[2, 4]], np.float32), one):
+        divergence.add(Difference.of(one, shadow))
     told = divergence.snapshot()
-    assert (told["compared"], told["unpaired"], told["waiting"]) == (2, 0, 0)
+    assert (told["compared"], told["unpaired"]) == (2, 0)
     assert told["per_joint"] == [1.0, 2.0]
     assert (told["largest"], told["mean"]) == (4.0, 1.5)
-
-
-def test_v10_halves_whose_other_never_comes_are_counted_and_bounded() -> None:
-    divergence = ShadowDivergence(waiting=2)
-    for i in range(3):
-        divergence.answered(f"r{i}", np.zeros((1, 1), np.float32), shadow=False)
-    divergence.gone("r2")
-    divergence.gone("never seen")
-    assert divergence.snapshot()["unpaired"] == 2
-    assert divergence.snapshot()["waiting"] == 1
-    nan = np.full((1, 1), np.nan, np.float32)
-    divergence.answered("r1", nan, shadow=True)
-    assert (divergence.compared, divergence.unpaired) == (0, 3)
+    assert Difference.of(one, np.full((1, 2), np.nan, np.float32)) is None
+    divergence.add(None)
+    assert (divergence.compared, divergence.unpaired) == (2, 1)
 
 
 def test_v10_policies_of_other_dimensions_are_compared_where_they_meet() -> None:
-    divergence = ShadowDivergence()
-    divergence.answered("r", np.ones((4, 3), np.float32), shadow=False)
-    found = divergence.answered("r", np.zeros((2, 2), np.float32), shadow=True)
+    found = Difference.of(np.ones((4, 3), np.float32), np.zeros((2, 2), np.float32))
     assert found is not None
     assert (len(found.per_step), len(found.per_joint), found.mean) == (2, 2, 1.0)

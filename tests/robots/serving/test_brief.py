@@ -17,7 +17,7 @@ ON_LOOP = "reflex_batch_on_loop_total"
 # Run in the server's process: a call takes so long, by the clock.
 TAKES = """
 import time
-from reflex_runtime.robots.sources.onnx_models import OnnxWhole
+from reflex_runtime.robots.sources.export_directory import OnnxWhole
 _chunk = OnnxWhole.chunk
 def _slow(self, rows, noise):
     time.sleep({seconds})
@@ -29,7 +29,7 @@ OnnxWhole.chunk = _slow
 HANGS = """
 import threading, time
 from reflex_runtime.run.inline_batches import BriefBatches
-from reflex_runtime.robots.sources.onnx_models import OnnxWhole
+from reflex_runtime.robots.sources.export_directory import OnnxWhole
 _chunk, _ran = OnnxWhole.chunk, BriefBatches.ran
 def _hang(self, rows, noise):
     while threading.current_thread() is threading.main_thread():

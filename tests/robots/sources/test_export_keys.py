@@ -13,7 +13,7 @@ from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.robots import DeviceOptions, Export, load_policy
 from reflex_runtime.robots.policy.decomposed import DecomposedPolicy
 from reflex_runtime.robots.policy.rtc import Rtc
-from reflex_runtime.robots.sources.onnx_models import OnnxStaged
+from reflex_runtime.robots.sources.export_directory import OnnxStaged
 from robots import means, tiny
 from robots.means import CHUNK, HEIGHT, WIDTH
 from robots.tiny import Bench, picture, run_alone

@@ -10,7 +10,7 @@ from typing import Any
 import msgpack
 import pytest
 
-from reflex_runtime.robots.wires.bounded_msgpack import MAX_VALUES, unpack
+from reflex_runtime.robots.wires.common import FRAME_VALUES, unpack
 from reflex_runtime.web.errors import ClientError
 
 
@@ -58,9 +58,9 @@ def test_w6_a_list_that_breaks_off_is_refused_wherever_it_does(name: str) -> Non
 
 
 def test_w6_values_are_bounded() -> None:
-    assert len(unpack(msgpack.packb([0.5] * MAX_VALUES), same)) == MAX_VALUES
-    with pytest.raises(ClientError, match=f"over {MAX_VALUES} values"):
-        unpack(msgpack.packb([1] * (MAX_VALUES + 1)), same)
+    assert len(unpack(msgpack.packb([0.5] * FRAME_VALUES), same)) == FRAME_VALUES
+    with pytest.raises(ClientError, match=f"over {FRAME_VALUES} values"):
+        unpack(msgpack.packb([1] * (FRAME_VALUES + 1)), same)
 
 
 def test_w6_random_values_are_read_as_the_library_reads_them() -> None:

@@ -13,7 +13,7 @@ from openpi_client.image_tools import resize_with_pad
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.robots import Export, InvalidRequest, load_policy
 from reflex_runtime.robots.policy.observation import resize_image
-from reflex_runtime.robots.serving.images import pixels_in
+from reflex_runtime.robots.serving.decode_pool import pixels_in
 from reflex_runtime.robots.serving.observation_reader import ObservationReader
 from reflex_runtime.robots.serving.question import Question
 from reflex_runtime.robots.wires.openpi import decode, encode

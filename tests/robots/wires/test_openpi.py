@@ -28,7 +28,7 @@ from reflex_runtime.observe.journal_reader import read_journal
 from reflex_runtime.robots.serving.handler import ROWS, RequestHandler
 from reflex_runtime.robots.serving.runtime import PolicyRuntime
 from reflex_runtime.robots.wires.common import Episodes
-from reflex_runtime.robots.wires.openpi import OpenpiRobot
+from reflex_runtime.robots.wires.openpi import OpenpiSession
 from reflex_runtime.web.app import App
 from reflex_runtime.web.errors import InvalidRequest
 from reflex_runtime.web.request import SocketMessage
@@ -381,7 +381,7 @@ def test_w12_a_large_batch_is_asked_in_several_turns_of_the_loop(tiny: Path) -> 
 
     async def check(app: App, runtime: PolicyRuntime) -> None:
         socket: Any = types.SimpleNamespace(id="s", query={}, headers={}, refuse_message=lambda message: None)
-        robot, read = OpenpiRobot(RequestHandler(runtime), socket), []
+        robot, read = OpenpiSession(RequestHandler(runtime), socket), []
         question = robot._question
 
         def counted(observation: Any, part: str) -> Any:

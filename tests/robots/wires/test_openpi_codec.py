@@ -12,7 +12,7 @@ from openpi_client import msgpack_numpy as stock
 
 from reflex_runtime.robots import Export
 from reflex_runtime.robots.serving.observation_reader import ObservationReader
-from reflex_runtime.robots.wires.bounded_msgpack import MAX_VALUES
+from reflex_runtime.robots.wires.common import FRAME_VALUES
 from reflex_runtime.robots.wires.openpi import decode, decode_form, encode
 from reflex_runtime.web.errors import ClientError
 from robots.tiny import write_export
@@ -157,7 +157,7 @@ def test_w6_what_is_no_observation_is_refused_and_says_why(frame: bytes, why: st
         b"\x91" * 2000 + b"\x80",
         b"".join(b"\xdc" + (2000).to_bytes(2, "big") for _ in range(1000)),
         b"\x81\xa1a\xdd" + (1_000_000).to_bytes(4, "big") + b"\x80" * 1_000_000,
-        b"\x81\xa1a\xdd" + (MAX_VALUES + 1).to_bytes(4, "big") + b"\x01" * (MAX_VALUES + 1),
+        b"\x81\xa1a\xdd" + (FRAME_VALUES + 1).to_bytes(4, "big") + b"\x01" * (FRAME_VALUES + 1),
     ],
 )
 def test_w6_no_frame_makes_more_values_than_the_bound(frame: bytes) -> None:

@@ -8,7 +8,7 @@ the last bit.
 from __future__ import annotations
 
 import time
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf, isfinite
@@ -25,6 +25,7 @@ from reflex_runtime.observe.journal import BatchLine, JournalRequest, RequestLin
 from reflex_runtime.observe.journal_reader import Journal
 from reflex_runtime.robots.policy.base import Policy
 from reflex_runtime.robots.policy.decomposed import DecomposedPolicy
+from reflex_runtime.robots.policy.lru import Lru
 from reflex_runtime.robots.policy.observation import ActionChunk, Glimpse, Observation, ObservationHistory
 from reflex_runtime.robots.policy.rtc import ChunkTails, Rtc
 from reflex_runtime.run.processor import Processor, advance, run_batch, run_through
@@ -200,7 +201,7 @@ class _Runner:
         self._line_by_id: dict[tuple[str, str], RequestLine] = {}
         for line in recording.requests:
             self._line_by_id.setdefault((line.slot, line.request.request_id), line)
-        self._seen: OrderedDict[tuple[str, str], Glimpse] = OrderedDict()
+        self._seen: Lru[tuple[str, str], Glimpse] = Lru(MOMENTS)
 
     def run(self, answered: Sequence[RequestLine]) -> None:
         raise NotImplementedError
@@ -227,8 +228,6 @@ class _Runner:
             moment = _prepared(policy, self._line_by_id[key].request).moment
             assert moment is not None
             self._seen[key] = moment
-            if len(self._seen) > MOMENTS:
-                self._seen.popitem(last=False)
         return self._seen[key]
 
     def _warm(self, sizes: Iterable[int]) -> None:

@@ -31,14 +31,10 @@ MAX_WORD = 40  # characters of each
 
 
 class ObservationFields:
-    """Reads the fields of requests to a policy with this specification."""
+    """Reads the fields of requests to a policy with this specification. names: under which its images may come."""
 
     def __init__(self, spec: PolicySpec) -> None:
-        self.spec = spec
-
-    def reads(self, camera: str) -> bool:
-        """Whether it uses an image with this name: the names of its own images, and "image" if it has only one."""
-        return camera in names_of(self.spec)
+        self.spec, self.names = spec, frozenset(names_of(spec))
 
     def look(self, images: Mapping[str, Sent]) -> int:
         """Pixels that `prepare` will decode, from the headers alone; InvalidRequest for a missing or wrong field."""

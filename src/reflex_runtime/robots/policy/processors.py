@@ -21,7 +21,6 @@ from __future__ import annotations
 import hashlib
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, Literal, cast, get_args
@@ -33,6 +32,7 @@ from reflex_runtime.core.batch import Batch, Done
 from reflex_runtime.core.errors import ConfigError, NonFiniteResult, ProcessorError, ProcessorHung
 from reflex_runtime.core.request import Ticket
 from reflex_runtime.robots.policy.base import Policy
+from reflex_runtime.robots.policy.lru import Lru
 from reflex_runtime.robots.policy.observation import ActionChunk, GuardReport, Observation
 from reflex_runtime.robots.policy.spec import Embodiment
 from reflex_runtime.run.processor import Processor, WrappedProcessor
@@ -73,8 +73,7 @@ class ActionGuard:
     ) -> None:
         self.slot, self.on_bad_action = slot, on_bad_action
         self._ranges, self._names = embodiment.action_ranges, embodiment.action_names
-        self._max_episodes = max_episodes
-        self._last: OrderedDict[tuple[str, str], NDArray[np.float32]] = OrderedDict()
+        self._last: Lru[tuple[str, str], NDArray[np.float32]] = Lru(max_episodes)
 
     def check(self, chunk: ActionChunk, episode_id: str) -> ActionChunk:
         """The checked chunk with its report; NonFiniteResult if it must not be sent."""
@@ -90,7 +89,7 @@ class ActionGuard:
                 report = GuardReport(int(changed.sum()), joints)
                 actions = inside
         if self.on_bad_action == "hold" and episode_id:
-            self._remember((self.slot, episode_id), actions[-1].copy())
+            self._last[self.slot, episode_id] = actions[-1].copy()
         return replace(chunk, actions=actions, guard=report)
 
     def clean(self, chunks: Sequence[ActionChunk]) -> bool:
@@ -109,7 +108,7 @@ class ActionGuard:
         if self.on_bad_action == "hold":
             for chunk, ticket in zip(chunks, tickets, strict=True):
                 if episode_id := _episode(ticket):
-                    self._remember((self.slot, episode_id), chunk.actions[-1].copy())
+                    self._last[self.slot, episode_id] = chunk.actions[-1].copy()
 
     def _hold(self, chunk: ActionChunk, episode_id: str) -> ActionChunk:
         bad = ~np.isfinite(chunk.actions)
@@ -121,12 +120,6 @@ class ActionGuard:
         self._last.move_to_end((self.slot, episode_id))
         actions = np.broadcast_to(last, chunk.actions.shape).copy()
         return replace(chunk, actions=actions, guard=GuardReport(int(bad.sum()), joints, held=True))
-
-    def _remember(self, key: tuple[str, str], action: NDArray[np.float32]) -> None:
-        self._last[key] = action
-        self._last.move_to_end(key)
-        if len(self._last) > self._max_episodes:
-            self._last.popitem(last=False)
 
     def _name(self, joint: int) -> str:
         return str(joint) if self._names is None else self._names[joint]

@@ -11,7 +11,6 @@ A tail (the rest of a chunk) belongs to one (slot, episode): for another robot o
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import ceil, expm1
@@ -19,6 +18,8 @@ from typing import Any, Final, Literal
 
 import numpy as np
 from numpy.typing import NDArray
+
+from reflex_runtime.robots.policy.lru import Lru
 
 Schedule = Literal["ZEROS", "ONES", "LINEAR", "EXP"]
 EPISODES: Final = 4096  # tails remembered, a chunk of floats each
@@ -95,9 +96,9 @@ class ChunkTails:
         self, rtc: Rtc, clock: Callable[[], float], control_hz: float | None = None, episodes: int = EPISODES
     ) -> None:
         self.rtc, self.control_hz = rtc, control_hz
-        self._clock, self._episodes = clock, episodes
+        self._clock = clock
         self._lock = threading.Lock()
-        self._tails: OrderedDict[str, _Tail] = OrderedDict()
+        self._tails: Lru[str, _Tail] = Lru(episodes)
 
     def __len__(self) -> int:
         return len(self._tails)
@@ -113,9 +114,6 @@ class ChunkTails:
             return
         with self._lock:
             self._tails[episode] = _Tail(actions, self._clock(), latency, state)
-            self._tails.move_to_end(episode)
-            if len(self._tails) > self._episodes:
-                self._tails.popitem(last=False)
 
     def forget(self, episode: str) -> None:
         """Forget the episode's chunk: the episode was moved or starts again."""

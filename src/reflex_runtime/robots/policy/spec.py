@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -76,6 +76,31 @@ class WireMap:
     state_sizes: tuple[int, ...] = ()
     actions: tuple[tuple[str, int], ...] = ()
 
+
+class Wire(NamedTuple):
+    """A protocol that requests come on, and its modules in `robots/wires`.
+
+    routes: has `routes(handler)`. listener: has `listener(app, handler)`, for a port of its own whose address the
+    setting `setting` is; clients: who come there, for the log. described: an export may say what its observations mean.
+    """
+
+    routes: str = ""
+    listener: str = ""
+    setting: str = ""
+    clients: str = ""
+    described: bool = False
+
+
+WIRES: Final = {
+    "act": Wire("act"),
+    "openpi": Wire("openpi", described=True),
+    "json-numpy": Wire(described=True),  # on /act
+    "oip": Wire("oip", "oip", "oip_grpc", "OIP over gRPC"),
+    "vla-eval": Wire("vla_eval", described=True),
+    "gr00t": Wire("", "groot", "gr00t", "GR00T", described=True),
+    "lerobot": Wire("", "lerobot", "lerobot", "LeRobot", described=True),
+}
+"""By the names in metrics and recordings."""
 
 LEROBOT: Final = "lerobot:"
 OPENPI: Final = "openpi:"

@@ -8,7 +8,7 @@ diagnostics.
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Final
@@ -18,6 +18,7 @@ from reflex_runtime.core.errors import ProcessorError
 from reflex_runtime.core.events import BatchFinished, Event, RequestAnswered, RequestSettled
 from reflex_runtime.core.request import Ticket
 from reflex_runtime.observe.journal import episode_key
+from reflex_runtime.robots.policy.lru import Lru
 from reflex_runtime.robots.rollout.breaker import Breaker, Poison
 from reflex_runtime.robots.rollout.comparison import Comparison, wilson
 from reflex_runtime.robots.rollout.ramp import Decision, GuardWatch, Ramp, RampGuard
@@ -44,11 +45,19 @@ class Change:
 
 
 @dataclass(slots=True)
-class _Watch:
-    """The guard's look at the policy that came into a slot. until: it looks at least so long."""
+class SlotRecord:
+    """What is known of the policy in a slot. A new policy begins a new one.
 
-    guard: GuardWatch
-    until: float
+    number: counts the slot's policies. successes, episodes: of outcomes. watch: the guard's look at a policy that was
+    exchanged, until `until` at least; drained: it was meanwhile.
+    """
+
+    number: int = 1
+    poison: Poison = field(default_factory=Poison)
+    successes: int = 0
+    episodes: int = 0
+    watch: GuardWatch | None = None
+    until: float = 0.0
     drained: bool = False
 
 
@@ -77,22 +86,19 @@ class Rollout:
         self.slots = tuple(slots)
         self._slot_of = {prefix + slot: slot for slot in slots}  # by group
         self.breaker = breaker
-        self.poison = {slot: Poison() for slot in self.slots}
+        self.records = {slot: SlotRecord() for slot in self.slots}
         self.router = Router(split) if len(self.slots) == 2 else None
         self._only = Routing(self.slots[0])  # of every request, if there is one slot
         self.comparison = Comparison(split) if self.router is not None else None
         self.ramp: Ramp | None = None
         self._make_ramp = ramp
         self.changes: deque[Change] = deque(maxlen=CHANGES)
-        self.outcomes: dict[str, list[int]] = {slot: [0, 0] for slot in self.slots}  # successes, episodes
         self._guard = guard
-        self._watched: dict[str, _Watch] = {}  # by slot
         self._clean = ""  # the slot whose batch came back and has not answered yet
         self._counted: BatchFinished | None = None  # the last one
-        self._policies = dict.fromkeys(self.slots, 1)  # number of policies that each slot has had
         self._on_change, self._on_moved = on_change, on_moved
-        self._episodes: OrderedDict[str, set[tuple[str, int]]] = OrderedDict()  # episode → policies that answered it
-        self._told: OrderedDict[str, None] = OrderedDict()  # episodes whose outcome is known
+        self._episodes: Lru[str, set[tuple[str, int]]] = Lru(EPISODES)  # episode → policies that answered it
+        self._told: Lru[str, None] = Lru(EPISODES)  # episodes whose outcome is known
         self._warned = False
 
     def begin(self, now: float) -> None:
@@ -140,10 +146,7 @@ class Rollout:
             if (verdict := self.breaker.verdict) != "ok":
                 routing = replace(routing, verdict=verdict)
         if episode:
-            self._episodes.setdefault(episode, set()).add((routing.slot, self._policies[routing.slot]))
-            self._episodes.move_to_end(episode)
-            if len(self._episodes) > EPISODES:
-                self._episodes.popitem(last=False)
+            self._episodes.use(episode, set).add((routing.slot, self.records[routing.slot].number))
         return routing
 
     def _degraded(self) -> Degraded:
@@ -166,8 +169,7 @@ class Rollout:
             told = self._why(slot, now)
             why = f"{slot} crashes: {self.breaker.verdict}, {told['breaker']['slots'][slot]['why']}"
             self.changed(now, "drain", why, told)
-            if slot in self._watched:
-                self._watched[slot].drained = True
+            self.records[slot].drained = True
             if slot == "b" and self.ramp is not None and self.ramp.state == "running":
                 self.rollback(now, "b was drained during its ramp")
 
@@ -178,13 +180,13 @@ class Rollout:
 
     def answered(self, slot: str, outcome: str, latency: float) -> None:
         """Count an answer: only `ok` and `failed` say something about the policy."""
-        if outcome not in ("ok", "failed"):
+        if outcome not in ("ok", "failed") or slot not in self.records:
             return
         if self.ramp is not None and slot == "b":
             self.ramp.observe(outcome == "ok", latency)
-        watch = self._watched.get(slot)
+        watch = self.records[slot].watch
         if watch is not None:
-            watch.guard.add(outcome == "ok", latency)
+            watch.add(outcome == "ok", latency)
 
     def outcome(self, episode_id: str, success: bool, robot_id: str | None = None) -> dict[str, Any]:
         """Report how an episode ended. The first report counts. Episodes that two policies answered, or whose policy
@@ -200,18 +202,17 @@ class Rollout:
             raise NotFound(f"no request with episode_id {episode_id[:100]!r} was answered here lately")
         mixed = len({slot for slot, _ in by}) > 1
         slot, policy = next(iter(by))
-        counted = len(by) == 1 and policy == self._policies[slot]
+        record = self.records[slot]
+        counted = len(by) == 1 and policy == record.number
         told: dict[str, Any] = {"episode_id": episode_id, "slot": None if mixed else slot, "success": success}
         if robot := episode.rpartition("\n")[0]:
             told["robot_id"] = robot
         if episode in self._told:  # a caller that got no answer repeats its report
             return told | {"counted": False, "repeated": True}
         self._told[episode] = None
-        if len(self._told) > EPISODES:
-            self._told.popitem(last=False)
         if counted:
-            self.outcomes[slot][0] += success
-            self.outcomes[slot][1] += 1
+            record.successes += success
+            record.episodes += 1
             if self.comparison is not None:
                 self.comparison.add(slot, success)
         return told | {"counted": counted, "repeated": False}
@@ -249,17 +250,17 @@ class Rollout:
         slot = self._slot_of.get(event.batch.group)
         self._clean = "" if event.crashed or slot is None else slot
         if event.crashed and slot is not None:
-            self.crashed(slot, event.at, self.poison[slot].share)
+            self.crashed(slot, event.at, self.records[slot].poison.share)
 
     def _settled(self, slot: str, ticket: Ticket, now: float) -> None:
         outcome = ticket.outcome
         if isinstance(outcome, Done):
-            self.poison[slot].answered(ticket.request.client)
+            self.records[slot].poison.answered(ticket.request.client)
             if slot == self._clean:
                 self.computed(slot, now)
                 self._clean = ""
         elif isinstance(outcome.error, ProcessorError):
-            self.poison[slot].failed(ticket.request.client)
+            self.records[slot].poison.failed(ticket.request.client)
 
     # -- the operator --------------------------------------------------------------------------------------------------
 
@@ -284,32 +285,26 @@ class Rollout:
     def reset(self, slot: str, now: float) -> None:
         if slot not in self.slots:
             raise NotFound(f"no slot {slot[:20]!r}; the slots are {', '.join(self.slots)}")
-        self._forget_crashes(slot, now)
-        self.changed(now, "return", f"{slot} was reset by an operator: {self.breaker.verdict}", self._why(slot, now))
-
-    def _forget_crashes(self, slot: str, now: float) -> None:
         self.breaker.reset(slot, now)
-        self.poison[slot] = Poison()
+        self.records[slot].poison = Poison()
+        self.changed(now, "return", f"{slot} was reset by an operator: {self.breaker.verdict}", self._why(slot, now))
 
     def may_exchange(self) -> None:
         """Raises Conflict while a ramp runs, because its results so far belong to the old policy."""
         if self.ramp is not None and self.ramp.state == "running":
             raise Conflict("a ramp is running; end it with /admin/rollback or /admin/split, then load")
 
-    def exchanged(self, slot: str, now: float) -> None:
-        """The slot has a new policy: reset crashes, outcomes and comparison."""
+    def exchanged(self, slot: str, now: float, watch_until: float | None = None) -> None:
+        """The slot has a new policy, of which nothing is known. watch_until: its guard looks until then, and until it
+        can decide."""
         if slot not in self.slots:
             return
-        self._policies[slot] += 1
-        self._forget_crashes(slot, now)
-        self.outcomes[slot] = [0, 0]
+        self.breaker.reset(slot, now)
+        record = self.records[slot] = SlotRecord(self.records[slot].number + 1)
+        if watch_until is not None and self._guard is not None:
+            record.watch, record.until = GuardWatch(self._guard), watch_until
         if self.comparison is not None:
             self.comparison = Comparison(self.comparison.split)
-
-    def watch(self, slot: str, until: float) -> None:
-        """Start the guard on a slot whose policy was exchanged. It looks until then, and until it can decide."""
-        if self._guard is not None:
-            self._watched[slot] = _Watch(GuardWatch(self._guard), until)
 
     # -- time ----------------------------------------------------------------------------------------------------------
 
@@ -321,12 +316,15 @@ class Rollout:
             if decision is not None:
                 self._decided(decision)
         ended = {}
-        for slot, watch in list(self._watched.items()):
-            why = f"{slot} was drained" if watch.drained else watch.guard.tripped()
-            if why is not None or (now >= watch.until and watch.guard.enough):
-                del self._watched[slot]
+        for slot, record in self.records.items():
+            watch = record.watch
+            if watch is None:
+                continue
+            why = f"{slot} was drained" if record.drained else watch.tripped()
+            if why is not None or (now >= record.until and watch.enough):
+                record.watch = None
                 told = f"{slot} has kept its guard" if why is None else f"{slot}: {why}"
-                self.changed(now, "guard", told, dict(watch.guard.numbers()))
+                self.changed(now, "guard", told, dict(watch.numbers()))
                 ended[slot] = why is not None
         return ended
 
@@ -346,7 +344,7 @@ class Rollout:
             "verdict": self.breaker.verdict,
             "slots": {slot: {"verdict": verdict} for slot, verdict in self.breaker.verdicts.items()},
             "breaker": self.breaker.snapshot(now),
-            "outcomes": {slot: _described(*counts) for slot, counts in self.outcomes.items()},
+            "outcomes": {slot: _described(one.successes, one.episodes) for slot, one in self.records.items()},
             "changes": [asdict(change) | {"ago_s": round(now - change.at, 3)} for change in self.changes],
         }
         if self.router is not None and self.comparison is not None:

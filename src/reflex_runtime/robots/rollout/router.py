@@ -8,13 +8,14 @@ a drain or a rollback) is reported in one answer.
 from __future__ import annotations
 
 import hashlib
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.observe.journal import episode_key
+from reflex_runtime.robots.policy.lru import Lru
 
 BUCKETS: Final = 100
 
@@ -67,8 +68,8 @@ class Router:
     def __init__(self, split: int, episodes: int = 10_000, idle: float = 3600.0) -> None:
         self.split = _checked(split)
         self._capacity, self._idle = episodes, idle
-        self._table: OrderedDict[str, _Episode] = OrderedDict()  # longest unused first
-        self._connections: OrderedDict[str, _Episode] = OrderedDict()  # apart: they are many, and push no episode out
+        self._table: Lru[str, _Episode] = Lru(episodes)
+        self._connections: Lru[str, _Episode] = Lru(episodes)  # apart: they are many, and push no episode out
         self._now = 0.0
 
     def set_split(self, split: int) -> None:
@@ -99,7 +100,7 @@ class Router:
         episode = table.get(entry)
         if episode is None:
             slot = self._slot_of(key)
-            self._record(entry, _Episode(slot, now))
+            table[entry] = _Episode(slot, now)
             return Routing(slot, key, degraded=table is self._connections, cached=False, entry=entry)
         episode.used = now
         table.move_to_end(entry)
@@ -119,7 +120,7 @@ class Router:
         episode = self._table_of(routing.entry).get(routing.entry)
         if episode is None:  # forgotten since it was routed
             episode = _Episode(routing.slot, self._now)
-            self._record(routing.entry, episode)
+            self._table_of(routing.entry)[routing.entry] = episode
         changed = routing.changed or (routing.cached and episode.slot != slot)
         episode.slot = slot
         return replace(routing, slot=slot, changed=changed)
@@ -163,14 +164,8 @@ class Router:
     def _slot_of(self, key: str) -> str:
         return "a" if bucket(key) < self.split else "b"
 
-    def _table_of(self, entry: str) -> OrderedDict[str, _Episode]:
+    def _table_of(self, entry: str) -> Lru[str, _Episode]:
         return self._connections if entry.startswith("\n") else self._table
-
-    def _record(self, entry: str, episode: _Episode) -> None:
-        table = self._table_of(entry)
-        table[entry] = episode
-        if len(table) > self._capacity:
-            table.popitem(last=False)
 
     def _forget(self, now: float) -> None:
         self._now = now

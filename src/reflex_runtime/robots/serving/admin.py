@@ -194,11 +194,6 @@ def is_directory(source: str) -> bool:
     return os.path.isdir(directory_of(source))
 
 
-def is_outcome(path: str) -> bool:
-    """Whether a path is /episodes/{id}/outcome."""
-    return path.startswith("/episodes/") and path.endswith("/outcome") and len(path) > len("/episodes//outcome")
-
-
 def _episode_of(path: str) -> str:
     episode = path[len("/episodes/") : -len("/outcome")]  # decoded when it was parsed, and not twice
     check_id("episode_id", episode)

@@ -27,8 +27,16 @@ from reflex_runtime.core.request import PRIORITIES, AdmittedBatch, Priority, Req
 from reflex_runtime.observe.trace_context import within
 from reflex_runtime.robots import ActionChunk, Observation, Policy, PolicySpec
 from reflex_runtime.robots.policy.observation import Doubt
-from reflex_runtime.robots.serving.decode_pool import SHADOW_CLIENT, SHADOW_SHARE, SHARES, Done, Job
-from reflex_runtime.robots.serving.images import check_names, job_of, observe
+from reflex_runtime.robots.serving.decode_pool import (
+    SHADOW_CLIENT,
+    SHADOW_SHARE,
+    SHARES,
+    Done,
+    Job,
+    check_names,
+    job_of,
+    observe,
+)
 from reflex_runtime.robots.serving.observation_reader import ObservationReader
 from reflex_runtime.robots.serving.pending import PendingRequest
 from reflex_runtime.robots.serving.question import GROOT, ActAnswer, Question, Timing
@@ -136,7 +144,7 @@ class RequestHandler:
         question = pending.question = asked() if callable(asked) else asked
         if question.request_id:
             pending.request_id = question.request_id
-        served = pending.served = self.of(question.policy).served
+        served = pending.served = self.served if question.policy is None else self.of(question.policy).served
         routing = pending.routing = served.place(
             question.episode_id, pending.request_id, question.robot_id, pending.client
         )
@@ -324,7 +332,7 @@ class RequestHandler:
         def job(policy: Policy, done: Done) -> Job:
             return job_of(policy, request_id, question, received, SHADOW_CLIENT, SHADOW_SHARE, done)
 
-        shadow.ask(request_id, ticket.request.group, answer.actions, job)
+        shadow.ask(ticket.request.group, answer.actions, job)
 
     def _publish(self, pending: PendingRequest, outcome: str, status: int, error: ReflexError | None) -> None:
         runtime, routing = self.runtime, pending.routing

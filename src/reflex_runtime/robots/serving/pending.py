@@ -24,7 +24,7 @@ class HasHeaders(Protocol):
 class PendingRequest:
     """One request; `RequestHandler` fills it in.
 
-    wire: one of `WIRES` (see `question`). client: whose fair share it takes where it names neither robot nor episode.
+    wire: one of `WIRES`. client: whose fair share it takes where it names neither robot nor episode.
     started: when it reached this machine; received: when all of it had been read, answered: when its answer was made,
     0.0 before (`time.monotonic`). source: what has its headers; None on a wire without any. span: of its trace; None
     where the server makes none.

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from reflex_runtime.observe.journal import episode_key
 from reflex_runtime.web.fields import ID, Whole, brief, check_id, invalid, is_unicode, printable, whole
 
-# The protocols that requests come on, as metrics and recordings name them.
+# Names of wires: keys of `WIRES` in `policy/spec.py`.
 ACT: Final = "act"
 OPENPI: Final = "openpi"
 JSON_NUMPY: Final = "json-numpy"
@@ -24,7 +24,6 @@ OIP: Final = "oip"
 VLA_EVAL: Final = "vla-eval"
 GROOT: Final = "gr00t"
 LEROBOT: Final = "lerobot"
-WIRES: Final = (ACT, OPENPI, JSON_NUMPY, OIP, VLA_EVAL, GROOT, LEROBOT)
 
 MAX_INSTRUCTION = 16_384  # characters
 MAX_TEXT: Final = 64 * 1024  # bytes of a text in a frame

@@ -16,14 +16,13 @@ from reflex_runtime.observe.journal import WarmUpLine, episode_key
 from reflex_runtime.observe.journal_writer import warmed
 from reflex_runtime.observe.metrics import Metrics
 from reflex_runtime.robots import Policy, PolicySource, PolicySpec, WarmUp
+from reflex_runtime.robots.policy.spec import WIRES
 from reflex_runtime.robots.rollout.breaker import Breaker
 from reflex_runtime.robots.rollout.ramp import Ramp, RampGuard
 from reflex_runtime.robots.rollout.rollout import Change, Rollout
 from reflex_runtime.robots.rollout.router import Routing
 from reflex_runtime.robots.rollout.slo import Objective, SloTracker
-from reflex_runtime.robots.serving.decode_pool import DecodePool
-from reflex_runtime.robots.serving.images import cameras_of
-from reflex_runtime.robots.serving.question import WIRES
+from reflex_runtime.robots.serving.decode_pool import DecodePool, cameras_of
 from reflex_runtime.robots.serving.shadow import Shadowing
 from reflex_runtime.robots.serving.slots import (
     SHADOW,
@@ -253,9 +252,7 @@ class ServedPolicy:
         guarded = bool(self.config.guard) and name != SHADOW
         self._server.batcher.device.input(lambda scheduler, _: warm.teach(scheduler.cost_model(slot.group)))
         slot.exchange(version, keep=guarded)
-        rollout.exchanged(name, now)
-        if guarded:
-            rollout.watch(name, now + Ramp.every_of(self.config.ramp_every))
+        rollout.exchanged(name, now, now + Ramp.every_of(self.config.ramp_every) if guarded else None)
         numbers = {"slot": name, "version": version.name, "path": version.policy.spec.source}
         rollout.changed(now, "load", f"slot {name} is now {version.name}", numbers)
         self.cameras |= cameras_of([version.policy.spec])
@@ -337,7 +334,7 @@ class ServedPolicy:
         def backlog() -> float:
             return server.batcher.device.input(lambda s, _: s.queued_seconds(group)) if server.loaded else 0.0
 
-        wires, policy = WIRES if slot in self.served else ("",), "" if self.alone else self.name
+        wires, policy = tuple(WIRES) if slot in self.served else ("",), "" if self.alone else self.name
         metrics.add_slot(group, embodiment, queued, in_flight, backlog, wires, policy)
         if slot in self.served:
             metrics.add_verdict(group, partial(self._drained, slot))

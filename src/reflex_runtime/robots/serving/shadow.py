@@ -15,7 +15,6 @@ from __future__ import annotations
 import hashlib
 import logging
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -39,7 +38,6 @@ log = logging.getLogger("reflex.shadow")
 
 Prepare = Callable[[Policy, Made], Job]
 
-WAITING: Final = 1024  # sampled requests that wait for their other answer
 TOLD: Final = 60.0  # seconds between log lines about a failing shadow
 
 
@@ -73,41 +71,18 @@ class Difference:
 
 
 class ShadowDivergence:
-    """Pairs served and shadow answers by request id, in any order, and sums up their differences.
+    """Sums up how far the shadow's answers are from the served ones. unpaired: requests without two that compare."""
 
-    waiting: most incomplete pairs; beyond it the oldest is given up and counted as unpaired.
-    """
-
-    def __init__(self, waiting: int = WAITING) -> None:
-        self._waiting = waiting
-        self._halves: OrderedDict[str, tuple[bool, NDArray[np.float32]]] = OrderedDict()
+    def __init__(self) -> None:
         self.compared = self.unpaired = 0
         self._per_joint = self._per_step = np.zeros(0)
         self._largest = 0.0
 
-    def answered(self, request_id: str, actions: NDArray[np.float32], shadow: bool) -> Difference | None:
-        """Add one answer; returns the difference if it completes a pair."""
-        other = self._halves.pop(request_id, None)
-        if other is None or other[0] == shadow:
-            self._halves[request_id] = (shadow, actions)
-            if len(self._halves) > self._waiting:
-                self._halves.popitem(last=False)
-                self.unpaired += 1
-            return None
-        served, its = (other[1], actions) if shadow else (actions, other[1])
-        found = Difference.of(served, its)
+    def add(self, found: Difference | None) -> None:
+        """Add the difference of one request; None where one of its answers failed, or they cannot be compared."""
         if found is None:
             self.unpaired += 1
-        else:
-            self._add(found)
-        return found
-
-    def gone(self, request_id: str) -> None:
-        """Give up a pair whose other answer failed or was dropped."""
-        if self._halves.pop(request_id, None) is not None:
-            self.unpaired += 1
-
-    def _add(self, found: Difference) -> None:
+            return
         self.compared += 1
         self._largest = max(self._largest, found.largest)
         self._per_joint = _running(self._per_joint, found.per_joint, self.compared)
@@ -118,7 +93,6 @@ class ShadowDivergence:
         return {
             "compared": self.compared,
             "unpaired": self.unpaired,
-            "waiting": len(self._halves),
             "largest": self._largest,
             "mean": float(self._per_joint.mean()) if self.compared else None,
             "per_joint": self._per_joint.tolist(),
@@ -163,10 +137,9 @@ class Shadowing:
         self.on_difference, self.on_stopped = on_difference, on_stopped
         self.dropped = self.failed = 0
         self.stopped = ""  # why it was stopped
-        self._asked = 0
-        self._waiting: dict[str, Ticket] = {}
+        self._waiting: set[Ticket] = set()
+        self._preparing = 0  # those whose pictures are being decoded
         self._closed = False
-        self._preparing = 0
         self._ran: tuple[float, float] = (0.0, 0.0)  # the shadow batch before: from, to
         self._told = float("-inf")
 
@@ -174,18 +147,15 @@ class Shadowing:
         """Whether the shadow runs this request."""
         return sampled(request_id, self._share)
 
-    def ask(self, request_id: str, slot: str, actions: NDArray[np.float32], prepare: Prepare) -> None:
+    def ask(self, slot: str, actions: NDArray[np.float32], prepare: Prepare) -> None:
         """Run the shadow on a request that `slot` answered with `actions`. prepare: the job that makes the
         observation."""
         if self._closed or self.stopped or self._preparing >= SHADOW_QUEUE:
             self._drop()
             return
         version = self._slot.version
-        key = f"{self._asked + 1} {request_id}"
-        job = prepare(version.policy, partial(self._prepared, key, slot, actions, version))
-        self._threads.add(job)
+        self._threads.add(prepare(version.policy, partial(self._prepared, slot, actions, version)))
         self._preparing += 1
-        self._asked += 1
         version.users += 1
 
     def resume(self) -> None:
@@ -199,12 +169,11 @@ class Shadowing:
         self._take_back()
 
     def _take_back(self) -> None:
-        for ticket in list(self._waiting.values()):
+        for ticket in list(self._waiting):
             self._batcher.cancel(ticket)
 
     def _prepared(
         self,
-        key: str,
         slot: str,
         actions: NDArray[np.float32],
         version: Version,
@@ -220,8 +189,7 @@ class Shadowing:
             if observation is None:
                 raise error or RuntimeError("nothing was made")
             request = version.policy.request(observation)
-            self._waiting[key] = self._batcher.submit(request, partial(self._settled, key, slot))
-            self.divergence.answered(key, actions, shadow=False)
+            self._waiting.add(self._batcher.submit(request, partial(self._settled, slot, actions)))
         except ReflexError as reason:  # no room, shutting down, or it needs what the request did not bring
             self._drop()
             self._tell(reason)
@@ -230,12 +198,12 @@ class Shadowing:
             self._answered(time.monotonic(), "failed", 0.0, None)
             self._tell(reason)
 
-    def _settled(self, key: str, slot: str, ticket: Ticket) -> None:
+    def _settled(self, slot: str, actions: NDArray[np.float32], ticket: Ticket) -> None:
         now = time.monotonic()
         outcome = ticket.outcome
-        self._waiting.pop(key, None)
+        self._waiting.discard(ticket)
         if not isinstance(outcome, Done):
-            self.divergence.gone(key)
+            self.divergence.add(None)
             self._answered(now, outcome.error.outcome, now - ticket.arrived, ticket)
             if isinstance(outcome.error, Dropped):
                 self.dropped += 1
@@ -244,7 +212,8 @@ class Shadowing:
                 self._failed(outcome.error)
             return
         self._answered(now, "ok", now - ticket.arrived, ticket)
-        found = self.divergence.answered(key, outcome.value.actions, shadow=True)
+        found = Difference.of(actions, outcome.value.actions)
+        self.divergence.add(found)
         if found is not None:
             self._metrics.diverged(self._slot.group, found.mean)
             self.on_difference(ticket.id, slot, found)
@@ -283,6 +252,7 @@ class Shadowing:
             "why": self.stopped or None,
             "dropped": self.dropped,
             "failed": self.failed,
+            "waiting": len(self._waiting),
             **self.divergence.snapshot(),
         }
 

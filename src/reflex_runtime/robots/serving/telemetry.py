@@ -13,7 +13,7 @@ from reflex_runtime.observe.journal import PolicyHead
 from reflex_runtime.observe.journal_writer import RequestRecord, SentImage, hardware
 from reflex_runtime.observe.spans import RequestSpan, Spans
 from reflex_runtime.robots import InvalidRequest, Observation, seed_of
-from reflex_runtime.robots.serving.images import pixels_in
+from reflex_runtime.robots.serving.decode_pool import pixels_in
 from reflex_runtime.robots.serving.pending import PendingRequest
 from reflex_runtime.robots.serving.question import Array, Question, array_of
 from reflex_runtime.robots.serving.served import ServedPolicy

@@ -10,10 +10,10 @@ from typing import Any
 from reflex_runtime.observe import metrics
 from reflex_runtime.observe.live import Live, own_process
 from reflex_runtime.robots import PolicySpec
-from reflex_runtime.robots.policy.spec import WireMap
+from reflex_runtime.robots.policy.spec import WIRES, WireMap
 from reflex_runtime.robots.serving.handler import RequestHandler
 from reflex_runtime.robots.serving.observation_reader import ObservationReader
-from reflex_runtime.robots.serving.question import ACT, LEROBOT, OIP, WIRES
+from reflex_runtime.robots.serving.question import ACT, LEROBOT, OIP
 from reflex_runtime.robots.serving.runtime import PolicyRuntime
 from reflex_runtime.robots.serving.served import ServedPolicy
 from reflex_runtime.settings.declare import settings

@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
-from reflex_runtime.robots.policy.spec import Embodiment, WireMap
+from reflex_runtime.robots.policy.spec import WIRES, Embodiment, WireMap
 from reflex_runtime.robots.policy.units import AddState, AlohaGripper, Binarised, Norm, Scaled, Transform, frozen
 from reflex_runtime.robots.sources.export_files import (
     LARGEST,
@@ -171,8 +171,7 @@ def _embodiment_keys(state_dim: int, action_dim: int) -> Any:
 
 
 GROOT: Final = "gr00t"
-BLOCKS: Final = ("openpi", "json-numpy", "vla-eval", "lerobot", GROOT)
-"""The wires that an export may describe."""
+BLOCKS: Final = tuple(name for name, wire in WIRES.items() if wire.described)
 
 _Name = Annotated[str, Meta(min_length=1)]
 _OneName = Annotated[str, Meta(min_length=1, description="a name in the observation")]

@@ -45,7 +45,7 @@ from reflex_runtime.web.errors import (
     Reported,
 )
 from reflex_runtime.web.fields import MAX_VALUES, encode, invalid, invalid_field, is_json, printable
-from reflex_runtime.web.request import HttpRequest, HttpResponse, header_text
+from reflex_runtime.web.request import OPERATOR_BODY, HttpRequest, HttpResponse, Route, header_text
 
 # -- bodies ------------------------------------------------------------------------------------------------------------
 
@@ -172,6 +172,14 @@ def encode_msgpack(answer: ActAnswer) -> bytes:
 
 
 # -- HTTP --------------------------------------------------------------------------------------------------------------
+
+
+def routes(handler: RequestHandler) -> list[Route]:
+    act, most = Act(handler), handler.config.max_body_bytes
+    return [
+        Route("/act", act.run, "POST", most=most, refused=act.refused),
+        Route("/reset", act.reset, "POST", most=min(most, OPERATOR_BODY)),
+    ]
 
 
 class Act:

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import hmac
 import io
-from collections import OrderedDict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
@@ -30,11 +29,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from reflex_runtime.core.errors import ReflexError
+from reflex_runtime.robots.policy.lru import Lru
 from reflex_runtime.robots.serving.handler import RequestHandler
 from reflex_runtime.robots.serving.observation_reader import MAX_ROWS, PROMPTS, ObservationReader, text_of
 from reflex_runtime.robots.serving.pending import PendingRequest
 from reflex_runtime.robots.serving.question import GROOT, Question, RequestLimits
-from reflex_runtime.robots.wires.bounded_msgpack import unpack
 from reflex_runtime.robots.wires.common import (
     LIMITS,
     Episodes,
@@ -43,6 +42,7 @@ from reflex_runtime.robots.wires.common import (
     limits_of,
     nd_in,
     question_of,
+    unpack,
 )
 from reflex_runtime.web.arrays import array_in
 from reflex_runtime.web.errors import (
@@ -56,7 +56,8 @@ from reflex_runtime.web.errors import (
 from reflex_runtime.web.fields import brief, check_id, invalid, invalid_input, printable
 
 if TYPE_CHECKING:  # json-numpy reads the same observations, without pyzmq
-    from reflex_runtime.web.zeromq import ZmqMessage
+    from reflex_runtime.web.app import App
+    from reflex_runtime.web.zeromq import ZmqListener, ZmqMessage
 
 # -- messages ----------------------------------------------------------------------------------------------------------
 
@@ -309,12 +310,27 @@ class GrootClient:
             episodes.reset()
 
 
+def listener(app: App, handler: RequestHandler) -> ZmqListener:
+    """What clients send waits until there is a policy."""
+    from reflex_runtime.web.zeromq import ZmqListener
+
+    config, session = handler.config, GrootSession(handler, handler.config.gr00t_config)
+    made = ZmqListener(app, "--gr00t", config.gr00t, config.max_body_bytes, session.answer, session.failed)
+
+    async def begin() -> None:
+        await handler.runtime.wait_started()
+        made.begin()
+
+    app.spawn(begin())
+    return made
+
+
 class GrootSession:
     """The session of all clients of a listener. form: of get_modality_config, n1.5 or n1.6."""
 
     def __init__(self, handler: RequestHandler, form: str) -> None:
         self._handler, self._form = handler, form
-        self._clients: OrderedDict[tuple[bytes, ...], GrootClient] = OrderedDict()
+        self._clients: Lru[tuple[bytes, ...], GrootClient] = Lru(MAX_CLIENTS)
 
     async def answer(self, message: ZmqMessage) -> bytes:
         """The answer to a message; errors are answers too."""
@@ -366,13 +382,7 @@ class GrootSession:
 
     def _client(self, message: ZmqMessage) -> GrootClient:
         """The client of a message. Named after the message, because routing ids repeat after a restart."""
-        client = self._clients.get(message.peer)
-        if client is None:
-            client = self._clients[message.peer] = GrootClient(f"gr00t-{message.id}")
-            if len(self._clients) > MAX_CLIENTS:
-                self._clients.popitem(last=False)
-        self._clients.move_to_end(message.peer)
-        return client
+        return self._clients.use(message.peer, lambda: GrootClient(f"gr00t-{message.id}"))
 
     async def _act(self, message: ZmqMessage, data: Mapping[str, Any]) -> bytes:
         """One get_action. Each row is a request; they are answered together."""

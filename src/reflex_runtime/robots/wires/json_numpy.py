@@ -29,8 +29,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from reflex_runtime.robots.serving.decode_pool import decoded_base64
 from reflex_runtime.robots.serving.handler import Asked
-from reflex_runtime.robots.serving.images import decoded_base64
 from reflex_runtime.robots.serving.observation_reader import PROMPTS, ObservationReader
 from reflex_runtime.robots.serving.question import GROOT, JSON_NUMPY, Question, RequestLimits
 from reflex_runtime.robots.wires.common import LIMITS, limits_among, limits_of, limits_of_row, question_of

@@ -31,7 +31,6 @@ import pickle
 import pickletools
 import struct
 import time
-from collections import OrderedDict
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Any, Final
@@ -40,6 +39,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from reflex_runtime.core.errors import Closed, ReflexError
+from reflex_runtime.robots.policy.lru import Lru
 from reflex_runtime.robots.policy.spec import PolicySpec
 from reflex_runtime.robots.serving.handler import RequestHandler
 from reflex_runtime.robots.serving.observation_reader import ObservationReader
@@ -53,16 +53,18 @@ from reflex_runtime.robots.wires.lerobot_client import (
     IMAGES,
     MIDDLE,
     OBSERVATION,
+    SERVICE,
     SETUP,
     STATE,
     TASK,
 )
 from reflex_runtime.web import messages_pb2 as messages
+from reflex_runtime.web.app import App
 from reflex_runtime.web.arrays import array_in
 from reflex_runtime.web.bodies import Bodies
 from reflex_runtime.web.errors import ClientError, Conflict, InvalidRequest
 from reflex_runtime.web.fields import check_id, invalid, invalid_input, printable
-from reflex_runtime.web.grpc_listener import GrpcCall, parse, serialize
+from reflex_runtime.web.grpc_listener import GrpcCall, GrpcListener, parse, serialize
 
 log = logging.getLogger("reflex.server")
 
@@ -285,13 +287,21 @@ class LerobotRobot:
         return self.take()
 
 
+def listener(app: App, handler: RequestHandler) -> GrpcListener:
+    service = LerobotService(handler, app.bodies)
+    made = GrpcListener(app, "--lerobot", handler.config.lerobot, handler.config)
+    made.serve(SERVICE, service.methods, service.streams, service.failed)
+    handler.runtime.on_drain.append(service.end)
+    return made
+
+
 class LerobotService:
     """The four calls, for all robots of a listener."""
 
     def __init__(self, handler: RequestHandler, bodies: Bodies) -> None:
         self._handler, self._bodies = handler, bodies
-        self._robots: OrderedDict[tuple[bool, str], LerobotRobot] = OrderedDict()
-        self._setups: OrderedDict[LerobotKind, LerobotSetup] = OrderedDict()
+        self._robots: Lru[tuple[bool, str], LerobotRobot] = Lru(MAX_ROBOTS, LerobotRobot.drop)
+        self._setups: Lru[LerobotKind, LerobotSetup] = Lru(MAX_SETUPS)
         self.methods = {
             "Ready": self.ready,
             "SendPolicyInstructions": self.instruct,
@@ -338,9 +348,6 @@ class LerobotService:
         if robot.setup is not None and not robot.named:
             raise Conflict(f"another robot was set up on this connection, and answers could not be told apart: {APART}")
         self._setups[setup.kind] = robot.setup = setup
-        self._setups.move_to_end(setup.kind)
-        if len(self._setups) > MAX_SETUPS:
-            self._setups.popitem(last=False)
         return b""
 
     async def observe(self, call: GrpcCall, parts: AsyncIterator[bytes]) -> bytes:
@@ -419,13 +426,9 @@ class LerobotService:
     def _robot(self, call: GrpcCall) -> LerobotRobot:
         """The robot of a call. One without a name is called after its first call, because ports repeat."""
         named, key = place = self._key(call)
-        robot = self._robots.get(place)
-        if robot is None:
-            robot = self._robots[place] = LerobotRobot(key if named else f"lerobot-{call.id}", named, self._bodies)
-            if len(self._robots) > MAX_ROBOTS:
-                self._robots.popitem(last=False)[1].drop()
-        self._robots.move_to_end(place)
-        return robot
+        return self._robots.use(
+            place, lambda: LerobotRobot(key if named else f"lerobot-{call.id}", named, self._bodies)
+        )
 
 
 def _instructions(spec: PolicySpec, seen: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,20 +3,23 @@ are one tensor."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Mapping
-from typing import Any, Final
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
+from weakref import WeakKeyDictionary
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from reflex_runtime.core.errors import ReflexError
+from reflex_runtime.robots.policy.lru import Lru
 from reflex_runtime.robots.policy.spec import PolicySpec
 from reflex_runtime.robots.serving.handler import RequestHandler
 from reflex_runtime.robots.serving.observation_reader import MAX_ROWS
 from reflex_runtime.robots.serving.pending import PendingRequest
 from reflex_runtime.robots.serving.question import OIP, Question
+from reflex_runtime.robots.serving.runtime import PolicyRuntime
 from reflex_runtime.robots.wires.common import Episodes, answer_details, limits_of, question_of
 from reflex_runtime.web.errors import NotFound
 from reflex_runtime.web.fields import check_id, encode, invalid_input, printable
@@ -24,18 +27,40 @@ from reflex_runtime.web.oip import (
     InferRequest,
     OipAnswer,
     OipCall,
+    OipHttp,
     Tensor,
     check_names,
     described,
     limits_said,
     rows_of,
 )
+from reflex_runtime.web.request import Route
+
+if TYPE_CHECKING:
+    from reflex_runtime.web.app import App
+    from reflex_runtime.web.grpc_listener import GrpcListener
 
 MAX_SEQUENCES: Final = 4096
 ACTIONS: Final = "actions"
 _STATE, _INSTRUCTION, _SEED = "state", "instruction", "seed"
 _LIMITS: Final = ("robot_id", "episode_id", "executed", "delay", "priority")
 _SEQUENCE: Final = ("sequence_id", "sequence_start", "sequence_end")
+
+
+
+def routes(handler: RequestHandler) -> list[Route]:
+    return OipHttp(PolicyModels(handler), handler.config.max_body_bytes, handler.prefix).routes
+
+
+def listener(app: App, handler: RequestHandler) -> GrpcListener:
+    from reflex_runtime.web.grpc_listener import GrpcListener
+    from reflex_runtime.web.oip_grpc import SERVICE, OipService
+
+    service = OipService(PolicyModels(handler))
+    made = GrpcListener(app, "--oip-grpc", handler.config.oip_grpc, handler.config)
+    made.serve(SERVICE, service.methods, {}, service.failed)
+    return made
+
 
 # -- the model ---------------------------------------------------------------------------------------------------------
 
@@ -51,8 +76,8 @@ class PolicyModels:
 
     extensions = ("binary_tensor_data", "sequence", "schedule_policy")
 
-    def __init__(self, handler: RequestHandler, sequences: Sequences) -> None:
-        self._handler, self._sequences = handler, sequences
+    def __init__(self, handler: RequestHandler) -> None:
+        self._handler, self._sequences = handler, _SEQUENCES.setdefault(handler.runtime, Sequences())
 
     @property
     def ready(self) -> bool:
@@ -118,10 +143,11 @@ def model_metadata(spec: PolicySpec, name: str = "") -> dict[str, Any]:
 
 
 class Sequences:
-    """Episodes of sequence ids. An id begins a new episode after `sequence_end`, and with `sequence_start`."""
+    """Episodes of sequence ids, for all clients of a server. An id begins a new one after `sequence_end`, and with
+    `sequence_start`."""
 
     def __init__(self) -> None:
-        self._episodes: OrderedDict[str, Episodes] = OrderedDict()  # least recently used first
+        self._episodes: Lru[str, Episodes] = Lru(MAX_SEQUENCES)
 
     def episode(self, parameters: Mapping[str, Any]) -> str | None:
         """The episode that a request belongs to; None where it names no sequence."""
@@ -136,16 +162,16 @@ class Sequences:
         name = str(sequence)
         check_id("sequence_id", name)
         known = name in self._episodes
-        episodes = self._episodes.setdefault(name, Episodes(name))
-        self._episodes.move_to_end(name)
-        if len(self._episodes) > MAX_SEQUENCES:
-            self._episodes.popitem(last=False)
+        episodes = self._episodes.use(name, partial(Episodes, name))
         if start and known:
             episodes.reset()
         episode = episodes.of(None, None)
         if end:
             episodes.reset()
         return episode
+
+
+_SEQUENCES: Final[WeakKeyDictionary[PolicyRuntime, Sequences]] = WeakKeyDictionary()
 
 
 def questions(

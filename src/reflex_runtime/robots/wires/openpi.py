@@ -23,11 +23,10 @@ import msgspec
 import numpy as np
 
 from reflex_runtime.core.errors import ReflexError
+from reflex_runtime.robots.policy.lru import Lru
 from reflex_runtime.robots.serving.handler import Asked, RequestHandler
 from reflex_runtime.robots.serving.observation_reader import MAX_ROWS, text_of
-from reflex_runtime.robots.serving.pending import PendingRequest
 from reflex_runtime.robots.serving.question import OPENPI, ActAnswer, Question
-from reflex_runtime.robots.wires.bounded_msgpack import unpack
 from reflex_runtime.robots.wires.common import (
     Episodes,
     answer_details,
@@ -35,12 +34,13 @@ from reflex_runtime.robots.wires.common import (
     limits_of,
     nd_in,
     question_of,
-    socket_limits,
+    unpack,
 )
+from reflex_runtime.robots.wires.message_session import Frame, MessageSession, socket_route
 from reflex_runtime.web.arrays import array_in, type_of
-from reflex_runtime.web.errors import PLAIN, ClientError, Reported, describe_error, known
+from reflex_runtime.web.errors import PLAIN, ClientError, Reported, describe_error
 from reflex_runtime.web.fields import invalid_input
-from reflex_runtime.web.request import INTERNAL, UNSUPPORTED, SocketMessage, WebSocket
+from reflex_runtime.web.request import Route, SocketMessage, WebSocket
 
 # -- frames ------------------------------------------------------------------------------------------------------------
 
@@ -104,73 +104,69 @@ def _array(found: dict[str, Any]) -> Any:
 
 
 PATHS: Final = ("/", "/openpi/policy", "/v1/realtime/robot/openpi")
-MAX_EPISODES: Final = 4 * MAX_ROWS  # of a socket; beyond it the least recently used is forgotten
+MAX_EPISODES: Final = 4 * MAX_ROWS  # of a socket
 RESET: Final = "reset successful"  # RoboArena's answer to reset: the only text frame that is not an error
+
+
+def routes(handler: RequestHandler) -> list[Route]:
+    return [socket_route(path, serve, handler) for path in PATHS]
 
 
 async def serve(handler: RequestHandler, socket: WebSocket) -> None:
     """One websocket. Clients wait for the metadata without a limit."""
-    robot = OpenpiRobot(handler, socket)
-    await socket.accept()
-    if not await handler.runtime.wait_started():
-        await socket.close(INTERNAL, "the policy could not be started")
-        return
-    await socket.send(encode(robot.metadata()))
-    async for message in socket:
-        if isinstance(message.data, str):
-            await socket.close(UNSUPPORTED, "observations are binary frames")
-            return
-        await socket.send(await robot.answer(message, message.data))
+    await OpenpiSession(handler, socket).run()
 
 
-class OpenpiRobot:
-    """The robot of one websocket, and its episodes."""
+class OpenpiSession(MessageSession):
+    """One websocket, and the episodes of its robots."""
+
+    first = True
 
     def __init__(self, handler: RequestHandler, socket: WebSocket) -> None:
-        self._said = socket_limits(socket.query)
-        self._handler, self._socket = handler.one(self._said.policy), socket
-        self._robot = self._said.robot_id or f"ws-{socket.id}"
-        self._episodes: dict[str, Episodes] = {}  # by what tells robots of a message apart
+        super().__init__(OPENPI, handler, socket)
+        self._sent: dict[str, Any] = {}
+        self._packaged = False
+        self._episodes: Lru[str, Episodes] = Lru(MAX_EPISODES)  # by what tells robots of a message apart
         self._spent: float | None = None  # milliseconds until the last answer
 
-    def metadata(self) -> dict[str, Any]:
-        """The first frame."""
-        reading = self._handler.reading(OPENPI)
+    def read(self, frame: bytes) -> None:
+        self._sent, self._packaged = decode_form(frame)
+
+    def hello(self) -> bytes:
+        """The metadata."""
+        reading = self.handler.reading(OPENPI)
         if reading.wire.dialect == "roboarena":
-            return dict(reading.wire.metadata)
-        spec = self._handler.served.spec
+            return encode(dict(reading.wire.metadata))
+        spec = self.handler.served.spec
         own = {
             "model_id": spec.model_id,
             "model_hash": spec.model_hash,
             "actions": [spec.chunk_size, spec.action_dim],
             **reading.describe(),
         }
-        return {**reading.wire.metadata, "reflex": own}
+        return encode({**reading.wire.metadata, "reflex": own})
 
-    async def answer(self, message: SocketMessage, data: bytes) -> str | bytes:
-        """The frame that answers a message."""
-        try:
-            self._socket.refuse_message(message)
-            sent, packaged = decode_form(data)
-            if "endpoint" in sent and self._resets(text_of(sent["endpoint"])):
-                for episodes in self._episodes.values():
-                    episodes.reset()
-                return RESET
-            apart = "batch" in sent
-            seen = _batch_of(sent) if apart else self._handler.reading(OPENPI).split(sent)
-        except Exception as failure:
-            error = known(failure, message.id)
-            self._handler.refused(self._pending(message), error)
-            return _text(error, message.id)
-        parts = {"": sent} if seen is None else {f"/{part}": one for part, one in seen.items()}
-        questions = [partial(self._question, one, part) for part, one in parts.items()]
+    async def take(self, message: SocketMessage) -> Frame:
+        sent, self._sent = self._sent, {}  # drop the reference to the pictures
+        if "endpoint" in sent and self._resets(text_of(sent["endpoint"])):
+            for episodes in self._episodes.values():
+                episodes.reset()
+            return RESET
+        apart = "batch" in sent
+        seen = _batch_of(sent) if apart else self.handler.reading(OPENPI).split(sent)
+        if seen is None:
+            return await self.infer(message, partial(self._question, sent, ""))
+        questions = [partial(self._question, one, f"/{part}") for part, one in seen.items()]
         if apart:
-            return encode({"batch": await self._each(message, questions)}, packaged)
-        try:
-            answers = await self._handler.infer_all(self._pending(message), questions, message.received)
-        except Reported as reported:
-            return _text(reported.error, reported.request_id)
-        return encode(self._told(answers[0]) if seen is None else self._together(answers), packaged)
+            return encode({"batch": await self._each(message, questions)}, self._packaged)
+        answers = await self.handler.infer_all(self.pending(message), questions, message.received)
+        return encode(self._together(answers), self._packaged)
+
+    def answered(self, answer: ActAnswer) -> bytes:
+        return encode(self._told(answer), self._packaged)
+
+    def error(self, error: ReflexError, request_id: str) -> str:
+        return PLAIN.refuse(error, request_id, False).body.decode()
 
     def _resets(self, endpoint: Any) -> bool:
         """Whether a message of RoboArena begins an episode, and observes nothing."""
@@ -180,11 +176,11 @@ class OpenpiRobot:
 
     async def _each(self, message: SocketMessage, questions: Sequence[Asked]) -> list[dict[str, Any]]:
         """The answers or errors of a batch, each by itself."""
-        rows = self._pending(message).rows(len(questions))
+        rows = self.pending(message).rows(len(questions))
 
         async def ask(row: int) -> ActAnswer | Reported:
             try:
-                return await self._handler.infer_row(rows[row], row, questions[row], message.received)
+                return await self.handler.infer_row(rows[row], row, questions[row], message.received)
             except Reported as reported:
                 return reported
 
@@ -196,9 +192,6 @@ class OpenpiRobot:
             for one in answers
         ]
 
-    def _pending(self, message: SocketMessage) -> PendingRequest:
-        return PendingRequest(OPENPI, message.id, self._robot, message.started, self._socket)
-
     def _question(self, observation: Any, part: str) -> Question:
         """part: what tells robots of a message apart."""
         if not isinstance(observation, dict):
@@ -207,22 +200,16 @@ class OpenpiRobot:
         for name in ("episode_id", "session_id"):
             if name in observation and limits.episode_id is None:
                 limits.episode_id = limits_of({"episode_id": text_of(observation[name])}).episode_id
-        observed = self._handler.reading(OPENPI).read(observation)
-        episodes = self._episodes_of(part)
+        observed = self.handler.reading(OPENPI).read(observation)
+        own = (self.said.episode_id or f"ws-{self.socket.id}") + part
+        episodes = self._episodes.use(part, partial(Episodes, own))
         reset = observation.get("reset")
         if not isinstance(reset, bool | None):
             raise invalid_input("reset", "must be true or false")
         if reset:
             episodes.reset()
         episode = episodes.of(limits.episode_id, observed[2])
-        return question_of(observed, limits, self._robot + part, episode, self._said)
-
-    def _episodes_of(self, part: str) -> Episodes:
-        known = self._episodes.pop(part, None)
-        self._episodes[part] = known or Episodes((self._said.episode_id or f"ws-{self._socket.id}") + part)
-        if len(self._episodes) > MAX_EPISODES:
-            del self._episodes[next(iter(self._episodes))]
-        return self._episodes[part]
+        return question_of(observed, limits, self.robot + part, episode, self.said)
 
     def _told(self, answer: ActAnswer) -> dict[str, Any]:
         return {"actions": answer.actions, **self._timing([answer]), **answer_details(answer)}
@@ -239,10 +226,6 @@ class OpenpiRobot:
         self._spent = max(answer.timing.age_ms for answer in answers)
         spent = max(answer.timing.batch_ms for answer in answers)
         return {"policy_timing": {"infer_ms": spent}, "server_timing": timing}
-
-
-def _text(error: ReflexError, request_id: str) -> str:
-    return PLAIN.refuse(error, request_id, False).body.decode()
 
 
 def _batch_of(sent: dict[str, Any]) -> dict[str, Any]:

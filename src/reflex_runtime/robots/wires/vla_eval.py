@@ -11,10 +11,8 @@ asking the policy. A new episode drops it. docs/wires.md has what a benchmark ma
 from __future__ import annotations
 
 import time
-from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final
@@ -25,15 +23,14 @@ import numpy as np
 from reflex_runtime.core.errors import ReflexError
 from reflex_runtime.robots.serving.handler import RequestHandler
 from reflex_runtime.robots.serving.observation_reader import PROMPTS, text_of
-from reflex_runtime.robots.serving.pending import PendingRequest
 from reflex_runtime.robots.serving.question import VLA_EVAL, ActAnswer, Question
-from reflex_runtime.robots.wires.bounded_msgpack import unpack
-from reflex_runtime.robots.wires.common import limits_in, question_of, socket_limits
+from reflex_runtime.robots.wires.common import limits_in, question_of, unpack
+from reflex_runtime.robots.wires.message_session import MessageSession, socket_route
 from reflex_runtime.version import __version__
 from reflex_runtime.web.arrays import array_in
-from reflex_runtime.web.errors import ClientError, NotFound, Reported, describe_error, known
+from reflex_runtime.web.errors import ClientError, describe_error
 from reflex_runtime.web.fields import brief, check_id, printable
-from reflex_runtime.web.request import INTERNAL, UNSUPPORTED, SocketMessage, WebSocket
+from reflex_runtime.web.request import Route, SocketMessage, WebSocket
 
 # -- frames ------------------------------------------------------------------------------------------------------------
 
@@ -85,94 +82,6 @@ def _array(found: dict[str, Any]) -> Any:
     return found
 
 
-# -- a websocket whose messages have a type ----------------------------------------------------------------------------
-
-
-class MessageSession(ABC):
-    """One websocket, which is one robot: the base for wires whose messages have a type.
-
-    The client sends a hello, which is answered once a policy is ready, and then one request at a time.
-    robot: its name. said: fields of the URL's query.
-    """
-
-    def __init__(self, wire: str, handler: RequestHandler, socket: WebSocket) -> None:
-        self.said = socket_limits(socket.query)
-        self.handler, self.socket = handler.one(self.said.policy), socket
-        self.robot = self.said.robot_id or f"ws-{socket.id}"
-        self._wire = wire
-
-    @abstractmethod
-    def read(self, frame: bytes) -> None:
-        """Decode a message for `take` and `error`."""
-
-    @abstractmethod
-    async def take(self, message: SocketMessage) -> bytes | None:
-        """The frame that answers the decoded message, or None. Exceptions are answered as errors."""
-
-    @abstractmethod
-    def hello(self) -> bytes:
-        """The frame that answers a hello."""
-
-    @abstractmethod
-    def answered(self, answer: ActAnswer) -> bytes:
-        """The frame for an answer of the policy."""
-
-    @abstractmethod
-    def error(self, error: ReflexError, request_id: str) -> bytes:
-        """The frame for an error."""
-
-    async def run(self) -> None:
-        """Answer messages until the peer leaves. It speaks first."""
-        await self.socket.accept()
-        async for message in self.socket:
-            if isinstance(message.data, str):
-                await self.socket.close(UNSUPPORTED, "messages are binary frames")
-                return
-            try:
-                if message.error is None:
-                    self.read(message.data)
-                self.socket.refuse_message(message)
-                frame = await self.take(message)
-            except Reported as reported:
-                frame = self.error(reported.error, reported.request_id)
-            except Exception as failure:
-                error = known(failure, message.id)
-                self.handler.refused(self._pending(message), error)
-                frame = self.error(error, message.id)
-            if frame is not None:
-                await self.socket.send(frame)
-
-    async def greet(self) -> bytes | None:
-        """`hello`, once a policy is ready."""
-        if await self.handler.runtime.wait_started():
-            return self.hello()
-        await self.socket.close(INTERNAL, "the policy could not be started")
-        return None
-
-    async def infer(self, message: SocketMessage, question: Callable[[], Question]) -> bytes:
-        """The frame for the policy's answer. question: made of the message once it is admitted."""
-        return self.answered(await self.handler.infer_row(self._pending(message), 0, question, message.received))
-
-    def _pending(self, message: SocketMessage) -> PendingRequest:
-        return PendingRequest(self._wire, message.id, self.robot, message.started, self.socket)
-
-    def report(self, episode: str, result: dict[str, Any], robot: str) -> None:
-        """Count the success of a robot's ended episode, if the result reports it and the policy answered in it."""
-        success = _success_in(result)
-        if success is not None and self.socket.may_change:
-            with suppress(NotFound):
-                self.handler.served.ended(episode, success, robot)
-
-
-def _success_in(result: dict[str, Any]) -> bool | None:
-    """The success in the result of an episode; None if it is not reported."""
-    for found in (result.get("metrics"), result.get("result"), result):
-        success = found.get("success") if isinstance(found, dict) else None
-        if isinstance(success, (bool, int, float)) and success in (0, 1):
-            return bool(success)
-    return None
-
-
 # -- the websocket -----------------------------------------------------------------------------------------------------
 
 
@@ -180,6 +89,10 @@ PATH: Final = "/vla-eval"
 PROTOCOL: Final = 1
 PLACES: Final = ("reflex/episode_id", "reflex/robot_id")
 TYPES: Final = ("hello", "episode_start", "observation", "episode_end", "error")
+
+
+def routes(handler: RequestHandler) -> list[Route]:
+    return [socket_route(PATH, serve, handler)]
 
 
 async def serve(handler: RequestHandler, socket: WebSocket) -> None:
