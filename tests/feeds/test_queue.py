@@ -3,19 +3,11 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import pytest
 
 from feeds.fakes import PATIENCE, frame
-from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.feeds.runtime.capture import FrameQueue
-
-
-@pytest.mark.parametrize("capacity", [0, -1, 5000, 1.5, True])
-def test_a_wrong_capacity_is_named(capacity: Any) -> None:
-    with pytest.raises(ConfigError, match=r"FrameQueue\.capacity="):
-        FrameQueue(capacity, drop_oldest=True)
 
 
 def test_f14_a_live_queue_drops_the_oldest_and_never_waits() -> None:

@@ -21,7 +21,7 @@ from reflex_runtime.feeds.runtime.health import in_one_line, told
 from reflex_runtime.feeds.runtime.pipeline import Pipeline, Source
 from reflex_runtime.feeds.runtime.runtime import Runtime
 from reflex_runtime.feeds.settings import OF_STAGES, PER_FEED, FeedSpec, source_of_spec, specs_of
-from reflex_runtime.feeds.stages import imported, stages_of
+from reflex_runtime.feeds.stages import imported, made, stages_of
 from reflex_runtime.run.batch_processor import BatchConfig, BatchProcessor
 from reflex_runtime.run.coordinator import BatchCoordinator
 from reflex_runtime.settings import FeedsConfig
@@ -103,23 +103,12 @@ def processor_of(text: str) -> BatchProcessor:
     """The batch processor that MODULE:NAME names: an object, or a class or function that makes one."""
     flag = f"--processor={one_line(text)}"
     found = imported(text, flag, "mypkg.vision:Detector")
-    if not inspect.isclass(found) and not inspect.isfunction(found):
-        return _checked(found, flag)
-    try:
-        return _checked(found(), flag)
-    except ConfigError:
-        raise
-    except (Exception, SystemExit) as error:
-        raise ConfigError(f"{flag}: cannot be made: {told(error)}") from error
-
-
-def _checked(made: Any, flag: str) -> BatchProcessor:
-    """Refuse what lacks an attribute of a batch processor."""
-    if not isinstance(getattr(made, "id", None), str):
-        raise ConfigError(f"{flag}: {type(made).__name__} has no id, a text that names it in the table and in metrics")
-    if not callable(getattr(made, "process", None)):
-        raise ConfigError(f"{flag}: {type(made).__name__} has no method process(), which a batch processor needs")
-    processor: BatchProcessor = made
+    found = made(found, flag) if inspect.isclass(found) or inspect.isfunction(found) else found
+    if not isinstance(getattr(found, "id", None), str):
+        raise ConfigError(f"{flag}: {type(found).__name__} has no id, a text that names it in the table and in metrics")
+    if not callable(getattr(found, "process", None)):
+        raise ConfigError(f"{flag}: {type(found).__name__} has no method process(), which a batch processor needs")
+    processor: BatchProcessor = found
     return processor
 
 

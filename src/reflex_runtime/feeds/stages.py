@@ -18,7 +18,7 @@ from PIL import Image
 
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.feeds.runtime.health import told
-from reflex_runtime.feeds.runtime.pipeline import After, Result
+from reflex_runtime.feeds.runtime.pipeline import After, Result, library
 from reflex_runtime.settings import FeedsConfig
 from reflex_runtime.settings.declare import one_line
 
@@ -89,7 +89,7 @@ def to_supervision(result: Result, names: Sequence[str] | None = None, masks: bo
     Raises ConfigError if supervision is missing, or for a result without boxes.
     """
     found = to_arrays(result, names, masks)
-    return _library("supervision").Detections(
+    return library("supervision", "this needs supervision", "vision").Detections(
         xyxy=found.boxes.astype(np.float32),
         confidence=found.scores.astype(np.float32),
         class_id=found.classes,
@@ -97,13 +97,6 @@ def to_supervision(result: Result, names: Sequence[str] | None = None, masks: bo
         mask=found.masks,
         data={"class_name": np.array(["" if label is None else str(label) for label in found.labels], dtype=str)},
     )
-
-
-def _library(name: str) -> Any:
-    try:
-        return importlib.import_module(name)
-    except ImportError:
-        raise ConfigError(f"this needs {name}: in a clone, pip install '.[vision]'") from None
 
 
 def _row(values: Any, kind: Any, k: int) -> NDArray[Any]:
@@ -178,9 +171,9 @@ class TrackStage:
     name = "track"
 
     def __init__(self, score: float = 0.5) -> None:
-        tracker = _library("trackers").ByteTrackTracker
+        tracker = library("trackers", "this needs trackers", "vision").ByteTrackTracker
         self._tracker = tracker(track_activation_threshold=score, high_conf_det_threshold=score)
-        self._detections = _library("supervision").Detections
+        self._detections = library("supervision", "this needs supervision", "vision").Detections
 
     def __call__(self, result: Result) -> Result:
         if not has_boxes(result):
@@ -215,7 +208,7 @@ class ZoneStage:
     name = "zones"
 
     def __init__(self, zones: Mapping[str, Points], lines: Mapping[str, Points]) -> None:
-        sv = _library("supervision")
+        sv = library("supervision", "this needs supervision", "vision")
         self._zones = {name: sv.PolygonZone(np.array(points).round().astype(int)) for name, points in zones.items()}
         foot = [sv.Position.BOTTOM_CENTER]
         self._lines = {
@@ -336,11 +329,7 @@ def own_stage(text: str) -> OwnStage:
     """Import a stage. Raises ConfigError."""
     flag = f"--stage={one_line(text)}"
     found = imported(text, flag, "mypkg.rules:only_large")
-    if inspect.isclass(found):
-        try:
-            found = found()
-        except (Exception, SystemExit) as error:
-            raise ConfigError(f"{flag}: cannot be made: {told(error)}") from error
+    found = made(found, flag) if inspect.isclass(found) else found
     if not callable(found):
         raise ConfigError(f"{flag}: {type(found).__name__} cannot be called with a result")
     return OwnStage(text, found)
@@ -363,3 +352,13 @@ def imported(text: str, flag: str, example: str) -> Any:
     except AttributeError:
         raise ConfigError(f"{flag}: {module} has no {name}") from None
     return found
+
+
+def made(make: Callable[[], Any], flag: str) -> Any:
+    """What a class or function of a user makes. Raises ConfigError, which begins with `flag`."""
+    try:
+        return make()
+    except ConfigError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise ConfigError(f"{flag}: cannot be made: {told(error)}") from error

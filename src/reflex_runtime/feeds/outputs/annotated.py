@@ -17,9 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
 
-from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.feeds.outputs.json_lines import SinkError
-from reflex_runtime.feeds.runtime.pipeline import Result
+from reflex_runtime.feeds.runtime.pipeline import Result, library
 from reflex_runtime.feeds.stages import cells_of
 from reflex_runtime.observe import files
 
@@ -250,7 +249,7 @@ class AnnotatedVideo:
     TICKS = 60_000  # a second: a whole number of them at every usual rate, and not more than MPEG-4 counts
 
     def __init__(self, path: str | os.PathLike[str], caption: bool = True) -> None:
-        _av()
+        self._av = library("av", "AnnotatedVideo: writing video needs PyAV")
         self._path = Path(path)
         self._caption = caption
         self._container: Any = None
@@ -289,10 +288,9 @@ class AnnotatedVideo:
             raise SinkError(f"video to {self._path} failed: {error}; no more is written") from error
 
     def _encode(self, picture: NDArray[np.uint8], tick: int) -> None:
-        av = _av()
         if self._container is None:
             self._open(picture)
-        frame = av.VideoFrame.from_ndarray(picture, format="rgb24")
+        frame = self._av.VideoFrame.from_ndarray(picture, format="rgb24")
         frame = frame.reformat(width=self._size[0], height=self._size[1], format="yuv420p", threads=1)
         frame.pts, frame.time_base = tick, Fraction(1, self.TICKS)
         self._container.mux(self._stream.encode(frame))
@@ -300,12 +298,11 @@ class AnnotatedVideo:
     def _open(self, picture: NDArray[np.uint8]) -> None:
         height, width = picture.shape[:2]
         self._size = (max(2, width - width % 2), max(2, height - height % 2))
-        av = _av()
         self._file = files.create(self._path, private=True)
         fragments = {"movflags": "empty_moov+default_base_moof", "frag_duration": str(round(self.FRAGMENT_S * 1e6))}
         parts = fragments if self._path.suffix.lower() in _FRAGMENTED else {}
-        self._container = av.open(self._file, "w", options={"flush_packets": "1", **parts})
-        codec = "libx264" if "libx264" in av.codecs_available else "mpeg4"
+        self._container = self._av.open(self._file, "w", options={"flush_packets": "1", **parts})
+        codec = "libx264" if "libx264" in self._av.codecs_available else "mpeg4"
         self._stream = self._container.add_stream(codec, rate=25)
         self._stream.width, self._stream.height = self._size
         self._stream.pix_fmt = "yuv420p"
@@ -334,11 +331,3 @@ class AnnotatedVideo:
             self._shown += min(time - before, self.LONGEST_S)
         self._tick = max(self._tick + 1, round(self._shown * self.TICKS))
         return self._tick
-
-
-def _av() -> Any:
-    try:
-        import av
-    except ImportError:
-        raise ConfigError("AnnotatedVideo: writing video needs PyAV: in a clone, pip install '.[feeds]'") from None
-    return av

@@ -12,9 +12,9 @@ import threading
 from typing import Any, Final
 from uuid import uuid4
 
-from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.feeds.outputs.json_lines import ResultRecord, path_name
 from reflex_runtime.feeds.outputs.output import ReceiverAddress, ResultOutput
+from reflex_runtime.feeds.runtime.pipeline import library
 
 WINDOW: Final = 20  # messages that are sent and not yet written to the socket, or acknowledged (QoS 1 and 2)
 MOST_BYTES: Final = 1_000_000  # of a message: many brokers end the connection at a larger one, each time it is sent
@@ -48,7 +48,7 @@ class MqttPublisher(ResultOutput):
         self._client = self._made(address)
 
     def _made(self, address: ReceiverAddress) -> Any:
-        mqtt = _paho()
+        mqtt = library("paho.mqtt.client", "MQTT needs paho-mqtt", "mqtt")
         client = mqtt.Client(mqtt.CallbackAPIVersion.VERSION2, client_id=f"reflex-{uuid4().hex[:12]}")
         if address.user is not None or address.password is not None:
             client.username_pw_set(address.user or "", address.password)
@@ -159,11 +159,3 @@ class MqttPublisher(ResultOutput):
                 self._statuses.discard(number)
             else:
                 self._early.add(number)
-
-
-def _paho() -> Any:
-    try:
-        from paho.mqtt import client
-    except ImportError:
-        raise ConfigError("MQTT needs paho-mqtt: in a clone, pip install '.[mqtt]'") from None
-    return client

@@ -15,9 +15,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
-from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.feeds.outputs.json_lines import ResultRecord, SinkError, json_safe, record_of
-from reflex_runtime.feeds.runtime.pipeline import Result
+from reflex_runtime.feeds.runtime.pipeline import Result, library
 from reflex_runtime.observe import files
 from reflex_runtime.run.device import Clock
 
@@ -47,7 +46,7 @@ class ParquetResults:
     """
 
     def __init__(self, path: str | os.PathLike[str], clock: Clock = time.monotonic) -> None:
-        _arrow()
+        _library()
         self._path = Path(path)
         self._clock = clock
         self._lock = threading.Lock()
@@ -135,7 +134,7 @@ class ParquetResults:
     def _write(self, rows: list[dict[str, Any]], number: int) -> None:
         """A part has its name once it is whole."""
         try:
-            arrow, parquet = _arrow()
+            arrow, parquet = _library(), _library("pyarrow.parquet")
             schema = _schema(arrow)
             slices = (rows[i : i + SLICE] for i in range(0, len(rows), SLICE))
             table = arrow.Table.from_batches([arrow.RecordBatch.from_pylist(s, schema) for s in slices], schema)
@@ -151,7 +150,7 @@ class ParquetResults:
 
 def check_parquet(path: Path) -> None:
     """ConfigError or OSError if results cannot be written there."""
-    _arrow()
+    _library()
     if path.exists() and not path.is_dir():
         raise OSError(errno.ENOTDIR, "is a file, and Parquet results are a directory of parts")
     _check_parts(path)
@@ -165,9 +164,7 @@ def check_parquet(path: Path) -> None:
 
 def read_parquet(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
     """The results of a directory, each as its JSON line has it, in the order in which they were written."""
-    _arrow()
-    from pyarrow import dataset
-
+    dataset = _library("pyarrow.dataset")
     parts = sorted(str(part) for part in Path(path).glob("part-*.parquet"))
     for batch in dataset.dataset(parts, format="parquet").to_batches(batch_size=SLICE) if parts else ():
         for row in batch.to_pylist():
@@ -175,6 +172,10 @@ def read_parquet(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
             found = {name: row[name] for name in _FORMS if row[name] is not None}
             line = {name: row[name] for name in ("feed", "sequence", "pts", "latency_ms")}
             yield line | {"value": found | (rest or {}) if found else rest}
+
+
+def _library(name: str = "pyarrow") -> Any:
+    return library(name, "Parquet needs pyarrow", "parquet")
 
 
 # -- rows --------------------------------------------------------------------------------------------------------------
@@ -281,12 +282,3 @@ def _locked(path: Path) -> int:
     except OSError:  # a file system without locks
         pass
     return found
-
-
-def _arrow() -> Any:
-    try:
-        import pyarrow
-        from pyarrow import parquet
-    except ImportError:
-        raise ConfigError("Parquet needs pyarrow: in a clone, pip install '.[parquet]'") from None
-    return pyarrow, parquet

@@ -67,8 +67,6 @@ class FrameQueue:
     """
 
     def __init__(self, capacity: int, drop_oldest: bool) -> None:
-        if isinstance(capacity, bool) or not isinstance(capacity, int) or not 1 <= capacity <= 4096:
-            raise ConfigError(f"FrameQueue.capacity={capacity!r}: must be a whole number in [1, 4096]")
         self._capacity, self._drop_oldest = capacity, drop_oldest
         self._frames: deque[Frame] = deque()
         lock = threading.Lock()

@@ -12,10 +12,10 @@ import logging
 import os
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from math import inf
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 from reflex_runtime.core.batch import Done
 from reflex_runtime.core.errors import Closed, Displaced, InFlightCapReached, ProcessorError
@@ -39,30 +39,43 @@ class HealthEvent:
 
     at: float
     source: str
+    level: ClassVar[int] = logging.ERROR  # of its log line
+    says: ClassVar[str] = "{error}"
+
+    def words(self) -> tuple[int, str]:
+        """(level, text) for the log."""
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        return self.level, self.says.format(**values, frames=frames(values.get("count", 0)))
 
 
 @dataclass(frozen=True, slots=True)
-class BatchSubmissionRejected(HealthEvent):
+class _FramesLost(HealthEvent):
+    """`count` frames of a feed were not answered."""
+
+    count: int
+    coordinator: str = ""
+    level = logging.WARNING
+
+
+@dataclass(frozen=True, slots=True)
+class BatchSubmissionRejected(_FramesLost):
     """`count` frames of a feed met a full queue, or were displaced from it by a feed with fewer in it."""
 
-    count: int
-    coordinator: str = ""
+    says = "{frames} refused, the queue of {coordinator} was full"
 
 
 @dataclass(frozen=True, slots=True)
-class BatchInFlightExceeded(HealthEvent):
+class BatchInFlightExceeded(_FramesLost):
     """`count` frames of a feed exceeded its in-flight limit: the processor is too slow for it."""
 
-    count: int
-    coordinator: str = ""
+    says = "{frames} refused, {coordinator} had not answered the one before"
 
 
 @dataclass(frozen=True, slots=True)
-class BatchTimeout(HealthEvent):
+class BatchTimeout(_FramesLost):
     """A feed stopped waiting for `count` answers."""
 
-    count: int
-    coordinator: str = ""
+    says = "{frames} not answered by {coordinator} in time"
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +84,9 @@ class BatchError(HealthEvent):
 
     count: int
     error: str
+
+    def words(self) -> tuple[int, str]:
+        return self.level, f"{self.count} batch{'es' if self.count > 1 else ''} failed: {self.error}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,10 +104,15 @@ class FeedStageError(HealthEvent):
     error: str
     count: int = 1
 
+    def words(self) -> tuple[int, str]:
+        return self.level, self.error + (f" ({self.count} times)" if self.count > 1 else "")
+
 
 @dataclass(frozen=True, slots=True)
 class FeedConnected(HealthEvent):
     """A feed's source was opened."""
+
+    level, says = logging.INFO, "connected"
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,15 +122,24 @@ class FeedDisconnected(HealthEvent):
     error: str
     retry_in: float | None = None
 
+    def words(self) -> tuple[int, str]:
+        if self.retry_in is None:
+            return self.level, self.error
+        return logging.WARNING, f"{self.error}; trying again in {self.retry_in:.1f} s"
+
 
 @dataclass(frozen=True, slots=True)
 class FeedFrozen(HealthEvent):
     """A source is open and sends nothing."""
 
+    level, says = logging.WARNING, "connected, but sends nothing"
+
 
 @dataclass(frozen=True, slots=True)
 class FeedEnded(HealthEvent):
     """A feed reached the end of its source."""
+
+    level, says = logging.INFO, "came to its end"
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +147,7 @@ class FeedFailed(HealthEvent):
     """A feed ended with an error."""
 
     error: str
+    says = "given up: {error}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,9 +155,10 @@ class ThreadDetached(HealthEvent):
     """A thread did not end within its time limit and was abandoned."""
 
     name: str
+    says = "thread {name} did not end in time and is abandoned"
 
 
-_Counted = type[BatchSubmissionRejected] | type[BatchInFlightExceeded] | type[BatchTimeout]
+_Counted = type[_FramesLost]
 
 
 class _Feed:
@@ -316,40 +348,8 @@ def told(error: BaseException) -> str:
 
 def words_of(event: HealthEvent) -> tuple[int, str]:
     """(level, text) of a health event for the log."""
-    level, text = _words_of(event)
+    level, text = event.words()
     return level, in_one_line(f"{event.source}: {text}")
-
-
-def _words_of(event: HealthEvent) -> tuple[int, str]:
-    match event:
-        case FeedConnected():
-            return logging.INFO, "connected"
-        case FeedEnded():
-            return logging.INFO, "came to its end"
-        case FeedFrozen():
-            return logging.WARNING, "connected, but sends nothing"
-        case FeedDisconnected(error=error, retry_in=None):
-            return logging.ERROR, error
-        case FeedDisconnected(error=error, retry_in=seconds):
-            return logging.WARNING, f"{error}; trying again in {seconds:.1f} s"
-        case FeedFailed(error=error):
-            return logging.ERROR, f"given up: {error}"
-        case BatchSubmissionRejected(count=n, coordinator=c):
-            return logging.WARNING, f"{frames(n)} refused, the queue of {c} was full"
-        case BatchInFlightExceeded(count=n, coordinator=c):
-            return logging.WARNING, f"{frames(n)} refused, {c} had not answered the one before"
-        case BatchTimeout(count=n, coordinator=c):
-            return logging.WARNING, f"{frames(n)} not answered by {c} in time"
-        case BatchError(count=n, error=error):
-            return logging.ERROR, f"{n} batch{'es' if n > 1 else ''} failed: {error}"
-        case FeedStageError(count=n, error=error) if n > 1:
-            return logging.ERROR, f"{error} ({n} times)"
-        case FeedStageError(error=error) | StageError(error=error):
-            return logging.ERROR, error
-        case ThreadDetached(name=name):
-            return logging.ERROR, f"thread {name} did not end in time and is abandoned"
-        case _:
-            return logging.INFO, type(event).__name__
 
 
 def frames(count: int) -> str:

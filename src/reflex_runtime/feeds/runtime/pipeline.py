@@ -5,9 +5,11 @@ Stages run before the batch point, which is shared with other feeds, and after i
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 from math import inf, isfinite
@@ -262,14 +264,19 @@ class Region:
         return array if isinstance(places, np.ndarray) else array.round(4).tolist()
 
 
+def library(name: str, use: str, extra: str = "feeds") -> Any:
+    """A module that an extra brings. Raises ConfigError. use: what needs which library, in words."""
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise ConfigError(f"{use}: in a clone, pip install '.[{extra}]'") from error
+
+
 @cache
 def opencv() -> Any:
     """The module cv2, or None."""
-    try:
-        import cv2
-    except ImportError:
-        return None
-    return cv2
+    with suppress(ConfigError):
+        return library("cv2", "OpenCV")
 
 
 # -- stages ------------------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.feeds.runtime.pipeline import Picture, SourceError, turned
+from reflex_runtime.feeds.runtime.pipeline import Picture, SourceError, library, turned
 from reflex_runtime.settings.declare import one_line, one_of
 
 if TYPE_CHECKING:
@@ -406,10 +406,7 @@ class _Clock:
 def _load() -> Any:
     """PyAV with its clock replaced. If a PyAV version keeps it elsewhere, `interrupt` takes effect after the
     timeout."""
-    try:
-        import av
-    except ImportError as error:
-        raise ConfigError("reading video needs PyAV: in a clone, pip install '.[feeds]'") from error
+    av = library("av", "reading video needs PyAV")
     core = sys.modules.get("av.container.core")
     if getattr(core, "time", None) is time:
         core.time = _Clock()  # type: ignore[union-attr]
