@@ -26,7 +26,7 @@ from reflex_runtime.core.batch import Apart, Batch, Failed, Offenders, Outcome
 from reflex_runtime.core.cost import TimeCost
 from reflex_runtime.core.errors import ProcessorError
 from reflex_runtime.core.flush import FlushPolicy, Planner
-from reflex_runtime.core.group import GroupConfig
+from reflex_runtime.core.group import Group, GroupConfig
 from reflex_runtime.core.request import Priority, Request
 from reflex_runtime.core.scheduler import Scheduler
 from reflex_runtime.core.statistics import AffineFit
@@ -253,7 +253,7 @@ def rules() -> dict[str, Switch]:
         "all in one batch": (ThinkTimes, "at_once", lambda self, seconds: False),
         "greedy clients": (flush._Demand, "exceeds", lambda self, fair: False),
         "value of a batch": (forming, "at_risk", lambda *_: False),
-        "prices": (order.Prices, "of", lambda self, kind, cost: cost),
+        "prices": (Group, "steady_price", lambda self, kind, cost: cost),
         "evidence": (cost.Evidence, "refuses", lambda *_: True),
         "laxity of partitions": (order.Turns, "_at_risk", lambda *_: []),
         "offenders": (Offenders, "failed", lambda *_: None),

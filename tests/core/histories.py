@@ -412,7 +412,7 @@ class Play:
             assert len(group.clients) == len(active)
             for c in active:
                 assert group.clients._known[c].counter == world.counters[c]
-            assert group.device_time == world.device_time
+            assert group.counter == world.device_time
             preparing = [t for t in self.oracle.preparing if t.request.group == world.name]
             queued = [t for t in unsettled if t.state == "waiting"] + preparing
             assert group.queued == len(queued)

@@ -120,13 +120,13 @@ def test_b16_what_changes_the_next_batch_takes_it_back(what: str, then: list[str
     running = busy(scheduler, 0)
     for i in range(4):
         ask(scheduler, 0.001, id=f"r{i}", client=f"c{i}", time_limit=0.5 if i == 0 and what == "deadline" else None)
-    charged = scheduler._groups["default"].device_time
+    charged = scheduler._groups["default"].counter
     ahead = scheduler.form_ahead(0.010)
     assert ahead is not None
     assert what != "deadline" or scheduler.wake_at() == 0.501
     LEAVE[what](scheduler, ahead)
     assert scheduler.start_ahead(scheduler._now) is None
-    assert scheduler._groups["default"].device_time == charged
+    assert scheduler._groups["default"].counter == charged
     left = [t for t in ahead.grants if t.outcome is None]
     assert all((t.state, t.batches, t.started) == (TicketState.WAITING, 0, None) for t in left)
     finish(scheduler, running, 0.600)

@@ -387,7 +387,8 @@ def test_timed_units_count_requests_and_predict_times_once_three_were_measured()
     model = TimedUnits()
     assert (model.told_apart(ticket()), model.snapshot()) == (False, [])
     two = model.tally()
-    two.repeat(ticket(), 2, inf)
+    for _ in range(2):
+        two.add(ticket(), 1.0)
     for _ in range(3):
         assert two.seconds == 0.0
         measure(model, [""] * 2, 0.024)
@@ -397,7 +398,8 @@ def test_timed_units_count_requests_and_predict_times_once_three_were_measured()
         measure(model, [""] * n, 0.020 + 0.002 * n)
     assert model.told_apart(ticket())
     tally = model.tally()
-    tally.repeat(ticket(), 8, inf)
+    for _ in range(8):
+        tally.add(ticket(), 1.0)
     assert (tally.cost, tally.dearest, tally.until_boundary) == (8.0, 1.0, 0.0)
     assert tally.seconds == pytest.approx(0.036, rel=0.03)
     assert (model.unit, model.remaining(ticket()), model.marginal(ticket(), 1.0)) == ("requests", 0.0, 1.0)

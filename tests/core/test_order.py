@@ -172,26 +172,15 @@ def test_the_oldest_waiting_ticket_is_known_whoever_comes_back_and_leaves() -> N
     line = ByArrival()
     tickets = [Ticket(Request(), i, 0.0) for i in range(600)]
     here: set[int] = set()
-
-    def leave(number: int) -> None:
-        here.discard(number)
-        tickets[number].line = None
-        line.waiting -= 1
-
     for i in range(600):
         for again in {i, random.randrange(i + 1)} - here:  # somebody new, and often somebody who was here before
-            line.push(tickets[again])
+            line.add(tickets[again])
             here.add(again)
         for gone in random.sample(sorted(here), min(len(here), random.randrange(4))):
-            leave(gone)
-        line.tidy()
-        assert line.waiting == len(here)
-        assert len(line._line) + len(line._returned) <= 64 + 2 * line.waiting
-        assert i % 3 or line.first() == ((min(here), tickets[min(here)]) if here else None)
-    while here:
-        leave(next(iter(here)))
-        line.tidy()
-        assert len(line._line) + len(line._returned) <= 64 + 2 * line.waiting  # and nobody asks meanwhile
+            here.discard(gone)
+            del line[tickets[gone]]
+        assert list(line) == [tickets[number] for number in sorted(here)]
+        assert line.first is (tickets[min(here)] if here else None)
 
 
 def test_f7_first_in_first_out_within_a_client_whatever_it_costs() -> None:
@@ -440,12 +429,12 @@ def test_a_weight_so_large_that_its_charge_vanishes_is_served_all_the_same() -> 
     assert scheduler.idle
 
 
-@pytest.mark.parametrize("lined_up", [256, 0], ids=["sorted", "heaps"])
+@pytest.mark.parametrize("shown", [order.SORTED, 0], ids=["sorted", "heaps"])
 def test_of_clients_with_equal_shares_the_earliest_deadline_goes_first(
-    lined_up: int, monkeypatch: pytest.MonkeyPatch
+    shown: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those that come once owe nothing. Who has no deadline is passed for a second; who was served before waits."""
-    monkeypatch.setattr(order, "LINED_UP", lined_up)
+    monkeypatch.setattr(order, "SORTED", shown)
     scheduler = scheduler_of(flush=FlushPolicy.by_size(1, 0.0))
     ask(scheduler, 0.0, id="served", client="served")
     ask(scheduler, 0.0, id="patient", client="patient")

@@ -48,17 +48,17 @@ HISTORIES = pytest.mark.parametrize("histories", [4, pytest.param(40, marks=pyte
 
 
 @HISTORIES
-@pytest.mark.parametrize("lined_up", [order.LINED_UP, 0], ids=["sorted", "heaps"])
+@pytest.mark.parametrize("shown", [order.SORTED, 0], ids=["sorted", "heaps"])
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_the_oracle_agrees_on_long_histories(
-    scenario: str, lined_up: int, histories: int, monkeypatch: pytest.MonkeyPatch
+    scenario: str, shown: int, histories: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With few clients waiting a fill sorts their queues, with many it walks a heap: the same order both ways. And
     whether what must leave does so at once, or in slices of two: the same end."""
-    monkeypatch.setattr(order, "LINED_UP", lined_up)
-    if not lined_up:
+    monkeypatch.setattr(order, "SORTED", shown)
+    if not shown:
         monkeypatch.setattr(admission, "AT_ONCE", 2)
-    random = Random(f"{scenario} {lined_up} 0")
+    random = Random(f"{scenario} {shown} 0")
     for _ in range(histories):
         Play(SCENARIOS[scenario], random.randbytes(random.choice((100, 300, 1000)))).run()
 
@@ -586,8 +586,7 @@ def test_cost_forgotten_heap_entries_never_outnumber_the_living_for_long() -> No
     partition = scheduler._groups["default"].active[""]
     assert keep.state is TicketState.WAITING
     assert len(partition.deadlines._heap) <= 200
-    assert len(partition.tiers[1]._heap) <= 200
-    assert len(partition.tiers[1].oldest._line) <= 200
+    assert len(partition.tiers[1].queues._heap) <= 200
 
 
 @pytest.mark.parametrize("partitions", [1, 60])

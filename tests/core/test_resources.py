@@ -269,7 +269,7 @@ def test_work_in_stages_never_keeps_memory_reserved_for_a_batch_that_did_not_tak
 
 def _residents(scheduler: Scheduler) -> Iterable[Ticket]:
     group = scheduler._groups["default"]
-    return [t for p in group.active.values() for t in p.tickets()]
+    return [t for p in group.active.values() for t in p.unsettled]
 
 
 def test_a_batch_of_residents_that_crashed_settles_them_and_tells_the_processor_to_drop_them() -> None:

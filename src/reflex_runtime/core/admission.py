@@ -205,7 +205,7 @@ class Leaving:
     def _drained(self) -> Iterator[Leaves]:
         """All that do not run; running ones leave at their boundary."""
         prepared = (t for g in self._groups for tickets in g.preparing.values() for t in tickets)
-        queued = (t for g in self._groups for p in g.active.values() for t in p.tickets() if t.state is not RUNNING)
+        queued = (t for g in self._groups for p in g.active.values() for t in p.unsettled if t.state is not RUNNING)
         for ticket in list(islice(chain(prepared, queued), AT_ONCE)):
             yield ticket, Drained("the server is shutting down")
 
@@ -244,7 +244,7 @@ def too_late(
     """
     most = AT_ONCE if most is None else most
     found: list[Ticket] = []
-    for ticket in islice(partition.deadlines.ascending(), LOOKED_AT + len(spared) + len(partition.residents)):
+    for _, ticket in islice(partition.deadlines.ascending(), LOOKED_AT + len(spared) + len(partition.residents)):
         if len(found) == most:
             return found, True
         if ticket.state is not WAITING or ticket in spared:

@@ -33,7 +33,7 @@ from bisect import bisect_left, insort
 from collections import OrderedDict, deque
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from math import inf
-from typing import Any, Protocol
+from typing import Any
 
 from reflex_runtime.core.batch import Batch
 from reflex_runtime.core.errors import ConfigError
@@ -43,23 +43,31 @@ from reflex_runtime.core.statistics import DEFAULT_COST, AffineFit
 WARM_SAMPLES = 3  # measurements before a prediction counts
 
 
-class Tally(Protocol):
-    """The running total of one batch being filled.
+class Tally:
+    """The running total of one batch being filled. Here: no prediction of time, and nothing beyond what is wanted.
 
     cost: predicted cost of what was added, in the model's unit. dearest: cost of the dearest member alone.
-    seconds: measured prediction of the device time, 0.0 while the model knows none; sigma: its relative spread.
-    until_boundary: seconds until the next boundary at which others may enter; 0.0 when unknown.
     """
 
-    cost: float
-    dearest: float
+    __slots__ = ("cost", "dearest")
+
+    def __init__(self) -> None:
+        self.cost = self.dearest = 0.0
 
     @property
-    def seconds(self) -> float: ...
+    def seconds(self) -> float:
+        """Measured prediction of the device time, 0.0 while the model knows none."""
+        return 0.0
+
     @property
-    def sigma(self) -> float: ...
+    def sigma(self) -> float:
+        """Its relative spread."""
+        return 0.0
+
     @property
-    def until_boundary(self) -> float: ...
+    def until_boundary(self) -> float:
+        """Seconds until the next boundary at which others may enter; 0.0 when unknown."""
+        return 0.0
 
     def expect(self, tickets: Iterable[Ticket]) -> None:
         """These residents want one unit and are surely added: what is granted before leaves room for them. Called once,
@@ -70,57 +78,65 @@ class Tally(Protocol):
 
         budget: ceiling on cost, with the exceptions of contract B4. limit: ceiling on seconds, without exception.
         """
+        raise NotImplementedError
 
     def add(self, ticket: Ticket, units: float) -> None:
         """Take the ticket with what `offer` granted it."""
+        raise NotImplementedError
 
     def extra(self, tickets: Sequence[Ticket], budget: float) -> Sequence[int]:
         """How many units beyond those it wants each of these members may get (`Ticket.extra`)."""
-
-    def repeat(self, ticket: Ticket, most: int, budget: float) -> int:
-        """Add up to `most` tickets of this cost at once, as long as they plainly fit; returns how many.
-
-        The total equals that of `offer` and `add` one by one. 0 if the model has no faster way, or none fits.
-        """
+        return [0] * len(tickets)
 
 
-class CostModel(Protocol):
-    """What requests of one group cost. All seconds; see the module docstring."""
+class CostModel:
+    """What requests of one group cost. All seconds; see the module docstring. Here: each costs 1, and time is unknown.
 
-    unit: str
+    unit: of costs. linear: whether a batch of equal requests takes fixed + marginal · n seconds.
+    """
+
+    unit = "requests"
 
     @property
     def linear(self) -> bool:
-        """Whether a batch of equal requests takes fixed + marginal · n seconds."""
+        return True
 
     def tally(self) -> Tally:
         """Start filling a batch."""
+        raise NotImplementedError
 
     def estimate(self, ticket: Ticket) -> float:
         """Documented estimate of the whole request, in the model's unit."""
+        return 1.0
 
     def remaining(self, ticket: Ticket) -> float:
         """Seconds until the ticket is answered if it ran alone from now; 0.0 while nothing was measured."""
+        return 0.0
 
     def share(self, ticket: Ticket, budget: float, most: int) -> float:
         """The ticket's part of the device seconds of a full batch of its kind, all its steps together.
 
         budget, most: limits of a batch's cost and size. 0.0 if not learned yet, or if the model knows no times.
         """
+        return 0.0
 
     def shared(self, rows: int) -> float:
         """The most members of a step that clients share, if those of all but one of them are so many; inf while it is
         not known how much longer others make it."""
+        return inf
 
     def marginal(self, ticket: Ticket, units: float) -> float:
         """The cost that this grant adds to a batch: the part of the charge known before the batch is complete."""
+        return 1.0
 
     def fixed(self, ticket: Ticket) -> float:
         """The fixed cost of a batch of the ticket's shape and stage, which its members share equally."""
+        return 0.0
 
     def told_apart(self, ticket: Ticket) -> bool:
         """Whether batches of two or more sizes were measured, so that fixed and marginal seconds are known
         separately."""
+        return True
 
     def observe(self, batch: Batch, elapsed: float) -> None:
         """Learn from a batch that ran without a fault. elapsed: seconds."""
@@ -130,6 +146,7 @@ class CostModel(Protocol):
 
     def snapshot(self) -> list[dict[str, Any]]:
         """Everything learned, for people: one mapping per key, JSON-safe."""
+        return []
 
 
 def tally_of(model: CostModel, grants: Mapping[Ticket, float]) -> Tally:
@@ -150,17 +167,10 @@ def line_of(model: CostModel, ticket: Ticket) -> tuple[float, float, float]:
     return max(0.0, one - marginal), marginal, tally.sigma
 
 
-class _UnitTally:
+class _UnitTally(Tally):
     """Counts requests. Budget is the largest count."""
 
-    __slots__ = ("cost", "dearest")
-    seconds = sigma = until_boundary = 0.0
-
-    def __init__(self) -> None:
-        self.cost = self.dearest = 0.0
-
-    def expect(self, tickets: Iterable[Ticket]) -> None:
-        return
+    __slots__ = ()
 
     def offer(self, ticket: Ticket, budget: float, limit: float = inf) -> float:
         return 1.0 if self.cost == 0.0 or self.cost + 1.0 <= budget else 0.0
@@ -169,54 +179,12 @@ class _UnitTally:
         self.cost += 1.0
         self.dearest = 1.0
 
-    def extra(self, tickets: Sequence[Ticket], budget: float) -> Sequence[int]:
-        return [0] * len(tickets)
 
-    def repeat(self, ticket: Ticket, most: int, budget: float) -> int:
-        n = int(min(most, max(budget, 1.0)))
-        if n > 0:
-            self.cost, self.dearest = float(n), 1.0
-        return n
-
-
-class UnitCost:
+class UnitCost(CostModel):
     """Every request costs 1 a batch: the budget is a batch size. It knows nothing of time."""
-
-    unit = "requests"
-    linear = True
 
     def tally(self) -> Tally:
         return _UnitTally()
-
-    def estimate(self, ticket: Ticket) -> float:
-        return 1.0
-
-    def remaining(self, ticket: Ticket) -> float:
-        return 0.0
-
-    def share(self, ticket: Ticket, budget: float, most: int) -> float:
-        return 0.0
-
-    def shared(self, rows: int) -> float:
-        return inf
-
-    def marginal(self, ticket: Ticket, units: float) -> float:
-        return 1.0
-
-    def fixed(self, ticket: Ticket) -> float:
-        return 0.0
-
-    def told_apart(self, ticket: Ticket) -> bool:
-        return True
-
-    def observe(self, batch: Batch, elapsed: float) -> None:
-        return
-
-    def settled(self, ticket: Ticket) -> None:
-        return
-
-    def snapshot(self) -> list[dict[str, Any]]:
-        return []
 
 
 class _TimedTally(_UnitTally):
@@ -229,11 +197,11 @@ class _TimedTally(_UnitTally):
         self._fit = fit
 
     @property
-    def seconds(self) -> float:  # type: ignore[override]
+    def seconds(self) -> float:
         return self._fit.predict({"": self.cost}) if self._fit.samples >= WARM_SAMPLES else 0.0
 
     @property
-    def sigma(self) -> float:  # type: ignore[override]
+    def sigma(self) -> float:
         return self._fit.sigma
 
 
@@ -264,18 +232,14 @@ class TimedUnits(UnitCost):
         return [{"samples": fit.samples, "ready": fit.ready, **times}] if fit.samples else []
 
 
-class TokenTally:
+class TokenTally(Tally):
     """Counts granted units; grants what is left, at most `threshold` per ticket and step."""
 
-    __slots__ = ("_threshold", "cost", "dearest")
-    seconds = sigma = until_boundary = 0.0
+    __slots__ = ("_threshold",)
 
     def __init__(self, threshold: float) -> None:
+        super().__init__()
         self._threshold = threshold
-        self.cost = self.dearest = 0.0
-
-    def expect(self, tickets: Iterable[Ticket]) -> None:
-        return
 
     def offer(self, ticket: Ticket, budget: float, limit: float = inf) -> float:
         units = ticket.wants  # compared one by one: every resident asks at every step
@@ -290,26 +254,23 @@ class TokenTally:
         if units > self.dearest:
             self.dearest = units
 
-    def extra(self, tickets: Sequence[Ticket], budget: float) -> Sequence[int]:
-        return [0] * len(tickets)  # what they cost in time is not known
 
-    def repeat(self, ticket: Ticket, most: int, budget: float) -> int:
-        return 0
-
-
-class TokenCost(UnitCost):
+class TokenCost(CostModel):
     """A request takes as many of the units it wants as are left in the budget, and the rest in later steps.
 
     threshold: most units one request gets in one step (`long_prefill_token_threshold`).
     """
 
     unit = "tokens"
-    linear = False
 
     def __init__(self, threshold: float = inf) -> None:
         if not threshold >= 1:
             raise ConfigError(f"TokenCost.threshold={threshold!r}: must be >= 1 token")
         self.threshold = threshold
+
+    @property
+    def linear(self) -> bool:
+        return False
 
     def tally(self) -> Tally:
         return TokenTally(self.threshold)
@@ -536,7 +497,7 @@ class _KindCost:
         self.shares: dict[tuple[float, float, int], float] = {}
 
 
-class TimeCost:
+class TimeCost(CostModel):
     """Learned device seconds per request and batch.
 
     stages: names of the stages in order. One-shot work has the single stage "". Otherwise every stage but the last
@@ -596,9 +557,6 @@ class TimeCost:
             seconds = tally.with_ticket(ticket)
             known = kind.remaining[ticket.wants] = seconds if tally.measured else 0.0
         return known
-
-    def shared(self, rows: int) -> float:
-        return inf
 
     def share(self, ticket: Ticket, budget: float, most: int) -> float:
         kind, key = self.kind(ticket), (ticket.wants, budget, most)
@@ -728,23 +686,12 @@ class TimeCost:
         return rows
 
 
-class _OneShotTally:
+class _OneShotTally(Tally):
     """a + Σ b over the members: one addition per ticket."""
 
-    __slots__ = (
-        "_classes",
-        "_fit",
-        "_fixed",
-        "_model",
-        "_n",
-        "_offered",
-        "_slopes",
-        "cost",
-        "dearest",
-        "measured",
-    )
 
     def __init__(self, model: TimeCost) -> None:
+        super().__init__()
         self._model = model
         self._fit: AffineFit | None = None
         self._fixed = 0.0
@@ -753,20 +700,18 @@ class _OneShotTally:
         self._classes: set[Hashable] = set()  # of the members
         self._offered: tuple[Ticket, float] | None = None
         self.measured = False
-        self.cost = self.dearest = 0.0
 
     @property
     def seconds(self) -> float:
         return self.cost if self.measured else 0.0
 
-    until_boundary = seconds
+    @property
+    def until_boundary(self) -> float:
+        return self.seconds
 
     @property
     def sigma(self) -> float:
         return self._fit.sigma if self._fit is not None else 0.15
-
-    def expect(self, tickets: Iterable[Ticket]) -> None:
-        return
 
     def offer(self, ticket: Ticket, budget: float, limit: float = inf) -> float:
         cost = self.with_ticket(ticket)
@@ -784,21 +729,6 @@ class _OneShotTally:
         if k not in self._classes:
             self._classes.add(k)
             self.dearest = max(self.dearest, self._fixed + self._slopes[k])
-
-    def extra(self, tickets: Sequence[Ticket], budget: float) -> Sequence[int]:
-        return [0] * len(tickets)
-
-    def repeat(self, ticket: Ticket, most: int, budget: float) -> int:
-        if self._model.sizes or most <= 0 or not self.offer(ticket, budget):
-            return 0
-        self.add(ticket, 1.0)
-        total, slope, ceiling, n = self.cost, self._slopes[ticket.request.cost_class], budget * SLACK, 1
-        while n < most and total + slope <= ceiling:  # a sum, not a product: the same to the last bit
-            total += slope
-            n += 1
-        self.cost = total
-        self._n += n - 1
-        return n
 
     def with_ticket(self, ticket: Ticket) -> float:
         """Predicted seconds if the ticket joined."""
@@ -834,26 +764,13 @@ class _OneShotTally:
         return self._fixed + slopes * self._model.padded(before + 1) / (before + 1)
 
 
-class _StagedTally:
+class _StagedTally(Tally):
     """Seconds until the last member ends: for each stage but the last a + Σ b over those still before it, and for the
-    last a · max(steps) + Σ b · steps."""
+    last a · max(steps) + Σ b · steps. Others enter at the next step."""
 
-    __slots__ = (
-        "_fits",
-        "_model",
-        "_n",
-        "_padded",
-        "_plain",
-        "_steps",
-        "_total",
-        "_waiting",
-        "cost",
-        "dearest",
-        "measured",
-    )
-    until_boundary = 0.0  # others enter at the next step
 
     def __init__(self, model: TimeCost) -> None:
+        super().__init__()
         self._model = model
         self._fits: tuple[AffineFit, ...] | None = None
         self._n = 0
@@ -862,7 +779,6 @@ class _StagedTally:
         self._padded = self._plain = 0.0  # Σ of marginal seconds over members: stages that pad, and the others
         self._steps = 0.0  # longest remaining run of the last stage
         self.measured = False
-        self.cost = self.dearest = 0.0
 
     @property
     def seconds(self) -> float:
@@ -871,9 +787,6 @@ class _StagedTally:
     @property
     def sigma(self) -> float:
         return max(f.sigma for f in self._fits) if self._fits else 0.15
-
-    def expect(self, tickets: Iterable[Ticket]) -> None:
-        return
 
     def offer(self, ticket: Ticket, budget: float, limit: float = inf) -> float:
         cost = self.with_ticket(ticket)
@@ -913,12 +826,6 @@ class _StagedTally:
             if waiting or entering <= i:
                 total += self._fits[i].fixed
         return total
-
-    def extra(self, tickets: Sequence[Ticket], budget: float) -> Sequence[int]:
-        return [0] * len(tickets)
-
-    def repeat(self, ticket: Ticket, most: int, budget: float) -> int:
-        return 0
 
     def _guess(self, ticket: Ticket) -> float:
         """The documented estimate of the ticket's remaining work."""

@@ -60,8 +60,7 @@ BESIDE = 1.0  # seconds for which a client that left counts as there
 class Filling:
     """The fills of one partition for one decision. It reserves resources; all else is carried out by the scheduler.
 
-    base: the residents that step, with their grants. line: the waiting tickets, if all are equals (see `_equals`).
-    cached: units of entering tickets that were found already computed.
+    base: the residents that step, with their grants. cached: units found already computed, of entering tickets.
     extra: units of residents beyond those they wanted, a part of their grants.
     preempted: residents that lost their place, in the order it happened.
     """
@@ -71,7 +70,6 @@ class Filling:
         self._budget, self._size, self._room = policy.max_batch_cost, policy.max_batch_size, group.room_in(partition)
         self._resources = group.config.resources
         self.base: dict[Ticket, float] = {}
-        self.line: list[Ticket] | None = None
         self.cached: dict[Ticket, float] = {}
         self.extra: dict[Ticket, float] = {}
         self.preempted: dict[Ticket, None] = {}
@@ -94,19 +92,13 @@ class Filling:
         if self._resources is not None:
             return self._fill_by_tiers()
         self._step_up_to(BACKGROUND)
-        self.line = self._equals()
         filled = self._beside(self.base) if self.base else self._entered
-        if self.line is not None:
-            return self._add_line(filled, self.line)
         cursor = Cursor(self._partition)
         return self._add(filled, iter(cursor.next, None), inf, cursor)
 
     def fill_from(self, candidates: Iterable[Ticket], limit: float = inf) -> Filled:
         """The same from these candidates in order, while the batch takes at most `limit` seconds. Without memory."""
         return self._add(self._beside(self.base), candidates, limit)
-
-    def fill_line(self, line: Sequence[Ticket]) -> Filled:
-        return self._add_line(self._beside(self.base), line)
 
     def _beside(self, base: Mapping[Ticket, float]) -> Filled:
         """An empty fill beside these residents. With memory, the number that may enter changes during the fill."""
@@ -116,36 +108,6 @@ class Filling:
         places = free if self._room is None else min(free, self._room)
         places = max(0, int(min(places, self._group.offenders.limit)))
         return Filled({}, tally_of(self._cost, base), places=places)
-
-    def _equals(self) -> list[Ticket] | None:
-        """The waiting tickets in serving order, if grants change neither that order nor the cost of the next one.
-
-        So it is for one-shot work of one kind with no client waiting twice, as with robots: one sort and a few sums
-        decide. None otherwise; then filling goes ticket by ticket, with the same result.
-        """
-        group, partition = self._group, self._partition
-        if not group.cost.linear or partition.residents:
-            return None
-        offenders = group.offenders
-        if offenders and any(q.client.key in offenders for tier in partition.tiers for q in tier.queues()):
-            return None
-        line = Cursor.fixed_order(partition)
-        if line:
-            one, stage = line[0].request, line[0].stage
-            shape, cost_class = one.shape, one.cost_class
-            for ticket in line:
-                request = ticket.request
-                if request.cost_class != cost_class or request.shape != shape or ticket.stage != stage or ticket.held:
-                    return None
-        return line
-
-    def _add_line(self, filled: Filled, line: Sequence[Ticket]) -> Filled:
-        """Add equals: as many as surely fit at once, the others one by one."""
-        if line:
-            n = filled.tally.repeat(line[0], min(len(line), filled.places), self._budget)
-            filled.grants = dict.fromkeys(line[:n], 1.0)
-            line = line[n:]
-        return self._add(filled, line) if line else filled
 
     def _add(
         self, filled: Filled, candidates: Iterable[Ticket], limit: float = inf, cursor: Cursor | None = None
@@ -484,14 +446,14 @@ class Former:
         """Shorter batches are planned for urgent requests to come. Those that wait share one nevertheless, beyond the
         plan without others. In overload 4 % more of them are on time."""
         fixed, marginal, _ = line_of(self.group.cost, head)
-        urgent = fixed + marginal * self.partition.tiers[URGENT].oldest.waiting
+        urgent = fixed + marginal * len(self.partition.tiers[URGENT].tickets)
         most = min(urgent, self.group.config.flush.max_batch_cost)
         return policy if most <= policy.max_batch_cost else replace(policy, max_batch_cost=most)
 
     def _head(self) -> Ticket | None:
         for tier in self.partition.tiers:
-            if (top := tier.oldest.first()) is not None:
-                return top[1]
+            if (head := tier.tickets.first) is not None:
+                return head
         return None
 
     # -- the decision ------------------------------------------------------------------------------------------------
@@ -601,7 +563,7 @@ class Former:
         chosen = full
         shed: list[Ticket] = []
         if full.grants and full.tally.seconds > 0.0 and at_risk(full, self.now):
-            candidates, hopeless = self._candidates(filling.line)
+            candidates, hopeless = self._candidates()
             chosen = Filled({}, full.tally)
             probe = next((t for t in hopeless if not self.group.evidence.refuses(t, self.now)), None)
             if probe is not None:
@@ -610,28 +572,19 @@ class Former:
                 chosen = filling.fill_from([probe])
             elif candidates:
                 affine = line_of(self.group.cost, candidates[0])
-                alike = not filling.base and (filling.line is not None or self._alike(candidates))
+                alike = not filling.base and self._alike(candidates)
                 fit = _formula(affine, len(full.grants)) if alike else _by_filling(filling)
-                members = window(candidates, full, fit, self.now)
-                # beside residents places are shared, and offenders are passed over
-                by_number = alike and not self.partition.residents and not self.group.offenders
-                chosen = filling.fill_line(members) if by_number else filling.fill_from(members)
+                chosen = filling.fill_from(window(candidates, full, fit, self.now))
             chosen.short_of = full.short_of or "budget"  # of the time that deadlines allow
-            overtaken = [] if filling.line is not None else self._overtaken(chosen)  # there no client waits twice
-            shed = list(dict.fromkeys((*hopeless, *overtaken)))
-        return chosen, shed + self._infeasible(chosen, shed, filling.line)
+            shed = list(dict.fromkeys((*hopeless, *self._overtaken(chosen))))
+        return chosen, shed + self._infeasible(chosen, shed)
 
-    def _candidates(self, line: Sequence[Ticket] | None) -> tuple[list[Ticket], list[Ticket]]:
+    def _candidates(self) -> tuple[list[Ticket], list[Ticket]]:
         """The waiting tickets, in serving order, that can be answered in time, and those that cannot even if run alone.
 
         Looks at 4 × the size cap.
         """
         cost, now, most = self.group.cost, self.now, 4 * self.policy.max_batch_size
-        if line:
-            ends = now + cost.remaining(line[0])
-            some = line[:most]
-            found = [t for t in some if ends <= t.deadline]
-            return found, [t for t in some if ends > t.deadline]
         cursor = Cursor(self.partition)
         found, hopeless = [], []
         for ticket in islice(iter(cursor.next, None), most):
@@ -647,14 +600,10 @@ class Former:
         one = candidates[0].request
         return self.group.cost.linear and all(t.request.cost_class == one.cost_class for t in candidates)
 
-    def _infeasible(self, chosen: Filled, shed: list[Ticket], line: Sequence[Ticket] | None) -> list[Ticket]:
+    def _infeasible(self, chosen: Filled, shed: list[Ticket]) -> list[Ticket]:
         """Waiting tickets that cannot be answered in time, neither now nor after this batch, tightest first: the first
         ones of very many (`_more_late`)."""
         after = self.now + (chosen.tally.until_boundary if chosen.grants else 0.0)
-        if line:
-            ends = after + self.group.cost.remaining(line[0])
-            late = [t for t in line if ends > t.deadline and t not in chosen.grants and t not in shed]
-            return sorted((t for t in late if self._refused(t, chosen)), key=lambda t: (t.deadline, t.seq))
         spared = {*chosen.grants, *shed}
         found, self._more_late = too_late(
             self.group, self.partition, after, spared, lambda ticket: self._refused(ticket, chosen)
@@ -673,7 +622,7 @@ class Former:
         return [
             elder
             for queue, youngest in last.items()
-            for elder in takewhile(lambda t, stop=youngest: t is not stop, queue)  # type: ignore[misc]
+            for elder in takewhile(lambda t, stop=youngest: t is not stop, queue.tickets)  # type: ignore[misc]
             if elder not in chosen.grants and elder.deadline < inf
         ]
 

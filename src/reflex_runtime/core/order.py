@@ -1,18 +1,15 @@
 """Who goes first: partitions, priority tiers, fair shares between clients.
 
-A group has clients (their virtual counters run across all its partitions) and partitions; a partition has three tiers;
-a tier has one first-in-first-out queue per client and serves the client with the smallest counter. Clients that come
-once have equal ones, and owe nothing: of equals the earliest deadline goes first (`Ticket.due`), then the oldest. With
-limits of 60, 100 and 300 ms in bursts it brings 7 % of the answers on time, with limits for every second request 4 %.
-Counters only ever grow, so a stale heap entry is too small, surfaces early and is put right when it does.
+A group has clients (their counters run across all its partitions) and partitions; a partition has three tiers; a tier
+has one first-in-first-out queue per client and serves the client with the smallest counter. Clients that come once have
+equal ones, and owe nothing: of equals the earliest deadline goes first (`Ticket.due`), then the oldest. With limits of
+60, 100 and 300 ms in bursts it brings 7 % of the answers on time, with limits for every second request 4 %.
 
-Virtual time: clients, and partitions, share a device fairly. Each member has a counter: the device time or cost it was
-charged, over its weight. The smallest counter is next. A member that becomes active starts at the smallest active
-counter, so idle time earns no credit. If the device was idle, it starts at the largest counter of those that left, so
-using an idle device costs nothing.
-
-Counters grow, so a stale entry of the heap is too small, surfaces early and is put right when it does: most charges
-touch no heap.
+Shares. Clients share a device fairly, and so do partitions, groups and tenants. Each member has a counter: the device
+time or cost it was charged, over its weight. The smallest counter is next. A member that becomes active starts at the
+smallest active counter, so idle time earns no credit. If the device was idle, it starts at the largest counter of those
+that left, so using an idle device costs nothing. Counters grow, so a stale entry of a heap is too small, surfaces early
+and is put right when it does: most charges touch no heap.
 
 Turns. Of a group's partitions, the next turn is for
 
@@ -22,7 +19,7 @@ Turns. Of a group's partitions, the next turn is for
 
 A deadline is at risk if another partition's batch could make it late. A partition is within its share up to `CREDIT`
 above the least device time of an active one. So deadlines come first within a share, and no partition waits longer than
-its share explains.
+its share explains. (Of six it brings 2 %; it is a promise.)
 
 All orders are heaps that change only with a partition's own tickets: `touched` has the partition, and the next question
 updates the heaps. A turn costs O(log partitions), however many wait.
@@ -30,21 +27,23 @@ updates the heaps. A turn costs O(log partitions), however many wait.
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Hashable, Iterator
-from heapq import heapify, heappop, heappush, heapreplace
+from heapq import heapify, heappop, heappush
 from itertools import islice
 from math import inf
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 from reflex_runtime.core.batch import Suspects
 from reflex_runtime.core.cost import CostModel
-from reflex_runtime.core.request import BACKGROUND, DEFAULT, RUNNING, SETTLED, URGENT, Priority, Ticket
+from reflex_runtime.core.request import BACKGROUND, DEFAULT, RUNNING, URGENT, Priority, Ticket
 
 T = TypeVar("T", bound=Hashable)
-K = TypeVar("K", float, tuple[float, int])
+Place = tuple[float, float, int]
+K = TypeVar("K", float, tuple[float, int], Place)
 
 FEW = 8  # dead entries that may stay however few live
+SORTED = 64  # entries that are sorted; of more only as many as are asked for come off the heap in order
 AT_ONCE = 256  # partitions that one question looks at; with more of them every arrival does its part
 
 
@@ -63,6 +62,10 @@ class LazyHeap(Generic[T, K]):
 
     def __contains__(self, item: T) -> bool:
         return item in self._entries
+
+    def __iter__(self) -> Iterator[T]:
+        """The items, in no particular order."""
+        return iter(self._entries)
 
     def push(self, key: K, item: T) -> None:
         """Insert the item, or move it to another key. Equal keys leave in order of insertion."""
@@ -101,129 +104,68 @@ class LazyHeap(Generic[T, K]):
             heappop(heap)
         return None
 
-    def pop(self) -> tuple[K, T] | None:
-        """Remove and return the first."""
-        top = self.first()
-        if top is not None:
-            heappop(self._heap)
-            del self._entries[top[1]]
-        return top
-
-    def ascending(self) -> Iterator[T]:
-        """Items in order of key. Nothing may be pushed or discarded meanwhile; O(log k) for the k-th of them."""
+    def ascending(self) -> Iterator[tuple[K, T]]:
+        """Keys and items in order. Nothing may be pushed or discarded meanwhile; O(log k) for the k-th of them."""
         self.first()
         heap, entries = self._heap, self._entries
+        if len(heap) <= SORTED:
+            yield from [(key, item) for key, _, item in sorted(entries.values())]
+            return
         ahead = [(heap[0], 0)] if heap else []  # those whose parents have come, with their places
         while ahead:
             entry, at = heappop(ahead)
             if entries.get(entry[2]) is entry:
-                yield entry[2]
+                yield entry[0], entry[2]
             for child in range(2 * at + 1, min(2 * at + 3, len(heap))):
                 heappush(ahead, (heap[child], child))
 
 
-# -- virtual time ------------------------------------------------------------------------------------------------------
+# -- fair shares -------------------------------------------------------------------------------------------------------
 
 
-CHEAPER, DEARER = 0.75, 1.25  # of a price: what changes it
-KINDS = 1024  # whose prices are kept
+class ShareHolder:
+    """A member of a fair share."""
 
+    __slots__ = ("counter",)
 
-class ShareHolder(Protocol):
-    """A member of a fair share: a client or a partition.
-
-    standing: its valid entry in the heap, None while it is not active; other entries are garbage.
-    """
-
-    counter: float
-    standing: Standing | None
-
-
-Standing = tuple[float, int, ShareHolder]
+    def __init__(self) -> None:
+        self.counter = 0.0
 
 
 class Shares:
-    """The active members. Amortised O(log active).
+    """The active members. The counter of one may grow at any time; only `charge` may make it smaller."""
 
-    The counter of a member may grow at any time. Only `charge` may make it smaller.
-    """
-
-    __slots__ = ("_active", "_heap", "_rest", "_serial")
+    __slots__ = ("_active", "_rest")
 
     def __init__(self) -> None:
-        self._active = 0
-        self._heap: list[Standing] = []  # (a counter that a member has or had, a number that no other has, the member)
-        self._serial = 0
+        self._active: LazyHeap[ShareHolder, float] = LazyHeap()  # by counters that they have or had
         self._rest = 0.0
 
     def __len__(self) -> int:
-        return self._active
+        return len(self._active)
 
     def enter(self, member: ShareHolder) -> None:
-        floor = self.floor()
-        if member.counter < floor:
-            member.counter = floor
-        self._active += 1
-        self._push(member)
+        member.counter = max(member.counter, self.floor())
+        self._active.push(member.counter, member)
 
     def leave(self, member: ShareHolder) -> None:
-        self._active -= 1
-        member.standing = None
-        if member.counter > self._rest:
-            self._rest = member.counter
+        self._active.discard(member)
+        self._rest = max(self._rest, member.counter)
 
     def charge(self, member: ShareHolder, amount: float) -> None:
         """Add to an active member's counter. Negative amounts correct an earlier charge."""
         member.counter += amount
         if amount < 0.0:
-            self._push(member)
+            self._active.push(member.counter, member)
 
     def floor(self) -> float:
         """The smallest active counter; when there is none, the largest of those that left."""
-        heap = self._heap
-        while heap:
-            entry = heap[0]
-            counter, serial, member = entry
-            if member.standing is not entry:
-                heappop(heap)
-            elif member.counter == counter:
+        while (top := self._active.first()) is not None:
+            counter, member = top
+            if counter == member.counter:
                 return counter
-            else:
-                member.standing = (member.counter, serial, member)
-                heapreplace(heap, member.standing)
+            self._active.push(member.counter, member)
         return self._rest
-
-    def _push(self, member: ShareHolder) -> None:
-        self._serial += 1
-        member.standing = (member.counter, self._serial, member)
-        heappush(self._heap, member.standing)
-        if len(self._heap) > FEW + 2 * self._active:
-            self._heap = [entry for entry in self._heap if entry[2].standing is entry]
-            heapify(self._heap)
-
-
-class Prices:
-    """What requests are charged: their cost in a batch of the usual size, as it was when it last changed by more than a
-    quarter.
-
-    Not their part of the batch they were in: a client did not choose that it was small. And not each estimate: equal
-    requests with slightly different charges overtake each other by a whole round (128 callers on one core: p99 593
-    instead of 397 ms).
-    """
-
-    __slots__ = ("_known",)
-
-    def __init__(self) -> None:
-        self._known: dict[Hashable, float] = {}
-
-    def of(self, kind: Hashable, cost: float) -> float:
-        """The price of a request of this kind, that costs so much by the present estimate."""
-        known = self._known.get(kind, 0.0)
-        if not CHEAPER * known <= cost <= DEARER * known:
-            if len(self._known) >= KINDS:
-                self._known.clear()
-            known = self._known[kind] = cost
-        return known
 
 
 # -- partitions, tiers, clients ----------------------------------------------------------------------------------------
@@ -231,27 +173,25 @@ class Prices:
 
 IDLE_CLIENTS = 4096  # counters kept of clients without tickets
 MAX_PASSED_OVER = 16  # tickets that did not fit and were passed over, per fill
-LINED_UP = 256  # most waiting tickets that are sorted for one batch
 
 
-class ClientShare:
-    """A client in a group. counter: virtual time in cost units over weight. unsettled: number of its tickets.
+class ClientShare(ShareHolder):
+    """A client in a group. counter: in cost units over weight. unsettled: number of its tickets.
 
-    queues: those of its tickets that wait, in any partition, by tier and priority. standing: for `Shares`.
+    queues: those of its tickets that wait, in any partition, by tier and priority.
     """
 
-    __slots__ = ("counter", "key", "queues", "standing", "unsettled")
+    __slots__ = ("key", "queues", "unsettled")
 
     def __init__(self, key: Hashable) -> None:
+        super().__init__()
         self.key = key
-        self.counter = 0.0
         self.unsettled = 0
         self.queues: dict[tuple[Tier, Priority], ClientQueue] = {}
-        self.standing: Standing | None = None
 
     def waiting(self) -> list[Ticket]:
         """Its tickets that wait, in no particular order."""
-        return [ticket for queue in self.queues.values() for ticket in queue]
+        return [ticket for queue in self.queues.values() for ticket in queue.tickets]
 
 
 class Clients:
@@ -297,187 +237,82 @@ class Clients:
                 del self._known[self._idle.popitem(last=False)[0]]
 
 
-class ClientQueue:
-    """One client's tickets of one priority in one tier of one partition, in order of arrival.
+class ByArrival(dict[Ticket, None]):
+    """Waiting tickets, the oldest first."""
 
-    The tickets are linked by their `elder` and `younger`: most clients wait with one, and need no container for it.
-    head, last: that leaves next, and that came last; None once all have left.
-    entry: its valid entry in the tier's heap, (counter, due and seq of the head, queue), or None; others are garbage.
-    """
-
-    __slots__ = ("client", "entry", "head", "last", "waiting")
-
-    def __init__(self, client: ClientShare, ticket: Ticket) -> None:
-        self.client = client
-        self.entry: Entry | None = None
-        self.head: Ticket | None = ticket
-        self.last: Ticket | None = ticket
-        self.waiting = 1  # tickets
-        ticket.queue = self
-
-    def __lt__(self, other: ClientQueue) -> bool:
-        return False  # entries that agree up to here are of one ticket, and all but one of them garbage
-
-    def __iter__(self) -> Iterator[Ticket]:
-        ticket = self.head
-        while ticket is not None:
-            yield ticket
-            ticket = ticket.younger
+    __slots__ = ()
 
     @property
-    def newest(self) -> Ticket:
-        """The ticket that came last."""
-        assert self.last is not None
-        return self.last
+    def first(self) -> Ticket | None:
+        return next(iter(self), None)
 
-    def insert(self, ticket: Ticket) -> None:
-        """Add one more ticket behind those that came before it: at the end, unless it was preempted."""
-        last = self.last
-        assert last is not None
-        if last.seq < ticket.seq:
-            last.younger, ticket.elder = ticket, last
-            self.last = ticket
+    def add(self, ticket: Ticket) -> None:
+        """One more: at the end, unless it was preempted or promoted."""
+        if self and next(reversed(self)).seq > ticket.seq:
+            before = sorted((*self, ticket), key=lambda t: t.seq)
+            self.clear()
+            self.update(dict.fromkeys(before))
         else:
-            younger = next(t for t in self if t.seq > ticket.seq)
-            self._link(younger.elder, ticket)
-            self._link(ticket, younger)
-        ticket.queue = self
-        self.waiting += 1
-
-    def remove(self, ticket: Ticket) -> None:
-        """Remove the ticket from any place in the queue."""
-        self._link(ticket.elder, ticket.younger)
-        ticket.elder = ticket.younger = None
-        self.waiting -= 1
-
-    def _link(self, elder: Ticket | None, younger: Ticket | None) -> None:
-        if elder is None:
-            self.head = younger
-        else:
-            elder.younger = younger
-        if younger is None:
-            self.last = elder
-        else:
-            younger.elder = elder
+            self[ticket] = None
 
 
-Entry = tuple[float, float, int, ClientQueue]
+class ClientQueue:
+    """One client's tickets of one priority in one tier of one partition."""
 
+    __slots__ = ("client", "tickets")
 
-class ByArrival:
-    """The waiting tickets of a tier, oldest first. Nearly all enter in that order; those that left are forgotten late.
+    def __init__(self, client: ClientShare) -> None:
+        self.client = client
+        self.tickets = ByArrival()
 
-    A ticket's `line` is the one it waits in.
-    """
-
-    __slots__ = ("_line", "_returned", "waiting")
-
-    def __init__(self) -> None:
-        self._line: deque[Ticket] = deque()  # those that entered in order, and some that have left
-        self._returned: list[tuple[int, Ticket]] = []  # a heap of the others: preempted or promoted
-        self.waiting = 0  # tickets
-
-    def push(self, ticket: Ticket) -> None:
-        ticket.line = self
-        self.waiting += 1
-        line = self._line
-        if not line or line[-1].seq <= ticket.seq:
-            line.append(ticket)
-        else:
-            heappush(self._returned, (ticket.seq, ticket))
-
-    def tidy(self) -> None:
-        """Forget those that left the line: a ticket leaves it with `line` None, and one less in `waiting`."""
-        line, returned = self._line, self._returned
-        while line and line[0].line is not self:
-            line.popleft()
-        while returned and returned[0][1].line is not self:
-            heappop(returned)
-        if len(line) + len(returned) > FEW + 2 * self.waiting:
-            here = {t for t in (*line, *(t for _, t in returned)) if t.line is self}
-            self._line = deque(sorted(here, key=lambda t: t.seq))
-            self._returned = []
-
-    def first(self) -> tuple[int, Ticket] | None:
-        """The oldest and its number, or None."""
-        line, returned = self._line, self._returned
-        if returned and not (line and line[0].seq < returned[0][0]):
-            return returned[0]
-        return (line[0].seq, line[0]) if line else None
+    @property
+    def place(self) -> Place:
+        """Where it stands in its tier: its client's counter, then when its first ticket is due and came."""
+        head = next(iter(self.tickets))
+        return self.client.counter, head.due, head.seq
 
 
 class Tier:
-    """One tier of a partition."""
+    """One tier of a partition: its waiting tickets, and its queues by their place.
 
-    __slots__ = ("_heap", "_open", "oldest")
+    The place of a queue grows without notice when its client is charged, so that in the heap may be too small.
+    """
+
+    __slots__ = ("queues", "tickets")
 
     def __init__(self) -> None:
-        self._heap: list[Entry] = []
-        self._open = 0  # queues that hold tickets
-        self.oldest = ByArrival()
+        self.tickets = ByArrival()
+        self.queues: LazyHeap[ClientQueue, Place] = LazyHeap()
 
     def append(self, ticket: Ticket, client: ClientShare) -> None:
-        """Queue a ticket among its client's others of the same priority, in order of arrival."""
+        """Queue a ticket among its client's others of the same priority."""
+        self.tickets.add(ticket)
         key = (self, ticket.request.priority)
         queue = client.queues.get(key)
-        self.oldest.push(ticket)
         if queue is None:
-            queue = client.queues[key] = ClientQueue(client, ticket)
-            self._open += 1
-            self.open(queue)
-        else:
-            queue.insert(ticket)
-            if queue.head is ticket:
-                self.open(queue)
+            queue = client.queues[key] = ClientQueue(client)
+        queue.tickets.add(ticket)
+        ticket.queue = queue
+        if queue.tickets.first is ticket:
+            self.queues.push((client.counter, ticket.due, ticket.seq), queue)
 
     def remove(self, ticket: Ticket) -> None:
-        """Remove a ticket from any place; `tidy` of `oldest` follows, once for many."""
+        """Remove a ticket from any place."""
         queue: ClientQueue = ticket.queue
-        ticket.line = None
-        self.oldest.waiting -= 1
-        if queue.waiting > 1:
-            queue.remove(ticket)
-            assert queue.entry is not None
-            assert queue.head is not None
-            if queue.head.due < queue.entry[1]:  # an entry may only be too small
-                self.open(queue)
-            return
-        queue.head = queue.last = queue.entry = None
-        self._open -= 1
-        del queue.client.queues[(self, ticket.request.priority)]
+        del self.tickets[ticket], queue.tickets[ticket]
+        head = queue.tickets.first
+        if head is None:
+            self.queues.discard(queue)
+            del queue.client.queues[(self, ticket.request.priority)]
+        elif head.due < ticket.due:  # if the ticket was the first, the place in the heap must not be too large
+            self.queues.push(queue.place, queue)
 
-    def queues(self) -> Iterator[ClientQueue]:
-        """The queues that hold tickets, at most one per client and priority, in no particular order."""
-        return (entry[3] for entry in self._heap if entry[3].entry is entry)
-
-    def open(self, queue: ClientQueue) -> None:
-        """Enter a queue with its present counter and head."""
-        assert queue.head is not None
-        queue.entry = (queue.client.counter, queue.head.due, queue.head.seq, queue)
-        heappush(self._heap, queue.entry)
-        if len(self._heap) > FEW + 2 * self._open:  # garbage of cancelled tickets
-            self._heap = [entry for entry in self._heap if entry[3].entry is entry]
-            heapify(self._heap)
-
-    def first(self) -> Entry | None:
-        """The entry of the client to be served next."""
-        while heap := self._heap:
-            entry = heap[0]
-            counter, _, seq, queue = entry
-            if queue.entry is entry:
-                head = queue.head
-                if counter == queue.client.counter and head is not None and seq == head.seq:
-                    return entry
-                heappop(heap)
-                self.open(queue)  # stale: put it where it belongs
-            else:
-                heappop(heap)
-        return None
-
-    def entries(self) -> list[Entry]:
-        """The heap, whose first entry is valid; of the others some may be garbage or have a counter too small."""
-        self.first()
-        return self._heap
+    def by_place(self) -> Iterator[tuple[Place, ClientQueue]]:
+        """The queues, by places of which only the first is certain; others may be too small."""
+        queues = self.queues
+        while (top := queues.first()) is not None and (place := top[1].place) != top[0]:
+            queues.push(place, top[1])
+        return queues.ascending()
 
 
 class Cursor:
@@ -488,129 +323,72 @@ class Cursor:
     """
 
     def __init__(self, partition: Partition) -> None:
-        self._tiers = partition.tiers
-        self._index = 0
-        # What may come next, as a heap of (counter, due, seq, its queue, where the heap of the tier has it or -1, its
-        # ticket if its queue was looked into).
-        self._ahead: list[_Step] = []
-        self._entries: list[Entry] = self._tiers[0].entries()
-        self._see(0)
+        self._tiers = iter(partition.tiers)
+        self._queues: Iterator[tuple[Place, ClientQueue]] = iter(())  # those of a tier that were not looked into
+        self._first: tuple[Place, ClientQueue] | None = None  # of those
+        # What may come next of the others, as a heap: its place, the ticket, its queue, and what of that follows it.
+        self._ahead: list[tuple[Place, Ticket, ClientQueue, Iterator[Ticket]]] = []
         self._charged: dict[ClientShare, float] = {}
         self._blocked: set[ClientShare] = set()
-        self._current: tuple[ClientQueue, Ticket] | None = None
-
-    @staticmethod
-    def fixed_order(partition: Partition) -> list[Ticket] | None:
-        """All waiting tickets in serving order, if no client waits twice, so that no grant can change the order.
-
-        Otherwise None, and also if they are too many to sort for one batch: then the walk goes ticket by ticket.
-        """
-        if partition.waiting > LINED_UP:
-            return None
-        line: list[Ticket] = []
-        clients: set[ClientShare] = set()
-        for tier in partition.tiers:
-            if not tier.oldest.waiting:
-                continue
-            heads = []
-            for queue in tier.queues():
-                client, head = queue.client, queue.head
-                if queue.waiting > 1 or client in clients or head is None:
-                    return None
-                clients.add(client)
-                heads.append((client.counter, head.due, head.seq, head))
-            heads.sort()
-            line += [head for _, _, _, head in heads]
-        return line
+        self._current: tuple[Ticket, ClientQueue, Iterator[Ticket]] | None = None
 
     def next(self) -> Ticket | None:
         """The next ticket in order, or None at the end."""
         ahead, charged = self._ahead, self._charged
         while True:
-            while not ahead:
-                if self._index + 1 >= len(self._tiers):
-                    return None
-                self._index += 1
-                self._entries = self._tiers[self._index].entries()
-                self._see(0)
-            counter, _, seq, queue, at, ticket = heappop(ahead)
-            if at >= 0:
-                self._see(2 * at + 1)
-                self._see(2 * at + 2)
-                if queue.entry is not self._entries[at]:
-                    continue  # garbage
-            if queue.client in self._blocked:
+            first = self._first
+            if first is not None and (not ahead or first[0] < ahead[0][0]):
+                place, queue = first
+                self._first = next(self._queues, None)
+                rest = iter(queue.tickets)
+                ticket = next(rest)
+            elif ahead:
+                place, ticket, queue, rest = heappop(ahead)
+            elif (tier := next(self._tiers, None)) is not None:
+                self._queues = tier.by_place()
+                self._first = next(self._queues, None)
                 continue
-            if ticket is None:
-                ticket = queue.head
-                assert ticket is not None
-            moved = queue.client.counter + charged.get(queue.client, 0.0)
-            if counter < moved or seq < ticket.seq:  # it was charged, or its first ticket left: it comes later
-                heappush(ahead, (moved, ticket.due, ticket.seq, queue, -1, ticket))
+            else:
+                return None
+            client = queue.client
+            if client in self._blocked:
                 continue
-            self._current = queue, ticket
+            counter = client.counter + charged[client] if client in charged else client.counter
+            if place[0] < counter or place[2] < ticket.seq:  # it was charged, or its first ticket left: it comes later
+                heappush(ahead, ((counter, ticket.due, ticket.seq), ticket, queue, rest))
+                continue
+            self._current = ticket, queue, rest
             return ticket
-
-    def _see(self, at: int) -> None:
-        """One more entry of the tier's heap may come next: its parent has come."""
-        if at < len(self._entries):
-            heappush(self._ahead, (*self._entries[at], at, None))
 
     def take(self, charge: float) -> None:
         """Grant the ticket returned last: its client moves back by `charge`."""
         assert self._current is not None
-        queue, ticket = self._current
+        _, queue, rest = self._current
         client = queue.client
         charged = self._charged[client] = self._charged.get(client, 0.0) + charge
-        follower = ticket.younger
+        follower = next(rest, None)
         if follower is not None:
-            heappush(self._ahead, (client.counter + charged, follower.due, follower.seq, queue, -1, follower))
+            heappush(self._ahead, ((client.counter + charged, follower.due, follower.seq), follower, queue, rest))
 
     def skip(self) -> None:
         """Skip the ticket returned last, and its client's later tickets, which must not overtake it."""
         assert self._current is not None
-        self._blocked.add(self._current[0].client)
-
-
-_Step = tuple[float, float, int, ClientQueue, int, Ticket | None]
+        self._blocked.add(self._current[1].client)
 
 
 _EMPTY = Tier()  # shared by all tiers without tickets: most partitions use one of three
 
 
-class Partition:
+class Partition(ShareHolder):
     """Tickets that may share a batch: the waiting ones by tier, the residents, and every unsettled one by arrival."""
 
-    __slots__ = (
-        "_line",
-        "counter",
-        "deadlines",
-        "hold_came",
-        "hold_for",
-        "hold_input",
-        "hold_since",
-        "hold_until",
-        "in_flight",
-        "key",
-        "paused_until",
-        "promotions",
-        "residents",
-        "room",
-        "standing",
-        "suspects",
-        "tiers",
-        "unsettled",
-    )
-
     def __init__(self, key: Hashable) -> None:
+        super().__init__()  # counter: its device time in seconds
         self.key = key
-        self.counter = 0.0  # virtual: its device time in seconds
-        self.standing: Standing | None = None  # for `Shares`
         self.tiers = [_EMPTY, _EMPTY, _EMPTY]
         self.residents: dict[Ticket, None] = {}
         self.suspects = Suspects()
-        self.unsettled = 0  # tickets
-        self._line: deque[Ticket] = deque()  # those, by arrival, and some that have settled
+        self.unsettled: dict[Ticket, None] = {}  # tickets, by arrival
         self.deadlines: LazyHeap[Ticket, float] = LazyHeap()  # of waiting and resident tickets that have one
         self.promotions: LazyHeap[Ticket, float] = LazyHeap()  # background tickets by the time they count as default
         self.paused_until = -inf
@@ -625,43 +403,23 @@ class Partition:
     @property
     def waiting(self) -> int:
         """Tickets that wait."""
-        tiers = self.tiers
-        return tiers[0].oldest.waiting + tiers[1].oldest.waiting + tiers[2].oldest.waiting
+        return sum([len(tier.tickets) for tier in self.tiers])
 
     def contended(self) -> bool:
         """Whether more than one client waits."""
-        first: ClientShare | None = None
-        for tier in self.tiers:
-            for queue in tier.queues():
-                if first is not None and queue.client is not first:
-                    return True
-                first = queue.client
-        return False
+        return len({queue.client for tier in self.tiers for queue in tier.queues}) > 1
 
     def heads(self) -> list[float | None]:
         """Arrival of each tier's oldest waiting ticket."""
-        return [top[1].arrived if (top := tier.oldest.first()) is not None else None for tier in self.tiers]
+        return [first.arrived if (first := tier.tickets.first) is not None else None for tier in self.tiers]
 
     def oldest(self) -> Ticket | None:
         """The oldest ticket that waits or is resident."""
-        return next((t for t in self._line if t.state is not RUNNING and t.state is not SETTLED), None)
-
-    def tickets(self) -> Iterator[Ticket]:
-        """Those that have not settled, by arrival."""
-        return (t for t in self._line if t.state is not SETTLED)
+        return next((t for t in self.unsettled if t.state is not RUNNING), None)
 
     def enter(self, ticket: Ticket, client: ClientShare) -> None:
-        self.unsettled += 1
-        self._line.append(ticket)
+        self.unsettled[ticket] = None
         self._append(ticket, client)
-
-    def forget_settled(self) -> None:
-        """Drop the tickets at the front of its line that have settled; all of them, if they are many."""
-        line = self._line
-        while line and line[0].state is SETTLED:
-            line.popleft()
-        if len(line) > FEW + 2 * self.unsettled:
-            self._line = deque(self.tickets())
 
     def _append(self, ticket: Ticket, client: ClientShare) -> None:
         tier = self.tiers[ticket.tier]
@@ -675,16 +433,10 @@ class Partition:
         self._append(ticket, ticket.queue.client)
 
     def take(self, ticket: Ticket) -> None:
-        """A waiting ticket stops waiting; `tidy` follows, once for many."""
+        """A waiting ticket stops waiting."""
         self.tiers[ticket.tier].remove(ticket)
         if ticket.tier is BACKGROUND:
             self.promotions.discard(ticket)
-
-    def tidy(self) -> None:
-        """Forget the tickets that were taken."""
-        for tier in self.tiers:
-            if tier is not _EMPTY:
-                tier.oldest.tidy()
 
     def promote(self, now: float) -> int:
         """Count background tickets that waited long enough as default, with their client's older ones. Returns how
@@ -692,20 +444,18 @@ class Partition:
         moved = 0
         while (top := self.promotions.first()) is not None and top[0] <= now:
             due = top[1]
-            for ticket in list(due.queue):
+            for ticket in list(due.queue.tickets):
                 self.take(ticket)
                 ticket.tier = DEFAULT
                 self._append(ticket, ticket.queue.client)
                 moved += 1
                 if ticket is due:
                     break
-            self.tidy()
         return moved
 
     def clear(self) -> None:
         """Drop all entries of an empty partition's queues."""
         self.tiers = [_EMPTY, _EMPTY, _EMPTY]
-        self._line.clear()
         self.suspects.clear()
         self.deadlines, self.promotions = LazyHeap(), LazyHeap()
 
@@ -783,24 +533,24 @@ class Turns:
             return
         seen: set[Partition] = set()
         for some in (self._urgent.ascending(), self._at_risk(now), self._by_share.ascending()):
-            for partition in some:
+            for _, partition in some:
                 if partition not in seen:
                     seen.add(partition)
                     yield partition
 
-    def _at_risk(self, now: float) -> list[Partition]:
+    def _at_risk(self, now: float) -> list[tuple[float, Partition]]:
         if self._cost.unit != "seconds":
             return []
         most = self.shares.floor() + CREDIT
         found: list[tuple[float, int, Partition]] = []
-        for partition in islice(self._deadlines.ascending(), NEAREST):
+        for _, partition in islice(self._deadlines.ascending(), NEAREST):
             tightest, oldest = _first(partition.deadlines), partition.oldest()
             if oldest is None or partition not in self._by_share or partition.counter > most:
                 continue
             laxity = tightest.deadline - now - self._cost.remaining(tightest)
             if laxity < self._budget:
                 found.append((laxity, oldest.seq, partition))
-        return [partition for _, _, partition in sorted(found)]
+        return [(laxity, partition) for laxity, _, partition in sorted(found)]
 
     def _refresh(self) -> None:
         touched = self.touched
@@ -810,7 +560,7 @@ class Turns:
             first = partition.deadlines.first()
             due = partition.promotions.first()
             self._by_share.put(partition, None if oldest is None else (partition.counter, oldest.seq))
-            urgent = oldest is not None and partition.tiers[URGENT].oldest.waiting
+            urgent = oldest is not None and partition.tiers[URGENT].tickets
             self._urgent.put(partition, oldest.seq if oldest is not None and urgent else None)
             self._deadlines.put(partition, None if first is None else first[0])
             self._promotions.put(partition, None if due is None else due[0])

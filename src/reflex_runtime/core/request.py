@@ -146,8 +146,7 @@ class Ticket:
     extra: chances that units beyond `wants` would be of use; unused: units whose result was thrown away.
     batches: number of its batches; `admission`: its first batch, None before.
     started: when it was first scheduled (None before); shared: its share of the batches' measured time, in seconds.
-    queue: its present or last queue among its client's tickets; line: its queue among all, None if it does not wait;
-    elder, younger: its neighbours in `queue` (all four belong to `order`).
+    queue: its present or last queue among its client's tickets; it belongs to `order`.
     waiter: free for the driver (a future).
     """
 
@@ -163,11 +162,9 @@ class Ticket:
         "computed",
         "deadline",
         "due",
-        "elder",
         "extra",
         "granted",
         "held",
-        "line",
         "lost",
         "outcome",
         "queue",
@@ -183,7 +180,6 @@ class Ticket:
         "unused",
         "waiter",
         "wants",
-        "younger",
     )
 
     def __init__(self, request: Request, seq: int, now: float) -> None:
@@ -205,9 +201,6 @@ class Ticket:
         self.lost = -1.0
         self.outcome: Any = None
         self.queue: Any = None
-        self.line: Any = None
-        self.elder: Ticket | None = None
-        self.younger: Ticket | None = None
         self.waiter: Any = None
 
     @property

@@ -74,7 +74,7 @@ from reflex_runtime.core.events import (
     SchedulerPaused,
 )
 from reflex_runtime.core.forming import Ahead, Formed, Former, may_lead, put_back
-from reflex_runtime.core.group import Group, GroupConfig, Tenants
+from reflex_runtime.core.group import Group, GroupConfig, tenants_of, turns_of
 from reflex_runtime.core.holding import Holding
 from reflex_runtime.core.order import Partition
 from reflex_runtime.core.request import (
@@ -180,6 +180,7 @@ class Transitions:
         self.events.append(_event(RequestProgressed, (now, ticket, value)))
         if value is not None and ticket.request.streams:
             ticket.answered, ticket.deadline = True, inf  # a stream's deadline is for its first answer
+            ticket.due = ticket.arrived + PATIENCE
         return self._reside(partition, ticket, now)
 
     def _publish(self, ticket: Ticket, earlier: tuple[Any, ...], now: float) -> None:
@@ -248,7 +249,6 @@ class Transitions:
                 outcome = Failed(Cancelled("cancelled by the caller"))
             if state is WAITING:
                 partition.take(ticket)
-                partition.tidy()
                 group.backlog.remove(ticket)
                 group.dequeue(1, ticket.wants)
             elif residents and (state is RESIDENT or (isinstance(outcome, Failed) and ticket in residents)):
@@ -287,8 +287,9 @@ class Scheduler:
 
     def __init__(self, groups: Iterable[GroupConfig] = (GroupConfig(),), max_batches: int = 1) -> None:
         configs = list(groups)
-        self._tenants = Tenants()
-        self._groups = {config.name: Group(config, self._tenants.of(config)) for config in configs}
+        self._groups = {
+            config.name: Group(config, tenant) for config, tenant in zip(configs, tenants_of(configs), strict=True)
+        }
         if not configs:
             raise ConfigError("Scheduler.groups=(): needs at least one group")
         if len(self._groups) < len(configs):
@@ -635,7 +636,7 @@ class Scheduler:
     # -- forming -------------------------------------------------------------------------------------------------------
 
     def _turns(self) -> list[Group]:
-        return self._tenants.turns(self._groups.values(), self._now, self._in_flight)
+        return turns_of(self._groups.values(), self._now, self._in_flight)
 
     def _form(self, group: Group) -> Batch | None:
         group.promote(self._now)
@@ -689,7 +690,6 @@ class Scheduler:
                 partition.deadlines.discard(ticket)
             ticket.granted += units
             ticket.batches += 1
-        partition.tidy()
         group.dequeue(len(formed.newcomers), queued_units)
         group.scheduled(partition, len(formed.newcomers))
         self._holding.sent(partition)
@@ -740,8 +740,6 @@ class Scheduler:
 
     def _enter(self, group: Group, ticket: Ticket, now: float) -> None:
         """From now on the ticket may run."""
-        if not group.active:
-            self._tenants.lift(group)
         if self._holding.gaps:
             self._holding.asks(group, now)
         group.enter(ticket, now)

@@ -368,12 +368,12 @@ class _TimedTokenTally(TokenTally):
         self._gap = model.gap
 
     @property
-    def seconds(self) -> float:  # type: ignore[override]
+    def seconds(self) -> float:
         model = self._model
         return model.predict(self._rows, self._tokens, self._pairs) if self.cost and model.measured else 0.0
 
     @property
-    def sigma(self) -> float:  # type: ignore[override]
+    def sigma(self) -> float:
         return self._model.sigma
 
     def expect(self, tickets: Iterable[Ticket]) -> None:

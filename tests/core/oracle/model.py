@@ -125,7 +125,7 @@ class Oracle(Batches):
         return sum(t.share for t in ahead) + seconds > most and sum(own) + seconds > most / len(clients)
 
     def enter(self, w: World, ticket: Seen) -> None:
-        request, now = ticket.request, self.now
+        request = ticket.request
         if not self.unsettled(w.name):
             peers = [p for p in self.worlds.values() if (p.weight > 0) == (w.weight > 0)]
             mates = self.mates(w)
@@ -149,9 +149,6 @@ class Oracle(Batches):
             ticket.probe = True
         self.all.append(ticket)
         self.open.append(ticket)
-        if w.adapting is not None:
-            others = len(self.unsettled(w.name, request.partition)) - 1
-            w.adapting.log.append(("came", request.partition, now, others))
 
     def prepared(self, ticket: Seen, made: Request | ReflexError, now: float) -> None:
         self.input(now)

@@ -125,7 +125,7 @@ class DecodeOrder:
         self.waiting_pixels += pixels
         if self.waiting_pixels <= self.most or len(self) == 1:
             return None
-        last = max(self._waiting.ascending(), key=lambda waiting: waiting.tag)
+        last = max(self._waiting, key=lambda waiting: waiting.tag)
         self.discard(last)
         return last
 
