@@ -7,10 +7,11 @@ from typing import Any, Final
 
 from reflex_runtime.functions.server import FunctionServer
 from reflex_runtime.functions.source import ServedFunction
-from reflex_runtime.functions.values import FORM
+from reflex_runtime.functions.values import BYTES, FORM, PNG
 from reflex_runtime.web import oip
 from reflex_runtime.web.access import Keys
 from reflex_runtime.web.errors import MSGPACK
+from reflex_runtime.web.fields import ID
 from reflex_runtime.web.openapi import PAGES, PLAIN_ERROR, TEXT, Operation, content, described, schemas_of
 from reflex_runtime.web.request import Route
 
@@ -24,11 +25,14 @@ ERRORS: Final = {
 }  # fmt: skip
 _CODES: Final = ("400", "413", "415", "422", "429", "500", "503", "504")
 _QUERY: Final = {
-    "deadline_ms": {"type": "number", "description": "an answer has no use after so many milliseconds"},
+    "deadline_ms": {
+        "type": "number", "exclusiveMinimum": 0, "maximum": 600_000,
+        "description": "an answer has no use after so many milliseconds",
+    },
     "priority": {"enum": ["urgent", "default", "background"]},
-    "client": {"type": "string", "description": "whose fair share it takes; by default the connection's"},
-    "request_id": {"type": "string"},
-}
+    "client": ID | {"description": "whose fair share it takes; by default the connection's"},
+    "request_id": ID,
+}  # fmt: skip
 
 
 def document(routes: Iterable[Route], server: FunctionServer, keys: Keys) -> bytes:
@@ -52,6 +56,9 @@ def _operation(served: ServedFunction) -> Operation:
     for kind in served.items.raw:
         request |= content({"type": "string", "format": "binary"}, kind.decode())
     answer = content(served.results.schema)
+    for kind in served.results.raw:
+        if kind in (BYTES, PNG):  # what `values.encode` writes as it is
+            answer = content({"type": "string", "format": "binary"}, kind.decode())
     if served.streams:
         answer = content(served.results.schema, "text/event-stream")
     return Operation(

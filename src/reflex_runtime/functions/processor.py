@@ -8,17 +8,23 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import logging
 import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Final
 
 from reflex_runtime.core.batch import Batch, Done, More
 from reflex_runtime.core.errors import ProcessorError
 from reflex_runtime.core.request import Ticket
 from reflex_runtime.run.onnx_session import OnnxProcessor
 from reflex_runtime.run.processor import BaseProcessor, name_of, payloads_of, wrapped
-from reflex_runtime.run.wall import WALL
+from reflex_runtime.run.wall import Wall
+
+log = logging.getLogger("reflex.server")
+
+WALL: Final = Wall()
+"""Whatever an item makes a function raise is its failure: a SystemExit too, which would end the server."""
 
 
 class Function:
@@ -51,6 +57,17 @@ class Function:
         if isinstance(iterator, AsyncIterator):
             return self.finished(anext(iterator))
         return next(iterator)
+
+    def end(self, iterator: Any) -> None:
+        """Close it. What it raises then is nobody's failure: its items have left."""
+        close = getattr(iterator, "aclose", None) or getattr(iterator, "close", None)
+        if close is None:
+            return
+        try:
+            with WALL:
+                self.finished(close())
+        except Exception as error:
+            log.warning("%s: a generator could not be closed: %s", name_of(self.function), error)
 
     def checked(self, results: Any, count: int) -> Sequence[Any]:
         """One result for each item, or the error that says what came instead."""
@@ -106,7 +123,9 @@ class ItemCalls(ServedProcessor):
             asyncio._set_running_loop(loop)
 
     def _call(self, items: list[Any]) -> Sequence[Any]:
-        return self.function.checked(self.function.finished(self.function.function(items)), len(items))
+        count = len(items)  # now: the list is the function's, which may change it
+        with WALL:
+            return self.function.checked(self.function.finished(self.function.function(items)), count)
 
     def stop(self) -> None:
         self.function.close()
@@ -208,8 +227,8 @@ class Streams(ServedProcessor):
             cohort = self._cohorts.pop(ticket, None)
             if cohort is not None:
                 del cohort.parts[ticket]
-                if not cohort.parts and hasattr(cohort.iterator, "close"):
-                    cohort.iterator.close()
+                if not cohort.parts:
+                    self.function.end(cohort.iterator)
 
     def stop(self) -> None:
         self.function.close()

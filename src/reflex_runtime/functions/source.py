@@ -12,13 +12,14 @@ import sys
 import traceback
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypedDict, get_args, get_origin, get_type_hints
 
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.functions.processor import Function, GraphItems, ItemCalls, ServedProcessor, Streams
 from reflex_runtime.functions.values import ArrayType, Values, example_of
-from reflex_runtime.run.batched import Handle
+from reflex_runtime.run.batched import BatchedMethod, Handle
 from reflex_runtime.run.onnx_session import PROVIDERS, OnnxProcessor
 from reflex_runtime.settings import FunctionsConfig
 from reflex_runtime.settings.declare import did_you_mean
@@ -97,7 +98,7 @@ def read_python(source: str, config: FunctionsConfig) -> ServedFunction:
         called, setup = getattr(owner, "predict", None), getattr(owner, "setup", None)
         if not callable(called):
             raise ConfigError(f"{source}: {name} has no method predict(self, items)")
-    function = _plain(called)
+    function = _plain(called, owner)
     hints, streams, each = _signature(source, function)
     processor = (Streams if streams else ItemCalls)(
         Function(function, setup, _device(config), each), any_thread=owner is None
@@ -143,14 +144,19 @@ def _made(source: str, found: Any) -> Any:
         raise ConfigError(f"{source}: {found.__name__}() failed: {told(error)}") from error
 
 
-def _plain(called: Any) -> Any:
-    """The function of a list behind `@batched`."""
-    return getattr(called, "__wrapped__", called) if isinstance(called, Handle) else called
+def _plain(called: Any, owner: Any) -> Any:
+    """The function of a list behind `@batched`; a method's with its object, of which the handle keeps no hold."""
+    if not isinstance(called, Handle):
+        return called
+    method = getattr(type(owner), "predict", None)
+    function: Any = getattr(method if isinstance(method, BatchedMethod) else called, "__wrapped__", called)
+    return function.__get__(owner) if isinstance(method, BatchedMethod) else function
 
 
 def _signature(source: str, function: Any) -> tuple[tuple[Any, Any], bool, bool]:
     """((type of an item, of a result), whether it streams, whether it returns an iterator for each item)."""
-    plain = function if inspect.isroutine(function) else type(function).__call__
+    plain = function.func if isinstance(function, partial) else function
+    plain = plain if inspect.isroutine(plain) else type(plain).__call__
     try:
         inspect.signature(function).bind([])
     except TypeError:

@@ -93,7 +93,7 @@ class Values:
                 return body.decode()
             except UnicodeDecodeError:
                 raise invalid("body", "body: is not UTF-8") from None
-        return self.convert(_npy(body) if kind == NPY else body)
+        return self.convert(body)
 
     def convert(self, value: Any) -> Any:
         """What a form, a tensor or the body itself is; 422 says what is wrong."""
@@ -120,7 +120,7 @@ class Values:
             try:
                 return hint.model_validate(value)
             except ValueError as error:  # pydantic's is one
-                raise ValueError(_first(error)) from None
+                raise _first(error) from None
         raise NotImplementedError(_named(hint))
 
     # -- out -----------------------------------------------------------------------------------------------------------
@@ -180,7 +180,9 @@ def _packed(value: Any) -> Any:
 
 def example_of(values: Values, given: Any = None) -> Any:
     """An item that may be sent, JSON-safe: the one that the function names, else one made of the schema. None where
-    that is too large, or does not fit."""
+    that is too large, or does not fit, or where any value may come."""
+    if given is None and not values.schema:
+        return None
     try:
         made = msgspec.json.decode(encode_text(given)) if given is not None else _made(values.schema, values.parts)
         text = msgspec.json.encode(made)
@@ -229,11 +231,13 @@ def _of_bytes(value: Mapping[Any, Any]) -> Any:
     if not isinstance(data, bytes) or not isinstance(shape, list) or len(shape) > MOST_AXES:
         raise ValueError(f"an array is lists, or dtype, shape (at most {MOST_AXES} numbers) and data")
     try:
-        dtype = np.dtype(value.get("dtype"))
+        if not isinstance(value.get("dtype"), str):  # None is a type to numpy
+            raise TypeError
+        dtype = np.dtype(value["dtype"])
         if dtype.kind not in "biuf":
             raise TypeError
         return np.frombuffer(data, dtype).reshape([int(n) for n in shape])
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError, SyntaxError):  # numpy parses the text as Python
         raise ValueError(f"{len(data)} bytes are no array of that dtype and shape") from None
 
 
@@ -252,7 +256,10 @@ def _picture(value: Any) -> Any:
         value = pybase64.b64decode(value.partition(",")[2] if value.startswith("data:") else value, validate=True)
     if not isinstance(value, bytes):
         raise ValueError("must be a PNG or JPEG")
-    return PIL.Image.fromarray(decode_picture(value))
+    try:
+        return PIL.Image.fromarray(decode_picture(value, "picture"))
+    except InvalidRequest as error:
+        raise ValueError(error.message) from None
 
 
 def _png(image: Any) -> bytes:
@@ -268,6 +275,7 @@ def _form(body: bytes, content_type: bytes) -> Any:
     _, options = parse_options_header(content_type)
     fields: dict[str, Any] = {}
     files: list[str] = []
+    ends: list[bool] = []
 
     def found(name: bytes | None, value: Any, file: bool) -> None:
         text = (name or b"").decode("utf-8", "replace")
@@ -283,13 +291,15 @@ def _form(body: bytes, content_type: bytes) -> Any:
         part.file_object.seek(0)
         found(part.field_name, part.file_object.read(), True)
 
-    parser = FormParser(
-        "multipart/form-data", field, file, boundary=options.get(b"boundary"),
-        config={"MAX_MEMORY_FILE_SIZE": len(body) + 1},
-    )  # fmt: skip
     try:
+        parser = FormParser(
+            "multipart/form-data", field, file, lambda: ends.append(True), options.get(b"boundary"),
+            config={"MAX_MEMORY_FILE_SIZE": len(body) + 1},
+        )  # fmt: skip
         parser.write(body)
         parser.finalize()
+        if not ends:
+            raise ValueError("its last boundary is missing")
     except ClientError:
         raise
     except Exception as error:
@@ -392,8 +402,8 @@ def _line(error: BaseException) -> str:
     return " ".join(str(error).split())[:300]
 
 
-def _first(error: Any) -> str:
-    """The first of pydantic's errors, with its field."""
+def _first(error: Any) -> InvalidRequest:
+    """The 422 for the first of pydantic's errors."""
     found = error.errors()[0] if hasattr(error, "errors") else {"loc": (), "msg": str(error)}
-    place = ".".join(map(str, found["loc"]))
-    return _line(Exception(f"{place}: {found['msg']}" if place else found["msg"]))
+    place = ".".join(map(str, found["loc"])) or "body"
+    return invalid(printable(str(found["loc"][0]) if found["loc"] else "body"), printable(f"{place}: {found['msg']}"))

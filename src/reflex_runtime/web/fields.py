@@ -49,7 +49,7 @@ class _Brief(reprlib.Repr):
 _BRIEF: Final = _Brief()
 _BRIEF.maxlevel, _BRIEF.maxstring, _BRIEF.maxother = 2, 80, 80
 _PATH: Final = re.compile(r" - at `(?:key in )?\$\.?(.*?)`$")
-_UNKNOWN: Final = re.compile(r"(?:unknown|missing required) field `(.*)`")
+_UNKNOWN: Final = re.compile(r"(?:unknown|missing required) field `(.*?)`(?: - at|$)")
 _STRAY: Final = re.compile(r"unknown field `(.*?)`(?: - at|$)")
 _STRAY_VALUE: Final = re.compile(r"Invalid enum value '(.*?)'(?: - at|$)")
 

@@ -1,0 +1,1 @@
+"""Tests of `reflex serve python:module:function`."""

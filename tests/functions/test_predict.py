@@ -1,0 +1,475 @@
+"""POST /predict: kinds of functions, types of items in every form that they come in, results of every kind."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import html
+import http.client
+import io
+import json
+import random
+import re
+import subprocess
+from collections.abc import Iterator
+from typing import Any
+
+import msgpack
+import numpy as np
+import PIL.Image
+import pytest
+
+from reflex_runtime.run.process import telemetry_off
+from serving.harness import Answer
+
+from .door import Functions
+from .served import CARELESS, KINDS, RAISED, TYPES
+
+telemetry_off()
+MSGPACK = "application/msgpack"
+KINDS_OF_BODIES = (
+    "application/json",
+    MSGPACK,
+    "multipart/form-data; boundary=edge",
+    "application/x-npy",
+    "image/png",
+    "",
+)
+TYPED = [name for name in (*KINDS, *TYPES) if name not in ("plain_lambda", "anything")]
+ROUNDS = 60  # of fuzz, for each function
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Functions]:
+    """All of them. Nothing of what they are asked below ends it."""
+    with Functions(*KINDS, *TYPES, *CARELESS, "root", "length", "result") as made:
+        yield made
+        assert made.get("/health").status == 200
+
+
+def picture(size: tuple[int, int] = (3, 2), kind: str = "PNG") -> bytes:
+    file = io.BytesIO()
+    PIL.Image.new("RGB", size, "red").save(file, kind)
+    return file.getvalue()
+
+
+def npy(array: Any) -> bytes:
+    file = io.BytesIO()
+    np.save(file, array)
+    return file.getvalue()
+
+
+def form(fields: dict[str, str | bytes]) -> tuple[bytes, str]:
+    """A form, and its content type. Bytes are files."""
+    text = b""
+    for name, value in fields.items():
+        file = "" if isinstance(value, str) else '; filename="a.bin"'
+        data = value.encode() if isinstance(value, str) else value
+        text += b'--edge\r\nContent-Disposition: form-data; name="%b"%b\r\n\r\n%b\r\n' % (
+            name.encode(),
+            file.encode(),
+            data,
+        )
+    return text + b"--edge--\r\n", "multipart/form-data; boundary=edge"
+
+
+def in_base64(data: bytes) -> str:
+    return base64.b64encode(data).decode()
+
+
+def right(answer: Answer) -> Any:
+    assert answer.status == 200, answer.body
+    return answer.json
+
+
+def refused(answer: Answer, status: int, field: str | None = None) -> str:
+    """The message of a refusal. field: that it names."""
+    assert answer.status == status, answer.body
+    body = answer.json
+    assert body["request_id"] == answer.headers["x-request-id"]
+    assert body.get("field") == field, body
+    return str(body["message"])
+
+
+# -- kinds of functions ------------------------------------------------------------------------------------------------
+
+
+def test_every_kind_of_function_is_served(server: Functions) -> None:
+    assert {name: right(server.predict(name, 21)) for name in KINDS} == dict.fromkeys(KINDS, 42)
+    assert right(server.predict("root", 4.0)) == 2.0  # of numpy
+    assert "len returned a int" in refused(server.predict("length", [1]), 500)
+
+
+def test_a_careless_function_is_served_or_fails_by_itself(server: Functions) -> None:
+    for i in range(3):
+        assert "only be used in that same thread" in refused(server.predict("database", i), 500)
+        assert right(server.predict("own_loop", i)) == i + 1
+        assert right(server.predict("threads", i)) == i + 1
+        assert right(server.predict("contexts", i)) >= 0
+
+
+def test_a_wrong_path_and_a_wrong_method_are_said(server: Functions) -> None:
+    assert "did you mean" in refused(server.predict("doble", 1), 404)
+    assert "/predict/double" in refused(server.predict("", 1), 404)
+    assert refused(server.get("/predict/double"), 405)
+
+
+# -- types -------------------------------------------------------------------------------------------------------------
+
+
+def test_arrays_come_as_lists_bytes_and_files(server: Functions) -> None:
+    wanted = [[2.0, 4.0], [6.0, 8.0]]
+    array = np.array([[1, 2], [3, 4]], np.float32)
+    packed = {"dtype": "<f4", "shape": [2, 2], "data": array.tobytes()}
+    sent = packed | {"data": in_base64(array.tobytes())}
+    for item in ([[1, 2], [3, 4]], [[1.0, 2.0], [3.0, 4.0]], sent):
+        assert right(server.predict("arrays", item)) == wanted
+    answer = server.send("arrays", msgpack.packb(packed), MSGPACK)
+    assert answer.headers["content-type"] == MSGPACK
+    back = msgpack.unpackb(answer.body)
+    assert np.frombuffer(back["data"], back["dtype"]).reshape(back["shape"]).tolist() == wanted
+    assert (
+        right(server.send("arrays", msgpack.packb(array.tolist()), MSGPACK, {"Accept": "application/json"})) == wanted
+    )
+    assert right(server.send("arrays", npy(array), "application/x-npy")) == wanted
+    assert right(server.send("arrays", npy(array.astype(np.float64)), "application/x-npy")) == wanted
+    body, kind = form({"file": npy(array)})
+    assert right(server.send("arrays", body, kind)) == wanted
+    assert right(server.predict("any_array", [1, 2])) == "int64 (2,)"
+    assert right(server.predict("any_array", 1.5)) == "float64 ()"
+    assert right(server.predict("any_array", sent)) == "float32 (2, 2)"
+    assert right(server.predict("whole", [250, 5])) == 255
+
+
+@pytest.mark.parametrize(
+    "item",
+    [
+        [1, [2]], "text", None, {}, {"a": 1}, [[1, None]], ["1"], {"dtype": "O", "shape": [1], "data": "AAAA"},
+        {"dtype": "<f4", "shape": [3], "data": in_base64(b"1234")}, {"dtype": "nope", "shape": [1], "data": "AAAA"},
+        {"dtype": "<f4", "shape": [1e300], "data": in_base64(b"1234")}, {"dtype": "<f4", "shape": 4, "data": "AAAA"},
+        {"dtype": "f4,(", "shape": [1], "data": in_base64(b"1234")}, {"dtype": "<f4", "shape": [1], "data": "?"},
+        {"dtype": {"names": 1}, "shape": [1], "data": "AAAA"}, {"dtype": ["f4"], "shape": [1], "data": "AAAA"},
+        {"dtype": "<f4", "shape": [1] * 9, "data": in_base64(b"1234")}, {"dtype": "<f4", "shape": [None], "data": ""},
+        {"shape": [1], "data": in_base64(b"12345678")}, [10**30],
+        {"dtype": "<c8", "shape": [1], "data": in_base64(b"12345678")},
+    ],
+)  # fmt: skip
+def test_what_is_no_array_is_refused(server: Functions, item: Any) -> None:
+    assert refused(server.predict("arrays", item), 422, "body")
+
+
+def test_numbers_that_a_type_does_not_hold_are_refused(server: Functions) -> None:
+    for item in ([-1], [256], [1.5], [True, 2.5]):
+        assert refused(server.predict("whole", item), 422, "body")
+    assert refused(server.send("arrays", b"no file", "application/x-npy"), 422, "body")
+    assert refused(server.send("arrays", npy(np.array([object()])), "application/x-npy"), 422, "body")
+    assert refused(server.send("arrays", npy(np.array(["text"])), "application/x-npy"), 422, "body")
+
+
+def test_structs_dataclasses_and_dicts_are_read_from_json_msgpack_and_forms(server: Functions) -> None:
+    assert right(server.predict("boxes", {"left": 2})) == {"left": 1.0, "right": 2.0}
+    assert msgpack.unpackb(server.send("boxes", msgpack.packb({"left": 2}), MSGPACK).body) == {
+        "left": 1.0,
+        "right": 2.0,
+    }
+    body, kind = form({"left": "2", "right": "3"})
+    assert right(server.send("boxes", body, kind)) == {"left": 3.0, "right": 2.0}
+    person = {"name": "Ada", "age": 3, "boxes": [{"left": 1}, {"left": 2}]}
+    assert right(server.predict("people", person)) == "Ada 3 2"
+    assert right(server.predict("queries", {"text": "a", "top": None})) == {"text": "A", "top": None}
+    assert right(server.predict("orders", {"count": 1})) == {"count": 2, "name": "nobody"}
+    body, kind = form({"count": "4", "name": "me"})
+    assert right(server.send("orders", body, kind)) == {"count": 5, "name": "me"}
+    assert right(server.predict("words", "yes")) is True
+    assert right(server.predict("maybe", None)) is None
+    assert right(server.predict("maybe", 3)) == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "item", "field"),
+    [
+        ("double", "1", "body"), ("double", 1.5, "body"), ("double", None, "body"), ("double", [1], "body"),
+        ("boxes", {}, "left"), ("boxes", {"left": "1"}, "left"), ("boxes", 1, "body"), ("boxes", [], "body"),
+        ("people", {"name": "a", "age": "b"}, "age"), ("people", {"age": 1}, "name"),
+        ("people", {"name": "a", "boxes": [{"left": 1}, {}]}, "left"), ("people", {"name": "a", "boxes": 1}, "boxes"),
+        ("people", {"name": "a", "boxes": [{"left": 1}, {"left": "x"}]}, "boxes"),
+        ("queries", {"text": 1, "top": 1}, "text"), ("queries", {"text": "a"}, "top"), ("queries", {"top": 1}, "text"),
+        ("orders", {"count": 0}, "count"), ("orders", {"count": "x"}, "count"), ("orders", {}, "count"),
+        ("words", "perhaps", "body"), ("words", 1, "body"), ("maybe", "x", "body"), ("texts", 1, "body"),
+        ("pictures", "AAAA", "body"), ("pictures", 1, "body"), ("pictures", "?", "body"), ("raw_bytes", "?", "body"),
+        ("scenes", {"camera": "AAAA", "matrix": [1]}, "camera"), ("scenes", {"matrix": [1]}, "camera"),
+        ("scenes", {"camera": in_base64(picture()), "matrix": "x"}, "matrix"),
+        ("scenes", {"camera": in_base64(picture()), "matrix": [1], "kind": "dusk"}, "kind"),
+        ("scenes", {"camera": in_base64(picture()), "matrix": [1], "person": {"name": 1}}, "person"),
+    ],
+)  # fmt: skip
+def test_a_wrong_value_is_the_422_that_names_its_field(server: Functions, name: str, item: Any, field: str) -> None:
+    for answer in (
+        server.predict(name, item),
+        server.send(name, msgpack.packb(item), MSGPACK, {"Accept": "application/json"}),
+    ):
+        assert refused(answer, 422, field)
+
+
+def test_pictures_come_as_bodies_forms_and_base64_and_go_out_as_png(server: Functions) -> None:
+    for kind, mime in (("PNG", "image/png"), ("JPEG", "image/jpeg")):
+        data = picture((3, 2), kind)
+        body, multipart = form({"anything": data})
+        for answer in (
+            server.send("pictures", data, mime),
+            server.send("pictures", body, multipart),
+            server.send("pictures", msgpack.packb(data), MSGPACK),
+            server.predict("pictures", in_base64(data)),
+            server.predict("pictures", f"data:{mime};base64,{in_base64(data)}"),
+        ):
+            assert (answer.status, answer.headers["content-type"]) == (200, "image/png"), answer.body
+            assert PIL.Image.open(io.BytesIO(answer.body)).size == (6, 2)
+    assert refused(server.send("pictures", b"no picture", "image/png"), 422, "body")
+    assert refused(server.send("pictures", picture()[:45], "image/png"), 422, "body")
+
+
+def test_bytes_and_texts_are_the_body_itself(server: Functions) -> None:
+    for body, kind in ((b"\0abc", "application/octet-stream"), (b"\0abc", ""), (b"\0abc", "application/pdf")):
+        answer = server.send("raw_bytes", body, kind)
+        assert (answer.status, answer.body, answer.headers["content-type"]) == (
+            200,
+            b"cba\0",
+            "application/octet-stream",
+        )
+    assert server.predict("raw_bytes", in_base64(b"\0abc")).body == b"cba\0"
+    assert server.send("raw_bytes", msgpack.packb(b"\0abc"), MSGPACK).body == b"cba\0"
+    body, kind = form({"file": b"\0abc"})
+    assert server.send("raw_bytes", body, kind).body == b"cba\0"
+    assert right(server.send("texts", "ä".encode(), "text/plain")) == "Ä"
+    assert right(server.predict("texts", "ä")) == "Ä"
+    assert refused(server.send("texts", b"\xff", "text/plain"), 422, "body")
+
+
+def test_a_type_of_everything_is_read_in_every_form(server: Functions) -> None:
+    wanted = {"size": [3, 2], "sum": 3.0, "kind": "night", "raw": 2, "name": "Ada"}
+    scene = {"kind": "night", "matrix": [[1, 2]], "person": {"name": "Ada"}}
+    packed = msgpack.packb(scene | {"camera": picture(), "raw": b"ab"})
+    assert right(server.predict("scenes", scene | {"camera": in_base64(picture()), "raw": in_base64(b"ab")})) == wanted
+    assert msgpack.unpackb(server.send("scenes", packed, MSGPACK).body) == wanted
+    body, kind = form(
+        {"camera": picture(), "matrix": npy(np.array([[1, 2]], np.float32)), "kind": "night", "raw": b"ab"}
+    )
+    assert right(server.send("scenes", body, kind)) == wanted | {"name": None}
+
+
+def test_without_annotations_items_are_json_values(server: Functions) -> None:
+    for item in (1, 1.5, "text", None, True, [1, [2]], {"a": {"b": [None]}}, 10**30, 1e300):
+        assert right(server.predict("anything", item)) == item
+
+
+def test_a_body_of_another_type_is_415_and_a_broken_one_is_400(server: Functions) -> None:
+    assert "application/json" in refused(server.send("double", b"1", "text/csv"), 415)
+    assert refused(server.send("double", b"1", "image/png"), 415)
+    assert right(server.send("double", b"1")) == 2
+    assert right(server.send("double", b"1", "application/json; charset=utf-8")) == 2
+    assert right(server.send("double", b"1", "application/vnd.api+json")) == 2
+    assert right(server.send("double", b"1", "application/x-www-form-urlencoded")) == 2  # curl -d
+    for body in (b"", b"{", b"nul", b"\xff", b"1 2", b"[" * 100_000):
+        assert refused(server.send("anything", body, "application/json"), 400)
+    for body in (b"", b"\xc1", b"\x92\x01", b"\x01\x01", b"\x81\x81\x01\x02\x03"):
+        assert refused(server.send("anything", body, MSGPACK, {"Accept": "application/json"}), 400)
+    for body, kind in (
+        (b"x", "multipart/form-data"),
+        (b"x", "multipart/form-data; boundary=edge"),
+        (form({"a": "1"})[0][:30], "multipart/form-data; boundary=edge"),
+    ):
+        assert refused(server.send("boxes", body, kind), 400)
+    assert "twice" in refused(
+        server.send("boxes", form({"left": "1"})[0][:-10] + form({"left": "2"})[0], form({})[1]), 400
+    )
+
+
+# -- results -----------------------------------------------------------------------------------------------------------
+
+
+def test_results_of_every_kind_are_written(server: Functions) -> None:
+    kinds = {
+        "array": [0, 1, 2], "scalar": 1.5, "index": 7, "truth": True, "nothing": None, "nan": None, "huge": 10**30,
+        "set": [1], "tuple": [1, 2], "struct": {"left": 1.0, "right": 1.0}, "model": {"count": 1, "name": "nobody"},
+        "text": "text", "clear": 1,
+    }  # fmt: skip
+    assert {kind: right(server.predict("result", kind)) for kind in kinds} == kinds
+    packed = {
+        kind: msgpack.unpackb(server.send("result", msgpack.packb(kind), MSGPACK).body)
+        for kind in kinds
+        if kind not in ("array", "huge", "nan")
+    }
+    assert packed == {kind: kinds[kind] for kind in packed}
+    assert server.predict("result", "bytes").body == b"\0\xff"
+    assert server.predict("result", "picture").headers["content-type"] == "image/png"
+
+
+def test_what_cannot_be_written_and_what_is_raised_is_a_500(server: Functions) -> None:
+    for kind in ("objects", "circle", "complex", "object", "keys", "surrogate"):
+        assert "cannot be written" in refused(server.predict("result", kind), 500)
+    assert "of this item" in refused(server.predict("result", "own error"), 500)
+    for kind in RAISED:
+        assert f"it is {kind}" in refused(server.predict("result", kind), 500)
+        assert f"it is {kind}" in refused(server.predict("result", kind), 500)
+    for kind in ("short", "dict", "generator", "none"):
+        assert "one result for each item" in refused(server.predict("result", kind), 500)
+    assert right(server.predict("result", "after all")) == "after all"
+
+
+# -- the document ------------------------------------------------------------------------------------------------------
+
+
+def test_the_document_is_whole_and_its_examples_are_answered(server: Functions) -> None:
+    text = server.get("/openapi.json").body.decode()
+    document = json.loads(text)
+    assert {*re.findall(r'"#/components/schemas/([^"]*)"', text)} <= document["components"]["schemas"].keys()
+    assert document["paths"]["/predict/double"]["post"]["summary"] == "Twice the number."
+    assert [name for name in TYPED if not answers_its_example(server, document, name)] == []
+
+
+def answers_its_example(server: Functions, document: Any, name: str) -> bool:
+    """Whether the example in the document is answered."""
+    body = document["paths"][f"/predict/{name}"]["post"]["requestBody"]["content"]["application/json"]
+    return "example" in body and server.predict(name, body["example"]).status == 200
+
+
+def test_every_line_for_a_shell_in_docs_is_answered_when_it_is_pasted(server: Functions) -> None:
+    page = html.unescape(server.get("/docs").body.decode())
+    lines = {
+        re.findall(r"/predict/(\w+)", line)[0]: line for line in re.findall(r"<pre><code>(curl .*?)</code>", page, re.S)
+    }
+    assert lines.keys() >= {*TYPED}
+    script = "\n".join(f"{lines[name]} -s -o /dev/null -w '%{{http_code}} {name}\\n'" for name in TYPED)
+    done = subprocess.run(["sh", "-c", script], capture_output=True, text=True, check=False)
+    assert done.stdout.splitlines() == [f"200 {name}" for name in TYPED], done.stderr
+
+
+def test_what_is_written_as_it_is_has_its_type_in_the_document(server: Functions) -> None:
+    paths = json.loads(server.get("/openapi.json").body)["paths"]
+    answers = {
+        name: [*paths[f"/predict/{name}"]["post"]["responses"]["200"]["content"]]
+        for name in ("pictures", "raw_bytes", "texts")
+    }
+    assert answers == {
+        "pictures": ["image/png"],
+        "raw_bytes": ["application/octet-stream"],
+        "texts": ["application/json"],
+    }
+
+
+# -- fuzz --------------------------------------------------------------------------------------------------------------
+
+
+def test_no_body_is_a_500(server: Functions) -> None:
+    """Bodies that nearly fit, and bytes of any kind: an answer or a refusal."""
+    seed = 35
+    draw = random.Random(seed)
+    bad = []
+    with contextlib.closing(http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)) as connection:
+        for name in TYPES:
+            for kind in KINDS_OF_BODIES * (ROUNDS // len(KINDS_OF_BODIES)):
+                body = body_of(draw, kind)
+                connection.request("POST", server.path(name), body, {"Content-Type": kind} if kind else {})
+                answer = connection.getresponse()
+                said = answer.read()
+                if answer.status >= 500:
+                    bad.append((name, kind, body[:200], said[:200]))
+    assert bad == []
+
+
+def body_of(draw: random.Random, kind: str) -> bytes:
+    """A body: a value as it would be sent, broken in one place or not; or noise."""
+    value = value_of(draw, 3)
+    if kind == "application/json":
+        body = json.dumps(value, default=in_base64).encode()
+    elif kind == MSGPACK:
+        body = (
+            msgpack.packb(value, default=str, use_bin_type=True)
+            if draw.random() < 0.9
+            else bytes([draw.choice([0x81, 0xC7, 0xD6, 0xDF, 0xC1]), *draw.randbytes(9)])
+        )
+    elif kind.startswith("multipart"):
+        fields = value if isinstance(value, dict) else {"file": draw.randbytes(8)}
+        body, _ = form(
+            {
+                str(k).replace('"', "").encode("ascii", "replace").decode(): v
+                if isinstance(v, bytes)
+                else str(v).encode("utf-8", "replace").decode()
+                for k, v in fields.items()
+            }
+        )
+    elif kind == "application/x-npy":
+        body = npy(np.frombuffer(draw.randbytes(16), draw.choice(["<f4", "u1", "<f8", "S4", "<c8", "M8[s]"])))
+    else:
+        body = picture((draw.randrange(1, 9), draw.randrange(1, 9)), draw.choice(["PNG", "JPEG"]))
+    if body and draw.random() < 0.4:
+        at = draw.randrange(len(body))
+        body = draw.choice(
+            [
+                body[:at],
+                body[:at] + draw.randbytes(draw.randrange(1, 4)) + body[at + 1 :],
+                body + draw.randbytes(2),
+                body[at:],
+            ]
+        )
+    return body
+
+
+NAMES = (
+    "left",
+    "right",
+    "name",
+    "age",
+    "boxes",
+    "text",
+    "top",
+    "count",
+    "camera",
+    "matrix",
+    "kind",
+    "person",
+    "raw",
+    "dtype",
+    "shape",
+    "data",
+)
+
+
+def value_of(draw: random.Random, depth: int) -> Any:
+    kind = draw.randrange(9 if depth else 6)
+    if kind == 0:
+        return draw.choice([0, -1, 1, 255, 2**31, 2**63, 2**64 - 1, -(2**63)])
+    if kind == 1:
+        return draw.choice([0.0, 1.5, -1e308, 1e-300, float("inf"), float("nan")])
+    if kind == 2:
+        return draw.choice(
+            [
+                "",
+                "yes",
+                "day",
+                "<f4",
+                "f4,(",
+                "O",
+                "V",
+                "S9",
+                "(2,)f4",
+                "AAAA",
+                "data:,",
+                "ä",
+                "1",
+                in_base64(picture()),
+            ]
+        )
+    if kind == 3:
+        return draw.choice([None, True, False])
+    if kind == 4:
+        return draw.choice([b"", b"abcd", picture(), npy(np.zeros(2))])
+    if kind == 5:
+        return {
+            "dtype": value_of(draw, 0),
+            "shape": [value_of(draw, 0)],
+            "data": draw.choice([b"12345678", in_base64(b"12345678"), None]),
+        }
+    if kind == 6:
+        return [value_of(draw, depth - 1) for _ in range(draw.randrange(4))]
+    return {draw.choice(NAMES): value_of(draw, depth - 1) for _ in range(draw.randrange(5))}
