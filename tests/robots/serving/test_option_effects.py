@@ -109,7 +109,7 @@ def test_h1_priority_decides_who_goes_first(tiny: Path) -> None:
     order: list[str] = []
 
     async def check(app: App, runtime: PolicyRuntime) -> None:
-        gate, processor = threading.Event(), runtime.first.slots["prod"].processor
+        gate, processor = threading.Event(), runtime.first.slots["prod"]
         run = processor.run
 
         def gated(batch: Batch) -> Any:

@@ -16,7 +16,7 @@ from reflex_runtime.core.batch import Batch
 from reflex_runtime.core.errors import ConfigError, ProcessorError
 from reflex_runtime.core.request import Ticket
 from reflex_runtime.robots import Export, Policy, load_policy, parse_fault
-from reflex_runtime.robots.serving.slots import Slot, SlotProcessor, Version, check_alike, faults_of, group_of, load
+from reflex_runtime.robots.serving.slots import Slot, Version, check_alike, faults_of, group_of, load
 from reflex_runtime.settings import ServeConfig
 from robots.tiny import Bench, asked, write_export
 
@@ -48,9 +48,17 @@ class Recorder:
 
 
 @pytest.fixture
-def versions(tmp_path: Path) -> tuple[Version, Version]:
-    one, other = decomposed(tmp_path / "one"), decomposed(tmp_path / "other", model_id="other")
-    return Version(one, Recorder()), Version(other, Recorder(), 2)
+def slot(tmp_path: Path) -> Slot:
+    found = slot_of(decomposed(tmp_path / "one"))
+    found.version.processor = Recorder()
+    return found
+
+
+@pytest.fixture
+def versions(slot: Slot, tmp_path: Path) -> tuple[Version, Version]:
+    other = slot.made(decomposed(tmp_path / "other", model_id="other"))
+    other.processor = Recorder()
+    return slot.version, other
 
 
 def batch_of(version: Version, *names: int, left: Sequence[Ticket] = ()) -> Batch:
@@ -71,11 +79,10 @@ def test_v13_versions_of_a_slot_never_share_a_batch_nor_what_batches_cost(versio
     assert (one.name.split("@")[0], other.name.split("@")[0]) == ("tiny", "other")
 
 
-def test_v13_each_batch_runs_on_the_version_it_was_prepared_for(versions: tuple[Version, Version]) -> None:
+def test_v13_each_batch_runs_on_the_version_it_was_prepared_for(slot: Slot, versions: tuple[Version, Version]) -> None:
     one, other = versions
-    slot = SlotProcessor(one)
     slot.start()
-    slot.add(other)
+    slot.exchange(other)
     for version, name in ((one, 1), (other, 2), (other, 3), (one, 4)):
         slot.run(batch_of(version, name))
     assert [told for told in one.processor.told if told[0] != "drop"] == [
@@ -89,10 +96,9 @@ def test_v13_each_batch_runs_on_the_version_it_was_prepared_for(versions: tuple[
     assert one.processor.told[-1] == other.processor.told[-1] == ("stop", None)
 
 
-def test_v13_residents_that_left_are_dropped_where_they_were(versions: tuple[Version, Version]) -> None:
+def test_v13_residents_that_left_are_dropped_where_they_were(slot: Slot, versions: tuple[Version, Version]) -> None:
     one, other = versions
-    slot = SlotProcessor(one)
-    slot.add(other)
+    slot.exchange(other)
     gone = [next(iter(batch_of(v, n).grants)) for v, n in ((one, 7), (other, 8))]
     slot.run(batch_of(one, 1, left=gone))
     assert one.processor.told[-1] == ("run", (["request-1"], ["request-7"]))
@@ -102,11 +108,12 @@ def test_v13_residents_that_left_are_dropped_where_they_were(versions: tuple[Ver
     assert other.processor.told[-1] == ("drop", ["request-8"])
 
 
-def test_v13_a_batch_of_a_version_that_was_let_go_fails_and_nothing_else(versions: tuple[Version, Version]) -> None:
+def test_v13_a_batch_of_a_version_that_was_let_go_fails_and_nothing_else(
+    slot: Slot, versions: tuple[Version, Version]
+) -> None:
     one, other = versions
-    slot = SlotProcessor(one)
-    slot.add(other)
-    slot.remove(one)
+    slot.exchange(other)
+    assert slot.let_go([]) == [one]
     with pytest.raises(ProcessorError, match="no policy is loaded"):
         slot.run(batch_of(one, 1))
     assert slot.run(batch_of(other, 2)) == ["request-2"]
@@ -150,15 +157,14 @@ def test_v13_the_old_version_leaves_memory_once_nobody_needs_it(tmp_path: Path) 
 
 def test_v13_a_version_that_was_never_put_in_is_forgotten_and_drills_reach_the_others(tmp_path: Path) -> None:
     slot = slot_of(decomposed(tmp_path / "one"))
-    running = slot.version
-    for i in range(3):
-        slot.made(decomposed(tmp_path / f"bad-{i}"))
+    bad = weakref.ref(slot.made(decomposed(tmp_path / "bad")))
     gc.collect()
-    coming = slot.made(decomposed(tmp_path / "coming"))
+    assert bad() is None
+    running, coming = slot.version, slot.made(decomposed(tmp_path / "coming"))
     slot.inject([parse_fault("prod:raise:1")])
     for version in (running, coming):
-        assert [str(f) for f in slot._faulty[version].faults] == ["prod:raise:1"]
-    assert len(slot._faulty) == 2
+        with pytest.raises(ProcessorError, match="injected fault prod:raise:1"):
+            version.processor.run(batch_of(version, 1))
 
 
 def test_v12_the_version_before_comes_back_without_what_it_had_carried_over(tmp_path: Path) -> None:

@@ -11,10 +11,7 @@ V = TypeVar("V")
 
 
 class Lru(OrderedDict[K, V]):
-    """A table whose entry that was set or used least recently is forgotten beyond `most`.
-
-    forgotten: called with its value.
-    """
+    """A table whose entry that was used least recently is forgotten beyond `most`. forgotten: called with its value."""
 
     def __init__(self, most: int, forgotten: Callable[[V], object] = lambda value: None) -> None:
         super().__init__()

@@ -228,20 +228,21 @@ def _number(text: str) -> float:
 class FaultyProcessor(WrappedProcessor):
     """A processor with faults. It stands between the policy and its guard, so that the guard sees an injected NaN.
 
-    faults: those of this slot. latency: seconds added to every batch (`--inject-latency-ms`). seed: of the draw.
-    sleep: waits for `slow` and latency. `release` ends every present and future hang; tests and shutdown set it.
+    faults: those of this slot, which may change between two batches. latency: seconds added to every batch
+    (`--inject-latency-ms`). seed: of the draw. sleep: waits for `slow` and latency. `release` ends every present and
+    future hang; tests and shutdown set it.
     """
 
     def __init__(
         self,
         inner: Processor,
-        faults: Iterable[Fault] = (),
+        faults: Sequence[Fault] = (),
         latency: float = 0.0,
         seed: int = 0,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         super().__init__(inner)
-        self.faults, self._latency, self._seed, self._sleep = tuple(faults), latency, seed, sleep
+        self.faults, self._latency, self._seed, self._sleep = faults, latency, seed, sleep
         self.release = threading.Event()
 
     @property
@@ -253,10 +254,11 @@ class FaultyProcessor(WrappedProcessor):
         if self._latency:
             self._sleep(self._latency)
             batch.notes["injected_ms"] = self._latency * 1e3
-        for fault in self.faults:
+        faults = tuple(self.faults)
+        for fault in faults:
             self._before(fault, batch)
         results = self._inner.run(batch)
-        for fault in self.faults:
+        for fault in faults:
             if fault.kind == "nan" and len(results) == len(batch.grants):
                 results = [
                     _poisoned(result) if self._marked(fault, ticket.id) else result

@@ -231,7 +231,7 @@ class PolicyRuntime:
 
     def _build(self, policies: Mapping[str, Mapping[str, Policy]]) -> Batcher:
         groups = [group for name, served in self.policies.items() for group in served.build(policies[name])]
-        processors = {slot.group: slot.processor for slot in self.slots}
+        processors = {slot.group: slot for slot in self.slots}
         expendable = {slot.group for slot in self.slots if slot.name == SHADOW}
         batcher = Batcher(
             processors,

@@ -12,7 +12,6 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from reflex_runtime.core.batch import Batch
 from reflex_runtime.core.cost import TimeCost
@@ -66,77 +65,24 @@ class Version:
         self.told = (spec.inference_mode, spec.model_hash, spec.config_hash)
 
 
-class SlotProcessor:
-    """Runs a slot's batches, each on the version it was prepared for.
+class Slot:
+    """One slot: the version for new requests (`version`), and those that earlier requests still run on.
 
-    Written on the event loop (`add`, `remove`), read on the device thread: single dictionary operations. A later
-    version is started on the device thread before its first batch.
+    It is the processor of its group, and runs each batch on the version it was prepared for. `start`, `run`, `drop` and
+    `stop` are the device thread's, everything else happens on the event loop; what both use is one dictionary, written
+    by single operations. A later version is started on the device thread before its first batch.
     """
 
     repeatable = True
 
-    def __init__(self, first: Version) -> None:
-        self._versions: dict[Hashable, Processor] = {first.policy.shape: first.processor}
-        self._started: set[Hashable] = set()
-
-    @property
-    def any_thread(self) -> bool:
-        """Whether calls of all its versions may be made on any thread."""
-        return all(map(may_run_anywhere, self._versions.values()))
-
-    def add(self, version: Version) -> None:
-        """Add a version, so that its batches can run."""
-        self._versions[version.policy.shape] = version.processor
-
-    def remove(self, version: Version) -> None:
-        """Remove a version of which no request waits or runs."""
-        self._versions.pop(version.policy.shape, None)
-
-    def start(self) -> None:
-        self._started = set(self._versions)
-        for processor in list(self._versions.values()):
-            processor.start()
-
-    def run(self, batch: Batch) -> Sequence[Any]:
-        key = batch.partition
-        processor = self._versions.get(key)
-        if processor is None:
-            raise ProcessorError(f"no policy is loaded for {key}")
-        if key not in self._started:
-            processor.start()
-            self._started.add(key)
-        others = [ticket for ticket in batch.left if ticket.request.partition != key]
-        if others:
-            self.drop(others)
-            batch = replace(batch, left=tuple(t for t in batch.left if t.request.partition == key))
-        return processor.run(batch)
-
-    def drop(self, tickets: Sequence[Ticket]) -> None:
-        for key, processor in list(self._versions.items()):
-            mine = [ticket for ticket in tickets if ticket.request.partition == key]
-            if mine:
-                processor.drop(mine)
-
-    def stop(self) -> None:
-        for processor in list(self._versions.values()):
-            processor.stop()
-
-
-class Slot:
-    """One slot: the version for new requests (`version`), and those that earlier requests still run on.
-
-    Everything but `processor.run` happens on the event loop.
-    """
-
     def __init__(self, name: str, config: ServeConfig, policy: Policy, faults: Sequence[Fault]) -> None:
         self.name, self._config = name, config
-        self.faults = tuple(faults)
-        self._faulty: WeakKeyDictionary[Version, FaultyProcessor] = WeakKeyDictionary()  # also of those to come
+        self.faults = list(faults)  # of all its versions, also of those to come
         self._made = 0
         self.version = self.made(policy)
         self.previous: Version | None = None  # kept while the guard watches the one that replaced it
-        self.processor = SlotProcessor(self.version)
-        self._leaving: list[Version] = []
+        self._versions: dict[Hashable, Version] = {self.version.policy.shape: self.version}  # in memory
+        self._started: set[Hashable] = set()
 
     @property
     def policy(self) -> Policy:
@@ -151,7 +97,7 @@ class Slot:
     @property
     def loaded(self) -> int:
         """Versions in memory."""
-        return 1 + (self.previous is not None) + len(self._leaving)
+        return len(self._versions)
 
     def made(self, policy: Policy) -> Version:
         """Add a version; it gets requests after `exchange`."""
@@ -160,25 +106,16 @@ class Slot:
         faulty = FaultyProcessor(policy, self.faults, config.inject_latency_ms / 1e3)
         on_bad_action: OnBadAction = "hold" if config.on_bad_action == "hold" else "error"
         guard = ActionGuard(policy.spec.embodiment, self.name, on_bad_action)
-        version = Version(policy, GuardedProcessor(faulty, guard), self._made)
-        self._faulty[version] = faulty
-        return version
+        return Version(policy, GuardedProcessor(faulty, guard), self._made)
 
     def inject(self, faults: Sequence[Fault]) -> None:
         """From the next batch on these faults, and no others."""
-        self.faults = tuple(faults)
-        for faulty in self._faulty.values():
-            faulty.faults = self.faults
+        self.faults[:] = faults
 
     def exchange(self, version: Version, keep: bool = False) -> None:
         """New requests go to `version`. keep: the one before stays loaded, for `go_back`."""
-        self.settle()
-        self.processor.add(version)
-        before, self.version = self.version, version
-        if keep:
-            self.previous = before
-        else:
-            self._leaving.append(before)
+        self._versions[version.policy.shape] = version
+        self.previous, self.version = self.version if keep else None, version
 
     def go_back(self) -> Version | None:
         """Send new requests to the version before again; None if there is none.
@@ -187,25 +124,57 @@ class Slot:
         """
         if self.previous is None:
             return None
-        before, self.previous = self.previous, None
-        self._leaving.append(self.version)
-        self.version = before
-        before.policy.forget_all()
-        return before
+        self.version, self.previous = self.previous, None
+        self.policy.forget_all()
+        return self.version
 
     def settle(self) -> None:
         """Give up the version before."""
-        if self.previous is not None:
-            self._leaving.append(self.previous)
-            self.previous = None
+        self.previous = None
 
     def let_go(self, active: Sequence[Any]) -> list[Version]:
         """Unload versions that are not in use, and return them. active: the group's partitions that hold tickets."""
-        gone = [v for v in self._leaving if not v.users and v.policy.shape not in active]
+        kept = self.version, self.previous
+        gone = [v for v in self._versions.values() if v not in kept and not v.users and v.policy.shape not in active]
         for version in gone:
-            self._leaving.remove(version)
-            self.processor.remove(version)
+            del self._versions[version.policy.shape]
         return gone
+
+    # -- the processor -------------------------------------------------------------------------------------------------
+
+    @property
+    def any_thread(self) -> bool:
+        """Whether calls of all its versions may be made on any thread."""
+        return all(may_run_anywhere(version.processor) for version in list(self._versions.values()))
+
+    def start(self) -> None:
+        self._started = set(self._versions)
+        for version in list(self._versions.values()):
+            version.processor.start()
+
+    def run(self, batch: Batch) -> Sequence[Any]:
+        key = batch.partition
+        version = self._versions.get(key)
+        if version is None:
+            raise ProcessorError(f"no policy is loaded for {key}")
+        if key not in self._started:
+            version.processor.start()
+            self._started.add(key)
+        others = [ticket for ticket in batch.left if ticket.request.partition != key]
+        if others:
+            self.drop(others)
+            batch = replace(batch, left=tuple(t for t in batch.left if t.request.partition == key))
+        return version.processor.run(batch)
+
+    def drop(self, tickets: Sequence[Ticket]) -> None:
+        for key, version in list(self._versions.items()):
+            mine = [ticket for ticket in tickets if ticket.request.partition == key]
+            if mine:
+                version.processor.drop(mine)
+
+    def stop(self) -> None:
+        for version in list(self._versions.values()):
+            version.processor.stop()
 
 
 def warmed_up(policy: Policy) -> WarmUp:
