@@ -211,6 +211,46 @@ def test_a_file_without_times_is_read_by_its_rate(tmp_path: Path) -> None:
     assert [result.frame.pts for result in made.sink.results][:3] == pytest.approx([0.0, 0.2, 0.4], abs=0.05)
 
 
+RAMP = np.tile(np.arange(256, dtype=np.uint8), (64, 1))
+
+
+def ramp(path: Path, codec: str, form: str) -> Path:
+    """A video of one picture, from black to white, in pixels of that form."""
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream(codec, rate=25)
+        stream.width, stream.height, stream.pix_fmt = 256, 64, form
+        frame = av.VideoFrame.from_ndarray(np.dstack([RAMP] * 3), format="rgb24").reformat(format=form)
+        frame.pts = 0
+        container.mux(stream.encode(frame))
+        container.mux(stream.encode(None))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("codec", "forms", "ending"),
+    [
+        ("ffv1", "gray gray10le gray16le yuv420p yuv420p10le yuv422p16le yuva420p bgra rgb48le gbrp12le", "mkv"),
+        ("png", "rgba rgb48be gray16be", "mov"),
+        ("mjpeg", "yuvj420p", "avi"),
+        ("libx264", "yuv420p yuv444p yuv420p10le", "mp4"),
+        ("libvpx-vp9", "yuv420p", "webm"),
+        ("prores_ks", "yuva444p10le", "mov"),
+    ],
+)
+def test_a_ramp_from_black_to_white_is_one_in_every_video(tmp_path: Path, codec: str, forms: str, ending: str) -> None:
+    for form in forms.split():
+        ((image, _),) = read_all(VideoSource(ramp(tmp_path / f"{form}.{ending}", codec, form)))
+        assert np.abs(image.mean(axis=(0, 2)) - RAMP[0]).max() <= 4, form
+
+
+def test_pictures_of_floats_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.pfm"
+    path.write_bytes(b"Pf\n256 64\n-1.0\n" + (RAMP / np.float32(255)).tobytes())
+    with pytest.raises(SourceError, match="pictures of floats, grayf32le") as refused:
+        read_all(VideoSource(path))
+    assert not refused.value.retryable
+
+
 def turned_in(path: Path, degrees: int, ending: str = "mp4") -> Path:
     """The thirty pictures' file, to be shown turned by so many degrees clockwise: the matrix in its `tkhd`."""
     data = bytearray(clip(30).read_bytes())

@@ -95,6 +95,7 @@ MAX_SIDE = 8192  # pixels; a header with more is an error or an attack, and woul
 MAX_BARREN = 300  # packets in a row without a picture; by default encoders send a key frame every 250
 EMPTY = 8  # bytes; a packet with no more says that a picture is that before, as in MPEG-4
 EARLY_S = 1.0  # a file that ends so much before its length has lost its end
+FLOATS = re.compile(r"f(16|32)(le|be)$")  # formats of pixels
 NO_TIMES = 0x80  # flag of a format of FFmpeg's: it has no times, as raw H.264 and JPEG pictures over HTTP
 NETWORK = ("rtsp", "rtsps", "http", "https")
 
@@ -308,6 +309,8 @@ class VideoSource:
 
     def _picture(self, frame: VideoFrame) -> NDArray[np.uint8]:
         """Upright, with square pixels."""
+        if FLOATS.search(frame.format.name):  # FFmpeg has no one meaning of their levels
+            raise SourceError(f"{self.name}: pictures of floats, {frame.format.name}", retryable=False)
         turn = round(-frame.rotation / 90) % 4 * 90  # FFmpeg counts against the clock
         width, height = frame.width, frame.height
         if self._size is not None:
