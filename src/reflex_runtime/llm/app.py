@@ -47,7 +47,7 @@ class ModelServer:
 
     def __init__(self, state: ServerState) -> None:
         self.state, config = state, state.plan.config
-        completing = CompletionHandler(state)
+        completing = self._completing = CompletionHandler(state)
         most = config.max_body_bytes
         questions = [
             Route(
@@ -57,9 +57,12 @@ class ModelServer:
             for api in DIALECTS
         ]  # fmt: skip
         questions += [
-            Route("/tokenize", partial(self._of_tokens, tokenize.tokenize), "POST", most=most),
-            Route("/detokenize", partial(self._of_tokens, tokenize.detokenize), "POST", most=most),
-            Route(messages.COUNT, partial(self._of_tokens, tokenize.count_tokens), "POST", most=most, form=FORM),
+            Route(path, partial(self._of_tokens, path, read), "POST", most=most, form=form)
+            for path, read, form in (
+                ("/tokenize", tokenize.tokenize, None),
+                ("/detokenize", tokenize.detokenize, None),
+                (messages.COUNT, tokenize.count_tokens, FORM),
+            )
         ]
         pages = [
             Route(MODELS, self._cards),
@@ -84,13 +87,15 @@ class ModelServer:
     def _count(self, request: HttpRequest, status: int) -> None:
         self.state.answered("other" if request.route is None else request.route.path, status)
 
-    async def _of_tokens(self, read: Callable[[bytes], tokenize.Question], request: HttpRequest) -> HttpResponse:
+    async def _of_tokens(
+        self, path: str, read: Callable[[bytes], tokenize.Question], request: HttpRequest
+    ) -> HttpResponse:
         """Answer what only the tokenizer is asked for."""
         host = self.state.ready()
-        name, answer = await read_body(request, read)
+        name, hints, answer = await read_body(request, read)
         if name is not None:
             self.state.adapter(name)
-        return HttpResponse(200, await answer(host))
+        return HttpResponse(200, await answer(host), headers=self._completing.told(path, hints, host))
 
     # -- pages ---------------------------------------------------------------------------------------------------------
 

@@ -15,7 +15,9 @@ from typing import Any
 
 import pytest
 
+from llm.serving.test_growing_conversations import ScriptedToy
 from reflex_runtime.demo import model_directory
+from reflex_runtime.llm.engine.tokenizer import HFTokenizer
 from serving.harness import Server
 from serving.openai_toy import Model, Toy
 
@@ -31,6 +33,7 @@ TEMPLATE = """{% if tools %}<|system|>{{ tools | tojson }}<|end|>{% endif -%}
 </tool_call>{% endfor %}<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"""
 """scribe's own, and tools: no model that comes along knows any."""
 CHAT, COMPLETIONS, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"
+COUNT, TOKENIZE = "/v1/messages/count_tokens", "/tokenize"
 LAST = {MESSAGES: "message_stop", RESPONSES: '"response.', CHAT: "[DONE]", COMPLETIONS: "[DONE]"}
 HI: list[Any] = [{"role": "user", "content": "hi"}]
 """What a request must say, by the path of its dialect."""
@@ -38,12 +41,25 @@ LEAST: dict[str, dict[str, Any]] = {
     CHAT: {"model": "toy", "max_tokens": 2, "messages": HI},
     RESPONSES: {"model": "toy", "max_output_tokens": 2, "input": "hi"},
     MESSAGES: {"model": "toy", "max_tokens": 2, "messages": HI},
+    COUNT: {"model": "toy", "messages": HI},
+    TOKENIZE: {"messages": HI},
 }
 
 
 @pytest.fixture(scope="module")
 def toy() -> Iterator[Toy]:
     with Toy(Model(max_model_len=4096)) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def efforts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ScriptedToy]:
+    directory = tmp_path_factory.mktemp("tokenizer")
+    shutil.copy(model_directory("scribe") / "tokenizer.json", directory)
+    template = "{{ reasoning_effort }}: {% for m in messages %}{{ m.content }}{% endfor %}"
+    settings = {"eos_token": "<|end|>", "chat_template": template}
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings))
+    with ScriptedToy(HFTokenizer.load(directory)) as server:
         yield server
 
 
@@ -97,7 +113,10 @@ def _tool(name: str, api: str) -> dict[str, Any]:
         (CHAT, {"reasoning_effort": "none", "store": False, "verbosity": "medium", "metadata": {}}, None),
         (CHAT, {"tools": [_tool("a", CHAT), {"type": "web_search", "filters": {}}]}, "tools[1]"),
         (COMPLETIONS, {"prompt": "hi"}, None),
-        (RESPONSES, {"reasoning": {"effort": "high"}, "text": {"verbosity": "low"}}, "reasoning, text.verbosity"),
+        (RESPONSES, {"reasoning": {"effort": "high"}, "text": {"verbosity": "low"}},
+         "reasoning.effort, text.verbosity"),
+        (RESPONSES, {"reasoning": {"effort": "high", "summary": "auto"}}, "reasoning"),
+        (RESPONSES, {"reasoning": {"effort": "none", "summary": "auto"}}, "reasoning"),
         (RESPONSES, {"include": ["x"], "context_management": [{}], "truncation": "auto", "stream": True},
          "context_management, include, truncation"),
         (RESPONSES, {"tools": [{"type": "custom", "name": "b"}, _tool("a", RESPONSES), {"type": "namespace"}]},
@@ -108,12 +127,40 @@ def _tool(name: str, api: str) -> dict[str, Any]:
          "container, output_config.effort, speed"),
         (MESSAGES, {"tools": [_tool("a", MESSAGES) | {"defer_loading": True, "input_examples": [{}]}]},
          "tools[0].defer_loading, tools[0].input_examples"),
+        (COUNT, {"thinking": {"type": "enabled", "budget_tokens": 9}, "output_config": {"effort": "low"}},
+         "output_config.effort, thinking.budget_tokens"),
+        (COUNT, {"tools": [_tool("a", MESSAGES) | {"defer_loading": True}, {"type": "web_search_1", "name": "b"}]},
+         "tools[0].defer_loading, tools[1]"),
+        (COUNT, {}, None),
+        (TOKENIZE, {"tools": [_tool("a", CHAT), {"type": "web_search"}]}, "tools[1]"),
+        (TOKENIZE, {}, None),
         (MESSAGES, {"thinking": {"type": "adaptive", "display": "summarized"}, "cache_control": {"type": "x"}}, None),
     ],
 )  # fmt: skip
 def test_l9_a_hint_is_taken_and_told_in_a_header(toy: Toy, path: str, fields: Any, told: str | None) -> None:
     answer = toy.post(path, LEAST.get(path, {"model": "toy", "max_tokens": 2}) | fields)
     assert (answer.status, answer.headers.get("x-reflex-ignored")) == (200, told), answer.body
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "ignored"),
+    [
+        (CHAT, {"reasoning_effort": "high", "store": True}, "store"),
+        (CHAT, {"reasoning_effort": "low", "chat_template_kwargs": {"reasoning_effort": "high"}}, None),
+        (RESPONSES, {"reasoning": {"effort": "high"}, "store": True}, "store"),
+        (RESPONSES, {"reasoning": {"effort": "high", "summary": "auto"}}, "reasoning"),
+        (MESSAGES, {"output_config": {"effort": "high"}, "speed": "fast"}, "speed"),
+        (COUNT, {"output_config": {"effort": "high"}}, None),
+    ],
+)
+def test_l9_an_effort_reaches_a_template_that_names_it(
+    efforts: ScriptedToy, monkeypatch: pytest.MonkeyPatch, path: str, fields: Any, ignored: str | None
+) -> None:
+    seen, written = [], efforts.tokenizer._written
+    monkeypatch.setattr(efforts.tokenizer, "_written", lambda talk: (seen.append(written(talk)), written(talk))[1])
+    answer = efforts.post(path, LEAST[path] | fields)
+    assert (answer.status, answer.headers.get("x-reflex-ignored")) == (200, ignored), answer.body
+    assert seen == ["high: hi"]
 
 
 def test_l9_a_hint_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:

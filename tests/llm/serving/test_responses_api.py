@@ -228,12 +228,13 @@ def test_l9_a_long_text_with_many_commas_is_one_value() -> None:
 
 
 def test_l9_an_effort_of_none_switches_thoughts_off() -> None:
-    off = {"enable_thinking": False}
+    off = {"reasoning_effort": "none", "enable_thinking": False}
     asked = response(json.dumps(ASK | {"reasoning": {"effort": "none"}}).encode())
     talk = {"model": "toy", "messages": [{"role": "user", "content": "x"}], "reasoning_effort": "none"}
     assert asked.conversation is not None
     assert asked.conversation.more == off
-    for more, found in (({}, off), ({"chat_template_kwargs": {"enable_thinking": True}}, {"enable_thinking": True})):
+    on = {"enable_thinking": True}
+    for more, found in (({}, off), ({"chat_template_kwargs": on}, off | on)):
         chatting = chat(json.dumps(talk | more).encode()).conversation
         assert chatting is not None
         assert chatting.more == found

@@ -71,8 +71,8 @@ class CompletionHandler:
             if span is not None:
                 span.asked(asked)
             adapter = self.state.adapter(asked.model)
-            underway = PendingCompletion(request, host, asked, self.state.plan.config, adapter, span)
-            self._tell(dialect.path, asked.ignored)
+            hints = self.told(dialect.path, asked.ignored, host)
+            underway = PendingCompletion(request, host, asked, self.state.plan.config, adapter, span, hints)
             del asked  # once it is queued, its texts are not kept
             try:
                 await underway.queue()
@@ -94,12 +94,16 @@ class CompletionHandler:
         if span is not None:
             span.answered(answer)
 
-    def _tell(self, path: str, ignored: Sequence[str]) -> None:
-        """Log hints that nothing follows, the same ones once."""
+    def told(self, path: str, ignored: Sequence[str], host: Generator[Any]) -> Headers:
+        """The header that names hints that nothing follows, where there are some. They are logged, the same ones
+        once."""
+        if host.texts.tokenizer.takes_effort:
+            ignored = [name for name in ignored if name not in wire.EFFORTS]
         names = {_PLACE.sub("[]", f"{path}: {name}") for name in ignored} - self._told
         for name in sorted(names):
             log.info("%s is a hint that nothing here follows; answers name it in %s", name, IGNORED.decode())
         self._told |= names
+        return [(IGNORED, ", ".join(ignored[:MOST_TOLD]).encode())] if ignored else []
 
     def refused(self, request: HttpRequest, error: ReflexError) -> None:
         """It was refused before it was read."""
@@ -123,7 +127,7 @@ async def read_body(request: HttpRequest, read: Callable[[bytes], T]) -> T:
 
 class PendingCompletion:
     """A request on its way to the model and back: `queue`, `answering`, `send`, and `close` in any case. runtime: has
-    the model. adapter: that it asks for, or "". span: None without tracing."""
+    the model. adapter: that it asks for, or "". span: None without tracing. hints: the header that tells of some."""
 
     def __init__(
         self,
@@ -133,8 +137,10 @@ class PendingCompletion:
         config: LLMServeConfig,
         adapter: str,
         span: GenerationSpan | None,
+        hints: Headers,
     ) -> None:
         self._request, self._runtime, self._asked, self._span = request, runtime, asked, span
+        self._hints = hints
         self._config, self._adapter = config, adapter
         self._bell = asyncio.Event()
         self._streams: list[OutputStream] = []
@@ -193,12 +199,7 @@ class PendingCompletion:
             self._noted()
             answer.add(index, outputs)
         told = self._asked.prompt_logprobs is not None or self._asked.params.logprobs is not None
-        await self._request.answer(HttpResponse(200, await _made(told, answer.whole), headers=self._hints()))
-
-    def _hints(self) -> Headers:
-        """The header that names hints that nothing follows, where there are some."""
-        names = ", ".join(self._asked.ignored[:MOST_TOLD])
-        return [(IGNORED, names.encode())] if names else []
+        await self._request.answer(HttpResponse(200, await _made(told, answer.whole), headers=self._hints))
 
     def _noted(self) -> None:
         if self._span is not None:
@@ -210,7 +211,7 @@ class PendingCompletion:
             events = await _made(self._asked.prompt_logprobs is not None, partial(answer.chunk, index, outputs))
             if not request.begun:
                 self._noted()
-                await request.begin(200, [*_STREAM, *self._hints()], answer.failed)
+                await request.begin(200, [*_STREAM, *self._hints], answer.failed)
             if events:
                 await request.write(events)
         await request.end(answer.end())

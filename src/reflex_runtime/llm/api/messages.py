@@ -37,6 +37,7 @@ from reflex_runtime.llm.api.requests import (
     check_arguments,
     check_length,
     conversing,
+    effort_of,
     no_defaults,
     output_of,
     parts_of,
@@ -191,14 +192,15 @@ def message(body: bytes, defaults: DefaultsOf = no_defaults) -> CompletionReques
     return replace(asked, params=params, form_field="output_config.format", cut=True, ignored=[*hints, *more])
 
 
-def counted(body: bytes) -> tuple[str, Conversation]:
-    """POST /v1/messages/count_tokens: the model, and what it would be asked; or the BadRequest."""
-    fields, _ = decode(TALK, body)
+def counted(body: bytes) -> tuple[str, Conversation, list[str]]:
+    """POST /v1/messages/count_tokens: the model, what it would be asked, and the places of hints; or the BadRequest."""
+    fields, hints = decode(TALK, body)
     for name, value in said_as(MoreFields, fields).items():
         if value is not None:
             raise BadRequest(f"{name}: is of an answer, and none is made here; leave it out", name)
     _form(fields.output_config)
-    return fields.model, _conversation(fields)[0]
+    conversation, _, more = _conversation(fields)
+    return fields.model, conversation, [*hints, *more]
 
 
 def _form(config: OutputConfig | None) -> ResponseFormat | None:
@@ -222,7 +224,9 @@ def _conversation(fields: TalkFields) -> tuple[Conversation, AskedTools, list[st
     for i, turn in enumerate(turns):
         messages += _turn(f"messages[{i}]", turn)
     tools, shown, hints = _tools(fields)
-    more = {} if fields.thinking is None else {"enable_thinking": fields.thinking.type != "disabled"}
+    more = effort_of(None if fields.output_config is None else fields.output_config.effort)
+    if fields.thinking is not None:
+        more["enable_thinking"] = fields.thinking.type != "disabled"
     more |= template_variables(fields.chat_template_kwargs)
     return Conversation(messages, shown, more), tools, hints
 

@@ -40,6 +40,8 @@ from reflex_runtime.web.fields import check_id
 
 DefaultsOf = Callable[[str], SamplingDefaults]  # of a model, by its name; raises ModelNotFound
 _OWN_VARIABLES: Final = frozenset({"messages", "tools", "add_generation_prompt"})  # of templates: not to be overwritten
+EFFORTS: Final = frozenset({"reasoning_effort", "reasoning.effort", "output_config.effort"})
+"""Places of hints that a template follows which names `reasoning_effort`."""
 _OF_SAMPLING = re.compile(r"SamplingParams\.(\w+)=")
 _OF_MESSAGE = re.compile(r"(\w+(?:\[\d+\])?(?:\.\w+)?)[:=]")
 _AS_SAID = tuple(field.name for field in fields_of(SamplingDefaults))  # where a request says them
@@ -153,7 +155,7 @@ def chat_request(fields: ChatFields, defaults: DefaultsOf = no_defaults) -> Comp
     found, hints = functions_of(fields.tools, TOOL)
     functions = {f"{where}.function": tool.function for where, tool in found.items()}
     tools, shown = tools_of(functions, choice, fields.parallel_tool_calls)
-    variables = no_effort(fields.reasoning_effort) | template_variables(fields.chat_template_kwargs)
+    variables = effort_of(fields.reasoning_effort) | template_variables(fields.chat_template_kwargs)
     conversation = Conversation(messages, shown, variables)
     asked = conversing(fields, conversation, getattr(fields, name), name, defaults, tools, logprobs)
     return replace(asked, ignored=hints)
@@ -394,9 +396,10 @@ def sent_call(where: str, id: str, name: str, text: str) -> dict[str, Any]:
     return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-def no_effort(said: Any) -> dict[str, Any]:
-    """What templates know an effort of "none" as; others are hints."""
-    return {"enable_thinking": False} if said == "none" else {}
+def effort_of(said: Any) -> dict[str, Any]:
+    """An effort as templates know it."""
+    found = {"reasoning_effort": said} if isinstance(said, str) and said else {}
+    return found | ({"enable_thinking": False} if said == "none" else {})
 
 
 def template_variables(said: dict[str, Any] | None) -> dict[str, Any]:

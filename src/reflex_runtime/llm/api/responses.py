@@ -38,8 +38,8 @@ from reflex_runtime.llm.api.requests import (
     check_length,
     content_of,
     conversing,
+    effort_of,
     no_defaults,
-    no_effort,
     output_of,
     role_of,
     sent_call,
@@ -145,8 +145,11 @@ def response(body: bytes, defaults: DefaultsOf = no_defaults) -> CompletionReque
     """POST /v1/responses, or the BadRequest that names what is wrong. defaults: of a model, by its name."""
     fields, hints = decode(RESPONSE, body)
     tools, shown, more = _tools(fields)
-    effort = fields.reasoning.get("effort") if isinstance(fields.reasoning, dict) else None
-    variables = no_effort(effort) | template_variables(fields.chat_template_kwargs)
+    thinks = dict(fields.reasoning) if isinstance(fields.reasoning, dict) else {"": fields.reasoning}
+    variables = effort_of(thinks.pop("effort", None))
+    if not any(thinks.values()):
+        hints = [f"{name}.effort" if name == "reasoning" else name for name in hints]
+    variables |= template_variables(fields.chat_template_kwargs)
     conversation = Conversation(_messages(fields), shown, variables)
     common = ChatFields(
         messages=[],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Any, Final, TypeVar
 
@@ -20,8 +20,8 @@ from reflex_runtime.llm.engine.tokenizer import Conversation
 from reflex_runtime.web.fields import encode
 
 T = TypeVar("T")
-Question = tuple[str | None, Callable[[Generator[Any]], Awaitable[bytes]]]
-"""The model that is asked, and what makes the answer."""
+Question = tuple[str | None, Sequence[str], Callable[[Generator[Any]], Awaitable[bytes]]]
+"""The model that is asked, places of hints that nothing follows, and what makes the answer."""
 FEW = 1000  # tokens; the texts of more are made beside the loop
 
 
@@ -76,20 +76,20 @@ def tokenize(body: bytes) -> Question:
         raise BadRequest("prompt: send it or messages, one of them", "prompt")
     if fields.prompt is not None and (fields.tools or fields.chat_template_kwargs):
         raise BadRequest("prompt: goes without tools and chat_template_kwargs, which are for messages", "prompt")
-    what = fields.prompt if fields.prompt is not None else _conversation(fields)
-    return fields.model, partial(_tokenized, what, bool(fields.return_token_strs))
+    what, hints = (fields.prompt, ()) if fields.prompt is not None else _conversation(fields)
+    return fields.model, hints, partial(_tokenized, what, bool(fields.return_token_strs))
 
 
 def detokenize(body: bytes) -> Question:
     """The body of POST /detokenize, or the BadRequest that names what is wrong."""
     fields, _ = decode(DETOKENIZE, body)
-    return fields.model, partial(_detokenized, token_ids(bytes(fields.tokens), "tokens"))
+    return fields.model, (), partial(_detokenized, token_ids(bytes(fields.tokens), "tokens"))
 
 
 def count_tokens(body: bytes) -> Question:
     """The body of POST /v1/messages/count_tokens, or the BadRequest that names what is wrong."""
-    name, conversation = counted(body)
-    return name, partial(_counted, conversation)
+    name, conversation, hints = counted(body)
+    return name, hints, partial(_counted, conversation)
 
 
 async def _tokenized(what: str | Conversation, texts: bool, model: Generator[Any]) -> bytes:
@@ -121,14 +121,14 @@ async def beside(tokens: int, work: Callable[[], T]) -> T:
     return await asyncio.get_running_loop().run_in_executor(None, work)
 
 
-def _conversation(fields: TokenizeFields) -> Conversation:
-    """What the chat endpoint would make of it."""
+def _conversation(fields: TokenizeFields) -> tuple[Conversation, Sequence[str]]:
+    """What the chat endpoint would make of it, and the places of hints."""
     chat = ChatFields(
         model="", messages=fields.messages or [], tools=fields.tools, chat_template_kwargs=fields.chat_template_kwargs
     )
-    conversation = chat_request(chat).conversation
-    assert conversation is not None
-    return conversation
+    asked = chat_request(chat)
+    assert asked.conversation is not None
+    return asked.conversation, asked.ignored
 
 
 async def _detokenized(ids: list[int], model: Generator[Any]) -> bytes:

@@ -62,12 +62,14 @@ class Conversation:
 
 class Tokenizer(Detokenizer, Protocol):
     """What the engine needs. Ids run from 0 to vocab_size - 1; any of eos_token_ids ends an answer. tool_format: how
-    the model writes calls of tools; None: it knows none. reasons: whether its template marks thoughts."""
+    the model writes calls of tools; None: it knows none. reasons: whether its template marks thoughts. takes_effort:
+    whether it names `reasoning_effort`."""
 
     eos_token_ids: frozenset[int]
     vocab_size: int
     tool_format: ToolForm | None
     reasons: bool
+    takes_effort: bool = False
 
     def encode(self, text: str, most: int | None = None) -> list[int]:
         """The ids of a prompt to be completed, with the token that begins a text where the model wants one.
@@ -113,7 +115,8 @@ class HFTokenizer(CoreDetokenizer, Tokenizer):
         self.tool_format: ToolForm | None = None  # found when it is tried
         self._in_parts: frozenset[str] = frozenset()  # roles whose content may have parts
         self._arguments_as_text = False  # in the calls of a history: templates write them as JSON, or as they are
-        self.reasons = template is not None and ANSWER in template.source
+        source = "" if template is None else template.source
+        self.reasons, self.takes_effort = ANSWER in source, "reasoning_effort" in source
         self._special = {key: text for key in _SPECIAL if (text := _text(settings.get(key))) is not None}
         self._bos = core.token_to_id(self._special["bos_token"]) if "bos_token" in self._special else None
         self._add_bos: bool | None = settings.get("add_bos_token")
