@@ -11,12 +11,12 @@ from typing import Any, get_type_hints
 import pytest
 
 from reflex_runtime.cli import main
-from reflex_runtime.cli.simulate import SimulateConfig
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.llm.engine.prompts import PromptsConfig
 from reflex_runtime.settings import FeedsConfig, LLMServeConfig, ServeConfig
 from reflex_runtime.settings.declare import check_needs, flag
 from reflex_runtime.settings.read import load, read
+from reflex_runtime.sim.options import SimulateConfig
 from serving.exports import write_tiny
 
 KINDS: tuple[type[Any], ...] = (

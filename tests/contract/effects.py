@@ -10,10 +10,10 @@ from dataclasses import fields
 from typing import Any, Final
 
 from reflex_runtime.cli import build_parser
-from reflex_runtime.cli.simulate import SimulateConfig
 from reflex_runtime.llm.engine.prompts import PromptsConfig
 from reflex_runtime.settings import FeedsConfig, LLMServeConfig, ServeConfig
 from reflex_runtime.settings.declare import flag
+from reflex_runtime.sim.options import SimulateConfig
 
 COMMANDS: Final[dict[type[Any], str]] = {
     ServeConfig: "serve",

@@ -21,7 +21,7 @@ def test_l9_an_id_that_cannot_be_repeated_as_it_came_is_not(sent: bytes) -> None
 
 def test_h3_an_error_says_the_same_in_json_and_msgpack() -> None:
     error = QueueFull("the queue is full", retry_after=2.0, max_queue=4)
-    plain, packed = PLAIN.refuse(error, "r1", False), PLAIN.refuse(error, "r1", True)
+    plain, packed = PLAIN(error, "r1", False), PLAIN(error, "r1", True)
     assert (plain.content_type, packed.content_type) == (b"application/json", b"application/msgpack")
     found = json.loads(plain.body)
     assert found == msgpack.unpackb(packed.body)

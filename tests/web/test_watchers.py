@@ -10,15 +10,19 @@ from typing import Any
 
 import pytest
 
+from reflex_runtime.core.errors import ReflexError
 from reflex_runtime.settings import ServeConfig
 from reflex_runtime.web import watchers
 from reflex_runtime.web.app import App
 from reflex_runtime.web.dashboard import STREAM, dashboard_routes
-from reflex_runtime.web.errors import ErrorForm, Refusal
+from reflex_runtime.web.errors import Refusal
 from reflex_runtime.web.watchers import MOST, Watchers
 from web.listening import listening
 
-OTHER = ErrorForm(lambda error, request_id, packed: Refusal(error.http_status, b"in a form that no page reads"))
+
+def other_form(error: ReflexError, request_id: str, packed: bool) -> Refusal:
+    return Refusal(error.http_status, b"in a form that no page reads")
+
 HEAD = "GET /dashboard/stream HTTP/1.1\r\nHost: localhost\r\n"
 
 
@@ -46,7 +50,7 @@ class Running:
         self.text, self.divisor = "", 1
         self.watchers = Watchers(self.make, self.sinks.append, self.sinks.remove, lambda: {"state": "ready"})
         routes = {route.path: route for route in dashboard_routes(self.watchers)}
-        self.app = App(ServeConfig(**options), routes, OTHER)
+        self.app = App(ServeConfig(**options), routes, other_form)
         self.port = 0
 
     def make(self, now: float) -> Numbers:

@@ -289,7 +289,7 @@ class Parts:
 
 def _failed(error: ReflexError) -> bytes:
     """The last event of a stream that fails."""
-    return b"event: error\ndata: " + PLAIN.refuse(error, "", False).body + b"\n\n"
+    return b"event: error\ndata: " + PLAIN(error, "", False).body + b"\n\n"
 
 
 def _told(ticket: Ticket | None) -> list[tuple[bytes, bytes]]:

@@ -397,10 +397,8 @@ def memory_of(pid: int | None) -> int | None:
 
 
 class OnDemandLive:
-    """The live folds of a process that another one shows.
-
-    Each that asks has a fold of its own, so that none takes what another has not seen. add, remove: a fold as a sink
-    of the process's events; it is one from the first question until its asker has been silent for `UNSEEN` seconds.
+    """The live fold of a process that another one shows. add, remove: it as a sink of the process's events; it is one
+    from the first question until nobody has asked for `UNSEEN` seconds.
 
     server: what the process itself tells; called before each snapshot, so that it may have events delivered. Everything
     happens on the loop."""
@@ -409,28 +407,27 @@ class OnDemandLive:
         self, add: Callable[[Live], None], remove: Callable[[Live], None], server: Callable[[], Mapping[str, Any]]
     ) -> None:
         self._add, self._remove, self._server = add, remove, server
-        self._folds: dict[str, tuple[Live, asyncio.TimerHandle]] = {}  # by asker
+        self._live: Live | None = None
+        self._lapse: asyncio.TimerHandle | None = None
 
-    def snapshot(self, asker: str = "") -> LiveSnapshot:
-        """What has happened since the last one for this asker."""
-        if asker in self._folds:
-            live, lapse = self._folds[asker]
-            lapse.cancel()
-        else:
-            live = Live(time.monotonic())
-            self._add(live)
-        self._folds[asker] = live, asyncio.get_running_loop().call_later(UNSEEN, self._end, asker)
+    def snapshot(self) -> LiveSnapshot:
+        """What has happened since the last one."""
+        self.close()
+        if self._live is None:
+            self._live = Live(time.monotonic())
+            self._add(self._live)
+        self._lapse = asyncio.get_running_loop().call_later(UNSEEN, self._end, self._live)
         told = self._server()
-        return live.snapshot(time.monotonic(), told)
+        return self._live.snapshot(time.monotonic(), told)
 
     def close(self) -> None:
         """The process ends."""
-        for _, lapse in self._folds.values():
-            lapse.cancel()
+        if self._lapse is not None:
+            self._lapse.cancel()
 
-    def _end(self, asker: str) -> None:
-        live, _ = self._folds.pop(asker)
+    def _end(self, live: Live) -> None:
         self._remove(live)
+        self._live = None
 
 
 # -- several processes as one ------------------------------------------------------------------------------------------

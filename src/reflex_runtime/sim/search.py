@@ -17,7 +17,7 @@ from reflex_runtime.core.statistics import percentile
 from reflex_runtime.observe.journal_reader import Journal
 from reflex_runtime.sim.recorded import Changes, ObservedLoad, RecordedSteps, flush_of, observe, scheduler_of
 from reflex_runtime.sim.replay import MeasuredDevice
-from reflex_runtime.sim.report import Report, doubt
+from reflex_runtime.sim.report import Report, columns, doubt, ms
 from reflex_runtime.sim.run import simulate
 
 Aim = Literal["p50", "p95", "p99", "throughput", "on-time"]
@@ -312,3 +312,36 @@ def figures_of(report: Report) -> TunedFigures:
         report.p50 or 0.0, report.p95 or 0.0, report.p99 or 0.0, report.throughput,
         1.0 if report.on_time is None else report.on_time, report.batch_size or 0.0, min(1.0, report.busy),
     )  # fmt: skip
+
+
+def told(tuning: Tuning, present: str, source: str) -> str:
+    """The result as text. present: the settings of the journal, in words; source: where it is from."""
+    load, before, after = tuning.load, tuning.before, tuning.after
+    lines = [
+        f"{source}: {len(load.requests)} requests in {load.span:.1f} s",
+        f"load      {load.text()}",
+        f"now       {present}",
+        f"aim       {tuning.aim}",
+    ]
+    if tuning.doubt:
+        lines.append(f"warning   {tuning.doubt}")
+    rows = _rows({"measured": tuning.measured, "simulated": before.figures})
+    if tuning.why:
+        lines += ["", columns(rows[0], rows[1:]), "", f"Nothing to change: {tuning.why}."]
+        return "\n".join(lines)
+    simulated = {"simulated now": before.figures, "simulated then": after.figures}
+    rows = _rows({"measured": tuning.measured, "predicted": tuning.predicted} | simulated)
+    flags = after.knobs.flags(before.knobs)
+    if after.knobs.hold != before.knobs.hold and after.knobs.hold == float("inf"):
+        flags.append("and no --batch-timeout-ms")
+    lines += [f"set       {' '.join(flags)}", "", columns(rows[0], rows[1:])]
+    return "\n".join(lines)
+
+
+def _rows(found: dict[str, TunedFigures]) -> list[list[str]]:
+    cells: list[tuple[str, Callable[[TunedFigures], str]]]
+    cells = [("latency p50, ms", lambda f: ms(f.p50)), ("latency p95, ms", lambda f: ms(f.p95))]
+    cells += [("latency p99, ms", lambda f: ms(f.p99)), ("answers/s", lambda f: f"{f.throughput:.1f}")]
+    cells += [("not answered in time", lambda f: f"{1.0 - f.on_time:.1%}"), ("batch size", lambda f: f"{f.batch:.1f}")]
+    cells += [("device busy", lambda f: f"{f.busy:.0%}")]
+    return [["", *found], *([name, *(cell(figures) for figures in found.values())] for name, cell in cells)]

@@ -207,7 +207,7 @@ class App:
         """The answer for an error. Unexpected exceptions are logged, and answered as a 500 without their text."""
         error = known(failure, request.request_id)
         form = (request.route.form if request.route is not None else None) or self.form
-        told = form.refuse(error, request.request_id, request.wants_msgpack)
+        told = form(error, request.request_id, request.wants_msgpack)
         headers: Headers = [*(extra or ()), *told.headers, *retry_headers(error)]
         headers += getattr(error, "headers", ())
         if isinstance(error, Unauthorized):
@@ -222,7 +222,7 @@ class App:
         """The same for what is no request, as it goes over the wire; the connection is closed behind it."""
         request_id = self.asks()
         self.answered()
-        told = self.form.refuse(error, request_id, False)
+        told = self.form(error, request_id, False)
         lines = [b"HTTP/1.1 %d %b" % (told.status, HTTPStatus(told.status).phrase.encode())]
         headers = [(b"content-type", told.content_type), (b"content-length", b"%d" % len(told.body))]
         headers += [(b"x-request-id", request_id.encode()), *told.headers, *retry_headers(error), CLOSE]

@@ -173,22 +173,16 @@ class Refusal:
     headers: Headers = field(default_factory=list)
 
 
-@dataclass(frozen=True, slots=True)
-class ErrorForm:
-    """The form of one server's errors.
-
-    refuse: makes the answer from the error, the request's id, and whether the caller reads msgpack.
-    """
-
-    refuse: Callable[[ReflexError, str, bool], Refusal]
+ErrorForm = Callable[[ReflexError, str, bool], Refusal]
+"""Makes the answer from the error, the request's id, and whether the caller reads msgpack."""
 
 
 def _plain(error: ReflexError, request_id: str, packed: bool) -> Refusal:
+    """`error`, `message`, `request_id`, `retry_safe` and the error's details, in JSON or msgpack."""
     body = describe_error(error, request_id)
     if packed:
         return Refusal(error.http_status, msgspec.msgpack.encode(body), MSGPACK)
     return Refusal(error.http_status, msgspec.json.encode(body))
 
 
-PLAIN: Final = ErrorForm(_plain)
-"""`error`, `message`, `request_id`, `retry_safe` and the error's details, in JSON or msgpack."""
+PLAIN: Final = _plain

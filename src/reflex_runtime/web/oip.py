@@ -24,7 +24,6 @@ from reflex_runtime.web.arrays import MAX_DIMENSIONS, array_in, check_json
 from reflex_runtime.web.bodies import LARGE
 from reflex_runtime.web.errors import (
     ClientError,
-    ErrorForm,
     InvalidJson,
     NotFound,
     Refusal,
@@ -308,7 +307,7 @@ def _refuse(error: ReflexError, request_id: str, packed: bool) -> Refusal:
     )
 
 
-FORM: Final = ErrorForm(_refuse)
+FORM: Final = _refuse
 """Our form of errors, but `error` is the message, because clients of this protocol show it; `code` is the code."""
 
 

@@ -129,4 +129,4 @@ class Watchers:
 
 def _failed(error: ReflexError) -> bytes:
     """The last line of an answer that fails."""
-    return PLAIN.refuse(error, "", False).body + b"\n"
+    return PLAIN(error, "", False).body + b"\n"

@@ -23,7 +23,6 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from forked import Forked
 from reflex_runtime.cli import main
-from reflex_runtime.cli.worker import trace_of
 from reflex_runtime.ipc.client import ClientConfig, WorkerUnavailable
 from reflex_runtime.ipc.generate_batcher import GenerateBatcherConfig
 from reflex_runtime.ipc.messages import BATCH_GENERATE, SamplingParams
@@ -33,6 +32,7 @@ from reflex_runtime.llm.engine.generation_options import GenerationOptions
 from reflex_runtime.llm.engine.toy import ByteTokenizer
 from reflex_runtime.llm.server import worker_engine
 from reflex_runtime.llm.server.model_host import ModelPlan, Open
+from reflex_runtime.llm.server.model_settings import trace_of
 from reflex_runtime.llm.server.workers import Workers, WorkersConfig, labelled, opened
 from reflex_runtime.observe import live
 from reflex_runtime.observe.journal_reader import read_journal

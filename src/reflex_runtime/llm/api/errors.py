@@ -102,4 +102,4 @@ def error_form(body: Callable[[ReflexError, str], bytes]) -> ErrorForm:
         retry = (b"x-should-retry", b"true" if error.retry_safe else b"false")
         return Refusal(told(error).status, body(error, request_id), JSON, [retry])
 
-    return ErrorForm(refuse)
+    return refuse

@@ -166,7 +166,7 @@ class OpenpiSession(MessageSession):
         return encode(self._told(answer), self._packaged)
 
     def error(self, error: ReflexError, request_id: str) -> str:
-        return PLAIN.refuse(error, request_id, False).body.decode()
+        return PLAIN(error, request_id, False).body.decode()
 
     def _resets(self, endpoint: Any) -> bool:
         """Whether a message of RoboArena begins an episode, and observes nothing."""
