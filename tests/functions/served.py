@@ -341,8 +341,6 @@ def _each(item: int) -> Iterator[int]:
             yield step
     finally:
         _closed.append(f"each {item}")
-        if item == 16:
-            raise ValueError("it does not close")
 
 
 async def counts_async(items: list[int]) -> AsyncIterator[list[int]]:
@@ -364,6 +362,17 @@ def _endless(item: int) -> Iterator[str]:
             yield "x" * item
     finally:
         _closed.append(f"endless {item}")
+        if item == 16:
+            raise ValueError("it does not close")
+
+
+async def endless_async(items: list[int]) -> AsyncIterator[list[str]]:
+    try:
+        while True:
+            await asyncio.sleep(0)
+            yield ["x" * item for item in items]
+    finally:
+        _closed.append(f"endless_async {items}")
 
 
 def closed(items: list[int]) -> list[list[str]]:
@@ -371,7 +380,7 @@ def closed(items: list[int]) -> list[list[str]]:
     return [list(_closed) for _ in items]
 
 
-STREAMS = ("counts", "each", "counts_async", "endless", "closed")
+STREAMS = ("counts", "each", "counts_async", "endless", "endless_async", "closed")
 
 # -- time --------------------------------------------------------------------------------------------------------------
 
@@ -381,6 +390,15 @@ _gate = threading.Event()
 def slow(items: list[int]) -> list[int]:
     time.sleep(0.002)
     return [len(items)] * len(items)
+
+
+_computed: list[str] = []
+
+
+def computed(items: list[str]) -> list[Any]:
+    """The item; of "?" all that came before."""
+    _computed.extend(items)
+    return [_computed if item == "?" else item for item in items]
 
 
 def hangs(items: list[int]) -> list[int]:
