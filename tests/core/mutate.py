@@ -389,10 +389,10 @@ MUTANTS = [
     ),
     M("core/forming.py", "nothing is ever at risk", "and at_risk(full, self.now):", "and False:"),
     M(
-        "core/flush.py",
+        "core/forming.py",
         "a request at the budget is over it",
-        "fill.dearest > budget * (1.0 + 1e-9)",
-        "fill.dearest >= budget",
+        "tally.dearest > budget * (1.0 + 1e-9)",
+        "tally.dearest >= budget",
     ),
     M(
         "core/group.py",
@@ -415,7 +415,12 @@ MUTANTS = [
         "if True:\n                    client.due",
     ),
     M("core/group.py", "an answer makes no client absent", "self.think_times.answered(client.key, now)", "pass"),
-    M("core/flush.py", "budget is named before single", "fill.newcomers and fill.dearest", "False and fill.dearest"),
+    M(
+        "core/forming.py",
+        "budget is named before single",
+        "newcomers and tally.dearest",
+        "False and tally.dearest",
+    ),
     # how much
     M("core/cost.py", "dear company is nearly free", "NEARLY_FREE = 1.25", "NEARLY_FREE = 1.5"),
     M("core/cost.py", "two measurements are enough", "WINDOW, WARM = 100, 3", "WINDOW, WARM = 100, 2"),

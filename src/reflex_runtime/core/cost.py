@@ -356,13 +356,9 @@ MAX_KEYS = 1024  # shapes and classes kept; a forgotten one counts as renewed wh
 class Evidence:
     """The latest batches of one group, which renew its estimates."""
 
-    __slots__ = ("_flying", "_keys", "_renewed", "pending")
-
     def __init__(self) -> None:
-        self._renewed: dict[
-            Hashable, tuple[float, float]
-        ] = {}  # when, and the seconds its batch took; by shape and key
-        self._keys: dict[Batch, set[Hashable]] = {}  # of the batches in flight
+        # By shape, and by key: when, and the seconds that its batch took.
+        self._renewed: dict[Hashable, tuple[float, float]] = {}
         self._flying: dict[Hashable, int] = {}  # batches that are about to renew it, by shape and key
         self.pending: dict[Hashable, Ticket] = {}  # probes that have not settled, by key
 
@@ -387,13 +383,12 @@ class Evidence:
         return bool(self.pending) and self.pending.get(_key(ticket)) is ticket
 
     def scheduled(self, batch: Batch) -> None:
-        keys = self._keys[batch] = _keys(batch)
-        for key in keys:
+        for key in _keys(batch):
             self._flying[key] = self._flying.get(key, 0) + 1
 
     def returned(self, batch: Batch, elapsed: float, now: float, clean: bool) -> None:
         """The batch came back. clean: without a fault."""
-        for key in self._keys.pop(batch):
+        for key in _keys(batch):
             self._flying[key] -= 1
             if not self._flying[key]:
                 del self._flying[key]

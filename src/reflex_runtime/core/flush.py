@@ -1,7 +1,7 @@
 """How long batches may wait, and how large they may be.
 
 A `FlushPolicy` is a frozen value, not behaviour: a hold per tier and two ceilings express every documented rule.
-`holding` uses it to decide when a batch leaves, and `cause_of` names the cause.
+`holding` uses it to decide when a batch leaves.
 
 Deadlines at risk: the set of tickets with the largest expected value is sent. Goodput depends on which tickets are left
 out, not on when a batch is sent. For every slack threshold s among the candidates at risk, and two safety factors,
@@ -32,7 +32,6 @@ from itertools import accumulate
 from math import ceil, erf, exp, expm1, inf, log, sqrt
 from typing import Protocol, Self
 
-from reflex_runtime.core.batch import Cause
 from reflex_runtime.core.cost import Tally
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.core.request import Priority, Ticket
@@ -100,42 +99,6 @@ class FlushPolicy:
     def every_step(cls, max_num_batched_tokens: int, max_num_seqs: int = 256) -> Self:
         """Continuous batching: a step leaves whenever the device is free, within a token budget."""
         return cls(max_batch_cost=max_num_batched_tokens, max_batch_size=max_num_seqs)
-
-
-@dataclass(slots=True)
-class Fill:
-    """The facts of a filled batch from which its cause follows; not frozen, because that takes as long again."""
-
-    cost: float
-    dearest: float
-    passed_over: bool  # something waiting did not fit the budget
-    size_reached: bool
-    urgent: bool
-    newcomers: bool
-    residents: bool
-    held: bool
-    draining: bool
-    apart: bool = False  # runs alone, because the request or its client made a call fail
-
-
-def cause_of(fill: Fill, budget: float) -> Cause:
-    """The cause of a batch. Precedence: single, apart, budget, size, then the event that ended the wait."""
-    reached = budget * (1.0 - 1e-9)
-    if fill.newcomers and fill.dearest > budget * (1.0 + 1e-9):
-        return Cause.SINGLE
-    if fill.apart:
-        return Cause.APART
-    if fill.newcomers and (fill.cost >= reached or fill.passed_over):
-        return Cause.BUDGET
-    if fill.newcomers and fill.size_reached:
-        return Cause.SIZE
-    if fill.urgent:
-        return Cause.URGENT
-    if fill.residents:
-        return Cause.STEP
-    if fill.draining:
-        return Cause.DRAIN
-    return Cause.TIMEOUT if fill.held else Cause.IDLE
 
 
 def _check(name: str, value: float, low: float, high: float, exclusive: bool = False) -> None:

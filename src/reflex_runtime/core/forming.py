@@ -46,7 +46,7 @@ from math import ceil, inf
 from reflex_runtime.core.admission import StagedRequest, gain_over_loss, price, too_late
 from reflex_runtime.core.batch import Batch, Cause, Part
 from reflex_runtime.core.cost import Tally, line_of, tally_of
-from reflex_runtime.core.flush import Fill, Filled, Fitter, FlushPolicy, at_risk, cause_of, window
+from reflex_runtime.core.flush import Filled, Fitter, FlushPolicy, at_risk, window
 from reflex_runtime.core.group import Group, Resources
 from reflex_runtime.core.holding import Holding
 from reflex_runtime.core.order import MAX_PASSED_OVER, Cursor, Partition
@@ -405,8 +405,8 @@ def shares_of_places(group: Group, partition: Partition, places: int) -> dict[ob
 @dataclass(slots=True)
 class Formed:
     """A batch that may go. shed: waiting tickets that can no longer be answered in time. short_of, cached, extra: as in
-    `Batch`. preempted: residents that lost their place, in the order it happened. more_late: whether more must be shed
-    of those that are too late if they run after `after`."""
+    `Batch`. preempted: residents that lost their place, in the order it happened. late_after: more must be shed
+    of those that are too late if they run after that time; inf: none."""
 
     stage: str
     grants: dict[Ticket, float]
@@ -419,8 +419,7 @@ class Formed:
     cached: dict[Ticket, float] = field(default_factory=dict)
     extra: dict[Ticket, float] = field(default_factory=dict)
     part: Part | None = None
-    more_late: bool = False
-    after: float = 0.0
+    late_after: float = inf
 
 
 class Former:
@@ -429,7 +428,7 @@ class Former:
     def __init__(self, group: Group, partition: Partition, holding: Holding, now: float) -> None:
         self.group, self.partition, self.holding, self.now = group, partition, holding, now
         self.held_until = inf
-        self._more_late, self._after = False, now
+        self._late_after = inf
         self.policy = self._policy()
 
     def _policy(self) -> FlushPolicy:
@@ -474,7 +473,7 @@ class Former:
             formed = Formed("", {}, 0.0, Cause.IDLE, [])
         formed.shed, formed.preempted = shed, list(filling.preempted)
         formed.cached, formed.extra = filling.cached, filling.extra
-        formed.more_late, formed.after = self._more_late, self._after
+        formed.late_after = self._late_after
         return formed if formed.grants or shed or formed.preempted else None
 
     def form_full(self) -> Formed | None:
@@ -502,22 +501,30 @@ class Former:
 
     def _finish(self, base: dict[Ticket, float], filled: Filled) -> Formed:
         grants, newcomers, tally = self._stage(base, filled)
-        fill = Fill(
-            cost=tally.cost,
-            dearest=tally.dearest,
-            passed_over=filled.passed_over,
-            size_reached=filled.size_reached,
-            urgent=bool(newcomers) and newcomers[0].tier is Priority.URGENT,  # tiers enter in order
-            newcomers=bool(newcomers),
-            residents=bool(base),
-            held=self.partition.hold_since is not None,
-            draining=self.holding.draining,
-            apart=filled.apart and len(grants) == len(newcomers) == 1,
-        )
-        cause = cause_of(fill, self.policy.max_batch_cost)
+        filled.apart = filled.apart and len(grants) == len(newcomers) == 1
+        cause = self._cause(filled, tally, newcomers, bool(base))
         stage = next(iter(grants)).stage
         short_of = "stage" if len(newcomers) < len(filled.grants) else filled.short_of
         return Formed(stage, grants, tally.cost, cause, newcomers, short_of=short_of)
+
+    def _cause(self, filled: Filled, tally: Tally, newcomers: Sequence[Ticket], residents: bool) -> Cause:
+        """Precedence: single, apart, budget, size, then the event that ended the wait."""
+        budget = self.policy.max_batch_cost
+        if newcomers and tally.dearest > budget * (1.0 + 1e-9):
+            return Cause.SINGLE
+        if filled.apart:
+            return Cause.APART
+        if newcomers and (tally.cost >= budget * (1.0 - 1e-9) or filled.passed_over):
+            return Cause.BUDGET
+        if newcomers and filled.size_reached:
+            return Cause.SIZE
+        if newcomers and newcomers[0].tier is URGENT:  # tiers enter in order
+            return Cause.URGENT
+        if residents:
+            return Cause.STEP
+        if self.holding.draining:
+            return Cause.DRAIN
+        return Cause.TIMEOUT if self.partition.hold_since is not None else Cause.IDLE
 
     def _stage(self, base: dict[Ticket, float], filled: Filled) -> tuple[dict[Ticket, float], list[Ticket], Tally]:
         """A batch has one stage. New requests at another stage than the residents' go first if it pays, else they
@@ -602,13 +609,13 @@ class Former:
 
     def _infeasible(self, chosen: Filled, shed: list[Ticket]) -> list[Ticket]:
         """Waiting tickets that cannot be answered in time, neither now nor after this batch, tightest first: the first
-        ones of very many (`_more_late`)."""
+        ones of very many (`Formed.late_after`)."""
         after = self.now + (chosen.tally.until_boundary if chosen.grants else 0.0)
         spared = {*chosen.grants, *shed}
-        found, self._more_late = too_late(
+        found, more = too_late(
             self.group, self.partition, after, spared, lambda ticket: self._refused(ticket, chosen)
         )
-        self._after = after
+        self._late_after = after if more else inf
         return found
 
     def _refused(self, ticket: Ticket, chosen: Filled) -> bool:

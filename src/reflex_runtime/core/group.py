@@ -212,11 +212,6 @@ class Group(ShareHolder):
             config.controller.at_once = self.think_times.at_once
         self.offenders = Offenders()
         flush = config.flush
-        self.counts_only = (  # batches leave by size and time alone
-            (flush.returns, flush.shed, flush.max_batch_cost) == (0.0, False, inf)
-            and config.controller is None
-            and config.resources is None
-        )
         self.turns = Turns(self.cost, flush.max_batch_cost)
         self.partitions: dict[Hashable, Partition] = {}
         self._idle: OrderedDict[Partition, None] = OrderedDict()  # of those, without tickets; the longest idle first

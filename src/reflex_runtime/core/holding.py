@@ -50,9 +50,8 @@ class Holding:
     def arrived(self, group: Group, ticket: Ticket, now: float) -> None:
         """A ticket came while nothing could run. If it cannot change that, it is no input: the decision stays valid.
 
-        This is checked only where it is cheap: for one that is still prepared, for waits for a count or a time, and
-        for waits for several clients until the last of them has come. Most arrivals change nothing, and the device
-        thread need not wake up for them.
+        This is checked only where it is cheap: for one that is still prepared, and for waits for several clients until
+        the last of them has come. Most arrivals change nothing, and the device thread need not wake up for them.
         """
         if self._idle_after != self.inputs - 1:
             return
@@ -64,26 +63,13 @@ class Holding:
                 return
             if ticket.request.client in group.offenders or partition.residents or group.room_in(partition) is not None:
                 return
-            if not (self._counts_on if group.counts_only else self._expected)(group, partition, ticket, now):
+            if ticket.tier is not DEFAULT or ticket.deadline < inf or group.config.flush.returns <= 0.0:
+                return
+            partition.hold_for -= 1
+            partition.hold_came = True
+            if partition.hold_for <= 0:
                 return
         self.inputs -= 1
-
-    @staticmethod
-    def _counts_on(group: Group, partition: Partition, ticket: Ticket, now: float) -> bool:
-        """Whether batches leave by size and time, and neither is reached."""
-        policy = group.config.flush
-        if now + policy.hold_max[ticket.tier] < partition.hold_until:
-            return False
-        return partition.waiting < min(policy.max_batch_size, group.offenders.limit)
-
-    @staticmethod
-    def _expected(group: Group, partition: Partition, ticket: Ticket, now: float) -> bool:
-        """Whether the batch is held for further clients."""
-        if ticket.tier is not DEFAULT or ticket.deadline < inf:
-            return False
-        partition.hold_for -= 1
-        partition.hold_came = True
-        return partition.hold_for > 0
 
     @staticmethod
     def changed(partition: Partition) -> None:

@@ -22,9 +22,9 @@ Theory of operation. `next_batch` decides in this order; the first step that yie
     (`Turns.in_order`). Requests of different partitions never share a batch.
  4. Parts of a call that failed run first, each by itself, to find the bad request (`Former.form`, `isolation`).
  5. Residents are granted their next step (`Filling.fill`; with memory to reserve tier by tier).
- 6. Waiting tickets fill the batch up to its budget: tiers in order, within a tier the client with the least share
-    (`Filling.fill`, `Cursor`). If deadlines are at risk, the set of largest value is chosen instead, and tickets that
-    can no longer meet theirs are shed (`Former._select_for_deadlines`).
+ 6. Waiting tickets fill the batch up to its budget: tiers in order, within a tier the client with the least share,
+    of equals the earliest deadline (`Filling.fill`, `Cursor`). If deadlines are at risk, the set of largest value is
+    chosen instead, and tickets that can no longer meet theirs are shed (`Former._select_for_deadlines`).
  7. A free device may wait for more requests (`Holding.until`): until the batch is full, the hold is over, or waiting
     for the due clients would cost more than it saves (`think_times`). `wake_at` says until when.
  8. New requests enter a running batch with stages only if they gain more than the residents lose
@@ -652,11 +652,11 @@ class Scheduler:
                     self._holding.put_off(gap)
                     break
                 self._apply(group, formed)
-                if formed.more_late:
-                    self._leaving.shed(group, partition, formed.after)
+                if formed.late_after < inf:
+                    self._leaving.shed(group, partition, formed.late_after)
                 if formed.grants:
                     return self._begin(group, partition, self._take(group, partition, formed))
-                if formed.more_late:
+                if formed.late_after < inf:
                     return None  # the rest of them first: `wake_at` is now
         return None
 

@@ -113,24 +113,6 @@ class AffineFit:
     batch sizes, when the caller's simpler estimate stands. alarms: how often the drift test fired.
     """
 
-    __slots__ = (
-        "_anchor",
-        "_gram",
-        "_high",
-        "_index",
-        "_low",
-        "_moment",
-        "_recent",
-        "_seen",
-        "_since_high",
-        "_since_low",
-        "_sizes",
-        "_theta",
-        "alarms",
-        "samples",
-        "sigma",
-    )
-
     def __init__(self) -> None:
         self._index: dict[Hashable, int] = {}
         self._theta = [0.0]

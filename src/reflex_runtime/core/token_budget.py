@@ -67,8 +67,6 @@ class _Steps:
     and had the same. A fit could not tell the change from the units: where there are units, the shape changes.
     """
 
-    __slots__ = ("before", "extended", "fit", "most", "owed", "pairs", "plain", "ratio", "since", "together", "until")
-
     def __init__(self) -> None:
         self.fit = AffineFit()
         self.plain = self.extended = self.since = self.together = self.owed = 0
@@ -354,8 +352,6 @@ def _counts(rows: float, tokens: float, pairs: float) -> Counts:
 
 class _TimedTokenTally(TokenTally):
     """Counts granted units, and the rows, prompt tokens and pairs of the step. Knows the shortest gap of its rows."""
-
-    __slots__ = ("_expected", "_gap", "_model", "_own", "_pairs", "_read", "_rows", "_tokens", "_urgent")
 
     def __init__(self, model: TimedTokens) -> None:
         super().__init__(model.threshold)
