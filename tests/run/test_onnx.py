@@ -59,8 +59,8 @@ def batch_of(*payloads: Any) -> Batch:
 
 def count_calls(session: OnnxSession, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     calls: list[int] = []
-    whole = session._call
-    monkeypatch.setattr(session, "_call", lambda rows: (calls.append(len(rows["x"])), whole(rows))[1])
+    whole = session.call
+    monkeypatch.setattr(session, "call", lambda rows: (calls.append(len(rows["x"])), whole(rows))[1])
     return calls
 
 

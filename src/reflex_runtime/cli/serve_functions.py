@@ -5,25 +5,39 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import signal
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
+from reflex_runtime.cli.console import status_of
 from reflex_runtime.cli.serve import check_listener, devices_of, settings_of
-from reflex_runtime.cli.serving import check_trace, options_of, run_server, serve_parser, show_settings, supervised
+from reflex_runtime.cli.serving import (
+    bound,
+    check_trace,
+    options_of,
+    run_server,
+    serve_parser,
+    show_settings,
+    supervised,
+)
+from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.observe import files, logs
 from reflex_runtime.settings import FunctionsConfig, ServeConfig
 from reflex_runtime.settings.declare import one_line
 from reflex_runtime.settings.read import environment, read
 from reflex_runtime.web.access import warn_if_open
+from reflex_runtime.web.supervisor import die_with
 
 if TYPE_CHECKING:
     from reflex_runtime.functions.source import ServedFunction
     from reflex_runtime.web.supervisor import Parent
 
+LOOK_EVERY: Final = 0.3  # seconds between looks at the files of --reload
 _EXAMPLES = """\
 examples:
   reflex serve python:my_module:embed           def embed(texts: list[str]) -> list[list[float]]
@@ -56,7 +70,11 @@ def run(args: argparse.Namespace) -> int:
     config, places = read(FunctionsConfig, "serve", args.config, environment(), given)
     logs.use(config.log_format)
     devices = devices_of(config, places)
+    if config.reload and len(devices) > 1:
+        raise ConfigError("--reload: is for one process; leave --devices and --replicas out", field="reload")
     serve = partial(_serve, config, args.sources, devices)
+    if config.reload:
+        return _again_and_again(config, serve)
     return supervised(config, lambda: _checked(config, args.sources), serve, len(devices))
 
 
@@ -83,6 +101,47 @@ def _serve(
                 logging.info("%s", served.told)
     names = [served.name for served in functions]
     return run_server(config, serving(config, functions), sockets, ", ".join(names), partial(_ready, names), parent)
+
+
+def _again_and_again(config: FunctionsConfig, serve: Callable[[Sequence[socket.socket], None], int]) -> int:
+    """Serve, and begin anew when a Python file changes. One that cannot be served waits for the next change."""
+    waits = {signal.SIGTERM, signal.SIGINT, signal.SIGCHLD}
+    signal.pthread_sigmask(signal.SIG_BLOCK, waits)
+    with bound(config) as sock:
+        while True:
+            seen, above = _changes(), os.getpid()
+            pid = os.fork()
+            if not pid:
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, waits)
+                die_with(above)
+                logs.leave(status_of(lambda: serve([sock], None), ("reflex", "serve")))
+            lives = True
+            while _changes() == seen:
+                told = signal.sigtimedwait(waits, LOOK_EVERY)
+                if told is not None and told.si_signo != signal.SIGCHLD:
+                    if lives:
+                        os.kill(pid, signal.SIGTERM)
+                        os.waitpid(pid, 0)
+                    return 0
+                if told is not None and lives and os.waitpid(pid, os.WNOHANG)[0]:
+                    lives = False
+                    logging.error("--reload: it has ended, and begins anew when a file changes")
+            logging.info("--reload: a file has changed")
+            if lives:
+                os.kill(pid, signal.SIGTERM)
+                os.waitpid(pid, 0)
+
+
+def _changes() -> dict[str, float]:
+    """When each Python file below the current directory was written, without hidden folders."""
+    found: dict[str, float] = {}
+    for folder, folders, names in os.walk("."):
+        folders[:] = [name for name in folders if not name.startswith((".", "__pycache__", "node_modules"))]
+        for name in names:
+            if name.endswith(".py"):
+                with suppress(OSError):
+                    found[os.path.join(folder, name)] = os.stat(os.path.join(folder, name)).st_mtime
+    return found
 
 
 def _checked(config: FunctionsConfig, sources: Sequence[str]) -> list[ServedFunction]:

@@ -116,12 +116,12 @@ def supervised(
         check_tls(config.ssl_certfile, config.ssl_keyfile)
     if not config.supervise:
         check()
-        with _bound(config) as sock:
+        with bound(config) as sock:
             return serve([sock], None)
     told = ("reflex", "serve")
-    with ExitStack() as bound:
+    with ExitStack() as stack:
         try:
-            sockets = [bound.enter_context(_bound(config))]
+            sockets = [stack.enter_context(bound(config))]
         except ConfigError:
             check()  # what is wrong besides is said first: another port would not mend it
             raise
@@ -132,7 +132,7 @@ def supervised(
 
 
 @contextmanager
-def _bound(config: Any) -> Iterator[socket.socket]:
+def bound(config: Any) -> Iterator[socket.socket]:
     """The socket that the settings ask for; the file of a Unix socket goes at the end."""
     from reflex_runtime.web.supervisor import bind
 

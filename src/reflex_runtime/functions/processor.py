@@ -12,12 +12,15 @@ import logging
 import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, Final
+
+import numpy as np
 
 from reflex_runtime.core.batch import Batch, Done, More
 from reflex_runtime.core.errors import ProcessorError
 from reflex_runtime.core.request import Ticket
-from reflex_runtime.run.onnx_session import OnnxProcessor
+from reflex_runtime.run.onnx_session import CPU, BatchAxisError, OnnxSession
 from reflex_runtime.run.processor import BaseProcessor, name_of, payloads_of, wrapped
 from reflex_runtime.run.wall import Wall
 
@@ -131,15 +134,38 @@ class ItemCalls(ServedProcessor):
         self.function.close()
 
 
-class GraphItems(ServedProcessor):
-    """An ONNX graph. Its items were checked when they came."""
+class OnnxItems(ServedProcessor):
+    """An ONNX graph; its items were checked when they came. Without a batch axis they run one by one."""
 
-    def __init__(self, graph: OnnxProcessor) -> None:
-        self._graph = graph
-        self.any_thread = graph.any_thread
+    def __init__(self, path: Path, provider: str, threads: int) -> None:
+        self.any_thread = provider == CPU
+        try:
+            self.session = OnnxSession(path, provider=provider, threads=threads)
+            self.axis = ""
+        except BatchAxisError as error:
+            self.session = OnnxSession(path, provider=provider, threads=threads, whole=True)
+            self.axis = error.message
+
+    @property
+    def skipped(self) -> int:
+        """Axes of a port that an item does not have."""
+        return 0 if self.axis else 1
+
+    def load(self) -> None:
+        """The first call takes longest."""
+        shapes = {name: port.dims[self.skipped :] for name, port in self.session.inputs.items()}
+        if not any(None in shape for shape in shapes.values()):
+            self._outputs([{name: np.zeros(shape, np.float32) for name, shape in shapes.items()}], {})
 
     def run(self, batch: Batch) -> Sequence[Any]:
-        return self._graph.run(batch)
+        return self._outputs(payloads_of(batch), batch.notes)
+
+    def _outputs(self, items: Sequence[Any], notes: dict[str, Any]) -> Sequence[Any]:
+        if self.axis:
+            return [self.session.call(item) for item in items]
+        rows = {name: np.stack([item[name] for item in items]) for name in self.session.inputs}
+        found = self.session.run(rows, notes)
+        return [{name: array[row] for name, array in found.items()} for row in range(len(items))]
 
 
 class _Cohort:

@@ -10,17 +10,20 @@ import inspect
 import re
 import sys
 import traceback
+from abc import ABCMeta
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypedDict, get_args, get_origin, get_type_hints
 
+import numpy as np
+
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.functions.processor import Function, GraphItems, ItemCalls, ServedProcessor, Streams
+from reflex_runtime.functions.processor import Function, ItemCalls, OnnxItems, ServedProcessor, Streams
 from reflex_runtime.functions.values import ArrayType, Values, example_of
 from reflex_runtime.run.batched import BatchedMethod, Handle
-from reflex_runtime.run.onnx_session import PROVIDERS, OnnxProcessor
+from reflex_runtime.run.onnx_session import PROVIDERS
 from reflex_runtime.settings import FunctionsConfig
 from reflex_runtime.settings.declare import did_you_mean
 
@@ -60,9 +63,7 @@ def read_functions(sources: Sequence[str], config: FunctionsConfig) -> list[Serv
         name, equals, source = text.partition("=")
         if not (equals and _NAME.fullmatch(name)):
             name, source = "", text
-        read = read_python if source.startswith(PYTHON) else read_onnx
-        served = read(source, config)
-        served.name = name or served.name
+        served = read_python(source, name, config) if source.startswith(PYTHON) else read_onnx(source, name, config)
         if served.name in found:
             raise ConfigError(f"{text}: two functions are called {served.name!r}; write NAME={source}")
         served.weight = weights.pop(served.name, 1.0)
@@ -88,27 +89,27 @@ def _weight(text: str) -> tuple[str, float]:
 # -- Python ------------------------------------------------------------------------------------------------------------
 
 
-def read_python(source: str, config: FunctionsConfig) -> ServedFunction:
+def read_python(source: str, name: str, config: FunctionsConfig) -> ServedFunction:
     """A function of a list, plain, `async` or `@batched`, or a class with `predict` and, if it loads, `setup`."""
-    found, name = _imported(source)
+    found, named = _imported(source)
+    name = name or named.rpartition(".")[2]
     owner, setup = None, None
     called: Any = found
     if inspect.isclass(found) or not callable(found):
         owner = _made(source, found)
         called, setup = getattr(owner, "predict", None), getattr(owner, "setup", None)
         if not callable(called):
-            raise ConfigError(f"{source}: {name} has no method predict(self, items)")
+            raise ConfigError(f"{source}: {named} has no method predict(self, items)")
     function = _plain(called, owner)
     hints, streams, each = _signature(source, function)
     processor = (Streams if streams else ItemCalls)(
         Function(function, setup, _device(config), each), any_thread=owner is None
     )
-    items, results = Values(hints[0], f"{source}: its items"), Values(hints[1], f"{source}: its results")
+    items = Values(hints[0], f"{source}: its items", prefix=f"{name}.")
+    results = Values(hints[1], f"{source}: its results", prefix=f"{name}.")
     given = getattr(owner if owner is not None else function, "example", None)
     doc = (inspect.getdoc(found) or "").partition("\n\n")[0]
-    return ServedFunction(
-        name.rpartition(".")[2], source, processor, items, results, streams, example_of(items, given), description=doc
-    )
+    return ServedFunction(name, source, processor, items, results, streams, example_of(items, given), description=doc)
 
 
 def _imported(source: str) -> tuple[Any, str]:
@@ -208,7 +209,7 @@ def told(error: BaseException) -> str:
 # -- ONNX --------------------------------------------------------------------------------------------------------------
 
 
-def read_onnx(source: str, config: FunctionsConfig) -> ServedFunction:
+def read_onnx(source: str, name: str, config: FunctionsConfig) -> ServedFunction:
     """A graph: its inputs and outputs are the types, and its first axis is the batch."""
     path = Path(source)
     if path.is_dir():
@@ -216,20 +217,26 @@ def read_onnx(source: str, config: FunctionsConfig) -> ServedFunction:
         if len(files) != 1:
             raise ConfigError(f"{source}: holds {len(files)} files *.onnx; name the one that is to be served")
         path = files[0]
-    processor = OnnxProcessor(path, PROVIDERS.get(config.provider, config.provider), config.threads)
-    session = processor.session
+    graph = OnnxItems(path, PROVIDERS.get(config.provider, config.provider), config.threads)
+    session, skipped = graph.session, graph.skipped
     tensors: dict[Any, ArrayType] = {}
 
-    def typed(ports: Any) -> Any:
-        """A TypedDict with a class of its own for each port, because a type carries no shape."""
-        kinds = {name: type(f"Tensor_{len(tensors) + n}", (), {}) for n, name in enumerate(ports)}
-        tensors.update({kinds[name]: ArrayType(port.dtype, port.dims[1:]) for name, port in ports.items()})
-        return TypedDict("Tensors", kinds)  # type: ignore[operator]
+    name = name or path.stem
 
-    items, results = (Values(typed(ports), str(path), tensors) for ports in (session.inputs, session.outputs))
-    rows = "in one call" if session.dynamic_batch else "one by one: its first axis is fixed at 1"
+    def typed(what: str, ports: Any) -> Any:
+        """A TypedDict with a class of its own for each port, because a type carries no shape."""
+        kinds = {name: ABCMeta(name, (), {}) for name in ports}
+        for kind in kinds.values():
+            kind.register(np.ndarray)
+        tensors.update({kinds[name]: ArrayType(port.dtype, port.dims[skipped:]) for name, port in ports.items()})
+        return TypedDict(what, kinds)  # type: ignore[operator]
+
+    items = Values(typed("inputs", session.inputs), str(path), tensors, f"{name}.")
+    results = Values(typed("outputs", session.outputs), str(path), tensors, f"{name}.")
+    why = graph.axis.removeprefix(f"{path}: ") or "its first axis is fixed at 1"
+    rows = "in one call" if session.dynamic_batch else f"one by one: {why}"
     return ServedFunction(
-        path.stem, source, GraphItems(processor), items, results, example=example_of(items),
+        name, source, graph, items, results, example=example_of(items),
         told=f"{path.name}: items of a batch run {rows}",
-        shaped=any(None in port.dims[1:] for port in session.inputs.values()),
+        shaped=any(None in port.dims[skipped:] for port in session.inputs.values()),
     )  # fmt: skip

@@ -47,20 +47,24 @@ class Values:
     """Values of one type.
 
     hint: the annotation. where: what an error of it names. arrays: those of which more is known than their type,
-    by the class that stands for each in `hint`. schema: JSON Schema, and `parts` what it refers to. raw: content types
+    by the class that stands for each in `hint`. schema: JSON Schema, and `parts` what it refers to,
+    under names that begin with `prefix`. raw: content types
     of bodies that are the value themselves. slow: pictures are in it.
     """
 
-    def __init__(self, hint: Any, where: str, arrays: Mapping[Any, ArrayType] | None = None) -> None:
+    def __init__(self, hint: Any, where: str, arrays: Mapping[Any, ArrayType] | None = None, prefix: str = "") -> None:
         self.hint, self.arrays, self._where = hint, arrays or {}, where
         self.raw = _raw_types(hint)
+        self._refers = f"#/components/schemas/{prefix}"
+        self._own_parts: dict[str, Any] = {}  # of pydantic
         self.slow = False  # to be decoded beside the loop
         try:
             self._json = msgspec.json.Decoder(hint, dec_hook=self._read)
             self._msgpack = msgspec.msgpack.Decoder(hint, dec_hook=self._read)
-            (self.schema,), self.parts = msgspec.json.schema_components(
-                (hint,), schema_hook=self._schema_of, ref_template="#/components/schemas/{name}"
+            (self.schema,), parts = msgspec.json.schema_components(
+                (hint,), schema_hook=self._schema_of, ref_template=self._refers + "{name}"
             )
+            self.parts = {prefix + name: part for name, part in parts.items()} | self._own_parts
         except (TypeError, NameError, ValueError) as error:
             raise ConfigError(f"{where}: {_named(hint)} cannot be a schema: {_line(error)}") from error
 
@@ -132,8 +136,8 @@ class Values:
             self.slow = True
             return {"type": "string", "format": "image", "description": "a PNG or JPEG in base64"}
         if _is_pydantic(hint):
-            found: dict[str, Any] = hint.model_json_schema(ref_template="#/components/schemas/{model}")
-            found.pop("$defs", None)
+            found: dict[str, Any] = hint.model_json_schema(ref_template=self._refers + "{model}")
+            self._own_parts |= {self._refers[21:] + name: part for name, part in found.pop("$defs", {}).items()}
             return found
         known = "plain types, dataclass, TypedDict, msgspec.Struct, pydantic, numpy.ndarray and PIL.Image are read"
         raise ConfigError(f"{self._where}: {_named(hint)} is no type that can be sent: {known}")

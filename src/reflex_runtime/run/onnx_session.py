@@ -200,6 +200,7 @@ class OnnxSession:
         ONNX Runtime keeps CUDA graphs per thread: those of the first thread that calls are the only ones, and calls on
         any other run without. Calls from several threads at once are not safe.
 
+    whole: it has no batch axis; `call` runs it once.
     any_batch: whether inputs may have a batch axis of any fixed size, with outputs that are symbolic there.
 
     `batch_size` is the fixed size of the batch axis, None if it is symbolic. `run` then calls the graph once per so
@@ -215,6 +216,7 @@ class OnnxSession:
         threads: int = 1,
         captured_sizes: Sequence[int] = (),
         any_batch: bool = False,
+        whole: bool = False,
     ) -> None:
         if not threads >= 1:
             raise ConfigError(f"OnnxSession.threads={threads!r}: must be >= 1")
@@ -232,7 +234,10 @@ class OnnxSession:
         if outputs is not None:
             match(path, "output", outputs, self.outputs)
         self._wanted = [spec.name for spec in outputs] if outputs is not None else list(self.outputs)
-        self.batch_size = self._fixed_inputs() if any_batch else None if self._batch_axis() else 1
+        if whole:
+            self.batch_size: int | None = 1
+        else:
+            self.batch_size = self._fixed_inputs() if any_batch else None if self._batch_axis() else 1
         if captured_sizes and not self.dynamic_batch:
             size = self.batch_size
             raise ConfigError(f"{path}: its batch axis is fixed at {size}, so no batch sizes can be captured")
@@ -254,7 +259,7 @@ class OnnxSession:
         if size is not None:
             return self._replay(size, n, rows)
         if self.dynamic_batch:
-            return self._call(rows)
+            return self.call(rows)
         return self._in_parts(n, rows, self.batch_size or 1, notes)
 
     @property
@@ -269,7 +274,7 @@ class OnnxSession:
         parts = []
         for start in range(0, n, size):
             part = {name: array[start : start + size] for name, array in rows.items()}
-            parts.append(self._call({name: _padded(array, size) for name, array in part.items()}))
+            parts.append(self.call({name: _padded(array, size) for name, array in part.items()}))
             if odd := [f"{name!r}: leading axis: found {len(a)}" for name, a in parts[-1].items() if len(a) != size]:
                 raise BatchAxisError(f"{self.path}: output {odd[0]}, expected {size} as that of its inputs")
         return {name: np.concatenate([part[name] for part in parts])[:n] for name in self._wanted}
@@ -288,7 +293,8 @@ class OnnxSession:
             return captured.put(name, array)
         return self._ort.OrtValue.ortvalue_from_numpy(array, "cuda", 0)
 
-    def _call(self, rows: Rows) -> dict[str, NDArray[Any]]:
+    def call(self, rows: Rows) -> dict[str, NDArray[Any]]:
+        """Output arrays by name of one call with these inputs as they are."""
         if self.provider == CUDA:
             results = self._call_bound(rows)
         else:
