@@ -159,5 +159,5 @@ def _checked(config: FunctionsConfig, sources: Sequence[str]) -> list[ServedFunc
 
 
 def _ready(names: Sequence[str], server: Any, where: str) -> None:
-    paths = f"{where}/predict" if len(names) == 1 else ", ".join(f"{where}/predict/{name}" for name in names)
-    logging.info("ready: POST %s, pages: %s/dashboard and /docs", paths, where)
+    paths = "/predict" if len(names) == 1 else ", ".join(f"/predict/{name}" for name in names)
+    logging.info("ready on %s: POST %s, pages: %s/dashboard and /docs", where, paths, where)

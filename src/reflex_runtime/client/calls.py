@@ -15,14 +15,14 @@ import uuid
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal, TypeAlias, TypedDict, TypeVar
-from urllib.parse import quote
+from urllib.parse import quote, urlencode
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from reflex_runtime.client.errors import BadAnswer, ClientError, ServerError, Unreachable
-from reflex_runtime.client.exchange import Attempt, Chunk, Reply, chunk, decoded, refused
+from reflex_runtime.client.exchange import Attempt, Chunk, Reply, chunk, decoded, refused, result
 from reflex_runtime.pacing import doubled
 
 GRACE: Final = 0.5  # seconds beyond its deadline: the server is to say itself that its answer came too late
@@ -132,6 +132,24 @@ class Calls:
             error.request_id = request_id
             raise
 
+    def predict(self, item: Any, function: str, said: Mapping[str, Any]) -> Call[Any]:
+        """POST /predict. A later attempt sends the rest of the deadline."""
+        said = {name: value for name, value in said.items() if value is not None}
+        request_id = said.setdefault("request_id", uuid.uuid4().hex)
+        deadline = said.pop("deadline_ms", None)
+        if deadline is not None and not 0.0 < deadline <= 600_000.0:
+            raise ValueError(f"deadline_ms={deadline!r}: must be in (0, 600000]")
+        body = msgspec.msgpack.encode(item, enc_hook=_item)
+        path = f"/predict/{quote(function, safe='')}" if function else "/predict"
+        try:
+            reply, _ = yield from self._ask(
+                "POST", f"{path}?{urlencode(said)}", None, "msgpack", self.clock(), deadline, body=body
+            )
+        except ClientError as error:
+            error.request_id = error.request_id or str(request_id)
+            raise
+        return result(reply)
+
     def get(self, path: str) -> Call[dict[str, Any]]:
         """GET a JSON object; repeated while the server is unreachable or only a proxy answers."""
         reply, _ = yield from self._ask("GET", path, None, "json", self.clock())
@@ -171,9 +189,10 @@ class Calls:
         began: float,
         deadline_ms: float | None = None,
         episode: str | None = None,
+        body: bytes | None = None,
     ) -> Call[tuple[Reply, int]]:
         """A 2xx reply and the number of attempts, or the last attempt's error. episode: names it to what is between
-        this client and several servers."""
+        this client and several servers. body: in place of fields; what is left of the deadline is in a header then."""
         headers = self._headers(wire)
         if episode:
             headers["X-Reflex-Episode"] = quote(str(episode), safe="", errors="replace")
@@ -182,11 +201,14 @@ class Calls:
         retries = Retries(self.retries, began + min(self.timeout, deadline), self.spread)
         while True:
             now = self.clock()
-            if fields is not None and deadline_ms is not None and now > began:
-                fields = {**fields, "deadline_ms": max(1e-3, deadline_ms - (now - began) * 1e3)}
-            body = None if fields is None else encoded(fields, wire)
+            left_ms = None if deadline_ms is None else max(1e-3, deadline_ms - (now - began) * 1e3)
+            if body is not None and left_ms is not None:
+                headers["X-Reflex-Deadline-Ms"] = f"{left_ms:.3f}"
+            elif fields is not None and left_ms is not None and now > began:
+                fields = {**fields, "deadline_ms": left_ms}
+            sent = body if fields is None else encoded(fields, wire)
             try:
-                reply = yield from self._sent(method, path, headers, body, max(1e-3, began + limit - now))
+                reply = yield from self._sent(method, path, headers, sent, max(1e-3, began + limit - now))
                 if 200 <= reply.status < 300:
                     return reply, retries.made + 1
                 raise refused(reply)
@@ -282,6 +304,21 @@ def _compressed(pixels: NDArray[np.uint8], kind: str, **options: Any) -> bytes:
     out = io.BytesIO()
     PIL.Image.fromarray(pixels).save(out, kind, **options)
     return out.getvalue()
+
+
+def _item(value: Any) -> Any:
+    """What msgpack has for a value of an item: arrays, numbers of numpy, pictures of Pillow."""
+    if isinstance(value, np.ndarray):
+        return _array(value)
+    if isinstance(value, np.generic):
+        return value.item()
+    if hasattr(value, "model_dump"):  # pydantic
+        return value.model_dump()
+    if hasattr(value, "save") and hasattr(value, "mode"):  # a picture
+        out = io.BytesIO()
+        value.save(out, "PNG", compress_level=1)
+        return out.getvalue()
+    raise TypeError(f"item: a {type(value).__name__} cannot be sent")
 
 
 def _array(values: NDArray[Any]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from typing import Any, Self, Unpack
 
 import httpx
 
-from reflex_runtime.client.calls import ActFields, Call, Calls, Encoding, T, Wire
+from reflex_runtime.client.calls import ActFields, Call, Calls, Encoding, Priority, T, Wire
 from reflex_runtime.client.errors import ClientError
 from reflex_runtime.client.exchange import Attempt, Chunk, Network, Reply
 
@@ -88,6 +88,24 @@ class Client(BaseClient):
         """
         return self._run(self._calls.act(fields))
 
+    def predict(
+        self,
+        item: Any,
+        function: str = "",
+        *,
+        deadline_ms: float | None = None,
+        priority: Priority | None = None,
+        client: str | None = None,
+        request_id: str | None = None,
+    ) -> Any:
+        """The result of a function for one item, see docs/functions.md. function: its name, where there are several.
+
+        Arrays, dataclasses, structs, pydantic models and pictures may be in the item; arrays in a result are arrays
+        again. client: whose fair share it takes. Raises the ClientError of the server's error code.
+        """
+        said = {"deadline_ms": deadline_ms, "priority": priority, "client": client, "request_id": request_id}
+        return self._run(self._calls.predict(item, function, said))
+
     def health(self) -> dict[str, Any]:
         """The body of /health, ready or not: `["state"] == "ready"` when the server serves. One attempt."""
         return self._run(self._calls.health())
@@ -160,6 +178,24 @@ class AsyncClient(BaseClient):
     async def act(self, **fields: Unpack[ActFields]) -> Chunk:
         """As `Client.act`. Cancelling the task closes the connection, and the server drops the request."""
         return await self._run(self._calls.act(fields))
+
+    async def predict(
+        self,
+        item: Any,
+        function: str = "",
+        *,
+        deadline_ms: float | None = None,
+        priority: Priority | None = None,
+        client: str | None = None,
+        request_id: str | None = None,
+    ) -> Any:
+        """The result of a function for one item, see docs/functions.md. function: its name, where there are several.
+
+        Arrays, dataclasses, structs, pydantic models and pictures may be in the item; arrays in a result are arrays
+        again. client: whose fair share it takes. Raises the ClientError of the server's error code.
+        """
+        said = {"deadline_ms": deadline_ms, "priority": priority, "client": client, "request_id": request_id}
+        return await self._run(self._calls.predict(item, function, said))
 
     async def health(self) -> dict[str, Any]:
         return await self._run(self._calls.health())

@@ -180,6 +180,27 @@ class Chunk:
     raw: Mapping[str, Any]
 
 
+def result(reply: Reply) -> Any:
+    """The result in an answer of /predict; bytes and pictures are the body itself."""
+    if "msgpack" not in reply.headers.get("content-type", ""):
+        return reply.body
+    try:
+        return _arrays(msgspec.msgpack.decode(reply.body))
+    except (msgspec.DecodeError, TypeError, ValueError, RecursionError) as error:
+        raise BadAnswer(f"the answer is not msgpack: {error}", status=reply.status) from None
+
+
+def _arrays(value: Any) -> Any:
+    """The same with arrays where it has {dtype, shape, data}."""
+    if isinstance(value, list):
+        return [_arrays(part) for part in value]
+    if not isinstance(value, dict):
+        return value
+    if value.keys() == {"dtype", "shape", "data"} and isinstance(value["data"], bytes):
+        return np.frombuffer(value["data"], np.dtype(value["dtype"])).reshape(value["shape"])
+    return {name: _arrays(part) for name, part in value.items()}
+
+
 def decoded(reply: Reply) -> dict[str, Any]:
     """The object of a body, JSON or msgpack."""
     try:

@@ -200,7 +200,7 @@ def _device(config: FunctionsConfig) -> str:
 
 def told(error: BaseException) -> str:
     """An exception of foreign code in one line: its class, its text, and where it was raised."""
-    last = traceback.extract_tb(error.__traceback__)[-1:]
+    last = [] if isinstance(error, SyntaxError) else traceback.extract_tb(error.__traceback__)[-1:]  # it says where
     where = f" ({Path(last[0].filename).name}:{last[0].lineno})" if last else ""
     text = " ".join(str(error).split())[:300]
     return f"{type(error).__name__}: {text}{where}"
