@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from pathlib import Path
 
 import av
@@ -13,8 +12,7 @@ from tools.shape_detector.scoring import Truth, hits, truth_of, write_scene
 
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.feeds.detectors.onnx import OnnxFrames
-from reflex_runtime.feeds.runtime.pipeline import Source, SourceError
-from reflex_runtime.feeds.sources import shapes
+from reflex_runtime.feeds.runtime.pipeline import Source, SourceClock, SourceError
 from reflex_runtime.feeds.sources.shapes import (
     DETECTOR,
     LABELS,
@@ -162,54 +160,21 @@ def test_read_as_a_file_it_gives_every_picture_and_ends() -> None:
     assert again[1] == 0.0
 
 
-class Clock:
-    """Stands in for the source's clock and its waiting."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, source: DrawnSource) -> None:
-        self.now, self.waited = 100.0, list[float]()
-        monkeypatch.setattr(shapes.time, "monotonic", lambda: self.now)
-        monkeypatch.setattr(source._interrupted, "wait", self.wait)
-
-    def wait(self, seconds: float) -> bool:
-        self.waited.append(round(seconds, 6))
-        self.now += seconds
-        return False
-
-
-def test_a_live_camera_keeps_time_and_does_not_wait_for_a_late_reader(monkeypatch: pytest.MonkeyPatch) -> None:
-    source = ShapesSource(1, fps=10, seconds=1)
-    clock = Clock(monkeypatch, source)
-    source.open()
+def test_a_live_camera_is_read_at_its_times_and_begins_again_when_it_is_opened_again() -> None:
+    source, clock = ShapesSource(1, fps=10, seconds=0.3, size=(64, 48)), SourceClock(live=False)
+    assert (source.live, source.paced) == (True, True)
     times = []
-    for late in (0.0, 0.0, 0.04, 0.35, 0.0):
-        clock.now += late
-        picture = source.read()
-        assert picture is not None
-        times.append(round(picture[1] or 0.0, 6))
-    assert times == [0.0, 0.1, 0.2, 0.5, 0.6]  # 0.3 and 0.4 were missed
-    assert clock.waited == [0.1, 0.06, 0.05]
-    clock.now += 1.0
-    assert source.read() is None
+    for _ in range(2):
+        source.open()
+        times += [clock.time(pts, 0.0, source.step) for _, pts in iter(source.read, None)]  # type: ignore[misc]
+    assert times == pytest.approx([0.0, 0.1, 0.2, 0.3, 0.4, 0.5])
 
 
-def test_interrupt_ends_a_waiting_read_at_once_and_every_later_call() -> None:
+def test_an_interrupted_source_stays_so() -> None:
     source = ShapesSource(1, fps=0.001)
     source.open()
     source.read()
-    failed: list[SourceError] = []
-
-    def wait_for_the_next() -> None:
-        try:
-            source.read()
-        except SourceError as error:
-            failed.append(error)
-
-    thread = threading.Thread(target=wait_for_the_next, daemon=True)
-    thread.start()
     source.interrupt()
-    thread.join(5)
-    assert not thread.is_alive()
-    assert [e.retryable for e in failed] == [True]
     for call in (source.read, source.open):
         with pytest.raises(SourceError, match="interrupted"):
             call()

@@ -4,12 +4,10 @@ what a detector should find in it is known. `DETECTOR` finds the shapes."""
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from math import ceil, cos, floor, pi, sin
+from math import ceil, cos, pi, sin
 from pathlib import Path
-from threading import TIMEOUT_MAX, Event
 from typing import Any, Final, TypeVar
 
 import numpy as np
@@ -38,8 +36,8 @@ class DrawnSource:
     """A source whose picture i is `draw(i)`, shown at i / fps seconds.
 
     name: for people. fps: pictures per second, in (0, 1000]. frames: pictures in all, None without end.
-    live: pictures appear at their time, and a reader that comes late has missed some, as with a camera; otherwise they
-    wait for the reader, as in a file. Opened again, it begins again at picture 0.
+    live: the reader takes the pictures at their times (`paced`), as a camera's; otherwise as fast as it can, as in a
+    file. Opened again, it begins again at picture 0.
     """
 
     def __init__(
@@ -47,29 +45,22 @@ class DrawnSource:
     ) -> None:
         check("fps", fps, 0 < fps <= 1000, "in (0, 1000]")
         check("frames", frames, frames is None or frames >= 1, ">= 1, or None for no end")
-        self.name, self.live, self.total = name, live, frames
-        self.fps = fps
+        self.name, self.live, self.paced, self.total = name, live, live, frames
+        self.fps, self.step = fps, 1.0 / fps
         self._draw = draw
-        self._interrupted = Event()
-        self._next, self._began = 0, 0.0
-        self._open = False
+        self._interrupted = self._open = False
+        self._next = 0
 
     def open(self) -> None:
         self._check()
-        self._next, self._began, self._open = 0, time.monotonic(), True
+        self._next, self._open = 0, True
 
     def read(self) -> Picture | None:
         """The next picture and its time. The array is new at every call."""
         self._check()
         if not self._open:
             raise SourceError(f"{self.name}: not open")
-        if self.live:
-            passed = time.monotonic() - self._began
-            self._next = max(self._next, floor(passed * self.fps))
-            wait = self._next / self.fps - passed
-            if self._more() and wait > 0 and self._interrupted.wait(min(wait, TIMEOUT_MAX)):
-                self._check()
-        if not self._more():
+        if self._next == self.total:
             return None
         i, self._next = self._next, self._next + 1
         return self._draw(i), i / self.fps
@@ -78,14 +69,11 @@ class DrawnSource:
         self._open = False
 
     def interrupt(self) -> None:
-        """End a wait, now and from now on."""
-        self._interrupted.set()
-
-    def _more(self) -> bool:
-        return self.total is None or self._next < self.total
+        """No picture from now on."""
+        self._interrupted = True
 
     def _check(self) -> None:
-        if self._interrupted.is_set():
+        if self._interrupted:
             raise SourceError(f"{self.name}: interrupted")
 
 
