@@ -27,7 +27,7 @@ from bench.machine import cores, pin
 from bench.report import Row, row, say, table
 from bench.servers import Server, reflex, running
 from reflex_runtime.robots import Policy, load_policy
-from reflex_runtime.robots.rollout.comparison import wilson
+from reflex_runtime.robots.versions.comparison import wilson
 from reflex_runtime.robots.wires.openpi import encode
 
 APP = "bench.apps.metaworld_torch"

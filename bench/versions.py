@@ -28,12 +28,12 @@ from reflex_runtime.core.events import BatchFinished, BatchScheduled, RequestAns
 from reflex_runtime.core.request import AdmittedBatch, Ticket
 from reflex_runtime.observe.journal_writer import JournalWriter, Recording
 from reflex_runtime.robots import Export, GuardReport, Policy, load_policy
-from reflex_runtime.robots.rollout.breaker import Breaker
-from reflex_runtime.robots.rollout.rollout import Rollout
 from reflex_runtime.robots.serving.pending import PendingRequest
 from reflex_runtime.robots.serving.question import ACT, ActAnswer, Timing
-from reflex_runtime.robots.serving.slots import Slot, Version
 from reflex_runtime.robots.serving.telemetry import asked_and_answered, header_of
+from reflex_runtime.robots.versions.breaker import Breaker
+from reflex_runtime.robots.versions.rollout import Rollout
+from reflex_runtime.robots.versions.slots import Slot, Version
 from reflex_runtime.robots.wires.act import decode
 from reflex_runtime.settings import ServeConfig
 

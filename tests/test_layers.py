@@ -34,7 +34,7 @@ TOP = {"demo", "cli", "__main__", "__init__"}  # may import everything; nobody i
 # Inside a slice, a sub-folder imports itself and what is to the left of it. `.` is the modules of the folder itself
 # that have no place of their own.
 ORDER: Final = {
-    "robots": "policy sources __init__ rollout serving wires openapi app analysis",
+    "robots": "policy sources __init__ versions serving wires openapi app analysis",
     "llm": "runners engine server api app __init__",
     "feeds": "runtime sources detectors stages outputs . __init__",
     "web": ". dashboard",

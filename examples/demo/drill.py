@@ -17,7 +17,7 @@ from demo.robot import Event
 from demo.run import new_run, planned
 from reflex_runtime.client import Client, ClientError
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.robots.rollout.router import bucket
+from reflex_runtime.robots.versions.router import bucket
 
 FAULT: Final = "b:raise:1"
 LOOK: Final = 0.2  # seconds between two regular looks at the server

@@ -23,7 +23,7 @@ import numpy as np
 from demo.robot import EXECUTE, run_robot
 from demo.tasks import INSTRUCTIONS, RobotView
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.robots.rollout.comparison import wilson
+from reflex_runtime.robots.versions.comparison import wilson
 
 if TYPE_CHECKING:
     from demo.world import World

@@ -16,7 +16,7 @@ from demo.run import planned
 from reflex_runtime.client import ClientError
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.observe.journal_reader import read_journal
-from reflex_runtime.robots.rollout.router import Router
+from reflex_runtime.robots.versions.router import Router
 
 EPISODE = {"event": "episode_end"}
 

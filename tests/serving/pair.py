@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from reflex_runtime.robots.rollout.router import bucket
+from reflex_runtime.robots.versions.router import bucket
 
 from .exports import WEIGHTS, expected, write_tiny
 from .harness import PATIENCE, STATE, Answer, Server, changed
@@ -22,7 +22,7 @@ WEIGHTS_OF = {"v1": WEIGHTS, "v2": -WEIGHTS, "v3": 2 * WEIGHTS}
 # Run first in a server's process: no policy is loaded as long as there is a file of that name.
 SLOW_LOAD = """
 import os, time
-import reflex_runtime.robots.serving.slots as slots
+import reflex_runtime.robots.versions.slots as slots
 really = slots.load_policy
 def load_policy(*given, **more):
     while os.path.exists({gate!r}):

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from demo.robot import EXECUTE, run_robot
 from demo.tasks import INSTRUCTIONS, RobotView
 from demo.world import World
-from reflex_runtime.robots.rollout.comparison import wilson
+from reflex_runtime.robots.versions.comparison import wilson
 
 
 def session(path: Path) -> ort.InferenceSession:

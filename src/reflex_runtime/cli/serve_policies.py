@@ -140,7 +140,7 @@ def plans_of(
     """What is served. ConfigError for what can be found before anything is loaded."""
     from reflex_runtime.robots import read_source
     from reflex_runtime.robots.serving.served import PolicyPlan
-    from reflex_runtime.robots.serving.slots import device_of
+    from reflex_runtime.robots.versions.slots import device_of
 
     check_memory(asked)
     plans = []
@@ -193,8 +193,8 @@ def check_memory(asked: Sequence[PolicyAsked]) -> None:
 
 def _check(config: ServeConfig, specs: Mapping[str, PolicySource]) -> None:
     """What of one policy takes more than a range."""
-    from reflex_runtime.robots.rollout.ramp import Ramp, RampGuard
-    from reflex_runtime.robots.rollout.slo import Objective
+    from reflex_runtime.robots.versions.ramp import Ramp, RampGuard
+    from reflex_runtime.robots.versions.slo import Objective
 
     if config.slo:
         Objective.parse(config.slo)
@@ -225,7 +225,7 @@ def _check_device(config: ServeConfig, specs: Mapping[str, PolicySource]) -> Non
 
 def _check_specs(config: ServeConfig, specs: Mapping[str, PolicySource]) -> None:
     """What the sources allow."""
-    from reflex_runtime.robots.serving.slots import check_alike, faults_of
+    from reflex_runtime.robots.versions.slots import check_alike, faults_of
 
     faults_of(config.inject_fault, tuple(specs), "--inject-fault")
     check_alike(specs)

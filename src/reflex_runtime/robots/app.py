@@ -139,7 +139,7 @@ def create_app(source: str | None = None, **settings: str) -> tuple[App, PolicyR
     the environment (REFLEX_MAX_QUEUE=64). ConfigError for what can be found before anything is loaded.
     """
     from reflex_runtime.robots import read_source
-    from reflex_runtime.robots.serving.slots import device_of
+    from reflex_runtime.robots.versions.slots import device_of
     from reflex_runtime.settings.read import environment, read
 
     for name in settings.keys() - {field.name for field in fields(ServeConfig)}:

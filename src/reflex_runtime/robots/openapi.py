@@ -15,7 +15,7 @@ from reflex_runtime.robots.policy.processors import FaultKind
 from reflex_runtime.robots.serving import admin
 from reflex_runtime.robots.serving.decode_pool import cameras_of
 from reflex_runtime.robots.serving.question import ActAnswer
-from reflex_runtime.robots.serving.slots import SHADOW
+from reflex_runtime.robots.versions.slots import SHADOW
 from reflex_runtime.robots.wires import oip as policy_models
 from reflex_runtime.robots.wires.act import ActJson
 from reflex_runtime.settings import DEFAULT_POLICY

@@ -17,7 +17,7 @@ from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.observe.journal import JournalError
 from reflex_runtime.observe.journal_writer import JournalWriter, Recording
 from reflex_runtime.robots.analysis.report import RolloutReport, evidence, report
-from reflex_runtime.robots.rollout.comparison import Comparison, wilson
+from reflex_runtime.robots.versions.comparison import Comparison, wilson
 
 POLICIES = [{"slot": s, "model_id": f"arm-{s}", "model_hash": f"{s}{s}{s}{s}"} for s in ("a", "b")]
 

@@ -11,8 +11,8 @@ from random import Random
 import numpy as np
 import pytest
 
-from reflex_runtime.robots.rollout.breaker import ALPHA, ALTERNATIVES, RATE, Breaker, CrashEvidence
-from reflex_runtime.robots.rollout.router import Router, bucket
+from reflex_runtime.robots.versions.breaker import ALPHA, ALTERNATIVES, RATE, Breaker, CrashEvidence
+from reflex_runtime.robots.versions.router import Router, bucket
 
 LIMIT = log(1 / ALPHA)
 

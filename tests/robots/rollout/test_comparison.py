@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from reflex_runtime.robots.rollout.comparison import BETS, BLOCKS, Comparison, ratio, wilson
+from reflex_runtime.robots.versions.comparison import BETS, BLOCKS, Comparison, ratio, wilson
 from thinned import thinned
 
 # -- intervals ---------------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from random import Random
 import pytest
 
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.robots.rollout.ramp import Decision, GuardWatch, Ramp, RampGuard
+from reflex_runtime.robots.versions.ramp import Decision, GuardWatch, Ramp, RampGuard
 
 GUARD = RampGuard(99.0, 0.150, 0.01)
 SHARES = (5, 20, 50, 100)

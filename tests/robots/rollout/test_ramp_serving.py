@@ -97,7 +97,7 @@ def test_v12_a_drain_of_b_ends_its_ramp(pair: Pair) -> None:
 
 # Run first in the server's process: the first look at the ramp fails, for whatever reason.
 STUMBLES = """
-import reflex_runtime.robots.rollout.rollout as module
+import reflex_runtime.robots.versions.rollout as module
 really = module.Rollout.evaluate
 def evaluate(self, now):
     module.Rollout.evaluate = really

@@ -7,9 +7,9 @@ import logging
 
 import pytest
 
-from reflex_runtime.robots.rollout.breaker import Breaker
-from reflex_runtime.robots.rollout.ramp import Ramp, RampGuard
-from reflex_runtime.robots.rollout.rollout import Change, Rollout
+from reflex_runtime.robots.versions.breaker import Breaker
+from reflex_runtime.robots.versions.ramp import Ramp, RampGuard
+from reflex_runtime.robots.versions.rollout import Change, Rollout
 from reflex_runtime.web.errors import Conflict, Degraded, NotFound
 from serving.pair import episodes
 
@@ -264,7 +264,7 @@ def test_a_shadow_is_none_of_its_business(versions: Versions) -> None:
 
 
 def test_tables_of_episodes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("reflex_runtime.robots.rollout.rollout.EPISODES", 10)
+    monkeypatch.setattr("reflex_runtime.robots.versions.rollout.EPISODES", 10)
     versions = Versions()
     for i in range(30):
         versions.rollout.place(f"e{i}", "r", 0.0)

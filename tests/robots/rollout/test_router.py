@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.robots.rollout.router import Router, Routing, bucket
+from reflex_runtime.robots.versions.router import Router, Routing, bucket
 
 REPEATABLE = settings(max_examples=200, deadline=None, derandomize=True, database=None)
 VECTORS = {"ep_xyz": 77, "ep_abc": 50, "req_42": 20, "a": 50, "": 52}
@@ -34,7 +34,7 @@ def test_v2_slot_a_iff_the_bucket_is_below_the_split() -> None:
 def test_v2_another_process_with_another_hash_seed_answers_alike() -> None:
     keys = ["ep_xyz", "", "naïve-épisode", "机器人", "\N{ROBOT FACE}", "a" * 256, *(f"ep_{i}" for i in range(50))]
     program = (
-        "import json, sys; from reflex_runtime.robots.rollout.router import Router, bucket; r = Router(80);"
+        "import json, sys; from reflex_runtime.robots.versions.router import Router, bucket; r = Router(80);"
         "keys = json.load(sys.stdin); print(json.dumps([[bucket(k), r.route(k, '42', 0.0).slot] for k in keys]))"
     )
     environment = {**os.environ, "PYTHONHASHSEED": "12345"}

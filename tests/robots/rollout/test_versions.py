@@ -16,8 +16,8 @@ from forked import reflex
 from reflex_runtime.cli import main
 from reflex_runtime.observe.journal_reader import read_journal
 from reflex_runtime.robots import load_policy
-from reflex_runtime.robots.rollout.router import bucket
 from reflex_runtime.robots.sources import memory
+from reflex_runtime.robots.versions.router import bucket
 from reflex_runtime.web import supervisor
 from robots.tiny import write_export
 from robots.wires.callers import CALLERS

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-import reflex_runtime.robots.serving.slots
+import reflex_runtime.robots.versions.slots
 from reflex_runtime.core.cost import TimeCost
 from reflex_runtime.robots import Export, Policy, load_policy
 from reflex_runtime.robots.policy.spec import DeviceOptions
@@ -72,6 +72,6 @@ def test_b24_the_policy_gets_the_sizes_and_warms_up_where_batches_run(
         await runtime.batcher.run(runtime.first.policy.request(observation))
         await runtime.stop(asyncio.get_running_loop().time(), nothing)
 
-    monkeypatch.setattr(reflex_runtime.robots.serving.slots, "load_policy", load)
+    monkeypatch.setattr(reflex_runtime.robots.versions.slots, "load_policy", load)
     asyncio.run(main())
     assert threads["warm_up"] is threads["run"]

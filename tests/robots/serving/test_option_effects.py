@@ -18,8 +18,8 @@ from reflex_runtime.core.request import Request
 from reflex_runtime.core.scheduler import Scheduler
 from reflex_runtime.robots import Export
 from reflex_runtime.robots.app import App
-from reflex_runtime.robots.serving import slots
 from reflex_runtime.robots.serving.runtime import PolicyRuntime
+from reflex_runtime.robots.versions import slots
 from reflex_runtime.run.onnx_session import CPU, CUDA
 from reflex_runtime.settings import ServeConfig
 from serving.harness import PATIENCE, STATE

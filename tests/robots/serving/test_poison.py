@@ -12,8 +12,8 @@ from core.helpers import ask, finish, scheduler_of, take
 from core.test_isolation import ERROR, closed_loop, some
 from reflex_runtime.core.batch import Done, Failed
 from reflex_runtime.core.cost import UnitCost
-from reflex_runtime.robots.rollout.breaker import Breaker
-from reflex_runtime.robots.rollout.rollout import Rollout
+from reflex_runtime.robots.versions.breaker import Breaker
+from reflex_runtime.robots.versions.rollout import Rollout
 from serving.harness import STATE, Server
 from serving.requests import marked
 from thinned import thinned

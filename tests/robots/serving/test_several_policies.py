@@ -26,7 +26,7 @@ from reflex_runtime.core.request import Request
 from reflex_runtime.core.scheduler import Scheduler
 from reflex_runtime.observe.journal_reader import read_journal
 from reflex_runtime.robots import Policy
-from reflex_runtime.robots.serving.slots import group_of
+from reflex_runtime.robots.versions.slots import group_of
 from reflex_runtime.settings import OWN_SETTINGS, ServeConfig
 from reflex_runtime.settings.read import own_settings
 from robots.wires.callers import VlaEval

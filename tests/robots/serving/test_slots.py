@@ -16,7 +16,7 @@ from reflex_runtime.core.batch import Batch
 from reflex_runtime.core.errors import ConfigError, ProcessorError
 from reflex_runtime.core.request import Ticket
 from reflex_runtime.robots import Export, Policy, load_policy, parse_fault
-from reflex_runtime.robots.serving.slots import Slot, Version, check_alike, faults_of, group_of, load
+from reflex_runtime.robots.versions.slots import Slot, Version, check_alike, faults_of, group_of, load
 from reflex_runtime.settings import ServeConfig
 from robots.tiny import Bench, asked, write_export
 

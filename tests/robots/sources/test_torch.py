@@ -28,9 +28,9 @@ from reflex_runtime.robots import (  # noqa: E402
     load_policy,
 )
 from reflex_runtime.robots.policy.prefix_cache import PrefixTensors  # noqa: E402
-from reflex_runtime.robots.serving.slots import device_of, load  # noqa: E402
 from reflex_runtime.robots.sources.load import read_source  # noqa: E402
 from reflex_runtime.robots.sources.torch_models import TorchStaged, TorchWhole, taken, weights_of  # noqa: E402
+from reflex_runtime.robots.versions.slots import device_of, load  # noqa: E402
 from reflex_runtime.run.onnx_session import CUDA  # noqa: E402
 from reflex_runtime.settings import ServeConfig  # noqa: E402
 from serving.harness import Server  # noqa: E402

@@ -17,16 +17,16 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-import reflex_runtime.robots.serving.slots  # noqa: E402
+import reflex_runtime.robots.versions.slots  # noqa: E402
 from reflex_runtime.cli.serve_policies import _check_device  # noqa: E402
 from reflex_runtime.core.batch import Batch  # noqa: E402
 from reflex_runtime.core.errors import ConfigError  # noqa: E402
 from reflex_runtime.core.request import Ticket  # noqa: E402
 from reflex_runtime.robots import DecomposedPolicy, DeviceOptions, Export, Policy, load_policy  # noqa: E402
-from reflex_runtime.robots.serving.slots import group_of  # noqa: E402
 from reflex_runtime.robots.sources import torch_models  # noqa: E402
 from reflex_runtime.robots.sources.load import read_source  # noqa: E402
 from reflex_runtime.robots.sources.torch_models import MOST_SHAPES, CapturedStep, TorchStaged, TorchWhole, UploadedOnce  # noqa: E402  # noqa: E402
+from reflex_runtime.robots.versions.slots import group_of  # noqa: E402
 from reflex_runtime.run.onnx_session import CUDA  # noqa: E402
 from reflex_runtime.run.processor import run_through  # noqa: E402
 from reflex_runtime.settings import ServeConfig  # noqa: E402
@@ -239,7 +239,7 @@ def test_p7_a_step_that_cannot_be_captured_is_one_line_when_it_is_loaded(
         assert runtime.error.endswith("leave --cuda-graphs out")
         assert "\n" not in runtime.error
 
-    monkeypatch.setattr(reflex_runtime.robots.serving.slots, "load_policy", load)
+    monkeypatch.setattr(reflex_runtime.robots.versions.slots, "load_policy", load)
     asyncio.run(main())
 
 

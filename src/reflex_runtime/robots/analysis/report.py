@@ -1,6 +1,6 @@
 """A against B, out of journals: success rates with their evidence, latency, errors, and what was decided when.
 
-The comparison is the server's own (`robots/rollout/comparison.py`), fed with the recorded outcomes in their order, so
+The comparison is the server's own (`robots/versions/comparison.py`), fed with the recorded outcomes in their order, so
 it shows what the server knew at every moment.
 """
 
@@ -17,7 +17,7 @@ from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.core.statistics import percentile
 from reflex_runtime.observe.journal import Header, JournalError, Note, RequestLine, episode_key
 from reflex_runtime.observe.journal_reader import JournalReader
-from reflex_runtime.robots.rollout.comparison import Comparison, wilson
+from reflex_runtime.robots.versions.comparison import Comparison, wilson
 
 WIDTH = 80
 _SLOT = 24  # columns of a slot in the table

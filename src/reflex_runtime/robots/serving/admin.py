@@ -19,8 +19,8 @@ from msgspec import Meta
 from reflex_runtime.core.errors import Closed, ConfigError, ReflexError
 from reflex_runtime.robots.policy.spec import PYTHON
 from reflex_runtime.robots.serving.handler import RequestHandler
-from reflex_runtime.robots.serving.slots import SHADOW, Version
 from reflex_runtime.robots.sources.load import directory_of
+from reflex_runtime.robots.versions.slots import SHADOW, Version
 from reflex_runtime.web.errors import Conflict, InvalidJson, NotFound
 from reflex_runtime.web.fields import Whole, check_id, encode, invalid, invalid_field, printable, whole
 from reflex_runtime.web.request import Handler, HttpRequest, HttpResponse

@@ -8,10 +8,10 @@ from typing import Protocol
 
 from reflex_runtime.core.request import Ticket
 from reflex_runtime.observe.spans import RequestSpan
-from reflex_runtime.robots.rollout.router import Routing
 from reflex_runtime.robots.serving.question import ActAnswer, Question
 from reflex_runtime.robots.serving.served import ServedPolicy
-from reflex_runtime.robots.serving.slots import Version
+from reflex_runtime.robots.versions.router import Routing
+from reflex_runtime.robots.versions.slots import Version
 
 
 class HasHeaders(Protocol):

@@ -23,8 +23,8 @@ from reflex_runtime.robots import Policy
 from reflex_runtime.robots.policy.observation import warm_decoders
 from reflex_runtime.robots.serving.decode_pool import DecodePool
 from reflex_runtime.robots.serving.served import PolicyPlan, ServedPolicy
-from reflex_runtime.robots.serving.slots import SHADOW, Slot
 from reflex_runtime.robots.serving.telemetry import header_of
+from reflex_runtime.robots.versions.slots import SHADOW, Slot
 from reflex_runtime.run.audience import Audience
 from reflex_runtime.run.batcher import Batcher
 from reflex_runtime.run.process import in_thread

@@ -17,14 +17,16 @@ from reflex_runtime.observe.journal_writer import warmed
 from reflex_runtime.observe.metrics import Metrics
 from reflex_runtime.robots import Policy, PolicySource, PolicySpec, WarmUp
 from reflex_runtime.robots.policy.spec import WIRES
-from reflex_runtime.robots.rollout.breaker import Breaker
-from reflex_runtime.robots.rollout.ramp import Ramp, RampGuard
-from reflex_runtime.robots.rollout.rollout import Change, Rollout
-from reflex_runtime.robots.rollout.router import Routing
-from reflex_runtime.robots.rollout.slo import Objective, SloTracker
 from reflex_runtime.robots.serving.decode_pool import DecodePool, cameras_of
 from reflex_runtime.robots.serving.shadow import Shadowing
-from reflex_runtime.robots.serving.slots import (
+from reflex_runtime.robots.sources.load import read_source, weight_of
+from reflex_runtime.robots.sources.memory import check_two_policies
+from reflex_runtime.robots.versions.breaker import Breaker
+from reflex_runtime.robots.versions.ramp import Ramp, RampGuard
+from reflex_runtime.robots.versions.rollout import Change, Rollout
+from reflex_runtime.robots.versions.router import Routing
+from reflex_runtime.robots.versions.slo import Objective, SloTracker
+from reflex_runtime.robots.versions.slots import (
     SHADOW,
     WARM_SIZES,
     Slot,
@@ -35,8 +37,6 @@ from reflex_runtime.robots.serving.slots import (
     load,
     warmed_up,
 )
-from reflex_runtime.robots.sources.load import read_source, weight_of
-from reflex_runtime.robots.sources.memory import check_two_policies
 from reflex_runtime.run.audience import Audience
 from reflex_runtime.run.batcher import Batcher
 from reflex_runtime.run.onnx_session import PROVIDERS

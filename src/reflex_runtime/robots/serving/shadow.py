@@ -31,7 +31,7 @@ from reflex_runtime.observe.metrics import Metrics
 from reflex_runtime.robots import Observation, Policy
 from reflex_runtime.robots.serving.decode_pool import DecodePool, Job
 from reflex_runtime.robots.serving.decode_pool import Done as Made
-from reflex_runtime.robots.serving.slots import SHADOW_QUEUE, Slot, Version
+from reflex_runtime.robots.versions.slots import SHADOW_QUEUE, Slot, Version
 from reflex_runtime.run.batcher import Batcher
 
 log = logging.getLogger("reflex.shadow")

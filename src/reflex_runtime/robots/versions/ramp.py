@@ -14,8 +14,8 @@ from typing import Any, Final, Literal
 
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.core.statistics import percentile
-from reflex_runtime.robots.rollout.comparison import wilson
-from reflex_runtime.robots.rollout.slo import Objective
+from reflex_runtime.robots.versions.comparison import wilson
+from reflex_runtime.robots.versions.slo import Objective
 from reflex_runtime.settings.declare import seconds
 
 LEAST_BAD: Final = 3  # failures; one or two may be chance

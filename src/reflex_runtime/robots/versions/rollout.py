@@ -19,10 +19,10 @@ from reflex_runtime.core.events import BatchFinished, Event, RequestAnswered, Re
 from reflex_runtime.core.request import Ticket
 from reflex_runtime.observe.journal import episode_key
 from reflex_runtime.robots.policy.lru import Lru
-from reflex_runtime.robots.rollout.breaker import Breaker, Poison
-from reflex_runtime.robots.rollout.comparison import Comparison, wilson
-from reflex_runtime.robots.rollout.ramp import Decision, GuardWatch, Ramp, RampGuard
-from reflex_runtime.robots.rollout.router import Router, Routing
+from reflex_runtime.robots.versions.breaker import Breaker, Poison
+from reflex_runtime.robots.versions.comparison import Comparison, wilson
+from reflex_runtime.robots.versions.ramp import Decision, GuardWatch, Ramp, RampGuard
+from reflex_runtime.robots.versions.router import Router, Routing
 from reflex_runtime.web.errors import Conflict, Degraded, NotFound
 
 log = logging.getLogger("reflex.rollout")
