@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,8 @@ from tokenizers import Tokenizer as Core
 
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.llm.engine.logits_processors import Constraints
-from reflex_runtime.llm.engine.tokenizer import Conversation, HFTokenizer
+from reflex_runtime.llm.engine.output_parsers import PartReader, Thought, ThoughtParser
+from reflex_runtime.llm.engine.tokenizer import Conversation, HFTokenizer, in_thought
 from reflex_runtime.llm.engine.tool_calls import AWKWARD, FORMS, TRIED, Tool, ToolCall, ToolParser, forced
 
 SPECIAL = ["<|im_start|>", "<|im_end|>", "</think>"]
@@ -76,11 +77,11 @@ KINDS = {
 }
 
 
-def saved(root: Path, template: Any = None) -> Path:
+def saved(root: Path, template: Any = None, special: Sequence[str] = ()) -> Path:
     core = Core(models.BPE({letter: id for id, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, []))
     core.pre_tokenizer, core.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     core.add_tokens([AddedToken("<tool_call>"), AddedToken("</tool_call>")])
-    core.add_special_tokens([AddedToken(text, special=True) for text in SPECIAL + MARKS])
+    core.add_special_tokens([AddedToken(text, special=True) for text in [*SPECIAL, *MARKS, *special]])
     core.save(str(root / "tokenizer.json"))
     values = {"eos_token": "<|im_end|>"} | ({} if template is None else {"chat_template": template})
     (root / "tokenizer_config.json").write_text(json.dumps(values))
@@ -259,3 +260,50 @@ def test_templates_without_a_default_serve_what_they_are_for(tmp_path: Path) -> 
     assert tokenizer.chat(Conversation(ASK, TOOLS))
     with pytest.raises(ConfigError, match="has chat templates named tool_use, and no default"):
         tokenizer.chat(Conversation(ASK))
+
+
+CHANNELS = ["<|channel|>", "<|message|>", "<|end|>"]
+FINAL = "<|end|><|im_start|>assistant<|channel|>final<|message|>"
+ASKED = "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+ENDED = "{{ m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n"
+THOUGHTS: dict[str, tuple[str, list[str], tuple[str, str], str]] = {
+    "marks of its own": (
+        ASKED + "{{ '<seed:think>' ~ m.reasoning_content ~ '</seed:think>\n' if m.reasoning_content }}" + ENDED,
+        ["<seed:think>", "</seed:think>"], ("<seed:think>", "</seed:think>"), "",
+    ),
+    "several tokens": (
+        f"{ASKED}{{{{ '<|channel|>analysis<|message|>' ~ m.thinking ~ '{FINAL}' if m.thinking }}}}{ENDED}",
+        CHANNELS, ("<|channel|>analysis<|message|>", FINAL), "<|channel|>final<|message|>",
+    ),
+    "begun in the prompt": (
+        ASKED + "{{ '[THINK]' ~ m.reasoning_content ~ '[/THINK]' if m.reasoning_content }}" + ENDED + "[THINK]",
+        ["[THINK]", "[/THINK]"], ("[THINK]", "[/THINK]"), "",
+    ),
+}  # fmt: skip
+
+
+def told_apart(tokenizer: HFTokenizer, output: str, begun: bool = False) -> tuple[str, str]:
+    """The thought and the answer of an output that comes token by token."""
+    stream, reader = tokenizer.stream(), PartReader(ThoughtParser(begun, tokenizer.thought))
+    parts = [part for id in tokenizer.encode(output) for part in reader.feed(stream.feed(id), last=False)]
+    parts += reader.feed("", last=True)
+    thought = "".join(part.text for part in parts if isinstance(part, Thought))
+    return thought, "".join(part for part in parts if isinstance(part, str))
+
+
+@pytest.mark.parametrize("kind", THOUGHTS)
+def test_a_thought_stands_between_the_marks_that_the_template_writes(tmp_path: Path, kind: str) -> None:
+    template, special, marks, silent = THOUGHTS[kind]
+    tokenizer = HFTokenizer.load(saved(tmp_path, template + "{% endif %}", special))
+    assert (tokenizer.reasons, tokenizer.thought) == (True, marks)
+    begun = in_thought(tokenizer, tokenizer.chat(Conversation(ASK)))
+    assert begun is template.endswith("[THINK]")
+    for output in (f"{marks[0]}a < b{marks[1]}\nFour", f"a < b{marks[1]}Four")[begun : 1 + begun]:
+        assert told_apart(tokenizer, output, begun) == ("a < b", "Four")
+    if not begun:
+        assert told_apart(tokenizer, silent + "Four.<|im_end|>") == ("", "Four.")  # it thought nothing
+
+
+@pytest.mark.parametrize("written", ["", "{{ 'Why: ' ~ m.reasoning_content ~ ' So: ' if m.reasoning_content }}"])
+def test_a_template_that_marks_no_thought_has_none(tmp_path: Path, written: str) -> None:
+    assert not HFTokenizer.load(saved(tmp_path, ASKED + written + ENDED + "{% endif %}")).reasons

@@ -193,6 +193,6 @@ def reader_of(
 
     def made() -> PartReader:
         tools = None if form is None else asked.tools.parser(form)
-        return PartReader(ThoughtParser(begun) if thinks else None, tools)
+        return PartReader(ThoughtParser(begun, tokenizer.thought) if thinks else None, tools)
 
     return made

@@ -30,8 +30,11 @@ class ThoughtParser:
     An output that does not begin with a thought is an answer from its first character on.
     """
 
-    def __init__(self, begun: bool) -> None:
-        """begun: the prompt began the thought."""
+    def __init__(self, begun: bool, marks: tuple[str, str] = (THOUGHT, ANSWER)) -> None:
+        """begun: the prompt began the thought. marks: with which one begins, and ends."""
+        self._open, self._close = marks
+        # An answer without a thought may begin as one behind it does: of several marks with the last of them.
+        self._silent = [self._close[at:] for at, letter in enumerate(self._close) if at and letter in "<["]
         self._state: Literal["before", "inside", "behind", "answer"] = "inside" if begun else "before"
         self._text = ""  # not yet said
         self._said = False  # whether any of the thought was said
@@ -56,27 +59,29 @@ class ThoughtParser:
         """What is left when the output has ended."""
         rest = self._rest()
         if self._state == "inside":
-            return rest.rstrip() if self._said or not THOUGHT.startswith(rest.strip()) else "", ""
+            return rest.rstrip() if self._said or not self._open.startswith(rest.strip()) else "", ""
         return "", rest if self._state == "before" else ""
 
     def _begin(self) -> None:
         begun = self._text.lstrip()
-        if begun.startswith(THOUGHT):
-            self._state, self._text = "inside", begun[len(THOUGHT) :]
-        elif not THOUGHT.startswith(begun):
+        if begun.startswith(self._open):
+            self._state, self._text = "inside", begun[len(self._open) :]
+        elif mark := next(filter(begun.startswith, self._silent), ""):
+            self._state, self._text = "behind", begun[len(mark) :]
+        elif not any(mark.startswith(begun) for mark in (self._open, *self._silent)):
             self._state = "answer"
 
     def _inside(self) -> str:
         if not self._said:  # a model may repeat the mark that the prompt ends with
             begun = self._text.lstrip()
-            if not begun or (begun != THOUGHT and THOUGHT.startswith(begun)):
+            if not begun or (begun != self._open and self._open.startswith(begun)):
                 return ""
-            self._text = begun.removeprefix(THOUGHT).lstrip()
-        before, closed, after = self._text.partition(ANSWER)
+            self._text = begun.removeprefix(self._open).lstrip()
+        before, closed, after = self._text.partition(self._close)
         if closed:
             self._state, self._text = "behind", after
             return before.rstrip()
-        sure = self._text[: len(self._text) - overlap(self._text, ANSWER)].rstrip()
+        sure = self._text[: len(self._text) - overlap(self._text, self._close)].rstrip()
         self._text = self._text[len(sure) :]
         self._said = self._said or bool(sure)
         return sure

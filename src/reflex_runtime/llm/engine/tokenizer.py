@@ -11,6 +11,7 @@ import asyncio
 import ctypes
 import json
 import logging
+import re
 import threading
 from collections.abc import Awaitable, Callable, Mapping
 from collections.abc import Sequence as Seq
@@ -40,6 +41,8 @@ _PIECE: Final = 4096  # characters
 _TAIL: Final = 16  # tokens of a prompt in which it may begin a thought
 _PER_CUT: Final = 64  # tokens that a cut may add, at the very most
 _HELLO: Final = {"role": "user", "content": "Hello"}
+_MARK: Final = re.compile(r"[<\[]\S{1,99}[>\]]")
+_LAST_MARK: Final = re.compile(r"([<\[][^<\[\s]{1,99}[>\]])\s*$")
 _SPECIAL: Final = ("bos_token", "eos_token", "pad_token", "unk_token")
 TRIAL_S: Final = 5.0  # seconds for a few words, on a machine that is very busy
 MOST_GROWTH: Final = 64  # characters that a normaliser or decoder makes of one
@@ -62,13 +65,14 @@ class Conversation:
 
 class Tokenizer(Detokenizer, Protocol):
     """What the engine needs. Ids run from 0 to vocab_size - 1; any of eos_token_ids ends an answer. tool_format: how
-    the model writes calls of tools; None: it knows none. reasons: whether its template marks thoughts. takes_effort:
-    whether it names `reasoning_effort`."""
+    the model writes calls of tools; None: it knows none. reasons: whether its template marks thoughts. thought: with
+    which marks. takes_effort: whether it names `reasoning_effort`."""
 
     eos_token_ids: frozenset[int]
     vocab_size: int
     tool_format: ToolForm | None
     reasons: bool
+    thought: tuple[str, str] = THOUGHT, ANSWER
     takes_effort: bool = False
 
     def encode(self, text: str, most: int | None = None) -> list[int]:
@@ -100,7 +104,7 @@ class Tokenizer(Detokenizer, Protocol):
 
 def in_thought(tokenizer: Tokenizer, prompt: Seq[int]) -> bool:
     """Whether the prompt ends with the beginning of a thought."""
-    return "".join(map(tokenizer.token, prompt[-_TAIL:])).rstrip().endswith(THOUGHT)
+    return "".join(map(tokenizer.token, prompt[-_TAIL:])).rstrip().endswith(tokenizer.thought[0])
 
 
 class HFTokenizer(CoreDetokenizer, Tokenizer):
@@ -159,6 +163,8 @@ class HFTokenizer(CoreDetokenizer, Tokenizer):
                     with suppress(Exception):  # it may need a system prompt, or none, or tools
                         self.chat(Conversation([_HELLO]))
                     self._try_parts()
+                    with suppress(Exception):
+                        self._try_thoughts()
                     whys[0] = self._try_tools()
 
         thread = threading.Thread(target=run, name="reflex-try-tokenizer", daemon=True)
@@ -187,6 +193,25 @@ class HFTokenizer(CoreDetokenizer, Tokenizer):
                     written.append(self._written(Conversation([*before, {"role": role, "content": content}, *after])))
             if not (written and written[0] in written[1:]):
                 self._in_parts = known
+
+    def _try_thoughts(self) -> None:
+        """Find out how the template marks a thought: what it writes before and behind one, without spaces inside."""
+        if self.reasons:  # as most do
+            return
+        said = {"role": "assistant", "content": "1answer1"} | dict.fromkeys(("reasoning_content", "thinking"), "1why1")
+        begun = self._written(Conversation([_HELLO]))
+        text = self._written(Conversation([_HELLO, said]), begin_answer=False)
+        behind, why, rest = (text if text.startswith(begun) else "").partition("1why1")
+        close, answer, _ = rest.partition("1answer1")
+        last = _LAST_MARK.search(begun)  # where the prompt begins a thought
+        marks = behind[len(begun) :].strip() or (last[1] if last else ""), close.strip()
+        if not (why and answer and all(map(_MARK.fullmatch, marks))):
+            return
+        self.reasons, self.thought = True, marks
+        for id, hidden in self._added.items():  # parsers read them
+            if hidden and id not in self.eos_token_ids and self.token(id) in "".join(marks):
+                self._added[id] = False
+        self._pieces.clear()
 
     def _try_tools(self) -> str:
         """Set what the template says of calls; returns why it says nothing."""
