@@ -6,7 +6,7 @@ import html
 import json
 import re
 import shlex
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, Final, NamedTuple
 
 import msgspec
@@ -187,7 +187,8 @@ def page(described: bytes, host: bytes = b"") -> bytes:
     """
     address = host.decode() if _HOST.fullmatch(host) else "127.0.0.1:8000"
     doc = json.loads(described)
-    parts = []
+    parts: list[str] = []
+    failures: dict[str, str] = {}
     for path, methods in doc["paths"].items():
         for method, spec in methods.items():
             if method == "parameters":
@@ -196,22 +197,27 @@ def page(described: bytes, host: bytes = b"") -> bytes:
             parts.append(f"<p>{html.escape(spec['summary'])}</p>")
             if "description" in spec:
                 parts.append(f"<p>{html.escape(spec['description'])}</p>")
-            content = spec.get("requestBody", {}).get("content", {}).get(JSON_TYPE, {})
-            schema = content.get("schema", {})
-            if schema.get("properties"):
-                parts.append(_table("Field", {k: _field(v) for k, v in sorted(schema["properties"].items())}))
+            bodies = spec.get("requestBody", {}).get("content", {})
+            content = bodies.get(JSON_TYPE, {})
+            parts += _fields("Field", content.get("schema", {}), doc)
             if "example" in content:
                 parts.append(_example(f"{address}{path}", content["example"], "security" in spec))
-            parts.append(_table("Status", {k: v["description"] for k, v in sorted(spec["responses"].items())}))
+            parts += _also_said(spec, bodies)
+            failed = {code: told["description"] for code, told in spec["responses"].items() if code != "200"}
+            failures |= failed
+            parts.append(f"<p class=codes>Errors: {html.escape(', '.join(sorted(failed)) or 'none')}</p>")
+    parts.append("<h2>Errors</h2>" + _table("Status", dict(sorted(failures.items()))))
     style = (
         "body{font:16px/1.5 system-ui,sans-serif;max-width:52rem;margin:2rem auto;padding:0 1rem;color:#1c2733}"
         "table{border-collapse:collapse;width:100%;margin:.5rem 0 1.5rem}td,th{border-bottom:1px solid #d8dee6;"
         "padding:.35rem .6rem;text-align:left;vertical-align:top}code{background:#f1f4f8;padding:.1rem .3rem;"
         "border-radius:4px}h2{margin-top:2.5rem}pre{background:#f1f4f8;padding:.8rem;border-radius:4px;"
-        "white-space:pre-wrap;overflow-wrap:anywhere}pre code{padding:0}"
+        "white-space:pre-wrap;overflow-wrap:anywhere}pre code{padding:0}h2 code{overflow-wrap:anywhere}"
+        ".codes{color:#5b6876;font-size:.9rem}"
     )
     title = html.escape(doc["info"]["title"])
-    head = f"<!doctype html><html lang=en><meta charset=utf-8><title>{title} API</title><style>{style}</style>"
+    head = "<!doctype html><html lang=en><meta charset=utf-8><meta name=viewport content='width=device-width'>"
+    head += f"<title>{title} API</title><style>{style}</style>"
     intro = f"<h1>{title} {html.escape(__version__)}</h1>"
     intro += "<p>Machine-readable: <a href=/openapi.json>/openapi.json</a></p>"
     return (head + intro + "".join(parts) + "</html>").encode()
@@ -223,6 +229,29 @@ def _example(url: str, body: Any, key: bool) -> str:
     words += ["-H 'Authorization: Bearer KEY'"] * key
     command = f"{' '.join(words)} \\\n  -d {shlex.quote(json.dumps(body))}"
     return f"<p>Example</p><pre><code>{html.escape(command)}</code></pre>"
+
+
+def _fields(title: str, schema: Mapping[str, Any], doc: Mapping[str, Any]) -> list[str]:
+    """A table of the fields of an object; of another value a line that says what it is."""
+    name = schema.get("$ref", "").rpartition("/")[2]
+    schema = doc["components"]["schemas"][name] if name else schema
+    required = schema.get("required", ())
+    rows = {
+        field: f"{_field(told)}{' (required)' if field in required else ''}"
+        for field, told in sorted(schema.get("properties", {}).items())
+    }
+    if rows:
+        return [_table(title, rows)]
+    return [f"<p>The body: {html.escape(_field(dict(schema)))}</p>"] if schema.keys() - {"title"} else []
+
+
+def _also_said(spec: Mapping[str, Any], bodies: Mapping[str, Any]) -> Iterator[str]:
+    """Fields of the query, and what else the body may be."""
+    query = {told["name"]: _field(told["schema"]) for told in spec.get("parameters", ()) if told["in"] == "query"}
+    if query:
+        yield _table("Query", query)
+    if others := [kind for kind in bodies if kind != JSON_TYPE]:
+        yield f"<p>Or as {html.escape(', '.join(others))}</p>"
 
 
 def _field(schema: dict[str, Any]) -> str:

@@ -5,7 +5,7 @@ import { $, ask, get, say, watch } from "./link.js";
 import { Strip, milliseconds, round } from "./strip.js";
 import * as tables from "./tables.js";
 
-const PRODUCTS = { policies: "robot policies", llm: "language model", feeds: "cameras and videos" };
+const PRODUCTS = { policies: "robot policies", llm: "language model", functions: "functions", feeds: "cameras and videos" };
 
 let strip = null, charts = null, policies = null, feeds = null;
 
@@ -69,14 +69,17 @@ function tiles(snapshot, groups) {
   const speaks = groups.some((g) => g.first_p50 !== null || g.tokens > 0);
   predicts ||= groups.some((g) => g.error !== null);
   const embeds = model?.dimensions !== undefined; // makes vectors: no tokens, and no cache
+  const part = snapshot.server.product === "functions" ? "part" : "token"; // of a stream
   const tokens = embeds || (!speaks && !model) ? [] : [
-    ["tokens a second", round(sum("tokens"))],
-    ["first token, p50", milliseconds(worst("first_p50"))],
-    ["first token, p99", milliseconds(worst("first_p99"))],
-    ["between tokens, p50", milliseconds(worst("gap_p50"))],
-    ["between tokens, p99", milliseconds(worst("gap_p99"))],
-    ["running", String(model?.running ?? "–")],
-    ["cache held", model?.kv_cache_usage === undefined ? "–" : `${Math.round(100 * model.kv_cache_usage)} %`],
+    [`${part}s a second`, round(sum("tokens"))],
+    [`first ${part}, p50`, milliseconds(worst("first_p50"))],
+    [`first ${part}, p99`, milliseconds(worst("first_p99"))],
+    [`between ${part}s, p50`, milliseconds(worst("gap_p50"))],
+    [`between ${part}s, p99`, milliseconds(worst("gap_p99"))],
+    ...(model ? [
+      ["running", String(model.running ?? "–")],
+      ["cache held", model.kv_cache_usage === undefined ? "–" : `${Math.round(100 * model.kv_cache_usage)} %`],
+    ] : []),
   ];
   const told = [
     ...tokens,
