@@ -11,12 +11,14 @@ from typing import Any, Final
 
 from reflex_runtime.cli import build_parser
 from reflex_runtime.llm.engine.prompts import PromptsConfig
-from reflex_runtime.settings import FeedsConfig, LLMServeConfig, ServeConfig
+from reflex_runtime.settings import FeedsConfig, FunctionsConfig, LLMServeConfig, ServeConfig
 from reflex_runtime.settings.declare import flag
+from reflex_runtime.settings.server import ServerConfig
 from reflex_runtime.sim.options import SimulateConfig
 
 COMMANDS: Final[dict[type[Any], str]] = {
     ServeConfig: "serve",
+    FunctionsConfig: "serve FUNCTION",
     LLMServeConfig: "serve MODEL",
     FeedsConfig: "feeds",
     SimulateConfig: "simulate",
@@ -219,6 +221,30 @@ EFFECTS: Final[dict[type[Any], dict[str, str]]] = {
         "sweep": "test_l3_l10_steps_over_budget",
     },
 }
+_OF_FUNCTIONS: Final = {
+    "otel": "test_requests_and_batches_are_spans",
+    "provider": "test_h10_provider_and_threads_are_those_of_a_graph",
+    "threads": "test_h10_provider_and_threads_are_those_of_a_graph",
+    "devices": "test_devices_are_a_worker_each",
+    "weight": "test_functions_share_the_device_by_their_weights_in_batches_of_their_size",
+    "reload": "test_h10_reload_starts_again_when_a_file_changes",
+    "max_concurrent": "test_h10_max_concurrent_of_functions_is_429",
+    "max_batch_cost_ms": "test_h10_functions_are_scheduled_as_their_settings_say",
+    "batch_timeout_ms": "test_h10_functions_are_scheduled_as_their_settings_say",
+    "max_batch_size": "test_functions_share_the_device_by_their_weights_in_batches_of_their_size",
+    "brief_ms": "test_h10_the_device_of_functions_is_that_of_their_settings",
+    "deadline_ms": "test_h10_deadline_ms_is_the_limit_of_items_that_bring_none",
+    "max_queue": "test_a_full_queue_refuses_and_says_when_to_come_again",
+    "max_queue_s": "test_h10_functions_are_scheduled_as_their_settings_say",
+    "max_in_flight_per_client": "test_h10_functions_are_scheduled_as_their_settings_say",
+    "watchdog_s": "test_a_function_that_hangs_fails_its_callers_and_no_other",
+    "drain_timeout_s": "test_h10_drain_timeout_s_is_how_long_items_may_take_at_the_end",
+    "trace": "test_the_trace_is_a_table",
+    "record": "test_a_recording_is_scheduled_again",
+}
+SHARED: Final = {*(f.name for f in fields(ServerConfig)), "replicas", "oip_grpc"} - _OF_FUNCTIONS.keys()
+"""Options of functions that are read by the code that reads those of policies."""
+EFFECTS[FunctionsConfig] = {name: EFFECTS[ServeConfig][name] for name in SHARED} | _OF_FUNCTIONS
 OF_VERBS: Final[dict[str, dict[str, str]]] = {
     "export": {
         "--opset": "test_p40_the_command_says_the_difference_and_exits_with_0_or_1",

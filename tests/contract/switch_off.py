@@ -26,7 +26,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 sys.path.insert(0, str(HERE.parent))
 
-from contract.effects import COMMANDS, EFFECTS, OF_VERBS, options_of  # noqa: E402
+from contract.effects import COMMANDS, EFFECTS, OF_VERBS, SHARED, options_of  # noqa: E402
 from reflex_runtime.settings.declare import flag  # noqa: E402
 
 PAGE = HERE / "OPTIONS.md"
@@ -37,7 +37,7 @@ HEAD = """# What becomes of each option's test when the option is switched off
 | option | test | without the option |
 | --- | --- | --- |
 """
-OFF = '''
+OFF = """
 
 class _Off:
     def __init__(self, slot, default):
@@ -64,9 +64,9 @@ class _Off:
         return self.default
 
 {kind}.{name} = _Off({kind}.{name}, {kind}.__dataclass_fields__[{name!r}].default)
-'''
+"""
 READ_AS_TYPED = {("trace", "sweep"), ("trace", "slo")}  # not from their class, which only declares them
-OFF_OF_VERB = '''
+OFF_OF_VERB = """
 
 _run_with_it = run
 
@@ -79,7 +79,7 @@ def run(args):
         else:
             setattr(args, {name!r}, {default!r})
     return _run_with_it(args)
-'''
+"""
 
 
 def places() -> dict[str, str]:
@@ -95,6 +95,8 @@ def switches(reads: Path) -> Iterator[tuple[str, str, str, str]]:
     """(option, its test, the module to change, what to append to it) of every option."""
     for kind, effects in EFFECTS.items():
         for name, test in effects.items():
+            if COMMANDS[kind] == "serve FUNCTION" and name in SHARED:
+                continue
             if (COMMANDS[kind], name) in READ_AS_TYPED:
                 code = OFF_OF_VERB.format(name=name, default=SUPPRESS, reads=str(reads))
                 yield f"{COMMANDS[kind]} {flag(name)}", test, f"reflex_runtime.cli.{COMMANDS[kind]}", code

@@ -102,7 +102,7 @@ def test_priority_comes_in_the_query_or_in_a_header(server: Functions) -> None:
     assert server.predict("double", 1, priority="urgent").status == 200
 
 
-def test_functions_share_the_device_by_their_weights() -> None:
+def test_functions_share_the_device_by_their_weights_in_batches_of_their_size() -> None:
     options = ("--weight", "heavy=8", "--max-batch-size", "2")
     sources = [f"{name}={source('slow')}" for name in ("heavy", "light")]
     with Functions(*sources, options=options, held=True, takes="0.01") as server:
@@ -118,7 +118,9 @@ def test_functions_share_the_device_by_their_weights() -> None:
             server.reach(lambda m: m(WAITING) == 32)
             server.release()
             assert plug.answers()[0].status == 200
-            assert max(map(waited, heavy.answers())) < mean(map(waited, light.answers()))
+            answers = [heavy.answers(), light.answers()]
+    assert max(map(waited, answers[0])) < mean(map(waited, answers[1]))
+    assert {answer.headers["x-reflex-batch-size"] for answer in (*answers[0], *answers[1])} == {"2"}
 
 
 def test_a_deadline_ends_waiting_wherever_it_is_written(server: Functions) -> None:
