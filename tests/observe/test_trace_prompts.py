@@ -159,17 +159,6 @@ def test_the_picture_marks_preemptions_and_says_who_waited(capsys: pytest.Captur
     assert re.search(r"lost to 1 preemption[;\n]", "\n".join(lines))
 
 
-def test_what_cannot_be_drawn_one_by_one_still_tells_prefill_from_decode(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("reflex_runtime.observe.picture.SEGMENTS", 3)
-    monkeypatch.setattr("reflex_runtime.observe.picture.NAMED", 0)
-    shown(capsys, *L3, pictures=True)
-    svg = Path("trace.svg").read_text()
-    assert re.findall(r'id="mean-(\d+-\d+)"', svg) == ["1-4", "2-4", "3-0", "3-4", "4-0", "5-0", "6-0"]
-    assert "decode" in svg
-
-
 def test_many_texts_show_both_ends(capsys: pytest.CaptureFixture[str]) -> None:
     lines = shown(capsys, "--prompts", *"abcdefghijklmnopqrstuvwxyz0123456789ABCDEFG", "--max-tokens", "1")
     assert "… 3 texts left out …" in lines

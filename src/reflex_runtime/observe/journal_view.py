@@ -17,7 +17,6 @@ PALETTE = (
     "#88CCEE", "#CC6677", "#117733", "#DDCC77", "#332288", "#AA4499", "#44AA99", "#882255", "#999933",
 )  # fmt: skip
 HATCHES = ("", "////", "\\\\\\\\", "xxxx")  # lines only: a hatching of dots weighs megabytes in an SVG
-OTHERS = "#BBBBBB"
 INK, FAINT, RULE = "#222222", "#6B7280", "#E5E7EB"
 DPI = 200  # of a PNG
 
@@ -96,8 +95,6 @@ def pale(face: str) -> str:
 
 def fill(colour: int, light: bool = False) -> dict[str, Any]:
     """Face, hatching and a white edge that separates neighbours. light: pale, and outlined in the colour itself."""
-    if colour < 0:
-        return {"facecolor": OTHERS, "edgecolor": "white", "linewidth": 0.5}
     face, hatch = PALETTE[colour % len(PALETTE)], HATCHES[colour // len(PALETTE) % len(HATCHES)]
     if light:
         return {"facecolor": pale(face), "hatch": hatch, "edgecolor": face, "linewidth": 0.8}

@@ -3,8 +3,8 @@
 Panels over one axis of batches: a stacked bar with one segment per grant and one colour per client (or request), which
 stage ran and of which group (where there are several), why each batch left, predicted against measured time, and how
 long those that entered had waited. Steps over tokens show prefill, decode and preemptions; under them stands what kept
-others out, and how many those were. Too many batches to draw one by one are averaged, and the picture says so. The
-same batches give the same bytes.
+others out, and how many those were. Of too many batches the newest are drawn, and the picture says so. The same batches
+give the same bytes.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ from reflex_runtime.observe.journal_view import (
 )
 from reflex_runtime.observe.plots import Axes, Figure, MaxNLocator, Patch, Rectangle, saved
 
-BARS = 160  # more batches than this are averaged
-SEGMENTS = 2400  # more grants than this are merged by colour
-NAMED = 12  # colours with a name in the legend; in a merged picture the rest is one grey
+BARS = 160  # batches of a picture, and
+SEGMENTS = 2400  # grants
+NAMED = 12  # colours with a name in the legend
 
 _NEAR = 1.6  # a ceiling higher than this many times the tallest bar is written, not drawn
 
@@ -60,8 +60,21 @@ class _Drawing:
 
 def write_pictures(trace: Journal, batches: Sequence[BatchLine], prefix: Path) -> tuple[Path, Path]:
     """Draw the batches into PREFIX.svg and PREFIX.png, and return both. ConfigError when they cannot be written."""
-    drawing = _prepare(trace, batches)
-    return saved(prefix, lambda: _draw(drawing, trace, batches), "; choose another, or --no-picture")
+    shown = _newest(batches)
+    drawing = _prepare(trace, shown)
+    if len(shown) < len(batches):
+        drawing.notes.append("the newest; --from ID --to ID shows others")
+    return saved(prefix, lambda: _draw(drawing, trace, shown), "; choose another, or --no-picture")
+
+
+def _newest(batches: Sequence[BatchLine]) -> Sequence[BatchLine]:
+    """Those that there is room for."""
+    grants = 0
+    for count, batch in enumerate(reversed(batches)):
+        grants += batch.size
+        if count == BARS or (count and grants > SEGMENTS):
+            return batches[-count:]
+    return batches
 
 
 def _prepare(trace: Journal, batches: Sequence[BatchLine]) -> _Drawing:
@@ -70,24 +83,16 @@ def _prepare(trace: Journal, batches: Sequence[BatchLine]) -> _Drawing:
     kinds = {"requests" if b.unit == "seconds" else b.unit or "units" for b in batches}
     unit = kinds.pop() if len(kinds) == 1 else "requests"
     colours = Colours.of(trace, batches)
-    grants = sum(b.size for b in batches)
-    step = ceil(len(batches) / BARS)
-    if step > 1 or grants > SEGMENTS:
-        bars, names = _merge(batches, step, colours, unit)
-        notes = [f"{grants:,} grants are too many to draw one by one: those of one colour are one segment"]
-        if step > 1:
-            notes = [f"too many to draw one by one: a bar is the mean of {step} batches, its dash the tallest of them"]
-    else:
-        notes = [f"one colour per {colours.by}"]
-        back = _coming_back(trace) if is_tokens(batches) else {}
-        bars = [_single(b, colours, unit, back) for b in batches]
-        present = {s.colour for bar in bars for s in bar.segments}
-        names = {i: n for i, n in enumerate(colours.names) if i in present}
-        if len(names) > len(PALETTE) * len(HATCHES):
-            notes.append(f"colours repeat after {len(PALETTE) * len(HATCHES)}")
+    notes = [f"one colour per {colours.by}"]
+    back = _coming_back(trace) if is_tokens(batches) else {}
+    bars = [_bar(b, colours, unit, back) for b in batches]
+    present = {s.colour for bar in bars for s in bar.segments}
+    names = {i: n for i, n in enumerate(colours.names) if i in present}
+    if len(names) > len(PALETTE) * len(HATCHES):
+        notes.append(f"colours repeat after {len(PALETTE) * len(HATCHES)}")
     ceilings = {}
     for height, name in _ceilings(trace, batches, unit).items():
-        if height <= _NEAR * max(bar.tallest for bar in bars):
+        if height <= _NEAR * max(bar.height for bar in bars):
             ceilings[height] = name
         elif name.startswith("budget"):
             notes.append(f"{name} is off the scale")
@@ -105,7 +110,7 @@ def _coming_back(trace: Journal) -> dict[int, tuple[int, str]]:
     return {m.seq: (b.id, request_name(m)) for b in trace.batches for m in b.members}
 
 
-def _single(batch: BatchLine, colours: Colours, unit: str, back: Mapping[int, tuple[int, str]]) -> Bar:
+def _bar(batch: BatchLine, colours: Colours, unit: str, back: Mapping[int, tuple[int, str]]) -> Bar:
     """One segment per grant. back: see `_coming_back`; empty where nothing is preempted."""
     segments = []
     for m in batch.members:
@@ -116,46 +121,7 @@ def _single(batch: BatchLine, colours: Colours, unit: str, back: Mapping[int, tu
         gid = f"grant-{batch.id}-{m.seq}"
         segments.append(Segment(colours.index(m), height, labels, gid, bool(mark), is_decode(m)))
     thrown = [back[seq][1] for seq in batch.left if seq in back and back[seq][0] >= batch.id]
-    return Bar([batch], segments, sum(s.height for s in segments), " ".join(f"↩{name}" for name in thrown))
-
-
-def _merge(
-    batches: Sequence[BatchLine], step: int, colours: Colours, unit: str
-) -> tuple[list[Bar], dict[int, str]]:
-    """Means over `step` neighbours, one segment per colour, and the colours' names. Where the colours with a name would
-    be less than half of the picture, colours only show which members entered and which stayed."""
-    total = Counter(colours.index(m) for b in batches for m in b.members)
-    kept = dict(total.most_common(NAMED))
-    entered, stayed = 0, 4
-    by_state = 2 * sum(kept.values()) < total.total()
-    tokens = is_tokens(batches)
-    if by_state:
-        names = {entered: "entered from the queue with the batch", stayed: "stayed from an earlier one"}
-        if tokens:
-            names = {entered: "decode", stayed: "prefill"}  # pale and dark, as where each has its own colour
-        elif all(m.state == "waiting" for b in batches for m in b.members):
-            names = {entered: f"any of {len(total):,} {colours.by}s"}
-    else:
-        names = {i: colours.names[i] for i in sorted(kept)}
-        if len(total) > len(kept):
-            names[-1] = f"{len(total) - len(kept)} others"
-    bars = []
-    for start in range(0, len(batches), step):
-        chunk = batches[start : start + step]
-        sums: dict[int, float] = dict.fromkeys(names, 0.0)
-        tallest = 0.0
-        for b in chunk:
-            height = 0.0
-            for m in b.members:
-                first = is_decode(m) if tokens else m.state == "waiting"
-                i = (entered if first else stayed) if by_state else colours.index(m)
-                h = _height(m, unit)
-                sums[i if i in sums else -1] += h
-                height += h
-            tallest = max(tallest, height)
-        segments = [Segment(i, s / len(chunk), (), f"mean-{chunk[0].id}-{i}") for i, s in sums.items() if s > 0.0]
-        bars.append(Bar(chunk, segments, tallest))
-    return bars, names
+    return Bar(batch, segments, sum(s.height for s in segments), " ".join(f"↩{name}" for name in thrown))
 
 
 def _ceilings(trace: Journal, batches: Sequence[BatchLine], unit: str) -> dict[float, str]:
@@ -218,7 +184,7 @@ def _draw(drawing: _Drawing, trace: Journal, batches: Sequence[BatchLine]) -> Fi
 
 def _ticks(bars: Sequence[Bar]) -> dict[int, str]:
     """Round batch ids where there are some."""
-    ids = [(x, b.id) for x, bar in enumerate(bars) for b in bar.batches]
+    ids = [(x, bar.batch.id) for x, bar in enumerate(bars)]
     steps = (m * 10**e for e in range(16) for m in (1, 2, 5))
     step = next(s for s in steps if (ids[-1][1] - ids[0][1]) / s <= 14)
     ticks: dict[int, str] = {}
@@ -276,7 +242,7 @@ _SHORT = {  # what kept the others out of a step of tokens
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Part of a bar. colour: a number of `Colours`, -1 for the rest. light: a decode."""
+    """Part of a bar. colour: a number of `Colours`. light: a decode."""
 
     colour: int
     height: float
@@ -288,19 +254,19 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """One batch, or the mean of several neighbours; tallest: of them. mark: written above it."""
+    """One batch. mark: written above it."""
 
-    batches: Sequence[BatchLine]
+    batch: BatchLine
     segments: list[Segment]
-    tallest: float
-    mark: str = ""
+    height: float
+    mark: str
 
 
 def draw_bars(axes: Axes, bars: Sequence[Bar], unit: str, ceilings: Mapping[float, str], slots: int) -> bool:
     """One stack per bar; returns whether any shows who entered: in its label, or by a mark where none fits."""
     marked = False
     small: dict[str, list[tuple[float, float]]] = {}
-    tallest = max(bar.tallest for bar in bars) or 1.0
+    tallest = max(bar.height for bar in bars) or 1.0
     top = 1.08 * max([tallest, *ceilings])
     axes.set_ylim(0.0, top)
     axes.set_ylabel(f"{unit} per {'step' if unit == 'tokens' else 'batch'}")
@@ -326,10 +292,8 @@ def draw_bars(axes: Axes, bars: Sequence[Bar], unit: str, ceilings: Mapping[floa
             told = bar.mark if len(bar.mark) * 6.4 <= bar_px else "↩"
             axes.annotate(
                 told, (x, bottom), xytext=(0, 1), textcoords="offset points", ha="center", va="bottom", color=_CEILING,
-                fontsize=7.5, gid=f"preempted-{bar.batches[0].id}",
+                fontsize=7.5, gid=f"preempted-{bar.batch.id}",
             )  # fmt: skip
-        if bar.tallest > bottom * (1 + 1e-9):
-            axes.plot([x - width / 2, x + width / 2], [bar.tallest] * 2, color=INK, linewidth=0.8)
     for colour, places in sorted(small.items()):
         size = min(4.0, 0.5 * bar_px)
         axes.plot(*zip(*places, strict=True), ">", color=colour, markersize=size, markeredgewidth=0, gid="entered")
@@ -351,7 +315,7 @@ def draw_stages(axes: Axes, bars: Sequence[Bar], stages: Sequence[str], several:
     kinds = {
         stage: ("", _STAGES[i % len(_STAGES)], plain(stage or "no stage")) for i, stage in enumerate(stages)
     }
-    _strip(axes, "stage", [Counter(stage_of(b, several) for b in bar.batches) for bar in bars], kinds)
+    _strip(axes, "stage", [stage_of(bar.batch, several) for bar in bars], kinds)
 
 
 def draw_causes(axes: Axes, bars: Sequence[Bar]) -> None:
@@ -361,7 +325,7 @@ def draw_causes(axes: Axes, bars: Sequence[Bar]) -> None:
         reason = Cause(cause).reason.value
         name = cause if cause == reason else f"{cause} ({reason})"
         kinds[cause] = letter, colour, f"{letter}  {name}"
-    _strip(axes, "why", [Counter(b.cause for b in bar.batches) for bar in bars], kinds)
+    _strip(axes, "why", [bar.batch.cause for bar in bars], kinds)
 
 
 def draw_shortages(axes: Axes, bars: Sequence[Bar]) -> None:
@@ -371,29 +335,27 @@ def draw_shortages(axes: Axes, bars: Sequence[Bar]) -> None:
     for kind, (letter, colour) in _SHORT.items():
         name = WHY_WAITING.get(kind, "")
         kinds[kind] = (kind, colour, name) if spelt else (letter, colour, name and f"{letter}  {name}")
-    _strip(axes, "short of", [Counter(b.short_of for b in bar.batches) for bar in bars], kinds)
+    _strip(axes, "short of", [bar.batch.short_of for bar in bars], kinds)
 
 
-def _strip(axes: Axes, label: str, bars: Sequence[Counter[str]], kinds: Mapping[str, tuple[str, str, str]]) -> None:
-    """A strip of colours under the bars; where a bar is several batches, in proportion. kinds: letter, colour and name
-    of each; one without a name is not in the legend."""
+def _strip(axes: Axes, label: str, found: Sequence[str], kinds: Mapping[str, tuple[str, str, str]]) -> None:
+    """A strip of colours under the bars. found: of each bar. kinds: letter, colour and name of each; one without a name
+    is not in the legend."""
     axes.set_ylim(0, 1)
     axes.set_yticks([])
     for spine in axes.spines.values():
         spine.set_visible(False)
     axes.set_ylabel(label, rotation=0, ha="right", va="center")
-    for x, counts in enumerate(bars):
-        bottom = 0.0
-        for kind, (letter, colour, _) in kinds.items():
-            share = counts[kind] / counts.total()
-            if share:
-                patch = Rectangle((x - 0.47, bottom), 0.94, share, facecolor=colour, linewidth=0)
-                patch.set_gid(f"{label}-{x}-{colour}")
-                axes.add_patch(patch)
-            if letter and share == 1.0 and len(bars) <= 60:
-                axes.text(x, 0.47, letter, ha="center", va="center", color=ink(colour), fontsize=7.5)
-            bottom += share
-    total = sum(bars, Counter[str]())
+    for x, kind in enumerate(found):
+        if kind not in kinds:
+            continue
+        letter, colour, _ = kinds[kind]
+        patch = Rectangle((x - 0.47, 0.0), 0.94, 1.0, facecolor=colour, linewidth=0)
+        patch.set_gid(f"{label}-{x}-{colour}")
+        axes.add_patch(patch)
+        if letter and len(found) <= 60:
+            axes.text(x, 0.47, letter, ha="center", va="center", color=ink(colour), fontsize=7.5)
+    total = Counter(found)
     told = [(f"{name} {total[kind]:,}", colour) for kind, (_, colour, name) in kinds.items() if name and total[kind]]
     handles = [Patch(facecolor=colour, label=text) for text, colour in told[:MOST_KINDS]]
     if len(told) > MOST_KINDS:
@@ -403,16 +365,13 @@ def _strip(axes: Axes, label: str, bars: Sequence[Counter[str]], kinds: Mapping[
 
 def draw_times(axes: Axes, bars: Sequence[Bar]) -> None:
     """Predicted against measured time."""
-    several = "median " if any(len(bar.batches) > 1 for bar in bars) else ""
-    told = "modelled" if all("modelled" in b.notes for bar in bars for b in bar.batches) else "measured"
-    xs = range(len(bars))
-    measured = [median(b.elapsed for b in bar.batches) * 1e3 for bar in bars]
-    drawn: list[Any] = [axes.bar(xs, measured, width=0.62, color="#CBD5E1", label=several + told)]
-    predicted = [[b.expected for b in bar.batches if b.expected is not None] for bar in bars]
-    known = [(x, median(p) * 1e3) for x, p in zip(xs, predicted, strict=True) if p]
+    told = "modelled" if all("modelled" in bar.batch.notes for bar in bars) else "measured"
+    measured = [bar.batch.elapsed * 1e3 for bar in bars]
+    drawn: list[Any] = [axes.bar(range(len(bars)), measured, width=0.62, color="#CBD5E1", label=told)]
+    known = [(x, bar.batch.expected * 1e3) for x, bar in enumerate(bars) if bar.batch.expected is not None]
     if known:
         left, right = [x - 0.42 for x, _ in known], [x + 0.42 for x, _ in known]
-        lines = axes.hlines([y for _, y in known], left, right, color=INK, linewidth=1.2, label=f"{several}predicted")
+        lines = axes.hlines([y for _, y in known], left, right, color=INK, linewidth=1.2, label="predicted")
         drawn.append(lines)
     axes.set_ylabel("time, ms")
     axes.set_ylim(0.0, 1.12 * max([*measured, *(y for _, y in known)]) or 1.0)
@@ -421,7 +380,7 @@ def draw_times(axes: Axes, bars: Sequence[Bar]) -> None:
 
 def draw_waits(axes: Axes, bars: Sequence[Bar]) -> None:
     """How long those that entered had waited."""
-    entered = [(x, [m.age * 1e3 for b in bar.batches for m in b.entered]) for x, bar in enumerate(bars)]
+    entered = [(x, [m.age * 1e3 for m in bar.batch.entered]) for x, bar in enumerate(bars)]
     waits = [(x, w) for x, w in entered if w]
     xs = [x for x, _ in waits]
     span = axes.vlines(
@@ -436,14 +395,12 @@ def draw_waits(axes: Axes, bars: Sequence[Bar]) -> None:
 
 
 def draw_waiters(axes: Axes, bars: Sequence[Bar], waited: Mapping[int, Sequence[Waiter]]) -> None:
-    """How many requests each step left out: those that had run before, and new ones; means where a bar is several."""
+    """How many requests each step left out: those that had run before, and new ones."""
     kinds = {"queued": "#94A3B8", "resident": "#FBBF24", "preempted": "#B91C1C"}
     bottom = [0.0] * len(bars)
     drawn = []
     for kind, colour in kinds.items():
-        counts = [
-            sum(w.state == kind for b in bar.batches for w in waited.get(b.id, ())) / len(bar.batches) for bar in bars
-        ]
+        counts = [sum(w.state == kind for w in waited.get(bar.batch.id, ())) for bar in bars]
         if any(counts):
             drawn.append(axes.bar(range(len(bars)), counts, 0.62, bottom, color=colour, label=_LEFT_OUT[kind]))
             bottom = [a + b for a, b in zip(bottom, counts, strict=True)]
