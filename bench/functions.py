@@ -85,11 +85,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=6, metavar="N")
     parser.add_argument("--seconds", type=float, default=2.0, metavar="S", help="of a round")
     parser.add_argument("--callers", type=int, nargs="+", default=[1, 8, 32, 128], metavar="N")
+    parser.add_argument("--functions", nargs="+", choices=COSTS, default=list(COSTS))
     parser.add_argument("--only", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--settings", action="store_true", help="the others with several settings, none of ours")
     args = parser.parse_args(argv)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that no server stays behind
-    load = Load(args.callers, args.rounds, args.seconds)
+    load = Load(args.functions, args.callers, args.rounds, args.seconds)
     about = describe()
     print(f"{about['processor']}, {about['cores']} cores, Python {about['python']}, {about['commit']}\n")
     if args.settings:
@@ -117,6 +118,7 @@ def _kinds(peers: str | None, only: Sequence[str] | None, waits: dict[str, tuple
 class Load:
     """How it is asked. seconds: of a round; half as long before it does not count."""
 
+    functions: Sequence[str]
     callers: Sequence[int]
     rounds: int
     seconds: float
@@ -128,10 +130,10 @@ class Load:
 def loaded(kinds: Sequence[Kind], load: Load) -> list[Row]:
     """Callers in a closed loop."""
     rows: list[Row] = []
-    for function, cost in COSTS.items():
+    for function in load.functions:
         with running(*(kind.start(function) for kind in kinds)) as servers:
             for callers in load.callers:
-                case = f"{cost}, {callers} callers"
+                case = f"{COSTS[function]}, {callers} callers"
                 found = turns(
                     case, servers, load.rounds, callers, load.seconds, alone=True, warm=load.seconds / 2, body=ITEM
                 )
