@@ -45,8 +45,8 @@ def test_b11_a_batch_is_one_model_call(tmp_path: Path, kind: str, monkeypatch: p
     calls: list[int] = []
     for name in ("_session", "_prefix", "_expert"):
         if session := getattr(bench.policy.model, name, None):
-            whole = session._call
-            monkeypatch.setattr(session, "_call", lambda rows, w=whole: (calls.append(len(rows)), w(rows))[1])
+            whole = session.call
+            monkeypatch.setattr(session, "call", lambda rows, w=whole: (calls.append(len(rows)), w(rows))[1])
     tickets = [bench.submit(asked(bench.policy, i)) for i in range(3)]
     bench.drain()
     assert [value(t).cache for t in tickets] == ["off" if kind == "monolithic" else "miss"] * 3
@@ -244,14 +244,14 @@ def test_b18_a_failed_call_changes_no_state(policy: DecomposedPolicy, monkeypatc
     """The graph itself raises, in every stage once, for the whole batch: the repeated calls give the right results."""
     bench = Bench(policy)
     for session in (onnx(policy)._prefix, onnx(policy)._expert):
-        whole, failures = session._call, iter([True])
+        whole, failures = session.call, iter([True])
 
         def once(rows: Any, whole: Any = whole, failures: Any = failures) -> Any:
             if next(failures, False):
                 raise RuntimeError("out of memory")
             return whole(rows)
 
-        monkeypatch.setattr(session, "_call", once)
+        monkeypatch.setattr(session, "call", once)
     tickets = [bench.submit(asked(policy, i)) for i in range(3)]
     bench.drain()
     assert [(b.stage, len(b)) for b in bench.batches[:8]] == [("prefix", n) for n in (3, 1, 1, 1)] + [
@@ -329,7 +329,7 @@ def test_warm_up_of_a_policy_that_cannot_run_raises(policy: DecomposedPolicy, mo
     def broken(rows: Any) -> Any:
         raise RuntimeError("no kernel")
 
-    monkeypatch.setattr(onnx(policy)._expert, "_call", broken)
+    monkeypatch.setattr(onnx(policy)._expert, "call", broken)
     with pytest.raises(ProcessorError, match="no kernel"):
         policy.warm_up((1, 2))
     assert policy._flows == {}
