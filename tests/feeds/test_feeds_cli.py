@@ -225,8 +225,9 @@ def test_f14_a_damaged_file_is_said_and_exit_status_1(tmp_path: Path, more: tupl
     feeds = ran(f"a={damaged}", f"b={clip(5)}", "--processor", "mine:Sizes", *more, cwd=scratch(tmp_path), status=1)
     assert feeds.log[-1].endswith("ERROR a: the file is damaged: 5 pictures missing or broken")
     assert any(line.startswith("a ") and line.endswith(" 5 pictures missing or broken") for line in feeds.log)
-    assert figures(feeds, "a") == {"frames": 25, "answered": 25}
-    assert figures(feeds, "b")["answered"] == 5
+    if not more:  # else some may have made way for newer ones
+        assert figures(feeds, "a") == {"frames": 25, "answered": 25}
+        assert figures(feeds, "b")["answered"] == 5
 
 
 def test_f14_a_signal_that_another_thread_takes_stops_it_too(tmp_path: Path) -> None:

@@ -297,7 +297,7 @@ def test_f14_annotate_and_trace_write_where_they_were_told(tmp_path: Path) -> No
 
 
 def test_f14_otel_sends_spans_of_frames_and_of_batches_linked_to_them(tmp_path: Path) -> None:
-    frames = [f"{name}=markers:feed=1,frames=3" for name in "ab"]
+    frames = [f"{name}=markers:feed=1,frames=3,live=no" for name in "ab"]
     with Collector() as collector:
         ran(*frames, *SIZES, "--otel", collector.url, cwd=scratch(tmp_path))
         spans = {span.ids: span for span in collector.spans if span.name == "frame sizes"}

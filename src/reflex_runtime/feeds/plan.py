@@ -20,7 +20,7 @@ from reflex_runtime.feeds.runtime.consumer import Sink
 from reflex_runtime.feeds.runtime.health import in_one_line, told
 from reflex_runtime.feeds.runtime.pipeline import Pipeline, Source
 from reflex_runtime.feeds.runtime.runtime import Runtime
-from reflex_runtime.feeds.settings import OF_STAGES, PER_FEED, FeedSpec, source_of_spec, specs_of
+from reflex_runtime.feeds.settings import CAMERA, FILES, OF_STAGES, PER_FEED, FeedSpec, source_of_spec, specs_of
 from reflex_runtime.feeds.stages import imported, made, stages_of
 from reflex_runtime.run.batch_processor import BatchConfig, BatchProcessor
 from reflex_runtime.run.coordinator import BatchCoordinator
@@ -61,8 +61,8 @@ def plan_of(texts: Sequence[str], file: Path | None, flags: Mapping[str, Any]) -
     specs = specs_of(texts, file, config)
     sources = {spec.name: source_of_spec(spec) for spec in specs}
     facts = {
-        "a file": any(spec.file is not None and not spec.folder for spec in specs),
-        "a video": any(spec.video for spec in specs),
+        "a file": any(spec.kind in FILES for spec in specs),
+        "a video": any(spec.kind in (*FILES, CAMERA) for spec in specs),
         "a live feed": any(source.live for source in sources.values()),
         "a camera": any(spec.file is None for spec in specs),
     }

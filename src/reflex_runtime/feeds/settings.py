@@ -27,13 +27,13 @@ PER_FEED = (
 )  # fmt: skip
 OF_STAGES = ("track", "track_score", "zone", "line", "stage")  # of a feed in a file
 _FILE, _PLAYED, _FOLDER = "a file without realtime", "a file", "a directory of pictures"
-_DRAWN_KIND, _CAMERA = "drawn", "a camera"
-_FILES = (_FILE, _PLAYED)
+_DRAWN_KIND, CAMERA = "drawn", "a camera"
+FILES = (_FILE, _PLAYED)
 _ONLY = (  # settings of a feed, what they are for, and the kinds of source that have them
-    (("realtime", "loop"), "files of video", _FILES),
-    (("max_age_ms", "restarts"), "cameras", (_PLAYED, _DRAWN_KIND, _CAMERA)),
-    (("read_timeout_s",), "cameras", (_DRAWN_KIND, _CAMERA)),
-    (("hwaccel",), "videos and cameras", (*_FILES, _CAMERA)),
+    (("realtime", "loop"), "files of video", FILES),
+    (("max_age_ms", "restarts"), "cameras", (_PLAYED, _DRAWN_KIND, CAMERA)),
+    (("read_timeout_s",), "cameras", (_DRAWN_KIND, CAMERA)),
+    (("hwaccel",), "videos and cameras", (*FILES, CAMERA)),
 )
 _EXAMPLE = "such as door=rtsp://10.0.0.7/live or yard=yard.mp4"
 
@@ -52,14 +52,9 @@ class FeedSpec:
         return Path(self.source) if is_file(self.source) else None
 
     @property
-    def folder(self) -> bool:
-        """Whether it is a directory of pictures."""
-        return is_folder(self.source)
-
-    @property
-    def video(self) -> bool:
-        """Whether it has to be decoded: a file, an address or a device."""
-        return not self.folder and not is_drawn(self.source)
+    def kind(self) -> str:
+        """What its source is, in words: one of `FILES`, `CAMERA`, a directory, or drawn."""
+        return _kind(self.source, self.config.realtime)
 
     @property
     def region(self) -> Region | None:
@@ -94,11 +89,6 @@ def is_drawn(source: str) -> bool:
     return source.lower().startswith(tuple(f"{name}:" for name in DRAWN))
 
 
-def is_folder(source: str) -> bool:
-    """Whether a source is a path to a directory."""
-    return is_file(source) and "\0" not in source and Path(source).is_dir()
-
-
 def specs_of(texts: Sequence[str], file: Path | None, config: FeedsConfig) -> list[FeedSpec]:
     """The feeds of a configuration file and of texts NAME=SOURCE, with the settings of texts NAME.SETTING=VALUE for one
     feed alone. ConfigError for a name given twice, and for none."""
@@ -108,7 +98,7 @@ def specs_of(texts: Sequence[str], file: Path | None, config: FeedsConfig) -> li
         *(_of_text(text, config, own) for text in feeds),
     ]
     if not specs:
-        raise ConfigError(f"no feeds: give NAME=SOURCE, {_EXAMPLE}, or --config FILE with tables [[feed]]")
+        raise ConfigError(f"no feeds: give NAME=SOURCE, {_EXAMPLE}, or --config _FILE with tables [[feed]]")
     names: set[str] = set()
     for spec in specs:
         if spec.name in names:
@@ -193,7 +183,7 @@ def _spec(name: str, source: str, config: FeedsConfig, own: Any, where: str) -> 
         for setting in settings if kind not in kinds else ():
             if setting in own and getattr(config, setting):
                 raise ConfigError(f"{where}: {setting}: is for {of}, and {_public(source)} is {kind}")
-    if kind not in _FILES:  # general settings of the command that do not apply to this source
+    if kind not in FILES:  # general settings of the command that do not apply to this source
         config = set_in(config, {"realtime": False, "loop": False}, PER_FEED, f"{where}: ")
     if kind in (_DRAWN_KIND, _FOLDER):
         config = set_in(config, {"hwaccel": ""}, PER_FEED, f"{where}: ")
@@ -205,9 +195,11 @@ def _spec(name: str, source: str, config: FeedsConfig, own: Any, where: str) -> 
 def _kind(source: str, realtime: bool) -> str:
     if is_drawn(source):
         return _DRAWN_KIND
-    if is_folder(source):
+    if not is_file(source):
+        return CAMERA
+    if "\0" not in source and Path(source).is_dir():
         return _FOLDER
-    return _CAMERA if not is_file(source) else _PLAYED if realtime else _FILE
+    return _PLAYED if realtime else _FILE
 
 
 def _public(text: str) -> str:
@@ -222,7 +214,7 @@ def source_of_spec(spec: FeedSpec) -> Source:
         raise ConfigError(f"{where}: no such file")
     own = spec.config
     try:
-        if spec.folder:
+        if spec.kind == _FOLDER:
             pictures_in(Path(spec.source))
         return source_of(
             spec.source,
