@@ -262,11 +262,10 @@ class Play:
         return self.dice.of(*[g.name for g in self.scenario.groups]), self.dice.roll(self.scenario.partitions)
 
     def room(self) -> None:
-        group, partition = self.place()
+        group, _ = self.place()
         n = self.dice.of(None, None, 0, 1, 2, 5)
-        where = partition if self.dice.roll(3) else None
         for side in (self.scheduler, self.oracle):
-            side.set_room(group, n, self.now, where)  # type: ignore[attr-defined]
+            side.set_room(group, n, self.now)  # type: ignore[attr-defined]
 
     def pause(self) -> None:
         group, partition = self.place()
@@ -433,7 +432,6 @@ class Play:
         for group in self.scenario.groups:
             for partition in range(self.scenario.partitions):
                 for side in (self.scheduler, self.oracle):
-                    side.set_room(group.name, None, self.now, partition)  # type: ignore[attr-defined]
                     side.set_room(group.name, None, self.now)  # type: ignore[attr-defined]
                     side.pause(group.name, -inf, self.now, partition)  # type: ignore[attr-defined]
                     side.pause(group.name, -inf, self.now)  # type: ignore[attr-defined]

@@ -223,17 +223,6 @@ def test_g6_the_room_of_a_group_is_shared_by_its_partitions_and_counts_down() ->
     assert len(take(scheduler, 0.010)) == 4
 
 
-@pytest.mark.parametrize(("group", "partition", "size"), [(1, 3, 1), (3, 1, 1), (2, None, 2), (None, 2, 2)])
-def test_g6_both_limits_apply_where_both_are_set(group: int | None, partition: int | None, size: int) -> None:
-    scheduler = calls(FlushPolicy(max_batch_size=4))
-    ask_many(scheduler, 4, partition="p")
-    scheduler.set_room("default", group, 0.0)
-    scheduler.set_room("default", partition, 0.0, partition="p")
-    batch = take(scheduler, 0.0)
-    assert (len(batch), batch.short_of) == (size, "room")
-    assert scheduler.next_batch(0.0) is None
-
-
 def test_g6_the_next_free_place_is_for_an_urgent_request() -> None:
     scheduler = calls()
     scheduler.set_room("default", 0, 0.0)

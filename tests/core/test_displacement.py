@@ -138,7 +138,7 @@ def test_work_in_stages_without_memory_is_not_displaced() -> None:
 def test_room_is_somebody_elses_limit_and_is_not_displaced() -> None:
     scheduler = engine(seqs=2)
     residents(scheduler, 2)
-    scheduler.set_room("default", 1, 0.0, partition="")
+    scheduler.set_room("default", 1, 0.0)
     for i in range(2):
         ask(scheduler, id=f"u{i}", client=i, priority=URGENT)
     batch = take(scheduler, 0.0)
@@ -374,10 +374,10 @@ def test_a_batch_tells_what_was_short() -> None:
     scheduler = scheduler_of(flush=FlushPolicy(max_batch_size=2), cost=UnitCost)
     for i in range(5):
         ask(scheduler, client=i)
-    scheduler.set_room("default", 1, 0.0, partition="")
+    scheduler.set_room("default", 1, 0.0)
     batch = take(scheduler, 0.0)
     assert batch.short_of == "room"
-    scheduler.set_room("default", None, 0.0, partition="")
+    scheduler.set_room("default", None, 0.0)
     finish(scheduler, batch, 0.0)
     finish(scheduler, batch := take(scheduler, 0.0), 0.0)
     assert batch.short_of == "places"

@@ -580,13 +580,13 @@ def test_a_request_that_cannot_be_scheduled_is_a_configuration_error(wrong: dict
 def test_room_limits_newcomers_until_it_is_set_again() -> None:
     scheduler = scheduler_of(flush=GREEDY)
     ask_many(scheduler, 4)
-    scheduler.set_room("default", 3, 0.0, partition="")
+    scheduler.set_room("default", 3, 0.0)
     batch = take(scheduler, 0.0)
     assert (len(batch), batch.cause) == (3, Cause.SIZE)
     finish(scheduler, batch, 0.01)
     assert scheduler.next_batch(0.01) is None
     assert scheduler.wake_at() == inf
-    scheduler.set_room("default", None, 0.01, partition="")
+    scheduler.set_room("default", None, 0.01)
     assert len(take(scheduler, 0.01)) == 1
 
 
@@ -594,7 +594,7 @@ def test_room_does_not_stop_residents() -> None:
     scheduler = scheduler_of(flush=STEPS, cost=TokenCost)
     ask(scheduler)
     finish(scheduler, take(scheduler, 0.0), 0.0, outcome=More())
-    scheduler.set_room("default", 0, 0.0, partition="")
+    scheduler.set_room("default", 0, 0.0)
     assert len(take(scheduler, 0.0)) == 1
 
 
@@ -630,10 +630,10 @@ def test_a_pause_can_be_ended_early() -> None:
     take(scheduler, 5.0)
 
 
-def test_many_partitions_with_room_never_lose_a_ticket() -> None:
+def test_many_paused_partitions_never_lose_a_ticket() -> None:
     scheduler = scheduler_of(flush=GREEDY)
     for i in range(IDLE_PARTITIONS + 2):
-        scheduler.set_room("default", 5, 0.0, partition=i)
+        scheduler.pause("default", inf, 0.0, partition=i)
     tickets = [ask(scheduler, partition="new", id=str(i)) for i in range(3)]
     serve(scheduler, lambda batch: 0.01)
     assert [outcome_of(t) for t in tickets] == ["ok"] * 3

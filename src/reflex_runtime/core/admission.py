@@ -65,12 +65,7 @@ def admit(
     if closed:
         raise Closed("the server is shutting down", retry_after=RETRY_FLOOR)
     if group.queued - replaces >= config.capacity and displaced is None:
-        raise QueueFull(
-            "policy runtime queue at capacity",
-            retry_after=max(RETRY_FLOOR, group.drain_time()),
-            policy_id=group.name,
-            max_queue=config.capacity,
-        )
+        raise _full(group, group.drain_time(), max_queue=config.capacity)
     if config.max_queued_units < inf:
         _units_fit(group, request.wants, (*replaced, displaced) if displaced is not None else replaced)
     if config.max_queued_seconds < inf and request.priority is not BACKGROUND:
@@ -111,27 +106,21 @@ def _seconds_fit(group: Group, ticket: Ticket, leaving: Sequence[Ticket]) -> Non
     if seconds <= 0.0 or ahead + seconds <= most * SLACK:
         return
     if backlog.exceeds_share(request.client, seconds, most, leaving):
-        raise QueueFull(
-            "policy runtime queue at capacity",
-            retry_after=max(RETRY_FLOOR, ahead),
-            policy_id=group.name,
-            max_queue=group.config.capacity,
-            queued_s=round(ahead, 3),
-            max_queue_s=most,
-        )
+        raise _full(group, ahead, max_queue=group.config.capacity, queued_s=round(ahead, 3), max_queue_s=most)
 
 
 def _units_fit(group: Group, wants: float, leaving: Sequence[Ticket]) -> None:
     """Refuse a ticket if the waiting ones would want too many units together; an empty queue admits any."""
     most, queued_units = group.config.max_queued_units, group.queued_units - sum(t.wants for t in leaving)
     if group.queued > len(leaving) and queued_units + wants > most:
-        raise QueueFull(
-            "policy runtime queue at its limit of units",
-            retry_after=max(RETRY_FLOOR, group.drain_time()),
-            policy_id=group.name,
-            max_queued_units=most,
-            queued_units=queued_units,
-        )
+        raise _full(group, group.drain_time(), max_queued_units=most, queued_units=queued_units)
+
+
+def _full(group: Group, wait: float, **details: float) -> QueueFull:
+    """wait: seconds until there is room."""
+    what = "at its limit of units" if "queued_units" in details else "at capacity"
+    message = f"policy runtime queue {what}"
+    return QueueFull(message, retry_after=max(RETRY_FLOOR, wait), policy_id=group.name, **details)
 
 
 # -- tickets that leave without running --------------------------------------------------------------------------------

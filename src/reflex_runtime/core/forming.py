@@ -67,7 +67,7 @@ class Filling:
 
     def __init__(self, group: Group, partition: Partition, policy: FlushPolicy, now: float) -> None:
         self._group, self._partition, self._cost = group, partition, group.cost
-        self._budget, self._size, self._room = policy.max_batch_cost, policy.max_batch_size, group.room_in(partition)
+        self._budget, self._size, self._room = policy.max_batch_cost, policy.max_batch_size, group.room
         self._resources = group.config.resources
         self.base: dict[Ticket, float] = {}
         self.cached: dict[Ticket, float] = {}
@@ -730,8 +730,6 @@ def put_back(group: Group, partition: Partition, batch: Batch) -> None:
     """Let the members of a batch that was not started wait again, each in its old place."""
     partition.in_flight -= 1
     group.left[:0] = batch.left
-    if partition.room is not None:
-        partition.room += len(batch)
     if group.room is not None:
         group.room += len(batch)
     for ticket, units in batch.grants.items():

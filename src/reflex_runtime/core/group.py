@@ -222,7 +222,7 @@ class Group(ShareHolder):
         self.backlog = Backlog()  # of those, where they are bounded in seconds
         self.unsettled = 0
         self.paused_until = -inf
-        self.room: int | None = None  # newcomers that may still enter, of all partitions; None when unlimited
+        self.room: int | None = None  # newcomers that may still enter; None when unlimited
         self.budget = flush.max_batch_cost  # of the batch that was formed last
         self.usual_size = 0.0  # of its batches, a slow mean
         self.seconds_per_item = 0.0
@@ -243,7 +243,7 @@ class Group(ShareHolder):
         self._idle[partition] = None
         if len(self._idle) > IDLE_PARTITIONS:
             oldest = next(iter(self._idle))
-            if oldest.room is None and oldest.paused_until == -inf:
+            if oldest.paused_until == -inf:
                 del self._idle[oldest], self.partitions[oldest.key]
             else:
                 self._idle.move_to_end(oldest)  # its settings are kept; another is forgotten next time
@@ -326,11 +326,6 @@ class Group(ShareHolder):
         longest = [ticket for some in waiting.values() if len(some) == most for ticket in some]
         return max(longest, key=lambda ticket: ticket.seq)
 
-    def room_in(self, partition: Partition) -> int | None:
-        """Newcomers that may still enter the partition; None when unlimited."""
-        room, shared = partition.room, self.room
-        return room if shared is None else shared if room is None else min(room, shared)
-
     def began(self, batch: Batch) -> float:
         """The batch was started: charge its clients. Returns its predicted cost."""
         model, evidence, n = self.cost, self.evidence, len(batch)
@@ -355,8 +350,6 @@ class Group(ShareHolder):
     def scheduled(self, partition: Partition, newcomers: int) -> None:
         """A batch of the partition is in flight, with so many that entered."""
         partition.in_flight += 1
-        if partition.room is not None:
-            partition.room -= newcomers
         if self.room is not None:
             self.room -= newcomers
 

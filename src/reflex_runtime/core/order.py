@@ -392,7 +392,6 @@ class Partition(ShareHolder):
         self.deadlines: LazyHeap[Ticket, float] = LazyHeap()  # of waiting and resident tickets that have one
         self.promotions: LazyHeap[Ticket, float] = LazyHeap()  # background tickets by the time they count as default
         self.paused_until = -inf
-        self.room: int | None = None  # newcomers that may still enter; None when unlimited
         self.in_flight = 0  # batches
         self.hold_until = -inf  # decided after input number `hold_input`; these are `Holding`'s
         self.hold_input = -1

@@ -410,12 +410,11 @@ class Scheduler:
         self._input(now)
         ticket.held = False
 
-    def set_room(self, group: str, n: int | None, now: float, partition: Hashable | None = None) -> None:
-        """From now on at most n new requests may enter the group, or one of its partitions; None removes the limit."""
+    def set_room(self, group: str, n: int | None, now: float) -> None:
+        """From now on at most n new requests of the group may enter; None removes the limit."""
         self._input(now)
         self._take_back()
-        target = self._groups[group] if partition is None else self._groups[group].partition(partition)
-        target.room = n
+        self._groups[group].room = n
 
     def pause(self, group: str, until: float, now: float, partition: Hashable | None = None) -> None:
         """Give the group, or one of its partitions, no turn before `until`. A time in the past ends a pause."""

@@ -228,9 +228,8 @@ class Batches(Memory, Wake, Conservation):
                 w.counters[ticket.client] += price / ticket.request.weight
             ticket.state = "running"
             ticket.granted += units
-        for where in (partition, None):
-            if w.rooms.get(where) is not None:
-                w.rooms[where] -= len(admitted)  # type: ignore[operator]
+        if w.room is not None:
+            w.room -= len(admitted)
         w.was_held[partition] = False
         w.sizes.append(len(batch))
         self.batches += 1

@@ -217,9 +217,9 @@ class Oracle(Batches):
         self.input(now)
         ticket.held = False
 
-    def set_room(self, group: str, n: int | None, now: float, partition: Hashable | None = None) -> None:
+    def set_room(self, group: str, n: int | None, now: float) -> None:
         self.input(now)
-        self.worlds[group].rooms[partition] = n
+        self.worlds[group].room = n
 
     def pause(self, group: str, until: float, now: float, partition: Hashable | None = None) -> None:
         self.input(now)

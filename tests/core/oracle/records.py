@@ -86,7 +86,7 @@ class World:
     rest: float = 0.0
     device_times: dict[Hashable, float] = field(default_factory=dict)  # of partitions, virtual
     device_rest: float = 0.0
-    rooms: dict[Hashable | None, int | None] = field(default_factory=dict)  # None: of the whole group
+    room: int | None = None
     was_held: dict[Hashable, bool] = field(default_factory=dict)
     free_from: dict[Hashable, float] = field(default_factory=dict)  # of what is held: since when the device was free
     holds: dict[Hashable, float] = field(default_factory=dict)  # promised, until the next input

@@ -72,8 +72,7 @@ class Views:
     def places(self, w: World, partition: Hashable) -> tuple[int, int | None]:
         """Free resident places, and how many may enter at all, None for any number."""
         placed = [t for t in self.unsettled(w.name, partition) if t.has_place]
-        rooms = [room for room in (w.rooms.get(partition), w.rooms.get(None)) if room is not None]
-        return w.flush.max_batch_size - len(placed), min(rooms, default=None)
+        return w.flush.max_batch_size - len(placed), w.room
 
     def shares(self, w: World, partition: Hashable) -> dict[Hashable, int] | None:
         """Places each client may still take, when others wait beside residents; else all but one of 64."""
