@@ -37,7 +37,7 @@ def test_requests_wait_until_half_of_the_step_is_over() -> None:
 
 def test_between_steps_before_the_first_step_and_alone_nothing_waits() -> None:
     assert rule(stepping(computes=False), 1.0005) == AT_ONCE
-    assert rule(stepping(step=0.001), 1.0) == AT_ONCE
+    assert rule(stepping(step=0.0059), 1.0) == AT_ONCE
     assert rule(StepHold(lambda: True, 0.00075), 1.0) == AT_ONCE
     assert rule(stepping(), 1.0005, ALONE) == FlushPolicy(max_batch_size=1)
 
