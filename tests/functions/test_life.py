@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import http.client
-import json
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -212,11 +211,14 @@ def test_items_of_16_mb_are_answered_and_larger_ones_refused(server: Functions) 
     answer = server.send("raw_bytes", data)
     assert answer.status == 200
     assert answer.body == data[::-1]
-    numbers = b"[" + b"1," * (most // 2 - 2) + b"1]"
+    text = b'"' + b"a" * (most - 2) + b'"'
     with contextlib.closing(http.client.HTTPConnection("127.0.0.1", server.port, timeout=PATIENCE)) as connection:
-        connection.request("POST", "/predict/anything", numbers, {"Content-Type": "application/json"})
+        connection.request("POST", "/predict/anything", text, {"Content-Type": "application/json"})
         assert server.predict("double", 1).json == 2
-        assert len(json.loads(connection.getresponse().read())) == most // 2 - 1
+        assert connection.getresponse().read() == text
+    numbers = b"[" + b"1," * (most // 2 - 2) + b"1]"  # a decoder would let nothing else run for half a second
+    refused = server.send("anything", numbers, "application/json")
+    assert (refused.status, "send arrays as binary data" in refused.json["message"]) == (400, True)
     assert server.send("raw_bytes", data * 8).status == 413
 
 
