@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from reflex_runtime.cli import main, tune
+from reflex_runtime.cli import main
 from reflex_runtime.observe.journal_reader import Journal, read_journal
 from reflex_runtime.robots.serving import journal_stream
 from reflex_runtime.robots.serving.runtime import PolicyRuntime
@@ -258,7 +258,7 @@ def test_x4_tune_reads_no_journal_that_does_not_end(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each piece comes in time, and there is always one more."""
-    monkeypatch.setattr(tune, "PATIENCE", -1.0)
+    monkeypatch.setattr("reflex_runtime.cli.watched_journal.PATIENCE", -1.0)
     with lying(200, repeat(b"\n" * 1000)) as url:
         assert main(["tune", url, "--seconds", "1"]) == 1
 
