@@ -7,10 +7,14 @@ from collections.abc import Iterator
 
 import pytest
 
+from reflex_runtime.core.batch import Batch, Cause, More
+from reflex_runtime.core.errors import ProcessorError
+from reflex_runtime.core.request import Request, Ticket
+from reflex_runtime.functions.processor import MOST_BEHIND, Function, Streams
 from serving.harness import PATIENCE, Metrics, changed
 
 from .door import Functions, parts_of, request
-from .served import STREAMS
+from .served import STREAMS, endless_async
 
 ASKS_FOR_JSON = {"Accept": "application/json"}
 
@@ -132,3 +136,24 @@ def test_a_reader_that_does_not_read_is_held_and_goes_on_once_it_does(server: Fu
         sock.settimeout(PATIENCE)
         while stepped() < last + 200:
             sock.recv(1 << 20)
+
+
+def test_one_that_does_not_read_keeps_no_endless_parts_and_the_others_go_on() -> None:
+    processor = Streams(Function(endless_async, None, "cpu", False))
+    idle, reader = (Ticket(Request(1, group="f"), n, 0.0) for n in range(2))
+
+    def step(*tickets: Ticket) -> list[object]:
+        batch = Batch(1, "f", "", "", Cause.IDLE, 0.0, 0.0, 0.0, dict.fromkeys(tickets, 1.0))
+        return [*processor.run(batch)]
+
+    try:
+        assert step(idle, reader) == [More("x"), More("x")]
+        for _ in range(MOST_BEHIND + 5):
+            assert step(reader) == [More("x")]
+        (left,) = step(idle)
+        assert isinstance(left, ProcessorError)
+        assert "behind" in str(left)
+        assert step(reader) == [More("x")]
+    finally:
+        processor.drop([reader])
+        processor.stop()

@@ -26,6 +26,7 @@ from reflex_runtime.run.wall import Wall
 
 log = logging.getLogger("reflex.server")
 
+MOST_BEHIND: Final = 1024  # parts that an item may be behind those that it began with
 WALL: Final = Wall()
 """Whatever an item makes a function raise is its failure: a SystemExit too, which would end the server."""
 
@@ -169,11 +170,13 @@ class OnnxItems(ServedProcessor):
 
 
 class _Cohort:
-    """Items whose generator began together. parts: what each has not got yet, of those that have not left."""
+    """Items whose generator began together. parts: what each has not got yet, of those that have not left.
+    behind: those whose reader did not read while the others went on; their parts are gone."""
 
     def __init__(self, tickets: Sequence[Ticket]) -> None:
         self.tickets = tuple(tickets)
         self.parts: dict[Ticket, deque[Any]] = {ticket: deque() for ticket in tickets}
+        self.behind: set[Ticket] = set()
         self.iterator: Any = iter(())
         self.ended = False
         self.error: Exception | None = None
@@ -231,12 +234,18 @@ class Streams(ServedProcessor):
             return
         parts = [found] if self.function.each else self.function.checked(found, count)
         for ticket, part in zip(cohort.tickets, parts, strict=True):
-            if ticket in cohort.parts:
+            if ticket in cohort.parts and ticket not in cohort.behind:
                 cohort.parts[ticket].append(part)
+                if len(cohort.parts[ticket]) > MOST_BEHIND:
+                    cohort.behind.add(ticket)
+                    cohort.parts[ticket].clear()
 
     def _step(self, ticket: Ticket) -> Any:
         """The next part of one item; at its end, or with its error, it is forgotten."""
         cohort = self._cohorts[ticket]
+        if ticket in cohort.behind:
+            self.drop([ticket])
+            return ProcessorError(f"its reader is over {MOST_BEHIND} parts behind those of the items it began with")
         if not (cohort.parts[ticket] or cohort.ended or cohort.error):
             try:
                 with WALL:

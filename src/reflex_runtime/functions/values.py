@@ -16,7 +16,7 @@ import pybase64
 
 from reflex_runtime.core.errors import ConfigError, ProcessorError
 from reflex_runtime.web.arrays import array_in, check_json
-from reflex_runtime.web.errors import JSON, MSGPACK, ClientError, InvalidJson, InvalidRequest
+from reflex_runtime.web.errors import JSON, MSGPACK, ClientError, InvalidJson, InvalidRequest, UnsupportedMediaType
 from reflex_runtime.web.fields import invalid, invalid_field, printable
 from reflex_runtime.web.pictures import decode_picture
 
@@ -28,12 +28,6 @@ FORM: Final = b"multipart/form-data"
 MOST_PARTS: Final = 256  # of a form
 MOST_EXAMPLE: Final = 200  # numbers in an example
 _NOT_RAW: Final = (JSON, b"application/msgpack", FORM)
-
-
-class UnsupportedMediaType(ClientError):
-    """The body's Content-Type is none that the item can come in."""
-
-    code, http_status = "unsupported_media_type", 415
 
 
 class ArrayType(msgspec.Struct):

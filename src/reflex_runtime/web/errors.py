@@ -58,6 +58,12 @@ class UnsupportedEncoding(ClientError):
     headers: Final = [(b"accept-encoding", b"gzip")]
 
 
+class UnsupportedMediaType(ClientError):
+    """The body's Content-Type is none that is read."""
+
+    code, http_status = "unsupported_media_type", 415
+
+
 class TooSlow(ClientError):
     """The request did not come in time."""
 
