@@ -7,12 +7,14 @@ import re
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from reflex_runtime.cli import main
 from reflex_runtime.llm import SamplingParams, trace_batches
 from reflex_runtime.llm.engine.llm_engine import Engines
 from reflex_runtime.llm.engine.prompts import Measured, Prompt, StepTime, budgets_of, knee, measured
 from reflex_runtime.llm.engine.toy import ByteTokenizer, ToyRunner
+from reflex_runtime.observe import journal_view
 
 L3 = ("--prompts", "hello world", "goodbye")
 
@@ -67,6 +69,23 @@ def test_every_budget_of_a_short_sweep_is_what_the_schedule_is(capsys: pytest.Ca
         assert row[:3] == [str(len(sizes)), str(max(sizes)), f"{sum(sizes) / len(sizes):.1f}"]
         assert row[3] == f"{1 - sum(sizes) / (budget * len(sizes)):.0%}"
         assert row[4] == f"{min(first)} / {max(first)}"
+
+
+def test_l10_the_sweep_is_drawn_and_names_the_knee(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journal_view, "DPI", 200)  # as everybody has it
+    out = run(capsys, *L3, "--sweep", "4..64", "-o", "s")
+    assert out.endswith("wrote s.svg\nwrote s.png\n")
+    svg = Path("s.svg").read_text()
+    for text in ("knee at 18: more budget buys nothing", 'id="knee"', 'id="steps"'):
+        assert text in svg
+    with Image.open("s.png") as image:
+        assert image.size == (1800, 800)
+        assert (204, 102, 119) in {c for _, c in image.convert("RGB").getcolors(1 << 24) or []}
+    before = Path("s.svg").read_bytes(), Path("s.png").read_bytes()
+    run(capsys, *L3, "--sweep", "4..64", "-o", "s")
+    assert (Path("s.svg").read_bytes(), Path("s.png").read_bytes()) == before
 
 
 def test_other_flags_hold_in_a_sweep(capsys: pytest.CaptureFixture[str]) -> None:
@@ -124,5 +143,3 @@ def test_what_is_no_sweep_is_refused(text: str, capsys: pytest.CaptureFixture[st
 def test_a_part_of_many_runs_is_none(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["trace", *L3, "--sweep", "4..8", "--from", "2"]) == 2
     assert "--from=2: shows a part of one trace; --sweep makes many runs" in capsys.readouterr().err
-    assert main(["trace", *L3, "--sweep", "4..8", "--out", "s"]) == 2
-    assert "--out=s: not with --sweep, which prints a table" in capsys.readouterr().err

@@ -103,15 +103,14 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _sweep(console: Console, args: argparse.Namespace) -> int:
-    if args.out is not None:
-        raise ConfigError(f"--out={args.out}: not with --sweep, which prints a table; leave one of them out")
     for name in ("last", "first", "final", "group"):
         if (value := getattr(args, name)) is not None:
             told = {"first": "from", "final": "to"}.get(name, name)
             raise ConfigError(f"--{told}={value}: shows a part of one trace; --sweep makes many runs")
     budgets = budgets_of(args.sweep)
-    for line in sweep(*setup_of(args, model_directory), budgets, ProgressLine("budgets")):
-        console.print(line)
+    picture = None if args.no_picture else args.out
+    for line in sweep(*setup_of(args, model_directory), budgets, ProgressLine("budgets"), picture):
+        console.print(line, soft_wrap=isinstance(line, Text))
     return 0
 
 

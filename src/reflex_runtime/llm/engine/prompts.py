@@ -19,7 +19,7 @@ from reflex_runtime.core.events import BatchScheduled, Event, RequestProgressed,
 from reflex_runtime.core.request import PRIORITIES, Priority
 from reflex_runtime.core.statistics import percentile
 from reflex_runtime.observe.journal_reader import Journal
-from reflex_runtime.observe.journal_view import Colours, courses, ink, plain
+from reflex_runtime.observe.journal_view import PALETTE, Colours, courses, ink, plain
 from reflex_runtime.observe.trace_tables import ROWS
 from reflex_runtime.settings.declare import did_you_mean, one_line, option, validate
 from reflex_runtime.settings.read import load
@@ -27,6 +27,7 @@ from reflex_runtime.settings.read import load
 if TYPE_CHECKING:
     from reflex_runtime.llm.engine.llm_engine import Engines, LLMEngine
     from reflex_runtime.llm.engine.sequence import RequestOutput
+    from reflex_runtime.observe.plots import Figure
 
 STEP_MS = "2+0.05"
 MOST_PROMPTS = 10_000
@@ -329,9 +330,13 @@ def knee(runs: Sequence[Measured], floor: int) -> int | None:
 
 
 def sweep(
-    engines: Engines, prompts: Sequence[Prompt], budgets: Sequence[int], progress: Callable[[int, int], None]
+    engines: Engines,
+    prompts: Sequence[Prompt],
+    budgets: Sequence[int],
+    progress: Callable[[int, int], None],
+    picture: Path | None = None,
 ) -> Iterator[RenderableType]:
-    """Run the prompts at every budget; the table, and what is said of it."""
+    """Run the prompts at every budget; the table, and what is said of it. picture: prefix of its files."""
     engines, runs = engines.mute(StepTime(1.0, 0.0)), list[Measured]()
     for budget in budgets:
         runs.append(measured(engines, prompts, budget))
@@ -342,9 +347,15 @@ def sweep(
     if len(runs) > ROWS:
         yield Text("budgets left out take as many steps as the row above them", style="dim")
     if found is None:
-        yield Text(f"no knee up to {budgets[-1]}: {len(runs[-1].tokens)} steps there, {floor} without a limit")
+        told = f"no knee up to {budgets[-1]}: {len(runs[-1].tokens)} steps there, {floor} without a limit"
     else:
-        yield Text(f"knee at {found}: more budget buys nothing ({floor} steps, as without a limit)")
+        told = f"knee at {found}: more budget buys nothing ({floor} steps, as without a limit)"
+    yield Text(told)
+    if picture is not None:
+        from reflex_runtime.observe.plots import saved
+
+        for path in saved(picture, lambda: _sweep_figure(runs, found, told), "; choose another, or --no-picture"):
+            yield Text(f"wrote {path}")
 
 
 def budgets_of(text: str) -> list[int]:
@@ -376,3 +387,22 @@ def sweep_table(runs: Sequence[Measured], found: int | None) -> Table:
         cells += [f"{1.0 - total / (run.budget * key[0]):.0%}", f"{key[1]:g} / {key[2]}", note]
         table.add_row(*map(Text, cells), style="bold" if note else "")
     return table
+
+
+def _sweep_figure(runs: Sequence[Measured], found: int | None, told: str) -> Figure:
+    """Steps over budget. told: the title."""
+    from reflex_runtime.observe.plots import Figure, MaxNLocator
+
+    budgets, steps = [run.budget for run in runs], [len(run.tokens) for run in runs]
+    figure = Figure(figsize=(9.0, 4.0), layout="constrained")
+    axes = figure.subplots()
+    axes.plot(budgets, steps, color=PALETTE[4], marker="o", markersize=3.2, drawstyle="steps-post", gid="steps")
+    if found is not None:
+        axes.plot(found, steps[budgets.index(found)], "o", color=PALETTE[1], markersize=8, gid="knee")
+    if budgets[-1] - budgets[0] >= BUDGETS:
+        axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_major_locator(MaxNLocator(8, steps=[1, 2, 5, 10], integer=True))
+    axes.set(title=told, xlabel="max_num_batched_tokens: the budget of a step, tokens", ylabel="steps",
+             ylim=(0.0, 1.12 * max(steps)))  # fmt: skip
+    return figure
