@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from forked import reflex
+from reflex_runtime.settings import FunctionsConfig
 from serving.harness import PATIENCE, parse_answers
 
 from .door import Functions, request
@@ -146,6 +147,7 @@ def test_a_function_that_hangs_fails_its_callers_and_no_other() -> None:
             burst.send()
             answer = burst.answers()[0]
         assert (answer.status, answer.code) == (500, "processor_hung")
+        assert answer.seconds < FunctionsConfig().watchdog_s
         assert server.predict("hangs", 1).json == 1
         assert server.predict("double", 4).json == 8
 

@@ -93,6 +93,7 @@ def test_h10_drain_timeout_s_is_how_long_items_may_take_at_the_end() -> None:
             server.process.send_signal(signal.SIGTERM)
             answers = [*plug.answers(), *burst.answers()]
         assert [(answer.status, answer.code) for answer in answers] == [(503, "shutting_down")] * 2
+        assert max(answer.seconds for answer in answers) < FunctionsConfig().drain_timeout_s
         server.wait()
 
 

@@ -119,7 +119,7 @@ def test_functions_share_the_device_by_their_weights_in_batches_of_their_size() 
             server.release()
             assert plug.answers()[0].status == 200
             answers = [heavy.answers(), light.answers()]
-    assert mean(map(waited, answers[0])) < mean(map(waited, answers[1]))
+    assert 1.2 * mean(map(waited, answers[0])) < mean(map(waited, answers[1]))
     assert {answer.headers["x-reflex-batch-size"] for answer in (*answers[0], *answers[1])} == {"2"}
 
 
