@@ -154,7 +154,7 @@ class Filling:
                     shares[client] -= 1
                 if left is not None:
                     left[client] -= grants[ticket]
-                if cursor is not None:
+                if cursor is not None and not cursor.last_of_client:
                     cursor.take(model.marginal(ticket, grants[ticket]) / ticket.request.weight)
                 if apart:
                     filled.apart, filled.short_of = True, "apart"

@@ -43,7 +43,7 @@ Place = tuple[float, float, int]
 K = TypeVar("K", float, tuple[float, int], Place)
 
 FEW = 8  # dead entries that may stay however few live
-SORTED = 64  # entries that are sorted; of more only as many as are asked for come off the heap in order
+SORTED = 256  # entries that are sorted; of more only as many as are asked for come off the heap in order
 AT_ONCE = 256  # partitions that one question looks at; with more of them every arrival does its part
 
 
@@ -331,6 +331,7 @@ class Cursor:
         self._charged: dict[ClientShare, float] = {}
         self._blocked: set[ClientShare] = set()
         self._current: tuple[Ticket, ClientQueue, Iterator[Ticket]] | None = None
+        self.last_of_client = False  # the ticket returned last has no other of its client behind it: `take` may be left
 
     def next(self) -> Ticket | None:
         """The next ticket in order, or None at the end."""
@@ -358,6 +359,7 @@ class Cursor:
                 heappush(ahead, ((counter, ticket.due, ticket.seq), ticket, queue, rest))
                 continue
             self._current = ticket, queue, rest
+            self.last_of_client = len(queue.tickets) == 1 == len(client.queues)
             return ticket
 
     def take(self, charge: float) -> None:
