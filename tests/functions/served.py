@@ -312,8 +312,8 @@ CARELESS = ("database", "own_loop", "contexts", "threads")
 
 # -- streams -----------------------------------------------------------------------------------------------------------
 
-_steps: list[list[int]] = []
 _closed: list[str] = []
+_kept: list[Iterator[str]] = []
 
 
 def counts(items: list[int]) -> Iterator[list[int | None]]:
@@ -353,7 +353,8 @@ async def counts_async(items: list[int]) -> AsyncIterator[list[int]]:
 
 
 def endless(items: list[int]) -> list[Iterator[str]]:
-    return [_endless(item) for item in items]
+    _kept.extend(_endless(item) for item in items)  # so that forgetting them closes none
+    return _kept[-len(items) :]
 
 
 def _endless(item: int) -> Iterator[str]:

@@ -377,6 +377,33 @@ def test_no_body_is_a_500(server: Functions) -> None:
     assert bad == []
 
 
+def test_no_tensor_is_a_500(server: Functions) -> None:
+    """The same over the Open Inference Protocol: tensors of other types, shapes and lengths than its metadata say."""
+    draw = random.Random(36)
+    bad = []
+    for name in TYPED:
+        ports = server.get(f"/v2/models/{name}").json["inputs"]
+        for _ in range(12):
+            sent = {"inputs": [tensor_of(draw, port) for port in ports]}
+            if draw.random() < 0.2:
+                sent[draw.choice(["parameters", "outputs", "id", "inputs"])] = value_of(draw, 2)
+            answer = server.ask("POST", f"/v2/models/{name}/infer", json.dumps(sent, default=in_base64).encode())
+            if answer.status >= 500:
+                bad.append((name, sent, answer.body[:200]))
+    assert bad == []
+
+
+def tensor_of(draw: random.Random, port: dict[str, Any]) -> dict[str, Any]:
+    datatype = draw.choice([*[port["datatype"]] * 6, "BYTES", "FP32", "INT64", "UINT8", "X"])
+    shape = [2, *(draw.randrange(3) if size == -1 else size for size in port["shape"][1:])]
+    values = ["a", "1", "[1]", in_base64(picture())] if datatype == "BYTES" else [1, 2.5, -1, 10**30, True, None]
+    data = [draw.choice(values) for _ in range(2)] * 2
+    made = {"name": port["name"], "datatype": datatype, "shape": shape, "data": data[: max(1, int(np.prod(shape)))]}
+    if draw.random() < 0.3:
+        made[draw.choice(list(made))] = draw.choice([value_of(draw, 2), [2**62, 4], [-1], [1] * 40])
+    return made
+
+
 def body_of(draw: random.Random, kind: str) -> bytes:
     """A body: a value as it would be sent, broken in one place or not; or noise."""
     value = value_of(draw, 3)
