@@ -89,7 +89,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         (["python:not_there:f"], "no module 'not_there'"),
         (["python:missing:f"], "'surely_not_there'"),
-        (["python:raises:f"], "OSError: no disk here (raises.py:1)"),
+        (["python:raises:f"], "OSError: no disk here (raises.py, line 1)"),
         (["python:exits:f"], "SystemExit: 4"),
         (["python:broken:f"], "SyntaxError"),
         (["python:some:embedd"], "did you mean embed?"),
@@ -133,7 +133,7 @@ def test_a_setup_that_raises_ends_the_server_with_one_line(tmp_path: Path) -> No
     (tmp_path / "late.py").write_text(LATE)
     server = Functions("python:late:Late", before=f"import os; os.chdir({str(tmp_path)!r})", until="setup failed")
     with server:
-        assert "OSError: no weights (late.py:4)" in server.wait_log("setup failed")
+        assert "OSError: no weights (late.py, line 4)" in server.wait_log("setup failed")
         assert server.wait() == 2
         assert not any("Traceback" in line for line in server.log), server.log
 

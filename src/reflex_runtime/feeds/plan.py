@@ -17,13 +17,13 @@ from reflex_runtime.feeds.detectors.detector_slot import DetectorSlot, SecondMod
 from reflex_runtime.feeds.detectors.onnx import FrameLimits, OnnxFrames
 from reflex_runtime.feeds.outputs import video_of, written
 from reflex_runtime.feeds.runtime.consumer import Sink
-from reflex_runtime.feeds.runtime.health import in_one_line, told
 from reflex_runtime.feeds.runtime.pipeline import Pipeline, Source
 from reflex_runtime.feeds.runtime.runtime import Runtime
 from reflex_runtime.feeds.settings import CAMERA, FILES, OF_STAGES, PER_FEED, FeedSpec, source_of_spec, specs_of
-from reflex_runtime.feeds.stages import imported, made, stages_of
+from reflex_runtime.feeds.stages import stages_of
 from reflex_runtime.run.batch_processor import BatchConfig, BatchProcessor
 from reflex_runtime.run.coordinator import BatchCoordinator
+from reflex_runtime.run.modules import imported, in_one_line, made, told
 from reflex_runtime.settings import FeedsConfig
 from reflex_runtime.settings.declare import check_needs, flag, one_line
 from reflex_runtime.settings.model_files import check_kind
@@ -102,8 +102,8 @@ def processor_asked(plan: FeedPlan) -> BatchProcessor:
 def processor_of(text: str) -> BatchProcessor:
     """The batch processor that MODULE:NAME names: an object, or a class or function that makes one."""
     flag = f"--processor={one_line(text)}"
-    found = imported(text, flag, "mypkg.vision:Detector")
-    found = made(found, flag) if inspect.isclass(found) or inspect.isfunction(found) else found
+    found = imported(text, flag, "MODULE:NAME, such as mypkg.vision:Detector")
+    found = made(found, flag, found.__name__) if inspect.isclass(found) or inspect.isfunction(found) else found
     if not isinstance(getattr(found, "id", None), str):
         raise ConfigError(f"{flag}: {type(found).__name__} has no id, a text that names it in the table and in metrics")
     if not callable(getattr(found, "process", None)):

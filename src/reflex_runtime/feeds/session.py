@@ -17,7 +17,7 @@ from reflex_runtime.feeds.detectors.detector_slot import DetectorSlot
 from reflex_runtime.feeds.outputs import ResultFiles
 from reflex_runtime.feeds.outputs.output import ResultOutput
 from reflex_runtime.feeds.plan import FeedFleet, FeedPlan, batching_asked, onnx_asked, refusal_of, second_model_asked
-from reflex_runtime.feeds.runtime.health import FeedEnded, FeedFailed, FeedStageError, StageError, in_one_line
+from reflex_runtime.feeds.runtime.health import FeedEnded, FeedFailed, FeedStageError, StageError
 from reflex_runtime.feeds.runtime.runtime import Runtime, StopReport
 from reflex_runtime.feeds.settings import FeedSpec
 from reflex_runtime.feeds.table import Board, undecoded
@@ -25,6 +25,7 @@ from reflex_runtime.observe.batch_metrics import OneGroup
 from reflex_runtime.observe.logs import leave
 from reflex_runtime.run.batch_processor import BatchProcessor
 from reflex_runtime.run.coordinator import BatchCoordinator
+from reflex_runtime.run.modules import in_one_line
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry

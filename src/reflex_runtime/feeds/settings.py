@@ -13,10 +13,10 @@ from typing import Any
 
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.feeds.outputs.json_lines import NAME
-from reflex_runtime.feeds.runtime.health import in_one_line
 from reflex_runtime.feeds.runtime.pipeline import Region, Source
 from reflex_runtime.feeds.sources import DRAWN, pictures_in, source_of
 from reflex_runtime.feeds.sources.video import without_secrets
+from reflex_runtime.run.modules import in_one_line
 from reflex_runtime.settings import FeedsConfig
 from reflex_runtime.settings.declare import convert, did_you_mean, hints_of, one_line
 from reflex_runtime.settings.read import read_toml

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import re
-import sys
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,8 +15,8 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.feeds.runtime.health import told
 from reflex_runtime.feeds.runtime.pipeline import After, Result, library
+from reflex_runtime.run.modules import imported, made
 from reflex_runtime.settings import FeedsConfig
 from reflex_runtime.settings.declare import one_line
 
@@ -328,37 +326,8 @@ class OwnStage:
 def own_stage(text: str) -> OwnStage:
     """Import a stage. Raises ConfigError."""
     flag = f"--stage={one_line(text)}"
-    found = imported(text, flag, "mypkg.rules:only_large")
-    found = made(found, flag) if inspect.isclass(found) else found
+    found = imported(text, flag, "MODULE:NAME, such as mypkg.rules:only_large")
+    found = made(found, flag, found.__name__) if inspect.isclass(found) else found
     if not callable(found):
         raise ConfigError(f"{flag}: {type(found).__name__} cannot be called with a result")
     return OwnStage(text, found)
-
-
-def imported(text: str, flag: str, example: str) -> Any:
-    """What MODULE:NAME names, from the current directory or installed. Raises ConfigError, which begins with `flag`."""
-    module, _, name = text.partition(":")
-    if not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*", text):
-        raise ConfigError(f"{flag}: must be MODULE:NAME, such as {example}")
-    if "" not in sys.path:
-        sys.path.insert(0, "")  # a file beside you, as `python -m` finds it
-    try:
-        found = importlib.import_module(module)
-    except (Exception, SystemExit) as error:
-        raise ConfigError(f"{flag}: cannot be imported: {told(error)}") from error
-    try:
-        for part in name.split("."):
-            found = getattr(found, part)
-    except AttributeError:
-        raise ConfigError(f"{flag}: {module} has no {name}") from None
-    return found
-
-
-def made(make: Callable[[], Any], flag: str) -> Any:
-    """What a class or function of a user makes. Raises ConfigError, which begins with `flag`."""
-    try:
-        return make()
-    except ConfigError:
-        raise
-    except (Exception, SystemExit) as error:
-        raise ConfigError(f"{flag}: cannot be made: {told(error)}") from error

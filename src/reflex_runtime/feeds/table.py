@@ -14,9 +14,10 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from reflex_runtime.feeds.runtime.health import HealthEvent, frames, in_one_line, told, words_of
+from reflex_runtime.feeds.runtime.health import HealthEvent, frames, words_of
 from reflex_runtime.feeds.runtime.snapshot import FeedSnapshot, OutputSnapshot, RuntimeSnapshot
 from reflex_runtime.observe.batch_metrics import BatchMetrics
+from reflex_runtime.run.modules import in_one_line, told
 
 if TYPE_CHECKING:
     from reflex_runtime.feeds.runtime.runtime import Runtime

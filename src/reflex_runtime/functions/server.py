@@ -16,7 +16,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from reflex_runtime.core.errors import Closed, ConfigError
 from reflex_runtime.core.events import BatchFinished, BatchScheduled, Event, RequestAnswered, RequestProgressed
 from reflex_runtime.core.request import Ticket
-from reflex_runtime.functions.source import ServedFunction, told
+from reflex_runtime.functions.source import ServedFunction
 from reflex_runtime.observe.journal_writer import JournalWriter, Recording, hardware, turn_all
 from reflex_runtime.observe.live import Live, own_process
 from reflex_runtime.observe.logs import FailureLog, leave
@@ -24,6 +24,7 @@ from reflex_runtime.observe.series import FUNCTIONS, SeriesSet
 from reflex_runtime.observe.spans import spans_of
 from reflex_runtime.run.audience import Audience
 from reflex_runtime.run.batcher import Batcher
+from reflex_runtime.run.modules import made
 from reflex_runtime.run.process import in_thread
 from reflex_runtime.settings import FunctionsConfig
 from reflex_runtime.version import __version__
@@ -90,12 +91,7 @@ class FunctionServer:
     def _load(self) -> None:
         """On the device thread, as everything that a function does. Devices call `start` again, when it is done."""
         for served in self.functions.values():
-            try:
-                served.processor.load()
-            except ConfigError:
-                raise
-            except (Exception, SystemExit) as error:
-                raise ConfigError(f"{served.source}: setup failed: {told(error)}") from error
+            made(served.processor.load, served.source, "setup")
 
     def drain(self) -> None:
         if self.state != "warmup_failed":

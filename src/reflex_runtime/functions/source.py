@@ -5,11 +5,8 @@ A module is imported and looked at before the port opens, so that what is wrong 
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import re
-import sys
-import traceback
 from abc import ABCMeta
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -23,6 +20,7 @@ from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.functions.processor import Function, ItemCalls, OnnxItems, ServedProcessor, Streams
 from reflex_runtime.functions.values import ArrayType, Values, example_of
 from reflex_runtime.run.batched import BatchedMethod, Handle
+from reflex_runtime.run.modules import imported, made, told
 from reflex_runtime.run.onnx_session import PROVIDERS
 from reflex_runtime.settings import FunctionsConfig
 from reflex_runtime.settings.declare import did_you_mean
@@ -91,12 +89,13 @@ def _weight(text: str) -> tuple[str, float]:
 
 def read_python(source: str, name: str, config: FunctionsConfig) -> ServedFunction:
     """A function of a list, plain, `async` or `@batched`, or a class with `predict` and, if it loads, `setup`."""
-    found, named = _imported(source)
+    found = imported(source.removeprefix(PYTHON), source, "python:package.module:function")
+    named = source.rpartition(":")[2]
     name = name or named.rpartition(".")[2]
     owner, setup = None, None
     called: Any = found
     if inspect.isclass(found) or not callable(found):
-        owner = _made(source, found)
+        owner = made(found, source, f"{named}()") if inspect.isclass(found) else found
         called, setup = getattr(owner, "predict", None), getattr(owner, "setup", None)
         if not callable(called):
             raise ConfigError(f"{source}: {named} has no method predict(self, items)")
@@ -110,39 +109,6 @@ def read_python(source: str, name: str, config: FunctionsConfig) -> ServedFuncti
     given = getattr(owner if owner is not None else function, "example", None)
     doc = (inspect.getdoc(found) or "").partition("\n\n")[0]
     return ServedFunction(name, source, processor, items, results, streams, example_of(items, given), description=doc)
-
-
-def _imported(source: str) -> tuple[Any, str]:
-    """What the source names, and its name. The module is looked for in the current directory first."""
-    module, _, name = source.removeprefix(PYTHON).partition(":")
-    if not module or not name:
-        raise ConfigError(f"{source}: must be python:package.module:function")
-    if "" not in sys.path:
-        sys.path.insert(0, "")
-    try:
-        found: Any = importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        own = error.name is not None and (module == error.name or module.startswith(f"{error.name}."))
-        hint = "run reflex in the directory that contains it, or install it with pip" if own else "install it with pip"
-        raise ConfigError(f"{source}: there is no module {error.name!r}: {hint}") from error
-    except (Exception, SystemExit) as error:
-        raise ConfigError(f"{source}: {module} cannot be imported: {told(error)}") from error
-    for part in name.split("."):
-        there = [text for text in vars(found) if not text.startswith("_")] if hasattr(found, "__dict__") else []
-        if not hasattr(found, part):
-            raise ConfigError(f"{source}: {module} has no {name!r}{did_you_mean(part, there)}")
-        found = getattr(found, part)
-    return found, name
-
-
-def _made(source: str, found: Any) -> Any:
-    """The object whose method is served."""
-    if not inspect.isclass(found):
-        return found
-    try:
-        return found()
-    except (Exception, SystemExit) as error:
-        raise ConfigError(f"{source}: {found.__name__}() failed: {told(error)}") from error
 
 
 def _plain(called: Any, owner: Any) -> Any:
@@ -196,14 +162,6 @@ def _inner(hint: Any) -> Any:
 
 def _device(config: FunctionsConfig) -> str:
     return "cuda" if config.provider == "cuda" else "cpu"
-
-
-def told(error: BaseException) -> str:
-    """An exception of foreign code in one line: its class, its text, and where it was raised."""
-    last = [] if isinstance(error, SyntaxError) else traceback.extract_tb(error.__traceback__)[-1:]  # it says where
-    where = f" ({Path(last[0].filename).name}:{last[0].lineno})" if last else ""
-    text = " ".join(str(error).split())[:300]
-    return f"{type(error).__name__}: {text}{where}"
 
 
 # -- ONNX --------------------------------------------------------------------------------------------------------------

@@ -19,8 +19,8 @@ import numpy as np
 from reflex_runtime.core.batch import Done, Failed
 from reflex_runtime.core.errors import ConfigError, ReflexError
 from reflex_runtime.feeds.detectors.onnx import FrameLimits, OnnxFrames
-from reflex_runtime.feeds.runtime.health import told
 from reflex_runtime.run.batch_processor import BatchConfig, BatchEntry, BatchProcessor
+from reflex_runtime.run.modules import told
 from reflex_runtime.run.submitted_frame import Join
 
 Limits = Mapping[str, FrameLimits]  # by feed

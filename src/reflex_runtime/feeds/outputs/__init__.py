@@ -14,8 +14,8 @@ from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.feeds.outputs.json_lines import JsonLines, path_name
 from reflex_runtime.feeds.outputs.output import ResultOutput, mqtt_address, webhook_address
-from reflex_runtime.feeds.runtime.health import in_one_line
 from reflex_runtime.observe import files
+from reflex_runtime.run.modules import in_one_line
 from reflex_runtime.settings import FeedsConfig
 from reflex_runtime.settings.declare import one_line
 

@@ -7,15 +7,11 @@ and its runtime emit the other events themselves.
 
 from __future__ import annotations
 
-import importlib
 import logging
-import os
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from math import inf
-from pathlib import Path
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar
 
 from reflex_runtime.core.batch import Done
 from reflex_runtime.core.errors import Closed, Displaced, InFlightCapReached, ProcessorError
@@ -29,6 +25,7 @@ from reflex_runtime.core.events import (
 )
 from reflex_runtime.core.request import Ticket
 from reflex_runtime.pacing import Throttle
+from reflex_runtime.run.modules import in_one_line
 
 FEEDS = 4096  # feeds that a coordinator's health remembers
 
@@ -326,24 +323,6 @@ class Health:
 
 
 # -- in words ----------------------------------------------------------------------------------------------------------
-
-
-LONGEST: Final = 1000  # characters of a foreign text
-_IMPORTS = tuple(str(Path(__file__).parent.parent / name) for name in ("stages.py", "plan.py"))
-
-
-def in_one_line(text: object) -> str:
-    """A foreign text as one line without control characters."""
-    words = "".join(c if c.isprintable() else " " for c in str(text)[:LONGEST])
-    return " ".join(words.split())
-
-
-def told(error: BaseException) -> str:
-    """An exception as one line: its class, what it says, and where in which file it was raised."""
-    words = in_one_line(f"{type(error).__name__}: {error}").removesuffix(":")
-    passed = (__file__, *_IMPORTS, str(Path(importlib.__file__).parent), "<")  # on the way to it
-    own = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(passed)]
-    return f"{words} ({os.path.basename(own[-1].filename)}, line {own[-1].lineno})" if own else words
 
 
 def words_of(event: HealthEvent) -> tuple[int, str]:

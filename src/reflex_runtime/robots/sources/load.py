@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-import importlib
 import json
 import sys
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from reflex_runtime.robots.sources.export_files import CONFIG_FILE, model_bytes
 from reflex_runtime.robots.sources.lerobot_checkpoint import LeRobotCheckpoint, is_checkpoint
 from reflex_runtime.robots.sources.memory import Weight
 from reflex_runtime.robots.sources.openpi_checkpoint import OpenpiCheckpoint
+from reflex_runtime.run.modules import imported, made
 
 
 def read_source(source: str | Path, device: DeviceOptions | None = None) -> PolicySource:
@@ -141,34 +141,16 @@ def read_python(source: str, device: DeviceOptions) -> PythonSource:
 
 
 def _factory(source: str) -> Factory:
-    module, _, name = source.removeprefix(PYTHON).partition(":")
-    if not module or not name:
-        raise ConfigError(f"{source}: must be python:package.module:function")
-    if "" not in sys.path:
-        sys.path.insert(0, "")
-    try:
-        found = getattr(importlib.import_module(module), name, None)
-    except ModuleNotFoundError as error:
-        hint = "run reflex in the directory that contains it, or install it with pip" if _own(error, module) else (
-            "install it with pip"
-        )
-        raise ConfigError(f"{source}: there is no module {error.name!r}: {hint}") from error
-    except (Exception, SystemExit) as error:
-        raise ConfigError(f"{source}: {module} cannot be imported: {_told(error)}") from error
+    found = imported(source.removeprefix(PYTHON), source, "python:package.module:function")
     if not callable(found):
-        what = "has no" if found is None else "has something that is no function as"
-        raise ConfigError(f"{source}: {module} {what} {name!r}; define `def {name}(device): …` there")
+        name = source.rpartition(":")[2]
+        raise ConfigError(f"{source}: {name!r} is no function; define `def {name}(device): …` there")
     factory: Factory = found
     return factory
 
 
 def _made(source: str, factory: Factory, device: DeviceOptions) -> StagedModel | WholeModel:
-    try:
-        model = factory(device)
-    except ConfigError as error:
-        raise ConfigError(f"{source}: {error.message}") from error
-    except (Exception, SystemExit) as error:
-        raise ConfigError(f"{source}: the factory failed: {_told(error)}") from error
+    model = made(partial(factory, device), source, "the factory")
     if not isinstance(model, StagedModel | WholeModel):
         raise ConfigError(f"{source}: made a {type(model).__name__}, expected a StagedModel or a WholeModel")
     if not isinstance(getattr(model, "spec", None), PolicySpec):
@@ -179,19 +161,6 @@ def _made(source: str, factory: Factory, device: DeviceOptions) -> StagedModel |
         kind = "StagedModel" if isinstance(model, StagedModel) else "WholeModel"
         raise ConfigError(f"{source}: spec.staged is {model.spec.staged}, but it made a {kind}")
     return model
-
-
-def _own(error: ModuleNotFoundError, module: str) -> bool:
-    """Whether the module that is missing is the one that was named, not one that it imports."""
-    return error.name is not None and (module == error.name or module.startswith(f"{error.name}."))
-
-
-def _told(error: Exception | SystemExit) -> str:
-    """An exception of foreign code in one line: its class, its text, and where it was raised."""
-    last = traceback.extract_tb(error.__traceback__)[-1:]
-    where = f" ({Path(last[0].filename).name}:{last[0].lineno})" if last else ""
-    text = " ".join(str(error).split())[:300]
-    return f"{type(error).__name__}: {text}{where}"
 
 
 def _file_hash(factory: Any) -> str:

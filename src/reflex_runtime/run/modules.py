@@ -1,0 +1,72 @@
+"""MODULE:NAME of a user's own code: imported, made, and what is wrong with it in one line."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.settings.declare import did_you_mean
+
+_FORM: Final = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
+
+
+def imported(text: str, where: str, form: str) -> Any:
+    """What MODULE:NAME names, from the current directory or installed. ConfigError begins with `where`.
+
+    form: how it is written there, for the error.
+    """
+    module, _, name = text.partition(":")
+    if not _FORM.fullmatch(text):
+        raise ConfigError(f"{where}: must be {form}")
+    if "" not in sys.path:
+        sys.path.insert(0, "")  # a file beside you, as `python -m` finds it
+    try:
+        found: Any = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        own = error.name is not None and (module == error.name or module.startswith(f"{error.name}."))
+        hint = "run reflex in the directory that contains it, or install it with pip" if own else "install it with pip"
+        raise ConfigError(f"{where}: there is no module {error.name!r}: {hint}") from error
+    except (Exception, SystemExit) as error:
+        raise ConfigError(f"{where}: {module} cannot be imported: {told(error)}") from error
+    for part in name.split("."):
+        there = [text for text in getattr(found, "__dict__", ()) if not text.startswith("_")]
+        if not hasattr(found, part):
+            raise ConfigError(f"{where}: {module} has no {name!r}{did_you_mean(part, there)}")
+        found = getattr(found, part)
+    return found
+
+
+def made(make: Callable[[], Any], where: str, what: str) -> Any:
+    """What a class or function of a user makes. ConfigError begins with `where`, and says that `what` failed."""
+    try:
+        return make()
+    except ConfigError as error:
+        if error.message.startswith(where):
+            raise
+        raise ConfigError(f"{where}: {error.message}") from error
+    except (Exception, SystemExit) as error:
+        raise ConfigError(f"{where}: {what} failed: {told(error)}") from error
+
+
+LONGEST: Final = 1000  # characters of a foreign text
+
+
+def in_one_line(text: object) -> str:
+    """A foreign text as one line without control characters."""
+    words = "".join(c if c.isprintable() else " " for c in str(text)[:LONGEST])
+    return " ".join(words.split())
+
+
+def told(error: BaseException) -> str:
+    """An exception of foreign code as one line: its class, what it says, and where in which file it was raised."""
+    words = in_one_line(f"{type(error).__name__}: {error}").removesuffix(":")
+    passed = (__file__, str(Path(importlib.__file__).parent), "<")  # on the way to it
+    own = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(passed)]
+    return f"{words} ({os.path.basename(own[-1].filename)}, line {own[-1].lineno})" if own else words
