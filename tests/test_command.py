@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import errno
+import importlib
 import os
 import resource
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.sources import ROOT
 
 import reflex_runtime
 from reflex_runtime import cli
-from reflex_runtime.cli.console import ProgressLine
+from reflex_runtime.cli.console import ProgressLine, status_of
+from reflex_runtime.core.errors import EXTRAS, ConfigError, needed_by
 from reflex_runtime.settings import LLMServeConfig, ServeConfig
 from reflex_runtime.settings.declare import flag, headed
 from reflex_runtime.settings.read import read_toml
@@ -79,6 +83,49 @@ def test_a_missing_extra_is_named_in_one_line(arguments: str, package: str, extr
     done = without(package, *words.split(), cwd=tmp_path)
     assert done.returncode != 0
     assert one_line(done).endswith(f"in a clone, pip install '.[{extra}]'")
+
+
+EXTRAS_OF_PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+
+
+def test_every_extra_names_what_it_brings_and_a_command_that_lacks_it_ends_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    brought = set(EXTRAS_OF_PROJECT) - {"bench", "dev"}
+    assert set(EXTRAS.values()) == brought
+    for module, extra in EXTRAS.items():
+        monkeypatch.setitem(sys.modules, module, None)
+        status = status_of(lambda name=module: int(importlib.import_module(name) is None), ["reflex", "some"])
+        (line,) = capsys.readouterr().err.splitlines()
+        assert status == 2
+        assert line.startswith("reflex some: this needs ")
+        assert line.endswith(f"in a clone, pip install '.[{extra}]'")
+        with pytest.raises(ConfigError, match=rf"^a part needs .*'\.\[{extra}\]'$"), needed_by("a part"):
+            importlib.import_module(module)
+
+
+def test_a_module_that_no_extra_brings_is_a_traceback() -> None:
+    with pytest.raises(ModuleNotFoundError):
+        status_of(lambda: int(bool(importlib.import_module("nowhere_at_all"))), ["reflex"])
+
+
+def test_each_module_that_needs_an_extra_names_it(tmp_path: Path) -> None:
+    """All modules are imported where every library of an extra is missing."""
+    code = """if True:
+        import importlib, pkgutil, sys
+        from reflex_runtime.core.errors import EXTRAS
+        import reflex_runtime
+        sys.modules |= dict.fromkeys(EXTRAS)
+        for module in pkgutil.walk_packages(reflex_runtime.__path__, "reflex_runtime."):
+            try:
+                importlib.import_module(module.name) if not module.name.endswith("__main__") else None
+            except ModuleNotFoundError as error:  # the command makes one line of it
+                assert (error.name or "").split(".")[0] in EXTRAS, (module.name, error)
+            except Exception as error:
+                assert type(error).__name__ == "ConfigError" and "pip install" in str(error), (module.name, error)
+    """
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_a_trace_without_the_extra_of_pictures_is_its_table(tmp_path: Path) -> None:

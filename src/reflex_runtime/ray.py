@@ -14,12 +14,13 @@ import logging
 from collections.abc import Mapping
 from typing import Any, Final
 
-from ray import serve
-from ray.serve.config import RequestRouterConfig
-
-from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.core.errors import ConfigError, needed_by
 from reflex_runtime.robots.app import create
 from reflex_runtime.web.request import Receive, Scope, Send
+
+with needed_by("reflex_runtime.ray"):
+    from ray import serve
+    from ray.serve.config import RequestRouterConfig
 
 log = logging.getLogger("reflex.ray")
 

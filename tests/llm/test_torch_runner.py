@@ -259,5 +259,5 @@ def test_without_torch_the_error_says_what_to_install(monkeypatch: pytest.Monkey
     for name in ("torch_model", "torch_runner"):
         monkeypatch.delitem(sys.modules, f"reflex_runtime.llm.runners.{name}")
     monkeypatch.setitem(sys.modules, "torch", None)
-    with pytest.raises(ConfigError, match="pip install torch"):
+    with pytest.raises(ConfigError, match=r"pip install '\.\[torch\]'"):
         import reflex_runtime.llm.runners.torch_runner  # noqa: F401

@@ -19,6 +19,7 @@ from reflex_runtime.core.errors import (
     ProcessorHung,
     QueueFull,
     ResultCountMismatch,
+    WaitTimeout,
 )
 from reflex_runtime.core.events import BatchFinished, BatchScheduled, RequestQueued, RequestRejected, RequestSettled
 from reflex_runtime.core.request import Priority
@@ -338,5 +339,32 @@ def test_a_call_that_hangs_is_cancelled_and_its_callers_are_told() -> None:
         assert not isinstance(caught.value, ProcessorHung)
         assert await ask(3) == 3
         await ask.close()
+
+    run(main())
+
+
+def test_a_timeout_is_the_same_word_with_a_thread_and_without_and_cancels_the_item() -> None:
+    async def main() -> None:
+        slow, opened, calls = Slow(max_batch_size=1), threading.Event(), list[list[int]]()
+
+        @batched(max_batch_size=1)
+        def double(items: list[int]) -> list[int]:
+            calls.append(items)
+            assert opened.wait(PATIENCE)
+            return [2 * item for item in items]
+
+        first = [asyncio.ensure_future(slow.double(1)), asyncio.ensure_future(double.aio(1))]
+        await slow.entered.wait()
+        for ask in (slow.double, double.aio):
+            with pytest.raises(WaitTimeout, match=r"^double: no answer within 0\.02 s$"):
+                await ask(2, timeout=0.02)
+            with pytest.raises(ConfigError, match="timeout=-1: must be >= 0 seconds"):
+                await ask(2, timeout=-1)
+        slow.gate.set()
+        opened.set()
+        assert await asyncio.gather(*first) == [2, 2]
+        assert [await ask(3, timeout=PATIENCE) for ask in (slow.double, double.aio)] == [6, 6]
+        assert slow.calls == calls == [[1], [3]]
+        double.close()
 
     run(main())

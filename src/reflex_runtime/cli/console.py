@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from reflex_runtime.core.errors import ReflexError
+from reflex_runtime.core.errors import EXTRAS, ReflexError, not_installed
 from reflex_runtime.settings.declare import one_line
 
 if TYPE_CHECKING:
@@ -26,6 +26,11 @@ def status_of(run: Callable[[], int], told: Sequence[str]) -> int:
         status = run()
         sys.stdout.flush()  # here, where what is wrong with it can still be told
         return status
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in EXTRAS:
+            raise
+        print(f"{' '.join(told)}: {not_installed(error.name or '').message}", file=sys.stderr)
+        return 2
     except ReflexError as error:
         print(f"{' '.join(told)}: {error.message}", file=sys.stderr)
         return 1 if error.code == "journal_unreadable" else 2

@@ -20,7 +20,7 @@ from reflex_runtime.client import Client, ClientError
 from reflex_runtime.client.calls import ActFields
 from reflex_runtime.client.errors import BadAnswer, NotFound, ServerError, TimedOut, Unreachable
 from reflex_runtime.client.exchange import Reply, refused
-from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.core.errors import ConfigError, needed_by
 from reflex_runtime.robots.wires import groot, openpi
 from reflex_runtime.settings.declare import one_line
 from reflex_runtime.web.access import is_loopback
@@ -82,10 +82,8 @@ def ask_openpi(server: ServerAddress, key: str, timeout: float, pick: Pick) -> S
 
 
 def greet_groot(server: ServerAddress, key: str, timeout: float, pick: Pick) -> None:
-    try:
+    with needed_by("this wire"):
         import zmq
-    except ImportError:
-        raise BadAnswer("pyzmq is not installed: in a clone, pip install '.[gr00t]'") from None
     socket: Any = zmq.Context.instance().socket(zmq.REQ)
     with closing(socket):
         socket.setsockopt(zmq.LINGER, 0)
@@ -103,10 +101,8 @@ def greet_groot(server: ServerAddress, key: str, timeout: float, pick: Pick) -> 
 @contextmanager
 def grpc_calls(server: ServerAddress, key: str, timeout: float) -> Iterator[Callable[..., bytes]]:
     """Calls of a server: (method, a message, or a list of them in a stream) → its answer. As a robot of its own."""
-    try:
+    with needed_by("this wire"):
         import grpc
-    except ImportError:
-        raise BadAnswer("grpcio is not installed: in a clone, pip install '.[grpc]'") from None
     metadata = [("x-reflex-robot", f"probe-{token_hex(4)}"), *([("authorization", f"Bearer {key}")] if key else [])]
     more: dict[str, Any] = {"metadata": metadata, "timeout": timeout}
     try:

@@ -23,7 +23,7 @@ from reflex_runtime.cli.serving import (
     show_settings,
     supervised,
 )
-from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.core.errors import ConfigError, not_installed
 from reflex_runtime.core.statistics import DEFAULT_COST
 from reflex_runtime.observe import files, logs
 from reflex_runtime.settings import OWN_SETTINGS, FunctionsConfig, LLMServeConfig, ServeConfig
@@ -113,13 +113,13 @@ def _checked(config: ServeConfig, places: Places, asked: Sequence[PolicyAsked]) 
             Path(config.record).mkdir(parents=True, exist_ok=True)
     check_trace(config.trace)
     check_otel(config.otel)
-    check_listener("gr00t", config.gr00t, config.api_key, "zmq", "pyzmq", "gr00t")
-    check_listener("oip-grpc", config.oip_grpc, config.api_key, "grpc", "grpcio", "grpc")
-    check_listener("lerobot", config.lerobot, config.api_key, "grpc", "grpcio", "grpc")
+    check_listener("gr00t", config.gr00t, config.api_key, "zmq")
+    check_listener("oip-grpc", config.oip_grpc, config.api_key, "grpc")
+    check_listener("lerobot", config.lerobot, config.api_key, "grpc")
     return plans
 
 
-def check_listener(name: str, address: str, key: str, module: str, package: str, extra: str) -> None:
+def check_listener(name: str, address: str, key: str, module: str) -> None:
     """What a listener of its own needs: loopback or a key, and its package."""
     from reflex_runtime.web.access import is_loopback
 
@@ -129,7 +129,7 @@ def check_listener(name: str, address: str, key: str, module: str, package: str,
     if not (key or host == "localhost" or is_loopback(host)):
         raise ConfigError(f"--{name}={address}: needs --api-key, or a loopback address: others could reach it")
     if find_spec(module) is None:
-        raise ConfigError(f"--{name} needs {package}: in a clone, pip install '.[{extra}]'")
+        raise not_installed(module, f"--{name}")
 
 
 def _announce(config: ServeConfig, asked: Sequence[PolicyAsked], model_id: str) -> None:

@@ -154,7 +154,7 @@ def _checked(config: FunctionsConfig, sources: Sequence[str]) -> list[ServedFunc
             Path(config.record).mkdir(parents=True, exist_ok=True)
     check_trace(config.trace)
     check_otel(config.otel)
-    check_listener("oip-grpc", config.oip_grpc, config.api_key, "grpc", "grpcio", "grpc")
+    check_listener("oip-grpc", config.oip_grpc, config.api_key, "grpc")
     return read_functions(sources, config)
 
 

@@ -87,7 +87,7 @@ def to_supervision(result: Result, names: Sequence[str] | None = None, masks: bo
     Raises ConfigError if supervision is missing, or for a result without boxes.
     """
     found = to_arrays(result, names, masks)
-    return library("supervision", "this needs supervision", "vision").Detections(
+    return library("supervision", "this").Detections(
         xyxy=found.boxes.astype(np.float32),
         confidence=found.scores.astype(np.float32),
         class_id=found.classes,
@@ -169,9 +169,9 @@ class TrackStage:
     name = "track"
 
     def __init__(self, score: float = 0.5) -> None:
-        tracker = library("trackers", "this needs trackers", "vision").ByteTrackTracker
+        tracker = library("trackers", "this").ByteTrackTracker
         self._tracker = tracker(track_activation_threshold=score, high_conf_det_threshold=score)
-        self._detections = library("supervision", "this needs supervision", "vision").Detections
+        self._detections = library("supervision", "this").Detections
 
     def __call__(self, result: Result) -> Result:
         if not has_boxes(result):
@@ -206,7 +206,7 @@ class ZoneStage:
     name = "zones"
 
     def __init__(self, zones: Mapping[str, Points], lines: Mapping[str, Points]) -> None:
-        sv = library("supervision", "this needs supervision", "vision")
+        sv = library("supervision", "this")
         self._zones = {name: sv.PolygonZone(np.array(points).round().astype(int)) for name, points in zones.items()}
         foot = [sv.Position.BOTTOM_CENTER]
         self._lines = {

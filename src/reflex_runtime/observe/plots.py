@@ -8,19 +8,17 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any, Final, cast
 
-from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.core.errors import ConfigError, needed_by
 from reflex_runtime.observe import journal_view
 from reflex_runtime.observe.files import replace
 from reflex_runtime.observe.journal_view import FAINT, INK, RULE
 
-try:
+with needed_by("a picture"):
     import matplotlib
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch, Rectangle
     from matplotlib.ticker import MaxNLocator
-except ImportError:
-    raise ConfigError("pictures need matplotlib: in a clone, pip install '.[plots]'") from None
 
 __all__ = ["Axes", "Figure", "MaxNLocator", "Patch", "Rectangle", "drawn", "saved"]
 

@@ -16,7 +16,7 @@ from typing import Any, Final
 from prometheus_client import CollectorRegistry
 
 from reflex_runtime.core.batch import Failed
-from reflex_runtime.core.errors import ConfigError, ReflexError
+from reflex_runtime.core.errors import ConfigError, ReflexError, not_installed
 from reflex_runtime.core.events import (
     BatchFinished,
     Event,
@@ -246,8 +246,7 @@ def check_otel(endpoint: str) -> None:
     """ConfigError where the packages for `--otel` are missing, or the environment names no share."""
     sampled_share()
     if endpoint and not all(map(_is_there, _NEEDED)):
-        raise ConfigError("--otel needs opentelemetry-sdk and opentelemetry-exporter-otlp-proto-http: "
-                          "in a clone, pip install '.[otel]'")  # fmt: skip
+        raise not_installed("opentelemetry", "--otel")
 
 
 def sampled_share() -> float:

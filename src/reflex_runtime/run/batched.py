@@ -154,11 +154,28 @@ def forget_closed(by_loop: dict[asyncio.AbstractEventLoop, Any]) -> None:
             by_loop.pop(loop, None)
 
 
-# -- an `async def` ----------------------------------------------------------------------------------------------------
-
-
 Item = TypeVar("Item")
 Result = TypeVar("Result")
+
+
+def _check_timeout(timeout: float | None) -> None:
+    if timeout is not None and not timeout >= 0.0:
+        raise ConfigError(f"timeout={timeout!r}: must be >= 0 seconds, or None to wait for ever")
+
+
+async def _within(timeout: float, waits: Awaitable[Result], name: str) -> Result:
+    """The result; WaitTimeout where it takes longer."""
+    try:
+        async with asyncio.timeout(timeout) as limit:
+            return await waits
+    except TimeoutError:  # the function's own, or this one
+        if not limit.expired():
+            raise
+        raise WaitTimeout(f"{name}: no answer within {timeout:g} s") from None
+
+
+# -- an `async def` ----------------------------------------------------------------------------------------------------
+
 
 _inside: ContextVar[Batch | None] = ContextVar("_inside", default=None)  # the batch that this task runs, or ran
 
@@ -184,12 +201,20 @@ class BatchedCoroutine(Handle, Generic[Item, Result]):
         self._calls: dict[asyncio.AbstractEventLoop, _Calls] = {}
 
     async def __call__(
-        self, item: Item, /, *, priority: Priority = DEFAULT, time_limit: float | None = None
+        self,
+        item: Item,
+        /,
+        *,
+        timeout: float | None = None,
+        priority: Priority = DEFAULT,
+        time_limit: float | None = None,
     ) -> Result:
         """The result for one item; cancelling the task that awaits it cancels the item.
 
-        time_limit: seconds from now after which the result has no use, then Expired.
+        timeout: seconds that it waits at most, then WaitTimeout. time_limit: seconds from now after which the result
+        has no use, then Expired.
         """
+        _check_timeout(timeout)
         calls = self._of_this_loop()
         if (running := _inside.get()) is not None and running is calls.running:
             raise ConfigError("@batched: the function calls itself with a single item, and would wait for itself")
@@ -197,11 +222,11 @@ class BatchedCoroutine(Handle, Generic[Item, Result]):
         request = Request(item, group=self._group, client=client, priority=priority, time_limit=time_limit)
         ticket = calls.dispatcher.submit(request)
         try:
-            result: Result = await ticket.waiter
-        except asyncio.CancelledError:
+            waits: Awaitable[Result] = ticket.waiter
+            return await (waits if timeout is None else _within(timeout, waits, self._name))
+        except (asyncio.CancelledError, WaitTimeout):
             calls.dispatcher.cancel(ticket)
             raise
-        return result
 
     def add_sink(self, sink: Sink) -> None:
         """Call it with every event of this loop from now on, in order; it must be quick."""
@@ -280,8 +305,7 @@ class BatchedFunction(Handle, Generic[Item, Result]):
             raise ConfigError("@batched: the function calls itself with a single item, and would wait for itself")
         if _loop_runs():
             raise RuntimeError(f"{self._name}(item) would block the running event loop: await {self._name}.aio(item)")
-        if timeout is not None and not timeout >= 0.0:
-            raise ConfigError(f"timeout={timeout!r}: must be >= 0 seconds, or None to wait for ever")
+        _check_timeout(timeout)
         request = Request(item, group=driver.group, client=_thread.client, priority=priority, time_limit=time_limit)
         sleeper, ticket = Sleeper(), None
         try:
@@ -302,8 +326,17 @@ class BatchedFunction(Handle, Generic[Item, Result]):
         finally:  # it holds this call, whose variables hold it and the item: a cycle
             del ticket, outcome
 
-    async def aio(self, item: Item, /, *, priority: Priority = DEFAULT, time_limit: float | None = None) -> Result:
-        """The result for one item, without blocking the loop; cancelling the task cancels the item."""
+    async def aio(
+        self,
+        item: Item,
+        /,
+        *,
+        timeout: float | None = None,
+        priority: Priority = DEFAULT,
+        time_limit: float | None = None,
+    ) -> Result:
+        """The same without blocking the loop; cancelling the task cancels the item, as `timeout` does."""
+        _check_timeout(timeout)
         driver, loop = self._driver, asyncio.get_running_loop()
         inbox = driver.inbox(loop)
         client = inbox.clients.current()
@@ -313,8 +346,8 @@ class BatchedFunction(Handle, Generic[Item, Result]):
         inbox.wake_soon()
         alarm = None if time_limit is None else loop.call_later(time_limit + _LATE, driver.look)
         try:
-            return await future
-        except asyncio.CancelledError:
+            return await (future if timeout is None else _within(timeout, future, self._name))
+        except (asyncio.CancelledError, WaitTimeout):
             inbox.cancels.add(ticket, loop)
             raise
         finally:

@@ -250,8 +250,8 @@ def test_h10_a_runner_whose_library_is_missing_and_one_beside_a_gpu_are_refused_
     line = said(capsys, str(model_dir), "--runner", "openvino", "--device", "cuda")
     assert "--runner=openvino: runs on the cpu, not on cuda" in line
     line = said(capsys, str(model_dir), "--device", "cpu")
-    assert "--runner=auto: openvino is not installed: in a clone, pip install '.[llm]'" in line
-    assert "--runner=torch: torch is not installed: pip install torch" in said(
+    assert "--runner=auto: it needs openvino: in a clone, pip install '.[llm]'" in line
+    assert "--runner=torch: it needs torch: in a clone, pip install '.[torch]'" in said(
         capsys, str(model_dir), "--runner", "torch"
     )
 

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.core.errors import ConfigError, not_installed
 from reflex_runtime.feeds.detectors.heads import CORNER, CROP, LETTERBOX, STRETCH, Found
 from reflex_runtime.feeds.runtime.pipeline import opencv
 from reflex_runtime.run.onnx_session import OnnxSession, fits, shown
@@ -120,7 +120,7 @@ def _smooth(frame: Picture, size: tuple[int, int], reducing_gap: float | None = 
 def opencv_here() -> Any:
     """The package that letterbox resizes with. Raises ConfigError."""
     if (cv2 := opencv()) is None:
-        raise ConfigError("letterbox needs OpenCV: in a clone, pip install '.[feeds]'")
+        raise not_installed("cv2", "letterbox")
     return cv2
 
 

@@ -249,7 +249,7 @@ class AnnotatedVideo:
     TICKS = 60_000  # a second: a whole number of them at every usual rate, and not more than MPEG-4 counts
 
     def __init__(self, path: str | os.PathLike[str], caption: bool = True) -> None:
-        self._av = library("av", "AnnotatedVideo: writing video needs PyAV")
+        self._av = library("av", "AnnotatedVideo: writing video")
         self._path = Path(path)
         self._caption = caption
         self._container: Any = None

@@ -48,7 +48,7 @@ class MqttPublisher(ResultOutput):
         self._client = self._made(address)
 
     def _made(self, address: ReceiverAddress) -> Any:
-        mqtt = library("paho.mqtt.client", "MQTT needs paho-mqtt", "mqtt")
+        mqtt = library("paho.mqtt.client", "MQTT")
         client = mqtt.Client(mqtt.CallbackAPIVersion.VERSION2, client_id=f"reflex-{uuid4().hex[:12]}")
         if address.user is not None or address.password is not None:
             client.username_pw_set(address.user or "", address.password)

@@ -175,7 +175,7 @@ def read_parquet(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
 
 
 def _library(name: str = "pyarrow") -> Any:
-    return library(name, "Parquet needs pyarrow", "parquet")
+    return library(name, "Parquet")
 
 
 # -- rows --------------------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from typing import Any, Final, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from reflex_runtime.core.errors import JSON, ConfigError, ProcessorError, ReflexError
+from reflex_runtime.core.errors import JSON, ConfigError, ProcessorError, ReflexError, needed_by
 from reflex_runtime.run.coordinator import BatchCoordinator
 from reflex_runtime.settings.declare import one_line
 
@@ -264,19 +264,17 @@ class Region:
         return array if isinstance(places, np.ndarray) else array.round(4).tolist()
 
 
-def library(name: str, use: str, extra: str = "feeds") -> Any:
-    """A module that an extra brings. Raises ConfigError. use: what needs which library, in words."""
-    try:
+def library(name: str, what: str) -> Any:
+    """A module that an extra brings. Raises ConfigError. what: needs it, in words."""
+    with needed_by(what):
         return importlib.import_module(name)
-    except ImportError as error:
-        raise ConfigError(f"{use}: in a clone, pip install '.[{extra}]'") from error
 
 
 @cache
 def opencv() -> Any:
     """The module cv2, or None."""
     with suppress(ConfigError):
-        return library("cv2", "OpenCV")
+        return library("cv2", "this")
 
 
 # -- stages ------------------------------------------------------------------------------------------------------------

@@ -409,7 +409,7 @@ class _Clock:
 def _load() -> Any:
     """PyAV with its clock replaced. If a PyAV version keeps it elsewhere, `interrupt` takes effect after the
     timeout."""
-    av = library("av", "reading video needs PyAV")
+    av = library("av", "reading video")
     core = sys.modules.get("av.container.core")
     if getattr(core, "time", None) is time:
         core.time = _Clock()  # type: ignore[union-attr]

@@ -13,7 +13,7 @@ from functools import partial, wraps
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
-from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.core.errors import ConfigError, needed_by
 from reflex_runtime.settings.model_files import read_file
 
 SETTINGS_FILE: Final = "tokenizer_config.json"
@@ -89,15 +89,13 @@ def _read(file: Path) -> str:
 
 def _compile(file: Path, source: str) -> Callable[..., str]:
     """Whitespace, filters and functions are those that templates of model hubs are written against."""
-    try:
+    with needed_by(f"{file}: its template"):
         import jinja2
         from jinja2.compiler import CodeGenerator, operators
         from jinja2.filters import make_attrgetter
         from jinja2.nodes import Const
         from jinja2.runtime import Macro
         from jinja2.sandbox import ImmutableSandboxedEnvironment
-    except ImportError as error:
-        raise ConfigError(f"{file}: its template needs jinja2: in a clone, pip install '.[llm]'") from error
 
     class Code(CodeGenerator):
         def visit_Concat(self, node: Any, frame: Any) -> None:  # noqa: N802 jinja2's

@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.core.errors import ConfigError, not_installed
 from reflex_runtime.llm.engine.tokenizer import HFTokenizer, Tokenizer
 from reflex_runtime.llm.runners.adapters import ADAPTER_CONFIG, MERGE, AdapterStack, not_adaptable
 from reflex_runtime.llm.runners.checkpoint import AnyModelConfig, Checkpoint, ModelConfig, is_known, require
@@ -118,8 +118,7 @@ def choose(
         why = "only the openvino runner rounds weights; leave it out, or use the device cpu"
         raise _wrong("quantization", quantization, why)
     if find_spec(runner) is None:
-        hint = "in a clone, pip install '.[llm]'" if runner == "openvino" else "pip install torch"
-        raise _wrong("runner", runner, f"{runner} is not installed: {hint}")
+        raise _wrong("runner", runner, not_installed(runner, "it").message)
     return device, runner
 
 

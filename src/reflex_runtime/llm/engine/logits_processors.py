@@ -26,7 +26,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from reflex_runtime.core.errors import ConfigError, ProcessorError
+from reflex_runtime.core.errors import ConfigError, ProcessorError, needed_by
 from reflex_runtime.ipc.messages import Constraint, SamplingParams
 from reflex_runtime.llm.engine import form_check
 
@@ -166,10 +166,8 @@ def _looked_at(constraint: Constraint, form: str) -> str:
 
 
 def _library() -> Any:
-    try:
+    with needed_by("output of a given form"):
         import llguidance
-    except ImportError as error:
-        raise ConfigError("output of a given form needs the library llguidance: pip install llguidance") from error
     return llguidance
 
 

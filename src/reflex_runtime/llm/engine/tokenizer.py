@@ -23,7 +23,7 @@ from math import inf, prod
 from pathlib import Path
 from typing import Any, Final, Protocol, TypeVar
 
-from reflex_runtime.core.errors import ConfigError, TooLarge
+from reflex_runtime.core.errors import ConfigError, TooLarge, needed_by
 from reflex_runtime.ipc.messages import Constraint
 from reflex_runtime.llm.engine.chat_template import SETTINGS_FILE, TEMPLATE_FILE, ChatTemplate
 from reflex_runtime.llm.engine.detokenizer import CoreDetokenizer, Detokenizer
@@ -340,10 +340,8 @@ def _optional(file: Path) -> dict[str, Any]:
 
 
 def _read_core(file: Path) -> Any:
-    try:
+    with needed_by(f"{file}:"):
         import tokenizers
-    except ImportError as error:
-        raise ConfigError(f"{file}: needs the library tokenizers: in a clone, pip install '.[llm]'") from error
     if not file.is_file():
         raise ConfigError(f"{file}: not found, expected the model's tokenizer; copy this file here, too")
     data = read_file(file)

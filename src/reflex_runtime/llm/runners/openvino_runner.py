@@ -14,7 +14,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from reflex_runtime.core.errors import ConfigError, ProcessorError
+from reflex_runtime.core.errors import ConfigError, ProcessorError, needed_by
 from reflex_runtime.llm.runners.adapters import AdapterStack, not_adaptable
 from reflex_runtime.llm.runners.checkpoint import CONFIG_FILE
 from reflex_runtime.llm.runners.model_config import ModelConfig
@@ -176,10 +176,8 @@ def _has_bfloat16(core: Any) -> bool:
 def _library() -> Any:
     telemetry_off()
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "32")  # below OpenVINO's own cache: 1,024, 20 MB and more
-    try:
+    with needed_by("OpenVinoRunner"):
         import openvino
-    except ImportError as error:
-        raise ConfigError("OpenVinoRunner needs openvino: in a clone, pip install '.[llm]'") from error
     return openvino
 
 

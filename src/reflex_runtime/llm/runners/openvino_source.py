@@ -31,7 +31,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.core.errors import ConfigError, needed_by
 from reflex_runtime.llm.runners.checkpoint import (
     INDEX_FILE,
     WEIGHTS_FILE,
@@ -109,10 +109,8 @@ def is_export(directory: Path | str) -> bool:
 def read_graph(root: Path) -> Any:
     """The `openvino.Model`; ConfigError for files that are none."""
     telemetry_off()
-    try:
+    with needed_by(f"{root / MODEL_FILE}:"):
         import openvino
-    except ImportError as error:
-        raise ConfigError(f"{root / MODEL_FILE}: needs openvino: in a clone, pip install '.[llm]'") from error
     try:
         return openvino.Core().read_model(root / MODEL_FILE)
     except RuntimeError as error:

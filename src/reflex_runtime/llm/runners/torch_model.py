@@ -13,16 +13,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.core.errors import needed_by
 from reflex_runtime.llm.runners.adapters import AdapterStack
 from reflex_runtime.llm.runners.checkpoint import EMBEDDING, Checkpoint
 
-try:
+with needed_by("the torch runner"):
     import torch
     from torch import Tensor
     from torch.nn import functional
-except ImportError as missing:
-    raise ConfigError("the torch runner needs torch: pip install torch") from missing
 
 __all__ = ["Attend", "Decoder", "Tensor", "functional", "torch"]
 

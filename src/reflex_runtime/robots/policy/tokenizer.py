@@ -11,7 +11,7 @@ from typing import Any, Final, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.core.errors import ConfigError, needed_by
 from reflex_runtime.robots.policy.units import Floats
 
 Cleaning = Literal["strip", "lower", "underscores", "newlines", "end_newline"]
@@ -155,10 +155,8 @@ def _words(found: Iterable[str]) -> list[str]:
 
 def read_sentencepiece(file: Path) -> SentencePieceTokenizer:
     """A SentencePiece model. ConfigError without the package `sentencepiece`, or for another file."""
-    try:
+    with needed_by(f"{file}:"):
         package: Any = importlib.import_module("sentencepiece")
-    except ImportError:
-        raise ConfigError(f"{file}: needs sentencepiece: in a clone, pip install '.[lerobot]'") from None
     try:
         return SentencePieceTokenizer(package.SentencePieceProcessor(model_file=str(file)))
     except Exception as error:  # the package raises RuntimeError, OSError and others
@@ -168,13 +166,8 @@ def read_sentencepiece(file: Path) -> SentencePieceTokenizer:
 def read_tokenizer(file: Path) -> PackagedTokenizer:
     """A `tokenizer.json` in the Hugging Face format. ConfigError without the package `tokenizers`, or for another
     file."""
-    try:
+    with needed_by(f"{file}, without words of your instructions under `tokenizer` in reflex_config.json,"):
         package: Any = importlib.import_module("tokenizers")
-    except ImportError:
-        raise ConfigError(
-            f"{file}: needs tokenizers: pip install tokenizers, or write the words of your instructions as {{word: id}}"
-            " under `tokenizer` in reflex_config.json"
-        ) from None
     try:
         tokenizer = package.Tokenizer.from_file(str(file))
     except Exception as error:  # the package raises bare Exception

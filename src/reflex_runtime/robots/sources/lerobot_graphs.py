@@ -18,7 +18,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.core.errors import ConfigError, not_installed
 from reflex_runtime.robots.policy.fields import ObservationFields
 from reflex_runtime.robots.policy.observation import Observation, noise_of
 from reflex_runtime.robots.policy.spec import FLOAT_LEVELS, DeviceOptions
@@ -30,7 +30,7 @@ from reflex_runtime.robots.sources.lerobot_vla import LeRobotStaged, PackedCache
 from reflex_runtime.robots.sources.torch_models import taken
 
 if find_spec("onnxscript") is None:  # which torch.onnx needs
-    raise ConfigError("reflex export needs onnx and onnxscript: in a clone, pip install '.[lerobot,export]'")
+    raise not_installed("onnxscript", "reflex export")
 
 KNOWN: Final = {
     "RenameObservationsProcessorStep", "AddBatchDimensionProcessorStep", "DeviceProcessorStep",

@@ -16,7 +16,7 @@ from typing import Any, Final, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from reflex_runtime.core.errors import ConfigError, ProcessorError
+from reflex_runtime.core.errors import ConfigError, ProcessorError, needed_by
 from reflex_runtime.robots.policy.model import StagedModel, WholeModel
 from reflex_runtime.robots.policy.observation import Observation
 from reflex_runtime.robots.policy.prefix_cache import PrefixTensors
@@ -25,12 +25,10 @@ from reflex_runtime.robots.policy.units import Floats
 from reflex_runtime.run.onnx_session import CPU, CUDA
 from reflex_runtime.run.processor import Record, recorder
 
-try:
+with needed_by("a policy in PyTorch"):
     import torch
     from torch import Tensor
     from torch.overrides import TorchFunctionMode
-except ImportError as missing:
-    raise ConfigError("policies in PyTorch need torch: in a clone, pip install '.[torch]'") from missing
 
 Tensors = Mapping[str, Tensor]
 
