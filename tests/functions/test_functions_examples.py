@@ -13,6 +13,7 @@ import PIL.Image
 import PIL.ImageDraw
 import pytest
 
+from reflex_runtime.cli import main
 from reflex_runtime.client import AsyncClient, Client, InvalidRequest, ProcessorFailed
 from serving.harness import Server
 
@@ -102,3 +103,19 @@ def test_the_client_sends_and_gets_arrays_and_names_errors(tmp_path: Path) -> No
 
         assert asyncio.run(awaited())["at"].tolist() == [2.0]
         assert httpx.get(f"{url_of(server)}/health").json()["functions"] == {"moved": "python:own:moved"}
+
+
+def test_probe_says_where_functions_are_asked(capsys: pytest.CaptureFixture[str]) -> None:
+    with example("stream", "count") as server:
+        assert main(["probe", url_of(server)]) == 2
+        assert f"serves functions; {url_of(server)}/docs has a line" in capsys.readouterr().err
+
+
+def test_what_curl_calls_a_body_by_itself_is_json_for_a_text(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text("def same(texts: list[str]) -> list[str]: return list(texts)\n")
+    with Server("python:own:same", before=f"import sys; sys.path.insert(0, {str(tmp_path)!r})") as server:
+        for kind in ("application/x-www-form-urlencoded", "application/json", ""):
+            answer = httpx.post(f"{url_of(server)}/predict", content=b'"a"', headers={"Content-Type": kind})
+            assert answer.json() == "a", kind
+        answer = httpx.post(f"{url_of(server)}/predict", content=b'"a"', headers={"Content-Type": "text/plain"})
+        assert answer.json() == '"a"'

@@ -267,12 +267,14 @@ class ServerLook(NamedTuple):
 
 
 def look(server: ServerAddress, key: str) -> ServerLook:
-    """ReflexError where nothing answers; ConfigError for the server of a language model."""
+    """ReflexError where nothing answers; ConfigError for a server of something else."""
     health = _map(server.get("/health")[1])
     if not isinstance(health.get("state"), str):
         return ServerLook()
     if "model" in health:  # only servers of language models name it there
         raise ConfigError(f"{server.url}: serves a language model; probe asks robot policies")
+    if "functions" in health:
+        raise ConfigError(f"{server.url}: serves functions; {server.url}/docs has a line to ask each of them")
     config = _map(server.get("/config", key)[1])
     policy, on = config.get("policy") or {}, config.get("server") or {}
     model = f"{policy.get('model_id', '')}@{policy.get('model_hash', '')}".strip("@")

@@ -47,6 +47,9 @@ examples:
   reflex serve openpi:./pi05_droid_pytorch          a PyTorch checkpoint of openpi
   reflex serve python:my_robot.policy:make          a model in PyTorch, or anything else that Python can call
 
+A function of your own, python:my_module:embed, and an ONNX model, FILE.onnx, have options of their own as well:
+reflex serve python:my_module:embed --help shows them.
+
 A directory with a config.json and no reflex_config.json is a language model: reflex serve MODEL_DIR serves it with the
 OpenAI API and has options of its own; reflex serve MODEL_DIR --help shows them.
 """

@@ -69,7 +69,7 @@ class Values:
         kind = content_type.partition(b";")[0].strip().lower()
         if kind.startswith(FORM):
             return self.convert(_form(body, content_type))
-        if self.raw and not (kind in _NOT_RAW or kind.endswith(b"+json")):
+        if self._is_raw(kind):
             return self._raw(body, kind)
         try:
             if b"msgpack" in kind:
@@ -84,6 +84,12 @@ class Values:
             raise InvalidJson(printable(f"the body is not {what}: {error}")) from None
         known = ", ".join(map(bytes.decode, (JSON, MSGPACK, FORM, *self.raw)))
         raise UnsupportedMediaType(printable(f"Content-Type {kind[:100].decode('latin-1')!r} is not one of {known}"))
+
+    def _is_raw(self, kind: bytes) -> bool:
+        """Whether a body of this type is the value itself. What curl says by itself is JSON where that is a text."""
+        if self.hint is str:
+            return kind.startswith(b"text/")
+        return bool(self.raw) and not (kind in _NOT_RAW or kind.endswith(b"+json"))
 
     def _raw(self, body: bytes, kind: bytes) -> Any:
         """The value that the body itself is."""
