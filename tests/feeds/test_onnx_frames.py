@@ -106,8 +106,8 @@ def calls_of(processor: OnnxFrames, monkeypatch: pytest.MonkeyPatch) -> list[int
     calls: list[int] = []
     assert processor._loaded is not None
     session = processor._loaded.session
-    whole = session._call
-    monkeypatch.setattr(session, "_call", lambda rows: (calls.append(len(rows["image"])), whole(rows))[1])
+    whole = session.call
+    monkeypatch.setattr(session, "call", lambda rows: (calls.append(len(rows["image"])), whole(rows))[1])
     return calls
 
 

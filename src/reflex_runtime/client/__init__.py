@@ -13,7 +13,7 @@ Errors, one class per error code of the server (`docs/errors.md`):
     ├── BadAnswer               an unusable answer: too large, not parseable, or without usable actions
     └── ServerError             an error from the server; one class per code:
         ├── InvalidRequest · InvalidJson · NotFound · MethodNotAllowed · TooLarge · UnsupportedEncoding ·
-        │   RequestTimeout · InvalidConfig
+        │   UnsupportedMediaType · RequestTimeout · InvalidConfig
         ├── Unauthorized · Forbidden
         ├── QueueFull · ClientAtCapacity · TooManyRequests · Overloaded · SloViolated
         ├── DeadlineUnreachable · DeadlineExceeded · Superseded · Cancelled
@@ -56,6 +56,7 @@ from reflex_runtime.client.errors import (
     Unauthorized,
     Unreachable,
     UnsupportedEncoding,
+    UnsupportedMediaType,
 )
 from reflex_runtime.client.exchange import Chunk
 
@@ -65,5 +66,5 @@ __all__ = [
     "Internal", "InvalidConfig", "InvalidJson", "InvalidRequest", "MethodNotAllowed", "NotFound", "NotReady",
     "Overloaded", "Picture", "Priority", "ProcessorFailed", "ProcessorHung", "QueueFull", "RequestTimeout", "Retries",
     "ServerError", "ShuttingDown", "SloViolated", "Superseded", "TimedOut", "TooLarge", "TooManyRequests",
-    "Unauthorized", "Unreachable", "UnsupportedEncoding", "Wire",
+    "Unauthorized", "Unreachable", "UnsupportedEncoding", "UnsupportedMediaType", "Wire",
 ]  # fmt: skip

@@ -106,6 +106,10 @@ class UnsupportedEncoding(ServerError):
     """The body is compressed, and not with gzip."""
 
 
+class UnsupportedMediaType(ServerError):
+    """The body's Content-Type is not one that the function's items come in."""
+
+
 class InvalidConfig(ServerError):
     """A setting is wrong; the message names it."""
 
