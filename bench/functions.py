@@ -2,11 +2,13 @@
 
     python -m bench.functions [--peers PYTHON] [--rounds N] [--callers 1 8 32 128] [--only load bad start]
     python -m bench.functions --settings --peers PYTHON
+    python -m bench.functions --only load --json bench/functions.json --peers PYTHON
 
 LitServe and mosec run in an environment of their own, whose interpreter `--peers` names; without it they are left out.
 Every server has the same core, all of its processes together, and the load generator the other. One function costs
 2 ms and 0.1 ms an item, slept: a stand-in for a device, so that what a server computes beside it counts. The other
-costs nothing. Ratios are taken round by round. `--settings` finds the best settings of the others.
+costs nothing. Ratios are taken round by round. `--settings` finds the best settings of the others. `--json FILE` puts
+the rows into a file, in place of rows of the same cases: a long run can be made in parts.
 """
 
 from __future__ import annotations
@@ -25,13 +27,15 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
 
 import psutil
 
 from bench.load.wires.connection import Connection, reply_of, request
 from bench.load.wires.target import Target
 from bench.machine import describe
-from bench.report import Row, row, say, table
+from bench.report import Row, as_json, row, say, table
 from bench.servers import Server, running
 from bench.serving import figures, over, turns
 from reflex_runtime.client.errors import ClientError
@@ -88,6 +92,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--functions", nargs="+", choices=COSTS, default=list(COSTS))
     parser.add_argument("--only", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--settings", action="store_true", help="the others with several settings, none of ours")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="keep the rows there too")
     args = parser.parse_args(argv)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that no server stays behind
     load = Load(args.functions, args.callers, args.rounds, args.seconds)
@@ -99,8 +104,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     kinds = list(_kinds(args.peers, args.servers, BEST))
     for case in args.only:
-        print(table(CASES[case](kinds, load)), flush=True)
+        rows = CASES[case](kinds, load)
+        print(table(rows), flush=True)
+        if args.json is not None:
+            _keep(rows, args.json)
     return 0
+
+
+def _keep(rows: Sequence[Row], file: Path) -> None:
+    """Replace the rows of the same cases in a file, and say when they were measured, and on what."""
+    found = json.loads(file.read_text()) if file.exists() else {"rows": []}
+    measured = {one.case for one in rows}
+    kept = [one for one in found["rows"] if one["case"] not in measured]
+    about = {"date": f"{datetime.now(UTC):%Y-%m-%d}", "machine": describe()}
+    lines = ",\n".join(json.dumps(one) for one in kept + as_json(rows))  # a row a line, so that changes can be read
+    file.write_text(f'{json.dumps(about)[:-1]}, "rows": [\n{lines}\n]}}\n')
 
 
 def _kinds(peers: str | None, only: Sequence[str] | None, waits: dict[str, tuple[str, ...]]) -> Iterator[Kind]:

@@ -4,6 +4,7 @@ import contextlib
 import io
 import re
 import shlex
+import tomllib
 from pathlib import Path
 
 from reflex_runtime.cli import VERBS, build_parser
@@ -35,21 +36,25 @@ def test_links_lead_somewhere() -> None:
     assert broken == []
 
 
-def tasks(page: Path) -> dict[str, list[str]]:
-    """The pages that a list of links names below each task, in order."""
-    text = page.read_text(encoding="utf-8")
-    if page.parent == ROOT:
-        rows = re.findall(r"^- \*\*(.+?)\*\*: (.+)$", text, re.MULTILINE)
-    else:
-        rows = re.findall(r"^## ([^\n]+)\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)
-    return {task: [Path(target).name for target in re.findall(r"\]\((.+?)\)", links)] for task, links in rows}
-
-
-def test_readme_and_index_name_every_page_below_the_same_tasks() -> None:
-    index = tasks(ROOT / "docs" / "README.md")
-    assert tasks(ROOT / "README.md") == index
-    named = [name for names in index.values() for name in names]
+def test_the_index_has_every_page_once() -> None:
+    index = (ROOT / "docs" / "README.md").read_text(encoding="utf-8")
+    named = re.findall(r"^- \[.+?\]\(([\w-]+\.md)\): ", index, re.MULTILINE)
     assert sorted(named) == sorted(page.name for page in (ROOT / "docs").glob("*.md") if page.name != "README.md")
+
+
+def test_the_readme_is_a_screen_with_badges_that_are_true() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 65
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    said = {file: (ROOT / file).read_text(encoding="utf-8") for file in re.findall(r"docs/images/badge-\w+\.svg", text)}
+    facts = {
+        "python": project["project"]["requires-python"].removeprefix(">=") + " or newer",
+        "licence": project["project"]["license"],
+        "typed": "mypy --strict" if project["tool"]["mypy"]["strict"] else "",
+    }
+    for name, fact in facts.items():
+        assert f": {fact}</title>" in said.pop(f"docs/images/badge-{name}.svg")
+    assert said == {}
 
 
 def commands() -> list[tuple[str, str]]:

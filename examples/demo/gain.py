@@ -1,4 +1,4 @@
-"""The same robots without and with batching, side by side: when each waited, and when the model ran for it."""
+"""The same robots without and with batching, side by side: answers a second, waits, and calls of the model."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ WINDOW: Final = 1.5  # seconds that are drawn of each run
 class Lanes:
     """What happened to the robots of a run in a window. Pairs of begin and length, in seconds from its begin, by robot.
 
-    waits: a request waited, for its first call or between two. calls: it was in a call of the model. answered: requests
-    that ended well in the window.
+    waits: a request waited, for its first call or between two. calls: it was in a call of the model. rate: requests
+    that ended well, a second, over all the time in which every robot was at work.
     """
 
     waits: dict[str, list[tuple[float, float]]]
     calls: dict[str, list[tuple[float, float]]]
-    answered: int
+    rate: float
 
     @classmethod
     def of(cls, run: Journal, window: float = WINDOW) -> Lanes:
@@ -37,7 +37,8 @@ class Lanes:
         for batch, _, robot in members:
             first.setdefault(robot, batch.at)
             last[robot] = batch.finished
-        begin = (max(first.values()) + min(last.values()) - window) / 2 if first else 0.0
+        work = (max(first.values()), min(last.values())) if first else (0.0, 0.0)
+        begin = (sum(work) - window) / 2
         waits: dict[str, list[tuple[float, float]]] = {robot: [] for robot in sorted(first)}
         calls: dict[str, list[tuple[float, float]]] = {robot: [] for robot in sorted(first)}
         answered = 0
@@ -48,8 +49,8 @@ class Lanes:
             for lanes, start, end in ((waits, waited, batch.at), (calls, batch.at, batch.finished)):
                 if (start := max(start, begin)) < (end := min(end, begin + window)):
                     lanes[robot].append((start - begin, end - start))
-            answered += m.outcome == "done" and begin <= batch.finished < begin + window
-        return cls(waits, calls, answered)
+            answered += m.outcome == "done" and work[0] < batch.finished <= work[1]
+        return cls(waits, calls, answered / (work[1] - work[0]) if answered else 0.0)
 
 
 def draw_gain(alone: Journal, together: Journal, prefix: Path) -> tuple[Path, Path]:
@@ -59,15 +60,16 @@ def draw_gain(alone: Journal, together: Journal, prefix: Path) -> tuple[Path, Pa
 
 def _draw(runs: Sequence[Lanes]) -> Figure:
     robots = sorted({*runs[0].calls, *runs[1].calls}, key=lambda name: (len(name), name))
-    height = 1.25 + 0.28 * len(robots)
+    height = 1.4 + 0.28 * len(robots)
     figure = Figure(figsize=(9.0, height))
     both = figure.subplots(1, 2, sharey=True)
-    figure.subplots_adjust(left=0.06, right=0.985, top=1 - 0.72 / height, bottom=0.42 / height, wspace=0.06)
+    figure.subplots_adjust(left=0.06, right=0.985, top=1 - 0.87 / height, bottom=0.42 / height, wspace=0.06)
     title = f"The same {len(robots)} robots, without and with batching"
     figure.text(0.012, 1 - 0.12 / height, title, size=12, weight="bold", va="top")
     for axes, run, name in zip(both, runs, ("one request in each call", "batched"), strict=True):
         _lanes(axes, run, robots)
-        axes.set_title(f"{name}: {run.answered} chunks in {WINDOW:g} s", loc="left", size=9, color=INK)
+        axes.set_title(f"{run.rate:.0f} answers a second", loc="left", size=14, weight="bold", color=INK)
+        axes.set_title(name, loc="right", size=9, color=FAINT)
     both[0].set_yticks(range(len(robots)), robots)
     both[0].invert_yaxis()
     keys = [Patch(color=INK, label="in a call of the model"), Patch(color=INK, alpha=0.25, lw=0, label="waits")]

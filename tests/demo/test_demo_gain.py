@@ -42,12 +42,12 @@ def test_lanes_show_waits_calls_and_answers_of_the_window() -> None:
     every = Lanes.of(run, window=8.0)  # both are at work from 1.0 to 4.0, so it begins at -1.5
     assert every.waits == {"r0": near([(2.0, 0.5), (3.5, 1.0)]), "r1": near([(2.25, 0.25)])}
     assert every.calls == {"r0": near([(2.5, 1.0), (4.5, 1.0)]), "r1": near([(2.5, 1.0), (6.5, 1.0)])}
-    assert every.answered == 3
+    assert every.rate == pytest.approx(2 / 3)  # from 1.0 to 4.0; r1 alone was at work after that
     part = Lanes.of(run, window=2.0)  # from 1.5 to 3.5
     assert part.waits == {"r0": near([(0.5, 1.0)]), "r1": []}
     assert part.calls == {"r0": near([(0.0, 0.5), (1.5, 0.5)]), "r1": near([(0.0, 0.5)])}
-    assert part.answered == 1
-    assert Lanes.of(run_of()).answered == 0
+    assert part.rate == every.rate  # the window is what is drawn
+    assert Lanes.of(run_of()).rate == 0.0
 
 
 # The stock client was written for an earlier version of websockets.
@@ -73,7 +73,10 @@ def test_the_demo_plays_without_and_with_batching(
     assert "every call 5 ms longer" in out
     for name in ("gain.png", "gain.svg", "batches.png"):
         assert (tmp_path / name).stat().st_size > 5_000
-    assert "without and with batching" in (tmp_path / "gain.svg").read_text()
+    drawn = (tmp_path / "gain.svg").read_text()
+    assert "without and with batching" in drawn
+    for run in (alone, batched):
+        assert f"{Lanes.of(run).rate:.0f} answers a second" in drawn
     assert re.search(r"chunks, refused +│ +[1-9]\d*, 0 │ +[1-9]\d*, 0 ", out), out
     assert {line.wire for line in batched.requests} == {recorded}
     assert {line.request.robot_id for line in batched.requests} == {"r0", "r1"}
