@@ -143,6 +143,18 @@ def test_h7_every_route_of_a_policy_server_is_in_its_document(tmp_path: Path) ->
         assert {f"/policies/{name}{path}" for path in set(paths) - live} <= set(several)
 
 
+def test_what_a_server_has_is_listed_where_a_browser_begins(tmp_path: Path) -> None:
+    with Server(write_tiny(tmp_path / "tiny"), "--api-key", "secret") as server:
+        told = server.get("/").json
+        assert told["paths"]["POST /act"] == "One observation in, one chunk of actions out"
+        assert [server.ask(method, "/").status for method in ("HEAD", "POST")] == [200, 401]
+        page = server.ask("GET", "/", headers={"Accept": "text/html,*/*"})
+        assert page.headers["content-type"] == "text/html; charset=utf-8"
+        assert b'<a href="./docs"><code>GET /docs</code></a>' in page.body
+        upgrade = {"Connection": "Upgrade", "Upgrade": "websocket", "Sec-WebSocket-Version": "13"}
+        assert server.ask("GET", "/", headers=upgrade | {"Sec-WebSocket-Key": "A" * 22 + "=="}).status == 401
+
+
 def test_h7_what_the_policies_need_is_required_and_nothing_else(tmp_path: Path) -> None:
     with Server(write_export(tmp_path / "seeing")) as server:
         document = described(server)

@@ -127,9 +127,7 @@ class ModelServer:
 
 def _missing(path: str) -> str:
     """What is said of a path that is not served."""
-    known = path.rstrip("/")
-    why = "no such path" if known else "there is no page here; look at /docs and /dashboard"
-    return f"{path[:200]}: {'is not served here' if known in _OTHERS else why}"
+    return f"{path[:200]}: {'is not served here' if path.rstrip('/') in _OTHERS else 'no such path'}"
 
 
 def serving(plan: ModelPlan, open: Open) -> Make:

@@ -98,6 +98,9 @@ class PolicyRoutes:
             Route(OUTCOME, admin.outcome, "POST", changes=True, most=operator),
         ]
         self.by_path = {route.path: route for route in routes}
+        sockets = {route.path: route for route in routes if route.socket is not None}
+        for path in sockets.keys() & {"/"}:  # openpi's clients connect where a browser begins
+            self.by_path[path] = replace(sockets[path], others=(self.by_path[path],))
         self._named = named_in(routes)
 
     def find(self, path: str) -> Route | None:

@@ -182,10 +182,10 @@ class App:
         """The route of a request; raises what stands against it."""
         path = request.path
         found = self.routes.get(path) or self._find(path) or self.routes.get(path.rstrip("/"))
-        route = request.route = found.of(request.method) if found is not None and found.others else found
+        socket = isinstance(request, WebSocket)
+        route = request.route = found.of(request.method) if found is not None and found.others and not socket else found
         if len(request.headers) < len(request.scope["headers"]):  # a name comes twice
             check_once(request.scope["headers"])
-        socket = isinstance(request, WebSocket)
         crosses = self._cors.admits(request, route)
         if crosses and route is not None and is_preflight(request):
             if not self.keys.callers:

@@ -102,6 +102,7 @@ class Operation(NamedTuple):
 
 
 PAGES: Final = {  # of every server
+    "/": Operation("what is here, for programs; for browsers a page", OBJECT | HTML),
     "/openapi.json": Operation("this document"),
     "/docs": Operation("this document for people", HTML),
     "/dashboard": Operation("the page that shows the server while it runs", HTML),
@@ -168,7 +169,7 @@ def _operation(told: Operation, codes: Iterable[str], errors: Mapping[str, str],
 
 
 def document_routes(write: Callable[[HttpRequest], bytes]) -> list[Route]:
-    """/openapi.json and /docs. write: the document for a request."""
+    """/openapi.json, /docs, and / that lists what is there. write: the document for a request."""
 
     async def document(request: HttpRequest) -> HttpResponse:
         return HttpResponse(200, write(request))
@@ -177,7 +178,29 @@ def document_routes(write: Callable[[HttpRequest], bytes]) -> list[Route]:
         shown = page(write(request), request.headers.get(b"host", b""))
         return HttpResponse(200, shown, b"text/html; charset=utf-8")
 
-    return [Route("/openapi.json", document, open=True), Route("/docs", docs, open=True)]
+    async def index(request: HttpRequest) -> HttpResponse:
+        told = json.loads(write(request))
+        paths = {
+            f"{method.upper()} {path}": spec["summary"]
+            for path, methods in told["paths"].items()
+            for method, spec in methods.items()
+            if method != "parameters"
+        }
+        if b"text/html" not in request.headers.get(b"accept", b""):
+            return HttpResponse(200, json.dumps({"server": told["info"]["title"], "paths": paths}, indent=1).encode())
+        rows = "".join(f"<tr><td>{_linked(name)}<td>{html.escape(text)}" for name, text in paths.items())
+        return HttpResponse(200, _page(told, f"<table>{rows}</table>"), b"text/html; charset=utf-8")
+
+    found = (("/", index), ("/openapi.json", document), ("/docs", docs))
+    return [Route(path, run, open=True) for path, run in found]
+
+
+def _linked(name: str) -> str:
+    """A method and its path: a link where a browser can follow it, relative, as the server may stand below a path."""
+    path = html.escape(name.partition(" ")[2])
+    plain = name.startswith("GET ") and "{" not in name
+    shown = f"<code>{html.escape(name)}</code>"
+    return f'<a href=".{path}">{shown}</a>' if plain else shown
 
 
 def page(described: bytes, host: bytes = b"") -> bytes:
@@ -207,6 +230,11 @@ def page(described: bytes, host: bytes = b"") -> bytes:
             failures |= failed
             parts.append(f"<p class=codes>Errors: {html.escape(', '.join(sorted(failed)) or 'none')}</p>")
     parts.append("<h2>Errors</h2>" + _table("Status", dict(sorted(failures.items()))))
+    return _page(doc, "<p>Machine-readable: <a href=/openapi.json>/openapi.json</a></p>" + "".join(parts))
+
+
+def _page(doc: Mapping[str, Any], body: str) -> bytes:
+    """A page about a server, under its name."""
     style = (
         "body{font:16px/1.5 system-ui,sans-serif;max-width:52rem;margin:2rem auto;padding:0 1rem;color:#1c2733}"
         "table{border-collapse:collapse;width:100%;margin:.5rem 0 1.5rem}td,th{border-bottom:1px solid #d8dee6;"
@@ -218,9 +246,7 @@ def page(described: bytes, host: bytes = b"") -> bytes:
     title = html.escape(doc["info"]["title"])
     head = "<!doctype html><html lang=en><meta charset=utf-8><meta name=viewport content='width=device-width'>"
     head += f"<title>{title} API</title><style>{style}</style>"
-    intro = f"<h1>{title} {html.escape(__version__)}</h1>"
-    intro += "<p>Machine-readable: <a href=/openapi.json>/openapi.json</a></p>"
-    return (head + intro + "".join(parts) + "</html>").encode()
+    return f"{head}<h1>{title} {html.escape(__version__)}</h1>{body}</html>".encode()
 
 
 def _example(url: str, body: Any, key: bool) -> str:

@@ -72,7 +72,7 @@ class Route:
 
     @property
     def methods(self) -> str:
-        return ", ".join(route.method for route in (self, *self.others))
+        return ", ".join(dict.fromkeys(route.method for route in (self, *self.others)))
 
 
 def named_in(routes: Iterable[Route]) -> Callable[[str], Route | None]:

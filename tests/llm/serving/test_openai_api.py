@@ -202,7 +202,7 @@ def test_l9_embeddings_are_refused_by_name(toy: Toy, client: Any) -> None:
         client.embeddings.create(model="toy", input="hi")
     assert caught.value.body["message"] == "/v1/embeddings: is not served here"
     assert toy.error(toy.get("/v1/embedding"))["message"] == "/v1/embedding: no such path"
-    assert toy.error(toy.get("/"))["message"] == "/: there is no page here; look at /docs and /dashboard"
+    assert "POST /v1/chat/completions" in toy.get("/").json["paths"]
 
 
 def test_l9_a_conversation_is_answered(toy: Toy, client: Any) -> None:

@@ -413,7 +413,7 @@ def test_h12_every_answer_has_an_id_and_every_error_its_keys(server: Server) -> 
         wrong = server.ask(method, "/act")
         assert wrong.status == 405
         assert wrong.headers["allow"] == "POST"
-    for path in ("/", "/act//x", "/ACT", "/v1/models", "/%00", "/a%0d%0ab", "/" + "x" * 5000, "/%C3%A9", "/%FF"):
+    for path in ("/act//x", "/ACT", "/v1/models", "/%00", "/a%0d%0ab", "/" + "x" * 5000, "/%C3%A9", "/%FF"):
         check_error(server.get(path), 404, "not_found")
     assert server.post(fields()).headers["x-request-id"] != server.post(fields()).headers["x-request-id"]
 
