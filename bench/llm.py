@@ -15,7 +15,7 @@ import math
 import random
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -145,8 +145,8 @@ class Words(ByteTokenizer):
 
     vocab_size = VOCAB
 
-    def stream(self, prompt: Sequence[int] = ()) -> Callable[[int], str]:
-        return lambda token: ""
+    def piece(self, id: int) -> bytes:
+        return b""
 
 
 class Ours:
