@@ -120,8 +120,9 @@ def test_the_soak_runs_and_nothing_is_wrong(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("case", ["load", "bad", "start"])
-def test_the_benchmark_of_functions_runs(case: str) -> None:
-    shortest = ["--rounds", "1", "--seconds", "1", "--callers", "2", "--only", case]
+def test_the_benchmark_of_functions_runs(case: str, tmp_path: Path) -> None:
+    kept = tmp_path / "rows.json"
+    shortest = ["--rounds", "1", "--seconds", "1", "--callers", "2", "--only", case, "--json", str(kept)]
     command = [sys.executable, "-m", "bench.functions", *shortest]
     told = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT, timeout=120).stdout
     assert {
@@ -129,6 +130,7 @@ def test_the_benchmark_of_functions_runs(case: str) -> None:
         "bad": "| right answers of 1875 innocent ones, reflex  | 1875   | 1875…1875 | >= 1875 | met |",
         "start": "RSS of the largest process, reflex",
     }[case] in told
+    assert len(json.loads(kept.read_text())["rows"]) == sum("…" in line for line in told.splitlines())
 
 
 def test_the_benchmarks_start() -> None:

@@ -7,7 +7,9 @@ import re
 from pathlib import Path
 from typing import Any
 
+from bench import functions
 from bench.functions_chart import CASE, chart, ratios
+from bench.report import row as measured
 
 from reflex_runtime.observe.plots import drawn
 
@@ -51,3 +53,12 @@ def test_the_page_has_the_medians_of_answers_and_their_spreads() -> None:
                 missing.append((function, other, callers))
     assert missing == []
     assert {CASE.match(r["case"])[2] for r in KEPT["rows"]} == {"1", "8", "32", "128"}  # type: ignore[index]
+
+
+def test_a_run_in_parts_replaces_rows_of_its_cases_alone(tmp_path: Path) -> None:
+    file = tmp_path / "kept.json"
+    for case, value in (("a", 1.0), ("b", 3.0), ("a", 5.0)):
+        functions._keep([measured(case, "x", [value], "s")], file)
+    kept = json.loads(file.read_text())
+    assert [(r["case"], r["rounds"]) for r in kept["rows"]] == [("b", [3.0]), ("a", [5.0])]
+    assert kept["machine"]["cores"]
