@@ -14,8 +14,9 @@ from rich.table import Table
 from rich.text import Text
 
 from reflex_runtime.cli.console import console
+from reflex_runtime.cli.serving import names_model
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.demo import write_policy
+from reflex_runtime.demo import model_directory, write_policy
 from reflex_runtime.settings.declare import whole
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ exit codes: 0 nothing failed, 1 the export failed a check, 2 bad arguments, 3 on
 def add_doctor(verbs: argparse._SubParsersAction[Any]) -> None:
     parser = verbs.add_parser("doctor", description=_DOCTOR_DESCRIPTION, epilog=_DOCTOR_EPILOG)
     add = parser.add_argument
-    add("source", metavar="SOURCE", help="export directory, lerobot:DIR, openpi:DIR or python:module:make")
+    add("source", metavar="SOURCE", help="export directory, lerobot:DIR, openpi:DIR, python:module:make or MODEL_DIR")
     add("--format", choices=("text", "json"), default="text", help="a table (default), or one JSON object")
     add("--provider", default="cpu", help="as with serve: cpu (default), cuda or an ONNX Runtime provider name")
     add(
@@ -88,6 +89,8 @@ def doctor(args: argparse.Namespace) -> int:
     from reflex_runtime.robots.sources.load import is_export
     from reflex_runtime.run.onnx_session import PROVIDERS
 
+    if names_model([args.source]):
+        return _of_model(args)
     if is_export(args.source):
         check_directory(Path(args.source))
     if args.instruction is not None and not args.instruction.strip():
@@ -103,6 +106,19 @@ def doctor(args: argparse.Namespace) -> int:
     else:
         _show(console(WIDE, columns=False), diagnosis)
     return diagnosis.exit_code
+
+
+def _of_model(args: argparse.Namespace) -> int:
+    """A language model: what `reflex serve` refuses before it loads one."""
+    from reflex_runtime.llm.engine.load import check, describe
+
+    directory = Path(model_directory(args.source))
+    try:
+        check(describe(directory))
+    except ConfigError as error:
+        raise ConfigError(f"{args.source} is a language model, not fit to serve: {error.message}") from None
+    print(f"{args.source} is a language model, fit to serve: checked without its weights")
+    return 0
 
 
 def _show(console: Console, diagnosis: Diagnosis) -> None:
@@ -124,6 +140,10 @@ def _show(console: Console, diagnosis: Diagnosis) -> None:
     told = ", ".join(f"{count} {status}" for status, count in counts.items() if count)
     verdict = {0: "fit to serve", 1: "not fit to serve", 3: "this machine cannot serve it"}[diagnosis.exit_code]
     console.print(Text(f"{verdict}: {told}, in {total:.1f} s", style="bold"))
+    failed = [check for check in diagnosis.checks if check.status == "fail"]
+    if failed:  # again, as what is above may have left the screen
+        what = "; ".join(f"{check.id}: {check.actual} → {check.remediation}" for check in failed)
+        console.print(Text(" ".join(what.split()), style=_STYLES["fail"]), soft_wrap=True)
 
 
 def _told(check: Check) -> Text:

@@ -55,6 +55,7 @@ def made(make: Callable[[], Any], where: str, what: str) -> Any:
         raise ConfigError(f"{where}: {what} failed: {told(error)}") from error
 
 
+_OTHERS: Final = re.compile(r"[/\\](site-packages|reflex_runtime)[/\\]")  # code of libraries, and ours
 LONGEST: Final = 1000  # characters of a foreign text
 
 
@@ -68,5 +69,6 @@ def told(error: BaseException) -> str:
     """An exception of foreign code as one line: its class, what it says, and where in which file it was raised."""
     words = in_one_line(f"{type(error).__name__}: {error}").removesuffix(":")
     passed = (__file__, str(Path(importlib.__file__).parent), "<")  # on the way to it
-    own = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(passed)]
+    raised = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(passed)]
+    own = [f for f in raised if not _OTHERS.search(f.filename)] or raised
     return f"{words} ({os.path.basename(own[-1].filename)}, line {own[-1].lineno})" if own else words

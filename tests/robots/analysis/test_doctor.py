@@ -647,8 +647,19 @@ def test_t7_command_prints_a_table_with_what_to_do(mono: Path, capsys: pytest.Ca
     assert "expected: known words" in out
     assert "→ the tokenizer is not that of the training" in out
     assert "not fit to serve: " in out
+    assert out.splitlines()[-1].startswith("tokenizer: ")  # what failed and what to do, again
+    assert "→ the tokenizer is not that of the training" in out.splitlines()[-1]
     assert main(["doctor", str(mono)]) == 0
-    assert "fit to serve: " in capsys.readouterr().out
+    assert "fit to serve: " in capsys.readouterr().out.splitlines()[-1]
+
+
+def test_doctor_knows_a_language_model_as_serve_does(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "scribe"]) == 0
+    assert capsys.readouterr().out.startswith("scribe is a language model, fit to serve: ")
+    (tmp_path / "config.json").write_text('{"architectures": ["Qwen3ForCausalLM"]}')
+    assert main(["doctor", str(tmp_path)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"reflex doctor: {tmp_path} is a language model, not fit to serve: ")
 
 
 def test_t7_command_in_json_is_stable(mono: Path, capsys: pytest.CaptureFixture[str]) -> None:

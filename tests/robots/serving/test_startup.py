@@ -217,6 +217,29 @@ def test_a_graph_that_does_not_fit_its_export_leaves_with_2_and_one_line(tmp_pat
     assert [line for line in done.stderr.splitlines() if "no_such_input" in line and "model.onnx" in line]
 
 
+TYPO = """
+import numpy as np
+from reflex_runtime.robots import PolicySpec, WholeModel
+
+class Mine(WholeModel):
+    def chunk(self, rows, noise):
+        return np.zeroes((len(rows), 4, 2))
+
+def make(device):
+    return Mine(PolicySpec(model_id="m", staged=False, chunk_size=4, action_dim=2, takes_state=True, state_dim=2))
+"""
+
+
+def test_a_typo_in_a_models_own_code_leaves_with_2_and_one_line_with_its_place(tmp_path: Path) -> None:
+    (tmp_path / "typo.py").write_text(TYPO)
+    done = reflex("serve", "python:typo:make", "--port", "0", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    (line,) = [line for line in done.stderr.splitlines() if "zeroes" in line]
+    assert "python:typo:make: it does not answer: AttributeError: " in line
+    assert line.endswith("(typo.py, line 7)")
+
+
 def test_a_model_that_fails_at_warm_up_is_told_on_health_and_leaves_with_1(tmp_path: Path) -> None:
     export = write_tiny(tmp_path / "broken", fails=True)
     with Server(export, until="not serving on") as server:

@@ -27,8 +27,8 @@ from reflex_runtime.robots.versions.rollout import Change, Rollout
 from reflex_runtime.robots.versions.router import Routing
 from reflex_runtime.robots.versions.slo import Objective, SloTracker
 from reflex_runtime.robots.versions.slots import (
+    MISTAKES,
     SHADOW,
-    WARM_SIZES,
     Slot,
     Version,
     check_alike,
@@ -163,7 +163,7 @@ class ServedPolicy:
         """Run every slot's policy, on the device thread. Returns what that taught, for journals."""
         found = []
         for holder in self.slots.values():
-            ran = holder.policy.warm_up(WARM_SIZES)
+            ran = warmed_up(holder.policy, MISTAKES)
             ran.teach(self._server.batcher.scheduler.cost_model(holder.group))
             learned = warmed(holder.group, ran.batches, ran.finished)
             found += [] if learned is None else [learned]

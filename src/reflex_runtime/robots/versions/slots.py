@@ -11,7 +11,7 @@ import logging
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 from reflex_runtime.core.batch import Batch
 from reflex_runtime.core.cost import TimeCost
@@ -34,6 +34,7 @@ from reflex_runtime.robots import (
 from reflex_runtime.robots.policy.processors import OnBadAction
 from reflex_runtime.robots.policy.rtc import Rtc
 from reflex_runtime.robots.policy.spec import DeviceOptions
+from reflex_runtime.run.modules import told
 from reflex_runtime.run.onnx_session import PROVIDERS
 from reflex_runtime.run.processor import Processor, may_run_anywhere
 from reflex_runtime.settings import ServeConfig
@@ -177,14 +178,21 @@ class Slot:
             version.processor.stop()
 
 
-def warmed_up(policy: Policy) -> WarmUp:
-    """What warming a policy teaches; ConfigError for one that does not answer."""
+# What code is wrong with, unlike memory, a device or a file that may be there at the next start.
+MISTAKES: Final = (NameError, AttributeError, TypeError, ValueError, LookupError, ImportError, ArithmeticError)
+
+
+def warmed_up(policy: Policy, wrong: tuple[type[BaseException], ...] = (Exception,)) -> WarmUp:
+    """What warming a policy teaches; ConfigError for one that does not answer. wrong: if it raised one of these."""
     try:
         return policy.warm_up(WARM_SIZES)
     except ConfigError:
         raise
     except Exception as error:  # a policy that fails on noise must not be served
-        raise ConfigError(f"{policy.spec.source}: it does not answer: {error}") from error
+        cause = (isinstance(error, ProcessorError) and error.__cause__) or error
+        if not isinstance(cause, wrong):
+            raise
+        raise ConfigError(f"{policy.spec.source}: it does not answer: {told(cause)}") from error
 
 
 def load(config: ServeConfig, slot: str, spec: PolicySource, group: str = "") -> Policy:
