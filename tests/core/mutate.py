@@ -60,14 +60,14 @@ MUTANTS = [
     M(
         "core/order.py",
         "a returning client keeps its credit",
-        "member.counter = max(member.counter, self.floor())",
-        "pass",
+        "if member.counter < (floor := self.floor()):",
+        "if member.counter < (floor := 0.0):",
     ),
     M(
         "core/order.py",
         "an idle device is a debt",
-        "self._rest = max(self._rest, member.counter)",
-        "pass",
+        "if member.counter > self._rest:",
+        "if False:",
     ),
     M(
         "core/forming.py",
@@ -502,7 +502,7 @@ MUTANTS = [
         "self._failed.pop(ticket.request.client, None)",
         "self._failed.get(ticket.request.client)",
     ),
-    M("core/forming.py", "offenders share batches", "bool(offenders) and client in offenders and", "False and"),
+    M("core/forming.py", "offenders share batches", "apart = client in offenders", "apart = False"),
     M(
         "core/group.py",
         "poison is the processor's fault",
@@ -780,7 +780,7 @@ MUTANTS = [
     M("core/cost.py", "background work waits before others", " and request.priority is not BACKGROUND:", ":"),
     M("core/cost.py", "those of later tiers wait before a request", "[: priority + 1]", "[:]"),
     M("core/cost.py", "those of its own tier do not wait before a request", "[: priority + 1]", "[:priority]"),
-    M("core/cost.py", "those that left wait on", "-= seconds\n        own =", "-= 0.0\n        own ="),
+    M("core/cost.py", "those that left wait on", "-= seconds\n            own =", "-= 0.0\n            own ="),
     M("core/cost.py", "a client keeps the seconds of what left", "own[0] -= seconds", "own[0] -= 0.0"),
     M(
         "core/cost.py",
@@ -789,7 +789,7 @@ MUTANTS = [
         "        if False:",
     ),
     M("core/cost.py", "rounding of seconds is carried on", "        if not self._counted:", "        if False:"),
-    M("core/cost.py", "what is replaced counts ahead", "found -= self._counted", "found -= 0.0 * self._counted"),
+    M("core/cost.py", "what is replaced counts ahead", "found -= ticket.seconds", "found -= 0.0 * ticket.seconds"),
     M("core/cost.py", "what is replaced counts in its share", "waiting -= sum(", "waiting -= 0.0 * sum("),
     M("core/cost.py", "a newcomer has no share", "+ (own is None)", ""),
     M("core/cost.py", "everybody exceeds the share", "> most / clients * SLACK", "> 0.0"),

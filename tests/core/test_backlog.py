@@ -27,10 +27,10 @@ def test_the_totals_are_those_of_the_waiting_tickets_however_they_come_and_go() 
             if seconds and ticket.request.priority is not Priority.BACKGROUND:
                 waiting[ticket] = seconds
             elif random.random() < 0.5:
-                backlog.remove(ticket)  # it was not counted
+                backlog.remove((ticket,))  # it was not counted
         elif waiting:
             ticket = random.choice(list(waiting))
-            backlog.remove(ticket)
+            backlog.remove((ticket,))
             del waiting[ticket]
         leaving = random.sample(list(waiting), min(len(waiting), random.randrange(3)))
         assert backlog.seconds == of(list(waiting))
@@ -48,6 +48,5 @@ def test_what_came_and_went_leaves_no_rounding_behind() -> None:
     tickets = [Ticket(Request(), seq, 0.0) for seq in range(3)]
     for ticket, seconds in zip(tickets, (0.1, 0.2, 0.3), strict=True):
         backlog.add(ticket, seconds)
-    for ticket in tickets:
-        backlog.remove(ticket)
+    backlog.remove(tickets)
     assert backlog.seconds == 0.0

@@ -102,7 +102,7 @@ def _seconds_fit(group: Group, ticket: Ticket, leaving: Sequence[Ticket]) -> Non
     ahead = backlog.ahead(request.priority, leaving)
     if ahead <= 0.0:
         return
-    seconds = group.seconds_of(ticket)
+    seconds = ticket.seconds = group.seconds_of(ticket)
     if seconds <= 0.0 or ahead + seconds <= most * SLACK:
         return
     if backlog.exceeds_share(request.client, seconds, most, leaving):

@@ -141,8 +141,8 @@ class CostModel:
     def observe(self, batch: Batch, elapsed: float) -> None:
         """Learn from a batch that ran without a fault. elapsed: seconds."""
 
-    def settled(self, ticket: Ticket) -> None:
-        """Learn from a request that ran to its end."""
+    def settled(self, tickets: Sequence[Ticket]) -> None:
+        """Learn from requests that ran to their end."""
 
     def snapshot(self) -> list[dict[str, Any]]:
         """Everything learned, for people: one mapping per key, JSON-safe."""
@@ -294,7 +294,7 @@ class Backlog:
     __slots__ = ("_by_client", "_by_priority", "_counted")
 
     def __init__(self) -> None:
-        self._counted: dict[Ticket, float] = {}
+        self._counted = 0  # tickets
         self._by_priority = [0.0] * BACKGROUND
         self._by_client: dict[Hashable, list[float]] = {}  # [seconds, tickets]
 
@@ -307,33 +307,35 @@ class Backlog:
         """Add a waiting ticket with its predicted device seconds; 0.0 if they are not known."""
         request = ticket.request
         if seconds > 0.0 and request.priority is not BACKGROUND:
-            self._counted[ticket] = seconds
+            self._counted += 1
+            ticket.seconds = seconds
             self._by_priority[request.priority] += seconds
             own = self._by_client.setdefault(request.client, [0.0, 0])
             own[0] += seconds
             own[1] += 1
 
-    def remove(self, ticket: Ticket) -> None:
-        """Remove a ticket that waits no more."""
-        seconds = self._counted.pop(ticket, 0.0)
-        if seconds == 0.0:
-            return
-        request = ticket.request
-        self._by_priority[request.priority] -= seconds
-        own = self._by_client[request.client]
-        own[0] -= seconds
-        own[1] -= 1
-        if not own[1]:
-            del self._by_client[request.client]
-        if not self._counted:
-            self._by_priority = [0.0] * BACKGROUND  # no rounding is carried on
+    def remove(self, tickets: Iterable[Ticket]) -> None:
+        """Remove tickets that wait no more."""
+        for ticket in tickets:
+            request, seconds, ticket.seconds = ticket.request, ticket.seconds, 0.0
+            if seconds == 0.0:
+                continue
+            self._counted -= 1
+            self._by_priority[request.priority] -= seconds
+            own = self._by_client[request.client]
+            own[0] -= seconds
+            own[1] -= 1
+            if not own[1]:
+                del self._by_client[request.client]
+            if not self._counted:
+                self._by_priority = [0.0] * BACKGROUND  # no rounding is carried on
 
     def ahead(self, priority: Priority, leaving: Iterable[Ticket] = ()) -> float:
         """Waiting seconds of this priority and those before it, without the given leaving tickets."""
         found = sum(self._by_priority[: priority + 1])
         for ticket in leaving:
             if ticket.request.priority <= priority:
-                found -= self._counted.get(ticket, 0.0)
+                found -= ticket.seconds
         return found
 
     def exceeds_share(self, client: Hashable, seconds: float, most: float, leaving: Iterable[Ticket] = ()) -> bool:
@@ -341,7 +343,7 @@ class Backlog:
         own = self._by_client.get(client)
         clients = len(self._by_client) + (own is None)
         waiting = 0.0 if own is None else own[0]
-        waiting -= sum(self._counted.get(t, 0.0) for t in leaving if t.request.client == client)
+        waiting -= sum([t.seconds for t in leaving if t.request.client == client])
         return waiting + seconds > most / clients * SLACK
 
 
@@ -620,12 +622,13 @@ class TimeCost(CostModel):
         if whole and len(counts) == 1:
             self._entry(self._medians, (shape, k), RollingMedian).observe(elapsed / n)
 
-    def settled(self, ticket: Ticket) -> None:
+    def settled(self, tickets: Sequence[Ticket]) -> None:
         """Work in steps has one sample per request: Σ over its steps of step seconds ÷ step size."""
         if len(self.stages) > 1:
-            key = (ticket.request.shape, ticket.request.cost_class)
             self._kinds.clear()
-            self._entry(self._medians, key, RollingMedian).observe(ticket.shared)
+            for ticket in tickets:
+                key = (ticket.request.shape, ticket.request.cost_class)
+                self._entry(self._medians, key, RollingMedian).observe(ticket.shared)
 
     def _entry(self, table: OrderedDict[Any, Any], key: Any, make: type[Any]) -> Any:
         known = table.get(key)
@@ -693,7 +696,8 @@ class _OneShotTally(Tally):
         self._n = 0
         self._slopes: dict[Hashable, float] = {}  # marginal seconds of each class asked about
         self._classes: set[Hashable] = set()  # of the members
-        self._offered: tuple[Ticket, float] | None = None
+        self._offered: Ticket | None = None  # the last one, and the cost with it
+        self._offered_cost = 0.0
         self.measured = False
 
     @property
@@ -712,12 +716,11 @@ class _OneShotTally(Tally):
         cost = self.with_ticket(ticket)
         if cost > limit * SLACK or (self._n and cost > budget * SLACK and not self._nearly_free(ticket, cost)):
             return 0.0
-        self._offered = (ticket, cost)
+        self._offered, self._offered_cost = ticket, cost
         return 1.0
 
     def add(self, ticket: Ticket, units: float) -> None:
-        offered = self._offered
-        self.cost = offered[1] if offered is not None and offered[0] is ticket else self.with_ticket(ticket)
+        self.cost = self._offered_cost if self._offered is ticket else self.with_ticket(ticket)
         self._offered = None
         self._n += 1
         k = ticket.request.cost_class

@@ -115,7 +115,8 @@ class Filling:
         """Add candidates in order to the fill: the one loop that grants units to waiting tickets."""
         model, budget, places, resources = self._cost, self._budget, filled.places, self._resources
         shares = shares_of_places(self._group, self._partition, self._size)
-        tally, grants, offenders, left = filled.tally, filled.grants, self._group.offenders, self._left
+        tally, grants, left = filled.tally, filled.grants, self._left
+        offenders = self._group.offenders if resources is None and self._group.offenders else ()
         over: list[Ticket] | None = None
         blocked: set[object] = set()
         for ticket in candidates:
@@ -134,7 +135,7 @@ class Filling:
                 if closed := self._limit_reason(over):
                     filled.short_of = closed
                     break
-            apart = bool(offenders) and client in offenders and resources is None
+            apart = client in offenders
             if apart and grants:  # its turn comes when it is the first
                 why = "apart"
             elif over is None and (

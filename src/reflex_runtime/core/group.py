@@ -259,7 +259,8 @@ class Group(ShareHolder):
             self._idle.pop(partition, None)
             self.turns.shares.enter(partition)
         self.think_times.enters(ticket, now)
-        partition.enter(ticket, self.clients.enter(request.client))
+        partition.unsettled[ticket] = None
+        partition.append(ticket, self.clients.enter(request.client))
         if ticket.deadline < inf:
             partition.deadlines.push(ticket.deadline, ticket)
             if now + self.cost.remaining(ticket) > ticket.deadline:  # admitted all the same
@@ -288,7 +289,7 @@ class Group(ShareHolder):
         if not tickets:
             del self.preparing[client]
         self.dequeue(1, ticket.wants)
-        self.backlog.remove(ticket)
+        self.backlog.remove((ticket,))
         self.unsettled -= 1
 
     def unsettled_of(self, client: Hashable) -> int:
@@ -390,7 +391,7 @@ class Group(ShareHolder):
         self.queued += 1
         self.queued_units += ticket.wants
         if self.config.max_queued_seconds < inf:
-            self.backlog.add(ticket, self.seconds_of(ticket))
+            self.backlog.add(ticket, ticket.seconds or self.seconds_of(ticket))  # admission may have asked
 
     def seconds_of(self, ticket: Ticket) -> float:
         """Device seconds that a waiting ticket counts for in the backlog: its share of a full batch of its kind."""

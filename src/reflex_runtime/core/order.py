@@ -28,7 +28,7 @@ updates the heaps. A turn costs O(log partitions), however many wait.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from heapq import heapify, heappop, heappush
 from itertools import islice
 from math import inf
@@ -69,15 +69,17 @@ class LazyHeap(Generic[T, K]):
 
     def push(self, key: K, item: T) -> None:
         """Insert the item, or move it to another key. Equal keys leave in order of insertion."""
+        heap, entries = self._heap, self._entries
         self._serial += 1
-        entry = self._entries[item] = (key, self._serial, item)
-        heappush(self._heap, entry)
-        if len(self._heap) > FEW + 2 * len(self._entries):
+        entry = entries[item] = (key, self._serial, item)
+        heappush(heap, entry)
+        if len(heap) > FEW + 2 * len(entries):
             self._compact()
 
     def discard(self, item: T) -> None:
         """Forget the item if it is there."""
-        if self._entries.pop(item, None) is not None and len(self._heap) > FEW + 2 * len(self._entries):
+        entries = self._entries
+        if entries.pop(item, None) is not None and len(self._heap) > FEW + 2 * len(entries):
             self._compact()
 
     def put(self, item: T, key: K | None) -> None:
@@ -145,12 +147,14 @@ class Shares:
         return len(self._active)
 
     def enter(self, member: ShareHolder) -> None:
-        member.counter = max(member.counter, self.floor())
+        if member.counter < (floor := self.floor()):
+            member.counter = floor
         self._active.push(member.counter, member)
 
     def leave(self, member: ShareHolder) -> None:
         self._active.discard(member)
-        self._rest = max(self._rest, member.counter)
+        if member.counter > self._rest:
+            self._rest = member.counter
 
     def charge(self, member: ShareHolder, amount: float) -> None:
         """Add to an active member's counter. Negative amounts correct an earlier charge."""
@@ -284,29 +288,6 @@ class Tier:
         self.tickets = ByArrival()
         self.queues: LazyHeap[ClientQueue, Place] = LazyHeap()
 
-    def append(self, ticket: Ticket, client: ClientShare) -> None:
-        """Queue a ticket among its client's others of the same priority."""
-        self.tickets.add(ticket)
-        key = (self, ticket.request.priority)
-        queue = client.queues.get(key)
-        if queue is None:
-            queue = client.queues[key] = ClientQueue(client)
-        queue.tickets.add(ticket)
-        ticket.queue = queue
-        if queue.tickets.first is ticket:
-            self.queues.push((client.counter, ticket.due, ticket.seq), queue)
-
-    def remove(self, ticket: Ticket) -> None:
-        """Remove a ticket from any place."""
-        queue: ClientQueue = ticket.queue
-        del self.tickets[ticket], queue.tickets[ticket]
-        head = queue.tickets.first
-        if head is None:
-            self.queues.discard(queue)
-            del queue.client.queues[(self, ticket.request.priority)]
-        elif head.due < ticket.due:  # if the ticket was the first, the place in the heap must not be too large
-            self.queues.push(queue.place, queue)
-
     def by_place(self) -> Iterator[tuple[Place, ClientQueue]]:
         """The queues, by places of which only the first is certain; others may be too small."""
         queues = self.queues
@@ -418,26 +399,41 @@ class Partition(ShareHolder):
         """The oldest ticket that waits or is resident."""
         return next((t for t in self.unsettled if t.state is not RUNNING), None)
 
-    def enter(self, ticket: Ticket, client: ClientShare) -> None:
-        self.unsettled[ticket] = None
-        self._append(ticket, client)
-
-    def _append(self, ticket: Ticket, client: ClientShare) -> None:
+    def append(self, ticket: Ticket, client: ClientShare) -> None:
+        """Queue a ticket among its client's others of the same priority."""
         tier = self.tiers[ticket.tier]
         if tier is _EMPTY:
             tier = self.tiers[ticket.tier] = Tier()
-        tier.append(ticket, client)
+        tier.tickets.add(ticket)
+        key = (tier, ticket.request.priority)
+        queue = client.queues.get(key)
+        if queue is None:
+            queue = client.queues[key] = ClientQueue(client)
+            queue.tickets[ticket] = None
+        else:
+            queue.tickets.add(ticket)
+        ticket.queue = queue
+        if next(iter(queue.tickets)) is ticket:
+            tier.queues.push((client.counter, ticket.due, ticket.seq), queue)
 
     def requeue(self, ticket: Ticket) -> None:
         """A preempted ticket goes to the front of its queue."""
         self.residents.pop(ticket, None)
-        self._append(ticket, ticket.queue.client)
+        self.append(ticket, ticket.queue.client)
 
-    def take(self, ticket: Ticket) -> None:
-        """A waiting ticket stops waiting."""
-        self.tiers[ticket.tier].remove(ticket)
-        if ticket.tier is BACKGROUND:
-            self.promotions.discard(ticket)
+    def take(self, tickets: Iterable[Ticket]) -> None:
+        """Waiting tickets stop waiting."""
+        for ticket in tickets:
+            tier, queue = self.tiers[ticket.tier], ticket.queue
+            waiting: ByArrival = queue.tickets
+            del tier.tickets[ticket], waiting[ticket]
+            if not waiting:
+                tier.queues.discard(queue)
+                del queue.client.queues[(tier, ticket.request.priority)]
+            elif next(iter(waiting)).due < ticket.due:  # if it was the first, the place in the heap may be too large
+                tier.queues.push(queue.place, queue)
+            if ticket.tier is BACKGROUND:
+                self.promotions.discard(ticket)
 
     def promote(self, now: float) -> int:
         """Count background tickets that waited long enough as default, with their client's older ones. Returns how
@@ -446,9 +442,9 @@ class Partition(ShareHolder):
         while (top := self.promotions.first()) is not None and top[0] <= now:
             due = top[1]
             for ticket in list(due.queue.tickets):
-                self.take(ticket)
+                self.take((ticket,))
                 ticket.tier = DEFAULT
-                self._append(ticket, ticket.queue.client)
+                self.append(ticket, ticket.queue.client)
                 moved += 1
                 if ticket is due:
                     break

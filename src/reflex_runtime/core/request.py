@@ -145,6 +145,7 @@ class Ticket:
     computed: units whose result the processor holds now; lost: those it held when it was last preempted, -1 before.
     extra: chances that units beyond `wants` would be of use; unused: units whose result was thrown away.
     batches: number of its batches; `admission`: its first batch, None before.
+    seconds: device seconds that it counts for in the `Backlog` while it waits, 0.0 otherwise.
     started: when it was first scheduled (None before); shared: its share of the batches' measured time, in seconds.
     queue: its present or last queue among its client's tickets; it belongs to `order`.
     waiter: free for the driver (a future).
@@ -171,6 +172,7 @@ class Ticket:
         "ready_at",
         "recomputed",
         "request",
+        "seconds",
         "seq",
         "shared",
         "stage",
@@ -192,7 +194,7 @@ class Ticket:
         self.tier: Priority = request.priority
         self.stage = request.stage
         self.wants = request.wants
-        self.granted = self.cached = self.recomputed = self.computed = self.shared = self.unused = 0.0
+        self.granted = self.cached = self.recomputed = self.computed = self.shared = self.seconds = self.unused = 0.0
         self.extra: tuple[float, ...] = ()
         self.batches = 0
         self.admission: AdmittedBatch | None = None

@@ -120,7 +120,7 @@ class Transitions:
         self, group: Group, partition: Partition, batch: Batch, outcomes: Sequence[Outcome], share: float, now: float
     ) -> Iterator[tuple[Ticket, Done | Failed]]:
         """Move the tickets of a batch to their next state; those that end, to be settled. share: seconds of each."""
-        settled, evidence, took = group.cost.settled, group.evidence, 0.0
+        evidence, took = group.evidence, 0.0
         done: list[Ticket] = []
         for (ticket, units), outcome in zip(batch.grants.items(), outcomes, strict=True):
             ticket.shared += share
@@ -131,7 +131,6 @@ class Transitions:
                 ticket.unused += outcome.unused
                 if outcome.earlier:
                     self._publish(ticket, outcome.earlier, now)
-                settled(ticket)
                 done.append(ticket)
                 took += ticket.shared
                 yield ticket, outcome
@@ -146,6 +145,7 @@ class Transitions:
                     group.offenders.failed(ticket.request.client)
                 yield ticket, outcome
         if done:
+            group.cost.settled(done)
             group.ran(took / len(done))
             group.offenders.answered(done)
 
@@ -248,8 +248,8 @@ class Transitions:
             if ticket.cancel_requested:  # while it ran: its result is dropped
                 outcome = Failed(Cancelled("cancelled by the caller"))
             if state is WAITING:
-                partition.take(ticket)
-                group.backlog.remove(ticket)
+                partition.take((ticket,))
+                group.backlog.remove((ticket,))
                 group.dequeue(1, ticket.wants)
             elif residents and (state is RESIDENT or (isinstance(outcome, Failed) and ticket in residents)):
                 group.left.append(ticket)
@@ -278,6 +278,8 @@ class Transitions:
 
 IDLE_POLLS = 256  # most times in a batch's `idle_polls`
 _BAD = (Failed, Apart)
+_READY = (WAITING, RESIDENT)
+
 
 class Scheduler:
     """One per device. Not thread-safe: its driver holds one lock around every call.
@@ -670,20 +672,17 @@ class Scheduler:
         """Move the members of a batch out of the queue."""
         self._batches += 1
         queued_units = sum(formed.cached.values())  # `wants` is without these already
-        cause, bounded = formed.cause, group.config.max_queued_seconds < inf
+        cause = formed.cause
         admission = AdmittedBatch(self._batches, len(formed.newcomers), *cause.names, formed.cost)
+        partition.take(formed.newcomers)
+        group.backlog.remove(formed.newcomers)
+        for ticket in formed.newcomers:
+            queued_units += ticket.wants
+            ticket.admission = admission
+            if ticket.started is None:
+                ticket.started = self._now
         for ticket, units in formed.grants.items():
-            state = ticket.state
-            if state is WAITING:
-                partition.take(ticket)
-                if bounded:
-                    group.backlog.remove(ticket)
-                queued_units += ticket.wants
-                ticket.admission = admission
-                if ticket.started is None:
-                    ticket.started = self._now
-            else:
-                assert state is RESIDENT, ticket
+            assert ticket.state in _READY, ticket
             ticket.state = RUNNING
             if ticket.deadline < inf:  # running tickets do not expire; checked at the boundary
                 partition.deadlines.discard(ticket)

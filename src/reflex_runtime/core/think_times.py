@@ -102,7 +102,7 @@ class _Client:
         assert self.asked is not None
         self.answered = now
         gaps, thinks = self.gaps, self.thinks
-        if len(gaps.ordered) >= REGULAR and gaps.spread < thinks.spread - CLEARLY:
+        if gaps.spread < thinks.spread - CLEARLY and len(gaps.ordered) >= REGULAR:
             self.since, self.ordered = self.asked, gaps.ordered
         else:
             self.since, self.ordered = now, thinks.ordered

@@ -137,7 +137,7 @@ def teach(model: TimeCost, slot: str, warm: WarmUpLine) -> None:
     for i, share in enumerate(warm.shares):
         done = ticket(i)
         done.shared = share
-        model.settled(done)
+        model.settled((done,))
 
 
 def request_of(line: RequestLine) -> Request:

@@ -149,4 +149,4 @@ class Seconds(Units):
         self.model.observe(_Batch(dict(members), stage), elapsed)  # type: ignore[arg-type]
 
     def ended(self, ticket: Seen) -> None:
-        self.model.settled(ticket)  # type: ignore[arg-type]
+        self.model.settled((ticket,))  # type: ignore[arg-type]

@@ -45,8 +45,7 @@ class WarmUp:
         """Let a cost model learn from it as if the scheduler had run these batches."""
         for batch, elapsed in self.batches:
             model.observe(batch, elapsed)
-        for ticket in self.finished:
-            model.settled(ticket)
+        model.settled(self.finished)
 
 
 class Policy(BaseProcessor):
