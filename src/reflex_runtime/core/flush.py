@@ -30,6 +30,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import ceil, erf, exp, expm1, inf, log, sqrt
+from operator import itemgetter
 from typing import Protocol, Self
 
 from reflex_runtime.core.cost import Tally
@@ -380,7 +381,7 @@ class Planner:
         seen = self.TAU * -expm1((self._since - now) / self.TAU)
         clients: dict[tuple[Priority, float], list[tuple[float, float]]] = {}
         many = len({key[:2] for key in self._counts}) > self.KINDS
-        for key in sorted(self._counts, key=lambda k: k[:2]):
+        for key in sorted(self._counts, key=_kind):
             kind = (key[0], _rough(key[1])) if many else key[:2]
             # Those that are not followed one by one are as many clients as requests: none of them is greedy.
             weight = self._weights[key] if key[2] is not None else self._counts[key]
@@ -393,6 +394,7 @@ class Planner:
 
 
 _Key = tuple[Priority, float, Hashable]
+_kind = itemgetter(slice(2))  # of a key: the tier and time limit
 _FORGOTTEN = 0.02  # arrivals: four seconds after a single one
 _GREEDY = 1.5  # times the fair share
 _SURE = 3.0  # standard deviations; a smaller difference may be chance, and planning for it costs goodput
@@ -414,10 +416,11 @@ class _Demand:
     __slots__ = ("greedy", "rates", "ratios", "seen", "weights")
 
     def __init__(self, clients: list[tuple[float, float]], seen: float) -> None:
-        clients.sort(key=lambda c: c[0] / c[1])
-        self.ratios = [rate / weight for rate, weight in clients]
-        self.rates = [0.0, *accumulate(rate for rate, _ in clients)]
-        self.weights = [0.0, *accumulate(weight for _, weight in clients)]
+        ratios = [rate / weight for rate, weight in clients]
+        order = sorted(range(len(clients)), key=ratios.__getitem__)
+        self.ratios = [ratios[i] for i in order]
+        self.rates = [0.0, *accumulate([clients[i][0] for i in order])]
+        self.weights = [0.0, *accumulate([clients[i][1] for i in order])]
         self.seen, self.greedy = seen, False
 
     def exceeds(self, fair: float) -> bool:
