@@ -157,7 +157,8 @@ class Ours:
     def __init__(self, directory: Path, dtype: str, runner: Any = None, **config: Any) -> None:
         if runner is None:
             runner = OpenVinoRunner(directory, dtype=dtype, threads=2, num_blocks=BLOCKS)
-        config = {"max_num_batched_tokens": BUDGET, "max_num_seqs": REQUESTS, "enable_prefix_caching": False} | config
+        places = REQUESTS + 1  # one is kept for clients that hold none
+        config = {"max_num_batched_tokens": BUDGET, "max_num_seqs": places, "enable_prefix_caching": False} | config
         self.engine = LLMEngine(runner, Words(), sinks=[self._watch], **config)
         self.times: dict[str, list[float]] = {}
         self.scheduled = 0
