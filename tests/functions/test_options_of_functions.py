@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from dataclasses import fields
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,12 @@ from .test_scheduling import IN_FLIGHT, WAITING, plugged
 
 def group(**settings: Any) -> Any:
     return FunctionsConfig(**settings).group("f", 1.0, True)
+
+
+def test_h10_options_of_functions_need_only_options_of_functions() -> None:
+    own = {field.name: field.metadata for field in fields(FunctionsConfig)}
+    named = [word for told in own.values() for key in ("needs", "unless") for word in told[key].split("|") if word]
+    assert {word.partition("=")[0] for word in named} <= own.keys()
 
 
 def test_h10_functions_are_scheduled_as_their_settings_say() -> None:

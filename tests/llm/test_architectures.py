@@ -129,7 +129,7 @@ def test_l8_what_cannot_be_served_is_refused_and_what_can_is_named(
 ) -> None:
     with pytest.raises(ConfigError, match=r"bounds its attention scores at 3, .* serve it with --runner torch"):
         tracing.convert(made("Gemma2")[0], tmp_path)
-    with pytest.raises(ConfigError, match=r"0 of 2 layers .* other state than keys and values"):
+    with pytest.raises(ConfigError, match=r"model_type='mamba': keeps other state than keys and values"):
         TorchRunner(random_checkpoint("Mamba", tmp_path / "mamba"))
     monkeypatch.setattr("sys.argv", ["openvino_tracing", str(tmp_path / "mamba"), str(tmp_path)])
     assert tracing.main() == 1
@@ -142,6 +142,15 @@ def test_l8_what_cannot_be_served_is_refused_and_what_can_is_named(
     (path / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "gptq"}}))
     with pytest.raises(ConfigError, match="quantization_config: rounded weights are not read; serve "):
         describe(path)
+
+
+def test_l8_what_nobody_serves_is_refused_before_anything_is_to_be_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.json").write_text('{"architectures": ["MambaForCausalLM"], "model_type": "mamba"}')
+    monkeypatch.setattr("reflex_runtime.llm.runners.checkpoint.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="other state than keys and values, which is not served"):
+        describe(tmp_path)
 
 
 def test_l8_another_architecture_without_pytorch_is_told_what_to_install(

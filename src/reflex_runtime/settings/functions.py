@@ -12,8 +12,8 @@ from reflex_runtime.settings.server import ServerConfig, check_address
 
 
 def _same(name: str, group: str = "") -> Any:
-    """The option of policies. group: its heading, where it begins one."""
-    return again(ServeConfig, name, ServeConfig.__dataclass_fields__[name].default, group=group)
+    """The option of policies, without what only theirs need. group: its heading, where it begins one."""
+    return again(ServeConfig, name, ServeConfig.__dataclass_fields__[name].default, group=group, needs="", unless="")
 
 
 _SCHEDULED = (

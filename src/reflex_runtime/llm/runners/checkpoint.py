@@ -222,8 +222,18 @@ class AnyModelConfig:
         return self.token_size * tokens * width
 
 
+_RECURRENT: Final = {
+    "bamba", "falcon_h1", "falcon_mamba", "jamba", "mamba", "mamba2", "nemotron_h", "recurrent_gemma", "rwkv", "xlstm",
+    "zamba", "zamba2",
+}  # fmt: skip
+
+
 def require(root: Path) -> None:
-    """ConfigError, with what to install, unless the libraries are there that know other architectures than ours."""
+    """ConfigError, with what to install, unless the libraries are there that know other architectures than ours. What
+    they could not serve either is refused first."""
+    if (kind := read_object(root / CONFIG_FILE).get("model_type")) in _RECURRENT:
+        why = "keeps other state than keys and values, which is not served"
+        raise ConfigError(f"{root / CONFIG_FILE}: model_type={kind!r}: {why}")
     needed = [name for name in ("torch", "transformers") if find_spec(name) is None]
     if needed:
         named = read_object(root / CONFIG_FILE).get("architectures")
