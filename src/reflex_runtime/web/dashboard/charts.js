@@ -7,7 +7,7 @@ export class Charts {
   constructor(place) {
     this.charts = [
       new Lines(place, "Latency, ms", ["p50", "p95", "p99"]),
-      new Lines(place, "Waiting requests", ["waiting", "being prepared", "resident"]),
+      new Lines(place, "Requests that have no answer yet", ["waiting", "being prepared", "resident"]),
       new Lines(place, "Device busy, %", ["busy"], [0, 100]),
       new Lines(place, "Predicted ÷ measured time", ["ratio"]),
     ];
@@ -46,7 +46,7 @@ class Lines {
       scales: { x: { time: false }, y: { range: range ?? ((_, least, most) => [0, most > 0 ? most * 1.1 : 1]) } },
       axes: [{ ...axis, size: 28, incrs: [1, 2, 5, 10, 20, 30, 60], values: (_, ticks) => ticks.map((at) => `−${Math.round((this.last ?? at) - at)} s`) }, { ...axis, size: 48 }],
       series: [
-        { label: "age", value: (_, at) => (at === null ? "–" : `${Math.round((this.last ?? at) - at)} s`) },
+        { label: "when", value: (_, at) => (at === null ? "–" : secondsAgo((this.last ?? at) - at)) },
         ...names.map((label, i) => ({ label, stroke: COLOURS[i], dash: DASHES[i], width: 1.5, points: { show: false }, value: (_, v) => (v === null ? "–" : v.toFixed(v < 10 && !Number.isInteger(v) ? 2 : 0)) })),
       ],
     }, this.data, box);
@@ -68,4 +68,8 @@ class Lines {
     this.plot.setData(this.data);
     if (this.plot.cursor.idx === null || this.plot.cursor.left < 0) this.plot.setLegend({ idx: this.data[0].length - 1 });
   }
+}
+
+function secondsAgo(seconds) {
+  return Math.round(seconds) ? `${Math.round(seconds)} s ago` : "now";
 }

@@ -91,7 +91,7 @@ export class Policies {
 
   make(name, told, alone) {
     const box = document.createElement("div");
-    const parts = { box, slots: document.createElement("table"), said: document.createElement("p"), changes: document.createElement("ul") };
+    const parts = { box, slots: document.createElement("table"), said: document.createElement("p"), changes: document.createElement("ul"), resets: new Map() };
     parts.changes.className = "changes";
     const wide = Object.assign(document.createElement("div"), { className: "wide" });
     wide.append(parts.slots);
@@ -112,9 +112,10 @@ export class Policies {
         said.textContent = await this.ask(prefix + path, fields());
       });
       row.append(made);
+      return made;
     };
     for (const slot of Object.keys(told.slots)) {
-      button(`Reset the breaker of ${slot}`, "/admin/reset", () => ({ slot }));
+      parts.resets.set(slot, button(`Reset the breaker of ${slot}`, "/admin/reset", () => ({ slot })));
     }
     if (told.split !== undefined) {
       const split = Object.assign(document.createElement("input"), { type: "number", min: 0, max: 100, value: told.split });
@@ -135,6 +136,7 @@ export class Policies {
       return [slot, told.versions[slot] ?? "", pill(verdict, BREAKS[verdict] ?? ""), `${breaker.consecutive ?? 0}`, breaker.retry_in_s === null || breaker.retry_in_s === undefined ? "" : `${round(breaker.retry_in_s)} s`, solved, breaker.why ?? ""];
     });
     fill(parts.slots, ["slot", "version", "breaker", "crashes in a row", "probe in", "episodes solved, 95 %", "why"], rows, new Set([0, 1, 2, 5, 6]));
+    for (const [slot, made] of parts.resets) made.hidden = told.slots[slot]?.verdict === "ok" && !(told.breaker.slots[slot]?.consecutive); // nothing to reset
     parts.said.textContent = saidOf(told);
     if (parts.split && told.split !== parts.lastSplit) parts.split.value = parts.lastSplit = told.split; // also if another operator sets it
     const changes = (told.changes ?? []).slice(-5).reverse();
