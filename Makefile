@@ -13,8 +13,9 @@ setup: .venv/ready           ## make .venv with everything for development
 .venv/ready: clients := inspect-robots-xpolicylab==0.1.0 openpi-client==0.1.2 trackers==2.6.1 tritonclient==2.73.0 vla-eval==0.8.0
 .venv/demo: extra := demo
 .venv/ready .venv/demo: pyproject.toml constraints.txt
+	@echo "installing what .[$(extra)] needs into .venv: minutes, most of them for downloads"
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[$(extra)]'
+	$(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt --editable '.[$(extra)]'
 	$(if $(clients),$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps $(clients))
 	touch .venv/demo $@  # dev contains demo
 

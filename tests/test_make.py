@@ -44,8 +44,12 @@ def test_make_demo_installs_the_demo_alone_and_make_setup_everything(tmp_path: P
         """The extras that `make TARGET` installs."""
         calls.write_text("")
         command = ["make", f"BIN={tmp_path}", f"PYTHON={tmp_path}/python", target]
-        subprocess.run(command, cwd=tmp_path, env={"PATH": "/usr/bin:/bin", "FAILS": "nothing"}, check=True)
+        environ = {"PATH": "/usr/bin:/bin", "FAILS": "nothing"}
+        done = subprocess.run(command, cwd=tmp_path, env=environ, check=True, capture_output=True, text=True)
         lines = [line for line in calls.read_text().splitlines() if "pip install" in line]
+        if lines:  # told from the first second, and pip shows its progress
+            assert done.stdout.startswith("installing what .[")
+            assert "--quiet" not in lines[0]
         return [line.rsplit(" --", 1)[1].partition(" ")[2] for line in lines]
 
     clients = "inspect-robots-xpolicylab==0.1.0 openpi-client==0.1.2 trackers==2.6.1 "
