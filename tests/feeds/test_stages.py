@@ -122,7 +122,7 @@ def test_f14_stages_of_ones_own_have_state_of_their_feed_and_a_fault_costs_one_f
         ("--line l=1,2,3,4", "--line needs --track"),
         ("--track-score 0.4", "--track-score needs --track"),
         ("--stage own", "--stage=own: must be MODULE:NAME, such as mypkg.rules:only_large"),
-        ("--stage own:nothing", "--stage=own:nothing: own has no nothing"),
+        ("--stage own:nothing", "--stage=own:nothing: own has no 'nothing'"),
         ("--stage own:wrong", "--stage=own:wrong: int cannot be called with a result"),
     ],
 )
