@@ -119,3 +119,21 @@ def test_what_curl_calls_a_body_by_itself_is_json_for_a_text(tmp_path: Path) -> 
             assert answer.json() == "a", kind
         answer = httpx.post(f"{url_of(server)}/predict", content=b'"a"', headers={"Content-Type": "text/plain"})
         assert answer.json() == '"a"'
+
+
+def test_stock_clients_of_triton_ask_over_http_and_grpc(tmp_path: Path) -> None:
+    over_http, over_grpc = pytest.importorskip("tritonclient.http"), pytest.importorskip("tritonclient.grpc")
+    (tmp_path / "own.py").write_text(OWN)
+    before = f"import sys; sys.path.insert(0, {str(tmp_path)!r})"
+    with Server("python:own:moved", "--oip-grpc", "127.0.0.1:0", before=before) as server:
+        grpc = httpx.get(f"{url_of(server)}/health").json()["listening"]["oip_grpc"]
+        for stock, address in ((over_http, f"127.0.0.1:{server.port}"), (over_grpc, grpc)):
+            with stock.InferenceServerClient(address) as client:
+                assert client.is_server_ready()
+                assert client.is_model_ready("moved")
+                at, name = stock.InferInput("at", [2, 3], "FP32"), stock.InferInput("name", [2, 1], "BYTES")
+                at.set_data_from_numpy(np.arange(6, dtype=np.float32).reshape(2, 3))
+                name.set_data_from_numpy(np.array([[b"p"], [b"q"]], object))
+                answer = client.infer("moved", [at, name], request_id="mine")
+                assert answer.as_numpy("at").tolist() == [[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]
+                assert answer.as_numpy("name").tolist() == [[b"p"], [b"q"]]
