@@ -211,7 +211,7 @@ def test_w43_what_is_wrong_has_its_status(tiny: Path) -> None:
 
 
 def test_w43_full_late_and_failing_have_their_status(tiny: Path) -> None:
-    options = ("--max-queue", "1", "--deadline-ms", "300")
+    options = ("--max-queue", "1", "--deadline-ms", "1500")
     with serving(tiny, *options, held=True) as (server, robot), busy(server, deadline_ms=60_000):
         one, two = robot(name="one"), robot(name="two")
         one.see([0.0, 0.0])
