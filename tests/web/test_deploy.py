@@ -267,7 +267,16 @@ def test_x4_the_same_of_a_language_model_with_workers_and_of_feeds(tmp_path: Pat
             body = json.dumps({"model": "scribe", "prompt": "Once", "max_tokens": 8}).encode()
             assert llm.ask("POST", "/v1/completions", body, {"Content-Type": "application/json"}).status == 200
 
+        (tmp_path / "own.py").write_text("def same(items: list[int]) -> list[int]: return list(items)\n")
+        before = f"import sys; sys.path.insert(0, {str(tmp_path)!r})"
+        own = running.enter_context(Server("python:own:same", "--otel", collector.url, before=before))
+
+        def predict() -> None:
+            assert own.ask("POST", "/predict", b"1", {"Content-Type": "application/json"}).status == 200
+
         ask()
-        prometheus = running.enter_context(Prometheus([llm.port, feeds.port], tmp_path))
+        predict()
+        prometheus = running.enter_context(Prometheus([llm.port, feeds.port, own.port], tmp_path))
+        prometheus.check("functions", (), predict)
         prometheus.check("tokens", ("language models", "workers"), ask)
         prometheus.check("feeds", ("feeds",), ask)
