@@ -19,7 +19,7 @@ from reflex_runtime.core.request import Ticket
 from reflex_runtime.functions.source import ServedFunction
 from reflex_runtime.observe.journal_writer import JournalWriter, Recording, hardware, turn_all
 from reflex_runtime.observe.live import Live, own_process
-from reflex_runtime.observe.logs import FailureLog, leave
+from reflex_runtime.observe.logs import FailureLog, leave_stuck
 from reflex_runtime.observe.series import FUNCTIONS, SeriesSet
 from reflex_runtime.observe.spans import spans_of
 from reflex_runtime.run.audience import Audience
@@ -33,8 +33,6 @@ from reflex_runtime.web.supervisor import Parent
 from reflex_runtime.web.watchers import Watchers
 
 log = logging.getLogger("reflex.server")
-
-EXIT_STUCK = 1
 
 
 class FunctionServer:
@@ -62,7 +60,7 @@ class FunctionServer:
         self.groups = [config.group(served.name, served.weight, alone) for served in functions]
         self.batcher = Batcher(
             {served.name: served.processor for served in functions}, self.groups, self.audience, config.watchdog_s,
-            on_fatal=on_lost, brief=config.brief_ms / 1e3, on_stuck=_leave,
+            on_fatal=on_lost, brief=config.brief_ms / 1e3, on_stuck=leave_stuck,
         )  # fmt: skip
         self.journals: list[JournalWriter] = []
         self.watchers = Watchers(Live, self.audience.add, self.audience.remove, self._shown)
@@ -237,9 +235,3 @@ class FunctionSeries:
                 wait.observe(batch.scheduled_at - ticket.arrived)
         elif isinstance(event, BatchFinished):
             series.counter("reflex_function_busy_seconds_total", event.batch.group).inc(max(0.0, event.elapsed))
-
-
-def _leave() -> None:
-    """The event loop hangs in a function: a supervisor starts the server again."""
-    log.error("leaving: a batch on the event loop does not come back, and no request can be answered")
-    leave(EXIT_STUCK)

@@ -31,6 +31,7 @@ from reflex_runtime.pacing import Throttle
 PLAIN: Final = "%(asctime)s %(levelname)s %(name)s %(message)s"
 WAITING: Final = 1 << 20  # the most bytes that wait for a slow reader
 LONGEST: Final = 1 << 14  # characters of a text in the log: a model may raise one of any length
+EXIT_STUCK: Final = 1  # status of a server whose event loop hangs in a model
 LAST_WORDS_S: Final = 1.0  # seconds that a process which ends gives its reader
 
 
@@ -69,6 +70,14 @@ def leave(status: int) -> NoReturn:
     logging.shutdown()
     finish()
     os._exit(status)
+
+
+def leave_stuck() -> NoReturn:
+    """The event loop hangs in a model: nothing can be answered any more, and a supervisor starts the server again."""
+    logging.getLogger("reflex.server").error(
+        "leaving: a batch on the event loop does not come back, and no request can be answered"
+    )
+    leave(EXIT_STUCK)
 
 
 def finish() -> None:

@@ -16,7 +16,7 @@ from reflex_runtime.core.errors import Closed, ConfigError
 from reflex_runtime.core.events import BatchFinished
 from reflex_runtime.observe.journal import WarmUpLine
 from reflex_runtime.observe.journal_writer import JournalWriter, LineTarget, Recording, turn_all
-from reflex_runtime.observe.logs import FailureLog, leave
+from reflex_runtime.observe.logs import FailureLog, leave_stuck
 from reflex_runtime.observe.metrics import Metrics
 from reflex_runtime.observe.spans import spans_of
 from reflex_runtime.robots import Policy
@@ -34,7 +34,6 @@ from reflex_runtime.web.supervisor import Parent
 
 log = logging.getLogger("reflex.server")
 
-EXIT_STUCK = 1  # status of a server whose event loop hangs in a model
 TICK = 1.0  # seconds between looks at the ramp, the guards and what may be unloaded
 
 
@@ -241,7 +240,7 @@ class PolicyRuntime:
             on_fatal=self._on_fatal,
             expendable=expendable,
             brief=self.config.brief_ms / 1e3,
-            on_stuck=_leave,
+            on_stuck=leave_stuck,
         )
         of_group = {slot.group: served for served in self.policies.values() for slot in served.slots.values()}
 
@@ -289,9 +288,3 @@ class PolicyRuntime:
             except Exception:
                 log.exception("the look at objective, guards and versions failed, and comes again in a second")
         asyncio.get_running_loop().call_later(TICK, self._tick)
-
-
-def _leave() -> None:
-    """The event loop hangs in a model: nothing can be answered any more, and a supervisor starts the server again."""
-    log.error("leaving: a batch on the event loop does not come back, and no request can be answered")
-    leave(EXIT_STUCK)
