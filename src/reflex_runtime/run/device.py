@@ -5,8 +5,9 @@ and wake it. It sleeps, without polling. Drivers deliver the results. `LoopDevic
 
 A thread that hangs in a processor, or dies, is given up: its batch fails at once, and one replacement is started. The
 second time, or with a GPU that is lost, the device itself is given up (`on_fatal`): open requests are answered with
-errors, and none is admitted. A thread lost to an expendable group stops only that group. With `one_thread` there is no
-replacement: the device waits for a thread that hangs, and ends with one that dies.
+errors, and none is admitted. A thread lost to an expendable group stops only that group; if it comes back after all,
+the group gets its turn again after a rest. With `one_thread` there is no replacement: the device waits for a thread
+that hangs, and ends with one that dies.
 
 `Wakeable` is one sleeping thread that others wake: threading.Condition has a lock and a queue per sleep, which took
 30 us on a cold cache. The lock that guards the sleeper's state is held at every call.
@@ -206,7 +207,8 @@ class Device:
         scheduled) come with the next answer.
     on_fatal: called once, from any thread, when the device is given up.
     expendable: groups whose answers have no caller. Their batches are given up much earlier (see `limit_of`); a thread
-        lost to one is replaced without being counted, and the group stays in `stopped`, paused, until `resume`.
+        lost to one is replaced without being counted, and the group is paused: until its thread comes back and `REST`
+        times its time has passed, or until `resume`.
     one_thread: no other thread may ever call the processors. A batch that hangs is still answered with an error, and
         its late results are dropped.
     ahead: whether a full batch is formed while the one before runs (`forming_ahead`), which is completed while it runs
@@ -216,6 +218,7 @@ class Device:
 
     RESTARTS = 1
     EXPENDABLE_S = 1.0  # seconds that a batch of an expendable group may take, whatever its prediction
+    REST = 60.0  # so it takes from the others at most a sixtieth of the time, however often it is late
 
     def __init__(
         self,
@@ -236,7 +239,8 @@ class Device:
         self._on_fatal = on_fatal
         self._name = name
         self.expendable = frozenset(expendable)
-        self.stopped: frozenset[str] = frozenset()
+        self._astray: dict[int, tuple[str, float]] = {}  # by thread: the expendable batch it is in, and since when
+        self._overrun = 0.0  # seconds that batches of other groups lately took beyond their prediction
         self._lock = threading.Lock()
         self._bell = Wakeable(self._lock)
         self._stopping = False
@@ -373,17 +377,22 @@ class Device:
     def limit_of(self, limit: float) -> float:
         """Seconds that the batch now running may take. limit: of a batch that is not expendable.
 
-        One of an expendable group has a second, or ten times what was expected of it: others wait behind it.
+        One of an expendable group has a second, ten times what was expected of it, or twice what others lately were
+        late on this machine: they wait behind it.
         """
         running = self._running
         if running is None or running[0].group not in self.expendable:
             return limit
-        return min(limit, max(self.EXPENDABLE_S, 10.0 * running[0].expected))
+        return min(limit, max(self.EXPENDABLE_S, 10.0 * running[0].expected, 2.0 * self._overrun))
 
     def resume(self, group: str) -> None:
-        """Ask a stopped group again."""
-        self.stopped -= {group}
-        self.input(lambda scheduler, now: scheduler.pause(group, now, now))
+        """Ask a paused expendable group again."""
+
+        def ask(scheduler: Scheduler, now: float) -> None:
+            self._astray = {thread: lost for thread, lost in self._astray.items() if lost[0] != group}
+            scheduler.pause(group, now, now)
+
+        self.input(ask)
 
     def check(self, limit: float) -> float | None:
         """Give up a batch that has run for `limit` seconds (or its `limit_of`).
@@ -393,7 +402,7 @@ class Device:
         with self._lock:
             if self._running is None:
                 return None
-            since = self._running[1]
+            batch, since = self._running
             limit = self.limit_of(limit)
             if self.clock() - since < limit:
                 return since + limit
@@ -402,6 +411,8 @@ class Device:
             if self._one_thread:
                 self._cut_short(error)
             else:
+                if batch.group in self.expendable:
+                    self._astray[self._generation] = (batch.group, since)
                 self._lose(error)
         self._tell_lost()
         return None
@@ -491,9 +502,10 @@ class Device:
         """
         while True:
             with self._lock:
-                if generation != self._generation:
-                    return None
                 now = self.clock()
+                if generation != self._generation:
+                    self._back_late(generation, now)
+                    break
                 news = bool(outcomes)
                 if outcomes:
                     self._complete(outcomes, now)
@@ -515,6 +527,16 @@ class Device:
                 if self._stopping and not self._has_work():
                     return None
                 self._wait()
+        self._notify()
+        return None
+
+    def _back_late(self, thread: int, now: float) -> None:
+        """A thread that was given up has come back: its expendable group was late, and does not hang. The lock is
+        held."""
+        group, since = self._astray.pop(thread, ("", now))
+        if group and not self.fatal and all(group != other for other, _ in self._astray.values()):
+            self.scheduler.pause(group, now + self.REST * (now - since), now)
+            self._bell.ring()
 
     def _take(self, now: float) -> tuple[Batch | None, Sequence[tuple[Processor, tuple[Ticket, ...]]]]:
         """The batch to run now, and residents to drop where there is none. The lock is held."""
@@ -566,6 +588,8 @@ class Device:
         """Complete the batch that came back, if the next one was started first. The lock is held."""
         returned, self._returned = self._returned, None
         if returned is not None:
+            if returned.batch.group not in self.expendable:
+                self._overrun = max(0.99 * self._overrun, returned.elapsed - returned.batch.expected)
             # This may be any thread, which knows nothing of the batch.
             complete(self.scheduler, returned.batch, returned.outcomes, returned.elapsed, returned.at)
             if returned.next is not None:
@@ -603,6 +627,7 @@ class Device:
         log.error("the device thread died", exc_info=error)
         with self._lock:
             if generation != self._generation:
+                self._astray.pop(generation, None)
                 return
             self._restarts += 2 * isinstance(error, GpuLost)  # no other thread could reach it, whatever the group
             self._lose(ProcessorError(f"the device thread died: {type(error).__name__}: {error}"))
@@ -615,7 +640,6 @@ class Device:
         group = "" if self._running is None else self._running[0].group
         self._cut_short(error)
         if group in self.expendable:
-            self.stopped |= {group}
             self.scheduler.pause(group, inf, self.clock())
             self._restarts -= 1
         if self._restarts < self.RESTARTS and not self._one_thread:

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import time
+from math import inf
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import pytest
 
-from reflex_runtime.robots.serving.shadow import Difference, ShadowDivergence, sampled
+from reflex_runtime.core.events import SchedulerPaused
+from reflex_runtime.robots.serving.shadow import Difference, ShadowDivergence, Shadowing, sampled
 
 
 def test_v10_the_sample_is_the_share_asked_for_and_the_same_every_time() -> None:
@@ -45,3 +51,20 @@ def test_v10_policies_of_other_dimensions_are_compared_where_they_meet() -> None
     found = Difference.of(np.ones((4, 3), np.float32), np.zeros((2, 2), np.float32))
     assert found is not None
     assert (len(found.per_step), len(found.per_joint), found.mean) == (2, 2, 1.0)
+
+
+def test_v10_a_shadow_that_was_late_is_stopped_until_its_rest_is_over() -> None:
+    slot: Any = SimpleNamespace(group="shadow")
+    none: Any = None
+    said: list[str] = []
+    shadow = Shadowing(slot, none, none, 1.0, none, none, on_change=said.append)
+    now = time.monotonic()
+    shadow(SchedulerPaused(now, "shadow", None, inf))
+    assert shadow.verdict == "stopped"
+    shadow(SchedulerPaused(now, "shadow", None, now + 60.0))  # its thread came back
+    assert shadow.verdict == "stopped"
+    shadow(SchedulerPaused(now - 60.0, "shadow", None, now - 0.001))
+    assert shadow.verdict == "ok"
+    shadow(SchedulerPaused(now, "prod", None, inf))
+    assert shadow.verdict == "ok"
+    assert said == ["stopped: its thread was lost", *["was late and is asked again in 60 s"] * 2]

@@ -155,7 +155,7 @@ class ServedPolicy:
                 server.metrics,
                 server.audience.publish,
                 lambda request_id, slot, found: self.note("shadow", request_id=request_id, slot=slot, **asdict(found)),
-                lambda why: self.rollout.changed(time.monotonic(), "shadow", f"stopped: {why}", {}),
+                lambda text: self.rollout.changed(time.monotonic(), "shadow", text, {}),
             )
             server.audience.add(self.shadow)
 

@@ -6,8 +6,8 @@ samples the same ones.
 
 A shadow cannot disturb callers. Its requests are prepared after those of callers and run only in idle time; those that
 find no time are dropped and counted, as `rejected` answers of the slot `shadow`. A shadow that hangs or kills the
-device thread delays the requests behind it by a second or two, once: it is given up early, and stopped until an
-operator resets it or loads another.
+device thread delays the requests behind it by a second or two: it is given up early, and stopped. One that was only
+late is asked again by itself, after a rest (`Device.REST`); the others when an operator resets it or loads another.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from math import inf
 from typing import Any, Final
 
 import numpy as np
@@ -25,7 +26,7 @@ from numpy.typing import NDArray
 
 from reflex_runtime.core.batch import Done
 from reflex_runtime.core.errors import Dropped, ReflexError
-from reflex_runtime.core.events import BatchFinished, BatchScheduled, Event, RequestAnswered
+from reflex_runtime.core.events import BatchFinished, BatchScheduled, Event, RequestAnswered, SchedulerPaused
 from reflex_runtime.core.request import Ticket
 from reflex_runtime.observe.metrics import Metrics
 from reflex_runtime.robots import Observation, Policy
@@ -114,10 +115,11 @@ class Shadowing:
     """The shadow of a server, and the sink that measures its cost for served requests.
 
     share: of served requests that are sampled. publish: puts its answers into the event stream.
-    on_difference: called with every compared pair. on_stopped: called with the reason when the shadow is stopped.
+    on_difference: called with every compared pair. on_change: called with what is to be said when it is stopped, or is
+    to be asked again by itself.
     """
 
-    events = frozenset({BatchFinished, BatchScheduled})
+    events = frozenset({BatchFinished, BatchScheduled, SchedulerPaused})
 
     def __init__(
         self,
@@ -128,15 +130,16 @@ class Shadowing:
         metrics: Metrics,
         publish: Callable[[Event], None],
         on_difference: Callable[[str, str, Difference], None] = lambda request_id, slot, found: None,
-        on_stopped: Callable[[str], None] = lambda why: None,
+        on_change: Callable[[str], None] = lambda text: None,
     ) -> None:
         self._slot, self._batcher, self._threads, self._metrics = slot, batcher, decode_pool, metrics
         self._publish = publish
         self._share = share
         self.divergence = ShadowDivergence()
-        self.on_difference, self.on_stopped = on_difference, on_stopped
+        self.on_difference, self.on_change = on_difference, on_change
         self.dropped = self.failed = 0
-        self.stopped = ""  # why it was stopped
+        self._error = "its thread was lost"  # of the last request that failed
+        self._paused_until = -inf
         self._waiting: set[Ticket] = set()
         self._preparing = 0  # those whose pictures are being decoded
         self._closed = False
@@ -160,7 +163,7 @@ class Shadowing:
 
     def resume(self) -> None:
         """Start the shadow again, after a reset by an operator or a load."""
-        self.stopped = ""
+        self._paused_until = -inf  # its event comes later
         self._batcher.device.resume(self._slot.group)
 
     def close(self) -> None:
@@ -209,7 +212,8 @@ class Shadowing:
                 self.dropped += 1
             else:
                 self.failed += 1
-                self._failed(outcome.error)
+                self._error = str(outcome.error)
+                self._tell(outcome.error)
             return
         self._answered(now, "ok", now - ticket.arrived, ticket)
         found = Difference.of(actions, outcome.value.actions)
@@ -218,24 +222,36 @@ class Shadowing:
             self._metrics.diverged(self._slot.group, found.mean)
             self.on_difference(ticket.id, slot, found)
 
-    def _failed(self, error: ReflexError) -> None:
-        self._tell(error)
-        if self._slot.group in self._batcher.device.stopped and not self.stopped:
-            self.stopped = str(error)
-            log.error("the shadow took the device thread with it and is not asked any more: %s", error)
-            self.on_stopped(self.stopped)
-            self._take_back()
-
     def __call__(self, event: Event) -> None:
-        """Measure how long served requests waited for a shadow step that was running when they came."""
+        """Measure how long served requests waited for a shadow step that was running when they came, and notice that
+        the device has paused the shadow."""
         if isinstance(event, BatchFinished):
             if event.batch.group == self._slot.group:
                 self._ran = (event.batch.scheduled_at, event.at)
+        elif isinstance(event, SchedulerPaused):
+            if event.group == self._slot.group:
+                self._paused(event.until, event.until - event.at)
         elif isinstance(event, BatchScheduled) and event.batch.group not in self._batcher.device.expendable:
             begun, ended = self._ran
             for ticket in event.batch.admitted:
                 if begun < ticket.arrived < ended:
                     self._metrics.delayed(self._slot.group, ended - ticket.arrived)
+
+    def _paused(self, until: float, seconds: float) -> None:
+        """The device has lost a thread to the shadow, or had it back, or an operator has ended the pause."""
+        self._paused_until = until
+        if seconds == inf:
+            log.error("the shadow took the device thread with it and is not asked any more: %s", self._error)
+            self.on_change(f"stopped: {self._error}")
+            self._take_back()
+        elif seconds > 0.0:
+            log.warning("the shadow was late and is asked again in %.0f s", seconds)
+            self.on_change(f"was late and is asked again in {seconds:.0f} s")
+
+    @property
+    def stopped(self) -> str:
+        """Why it is not asked at present; "" while it is."""
+        return self._error if time.monotonic() < self._paused_until else ""
 
     @property
     def verdict(self) -> str:
