@@ -120,9 +120,8 @@ class ModelServer:
 
     def _document(self, request: HttpRequest) -> bytes:
         """The model is named to those who may ask /v1/models."""
-        state, app, routes = self.state, self.app, [*self.app.routes.values(), self._one]
-        limits = None if state.host is None else state.host.limits
-        return document(routes, state.names, state.plan.config.max_queue, limits, app.keys, app.knows(request))
+        app = self.app
+        return document([*app.routes.values(), self._one], self.state.names, app.keys, app.knows(request))
 
 
 def _missing(path: str) -> str:
