@@ -27,10 +27,9 @@ from reflex_runtime.client import (
     Chunk,
     Client,
     ClientError,
-    DeadlineExceeded,
-    DeadlineUnreachable,
     Episode,
     ProcessorFailed,
+    StaleRequest,
     Unreachable,
     Wire,
 )
@@ -161,7 +160,7 @@ class HttpPolicy:
     api_key: str | None = None
     on_event: OnEvent = lambda event: None
     _client: Client = field(init=False, repr=False)
-    _episode: Episode | None = field(default=None, repr=False)
+    _episode: Episode[Client] | None = field(default=None, repr=False)
     _asked: int = 0
     _sent: float = 0.0
     _refusals: int = 0
@@ -192,7 +191,7 @@ class HttpPolicy:
         for left in range(self.again, -1, -1):
             try:
                 chunk = self._ask(seen)
-            except (ProcessorFailed, DeadlineUnreachable, DeadlineExceeded) as failure:
+            except (ProcessorFailed, StaleRequest) as failure:
                 self._tell(status=failure.status, code=failure.code)
                 if not left:
                     raise NoAnswer(str(failure)) from failure

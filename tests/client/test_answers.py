@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from reflex_runtime import client as module
-from reflex_runtime.client import BadAnswer, InvalidRequest, ServerError, Unreachable, errors, exchange
+from reflex_runtime.client import BadAnswer, BadRequest, ClientError, ServerError, Unreachable, errors, exchange
 
 from .callers import Make
 from .stub import ACTIONS, ANSWER, Stub, refusal, reply
@@ -117,11 +117,21 @@ def test_every_way_to_end_a_body(make: Make) -> None:
 
 def test_every_code_of_the_page_has_a_class() -> None:
     page = (Path(__file__).parents[2] / "docs/errors.md").read_text()
-    codes = set(re.findall(r"^### `(.*)`", page, re.M)) - {"wait_timeout"}  # never in an answer
-    codes -= {"worker_lost", "worker_unavailable", "protocol_error"}  # of language models, which have OpenAI's clients
-    assert codes <= set(errors.BY_CODE)
+    sections = re.split(r"^## ", page, flags=re.M)[1:]
+    codes = {section.partition("\n")[0]: re.findall(r"^### `(.*)`", section, re.M) for section in sections}
+    kinds = {"Your request": {errors.BadRequest, errors.NotFound}, "Too much": {errors.ServerBusy}}
+    kinds["Too late"] = {errors.StaleRequest}
+    for section, expected in kinds.items():
+        assert {errors.class_of(code, 400) for code in codes[section]} == expected
+    of_server = {code: errors.class_of(code, 500) for code in codes["The server"]}
+    assert {code for code, kind in of_server.items() if kind is errors.ServerBusy} == {
+        "not_ready", "shutting_down", "degraded"
+    }  # fmt: skip
+    assert {code for code, kind in of_server.items() if kind is errors.ProcessorFailed} == {
+        "processor_failed", "processor_hung"
+    }  # fmt: skip
     assert module.__doc__ is not None
-    for kind in errors.BY_CODE.values():
+    for kind in (kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, ClientError)):
         assert kind.__name__ in module.__doc__, "the tree in the docstring has every class"
         assert kind.__doc__
         assert getattr(module, kind.__name__) is kind
@@ -131,7 +141,7 @@ def test_every_code_of_the_page_has_a_class() -> None:
 def test_an_error_is_of_its_codes_class_and_carries_what_was_said(make: Make, packed: bool) -> None:
     told = {"error": "invalid_request", "message": "state: missing", "request_id": "theirs", "retry_safe": False}
     with Stub([reply(told | {"field": "state"}, 422, packed=packed)]) as stub:
-        with pytest.raises(InvalidRequest) as caught:
+        with pytest.raises(BadRequest) as caught:
             make(stub.url).act()
         assert str(caught.value) == "invalid_request (422): state: missing [request theirs]"
     error = caught.value
@@ -143,7 +153,7 @@ def test_an_error_is_of_its_codes_class_and_carries_what_was_said(make: Make, pa
 def test_an_unknown_code_is_a_server_error(make: Make) -> None:
     with Stub([refusal("brand_new", 418, retry_safe=False)]) as stub, pytest.raises(ServerError) as caught:
         make(stub.url).act()
-    assert (type(caught.value), caught.value.code) == (ServerError, "brand_new")
+    assert (type(caught.value), caught.value.code) == (BadRequest, "brand_new")
 
 
 @pytest.mark.parametrize("body", [b"<html>Bad Gateway</html>", b"", [], {"error": 3}])

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from reflex_runtime.client import InvalidRequest, NotFound, ProcessorFailed, Unauthorized
+from reflex_runtime.client import BadRequest, NotFound, ProcessorFailed
 
 from .callers import Make
 from .stub import ANSWER, NAMED, Stub, refusal, reply
@@ -24,10 +24,10 @@ def test_health_is_an_answer_whatever_it_says(make: Make) -> None:
 
 def test_config_is_asked_again_whatever_happened_to_the_first_time(make: Make) -> None:
     with Stub([reply(b"Bad Gateway", 502), "close", reply({"server": {}})]) as stub:
-        assert make(stub.url).config() == {"server": {}}
+        assert make(stub.url).get("/config") == {"server": {}}
         assert [(seen.method, seen.path) for seen in stub.seen] == [("GET", "/config")] * 3
-    with Stub([refusal("unauthorized", 401, retry_safe=False)]) as stub, pytest.raises(Unauthorized):
-        make(stub.url).config()
+    with Stub([refusal("unauthorized", 401, retry_safe=False)]) as stub, pytest.raises(BadRequest):
+        make(stub.url).get("/config")
 
 
 def test_other_paths_are_asked_and_told_in_json(make: Make) -> None:
@@ -35,7 +35,7 @@ def test_other_paths_are_asked_and_told_in_json(make: Make) -> None:
         caller = make(stub.url)
         assert caller.get("/diagnostics/rollout") == {"split": 80}
         assert caller.post("/admin/split", {"split": 50}) == {"split": 50}
-        with pytest.raises(InvalidRequest):
+        with pytest.raises(BadRequest):
             caller.post("/admin/split", {"split": 500})
         asked = [(seen.method, seen.path, seen.body) for seen in stub.seen]
         assert asked[0] == ("GET", "/diagnostics/rollout", b"")

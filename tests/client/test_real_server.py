@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from reflex_runtime.client import AsyncClient, Client, InvalidRequest, Unauthorized
+from reflex_runtime.client import AsyncClient, BadRequest, Client
 from serving.exports import expected, write_tiny
 from serving.harness import Server
 
@@ -67,18 +67,18 @@ def test_real_server_takes_every_encoding(make: Make, seeing: Server, wire: str,
 
 def test_real_server_errors(make: Make, server: Server) -> None:
     caller = make(url_of(server), api_key="key")
-    with pytest.raises(InvalidRequest) as caught:
+    with pytest.raises(BadRequest) as caught:
         caller.act(state=[1.0, 2.0, 3.0], request_id="mine")
     assert caught.value.body["field"] == "state"
     assert caught.value.request_id == "mine"
-    with pytest.raises(InvalidRequest, match="state"):
+    with pytest.raises(BadRequest, match="state"):
         caller.act(state=[1.0, float("nan")])
-    with pytest.raises(InvalidRequest, match="image"):
+    with pytest.raises(BadRequest, match="image"):
         caller.act(state=[1.0, 2.0], image=b"no picture")
-    with pytest.raises(Unauthorized):
+    with pytest.raises(BadRequest):
         make(url_of(server), api_key="other").act(state=[1.0, 2.0])
     assert caller.health()["state"] == "ready"
-    assert caller.config()["export"]["model_id"] == "tiny"
+    assert caller.get("/config")["export"]["model_id"] == "tiny"
 
 
 def test_real_server_many_at_once(server: Server) -> None:

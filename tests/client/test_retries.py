@@ -5,15 +5,11 @@ from __future__ import annotations
 import pytest
 
 from reflex_runtime.client import (
-    Cancelled,
     ClientError,
-    DeadlineExceeded,
-    DeadlineUnreachable,
     ProcessorFailed,
-    QueueFull,
     Retries,
-    ShuttingDown,
-    Superseded,
+    ServerBusy,
+    StaleRequest,
     Unreachable,
 )
 
@@ -32,7 +28,7 @@ def test_a_refusal_is_asked_again_after_what_the_server_said(make: Make) -> None
 def test_attempts_end(make: Make) -> None:
     with Stub([refusal()] * 3) as stub:
         time = Time()
-        with pytest.raises(QueueFull):
+        with pytest.raises(ServerBusy):
             make(stub.url, time, retries=2).act()
     assert len(stub.seen) == 3
     assert time.pauses == [1.0, 1.0]
@@ -41,7 +37,7 @@ def test_attempts_end(make: Make) -> None:
 def test_a_call_ends_with_its_timeout(make: Make) -> None:
     with Stub([refusal()] * 9) as stub:
         time = Time()
-        with pytest.raises(QueueFull):
+        with pytest.raises(ServerBusy):
             make(stub.url, time, retries=100, timeout=2.5).act()
     assert time.pauses == [1.0, 1.0]
 
@@ -49,7 +45,7 @@ def test_a_call_ends_with_its_timeout(make: Make) -> None:
 def test_asking_again_stops_at_the_deadline_and_tells_what_is_left_of_it(make: Make) -> None:
     with Stub([refusal(), refusal(), refusal()]) as stub:
         time = Time()
-        with pytest.raises(QueueFull):
+        with pytest.raises(ServerBusy):
             make(stub.url, time).act(deadline_ms=2500.0)
     assert time.pauses == [1.0, 1.0]
     assert [seen.fields["deadline_ms"] for seen in stub.seen] == [2500.0, 1500.0, 500.0]
@@ -58,12 +54,12 @@ def test_asking_again_stops_at_the_deadline_and_tells_what_is_left_of_it(make: M
 @pytest.mark.parametrize(
     ("answer", "kind"),
     [
-        (refusal("shutting_down", retry_safe=False), ShuttingDown),
+        (refusal("shutting_down", retry_safe=False), ServerBusy),
         (refusal("processor_failed", 500, retry_safe=False), ProcessorFailed),
-        (refusal("deadline_exceeded", 504), DeadlineExceeded),
-        (refusal("deadline_unreachable"), DeadlineUnreachable),
-        (refusal("superseded", 409), Superseded),
-        (refusal("cancelled", 499), Cancelled),
+        (refusal("deadline_exceeded", 504), StaleRequest),
+        (refusal("deadline_unreachable"), StaleRequest),
+        (refusal("superseded", 409), StaleRequest),
+        (refusal("cancelled", 499), StaleRequest),
     ],
 )
 def test_what_ran_or_came_too_late_is_not_asked_again(make: Make, answer: bytes, kind: type[ClientError]) -> None:
@@ -73,7 +69,7 @@ def test_what_ran_or_came_too_late_is_not_asked_again(make: Make, answer: bytes,
 
 
 def test_the_decision_is_pure() -> None:
-    busy, safe = QueueFull("full", retry_safe=True, retry_after=1.0), Unreachable("gone", retry_safe=True)
+    busy, safe = ServerBusy("full", retry_safe=True, retry_after=1.0), Unreachable("gone", retry_safe=True)
     retries = Retries(10, until=100.0, spread=lambda: 0.5)
     assert retries.after(busy, 0.0) == 1.05, "no less than was said, and a little more"
     assert [retries.after(safe, 0.0) for _ in range(6)] == pytest.approx([0.21, 0.42, 0.84, 1.68, 2.1, 2.1])

@@ -14,7 +14,7 @@ import PIL.ImageDraw
 import pytest
 
 from reflex_runtime.cli import main
-from reflex_runtime.client import AsyncClient, Client, InvalidRequest, ProcessorFailed
+from reflex_runtime.client import AsyncClient, BadRequest, Client, ProcessorFailed
 from serving.harness import Server
 
 EXAMPLES = Path(__file__).parent.parent.parent / "examples" / "functions"
@@ -89,7 +89,7 @@ def test_the_client_sends_and_gets_arrays_and_names_errors(tmp_path: Path) -> No
             found = client.predict({"at": np.arange(3, dtype=np.float32), "name": "p"}, priority="urgent", client="c")
             assert found["at"].tolist() == [1.0, 2.0, 3.0]
             assert found["at"].dtype == np.float32
-            with pytest.raises(InvalidRequest, match="name") as wrong:
+            with pytest.raises(BadRequest, match="name") as wrong:
                 client.predict({"at": [1.0], "name": 3}, request_id="mine")
             assert wrong.value.request_id == "mine"
             with pytest.raises(ProcessorFailed, match="no such point"):

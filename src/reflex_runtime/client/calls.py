@@ -14,14 +14,14 @@ import random
 import uuid
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Literal, TypeAlias, TypedDict, TypeVar
+from typing import Any, Final, Literal, TypeAlias, TypedDict, TypeVar, Unpack
 from urllib.parse import quote, urlencode
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from reflex_runtime.client.errors import BadAnswer, ClientError, ServerError, Unreachable
+from reflex_runtime.client.errors import BadAnswer, ClientError, StaleRequest, Unreachable
 from reflex_runtime.client.exchange import Attempt, Chunk, Reply, chunk, decoded, refused, result
 from reflex_runtime.pacing import doubled
 
@@ -76,7 +76,7 @@ class Retries:
 
     def after(self, error: ClientError, now: float) -> float | None:
         """Seconds to wait before the next attempt, or None to give up."""
-        if not error.retry_safe or self.made >= self.most or (isinstance(error, ServerError) and error.stale):
+        if not error.retry_safe or self.made >= self.most or isinstance(error, StaleRequest):
             return None
         pause = error.retry_after
         if pause is None:
@@ -117,8 +117,12 @@ class Calls:
         if self.api_key is not None and not (self.api_key.isascii() and self.api_key.isprintable()):
             raise ValueError("api_key: must be printable ASCII")
 
-    def act(self, fields: Mapping[str, Any]) -> Call[Chunk]:
-        """POST /act. A later attempt sends the rest of the deadline."""
+    def act(self, **fields: Unpack[ActFields]) -> Call[Chunk]:
+        """The next actions for this observation, see `ActFields`: POST /act. A later attempt sends the rest of the
+        deadline.
+
+        Raises the ClientError of the server's error code; ValueError for arguments that no server would accept.
+        """
         began = self.clock()
         request = observation(fields, self.wire, self.encoding)
         reply, attempts = yield from self._ask(
@@ -132,45 +136,59 @@ class Calls:
             error.request_id = request_id
             raise
 
-    def predict(self, item: Any, function: str, said: Mapping[str, Any]) -> Call[Any]:
-        """POST /predict. A later attempt sends the rest of the deadline."""
-        said = {name: value for name, value in said.items() if value is not None}
-        request_id = said.setdefault("request_id", uuid.uuid4().hex)
-        deadline = said.pop("deadline_ms", None)
-        if deadline is not None and not 0.0 < deadline <= 600_000.0:
-            raise ValueError(f"deadline_ms={deadline!r}: must be in (0, 600000]")
+    def predict(
+        self,
+        item: Any,
+        function: str = "",
+        *,
+        deadline_ms: float | None = None,
+        priority: Priority | None = None,
+        client: str | None = None,
+        request_id: str | None = None,
+    ) -> Call[Any]:
+        """The result of a function for one item: POST /predict, see docs/functions.md. function: its name, where there
+        are several.
+
+        Arrays, dataclasses, structs, pydantic models and pictures may be in the item; arrays in a result are arrays
+        again. client: whose fair share it takes. A later attempt sends the rest of the deadline.
+        """
+        own = {"priority": priority, "client": client, "request_id": request_id or uuid.uuid4().hex}
+        said = {name: value for name, value in own.items() if value is not None}
+        _check_deadline(deadline_ms)
         body = msgspec.msgpack.encode(item, enc_hook=_item)
         path = f"/predict/{quote(function, safe='')}" if function else "/predict"
         try:
             reply, _ = yield from self._ask(
-                "POST", f"{path}?{urlencode(said)}", None, "msgpack", self.clock(), deadline, body=body
+                "POST", f"{path}?{urlencode(said)}", None, "msgpack", self.clock(), deadline_ms, body=body
             )
         except ClientError as error:
-            error.request_id = error.request_id or str(request_id)
+            error.request_id = error.request_id or said["request_id"]
             raise
         return result(reply)
 
     def get(self, path: str) -> Call[dict[str, Any]]:
-        """GET a JSON object; repeated while the server is unreachable or only a proxy answers."""
+        """GET a path that answers a JSON object, such as /config or /diagnostics/rollout; repeated while the server is
+        unreachable or only a proxy answers."""
         reply, _ = yield from self._ask("GET", path, None, "json", self.clock())
         return decoded(reply)
 
     def health(self) -> Call[dict[str, Any]]:
-        """GET /health once; 503 is an answer here."""
+        """The body of /health, ready or not: `["state"] == "ready"` when the server serves. One attempt."""
         reply = yield from self._sent("GET", "/health", self._headers("json"), None, self.timeout)
         if reply.status not in (200, 503):
             raise refused(reply)
         return decoded(reply)
 
     def post(self, path: str, fields: Mapping[str, Any], episode: str | None = None) -> Call[dict[str, Any]]:
-        """POST a JSON object. episode: that it is about."""
+        """POST a JSON object to a path, such as /admin/split {"split": 50}; returns the answer. episode: that it is
+        about."""
         reply, _ = yield from self._ask("POST", path, fields, "json", self.clock(), episode=episode)
         return decoded(reply) if reply.body else {}
 
-    def outcome(
-        self, episode_id: str, success: bool, reward: float | None, robot_id: str | None = None
+    def report_outcome(
+        self, episode_id: str, success: bool, reward: float | None = None, robot_id: str | None = None
     ) -> Call[dict[str, Any]]:
-        """POST /episodes/{id}/outcome."""
+        """Report how an episode ended. `episode` does this by itself. robot_id: if its requests had one."""
         if reward is not None and not math.isfinite(reward):
             raise ValueError(f"reward={reward!r}: must be finite")
         body: dict[str, Any] = {"success": bool(success)}
@@ -261,10 +279,13 @@ def observation(fields: Mapping[str, Any], wire: Wire, encoding: Encoding) -> di
         sent["images"] = {name: _picture(value, f"images[{name!r}]", wire, encoding) for name, value in images.items()}
     if "state" in sent:
         sent["state"] = _state(sent["state"], wire)
-    deadline = sent.get("deadline_ms")
-    if deadline is not None and not 0.0 < deadline <= 600_000.0:
-        raise ValueError(f"deadline_ms={deadline!r}: must be in (0, 600000]")
+    _check_deadline(sent.get("deadline_ms"))
     return sent
+
+
+def _check_deadline(deadline_ms: float | None) -> None:
+    if deadline_ms is not None and not 0.0 < deadline_ms <= 600_000.0:
+        raise ValueError(f"deadline_ms={deadline_ms!r}: must be in (0, 600000]")
 
 
 def encoded(fields: Mapping[str, Any], wire: Wire) -> bytes:

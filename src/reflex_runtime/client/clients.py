@@ -8,17 +8,44 @@ import random
 import ssl
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
-from typing import Any, Self, Unpack
+from functools import wraps
+from typing import Any, ClassVar, Concatenate, Generic, ParamSpec, Self, TypeVar, Unpack, overload
 
 import httpx
 
-from reflex_runtime.client.calls import ActFields, Call, Calls, Encoding, Priority, T, Wire
+from reflex_runtime.client.calls import ActFields, Call, Calls, Encoding, T, Wire
 from reflex_runtime.client.errors import ClientError
 from reflex_runtime.client.exchange import Attempt, Chunk, Network, Reply
 
 log = logging.getLogger("reflex.client")
+
+P = ParamSpec("P")
+C = TypeVar("C", bound="BaseClient")
+
+
+class Method(Generic[P, T]):
+    """A call as a method of both clients, and of their episodes: `AsyncClient`'s is awaited."""
+
+    def __init__(self, call: Callable[Concatenate[Any, P], Call[T]]) -> None:
+        self._call = call
+
+    @overload
+    def __get__(self, owner: None, kind: Any) -> Self: ...
+    @overload
+    def __get__(self, owner: Client | Episode[Client], kind: Any) -> Callable[P, T]: ...
+    @overload
+    def __get__(self, owner: AsyncClient | Episode[AsyncClient], kind: Any) -> Callable[P, Coroutine[Any, Any, T]]: ...
+    def __get__(self, owner: Any, kind: Any) -> Any:
+        if owner is None:
+            return self
+
+        @wraps(self._call)
+        def method(*args: P.args, **fields: P.kwargs) -> Any:
+            return owner.run(self._call(owner.calls, *args, **fields))
+
+        return method
 
 
 class BaseClient:
@@ -36,7 +63,8 @@ class BaseClient:
     sleep: by default that of `time` or `asyncio`; an `AsyncClient` awaits it.
     """
 
-    _http: Any
+    _kind: ClassVar[tuple[Any, Any]]  # of httpx
+    run: Callable[[Call[Any]], Any]
 
     def __init__(
         self,
@@ -55,19 +83,29 @@ class BaseClient:
         spread: Callable[[], float] = random.random,
     ) -> None:
         self._network = Network(url, uds, proxy, verify)
-        self._calls = Calls(self._network.url, api_key, timeout, retries, wire, encoding, clock, spread)
+        self.calls = Calls(self._network.url, api_key, timeout, retries, wire, encoding, clock, spread)
         self._sleep: Callable[[float], Any] = sleep or (time.sleep if isinstance(self, Client) else asyncio.sleep)
-        self._open()
+        self._http = self._network.open(*self._kind)
 
-    def _open(self) -> None:
-        raise NotImplementedError
+    act = Method(Calls.act)
+    predict = Method(Calls.predict)
+    health = Method(Calls.health)
+    get = Method(Calls.get)
+    post = Method(Calls.post)
+    report_outcome = Method(Calls.report_outcome)
+
+    def episode(
+        self, episode_id: str | None = None, robot_id: str | None = None, instruction: str | None = None
+    ) -> Episode[Self]:
+        """An episode for a `with` (`async with`) statement: its `act` sends the ids, and its outcome is reported at the
+        end of the block."""
+        return Episode(self, episode_id or f"ep-{uuid.uuid4().hex}", robot_id, instruction)
 
 
 class Client(BaseClient):
     """Calls one server over kept connections; may be used by several threads at once. Arguments: see `BaseClient`."""
 
-    def _open(self) -> None:
-        self._http = self._network.client()
+    _kind = httpx.Client, httpx.HTTPTransport
 
     def __enter__(self) -> Self:
         return self
@@ -77,65 +115,10 @@ class Client(BaseClient):
 
     def close(self) -> None:
         """Close the kept connections; a later call opens a new one."""
-        old: httpx.Client = self._http
-        self._open()
+        old, self._http = self._http, self._network.open(*self._kind)
         old.close()
 
-    def act(self, **fields: Unpack[ActFields]) -> Chunk:
-        """The next actions for this observation, see `ActFields`.
-
-        Raises the ClientError of the server's error code; ValueError for arguments that no server would accept.
-        """
-        return self._run(self._calls.act(fields))
-
-    def predict(
-        self,
-        item: Any,
-        function: str = "",
-        *,
-        deadline_ms: float | None = None,
-        priority: Priority | None = None,
-        client: str | None = None,
-        request_id: str | None = None,
-    ) -> Any:
-        """The result of a function for one item, see docs/functions.md. function: its name, where there are several.
-
-        Arrays, dataclasses, structs, pydantic models and pictures may be in the item; arrays in a result are arrays
-        again. client: whose fair share it takes. Raises the ClientError of the server's error code.
-        """
-        said = {"deadline_ms": deadline_ms, "priority": priority, "client": client, "request_id": request_id}
-        return self._run(self._calls.predict(item, function, said))
-
-    def health(self) -> dict[str, Any]:
-        """The body of /health, ready or not: `["state"] == "ready"` when the server serves. One attempt."""
-        return self._run(self._calls.health())
-
-    def config(self) -> dict[str, Any]:
-        """The export's configuration and the server's settings."""
-        return self.get("/config")
-
-    def get(self, path: str) -> dict[str, Any]:
-        """GET any other path that answers JSON, such as /diagnostics/rollout."""
-        return self._run(self._calls.get(path))
-
-    def post(self, path: str, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """POST a JSON object to any other path, such as /admin/split {"split": 50}; returns the answer."""
-        return self._run(self._calls.post(path, fields))
-
-    def report_outcome(
-        self, episode_id: str, success: bool, reward: float | None = None, robot_id: str | None = None
-    ) -> dict[str, Any]:
-        """Report how an episode ended. `episode` does this by itself. robot_id: if its requests had one."""
-        return self._run(self._calls.outcome(episode_id, success, reward, robot_id))
-
-    def episode(
-        self, episode_id: str | None = None, robot_id: str | None = None, instruction: str | None = None
-    ) -> Episode:
-        """An episode for a with statement: its `act` sends the ids, and its outcome is reported at the end of the
-        block."""
-        return Episode(self, episode_id or f"ep-{uuid.uuid4().hex}", robot_id, instruction)
-
-    def _run(self, call: Call[T]) -> T:
+    def run(self, call: Call[T]) -> T:
         """Carry out the call's attempts and pauses until it returns."""
         came: Reply | ClientError | None = None
         while True:
@@ -158,10 +141,12 @@ class Client(BaseClient):
 
 
 class AsyncClient(BaseClient):
-    """`Client` for asyncio; may be used by several tasks at once. Arguments: see `BaseClient`."""
+    """`Client` for asyncio; may be used by several tasks at once. Arguments: see `BaseClient`.
 
-    def _open(self) -> None:
-        self._http = self._network.async_client()
+    Cancelling a task that waits closes its connection, and the server drops the request.
+    """
+
+    _kind = httpx.AsyncClient, httpx.AsyncHTTPTransport
 
     async def __aenter__(self) -> Self:
         return self
@@ -171,56 +156,11 @@ class AsyncClient(BaseClient):
 
     async def close(self) -> None:
         """Close the kept connections; a later call opens a new one."""
-        old: httpx.AsyncClient = self._http
-        self._open()
+        old, self._http = self._http, self._network.open(*self._kind)
         await old.aclose()
 
-    async def act(self, **fields: Unpack[ActFields]) -> Chunk:
-        """As `Client.act`. Cancelling the task closes the connection, and the server drops the request."""
-        return await self._run(self._calls.act(fields))
-
-    async def predict(
-        self,
-        item: Any,
-        function: str = "",
-        *,
-        deadline_ms: float | None = None,
-        priority: Priority | None = None,
-        client: str | None = None,
-        request_id: str | None = None,
-    ) -> Any:
-        """The result of a function for one item, see docs/functions.md. function: its name, where there are several.
-
-        Arrays, dataclasses, structs, pydantic models and pictures may be in the item; arrays in a result are arrays
-        again. client: whose fair share it takes. Raises the ClientError of the server's error code.
-        """
-        said = {"deadline_ms": deadline_ms, "priority": priority, "client": client, "request_id": request_id}
-        return await self._run(self._calls.predict(item, function, said))
-
-    async def health(self) -> dict[str, Any]:
-        return await self._run(self._calls.health())
-
-    async def config(self) -> dict[str, Any]:
-        return await self.get("/config")
-
-    async def get(self, path: str) -> dict[str, Any]:
-        return await self._run(self._calls.get(path))
-
-    async def post(self, path: str, fields: Mapping[str, Any]) -> dict[str, Any]:
-        return await self._run(self._calls.post(path, fields))
-
-    async def report_outcome(
-        self, episode_id: str, success: bool, reward: float | None = None, robot_id: str | None = None
-    ) -> dict[str, Any]:
-        return await self._run(self._calls.outcome(episode_id, success, reward, robot_id))
-
-    def episode(
-        self, episode_id: str | None = None, robot_id: str | None = None, instruction: str | None = None
-    ) -> AsyncEpisode:
-        """As `Client.episode`, for an async with statement."""
-        return AsyncEpisode(self, episode_id or f"ep-{uuid.uuid4().hex}", robot_id, instruction)
-
-    async def _run(self, call: Call[T]) -> T:
+    async def run(self, call: Call[T]) -> T:
+        """Carry out the call's attempts and pauses until it returns."""
         came: Reply | ClientError | None = None
         while True:
             try:
@@ -242,8 +182,8 @@ class AsyncClient(BaseClient):
 
 
 @dataclass(slots=True)
-class BaseEpisode:
-    """One episode, without I/O.
+class Episode(Generic[C]):
+    """One episode of a client, for `with` or, of an `AsyncClient`, `async with`.
 
     success: how it ended; set it in the block. An exception in the block makes an unset one False. None is not
     reported, because the client does not know the outcome. An interrupted episode (KeyboardInterrupt, a cancelled task)
@@ -252,7 +192,7 @@ class BaseEpisode:
     changed: the server moved the episode to another policy.
     """
 
-    client: Any
+    client: C
     episode_id: str
     robot_id: str | None = None
     instruction: str | None = None
@@ -261,58 +201,43 @@ class BaseEpisode:
     reported: bool = field(default=False, init=False)
     changed: bool = field(default=False, init=False)
 
-    def _ended(self, calls: Calls, error: object) -> Call[None]:
+    @property
+    def calls(self) -> Self:
+        return self
+
+    @property
+    def run(self) -> Callable[[Call[Any]], Any]:
+        return self.client.run
+
+    def _act(self, **fields: Unpack[ActFields]) -> Call[Chunk]:
+        """POST /act, with the episode's ids and instruction."""
+        own: ActFields = {"episode_id": self.episode_id, "robot_id": self.robot_id, "instruction": self.instruction}
+        chunk = yield from self.client.calls.act(**own | fields)
+        self.changed = self.changed or chunk.policy_changed
+        return chunk
+
+    def _ended(self, error: object) -> Call[None]:
         """The block has ended, with this exception or without: report the outcome if there is one."""
         if self.success is None and isinstance(error, Exception):
             self.success = False
         if self.success is None:
             return
         try:
-            yield from calls.outcome(self.episode_id, self.success, self.reward, self.robot_id)
+            yield from self.client.calls.report_outcome(self.episode_id, self.success, self.reward, self.robot_id)
             self.reported = True
         except ClientError as lost:
             log.warning("the outcome of episode %s (success=%s) was not taken: %s", self.episode_id, self.success, lost)
 
-    def _carried(self, fields: ActFields) -> ActFields:
-        known: ActFields = {
-            "episode_id": self.episode_id, "robot_id": self.robot_id, "instruction": self.instruction
-        }  # fmt: skip
-        return known | fields
-
-    def _seen(self, chunk: Chunk) -> Chunk:
-        self.changed = self.changed or chunk.policy_changed
-        return chunk
-
-
-class Episode(BaseEpisode):
-    """One episode of a `Client`, from `Client.episode`."""
-
-    __slots__ = ()
-    client: Client
+    act = Method(_act)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, _kind: object, error: object, _trace: object) -> None:
-        self.client._run(self._ended(self.client._calls, error))
-
-    def act(self, **fields: Unpack[ActFields]) -> Chunk:
-        """As `Client.act`, with the episode's ids and instruction."""
-        return self._seen(self.client.act(**self._carried(fields)))
-
-
-class AsyncEpisode(BaseEpisode):
-    """One episode of an `AsyncClient`."""
-
-    __slots__ = ()
-    client: AsyncClient
+        self.run(self._ended(error))
 
     async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, _kind: object, error: object, _trace: object) -> None:
-        await self.client._run(self._ended(self.client._calls, error))
-
-    async def act(self, **fields: Unpack[ActFields]) -> Chunk:
-        """As `AsyncClient.act`, with the episode's ids and instruction."""
-        return self._seen(await self.client.act(**self._carried(fields)))
+        await self.run(self._ended(error))

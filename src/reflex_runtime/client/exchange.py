@@ -12,7 +12,7 @@ import ssl
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 from urllib.parse import unquote
 
 import httpx
@@ -20,7 +20,9 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from reflex_runtime.client.errors import BY_CODE, BadAnswer, ClientError, ServerError, TimedOut, Unreachable
+from reflex_runtime.client.errors import BadAnswer, ClientError, ServerError, TimedOut, Unreachable, class_of
+
+T = TypeVar("T")
 
 MAX_ANSWER: Final = 64 << 20  # bytes of an answer that are read at most
 _UNLIMITED = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=None)
@@ -137,13 +139,10 @@ class Network:
             "proxy": proxy, "verify": self._tls, "limits": _UNLIMITED, "headers": _PLAIN, "trust_env": not here,
         }  # fmt: skip
 
-    def client(self) -> httpx.Client:
-        socket = httpx.HTTPTransport(self._tls, uds=self._uds, limits=_UNLIMITED) if self._uds else None
-        return httpx.Client(transport=socket, **self._options)
-
-    def async_client(self) -> httpx.AsyncClient:
-        socket = httpx.AsyncHTTPTransport(self._tls, uds=self._uds, limits=_UNLIMITED) if self._uds else None
-        return httpx.AsyncClient(transport=socket, **self._options)
+    def open(self, client: Callable[..., T], transport: Callable[..., Any]) -> T:
+        """A client of httpx. transport: its class for a Unix socket."""
+        socket = transport(self._tls, uds=self._uds, limits=_UNLIMITED) if self._uds else None
+        return client(transport=socket, **self._options)
 
 
 @lru_cache(1)
@@ -233,7 +232,7 @@ def refused(reply: Reply) -> ServerError:
     except (BadAnswer, msgspec.ValidationError):
         start = reply.body[:200].decode(errors="replace")
         told, body = _Refusal(f"http_{reply.status}", f"no error of a reflex server: {start!r}"), {}
-    return BY_CODE.get(told.error, ServerError)(
+    return class_of(told.error, reply.status)(
         told.message,
         code=told.error,
         status=reply.status,
