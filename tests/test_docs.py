@@ -52,15 +52,23 @@ def _range(field: Any, kind: Any) -> str:
     return "on or off" if kind in (bool, bool | None) else "any number of times" if meta["repeat"] else "text"
 
 
+def _row(field: Any, kind: Any) -> str:
+    return f"| `{flag(field.name)}` | {_default(field)} | {_range(field, kind)} | {described(field)} |"
+
+
 def settings_table(kind: type[Any] = ServeConfig) -> str:
-    """The rows of settings.md or feeds.md, from the fields themselves. To renew a page, paste what this returns."""
+    """The rows of settings.md, feeds.md or language-models.md, from the fields themselves. To renew a page, paste what
+    this returns. Options that are those of `reflex serve EXPORT` in all they say are named in its last row alone."""
     hints = get_type_hints(kind)
-    rows = ["| flag | default | range | what it does |", "| --- | --- | --- | --- |"]
+    elsewhere = set() if kind is ServeConfig else set(settings_table().splitlines())
+    rows, same = ["| flag | default | range | what it does |", "| --- | --- | --- | --- |"], []
     for heading, options in headed(kind).items():
-        rows.append(f"| **{heading}** | | | |")
-        for field in options:
-            cells = (f"`{flag(field.name)}`", _default(field), _range(field, hints[field.name]), described(field))
-            rows.append(f"| {' | '.join(cells)} |")
+        told = [_row(field, hints[field.name]) for field in options]
+        same += [f"`{flag(field.name)}`" for field, row in zip(options, told, strict=True) if row in elsewhere]
+        if own := [row for row in told if row not in elsewhere]:
+            rows += [f"| **{heading}** | | | |", *own]
+    if same:
+        rows += ["| **as in [Settings](settings.md)** | | | " + ", ".join(same) + " |"]
     return "\n".join(rows)
 
 
