@@ -54,7 +54,7 @@ def test_g3_default_waits_max_hold_from_the_arrival_of_the_oldest() -> None:
     ask(scheduler, 1.0025)
     held(scheduler, 1.0025, until=1.003)
     batch = take(scheduler, 1.003)
-    assert (len(batch), batch.cause) == (2, Cause.TIMEOUT)
+    assert (len(batch), batch.cause) == (2, Cause.HELD)
 
 
 class Ends:

@@ -42,7 +42,7 @@ def test_b3_due_when_the_oldest_has_waited_the_timeout() -> None:
     assert scheduler.next_batch(0.004) is None
     assert scheduler.wake_at() == 0.005
     batch = take(scheduler, 0.005)
-    assert (len(batch), batch.reason, batch.cause) == (2, FlushReason.TIMEOUT, Cause.TIMEOUT)
+    assert (len(batch), batch.reason, batch.cause) == (2, FlushReason.TIMEOUT, Cause.HELD)
 
 
 def test_b3_due_when_one_request_alone_costs_more_than_the_budget() -> None:
@@ -72,10 +72,10 @@ def test_b3_budget_takes_precedence_over_timeout() -> None:
 
 def test_b3_every_cause_has_one_of_the_three_reasons() -> None:
     assert {c: c.reason.value for c in Cause} == {
-        Cause.BUDGET: "budget_reached",
+        Cause.FULL: "budget_reached",
         Cause.SIZE: "budget_reached",
         Cause.SINGLE: "single_request_over_budget",
-        Cause.TIMEOUT: "timeout",
+        Cause.HELD: "timeout",
         Cause.IDLE: "timeout",
         Cause.URGENT: "timeout",
         Cause.STEP: "timeout",
@@ -213,7 +213,7 @@ def test_b6_a_held_batch_that_goes_says_timeout() -> None:
     ask(scheduler, now, client=0)
     assert scheduler.next_batch(now) is None
     batch = take(scheduler, scheduler.wake_at())
-    assert (batch.reason, batch.cause) == (FlushReason.TIMEOUT, Cause.TIMEOUT)
+    assert (batch.reason, batch.cause) == (FlushReason.TIMEOUT, Cause.HELD)
 
 
 def test_b6_nobody_is_waited_for_whom_the_budget_keeps_out() -> None:
@@ -283,7 +283,7 @@ def test_f6_a_feed_that_is_due_within_the_hold_is_waited_for_if_that_pays() -> N
     assert scheduler.wake_at() == pytest.approx(due, abs=0.001)
     ask(scheduler, due, client=1)
     batch = take(scheduler, due)
-    assert (len(batch), batch.cause) == (2, Cause.TIMEOUT)
+    assert (len(batch), batch.cause) == (2, Cause.HELD)
 
 
 def test_f6_a_feed_that_is_not_due_within_the_hold_is_not() -> None:

@@ -212,7 +212,7 @@ def test_b4_what_does_not_fit_is_passed_over_with_its_clients_later_tickets_and_
     ask(scheduler, id="c cheap", client="c")
     first = take(scheduler, 0.0)
     assert ids(first.grants) == ["a dear", "c cheap"]
-    assert first.cause is Cause.BUDGET
+    assert first.cause is Cause.FULL
     finish(scheduler, first, 0.09, elapsed=0.09)
     assert ids(take(scheduler, 0.09).grants) == ["b dear", "b cheap"]
 

@@ -85,9 +85,9 @@ def test_the_histories_reach_every_outcome_and_every_cause() -> None:
             for cause in play.causes:
                 causes[cause] += 1
     assert {"ok", "cancelled", "deadline_exceeded", "processor_failed", "superseded", "shutting_down"} <= set(outcomes)
-    for cause in ("idle", "timeout", "step", "urgent", "drain", "size_reached", "budget_reached"):
+    for cause in ("idle", "held", "step", "urgent", "drain", "size_reached", "full"):
         assert causes[cause] >= 5, cause
-    assert causes["single_request_over_budget"] >= 5
+    assert causes["over_budget"] >= 5
     assert preempted >= 5
 
 
@@ -242,7 +242,7 @@ def test_wake_honesty_and_ceiling_of_the_default_rule() -> None:
     played = windows()  # asserts on the way
     assert sum(len(p.batches) for p in played) > 1000
     causes = {b.cause.value for p in played for b in p.batches}
-    assert {"idle", "timeout", "urgent", "budget_reached", "drain"} <= causes
+    assert {"idle", "held", "urgent", "full", "drain"} <= causes
     outcomes = {type(t.outcome.error).__name__ for p in played for t in p.settled if isinstance(t.outcome, Failed)}
     assert {"Shed", "Cancelled", "ProcessorError", "Superseded"} <= outcomes
 

@@ -37,6 +37,13 @@ def test_t4_a_missing_footer_blank_lines_and_a_torn_last_line_are_read(tmp_path:
         assert (len(read.requests), read.footer, read.torn) == (2, None, True)
 
 
+def test_t4_causes_of_older_journals_are_read_in_the_words_of_today(tmp_path: Path, lines: list[bytes]) -> None:
+    older = {b"timeout": "held", b"budget_reached": "full", b"single_request_over_budget": "over_budget"}
+    for word, now in older.items():
+        kept = [line.replace(b'"cause":"idle"', b'"cause":"' + word + b'"') for line in lines]
+        assert {batch.cause for batch in read_journal(put(tmp_path, kept)).batches} == {now}
+
+
 @pytest.mark.parametrize(
     ("make", "says"),
     [

@@ -174,12 +174,12 @@ def test_x4_what_is_left_out_is_counted(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_x4_the_wire_of_a_client_and_a_short_name() -> None:
     play = Play()
-    ticket = play.scheduler.submit(Request(None, client=("127.0.0.1", 40000)), 0.0)
+    ticket = play.scheduler.submit(Request(None, client=("127.0.0.1", 4)), 0.0)
     play.tell()
     play.run(0.1)
     play.live(RequestAnswered(play.now, "prod", "ok", 200, 0.1, ticket, wire="openpi"))
     (client,) = play.snapshot().clients
-    assert (client.name, client.wire) == ("127.0.0.1:40000", "openpi")
+    assert (client.name, client.wire) == ("127.0.0.1 #4", "openpi")
 
 
 def test_x4_a_snapshot_is_json_and_the_fold_keeps_no_ticket() -> None:

@@ -539,7 +539,7 @@ def test_f6_a_held_batch_goes_when_its_hold_is_over() -> None:
         end_of(youngest)
         assert handle.metrics().formation.p99 == 0.5
     assert detector.frames == [[1, 2]]
-    assert [e.batch.cause for e in log.of(BatchScheduled)] == [Cause.TIMEOUT]
+    assert [e.batch.cause for e in log.of(BatchScheduled)] == [Cause.HELD]
 
 
 def test_f6_company_that_waits_while_the_processor_is_busy_goes_together() -> None:

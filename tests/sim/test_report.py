@@ -26,11 +26,11 @@ def run() -> Run:
             RequestEnd(B, 9.0, 9.3, "ok", 1.0, 0.4),
         ],
         batches=[
-            Ran(0.5, 9.0, 1, 9.0, "idle", "timeout"),  # before the span
-            Ran(1.0, 0.4, 1, 0.4, "idle", "timeout"),
-            Ran(2.0, 0.8, 2, 0.8, "urgent", "timeout"),
-            Ran(4.0, 0.4, 1, 0.4, "budget_reached", "budget_reached"),
-            Ran(10.8, 0.4, 1, 0.4, "idle", "timeout"),  # half of it after the span
+            Ran(0.5, 9.0, 1, 9.0, "idle"),  # before the span
+            Ran(1.0, 0.4, 1, 0.4, "idle"),
+            Ran(2.0, 0.8, 2, 0.8, "urgent"),
+            Ran(4.0, 0.4, 1, 0.4, "full"),
+            Ran(10.8, 0.4, 1, 0.4, "idle"),  # half of it after the span
         ],
     )
 
@@ -49,8 +49,7 @@ def test_figures_equal_those_counted_by_hand() -> None:
     assert report.sizes == {1: 3, 2: 1}
     assert report.batch_size == pytest.approx(1.25)
     assert report.outcomes == {"ok": 5, "shed": 1}
-    assert report.reasons == {"timeout": 3, "budget_reached": 1}
-    assert report.causes == {"idle": 2, "urgent": 1, "budget_reached": 1}
+    assert report.causes == {"idle": 2, "urgent": 1, "full": 1}
     # four on time: b asked 2 and is due 2, a the other 2; both have just that
     assert report.fairness == pytest.approx(1.0)
     assert "on time     66.7%" in report.text()

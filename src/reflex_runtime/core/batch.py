@@ -151,7 +151,7 @@ class Offenders:
 
 
 class FlushReason(StrEnum):
-    """Why a batch left: the three documented reasons."""
+    """The three reasons of the original document: of the metrics and the journal, for tools that know them."""
 
     BUDGET_REACHED = "budget_reached"
     TIMEOUT = "timeout"
@@ -159,12 +159,12 @@ class FlushReason(StrEnum):
 
 
 class Cause(StrEnum):
-    """Why a batch left, finer. `reason` is a function of it."""
+    """Why a batch left, in the words that people see. `reason` is a function of it."""
 
-    BUDGET = "budget_reached"
+    FULL = "full"
     SIZE = "size_reached"
-    SINGLE = "single_request_over_budget"
-    TIMEOUT = "timeout"
+    SINGLE = "over_budget"
+    HELD = "held"
     IDLE = "idle"
     URGENT = "urgent"
     STEP = "step"
@@ -186,7 +186,7 @@ class Cause(StrEnum):
 
 _REASONS = {
     Cause.SINGLE: FlushReason.SINGLE_REQUEST_OVER_BUDGET,
-    Cause.BUDGET: FlushReason.BUDGET_REACHED,
+    Cause.FULL: FlushReason.BUDGET_REACHED,
     Cause.SIZE: FlushReason.BUDGET_REACHED,
 }
 

@@ -516,7 +516,7 @@ class Former:
         if filled.apart:
             return Cause.APART
         if newcomers and (tally.cost >= budget * (1.0 - 1e-9) or filled.passed_over):
-            return Cause.BUDGET
+            return Cause.FULL
         if newcomers and filled.size_reached:
             return Cause.SIZE
         if newcomers and newcomers[0].tier is URGENT:  # tiers enter in order
@@ -525,7 +525,7 @@ class Former:
             return Cause.STEP
         if self.holding.draining:
             return Cause.DRAIN
-        return Cause.TIMEOUT if self.partition.hold_since is not None else Cause.IDLE
+        return Cause.HELD if self.partition.hold_since is not None else Cause.IDLE
 
     def _stage(self, base: dict[Ticket, float], filled: Filled) -> tuple[dict[Ticket, float], list[Ticket], Tally]:
         """A batch has one stage. New requests at another stage than the residents' go first if it pays, else they

@@ -146,6 +146,8 @@ class JournalReader:
             if isinstance(found, Footer):
                 self.footer = found
             elif self._policy is None or _belongs(found, self._policy):
+                if isinstance(found, BatchLine):
+                    found.cause = _cause(found.cause)
                 yield found
 
     def _whole(self) -> Iterator[tuple[bytes, bool]]:
@@ -273,6 +275,12 @@ def _decode(line: bytes, old: Schema1 | None) -> Any:
     return Note(kind, fields)
 
 
+def _cause(word: Any) -> Any:
+    """Older journals have the reason where there was no finer cause."""
+    older = {"timeout": "held", "budget_reached": "full", "single_request_over_budget": "over_budget"}
+    return older.get(str(word), word)
+
+
 def _parts(path: Path) -> Iterator[bytes]:
     """The file's bytes, decompressed, some at a time. A compressed file that was cut off ends after the last byte that
     can be had: `gzip` reads ahead and would lose what it had."""
@@ -379,7 +387,7 @@ class Schema1:
             at = self._origin + times.scheduled_at
             return {**found, "at": at, "finished": at + times.elapsed}
         if kind == "batch":
-            return msgspec.convert(found, _RecordedBatch).line()
+            return msgspec.convert({**found, "cause": _cause(found.get("cause"))}, _RecordedBatch).line()
         if kind == "request":
             return self._request(found)
         if kind == "refused":

@@ -65,14 +65,13 @@ def request_name(member: Member) -> str:
 
 
 def client_label(client: str, width: int = 18) -> str:
-    """The client; one known only by its connection is `host:port`, which a server writes as the repr of a pair. width:
-    characters of a name."""
+    """The client; one known only by its connection is `host #number`, which a server writes as the repr of a pair.
+    width: characters of a name."""
     connection = _CONNECTION.fullmatch(client)
     if connection is None:
         return plain(client or "no client", width)
-    host, port = connection.group(2, 3)
-    name = plain(f"[{host}]:{port}" if ":" in host else f"{host}:{port}", 99)
-    return name if len(name) <= 21 else "…" + name[-20:]  # two of them differ in the port
+    name = plain(" #".join(connection.group(2, 3)), 99)
+    return name if len(name) <= 21 else "…" + name[-20:]  # two of them differ in the number
 
 
 def plain(text: str, width: int = 18) -> str:

@@ -216,11 +216,11 @@ def _draw_head(figure: Figure, drawing: _Drawing, trace: Journal, batches: Seque
     ).set_gid("legend")  # fmt: skip
 
 
-_CAUSES = {  # letter, colour: dark where a ceiling ended the wait, pale where the batch did not wait
-    Cause.BUDGET.value: ("B", "#374151"),
+_CAUSES = {  # letter, colour: dark where a ceiling ended the wait, blue where a hold did, pale where there was none
+    Cause.FULL.value: ("F", "#374151"),
     Cause.SIZE.value: ("S", "#6B7280"),
     Cause.SINGLE.value: ("1", "#B91C1C"),
-    Cause.TIMEOUT.value: ("T", "#D97706"),
+    Cause.HELD.value: ("H", "#60A5FA"),
     Cause.URGENT.value: ("U", "#7C3AED"),
     Cause.DRAIN.value: ("D", "#9CA3AF"),
     Cause.IDLE.value: ("I", "#D1FAE5"),
@@ -322,9 +322,7 @@ def draw_causes(axes: Axes, bars: Sequence[Bar]) -> None:
     """Why each batch left."""
     kinds = {}
     for cause, (letter, colour) in _CAUSES.items():
-        reason = Cause(cause).reason.value
-        name = cause if cause == reason else f"{cause} ({reason})"
-        kinds[cause] = letter, colour, f"{letter}  {name}"
+        kinds[cause] = letter, colour, f"{letter}  {cause}"
     _strip(axes, "why", [bar.batch.cause for bar in bars], kinds)
 
 

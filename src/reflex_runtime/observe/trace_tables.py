@@ -159,8 +159,7 @@ def _columns(
         places = [[p for n, p in zip(PLACE, place_of(b), strict=True) if n in varying and p] for b in rows]
         told = varying[0] if len(varying) == 1 else "where"
         before.append((told, [Text("/".join(plain(p, share) for p in place)) for place in places], False))
-    why = [b.cause if narrow or b.cause == b.reason else f"{b.reason}: {b.cause}" for b in rows]
-    before.append(("why", [Text(w, "bold red" if b.crashed else "") for w, b in zip(why, rows, strict=True)], False))
+    before.append(("why", [Text(b.cause, "bold red" if b.crashed else "") for b in rows], False))
     before.append(("n", [Text(str(b.size)) for b in rows], True))
     measured = [_ms(b.elapsed) for b in rows]
     behind: list[_Column] = [("measured\nms" if narrow else "measured ms", list(map(Text, measured)), True)]
@@ -233,14 +232,9 @@ def member_name(member: Member, by: str, clients: Counter[str]) -> str:
 
 
 def summary(trace: Journal, batches: Sequence[BatchLine]) -> list[Text]:
-    reasons = Counter(b.reason for b in batches)
     lines = [f"{len(batches):,} batches, {sum(b.size for b in batches) / len(batches):.2f} members each on average"]
-    told = []
-    for reason, count in reasons.most_common():
-        causes = Counter(b.cause for b in batches if b.reason == reason)
-        finer = "" if set(causes) == {reason} else f" ({', '.join(f'{c} {n:,}' for c, n in causes.most_common())})"
-        told.append(f"{reason} {count:,}{finer}")
-    lines.append(f"why: {'; '.join(told)}")
+    causes = Counter(b.cause for b in batches)
+    lines.append(f"why: {', '.join(f'{cause} {n:,}' for cause, n in causes.most_common())}")
     ratios = sorted(b.expected / b.elapsed for b in batches if b.expected and b.elapsed > 0.0 and not b.crashed)
     if ratios:
         spread = f"p10 {percentile(ratios, 0.1):.2f}, p90 {percentile(ratios, 0.9):.2f}"

@@ -91,7 +91,7 @@ SLACK = 0.0002  # seconds by which it may form earlier, rather than sleep once m
 ERROR = 0.05  # of a predicted time
 PAYS = 0.01  # least share of a batch's time that forming takes
 MISSES = 2  # batches in a row that could not be formed ahead, after which none is tried until one is full
-FULL = frozenset({Cause.SIZE, Cause.BUDGET})
+FULL = frozenset({Cause.SIZE, Cause.FULL})
 
 
 class FormingAhead:

@@ -393,6 +393,6 @@ def _between(batches: Sequence[BatchLine], seen: Sequence[SeenRequest]) -> float
     gaps = []
     for last, this in pairwise(ordered):
         waiting = any(this.at - m.age <= last.finished for m in this.members)
-        if waiting and not this.looked and this.cause != Cause.TIMEOUT:
+        if waiting and not this.looked and this.cause != Cause.HELD:
             gaps.append(max(0.0, this.finished - this.elapsed - last.finished))
     return median(gaps) if gaps else 0.0

@@ -12,7 +12,7 @@ from random import Random
 from statistics import median
 from typing import Final
 
-from reflex_runtime.core.batch import Batch, Cause
+from reflex_runtime.core.batch import Batch
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.observe.journal import BatchLine, WarmUpLine
 from reflex_runtime.observe.journal_reader import Journal
@@ -120,8 +120,7 @@ def recorded_report(recording: Journal) -> Report:
         request, arrived = request_of(line), asked.arrived - first
         run.answers.append(RequestEnd(request, arrived, end - first, line.outcome, limit, device))
     for b in recording.batches:
-        reason = Cause(b.cause).reason.value
-        run.batches.append(Ran(b.at - first, b.elapsed, b.size, b.expected or 0.0, b.cause, reason))
+        run.batches.append(Ran(b.at - first, b.elapsed, b.size, b.expected or 0.0, b.cause))
     return Report.of(run)
 
 
@@ -147,9 +146,9 @@ def side_by_side(reports: Mapping[str, Report]) -> list[list[str]]:
         "device busy": lambda r: share(r.busy),
     }
     rows = [["", *reports], *([name, *map(tell, reports.values())] for name, tell in told.items())]
-    reasons = [report.reasons for report in reports.values()]
+    causes = [report.causes for report in reports.values()]
     lost = [Counter(report.outcomes) - Counter(ok=report.outcomes.get("ok", 0)) for report in reports.values()]
-    for counts in (reasons, lost):
+    for counts in (causes, lost):
         total = sum(map(Counter, counts), Counter[str]())
         rows += [[f"  {name}", *(str(each.get(name, 0)) for each in counts)] for name, _ in total.most_common()]
     return rows

@@ -1,4 +1,4 @@
-"""The results of a simulated run: shares, percentiles and reasons, and the table that prints them."""
+"""The results of a simulated run: shares, percentiles and causes, and the table that prints them."""
 
 from __future__ import annotations
 
@@ -62,7 +62,6 @@ class Report:
     batch_size: float | None
     sizes: Mapping[int, int]
     outcomes: Mapping[str, int]
-    reasons: Mapping[str, int]
     causes: Mapping[str, int]
     clients: Mapping[Hashable, tuple[float, float]]  # (made, on time) per second
 
@@ -97,7 +96,6 @@ class Report:
             batch_size=fmean(b.size for b in batches) if batches else None,
             sizes=dict(sorted(Counter(b.size for b in batches).items())),
             outcomes=dict(Counter(a.outcome for a in answers).most_common()),
-            reasons=dict(Counter(b.reason for b in batches).most_common()),
             causes=dict(Counter(b.cause for b in batches).most_common()),
             clients={c: (made[c] / span, good[c] / span) for c in made},
         )
@@ -112,7 +110,6 @@ class Report:
             ("batch size", f"mean {number(self.batch_size)}, largest {largest}, {sum(self.sizes.values())} batches"),
             ("device", f"busy {share(self.busy)}, of that wasted {share(self.wasted)}"),
             ("outcomes", _counts(self.outcomes)),
-            ("reasons", _counts(self.reasons)),
             ("causes", _counts(self.causes)),
         ]
         if len(self.on_time_by) > 1:

@@ -57,7 +57,6 @@ class Ran(NamedTuple):
     size: int
     expected: float
     cause: str
-    reason: str
 
 
 @dataclass(slots=True)
@@ -198,7 +197,7 @@ class _Loop:
             self.scheduler.began(ahead, now)
             self._start(ahead, 0.0)
         self.done.batches.append(
-            Ran(started, taken, len(batch), batch.expected, batch.cause.value, batch.reason.value)
+            Ran(started, taken, len(batch), batch.expected, batch.cause.value)
         )
 
     def _take_events(self) -> bool:

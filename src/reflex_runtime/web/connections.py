@@ -45,7 +45,7 @@ HEAD_S: Final = 10.0  # seconds at most for the head of a request
 REFUSED_S: Final = 1.0  # that a connection too many has to send its request: an answer before it may be lost
 IDLE, HEAD, BODY, SLOW, ANSWERED, REFUSED = "idle", "head", "body", "slow", "answered", "refused"
 
-_UNIX: Final = count(1)  # callers on a Unix socket have no address: each connection gets a number
+_NUMBERS: Final = count(1)
 _LATE: Final = Seldom()
 _FULL: Final = Seldom()
 
@@ -130,11 +130,16 @@ class _OfApp:
     """What both protocols have of ours."""
 
     app: Any  # uvicorn's name for it
+    client: tuple[str, int] | None
 
     @property
     def reflex(self) -> App:
         assert isinstance(self.app, App)
         return self.app
+
+    def _number(self) -> None:
+        """Put a number for the port, by which nobody knows a caller, and which comes again."""
+        self.client = (self.client[0] if self.client else UNIX, next(_NUMBERS))
 
 
 class HttpConnection(_OfApp, HttpToolsProtocol):
@@ -153,7 +158,7 @@ class HttpConnection(_OfApp, HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self.flow: _PipelineFlow = _PipelineFlow(transport, self.pipeline)
-        self.client = self.client or (UNIX, next(_UNIX))
+        self._number()
         self.reflex.shares.opened(self.client)
         over = self._over()
         self._time.enter(IDLE if over <= 0 else REFUSED)
@@ -431,7 +436,7 @@ class SocketConnection(_OfApp, WebSocketsSansIOProtocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
-        self.client = self.client or (UNIX, next(_UNIX))
+        self._number()
         self._time.enter(IDLE)
 
     def connection_lost(self, exc: Exception | None) -> None:

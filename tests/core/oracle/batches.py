@@ -123,11 +123,11 @@ class Batches(Memory, Wake, Conservation):
         cost = w.meter.cost(*cost_of, budget)
         dearest = w.meter.dearest(*cost_of, budget)
         if joining and dearest > budget * (1 + NEARLY):
-            cause = "single_request_over_budget"
+            cause = "over_budget"
         elif w.pool is None and len(batch) == len(joining) == 1 and joining[0][0].client in w.offenders:
             cause = "apart"
         elif joining and (cost >= budget * (1 - NEARLY) or passed_over):
-            cause = "budget_reached"
+            cause = "full"
         elif joining and size_reached:
             cause = "size_reached"
         elif any(t.tier is Priority.URGENT for t, _ in joining):
@@ -137,7 +137,7 @@ class Batches(Memory, Wake, Conservation):
         elif self.draining:
             cause = "drain"
         else:
-            cause = "timeout" if w.was_held.get(partition) else "idle"
+            cause = "held" if w.was_held.get(partition) else "idle"
         short_of = "stage" if len(joining) < len(members) else short_of
         made = self.schedule(w, partition, batch, [t for t, _ in joining], cost_of, cause)
         made.short_of = short_of if self.waiting(w.name, partition) else ""

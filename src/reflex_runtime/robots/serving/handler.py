@@ -414,7 +414,7 @@ def _batch_of(admission: AdmittedBatch) -> dict[str, Any]:
     return {
         "id": admission.id,
         "size": admission.size,
-        "reason": admission.reason,
+        "cause": admission.cause,
         "cost_ms": round(admission.cost * 1e3, 3),
     }
 

@@ -278,8 +278,8 @@ export class Strip {
 }
 
 const CAUSES = {
-  budget_reached: "its budget was full", size_reached: "it had as many as a batch may have", timeout: "the hold was over",
-  single_request_over_budget: "one request is over the budget", idle: "the device was free and nothing else was due",
+  full: "its budget was full", size_reached: "it had as many as a batch may have", held: "the hold was over",
+  over_budget: "one request is over the budget", idle: "the device was free and nothing else was due",
   urgent: "an urgent request came", step: "the next step of what runs", apart: "a part of a call that failed",
   drain: "the server is draining",
 };
