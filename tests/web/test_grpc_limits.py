@@ -24,6 +24,15 @@ HERE = ("--lerobot", "127.0.0.1:0")
 HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
 GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0)) + bytes((0, 0, 0, 4, 1, 0, 0, 0, 0))
 
+# Run in the server's process: it logs each connection that it counts for an address.
+COUNTS = """
+from reflex_runtime.web import access
+def opened(self, client, opens=access.AddressShares.opened):
+    opens(self, client)
+    access.log.warning("counted: %s", client)
+access.AddressShares.opened = opened
+"""
+
 
 def address_of(server: Server) -> tuple[str, int]:
     host, _, port = server.wait_log("clients of LeRobot: ").rpartition(" ")[2].rpartition(":")
@@ -83,13 +92,14 @@ def test_w44_connections_are_a_part_of_those_of_http(tiny: Path) -> None:
 
 def test_w44_connections_with_a_call_are_among_those_of_their_address(tiny: Path) -> None:
     unsent, apart = threading.Event(), (("grpc.use_local_subchannel_pool", 1),)
-    with Server(tiny, *HERE, "--max-connections-per-address", "2") as server:
+    with Server(tiny, *HERE, "--max-connections-per-address", "2", before=COUNTS) as server:
         target = "{}:{}".format(*address_of(server))
         with grpc.insecure_channel(target) as first, grpc.insecure_channel(target, apart) as second:
             first.unary_unary("/transport.AsyncInference/Ready")(b"", timeout=PATIENCE)
             held = first.stream_unary("/transport.AsyncInference/Ready").future(never(unsent), timeout=PATIENCE)
+            server.wait_log_while_fewer("counted: ", 2)  # a connection of ours could take the place of the held call
             with server.connect():
-                server.wait_until(lambda: server.raw(HEALTH)[9:12] == b"503")
+                assert server.raw(HEALTH)[9:12] == b"503"
                 with pytest.raises(grpc.RpcError) as caught:
                     second.unary_unary("/transport.AsyncInference/Ready")(b"", timeout=PATIENCE)
                 assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
