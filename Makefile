@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 unexport PYTHONDONTWRITEBYTECODE  # the tests start hundreds of processes: each would compile all that it imports
 
-.PHONY: setup demo test test-long test-lerobot test-ray lint messages hashes bench soak docs clean
+.PHONY: setup demo test test-long test-lerobot test-ray lint messages hashes bench soak docs release audit clean
 
 setup: .venv/ready           ## make .venv with everything for development
 
@@ -33,7 +33,7 @@ LEROBOT_PYTHON ?= $(shell python3.12 --version >/dev/null 2>&1 && echo python3.1
 	{ found=$$(pyenv latest 3.12) && echo "$$(pyenv prefix $$found)/bin/python"; } 2>/dev/null || echo $(PYTHON))
 .venv-lerobot/ready: pyproject.toml
 	$(LEROBOT_PYTHON) -m venv .venv-lerobot
-	.venv-lerobot/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[lerobot,grpc,export]' \
+	.venv-lerobot/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[robots,grpc,export]' \
 		'lerobot[dataset]; python_version >= "3.12"' psutil pytest pytest-timeout dm-tree typing_extensions msgpack
 	.venv-lerobot/bin/python -m pip install --quiet --disable-pip-version-check --no-deps openpi-client==0.1.2
 	touch $@
@@ -76,5 +76,27 @@ soak: setup                  ## faults, hostile inputs, greedy callers and mixed
 docs: setup                  ## check that the pages tell what is there
 	$(BIN)/python -m pytest tests/test_docs.py tests/test_pages.py
 
+.venv-release/ready:
+	$(PYTHON) -m venv .venv-release
+	.venv-release/bin/python -m pip install --quiet --disable-pip-version-check 'build>=1.2' 'cyclonedx-bom>=7' 'pip-audit>=2.9' 'twine>=6'
+	touch $@
+
+# PYTHON=python3.13 tries the wheel there. The list of parts (SBOM) is of the plain installation, which has no pip.
+release: .venv-release/ready  ## sdist and wheel in dist/: checked, tried in an empty environment, with a list of parts
+	rm -rf dist .venv-plain
+	.venv-release/bin/python -m build
+	.venv-release/bin/python -m twine check --strict dist/*
+	test $$(cat dist/*.whl | wc -c) -le 4000000  # of bytes
+	$(PYTHON) -m venv --without-pip .venv-plain
+	.venv-release/bin/python -m pip --python .venv-plain/bin/python install --disable-pip-version-check \
+		--constraint constraints.txt dist/*.whl
+	.venv-plain/bin/reflex-runtime demo-export .venv-plain/policy
+	.venv-plain/bin/reflex-runtime doctor .venv-plain/policy
+	.venv-release/bin/cyclonedx-py environment --pyproject pyproject.toml --output-reproducible --of JSON \
+		--output-file dist/sbom.json .venv-plain
+
+audit: .venv-release/ready    ## what is known to be unsafe of the libraries that the plain installation brings
+	.venv-release/bin/pip-audit --strict --disable-pip --require-hashes --requirement deploy/requirements.txt
+
 clean:
-	rm -rf .venv .venv-lerobot .venv-ray .venv-protoc .venv-hashes logs demo-out bench-out .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-lerobot .venv-ray .venv-protoc .venv-hashes .venv-release .venv-plain dist logs demo-out bench-out .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,4 +1,4 @@
-"""The command `reflex`: a verb's file is imported only when it was typed, so that `reflex --version` is quick."""
+"""The command `reflex`: a verb's file is imported only when it was typed, so that `reflex --help` is quick."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ from typing import Any, NoReturn
 
 from reflex_runtime.cli.console import status_of
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.run.process import prepare_memory, telemetry_off
-from reflex_runtime.settings.declare import did_you_mean, one_line, one_of
 from reflex_runtime.version import __version__
 
 _MISSING = "the following arguments are required: "  # argparse's words
@@ -36,6 +34,11 @@ VERBS = {
 _TOGETHER = {  # verbs that share a file
     "doctor": "exports", "export": "exports", "demo-export": "exports", "replay": "recordings", "report": "recordings",
 }  # fmt: skip
+
+
+def _words() -> Any:
+    """What errors say of a word, `settings.declare`: only they need it."""
+    return import_module("reflex_runtime.settings.declare")
 
 
 class Parser(argparse.ArgumentParser):
@@ -68,11 +71,12 @@ class Parser(argparse.ArgumentParser):
         unknown = next((word.partition("=")[0] for word in rest if word.startswith("-")), None)
         if unknown is not None:
             longer = [name for name in self._option_string_actions if name.startswith(unknown)]
-            near = f"; write {' or '.join(longer)}" if longer else did_you_mean(unknown, self._option_string_actions)
+            near = f"; write {' or '.join(longer)}"
+            near = near if longer else _words().did_you_mean(unknown, self._option_string_actions)
             hint = self._elsewhere.get(unknown) or near
             self.error(f"unrecognized arguments: {' '.join(rest)}{hint}")
         if rest:
-            self.error(f"unrecognized arguments: {' '.join(map(one_line, rest))}; {self._form()}")
+            self.error(f"unrecognized arguments: {' '.join(map(_words().one_line, rest))}; {self._form()}")
         return found, rest
 
     def _form(self) -> str:
@@ -85,7 +89,8 @@ class Parser(argparse.ArgumentParser):
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:
-            self.error(f"{_named(action)}={one_line(value)}: {one_of(str(value), action.choices)}")
+            words = _words()
+            self.error(f"{_named(action)}={words.one_line(value)}: {words.one_of(str(value), action.choices)}")
 
     def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
         try:
@@ -96,7 +101,7 @@ class Parser(argparse.ArgumentParser):
             if action.type not in (int, float):
                 raise
             kind = "a whole number" if action.type is int else "a number"
-            self.error(f"{_named(action)}={one_line(arg_string)}: must be {kind}")
+            self.error(f"{_named(action)}={_words().one_line(arg_string)}: must be {kind}")
 
     def _match_argument(self, action: argparse.Action, arg_strings_pattern: str) -> int:
         try:
@@ -128,9 +133,11 @@ def build_parser(words: Sequence[str]) -> argparse.ArgumentParser:
     if verb in VERBS:
         _adds(verb, words[1:])(verbs)
     elif verb.startswith("-") and verb not in ("-h", "--help", "--version"):
-        parser.error(f"{one_line(verb)}: no such option{did_you_mean(verb, ('--help', '--version'))}")
+        near = _words().did_you_mean(verb, ("--help", "--version"))
+        parser.error(f"{_words().one_line(verb)}: no such option{near}")
     elif verb and not verb.startswith("-"):
-        parser.error(f"{one_line(verb)}: no such verb{did_you_mean(verb, VERBS)}; there are {', '.join(VERBS)}")
+        near = _words().did_you_mean(verb, VERBS)
+        parser.error(f"{_words().one_line(verb)}: no such verb{near}; there are {', '.join(VERBS)}")
     return parser
 
 
@@ -147,15 +154,23 @@ def _adds(verb: str, words: Sequence[str]) -> Callable[[Any], None]:
     return adds
 
 
+def _prepare(verb: str) -> None:
+    """Set up the process before a library is imported or has a thread; processes that fork from it have that too."""
+    from reflex_runtime.run.process import prepare_memory, telemetry_off
+
+    telemetry_off()  # also that of libraries which a processor of the user's imports
+    if verb in ("serve", "worker"):
+        prepare_memory()
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a verb; returns its exit status. What a user can mend is one line on standard error, without a traceback."""
     told = ["reflex"]
 
     def run() -> int:
-        telemetry_off()  # also that of libraries which a processor of the user's imports
         words = sys.argv[1:] if argv is None else argv
-        if words and words[0] in ("serve", "worker"):
-            prepare_memory()  # before the log or a library has a thread; processes that fork from this one have it too
+        if words and words[0] in VERBS:
+            _prepare(words[0])
         parser = build_parser(words)
         if not words:
             parser.print_help(sys.stderr)

@@ -11,7 +11,6 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from reflex_runtime.core.errors import EXTRAS, ReflexError, not_installed
-from reflex_runtime.settings.declare import one_line
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -44,6 +43,8 @@ def status_of(run: Callable[[], int], told: Sequence[str]) -> int:
         full = error.errno in _FULL
         if not full and error.filename is None:
             raise
+        from reflex_runtime.settings.declare import one_line  # here: `reflex --help` is quick without it
+
         where = f"{one_line(error.filename)}: " if error.filename is not None else ""
         print(f"{' '.join(told)}: {where}{error.strerror}", file=sys.stderr)
         return 1 if full else 2

@@ -173,7 +173,7 @@ the exit status is 1.
 
 _EXPORT_EPILOG = """\
 examples:
-  pip install '.[lerobot,export]'
+  pip install '.[robots,export]'
   reflex export lerobot:./outputs/train/act/checkpoints/last/pretrained_model ./act-export
   reflex doctor ./act-export && reflex serve ./act-export
 

@@ -171,10 +171,10 @@ class ConfigError(ReflexError, ValueError):
 # -- libraries that the plain installation lacks -----------------------------------------------------------------------
 
 EXTRAS: Final[Mapping[str, str]] = {
-    "av": "feeds", "cv2": "feeds", "google": "grpc", "grpc": "grpc", "jinja2": "llm", "lerobot": "lerobot",
+    "av": "cameras", "cv2": "cameras", "google": "grpc", "grpc": "grpc", "jinja2": "llm", "lerobot": "robots",
     "llguidance": "llm", "matplotlib": "plots", "metaworld": "demo", "onnx": "export", "onnxscript": "export",
     "openvino": "llm", "opentelemetry": "otel", "paho": "mqtt", "pyarrow": "parquet", "ray": "ray",
-    "sentencepiece": "lerobot", "supervision": "vision", "tokenizers": "llm", "torch": "torch", "trackers": "vision",
+    "sentencepiece": "robots", "supervision": "vision", "tokenizers": "llm", "torch": "torch", "trackers": "vision",
     "transformers": "convert", "zmq": "gr00t",
 }  # fmt: skip
 """The extra that brings each import."""

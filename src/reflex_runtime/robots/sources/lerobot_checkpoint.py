@@ -267,7 +267,7 @@ def check_lerobot(source: str, kind: str) -> None:
         found = metadata.version("lerobot")
     except metadata.PackageNotFoundError:
         raise ConfigError(
-            f"{source}: needs LeRobot: in a clone, pip install '.[lerobot]' (0.6.1 for Python 3.12 and newer; 0.4.4 "
+            f"{source}: needs LeRobot: in a clone, pip install '.[robots]' (0.6.1 for Python 3.12 and newer; 0.4.4 "
             "for Python 3.11, which has no π0 and π0.5)"
         ) from None
     if kind in NEEDS_06 and tuple(map(int, found.split(".")[:2])) < (0, 5):
