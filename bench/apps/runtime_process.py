@@ -48,7 +48,7 @@ def main() -> None:
 
     gc.set_threshold(*COLLECTIONS)  # as `reflex worker` sets it
     with asyncio.Runner(loop_factory=loop_factory) as runner:
-        load = loading(make, lambda: os._exit(1), lambda path: ByteTokenizer())
+        load = loading(make, lambda: os._exit(1))
         status, _ = runner.run(serve(load))
     os._exit(status)
 

@@ -30,7 +30,6 @@ def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
 def run(args: argparse.Namespace) -> int:
     """Serve the connection until it ends."""
     from reflex_runtime.ipc.worker import serve
-    from reflex_runtime.llm.engine.tokenizer import HFTokenizer
     from reflex_runtime.llm.server.model_settings import load_model
     from reflex_runtime.llm.server.worker_engine import loading
     from reflex_runtime.observe.journal_writer import turn_all
@@ -49,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
 
     async def main() -> tuple[int, bool]:
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, turn_all)
-        return await serve(loading(load_model, lost, HFTokenizer.load))
+        return await serve(loading(load_model, lost))
 
     with asyncio.Runner(loop_factory=loop_factory) as runner:
         status, clean = runner.run(main())

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, Protocol
 
-from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.ipc.messages import (
     CheckDraft,
     CheckedDraft,
@@ -39,20 +38,17 @@ class OutputStream(Stream[TokenOutput]):
         self.held = False
 
 
-class Engine:
-    """A loaded model; as it stands here, one that only tokenises. Everything is called on the loop."""
+class Engine(Protocol):
+    """A loaded model. Everything is called on the loop."""
 
     def info(self) -> dict[str, Any]:
         """What `load_model` answers; JSON-safe."""
-        raise NotImplementedError
 
     async def tokenize(self, params: Tokenize) -> list[int]:
         """Token ids of a text or a conversation. Raises ConfigError."""
-        raise NotImplementedError
 
     async def close(self, drain: bool, timeout: float) -> bool:
         """Admit nothing more; every stream has ended when it returns. Whether no thread is at work any more."""
-        raise NotImplementedError
 
     def state(self) -> dict[str, Any]:
         """Its part of `runtime/state`; JSON-safe."""
@@ -68,12 +64,10 @@ class Engine:
 
     async def check_draft(self, params: CheckDraft) -> CheckedDraft:
         """See `CheckDraft`. Called only where the process has the capability `draft`. Raises ReflexError."""
-        raise ConfigError(f"model_id={params.model_id!r}: only its tokenizer is loaded here")
 
     async def submit(self, params: GenerateParams, bell: asyncio.Event, leader: Any) -> OutputStream:
         """Start a request. bell: set when there is something to read. leader: None, or a stream of this engine with the
         same prompt and no output yet. Raises ReflexError."""
-        raise ConfigError(f"model_id={params.model_id!r}: only its tokenizer is loaded here")
 
 
 Load = Callable[[LoadModel], Awaitable[Engine]]

@@ -150,25 +150,22 @@ class Info(msgspec.Struct):
 
 
 class LoadModel(msgspec.Struct):
-    """Params of `load_model`. path: the model's directory. options: settings of `reflex serve MODEL_DIR`, by name.
-    only: `tokenizer` loads just the tokenizer, for `tokenize`."""
+    """Params of `load_model`. path: the model's directory. options: settings of `reflex serve MODEL_DIR`, by name."""
 
     model_id: str
     path: str = ""
     options: dict[str, Any] = {}
-    only: Literal["", "tokenizer"] = ""
 
 
 class Tokenize(msgspec.Struct):
     """Params of `tokenize`: a text, or a conversation for the model's chat template, with tools that the model may call
-    and further variables of the template. most: more tokens are an error. Result: {"token_ids": [...]}."""
+    and further variables of the template. Result: {"token_ids": [...]}."""
 
     model_id: str
     text: str | None = None
     messages: list[dict[str, Any]] | None = None
     tools: list[dict[str, Any]] = []
     template_kwargs: dict[str, Any] = {}
-    most: int | None = None
 
 
 class GenerateParams(SamplingParams, frozen=True, kw_only=True, omit_defaults=True):

@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from reflex_runtime.core.errors import Closed, ConfigError, Drained, ProcessorError, ReflexError, TooLarge
+from reflex_runtime.core.errors import Closed, ConfigError, Drained, ProcessorError, ReflexError
 from reflex_runtime.ipc.engine import Engine, Load
 from reflex_runtime.ipc.frames import (
     INVALID_PARAMS,
@@ -282,10 +282,7 @@ class Worker:
     async def _tokenize(self, asked: Tokenize) -> dict[str, list[int]]:
         if (asked.text is None) == (asked.messages is None):
             raise ConfigError("tokenize: needs either text or messages")
-        ids = await self._model(asked.model_id).tokenize(asked)
-        if asked.most is not None and len(ids) > asked.most:
-            raise TooLarge(f"{len(ids)} tokens, not more than {asked.most}", tokens=len(ids), most=asked.most)
-        return {"token_ids": ids}
+        return {"token_ids": await self._model(asked.model_id).tokenize(asked)}
 
     def _check_draft(self, asked: CheckDraft) -> Coroutine[Any, Any, CheckedDraft]:
         if DRAFT not in self.capabilities:

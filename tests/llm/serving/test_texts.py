@@ -1,14 +1,11 @@
-"""Where prompts are tokenised: short ones at once, longer ones beside the loop, the longest in another process."""
+"""Where prompts are tokenised: short ones at once, longer ones beside the loop."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
-from typing import Any
 
-import pytest
-
-from reflex_runtime.llm.engine.tokenizer import LONG_TEXT, VERY_LONG, Texts
+from reflex_runtime.llm.engine.tokenizer import LONG_TEXT, Texts
 from reflex_runtime.llm.engine.toy import ByteTokenizer
 
 
@@ -26,17 +23,11 @@ class Told(ByteTokenizer):
         return [len(text)]
 
 
-@pytest.mark.parametrize("there", [True, False])
-def test_every_prompt_is_tokenised_where_it_keeps_nobody_waiting(there: bool) -> None:
+def test_every_prompt_is_tokenised_where_it_keeps_nobody_waiting() -> None:
     tokenizer = Told()
-    asked: list[int] = []
-
-    async def elsewhere(what: str | list[dict[str, Any]]) -> list[int] | None:
-        asked.append(len(what))
-        return [-len(what)] if there else None
 
     async def encode(lengths: list[int]) -> list[int]:
-        texts = Texts(tokenizer, elsewhere)
+        texts = Texts(tokenizer)
         try:
             return [ids[0] for ids in await texts.encode(["x" * n for n in lengths])]
         finally:
@@ -44,9 +35,6 @@ def test_every_prompt_is_tokenised_where_it_keeps_nobody_waiting(there: bool) ->
 
     assert asyncio.run(encode([5, 7])) == [5, 7]
     assert (tokenizer.here, tokenizer.beside) == ([5, 7], [])
-    long, several = VERY_LONG + 1, [LONG_TEXT - 1] * 4
-    found = asyncio.run(encode([*several[:2], long, *several[2:]]))
-    assert found == [*several[:2], -long if there else long, *several[2:]]
-    assert tokenizer.here == [5, 7]
-    assert tokenizer.beside == [*several, *([] if there else [long])]
-    assert asked == [long]
+    several = [LONG_TEXT - 1, LONG_TEXT - 2]  # together they are long
+    assert asyncio.run(encode(several)) == several
+    assert (tokenizer.here, tokenizer.beside) == ([5, 7], several)

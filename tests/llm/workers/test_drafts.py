@@ -13,9 +13,8 @@ import pytest
 
 from reflex_runtime.core.errors import ConfigError, TooLarge
 from reflex_runtime.ipc.messages import CheckDraft, Constraint, GenerateParams, LoadModel, guided
-from reflex_runtime.llm.engine.toy import ByteTokenizer
 from reflex_runtime.llm.server import worker_engine
-from reflex_runtime.llm.server.worker_engine import TokenizerEngine, WorkerEngine, loading
+from reflex_runtime.llm.server.worker_engine import WorkerEngine, loading
 
 from .toy_worker import make
 
@@ -24,7 +23,7 @@ PROMPT = "one two three"
 
 @asynccontextmanager
 async def loaded() -> AsyncIterator[WorkerEngine]:
-    load = loading(make, lambda: None, lambda path: ByteTokenizer())
+    load = loading(make, lambda: None)
     engine = await load(LoadModel("m", "toy", {"max_num_seqs": 4}))
     assert isinstance(engine, WorkerEngine)
     try:
@@ -105,8 +104,6 @@ def test_g9_check_draft_says_how_far_the_model_would_say_the_same() -> None:
         for wrong in ({}, {"prompt": "a", "prompt_token_ids": [1]}, {"prompt": "a" * 9000}):
             with pytest.raises((ConfigError, TooLarge)):
                 await engine.check_draft(CheckDraft("m", draft_token_ids=[1], **wrong))
-        with pytest.raises(ConfigError, match="only its tokenizer"):
-            await TokenizerEngine(ByteTokenizer()).check_draft(whole)
 
     play(work)
 

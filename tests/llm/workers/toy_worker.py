@@ -38,6 +38,6 @@ def make(path: Path, config: LLMServeConfig) -> tuple[ToyRunner, ByteTokenizer]:
 
 
 if __name__ == "__main__":
-    load = loading(make, lambda: os._exit(1), lambda path: ByteTokenizer())
+    load = loading(make, lambda: os._exit(1))
     status, clean = asyncio.run(serve(load))
     os._exit(status)

@@ -13,13 +13,13 @@ import json
 import logging
 import re
 import threading
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from math import inf, prod
+from math import prod
 from pathlib import Path
 from typing import Any, Final, Protocol, TypeVar
 
@@ -49,7 +49,6 @@ MOST_GROWTH: Final = 64  # characters that a normaliser or decoder makes of one
 log = logging.getLogger("reflex.server")
 T = TypeVar("T")
 LONG_TEXT = 2000  # characters; what is longer in all is tokenised beside the loop
-VERY_LONG = 20_000  # what is longer by itself is tokenised in another process, where there is one
 MESSAGE = 20  # characters that a message counts for beside its text: a template walks through all of them
 
 
@@ -397,43 +396,31 @@ def _text(value: Any) -> str | None:
     return text if isinstance(text, str) else None
 
 
-Elsewhere = Callable[[str | Conversation], Awaitable[list[int] | None]]
-
-
 class Texts:
-    """Tokenises for one event loop. elsewhere: does it in another process; None from it: not now. most: tokens that a
-    prompt can have; one that certainly has more is refused with TooLarge, before all of it is tokenised."""
+    """Tokenises for one event loop. most: tokens that a prompt can have; one that certainly has more is refused with
+    TooLarge, before all of it is tokenised."""
 
-    def __init__(self, tokenizer: Tokenizer, elsewhere: Elsewhere | None = None, most: int | None = None) -> None:
-        self.tokenizer, self.most, self._elsewhere = tokenizer, most, elsewhere
+    def __init__(self, tokenizer: Tokenizer, most: int | None = None) -> None:
+        self.tokenizer, self.most = tokenizer, most
         self._beside = ThreadPoolExecutor(max_workers=2, thread_name_prefix="reflex-tokenise")
         self._forms = ThreadPoolExecutor(max_workers=2, thread_name_prefix="reflex-forms")
 
     async def encode(self, texts: Seq[str]) -> list[list[int]]:
         """The tokens of each text."""
         encode = partial(self.tokenizer.encode, most=self.most)
-        long = VERY_LONG if self._elsewhere is not None else inf
-        short = [text for text in texts if len(text) <= long]  # together: many short ones are long, too
-        found = iter(await self.run(sum(map(len, short)), lambda texts: [encode(text) for text in texts], short))
-        return [next(found) if len(text) <= long else await self._long(len(text), encode, text) for text in texts]
+        length = sum(map(len, texts))  # together: many short ones are long, too
+        return await self.run(length, lambda texts: [encode(text) for text in texts], texts)
 
     async def encode_chat(self, conversation: Conversation) -> list[int]:
         """The tokens of a conversation in the model's own form. ConfigError when it has none."""
         length = sum(MESSAGE + len(str(part)) for message in conversation.messages for part in message.values())
         length += sum(MESSAGE + len(str(part)) for part in (*conversation.tools, *conversation.more.values()))
-        return await self._long(length, partial(self.tokenizer.chat, most=self.most), conversation)
+        return await self.run(length, partial(self.tokenizer.chat, most=self.most), conversation)
 
     def close(self) -> None:
         """Forget the texts that are still being tokenised."""
         self._beside.shutdown(wait=False, cancel_futures=True)
         self._forms.shutdown(wait=False, cancel_futures=True)
-
-    async def _long(self, length: int, function: Callable[[Any], list[int]], argument: Any) -> list[int]:
-        if self._elsewhere is not None and length > VERY_LONG:
-            found = await self._elsewhere(argument)
-            if found is not None:
-                return found
-        return await self.run(length, function, argument)
 
     async def run(self, length: int, function: Callable[[Any], T], argument: Any) -> T:
         """What the function makes of texts of so many characters: in a thread, unless they are brief."""

@@ -26,7 +26,7 @@ from reflex_runtime.ipc.messages import (
 )
 from reflex_runtime.llm.engine.generation import GenerationStream
 from reflex_runtime.llm.engine.generation_options import GenerationOptions
-from reflex_runtime.llm.engine.tokenizer import Conversation, Texts, Tokenizer
+from reflex_runtime.llm.engine.tokenizer import Conversation, Tokenizer
 from reflex_runtime.llm.runners.runner import Runner
 from reflex_runtime.llm.server.model_host import LocalModel, ModelPlan, Opening, opened
 from reflex_runtime.observe.live import LiveSnapshot, OnDemandLive
@@ -71,7 +71,10 @@ class WorkerEngine(Engine):
 
     async def tokenize(self, params: Tokenize) -> list[int]:
         """A text, or a conversation in the model's own form."""
-        return await tokenized(self._model.texts, params)
+        texts = self._model.texts
+        if params.text is not None:
+            return (await texts.encode([params.text]))[0]
+        return await texts.encode_chat(Conversation(params.messages or [], params.tools, params.template_kwargs))
 
     async def submit(
         self, params: GenerateParams, bell: asyncio.Event, leader: GenerationStream | None
@@ -136,25 +139,6 @@ class WorkerEngine(Engine):
         return await self.tokenize(Tokenize(params.model_id, params.prompt, params.messages))
 
 
-class TokenizerEngine(Engine):
-    """A model's tokenizer alone: the engine of the process that tokenises long prompts."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._texts = Texts(tokenizer)
-
-    def info(self) -> dict[str, Any]:
-        """That only the tokenizer is loaded."""
-        return {"only": "tokenizer"}
-
-    async def tokenize(self, params: Tokenize) -> list[int]:
-        self._texts.most = params.most  # the same in each request: it is of the model
-        return await tokenized(self._texts, params)
-
-    async def close(self, drain: bool, timeout: float) -> bool:
-        self._texts.close()
-        return True
-
-
 def _incompatible(draft_model: str) -> str:
     """Why this cannot guess for a model; "" if it can."""
     if draft_model == NGRAM:
@@ -169,25 +153,15 @@ def _check_scores(params: GenerateParams, prompt: Sequence[int]) -> None:
         raise ConfigError(f"prompt_logprobs: {told} numbers of the prompt would be told, at most {MOST_SCORES} are")
 
 
-async def tokenized(texts: Texts, params: Tokenize) -> list[int]:
-    """The tokens of a text, or of a conversation in the model's own form."""
-    if params.text is not None:
-        return (await texts.encode([params.text]))[0]
-    return await texts.encode_chat(Conversation(params.messages or [], params.tools, params.template_kwargs))
-
-
-def loading(make: Make, lost: Callable[[], None], tokenizer: Callable[[Path], Tokenizer]) -> Load:
-    """The `Load` of a runtime process: `make` loads a model, `tokenizer` a tokenizer alone. lost: called on the loop
-    when a model is lost for good.
+def loading(make: Make, lost: Callable[[], None]) -> Load:
+    """The `Load` of a runtime process: `make` loads a model. lost: called on the loop when it is lost for good.
 
     It raises ConfigError for options that `reflex serve MODEL_DIR` does not have, and for a directory without a model.
     """
 
-    async def load(asked: LoadModel) -> WorkerEngine | TokenizerEngine:
+    async def load(asked: LoadModel) -> WorkerEngine:
         if not asked.path:
             raise ConfigError("load_model: needs path, the directory of the model")
-        if asked.only:
-            return TokenizerEngine(tokenizer(Path(asked.path)))
         plan = ModelPlan(asked.model_id, _config(asked.options), Path(asked.path))
         registry = CollectorRegistry()
         spans = spans_of(plan.config.otel, registry, StepSpans)

@@ -21,7 +21,7 @@ from prometheus_client import Metric
 from prometheus_client.core import Sample
 from prometheus_client.parser import text_string_to_metric_families
 
-from reflex_runtime.core.errors import Cancelled, ConfigError, ReflexError, TooLarge
+from reflex_runtime.core.errors import Cancelled, ReflexError
 from reflex_runtime.core.events import Event
 from reflex_runtime.ipc.client import ClientConfig, RuntimeClient, start_all
 from reflex_runtime.ipc.generate_batcher import GenerateBatcher, GenerateBatcherConfig
@@ -30,18 +30,16 @@ from reflex_runtime.ipc.messages import (
     LOAD,
     METRICS,
     STATE,
-    TOKENIZE,
     Constraint,
     GenerateParams,
     LoadModel,
     SamplingParams,
-    Tokenize,
 )
 from reflex_runtime.ipc.registry import StreamHandle, StreamRegistry
 from reflex_runtime.ipc.spawn import Opener
 from reflex_runtime.llm.engine.generation_options import GenerationOptions, Limits
 from reflex_runtime.llm.engine.logits_processors import Matcher, check_constraint
-from reflex_runtime.llm.engine.tokenizer import Conversation, Texts, Tokenizer
+from reflex_runtime.llm.engine.tokenizer import Texts, Tokenizer
 from reflex_runtime.llm.server.model_host import ModelPlan, Open, Opening
 from reflex_runtime.observe.live import LiveParts, LiveProcess, LiveSnapshot, added, live_process
 from reflex_runtime.observe.series import GENERATE_BATCHER, WORKERS, SeriesSet, rendered
@@ -133,16 +131,13 @@ class Line:
 
 class Workers:
     """A `ModelHost` of runtime processes. Made by `opened`. lines: of all processes, each of which has the model.
-    texts: by a tokenizer of the server's own, because that delays no step; long prompts in a process of their own."""
+    texts: by a tokenizer of the server's own, because that delays no step."""
 
     def __init__(self, config: WorkersConfig, tokenizer: Tokenizer, opening: Opening) -> None:
         self._opening, self._plan, self.queueing = opening, opening.plan, asyncio.Lock()
-        self.texts = Texts(tokenizer, self._tokenized)
+        self.texts = Texts(tokenizer)
         series = SeriesSet(GENERATE_BATCHER, opening.registry)
         self.lines = [Line(number, config, opening.plan, series) for number in range(config.count)]
-        self._tokenizing = RuntimeClient(
-            config.spawn(config.count), config.client, name="tokenizer", prepare=self._prepare
-        )
         self._series = SeriesSet(WORKERS, opening.registry)
         self._sending: set[asyncio.Task[None]] = set()
         self._refresh()
@@ -152,42 +147,13 @@ class Workers:
         fails."""
         self._opening.reached("loading")
         try:
-            await start_all([*(line.client for line in self.lines), self._tokenizing])
+            await start_all(line.client for line in self.lines)
         except BaseException:
             await self.close(False, 0.0)
             raise
         self.texts.most = self.limits.max_model_len
 
     # -- generating ----------------------------------------------------------------------------------------------------
-
-    async def _prepare(self, client: RuntimeClient) -> None:
-        """Load the tokenizer in its process."""
-        plan = self._plan
-        await client.request(LOAD, LoadModel(plan.name, str(plan.directory.resolve()), only="tokenizer"))
-
-    async def _tokenized(self, what: str | Conversation) -> list[int] | None:
-        """The tokens of a long text or conversation; None when the process does not answer. Raises ConfigError for
-        what cannot be tokenised, TooLarge for more tokens than the context holds."""
-        if not self._tokenizing.ready:
-            return None
-        most = self.limits.max_model_len
-        said = Tokenize(self._plan.name, most=most)
-        if isinstance(what, str):
-            said.text = what
-        else:
-            said.messages, said.tools, said.template_kwargs = what.messages, what.tools, what.more
-        try:
-            answer = await self._tokenizing.request(TOKENIZE, said, dict[str, list[int]])
-        except ConfigError:
-            raise
-        except TooLarge as error:
-            tokens = error.details.get("tokens")
-            why = "and the prompt has more" if tokens is None else f"not {tokens} prompt tokens"
-            raise TooLarge(f"the model's context holds {most} tokens, {why}", max_model_len=most) from None
-        except ReflexError:  # it died, hangs, or is too busy
-            return None
-        found: list[int] = answer["token_ids"]
-        return found
 
     @property
     def limits(self) -> Limits:
@@ -269,7 +235,6 @@ class Workers:
             "waiting": sum(worker["waiting"] for worker in workers),
             "model_loaded": self.state == "ready",
             "workers": workers,
-            "tokenizer": {"state": self._tokenizing.state, "restarts": self._tokenizing.restarts},
         }
 
     async def status(self) -> dict[str, Any]:
@@ -316,10 +281,7 @@ class Workers:
         return WorkersLive(self.lines)
 
     def processes(self) -> list[LiveProcess]:
-        """The runtime processes, and that which tokenises long prompts."""
-        tokenizing = self._tokenizing
-        told = live_process("tokenizer", tokenizing.pid, tokenizing.state, tokenizing.restarts, None, None)
-        return [*(line.process() for line in self.lines), told]
+        return [line.process() for line in self.lines]
 
     def queues(self) -> dict[str, Any]:
         """What waits for each process."""
@@ -338,8 +300,7 @@ class Workers:
         await asyncio.gather(*(line.batcher.close(drain and timeout > 0, timeout) for line in self.lines))
         await asyncio.gather(*(line.registry.wait_idle(max(0.0, until - loop.time())) for line in self.lines))
         within = min(ENDS_WITHIN, max(AT_LEAST, until - loop.time()))
-        closing = [line.client.close(within, line.running == 0) for line in self.lines]
-        await asyncio.gather(*closing, self._tokenizing.close(within))
+        await asyncio.gather(*(line.client.close(within, line.running == 0) for line in self.lines))
         self.texts.close()
         return True
 
